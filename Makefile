@@ -1,0 +1,37 @@
+# `make demo` and `make test` do all set-up themselves; nothing else is needed on a fresh machine.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test lint types unit bench clean
+
+demo: $(READY)
+	$(BIN)/skippipe compare published20 --contention-only --budget 20 --out demo
+	@echo
+	$(BIN)/skippipe show demo/skippipe.json --html demo/skippipe.html --png demo/skippipe.png
+	@echo "Open demo/skippipe.html (interactive) or demo/skippipe.png."
+
+test: lint types unit
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+unit: $(READY)
+	$(BIN)/pytest
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.simulator
+	$(BIN)/python -m benchmarks.planner
+	$(BIN)/python -m benchmarks.published
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,173 @@
+"""Machines and the links between them.
+
+A cluster is a list of nodes, each with its own compute speed and memory, and two directed matrices: one-way
+latency and bandwidth from the node of the row to the node of the column. It is the first half of what a plan is
+made for; the other half is the workload. The file format is described in docs/formats.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skippipe.errors import UserError
+from skippipe.jsonfile import Fields, as_number, json_text, read_json, write_text
+
+FORMAT = "skippipe-cluster"
+VERSION = 1
+Matrix = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine, or one GPU of it."""
+
+    name: str
+    """Unique in the cluster."""
+    location: str
+    """Region, city or rack: for people, not for the arithmetic."""
+    flops_per_s: float
+    """Floating-point operations a second that a training step sustains (not the peak of the data sheet)."""
+    memory_bytes: int
+    """What weights, gradients, optimizer state and activations may fill."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """Nodes and directed links; frozen, and checked when it is made."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    latency_s: Matrix
+    """One way, from row to column. The diagonal is not used."""
+    bandwidth_bytes_per_s: Matrix
+    """From row to column; 0 says that the row cannot reach the column. The diagonal is not used."""
+    hop_overhead_s: float = 0.0
+    """Fixed software cost of every hop, added to the latency."""
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise UserError("nodes: the list is empty; a cluster needs at least one node")
+        first: dict[str, int] = {}
+        for index, node in enumerate(self.nodes):
+            place = f"nodes[{index}]"
+            if node.name in first:
+                raise UserError(
+                    f"{place}.name: '{node.name}' is already the name of nodes[{first[node.name]}]; rename one of them"
+                )
+            if not node.name.isprintable() or node.name != node.name.strip():
+                raise UserError(f"{place}.name: {node.name!r} has odd white space or control characters; use a plain name")
+            first[node.name] = index
+            as_number(node.flops_per_s, f"{place}.flops_per_s", above=0)
+            as_number(node.memory_bytes, f"{place}.memory_bytes", above=0)
+        as_number(self.hop_overhead_s, "hop_overhead_s", at_least=0)
+        for name in ("latency_s", "bandwidth_bytes_per_s"):
+            matrix = np.array(getattr(self, name), dtype=np.float64)
+            self._check_matrix(name, matrix)
+            matrix.flags.writeable = False
+            object.__setattr__(self, name, matrix)
+
+    def _check_matrix(self, name: str, matrix: Matrix) -> None:
+        n = len(self.nodes)
+        if matrix.shape != (n, n):
+            raise UserError(f"{name}: {n} nodes need a {n} × {n} matrix, found {' × '.join(map(str, matrix.shape))}")
+        bad = np.argwhere(~np.isfinite(matrix) | (matrix < 0))
+        if len(bad):
+            i, j = bad[0]
+            pair = f"from '{self.nodes[i].name}' to '{self.nodes[j].name}'"
+            meaning = " (0 says: no link)" if name.startswith("bandwidth") else ""
+            raise UserError(
+                f"{name}[{i}][{j}] ({pair}): {matrix[i, j]:g} is not possible; give a finite number of 0 or more{meaning}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Cluster) and self.to_json() == other.to_json()
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    @cached_property
+    def number(self) -> dict[str, int]:
+        """Node name → its row in the matrices."""
+        return {node.name: index for index, node in enumerate(self.nodes)}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Same text, same cluster: tells a plan for this cluster from a plan for another."""
+        return sha256(json_text(self.to_json()).encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "name": self.name,
+            "hop_overhead_s": self.hop_overhead_s,
+            "nodes": [
+                {
+                    "name": node.name,
+                    "location": node.location,
+                    "flops_per_s": node.flops_per_s,
+                    "memory_bytes": node.memory_bytes,
+                }
+                for node in self.nodes
+            ],
+            "latency_s": self.latency_s.tolist(),
+            "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s.tolist(),
+        }
+
+    @classmethod
+    def from_json(cls, value: Any, place: str = "") -> Cluster:
+        fields = Fields(value, place)
+        fields.header(FORMAT, VERSION)
+        name = fields.text("name")
+        overhead_s = fields.number("hop_overhead_s", at_least=0) if fields.has("hop_overhead_s") else 0.0
+        nodes = []
+        for entry in fields.objects("nodes"):
+            nodes.append(
+                Node(
+                    name=entry.text("name"),
+                    location=entry.text("location"),
+                    flops_per_s=entry.number("flops_per_s", above=0),
+                    memory_bytes=entry.integer("memory_bytes", at_least=1),
+                )
+            )
+            entry.close()
+        latency_s = _matrix(fields, "latency_s", len(nodes))
+        bandwidth = _matrix(fields, "bandwidth_bytes_per_s", len(nodes))
+        fields.close()
+        return cls(name, tuple(nodes), latency_s, bandwidth, overhead_s)
+
+    @classmethod
+    def load(cls, path: Path) -> Cluster:
+        raw = read_json(path)
+        try:
+            return cls.from_json(raw)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+
+    def save(self, path: Path) -> None:
+        write_text(path, json_text(self.to_json()) + "\n")
+
+
+def _matrix(fields: Fields, name: str, n: int) -> Matrix:
+    rows = fields.items(name)
+    place = fields.at(name)
+    if len(rows) != n:
+        raise UserError(f"{place}: {n} nodes need {n} rows, found {len(rows)}; add the missing node or row")
+    for i, row in enumerate(rows):
+        if not isinstance(row, list) or len(row) != n:
+            size = len(row) if isinstance(row, list) else "no"
+            raise UserError(f"{place}[{i}]: {n} nodes need {n} numbers in each row, found {size}")
+        for j, entry in enumerate(row):
+            if type(entry) is not float:  # the common case is left to the check of the whole matrix
+                as_number(entry, f"{place}[{i}][{j}]")
+    return np.array(rows, dtype=np.float64).reshape(n, n)

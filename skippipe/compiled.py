@@ -1,0 +1,50 @@
+"""Kernels: plain Python functions over arrays, compiled by numba where numba is there.
+
+The simulator and the search run them compiled. The training runtime calls the same functions (who goes next, which
+stage may follow) a few times a second, on machines that need not have numba, and takes them as they are written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import TypeVar, cast
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def kernel(function: Function) -> Function:
+    """Compile at the first call and keep the machine code on disk for the next process."""
+    if os.environ.get("SKIPPIPE_PURE_PYTHON"):
+        return function
+    try:
+        import numba
+    except ImportError:
+        return function
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(_cache_folder())
+    try:
+        return cast(Function, numba.njit(cache=True, nogil=True)(function))
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+_folder: Path | None = None
+
+
+def _cache_folder() -> Path:
+    """One folder for each state of our sources.
+
+    numba notices a change of the file a kernel stands in, but not of the kernels it calls from other files.
+    """
+    global _folder
+    if _folder is None:
+        package = Path(__file__).parent
+        sources = sha256()
+        for file in sorted([*package.glob("*.py"), *package.glob("planner/*.py")]):
+            sources.update(file.read_bytes())
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        _folder = root / "skippipe" / sources.hexdigest()[:12]
+    return _folder

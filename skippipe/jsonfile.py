@@ -1,0 +1,156 @@
+"""JSON files that people write: every complaint names the place and the fix."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from skippipe.errors import UserError
+
+
+def read_json(path: Path) -> Any:
+    """The parsed file; NaN is let through here, so that whoever reads the field can say where it stands."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as text: {error}") from None
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"field '{twice}' is given twice in one object: keep one of them")
+    return found
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all: an interrupted run leaves the old one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def json_text(value: Any, indent: int = 0) -> str:
+    """JSON with one line for every list that holds no objects or lists of lists, so that matrices read as rows."""
+    pad = " " * (indent + 1)
+    if isinstance(value, dict) and value:
+        rows = [f"{pad}{json.dumps(str(key))}: {json_text(item, indent + 1)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(rows) + "\n" + " " * indent + "}"
+    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+        rows = [pad + json_text(item, indent + 1) for item in value]
+        return "[\n" + ",\n".join(rows) + "\n" + " " * indent + "]"
+    return json.dumps(value, allow_nan=False)
+
+
+class Fields:
+    """One JSON object, taken field by field; `close` then refuses what nobody asked for."""
+
+    def __init__(self, value: Any, place: str) -> None:
+        if not isinstance(value, dict):
+            raise UserError(f"{place}: expected an object {{…}}, found {_kind(value)}")
+        self._left = dict(value)
+        self._known: list[str] = []
+        self.place = place
+
+    def at(self, name: str) -> str:
+        return f"{self.place}.{name}" if self.place else name
+
+    def has(self, name: str) -> bool:
+        return self._left.get(name) is not None
+
+    def take(self, name: str) -> Any:
+        self._known.append(name)
+        if name not in self._left:
+            raise UserError(f"{self.at(name)}: missing; add it")
+        return self._left.pop(name)
+
+    def text(self, name: str, choices: tuple[str, ...] = ()) -> str:
+        value = self.take(name)
+        if not isinstance(value, str) or not value.strip():
+            raise UserError(f"{self.at(name)}: expected a text that is not empty, found {_kind(value)}")
+        if choices and value not in choices:
+            raise UserError(f"{self.at(name)}: '{value}' is none of {', '.join(choices)}")
+        return value
+
+    def number(self, name: str, above: float | None = None, at_least: float | None = None) -> float:
+        return as_number(self.take(name), self.at(name), above, at_least)
+
+    def integer(self, name: str, at_least: int = 0) -> int:
+        return as_integer(self.take(name), self.at(name), at_least)
+
+    def flag(self, name: str) -> bool:
+        value = self.take(name)
+        if not isinstance(value, bool):
+            raise UserError(f"{self.at(name)}: expected true or false, found {_kind(value)}")
+        return value
+
+    def items(self, name: str) -> list[Any]:
+        value = self.take(name)
+        if not isinstance(value, list):
+            raise UserError(f"{self.at(name)}: expected a list […], found {_kind(value)}")
+        return value
+
+    def objects(self, name: str) -> Iterator[Fields]:
+        for index, value in enumerate(self.items(name)):
+            yield Fields(value, f"{self.at(name)}[{index}]")
+
+    def header(self, kind: str, version: int) -> None:
+        """Every file of ours starts by saying what it is."""
+        found = self.text("format")
+        if found != kind:
+            raise UserError(f"{self.at('format')}: this is a '{found}' file; a '{kind}' file is needed here")
+        number = self.integer("version", at_least=1)
+        if number != version:
+            raise UserError(f"{self.at('version')}: version {number} is not known here; this release reads {version}")
+
+    def close(self) -> None:
+        for name in self._left:
+            near = difflib.get_close_matches(name, self._known, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(self._known)}"
+            raise UserError(f"{self.at(name)}: unknown field; {hint}")
+
+
+def as_number(value: Any, place: str, above: float | None = None, at_least: float | None = None) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise UserError(f"{place}: expected a number, found {_kind(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise UserError(f"{place}: {number} is not a finite number; measure it again or give an estimate")
+    if above is not None and number <= above:
+        raise UserError(f"{place}: {value} must be greater than {above:g}")
+    if at_least is not None and number < at_least:
+        raise UserError(f"{place}: {value} must be {at_least:g} or more")
+    return number
+
+
+def as_integer(value: Any, place: str, at_least: int = 0) -> int:
+    number = as_number(value, place, at_least=at_least)
+    if number != int(number):
+        raise UserError(f"{place}: expected a whole number, found {value}")
+    return int(value)
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: f"the text '{value}'", type(None): "null", bool: "true or false"}
+    return names.get(type(value), f"the number {value}")

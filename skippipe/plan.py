@@ -1,0 +1,190 @@
+"""The plan: which node holds which stage, and which path every microbatch takes.
+
+Frozen data. A plan that can be made is well formed (every node known, on one stage at most, every path over nodes that
+hold a stage); whether it keeps the rules is for `check` to say. It carries the cluster and the workload it was made
+for and the timeline it promises, so a plan file needs no other file beside it. docs/formats.md describes the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from skippipe.cluster import Cluster
+from skippipe.costs import Costs, costs_of
+from skippipe.dispatch import Dispatch
+from skippipe.errors import UserError
+from skippipe.jsonfile import Fields, json_text, read_json, write_text
+from skippipe.timeline import Timeline
+from skippipe.workload import Workload
+
+FORMAT = "skippipe-plan"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive layers of the model, and the nodes that hold them."""
+
+    layers: int
+    nodes: tuple[int, ...]
+    ring: tuple[int, ...]
+    """The same nodes in the order in which they average gradients."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A path with one microbatch in flight: when one is back, the next sets out."""
+
+    path: tuple[int, ...]
+    """Starts at a data node; the head runs there too, after the last hop back."""
+    microbatches: int
+    """How many take this path, one after another, in an iteration."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    cluster: Cluster
+    workload: Workload
+    stages: tuple[Stage, ...]
+    lanes: tuple[Lane, ...]
+    dispatch: Dispatch = Dispatch.FIRST_COME
+    """Who goes next on a node."""
+    strategy: str = "by hand"
+    """What found it, for people."""
+    expected: Timeline | None = None
+    """What an iteration is promised to look like."""
+
+    def __post_init__(self) -> None:
+        names = [node.name for node in self.cluster.nodes]
+        if len(self.stages) < 2:
+            raise UserError(f"stages: found {len(self.stages)}; a pipeline has at least 2")
+        if not self.lanes:
+            raise UserError("lanes: the list is empty; a plan needs at least one lane")
+        held: dict[int, int] = {}
+        for index, stage in enumerate(self.stages):
+            if not stage.nodes:
+                raise UserError(f"stages[{index}].nodes: no node holds stage {index}; give it one")
+            if stage.layers < 1:
+                raise UserError(f"stages[{index}].layers: {stage.layers} must be 1 or more")
+            for node in stage.nodes:
+                if node in held:
+                    raise UserError(
+                        f"stages[{index}].nodes: '{names[node]}' already holds stage {held[node]}; a node holds one stage"
+                    )
+                held[node] = index
+            if sorted(stage.ring) != sorted(stage.nodes):
+                raise UserError(f"stages[{index}].ring: must hold the same nodes as stages[{index}].nodes, each once")
+        layers = sum(stage.layers for stage in self.stages)
+        if layers != self.workload.model.layers:
+            model = self.workload.model
+            raise UserError(f"stages: they hold {layers} layers, but {model.name} has {model.layers}")
+        for index, lane in enumerate(self.lanes):
+            if len(lane.path) < 2:
+                raise UserError(f"lanes[{index}].path: a path visits at least 2 nodes, found {len(lane.path)}")
+            if lane.microbatches < 1:
+                raise UserError(f"lanes[{index}].microbatches: {lane.microbatches} must be 1 or more; or drop the lane")
+            for hop, node in enumerate(lane.path):
+                if node not in held:
+                    raise UserError(f"lanes[{index}].path[{hop}]: '{names[node]}' holds no stage")
+
+    @cached_property
+    def stage_of(self) -> dict[int, int]:
+        return {node: index for index, stage in enumerate(self.stages) for node in stage.nodes}
+
+    @cached_property
+    def costs(self) -> Costs:
+        return costs_of(self.cluster, self.workload, tuple(stage.layers for stage in self.stages))
+
+    @cached_property
+    def slots(self) -> dict[int, int]:
+        """Node → microbatches it can hold at once, on the stage it has."""
+        return {node: int(self.costs.slots[stage, node]) for node, stage in self.stage_of.items()}
+
+    def visits(self, lane: Lane) -> tuple[int, ...]:
+        """The stages along a lane's path."""
+        return tuple(self.stage_of[node] for node in lane.path)
+
+    @property
+    def microbatches(self) -> int:
+        return sum(lane.microbatches for lane in self.lanes)
+
+    @property
+    def skipped(self) -> float:
+        """The share of stages that a microbatch leaves out, on average."""
+        visited = sum(len(lane.path) * lane.microbatches for lane in self.lanes)
+        return 1 - visited / (self.microbatches * len(self.stages))
+
+    def promising(self, timeline: Timeline) -> Plan:
+        return replace(self, expected=timeline)
+
+    def to_json(self) -> dict[str, Any]:
+        names = [node.name for node in self.cluster.nodes]
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "strategy": self.strategy,
+            "dispatch": str(self.dispatch),
+            "stages": [
+                {
+                    "layers": stage.layers,
+                    "nodes": [names[node] for node in stage.nodes],
+                    "ring": [names[node] for node in stage.ring],
+                }
+                for stage in self.stages
+            ],
+            "lanes": [
+                {"path": [names[node] for node in lane.path], "microbatches": lane.microbatches} for lane in self.lanes
+            ],
+            "workload": self.workload.to_json(),
+            "cluster": self.cluster.to_json(),
+            "expected": self.expected.to_json(names) if self.expected else None,
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> Plan:
+        fields = Fields(value, "")
+        fields.header(FORMAT, VERSION)
+        cluster = Cluster.from_json(fields.take("cluster"), "cluster")
+
+        def nodes(entry: Fields, name: str) -> tuple[int, ...]:
+            numbers = []
+            for index, node in enumerate(entry.items(name)):
+                if not isinstance(node, str) or node not in cluster.number:
+                    raise UserError(f"{entry.at(name)}[{index}]: the cluster has no node {node!r}")
+                numbers.append(cluster.number[node])
+            return tuple(numbers)
+
+        stages = []
+        for entry in fields.objects("stages"):
+            stages.append(Stage(entry.integer("layers", at_least=1), nodes(entry, "nodes"), nodes(entry, "ring")))
+            entry.close()
+        lanes = []
+        for entry in fields.objects("lanes"):
+            lanes.append(Lane(nodes(entry, "path"), entry.integer("microbatches", at_least=1)))
+            entry.close()
+        expected = fields.take("expected")
+        plan = cls(
+            cluster=cluster,
+            workload=Workload.from_json(fields.take("workload")),
+            stages=tuple(stages),
+            lanes=tuple(lanes),
+            dispatch=Dispatch(fields.text("dispatch", tuple(Dispatch))),
+            strategy=fields.text("strategy"),
+            expected=None if expected is None else Timeline.from_json(expected, cluster.number),
+        )
+        fields.close()
+        return plan
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        raw = read_json(path)
+        try:
+            return cls.from_json(raw)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+
+    def save(self, path: Path) -> None:
+        write_text(path, json_text(self.to_json()) + "\n")

@@ -1,0 +1,169 @@
+"""What a planner is asked: this cluster, this workload, so many stages of which each microbatch visits so many.
+
+Also the arithmetic that every strategy shares: how many nodes a stage needs, how many lanes there can be, and, where
+a demand cannot be met, which one nearby can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import gcd
+
+from skippipe.cluster import Cluster
+from skippipe.costs import Costs, costs_of
+from skippipe.dispatch import Dispatch
+from skippipe.errors import Infeasible
+from skippipe.timeline import Timing
+from skippipe.workload import Workload
+
+Placement = tuple[tuple[int, ...], ...]
+"""For each stage, the nodes that hold it."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    cluster: Cluster
+    workload: Workload
+    stages: int
+    visited: int
+    """Stages on a path, stage 0 included."""
+    sizes: tuple[int, ...] = ()
+    """Nodes of each stage; empty: chosen to match the demand."""
+    timing: Timing = Timing.FULL
+    dispatch: Dispatch = Dispatch.FIRST_COME
+    layers: tuple[int, ...] = field(default=(), repr=False)
+    """Of each stage; empty: as even as can be."""
+
+    def __post_init__(self) -> None:
+        nodes = len(self.cluster)
+        if self.stages < 2:
+            raise Infeasible(f"{self.stages} stages make no pipeline: use 2 or more")
+        if nodes < self.stages:
+            raise Infeasible(
+                f"{self.stages} stages need at least {self.stages} nodes and '{self.cluster.name}' has {nodes}: "
+                f"use at most {nodes} stages or add {self.stages - nodes} nodes"
+            )
+        if not 2 <= self.visited <= self.stages:
+            most = 1 - 2 / self.stages
+            raise Infeasible(
+                f"visiting {self.visited} of {self.stages} stages: a path has at least 2 stages and at most all; "
+                f"with {self.stages} stages at most {most:.0%} can be skipped"
+            )
+        if not self.layers:
+            object.__setattr__(self, "layers", self.workload.layer_split(self.stages))
+        if not self.sizes:
+            object.__setattr__(self, "sizes", stage_sizes(nodes, self.stages, self.visited))
+        if len(self.sizes) != self.stages or min(self.sizes) < 1 or sum(self.sizes) > nodes:
+            raise Infeasible(
+                f"stage sizes {','.join(map(str, self.sizes))}: {self.stages} stages need {self.stages} sizes of 1 or "
+                f"more that add up to at most {nodes} nodes; for example {','.join(map(str, self._sizes_that_fit()))}"
+            )
+        unit = self.lane_unit
+        if self.workload.microbatches % unit:
+            lower = self.workload.microbatches // unit * unit
+            nearest = f"{lower} or {lower + unit}" if lower else f"{unit}"
+            raise Infeasible(
+                f"{self.workload.microbatches} microbatches over {self.visited - 1} of {self.stages - 1} stages cannot "
+                f"visit each equally often (CC3): use a multiple of {unit}, such as {nearest}"
+            )
+        self._check_memory()
+
+    def _sizes_that_fit(self) -> tuple[int, ...]:
+        return stage_sizes(len(self.cluster), self.stages, self.visited)
+
+    def _check_memory(self) -> None:
+        """Every stage must find nodes that can hold it; which ones is for the allocation to say."""
+        for stage, size in enumerate(self.sizes):
+            able = int((self.costs.slots[stage] > 0).sum())
+            if able >= size:
+                continue
+            need = self.workload.fixed_bytes(stage, self.layers[stage]) + self.workload.held_bytes(self.layers[stage])
+            have = max(node.memory_bytes for node in self.cluster.nodes)
+            raise Infeasible(
+                f"stage {stage} needs {need / 2**30:.1f} GiB on a node for {self.layers[stage]} layers and one "
+                f"microbatch; {able} nodes have that ({size} needed, the largest has {have / 2**30:.1f} GiB): "
+                + self._less_memory()
+            )
+
+    def _less_memory(self) -> str:
+        for stages in range(self.stages + 1, min(self.workload.model.layers, len(self.cluster)) + 1):
+            layers = self.workload.layer_split(stages)
+            if all(
+                sum(self.workload.slots(node.memory_bytes, stage, k) > 0 for node in self.cluster.nodes)
+                >= len(self.cluster) // stages
+                for stage, k in enumerate(layers)
+            ):
+                return f"use {stages} stages, a smaller microbatch, or activation checkpointing"
+        return "use a smaller microbatch, activation checkpointing, or nodes with more memory"
+
+    @cached_property
+    def costs(self) -> Costs:
+        return costs_of(self.cluster, self.workload, self.layers)
+
+    @property
+    def lane_unit(self) -> int:
+        """Lanes that share their stages equally come in multiples of this."""
+        others, visits = self.stages - 1, self.visited - 1
+        return others // gcd(others, visits)
+
+    def lane_limit(self, placement: Placement) -> int:
+        """The most lanes that the memory of this placement can carry, as a multiple of the unit; 0: none."""
+        capacity = [sum(int(self.costs.slots[stage, node]) for node in nodes) for stage, nodes in enumerate(placement)]
+        others, visits = self.stages - 1, self.visited - 1
+        most = min([capacity[0], *(room * others // visits for room in capacity[1:])])
+        most = min(most, self.workload.microbatches)
+        return most // self.lane_unit * self.lane_unit
+
+    def lanes_of(self, placement: Placement) -> list[tuple[int, int]]:
+        """(data node, microbatches) of every lane: fast data nodes get more lanes, and no two lanes differ by over 1."""
+        count = self.lane_limit(placement)
+        if count == 0:
+            raise Infeasible(self._too_little_memory(placement))
+        slots = {node: int(self.costs.slots[0, node]) for node in placement[0]}
+        work_ns = {
+            node: int(self.costs.forward_ns[0, node] + self.costs.backward_ns[0, node] + self.costs.head_ns[node])
+            for node in placement[0]
+        }
+        lanes = dict.fromkeys(placement[0], 0)
+        for _ in range(count):
+            free = [node for node in placement[0] if lanes[node] < slots[node]]
+            lanes[min(free, key=lambda node: (lanes[node] + 1) * work_ns[node])] += 1
+        each, extra = divmod(self.workload.microbatches, count)
+        order = [(node, nth) for node in placement[0] for nth in range(lanes[node])]
+        first = set(sorted(order, key=lambda lane: (lane[1], work_ns[lane[0]]))[:extra])
+        return [(node, each + ((node, nth) in first)) for node, nth in order]
+
+    def _too_little_memory(self, placement: Placement) -> str:
+        unit, visits, others = self.lane_unit, self.visited - 1, self.stages - 1
+        needs = [unit] + [unit * visits // others] * others
+        for stage, nodes in enumerate(placement):
+            room = sum(int(self.costs.slots[stage, node]) for node in nodes)
+            if room < needs[stage]:
+                return (
+                    f"to visit {self.visited} of {self.stages} stages equally often takes {unit} lanes, {needs[stage]} of "
+                    f"them through stage {stage}, whose {len(nodes)} nodes hold {room} microbatches in all: give stage "
+                    f"{stage} more nodes, use a smaller microbatch, or visit all {self.stages} stages"
+                )
+        return f"{self.workload.microbatches} microbatches are fewer than the {unit} lanes needed: use a multiple of {unit}"
+
+
+def stage_sizes(nodes: int, stages: int, visited: int) -> tuple[int, ...]:
+    """Sizes that match the demand: |stage 0| : |any other| near (S−1) : (L−1), nobody left out.
+
+    Stage 0 sees every microbatch, another stage (L−1)/(S−1) of them; the busiest node should be as idle as can be.
+    """
+    others = stages - 1
+    share = (visited - 1) / others
+
+    def busiest(data_nodes: int) -> float:
+        return max(1 / data_nodes, share / ((nodes - data_nodes) // others))
+
+    data_nodes = min(range(1, nodes - others + 1), key=busiest)
+    each, extra = divmod(nodes - data_nodes, others)
+    return (data_nodes, *(each + (stage >= others - extra) for stage in range(others)))
+
+
+def stage_of(placement: Sequence[Sequence[int]]) -> dict[int, int]:
+    return {node: stage for stage, nodes in enumerate(placement) for node in nodes}

@@ -1,0 +1,129 @@
+"""Clusters to start from: the published regions, a data centre, five sites, random unequal machines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from skippipe.cluster import Cluster, Matrix, Node
+from skippipe.errors import UserError
+from skippipe.workload import MODELS
+
+GIB = 2**30
+REFERENCE_MODEL, REFERENCE_TOKENS = MODELS["llama-1.5b"], 4096
+
+
+@cache
+def data(name: str) -> Any:
+    """A JSON file that the package carries."""
+    return json.loads(resources.files("skippipe").joinpath("data", name).read_text(encoding="utf-8"))
+
+
+def reference_flops_per_s() -> float:
+    """The speed at which the study's nodes take its seconds a layer and sample (1.5B model, 4096 tokens)."""
+    per_layer_s: float = data("regions12.json")["forward_s_per_layer_per_sample"]
+    return REFERENCE_MODEL.layer_flops(REFERENCE_TOKENS) / per_layer_s
+
+
+def at_sites(
+    name: str,
+    sites: Sequence[str],
+    site_of: Sequence[int],
+    latency_s: Matrix,
+    bandwidth: Matrix,
+    hop_overhead_s: float = 0.0,
+    memory_bytes: int = 24 * GIB,
+) -> Cluster:
+    """Equal nodes at the given sites; the matrices are between sites, their diagonal is inside a site."""
+    seen: dict[int, int] = {}
+    nodes = []
+    for site in site_of:
+        count = seen[site] = seen.get(site, -1) + 1
+        label = f"{sites[site].lower().replace(' ', '-')}-{count}"
+        nodes.append(Node(label, sites[site], reference_flops_per_s(), memory_bytes))
+    pick = np.ix_(site_of, site_of)
+    return Cluster(name, tuple(nodes), latency_s[pick], bandwidth[pick], hop_overhead_s)
+
+
+def regions(nodes: int, hop_overhead_s: float = 0.35) -> Cluster:
+    """Nodes dealt out over the 12 published cloud regions, with the overhead a hop measured there."""
+    table = data("regions12.json")
+    sites = table["locations"]
+    site_of = [(index + 1) % len(sites) for index in range(nodes)]  # the study starts at Belgium, the second row
+    latency_s, bandwidth = np.array(table["latency_s"]), np.array(table["bandwidth_bytes_per_s"])
+    return at_sites(f"regions:{nodes}", sites, site_of, latency_s, bandwidth, hop_overhead_s)
+
+
+def datacentre(nodes: int) -> Cluster:
+    """One room: 50 µs and 100 Gbit/s between any two nodes."""
+    each = np.ones((1, 1))
+    return at_sites(f"datacentre:{nodes}", ["rack"], [0] * nodes, 50e-6 * each, 12.5e9 * each, memory_bytes=80 * GIB)
+
+
+def five_sites(nodes: int) -> Cluster:
+    """Five institutes with 10 Gbit/s inside and 0.2 to 1 Gbit/s between them; latencies as between these cities."""
+    sites = ["Zurich", "London", "New York", "San Francisco", "Singapore"]
+    latency_ms = np.array(
+        [
+            [0.2, 10, 45, 80, 85],
+            [10, 0.2, 37, 70, 90],
+            [45, 37, 0.2, 33, 115],
+            [80, 70, 33, 0.2, 88],
+            [85, 90, 115, 88, 0.2],
+        ]
+    )
+    megabit = np.array(
+        [
+            [10_000, 1_000, 500, 300, 200],
+            [1_000, 10_000, 600, 300, 200],
+            [500, 600, 10_000, 800, 200],
+            [300, 300, 800, 10_000, 300],
+            [200, 200, 200, 300, 10_000],
+        ]
+    )
+    site_of = [index % len(sites) for index in range(nodes)]
+    return at_sites(f"five-sites:{nodes}", sites, site_of, latency_ms / 1e3, megabit * 125_000.0)
+
+
+def random_cluster(nodes: int, seed: int = 0) -> Cluster:
+    """Unequal machines on a map: compute within a factor of four, 16 to 80 GiB, every link its own in each direction."""
+    draw = np.random.default_rng(seed)
+    spots = draw.uniform(0, 1, (nodes, 2))
+    distance = np.linalg.norm(spots[:, None] - spots[None, :], axis=2)
+    latency_s = 0.001 + 0.12 * distance * draw.uniform(0.8, 1.3, (nodes, nodes))
+    bandwidth = 10 ** (draw.uniform(7.3, 8.7, (nodes, nodes)) - 0.8 * distance)
+    np.fill_diagonal(latency_s, 0)
+    speed = reference_flops_per_s() * 2 ** draw.uniform(-1, 1, nodes)
+    memory = draw.choice([16, 24, 24, 48, 80], nodes) * GIB
+    machines = tuple(
+        Node(f"node-{index}", f"{x:.2f},{y:.2f}", float(speed[index]), int(memory[index]))
+        for index, (x, y) in enumerate(spots)
+    )
+    return Cluster(f"random:{nodes}:{seed}", machines, latency_s, bandwidth)
+
+
+PRESETS: dict[str, Callable[..., Cluster]] = {
+    "regions": regions,
+    "datacentre": datacentre,
+    "five-sites": five_sites,
+    "random": random_cluster,
+}
+
+
+def preset(text: str) -> Cluster:
+    """`regions:24`, `datacentre:8`, `five-sites:15`, `random:30` or with a seed `random:30:7`; 20 nodes if not said."""
+    name, *numbers = text.split(":")
+    most = 2 if name == "random" else 1
+    if name not in PRESETS:
+        raise UserError(f"'{text}': no such preset; there are {', '.join(PRESETS)}, each with ':' and a number of nodes")
+    if len(numbers) > most or not all(number.isascii() and number.isdigit() for number in numbers):
+        raise UserError(f"'{text}': write {name}:NODES{':SEED' if most == 2 else ''}, as in {name}:20")
+    nodes, *seed = map(int, numbers or ["20"])
+    if not 1 <= nodes <= 10_000:
+        raise UserError(f"'{text}': {nodes} nodes; give 1 to 10000")
+    return PRESETS[name](nodes, *seed)

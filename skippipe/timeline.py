@@ -1,0 +1,185 @@
+"""What happens in an iteration, task by task: promised by the simulator, stored in the plan.
+
+Whole nanoseconds in memory, seconds with up to nine decimals in files, node numbers in memory, names in files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from skippipe.costs import ns, seconds
+from skippipe.errors import UserError
+from skippipe.jsonfile import Fields, as_integer, as_number
+
+
+class Timing(StrEnum):
+    """Which parts of an iteration are counted."""
+
+    FULL = "full"
+    """Transfers on one directed link wait for each other; gradient averaging and the optimizer step are counted."""
+    CONTENTION_ONLY = "contention-only"
+    """The published model: links carry any number of transfers at once; the iteration ends with the last backward."""
+
+
+class Task(NamedTuple):
+    """One step of one microbatch on one node."""
+
+    lane: int
+    microbatch: int
+    """Of the lane, from 0."""
+    step: int
+    """0 … L−1 forward, L head, L+1 … 2L backward (see `dispatch`)."""
+    node: int
+    ready_ns: int
+    start_ns: int
+    end_ns: int
+
+
+TASK_COLUMNS = ("lane", "microbatch", "step", "node", "ready_s", "start_s", "end_s")
+
+
+class NodeUse(NamedTuple):
+    """What one node does in an iteration."""
+
+    node: int
+    stage: int
+    slots: int
+    forward_ns: int
+    backward_ns: int
+    head_ns: int
+    """0 but for data nodes."""
+    optimizer_ns: int
+    busy_ns: int
+    """Forward, head and backward together."""
+    collision_ns: int
+    """For how long tasks that were ready waited for the node, summed over the tasks."""
+
+
+class LinkUse(NamedTuple):
+    sender: int
+    receiver: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """An iteration."""
+
+    timing: Timing
+    iteration_ns: int
+    last_backward_ns: int
+    averaging_ns: tuple[tuple[int, int], ...]
+    """For each stage: from when its last node is done until its gradients are averaged. Empty if not counted."""
+    nodes: tuple[NodeUse, ...]
+    links: tuple[LinkUse, ...]
+    tasks: tuple[Task, ...]
+    """In the order of their start."""
+
+    @property
+    def iteration_s(self) -> float:
+        return seconds(self.iteration_ns)
+
+    @property
+    def collision_s(self) -> float:
+        return seconds(sum(use.collision_ns for use in self.nodes))
+
+    @property
+    def bytes_moved(self) -> int:
+        return sum(use.sent_bytes for use in self.links)
+
+    @property
+    def microbatches(self) -> int:
+        return len({(task.lane, task.microbatch) for task in self.tasks})
+
+    def idle_ns(self, use: NodeUse) -> int:
+        return self.iteration_ns - use.busy_ns
+
+    def to_json(self, names: Sequence[str]) -> dict[str, Any]:
+        return {
+            "timing": str(self.timing),
+            "iteration_s": seconds(self.iteration_ns),
+            "last_backward_s": seconds(self.last_backward_ns),
+            "averaging_s": [[seconds(start), seconds(end)] for start, end in self.averaging_ns],
+            "nodes": [
+                {
+                    "name": names[use.node],
+                    "stage": use.stage,
+                    "slots": use.slots,
+                    "forward_s": seconds(use.forward_ns),
+                    "backward_s": seconds(use.backward_ns),
+                    "head_s": seconds(use.head_ns),
+                    "optimizer_s": seconds(use.optimizer_ns),
+                    "busy_s": seconds(use.busy_ns),
+                    "collision_s": seconds(use.collision_ns),
+                }
+                for use in self.nodes
+            ],
+            "links": [[names[use.sender], names[use.receiver], use.sent_bytes] for use in self.links],
+            "task_columns": list(TASK_COLUMNS),
+            "tasks": [
+                [
+                    *(task.lane, task.microbatch, task.step, names[task.node]),
+                    *(seconds(task.ready_ns), seconds(task.start_ns), seconds(task.end_ns)),
+                ]
+                for task in self.tasks
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, value: Any, number: dict[str, int], place: str = "expected") -> Timeline:
+        fields = Fields(value, place)
+
+        def node(name: Any, at: str) -> int:
+            if not isinstance(name, str) or name not in number:
+                raise UserError(f"{at}: no node is called {name!r}")
+            return number[name]
+
+        def time(value: Any, at: str) -> int:
+            return ns(as_number(value, at, at_least=0))
+
+        def row(values: Any, at: str, size: int) -> list[Any]:
+            if not isinstance(values, list) or len(values) != size:
+                raise UserError(f"{at}: expected a list of {size} values")
+            return values
+
+        timing = Timing(fields.text("timing", tuple(Timing)))
+        iteration_ns = time(fields.take("iteration_s"), fields.at("iteration_s"))
+        last_ns = time(fields.take("last_backward_s"), fields.at("last_backward_s"))
+        averaging = []
+        for index, entry in enumerate(fields.items("averaging_s")):
+            at = f"{fields.at('averaging_s')}[{index}]"
+            start, end = row(entry, at, 2)
+            averaging.append((time(start, at), time(end, at)))
+        nodes = []
+        for use in fields.objects("nodes"):
+            nodes.append(
+                NodeUse(
+                    node(use.take("name"), use.at("name")),
+                    use.integer("stage"),
+                    use.integer("slots"),
+                    *(
+                        time(use.take(name), use.at(name))
+                        for name in ("forward_s", "backward_s", "head_s", "optimizer_s", "busy_s", "collision_s")
+                    ),
+                )
+            )
+            use.close()
+        links = []
+        for index, entry in enumerate(fields.items("links")):
+            at = f"{fields.at('links')}[{index}]"
+            sender, receiver, sent = row(entry, at, 3)
+            links.append(LinkUse(node(sender, at), node(receiver, at), as_integer(sent, at)))
+        columns = fields.items("task_columns")
+        if columns != list(TASK_COLUMNS):
+            raise UserError(f"{fields.at('task_columns')}: expected {list(TASK_COLUMNS)}")
+        tasks = []
+        for index, entry in enumerate(fields.items("tasks")):
+            at = f"{fields.at('tasks')}[{index}]"
+            lane, microbatch, step, name, *times = row(entry, at, len(TASK_COLUMNS))
+            whole = (as_integer(lane, at), as_integer(microbatch, at), as_integer(step, at))
+            tasks.append(Task(*whole, node(name, at), *(time(each, at) for each in times)))
+        fields.close()
+        return cls(timing, iteration_ns, last_ns, tuple(averaging), tuple(nodes), tuple(links), tuple(tasks))

@@ -1,0 +1,271 @@
+"""A model and a batch, as far as a plan needs them: operations, bytes and memory.
+
+`ModelShape` is what a configuration file says of a decoder-only transformer; `Workload` adds the batch and how it is
+run, and answers for any number of layers: how many floating-point operations, how many bytes over a hop, how many
+bytes to average, how many bytes a node must hold. Seconds come in `costs`, where the workload meets the cluster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from skippipe.errors import UserError
+from skippipe.jsonfile import Fields, read_json
+
+WIRE_DTYPES = ("fp32", "bf16", "int8")
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
+INT8_BLOCK = 128  # values that share one fp32 scale on the wire
+
+STATE_BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and two Adam moments
+OPTIMIZER_FLOPS_PER_PARAMETER = 250  # Adam waits for memory: the operations that would have fitted into its time
+LOGIT_BYTES = 8  # fp32 logits and their gradient, one microbatch at a time
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder-only transformer (Llama, Qwen3, Mistral, Mixtral, …)."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    """Width of the feed-forward block; of one expert in a mixture."""
+    vocab: int
+    tied_embeddings: bool = False
+    experts: int = 1
+    experts_active: int = 1
+
+    @property
+    def _attention_parameters(self) -> int:
+        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+
+    @property
+    def layer_parameters(self) -> int:
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        return (
+            self._attention_parameters
+            + 3 * self.hidden * self.intermediate * self.experts
+            + router
+            + 2 * self.hidden  # norms
+        )
+
+    @property
+    def end_parameters(self) -> int:
+        """Embedding, final norm and head: what stage 0 holds beside its layers."""
+        matrices = 1 if self.tied_embeddings else 2
+        return matrices * self.vocab * self.hidden + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.end_parameters
+
+    def layer_flops(self, tokens: int) -> int:
+        """Forward operations of one layer on one sequence: two a weight and token, and causal attention."""
+        active = self._attention_parameters + 3 * self.hidden * self.intermediate * self.experts_active
+        return 2 * tokens * active + 2 * tokens * tokens * self.heads * self.head_dim
+
+    def head_flops(self, tokens: int) -> int:
+        return 2 * tokens * self.hidden * self.vocab
+
+    def layer_values_per_token(self) -> int:
+        """Values a layer keeps per token for its backward pass (attention itself is recomputed, as fused kernels do)."""
+        return (
+            4 * self.hidden  # inputs and outputs of both norms
+            + 2 * self.heads * self.head_dim  # queries, attention output
+            + 2 * self.kv_heads * self.head_dim
+            + 4 * self.intermediate * self.experts_active  # gate, up, activation, product
+        )
+
+    @classmethod
+    def from_json(cls, value: Any, place: str) -> ModelShape:
+        entry = Fields(value, place)
+        sizes = {
+            field.name: entry.integer(field.name, at_least=1)
+            for field in fields(cls)
+            if field.name not in ("name", "tied_embeddings")
+        }
+        shape = cls(name=entry.text("name"), tied_embeddings=entry.flag("tied_embeddings"), **sizes)
+        entry.close()
+        return shape
+
+    @classmethod
+    def from_huggingface(cls, path: Path) -> ModelShape:
+        """Read `config.json`, or the folder that holds it; fields of no interest here are passed over."""
+        file = path / "config.json" if path.is_dir() else path
+        config = read_json(file)
+        place = str(file)
+        if not isinstance(config, dict):
+            raise UserError(f"{place}: expected a Hugging Face configuration object")
+
+        def size(*names: str, default: int | None = None) -> int:
+            for name in names:
+                if config.get(name) is not None:
+                    return Fields(config, place).integer(name, at_least=1)
+            if default is None:
+                raise UserError(f"{place}: none of {', '.join(names)} is there; is this a decoder-only model's config?")
+            return default
+
+        heads = size("num_attention_heads")
+        hidden = size("hidden_size")
+        experts = size("num_local_experts", "num_experts", default=1)
+        width = ("moe_intermediate_size", "intermediate_size") if experts > 1 else ("intermediate_size",)
+        return cls(
+            name=str(config.get("model_type", "model")),
+            layers=size("num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=size("num_key_value_heads", default=heads),
+            head_dim=size("head_dim", default=max(1, hidden // heads)),
+            intermediate=size(*width),
+            vocab=size("vocab_size"),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            experts=experts,
+            experts_active=size("num_experts_per_tok", default=1) if experts > 1 else 1,
+        )
+
+
+MODELS = {
+    "llama-30m": ModelShape("llama-30m", 12, 288, 6, 6, 48, 768, 32000),
+    "llama-500m": ModelShape("llama-500m", 24, 1024, 16, 16, 64, 2816, 50257),
+    "llama-1.5b": ModelShape("llama-1.5b", 24, 2048, 16, 16, 128, 5632, 50257),
+    "llama-8b": ModelShape("llama-8b", 32, 4096, 32, 8, 128, 14336, 128256),
+}
+
+
+def model_named(name: str) -> ModelShape:
+    """A preset by name, else a Hugging Face config.json or the folder around one."""
+    if name in MODELS:
+        return MODELS[name]
+    path = Path(name)
+    if not path.exists():
+        raise UserError(f"model '{name}': neither a preset ({', '.join(MODELS)}) nor a config.json or its folder")
+    return ModelShape.from_huggingface(path)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one iteration computes."""
+
+    model: ModelShape
+    sequence_tokens: int = 4096
+    samples_per_microbatch: int = 2
+    microbatches: int = 30
+    """In one iteration, over all data nodes."""
+    wire_dtype: str = "bf16"
+    """Of activations and their gradients on a hop."""
+    gradient_dtype: str = "fp32"
+    """Of weight gradients while they are averaged."""
+    compute_dtype: str = "bf16"
+    """Of the activations a node keeps for the backward pass."""
+    activation_checkpointing: bool = False
+    backward_ratio: float = 2.0
+    """Backward seconds for each forward second of a stage."""
+    head_ratio: float | None = None
+    """Head and loss as a share of stage 0's forward seconds; None: from the operations of head and loss."""
+    header_bytes: int = 0
+    """What a hop's message carries beside the tensor."""
+    max_slots: int | None = None
+    """At most this many microbatches in flight on a node, however much memory it has."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_tokens", "samples_per_microbatch", "microbatches"):
+            if getattr(self, name) < 1:
+                raise UserError(f"workload.{name}: {getattr(self, name)} must be 1 or more")
+        if self.max_slots is not None and self.max_slots < 1:
+            raise UserError(f"workload.max_slots: {self.max_slots} must be 1 or more")
+        for name, choices in (
+            ("wire_dtype", WIRE_DTYPES),
+            ("gradient_dtype", WIRE_DTYPES),
+            ("compute_dtype", tuple(COMPUTE_BYTES)),
+        ):
+            if getattr(self, name) not in choices:
+                raise UserError(f"workload.{name}: '{getattr(self, name)}' is none of {', '.join(choices)}")
+
+    def layer_split(self, stages: int) -> tuple[int, ...]:
+        """Layers of each stage, as even as can be; the later stages take what is left over, stage 0 has the head."""
+        if stages > self.model.layers:
+            raise UserError(
+                f"{self.model.name} has {self.model.layers} layers: at most {self.model.layers} stages, not {stages}"
+            )
+        each, extra = divmod(self.model.layers, stages)
+        return tuple(each + (stage >= stages - extra) for stage in range(stages))
+
+    def forward_flops(self, layers: int) -> int:
+        return layers * self.samples_per_microbatch * self.model.layer_flops(self.sequence_tokens)
+
+    def head_flops(self, layers_of_stage_0: int) -> float:
+        """Final norm, head and loss, forward and backward: one task at the data node."""
+        if self.head_ratio is not None:
+            return self.head_ratio * self.forward_flops(layers_of_stage_0)
+        return (1 + self.backward_ratio) * self.samples_per_microbatch * self.model.head_flops(self.sequence_tokens)
+
+    @property
+    def activation_bytes(self) -> int:
+        """One hop of one microbatch."""
+        values = self.samples_per_microbatch * self.sequence_tokens * self.model.hidden
+        return wire_bytes(values, self.wire_dtype) + self.header_bytes
+
+    def stage_parameters(self, stage: int, layers: int) -> int:
+        return layers * self.model.layer_parameters + (self.model.end_parameters if stage == 0 else 0)
+
+    def gradient_bytes(self, stage: int, layers: int) -> int:
+        return wire_bytes(self.stage_parameters(stage, layers), self.gradient_dtype)
+
+    def fixed_bytes(self, stage: int, layers: int) -> int:
+        """What a node of the stage holds whether or not a microbatch is there."""
+        tokens = self.samples_per_microbatch * self.sequence_tokens
+        logits = LOGIT_BYTES * tokens * self.model.vocab if stage == 0 else 0
+        recomputed = self._layer_bytes() if self.activation_checkpointing else 0
+        return STATE_BYTES_PER_PARAMETER * self.stage_parameters(stage, layers) + logits + recomputed
+
+    def held_bytes(self, layers: int) -> int:
+        """What one microbatch in flight keeps on a node, from its forward to the end of its backward."""
+        if not self.activation_checkpointing:
+            return layers * self._layer_bytes()
+        tokens = self.samples_per_microbatch * self.sequence_tokens
+        return layers * COMPUTE_BYTES[self.compute_dtype] * tokens * self.model.hidden
+
+    def _layer_bytes(self) -> int:
+        tokens = self.samples_per_microbatch * self.sequence_tokens
+        return COMPUTE_BYTES[self.compute_dtype] * tokens * self.model.layer_values_per_token()
+
+    def slots(self, memory_bytes: int, stage: int, layers: int) -> int:
+        """Microbatches that a node of this memory can hold at once; 0: it cannot work on this stage."""
+        free = memory_bytes - self.fixed_bytes(stage, layers)
+        slots = max(0, free // self.held_bytes(layers))
+        return slots if self.max_slots is None else min(slots, self.max_slots)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any, place: str = "workload") -> Workload:
+        entry = Fields(value, place)
+        workload = cls(
+            model=ModelShape.from_json(entry.take("model"), entry.at("model")),
+            sequence_tokens=entry.integer("sequence_tokens", at_least=1),
+            samples_per_microbatch=entry.integer("samples_per_microbatch", at_least=1),
+            microbatches=entry.integer("microbatches", at_least=1),
+            wire_dtype=entry.text("wire_dtype"),
+            gradient_dtype=entry.text("gradient_dtype"),
+            compute_dtype=entry.text("compute_dtype"),
+            activation_checkpointing=entry.flag("activation_checkpointing"),
+            backward_ratio=entry.number("backward_ratio", above=0),
+            head_ratio=entry.number("head_ratio", at_least=0) if entry.has("head_ratio") else entry.take("head_ratio"),
+            header_bytes=entry.integer("header_bytes"),
+            max_slots=entry.integer("max_slots", at_least=1) if entry.has("max_slots") else entry.take("max_slots"),
+        )
+        entry.close()
+        return workload
+
+
+def wire_bytes(values: int, dtype: str) -> int:
+    """Bytes of a tensor on the wire."""
+    if dtype == "int8":
+        return values + 4 * -(-values // INT8_BLOCK)
+    return values * COMPUTE_BYTES[dtype]
