@@ -43,8 +43,7 @@ def best_ring(costs: Costs, stage: int, nodes: Sequence[int]) -> tuple[int, ...]
     """An order with the fastest slowest edge: exact for few nodes, nearest neighbour and two-exchanges for many."""
     nodes = tuple(sorted(nodes))
     if len(nodes) < 4:
-        orders = [nodes, (nodes[0], *reversed(nodes[1:]))] if nodes else [()]
-        return min(orders, key=lambda order: ring_ns(costs, stage, order))
+        return min(nodes, (*nodes[:1], *nodes[:0:-1]), key=lambda order: ring_ns(costs, stage, order))
     edges = edge_ns(costs, stage, len(nodes))[np.ix_(nodes, nodes)]
     if len(nodes) <= EXACT_UP_TO:
         orders_of_rest = np.array(list(permutations(range(1, len(nodes)))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 from skippipe import rules
 from skippipe.costs import UNREACHABLE_NS, seconds
@@ -67,14 +68,16 @@ def _memory(plan: Plan) -> list[Violation]:
         Violation(
             "TC1",
             f"node '{_name(plan, node)}'",
-            f"lies on {len(lanes)} lanes ({', '.join(map(str, lanes))}) but holds {plan.slots[node]} microbatches at once",
+            f"lies on {len(lanes)} lanes ({', '.join(map(str, lanes))}) but has {plan.slots[node]} memory slots",
         )
         for node, lanes in rules.tc1_overfull(paths, plan.slots).items()
     ]
     circle = rules.deadlock_cycle(paths, plan.slots)
     if circle:
         shown = " → ".join(_name(plan, node) for node in circle)
-        found.append(Violation("deadlock", shown, "lanes can hold slots of these nodes and wait for each other in a circle"))
+        found.append(
+            Violation("deadlock", shown, "lanes can hold slots of these nodes and wait for each other in a circle")
+        )
     return found
 
 
@@ -83,7 +86,7 @@ def _links(plan: Plan) -> list[Violation]:
     unreachable = plan.costs.transmit_ns >= UNREACHABLE_NS
     for number, lane in enumerate(plan.lanes):
         around = [*lane.path, lane.path[0]]
-        for hop, (a, b) in enumerate(zip(around, around[1:], strict=False)):
+        for hop, (a, b) in enumerate(pairwise(around)):
             for sender, receiver in ((a, b), (b, a)):
                 if unreachable[sender, receiver]:
                     message = f"'{_name(plan, sender)}' cannot reach '{_name(plan, receiver)}'"

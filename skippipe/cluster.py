@@ -62,7 +62,9 @@ class Cluster:
                     f"{place}.name: '{node.name}' is already the name of nodes[{first[node.name]}]; rename one of them"
                 )
             if not node.name.isprintable() or node.name != node.name.strip():
-                raise UserError(f"{place}.name: {node.name!r} has odd white space or control characters; use a plain name")
+                raise UserError(
+                    f"{place}.name: {node.name!r} has odd white space or control characters; use a plain name"
+                )
             first[node.name] = index
             as_number(node.flops_per_s, f"{place}.flops_per_s", above=0)
             as_number(node.memory_bytes, f"{place}.memory_bytes", above=0)
@@ -83,7 +85,7 @@ class Cluster:
             pair = f"from '{self.nodes[i].name}' to '{self.nodes[j].name}'"
             meaning = " (0 says: no link)" if name.startswith("bandwidth") else ""
             raise UserError(
-                f"{name}[{i}][{j}] ({pair}): {matrix[i, j]:g} is not possible; give a finite number of 0 or more{meaning}"
+                f"{name}[{i}][{j}] ({pair}): {matrix[i, j]:g} is impossible; give a finite number, 0 or more{meaning}"
             )
 
     def __len__(self) -> int:

@@ -75,7 +75,9 @@ def costs_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...]) -> C
         return np.array([[task_ns(flops, s) for s in speed] for flops in flops_of_stage], dtype=np.int64)
 
     forward = [float(workload.forward_flops(k)) for k in layers]
-    step = [float(OPTIMIZER_FLOPS_PER_PARAMETER * workload.stage_parameters(stage, k)) for stage, k in enumerate(layers)]
+    step = [
+        float(OPTIMIZER_FLOPS_PER_PARAMETER * workload.stage_parameters(stage, k)) for stage, k in enumerate(layers)
+    ]
     reachable = cluster.bandwidth_bytes_per_s > 0
     bandwidth = np.where(reachable, cluster.bandwidth_bytes_per_s, 1.0)
     transmit = np.where(reachable, np.rint(workload.activation_bytes / bandwidth * 1e9), UNREACHABLE_NS)

@@ -50,7 +50,9 @@ def may_start(step: int, length: int, held: int, slots: int) -> bool:
 
 
 @kernel
-def goes_before(urgency: int, ready_ns: int, lane: int, other_urgency: int, other_ready_ns: int, other_lane: int) -> bool:
+def goes_before(
+    urgency: int, ready_ns: int, lane: int, other_urgency: int, other_ready_ns: int, other_lane: int
+) -> bool:
     if urgency != other_urgency:
         return urgency < other_urgency
     if ready_ns != other_ready_ns:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from skippipe.averaging import best_ring
 from skippipe.cluster import Cluster
+from skippipe.costs import costs_of
 from skippipe.errors import UserError
+from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Placement
 from skippipe.presets import at_sites, data
 from skippipe.workload import MODELS, Workload
@@ -107,8 +110,27 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
 }
 
 
-def published_lanes(example: Example, name: str) -> Lanes:
-    if name not in example.paths:
+def published_plan(example: Example, name: str, microbatches: int | None = None) -> Plan:
+    """A published set of paths as a plan; another number of microbatches is dealt out over its lanes."""
+    if name not in example.paths or example.placement is None:
         known = ", ".join(example.paths) or "none"
         raise UserError(f"paths '{name}': '{example.cluster.name}' has {known}")
-    return example.paths[name]
+    lanes = example.paths[name]
+    if microbatches is not None:
+        each, extra = divmod(microbatches, len(lanes))
+        if each < 1:
+            raise UserError(f"{microbatches} microbatches over {len(lanes)} lanes: use {len(lanes)} or more")
+        starts = [path[0] for path, _ in lanes]
+        nth = [starts[:lane].count(start) for lane, start in enumerate(starts)]
+        first = set(sorted(range(len(lanes)), key=lambda lane: nth[lane])[:extra])  # spread over the data nodes
+        lanes = tuple((path, each + (lane in first)) for lane, (path, _) in enumerate(lanes))
+    workload = replace(example.workload, microbatches=sum(count for _, count in lanes))
+    layers = workload.layer_split(example.stages)
+    costs = costs_of(example.cluster, workload, layers)
+    return Plan(
+        example.cluster,
+        workload,
+        tuple(Stage(layers[s], nodes, best_ring(costs, s, nodes)) for s, nodes in enumerate(example.placement)),
+        tuple(Lane(path, count) for path, count in lanes),
+        strategy=f"published {name}",
+    )

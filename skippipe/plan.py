@@ -72,7 +72,7 @@ class Plan:
             for node in stage.nodes:
                 if node in held:
                     raise UserError(
-                        f"stages[{index}].nodes: '{names[node]}' already holds stage {held[node]}; a node holds one stage"
+                        f"stages[{index}].nodes: '{names[node]}' already holds stage {held[node]}; a node holds one"
                     )
                 held[node] = index
             if sorted(stage.ring) != sorted(stage.nodes):

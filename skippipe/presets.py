@@ -91,7 +91,7 @@ def five_sites(nodes: int) -> Cluster:
 
 
 def random_cluster(nodes: int, seed: int = 0) -> Cluster:
-    """Unequal machines on a map: compute within a factor of four, 16 to 80 GiB, every link its own in each direction."""
+    """Unequal machines on a map: speeds within a factor of four, 16 to 80 GiB, each link its own each way."""
     draw = np.random.default_rng(seed)
     spots = draw.uniform(0, 1, (nodes, 2))
     distance = np.linalg.norm(spots[:, None] - spots[None, :], axis=2)
@@ -120,7 +120,9 @@ def preset(text: str) -> Cluster:
     name, *numbers = text.split(":")
     most = 2 if name == "random" else 1
     if name not in PRESETS:
-        raise UserError(f"'{text}': no such preset; there are {', '.join(PRESETS)}, each with ':' and a number of nodes")
+        raise UserError(
+            f"'{text}': no such preset; there are {', '.join(PRESETS)}, each with ':' and a number of nodes"
+        )
     if len(numbers) > most or not all(number.isascii() and number.isdigit() for number in numbers):
         raise UserError(f"'{text}': write {name}:NODES{':SEED' if most == 2 else ''}, as in {name}:20")
     nodes, *seed = map(int, numbers or ["20"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,7 +171,7 @@ def _link_use(plan: Plan, timing: Timing) -> tuple[LinkUse, ...]:
     sent: dict[tuple[int, int], int] = {}
     for lane in plan.lanes:
         around = [*lane.path, lane.path[0]]
-        for a, b in zip(around, around[1:], strict=False):
+        for a, b in pairwise(around):
             for link in ((a, b), (b, a)):  # the activation, and on the way back its gradient
                 sent[link] = sent.get(link, 0) + plan.costs.activation_bytes * lane.microbatches
     if timing is Timing.FULL:

@@ -73,7 +73,7 @@ class ModelShape:
         return 2 * tokens * self.hidden * self.vocab
 
     def layer_values_per_token(self) -> int:
-        """Values a layer keeps per token for its backward pass (attention itself is recomputed, as fused kernels do)."""
+        """Values a layer keeps per token for its backward pass (fused kernels recompute attention itself)."""
         return (
             4 * self.hidden  # inputs and outputs of both norms
             + 2 * self.heads * self.head_dim  # queries, attention output

@@ -15,6 +15,7 @@ from skippipe.cluster import Cluster
 from skippipe.costs import Costs, costs_of
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible
+from skippipe.rules import MAX_SWAPS
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
 
@@ -31,6 +32,8 @@ class Problem:
     """Stages on a path, stage 0 included."""
     sizes: tuple[int, ...] = ()
     """Nodes of each stage; empty: chosen to match the demand."""
+    swaps: int = MAX_SWAPS
+    """Swaps of neighbours that a path may have (CC2)."""
     timing: Timing = Timing.FULL
     dispatch: Dispatch = Dispatch.FIRST_COME
     layers: tuple[int, ...] = field(default=(), repr=False)
@@ -53,6 +56,12 @@ class Problem:
             )
         if not self.layers:
             object.__setattr__(self, "layers", self.workload.layer_split(self.stages))
+        model = self.workload.model
+        if len(self.layers) != self.stages or min(self.layers) < 1 or sum(self.layers) != model.layers:
+            raise Infeasible(
+                f"layers {','.join(map(str, self.layers))}: {self.stages} stages need {self.stages} numbers of 1 or "
+                f"more that add up to the {model.layers} layers of {model.name}"
+            )
         if not self.sizes:
             object.__setattr__(self, "sizes", stage_sizes(nodes, self.stages, self.visited))
         if len(self.sizes) != self.stages or min(self.sizes) < 1 or sum(self.sizes) > nodes:
@@ -104,9 +113,7 @@ class Problem:
 
     @property
     def lane_unit(self) -> int:
-        """Lanes that share their stages equally come in multiples of this."""
-        others, visits = self.stages - 1, self.visited - 1
-        return others // gcd(others, visits)
+        return lane_unit(self.stages, self.visited)
 
     def lane_limit(self, placement: Placement) -> int:
         """The most lanes that the memory of this placement can carry, as a multiple of the unit; 0: none."""
@@ -117,7 +124,7 @@ class Problem:
         return most // self.lane_unit * self.lane_unit
 
     def lanes_of(self, placement: Placement) -> list[tuple[int, int]]:
-        """(data node, microbatches) of every lane: fast data nodes get more lanes, and no two lanes differ by over 1."""
+        """(data node, microbatches) of every lane; fast data nodes get more lanes, no two lanes differ by over 1."""
         count = self.lane_limit(placement)
         if count == 0:
             raise Infeasible(self._too_little_memory(placement))
@@ -142,11 +149,16 @@ class Problem:
             room = sum(int(self.costs.slots[stage, node]) for node in nodes)
             if room < needs[stage]:
                 return (
-                    f"to visit {self.visited} of {self.stages} stages equally often takes {unit} lanes, {needs[stage]} of "
-                    f"them through stage {stage}, whose {len(nodes)} nodes hold {room} microbatches in all: give stage "
-                    f"{stage} more nodes, use a smaller microbatch, or visit all {self.stages} stages"
+                    f"to visit {self.visited} of {self.stages} stages equally often takes {unit} lanes, {needs[stage]} "
+                    f"of them through stage {stage}, whose {len(nodes)} nodes hold {room} microbatches in all: give "
+                    f"it more nodes, use a smaller microbatch, or visit all {self.stages} stages"
                 )
-        return f"{self.workload.microbatches} microbatches are fewer than the {unit} lanes needed: use a multiple of {unit}"
+        return f"{self.workload.microbatches} microbatches are fewer than the {unit} lanes that are needed: use more"
+
+
+def lane_unit(stages: int, visited: int) -> int:
+    """Lanes, and so microbatches, that visit L−1 of S−1 stages equally often come in multiples of this."""
+    return (stages - 1) // gcd(stages - 1, visited - 1) if stages > 1 else 1
 
 
 def stage_sizes(nodes: int, stages: int, visited: int) -> tuple[int, ...]:

@@ -46,10 +46,7 @@ def _may_end(stage: int, mode: int, required: Flags) -> bool:
     highest = stage + 1 if mode == LATE else stage
     if mode == GAP and required[highest - 1]:
         return False
-    for later in range(highest + 1, len(required)):
-        if required[later]:
-            return False
-    return True
+    return not required[highest + 1 :].any()
 
 
 @kernel
@@ -125,13 +122,14 @@ def _back_at(
         time += hop_ns[came_from, node]
         time = _start(node, time, backward_ns[node], busy_node, busy_from, busy_until) + backward_ns[node]
         came_from = node
-    return time
+    return int(time)
 
 
 @kernel
 def best_path(
     data_node: int,
     visited: int,
+    swaps: int,  # that the path may have
     stage_of: Ints,  # [node]; −1: not used
     allowed: Flags,  # [node]
     required: Flags,  # [stage]
@@ -151,7 +149,7 @@ def best_path(
     """
     nodes = len(stage_of)
     table = _ways_on(data_node, visited, stage_of, allowed, required, forward_ns + backward_ns, hop_ns)
-    if table[visited - 1, data_node, 0, 0] >= NO_WAY:
+    if table[visited - 1, data_node, 0, MAX_SWAPS - swaps] >= NO_WAY:
         return NO_WAY
 
     # A label is a partial path: the node it ends in, how it got there, and when the forward pass leaves that node.
@@ -165,7 +163,7 @@ def best_path(
     keys = np.empty(LABELS, np.int64)
     values = np.empty(LABELS, np.int64)
 
-    node_of[0], before[0], mode_of[0], swaps_of[0], depth_of[0] = data_node, -1, 0, 0, 0
+    node_of[0], before[0], mode_of[0], swaps_of[0], depth_of[0] = data_node, -1, 0, MAX_SWAPS - swaps, 0
     start = _start(data_node, begin_ns, forward_ns[data_node], busy_node, busy_from, busy_until)
     sent_ns[0] = start + forward_ns[data_node]
     way_back_ns[0] = head_ns + backward_ns[data_node]
@@ -184,30 +182,28 @@ def best_path(
                 path[hop] = node_of[back]
                 back = before[back]
         if depth == visited:
-            return cost
+            return int(cost)
         if labels + nodes >= LABELS:
             return TOO_MANY
         if depth == visited - 1:
             node_of[labels], before[labels], depth_of[labels] = node, before[label], visited
-            back_at = _back_at(
-                path, sent_ns[label], head_ns, backward_ns, hop_ns, busy_node, busy_from, busy_until
-            )
+            back_at = _back_at(path, sent_ns[label], head_ns, backward_ns, hop_ns, busy_node, busy_from, busy_until)
             size = push(keys, values, size, back_at - begin_ns, labels)
             labels += 1
             continue
         for following in range(nodes):
             if stage_of[following] <= 0 or not allowed[following]:
                 continue
-            ok, mode, swaps = _follow(stage_of[node], mode_of[label], swaps_of[label], stage_of[following], required)
+            ok, mode, swapped = _follow(stage_of[node], mode_of[label], swaps_of[label], stage_of[following], required)
             if not ok:
                 continue
-            rest = table[visited - 2 - depth, following, mode, swaps]
+            rest = table[visited - 2 - depth, following, mode, swapped]
             if rest >= NO_WAY:
                 continue
             arrival = sent_ns[label] + hop_ns[node, following]
             start = _start(following, arrival, forward_ns[following], busy_node, busy_from, busy_until)
             node_of[labels], before[labels], depth_of[labels] = following, label, depth + 1
-            mode_of[labels], swaps_of[labels] = mode, swaps
+            mode_of[labels], swaps_of[labels] = mode, swapped
             sent_ns[labels] = start + forward_ns[following]
             way_back_ns[labels] = way_back_ns[label] + hop_ns[following, node] + backward_ns[following]
             least = sent_ns[labels] + way_back_ns[labels] + rest - begin_ns

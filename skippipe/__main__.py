@@ -1,0 +1,3 @@
+from skippipe.cli import main
+
+main()

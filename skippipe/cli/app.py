@@ -1,0 +1,42 @@
+"""All commands under one roof. Heavy rooms (numba, plotly, matplotlib) are entered only by the command that needs
+them, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import skippipe
+from skippipe.cli import planning, reading
+
+app = typer.Typer(
+    name="skippipe",
+    help="Plan pipeline-parallel training over machines that are far apart, unequal and unreliable.\n\n"
+    "Start with: skippipe compare published20 --contention-only",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"skippipe {skippipe.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _about(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    del version
+
+
+app.command("cluster")(reading.cluster)
+app.command("plan")(planning.plan)
+app.command("check")(reading.check_plan)
+app.command("simulate")(reading.simulate_plan)
+app.command("compare")(planning.compare)
+app.command("sweep")(planning.sweep)
+app.command("show")(reading.show)

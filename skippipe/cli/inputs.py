@@ -1,0 +1,270 @@
+"""What people type: clusters by name or file, the options that several commands share, and the problem they make."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+
+import typer
+
+from skippipe.errors import UserError
+
+if TYPE_CHECKING:
+    from skippipe.cluster import Cluster
+    from skippipe.examples import Example
+    from skippipe.planner.problem import Placement, Problem
+
+PIPELINE, WORK, SEARCH = "Pipeline", "Workload", "Search"
+
+ClusterName = Annotated[
+    str,
+    typer.Argument(
+        metavar="CLUSTER",
+        help="A cluster file; a built-in example (published18, published20, published42), which brings its workload; "
+        "or a preset with a number of nodes: regions:24, datacentre:8, five-sites:15, random:30:7 (30 nodes, seed 7).",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
+ContentionOnly = Annotated[
+    bool,
+    typer.Option(
+        "--contention-only",
+        help="The study's model of time: links carry any number of transfers at once, and the iteration ends with the "
+        "last backward. Without it transfers on a link queue, and gradient averaging and optimizer step are counted.",
+    ),
+]
+Budget = Annotated[
+    float,
+    typer.Option(min=0, help="Seconds of planning at most (for each strategy).", rich_help_panel=SEARCH),
+]
+Seed = Annotated[int, typer.Option(min=0, help="Same seed, same plan.", rich_help_panel=SEARCH)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """The workload and the pipeline, but for how much of it is skipped."""
+
+    contention_only: ContentionOnly = False
+    stages: Annotated[
+        int | None,
+        typer.Option(
+            "-s", "--stages", help="Of the pipeline.", show_default="6, or 4 under 12 nodes", rich_help_panel=PIPELINE
+        ),
+    ] = None
+    layers: Annotated[
+        str | None,
+        typer.Option(help="Layers of each stage, as in 3,5,4,4,4,4.", show_default="even", rich_help_panel=PIPELINE),
+    ] = None
+    dispatch: Annotated[
+        Literal["first-come", "backward-first"],
+        typer.Option(help="Who goes next on a node.", rich_help_panel=PIPELINE),
+    ] = "first-come"
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="llama-30m, llama-500m, llama-1.5b, llama-8b, or a Hugging Face config.json.",
+            show_default="llama-1.5b",
+            rich_help_panel=WORK,
+        ),
+    ] = None
+    sequence: Annotated[
+        int | None, typer.Option(help="Tokens of a sample.", show_default="4096", rich_help_panel=WORK)
+    ] = None
+    samples: Annotated[int | None, typer.Option(help="Of a microbatch.", show_default="2", rich_help_panel=WORK)] = None
+    microbatches: Annotated[
+        int | None,
+        typer.Option(
+            "-m", "--microbatches", help="Of an iteration.", show_default="6 a data node", rich_help_panel=WORK
+        ),
+    ] = None
+    wire: Annotated[
+        Literal["fp32", "bf16", "int8"] | None,
+        typer.Option(help="Activations on the wire.", show_default="bf16", rich_help_panel=WORK),
+    ] = None
+    gradients: Annotated[
+        Literal["fp32", "bf16", "int8"] | None,
+        typer.Option(help="Weight gradients on the wire.", show_default="fp32", rich_help_panel=WORK),
+    ] = None
+    max_slots: Annotated[
+        int | None,
+        typer.Option(
+            help="At most so many microbatches in flight on a node.",
+            show_default="what its memory holds; the examples: 3",
+            rich_help_panel=WORK,
+        ),
+    ] = None
+    checkpointing: Annotated[
+        bool,
+        typer.Option("--checkpointing", help="Recompute activations in the backward pass.", rich_help_panel=WORK),
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProblemOptions(SweepOptions):
+    """All that makes a problem of a cluster."""
+
+    visit: Annotated[
+        int | None,
+        typer.Option("-l", "--visit", help="Stages on a path, stage 0 included.", rich_help_panel=PIPELINE),
+    ] = None
+    skip: Annotated[
+        str | None,
+        typer.Option(
+            help="Or the share to skip: 0.33, 33%, 1/3.",
+            show_default="1/3, or 1/4 of 4 stages",
+            rich_help_panel=PIPELINE,
+        ),
+    ] = None
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="Nodes of each stage, as in 5,3,3,3,3,3.", show_default="to match the demand", rich_help_panel=PIPELINE
+        ),
+    ] = None
+
+
+def takes(options_type: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Spread a dataclass of options over the command line of a command, which gets them as one object, `options`."""
+    hints = get_type_hints(options_type, include_extras=True)
+
+    def spread(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+
+        @wraps(command)
+        def called(**said: Any) -> None:
+            chosen = options_type(**{field.name: said.pop(field.name) for field in fields(options_type)})
+            command(**said, options=chosen)
+
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters = [each.replace(kind=keyword) for each in own if each.name != "options"] + [
+            inspect.Parameter(field.name, keyword, default=field.default, annotation=hints[field.name])
+            for field in fields(options_type)
+        ]
+        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {each.name: each.annotation for each in parameters}
+        return called
+
+    return spread
+
+
+def cluster_named(name: str) -> tuple[Cluster, Example | None]:
+    from skippipe.cluster import Cluster
+    from skippipe.examples import EXAMPLES
+    from skippipe.presets import PRESETS, preset
+
+    if name in EXAMPLES:
+        example = EXAMPLES[name]()
+        return example.cluster, example
+    if name.split(":")[0] in PRESETS and not Path(name).exists():
+        return preset(name), None
+    if not Path(name).exists():
+        known = [*EXAMPLES, *(f"{each}:N" for each in PRESETS)]
+        raise UserError(f"cluster '{name}': no such file, and not one of {', '.join(known)}")
+    return Cluster.load(Path(name)), None
+
+
+def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
+    """The example's own settings, or the defaults, with what was said on the command line on top."""
+    from skippipe.dispatch import Dispatch
+    from skippipe.planner.problem import Problem, lane_unit, stage_sizes
+    from skippipe.timeline import Timing
+    from skippipe.workload import MODELS, Workload, model_named
+
+    cluster, example = cluster_named(cluster_name)
+    workload = example.workload if example else Workload(MODELS["llama-1.5b"])
+    said = {
+        "model": model_named(options.model) if options.model else None,
+        "sequence_tokens": options.sequence,
+        "samples_per_microbatch": options.samples,
+        "wire_dtype": options.wire,
+        "gradient_dtype": options.gradients,
+        "max_slots": options.max_slots,
+        "activation_checkpointing": options.checkpointing or None,
+    }
+    changes = {name: value for name, value in said.items() if value is not None}
+    workload = replace(workload, **changes)  # type: ignore[arg-type]
+
+    given_sizes = _numbers(options.sizes, "--sizes")
+    given_layers = _numbers(options.layers, "--layers")
+    usual = example.stages if example else _default_stages(cluster)
+    count = options.stages or len(given_sizes) or len(given_layers) or usual
+    as_example = example is not None and count == example.stages
+    visited = _visited(count, options.visit, options.skip, example.visited if example and as_example else None)
+    if not given_sizes and example and as_example and visited == example.visited:
+        given_sizes = example.sizes
+    microbatches = options.microbatches
+    if microbatches is None and not (example and as_example):
+        data_nodes = (given_sizes or stage_sizes(len(cluster), count, visited))[0] if 2 <= count <= len(cluster) else 1
+        unit = lane_unit(count, visited)
+        microbatches = -(-6 * data_nodes // unit) * unit
+    if microbatches is not None:
+        workload = replace(workload, microbatches=microbatches)
+    return Problem(
+        cluster,
+        workload,
+        count,
+        visited,
+        sizes=given_sizes,
+        timing=Timing.CONTENTION_ONLY if options.contention_only else Timing.FULL,
+        dispatch=Dispatch(options.dispatch),
+        layers=given_layers,
+    )
+
+
+def _default_stages(cluster: Cluster) -> int:
+    return 6 if len(cluster) >= 12 else min(4, len(cluster))
+
+
+def _visited(stages: int, visit: int | None, skip: str | None, of_example: int | None) -> int:
+    if visit is not None and skip is not None:
+        raise UserError("--visit and --skip say the same thing: give one of them")
+    if visit is not None:
+        return visit
+    if skip is None:
+        return of_example or max(2, stages - max(1, stages // 3))
+    try:
+        if "/" in skip:
+            above, below = skip.split("/")
+            share = float(above) / float(below)
+        else:
+            share = float(skip[:-1]) / 100 if skip.endswith("%") else float(skip)
+    except (ValueError, ZeroDivisionError):
+        raise UserError(f"--skip: '{skip}' is not a share; write 0.33, 33% or 1/3") from None
+    if not 0 <= share < 1:
+        raise UserError(f"--skip: {skip} is not between 0 and 1; write 0.33, 33% or 1/3")
+    return stages - round(share * stages)
+
+
+def _numbers(text: str | None, option: str) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"{option}: '{text}' is not a list of whole numbers such as 5,3,3,3,3,3") from None
+
+
+def placement_from(text: str, problem: Problem) -> Placement:
+    """Stages to keep: those of a built-in example, or of a plan file for the same cluster."""
+    from skippipe.examples import EXAMPLES
+    from skippipe.plan import Plan
+
+    if text in EXAMPLES:
+        example = EXAMPLES[text]()
+        if example.placement is None:
+            raise UserError(f"--keep-stages: the stages of '{text}' were not published; name a plan file instead")
+        cluster, placement = example.cluster, example.placement
+    else:
+        plan = Plan.load(Path(text))
+        cluster, placement = plan.cluster, tuple(stage.nodes for stage in plan.stages)
+    if cluster.fingerprint != problem.cluster.fingerprint:
+        raise UserError(
+            f"--keep-stages: '{text}' is for the cluster '{cluster.name}', not for '{problem.cluster.name}'"
+        )
+    if len(placement) != problem.stages:
+        raise UserError(f"--keep-stages: '{text}' has {len(placement)} stages, and {problem.stages} are asked for")
+    return placement

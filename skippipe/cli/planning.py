@@ -1,0 +1,261 @@
+"""Commands that search: plan, compare, sweep."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from skippipe.cli import inputs
+from skippipe.errors import Infeasible
+
+if TYPE_CHECKING:
+    from skippipe.plan import Plan
+    from skippipe.planner.problem import Placement, Problem
+    from skippipe.planner.strategies import Progress, Strategy
+
+StrategyName = Annotated[
+    Literal["skippipe", "no-tc2", "dtfm-skip", "dtfm"],
+    typer.Option(
+        help="skippipe (the study's method), no-tc2 (the same, blind to collisions), dtfm-skip (blind to the network), "
+        "dtfm (full pipeline, nothing skipped).",
+        rich_help_panel=inputs.SEARCH,
+    ),
+]
+KeepStages = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FROM",
+        help="Keep the nodes on the stages of this plan file or example (published20) and search paths only.",
+        rich_help_panel=inputs.SEARCH,
+    ),
+]
+
+
+@inputs.takes(inputs.ProblemOptions)
+def plan(
+    cluster: inputs.ClusterName,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
+    strategy: StrategyName = "skippipe",
+    budget: inputs.Budget = 60,
+    seed: inputs.Seed = 0,
+    keep_stages: KeepStages = None,
+    as_json: inputs.Json = False,
+    *,
+    options: inputs.ProblemOptions,
+) -> None:
+    """Place nodes on stages and find a path for every microbatch.
+
+    Ctrl-C ends the search and keeps the best plan so far.
+
+    Example: skippipe plan published20 --budget 30 -o plan.json
+    """
+    problem = inputs.problem_from(cluster, options)
+    placement = inputs.placement_from(keep_stages, problem) if keep_stages else None
+    found, took_s = _planned(problem, strategy, seed, budget, placement)
+    if output:
+        found.save(output)
+    if as_json:
+        print(json.dumps({**_summary(found, took_s), "plan": found.to_json()}))
+        return
+    from skippipe.report.grid import plan_grid
+
+    print(plan_grid(found))
+    print(f"\nplanned in {took_s:.1f} s" + (f"; written to {output}" if output else "; -o FILE keeps it"))
+
+
+@inputs.takes(inputs.ProblemOptions)
+def compare(
+    cluster: inputs.ClusterName,
+    out: Annotated[Path | None, typer.Option(help="Write each strategy's plan into this folder.")] = None,
+    budget: inputs.Budget = 30,
+    seed: inputs.Seed = 0,
+    keep_stages: KeepStages = None,
+    as_json: inputs.Json = False,
+    *,
+    options: inputs.ProblemOptions,
+) -> None:
+    """Plan with every strategy and put them side by side: seconds, bytes moved, collisions.
+
+    Example: skippipe compare published20 --contention-only
+    """
+    problem = inputs.problem_from(cluster, options)
+    placement = inputs.placement_from(keep_stages, problem) if keep_stages else None
+    from skippipe.planner.strategies import Strategy
+
+    rows = []
+    for each in (Strategy.DTFM, Strategy.DTFM_SKIP, Strategy.NO_TC2, Strategy.SKIPPIPE):
+        kept = None if each is Strategy.DTFM else placement  # a full pipeline has stages of other sizes
+        found, took_s = _planned(problem, each, seed, budget, kept)
+        if out:
+            found.save(out / f"{each}.json")
+        rows.append(_summary(found, took_s))
+    for row in rows:
+        row["ratio"] = row["iteration_s"] / rows[0]["iteration_s"]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    print(f"{problem.cluster.name}: {len(problem.cluster)} nodes, {problem.stages} stages, "
+          f"{problem.workload.microbatches} microbatches, {problem.timing} timing")  # fmt: skip
+    _table(rows, "strategy", "dtfm")
+    if out:
+        print(f"plans written to {out}/")
+
+
+@inputs.takes(inputs.SweepOptions)
+def sweep(
+    cluster: inputs.ClusterName,
+    strategy: StrategyName = "skippipe",
+    budget: inputs.Budget = 20,
+    seed: inputs.Seed = 0,
+    as_json: inputs.Json = False,
+    *,
+    options: inputs.SweepOptions,
+) -> None:
+    """Plan for every skip ratio that the stages allow, from none to all but two.
+
+    Stage sizes follow the demand of each ratio. Where the microbatches do not divide (CC3), they are rounded up, and
+    the ratios are between seconds per microbatch.
+
+    Example: skippipe sweep published20 --contention-only
+    """
+    from skippipe.planner.problem import lane_unit
+
+    first = inputs.problem_from(cluster, inputs.ProblemOptions(**vars(options), skip="0"))
+    wanted = first.workload.microbatches
+    rows: list[dict[str, Any]] = []
+    for visited in range(first.stages, 1, -1):
+        unit = lane_unit(first.stages, visited)
+        fitting = -(-wanted // unit) * unit
+        try:
+            workload = replace(first.workload, microbatches=fitting)
+            problem = replace(first, visited=visited, sizes=(), workload=workload)
+            found, took_s = _planned(problem, strategy, seed, budget, None)
+        except Infeasible as error:
+            rows.append({"visited": visited, "skipped": 1 - visited / first.stages, "infeasible": str(error)})
+            continue
+        rows.append({"visited": visited, **_summary(found, took_s)})
+    planned = [row for row in rows if "infeasible" not in row]
+    if not planned:
+        raise Infeasible(rows[-1]["infeasible"])
+    for row in planned:
+        row["s_per_microbatch"] = row["iteration_s"] / row["microbatches"]
+        row["ratio"] = row["s_per_microbatch"] / planned[0]["s_per_microbatch"]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    print(f"{first.cluster.name}: {len(first.cluster)} nodes, {first.stages} stages, {first.timing} timing")
+    _table(planned, "visited", f"{planned[0]['visited']} visited")
+    for row in rows:
+        if "infeasible" in row:
+            print(f"visiting {row['visited']}: {row['infeasible']}")
+
+
+def _planned(
+    problem: Problem, strategy: str, seed: int, budget_s: float, placement: Placement | None
+) -> tuple[Plan, float]:
+    from skippipe.planner.strategies import Request, Strategy, make_plan
+
+    began = time.monotonic()
+    with _interruptible() as stopped, _progress_bar(Strategy(strategy)) as progress:
+        request = Request(seed, budget_s, placement, progress, stopped=lambda: bool(stopped))
+        found = make_plan(problem, Strategy(strategy), request)
+    if stopped:
+        print("interrupted: this is the best plan so far", file=sys.stderr)
+    return found, time.monotonic() - began
+
+
+@contextmanager
+def _interruptible() -> Iterator[list[bool]]:
+    """The first Ctrl-C fills the list, which ends the search; the second one ends the program."""
+    stopped: list[bool] = []
+
+    def stop(*_: object) -> None:
+        if stopped:
+            raise KeyboardInterrupt
+        stopped.append(True)
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _progress_bar(strategy: Strategy) -> Iterator[Progress]:
+    """On a terminal; elsewhere long work is silent."""
+    if not sys.stderr.isatty():
+        yield lambda what, share, best_s: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.fields[strategy]:>9}"), TextColumn("{task.description:<32}"), BarColumn())
+    figures = (TextColumn("{task.fields[best]}"), TimeElapsedColumn())
+    with Progress(*columns, *figures, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=1.0, strategy=str(strategy), best="")
+
+        def show(what: str, share: float, best_s: float | None) -> None:
+            best = "" if best_s is None else f"best {best_s:.2f} s"
+            bar.update(task, description=what, completed=share, best=best)
+
+        yield show
+
+
+def _summary(plan: Plan, took_s: float) -> dict[str, Any]:
+    from skippipe.costs import seconds
+    from skippipe.simulate import simulate
+    from skippipe.timeline import Timing
+
+    assert plan.expected is not None
+    expected = plan.expected
+    plain = expected if expected.timing is Timing.CONTENTION_ONLY else simulate(plan, Timing.CONTENTION_ONLY)
+    return {
+        "strategy": plan.strategy,
+        "timing": str(expected.timing),
+        "skipped": plan.skipped,
+        "microbatches": plan.microbatches,
+        "iteration_s": expected.iteration_s,
+        "last_backward_s": seconds(expected.last_backward_ns),
+        "contention_only_s": plain.iteration_s,
+        "collision_s": expected.collision_s,
+        "bytes_moved": expected.bytes_moved,
+        "nodes_used": len(plan.stage_of),
+        "planning_s": took_s,
+    }
+
+
+def _table(rows: list[dict[str, Any]], key: str, against: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    table.add_column(key)
+    for heading in (
+        *("skipped", "microbatches", "last backward s", "iteration s", f"against {against}"),
+        *("GB moved", "collisions s", "nodes", "planning s"),
+    ):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row[key]),
+            f"{row['skipped']:.0%}",
+            str(row["microbatches"]),
+            f"{row['last_backward_s']:.2f}",
+            f"{row['iteration_s']:.2f}",
+            f"{row['ratio']:.2f}",
+            f"{row['bytes_moved'] / 1e9:.2f}",
+            f"{row['collision_s']:.1f}",
+            str(row["nodes_used"]),
+            f"{row['planning_s']:.1f}",
+        )
+    Console().print(table)

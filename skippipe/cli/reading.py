@@ -1,0 +1,205 @@
+"""Commands that look at what is there: cluster, check, simulate, show."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from skippipe.cli import inputs
+from skippipe.errors import UserError
+
+if TYPE_CHECKING:
+    from skippipe.cluster import Cluster
+    from skippipe.plan import Plan
+    from skippipe.timeline import Timeline
+
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, as 'skippipe plan -o' writes it.")]
+Trace = Annotated[
+    Path | None,
+    typer.Option(help="Write the timeline in Chrome trace format, for chrome://tracing or ui.perfetto.dev."),
+]
+
+
+def cluster(
+    name: inputs.ClusterName,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it as a cluster file.")] = None,
+    as_json: inputs.Json = False,
+) -> None:
+    """Make a cluster file from a preset, or check one and show what is in it.
+
+    Example: skippipe cluster regions:24 -o cluster.json
+    """
+    found, _ = inputs.cluster_named(name)
+    if output:
+        found.save(output)
+    if as_json:
+        print(json.dumps(found.to_json()))
+        return
+    _show_cluster(found)
+    if output:
+        print(f"written to {output}")
+
+
+def _show_cluster(found: Cluster) -> None:
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
+
+    print(f"{found.name}: {len(found)} nodes, {found.hop_overhead_s:g} s of overhead a hop, id {found.fingerprint}")
+    table = Table()
+    for heading in ("node", "location", "TFLOP/s", "memory GiB", "median ms to others", "median MB/s to others"):
+        table.add_column(heading, justify="left" if heading in ("node", "location") else "right")
+    for index, node in enumerate(found.nodes):
+        others = np.arange(len(found)) != index
+        latency = f"{np.median(found.latency_s[index, others]) * 1e3:.1f}" if others.any() else "–"
+        speed = f"{np.median(found.bandwidth_bytes_per_s[index, others]) / 1e6:.1f}" if others.any() else "–"
+        tera, gib = f"{node.flops_per_s / 1e12:.2f}", f"{node.memory_bytes / 2**30:.1f}"
+        table.add_row(node.name, node.location, tera, gib, latency, speed)
+    Console().print(table)
+
+
+def check_plan(
+    plan: PlanFile,
+    as_json: inputs.Json = False,
+) -> None:
+    """Verify a plan: every rule, every cost, and the arithmetic of the promised time.
+
+    Prints each violation with its lane and hop. Exit code 0: the plan holds; 1: it does not; 2: not a plan.
+    """
+    from skippipe.check import check
+    from skippipe.plan import Plan
+
+    found = Plan.load(plan)
+    violations = check(found)
+    if as_json:
+        rows = [{"rule": each.rule, "where": each.where, "message": each.message} for each in violations]
+        print(json.dumps({"ok": not rows, "violations": rows}))
+    elif violations:
+        print("\n".join(map(str, violations)))
+    else:
+        promise = (
+            "no promise to verify" if found.expected is None else f"{found.expected.iteration_s:.3f} s as promised"
+        )
+        print(f"{plan}: holds (CC1, CC2, CC3, TC1, no deadlock, links, {promise})")
+    if violations:
+        raise typer.Exit(1)
+
+
+def simulate_plan(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="PLAN", help="A plan file, or a built-in example together with --paths."),
+    ],
+    paths: Annotated[
+        str | None,
+        typer.Option(help="Published paths of the example: skippipe, skippipe_no_tc2, dtfm_skip or full_pipeline."),
+    ] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(
+            "--microbatches", "-m", help="Of the published paths, dealt out over their lanes. [default: as published]"
+        ),
+    ] = None,
+    contention_only: inputs.ContentionOnly = False,
+    trace: Trace = None,
+    as_json: inputs.Json = False,
+) -> None:
+    """Run one iteration under virtual time: how long it takes, and who waits for whom.
+
+    Example: skippipe simulate published20 --paths skippipe --contention-only
+    """
+    from skippipe.simulate import simulate
+    from skippipe.timeline import Timing
+
+    found = _plan_or_example(source, paths, microbatches)
+    timeline = simulate(found, Timing.CONTENTION_ONLY if contention_only else Timing.FULL)
+    if trace:
+        from skippipe.report.trace import write_trace
+
+        write_trace(found, timeline, trace)
+    if as_json:
+        names = [node.name for node in found.cluster.nodes]
+        figures = {
+            "microbatches": found.microbatches,
+            "collision_s": timeline.collision_s,
+            "bytes_moved": timeline.bytes_moved,
+        }
+        print(json.dumps({**figures, **timeline.to_json(names)}))
+        return
+    _show_timeline(found, timeline)
+
+
+def _plan_or_example(source: str, paths: str | None, microbatches: int | None) -> Plan:
+    from skippipe.examples import EXAMPLES, published_plan
+    from skippipe.plan import Plan
+
+    if source in EXAMPLES:
+        example = EXAMPLES[source]()
+        if paths is None:
+            raise UserError(f"--paths: say which of the published paths ({', '.join(example.paths) or 'none here'})")
+        return published_plan(example, paths, microbatches)
+    if paths is not None or microbatches is not None:
+        raise UserError("--paths and --microbatches go with a built-in example; a plan file has its own")
+    return Plan.load(Path(source))
+
+
+def _show_timeline(plan: Plan, timeline: Timeline) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from skippipe.costs import seconds
+
+    print(
+        f"iteration {timeline.iteration_s:.3f} s ({timeline.timing}), last backward "
+        f"{seconds(timeline.last_backward_ns):.3f} s, {plan.microbatches} microbatches, "
+        f"{timeline.bytes_moved / 1e9:.2f} GB moved, {timeline.collision_s:.1f} s of collisions"
+    )
+    table = Table()
+    for heading in ("stage", "node", "lanes", "slots", "busy s", "idle s", "collisions s"):
+        table.add_column(heading, justify="left" if heading == "node" else "right")
+    for use in sorted(timeline.nodes, key=lambda each: (each.stage, each.node)):
+        lanes = sum(use.node in lane.path for lane in plan.lanes)
+        times = (use.busy_ns, timeline.idle_ns(use), use.collision_ns)
+        name = plan.cluster.nodes[use.node].name
+        table.add_row(str(use.stage), name, str(lanes), str(use.slots), *(f"{seconds(each):.2f}" for each in times))
+    Console().print(table)
+    for index, (start, end) in enumerate(timeline.averaging_ns):
+        print(f"stage {index}: gradients averaged from {seconds(start):.2f} to {seconds(end):.2f} s")
+
+
+def show(
+    plan: PlanFile,
+    html: Annotated[Path | None, typer.Option(help="Write an interactive page that needs no other file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write the Gantt chart and the path map as a picture.")] = None,
+    trace: Trace = None,
+    as_json: inputs.Json = False,
+) -> None:
+    """Print a plan as a grid; draw its Gantt chart and its path map.
+
+    Example: skippipe show plan.json --html plan.html --png plan.png
+    """
+    from skippipe.plan import Plan
+    from skippipe.report.grid import plan_grid
+    from skippipe.simulate import simulate
+
+    found = Plan.load(plan)
+    if found.expected is None:
+        found = replace(found, expected=simulate(found))
+    assert found.expected is not None
+    print(json.dumps(found.to_json()) if as_json else plan_grid(found))
+    if html:
+        from skippipe.report.html import write_html
+
+        write_html(found, found.expected, html)
+    if png:
+        from skippipe.report.png import write_png
+
+        write_png(found, found.expected, png)
+    if trace:
+        from skippipe.report.trace import write_trace
+
+        write_trace(found, found.expected, trace)

@@ -1,0 +1,209 @@
+"""The strategies side by side: from a problem to a plan.
+
+skippipe    the study's method: genetic allocation, then conflict-based search that avoids collisions (TC2)
+no-tc2      the same without TC2: every lane takes the shortest path that the other rules leave
+dtfm-skip   skips as many stages and keeps the rules, but is blind to the network
+dtfm        the full pipeline: all stages, in order, for the same number of microbatches, wired as well as we can
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+
+from skippipe.averaging import best_ring
+from skippipe.check import check
+from skippipe.costs import seconds
+from skippipe.errors import Infeasible
+from skippipe.plan import Lane, Plan, Stage
+from skippipe.planner.allocate import allocate
+from skippipe.planner.blind import blind_paths
+from skippipe.planner.cbs import Group, PathSearch
+from skippipe.planner.effort import Effort
+from skippipe.planner.problem import Placement, Problem, stage_of
+from skippipe.simulate import Course, as_arrays, simulate
+
+TRIALS = 8_000  # of the genetic search, as in the study
+SHORTLIST = 150  # placements that get a first look
+FIRST_LOOK = 100  # branches for each of them
+BRANCHES = 10_000  # for the best of them, and for each way to group its lanes
+ALLOCATION_SHARE = 0.4  # of the seconds
+
+
+class Strategy(StrEnum):
+    SKIPPIPE = "skippipe"
+    NO_TC2 = "no-tc2"
+    DTFM_SKIP = "dtfm-skip"
+    DTFM = "dtfm"
+
+
+Progress = Callable[[str, float, float | None], None]
+"""What is being done, which share of it is done, and the best iteration (last backward, seconds) so far."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """How hard to try. Steps are counted, so the same seed gives the same plan; seconds only cut the search short."""
+
+    seed: int = 0
+    budget_s: float = 60.0
+    placement: Placement | None = None
+    """Keep these nodes on these stages, and search paths only."""
+    progress: Progress = lambda what, share, best_s: None
+    clock: Callable[[], float] = time.monotonic
+    stopped: Callable[[], bool] = lambda: False
+    """Asked between steps; once it says yes, the best plan so far is the answer."""
+
+
+@dataclass
+class _Best:
+    """The best paths so far, and for which placement."""
+
+    value_ns: int
+    placement: Placement
+    lanes: list[tuple[int, int]]
+    paths: tuple[tuple[int, ...], ...]
+
+
+def make_plan(problem: Problem, strategy: Strategy, request: Request) -> Plan:
+    """A plan that passes `check`, with its promised timeline; Infeasible if there is none."""
+    if strategy is Strategy.DTFM:
+        problem = full_pipeline(problem)
+    return _Planning(problem, strategy, request).plan()
+
+
+def full_pipeline(problem: Problem) -> Problem:
+    """The same work without skips and swaps, on stages of equal size; nodes that make no whole pipeline stay idle."""
+    size = len(problem.cluster) // problem.stages
+    return replace(problem, visited=problem.stages, swaps=0, sizes=(size,) * problem.stages)
+
+
+class _Planning:
+    def __init__(self, problem: Problem, strategy: Strategy, request: Request) -> None:
+        self.problem = problem
+        self.strategy = strategy
+        self.request = request
+        self.until = request.clock() + request.budget_s
+        self.best: _Best | None = None
+
+    def plan(self) -> Plan:
+        placements = self._placements()
+        for placement in placements:
+            self._try_blind(placement)
+        if self.best is None:
+            self.problem.lanes_of(placements[0])  # raises, and says what is missing
+            raise AssertionError("a placement with room for lanes has paths")
+        if self.strategy is not Strategy.DTFM_SKIP:
+            self._search(placements)
+        return self._finished(self.best)
+
+    def _placements(self) -> list[Placement]:
+        if self.request.placement:
+            return [tuple(tuple(nodes) for nodes in self.request.placement)]
+        share = 1.0 if self.strategy is Strategy.DTFM_SKIP else ALLOCATION_SHARE
+        effort = self._effort("placing nodes on stages", TRIALS, share * self.request.budget_s)
+        return allocate(self.problem, effort, self.request.seed, SHORTLIST)
+
+    def _effort(self, what: str, steps: int, budget_s: float) -> Effort:
+        def on_step(spent: int, steps: int) -> None:
+            self.request.progress(what, spent / steps, seconds(self.best.value_ns) if self.best else None)
+
+        return Effort(steps, budget_s, self.request.clock, self.request.stopped, on_step)
+
+    def _try_blind(self, placement: Placement) -> None:
+        """A valid answer at once, whatever the search brings.
+
+        Its simulated time also bounds the search without TC2: paths that take longer even alone are no better.
+        """
+        if self.strategy is Strategy.DTFM_SKIP and self.best is not None:
+            return  # blind also means: no second look
+        try:
+            lanes = self.problem.lanes_of(placement)
+        except Infeasible:
+            return
+        paths = blind_paths(self.problem, placement, lanes, self.request.seed)
+        course = Course.of(self.problem.costs, stage_of(placement), self.problem.dispatch, self.problem.timing)
+        rows, lengths = as_arrays(paths)
+        self._offer(
+            placement, lanes, paths, course.run(rows, lengths, np.array([count for _, count in lanes], dtype=np.int64))
+        )
+
+    def _offer(
+        self, placement: Placement, lanes: list[tuple[int, int]], paths: tuple[tuple[int, ...], ...], value_ns: int
+    ) -> None:
+        if self.best is None or value_ns < self.best.value_ns:
+            self.best = _Best(value_ns, placement, lanes, paths)
+
+    def _search(self, placements: list[Placement]) -> None:
+        """A first look at every placement, then the rest of the effort for the best of them."""
+        if len(placements) > 1:
+            for number, placement in enumerate(placements):
+                what = f"first look at placement {number + 1} of {len(placements)}"
+                self._search_paths(placement, self._groupings(placement)[:1], FIRST_LOOK, what)
+        assert self.best is not None
+        placement = self.best.placement
+        self._search_paths(placement, self._groupings(placement), BRANCHES, "searching paths")
+
+    def _search_paths(self, placement: Placement, groupings: list[list[Group]], branches: int, what: str) -> None:
+        for groups in groupings:
+            lanes = [(group.data_node, count) for group in groups for count in group.lanes]
+
+            def found(paths: tuple[tuple[int, ...], ...], value_ns: int, lanes: list[tuple[int, int]] = lanes) -> None:
+                self._offer(placement, lanes, paths, value_ns)
+
+            effort = self._effort(what, branches, self.until - self.request.clock())
+            assert self.best is not None
+            search = PathSearch(self.problem, placement, groups)
+            search.run(effort, found, self.best.value_ns, avoid_collisions=self.strategy is not Strategy.NO_TC2)
+
+    def _groupings(self, placement: Placement) -> list[list[Group]]:
+        """All lanes of a data node on one path, which makes a small search; then every lane by itself.
+
+        Without TC2 the study gives every lane its own path from the start; a full pipeline has one path by definition.
+        """
+        try:
+            lanes = self.problem.lanes_of(placement)
+        except Infeasible:
+            return []
+        by_node: dict[int, list[int]] = {}
+        for node, microbatches in lanes:
+            by_node.setdefault(node, []).append(microbatches)
+        together = [Group(node, tuple(each), 0) for node, each in by_node.items()]
+        forward_ns = self.problem.costs.forward_ns[0]
+        apart = [
+            Group(node, (microbatches,), nth * int(forward_ns[node]))
+            for node, each in by_node.items()
+            for nth, microbatches in enumerate(each)
+        ]
+        match self.strategy:
+            case Strategy.NO_TC2:
+                return [apart]
+            case Strategy.DTFM:
+                return [together]
+            case _:
+                return [together, apart]
+
+    def _finished(self, best: _Best) -> Plan:
+        problem = self.problem
+        used = {node for path in best.paths for node in path}
+        stages = []
+        for index, nodes in enumerate(best.placement):
+            members = tuple(node for node in nodes if node in used)
+            stages.append(Stage(problem.layers[index], members, best_ring(problem.costs, index, members)))
+        plan = Plan(
+            cluster=problem.cluster,
+            workload=problem.workload,
+            stages=tuple(stages),
+            lanes=tuple(Lane(path, count) for path, (_, count) in zip(best.paths, best.lanes, strict=True)),
+            dispatch=problem.dispatch,
+            strategy=str(self.strategy),
+        )
+        plan = plan.promising(simulate(plan, problem.timing))
+        broken = check(plan)
+        if broken:
+            raise Infeasible(f"no plan keeps every rule on this cluster; the best one breaks: {broken[0]}")
+        return plan

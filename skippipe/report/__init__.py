@@ -1,0 +1,5 @@
+"""How people see a plan: as text (`grid`), as a page (`html`), as an image (`png`) and as a trace (`trace`).
+
+`picture` and `pathmap` work out what is drawn where; `html` and `png` only draw it. The drawing libraries take a second
+to load, so nothing here imports them until a page or an image is asked for.
+"""

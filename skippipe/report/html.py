@@ -1,0 +1,206 @@
+"""A plan as one page that opens anywhere, also without a network: everything it needs is inside the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from plotly import graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from skippipe.costs import seconds
+from skippipe.jsonfile import write_text
+from skippipe.plan import Plan
+from skippipe.report.figures import lanes_named, plan_figures, timeline_figures
+from skippipe.report.pathmap import HALF_WIDTH, HEIGHT, path_map
+from skippipe.report.picture import NEUTRAL, TASK_KINDS, Bar, Kind, Picture
+from skippipe.timeline import Timeline
+
+ROW_PX = 24
+STATION_PX = 70
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 2em auto; padding: 0 1em; }
+body { max-width: 1400px; } p { max-width: 60em; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
+table { border-collapse: collapse; }
+th, td { padding: .15em .9em .15em 0; text-align: left; border-bottom: 1px solid #e6e6e6; }
+.number { text-align: right; font-variant-numeric: tabular-nums; }
+"""
+GANTT_IN_WORDS = """<p>Light bars go forward, dark bars go backward, hatched ones are head and loss; numbers are lanes.
+A grey strip under a row is time in which a task was ready but had to wait (a collision). Drag to zoom in, double-click
+to zoom out, click a name at the right to hide it.</p>"""
+MAP_IN_WORDS = """<p>A lane starts at its data node at the left and comes back to it at the right. It passes between the
+nodes of the stages that it skips. A dashed arrow to the left is a swap: the later stage is visited first.</p>"""
+BUSY_IN_WORDS = """<p>Busy: forward, head and backward. Idle: the rest of the iteration, averaging included. Collisions:
+the waiting of all tasks together, so that three tasks that wait for a second make three seconds.</p>"""
+
+
+def write_html(plan: Plan, timeline: Timeline, path: Path) -> None:
+    picture = Picture(plan, timeline)
+    title = escape(f"{plan.cluster.name}: an iteration of {timeline.iteration_s:.1f} s, {plan.strategy}")
+    parts = [
+        f"<h1>{title}</h1>",
+        _key_figures([*plan_figures(plan), *timeline_figures(timeline)]),
+        "<h2>What every node does</h2>",
+        GANTT_IN_WORDS,
+        f"<p>The picture opens on the passes: {picture.beyond}.</p>" if picture.beyond else "",
+        _drawn(_gantt(picture)),
+        "<h2>Which way every lane goes</h2>",
+        MAP_IN_WORDS,
+        _drawn(_map(picture)),
+        "<h2>How busy every node is</h2>",
+        BUSY_IN_WORDS,
+        _busy_table(picture),
+        "<h2>How much every link carries</h2>",
+        "<p>In one iteration, from the node of the row to the node of the column.</p>",
+        _drawn(_links(picture)),
+    ]
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style><script>{get_plotlyjs()}</script>'
+    body = "\n".join(parts)
+    write_text(path, f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n')
+
+
+def _drawn(figure: go.Figure) -> str:
+    figure.update_layout(template="plotly_white", margin={"l": 10, "r": 10, "t": 40, "b": 40})
+    buttons = [["zoom2d", "pan2d", "resetScale2d", "toImage"]]  # none that would send the plan anywhere
+    config = {"displaylogo": False, "responsive": True, "modeBarButtons": buttons}
+    return str(figure.to_html(full_html=False, include_plotlyjs=False, include_mathjax=False, config=config))
+
+
+def _gantt(picture: Picture) -> go.Figure:
+    figure = go.Figure()
+    named = picture.plan.cluster.nodes
+    for node in picture.data_nodes:
+        lanes = {number for number, lane in enumerate(picture.plan.lanes) if lane.path[0] == node}
+        bars = [bar for bar in picture.bars if bar.kind in TASK_KINDS and bar.lane in lanes]
+        bars.sort(key=lambda bar: bar.kind is not Kind.BACKWARD)  # the legend takes the colour of the first
+        figure.add_trace(_bars(picture, bars, f"from {escape(named[node].name)}"))
+    for kind in NEUTRAL:
+        bars = [bar for bar in picture.bars if bar.kind is kind]
+        if bars:
+            figure.add_trace(_bars(picture, bars, str(kind)))
+    until_s = picture.shown_until_s
+    figure.add_vline(x=seconds(picture.timeline.last_backward_ns), line={"dash": "dash", "width": 1, "color": "#222"})
+    figure.update_layout(
+        barmode="overlay",
+        height=140 + int(ROW_PX * (picture.rows[-1].y + 2)),
+        legend={"title": {"text": "microbatches"}},
+        uniformtext={"minsize": 7, "mode": "hide"},
+    )
+    figure.update_xaxes(title="seconds since the iteration began", range=[0, until_s])
+    labels = [escape(row.label) for row in picture.rows]
+    bottom = picture.rows[-1].y + 0.8
+    figure.update_yaxes(tickvals=[row.y for row in picture.rows], ticktext=labels, range=[bottom, -0.8], showgrid=False)
+    if picture.beyond:
+        views = {"The passes": until_s, "The whole iteration": picture.timeline.iteration_s}
+        buttons = [{"label": k, "method": "relayout", "args": [{"xaxis.range": [0, end]}]} for k, end in views.items()]
+        place = {"x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}
+        figure.update_layout(updatemenus=[{"type": "buttons", "direction": "right", "buttons": buttons, **place}])
+    return figure
+
+
+def _bars(picture: Picture, bars: Sequence[Bar], name: str) -> go.Bar:
+    strip = {Kind.WAITING: (0.44, 0.16)}  # (below the middle of its row, height)
+    low, high = zip(*(strip.get(bar.kind, (-0.06, 0.78)) for bar in bars), strict=True)
+    patterns = [{Kind.HEAD: "/", Kind.AVERAGING: "."}.get(bar.kind, "") for bar in bars]
+    return go.Bar(
+        orientation="h",
+        name=name,
+        y=[picture.rows[bar.row].y + offset for bar, offset in zip(bars, low, strict=True)],
+        base=[bar.start_s for bar in bars],
+        x=[bar.end_s - bar.start_s for bar in bars],
+        width=high,
+        marker={
+            "color": [bar.colour for bar in bars],
+            "pattern": {"shape": patterns, "fgcolor": "white", "size": 5},
+            "line": {"width": 0.5, "color": "white"},
+            "opacity": 0.55 if bars[0].kind is Kind.WAITING else 1,
+        },
+        text=["" if bar.lane is None or bar.kind not in (Kind.FORWARD, Kind.BACKWARD) else bar.lane for bar in bars],
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        textfont={"size": 10},
+        hovertext=_lines(bar.hover for bar in bars),
+        hoverinfo="text",
+    )
+
+
+def _map(picture: Picture) -> go.Figure:
+    figure = go.Figure()
+    paths = path_map(picture)
+    for line in paths.lines:
+        name = f"{lanes_named(list(line.lanes))} of {picture.plan.cluster.nodes[line.data_node].name}"
+        (hover,) = _lines([line.hover])
+        for number, leg in enumerate(line.legs):
+            xs, ys = zip(*leg.points, strict=True)
+            figure.add_trace(
+                go.Scatter(
+                    x=xs,
+                    y=ys,
+                    mode="lines+markers" if leg.swapped else "lines",
+                    line={"color": line.hue, "width": 1 + len(line.lanes), "dash": "dash" if leg.swapped else "solid"},
+                    marker={"symbol": "arrow", "size": [0, 14], "angleref": "previous", "color": line.hue},
+                    name=escape(name),
+                    legendgroup=name,
+                    showlegend=number == 0,
+                    hovertext=hover,
+                    hoverinfo="text",
+                )
+            )
+    for station in paths.stations:
+        box = {"x0": station.x - HALF_WIDTH, "x1": station.x + HALF_WIDTH}
+        box |= {"y0": station.y - HEIGHT / 2, "y1": station.y + HEIGHT / 2}
+        edge = {"color": station.hue or "#888", "width": 2 if station.hue else 1}
+        figure.add_shape(type="rect", fillcolor="white", line=edge, **box)
+        figure.add_annotation(x=station.x, y=station.y, text=escape(station.name), showarrow=False, font={"size": 12})
+    figure.update_xaxes(
+        tickvals=list(range(len(paths.columns))), ticktext=paths.columns, side="top", showgrid=False, zeroline=False
+    )
+    figure.update_yaxes(range=[paths.height + 0.2, -0.2], visible=False)
+    figure.update_layout(height=120 + int(STATION_PX * (paths.height + 0.5)))
+    return figure
+
+
+def _links(picture: Picture) -> go.Figure:
+    """Bytes by sender and receiver, in the order of the stages; no colour where nothing was sent."""
+    sent = {(use.sender, use.receiver): use.sent_bytes / 1e6 for use in picture.timeline.links}
+    labels = [escape(row.label) for row in picture.rows]
+    table = [[sent.get((a.node, b.node)) for b in picture.rows] for a in picture.rows]
+    told = "from %{y}<br>to %{x}<br>%{z:,.1f} MB<extra></extra>"
+    heat = go.Heatmap(z=table, x=labels, y=labels, colorscale="Cividis_r", zmin=0, hovertemplate=told, xgap=1, ygap=1)
+    heat.colorbar.title.text = "MB"
+    figure = go.Figure(heat)
+    figure.update_yaxes(autorange="reversed", title="sender")
+    figure.update_xaxes(tickangle=-60, title="receiver")
+    figure.update_layout(height=280 + ROW_PX * len(labels))
+    return figure
+
+
+def _key_figures(figures: Sequence[tuple[str, str]]) -> str:
+    rows = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in figures)
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _busy_table(picture: Picture) -> str:
+    whole_ns = max(1, picture.timeline.iteration_ns)
+    uses = {use.node: use for use in picture.timeline.nodes}
+    titles = ("busy, s", "idle, s", "busy, % of the iteration", "collisions, s", "memory slots")
+    rows = [f"<tr><th>node</th>{''.join(f'<th class=number>{title}</th>' for title in titles)}</tr>"]
+    for row in picture.rows:
+        use = uses[row.node]
+        values = (
+            f"{seconds(use.busy_ns):.2f}",
+            f"{seconds(picture.timeline.idle_ns(use)):.2f}",
+            f"{100 * use.busy_ns / whole_ns:.1f}",
+            f"{seconds(use.collision_ns):.2f}",
+            f"{use.slots}",
+        )
+        cells = "".join(f"<td class=number>{value}</td>" for value in values)
+        rows.append(f"<tr><td>{escape(row.label)}</td>{cells}</tr>")
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _lines(texts: Iterable[str]) -> list[str]:
+    return [escape(text).replace("\n", "<br>") for text in texts]

@@ -1,0 +1,219 @@
+"""The iteration and the paths as one image, for a document or a chat. Needs no display."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+from textwrap import wrap
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Patch
+
+from skippipe.costs import seconds
+from skippipe.errors import UserError
+from skippipe.plan import Plan
+from skippipe.report.figures import ranges
+from skippipe.report.pathmap import HALF_WIDTH, HEIGHT, Line, PathMap, Station, path_map, spacing
+from skippipe.report.picture import NEUTRAL, TASK_KINDS, Bar, Kind, Picture, shade
+from skippipe.timeline import Timeline
+
+WIDTH_IN = 17.0
+ROW_IN = 0.24
+STATION_IN = 0.72  # from one station of the path map to the next
+NAME_CHARACTERS = 18  # of a node, before its name takes a second line on the path map
+DPI = 130
+INK, FAINT = "#222222", "#888888"
+DIGIT_IN = 0.06  # what a lane number on a bar needs for each of its digits
+PLOT_SHARE = 0.78  # of the width, left to the plots beside names and legend
+
+
+def write_png(plan: Plan, timeline: Timeline, path: Path) -> None:
+    """The Gantt chart above the path map."""
+    picture = Picture(plan, timeline)
+    paths = path_map(picture)
+    gantt_in = max(1.6, ROW_IN * (picture.rows[-1].y + 2))
+    map_in = max(1.8, STATION_IN * (paths.height + 1))
+    figure = Figure(figsize=(WIDTH_IN, gantt_in + map_in + 1.9), dpi=DPI, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(_title(plan, timeline), fontsize=13, color=INK)
+    above, below = figure.subplots(2, 1, height_ratios=[gantt_in, map_in])
+    _draw_gantt(above, picture)
+    _draw_map(below, paths)
+    image = BytesIO()
+    figure.savefig(image, format="png")
+    _write_bytes(path, image.getvalue())
+
+
+def _title(plan: Plan, timeline: Timeline) -> str:
+    return _plain(
+        f"{plan.cluster.name}, {plan.strategy}: an iteration of {timeline.iteration_s:.1f} s "
+        f"for {plan.microbatches} microbatches ({timeline.timing} timing)"
+    )
+
+
+def _plain(text: str) -> str:
+    """Matplotlib would read what stands between two dollar signs as a formula."""
+    return text.replace("$", r"\$")
+
+
+def _draw_gantt(axes: Axes, picture: Picture) -> None:
+    rows, until_s = picture.rows, picture.shown_until_s
+    axes.set_xlim(0, 1.005 * until_s)
+    axes.set_ylim(rows[-1].y + 0.75, rows[0].y - 0.75)
+    _draw_stages(axes, picture)
+    for bar in picture.bars:
+        if bar.start_s < until_s:
+            _draw_bar(axes, picture, bar)
+    last_s = seconds(picture.timeline.last_backward_ns)
+    axes.axvline(last_s, color=INK, linewidth=0.9, linestyle=(0, (4, 2)))
+    note = f"last backward ends at {last_s:.1f} s" + (f"; {picture.beyond} →" if picture.beyond else "")
+    axes.set_title(note, loc="right", fontsize=9, color=INK, pad=9)
+    axes.set_title("What every node does", loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
+    axes.set_xlabel("seconds since the iteration began", fontsize=9, color=INK)
+    axes.set_yticks([row.y for row in rows], [_plain(row.name) for row in rows], fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#E4E4E4", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.legend(handles=_legend(picture), loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
+
+
+def _draw_stages(axes: Axes, picture: Picture) -> None:
+    """A band behind the rows of every stage, with its number to the left of the names."""
+    names_pt = 5.2 * max(len(row.name) for row in picture.rows) + 16
+    for stage in range(len(picture.plan.stages)):
+        ys = [row.y for row in picture.rows if row.stage == stage]
+        axes.axhspan(ys[0] - 0.62, ys[-1] + 0.62, color="#F5F5F2" if stage % 2 else "#FCFCFA", zorder=0)
+        axes.annotate(
+            f"stage {stage}",
+            (0, sum(ys) / len(ys)),
+            (-names_pt, 0),
+            xycoords=axes.get_yaxis_transform(),
+            textcoords="offset points",
+            fontsize=9,
+            color=INK,
+            ha="right",
+            va="center",
+        )
+
+
+def _draw_bar(axes: Axes, picture: Picture, bar: Bar) -> None:
+    y, width_s = picture.rows[bar.row].y, bar.end_s - bar.start_s
+    if bar.kind is Kind.WAITING:  # see-through: the more tasks wait, the darker the strip
+        axes.barh(y + 0.44, width_s, 0.16, bar.start_s, color=bar.colour, alpha=0.55, linewidth=0)
+        return
+    hatch = {Kind.HEAD: "////", Kind.AVERAGING: "...."}.get(bar.kind)
+    axes.barh(y - 0.06, width_s, 0.78, bar.start_s, color=bar.colour, hatch=hatch, edgecolor="white", linewidth=0.5)
+    if bar.lane is None or bar.kind is Kind.HEAD:
+        return
+    inches = width_s / picture.shown_until_s * PLOT_SHARE * WIDTH_IN
+    if inches > DIGIT_IN * len(str(bar.lane)):
+        ink = INK if bar.kind is Kind.FORWARD else "white"
+        axes.text(
+            bar.start_s + width_s / 2,
+            y - 0.04,
+            str(bar.lane),
+            fontsize=5.5,
+            color=ink,
+            ha="center",
+            va="center_baseline",
+        )
+
+
+def _legend(picture: Picture) -> list[Patch]:
+    named = picture.plan.cluster.nodes
+    hues = [Patch(color=picture.hue_of(node), label=_plain(f"from {named[node].name}")) for node in picture.data_nodes]
+    grey = "#808080"
+    words = {
+        Kind.FORWARD: "forward (with its lane)",
+        Kind.HEAD: "head and loss",
+        Kind.BACKWARD: "backward (with its lane)",
+    }
+    kinds = [
+        Patch(
+            facecolor=shade(grey, kind),
+            edgecolor="white",
+            hatch="////" if kind is Kind.HEAD else None,
+            label=words[kind],
+        )
+        for kind in TASK_KINDS
+    ]
+    kinds.append(Patch(facecolor=NEUTRAL[Kind.WAITING], alpha=0.55, label="ready, but waits (collision)"))
+    if picture.timeline.averaging_ns:
+        dots = Patch(facecolor=NEUTRAL[Kind.AVERAGING], edgecolor="white", hatch="....", label="gradient averaging")
+        kinds += [dots, Patch(facecolor=NEUTRAL[Kind.OPTIMIZER], label="optimizer step")]
+    return [*hues, *kinds]
+
+
+def _draw_map(axes: Axes, paths: PathMap) -> None:
+    axes.set_xlim(-0.5, len(paths.columns) - 0.5)
+    axes.set_ylim(paths.height + 0.15, -0.15)
+    for line in paths.lines:
+        _draw_line(axes, line, beside=sum(other.data_node == line.data_node for other in paths.lines))
+    for station in paths.stations:
+        _draw_station(axes, station, column_in=PLOT_SHARE * WIDTH_IN / len(paths.columns))
+    axes.xaxis.tick_top()
+    axes.set_xticks(range(len(paths.columns)), paths.columns, fontsize=9)
+    axes.set_yticks([])
+    axes.tick_params(axis="x", length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_title("Which way every lane goes", loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
+    note = "a line passes between the nodes of the stages it skips; lane numbers at the left"
+    if any(leg.swapped for line in paths.lines for leg in line.legs):
+        note += "; dashed arrow: a swap"
+    axes.set_title(note, loc="right", fontsize=9, color=INK, pad=9)
+
+
+def _draw_line(axes: Axes, line: Line, beside: int) -> None:
+    """`beside`: how many lines leave the same data node, whose numbers must not run into each other."""
+    width = min(3.5, 0.9 + 0.45 * len(line.lanes))
+    for leg in line.legs:
+        if leg.swapped:
+            arrow = {
+                "arrowstyle": "-|>",
+                "color": line.hue,
+                "linewidth": width,
+                "linestyle": (0, (2.5, 1.5)),
+                "shrinkA": 0,
+            }
+            axes.annotate("", leg.points[-1], leg.points[0], arrowprops={**arrow, "shrinkB": 0, "mutation_scale": 11})
+        else:
+            axes.plot(*zip(*leg.points, strict=True), color=line.hue, linewidth=width, zorder=2)
+    x, y = line.legs[0].points[0]
+    left = x - 2 * HALF_WIDTH - 0.02
+    size = min(8.0, 72 * STATION_IN * spacing(HEIGHT, beside))
+    axes.text(left, y, ranges(line.lanes), fontsize=size, color=INK, ha="right", va="center")
+
+
+def _draw_station(axes: Axes, station: Station, column_in: float) -> None:
+    box = FancyBboxPatch(
+        (station.x - HALF_WIDTH, station.y - HEIGHT / 2),
+        2 * HALF_WIDTH,
+        HEIGHT,
+        boxstyle=f"round,pad=0,rounding_size={0.07 / column_in}",
+        mutation_aspect=column_in / STATION_IN,  # round corners, though the axes have different scales
+        facecolor="white",
+        edgecolor=station.hue or FAINT,
+        linewidth=1.8 if station.hue else 0.9,
+        zorder=3,
+    )
+    axes.add_patch(box)
+    rows = wrap(station.name, NAME_CHARACTERS)
+    wide_pt = 72 * 2 * HALF_WIDTH * column_in / (0.65 * max(map(len, rows)))
+    high_pt = 72 * HEIGHT * STATION_IN / (1.4 * len(rows))
+    size = min(8.5, wide_pt, high_pt)
+    name = _plain("\n".join(rows))
+    axes.text(station.x, station.y, name, fontsize=size, color=INK, ha="center", va="center", zorder=5)
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    """Whole or not at all, as `jsonfile.write_text` does for text."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,334 @@
+"""What people are shown is what the plan says: nothing left out, nothing drawn twice, nothing fetched from outside."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skippipe.averaging import best_ring
+from skippipe.cluster import Cluster
+from skippipe.costs import costs_of
+from skippipe.errors import UserError
+from skippipe.examples import published20
+from skippipe.plan import Lane, Plan, Stage
+from skippipe.report import grid
+from skippipe.report.figures import ranges
+from skippipe.report.grid import plan_grid
+from skippipe.report.html import write_html
+from skippipe.report.pathmap import HALF_WIDTH, HEIGHT, path_map
+from skippipe.report.picture import HUES, TASK_KINDS, Bar, Kind, Picture, shade
+from skippipe.report.png import write_png
+from skippipe.report.trace import trace_events, write_trace
+from skippipe.simulate import simulate
+from skippipe.timeline import Timeline, Timing
+
+
+def published(paths: str, timing: Timing) -> tuple[Plan, Timeline]:
+    example = published20()
+    assert example.placement is not None
+    costs = costs_of(example.cluster, example.workload, (4,) * 6)
+    stages = tuple(Stage(4, nodes, best_ring(costs, index, nodes)) for index, nodes in enumerate(example.placement))
+    lanes = tuple(Lane(path, microbatches) for path, microbatches in example.paths[paths])
+    plan = Plan(example.cluster, example.workload, stages, lanes)
+    timeline = simulate(plan, timing)
+    return plan.promising(timeline), timeline
+
+
+def small(names: tuple[str, ...] = ("a", "b", "c", "spare")) -> tuple[Plan, Timeline]:
+    """Two stages on three nodes, one of them alone on its stage; the fourth node is left out."""
+    example = published20()
+    number = len(names)
+    cluster = Cluster(
+        "small",
+        tuple(replace(node, name=name) for node, name in zip(example.cluster.nodes, names, strict=False)),
+        example.cluster.latency_s[:number, :number].copy(),
+        example.cluster.bandwidth_bytes_per_s[:number, :number].copy(),
+    )
+    stages = (Stage(12, (0, 1), (0, 1)), Stage(12, (2,), (2,)))
+    plan = Plan(cluster, example.workload, stages, (Lane((0, 2), 2), Lane((1, 2), 3)))
+    timeline = simulate(plan, Timing.FULL)
+    return plan.promising(timeline), timeline
+
+
+@pytest.fixture(params=list(Timing))
+def shown(request: pytest.FixtureRequest) -> tuple[Plan, Timeline]:
+    return published("skippipe", request.param)
+
+
+def closing_bars(plan: Plan, timeline: Timeline) -> int:
+    """Averaging where there is somebody to average with, and an optimizer step on every node."""
+    if timeline.timing is not Timing.FULL:
+        return 0
+    return sum(len(stage.nodes) for stage in plan.stages if len(stage.nodes) > 1) + len(plan.stage_of)
+
+
+# the grid
+
+
+def test_grid_shows_every_node_with_its_stage_slots_and_lanes() -> None:
+    plan, _ = published("skippipe", Timing.FULL)
+    lines = plan_grid(plan).splitlines()
+    for node in plan.stage_of:
+        at = plan.cluster.nodes[node]
+        lanes = [number for number, lane in enumerate(plan.lanes) if node in lane.path]
+        row = next(line.split() for line in lines if at.name in line.split())
+        assert row[-4:] == [at.location, str(plan.slots[node]), f"{len(lanes)}:", ranges(lanes)]
+
+
+def test_grid_folds_equal_lanes_and_marks_swaps() -> None:
+    text = plan_grid(published("skippipe", Timing.FULL)[0])
+    assert "lanes 6–8   ×2  japan-0[0] → oregon-0[4] ⇄ canada-1[3] → oregon-1[5]" in text.splitlines()
+    assert "33% skipped" in text
+
+
+def test_grid_shows_the_order_of_visits_of_every_lane_even_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grid, "WIDTH", 50)
+    plan, _ = published("dtfm_skip", Timing.CONTENTION_ONLY)
+    blocks = plan_grid(plan).split("order of visits")[1].split("promise")[0].split("\n\n")
+    found: dict[int, tuple[int, ...]] = {}
+    for block in filter(None, blocks):
+        header, *rows = block.splitlines()[-1 - len(plan.stages) :]
+        cells = [row.split()[2:] for row in rows]
+        for column, lane in enumerate(map(int, header.split())):
+            orders = {int(row[column]): stage for stage, row in enumerate(cells) if row[column] != grid.SKIPPED}
+            found[lane] = tuple(orders[hop] for hop in sorted(orders))
+    assert found == {number: plan.visits(lane) for number, lane in enumerate(plan.lanes)}
+
+
+def test_grid_names_the_nodes_left_out_and_the_promise_only_if_there_is_one() -> None:
+    plan, timeline = small()
+    assert "left out, they hold no stage: spare" in plan_grid(plan)
+    assert f"{timeline.iteration_s:.2f} s" in plan_grid(plan)
+    assert "promise" not in plan_grid(replace(plan, expected=None))
+
+
+def test_grid_says_which_node_is_overfull() -> None:
+    plan, _ = small()
+    crowded = replace(plan, lanes=(Lane((0, 2), 1),) * (plan.slots[2] + 1))
+    (line,) = [line for line in plan_grid(crowded).splitlines() if " c " in line]
+    assert line.endswith("overfull")
+
+
+# the bars and the map
+
+
+def by_row(bars: tuple[Bar, ...], *kinds: Kind) -> dict[int, list[Bar]]:
+    rows = defaultdict(list)
+    for bar in sorted(bars, key=lambda bar: bar.start_ns):
+        if bar.kind in kinds:
+            rows[bar.row].append(bar)
+    return rows
+
+
+def test_bars_tell_every_task_once_and_never_overlap_on_a_row(shown: tuple[Plan, Timeline]) -> None:
+    plan, timeline = shown
+    picture = Picture(plan, timeline)
+    told = Counter(
+        (bar.lane, bar.microbatch, bar.step, picture.rows[bar.row].node, bar.start_ns, bar.end_ns)
+        for bar in picture.bars
+        if bar.kind in TASK_KINDS
+    )
+    expected = [(t.lane, t.microbatch, t.step, t.node, t.start_ns, t.end_ns) for t in timeline.tasks]
+    assert told == Counter(expected)
+    for bars in by_row(picture.bars, *TASK_KINDS, Kind.AVERAGING, Kind.OPTIMIZER).values():
+        assert all(a.end_ns <= b.start_ns for a, b in pairwise(bars))
+
+
+def test_bars_add_up_to_what_the_timeline_says_of_every_node(shown: tuple[Plan, Timeline]) -> None:
+    plan, timeline = shown
+    picture = Picture(plan, timeline)
+    for use in timeline.nodes:
+        (row,) = [index for index, row in enumerate(picture.rows) if row.node == use.node]
+        lasting: Counter[Kind] = Counter()
+        for bar in picture.bars:
+            if bar.row == row:
+                lasting[bar.kind] += bar.end_ns - bar.start_ns
+        assert sum(lasting[kind] for kind in TASK_KINDS) == use.busy_ns
+        assert lasting[Kind.WAITING] == use.collision_ns
+    assert max(bar.end_ns for bar in picture.bars) == timeline.iteration_ns
+    steps = {bar.start_ns for bar in picture.bars if bar.kind is Kind.OPTIMIZER}
+    assert steps == {max(end for _, end in timeline.averaging_ns)} if timeline.averaging_ns else not steps
+
+
+def test_long_averaging_does_not_squeeze_the_passes() -> None:
+    plan, timeline = published("skippipe", Timing.FULL)
+    assert timeline.iteration_ns > 5 * timeline.last_backward_ns
+    picture = Picture(plan, timeline)
+    assert 1 < picture.shown_until_s / (timeline.last_backward_ns / 1e9) < 1.2
+    assert f"{timeline.iteration_s:.2f} s" in picture.beyond
+    whole = Picture(*published("skippipe", Timing.CONTENTION_ONLY))
+    assert whole.shown_until_s == whole.timeline.iteration_s
+    assert whole.beyond == ""
+
+
+def test_lanes_of_a_data_node_share_its_hue_and_backward_is_darker() -> None:
+    plan, timeline = published("skippipe", Timing.CONTENTION_ONLY)
+    picture = Picture(plan, timeline)
+    hues = {plan.lanes[lane].path[0]: picture.hue(lane) for lane in range(len(plan.lanes))}
+    assert len(set(hues.values())) == len(hues) == 5
+    for hue in HUES:
+        light, dark = (sum(bytes.fromhex(shade(hue, kind)[1:])) for kind in (Kind.FORWARD, Kind.BACKWARD))
+        assert light > sum(bytes.fromhex(hue[1:])) > dark
+
+
+@pytest.mark.parametrize("paths", ["skippipe", "dtfm_skip", "full_pipeline"])
+def test_lines_call_at_their_nodes_in_order_and_pass_all_others(paths: str) -> None:
+    plan, timeline = published(paths, Timing.CONTENTION_ONLY)
+    drawn = path_map(Picture(plan, timeline))
+    assert sorted(lane for line in drawn.lines for lane in line.lanes) == list(range(len(plan.lanes)))
+    for line in drawn.lines:
+        path = plan.lanes[line.lanes[0]].path
+        visits = [*plan.visits(plan.lanes[line.lanes[0]]), len(plan.stages)]
+        for leg, stops, (before, after) in zip(line.legs, pairwise([*path, path[0]]), pairwise(visits), strict=True):
+            assert leg.swapped == (after < before)
+            for point, node, column in zip((leg.points[0], leg.points[-1]), stops, (before, after), strict=True):
+                (station,) = [each for each in drawn.stations if (each.node, each.x) == (node, column)]
+                assert abs(point[0] - station.x) == pytest.approx(HALF_WIDTH)
+                assert abs(point[1] - station.y) < HEIGHT / 2
+            for x, y in leg.points[1:-1]:
+                assert not any(
+                    abs(x - each.x) < HALF_WIDTH + 1e-9 and abs(y - each.y) < HEIGHT / 2 for each in drawn.stations
+                )
+
+
+# the page and the image
+
+
+class Page(HTMLParser):
+    """What a browser would fetch, and what a person would read; script text is neither."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.read = ""
+        self._tag = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._tag = tag
+        self.fetched += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "data", "srcset")]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == self._tag:
+            self._tag = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._tag not in ("script", "style"):
+            self.read += data
+
+
+def test_page_fetches_nothing_and_names_every_node(shown: tuple[Plan, Timeline], tmp_path: Path) -> None:
+    plan, timeline = shown
+    write_html(plan, timeline, tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.fetched == []
+    assert "<script src=" not in text
+    assert text.count("Plotly.newPlot(") >= 3
+    for node in plan.stage_of:
+        assert f" · {plan.cluster.nodes[node].name}" in page.read
+    assert f"{timeline.iteration_s:.2f} s" in page.read
+
+
+def test_page_shows_odd_names_as_they_are(tmp_path: Path) -> None:
+    plan, timeline = small(("<img src=x>", "b&b", "</script>", "spare"))
+    write_html(plan, timeline, tmp_path / "plan.html")
+    page = Page((tmp_path / "plan.html").read_text(encoding="utf-8"))
+    assert page.fetched == []
+    assert all(f" · {name}" in page.read for name in ("<img src=x>", "b&b", "</script>"))
+
+
+def test_image_is_a_png_whose_height_grows_with_the_plan(tmp_path: Path) -> None:
+    heights = []
+    for name, (plan, timeline) in {"small": small(), "large": published("skippipe", Timing.FULL)}.items():
+        path = tmp_path / "new folder" / f"{name}.png"
+        write_png(plan, timeline, path)
+        content = path.read_bytes()
+        assert content.startswith(b"\x89PNG\r\n\x1a\n")
+        assert len(content) > 20_000
+        heights.append(int.from_bytes(content[20:24], "big"))
+    assert heights[0] < heights[1] < 4000
+    assert [path.name for path in (tmp_path / "new folder").iterdir() if path.suffix != ".png"] == []
+
+
+def test_image_takes_dollars_in_names_for_dollars(tmp_path: Path) -> None:
+    plan, timeline = small((r"$\frac$", r"$\frac$ too", "$_$", "spare"))
+    write_png(replace(plan, strategy=r"$\frac$"), timeline, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").exists()
+
+
+def test_image_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="cannot be written"):
+        write_png(*small(), tmp_path / "file" / "plan.png")
+
+
+def test_text_and_trace_do_not_load_the_drawing_libraries() -> None:
+    code = (
+        "import sys, skippipe.report, skippipe.report.grid, skippipe.report.pathmap, skippipe.report.trace\n"
+        "sys.exit(bool({'plotly', 'matplotlib'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+# the trace
+
+
+def events_of(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event["ph"] == phase]
+
+
+def whole_ns(event: dict[str, Any]) -> tuple[int, int]:
+    start = round(event["ts"] * 1000)
+    return start, start + round(event["dur"] * 1000)
+
+
+def test_trace_has_one_slice_a_task_and_none_overlap_on_a_node(shown: tuple[Plan, Timeline], tmp_path: Path) -> None:
+    plan, timeline = shown
+    write_trace(plan, timeline, tmp_path / "trace.json", process="as planned")
+    trace = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
+    slices = events_of(trace, "X")
+    tasks = [event for event in slices if event["cat"] in TASK_KINDS]
+    assert len(slices) == len(timeline.tasks) + closing_bars(plan, timeline)
+    assert Counter(map(whole_ns, tasks)) == Counter((task.start_ns, task.end_ns) for task in timeline.tasks)
+    waited_s = sum(event["args"]["waited_s"] for event in tasks)
+    assert waited_s == pytest.approx(timeline.collision_s)
+    threads = defaultdict(list)
+    for event in slices:
+        threads[event["tid"]].append(whole_ns(event))
+    for spans in threads.values():
+        assert all(end <= start for (_, end), (start, _) in pairwise(sorted(spans)))
+    names = {event["tid"]: event["args"]["name"] for event in events_of(trace, "M") if event["name"] == "thread_name"}
+    assert sorted(names.values()) == sorted(
+        f"stage {stage} · {plan.cluster.nodes[node].name}" for node, stage in plan.stage_of.items()
+    )
+    assert {"name": "as planned"} in [event["args"] for event in events_of(trace, "M")]
+
+
+def test_trace_ties_the_hops_of_every_microbatch_together(shown: tuple[Plan, Timeline]) -> None:
+    plan, timeline = shown
+    trace = trace_events(plan, timeline)
+    leaving, arriving = ({event["id"]: event for event in events_of(trace, phase)} for phase in "sf")
+    assert leaving.keys() == arriving.keys()
+    assert len(leaving) == len(events_of(trace, "s")) == sum(2 * len(x.path) * x.microbatches for x in plan.lanes)
+    tasks = [(event, *whole_ns(event)) for event in events_of(trace, "X") if event["cat"] in TASK_KINDS]
+
+    def open_at(event: dict[str, Any]) -> tuple[int, int, int]:
+        at = round(event["ts"] * 1000)
+        (args,) = [x["args"] for x, start, end in tasks if x["tid"] == event["tid"] and start <= at < end]
+        return args["lane"], args["microbatch"], args["step"]
+
+    for number, event in leaving.items():
+        lane, microbatch, step = open_at(event)
+        assert open_at(arriving[number]) == (lane, microbatch, step + 1)
