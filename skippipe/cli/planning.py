@@ -235,27 +235,26 @@ def _summary(plan: Plan, took_s: float) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]], key: str, against: str) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    headings = ("skipped", "micro-\nbatches", "last\nbackward", "iteration", f"against\n{against}")
     table.add_column(key)
-    for heading in (
-        *("skipped", "microbatches", "last backward s", "iteration s", f"against {against}"),
-        *("GB moved", "collisions s", "nodes", "planning s"),
-    ):
+    for heading in (*headings, "moved\nGB", "collisions", "nodes", "planned\nin"):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
             str(row[key]),
             f"{row['skipped']:.0%}",
             str(row["microbatches"]),
-            f"{row['last_backward_s']:.2f}",
-            f"{row['iteration_s']:.2f}",
+            f"{row['last_backward_s']:.2f} s",
+            f"{row['iteration_s']:.2f} s",
             f"{row['ratio']:.2f}",
             f"{row['bytes_moved'] / 1e9:.2f}",
-            f"{row['collision_s']:.1f}",
+            f"{row['collision_s']:.1f} s",
             str(row["nodes_used"]),
-            f"{row['planning_s']:.1f}",
+            f"{row['planning_s']:.1f} s",
         )
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 110).print(table)

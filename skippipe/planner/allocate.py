@@ -20,6 +20,7 @@ from skippipe.planner.problem import Placement, Problem
 
 POPULATION = 200
 CROSSOVER_POINTS = 5
+IMPOSSIBLE = 1e9  # added to a score for every node that cannot do what the placement asks
 EXCHANGES = 3  # tried on every child
 EXACT_TOURS_UP_TO = 12  # stages
 
@@ -49,7 +50,10 @@ class _Breeding:
         self.scores: dict[Groups, tuple[float, tuple[int, ...]]] = {}
 
     def run(self, effort: Effort, keep: int) -> list[Placement]:
-        members = {self._random() for _ in range(POPULATION)}
+        members: set[Groups] = set()
+        for _ in range(POPULATION):
+            if effort.spend() or min(map(self._fitness, members), default=IMPOSSIBLE) >= IMPOSSIBLE:
+                members.add(self._random())
         ranked = sorted(members, key=lambda groups: (self._fitness(groups), self._numbered(groups)))
         while effort.spend():
             mother, father = (ranked[min(self.draw.integers(len(ranked), size=2))] for _ in range(2))
@@ -76,7 +80,7 @@ class _Breeding:
             tour_s = best_tour(weights, order)
             widest_s = max(self._within(group) for group in groups)
             placed = tuple(order.tolist())
-            penalty = 1e9 * self._shortfall(tuple(groups[each] for each in placed))
+            penalty = IMPOSSIBLE * self._shortfall(tuple(groups[each] for each in placed))
             self.scores[groups] = (widest_s + 2 * tour_s + penalty, placed)
         return self.scores[groups]
 

@@ -136,7 +136,7 @@ class PathSearch:
         With `avoid_collisions` paths are judged by the simulator; without (the study's ablation) by their length.
         """
         tree = _Tree()
-        root = self._root()
+        root = self._root() if effort.spend() else None
         if root is not None:
             tree.add(root)
         while effort.spend():

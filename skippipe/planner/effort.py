@@ -20,6 +20,7 @@ class Effort:
     ) -> None:
         self.steps = steps
         self.spent = 0
+        self._over = False
         self._deadline = clock() + seconds
         self._clock = clock
         self._stopped = stopped
@@ -27,11 +28,12 @@ class Effort:
 
     def spend(self) -> bool:
         """Take one step, if there is one left."""
+        if self._over or self.spent >= self.steps:
+            return False
         if self.spent % LOOK_EVERY == 0:
             self._on_step(self.spent, self.steps)
-            if self._stopped() or self._clock() >= self._deadline:
-                self.steps = self.spent
-        if self.spent >= self.steps:
-            return False
+            self._over = self._stopped() or self._clock() >= self._deadline
+            if self._over:
+                return False
         self.spent += 1
         return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from math import gcd
 
 from skippipe.cluster import Cluster
@@ -134,9 +135,13 @@ class Problem:
             for node in placement[0]
         }
         lanes = dict.fromkeys(placement[0], 0)
+        least_loaded = [(work_ns[node], node) for node in placement[0] if slots[node]]
+        heapify(least_loaded)
         for _ in range(count):
-            free = [node for node in placement[0] if lanes[node] < slots[node]]
-            lanes[min(free, key=lambda node: (lanes[node] + 1) * work_ns[node])] += 1
+            load_ns, node = heappop(least_loaded)
+            lanes[node] += 1
+            if lanes[node] < slots[node]:
+                heappush(least_loaded, (load_ns + work_ns[node], node))
         each, extra = divmod(self.workload.microbatches, count)
         order = [(node, nth) for node in placement[0] for nth in range(lanes[node])]
         first = set(sorted(order, key=lambda lane: (lane[1], work_ns[lane[0]]))[:extra])

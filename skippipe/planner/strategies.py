@@ -92,13 +92,10 @@ class _Planning:
 
     def plan(self) -> Plan:
         placements = self._placements()
-        for placement in placements:
-            self._try_blind(placement)
-        if self.best is None:
-            self.problem.lanes_of(placements[0])  # raises, and says what is missing
-            raise AssertionError("a placement with room for lanes has paths")
+        self._try_blind(placements[0])
         if self.strategy is not Strategy.DTFM_SKIP:
             self._search(placements)
+        assert self.best is not None
         return self._finished(self.best)
 
     def _placements(self) -> list[Placement]:
@@ -119,12 +116,7 @@ class _Planning:
 
         Its simulated time also bounds the search without TC2: paths that take longer even alone are no better.
         """
-        if self.strategy is Strategy.DTFM_SKIP and self.best is not None:
-            return  # blind also means: no second look
-        try:
-            lanes = self.problem.lanes_of(placement)
-        except Infeasible:
-            return
+        lanes = self.problem.lanes_of(placement)
         paths = blind_paths(self.problem, placement, lanes, self.request.seed)
         course = Course.of(self.problem.costs, stage_of(placement), self.problem.dispatch, self.problem.timing)
         rows, lengths = as_arrays(paths)
@@ -142,6 +134,8 @@ class _Planning:
         """A first look at every placement, then the rest of the effort for the best of them."""
         if len(placements) > 1:
             for number, placement in enumerate(placements):
+                if self.request.clock() >= self.until or self.request.stopped():
+                    break
                 what = f"first look at placement {number + 1} of {len(placements)}"
                 self._search_paths(placement, self._groupings(placement)[:1], FIRST_LOOK, what)
         assert self.best is not None

@@ -1,0 +1,249 @@
+"""A second checker and simulator, written from docs/formats.md alone: the package's own must agree with it.
+
+It shares no line with the package and prefers the plain way to the fast one. `plan` is always the parsed JSON of a
+well-formed plan file; times inside are whole nanoseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from itertools import chain, combinations, product
+from typing import Any, TypeAlias
+
+Json: TypeAlias = dict[str, Any]
+Link: TypeAlias = tuple[str, str]
+CAP_NS = 10**15
+
+
+class LockedUp(Exception):
+    """Microbatches are left, but nothing runs and nothing is on its way."""
+
+
+@dataclass(frozen=True)
+class Node:
+    stage: int
+    slots: int
+    times: dict[str, int]  # of forward, backward, head and optimizer
+
+
+@dataclass(frozen=True)
+class Costs:
+    nodes: dict[str, Node]  # those in a stage, in the order of the cluster
+    activation_bytes: int
+    gradient_bytes: list[int]  # by stage, like the next two
+    fixed_bytes: list[int]
+    held_bytes: list[int]
+    bandwidth: dict[Link, float]  # in the order of sender, then receiver, in the cluster
+    flight: dict[Link, int]
+
+
+@dataclass
+class Task:
+    lane: int
+    microbatch: int
+    step: int
+    node: str
+    kind: str
+    ready: int
+    start: int = 0  # this and the next count once the node has taken the task
+    end: int = 0
+
+
+def costs(plan: Json) -> Costs:
+    work, stages, cluster = plan["workload"], plan["stages"], plan["cluster"]
+    model, t, n = work["model"], work["sequence_tokens"], work["samples_per_microbatch"]
+    d, f, v, e = model["hidden"], model["intermediate"], model["vocab"], model["experts"]
+    h, k = model["heads"] * model["head_dim"], model["kv_heads"] * model["head_dim"]
+
+    def wire(values: int, dtype: str) -> int:
+        return {"fp32": 4 * values, "bf16": 2 * values, "int8": values + 4 * -(-values // 128)}[dtype]
+
+    attention = d * (2 * h + 2 * k)
+    layer_parameters = attention + 3 * d * f * e + 2 * d + (d * e if e > 1 else 0)
+    layer_forward = n * (2 * t * (attention + 3 * d * f * model["experts_active"]) + 2 * t**2 * h)
+    token_bytes = {"fp32": 4, "bf16": 2}[work["compute_dtype"]] * n * t
+    layer_bytes = token_bytes * (4 * d + 2 * h + 2 * k + 4 * f * model["experts_active"])
+    checkpointing = work["activation_checkpointing"]
+    parameters = [stage["layers"] * layer_parameters for stage in stages]
+    parameters[0] += (v if model["tied_embeddings"] else 2 * v) * d + d
+    fixed_bytes = [16 * count + (layer_bytes if checkpointing else 0) for count in parameters]
+    fixed_bytes[0] += 8 * n * t * v
+    held_bytes = [stage["layers"] * (token_bytes * d if checkpointing else layer_bytes) for stage in stages]
+
+    def node_costs(node: Json, stage: int) -> Node:
+        forward, stage_0_forward = (stages[s]["layers"] * layer_forward for s in (stage, 0))
+        slots = max(0, (node["memory_bytes"] - fixed_bytes[stage]) // held_bytes[stage])
+        head = (1 + work["backward_ratio"]) * n * (2 * t * d * v)
+        operations = {
+            "forward": forward,
+            "backward": work["backward_ratio"] * forward,
+            "head": head if work["head_ratio"] is None else work["head_ratio"] * stage_0_forward,
+            "optimizer": 250 * parameters[stage],
+        }
+        return Node(
+            stage=stage,
+            slots=slots if work["max_slots"] is None else min(slots, work["max_slots"]),
+            times={kind: max(1, round(count / node["flops_per_s"] * 1e9)) for kind, count in operations.items()},
+        )
+
+    stage_of = {name: index for index, stage in enumerate(stages) for name in stage["nodes"]}
+    placed = [node for node in cluster["nodes"] if node["name"] in stage_of]
+    links = list(product([node["name"] for node in cluster["nodes"]], repeat=2))
+    delays = [latency + cluster.get("hop_overhead_s", 0) for latency in chain(*cluster["latency_s"])]
+    return Costs(
+        nodes={node["name"]: node_costs(node, stage_of[node["name"]]) for node in placed},
+        activation_bytes=wire(n * t * d, work["wire_dtype"]) + work["header_bytes"],
+        gradient_bytes=[wire(count, work["gradient_dtype"]) for count in parameters],
+        fixed_bytes=fixed_bytes,
+        held_bytes=held_bytes,
+        bandwidth=dict(zip(links, chain(*cluster["bandwidth_bytes_per_s"]), strict=True)),
+        flight={link: round(min(delay * 1e9, CAP_NS)) for link, delay in zip(links, delays, strict=True)},
+    )
+
+
+def transmit(cost: Costs, link: Link, size: int) -> int:
+    return round(min(size / cost.bandwidth[link] * 1e9, CAP_NS)) if cost.bandwidth[link] else CAP_NS
+
+
+def circle(nodes: list[str]) -> list[Link]:
+    """The edges of a ring, or the hops of a path with the one back: from each node to the next, if that is another."""
+    return [(i, j) for i, j in zip(nodes, nodes[1:] + nodes[:1], strict=True) if i != j]
+
+
+def run_tasks(plan: Json, timing: str) -> list[Task]:
+    cost, lanes = costs(plan), plan["lanes"]
+    steps: list[list[tuple[str, str]]] = []  # of every lane: node and kind of task
+    for path in [lane["path"] for lane in lanes]:
+        there, back = [(node, "forward") for node in path], [(node, "backward") for node in reversed(path)]
+        steps.append([*there, (path[0], "head"), *back])
+    link_free: Counter[Link] = Counter()  # when the transmission before is over
+    held: Counter[str] = Counter()
+
+    def arrival(link: Link, leaves: int) -> int:
+        if link[0] == link[1]:
+            return leaves
+        starts = max(leaves, link_free[link]) if timing == "full" else leaves
+        link_free[link] = starts + transmit(cost, link, cost.activation_bytes)
+        return link_free[link] + cost.flight[link]
+
+    def following(ended: Task) -> list[Task]:
+        """The lane's next task; none after its last."""
+        lane, microbatch, step = ended.lane, ended.microbatch, ended.step + 1
+        if step == len(steps[lane]):
+            microbatch, step = microbatch + 1, 0
+        if microbatch == lanes[lane]["microbatches"]:
+            return []
+        node, kind = steps[lane][step]
+        return [Task(lane, microbatch, step, node, kind, ready=arrival((ended.node, node), ended.end))]
+
+    def rank(task: Task) -> tuple[bool, int, int]:
+        return (plan["dispatch"] == "backward-first" and task.kind == "forward", task.ready, task.lane)
+
+    waiting = [Task(lane, 0, 0, *steps[lane][0], ready=0) for lane in range(len(lanes))]
+    running: dict[str, Task] = {}
+    done: list[Task] = []
+    now = 0
+    while waiting or running:
+        for ended in [task for task in running.values() if task.end == now]:
+            del running[ended.node]
+            held[ended.node] -= ended.kind == "backward"
+            waiting += following(ended)
+            done.append(ended)
+        for node in cost.nodes.keys() - running.keys():
+            room = held[node] < cost.nodes[node].slots
+            ready = [t for t in waiting if t.node == node and t.ready <= now and (room or t.kind != "forward")]
+            if ready:
+                chosen = min(ready, key=rank)
+                chosen.start, chosen.end = now, now + cost.nodes[node].times[chosen.kind]
+                held[node] += chosen.kind == "forward"
+                waiting.remove(chosen)
+                running[node] = chosen
+        coming = [task.end for task in running.values()] + [task.ready for task in waiting if task.ready > now]
+        if waiting and not coming:
+            raise LockedUp
+        now = min(coming, default=now)
+    return done
+
+
+def simulate(plan: Json, timing: str) -> Json:
+    """What `expected` of the plan file must be."""
+    cost, tasks = costs(plan), run_tasks(plan, timing)
+    last_backward = iteration = max(task.end for task in tasks)
+    averaging: list[tuple[int, int]] = []
+    sent: Counter[Link] = Counter()
+    for lane in plan["lanes"]:
+        for i, j in circle(lane["path"]):
+            sent.update(dict.fromkeys([(i, j), (j, i)], lane["microbatches"] * cost.activation_bytes))
+    if timing == "full":
+        for stage, gradient_bytes in zip(plan["stages"], cost.gradient_bytes, strict=True):
+            m, edges = len(stage["ring"]), circle(stage["ring"])
+            share = -(-gradient_bytes // m)
+            start = max((task.end for task in tasks if task.node in stage["nodes"]), default=0)
+            slowest = max((transmit(cost, edge, share) + cost.flight[edge] for edge in edges), default=0)
+            averaging.append((start, start + 2 * (m - 1) * slowest))
+            sent.update(dict.fromkeys(edges, 2 * (m - 1) * share))
+        iteration = max(end for _, end in averaging) + max(node.times["optimizer"] for node in cost.nodes.values())
+
+    def node_json(name: str, node: Node) -> Json:
+        own = [task for task in tasks if task.node == name]
+        busy, collision = sum(task.end - task.start for task in own), sum(task.start - task.ready for task in own)
+        times = node.times | {"busy": busy, "collision": collision} | ({"head": 0} if node.stage else {})
+        return {"name": name, "stage": node.stage, "slots": node.slots} | {f"{k}_s": v / 1e9 for k, v in times.items()}
+
+    return {
+        "timing": timing,
+        "iteration_s": iteration / 1e9,
+        "last_backward_s": last_backward / 1e9,
+        "averaging_s": [[start / 1e9, end / 1e9] for start, end in averaging],
+        "nodes": [node_json(name, node) for name, node in cost.nodes.items()],
+        "links": [[*link, sent[link]] for link in cost.flight if link in sent],
+        "task_columns": ["lane", "microbatch", "step", "node", "ready_s", "start_s", "end_s"],
+        "tasks": [
+            [task.lane, task.microbatch, task.step, task.node, task.ready / 1e9, task.start / 1e9, task.end / 1e9]
+            for task in sorted(tasks, key=lambda task: (task.start, task.lane))
+        ],
+    }
+
+
+def violations(plan: Json) -> set[str]:
+    """The names of the rules that the plan breaks."""
+    cost, lanes, stages = costs(plan), plan["lanes"], range(len(plan["stages"]))
+    paths = [lane["path"] for lane in lanes]
+    visits = [[cost.nodes[name].stage for name in path] for path in paths]
+    drops = [[a - b for a, b in combinations(visited, 2) if a > b] for visited in visits]
+    sizes = [lane["microbatches"] for lane in lanes]
+    visitors = [sum(size for size, seen in zip(sizes, visits, strict=True) if s in seen) for s in stages]
+    lanes_on = Counter(name for path in paths for name in set(path))
+    overfull = {name for name, node in cost.nodes.items() if lanes_on[name] > node.slots}
+    arrows = {(i, j) for path in paths for i, j in combinations(path, 2) if i != j and {i, j} <= overfull}
+    hops = [hop for path in paths for i, j in circle(path) for hop in ((i, j), (j, i))]
+    edges = [edge for stage in plan["stages"] for edge in circle(stage["ring"])]
+    holds = {
+        "CC1": all(visited[0] == 0 and 0 not in visited[1:] for visited in visits),
+        "CC2": all(drop in ([], [1], [1, 1]) for drop in drops) and all(len(set(seen)) == len(seen) for seen in visits),
+        "CC3": len(set(visitors[1:])) == 1,
+        "TC1": not overfull,
+        "deadlock": not has_circle(arrows),
+        "link": all(cost.bandwidth[link] for link in hops + edges),
+        "microbatches": sum(sizes) == plan["workload"]["microbatches"],
+        "promise": plan["expected"] is None or keeps_promise(plan),
+    }
+    return {rule for rule, kept in holds.items() if not kept}
+
+
+def has_circle(arrows: set[Link]) -> bool:
+    """Whether arrows are left when those to dead ends are taken away, again and again."""
+    onward = {(i, j) for i, j in arrows if any(j == start for start, _ in arrows)}
+    return bool(arrows) and (onward == arrows or has_circle(onward))
+
+
+def keeps_promise(plan: Json) -> bool:
+    def to_the_nanosecond(expected: Json) -> object:
+        return json.loads(json.dumps(expected), parse_float=lambda text: round(float(text), 9))
+
+    try:
+        return to_the_nanosecond(simulate(plan, plan["expected"]["timing"])) == to_the_nanosecond(plan["expected"])
+    except LockedUp:
+        return False

@@ -1,0 +1,84 @@
+"""Small clusters, workloads and plans for tests: drawn by hypothesis, cheap to simulate."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from skippipe.cluster import Cluster, Node
+from skippipe.dispatch import Dispatch
+from skippipe.plan import Lane, Plan, Stage
+from skippipe.planner.problem import Problem, lane_unit
+from skippipe.timeline import Timing
+from skippipe.workload import ModelShape, Workload
+
+TINY = ModelShape("tiny", 8, 16, 2, 2, 8, 32, 64)
+
+
+def uniform_cluster(nodes: int, latency_s: float = 0.01, bandwidth: float = 1e6, flops_per_s: float = 1e9) -> Cluster:
+    machines = tuple(Node(f"n{index}", "here", flops_per_s, 2**30) for index in range(nodes))
+    shape = (nodes, nodes)
+    return Cluster("uniform", machines, np.full(shape, latency_s), np.full(shape, bandwidth))
+
+
+@st.composite
+def clusters(draw: st.DrawFn, least: int = 2, most: int = 14) -> Cluster:
+    """Unequal nodes, directed links; round numbers, so that events coincide now and then."""
+    count = draw(st.sampled_from(range(least, most + 1)))
+    seed = draw(st.integers(0, 2**32 - 1))
+    random = np.random.default_rng(seed)
+    machines = tuple(
+        Node(f"n{index}", "somewhere", float(random.choice([1e9, 2e9, 4e9])), int(random.integers(2**22, 2**25)))
+        for index in range(count)
+    )
+    latency_s = random.choice([0.0, 0.001, 0.01, 0.05], (count, count))
+    bandwidth = random.choice([1e5, 1e6, 1e7], (count, count))
+    return Cluster("drawn", machines, latency_s, bandwidth, float(random.choice([0.0, 0.002])))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Demands that are well formed; whether memory suffices is for the planner to say."""
+    cluster = draw(clusters(least=3))
+    stages = draw(st.sampled_from(range(2, min(6, len(cluster)) + 1)))
+    visited = draw(st.sampled_from(range(2, stages + 1)))
+    workload = Workload(
+        TINY,
+        sequence_tokens=32,
+        samples_per_microbatch=draw(st.integers(1, 4)),
+        microbatches=lane_unit(stages, visited) * draw(st.integers(1, 6)),
+        max_slots=draw(st.sampled_from([None, 1, 2, 3])),
+    )
+    timing = draw(st.sampled_from(list(Timing)))
+    return Problem(cluster, workload, stages, visited, timing=timing, dispatch=draw(st.sampled_from(list(Dispatch))))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Well-formed plans that may break any rule: paths wander at random over nodes that hold a stage."""
+    cluster = draw(clusters(least=3, most=8))
+    count = len(cluster)
+    stages = draw(st.integers(2, min(4, count)))
+    owner = [*range(stages), *(draw(st.integers(0, stages - 1)) for _ in range(count - stages))]
+    members = [tuple(node for node in range(count) if owner[node] == stage) for stage in range(stages)]
+    lanes = []
+    for _ in range(draw(st.integers(1, 6))):
+        order = draw(st.permutations(range(stages)))
+        visits = order[: draw(st.integers(2, stages))]
+        path = tuple(draw(st.sampled_from(members[stage])) for stage in visits)
+        lanes.append(Lane(path, draw(st.integers(1, 3))))
+    workload = Workload(
+        TINY,
+        sequence_tokens=16,
+        samples_per_microbatch=1,
+        microbatches=sum(lane.microbatches for lane in lanes),
+        max_slots=draw(st.sampled_from([1, 2, 3, None])),
+    )
+    layers = workload.layer_split(stages)
+    return Plan(
+        cluster,
+        workload,
+        tuple(Stage(layers[stage], members[stage], members[stage]) for stage in range(stages)),
+        tuple(lanes),
+        dispatch=draw(st.sampled_from(list(Dispatch))),
+    )

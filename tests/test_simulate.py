@@ -1,0 +1,179 @@
+"""Properties of simulated time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from skippipe import eventloop
+from skippipe.averaging import best_ring, ring_ns
+from skippipe.examples import published20, published_plan
+from skippipe.plan import Lane, Plan
+from skippipe.simulate import Course, Deadlock, as_arrays, simulate
+from skippipe.timeline import Timeline, Timing
+from tests.plans import clusters, plans
+
+timings = st.sampled_from(list(Timing))
+
+
+@pytest.mark.parametrize(
+    ("paths", "microbatches", "seconds"),
+    [
+        ("skippipe", None, 32.70),
+        ("skippipe_no_tc2", None, 34.82),
+        ("dtfm_skip", None, 48.21),
+        ("full_pipeline", None, 78.85),
+        ("full_pipeline", 30, 101.3),
+    ],
+)
+def test_published_paths_take_the_published_time(paths: str, microbatches: int | None, seconds: float) -> None:
+    plan = published_plan(published20(), paths, microbatches)
+    assert simulate(plan, Timing.CONTENTION_ONLY).iteration_s == pytest.approx(seconds, abs=0.05)
+
+
+def alone_ns(plan: Plan, lane: Lane) -> int:
+    """A round trip with nobody else there: every task once, every hop there and back."""
+    costs = plan.costs
+    around = [*lane.path, lane.path[0]]
+    hops = sum(int(costs.hop_ns[a, b] + costs.hop_ns[b, a]) for a, b in pairwise(around))
+    tasks = sum(int((costs.forward_ns + costs.backward_ns)[plan.stage_of[node], node]) for node in lane.path)
+    return hops + tasks + int(costs.head_ns[lane.path[0]])
+
+
+def simulated(plan: Plan, timing: Timing) -> Timeline:
+    try:
+        return simulate(plan, timing)
+    except Deadlock:
+        assume(False)
+        raise
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans(), timings)
+def test_never_faster_than_the_longest_lane_alone(plan: Plan, timing: Timing) -> None:
+    timeline = simulated(plan, timing)
+    assert timeline.last_backward_ns >= max(lane.microbatches * alone_ns(plan, lane) for lane in plan.lanes)
+    assert timeline.iteration_ns >= timeline.last_backward_ns
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans(), timings)
+def test_a_single_lane_takes_the_sum_of_its_parts(plan: Plan, timing: Timing) -> None:
+    plan = replace(plan, lanes=plan.lanes[:1])
+    timeline = simulated(plan, timing)
+    lane = plan.lanes[0]
+    assert timeline.last_backward_ns == lane.microbatches * alone_ns(plan, lane)
+    assert timeline.collision_s == 0
+    if timing is Timing.FULL:
+        done = {stage: 0 for stage in range(len(plan.stages))}
+        for task in timeline.tasks:
+            stage = plan.stage_of[task.node]
+            done[stage] = max(done[stage], task.end_ns)
+        rings = [ring_ns(plan.costs, stage, plan.stages[stage].ring) for stage in done]
+        step_ns = max(use.optimizer_ns for use in timeline.nodes)
+        assert timeline.iteration_ns == max(done[stage] + rings[stage] for stage in done) + step_ns
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans(), timings)
+def test_one_task_at_a_time_and_no_more_microbatches_than_slots(plan: Plan, timing: Timing) -> None:
+    timeline = simulated(plan, timing)
+    for node, slots in plan.slots.items():
+        mine = sorted((task for task in timeline.tasks if task.node == node), key=lambda task: task.start_ns)
+        assert all(before.end_ns <= after.start_ns for before, after in pairwise(mine))
+        changes = []
+        for task in mine:
+            length = len(plan.lanes[task.lane].path)
+            if task.step < length:
+                changes.append((task.start_ns, 1))
+            elif task.step > length:
+                changes.append((task.end_ns, -1))
+        held = np.cumsum([change for _, change in sorted(changes)])
+        assert held.size == 0 or (held.max() <= slots and held[-1] == 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans(), timings)
+def test_every_microbatch_takes_every_step_once_and_in_order(plan: Plan, timing: Timing) -> None:
+    timeline = simulated(plan, timing)
+    expected = {
+        (lane, microbatch, step)
+        for lane, each in enumerate(plan.lanes)
+        for microbatch in range(each.microbatches)
+        for step in range(2 * len(each.path) + 1)
+    }
+    assert sorted((task.lane, task.microbatch, task.step) for task in timeline.tasks) == sorted(expected)
+    assert all(task.ready_ns <= task.start_ns < task.end_ns for task in timeline.tasks)
+    by_lane = sorted(timeline.tasks, key=lambda task: (task.lane, task.microbatch, task.step))
+    for before, after in pairwise(by_lane):
+        if before.lane == after.lane:
+            assert before.end_ns <= after.ready_ns
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans())
+def test_messages_on_a_link_queue_only_under_full_timing(plan: Plan) -> None:
+    """Arrivals over one directed link are at least a transmit time apart."""
+    timeline = simulated(plan, Timing.FULL)
+    arrivals: dict[tuple[int, int], list[int]] = {}
+    before = None
+    for task in sorted(timeline.tasks, key=lambda task: (task.lane, task.microbatch, task.step)):
+        if before and before.lane == task.lane and before.microbatch == task.microbatch and before.node != task.node:
+            arrivals.setdefault((before.node, task.node), []).append(task.ready_ns)
+        before = task
+    for (a, b), times in arrivals.items():
+        gap = int(plan.costs.transmit_ns[a, b])
+        assert all(second - first >= gap for first, second in pairwise(sorted(times)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(plans(), timings)
+def test_compiled_and_plain_python_agree(plan: Plan, timing: Timing) -> None:
+    course = Course.of(plan.costs, plan.stage_of, plan.dispatch, timing)
+    paths, lengths = as_arrays([lane.path for lane in plan.lanes])
+    microbatches = np.array([lane.microbatches for lane in plan.lanes])
+
+    def outcome(run: object) -> tuple[object, list[int]]:
+        done = np.zeros(len(plan.cluster), np.int64)
+        assert callable(run)
+        result = run(
+            paths, lengths, microbatches, course.forward_ns, course.backward_ns, course.head_ns, course.slots,
+            course.flight_ns, course.transmit_ns, course.queued, course.forward_urgency, done,
+            np.empty((0, 3), np.int64),
+        )  # fmt: skip
+        return tuple(map(int, result)), done.tolist()
+
+    assert outcome(eventloop.run) == outcome(eventloop.run.py_func)  # type: ignore[attr-defined]
+
+
+@settings(max_examples=40, deadline=None)
+@given(clusters(least=4, most=7))
+def test_the_ring_is_the_best_there_is(cluster: object) -> None:
+    from itertools import permutations
+
+    from skippipe.cluster import Cluster
+    from skippipe.costs import costs_of
+    from skippipe.workload import Workload
+    from tests.plans import TINY
+
+    assert isinstance(cluster, Cluster)
+    costs = costs_of(cluster, Workload(TINY, sequence_tokens=16), (4, 4))
+    members = tuple(range(len(cluster)))
+    fastest = min(ring_ns(costs, 1, (0, *rest)) for rest in permutations(members[1:]))
+    assert ring_ns(costs, 1, best_ring(costs, 1, members)) == fastest
+
+
+def test_large_rings_are_better_than_the_order_they_come_in() -> None:
+    from skippipe.costs import costs_of
+    from skippipe.presets import regions
+    from skippipe.workload import MODELS, Workload
+
+    costs = costs_of(regions(24), Workload(MODELS["llama-1.5b"]), (12, 12))
+    ring = best_ring(costs, 1, range(24))
+    assert sorted(ring) == list(range(24))
+    assert ring_ns(costs, 1, ring) < 0.8 * ring_ns(costs, 1, range(24))

@@ -1,0 +1,112 @@
+"""From a model and a batch to operations, bytes and slots."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skippipe.costs import costs_of, ns, seconds
+from skippipe.errors import UserError
+from skippipe.examples import published20
+from skippipe.workload import MODELS, ModelShape, Workload, model_named, wire_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [("llama-30m", 25e6, 40e6), ("llama-500m", 0.4e9, 0.6e9), ("llama-1.5b", 1.4e9, 1.6e9), ("llama-8b", 7.9e9, 8.1e9)],
+)
+def test_presets_have_the_size_in_their_name(name: str, low: float, high: float) -> None:
+    assert low < MODELS[name].parameters < high
+
+
+def test_huggingface_config(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "rope_theta": 500000.0,
+        "head_dim": None,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert replace(model_named(str(tmp_path)), name="llama-8b") == MODELS["llama-8b"]
+    assert model_named(str(tmp_path / "config.json")) == model_named(str(tmp_path))
+
+
+def test_mixture_of_experts_counts_all_weights_but_only_active_work(tmp_path: Path) -> None:
+    config = {
+        "model_type": "mixtral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mixtral = model_named(str(tmp_path))
+    assert mixtral.parameters == pytest.approx(46.7e9, rel=0.01)  # as its makers say: 46.7B, of which 12.9B active
+    dense = replace(mixtral, experts=1, experts_active=1)
+    assert 1.7 < mixtral.layer_flops(1024) / dense.layer_flops(1024) < 2
+
+
+@pytest.mark.parametrize("broken", [{}, {"hidden_size": 0}, {"hidden_size": "wide"}])
+def test_configs_that_are_not_of_a_decoder(broken: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4, **broken}))
+    with pytest.raises(UserError, match=r"config\.json"):
+        model_named(str(tmp_path))
+
+
+def test_unknown_model_lists_the_known_ones() -> None:
+    with pytest.raises(UserError, match="llama-30m"):
+        model_named("gpt-6")
+
+
+def test_published_costs() -> None:
+    """0.055 s a layer and sample, backward 1.5 times that, head a quarter of a stage, 3 slots."""
+    example = published20()
+    costs = costs_of(example.cluster, example.workload, (4,) * 6)
+    assert set(costs.forward_ns.ravel()) == {440_000_000}
+    assert set(costs.backward_ns.ravel()) == {660_000_000}
+    assert set(costs.head_ns) == {110_000_000}
+    assert set(costs.slots.ravel()) == {3}
+    assert costs.activation_bytes == 33_554_648
+    belgium, canada = 0, 1
+    assert seconds(costs.hop_ns[belgium, canada]) == pytest.approx(1.9615622573571703, abs=2e-9)
+    nl, london = example.cluster.number["nl-0"], example.cluster.number["london-0"]
+    assert seconds(costs.hop_ns[nl, london]) == pytest.approx(132.3144123449581, abs=2e-9)
+
+
+def test_slots_follow_memory() -> None:
+    work = Workload(MODELS["llama-1.5b"], samples_per_microbatch=1)
+    fixed, held = work.fixed_bytes(0, 4), work.held_bytes(4)
+    assert work.slots(fixed + 3 * held, 0, 4) == 3
+    assert work.slots(fixed + 3 * held - 1, 0, 4) == 2
+    assert work.slots(fixed - 1, 0, 4) == 0
+    assert replace(work, max_slots=2).slots(fixed + 3 * held, 0, 4) == 2
+    assert work.fixed_bytes(0, 4) > work.fixed_bytes(1, 4)  # embedding and head
+    assert replace(work, activation_checkpointing=True).held_bytes(4) < held / 5
+
+
+def test_layer_split_is_even_and_complete() -> None:
+    work = Workload(MODELS["llama-1.5b"])
+    assert work.layer_split(6) == (4,) * 6
+    assert work.layer_split(5) == (4, 5, 5, 5, 5)
+    with pytest.raises(UserError, match="at most 24 stages"):
+        work.layer_split(25)
+
+
+def test_wire_bytes() -> None:
+    assert wire_bytes(1000, "fp32") == 4000
+    assert wire_bytes(1000, "bf16") == 2000
+    assert wire_bytes(1000, "int8") == 1000 + 8 * 4
+
+
+def test_workload_file_and_back() -> None:
+    work = Workload(ModelShape("m", 3, 4, 2, 1, 2, 8, 16, True, 4, 2), head_ratio=0.5, max_slots=7, wire_dtype="int8")
+    assert Workload.from_json(json.loads(json.dumps(work.to_json()))) == work
+    with pytest.raises(UserError, match=r"workload\.microbatches"):
+        replace(work, microbatches=0)
+    with pytest.raises(UserError, match="wire_dtype"):
+        replace(work, wire_dtype="fp8")
+
+
+@pytest.mark.parametrize("count", [0, 1, 999_999_999, 10**15 + 1, 2**52 + 1])
+def test_seconds_give_the_nanoseconds_back(count: int) -> None:
+    assert ns(seconds(count)) == count
