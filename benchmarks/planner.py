@@ -1,6 +1,6 @@
 """How good the published planner's plans of published20 are, and how soon it has them.
 
-    python -m benchmarks.planner [SEEDS]
+python -m benchmarks.planner [SEEDS]
 """
 
 from __future__ import annotations

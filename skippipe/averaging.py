@@ -12,7 +12,7 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from skippipe.costs import UNREACHABLE_NS, Costs
+from skippipe.costs import NEVER_NS, Costs
 
 EXACT_UP_TO = 8  # nodes: 7! / 2 rings are tried one by one
 
@@ -25,9 +25,9 @@ def edge_ns(costs: Costs, stage: int, members: int) -> NDArray[np.int64]:
     """[from, to]: one step of a ring of so many nodes over that edge."""
     chunk = chunk_bytes(costs.gradient_bytes[stage], members)
     bandwidth = costs.bandwidth_bytes_per_s
-    with np.errstate(divide="ignore"):
-        transmit = np.where(bandwidth > 0, np.rint(chunk / bandwidth * 1e9), UNREACHABLE_NS)
-    return np.minimum(transmit, UNREACHABLE_NS).astype(np.int64) + costs.flight_ns
+    with np.errstate(divide="ignore", over="ignore"):
+        transmit = np.where(bandwidth > 0, np.rint(chunk / bandwidth * 1e9), NEVER_NS)
+    return np.minimum(transmit, NEVER_NS).astype(np.int64) + costs.flight_ns
 
 
 def ring_ns(costs: Costs, stage: int, ring: Sequence[int]) -> int:

@@ -16,7 +16,7 @@ from skippipe.workload import OPTIMIZER_FLOPS_PER_PARAMETER, Workload
 
 Ns = NDArray[np.int64]
 
-UNREACHABLE_NS = 10**15  # about eleven days: no plan takes such a hop unless it must, and `check` names it
+NEVER_NS = 10**15  # about eleven days: what a hop over no link takes, and the most that any task or hop can
 
 
 def ns(seconds: float) -> int:
@@ -69,7 +69,7 @@ def costs_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...]) -> C
     speed = [node.flops_per_s for node in cluster.nodes]
 
     def task_ns(flops: float, speed: float) -> int:
-        return max(1, ns(flops / speed))  # never 0: a task's end is later than its start
+        return max(1, round(min(flops / speed * 1e9, NEVER_NS)))  # not 0: a task ends after it starts
 
     def stage_by_node(flops_of_stage: list[float]) -> Ns:
         return np.array([[task_ns(flops, s) for s in speed] for flops in flops_of_stage], dtype=np.int64)
@@ -80,8 +80,9 @@ def costs_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...]) -> C
     ]
     reachable = cluster.bandwidth_bytes_per_s > 0
     bandwidth = np.where(reachable, cluster.bandwidth_bytes_per_s, 1.0)
-    transmit = np.where(reachable, np.rint(workload.activation_bytes / bandwidth * 1e9), UNREACHABLE_NS)
-    flight = np.rint((cluster.latency_s + cluster.hop_overhead_s) * 1e9)
+    with np.errstate(over="ignore"):
+        transmit = np.where(reachable, np.rint(workload.activation_bytes / bandwidth * 1e9), NEVER_NS)
+        flight = np.rint((cluster.latency_s + cluster.hop_overhead_s) * 1e9)
     return Costs(
         layers=layers,
         forward_ns=stage_by_node(forward),
@@ -101,6 +102,6 @@ def costs_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...]) -> C
 
 
 def _without_diagonal(values: NDArray[np.float64]) -> Ns:
-    whole = np.minimum(values, UNREACHABLE_NS).astype(np.int64)
+    whole = np.minimum(values, NEVER_NS).astype(np.int64)
     np.fill_diagonal(whole, 0)
     return whole

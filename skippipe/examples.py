@@ -13,7 +13,7 @@ from skippipe.costs import costs_of
 from skippipe.errors import UserError
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Placement
-from skippipe.presets import at_sites, data
+from skippipe.presets import GIB, at_sites, data
 from skippipe.workload import MODELS, Workload
 
 Lanes = tuple[tuple[tuple[int, ...], int], ...]
@@ -42,7 +42,8 @@ def _published_cluster(name: str, locations: list[str], hop_overhead_s: float, s
         nl, london = table["locations"].index("NL"), table["locations"].index("London")
         bandwidth[[nl, london], [london, nl]] /= 1024
     site_of = [table["locations"].index(place) for place in locations]
-    return at_sites(name, table["locations"], site_of, latency_s, bandwidth, hop_overhead_s)
+    memory_bytes = 80 * GIB  # never the limit: the study gives every node three slots, whatever the microbatch
+    return at_sites(name, table["locations"], site_of, latency_s, bandwidth, hop_overhead_s, memory_bytes)
 
 
 def _published_workload(samples: int, microbatches: int) -> Workload:

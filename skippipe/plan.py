@@ -22,6 +22,7 @@ from skippipe.workload import Workload
 
 FORMAT = "skippipe-plan"
 VERSION = 1
+LONGEST_NS = 100 * 86_400 * 10**9  # seconds in a file give whole nanoseconds back up to 2⁵³ of them, 104 days
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,10 @@ class Plan:
             for hop, node in enumerate(lane.path):
                 if node not in held:
                     raise UserError(f"lanes[{index}].path[{hop}]: '{names[node]}' holds no stage")
+                if node in lane.path[:hop]:
+                    raise UserError(f"lanes[{index}].path[{hop}]: '{names[node]}' is on this path already")
+        if self.expected and self.expected.iteration_ns > LONGEST_NS:
+            raise UserError("expected: an iteration of over a hundred days cannot be promised exactly")
 
     @cached_property
     def stage_of(self) -> dict[int, int]:

@@ -30,7 +30,7 @@ def cc1_broken_at(visits: Sequence[int]) -> int | None:
 
 @kernel
 def cc2_step(highest: int, gap: int, swaps: int, stage: int) -> tuple[bool, int, int, int]:
-    """Walk one stage further along a path. Start at stage 0 with (0, 0, 0).
+    """Walk one stage further along a path. Start before the first stage with (−1, 0, 0).
 
     `highest` is the highest stage so far; `gap` is 1 while the stage below it is unvisited and may still come, right
     now, as the second half of a swap.
@@ -44,8 +44,8 @@ def cc2_step(highest: int, gap: int, swaps: int, stage: int) -> tuple[bool, int,
 
 def cc2_broken_at(visits: Sequence[int]) -> int | None:
     """The first hop whose stage may not follow what came before it."""
-    state = (0, 0, 0)
-    for hop, stage in enumerate(visits[1:], start=1):
+    state = (-1, 0, 0)
+    for hop, stage in enumerate(visits):
         allowed, *after = cc2_step(*state, stage)
         if not allowed:
             return hop
@@ -57,7 +57,7 @@ def exposure(visits: Iterable[Sequence[int]], microbatches: Iterable[int], stage
     """How many microbatches visit each stage."""
     counts = [0] * stages
     for lane_visits, count in zip(visits, microbatches, strict=True):
-        for stage in lane_visits:
+        for stage in set(lane_visits):
             counts[stage] += count
     return counts
 

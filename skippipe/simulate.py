@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skippipe.averaging import chunk_bytes, ring_ns
-from skippipe.costs import Costs
+from skippipe.costs import NEVER_NS, Costs
 from skippipe.dispatch import Dispatch, place, steps
 from skippipe.errors import UserError
 from skippipe.eventloop import run
@@ -24,6 +24,7 @@ from skippipe.plan import Plan
 from skippipe.timeline import LinkUse, NodeUse, Task, Timeline, Timing
 
 Ints = NDArray[np.int64]
+LAST_NS = 2**62  # the end of time for whole numbers of 64 bits
 
 
 class Deadlock(UserError):
@@ -98,12 +99,22 @@ def as_arrays(paths: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
     return rows, lengths
 
 
+def _slowest_ns(course: Course) -> int:
+    """Of any task or part of a hop."""
+    parts = (course.forward_ns, course.backward_ns, course.head_ns, course.flight_ns, course.transmit_ns)
+    return max(int(part.max()) for part in parts)
+
+
 def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
     """Run one iteration of the plan under virtual time."""
     course = Course.of(plan.costs, plan.stage_of, plan.dispatch, timing)
     paths, lengths = as_arrays([lane.path for lane in plan.lanes])
     microbatches = np.array([lane.microbatches for lane in plan.lanes], dtype=np.int64)
     total = sum(lane.microbatches * steps(len(lane.path)) for lane in plan.lanes)
+    if 3 * total * NEVER_NS > LAST_NS and 3 * total * _slowest_ns(course) > LAST_NS:
+        raise UserError(
+            "an iteration of this plan may take over a century: is a link missing or a speed far too small?"
+        )
     record = np.empty((total, 3), np.int64)
     done_ns = np.zeros(len(plan.cluster), np.int64)
     last_ns = course.run(paths, lengths, microbatches, done_ns, record)

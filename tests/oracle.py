@@ -85,7 +85,10 @@ def costs(plan: Json) -> Costs:
         return Node(
             stage=stage,
             slots=slots if work["max_slots"] is None else min(slots, work["max_slots"]),
-            times={kind: max(1, round(count / node["flops_per_s"] * 1e9)) for kind, count in operations.items()},
+            times={
+                kind: max(1, round(min(count / node["flops_per_s"] * 1e9, CAP_NS)))
+                for kind, count in operations.items()
+            },
         )
 
     stage_of = {name: index for index, stage in enumerate(stages) for name in stage["nodes"]}

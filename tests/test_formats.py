@@ -17,11 +17,23 @@ from skippipe.timeline import Timing
 from tests import oracle
 from tests.oracle import Json
 
-FLOPS = [1e9, 2e9, 4e9, 8e9, 3e9, 7.3e9, 123456789.0, 1024.0**3]  # 4e9 and the like: durations that end in a half
+FLOPS = [
+    1e9,
+    2e9,
+    4e9,
+    8e9,
+    3e9,
+    7.3e9,
+    123456789.0,
+    1024.0**3,
+    1e-3,
+    1e-300,
+]  # 4e9 and the like: durations that end in a half
 LATENCIES_S = [0, 0, 1e-9, 2.5e-9, 1e-6, 3e-5, 0.0123]
 BANDWIDTHS = [1e9, 1e9, 2e9, 8e9, 1e6, 3e8, 12345.678, 1024.0**3, 0]
 WILD_LATENCIES_S = [*LATENCIES_S, 1e9]  # beyond the caps
-WILD_BANDWIDTHS = [*BANDWIDTHS, 1e-4]
+WILD_BANDWIDTHS = [*BANDWIDTHS, 1e-4, 1e-300]
+HUNDRED_DAYS_S = 100 * 86400
 
 
 @st.composite
@@ -79,24 +91,29 @@ def clusters(draw: DrawFn, nodes: int, wild: bool) -> Json:
 
 @st.composite
 def paths(draw: DrawFn, stages: list[Json], wild: bool) -> list[str]:
-    """Stages in order, or some of them, or shuffled; wild ones go anywhere, but from no node to itself."""
+    """Stages in order, swapped in pairs or shuffled, all or some, a few without stage 0; wild ones go anywhere."""
     nodes = [stage["nodes"] for stage in stages]
     if wild and draw(st.booleans()):
-        path = draw(st.lists(st.sampled_from([name for names in nodes for name in names]), min_size=2, max_size=6))
-        assume(len(oracle.circle(path)) == len(path))
-        return path
+        anywhere = st.sampled_from([name for names in nodes for name in names])
+        return draw(st.lists(anywhere, min_size=2, max_size=6, unique=True))
     visits = list(range(1, len(stages)))
-    if draw(st.booleans()):
+    order = draw(st.sampled_from(["kept", "pairs swapped", "shuffled"]))
+    if order == "pairs swapped":
+        for i in range(draw(st.integers(0, 1)), len(visits) - 1, 2):
+            visits[i : i + 2] = visits[i + 1], visits[i]
+    elif order == "shuffled":
         visits = draw(st.permutations(visits))
     if draw(st.booleans()):
         visits = visits[: draw(st.integers(1, len(visits)))]
-    return [draw(st.sampled_from(nodes[stage])) for stage in [0, *visits]]
+    if order != "kept" or len(visits) < 2 or draw(st.integers(0, 4)) < 4:
+        visits = [0, *visits]
+    return [draw(st.sampled_from(nodes[stage])) for stage in visits]
 
 
 @st.composite
 def plans(draw: DrawFn, wild: bool = False) -> Json:
     """Well-formed plans; many break a rule or two."""
-    count = draw(st.integers(2, 5))
+    count = draw(st.integers(2, 7))  # 7: the first that can swap three pairs
     names = draw(st.permutations([f"n{i}" for i in range(draw(st.integers(count, 10)))]))
     spare = len(names) - count
     homes = [*range(count), *draw(st.lists(st.integers(0, count), min_size=spare, max_size=spare))]
@@ -121,7 +138,7 @@ def plans(draw: DrawFn, wild: bool = False) -> Json:
     costs = oracle.costs(plan)
     for node in plan["cluster"]["nodes"]:
         stage = costs.nodes[node["name"]].stage if node["name"] in costs.nodes else 0
-        slots, more = draw(st.integers(0, 6)), draw(st.sampled_from([0, 0, -1, 1]))
+        slots, more = draw(st.sampled_from([6, 5, 4, 3, 3, 2, 2, 2, 2, 1, 1, 0])), draw(st.sampled_from([0, 0, 1, -1]))
         node["memory_bytes"] = costs.fixed_bytes[stage] + slots * costs.held_bytes[stage] + more
     return plan
 
@@ -141,30 +158,37 @@ def oracle_times(plan: Json, timing: Timing) -> Json | None:
         return None
 
 
+def promise(plan: Json, timing: Timing) -> Json | None:
+    """None also where seconds do not give back the nanoseconds."""
+    times = oracle_times(plan, timing)
+    exact = times and all(holder[key] < HUNDRED_DAYS_S for holder, key in numbers_in(times))
+    return times if exact else None
+
+
 def our_rules(plan: Json) -> set[str]:
     return {violation.rule for violation in check(Plan.from_json(plan))}
 
 
 @pytest.mark.parametrize("timing", Timing)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(plan=plans(wild=True))
 def test_times_agree_to_the_nanosecond(timing: Timing, plan: Json) -> None:
     assert our_times(plan, timing) == oracle_times(plan, timing)
 
 
 @settings(max_examples=300, deadline=None)
-@given(plan=plans(), timing=st.sampled_from([None, *Timing]))
+@given(plan=st.booleans().flatmap(lambda wild: plans(wild)), timing=st.sampled_from([None, *Timing]))
 def test_the_same_rules_are_broken(plan: Json, timing: Timing | None) -> None:
-    plan["expected"] = timing and oracle_times(plan, timing)
+    plan["expected"] = timing and promise(plan, timing)
     broken = our_rules(plan)
     assert broken == oracle.violations(plan)
     assert "promise" not in broken
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(plan=plans(), timing=st.sampled_from(Timing), data=st.data())
 def test_no_figure_of_a_promise_can_be_changed(plan: Json, timing: Timing, data: st.DataObject) -> None:
-    plan["expected"] = oracle_times(plan, timing)
+    plan["expected"] = promise(plan, timing)
     assume(plan["expected"] is not None)
     figures = numbers_in(plan["expected"])
     holder, key = figures[data.draw(st.integers(0, len(figures) - 1), label="figure")]
@@ -201,3 +225,58 @@ def test_published_plans_agree(paths: str, published_s: float) -> None:
         assert our_rules(promising) == oracle.violations(promising) == set()
         if timing is Timing.CONTENTION_ONLY:
             assert promising["expected"]["iteration_s"] == pytest.approx(published_s, abs=0.01)
+
+
+def small_plan(paths: list[str], bandwidth: float, slots: int) -> Json:
+    """Nodes a and b hold stage 0, c and d stage 1, e stage 2. A path is its nodes' letters."""
+    model = {"name": "small", "layers": 3, "hidden": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "intermediate": 5}
+    workload = {
+        "model": model | {"vocab": 17, "tied_embeddings": False, "experts": 1, "experts_active": 1},
+        "sequence_tokens": 1,
+        "samples_per_microbatch": 1,
+        "microbatches": len(paths),
+        "wire_dtype": "fp32",
+        "gradient_dtype": "fp32",
+        "compute_dtype": "fp32",
+        "activation_checkpointing": False,
+        "backward_ratio": 2,
+        "head_ratio": None,
+        "header_bytes": 0,
+        "max_slots": slots,
+    }
+    cluster = {
+        "format": "skippipe-cluster",
+        "version": 1,
+        "name": "small",
+        "nodes": [{"name": n, "location": "here", "flops_per_s": 1e9, "memory_bytes": 10**6} for n in "abcde"],
+        "latency_s": [[0.001] * 5] * 5,
+        "bandwidth_bytes_per_s": [[bandwidth] * 5] * 5,
+    }
+    return {
+        "format": "skippipe-plan",
+        "version": 1,
+        "strategy": "small",
+        "dispatch": "first-come",
+        "stages": [{"layers": 1, "nodes": list(names), "ring": list(names)} for names in ("ab", "cd", "e")],
+        "lanes": [{"path": list(path), "microbatches": 1} for path in paths],
+        "workload": workload,
+        "cluster": cluster,
+        "expected": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "bandwidth", "broken"),
+    [
+        ("eac", 1e6, {"CC1", "CC2"}),
+        ("aced", 1e6, {"CC2"}),
+        ("ace", 1e-300, set()),
+        ("ace", 0, {"link"}),
+    ],
+)
+def test_odd_plans_agree(path: str, bandwidth: float, broken: set[str]) -> None:
+    """CC2 beside a broken CC1; a stage twice counts once for CC3; a link too slow for any use is still a link."""
+    plan = small_plan([path], bandwidth, slots=1)
+    assert our_rules(plan) == oracle.violations(plan) == broken
+    for timing in Timing:
+        assert our_times(plan, timing) == oracle_times(plan, timing)

@@ -149,7 +149,7 @@ def test_microbatches_that_cannot_visit_stages_equally() -> None:
     problem = published_problem()
     with pytest.raises(Infeasible, match="use a multiple of 5, such as 30 or 35"):
         replace(problem, workload=replace(problem.workload, microbatches=31))
-    with pytest.raises(Infeasible, match="such as 5$"):
+    with pytest.raises(Infeasible, match=r"such as 5$"):
         replace(problem, workload=replace(problem.workload, microbatches=3))
 
 
@@ -227,9 +227,23 @@ def test_the_best_path_is_the_best_of_all_paths(seed: int, visited: int, busy: b
             candidates += [(0, *rest) for rest in product(*choices)]
     best = min(map(back_at, candidates), default=NO_WAY)
     path = np.empty(visited, np.int64)
-    ints = [np.ascontiguousarray(values, dtype=np.int64) for values in (stage_of, forward, backward, hop, *intervals)]
+    node, begin, until = (np.ascontiguousarray(row) for row in intervals)
     found = best_path(
-        0, visited, rules.MAX_SWAPS, ints[0], allowed, required, ints[1], ints[2], head, ints[3], 0, *ints[4:], path
+        0,
+        visited,
+        rules.MAX_SWAPS,
+        stage_of,
+        allowed,
+        required,
+        forward,
+        backward,
+        head,
+        hop,
+        0,
+        node,
+        begin,
+        until,
+        path,
     )
     assert found == best
     if best < NO_WAY:

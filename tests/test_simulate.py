@@ -70,7 +70,7 @@ def test_a_single_lane_takes_the_sum_of_its_parts(plan: Plan, timing: Timing) ->
     assert timeline.last_backward_ns == lane.microbatches * alone_ns(plan, lane)
     assert timeline.collision_s == 0
     if timing is Timing.FULL:
-        done = {stage: 0 for stage in range(len(plan.stages))}
+        done = dict.fromkeys(range(len(plan.stages)), 0)
         for task in timeline.tasks:
             stage = plan.stage_of[task.node]
             done[stage] = max(done[stage], task.end_ns)

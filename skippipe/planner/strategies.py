@@ -146,13 +146,13 @@ class _Planning:
         for groups in groupings:
             lanes = [(group.data_node, count) for group in groups for count in group.lanes]
 
-            def found(paths: tuple[tuple[int, ...], ...], value_ns: int, lanes: list[tuple[int, int]] = lanes) -> None:
+            def better(paths: tuple[tuple[int, ...], ...], value_ns: int, lanes: list[tuple[int, int]] = lanes) -> None:
                 self._offer(placement, lanes, paths, value_ns)
 
             effort = self._effort(what, branches, self.until - self.request.clock())
             assert self.best is not None
             search = PathSearch(self.problem, placement, groups)
-            search.run(effort, found, self.best.value_ns, avoid_collisions=self.strategy is not Strategy.NO_TC2)
+            search.run(effort, better, self.best.value_ns, avoid_collisions=self.strategy is not Strategy.NO_TC2)
 
     def _groupings(self, placement: Placement) -> list[list[Group]]:
         """All lanes of a data node on one path, which makes a small search; then every lane by itself.
@@ -196,8 +196,7 @@ class _Planning:
             dispatch=problem.dispatch,
             strategy=str(self.strategy),
         )
-        plan = plan.promising(simulate(plan, problem.timing))
         broken = check(plan)
         if broken:
-            raise Infeasible(f"no plan keeps every rule on this cluster; the best one breaks: {broken[0]}")
-        return plan
+            raise Infeasible(f"no plan was found that keeps every rule; the best one breaks {broken[0]}")
+        return plan.promising(simulate(plan, problem.timing))
