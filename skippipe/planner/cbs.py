@@ -88,7 +88,7 @@ class _Tree:
     found under it for a while, it moves half way up to the best time; when that is nearly reached, it starts again.
     """
 
-    PATIENCE = 300  # branches
+    PATIENCE = 100  # branches
 
     def __init__(self, root: Branch) -> None:
         self._near: list[tuple[int, int, int, int, Branch]] = []

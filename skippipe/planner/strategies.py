@@ -28,8 +28,8 @@ from skippipe.planner.problem import Placement, Problem, stage_of
 from skippipe.simulate import Course, as_arrays, simulate
 
 TRIALS = 8_000  # of the genetic search, as in the study
-SHORTLIST = 150  # placements that get a first look
-FIRST_LOOK = 100  # branches for each of them
+SHORTLIST = 100  # placements that get a first look
+FIRST_LOOK = 200  # branches for each of them
 BRANCHES = 10_000  # for the best of them, and for each way to group its lanes
 ALLOCATION_SHARE = 0.4  # of the seconds
 
