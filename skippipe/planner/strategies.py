@@ -8,10 +8,12 @@ dtfm        the full pipeline: all stages, in order, for the same number of micr
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 
 import numpy as np
 
@@ -25,7 +27,9 @@ from skippipe.planner.blind import blind_paths
 from skippipe.planner.cbs import Group, PathSearch
 from skippipe.planner.effort import Effort
 from skippipe.planner.problem import Placement, Problem, stage_of
+from skippipe.presets import datacentre
 from skippipe.simulate import Course, as_arrays, simulate
+from skippipe.workload import MODELS, Workload
 
 TRIALS = 8_000  # of the genetic search, as in the study
 SHORTLIST = 100  # placements that get a first look
@@ -73,7 +77,18 @@ def make_plan(problem: Problem, strategy: Strategy, request: Request) -> Plan:
     """A plan that passes `check`, with its promised timeline; Infeasible if there is none."""
     if strategy is Strategy.DTFM:
         problem = full_pipeline(problem)
+    request.progress("compiling (once on a machine)", 0, None)
+    compile_kernels()
     return _Planning(problem, strategy, request).plan()
+
+
+@cache
+def compile_kernels() -> None:
+    """Some ten seconds on a new machine, a fraction of one later; so that a budget is spent on the search alone."""
+    problem = Problem(datacentre(3), Workload(MODELS["llama-30m"], microbatches=2), 3, 2)
+    allocate(problem, Effort(1, math.inf, time.monotonic), seed=0)
+    once = Request(budget_s=math.inf, placement=((0,), (1,), (2,)))
+    _Planning(problem, Strategy.SKIPPIPE, once).plan()
 
 
 def full_pipeline(problem: Problem) -> Problem:
@@ -120,9 +135,8 @@ class _Planning:
         paths = blind_paths(self.problem, placement, lanes, self.request.seed)
         course = Course.of(self.problem.costs, stage_of(placement), self.problem.dispatch, self.problem.timing)
         rows, lengths = as_arrays(paths)
-        self._offer(
-            placement, lanes, paths, course.run(rows, lengths, np.array([count for _, count in lanes], dtype=np.int64))
-        )
+        microbatches = np.array([count for _, count in lanes], dtype=np.int64)
+        self._offer(placement, lanes, paths, course.run(rows, lengths, microbatches))
 
     def _offer(
         self, placement: Placement, lanes: list[tuple[int, int]], paths: tuple[tuple[int, ...], ...], value_ns: int
