@@ -35,12 +35,12 @@ def main() -> None:
 
     def speeds(timing: Timing) -> tuple[float, float]:
         """Iterations a second of the compiled event loop, and of the same code as plain Python."""
-        course = Course.of(plan.costs, plan.stage_of, plan.dispatch, timing)
+        course = Course.of(plan.costs, [stage.ring for stage in plan.stages], plan.dispatch, timing)
         course.run(paths, lengths, microbatches)  # compile
         compiled = per_second(lambda: course.run(paths, lengths, microbatches))
         costs = (course.forward_ns, course.backward_ns, course.head_ns, course.slots, course.flight_ns)
         out = (np.empty(len(plan.cluster), np.int64), np.empty((0, 3), np.int64))
-        rest = (course.transmit_ns, course.queued, course.forward_urgency, *out)
+        rest = (course.transmit_ns, timing is Timing.FULL, course.forward_urgency, *out)
         plain = eventloop.run.py_func  # type: ignore[attr-defined]
         return compiled, per_second(lambda: plain(paths, lengths, microbatches, *costs, *rest))
 

@@ -14,6 +14,7 @@ from skippipe.errors import UserError
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Placement
 from skippipe.presets import GIB, at_sites, data
+from skippipe.timeline import Timing
 from skippipe.workload import MODELS, Workload
 
 Lanes = tuple[tuple[tuple[int, ...], int], ...]
@@ -29,6 +30,8 @@ class Example:
     stages: int
     visited: int
     sizes: tuple[int, ...]
+    timing: Timing = Timing.CONTENTION_ONLY
+    """The study's model of time, so that its figures can be compared with."""
     placement: Placement | None = None
     """The published one, where it was published."""
     paths: dict[str, Lanes] = field(default_factory=dict)

@@ -32,8 +32,18 @@ class Deadlock(UserError):
 
 
 @dataclass(frozen=True)
+class Run:
+    """An iteration in three figures."""
+
+    iteration_ns: int
+    last_backward_ns: int
+    averaging_ns: tuple[tuple[int, int], ...]
+    """Of each stage, from when to when; empty if not counted."""
+
+
+@dataclass(frozen=True)
 class Course:
-    """Node times for a given placement, ready for the event loop: what stays the same while paths change."""
+    """A placement ready for the event loop: what stays the same while paths change."""
 
     forward_ns: Ints
     backward_ns: Ints
@@ -41,16 +51,25 @@ class Course:
     slots: Ints
     flight_ns: Ints
     transmit_ns: Ints
-    queued: bool
     forward_urgency: int
+    timing: Timing
+    members: tuple[tuple[int, ...], ...]
+    """The nodes of each stage."""
+    ring_ns: tuple[int, ...]
+    """How long each stage averages; 0 if not counted, like the next."""
+    step_ns: int
+    """The slowest node's optimizer step."""
 
     @classmethod
-    def of(cls, costs: Costs, stage_of: dict[int, int], dispatch: Dispatch, timing: Timing) -> Course:
+    def of(cls, costs: Costs, rings: Sequence[Sequence[int]], dispatch: Dispatch, timing: Timing) -> Course:
+        """`rings` are the nodes of every stage in the order in which they average."""
         forward, backward, slots = (np.zeros(costs.nodes, np.int64) for _ in range(3))
-        for node, stage in stage_of.items():
-            forward[node] = costs.forward_ns[stage, node]
-            backward[node] = costs.backward_ns[stage, node]
-            slots[node] = costs.slots[stage, node]
+        for stage, ring in enumerate(rings):
+            nodes = list(ring)
+            forward[nodes] = costs.forward_ns[stage, nodes]
+            backward[nodes] = costs.backward_ns[stage, nodes]
+            slots[nodes] = costs.slots[stage, nodes]
+        full = timing is Timing.FULL
         return cls(
             forward_ns=forward,
             backward_ns=backward,
@@ -58,14 +77,16 @@ class Course:
             slots=slots,
             flight_ns=costs.flight_ns,
             transmit_ns=costs.transmit_ns,
-            queued=timing is Timing.FULL,
             forward_urgency=dispatch.forward_urgency,
+            timing=timing,
+            members=tuple(tuple(ring) for ring in rings),
+            ring_ns=tuple(ring_ns(costs, stage, ring) if full else 0 for stage, ring in enumerate(rings)),
+            step_ns=max(int(costs.optimizer_ns[s, n]) for s, ring in enumerate(rings) for n in ring) if full else 0,
         )
 
-    def run(
-        self, paths: Ints, lengths: Ints, microbatches: Ints, done_ns: Ints | None = None, record: Ints | None = None
-    ) -> int:
-        """The end of the last backward."""
+    def run(self, paths: Ints, lengths: Ints, microbatches: Ints, record: Ints | None = None) -> Run:
+        """One iteration; `record` takes the (ready, start, end) of every task, lane by lane."""
+        done_ns = np.zeros(len(self.forward_ns), np.int64)
         last_ns, completed = run(
             paths,
             lengths,
@@ -76,9 +97,9 @@ class Course:
             self.slots,
             self.flight_ns,
             self.transmit_ns,
-            self.queued,
+            self.timing is Timing.FULL,
             self.forward_urgency,
-            np.empty(len(self.forward_ns), np.int64) if done_ns is None else done_ns,
+            done_ns,
             np.empty((0, 3), np.int64) if record is None else record,
         )
         sent = int(microbatches.sum())
@@ -87,7 +108,12 @@ class Course:
                 f"deadlock: only {completed} of {sent} microbatches come back, the others hold memory slots that they "
                 "wait for; put fewer lanes through the full nodes ('skippipe check' names them)"
             )
-        return int(last_ns)
+        if self.timing is Timing.CONTENTION_ONLY:
+            return Run(int(last_ns), int(last_ns), ())
+        done = done_ns.tolist()
+        starts = [max(done[node] for node in nodes) for nodes in self.members]
+        spans = tuple((start, start + ring) for start, ring in zip(starts, self.ring_ns, strict=True))
+        return Run(max(end for _, end in spans) + self.step_ns, int(last_ns), spans)
 
 
 def as_arrays(paths: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
@@ -107,7 +133,7 @@ def _slowest_ns(course: Course) -> int:
 
 def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
     """Run one iteration of the plan under virtual time."""
-    course = Course.of(plan.costs, plan.stage_of, plan.dispatch, timing)
+    course = Course.of(plan.costs, [stage.ring for stage in plan.stages], plan.dispatch, timing)
     paths, lengths = as_arrays([lane.path for lane in plan.lanes])
     microbatches = np.array([lane.microbatches for lane in plan.lanes], dtype=np.int64)
     total = sum(lane.microbatches * steps(len(lane.path)) for lane in plan.lanes)
@@ -116,20 +142,13 @@ def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
             "an iteration of this plan may take over a century: is a link missing or a speed far too small?"
         )
     record = np.empty((total, 3), np.int64)
-    done_ns = np.zeros(len(plan.cluster), np.int64)
-    last_ns = course.run(paths, lengths, microbatches, done_ns, record)
-
+    run = course.run(paths, lengths, microbatches, record)
     tasks = _tasks(plan, record)
-    averaging = _averaging(plan, done_ns) if timing is Timing.FULL else ()
-    iteration_ns = last_ns
-    if timing is Timing.FULL:
-        step_ns = max(int(plan.costs.optimizer_ns[stage, node]) for node, stage in plan.stage_of.items())
-        iteration_ns = max(end for _, end in averaging) + step_ns
     return Timeline(
         timing=timing,
-        iteration_ns=iteration_ns,
-        last_backward_ns=last_ns,
-        averaging_ns=averaging,
+        iteration_ns=run.iteration_ns,
+        last_backward_ns=run.last_backward_ns,
+        averaging_ns=run.averaging_ns,
         nodes=_node_use(plan, tasks),
         links=_link_use(plan, timing),
         tasks=tasks,
@@ -145,14 +164,6 @@ def _tasks(plan: Plan, record: Ints) -> tuple[Task, ...]:
         for step in range(steps(len(lane.path)))
     ]
     return tuple(sorted(tasks, key=lambda task: (task.start_ns, task.lane)))
-
-
-def _averaging(plan: Plan, done_ns: Ints) -> tuple[tuple[int, int], ...]:
-    spans = []
-    for index, stage in enumerate(plan.stages):
-        start = max(int(done_ns[node]) for node in stage.nodes)
-        spans.append((start, start + ring_ns(plan.costs, index, stage.ring)))
-    return tuple(spans)
 
 
 def _node_use(plan: Plan, tasks: Sequence[Task]) -> tuple[NodeUse, ...]:

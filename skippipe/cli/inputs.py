@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from skippipe.cluster import Cluster
     from skippipe.examples import Example
     from skippipe.planner.problem import Placement, Problem
+    from skippipe.timeline import Timing
 
 PIPELINE, WORK, SEARCH = "Pipeline", "Workload", "Search"
 
@@ -30,11 +31,12 @@ ClusterName = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 ContentionOnly = Annotated[
-    bool,
+    bool | None,
     typer.Option(
-        "--contention-only",
+        "--contention-only/--full-timing",
         help="The study's model of time: links carry any number of transfers at once, and the iteration ends with the "
-        "last backward. Without it transfers on a link queue, and gradient averaging and optimizer step are counted.",
+        "last backward. Or everything: transfers on a link queue, averaging and optimizer step are counted.",
+        show_default="full; built-in examples: contention-only; plan files: their own",
     ),
 ]
 Budget = Annotated[
@@ -48,7 +50,7 @@ Seed = Annotated[int, typer.Option(min=0, help="Same seed, same plan.", rich_hel
 class SweepOptions:
     """The workload and the pipeline, but for how much of it is skipped."""
 
-    contention_only: ContentionOnly = False
+    contention_only: ContentionOnly = None
     stages: Annotated[
         int | None,
         typer.Option(
@@ -209,10 +211,19 @@ def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
         count,
         visited,
         sizes=given_sizes,
-        timing=Timing.CONTENTION_ONLY if options.contention_only else Timing.FULL,
+        timing=timing_of(options.contention_only, example.timing if example else Timing.FULL),
         dispatch=Dispatch(options.dispatch),
         layers=given_layers,
     )
+
+
+def timing_of(contention_only: bool | None, usual: Timing) -> Timing:
+    """What was said on the command line, or else the usual."""
+    from skippipe.timeline import Timing
+
+    if contention_only is None:
+        return usual
+    return Timing.CONTENTION_ONLY if contention_only else Timing.FULL
 
 
 def _default_stages(cluster: Cluster) -> int:

@@ -15,7 +15,7 @@ from skippipe.errors import UserError
 if TYPE_CHECKING:
     from skippipe.cluster import Cluster
     from skippipe.plan import Plan
-    from skippipe.timeline import Timeline
+    from skippipe.timeline import Timeline, Timing
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, as 'skippipe plan -o' writes it.")]
 Trace = Annotated[
@@ -104,7 +104,7 @@ def simulate_plan(
             "--microbatches", "-m", help="Of the published paths, dealt out over their lanes. [default: as published]"
         ),
     ] = None,
-    contention_only: inputs.ContentionOnly = False,
+    contention_only: inputs.ContentionOnly = None,
     trace: Trace = None,
     as_json: inputs.Json = False,
 ) -> None:
@@ -113,10 +113,9 @@ def simulate_plan(
     Example: skippipe simulate published20 --paths skippipe --contention-only
     """
     from skippipe.simulate import simulate
-    from skippipe.timeline import Timing
 
-    found = _plan_or_example(source, paths, microbatches)
-    timeline = simulate(found, Timing.CONTENTION_ONLY if contention_only else Timing.FULL)
+    found, usual = _plan_or_example(source, paths, microbatches)
+    timeline = simulate(found, inputs.timing_of(contention_only, usual))
     if trace:
         from skippipe.report.trace import write_trace
 
@@ -133,18 +132,21 @@ def simulate_plan(
     _show_timeline(found, timeline)
 
 
-def _plan_or_example(source: str, paths: str | None, microbatches: int | None) -> Plan:
+def _plan_or_example(source: str, paths: str | None, microbatches: int | None) -> tuple[Plan, Timing]:
+    """A plan, and the timing under which its figures are known."""
     from skippipe.examples import EXAMPLES, published_plan
     from skippipe.plan import Plan
+    from skippipe.timeline import Timing
 
     if source in EXAMPLES:
         example = EXAMPLES[source]()
         if paths is None:
             raise UserError(f"--paths: say which of the published paths ({', '.join(example.paths) or 'none here'})")
-        return published_plan(example, paths, microbatches)
+        return published_plan(example, paths, microbatches), example.timing
     if paths is not None or microbatches is not None:
         raise UserError("--paths and --microbatches go with a built-in example; a plan file has its own")
-    return Plan.load(Path(source))
+    plan = Plan.load(Path(source))
+    return plan, plan.expected.timing if plan.expected else Timing.FULL
 
 
 def _show_timeline(plan: Plan, timeline: Timeline) -> None:

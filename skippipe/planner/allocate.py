@@ -3,6 +3,9 @@
 The score of a partition is its widest edge inside a stage (gradient averaging waits for it) plus twice the best tour
 over the stages, where the edge between two stages comes from a matching of their nodes and the order of the stages is
 a travelling salesman's. Five-point crossover, repair of the sizes, cyclic exchanges between stages as refinement.
+
+The study's score is for passes alone. Where an iteration includes averaging, both terms are weighed by what they cost
+there: the slowest ring in full, and as many round trips over the visited share of the tour as a lane has microbatches.
 """
 
 from __future__ import annotations
@@ -14,13 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
+from skippipe.averaging import best_ring, ring_ns
 from skippipe.compiled import kernel
 from skippipe.planner.effort import Effort
 from skippipe.planner.problem import Placement, Problem
+from skippipe.timeline import Timing
 
 POPULATION = 200
 CROSSOVER_POINTS = 5
-IMPOSSIBLE = 1e9  # added to a score for every node that cannot do what the placement asks
+IMPOSSIBLE = 1e9  # the score of a placement that has room for no lane; more for every node that cannot hold its stage
 EXCHANGES = 3  # tried on every child
 EXACT_TOURS_UP_TO = 12  # stages
 
@@ -46,7 +51,7 @@ class _Breeding:
         self.edge_s = pairwise_s(problem)
         self.nodes = len(problem.cluster)
         self.matched: dict[tuple[frozenset[int], frozenset[int]], float] = {}
-        self.widest: dict[frozenset[int], float] = {}
+        self.within: dict[tuple[frozenset[int], int], float] = {}
         self.scores: dict[Groups, tuple[float, tuple[int, ...]]] = {}
 
     def run(self, effort: Effort, keep: int) -> list[Placement]:
@@ -78,10 +83,11 @@ class _Breeding:
                 weights[a, b] = weights[b, a] = self._between(groups[a], groups[b])
             order = np.zeros(len(groups), np.int64)
             tour_s = best_tour(weights, order)
-            widest_s = max(self._within(group) for group in groups)
+            within_s = max(self._within(group, min(label, 1)) for label, group in enumerate(groups))
             placed = tuple(order.tolist())
-            penalty = IMPOSSIBLE * self._shortfall(tuple(groups[each] for each in placed))
-            self.scores[groups] = (widest_s + 2 * tour_s + penalty, placed)
+            lanes = self._lanes(tuple(groups[each] for each in placed))
+            score = within_s + 2 * tour_s * self._rounds(lanes)
+            self.scores[groups] = (score if lanes > 0 else IMPOSSIBLE * (1 - lanes), placed)
         return self.scores[groups]
 
     def _between(self, a: frozenset[int], b: frozenset[int]) -> float:
@@ -91,17 +97,29 @@ class _Breeding:
             self.matched[a, b] = float(edges[rows, columns].sum()) / len(rows)
         return self.matched[a, b]
 
-    def _within(self, group: frozenset[int]) -> float:
-        if group not in self.widest:
+    def _within(self, group: frozenset[int], stage: int) -> float:
+        """The study's widest edge; or how long the group averages, as stage 0 or as another one."""
+        if (group, stage) not in self.within:
             members = list(group)
-            self.widest[group] = float(self.edge_s.take(members, 0).take(members, 1).max())
-        return self.widest[group]
+            costs = self.problem.costs
+            self.within[group, stage] = (
+                ring_ns(costs, stage, best_ring(costs, stage, members)) / 1e9
+                if self.problem.timing is Timing.FULL
+                else float(self.edge_s.take(members, 0).take(members, 1).max())
+            )
+        return self.within[group, stage]
 
-    def _shortfall(self, stages: Groups) -> int:
-        """How far the placement is from being possible: nodes that cannot hold their stage, or no room for lanes."""
+    def _rounds(self, lanes: int) -> float:
+        """Tours that a lane makes there and back in an iteration; the study counts one."""
+        if self.problem.timing is Timing.CONTENTION_ONLY:
+            return 1.0
+        return self.problem.workload.microbatches / max(1, lanes) * self.problem.visited / self.problem.stages
+
+    def _lanes(self, stages: Groups) -> int:
+        """How many lanes the placement can carry; less than 1: how many nodes cannot hold their stage, negated."""
         slots = self.problem.costs.slots
         unable = sum(int(slots[stage, node] == 0) for stage, nodes in enumerate(stages) for node in nodes)
-        return unable or int(self.problem.lane_limit(tuple(tuple(sorted(nodes)) for nodes in stages)) == 0)
+        return -unable or self.problem.lane_limit(tuple(tuple(sorted(nodes)) for nodes in stages))
 
     def _numbered(self, groups: Groups) -> Placement:
         return tuple(tuple(sorted(groups[each])) for each in self._scored(groups)[1])

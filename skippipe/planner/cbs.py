@@ -19,7 +19,7 @@ import numpy as np
 from skippipe import rules
 from skippipe.dispatch import place, steps
 from skippipe.planner.effort import Effort
-from skippipe.planner.problem import Placement, Problem, stage_of
+from skippipe.planner.problem import Placement, Problem, rings, stage_of
 from skippipe.planner.tours import NO_WAY, TOO_MANY, best_path
 from skippipe.simulate import Course, as_arrays
 
@@ -146,7 +146,8 @@ class PathSearch:
         self.placement = placement
         self.groups = tuple(groups)
         self.stage = stage_of(placement)
-        self.course = Course.of(costs, self.stage, problem.dispatch, problem.timing)
+        self.course = Course.of(costs, rings(problem, placement), problem.dispatch, problem.timing)
+        self.after_ns = self.course.ring_ns[0] + self.course.step_ns  # every lane ends on stage 0, which then averages
         self.slots = {node: int(self.course.slots[node]) for node in self.stage}
         self.stage_array = np.full(costs.nodes, -1, np.int64)
         for node, stage in self.stage.items():
@@ -176,7 +177,7 @@ class PathSearch:
                     tree.add(child)
                 continue
             paths = self._paths(branch.ways)
-            value_ns = self._simulated(paths) if avoid_collisions else branch.bound_ns
+            value_ns = self._simulated(paths) if avoid_collisions else branch.bound_ns + self._rest_ns()
             if value_ns < best_ns:
                 best_ns = value_ns
                 better(paths, value_ns)
@@ -236,13 +237,13 @@ class PathSearch:
         return self._branch(tuple(ways)) if len(ways) == len(self.groups) else None
 
     def _branch(self, ways: tuple[Way, ...]) -> Branch:
-        bound_ns = max(max(group.lanes) * way.alone_ns for group, way in zip(self.groups, ways, strict=True))
+        last_ns = max(max(group.lanes) * way.alone_ns for group, way in zip(self.groups, ways, strict=True))
         visits = [[self.stage[node] for node in way.path] for way in ways]
         exposure = rules.exposure(visits, [group.microbatches for group in self.groups], self.problem.stages)
         lanes = rules.lanes_through(self._paths(ways))
         excess = sum(max(0, count - self.share) for count in exposure[1:])
         excess += sum(max(0, len(each) - self.slots[node]) for node, each in lanes.items())
-        return Branch(ways, bound_ns, exposure, lanes, excess)
+        return Branch(ways, last_ns + self.after_ns, exposure, lanes, excess)
 
     def _with(self, branch: Branch, index: int, limits: Limits) -> Branch | None:
         """The branch with other limits for one group."""
@@ -314,7 +315,11 @@ class PathSearch:
 
     def _simulated(self, paths: Sequence[Path]) -> int:
         rows, lengths = as_arrays(paths)
-        return self.course.run(rows, lengths, np.array(self.microbatches))
+        return self.course.run(rows, lengths, np.array(self.microbatches)).iteration_ns
+
+    def _rest_ns(self) -> int:
+        """Without the simulator: what other stages may average longer than stage 0."""
+        return max(self.course.ring_ns) - self.course.ring_ns[0]
 
     def _apart(self, branch: Branch) -> list[Branch]:
         """TC2: for the longest wait of a first microbatch behind another group's, each of the two keeps away."""
@@ -334,7 +339,7 @@ class PathSearch:
         rows, lengths = as_arrays(paths)
         each = steps(self.problem.visited)
         record = np.empty((len(rows) * each, 3), np.int64)
-        self.course.run(rows, lengths, np.ones(len(rows), np.int64), record=record)
+        self.course.run(rows, lengths, np.ones(len(rows), np.int64), record)
         tasks_on: dict[int, list[tuple[int, int, int, int]]] = {}
         for task, (ready, start, end) in enumerate(record.tolist()):
             lane, step = divmod(task, each)

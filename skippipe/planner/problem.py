@@ -12,6 +12,7 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 from math import gcd
 
+from skippipe.averaging import best_ring
 from skippipe.cluster import Cluster
 from skippipe.costs import Costs, costs_of
 from skippipe.dispatch import Dispatch
@@ -180,6 +181,11 @@ def stage_sizes(nodes: int, stages: int, visited: int) -> tuple[int, ...]:
     data_nodes = min(range(1, nodes - others + 1), key=busiest)
     each, extra = divmod(nodes - data_nodes, others)
     return (data_nodes, *(each + (stage >= others - extra) for stage in range(others)))
+
+
+def rings(problem: Problem, placement: Placement) -> Placement:
+    """The nodes of every stage in the order in which they best average gradients."""
+    return tuple(best_ring(problem.costs, stage, nodes) for stage, nodes in enumerate(placement))
 
 
 def stage_of(placement: Sequence[Sequence[int]]) -> dict[int, int]:

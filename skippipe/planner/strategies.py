@@ -17,7 +17,6 @@ from functools import cache
 
 import numpy as np
 
-from skippipe.averaging import best_ring
 from skippipe.check import check
 from skippipe.costs import seconds
 from skippipe.errors import Infeasible
@@ -26,7 +25,7 @@ from skippipe.planner.allocate import allocate
 from skippipe.planner.blind import blind_paths
 from skippipe.planner.cbs import Group, PathSearch
 from skippipe.planner.effort import Effort
-from skippipe.planner.problem import Placement, Problem, stage_of
+from skippipe.planner.problem import Placement, Problem, rings
 from skippipe.presets import datacentre
 from skippipe.simulate import Course, as_arrays, simulate
 from skippipe.workload import MODELS, Workload
@@ -46,7 +45,7 @@ class Strategy(StrEnum):
 
 
 Progress = Callable[[str, float, float | None], None]
-"""What is being done, which share of it is done, and the best iteration (last backward, seconds) so far."""
+"""What is being done, which share of it is done, and the best iteration so far, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +132,11 @@ class _Planning:
         """
         lanes = self.problem.lanes_of(placement)
         paths = blind_paths(self.problem, placement, lanes, self.request.seed)
-        course = Course.of(self.problem.costs, stage_of(placement), self.problem.dispatch, self.problem.timing)
+        problem = self.problem
+        course = Course.of(problem.costs, rings(problem, placement), problem.dispatch, problem.timing)
         rows, lengths = as_arrays(paths)
         microbatches = np.array([count for _, count in lanes], dtype=np.int64)
-        self._offer(placement, lanes, paths, course.run(rows, lengths, microbatches))
+        self._offer(placement, lanes, paths, course.run(rows, lengths, microbatches).iteration_ns)
 
     def _offer(
         self, placement: Placement, lanes: list[tuple[int, int]], paths: tuple[tuple[int, ...], ...], value_ns: int
@@ -198,14 +198,12 @@ class _Planning:
     def _finished(self, best: _Best) -> Plan:
         problem = self.problem
         used = {node for path in best.paths for node in path}
-        stages = []
-        for index, nodes in enumerate(best.placement):
-            members = tuple(node for node in nodes if node in used)
-            stages.append(Stage(problem.layers[index], members, best_ring(problem.costs, index, members)))
+        members = tuple(tuple(node for node in nodes if node in used) for nodes in best.placement)
+        stages = zip(problem.layers, members, rings(problem, members), strict=True)
         plan = Plan(
             cluster=problem.cluster,
             workload=problem.workload,
-            stages=tuple(stages),
+            stages=tuple(Stage(layers, nodes, ring) for layers, nodes, ring in stages),
             lanes=tuple(Lane(path, count) for path, (_, count) in zip(best.paths, best.lanes, strict=True)),
             dispatch=problem.dispatch,
             strategy=str(self.strategy),
