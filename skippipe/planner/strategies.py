@@ -31,7 +31,7 @@ from skippipe.simulate import Course, as_arrays, simulate
 from skippipe.workload import MODELS, Workload
 
 TRIALS = 8_000  # of the genetic search, as in the study
-SHORTLIST = 100  # placements that get a first look
+SHORTLIST = 200  # placements that get a first look: the whole population, if time allows
 FIRST_LOOK = 200  # branches for each of them
 BRANCHES = 10_000  # for the best of them, and for each way to group its lanes
 ALLOCATION_SHARE = 0.4  # of the seconds
@@ -147,8 +147,9 @@ class _Planning:
     def _search(self, placements: list[Placement]) -> None:
         """A first look at every placement, then the rest of the effort for the best of them."""
         if len(placements) > 1:
+            half_time = (self.request.clock() + self.until) / 2
             for number, placement in enumerate(placements):
-                if self.request.clock() >= self.until or self.request.stopped():
+                if self.request.clock() >= half_time or self.request.stopped():
                     break
                 what = f"first look at placement {number + 1} of {len(placements)}"
                 self._search_paths(placement, self._groupings(placement)[:1], FIRST_LOOK, what)

@@ -30,9 +30,8 @@ class Kind(StrEnum):
 
 TASK_KINDS = (Kind.FORWARD, Kind.HEAD, Kind.BACKWARD)
 
-# Eight hues of Okabe & Ito and of Tol. Their sixteen light and dark shades keep a CIELAB distance of 10 or more from
-# each other for normal, red-blind and green-blind eyes; a ninth data node takes the first hue again, and the lane
-# numbers tell them apart.
+# Eight hues of Okabe & Ito and of Tol, which red-blind and green-blind eyes can tell apart too. A ninth data node takes
+# the first hue again; the lane numbers on the bars say whose it is.
 HUES = ("#0072B2", "#E69F00", "#882255", "#117733", "#CC79A7", "#56B4E9", "#999933", "#EE6677")
 NEUTRAL = {Kind.WAITING: "#9A9A9A", Kind.AVERAGING: "#D9D9D9", Kind.OPTIMIZER: "#4D4D4D"}
 STAGE_GAP = 0.5  # rows of space between stages
