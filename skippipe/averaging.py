@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from skippipe.costs import NEVER_NS, Costs
 
-EXACT_UP_TO = 8  # nodes: 7! / 2 rings are tried one by one
+EXACT_UP_TO = 8  # nodes: 7! rings are tried one by one
 
 
 def chunk_bytes(gradient_bytes: int, members: int) -> int:

@@ -131,7 +131,7 @@ class Cluster:
         fields = Fields(value, place)
         fields.header(FORMAT, VERSION)
         name = fields.text("name")
-        overhead_s = fields.number("hop_overhead_s", at_least=0) if fields.has("hop_overhead_s") else 0.0
+        overhead_s = fields.number("hop_overhead_s", at_least=0) if fields.mentions("hop_overhead_s") else 0.0
         nodes = []
         for entry in fields.objects("nodes"):
             nodes.append(

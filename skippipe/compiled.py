@@ -28,6 +28,8 @@ def kernel(function: Function) -> Function:
     settings.CACHE_DIR = str(_cache_folder())
     try:
         return cast(Function, numba.njit(cache=True, nogil=True)(function))
+    except (RuntimeError, OSError):  # nowhere to write: compile anew in every process
+        return cast(Function, numba.njit(nogil=True)(function))
     finally:
         settings.CACHE_DIR = before
 
@@ -46,6 +48,6 @@ def _cache_folder() -> Path:
         sources = sha256()
         for file in sorted([*package.glob("*.py"), *package.glob("planner/*.py")]):
             sources.update(file.read_bytes())
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
         _folder = root / "skippipe" / sources.hexdigest()[:12]
     return _folder

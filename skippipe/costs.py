@@ -7,6 +7,7 @@ the same time, and another program that follows docs/formats.md gets the very sa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +59,7 @@ class Costs:
     def nodes(self) -> int:
         return len(self.head_ns)
 
-    @property
+    @cached_property
     def hop_ns(self) -> Ns:
         """[from, to]: a hop over an idle link."""
         return self.flight_ns + self.transmit_ns

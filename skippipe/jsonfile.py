@@ -11,6 +11,15 @@ from typing import Any
 
 from skippipe.errors import UserError
 
+LARGEST = 2**53  # beyond this JSON readers disagree about whole numbers
+
+
+def exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # no file can have this name
+        return False
+
 
 def read_json(path: Path) -> Any:
     """The parsed file; NaN is let through here, so that whoever reads the field can say where it stands."""
@@ -22,10 +31,10 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: cannot be read as text: {error}") from None
     try:
         return json.loads(text, object_pairs_hook=_without_repeats)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from None
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:  # bad syntax, a number of thousands of digits, endless nesting
+        raise UserError(f"{path}: not valid JSON: {error}") from None
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -37,13 +46,32 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def check_writable(path: Path, *sources: Path) -> None:
+    """Say before hours of work, not after them, that its result has nowhere to go."""
+    if path.is_dir() or not path.name:
+        raise UserError(f"{path}: this is a folder; name a file in it")
+    if any(source.exists() and path.exists() and path.samefile(source) for source in sources):
+        raise UserError(f"{path}: this is the input; write to another file")
+
+
 def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Write a file whole or not at all: an interrupted run leaves the old one."""
+    check_writable(path)
+    partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        if path.exists() and not path.is_file():  # a pipe or a device
+            path.write_bytes(content)
+            return
+        try:
+            partial.write_bytes(content)
+            partial.replace(path.resolve())
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
 
@@ -65,7 +93,7 @@ class Fields:
 
     def __init__(self, value: Any, place: str) -> None:
         if not isinstance(value, dict):
-            raise UserError(f"{place}: expected an object {{…}}, found {_kind(value)}")
+            raise UserError(f"{place or 'the file'}: expected an object {{…}}, found {_kind(value)}")
         self._left = dict(value)
         self._known: list[str] = []
         self.place = place
@@ -74,7 +102,11 @@ class Fields:
         return f"{self.place}.{name}" if self.place else name
 
     def has(self, name: str) -> bool:
+        """Is it there, and not null?"""
         return self._left.get(name) is not None
+
+    def mentions(self, name: str) -> bool:
+        return name in self._left
 
     def take(self, name: str) -> Any:
         self._known.append(name)
@@ -86,6 +118,8 @@ class Fields:
         value = self.take(name)
         if not isinstance(value, str) or not value.strip():
             raise UserError(f"{self.at(name)}: expected a text that is not empty, found {_kind(value)}")
+        if not value.isprintable():
+            raise UserError(f"{self.at(name)}: {value!a} has characters that cannot be printed; use plain ones")
         if choices and value not in choices:
             raise UserError(f"{self.at(name)}: '{value}' is none of {', '.join(choices)}")
         return value
@@ -148,6 +182,8 @@ def as_integer(value: Any, place: str, at_least: int = 0) -> int:
     number = as_number(value, place, at_least=at_least)
     if number != int(number):
         raise UserError(f"{place}: expected a whole number, found {value}")
+    if number > LARGEST:
+        raise UserError(f"{place}: {number:g} is too large; at most {LARGEST:g}")
     return int(value)
 
 

@@ -88,30 +88,27 @@ def deadlock_cycle(paths: Sequence[Sequence[int]], slots: Mapping[int, int]) -> 
 
     A forward pass waits only at an overfull node, and while it waits it holds the overfull nodes before it on its
     path. Backward passes need no new slot. So only a circle among overfull nodes can lock up; without one, the lane
-    that waits at the last of them always comes free.
+    that waits at the last of them always comes free. A node without any slot is a circle by itself.
     """
     overfull = tc1_overfull(paths, slots)
-    after: dict[int, set[int]] = {node: set() for node in overfull}
+    before: dict[int, set[int]] = {node: set() for node in overfull}
     for path in paths:
         crossed = [node for node in path if node in overfull]
         for position, node in enumerate(crossed):
-            after[node].update(crossed[position + 1 :])
-    done: set[int] = set()
-
-    def circle_from(node: int, trail: list[int]) -> list[int] | None:
-        if node in trail:
-            return [*trail[trail.index(node) :], node]
-        if node in done:
-            return None
-        for following in sorted(after[node]):
-            found = circle_from(following, [*trail, node])
-            if found:
-                return found
-        done.add(node)
+            before[node].update(crossed[:position])
+    for node in overfull:
+        if slots[node] < 1:
+            return [node, node]
+    left = dict(before)
+    while True:  # take away nodes that wait for nobody, as long as there are any
+        free = [node for node, held in left.items() if held.isdisjoint(left)]
+        if not free:
+            break
+        for node in free:
+            del left[node]
+    if not left:
         return None
-
-    for start in sorted(after):
-        found = circle_from(start, [])
-        if found:
-            return found
-    return None
+    trail = [min(left)]
+    while trail[-1] not in trail[:-1]:
+        trail.append(min(before[trail[-1]] & left.keys()))
+    return list(reversed(trail[trail.index(trail[-1]) :]))

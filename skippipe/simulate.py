@@ -16,15 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skippipe.averaging import chunk_bytes, ring_ns
-from skippipe.costs import NEVER_NS, Costs
+from skippipe.costs import Costs
 from skippipe.dispatch import Dispatch, place, steps
 from skippipe.errors import UserError
 from skippipe.eventloop import run
-from skippipe.plan import Plan
+from skippipe.plan import Lane, Plan
 from skippipe.timeline import LinkUse, NodeUse, Task, Timeline, Timing
 
 Ints = NDArray[np.int64]
 LAST_NS = 2**62  # the end of time for whole numbers of 64 bits
+MOST_TASKS = 20_000_000
 
 
 class Deadlock(UserError):
@@ -125,10 +126,15 @@ def as_arrays(paths: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
     return rows, lengths
 
 
-def _slowest_ns(course: Course) -> int:
-    """Of any task or part of a hop."""
-    parts = (course.forward_ns, course.backward_ns, course.head_ns, course.flight_ns, course.transmit_ns)
-    return max(int(part.max()) for part in parts)
+def _alone_ns(plan: Plan, lane: Lane) -> int:
+    """A round trip with nobody else there."""
+    costs = plan.costs
+    hops = sum(int(costs.hop_ns[a, b] + costs.hop_ns[b, a]) for a, b in pairwise([*lane.path, lane.path[0]]))
+    tasks = sum(
+        int(costs.forward_ns[stage, node] + costs.backward_ns[stage, node])
+        for stage, node in zip(plan.visits(lane), lane.path, strict=True)
+    )
+    return hops + tasks + int(costs.head_ns[lane.path[0]])
 
 
 def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
@@ -137,10 +143,10 @@ def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
     paths, lengths = as_arrays([lane.path for lane in plan.lanes])
     microbatches = np.array([lane.microbatches for lane in plan.lanes], dtype=np.int64)
     total = sum(lane.microbatches * steps(len(lane.path)) for lane in plan.lanes)
-    if 3 * total * NEVER_NS > LAST_NS and 3 * total * _slowest_ns(course) > LAST_NS:
-        raise UserError(
-            "an iteration of this plan may take over a century: is a link missing or a speed far too small?"
-        )
+    if total > MOST_TASKS:
+        raise UserError(f"{total} tasks in an iteration are more than the {MOST_TASKS} that can be simulated")
+    if sum(lane.microbatches * _alone_ns(plan, lane) for lane in plan.lanes) > LAST_NS:  # one after another
+        raise UserError("an iteration of this plan may take over a century: does it use a link that is not there?")
     record = np.empty((total, 3), np.int64)
     run = course.run(paths, lengths, microbatches, record)
     tasks = _tasks(plan, record)

@@ -38,6 +38,8 @@ class Task(NamedTuple):
     end_ns: int
 
 
+CENTURY_S = 3.2e9
+
 TASK_COLUMNS = ("lane", "microbatch", "step", "node", "ready_s", "start_s", "end_s")
 
 
@@ -90,10 +92,6 @@ class Timeline:
     def bytes_moved(self) -> int:
         return sum(use.sent_bytes for use in self.links)
 
-    @property
-    def microbatches(self) -> int:
-        return len({(task.lane, task.microbatch) for task in self.tasks})
-
     def idle_ns(self, use: NodeUse) -> int:
         return self.iteration_ns - use.busy_ns
 
@@ -138,7 +136,9 @@ class Timeline:
             return number[name]
 
         def time(value: Any, at: str) -> int:
-            return ns(as_number(value, at, at_least=0))
+            if as_number(value, at, at_least=0) > CENTURY_S:
+                raise UserError(f"{at}: {value:g} s is more than a century")
+            return ns(value)
 
         def row(values: Any, at: str, size: int) -> list[Any]:
             if not isinstance(values, list) or len(values) != size:

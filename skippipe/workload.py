@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from skippipe.errors import UserError
-from skippipe.jsonfile import Fields, read_json
+from skippipe.jsonfile import Fields, exists, read_json
 
 WIRE_DTYPES = ("fp32", "bf16", "int8")
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
@@ -39,6 +39,10 @@ class ModelShape:
     tied_embeddings: bool = False
     experts: int = 1
     experts_active: int = 1
+
+    def __post_init__(self) -> None:
+        if self.experts_active > self.experts:
+            raise UserError(f"model {self.name}: {self.experts_active} of {self.experts} experts cannot be active")
 
     @property
     def _attention_parameters(self) -> int:
@@ -112,10 +116,13 @@ class ModelShape:
 
         heads = size("num_attention_heads")
         hidden = size("hidden_size")
-        experts = size("num_local_experts", "num_experts", default=1)
+        experts = size("num_local_experts", "num_experts", "n_routed_experts", default=1)
+        tied = config.get("tie_word_embeddings") or False
+        if not isinstance(tied, bool):
+            raise UserError(f"{place}.tie_word_embeddings: expected true or false, found {tied!r}")
         width = ("moe_intermediate_size", "intermediate_size") if experts > 1 else ("intermediate_size",)
         return cls(
-            name=str(config.get("model_type", "model")),
+            name=str(config.get("model_type") or "model"),
             layers=size("num_hidden_layers"),
             hidden=hidden,
             heads=heads,
@@ -123,7 +130,7 @@ class ModelShape:
             head_dim=size("head_dim", default=max(1, hidden // heads)),
             intermediate=size(*width),
             vocab=size("vocab_size"),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tied_embeddings=tied,
             experts=experts,
             experts_active=size("num_experts_per_tok", default=1) if experts > 1 else 1,
         )
@@ -142,7 +149,7 @@ def model_named(name: str) -> ModelShape:
     if name in MODELS:
         return MODELS[name]
     path = Path(name)
-    if not path.exists():
+    if not exists(path):
         raise UserError(f"model '{name}': neither a preset ({', '.join(MODELS)}) nor a config.json or its folder")
     return ModelShape.from_huggingface(path)
 
@@ -173,9 +180,9 @@ class Workload:
     """At most this many microbatches in flight on a node, however much memory it has."""
 
     def __post_init__(self) -> None:
-        for name in ("sequence_tokens", "samples_per_microbatch", "microbatches"):
-            if getattr(self, name) < 1:
-                raise UserError(f"workload.{name}: {getattr(self, name)} must be 1 or more")
+        for name, most in (("sequence_tokens", 10**8), ("samples_per_microbatch", 10**6), ("microbatches", 10**6)):
+            if not 1 <= getattr(self, name) <= most:
+                raise UserError(f"workload.{name}: {getattr(self, name)} must be 1 or more and {most} at most")
         if self.max_slots is not None and self.max_slots < 1:
             raise UserError(f"workload.max_slots: {self.max_slots} must be 1 or more")
         for name, choices in (

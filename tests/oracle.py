@@ -228,7 +228,7 @@ def violations(plan: Json) -> set[str]:
         "CC2": all(drop in ([], [1], [1, 1]) for drop in drops) and all(len(set(seen)) == len(seen) for seen in visits),
         "CC3": len(set(visitors[1:])) == 1,
         "TC1": not overfull,
-        "deadlock": not has_circle(arrows),
+        "deadlock": not has_circle(arrows) and all(cost.nodes[name].slots for name in overfull),
         "link": all(cost.bandwidth[link] for link in hops + edges),
         "microbatches": sum(sizes) == plan["workload"]["microbatches"],
         "promise": plan["expected"] is None or keeps_promise(plan),

@@ -145,6 +145,13 @@ def test_options_change_the_problem(skippipe: Any, tmp_path: Path) -> None:
         (["plan", "published18", "--keep-stages", "published20"], "is for the cluster 'published20'"),
         (["plan", "published18", "--keep-stages", "published18"], "were not published"),
         (["plan", "regions:6", "--model", "llama-8b", "--samples", "8"], "GiB"),
+        (["plan", "published20", "-s", "0"], "0 stages make no pipeline"),
+        (["plan", "published20", "-o", "."], "this is a folder"),
+        (["plan", "x" * 300], "no such file"),
+        (["plan", "regions:9", "--model", "x" * 300], "neither a preset"),
+        (["plan", "regions:9", "--sequence", str(10**200)], "workload.sequence_tokens"),
+        (["plan", "regions:9", "-m", "-5"], "workload.microbatches: -5 must be 1 or more"),
+        (["plan", "published20", "--keep-stages", "published20", "--sizes", "1,2"], "give one of them"),
         (["simulate", "published20"], "--paths: say which"),
         (["simulate", "published20", "--paths", "best"], "paths 'best'"),
         (["simulate", "nothing.json"], "nothing.json: no such file"),
@@ -167,6 +174,49 @@ def test_unwritable_output_is_one_line(skippipe: Any, tmp_path: Path) -> None:
     ran = skippipe("cluster", "regions:3", "-o", tmp_path / "file" / "c.json")
     assert ran.code == 2
     assert "cannot be written" in ran.err
+
+
+def test_a_promise_that_is_not_true_is_neither_drawn_nor_believed(skippipe: Any, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    skippipe("plan", "regions:6", "-s", "3", "--budget", "0", "-o", file)
+    raw = json.loads(file.read_text())
+    raw["expected"]["tasks"][0][0] = 99
+    file.write_text(json.dumps(raw))
+    ran = skippipe("show", file, "--png", tmp_path / "p.png", "--trace", tmp_path / "t.json")
+    assert ran.code == 0
+    assert "promises another timeline" in ran.err
+    assert skippipe("check", file).code == 1
+    raw["expected"]["iteration_s"] = 1e305
+    file.write_text(json.dumps(raw))
+    assert "more than a century" in skippipe("check", file).err
+
+
+def test_output_never_replaces_its_own_input(skippipe: Any, tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    skippipe("cluster", "regions:6", "-o", file)
+    ran = skippipe("plan", file, "-o", file)
+    assert (ran.code, "this is the input" in ran.err) == (2, True)
+
+
+def test_names_are_text_not_markup(skippipe: Any, tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    raw = skippipe("cluster", "regions:3", "--json").json
+    raw["nodes"][0]["name"] = "a[/b]"
+    file.write_text(json.dumps(raw))
+    assert "a[/b]" in skippipe("cluster", file).out
+
+
+def test_a_home_that_cannot_be_written_and_a_terminal_without_arrows(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    clean = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
+    places = {
+        "HOME": str(tmp_path / "file"),
+        "PYTHONIOENCODING": "ascii",
+        "NUMBA_CACHE_DIR": str(tmp_path / "file" / "x"),
+    }
+    ran = python("-m", "skippipe", "plan", "datacentre:4", "--budget", "0", env={**clean, **places})
+    assert ran.returncode == 0, ran.stderr
+    assert "lane" in ran.stdout
 
 
 def python(*words: str, **more: Any) -> subprocess.CompletedProcess[str]:

@@ -74,6 +74,10 @@ BAD = {
     "true for number": (change("hop_overhead_s", True), "hop_overhead_s: expected a number, found true or false"),
     "text in matrix": (change("latency_s.0.1", "1"), "latency_s[0][1]: expected a number"),
     "null": (change("nodes.0.location", None), "nodes[0].location: expected a text"),
+    "surrogate": (change("nodes.0.location", "\ud800"), "nodes[0].location: '\\ud800' has characters that cannot"),
+    "escape in name": (change("name", "\x1b[31mred"), "name: '\\x1b[31mred' has characters that cannot be printed"),
+    "astronomic memory": (change("nodes.1.memory_bytes", 10**40), "nodes[1].memory_bytes: 1e+40 is too large"),
+    "null overhead": (change("hop_overhead_s", None), "hop_overhead_s: expected a number, found null"),
     "newline in name": (change("nodes.0.name", "a\nb"), "nodes[0].name"),
     "newer version": (change("version", 2), "version: version 2 is not known here"),
     "another kind of file": (change("format", "skippipe-plan"), "format: this is a 'skippipe-plan' file"),
@@ -101,6 +105,8 @@ def test_bad_files_are_named_in_one_line(kind: str, tmp_path: Path) -> None:
         ("[]", "expected an object"),
         ('{"format": "skippipe-cluster", "format": "x"}', "'format' is given twice"),
         ("[" * 100_000, "not valid JSON"),
+        ('{"version": ' + "9" * 5000 + "}", "not valid JSON"),
+        ("[]", "the file: expected an object"),
     ],
 )
 def test_files_that_are_no_clusters_at_all(text: str, message: str, tmp_path: Path) -> None:

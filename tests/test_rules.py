@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, permutations
+from itertools import combinations, pairwise, permutations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,6 +62,21 @@ def test_deadlock_needs_a_circle_of_overfull_nodes() -> None:
     assert rules.deadlock_cycle(crossing, slots) == [2, 3, 2]
     assert rules.deadlock_cycle(crossing, {**slots, 3: 2}) is None
     assert rules.deadlock_cycle([(0, 2, 3), (1, 2, 3)], slots) is None
+    assert rules.deadlock_cycle([(0, 1)], {0: 1, 1: 0}) == [1, 1]  # no slot at all
+    row = [tuple(range(1500)), tuple(range(1500))]
+    assert rules.deadlock_cycle(row, dict.fromkeys(range(1500), 1)) is None
+
+
+@given(st.lists(st.permutations(range(4)).flatmap(lambda p: st.integers(1, 4).map(lambda n: tuple(p[:n]))), max_size=4))
+def test_a_deadlock_circle_is_one(paths: list[tuple[int, ...]]) -> None:
+    """Every step of it is taken by some path, between nodes that are overfull."""
+    slots = dict.fromkeys(range(4), 1)
+    circle = rules.deadlock_cycle(paths, slots)
+    if circle:
+        assert circle[0] == circle[-1]
+        assert set(circle) <= set(rules.tc1_overfull(paths, slots))
+        for a, b in pairwise(circle):
+            assert any(a in path and b in path and path.index(a) < path.index(b) for path in paths)
 
 
 @settings(max_examples=300, deadline=None)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 
 
 def main() -> None:
     from skippipe.errors import UserError
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without our arrows shows question marks
     try:
         from skippipe.cli.app import app
 
@@ -17,6 +21,9 @@ def main() -> None:
         raise SystemExit(2) from None
     except BrokenPipeError:
         raise SystemExit(1) from None
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None

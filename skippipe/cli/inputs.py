@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 import typer
 
 from skippipe.errors import UserError
+from skippipe.jsonfile import exists
 
 if TYPE_CHECKING:
     from skippipe.cluster import Cluster
@@ -43,7 +44,10 @@ Budget = Annotated[
     float,
     typer.Option(min=0, help="Seconds of planning at most (for each strategy).", rich_help_panel=SEARCH),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Same seed, same plan.", rich_help_panel=SEARCH)]
+Seed = Annotated[
+    int,
+    typer.Option(min=0, help="Same seed, same plan, unless the budget cuts the search short.", rich_help_panel=SEARCH),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +165,9 @@ def cluster_named(name: str) -> tuple[Cluster, Example | None]:
     if name in EXAMPLES:
         example = EXAMPLES[name]()
         return example.cluster, example
-    if name.split(":")[0] in PRESETS and not Path(name).exists():
+    if name.split(":")[0] in PRESETS and not exists(Path(name)):
         return preset(name), None
-    if not Path(name).exists():
+    if not exists(Path(name)):
         known = [*EXAMPLES, *(f"{each}:N" for each in PRESETS)]
         raise UserError(f"cluster '{name}': no such file, and not one of {', '.join(known)}")
     return Cluster.load(Path(name)), None
@@ -193,7 +197,7 @@ def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
     given_sizes = _numbers(options.sizes, "--sizes")
     given_layers = _numbers(options.layers, "--layers")
     usual = example.stages if example else _default_stages(cluster)
-    count = options.stages or len(given_sizes) or len(given_layers) or usual
+    count = options.stages if options.stages is not None else len(given_sizes) or len(given_layers) or usual
     as_example = example is not None and count == example.stages
     visited = _visited(count, options.visit, options.skip, example.visited if example and as_example else None)
     if not given_sizes and example and as_example and visited == example.visited:
@@ -259,23 +263,29 @@ def _numbers(text: str | None, option: str) -> tuple[int, ...]:
         raise UserError(f"{option}: '{text}' is not a list of whole numbers such as 5,3,3,3,3,3") from None
 
 
-def placement_from(text: str, problem: Problem) -> Placement:
-    """Stages to keep: those of a built-in example, or of a plan file for the same cluster."""
+def with_stages_of(
+    text: str | None, cluster_name: str, options: ProblemOptions
+) -> tuple[Placement | None, ProblemOptions]:
+    """Stages to keep, those of a built-in example or of a plan file for the same cluster, and the sizes they have."""
     from skippipe.examples import EXAMPLES
     from skippipe.plan import Plan
 
+    if text is None:
+        return None, options
+    if options.sizes is not None:
+        raise UserError("--keep-stages and --sizes both say how many nodes a stage has: give one of them")
     if text in EXAMPLES:
         example = EXAMPLES[text]()
         if example.placement is None:
             raise UserError(f"--keep-stages: the stages of '{text}' were not published; name a plan file instead")
-        cluster, placement = example.cluster, example.placement
+        kept, placement = example.cluster, example.placement
     else:
         plan = Plan.load(Path(text))
-        cluster, placement = plan.cluster, tuple(stage.nodes for stage in plan.stages)
-    if cluster.fingerprint != problem.cluster.fingerprint:
-        raise UserError(
-            f"--keep-stages: '{text}' is for the cluster '{cluster.name}', not for '{problem.cluster.name}'"
-        )
-    if len(placement) != problem.stages:
-        raise UserError(f"--keep-stages: '{text}' has {len(placement)} stages, and {problem.stages} are asked for")
-    return placement
+        kept, placement = plan.cluster, tuple(stage.nodes for stage in plan.stages)
+    cluster, _ = cluster_named(cluster_name)
+    if cluster.fingerprint != kept.fingerprint:
+        raise UserError(f"--keep-stages: '{text}' is for the cluster '{kept.name}', not for '{cluster.name}'")
+    if options.stages not in (None, len(placement)):
+        raise UserError(f"--keep-stages: '{text}' has {len(placement)} stages, and {options.stages} are asked for")
+    sizes = ",".join(str(len(nodes)) for nodes in placement)
+    return placement, replace(options, sizes=sizes)

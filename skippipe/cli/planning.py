@@ -16,6 +16,7 @@ import typer
 
 from skippipe.cli import inputs
 from skippipe.errors import Infeasible
+from skippipe.jsonfile import check_writable
 
 if TYPE_CHECKING:
     from skippipe.plan import Plan
@@ -29,6 +30,10 @@ StrategyName = Annotated[
         "dtfm (full pipeline, nothing skipped).",
         rich_help_panel=inputs.SEARCH,
     ),
+]
+SkippingStrategy = Annotated[
+    Literal["skippipe", "no-tc2", "dtfm-skip"],
+    typer.Option(help="As in 'skippipe plan'.", rich_help_panel=inputs.SEARCH),
 ]
 KeepStages = Annotated[
     str | None,
@@ -58,8 +63,10 @@ def plan(
 
     Example: skippipe plan published20 --budget 30 -o plan.json
     """
+    if output:
+        check_writable(output, Path(cluster))
+    placement, options = inputs.with_stages_of(keep_stages, cluster, options)
     problem = inputs.problem_from(cluster, options)
-    placement = inputs.placement_from(keep_stages, problem) if keep_stages else None
     found, took_s = _planned(problem, strategy, seed, budget, placement)
     if output:
         found.save(output)
@@ -87,17 +94,23 @@ def compare(
 
     Example: skippipe compare published20 --contention-only
     """
+    placement, options = inputs.with_stages_of(keep_stages, cluster, options)
     problem = inputs.problem_from(cluster, options)
-    placement = inputs.placement_from(keep_stages, problem) if keep_stages else None
     from skippipe.planner.strategies import Strategy
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for each in (Strategy.DTFM, Strategy.DTFM_SKIP, Strategy.NO_TC2, Strategy.SKIPPIPE):
         kept = None if each is Strategy.DTFM else placement  # a full pipeline has stages of other sizes
-        found, took_s = _planned(problem, each, seed, budget, kept)
+        try:
+            found, took_s = _planned(problem, each, seed, budget, kept)
+        except Infeasible as error:
+            print(f"{each}: {error}", file=sys.stderr)
+            continue
         if out:
             found.save(out / f"{each}.json")
         rows.append(_summary(found, took_s))
+    if not rows:
+        raise Infeasible("no strategy has a plan, for the reasons above")
     for row in rows:
         row["ratio"] = row["iteration_s"] / rows[0]["iteration_s"]
     if as_json:
@@ -105,7 +118,7 @@ def compare(
         return
     print(f"{problem.cluster.name}: {len(problem.cluster)} nodes, {problem.stages} stages, "
           f"{problem.workload.microbatches} microbatches, {problem.timing} timing")  # fmt: skip
-    _table(rows, "strategy", "dtfm")
+    _table(rows, "strategy", rows[0]["strategy"])
     if out:
         print(f"plans written to {out}/")
 
@@ -113,7 +126,7 @@ def compare(
 @inputs.takes(inputs.SweepOptions)
 def sweep(
     cluster: inputs.ClusterName,
-    strategy: StrategyName = "skippipe",
+    strategy: SkippingStrategy = "skippipe",
     budget: inputs.Budget = 20,
     seed: inputs.Seed = 0,
     as_json: inputs.Json = False,
@@ -169,7 +182,7 @@ def _planned(
         request = Request(seed, budget_s, placement, progress, stopped=lambda: bool(stopped))
         found = make_plan(problem, Strategy(strategy), request)
     if stopped:
-        print("interrupted: this is the best plan so far", file=sys.stderr)
+        print("interrupted: this is the best plan so far; Ctrl-C again ends the program", file=sys.stderr)
     return found, time.monotonic() - began
 
 
@@ -193,7 +206,7 @@ def _interruptible() -> Iterator[list[bool]]:
 @contextmanager
 def _progress_bar(strategy: Strategy) -> Iterator[Progress]:
     """On a terminal; elsewhere long work is silent."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield lambda what, share, best_s: None
         return
     from rich.console import Console
@@ -257,4 +270,4 @@ def _table(rows: list[dict[str, Any]], key: str, against: str) -> None:
             str(row["nodes_used"]),
             f"{row['planning_s']:.1f} s",
         )
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    Console(width=None if sys.stdout.isatty() else 110, markup=False).print(table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +11,7 @@ import typer
 
 from skippipe.cli import inputs
 from skippipe.errors import UserError
+from skippipe.jsonfile import check_writable
 
 if TYPE_CHECKING:
     from skippipe.cluster import Cluster
@@ -59,7 +60,7 @@ def _show_cluster(found: Cluster) -> None:
         speed = f"{np.median(found.bandwidth_bytes_per_s[index, others]) / 1e6:.1f}" if others.any() else "–"
         tera, gib = f"{node.flops_per_s / 1e12:.2f}", f"{node.memory_bytes / 2**30:.1f}"
         table.add_row(node.name, node.location, tera, gib, latency, speed)
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def check_plan(
@@ -69,6 +70,8 @@ def check_plan(
     """Verify a plan: every rule, every cost, and the arithmetic of the promised time.
 
     Prints each violation with its lane and hop. Exit code 0: the plan holds; 1: it does not; 2: not a plan.
+
+    Example: skippipe check plan.json
     """
     from skippipe.check import check
     from skippipe.plan import Plan
@@ -168,7 +171,7 @@ def _show_timeline(plan: Plan, timeline: Timeline) -> None:
         times = (use.busy_ns, timeline.idle_ns(use), use.collision_ns)
         name = plan.cluster.nodes[use.node].name
         table.add_row(str(use.stage), name, str(lanes), str(use.slots), *(f"{seconds(each):.2f}" for each in times))
-    Console().print(table)
+    Console(markup=False).print(table)
     for index, (start, end) in enumerate(timeline.averaging_ns):
         print(f"stage {index}: gradients averaged from {seconds(start):.2f} to {seconds(end):.2f} s")
 
@@ -187,21 +190,26 @@ def show(
     from skippipe.plan import Plan
     from skippipe.report.grid import plan_grid
     from skippipe.simulate import simulate
+    from skippipe.timeline import Timing
 
+    for picture in (html, png, trace):
+        if picture:
+            check_writable(picture, plan)
     found = Plan.load(plan)
-    if found.expected is None:
-        found = replace(found, expected=simulate(found))
-    assert found.expected is not None
+    timeline = simulate(found, found.expected.timing if found.expected else Timing.FULL)
+    if found.expected not in (None, timeline):
+        print(f"warning: {plan} promises another timeline than it has; see 'skippipe check'", file=sys.stderr)
+    found = found.promising(timeline)
     print(json.dumps(found.to_json()) if as_json else plan_grid(found))
     if html:
         from skippipe.report.html import write_html
 
-        write_html(found, found.expected, html)
+        write_html(found, timeline, html)
     if png:
         from skippipe.report.png import write_png
 
-        write_png(found, found.expected, png)
+        write_png(found, timeline, png)
     if trace:
         from skippipe.report.trace import write_trace
 
-        write_trace(found, found.expected, trace)
+        write_trace(found, timeline, trace)

@@ -50,6 +50,8 @@ class _Breeding:
         self.draw = draw
         self.edge_s = pairwise_s(problem)
         self.nodes = len(problem.cluster)
+        # groups that differ in size or layers are not free to change places along a tour
+        self.in_order = len(set(problem.sizes[1:])) > 1 or len(set(problem.layers[1:])) > 1
         self.matched: dict[tuple[frozenset[int], frozenset[int]], float] = {}
         self.within: dict[tuple[frozenset[int], int], float] = {}
         self.scores: dict[Groups, tuple[float, tuple[int, ...]]] = {}
@@ -81,8 +83,8 @@ class _Breeding:
             weights = np.zeros((len(groups), len(groups)))
             for a, b in combinations(range(len(groups)), 2):
                 weights[a, b] = weights[b, a] = self._between(groups[a], groups[b])
-            order = np.zeros(len(groups), np.int64)
-            tour_s = best_tour(weights, order)
+            order = np.arange(len(groups))
+            tour_s = float(weights[order, np.roll(order, -1)].sum()) if self.in_order else best_tour(weights, order)
             within_s = max(self._within(group, min(label, 1)) for label, group in enumerate(groups))
             placed = tuple(order.tolist())
             lanes = self._lanes(tuple(groups[each] for each in placed))

@@ -13,13 +13,15 @@ from skippipe.planner.problem import Placement, Problem
 Path = tuple[int, ...]
 
 
-def blind_paths(problem: Problem, placement: Placement, lanes: list[tuple[int, int]], seed: int) -> tuple[Path, ...]:
+def blind_paths(
+    problem: Problem, placement: Placement, lanes: list[tuple[int, int]], seed: list[int]
+) -> tuple[Path, ...]:
     """One path for each (data node, microbatches)."""
     draw = np.random.default_rng(seed)
     others, visits = problem.stages - 1, problem.visited - 1
+    slots = np.minimum(problem.costs.slots, len(lanes))
     free = [
-        draw.permutation([node for node in nodes for _ in range(int(problem.costs.slots[stage, node]))]).tolist()
-        for stage, nodes in enumerate(placement)
+        draw.permutation(np.repeat(nodes, slots[stage, list(nodes)])).tolist() for stage, nodes in enumerate(placement)
     ]
     paths: dict[int, Path] = {}
     # lanes that carry one microbatch more are a multiple of the unit too: each kind goes around the circle by itself

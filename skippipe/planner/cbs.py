@@ -17,6 +17,7 @@ from itertools import count, pairwise
 import numpy as np
 
 from skippipe import rules
+from skippipe.costs import NEVER_NS
 from skippipe.dispatch import place, steps
 from skippipe.planner.effort import Effort
 from skippipe.planner.problem import Placement, Problem, rings, stage_of
@@ -63,6 +64,8 @@ class Way:
     path: Path
     alone_ns: int
     """A round trip without other traffic."""
+    least_ns: int
+    """The same for the best path if nodes were never busy: no path under these limits is shorter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +170,7 @@ class PathSearch:
         if root is None:
             return
         tree = _Tree(root)
+        seen: set[tuple[Path, ...]] = set()
         while effort.spend():
             branch = tree.take(best_ns)
             if branch is None:
@@ -177,6 +181,9 @@ class PathSearch:
                     tree.add(child)
                 continue
             paths = self._paths(branch.ways)
+            if paths in seen:
+                continue
+            seen.add(paths)
             value_ns = self._simulated(paths) if avoid_collisions else branch.bound_ns + self._rest_ns()
             if value_ns < best_ns:
                 best_ns = value_ns
@@ -192,7 +199,10 @@ class PathSearch:
         key = (group.data_node, group.begin_ns, limits)
         if key not in self.found:
             path = self._best_path(group, limits)
-            self.found[key] = Way(limits, path, self._alone_ns(path)) if path else None
+            alone_ns = self._alone_ns(path) if path else NEVER_NS
+            free = self._way(group, replace(limits, busy=())) if limits.busy else None
+            way = Way(limits, path, alone_ns, free.least_ns if free else alone_ns)
+            self.found[key] = way if alone_ns < NEVER_NS else None  # longer: it goes over a link that is not there
         return self.found[key]
 
     def _best_path(self, group: Group, limits: Limits) -> Path:
@@ -222,7 +232,7 @@ class PathSearch:
             )
             if back_ns != TOO_MANY:
                 break
-        return () if back_ns == NO_WAY else tuple(path.tolist())
+        return () if back_ns in (NO_WAY, TOO_MANY) else tuple(path.tolist())
 
     def _alone_ns(self, path: Path) -> int:
         around = [*path, path[0]]
@@ -237,7 +247,7 @@ class PathSearch:
         return self._branch(tuple(ways)) if len(ways) == len(self.groups) else None
 
     def _branch(self, ways: tuple[Way, ...]) -> Branch:
-        last_ns = max(max(group.lanes) * way.alone_ns for group, way in zip(self.groups, ways, strict=True))
+        last_ns = max(max(group.lanes) * way.least_ns for group, way in zip(self.groups, ways, strict=True))
         visits = [[self.stage[node] for node in way.path] for way in ways]
         exposure = rules.exposure(visits, [group.microbatches for group in self.groups], self.problem.stages)
         lanes = rules.lanes_through(self._paths(ways))
@@ -322,14 +332,18 @@ class PathSearch:
         return max(self.course.ring_ns) - self.course.ring_ns[0]
 
     def _apart(self, branch: Branch) -> list[Branch]:
-        """TC2: for the longest wait of a first microbatch behind another group's, each of the two keeps away."""
+        """TC2: for the longest wait of a first microbatch behind another group's, each of the two keeps away.
+
+        From the node at that time; or, if that would only make it wait there, from the node.
+        """
         collision = self._longest_wait(self._paths(branch.ways))
-        if collision is None:
-            return []
         children = []
-        for index, interval in collision:
-            limits = branch.ways[index].limits
-            child = self._with(branch, index, replace(limits, busy=(*limits.busy, interval)))
+        for index, interval in collision or ():
+            way = branch.ways[index]
+            limits = replace(way.limits, busy=(*way.limits.busy, interval))
+            child = self._with(branch, index, limits)
+            if child is None or child.ways[index].path == way.path:
+                child = self._with(branch, index, replace(way.limits, banned=way.limits.banned | {interval[0]}))
             if child is not None:
                 children.append(child)
         return children

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-LOOK_EVERY = 16  # steps between two looks at the clock
+LOOK_EVERY = 4  # steps between two looks at the clock
 
 
 class Effort:

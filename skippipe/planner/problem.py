@@ -65,7 +65,8 @@ class Problem:
                 f"more that add up to the {model.layers} layers of {model.name}"
             )
         if not self.sizes:
-            object.__setattr__(self, "sizes", stage_sizes(nodes, self.stages, self.visited))
+            able = int((self.costs.slots[0] > 0).sum())  # only these can be data nodes
+            object.__setattr__(self, "sizes", stage_sizes(nodes, self.stages, self.visited, max(1, able)))
         if len(self.sizes) != self.stages or min(self.sizes) < 1 or sum(self.sizes) > nodes:
             raise Infeasible(
                 f"stage sizes {','.join(map(str, self.sizes))}: {self.stages} stages need {self.stages} sizes of 1 or "
@@ -101,9 +102,9 @@ class Problem:
     def _less_memory(self) -> str:
         for stages in range(self.stages + 1, min(self.workload.model.layers, len(self.cluster)) + 1):
             layers = self.workload.layer_split(stages)
+            sizes = stage_sizes(len(self.cluster), stages, min(self.visited, stages))
             if all(
-                sum(self.workload.slots(node.memory_bytes, stage, k) > 0 for node in self.cluster.nodes)
-                >= len(self.cluster) // stages
+                sum(self.workload.slots(node.memory_bytes, stage, k) > 0 for node in self.cluster.nodes) >= sizes[stage]
                 for stage, k in enumerate(layers)
             ):
                 return f"use {stages} stages, a smaller microbatch, or activation checkpointing"
@@ -155,11 +156,11 @@ class Problem:
             room = sum(int(self.costs.slots[stage, node]) for node in nodes)
             if room < needs[stage]:
                 return (
-                    f"to visit {self.visited} of {self.stages} stages equally often takes {unit} lanes, {needs[stage]} "
-                    f"of them through stage {stage}, whose {len(nodes)} nodes hold {room} microbatches in all: give "
-                    f"it more nodes, use a smaller microbatch, or visit all {self.stages} stages"
+                    f"to visit {self.visited} of {self.stages} stages equally often takes {unit} equal lanes, "
+                    f"{needs[stage]} of them through stage {stage}, whose {len(nodes)} nodes hold {room} microbatches "
+                    f"in all: give it more nodes, use a smaller microbatch, or visit all {self.stages} stages"
                 )
-        return f"{self.workload.microbatches} microbatches are fewer than the {unit} lanes that are needed: use more"
+        raise AssertionError("there is room for lanes")
 
 
 def lane_unit(stages: int, visited: int) -> int:
@@ -167,7 +168,7 @@ def lane_unit(stages: int, visited: int) -> int:
     return (stages - 1) // gcd(stages - 1, visited - 1) if stages > 1 else 1
 
 
-def stage_sizes(nodes: int, stages: int, visited: int) -> tuple[int, ...]:
+def stage_sizes(nodes: int, stages: int, visited: int, most_data_nodes: int | None = None) -> tuple[int, ...]:
     """Sizes that match the demand: |stage 0| : |any other| near (S−1) : (L−1), nobody left out.
 
     Stage 0 sees every microbatch, another stage (L−1)/(S−1) of them; the busiest node should be as idle as can be.
@@ -178,7 +179,8 @@ def stage_sizes(nodes: int, stages: int, visited: int) -> tuple[int, ...]:
     def busiest(data_nodes: int) -> float:
         return max(1 / data_nodes, share / ((nodes - data_nodes) // others))
 
-    data_nodes = min(range(1, nodes - others + 1), key=busiest)
+    most = min(nodes - others, most_data_nodes or nodes)
+    data_nodes = min(range(1, most + 1), key=busiest)
     each, extra = divmod(nodes - data_nodes, others)
     return (data_nodes, *(each + (stage >= others - extra) for stage in range(others)))
 

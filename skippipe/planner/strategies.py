@@ -3,22 +3,23 @@
 skippipe    the study's method: genetic allocation, then conflict-based search that avoids collisions (TC2)
 no-tc2      the same without TC2: every lane takes the shortest path that the other rules leave
 dtfm-skip   skips as many stages and keeps the rules, but is blind to the network
-dtfm        the full pipeline: all stages, in order, for the same number of microbatches, wired as well as we can
+dtfm        the full pipeline: all stages in order, one path a data node, for the same number of microbatches
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
 from skippipe.check import check
-from skippipe.costs import seconds
+from skippipe.costs import NEVER_NS, seconds
 from skippipe.errors import Infeasible
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.allocate import allocate
@@ -26,6 +27,7 @@ from skippipe.planner.blind import blind_paths
 from skippipe.planner.cbs import Group, PathSearch
 from skippipe.planner.effort import Effort
 from skippipe.planner.problem import Placement, Problem, rings
+from skippipe.planner.tours import NO_WAY
 from skippipe.presets import datacentre
 from skippipe.simulate import Course, as_arrays, simulate
 from skippipe.workload import MODELS, Workload
@@ -35,6 +37,7 @@ SHORTLIST = 200  # placements that get a first look: the whole population, if ti
 FIRST_LOOK = 200  # branches for each of them
 BRANCHES = 10_000  # for the best of them, and for each way to group its lanes
 ALLOCATION_SHARE = 0.4  # of the seconds
+BLIND_ATTEMPTS = 50  # to deal out paths without a missing link
 
 
 class Strategy(StrEnum):
@@ -130,9 +133,15 @@ class _Planning:
 
         Its simulated time also bounds the search without TC2: paths that take longer even alone are no better.
         """
-        lanes = self.problem.lanes_of(placement)
-        paths = blind_paths(self.problem, placement, lanes, self.request.seed)
         problem = self.problem
+        lanes = problem.lanes_of(placement)
+        for attempt in range(BLIND_ATTEMPTS):
+            paths = blind_paths(problem, placement, lanes, [self.request.seed, attempt])
+            if all_reachable(problem, paths):
+                break
+        else:
+            self._offer(placement, lanes, paths, NO_WAY)  # anything that the search finds is better
+            return
         course = Course.of(problem.costs, rings(problem, placement), problem.dispatch, problem.timing)
         rows, lengths = as_arrays(paths)
         microbatches = np.array([count for _, count in lanes], dtype=np.int64)
@@ -199,9 +208,19 @@ class _Planning:
     def _finished(self, best: _Best) -> Plan:
         problem = self.problem
         used = {node for path in best.paths for node in path}
-        members = tuple(tuple(node for node in nodes if node in used) for nodes in best.placement)
+        at_work = tuple(tuple(node for node in nodes if node in used) for nodes in best.placement)
+        plan = self._as_plan(best, best.placement)
+        broken = check(plan)
+        if broken:
+            raise Infeasible(f"no plan was found that keeps every rule; the best one breaks {broken[0]}")
+        candidates = [plan] if at_work == best.placement else [plan, self._as_plan(best, at_work)]
+        promised = [each.promising(simulate(each, problem.timing)) for each in candidates if not check(each)]
+        return min(promised, key=lambda each: (_iteration_ns(each), len(each.stage_of)))
+
+    def _as_plan(self, best: _Best, members: Placement) -> Plan:
+        problem = self.problem
         stages = zip(problem.layers, members, rings(problem, members), strict=True)
-        plan = Plan(
+        return Plan(
             cluster=problem.cluster,
             workload=problem.workload,
             stages=tuple(Stage(layers, nodes, ring) for layers, nodes, ring in stages),
@@ -209,7 +228,15 @@ class _Planning:
             dispatch=problem.dispatch,
             strategy=str(self.strategy),
         )
-        broken = check(plan)
-        if broken:
-            raise Infeasible(f"no plan was found that keeps every rule; the best one breaks {broken[0]}")
-        return plan.promising(simulate(plan, problem.timing))
+
+
+def _iteration_ns(plan: Plan) -> int:
+    assert plan.expected is not None
+    return plan.expected.iteration_ns
+
+
+def all_reachable(problem: Problem, paths: Sequence[Sequence[int]]) -> bool:
+    """Does every hop of every path have a link there and back?"""
+    transmit_ns = problem.costs.transmit_ns
+    hops = [hop for path in paths for hop in pairwise([*path, path[0]])]
+    return all(max(transmit_ns[a, b], transmit_ns[b, a]) < NEVER_NS for a, b in hops)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch
 
 from skippipe.costs import seconds
-from skippipe.errors import UserError
+from skippipe.jsonfile import write_bytes
 from skippipe.plan import Plan
 from skippipe.report.figures import ranges
 from skippipe.report.pathmap import HALF_WIDTH, HEIGHT, Line, PathMap, Station, path_map, spacing
@@ -43,7 +43,7 @@ def write_png(plan: Plan, timeline: Timeline, path: Path) -> None:
     _draw_map(below, paths)
     image = BytesIO()
     figure.savefig(image, format="png")
-    _write_bytes(path, image.getvalue())
+    write_bytes(path, image.getvalue())
 
 
 def _title(plan: Plan, timeline: Timeline) -> str:
@@ -206,14 +206,3 @@ def _draw_station(axes: Axes, station: Station, column_in: float) -> None:
     size = min(8.5, wide_pt, high_pt)
     name = _plain("\n".join(rows))
     axes.text(station.x, station.y, name, fontsize=size, color=INK, ha="center", va="center", zorder=5)
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    """Whole or not at all, as `jsonfile.write_text` does for text."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_bytes(content)
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
