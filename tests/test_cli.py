@@ -286,6 +286,20 @@ def test_ctrl_c_keeps_the_best_plan(tmp_path: Path) -> None:
     assert Plan.load(file).microbatches == 42
 
 
+def test_commands_of_the_readme(skippipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As written, but with no time to search."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    lines = [line.split("#")[0].split() for line in readme.splitlines() if line.startswith("skippipe ")]
+    assert len(lines) >= 6
+    for words in lines:
+        if "--budget" in words:
+            words[words.index("--budget") + 1] = "0"
+        ran = skippipe(*words[1:])
+        assert ran.code == 0, (words, ran.err)
+    assert {"cluster.json", "plan.json", "plan.html", "plan.png"} <= {file.name for file in tmp_path.iterdir()}
+
+
 def test_version(skippipe: Any) -> None:
     import skippipe as package
 
