@@ -120,14 +120,15 @@ def _differences(stated: Timeline, true: Timeline) -> list[tuple[str, object, ob
         said, is_ = getattr(stated, field.name), getattr(true, field.name)
         if said == is_:
             continue
+        name = field.name.replace("_ns", "_s")
         if isinstance(said, tuple):
             if len(said) != len(is_):
-                found.append((field.name, f"{len(said)} entries", f"{len(is_)} entries"))
+                found.append((name, f"{len(said)} entries", f"{len(is_)} entries"))
                 continue
             index = next(i for i, (a, b) in enumerate(zip(said, is_, strict=True)) if a != b)
-            found.append((f"{field.name}[{index}]", said[index], is_[index]))
+            found.append((f"{name}[{index}]", said[index], is_[index]))
         else:
-            found.append((field.name.replace("_ns", "_s"), f"{seconds(said):.9f} s", f"{seconds(is_):.9f} s"))
+            found.append((name, f"{seconds(said):.9f} s", f"{seconds(is_):.9f} s"))
     return found
 
 

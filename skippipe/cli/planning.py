@@ -67,7 +67,8 @@ def plan(
         check_writable(output, Path(cluster))
     placement, options = inputs.with_stages_of(keep_stages, cluster, options)
     problem = inputs.problem_from(cluster, options)
-    found, took_s = _planned(problem, strategy, seed, budget, placement)
+    with _interruptible() as stopped:
+        found, took_s = _planned(problem, strategy, seed, budget, placement, stopped)
     if output:
         found.save(output)
     if as_json:
@@ -99,16 +100,19 @@ def compare(
     from skippipe.planner.strategies import Strategy
 
     rows: list[dict[str, Any]] = []
-    for each in (Strategy.DTFM, Strategy.DTFM_SKIP, Strategy.NO_TC2, Strategy.SKIPPIPE):
-        kept = None if each is Strategy.DTFM else placement  # a full pipeline has stages of other sizes
-        try:
-            found, took_s = _planned(problem, each, seed, budget, kept)
-        except Infeasible as error:
-            print(f"{each}: {error}", file=sys.stderr)
-            continue
-        if out:
-            found.save(out / f"{each}.json")
-        rows.append(_summary(found, took_s))
+    with _interruptible() as stopped:
+        for each in (Strategy.DTFM, Strategy.DTFM_SKIP, Strategy.NO_TC2, Strategy.SKIPPIPE):
+            kept = None if each is Strategy.DTFM else placement  # a full pipeline has stages of other sizes
+            try:
+                found, took_s = _planned(problem, each, seed, budget, kept, stopped)
+            except Infeasible as error:
+                print(f"{each}: {error}", file=sys.stderr)
+                continue
+            if out:
+                found.save(out / f"{each}.json")
+            rows.append(_summary(found, took_s))
+            if stopped:
+                break
     if not rows:
         raise Infeasible("no strategy has a plan, for the reasons above")
     for row in rows:
@@ -145,17 +149,20 @@ def sweep(
     first = inputs.problem_from(cluster, inputs.ProblemOptions(**vars(options), skip="0"))
     wanted = first.workload.microbatches
     rows: list[dict[str, Any]] = []
-    for visited in range(first.stages, 1, -1):
-        unit = lane_unit(first.stages, visited)
-        fitting = -(-wanted // unit) * unit
-        try:
-            workload = replace(first.workload, microbatches=fitting)
-            problem = replace(first, visited=visited, sizes=(), workload=workload)
-            found, took_s = _planned(problem, strategy, seed, budget, None)
-        except Infeasible as error:
-            rows.append({"visited": visited, "skipped": 1 - visited / first.stages, "infeasible": str(error)})
-            continue
-        rows.append({"visited": visited, **_summary(found, took_s)})
+    with _interruptible() as stopped:
+        for visited in range(first.stages, 1, -1):
+            unit = lane_unit(first.stages, visited)
+            fitting = -(-wanted // unit) * unit
+            try:
+                workload = replace(first.workload, microbatches=fitting)
+                problem = replace(first, visited=visited, sizes=(), workload=workload)
+                found, took_s = _planned(problem, strategy, seed, budget, None, stopped)
+            except Infeasible as error:
+                rows.append({"visited": visited, "skipped": 1 - visited / first.stages, "infeasible": str(error)})
+                continue
+            rows.append({"visited": visited, **_summary(found, took_s)})
+            if stopped:
+                break
     planned = [row for row in rows if "infeasible" not in row]
     if not planned:
         raise Infeasible(rows[-1]["infeasible"])
@@ -173,16 +180,16 @@ def sweep(
 
 
 def _planned(
-    problem: Problem, strategy: str, seed: int, budget_s: float, placement: Placement | None
+    problem: Problem, strategy: str, seed: int, budget_s: float, placement: Placement | None, stopped: list[bool]
 ) -> tuple[Plan, float]:
     from skippipe.planner.strategies import Request, Strategy, make_plan
 
     began = time.monotonic()
-    with _interruptible() as stopped, _progress_bar(Strategy(strategy)) as progress:
+    with _progress_bar(Strategy(strategy)) as progress:
         request = Request(seed, budget_s, placement, progress, stopped=lambda: bool(stopped))
         found = make_plan(problem, Strategy(strategy), request)
     if stopped:
-        print("interrupted: this is the best plan so far; Ctrl-C again ends the program", file=sys.stderr)
+        print("interrupted: this is the best plan so far", file=sys.stderr)
     return found, time.monotonic() - began
 
 
