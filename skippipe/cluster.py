@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skippipe.errors import UserError
-from skippipe.jsonfile import Fields, as_number, json_text, read_json, write_text
+from skippipe.jsonfile import Fields, as_number, json_text, read_as, write_text
 
 FORMAT = "skippipe-cluster"
 VERSION = 1
@@ -150,11 +150,7 @@ class Cluster:
 
     @classmethod
     def load(cls, path: Path) -> Cluster:
-        raw = read_json(path)
-        try:
-            return cls.from_json(raw)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
+        return read_as(cls.from_json, path)
 
     def save(self, path: Path) -> None:
         write_text(path, json_text(self.to_json()) + "\n")

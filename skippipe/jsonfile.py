@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from skippipe.errors import UserError
 
+Parsed = TypeVar("Parsed")
 LARGEST = 2**53  # beyond this JSON readers disagree about whole numbers
 
 
@@ -35,6 +36,15 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:  # bad syntax, a number of thousands of digits, endless nesting
         raise UserError(f"{path}: not valid JSON: {error}") from None
+
+
+def read_as(parse: Callable[[Any], Parsed], path: Path) -> Parsed:
+    """The file as something of ours; complaints start with the file's name."""
+    raw = read_json(path)
+    try:
+        return parse(raw)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from skippipe.cluster import Cluster
 from skippipe.costs import Costs, costs_of
 from skippipe.dispatch import Dispatch
 from skippipe.errors import UserError
-from skippipe.jsonfile import Fields, json_text, read_json, write_text
+from skippipe.jsonfile import Fields, json_text, read_as, write_text
 from skippipe.timeline import Timeline
 from skippipe.workload import Workload
 
@@ -185,11 +185,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: Path) -> Plan:
-        raw = read_json(path)
-        try:
-            return cls.from_json(raw)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
+        return read_as(cls.from_json, path)
 
     def save(self, path: Path) -> None:
         write_text(path, json_text(self.to_json()) + "\n")

@@ -20,7 +20,7 @@ from skippipe.costs import Costs
 from skippipe.dispatch import Dispatch, place, steps
 from skippipe.errors import UserError
 from skippipe.eventloop import run
-from skippipe.plan import Lane, Plan
+from skippipe.plan import Plan
 from skippipe.timeline import LinkUse, NodeUse, Task, Timeline, Timing
 
 Ints = NDArray[np.int64]
@@ -85,6 +85,13 @@ class Course:
             step_ns=max(int(costs.optimizer_ns[s, n]) for s, ring in enumerate(rings) for n in ring) if full else 0,
         )
 
+    def alone_ns(self, path: Sequence[int]) -> int:
+        """A round trip with nobody else there: every task once, every hop there and back."""
+        hop_ns = self.flight_ns, self.transmit_ns
+        hops = sum(int(part[a, b] + part[b, a]) for a, b in pairwise([*path, path[0]]) for part in hop_ns)
+        tasks = sum(int(self.forward_ns[node] + self.backward_ns[node]) for node in path)
+        return hops + tasks + int(self.head_ns[path[0]])
+
     def run(self, paths: Ints, lengths: Ints, microbatches: Ints, record: Ints | None = None) -> Run:
         """One iteration; `record` takes the (ready, start, end) of every task, lane by lane."""
         done_ns = np.zeros(len(self.forward_ns), np.int64)
@@ -126,17 +133,6 @@ def as_arrays(paths: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
     return rows, lengths
 
 
-def _alone_ns(plan: Plan, lane: Lane) -> int:
-    """A round trip with nobody else there."""
-    costs = plan.costs
-    hops = sum(int(costs.hop_ns[a, b] + costs.hop_ns[b, a]) for a, b in pairwise([*lane.path, lane.path[0]]))
-    tasks = sum(
-        int(costs.forward_ns[stage, node] + costs.backward_ns[stage, node])
-        for stage, node in zip(plan.visits(lane), lane.path, strict=True)
-    )
-    return hops + tasks + int(costs.head_ns[lane.path[0]])
-
-
 def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
     """Run one iteration of the plan under virtual time."""
     course = Course.of(plan.costs, [stage.ring for stage in plan.stages], plan.dispatch, timing)
@@ -145,7 +141,7 @@ def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
     total = sum(lane.microbatches * steps(len(lane.path)) for lane in plan.lanes)
     if total > MOST_TASKS:
         raise UserError(f"{total} tasks in an iteration are more than the {MOST_TASKS} that can be simulated")
-    if sum(lane.microbatches * _alone_ns(plan, lane) for lane in plan.lanes) > LAST_NS:  # one after another
+    if sum(lane.microbatches * course.alone_ns(lane.path) for lane in plan.lanes) > LAST_NS:  # one after another
         raise UserError("an iteration of this plan may take over a century: does it use a link that is not there?")
     record = np.empty((total, 3), np.int64)
     run = course.run(paths, lengths, microbatches, record)

@@ -199,7 +199,7 @@ class PathSearch:
         key = (group.data_node, group.begin_ns, limits)
         if key not in self.found:
             path = self._best_path(group, limits)
-            alone_ns = self._alone_ns(path) if path else NEVER_NS
+            alone_ns = self.course.alone_ns(path) if path else NEVER_NS
             free = self._way(group, replace(limits, busy=())) if limits.busy else None
             way = Way(limits, path, alone_ns, free.least_ns if free else alone_ns)
             self.found[key] = way if alone_ns < NEVER_NS else None  # longer: it goes over a link that is not there
@@ -233,12 +233,6 @@ class PathSearch:
             if back_ns != TOO_MANY:
                 break
         return () if back_ns in (NO_WAY, TOO_MANY) else tuple(path.tolist())
-
-    def _alone_ns(self, path: Path) -> int:
-        around = [*path, path[0]]
-        hops = sum(int(self.hop_ns[a, b] + self.hop_ns[b, a]) for a, b in pairwise(around))
-        tasks = sum(int(self.course.forward_ns[node] + self.course.backward_ns[node]) for node in path)
-        return hops + tasks + int(self.course.head_ns[path[0]])
 
     # branches
 
