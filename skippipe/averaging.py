@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skippipe.costs import NEVER_NS, Costs
+from skippipe.rules import circle
 
 EXACT_UP_TO = 8  # nodes: 7! rings are tried one by one
 
@@ -35,7 +36,7 @@ def ring_ns(costs: Costs, stage: int, ring: Sequence[int]) -> int:
     if len(ring) < 2:
         return 0
     edges = edge_ns(costs, stage, len(ring))
-    slowest = max(int(edges[a, b]) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True))
+    slowest = max(int(edges[a, b]) for a, b in circle(ring))
     return 2 * (len(ring) - 1) * slowest
 
 

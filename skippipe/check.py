@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from itertools import pairwise
 
 from skippipe import rules
 from skippipe.costs import seconds
@@ -85,14 +84,13 @@ def _links(plan: Plan) -> list[Violation]:
     found = []
     unreachable = plan.cluster.bandwidth_bytes_per_s == 0
     for number, lane in enumerate(plan.lanes):
-        around = [*lane.path, lane.path[0]]
-        for hop, (a, b) in enumerate(pairwise(around)):
+        for hop, (a, b) in enumerate(rules.circle(lane.path)):
             for sender, receiver in ((a, b), (b, a)):
                 if unreachable[sender, receiver]:
                     message = f"'{_name(plan, sender)}' cannot reach '{_name(plan, receiver)}'"
                     found.append(Violation("link", f"lane {number}, hop {hop}", message))
     for index, stage in enumerate(plan.stages):
-        for sender, receiver in zip(stage.ring, [*stage.ring[1:], stage.ring[0]], strict=True):
+        for sender, receiver in rules.circle(stage.ring):
             if sender != receiver and unreachable[sender, receiver]:
                 message = f"'{_name(plan, sender)}' cannot reach '{_name(plan, receiver)}' to average gradients"
                 found.append(Violation("link", f"stage {index}, ring", message))

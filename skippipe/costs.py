@@ -52,10 +52,6 @@ class Costs:
     gradient_bytes: tuple[int, ...]
 
     @property
-    def stages(self) -> int:
-        return len(self.layers)
-
-    @property
     def nodes(self) -> int:
         return len(self.head_ns)
 

@@ -20,6 +20,11 @@ from skippipe.compiled import kernel
 MAX_SWAPS = 2
 
 
+def circle(nodes: Sequence[int]) -> list[tuple[int, int]]:
+    """From each node to the next, and from the last back to the first: the hops of a path, the edges of a ring."""
+    return list(zip(nodes, [*nodes[1:], *nodes[:1]], strict=True))
+
+
 def cc1_broken_at(visits: Sequence[int]) -> int | None:
     """The first hop at which stage 0 is missing or comes again."""
     for hop, stage in enumerate(visits):

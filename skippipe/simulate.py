@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +20,7 @@ from skippipe.dispatch import Dispatch, place, steps
 from skippipe.errors import UserError
 from skippipe.eventloop import run
 from skippipe.plan import Plan
+from skippipe.rules import circle
 from skippipe.timeline import LinkUse, NodeUse, Task, Timeline, Timing
 
 Ints = NDArray[np.int64]
@@ -88,7 +88,7 @@ class Course:
     def alone_ns(self, path: Sequence[int]) -> int:
         """A round trip with nobody else there: every task once, every hop there and back."""
         hop_ns = self.flight_ns, self.transmit_ns
-        hops = sum(int(part[a, b] + part[b, a]) for a, b in pairwise([*path, path[0]]) for part in hop_ns)
+        hops = sum(int(part[a, b] + part[b, a]) for a, b in circle(path) for part in hop_ns)
         tasks = sum(int(self.forward_ns[node] + self.backward_ns[node]) for node in path)
         return hops + tasks + int(self.head_ns[path[0]])
 
@@ -144,13 +144,13 @@ def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
     if sum(lane.microbatches * course.alone_ns(lane.path) for lane in plan.lanes) > LAST_NS:  # one after another
         raise UserError("an iteration of this plan may take over a century: does it use a link that is not there?")
     record = np.empty((total, 3), np.int64)
-    run = course.run(paths, lengths, microbatches, record)
+    outcome = course.run(paths, lengths, microbatches, record)
     tasks = _tasks(plan, record)
     return Timeline(
         timing=timing,
-        iteration_ns=run.iteration_ns,
-        last_backward_ns=run.last_backward_ns,
-        averaging_ns=run.averaging_ns,
+        iteration_ns=outcome.iteration_ns,
+        last_backward_ns=outcome.last_backward_ns,
+        averaging_ns=outcome.averaging_ns,
         nodes=_node_use(plan, tasks),
         links=_link_use(plan, timing),
         tasks=tasks,
@@ -194,14 +194,13 @@ def _node_use(plan: Plan, tasks: Sequence[Task]) -> tuple[NodeUse, ...]:
 def _link_use(plan: Plan, timing: Timing) -> tuple[LinkUse, ...]:
     sent: dict[tuple[int, int], int] = {}
     for lane in plan.lanes:
-        around = [*lane.path, lane.path[0]]
-        for a, b in pairwise(around):
+        for a, b in circle(lane.path):
             for link in ((a, b), (b, a)):  # the activation, and on the way back its gradient
                 sent[link] = sent.get(link, 0) + plan.costs.activation_bytes * lane.microbatches
     if timing is Timing.FULL:
         for index, stage in enumerate(plan.stages):
             if len(stage.ring) > 1:
                 chunk = chunk_bytes(plan.costs.gradient_bytes[index], len(stage.ring))
-                for link in zip(stage.ring, [*stage.ring[1:], stage.ring[0]], strict=True):
+                for link in circle(stage.ring):
                     sent[link] = sent.get(link, 0) + 2 * (len(stage.ring) - 1) * chunk
     return tuple(LinkUse(a, b, count) for (a, b), count in sorted(sent.items()))

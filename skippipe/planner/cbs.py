@@ -137,7 +137,7 @@ class _Tree:
 
 
 Better = Callable[[tuple[Path, ...], int], None]
-"""Called with a better set of paths, one for each lane, and the end of its last backward."""
+"""Called with a better set of paths, one for each lane, and the nanoseconds it is judged by."""
 
 
 class PathSearch:

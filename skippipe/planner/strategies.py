@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from skippipe.planner.effort import Effort
 from skippipe.planner.problem import Placement, Problem, rings
 from skippipe.planner.tours import NO_WAY
 from skippipe.presets import datacentre
+from skippipe.rules import circle
 from skippipe.simulate import Course, as_arrays, simulate
 from skippipe.workload import MODELS, Workload
 
@@ -238,5 +238,5 @@ def _iteration_ns(plan: Plan) -> int:
 def all_reachable(problem: Problem, paths: Sequence[Sequence[int]]) -> bool:
     """Does every hop of every path have a link there and back?"""
     transmit_ns = problem.costs.transmit_ns
-    hops = [hop for path in paths for hop in pairwise([*path, path[0]])]
+    hops = [hop for path in paths for hop in circle(path)]
     return all(max(transmit_ns[a, b], transmit_ns[b, a]) < NEVER_NS for a, b in hops)
