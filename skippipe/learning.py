@@ -1,0 +1,51 @@
+"""How weights follow gradients: AdamW with warm-up and cosine, clipped by the norm of the whole model's gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from skippipe.errors import UserError
+
+
+@dataclass(frozen=True)
+class Learning:
+    """Settings of the optimizer."""
+
+    rate: float = 3e-4
+    """The highest learning rate, reached after the warm-up."""
+    warmup: int = 20
+    """Iterations over which the rate rises from 0."""
+    iterations: int = 1000
+    """Iterations until the cosine has brought the rate down to its floor."""
+    floor: float = 0.1
+    """Share of the rate that is left in the end."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    """Of matrices; norms and biases do not decay."""
+    clip: float = 1.0
+    """Largest norm of the whole model's gradient; 0: not clipped."""
+
+    def __post_init__(self) -> None:
+        if self.warmup >= self.iterations:
+            raise UserError(
+                f"learning.warmup: {self.warmup} iterations of warm-up leave none of {self.iterations} to decay; "
+                "make it smaller"
+            )
+
+    def rate_at(self, iteration: int) -> float:
+        """`iteration` counts from 0."""
+        if iteration < self.warmup:
+            return self.rate * (iteration + 1) / (self.warmup + 1)
+        progress = min(1.0, (iteration - self.warmup) / (self.iterations - self.warmup))
+        return self.rate * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+    def clipping(self, squared_norms: Iterable[float]) -> tuple[float, float]:
+        """From the squared norms of the stages' gradients: the norm of the whole, and what to multiply it by."""
+        norm = math.sqrt(math.fsum(squared_norms))
+        if self.clip == 0 or not math.isfinite(norm):
+            return norm, 1.0
+        return norm, min(1.0, self.clip / (norm + 1e-6))

@@ -1,0 +1,1 @@
+"""Real models, a stage at a time."""

@@ -1,0 +1,67 @@
+"""Backward in two: input gradients at once, because others wait for them; weight gradients when there is time.
+
+The layers' linear maps, which hold nearly all weights, put their weight gradient off: backward notes the input and the
+output gradient, and the product of the two is made later. Everything else (norms, routers, experts that are not
+linear modules) is small or cannot be put off, and is done with the input gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Later = list[tuple[nn.Parameter, Tensor, Tensor]]
+"""Weight, input, output gradient."""
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, master: nn.Parameter, later: Later) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.master = master
+        ctx.later = later
+        return functional.linear(inputs, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        inputs, weight = ctx.saved_tensors
+        ctx.later.append((ctx.master, inputs, gradient))
+        return gradient @ weight, None, None, None
+
+
+class SplitLinear(nn.Linear):
+    later: Later
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(inputs)
+        weight: Tensor = self.weight
+        device = inputs.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            inputs, weight = inputs.to(dtype), weight.to(dtype)
+        output: Tensor = _Linear.apply(inputs, weight.detach(), self.weight, self.later)  # type: ignore[no-untyped-call]
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+def split_linears(layers: nn.Module, later: Later) -> None:
+    """Make every linear map below put its weight gradient into `later`."""
+    for module in layers.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = SplitLinear
+            module.later = later  # type: ignore[assignment]
+
+
+def add_weight_gradients(later: Later) -> None:
+    with torch.no_grad():
+        for weight, inputs, gradient in later:
+            assert weight.grad is not None
+            rows, columns = gradient.flatten(0, -2), inputs.flatten(0, -2)
+            if rows.dtype == weight.grad.dtype:
+                weight.grad.addmm_(rows.T, columns)
+            else:
+                weight.grad.add_(rows.T @ columns)

@@ -1,0 +1,117 @@
+"""A stage: consecutive layers of a model as one module. Stage 0 also has the embedding, the final norm and the head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from skippipe.model.blueprint import Blueprint
+
+
+class StageModel(nn.Module):
+    """Only these layers are ever made; fp32 master weights, whatever is computed in."""
+
+    def __init__(self, blueprint: Blueprint, layers: range, *, ends: bool, recompute: bool = False) -> None:
+        super().__init__()
+        self.numbers = layers
+        self.recompute = recompute
+        self._blueprint = blueprint
+        self._kinds = [blueprint.mask_kind(index) for index in layers]
+        self.layers = nn.ModuleList(blueprint.layer(index) for index in layers)
+        self.rotary = blueprint.rotary()
+        self.embedding = blueprint.embedding() if ends else None
+        self.norm = blueprint.norm() if ends else None
+        self.head = blueprint.head() if ends else None
+        if self.embedding is not None and self.head is not None and blueprint.tied:
+            self.head.weight = self.embedding.weight
+        self._around: dict[Any, tuple[Tensor, Any, dict[str, Tensor | None]]] = {}
+        self._scores: list[Tensor] = []
+        self._watch_routers()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        assert self.embedding is not None, "only stage 0 embeds"
+        hidden: Tensor = self.embedding(tokens)
+        return hidden
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        positions, rotation, masks = self._surroundings(hidden)
+        for layer, kind in zip(self.layers, self._kinds, strict=True):
+            said = {"attention_mask": masks[kind], "position_ids": positions, "position_embeddings": rotation}
+            if self.recompute and torch.is_grad_enabled():
+                hidden = checkpoint(layer, hidden, use_reentrant=False, **said)
+            else:
+                hidden = layer(hidden, **said)
+        return hidden
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Of the next token, the mean over all tokens of the microbatch."""
+        assert self.norm is not None, "only stage 0 has the head"
+        assert self.head is not None
+        logits = self.head(self.norm(hidden))
+        return functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
+
+    def balance(self) -> Tensor | None:
+        """The weighted balancing loss of the forward pass that just ended; None for dense layers.
+
+        After Switch Transformers (equations 4 to 6), for each layer by itself, so that a stage needs to know nothing
+        of the others; the mean over the layers of the whole model, so that a stage's share does not depend on how the
+        model was cut.
+        """
+        scores, self._scores = self._scores, []
+        if not scores:
+            return None
+        total = torch.zeros((), device=scores[0].device)
+        for each in scores:
+            share = each.float().softmax(-1)
+            experts = share.shape[-1]
+            chosen = share.topk(self._blueprint.experts_active, -1).indices
+            used = functional.one_hot(chosen, experts).sum(-2).float().mean(0)
+            total = total + experts * (used * share.mean(0)).sum()
+        everywhere = self._blueprint.routers(range(self._blueprint.layers))
+        return self._blueprint.balance_weight * total / everywhere
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under the names that they have in the whole model."""
+        if self.embedding is not None:
+            yield from ((f"model.embed_tokens.{name}", each) for name, each in self.embedding.named_parameters())
+        for number, layer in zip(self.numbers, self.layers, strict=True):
+            yield from ((f"model.layers.{number}.{name}", each) for name, each in layer.named_parameters())
+        if self.norm is not None and self.head is not None:
+            yield from ((f"model.norm.{name}", each) for name, each in self.norm.named_parameters())
+            if not self._blueprint.tied:
+                yield from ((f"lm_head.{name}", each) for name, each in self.head.named_parameters())
+
+    def _surroundings(self, hidden: Tensor) -> tuple[Tensor, Any, dict[str, Tensor | None]]:
+        """Positions, their rotations and the masks: the same for every microbatch of a shape."""
+        key = hidden.shape[1], hidden.dtype, hidden.device
+        if key not in self._around:
+            with torch.no_grad():
+                positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+                masks = {kind: self._blueprint.mask(kind, hidden, positions) for kind in dict.fromkeys(self._kinds)}
+                self._around[key] = positions, self.rotary(hidden, positions), masks
+        return self._around[key]
+
+    def _watch_routers(self) -> None:
+        found = self._blueprint.router
+        if found is None or self._blueprint.balance_weight == 0:
+            return
+        kind, index = found
+
+        def noted(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if torch.is_grad_enabled():
+                self._scores.append(output[index] if isinstance(output, tuple) else output)
+
+        for module in self.layers.modules():
+            if isinstance(module, kind):
+                module.register_forward_hook(noted)
+
+
+def layer_ranges(counts: tuple[int, ...]) -> list[range]:
+    """The layers of each stage."""
+    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
+    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]

@@ -1,0 +1,110 @@
+"""The tasks of a node on real tensors: forward, head, backward, weight gradients. One process uses the same.
+
+`StageTasks` holds what a microbatch leaves behind from its forward to the end of its backward, and adds up gradients
+over the microbatches that came. Tensors come and go in fp32; inside, autocast may compute in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from skippipe.learning import Learning
+from skippipe.model.blueprint import Blueprint
+from skippipe.model.splitting import Later, add_weight_gradients, split_linears
+from skippipe.model.stage import StageModel
+from skippipe.model.weights import FlatWeights
+
+Key = tuple[int, int]
+"""Lane and microbatch of the lane."""
+
+
+class Held(NamedTuple):
+    """What a microbatch keeps on a node for its backward pass."""
+
+    given: Tensor
+    made: Tensor
+    balance: Tensor | None
+
+
+class StageTasks:
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        layers: range,
+        learning: Learning,
+        *,
+        ends: bool,
+        device: str = "cpu",
+        compute_dtype: str = "fp32",
+        recompute: bool = False,
+        split_backward: bool = False,
+        compiled: bool = False,
+    ) -> None:
+        self.model = StageModel(blueprint, layers, ends=ends, recompute=recompute).to(device)
+        self.weights = FlatWeights(self.model, learning)
+        self.device = device
+        self.held: dict[Key, Held] = {}
+        self.put_off: dict[Key, Later] = {}
+        self._later: Later = []
+        self._low_precision = compute_dtype == "bf16"
+        if split_backward:
+            split_linears(self.model.layers, self._later)
+        self._forward: Callable[[Tensor], Tensor] = self.model.forward
+        self._loss: Callable[[Tensor, Tensor], Tensor] = self.model.loss
+        if compiled:
+            self._forward = torch.compile(self._forward, dynamic=False)
+            self._loss = torch.compile(self._loss, dynamic=False)
+        self._split = split_backward
+
+    def begin(self, key: Key, tokens: Tensor) -> Tensor:
+        """The forward pass at the data node."""
+        with self._autocast():
+            return self._keep(key, self.model.embed(tokens))
+
+    def forward(self, key: Key, hidden: Tensor) -> Tensor:
+        return self._keep(key, hidden.detach().requires_grad_())
+
+    def head(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss, and its gradient with respect to what came in."""
+        given = hidden.detach().requires_grad_()
+        with self._autocast():
+            loss = self._loss(given, labels)
+        torch.autograd.backward(loss)
+        assert given.grad is not None
+        return loss.detach(), given.grad
+
+    def backward(self, key: Key, gradient: Tensor) -> Tensor | None:
+        """The gradient for the node before; None at the data node, where the microbatch began."""
+        held = self.held.pop(key)
+        roots, gradients = [held.made], [gradient.to(held.made.dtype)]
+        if held.balance is not None:
+            roots.append(held.balance)
+            gradients.append(torch.ones_like(held.balance))
+        torch.autograd.backward(roots, gradients)
+        if self._split:
+            self.put_off[key] = self._later.copy()
+            self._later.clear()
+        return held.given.grad if held.given.is_leaf else None
+
+    def weight_gradients(self, key: Key) -> None:
+        add_weight_gradients(self.put_off.pop(key))
+
+    def forget(self) -> None:
+        """Drop whatever is in flight."""
+        self.held.clear()
+        self.put_off.clear()
+        self._later.clear()
+
+    def _keep(self, key: Key, given: Tensor) -> Tensor:
+        assert key not in self.held, f"microbatch {key} is here already"
+        with self._autocast():
+            made = self._forward(given)
+            self.held[key] = Held(given, made, self.model.balance())
+        return made.detach()
+
+    def _autocast(self) -> Any:
+        return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self._low_precision)

@@ -1,0 +1,341 @@
+"""A node's part in training, as a state machine.
+
+It sees the clock, the network and its computer only through `Outside`, so the same code runs in a process with sockets
+and in one thread under virtual time. It never waits: messages and finished work are taken in by `receive` and
+`finished`, and `decide` then starts what goes next. Whoever runs it takes in all that happens at one time before it
+calls `decide`, as the simulator does.
+
+An iteration: tasks in the order that `dispatch` gives, until none is left; then the stage's ring averages gradients;
+then the coordinator, which knows all norms, says how to step; then the next iteration begins.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+from skippipe.dispatch import (
+    all_steps,
+    frees_slot,
+    goes_before,
+    is_weights,
+    may_start,
+    place,
+    steps,
+    urgency,
+    weights_after,
+)
+from skippipe.plan import Plan
+from skippipe.rules import exposure
+from skippipe.runtime.control import COORDINATOR, Averaged, Begin, Collect, Control, Proceed, Stepped, Stop
+from skippipe.runtime.work import Measure, Outcome, Pass, Reduce, Show, Step, Task, Work
+from skippipe.transport.message import Kind, Message
+
+
+class Outside(Protocol):
+    """All that a node can do to the world."""
+
+    def now_ns(self) -> int: ...
+
+    def send(self, receiver: int, message: Message) -> None: ...
+
+    def say(self, control: Control) -> None:
+        """To the coordinator."""
+
+    def start(self, work: Work) -> None:
+        """Have it run; `finished` follows. One work at a time."""
+
+
+class ProtocolBroken(Exception):
+    """Somebody sent what the plan does not foresee."""
+
+
+class Phase(Enum):
+    WAITING = "waiting for the coordinator to begin"
+    RUNNING = "running tasks"
+    AVERAGING = "averaging gradients"
+    AVERAGED = "waiting for the coordinator's step"
+    STEPPING = "taking the optimizer step"
+    FINISHED = "finished"
+
+
+class Arrived(NamedTuple):
+    task: Task
+    ready_ns: int
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """In the gradient ring of the stage."""
+
+    before: int
+    after: int
+    rounds: int
+
+
+class Node:
+    def __init__(self, number: int, plan: Plan, outside: Outside, *, own_ring: bool = True) -> None:
+        self.number = number
+        self.plan = plan
+        self.stage = plan.stage_of[number]
+        self.phase = Phase.WAITING
+        self.iteration = -1
+        self.stopped: Stop | None = None
+        self._outside = outside
+        self._own_ring = own_ring
+        self._split = plan.split_backward
+        self._paths = [lane.path for lane in plan.lanes]
+        self._slots = plan.slots[number]
+        self._urgency = plan.dispatch.forward_urgency
+        self._visits = exposure([plan.visits(lane) for lane in plan.lanes], _counts(plan), len(plan.stages))[self.stage]
+        self._tasks = sum(
+            lane.microbatches
+            for lane in plan.lanes
+            for step in range(all_steps(len(lane.path), plan.split_backward))
+            if lane.path[place(step, len(lane.path))] == number
+        )
+        self._ring = self._neighbours()
+        self._ready: list[Arrived] = []
+        self._running: tuple[Arrived, int] | None = None
+        self._chores: deque[Work] = deque()
+        self._busy = False
+        self._held = 0
+        self._left = 0
+        self._seen: set[tuple[int, int, int]] = set()
+        self._early: list[tuple[int, Message, int]] = []
+        self._chunks: dict[int, Any] = {}
+        self._next_round = 0
+        self._proceed: Proceed | None = None
+        self._begun_ns = 0
+        self._recorded = False
+        self._record: list[list[int]] = []
+        self._losses: list[tuple[int, int, Any]] = []
+        self._sent_bytes: dict[int, int] = {}
+
+    def hear(self, control: Control) -> None:
+        """From the coordinator."""
+        match control:
+            case Begin():
+                self._begin(control.iteration, control.recorded)
+            case Proceed():
+                if control.iteration != self.iteration:
+                    raise ProtocolBroken(f"told to step iteration {control.iteration} while in {self.iteration}")
+                self._proceed = control
+                self._step_if_averaged()
+            case Collect():
+                self._chores.append(Show(0))
+            case Stop():
+                self.stopped = control
+            case _:
+                raise ProtocolBroken(f"a node has no use for {type(control).__name__}")
+
+    def receive(self, sender: int, message: Message) -> None:
+        """From another node; one that is an iteration ahead is heard when this node gets there."""
+        self._take_in(sender, message, self._outside.now_ns())
+
+    def finished(self, work: Work, result: Any) -> None:
+        self._busy = False
+        match work:
+            case Task():
+                self._task_ended(result)
+            case Pass():
+                self._passed_on(work.round, result)
+            case Reduce():
+                self._chores.append(Measure(self._visits))
+            case Measure():
+                self._report(result)
+            case Step():
+                self._stepped()
+            case Show():
+                if result is not None:
+                    self._outside.send(
+                        COORDINATOR, Message(Kind.CHUNK, self.iteration, self.stage, work.piece, 0, result)
+                    )
+                    self._chores.append(Show(work.piece + 1))
+                else:
+                    self._outside.send(
+                        COORDINATOR, Message(Kind.CHUNK, self.iteration, self.stage, work.piece, 1, None)
+                    )
+
+    def decide(self) -> None:
+        """Start what goes next, if nothing runs."""
+        if self._busy or self.stopped:
+            return
+        if self._chores:
+            self._start(self._chores.popleft())
+            return
+        if self.phase is not Phase.RUNNING:
+            return
+        best = -1
+        for index, (task, ready_ns) in enumerate(self._ready):
+            length = len(self._paths[task.lane])
+            if not may_start(task.step, length, self._held, self._slots):
+                continue
+            if best < 0 or goes_before(
+                urgency(task.step, length, self._urgency), ready_ns, task.lane, *self._rank(self._ready[best])
+            ):
+                best = index
+        if best < 0:
+            return
+        chosen = self._ready.pop(best)
+        if chosen.task.step < len(self._paths[chosen.task.lane]):
+            self._held += 1
+        self._running = chosen, self._outside.now_ns()
+        self._start(chosen.task)
+
+    def waits_for(self) -> str:
+        """For messages to people."""
+        if self.phase is not Phase.RUNNING:
+            return str(self.phase.value)
+        return f"{self.phase.value}, {self._left} of {self._tasks} left"
+
+    def _rank(self, arrived: Arrived) -> tuple[int, int, int]:
+        task = arrived.task
+        return urgency(task.step, len(self._paths[task.lane]), self._urgency), arrived.ready_ns, task.lane
+
+    def _start(self, work: Work) -> None:
+        self._busy = True
+        self._outside.start(work)
+
+    def _begin(self, iteration: int, recorded: bool) -> None:
+        if self.phase not in (Phase.WAITING, Phase.STEPPING):
+            raise ProtocolBroken(f"told to begin iteration {iteration} while {self.phase.value}")
+        self.iteration = iteration
+        self.phase = Phase.RUNNING
+        self._begun_ns = self._outside.now_ns()
+        self._recorded = recorded
+        self._left = self._tasks
+        self._seen.clear()
+        self._chunks.clear()
+        self._next_round = 0
+        self._proceed = None
+        self._record, self._losses, self._sent_bytes = [], [], {}
+        for lane, path in enumerate(self._paths):
+            if path[0] == self.number:
+                self._ready.append(Arrived(Task(iteration, lane, 0, 0), self._begun_ns))
+        early, self._early = self._early, []
+        for sender, message, arrived_ns in early:
+            self._take_in(sender, message, arrived_ns)
+        if self._left == 0:
+            self._average()
+
+    def _take_in(self, sender: int, message: Message, arrived_ns: int) -> None:
+        if message.iteration == self.iteration + 1:
+            self._early.append((sender, message, arrived_ns))
+            return
+        if message.iteration != self.iteration:
+            raise ProtocolBroken(f"a message of iteration {message.iteration} while in {self.iteration}")
+        if message.kind is Kind.CHUNK:
+            self._take_chunk(sender, message)
+            return
+        lane, step = message.lane, message.step
+        if not (0 <= lane < len(self._paths) and 0 <= message.microbatch < self.plan.lanes[lane].microbatches):
+            raise ProtocolBroken(f"the plan has no microbatch {message.microbatch} on lane {lane}")
+        path = self._paths[lane]
+        on_its_way = 0 < step < steps(len(path)) and path[place(step, len(path))] == self.number
+        if not on_its_way or path[place(step - 1, len(path))] != sender:
+            raise ProtocolBroken(f"step {step} of lane {lane} does not come here from node {sender}")
+        which = lane, message.microbatch, step
+        if which in self._seen:
+            raise ProtocolBroken(f"step {step} of microbatch {message.microbatch} on lane {lane} came twice")
+        self._seen.add(which)
+        self._ready.append(Arrived(Task(self.iteration, *which, message.body), arrived_ns))
+
+    def _task_ended(self, outcome: Outcome) -> None:
+        assert self._running is not None
+        (task, ready_ns), start_ns = self._running
+        self._running = None
+        lane, microbatch, step = task.lane, task.microbatch, task.step
+        path = self._paths[lane]
+        length = len(path)
+        if self._recorded:
+            times = (ready_ns, start_ns, self._outside.now_ns())
+            self._record.append([lane, microbatch, step, *(each - self._begun_ns for each in times)])
+        if outcome.loss is not None:
+            self._losses.append((lane, microbatch, outcome.loss))
+        if frees_slot(step, length, self._split):
+            self._held -= 1
+        if self._split and step > length and not is_weights(step, length):
+            later = Task(self.iteration, lane, microbatch, weights_after(step, length))
+            self._ready.append(Arrived(later, self._outside.now_ns()))
+        if step + 1 < steps(length):
+            self._hop(path[place(step + 1, length)], lane, microbatch, step + 1, outcome.payload)
+        elif step + 1 == steps(length) and microbatch + 1 < self.plan.lanes[lane].microbatches:
+            self._ready.append(Arrived(Task(self.iteration, lane, microbatch + 1, 0), self._outside.now_ns()))
+        self._left -= 1
+        if self._left == 0:
+            self._average()
+
+    def _hop(self, receiver: int, lane: int, microbatch: int, step: int, payload: Any) -> None:
+        self._send(receiver, Message(Kind.HOP, self.iteration, lane, microbatch, step, payload))
+
+    def _send(self, receiver: int, message: Message) -> None:
+        self._sent_bytes[receiver] = self._sent_bytes.get(receiver, 0) + getattr(message.body, "nbytes", 0)
+        self._outside.send(receiver, message)
+
+    def _average(self) -> None:
+        self.phase = Phase.AVERAGING
+        if self._ring is None:
+            self._chores.append(Measure(self._visits))
+        elif not self._own_ring:
+            self._chores.append(Reduce())
+        else:
+            self._chores.append(Pass(0))
+
+    def _take_chunk(self, sender: int, message: Message) -> None:
+        if self._ring is None or sender != self._ring.before or message.lane != self.stage:
+            raise ProtocolBroken(f"node {sender} is not before this one in the ring of stage {self.stage}")
+        if message.step in self._chunks or not self._next_round <= message.step + 1 <= self._ring.rounds:
+            raise ProtocolBroken(f"round {message.step} of the ring came twice or too late")
+        self._chunks[message.step] = message.body
+        self._pass_next()
+
+    def _passed_on(self, round_: int, payload: Any) -> None:
+        assert self._ring is not None
+        self._next_round = round_ + 1
+        if round_ < self._ring.rounds:
+            self._send(self._ring.after, Message(Kind.CHUNK, self.iteration, self.stage, 0, round_, payload))
+            self._pass_next()
+        else:
+            self._chores.append(Measure(self._visits))
+
+    def _pass_next(self) -> None:
+        """Go on with the ring if this node has done its part of the round and the neighbour's has come."""
+        given = self._chunks.get(self._next_round - 1)
+        if self._next_round > 0 and given is not None:
+            del self._chunks[self._next_round - 1]
+            self._chores.append(Pass(self._next_round, given))
+            self._next_round = -1  # until this one has been passed on
+
+    def _report(self, squared_norm: float) -> None:
+        self.phase = Phase.AVERAGED
+        losses = [[lane, microbatch, float(loss)] for lane, microbatch, loss in self._losses]
+        sent = [[receiver, count] for receiver, count in sorted(self._sent_bytes.items())]
+        self._outside.say(Averaged(self.iteration, squared_norm, losses, self._record, sent))
+        self._step_if_averaged()
+
+    def _step_if_averaged(self) -> None:
+        if self._proceed and self.phase is Phase.AVERAGED:
+            self.phase = Phase.STEPPING
+            self._chores.append(Step(self._proceed.rate, self._proceed.scale))
+
+    def _stepped(self) -> None:
+        assert self._proceed is not None
+        if self._proceed.last:
+            self.phase = Phase.FINISHED
+            self._outside.say(Stepped(self.iteration))
+        else:
+            self._begin(self.iteration + 1, self._proceed.recorded)
+
+    def _neighbours(self) -> Neighbours | None:
+        ring = self.plan.stages[self.stage].ring
+        if len(ring) == 1:
+            return None
+        at = ring.index(self.number)
+        return Neighbours(ring[at - 1], ring[(at + 1) % len(ring)], 2 * (len(ring) - 1))
+
+
+def _counts(plan: Plan) -> list[int]:
+    return [lane.microbatches for lane in plan.lanes]
