@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 
 from skippipe import eventloop
+from skippipe.dispatch import all_steps
 from skippipe.examples import published20, published_plan
 from skippipe.simulate import Course, as_arrays
 from skippipe.timeline import Timing
@@ -33,22 +35,25 @@ def main() -> None:
     paths, lengths = as_arrays([lane.path for lane in plan.lanes])
     microbatches = np.array([lane.microbatches for lane in plan.lanes])
 
-    def speeds(timing: Timing) -> tuple[float, float]:
+    def speeds(timing: Timing, split: bool) -> tuple[float, float]:
         """Iterations a second of the compiled event loop, and of the same code as plain Python."""
-        course = Course.of(plan.costs, [stage.ring for stage in plan.stages], plan.dispatch, timing)
+        rings = [stage.ring for stage in plan.stages]
+        course = Course.of(plan.costs, rings, plan.dispatch, timing, split)
         course.run(paths, lengths, microbatches)  # compile
         compiled = per_second(lambda: course.run(paths, lengths, microbatches))
-        costs = (course.forward_ns, course.backward_ns, course.head_ns, course.slots, course.flight_ns)
+        tasks = (course.forward_ns, course.backward_ns, course.weight_ns, course.head_ns)
         out = (np.empty(len(plan.cluster), np.int64), np.empty((0, 3), np.int64))
-        rest = (course.transmit_ns, timing is Timing.FULL, course.forward_urgency, *out)
+        hops = (course.slots, course.flight_ns, course.transmit_ns, timing is Timing.FULL)
+        rest = (course.forward_urgency, split, *out)
         plain = eventloop.run.py_func  # type: ignore[attr-defined]
-        return compiled, per_second(lambda: plain(paths, lengths, microbatches, *costs, *rest))
+        return compiled, per_second(lambda: plain(paths, lengths, microbatches, *tasks, *hops, *rest))
 
-    for timing in Timing:
-        compiled, plain = speeds(timing)
+    for timing, split in product(Timing, (False, True)):
+        compiled, plain = speeds(timing, split)
+        tasks = plan.microbatches * all_steps(4, split)
         print(
-            f"published20, {timing} timing: {compiled:,.0f} iterations/s ({compiled * 270 / 1e6:.1f} M tasks/s), "
-            f"{compiled / plain:.0f} times the same code without the compiler"
+            f"published20, {timing} timing{', split backward' * split}: {compiled:,.0f} iterations/s "
+            f"({compiled * tasks / 1e6:.1f} M tasks/s), {compiled / plain:.0f} times the same code without the compiler"
         )
 
 

@@ -34,6 +34,11 @@ def kernel(function: Function) -> Function:
         settings.CACHE_DIR = before
 
 
+def plain(function: Function) -> Function:
+    """The function as it is written, for those who call it now and then and should not have to compile it."""
+    return cast(Function, getattr(function, "py_func", function))
+
+
 _folder: Path | None = None
 
 

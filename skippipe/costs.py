@@ -37,6 +37,9 @@ class Costs:
     forward_ns: Ns
     """[stage, node]: forward pass of one microbatch."""
     backward_ns: Ns
+    """[stage, node]: backward pass of one microbatch, weight gradients included."""
+    weight_ns: Ns
+    """[stage, node]: the weight gradients of a split backward."""
     optimizer_ns: Ns
     """[stage, node]: one optimizer step."""
     head_ns: Ns
@@ -54,6 +57,12 @@ class Costs:
     @property
     def nodes(self) -> int:
         return len(self.head_ns)
+
+    @property
+    def input_ns(self) -> Ns:
+        """[stage, node]: what a split backward leaves without its weight gradients."""
+        left: Ns = self.backward_ns - self.weight_ns
+        return left.clip(min=1)
 
     @cached_property
     def hop_ns(self) -> Ns:
@@ -75,6 +84,7 @@ def costs_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...]) -> C
     step = [
         float(OPTIMIZER_FLOPS_PER_PARAMETER * workload.stage_parameters(stage, k)) for stage, k in enumerate(layers)
     ]
+    backward_ns = stage_by_node([workload.backward_ratio * flops for flops in forward])
     reachable = cluster.bandwidth_bytes_per_s > 0
     bandwidth = np.where(reachable, cluster.bandwidth_bytes_per_s, 1.0)
     with np.errstate(over="ignore"):
@@ -83,7 +93,8 @@ def costs_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...]) -> C
     return Costs(
         layers=layers,
         forward_ns=stage_by_node(forward),
-        backward_ns=stage_by_node([workload.backward_ratio * flops for flops in forward]),
+        backward_ns=backward_ns,
+        weight_ns=np.maximum(1, np.rint(workload.weight_share * backward_ns).astype(np.int64)),
         optimizer_ns=stage_by_node(step),
         head_ns=np.array([task_ns(workload.head_flops(layers[0]), s) for s in speed], dtype=np.int64),
         slots=np.array(

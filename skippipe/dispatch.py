@@ -1,9 +1,12 @@
 """Who goes next on a node: the one definition that the simulator and the runtime share.
 
-A microbatch with a path of L nodes passes 2L + 1 steps: forward on each node in order (0 … L−1), head and loss at the
-data node (L), backward on each node in reverse (L+1 … 2L). A node runs one task at a time and never interrupts it.
-When it is free, it takes, of the tasks that are ready and may start, the one with the smallest
-(urgency, time it became ready, lane). Nothing waits for a task that is not there yet.
+A microbatch with a path of L nodes passes 2L + 1 steps, one after another: forward on each node in order (0 … L−1),
+head and loss at the data node (L), backward on each node in reverse (L+1 … 2L). With a split backward these compute
+only the gradient of the input, and the gradient of the weights is a task of its own on every node, which nothing on
+the way waits for: step 2L+1+p at place p of the path, ready when the backward at that place ends.
+
+A node runs one task at a time and never interrupts it. When it is free, it takes, of the tasks that are ready and may
+start, the one with the smallest (urgency, time it became ready, lane). Nothing waits for a task that is not there yet.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ class Dispatch(StrEnum):
 
     @property
     def forward_urgency(self) -> int:
-        """Of forward tasks; that of head and backward is 0, and the smaller goes first."""
+        """Of forward tasks, for `urgency`."""
         return 1 if self is Dispatch.BACKWARD_FIRST else 0
 
 
@@ -34,18 +37,52 @@ def place(step: int, length: int) -> int:
         return step
     if step == length:
         return 0
-    return 2 * length - step
+    if step <= 2 * length:
+        return 2 * length - step
+    return step - (2 * length + 1)
 
 
 @kernel
 def steps(length: int) -> int:
-    """Of a microbatch, from its first forward to its last backward."""
+    """Of a microbatch on its way, from its first forward to its last backward; weight gradients come on top."""
     return 2 * length + 1
 
 
 @kernel
+def all_steps(length: int, split: bool) -> int:
+    """Of a microbatch, with a weight gradient for every node of its path if the backward is split."""
+    return 3 * length + 1 if split else 2 * length + 1
+
+
+@kernel
+def is_weights(step: int, length: int) -> bool:
+    """The weight gradient of a split backward."""
+    return step > 2 * length
+
+
+@kernel
+def weights_after(step: int, length: int) -> int:
+    """The step that computes the weight gradient which a split backward leaves over."""
+    return 2 * length + 1 + (2 * length - step)
+
+
+@kernel
+def frees_slot(step: int, length: int, split: bool) -> bool:
+    """Whether the node lets go of the microbatch when this step ends there."""
+    return step > 2 * length if split else step > length
+
+
+@kernel
+def urgency(step: int, length: int, forward_urgency: int) -> int:
+    """The smaller goes first. Weight gradients fill the time that nobody else can use."""
+    if step < length:
+        return forward_urgency
+    return 0 if step <= 2 * length else 2
+
+
+@kernel
 def may_start(step: int, length: int, held: int, slots: int) -> bool:
-    """A forward needs a free memory slot, which its backward gives back; head and backward use the slot they have."""
+    """A forward needs a free memory slot, which its last task there gives back; the others use the slot they have."""
     return step >= length or held < slots
 
 
@@ -53,6 +90,7 @@ def may_start(step: int, length: int, held: int, slots: int) -> bool:
 def goes_before(
     urgency: int, ready_ns: int, lane: int, other_urgency: int, other_ready_ns: int, other_lane: int
 ) -> bool:
+    """Two tasks never tie: of one lane, only one becomes ready on a node at a time."""
     if urgency != other_urgency:
         return urgency < other_urgency
     if ready_ns != other_ready_ns:

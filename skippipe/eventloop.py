@@ -4,6 +4,9 @@ A lane has one microbatch in flight, so it has one pending event at most: its ne
 an event of its own only when somebody waits for it. Everything that happens at one time is taken in before any node
 decides, so the outcome does not depend on the order in which simultaneous events are looked at.
 
+Weight gradients of a split backward need no events either: they wait on their node, in the order in which its
+backwards ran, for a moment when it could start nothing else.
+
 Sends need no events: a node's tasks end one after another, so the transfers on a directed link are known in their
 order when the task that feeds them starts.
 """
@@ -14,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skippipe.compiled import kernel
-from skippipe.dispatch import goes_before, may_start, place, steps
+from skippipe.dispatch import all_steps, frees_slot, goes_before, may_start, place, steps, urgency, weights_after
 from skippipe.heap import drop_first, push
 
 Ints = NDArray[np.int64]
@@ -25,18 +28,20 @@ def run(
     paths: Ints,  # [lane, hop] node; rows are padded at the end
     lengths: Ints,  # [lane]
     microbatches: Ints,  # [lane]
-    forward_ns: Ints,  # [node], as are the next three
+    forward_ns: Ints,  # [node], as are the next four
     backward_ns: Ints,
+    weight_ns: Ints,
     head_ns: Ints,
     slots: Ints,
     flight_ns: Ints,  # [from, to]
     transmit_ns: Ints,  # [from, to]
     queued: bool,  # transfers on one directed link wait for each other
     forward_urgency: int,
+    split: bool,  # weight gradients are tasks of their own
     done_ns: Ints,  # out: [node] end of its last task
     record: Ints,  # out: [task, (ready, start, end)]; no rows: do not record
 ) -> tuple[int, int]:
-    """The end of the last task, and how many microbatches came back (fewer than were sent: a deadlock)."""
+    """The end of the last task, and how many microbatches did not come back (if any: a deadlock)."""
     lanes = len(lengths)
     nodes = len(forward_ns)
     recording = len(record) > 0
@@ -51,6 +56,7 @@ def run(
     free_ns = np.zeros(nodes, np.int64)
     held = np.zeros(nodes, np.int64)
     will_wake = np.zeros(nodes, np.bool_)
+    undone = np.zeros(nodes, np.int64)  # weight gradients of the microbatches whose backward has been there
     link_free_ns = np.zeros((nodes, nodes) if queued else (1, 1), np.int64)
 
     times = np.empty(lanes + nodes, np.int64)  # a heap of events: (time, code)
@@ -58,14 +64,18 @@ def run(
     deciding = np.empty(lanes + nodes, np.int64)
     size = 0
     tasks = 0
+    left = 0
     for lane in range(lanes):
         first_task[lane] = tasks
-        tasks += microbatches[lane] * steps(lengths[lane])
+        tasks += microbatches[lane] * all_steps(lengths[lane], split)
+        left += microbatches[lane]
         if microbatches[lane] > 0:
             size = push(times, codes, size, 0, lane)
+    oldest = np.empty(nodes, np.int64)  # the first task of a linked list of undone weight gradients, if recorded
+    newest = np.empty(nodes, np.int64)
+    after = np.empty(tasks if split and recording else 0, np.int64)  # the next in that list
     done_ns[:] = 0
     last_ns = 0
-    completed = 0
 
     while size > 0:
         now = times[0]
@@ -101,49 +111,71 @@ def run(
             while lane >= 0:
                 length = lengths[lane]
                 if may_start(step[lane], length, held[node], slots[node]):
-                    urgency = forward_urgency if step[lane] < length else 0
-                    if best < 0 or goes_before(urgency, ready_ns[lane], lane, best_urgency, ready_ns[best], best):
+                    lane_urgency = urgency(step[lane], length, forward_urgency)
+                    if best < 0 or goes_before(lane_urgency, ready_ns[lane], lane, best_urgency, ready_ns[best], best):
                         best = lane
                         before_best = previous
-                        best_urgency = urgency
+                        best_urgency = lane_urgency
                 previous = lane
                 lane = behind[lane]
-            if best < 0:
-                continue
-            if before_best < 0:
-                waiting[node] = behind[best]
-            else:
-                behind[before_best] = behind[best]
-
             lane = best
-            length = lengths[lane]
-            at = step[lane]
-            if at < length:
-                end = now + forward_ns[node]
-                held[node] += 1
-            elif at == length:
-                end = now + head_ns[node]
+            if lane >= 0:
+                if before_best < 0:
+                    waiting[node] = behind[lane]
+                else:
+                    behind[before_best] = behind[lane]
+                length = lengths[lane]
+                at = step[lane]
+                if at < length:
+                    end = now + forward_ns[node]
+                    held[node] += 1
+                elif at == length:
+                    end = now + head_ns[node]
+                else:
+                    end = now + backward_ns[node]
+                    if frees_slot(at, length, split):
+                        held[node] -= 1  # the node is busy until the slot is really free
+                    else:
+                        if recording:
+                            first = first_task[lane] + microbatch[lane] * all_steps(length, split)
+                            weights = first + weights_after(at, length)
+                            record[weights, 0] = end
+                            if undone[node] > 0:
+                                after[newest[node]] = weights
+                            else:
+                                oldest[node] = weights
+                            newest[node] = weights
+                        undone[node] += 1
+                if recording:
+                    task = first_task[lane] + microbatch[lane] * all_steps(length, split) + at
+                    record[task, 0] = ready_ns[lane]
+            elif undone[node] > 0:  # of all urgencies theirs comes last
+                end = now + weight_ns[node]
+                held[node] -= 1
+                undone[node] -= 1
+                if recording:
+                    task = oldest[node]
+                    oldest[node] = after[task]
             else:
-                end = now + backward_ns[node]
-                held[node] -= 1  # the node is busy until the slot is really free
+                continue
             free_ns[node] = end
             done_ns[node] = end
             last_ns = max(last_ns, end)
-            if waiting[node] >= 0 and not will_wake[node]:
+            if (waiting[node] >= 0 or undone[node] > 0) and not will_wake[node]:
                 will_wake[node] = True
                 size = push(times, codes, size, end, -1 - node)
             if recording:
-                task = first_task[lane] + microbatch[lane] * steps(length) + at
-                record[task, 0] = ready_ns[lane]
                 record[task, 1] = now
                 record[task, 2] = end
+            if lane < 0:
+                continue
 
             arrival = end
             at += 1
             if at == steps(length):
                 at = 0
                 microbatch[lane] += 1
-                completed += 1
+                left -= 1
                 if microbatch[lane] == microbatches[lane]:
                     continue
             else:
@@ -158,4 +190,4 @@ def run(
             step[lane] = at
             size = push(times, codes, size, arrival, lane)
 
-    return last_ns, completed
+    return last_ns, left

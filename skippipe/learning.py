@@ -17,20 +17,23 @@ class Learning:
     """The highest learning rate, reached after the warm-up."""
     warmup: int = 20
     """Iterations over which the rate rises from 0."""
-    iterations: int = 1000
-    """Iterations until the cosine has brought the rate down to its floor."""
+    iterations: int = 0
+    """Iterations until the cosine has brought the rate down to its floor; 0: as long as the run is."""
     floor: float = 0.1
     """Share of the rate that is left in the end."""
     beta1: float = 0.9
+    """Of the mean of gradients."""
     beta2: float = 0.95
+    """Of the mean of their squares."""
     epsilon: float = 1e-8
+    """Added to the root of the latter."""
     weight_decay: float = 0.1
     """Of matrices; norms and biases do not decay."""
     clip: float = 1.0
     """Largest norm of the whole model's gradient; 0: not clipped."""
 
     def __post_init__(self) -> None:
-        if self.warmup >= self.iterations:
+        if 0 < self.iterations <= self.warmup:
             raise UserError(
                 f"learning.warmup: {self.warmup} iterations of warm-up leave none of {self.iterations} to decay; "
                 "make it smaller"
@@ -38,6 +41,7 @@ class Learning:
 
     def rate_at(self, iteration: int) -> float:
         """`iteration` counts from 0."""
+        assert self.iterations > 0, "how long it is was left open"
         if iteration < self.warmup:
             return self.rate * (iteration + 1) / (self.warmup + 1)
         progress = min(1.0, (iteration - self.warmup) / (self.iterations - self.warmup))

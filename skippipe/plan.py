@@ -53,6 +53,8 @@ class Plan:
     lanes: tuple[Lane, ...]
     dispatch: Dispatch = Dispatch.FIRST_COME
     """Who goes next on a node."""
+    split_backward: bool = False
+    """Weight gradients are tasks of their own, which fill idle time."""
     strategy: str = "by hand"
     """What found it, for people."""
     expected: Timeline | None = None
@@ -112,6 +114,10 @@ class Plan:
         """The stages along a lane's path."""
         return tuple(self.stage_of[node] for node in lane.path)
 
+    def microbatch(self, lane: int, number: int) -> int:
+        """The place of a lane's microbatch among all of the iteration, which says what data it gets."""
+        return sum(each.microbatches for each in self.lanes[:lane]) + number
+
     @property
     def microbatches(self) -> int:
         return sum(lane.microbatches for lane in self.lanes)
@@ -132,6 +138,7 @@ class Plan:
             "version": VERSION,
             "strategy": self.strategy,
             "dispatch": str(self.dispatch),
+            "split_backward": self.split_backward,
             "stages": [
                 {
                     "layers": stage.layers,
@@ -177,6 +184,7 @@ class Plan:
             stages=tuple(stages),
             lanes=tuple(lanes),
             dispatch=Dispatch(fields.text("dispatch", tuple(Dispatch))),
+            split_backward=fields.flag("split_backward") if fields.mentions("split_backward") else False,
             strategy=fields.text("strategy"),
             expected=None if expected is None else Timeline.from_json(expected, cluster.number),
         )

@@ -2,8 +2,8 @@
 
 The rules of time, which docs/formats.md states in full: a node runs one task at a time (`dispatch` says which), a hop
 takes flight and transmit time, a lane's next microbatch sets out when the one before it is back. Under full timing,
-each stage averages its gradients when the last of its nodes is done, while other stages still work; the optimizer
-step follows when all are averaged, because clipping needs the norm of the whole model's gradient.
+every node passes gradients on along its stage's ring as soon as it is done, while others still work; the optimizer
+step follows when all stages are averaged, because clipping needs the norm of the whole model's gradient.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from skippipe.averaging import chunk_bytes, ring_ns
+from skippipe.averaging import Rings, averaging_spans, chunk_bytes, ring_ns
 from skippipe.costs import Costs
-from skippipe.dispatch import Dispatch, place, steps
+from skippipe.dispatch import Dispatch, all_steps, is_weights, place
 from skippipe.errors import UserError
 from skippipe.eventloop import run
 from skippipe.plan import Plan
@@ -26,6 +26,7 @@ from skippipe.timeline import LinkUse, NodeUse, Task, Timeline, Timing
 Ints = NDArray[np.int64]
 LAST_NS = 2**62  # the end of time for whole numbers of 64 bits
 MOST_TASKS = 20_000_000
+NO_RECORD = np.empty((0, 3), np.int64)
 
 
 class Deadlock(UserError):
@@ -48,45 +49,58 @@ class Course:
 
     forward_ns: Ints
     backward_ns: Ints
+    """Only the input gradient, if the backward is split."""
+    weight_ns: Ints
+    """0 if the backward is not split."""
     head_ns: Ints
     slots: Ints
     flight_ns: Ints
     transmit_ns: Ints
     forward_urgency: int
+    split_backward: bool
     timing: Timing
-    members: tuple[tuple[int, ...], ...]
-    """The nodes of each stage."""
+    rings: Rings
     ring_ns: tuple[int, ...]
-    """How long each stage averages; 0 if not counted, like the next."""
+    """How long each stage averages if its nodes are done at the same time; 0 if not counted, like the next."""
     step_ns: int
     """The slowest node's optimizer step."""
 
     @classmethod
-    def of(cls, costs: Costs, rings: Sequence[Sequence[int]], dispatch: Dispatch, timing: Timing) -> Course:
+    def of(
+        cls,
+        costs: Costs,
+        rings: Sequence[Sequence[int]],
+        dispatch: Dispatch,
+        timing: Timing,
+        split_backward: bool = False,
+    ) -> Course:
         """`rings` are the nodes of every stage in the order in which they average."""
-        forward, backward, slots = (np.zeros(costs.nodes, np.int64) for _ in range(3))
+        forward, backward, weight, slots = (np.zeros(costs.nodes, np.int64) for _ in range(4))
         for stage, ring in enumerate(rings):
             nodes = list(ring)
             forward[nodes] = costs.forward_ns[stage, nodes]
-            backward[nodes] = costs.backward_ns[stage, nodes]
+            backward[nodes] = (costs.input_ns if split_backward else costs.backward_ns)[stage, nodes]
+            weight[nodes] = costs.weight_ns[stage, nodes] if split_backward else 0
             slots[nodes] = costs.slots[stage, nodes]
         full = timing is Timing.FULL
         return cls(
             forward_ns=forward,
             backward_ns=backward,
+            weight_ns=weight,
             head_ns=costs.head_ns,
             slots=slots,
             flight_ns=costs.flight_ns,
             transmit_ns=costs.transmit_ns,
             forward_urgency=dispatch.forward_urgency,
+            split_backward=split_backward,
             timing=timing,
-            members=tuple(tuple(ring) for ring in rings),
+            rings=Rings.of(costs, rings),
             ring_ns=tuple(ring_ns(costs, stage, ring) if full else 0 for stage, ring in enumerate(rings)),
             step_ns=max(int(costs.optimizer_ns[s, n]) for s, ring in enumerate(rings) for n in ring) if full else 0,
         )
 
     def alone_ns(self, path: Sequence[int]) -> int:
-        """A round trip with nobody else there: every task once, every hop there and back."""
+        """A round trip with nobody else there: every task on the way once, every hop there and back."""
         hop_ns = self.flight_ns, self.transmit_ns
         hops = sum(int(part[a, b] + part[b, a]) for a, b in circle(path) for part in hop_ns)
         tasks = sum(int(self.forward_ns[node] + self.backward_ns[node]) for node in path)
@@ -95,33 +109,36 @@ class Course:
     def run(self, paths: Ints, lengths: Ints, microbatches: Ints, record: Ints | None = None) -> Run:
         """One iteration; `record` takes the (ready, start, end) of every task, lane by lane."""
         done_ns = np.zeros(len(self.forward_ns), np.int64)
-        last_ns, completed = run(
+        last_ns, left = run(
             paths,
             lengths,
             microbatches,
             self.forward_ns,
             self.backward_ns,
+            self.weight_ns,
             self.head_ns,
             self.slots,
             self.flight_ns,
             self.transmit_ns,
             self.timing is Timing.FULL,
             self.forward_urgency,
+            self.split_backward,
             done_ns,
-            np.empty((0, 3), np.int64) if record is None else record,
+            NO_RECORD if record is None else record,
         )
-        sent = int(microbatches.sum())
-        if completed < sent:
+        if left:
+            sent = int(microbatches.sum())
             raise Deadlock(
-                f"deadlock: only {completed} of {sent} microbatches come back, the others hold memory slots that they "
-                "wait for; put fewer lanes through the full nodes ('skippipe check' names them)"
+                f"deadlock: only {sent - left} of {sent} microbatches come back, the others hold memory slots that "
+                "they wait for; put fewer lanes through the full nodes ('skippipe check' names them)"
             )
         if self.timing is Timing.CONTENTION_ONLY:
             return Run(int(last_ns), int(last_ns), ())
-        done = done_ns.tolist()
-        starts = [max(done[node] for node in nodes) for nodes in self.members]
-        spans = tuple((start, start + ring) for start, ring in zip(starts, self.ring_ns, strict=True))
-        return Run(max(end for _, end in spans) + self.step_ns, int(last_ns), spans)
+        rings = self.rings
+        spans = np.empty((len(rings.ends), 2), np.int64)
+        averaging_spans(done_ns, rings.nodes, rings.transmit_ns, rings.flight_ns, rings.ends, spans)
+        averaging = tuple((start, end) for start, end in spans.tolist())
+        return Run(max(end for _, end in averaging) + self.step_ns, int(last_ns), averaging)
 
 
 def as_arrays(paths: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
@@ -135,13 +152,18 @@ def as_arrays(paths: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
 
 def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
     """Run one iteration of the plan under virtual time."""
-    course = Course.of(plan.costs, [stage.ring for stage in plan.stages], plan.dispatch, timing)
+    rings = [stage.ring for stage in plan.stages]
+    course = Course.of(plan.costs, rings, plan.dispatch, timing, plan.split_backward)
     paths, lengths = as_arrays([lane.path for lane in plan.lanes])
     microbatches = np.array([lane.microbatches for lane in plan.lanes], dtype=np.int64)
-    total = sum(lane.microbatches * steps(len(lane.path)) for lane in plan.lanes)
+    total = sum(lane.microbatches * all_steps(len(lane.path), plan.split_backward) for lane in plan.lanes)
     if total > MOST_TASKS:
         raise UserError(f"{total} tasks in an iteration are more than the {MOST_TASKS} that can be simulated")
-    if sum(lane.microbatches * course.alone_ns(lane.path) for lane in plan.lanes) > LAST_NS:  # one after another
+    one_after_another_ns = sum(
+        lane.microbatches * (course.alone_ns(lane.path) + int(course.weight_ns[list(lane.path)].sum()))
+        for lane in plan.lanes
+    )
+    if one_after_another_ns + max(course.ring_ns) > LAST_NS:
         raise UserError("an iteration of this plan may take over a century: does it use a link that is not there?")
     record = np.empty((total, 3), np.int64)
     outcome = course.run(paths, lengths, microbatches, record)
@@ -151,7 +173,7 @@ def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
         iteration_ns=outcome.iteration_ns,
         last_backward_ns=outcome.last_backward_ns,
         averaging_ns=outcome.averaging_ns,
-        nodes=_node_use(plan, tasks),
+        nodes=node_use(plan, tasks),
         links=_link_use(plan, timing),
         tasks=tasks,
     )
@@ -163,25 +185,28 @@ def _tasks(plan: Plan, record: Ints) -> tuple[Task, ...]:
         Task(number, microbatch, step, lane.path[place(step, len(lane.path))], *next(times))
         for number, lane in enumerate(plan.lanes)
         for microbatch in range(lane.microbatches)
-        for step in range(steps(len(lane.path)))
+        for step in range(all_steps(len(lane.path), plan.split_backward))
     ]
-    return tuple(sorted(tasks, key=lambda task: (task.start_ns, task.lane)))
+    return tuple(sorted(tasks, key=lambda task: task.start_ns))  # those that start together stay in order
 
 
-def _node_use(plan: Plan, tasks: Sequence[Task]) -> tuple[NodeUse, ...]:
+def node_use(plan: Plan, tasks: Sequence[Task]) -> tuple[NodeUse, ...]:
     busy_ns = dict.fromkeys(plan.stage_of, 0)
     collision_ns = dict.fromkeys(plan.stage_of, 0)
     for task in tasks:
         busy_ns[task.node] += task.end_ns - task.start_ns
-        collision_ns[task.node] += task.start_ns - task.ready_ns
-    costs = plan.costs
+        if not is_weights(task.step, len(plan.lanes[task.lane].path)):
+            collision_ns[task.node] += task.start_ns - task.ready_ns
+    costs, split = plan.costs, plan.split_backward
+    backward_ns = costs.input_ns if split else costs.backward_ns
     return tuple(
         NodeUse(
             node=node,
             stage=stage,
             slots=plan.slots[node],
             forward_ns=int(costs.forward_ns[stage, node]),
-            backward_ns=int(costs.backward_ns[stage, node]),
+            backward_ns=int(backward_ns[stage, node]),
+            weight_ns=int(costs.weight_ns[stage, node]) if split else 0,
             head_ns=int(costs.head_ns[node]) if stage == 0 else 0,
             optimizer_ns=int(costs.optimizer_ns[stage, node]),
             busy_ns=busy_ns[node],

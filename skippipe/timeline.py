@@ -31,7 +31,7 @@ class Task(NamedTuple):
     microbatch: int
     """Of the lane, from 0."""
     step: int
-    """0 … L−1 forward, L head, L+1 … 2L backward (see `dispatch`)."""
+    """0 … L−1 forward, L head, L+1 … 2L backward, then weight gradients if they are split off (see `dispatch`)."""
     node: int
     ready_ns: int
     start_ns: int
@@ -40,6 +40,7 @@ class Task(NamedTuple):
 
 CENTURY_S = 3.2e9
 
+NODE_TIMES = ("forward_s", "backward_s", "weight_s", "head_s", "optimizer_s", "busy_s", "collision_s")
 TASK_COLUMNS = ("lane", "microbatch", "step", "node", "ready_s", "start_s", "end_s")
 
 
@@ -51,13 +52,17 @@ class NodeUse(NamedTuple):
     slots: int
     forward_ns: int
     backward_ns: int
+    """Only the input gradient, if the backward is split."""
+    weight_ns: int
+    """0 if the backward is not split."""
     head_ns: int
     """0 but for data nodes."""
     optimizer_ns: int
     busy_ns: int
-    """Forward, head and backward together."""
+    """All its tasks together."""
     collision_ns: int
-    """For how long tasks that were ready waited for the node, summed over the tasks."""
+    """For how long tasks that were ready waited for the node, summed over the tasks; weight gradients, for which nobody
+    waits, do not count."""
 
 
 class LinkUse(NamedTuple):
@@ -74,11 +79,11 @@ class Timeline:
     iteration_ns: int
     last_backward_ns: int
     averaging_ns: tuple[tuple[int, int], ...]
-    """For each stage: from when its last node is done until its gradients are averaged. Empty if not counted."""
+    """For each stage: from when all its nodes are done until its gradients are averaged. Empty if not counted."""
     nodes: tuple[NodeUse, ...]
     links: tuple[LinkUse, ...]
     tasks: tuple[Task, ...]
-    """In the order of their start."""
+    """In the order of their start, then of lane, microbatch and step."""
 
     @property
     def iteration_s(self) -> float:
@@ -108,6 +113,7 @@ class Timeline:
                     "slots": use.slots,
                     "forward_s": seconds(use.forward_ns),
                     "backward_s": seconds(use.backward_ns),
+                    "weight_s": seconds(use.weight_ns),
                     "head_s": seconds(use.head_ns),
                     "optimizer_s": seconds(use.optimizer_ns),
                     "busy_s": seconds(use.busy_ns),
@@ -161,8 +167,8 @@ class Timeline:
                     use.integer("stage"),
                     use.integer("slots"),
                     *(
-                        time(use.take(name), use.at(name))
-                        for name in ("forward_s", "backward_s", "head_s", "optimizer_s", "busy_s", "collision_s")
+                        time(0 if name == "weight_s" and not use.mentions(name) else use.take(name), use.at(name))
+                        for name in NODE_TIMES
                     ),
                 )
             )

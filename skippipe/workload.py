@@ -101,8 +101,11 @@ class ModelShape:
     def from_huggingface(cls, path: Path) -> ModelShape:
         """Read `config.json`, or the folder that holds it; fields of no interest here are passed over."""
         file = path / "config.json" if path.is_dir() else path
-        config = read_json(file)
-        place = str(file)
+        return cls.from_config(read_json(file), str(file))
+
+    @classmethod
+    def from_config(cls, config: Any, place: str) -> ModelShape:
+        """From the fields of a Hugging Face configuration."""
         if not isinstance(config, dict):
             raise UserError(f"{place}: expected a Hugging Face configuration object")
 
@@ -137,6 +140,7 @@ class ModelShape:
 
 
 MODELS = {
+    "llama-tiny": ModelShape("llama-tiny", 12, 64, 4, 4, 16, 192, 2048),
     "llama-30m": ModelShape("llama-30m", 12, 288, 6, 6, 48, 768, 32000),
     "llama-500m": ModelShape("llama-500m", 24, 1024, 16, 16, 64, 2816, 50257),
     "llama-1.5b": ModelShape("llama-1.5b", 24, 2048, 16, 16, 128, 5632, 50257),
@@ -172,6 +176,8 @@ class Workload:
     activation_checkpointing: bool = False
     backward_ratio: float = 2.0
     """Backward seconds for each forward second of a stage."""
+    weight_share: float = 0.5
+    """Of a backward: what a split one leaves to the task that computes weight gradients."""
     head_ratio: float | None = None
     """Head and loss as a share of stage 0's forward seconds; None: from the operations of head and loss."""
     header_bytes: int = 0
@@ -183,6 +189,8 @@ class Workload:
         for name, most in (("sequence_tokens", 10**8), ("samples_per_microbatch", 10**6), ("microbatches", 10**6)):
             if not 1 <= getattr(self, name) <= most:
                 raise UserError(f"workload.{name}: {getattr(self, name)} must be 1 or more and {most} at most")
+        if not 0 < self.weight_share < 1:
+            raise UserError(f"workload.weight_share: {self.weight_share} must lie between 0 and 1; 0.5 is usual")
         if self.max_slots is not None and self.max_slots < 1:
             raise UserError(f"workload.max_slots: {self.max_slots} must be 1 or more")
         for name, choices in (
@@ -231,7 +239,7 @@ class Workload:
         return STATE_BYTES_PER_PARAMETER * self.stage_parameters(stage, layers) + logits + recomputed
 
     def held_bytes(self, layers: int) -> int:
-        """What one microbatch in flight keeps on a node, from its forward to the end of its backward."""
+        """What one microbatch in flight keeps on a node, from its forward to the end of its last task there."""
         if not self.activation_checkpointing:
             return layers * self._layer_bytes()
         tokens = self.samples_per_microbatch * self.sequence_tokens
@@ -263,6 +271,7 @@ class Workload:
             compute_dtype=entry.text("compute_dtype"),
             activation_checkpointing=entry.flag("activation_checkpointing"),
             backward_ratio=entry.number("backward_ratio", above=0),
+            weight_share=entry.number("weight_share") if entry.mentions("weight_share") else cls.weight_share,
             head_ratio=entry.number("head_ratio", at_least=0) if entry.has("head_ratio") else entry.take("head_ratio"),
             header_bytes=entry.integer("header_bytes"),
             max_slots=entry.integer("max_slots", at_least=1) if entry.has("max_slots") else entry.take("max_slots"),

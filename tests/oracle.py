@@ -25,7 +25,7 @@ class LockedUp(Exception):
 class Node:
     stage: int
     slots: int
-    times: dict[str, int]  # of forward, backward, head and optimizer
+    times: dict[str, int]  # of forward, backward, weights, head and optimizer
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,10 @@ class Task:
     ready: int
     start: int = 0  # this and the next count once the node has taken the task
     end: int = 0
+
+
+def is_split(plan: Json) -> bool:
+    return bool(plan.get("split_backward", False))
 
 
 def costs(plan: Json) -> Costs:
@@ -82,13 +86,17 @@ def costs(plan: Json) -> Costs:
             "head": head if work["head_ratio"] is None else work["head_ratio"] * stage_0_forward,
             "optimizer": 250 * parameters[stage],
         }
+        times = {
+            kind: max(1, round(min(count / node["flops_per_s"] * 1e9, CAP_NS))) for kind, count in operations.items()
+        }
+        times["weight"] = 0
+        if is_split(plan):
+            times["weight"] = max(1, round(work.get("weight_share", 0.5) * times["backward"]))
+            times["backward"] = max(1, times["backward"] - times["weight"])
         return Node(
             stage=stage,
             slots=slots if work["max_slots"] is None else min(slots, work["max_slots"]),
-            times={
-                kind: max(1, round(min(count / node["flops_per_s"] * 1e9, CAP_NS)))
-                for kind, count in operations.items()
-            },
+            times=times,
         )
 
     stage_of = {name: index for index, stage in enumerate(stages) for name in stage["nodes"]}
@@ -141,8 +149,16 @@ def run_tasks(plan: Json, timing: str) -> list[Task]:
         node, kind = steps[lane][step]
         return [Task(lane, microbatch, step, node, kind, ready=arrival((ended.node, node), ended.end))]
 
-    def rank(task: Task) -> tuple[bool, int, int]:
-        return (plan["dispatch"] == "backward-first" and task.kind == "forward", task.ready, task.lane)
+    def weights_of(ended: Task) -> Task:
+        """What a split backward leaves to be done on the same node."""
+        length = len(lanes[ended.lane]["path"])
+        place = lanes[ended.lane]["path"].index(ended.node)
+        step = 2 * length + 1 + place
+        return Task(ended.lane, ended.microbatch, step, ended.node, "weight", ready=ended.end)
+
+    def rank(task: Task) -> tuple[int, int, int]:
+        forward = 1 if plan["dispatch"] == "backward-first" else 0
+        return ({"forward": forward, "weight": 2}.get(task.kind, 0), task.ready, task.lane)
 
     waiting = [Task(lane, 0, 0, *steps[lane][0], ready=0) for lane in range(len(lanes))]
     running: dict[str, Task] = {}
@@ -151,9 +167,13 @@ def run_tasks(plan: Json, timing: str) -> list[Task]:
     while waiting or running:
         for ended in [task for task in running.values() if task.end == now]:
             del running[ended.node]
-            held[ended.node] -= ended.kind == "backward"
-            waiting += following(ended)
+            held[ended.node] -= ended.kind == ("weight" if is_split(plan) else "backward")
             done.append(ended)
+            if ended.kind == "weight":
+                continue
+            waiting += following(ended)
+            if ended.kind == "backward" and is_split(plan):
+                waiting.append(weights_of(ended))
         for node in cost.nodes.keys() - running.keys():
             room = held[node] < cost.nodes[node].slots
             ready = [t for t in waiting if t.node == node and t.ready <= now and (room or t.kind != "forward")]
@@ -170,6 +190,18 @@ def run_tasks(plan: Json, timing: str) -> list[Task]:
     return done
 
 
+def ring_end(cost: Costs, edges: list[Link], share: int, done: list[int]) -> int:
+    """When all nodes of a ring have the averaged gradient; `edges[i]` leads from node i to the next."""
+    m = len(done)
+    arrived, sent = [list(done)], [list(done)]
+    for k in range(1, 2 * (m - 1) + 1):
+        sent.append([max(arrived[k - 1][i], sent[k - 1][i]) + transmit(cost, edges[i], share) for i in range(m)])
+        arrived.append(
+            [max(arrived[k - 1][j], sent[k][(j - 1) % m] + cost.flight[edges[(j - 1) % m]]) for j in range(m)]
+        )
+    return max(arrived[-1])
+
+
 def simulate(plan: Json, timing: str) -> Json:
     """What `expected` of the plan file must be."""
     cost, tasks = costs(plan), run_tasks(plan, timing)
@@ -183,15 +215,15 @@ def simulate(plan: Json, timing: str) -> Json:
         for stage, gradient_bytes in zip(plan["stages"], cost.gradient_bytes, strict=True):
             m, edges = len(stage["ring"]), circle(stage["ring"])
             share = -(-gradient_bytes // m)
-            start = max((task.end for task in tasks if task.node in stage["nodes"]), default=0)
-            slowest = max((transmit(cost, edge, share) + cost.flight[edge] for edge in edges), default=0)
-            averaging.append((start, start + 2 * (m - 1) * slowest))
+            done = [max((task.end for task in tasks if task.node == name), default=0) for name in stage["ring"]]
+            averaging.append((max(done), ring_end(cost, edges, share, done)))
             sent.update(dict.fromkeys(edges, 2 * (m - 1) * share))
         iteration = max(end for _, end in averaging) + max(node.times["optimizer"] for node in cost.nodes.values())
 
     def node_json(name: str, node: Node) -> Json:
         own = [task for task in tasks if task.node == name]
-        busy, collision = sum(task.end - task.start for task in own), sum(task.start - task.ready for task in own)
+        busy = sum(task.end - task.start for task in own)
+        collision = sum(task.start - task.ready for task in own if task.kind != "weight")
         times = node.times | {"busy": busy, "collision": collision} | ({"head": 0} if node.stage else {})
         return {"name": name, "stage": node.stage, "slots": node.slots} | {f"{k}_s": v / 1e9 for k, v in times.items()}
 
@@ -205,7 +237,7 @@ def simulate(plan: Json, timing: str) -> Json:
         "task_columns": ["lane", "microbatch", "step", "node", "ready_s", "start_s", "end_s"],
         "tasks": [
             [task.lane, task.microbatch, task.step, task.node, task.ready / 1e9, task.start / 1e9, task.end / 1e9]
-            for task in sorted(tasks, key=lambda task: (task.start, task.lane))
+            for task in sorted(tasks, key=lambda task: (task.start, task.lane, task.microbatch, task.step))
         ],
     }
 
@@ -246,7 +278,9 @@ def keeps_promise(plan: Json) -> bool:
     def to_the_nanosecond(expected: Json) -> object:
         return json.loads(json.dumps(expected), parse_float=lambda text: round(float(text), 9))
 
+    nodes = [{"weight_s": 0.0} | node for node in plan["expected"]["nodes"]]
+    stated = to_the_nanosecond(plan["expected"] | {"nodes": nodes})
     try:
-        return to_the_nanosecond(simulate(plan, plan["expected"]["timing"])) == to_the_nanosecond(plan["expected"])
+        return to_the_nanosecond(simulate(plan, plan["expected"]["timing"])) == stated
     except LockedUp:
         return False

@@ -12,6 +12,7 @@ from skippipe.planner.problem import Problem, lane_unit
 from skippipe.timeline import Timing
 from skippipe.workload import ModelShape, Workload
 
+weight_shares = st.sampled_from([0.5, 0.2, 0.75])
 TINY = ModelShape("tiny", 8, 16, 2, 2, 8, 32, 64)
 
 
@@ -48,9 +49,17 @@ def problems(draw: st.DrawFn) -> Problem:
         samples_per_microbatch=draw(st.integers(1, 4)),
         microbatches=lane_unit(stages, visited) * draw(st.integers(1, 6)),
         max_slots=draw(st.sampled_from([None, 1, 2, 3])),
+        weight_share=draw(weight_shares),
     )
-    timing = draw(st.sampled_from(list(Timing)))
-    return Problem(cluster, workload, stages, visited, timing=timing, dispatch=draw(st.sampled_from(list(Dispatch))))
+    return Problem(
+        cluster,
+        workload,
+        stages,
+        visited,
+        timing=draw(st.sampled_from(list(Timing))),
+        dispatch=draw(st.sampled_from(list(Dispatch))),
+        split_backward=draw(st.booleans()),
+    )
 
 
 @st.composite
@@ -73,6 +82,7 @@ def plans(draw: st.DrawFn) -> Plan:
         samples_per_microbatch=1,
         microbatches=sum(lane.microbatches for lane in lanes),
         max_slots=draw(st.sampled_from([1, 2, 3, None])),
+        weight_share=draw(weight_shares),
     )
     layers = workload.layer_split(stages)
     return Plan(
@@ -81,4 +91,5 @@ def plans(draw: st.DrawFn) -> Plan:
         tuple(Stage(layers[stage], members[stage], members[stage]) for stage in range(stages)),
         tuple(lanes),
         dispatch=draw(st.sampled_from(list(Dispatch))),
+        split_backward=draw(st.booleans()),
     )

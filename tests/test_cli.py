@@ -118,8 +118,11 @@ def test_cluster_from_preset_to_file_and_back(skippipe: Any, tmp_path: Path) -> 
 def test_options_change_the_problem(skippipe: Any, tmp_path: Path) -> None:
     file = tmp_path / "p.json"
     words = ["-m", "20", "--skip", "50%", "--wire", "int8", "--samples", "1", "--sequence", "1024", "--budget", "1"]
-    assert skippipe("plan", "published20", *words, "--sizes", "8,2,2,2,2,2", "-o", file).code == 0
+    words += ["--sizes", "8,2,2,2,2,2", "--split-backward"]
+    assert skippipe("plan", "published20", *words, "-o", file).code == 0
+    assert skippipe("check", file).code == 0
     plan = Plan.load(file)
+    assert plan.split_backward
     assert plan.microbatches == 20
     assert plan.skipped == pytest.approx(0.5)
     assert (plan.workload.wire_dtype, plan.workload.sequence_tokens) == ("int8", 1024)
@@ -136,11 +139,11 @@ def test_options_change_the_problem(skippipe: Any, tmp_path: Path) -> None:
         (["plan", "nowhere.json"], "no such file, and not one of published18"),
         (["plan", "regions:3", "-s", "5"], "5 stages need at least 5 nodes"),
         (["plan", "published20", "--skip", "0.9"], "at most 67% can be skipped"),
-        (["plan", "published20", "--skip", "lots"], "--skip: 'lots' is not a share"),
-        (["plan", "published20", "--skip", "1.5"], "--skip: 1.5 is not between 0 and 1"),
+        (["plan", "published20", "--skip", "lots"], "skip: 'lots' is not a share"),
+        (["plan", "published20", "--skip", "1.5"], "skip: 1.5 is not between 0 and 1"),
         (["plan", "published20", "--skip", "0.2", "--visit", "4"], "give one of them"),
         (["plan", "published20", "-m", "31"], "use a multiple of 5"),
-        (["plan", "published20", "--sizes", "a,b"], "--sizes: 'a,b' is not a list"),
+        (["plan", "published20", "--sizes", "a,b"], "sizes: 'a,b' is not a list"),
         (["plan", "published20", "--model", "gpt"], "model 'gpt': neither a preset"),
         (["plan", "published18", "--keep-stages", "published20"], "is for the cluster 'published20'"),
         (["plan", "published18", "--keep-stages", "published18"], "were not published"),

@@ -39,7 +39,7 @@ HUNDRED_DAYS_S = 100 * 86400
 @st.composite
 def workloads(draw: DrawFn, layers: int) -> Json:
     experts = draw(st.sampled_from([1, 1, 2, 5]))
-    return {
+    workload: Json = {
         "model": {
             "name": "tiny",
             "layers": layers,
@@ -65,6 +65,8 @@ def workloads(draw: DrawFn, layers: int) -> Json:
         "header_bytes": draw(st.sampled_from([0, 1, 64])),
         "max_slots": draw(st.sampled_from([None, None, 1, 2])),
     }
+    share = draw(st.sampled_from([None, 0.5, 0.25, 0.9, 1e-300, 0.9999999999999999]))  # the last two: max(1, …)
+    return workload if share is None else workload | {"weight_share": share}
 
 
 @st.composite
@@ -133,6 +135,9 @@ def plans(draw: DrawFn, wild: bool = False) -> Json:
         "cluster": draw(clusters(len(names), wild)),
         "expected": None,
     }
+    split = draw(st.sampled_from([None, False, True, True]))
+    if split is not None:
+        plan["split_backward"] = split
     microbatches = sum(lane["microbatches"] for lane in plan["lanes"])
     plan["workload"]["microbatches"] = microbatches + draw(st.sampled_from([0, 0, 0, 1]))
     costs = oracle.costs(plan)

@@ -156,7 +156,7 @@ def test_flat_weights_follow_torch_adamw_and_clip() -> None:
         torch.manual_seed(0)
         modules.append(torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 1)))
     plain, flat = modules
-    weights = FlatWeights(flat, learning)
+    weights = FlatWeights(flat.named_parameters(), learning)
     decayed = [each for each in plain.parameters() if each.dim() > 1]
     others = [each for each in plain.parameters() if each.dim() < 2]
     adam = torch.optim.AdamW(

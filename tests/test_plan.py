@@ -52,6 +52,21 @@ def test_save_and_load(published: Plan, tmp_path: Path) -> None:
     assert check(Plan.load(tmp_path / "plan.json")) == []
 
 
+def test_files_from_before_the_split_backward_mean_the_same(published: Plan) -> None:
+    raw = json.loads(json.dumps(published.to_json()))
+    del raw["split_backward"], raw["workload"]["weight_share"]
+    for node in raw["expected"]["nodes"]:
+        del node["weight_s"]
+    jsonschema.validate(raw, data("plan.schema.json"))
+    assert Plan.from_json(raw) == published
+
+
+def test_a_promise_with_a_split_backward_is_another_one(published: Plan) -> None:
+    split = replace(published, split_backward=True)
+    assert {rule for rule, _ in found(split)} == {"promise"}
+    assert check(split.promising(simulate(split, Timing.FULL))) == []
+
+
 @pytest.mark.parametrize("paths", ["skippipe", "skippipe_no_tc2", "dtfm_skip", "full_pipeline"])
 def test_published_plans_hold(paths: str) -> None:
     plan = published_plan(published20(), paths)
@@ -138,6 +153,8 @@ MALFORMED = {
     "two stages for a node": (edit("stages.1.nodes.0", "belgium-0"), "'belgium-0' already holds stage 0"),
     "too few layers": (edit("stages.2.layers", 3), "stages: they hold 23 layers, but llama-1.5b has 24"),
     "unknown dispatch": (edit("dispatch", "random"), "dispatch: 'random' is none of first-come, backward-first"),
+    "split or not": (edit("split_backward", "yes"), "split_backward: expected true or false"),
+    "all weights": (edit("workload.weight_share", 1), "workload.weight_share: 1.0 must lie between 0 and 1"),
     "unknown field": (edit("lanes.0.color", 3), "lanes[0].color: unknown field"),
     "bad cluster": (edit("cluster.latency_s.0.1", -1.0), "latency_s[0][1]"),
     "bad model": (edit("workload.model.layers", 0), "workload.model.layers: 0 must be 1 or more"),

@@ -15,6 +15,8 @@ from skippipe.check import check
 from skippipe.errors import Infeasible
 from skippipe.examples import published20
 from skippipe.planner.allocate import allocate, best_tour
+from skippipe.planner.blind import blind_paths
+from skippipe.planner.cbs import Group, Limits, PathSearch, Way
 from skippipe.planner.effort import Effort
 from skippipe.planner.problem import Problem, lane_unit, stage_sizes
 from skippipe.planner.strategies import Request, Strategy, make_plan
@@ -55,6 +57,7 @@ def test_every_plan_of_every_strategy_holds(problem: Problem, strategy: Strategy
     assert check(plan) == []
     assert plan.expected is not None
     assert plan.expected.timing is problem.timing
+    assert plan.split_backward == problem.split_backward
     visited = problem.stages if strategy is Strategy.DTFM else problem.visited
     assert {len(lane.path) for lane in plan.lanes} == {visited}
     if strategy is Strategy.DTFM:
@@ -98,6 +101,23 @@ def test_strategies_rank_as_published() -> None:
         seconds[strategy] = plan.expected.iteration_s
     assert seconds[Strategy.SKIPPIPE] <= 34.5
     assert seconds[Strategy.SKIPPIPE] <= seconds[Strategy.NO_TC2] < seconds[Strategy.DTFM_SKIP] < seconds[Strategy.DTFM]
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(), st.integers(0, 2**32))
+def test_no_iteration_is_shorter_than_its_bound(problem: Problem, seed: int) -> None:
+    try:
+        (placement,) = allocate(problem, Effort(1, 1e9, Ticks()), seed, keep=1)
+        lanes = problem.lanes_of(placement)
+    except Infeasible:
+        return
+    paths = blind_paths(problem, placement, lanes, [seed])
+    search = PathSearch(problem, placement, [Group(node, (count,), 0) for node, count in lanes])
+    alone = [search.course.alone_ns(path) for path in paths]
+    ways = tuple(Way(Limits(), path, each, each) for path, each in zip(paths, alone, strict=True))
+    bound_ns = search._branch(ways).bound_ns
+    assert bound_ns <= search._simulated(paths)
+    assert bound_ns <= search._estimated(ways)
 
 
 def test_no_budget_still_gives_a_plan() -> None:

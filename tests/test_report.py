@@ -32,13 +32,13 @@ from skippipe.simulate import simulate
 from skippipe.timeline import Timeline, Timing
 
 
-def published(paths: str, timing: Timing) -> tuple[Plan, Timeline]:
+def published(paths: str, timing: Timing, split: bool = False) -> tuple[Plan, Timeline]:
     example = published20()
     assert example.placement is not None
     costs = costs_of(example.cluster, example.workload, (4,) * 6)
     stages = tuple(Stage(4, nodes, best_ring(costs, index, nodes)) for index, nodes in enumerate(example.placement))
     lanes = tuple(Lane(path, microbatches) for path, microbatches in example.paths[paths])
-    plan = Plan(example.cluster, example.workload, stages, lanes)
+    plan = Plan(example.cluster, example.workload, stages, lanes, split_backward=split)
     timeline = simulate(plan, timing)
     return plan.promising(timeline), timeline
 
@@ -59,9 +59,9 @@ def small(names: tuple[str, ...] = ("a", "b", "c", "spare")) -> tuple[Plan, Time
     return plan.promising(timeline), timeline
 
 
-@pytest.fixture(params=list(Timing))
+@pytest.fixture(params=[(timing, split) for timing in Timing for split in (False, True)])
 def shown(request: pytest.FixtureRequest) -> tuple[Plan, Timeline]:
-    return published("skippipe", request.param)
+    return published("skippipe", *request.param)
 
 
 def closing_bars(plan: Plan, timeline: Timeline) -> int:
@@ -178,8 +178,23 @@ def test_lanes_of_a_data_node_share_its_hue_and_backward_is_darker() -> None:
     hues = {plan.lanes[lane].path[0]: picture.hue(lane) for lane in range(len(plan.lanes))}
     assert len(set(hues.values())) == len(hues) == 5
     for hue in HUES:
-        light, dark = (sum(bytes.fromhex(shade(hue, kind)[1:])) for kind in (Kind.FORWARD, Kind.BACKWARD))
-        assert light > sum(bytes.fromhex(hue[1:])) > dark
+        kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHTS)
+        light, dark, darkest = (sum(bytes.fromhex(shade(hue, kind)[1:])) for kind in kinds)
+        assert light > sum(bytes.fromhex(hue[1:])) > dark > darkest
+
+
+def test_weight_gradients_are_shown_where_the_backward_is_split(shown: tuple[Plan, Timeline]) -> None:
+    plan, timeline = shown
+    picture = Picture(plan, timeline)
+    lasting = Counter({row.node: 0 for row in picture.rows})
+    for bar in picture.bars:
+        if bar.kind is Kind.WEIGHTS:
+            lasting[picture.rows[bar.row].node] += bar.end_ns - bar.start_ns
+    visits = Counter(dict.fromkeys(plan.stage_of, 0))
+    for lane in plan.lanes:
+        visits.update(dict.fromkeys(lane.path, lane.microbatches))
+    assert lasting == {use.node: visits[use.node] * use.weight_ns for use in timeline.nodes}
+    assert (sum(lasting.values()) > 0) == plan.split_backward == ("split backward" in plan_grid(plan))
 
 
 @pytest.mark.parametrize("paths", ["skippipe", "dtfm_skip", "full_pipeline"])
@@ -251,7 +266,7 @@ def test_page_shows_odd_names_as_they_are(tmp_path: Path) -> None:
 
 def test_image_is_a_png_whose_height_grows_with_the_plan(tmp_path: Path) -> None:
     heights = []
-    for name, (plan, timeline) in {"small": small(), "large": published("skippipe", Timing.FULL)}.items():
+    for name, (plan, timeline) in {"small": small(), "large": published("skippipe", Timing.FULL, split=True)}.items():
         path = tmp_path / "new folder" / f"{name}.png"
         write_png(plan, timeline, path)
         content = path.read_bytes()

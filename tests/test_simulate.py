@@ -11,11 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from skippipe import eventloop
-from skippipe.averaging import best_ring, ring_ns
+from skippipe.averaging import averaged_ns, best_ring, ring_after_ns, ring_ns
 from skippipe.examples import published20, published_plan
 from skippipe.plan import Lane, Plan
 from skippipe.simulate import Course, Deadlock, as_arrays, simulate
-from skippipe.timeline import Timeline, Timing
+from skippipe.timeline import Task, Timeline, Timing
 from tests.plans import clusters, plans
 
 timings = st.sampled_from(list(Timing))
@@ -37,11 +37,12 @@ def test_published_paths_take_the_published_time(paths: str, microbatches: int |
 
 
 def alone_ns(plan: Plan, lane: Lane) -> int:
-    """A round trip with nobody else there: every task once, every hop there and back."""
+    """A round trip with nobody else there: every task on the way once, every hop there and back."""
     costs = plan.costs
+    backward_ns = costs.input_ns if plan.split_backward else costs.backward_ns
     around = [*lane.path, lane.path[0]]
     hops = sum(int(costs.hop_ns[a, b] + costs.hop_ns[b, a]) for a, b in pairwise(around))
-    tasks = sum(int((costs.forward_ns + costs.backward_ns)[plan.stage_of[node], node]) for node in lane.path)
+    tasks = sum(int((costs.forward_ns + backward_ns)[plan.stage_of[node], node]) for node in lane.path)
     return hops + tasks + int(costs.head_ns[lane.path[0]])
 
 
@@ -57,26 +58,90 @@ def simulated(plan: Plan, timing: Timing) -> Timeline:
 @given(plans(), timings)
 def test_never_faster_than_the_longest_lane_alone(plan: Plan, timing: Timing) -> None:
     timeline = simulated(plan, timing)
-    assert timeline.last_backward_ns >= max(lane.microbatches * alone_ns(plan, lane) for lane in plan.lanes)
+    weight_ns = {use.node: use.weight_ns for use in timeline.nodes}
+    least_ns = [lane.microbatches * alone_ns(plan, lane) + weight_ns[lane.path[0]] for lane in plan.lanes]
+    assert timeline.last_backward_ns >= max(least_ns)
     assert timeline.iteration_ns >= timeline.last_backward_ns
 
 
 @settings(max_examples=100, deadline=None)
 @given(plans(), timings)
 def test_a_single_lane_takes_the_sum_of_its_parts(plan: Plan, timing: Timing) -> None:
-    plan = replace(plan, lanes=plan.lanes[:1])
+    plan = replace(plan, lanes=plan.lanes[:1], split_backward=False)
     timeline = simulated(plan, timing)
     lane = plan.lanes[0]
     assert timeline.last_backward_ns == lane.microbatches * alone_ns(plan, lane)
     assert timeline.collision_s == 0
-    if timing is Timing.FULL:
-        done = dict.fromkeys(range(len(plan.stages)), 0)
-        for task in timeline.tasks:
-            stage = plan.stage_of[task.node]
-            done[stage] = max(done[stage], task.end_ns)
-        rings = [ring_ns(plan.costs, stage, plan.stages[stage].ring) for stage in done]
-        step_ns = max(use.optimizer_ns for use in timeline.nodes)
-        assert timeline.iteration_ns == max(done[stage] + rings[stage] for stage in done) + step_ns
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans(), timings)
+def test_weight_gradients_of_a_single_microbatch_start_at_once(plan: Plan, timing: Timing) -> None:
+    lane = replace(plan.lanes[0], microbatches=1)
+    plan = replace(plan, lanes=(lane,), split_backward=True)
+    tasks = {task.step: task for task in simulated(plan, timing).tasks}
+    length = len(lane.path)
+    assert tasks[2 * length].end_ns == alone_ns(plan, lane)
+    for place, node in enumerate(lane.path):
+        weights, backward = tasks[2 * length + 1 + place], tasks[2 * length - place]
+        assert weights.node == backward.node == node
+        assert weights.ready_ns == weights.start_ns == backward.end_ns
+        stage = plan.stage_of[node]
+        took_ns = weights.end_ns - backward.start_ns
+        assert took_ns == plan.costs.weight_ns[stage, node] + plan.costs.input_ns[stage, node]
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans(), timings)
+def test_weight_gradients_run_when_nothing_else_can(plan: Plan, timing: Timing) -> None:
+    plan = replace(plan, split_backward=True)
+    timeline = simulated(plan, timing)
+    for node, slots in plan.slots.items():
+        mine = [task for task in timeline.tasks if task.node == node]
+        kinds = {task: steps_in_words(plan, task) for task in mine}
+        busy = {task.start_ns: task.end_ns for task in mine}
+        for task in (task for task in mine if kinds[task] == "weights"):
+            time = task.ready_ns
+            while time < task.start_ns:
+                time = busy[time]  # no gap: somebody else runs
+            held = sum(
+                (kinds[each] == "forward" and each.start_ns < task.start_ns)
+                - (kinds[each] == "weights" and each.end_ns <= task.start_ns)
+                for each in mine
+            )
+            passed_over = [each for each in mine if each.ready_ns <= task.start_ns < each.start_ns]
+            for each in passed_over:
+                if kinds[each] == "weights":
+                    assert each.ready_ns > task.ready_ns
+                else:
+                    assert kinds[each] == "forward" and held == slots
+
+
+def steps_in_words(plan: Plan, task: Task) -> str:
+    length = len(plan.lanes[task.lane].path)
+    return ["forward", "head", "backward", "weights"][
+        (task.step >= length) + (task.step > length) + (task.step > 2 * length)
+    ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans())
+def test_nobody_averages_longer_than_if_all_had_been_done_together(plan: Plan) -> None:
+    timeline = simulated(plan, Timing.FULL)
+    for index, ((start_ns, end_ns), stage) in enumerate(zip(timeline.averaging_ns, plan.stages, strict=True)):
+        done = {node: max((t.end_ns for t in timeline.tasks if t.node == node), default=0) for node in stage.nodes}
+        last = max(stage.nodes, key=lambda node: done[node])
+        assert start_ns == done[last]
+        took_ns = end_ns - start_ns
+        assert ring_after_ns(plan.costs, index, stage.ring, last) <= took_ns <= ring_ns(plan.costs, index, stage.ring)
+
+
+def test_a_ring_by_hand() -> None:
+    """The first node is late by 5; over every edge 10 of transmission, then 1, 2 and 3 of flight."""
+    done, transmit, flight = (np.array(times) for times in ([5, 0, 0], [10, 10, 10], [1, 2, 3]))
+    # arrivals of the four steps at nodes 0, 1, 2: (13, 16, 12), (25, 26, 28), (41, 36, 38), (51, 52, 48)
+    assert averaged_ns(done, transmit, flight) == 52
+    assert averaged_ns(np.array([7]), np.array([10]), np.array([1])) == 7
 
 
 @settings(max_examples=200, deadline=None)
@@ -91,10 +156,16 @@ def test_one_task_at_a_time_and_no_more_microbatches_than_slots(plan: Plan, timi
             length = len(plan.lanes[task.lane].path)
             if task.step < length:
                 changes.append((task.start_ns, 1))
-            elif task.step > length:
+            elif task.step > (2 * length if plan.split_backward else length):
                 changes.append((task.end_ns, -1))
         held = np.cumsum([change for _, change in sorted(changes)])
         assert held.size == 0 or (held.max() <= slots and held[-1] == 0)
+
+
+def on_the_way(plan: Plan, timeline: Timeline) -> list[Task]:
+    """All tasks but weight gradients, lane by lane."""
+    tasks = [task for task in timeline.tasks if steps_in_words(plan, task) != "weights"]
+    return sorted(tasks, key=lambda task: (task.lane, task.microbatch, task.step))
 
 
 @settings(max_examples=200, deadline=None)
@@ -105,12 +176,11 @@ def test_every_microbatch_takes_every_step_once_and_in_order(plan: Plan, timing:
         (lane, microbatch, step)
         for lane, each in enumerate(plan.lanes)
         for microbatch in range(each.microbatches)
-        for step in range(2 * len(each.path) + 1)
+        for step in range((3 if plan.split_backward else 2) * len(each.path) + 1)
     }
     assert sorted((task.lane, task.microbatch, task.step) for task in timeline.tasks) == sorted(expected)
     assert all(task.ready_ns <= task.start_ns < task.end_ns for task in timeline.tasks)
-    by_lane = sorted(timeline.tasks, key=lambda task: (task.lane, task.microbatch, task.step))
-    for before, after in pairwise(by_lane):
+    for before, after in pairwise(on_the_way(plan, timeline)):
         if before.lane == after.lane:
             assert before.end_ns <= after.ready_ns
 
@@ -122,7 +192,7 @@ def test_messages_on_a_link_queue_only_under_full_timing(plan: Plan) -> None:
     timeline = simulated(plan, Timing.FULL)
     arrivals: dict[tuple[int, int], list[int]] = {}
     before = None
-    for task in sorted(timeline.tasks, key=lambda task: (task.lane, task.microbatch, task.step)):
+    for task in on_the_way(plan, timeline):
         if before and before.lane == task.lane and before.microbatch == task.microbatch and before.node != task.node:
             arrivals.setdefault((before.node, task.node), []).append(task.ready_ns)
         before = task
@@ -134,7 +204,8 @@ def test_messages_on_a_link_queue_only_under_full_timing(plan: Plan) -> None:
 @settings(max_examples=30, deadline=None)
 @given(plans(), timings)
 def test_compiled_and_plain_python_agree(plan: Plan, timing: Timing) -> None:
-    course = Course.of(plan.costs, [stage.ring for stage in plan.stages], plan.dispatch, timing)
+    rings = [stage.ring for stage in plan.stages]
+    course = Course.of(plan.costs, rings, plan.dispatch, timing, plan.split_backward)
     paths, lengths = as_arrays([lane.path for lane in plan.lanes])
     microbatches = np.array([lane.microbatches for lane in plan.lanes])
 
@@ -142,9 +213,9 @@ def test_compiled_and_plain_python_agree(plan: Plan, timing: Timing) -> None:
         done = np.zeros(len(plan.cluster), np.int64)
         assert callable(run)
         result = run(
-            paths, lengths, microbatches, course.forward_ns, course.backward_ns, course.head_ns, course.slots,
-            course.flight_ns, course.transmit_ns, timing is Timing.FULL, course.forward_urgency, done,
-            np.empty((0, 3), np.int64),
+            paths, lengths, microbatches, course.forward_ns, course.backward_ns, course.weight_ns, course.head_ns,
+            course.slots, course.flight_ns, course.transmit_ns, timing is Timing.FULL, course.forward_urgency,
+            plan.split_backward, done, np.empty((0, 3), np.int64),
         )  # fmt: skip
         return tuple(map(int, result)), done.tolist()
 

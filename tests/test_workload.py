@@ -73,6 +73,23 @@ def test_published_costs() -> None:
     assert seconds(costs.hop_ns[nl, london]) == pytest.approx(132.3144123449581, abs=2e-9)
 
 
+def test_weight_gradients_are_a_share_of_the_backward_and_nothing_takes_no_time() -> None:
+    example = published20()
+    for share, weight_ns, input_ns in ((0.5, 330_000_000, 330_000_000), (0.2, 132_000_000, 528_000_000)):
+        costs = costs_of(example.cluster, replace(example.workload, weight_share=share), (4,) * 6)
+        assert set(costs.weight_ns.ravel()) == {weight_ns}
+        assert set(costs.input_ns.ravel()) == {input_ns}
+    fast = tuple(replace(node, flops_per_s=1e30) for node in example.cluster.nodes)
+    costs = costs_of(replace(example.cluster, nodes=fast), example.workload, (4,) * 6)
+    assert set(costs.backward_ns.ravel()) == set(costs.weight_ns.ravel()) == set(costs.input_ns.ravel()) == {1}
+
+
+@pytest.mark.parametrize("share", [0, 1, -0.5, float("nan")])
+def test_weight_share_is_a_share(share: float) -> None:
+    with pytest.raises(UserError, match=r"workload\.weight_share: .* between 0 and 1"):
+        replace(published20().workload, weight_share=share)
+
+
 def test_slots_follow_memory() -> None:
     work = Workload(MODELS["llama-1.5b"], samples_per_microbatch=1)
     fixed, held = work.fixed_bytes(0, 4), work.held_bytes(4)

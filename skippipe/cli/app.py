@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 import skippipe
-from skippipe.cli import planning, reading
+from skippipe.cli import planning, reading, training
 
 app = typer.Typer(
     name="skippipe",
-    help="Plan pipeline-parallel training over machines that are far apart, unequal and unreliable.\n\n"
-    "Start with: skippipe compare published20 --contention-only",
+    help="Train large language models over machines that are far apart, unequal and unreliable.\n\n"
+    "Start with: skippipe compare published20 --contention-only, then skippipe job and skippipe train.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -40,3 +40,7 @@ app.command("simulate")(reading.simulate_plan)
 app.command("compare")(planning.compare)
 app.command("sweep")(planning.sweep)
 app.command("show")(reading.show)
+app.command("job")(training.job)
+app.command("train")(training.train)
+app.command("node")(training.node)
+app.command("keys")(training.keys)

@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 import typer
 
 from skippipe.errors import UserError
-from skippipe.jsonfile import exists
 
 if TYPE_CHECKING:
-    from skippipe.cluster import Cluster
-    from skippipe.examples import Example
     from skippipe.planner.problem import Placement, Problem
     from skippipe.timeline import Timing
 
@@ -69,6 +66,14 @@ class SweepOptions:
         Literal["first-come", "backward-first"],
         typer.Option(help="Who goes next on a node.", rich_help_panel=PIPELINE),
     ] = "first-come"
+    split_backward: Annotated[
+        bool,
+        typer.Option(
+            "--split-backward",
+            help="Compute weight gradients apart from the rest of the backward, when a node would be idle.",
+            rich_help_panel=PIPELINE,
+        ),
+    ] = False
     model: Annotated[
         str | None,
         typer.Option(
@@ -157,26 +162,10 @@ def takes(options_type: type[Any]) -> Callable[[Callable[..., None]], Callable[.
     return spread
 
 
-def cluster_named(name: str) -> tuple[Cluster, Example | None]:
-    from skippipe.cluster import Cluster
-    from skippipe.examples import EXAMPLES
-    from skippipe.presets import PRESETS, preset
-
-    if name in EXAMPLES:
-        example = EXAMPLES[name]()
-        return example.cluster, example
-    if name.split(":")[0] in PRESETS and not exists(Path(name)):
-        return preset(name), None
-    if not exists(Path(name)):
-        known = [*EXAMPLES, *(f"{each}:N" for each in PRESETS)]
-        raise UserError(f"cluster '{name}': no such file, and not one of {', '.join(known)}")
-    return Cluster.load(Path(name)), None
-
-
 def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
     """The example's own settings, or the defaults, with what was said on the command line on top."""
     from skippipe.dispatch import Dispatch
-    from skippipe.planner.problem import Problem, lane_unit, stage_sizes
+    from skippipe.planner.wishes import Wishes, cluster_named, problem_of
     from skippipe.timeline import Timing
     from skippipe.workload import MODELS, Workload, model_named
 
@@ -194,30 +183,21 @@ def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
     changes = {name: value for name, value in said.items() if value is not None}
     workload = replace(workload, **changes)  # type: ignore[arg-type]
 
-    given_sizes = _numbers(options.sizes, "--sizes")
-    given_layers = _numbers(options.layers, "--layers")
-    usual = example.stages if example else _default_stages(cluster)
-    count = options.stages if options.stages is not None else len(given_sizes) or len(given_layers) or usual
-    as_example = example is not None and count == example.stages
-    visited = _visited(count, options.visit, options.skip, example.visited if example and as_example else None)
-    if not given_sizes and example and as_example and visited == example.visited:
-        given_sizes = example.sizes
-    microbatches = options.microbatches
-    if microbatches is None and not (example and as_example):
-        data_nodes = (given_sizes or stage_sizes(len(cluster), count, visited))[0] if 2 <= count <= len(cluster) else 1
-        unit = lane_unit(count, visited)
-        microbatches = -(-6 * data_nodes // unit) * unit
-    if microbatches is not None:
-        workload = replace(workload, microbatches=microbatches)
-    return Problem(
+    return problem_of(
         cluster,
         workload,
-        count,
-        visited,
-        sizes=given_sizes,
-        timing=timing_of(options.contention_only, example.timing if example else Timing.FULL),
-        dispatch=Dispatch(options.dispatch),
-        layers=given_layers,
+        Wishes(
+            stages=options.stages,
+            visit=options.visit,
+            skip=options.skip,
+            sizes=options.sizes,
+            layers=options.layers,
+            microbatches=options.microbatches,
+            dispatch=Dispatch(options.dispatch),
+            split_backward=options.split_backward,
+            timing=timing_of(options.contention_only, example.timing if example else Timing.FULL),
+        ),
+        example,
     )
 
 
@@ -230,45 +210,13 @@ def timing_of(contention_only: bool | None, usual: Timing) -> Timing:
     return Timing.CONTENTION_ONLY if contention_only else Timing.FULL
 
 
-def _default_stages(cluster: Cluster) -> int:
-    return 6 if len(cluster) >= 12 else min(4, len(cluster))
-
-
-def _visited(stages: int, visit: int | None, skip: str | None, of_example: int | None) -> int:
-    if visit is not None and skip is not None:
-        raise UserError("--visit and --skip say the same thing: give one of them")
-    if visit is not None:
-        return visit
-    if skip is None:
-        return of_example or max(2, stages - max(1, stages // 3))
-    try:
-        if "/" in skip:
-            above, below = skip.split("/")
-            share = float(above) / float(below)
-        else:
-            share = float(skip[:-1]) / 100 if skip.endswith("%") else float(skip)
-    except (ValueError, ZeroDivisionError):
-        raise UserError(f"--skip: '{skip}' is not a share; write 0.33, 33% or 1/3") from None
-    if not 0 <= share < 1:
-        raise UserError(f"--skip: {skip} is not between 0 and 1; write 0.33, 33% or 1/3")
-    return stages - round(share * stages)
-
-
-def _numbers(text: str | None, option: str) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UserError(f"{option}: '{text}' is not a list of whole numbers such as 5,3,3,3,3,3") from None
-
-
 def with_stages_of(
     text: str | None, cluster_name: str, options: ProblemOptions
 ) -> tuple[Placement | None, ProblemOptions]:
     """Stages to keep, those of a built-in example or of a plan file for the same cluster, and the sizes they have."""
     from skippipe.examples import EXAMPLES
     from skippipe.plan import Plan
+    from skippipe.planner.wishes import cluster_named
 
     if text is None:
         return None, options

@@ -67,7 +67,7 @@ def plan(
         check_writable(output, Path(cluster))
     placement, options = inputs.with_stages_of(keep_stages, cluster, options)
     problem = inputs.problem_from(cluster, options)
-    with _interruptible() as stopped:
+    with interruptible() as stopped:
         found, took_s = _planned(problem, strategy, seed, budget, placement, stopped)
     if output:
         found.save(output)
@@ -100,7 +100,7 @@ def compare(
     from skippipe.planner.strategies import Strategy
 
     rows: list[dict[str, Any]] = []
-    with _interruptible() as stopped:
+    with interruptible() as stopped:
         for each in (Strategy.DTFM, Strategy.DTFM_SKIP, Strategy.NO_TC2, Strategy.SKIPPIPE):
             kept = None if each is Strategy.DTFM else placement  # a full pipeline has stages of other sizes
             try:
@@ -149,7 +149,7 @@ def sweep(
     first = inputs.problem_from(cluster, inputs.ProblemOptions(**vars(options), skip="0"))
     wanted = first.workload.microbatches
     rows: list[dict[str, Any]] = []
-    with _interruptible() as stopped:
+    with interruptible() as stopped:
         for visited in range(first.stages, 1, -1):
             unit = lane_unit(first.stages, visited)
             fitting = -(-wanted // unit) * unit
@@ -185,7 +185,7 @@ def _planned(
     from skippipe.planner.strategies import Request, Strategy, make_plan
 
     began = time.monotonic()
-    with _progress_bar(Strategy(strategy)) as progress:
+    with progress_bar(Strategy(strategy)) as progress:
         request = Request(seed, budget_s, placement, progress, stopped=lambda: bool(stopped))
         found = make_plan(problem, Strategy(strategy), request)
     if stopped:
@@ -194,7 +194,7 @@ def _planned(
 
 
 @contextmanager
-def _interruptible() -> Iterator[list[bool]]:
+def interruptible() -> Iterator[list[bool]]:
     """The first Ctrl-C fills the list, which ends the search; the second one ends the program."""
     stopped: list[bool] = []
 
@@ -211,7 +211,7 @@ def _interruptible() -> Iterator[list[bool]]:
 
 
 @contextmanager
-def _progress_bar(strategy: Strategy) -> Iterator[Progress]:
+def progress_bar(strategy: Strategy) -> Iterator[Progress]:
     """On a terminal; elsewhere long work is silent."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda what, share, best_s: None

@@ -34,7 +34,9 @@ def cluster(
 
     Example: skippipe cluster regions:24 -o cluster.json
     """
-    found, _ = inputs.cluster_named(name)
+    from skippipe.planner.wishes import cluster_named
+
+    found, _ = cluster_named(name)
     if output:
         found.save(output)
     if as_json:

@@ -72,10 +72,10 @@ class Blueprint:
             config._attn_implementation = "sdpa"
         try:
             with torch.device("meta"):
-                self._skeleton: Any = _Language.from_config(config)
+                self.skeleton: Any = _Language.from_config(config)
         except (ValueError, KeyError, AttributeError) as error:
             raise UserError(f"transformers makes no language model of this: {str(error).splitlines()[0]}") from None
-        self._base: Any = getattr(self._skeleton, self._skeleton.base_model_prefix, None)
+        self._base: Any = getattr(self.skeleton, self.skeleton.base_model_prefix, None)
         for part in ("embed_tokens", "layers", "norm", "rotary_emb"):
             if not hasattr(self._base, part):
                 raise UserError(
@@ -109,7 +109,7 @@ class Blueprint:
         return self._initialised(made, "norm")
 
     def head(self) -> nn.Module:
-        like = self._skeleton.get_output_embeddings()
+        like = self.skeleton.get_output_embeddings()
         made = nn.Linear(like.in_features, like.out_features, bias=like.bias is not None)
         return self._initialised(made, "head")
 
@@ -140,7 +140,7 @@ class Blueprint:
     @property
     def router(self) -> tuple[type[nn.Module], int] | None:
         """The module that scores the experts, and which of its outputs are the scores; None for a dense model."""
-        recorded = (getattr(self._skeleton, "_can_record_outputs", None) or {}).get("router_logits")
+        recorded = (getattr(self.skeleton, "_can_record_outputs", None) or {}).get("router_logits")
         recorded = recorded or (getattr(self._base, "_can_record_outputs", None) or {}).get("router_logits")
         if recorded is None:
             return None
@@ -167,5 +167,5 @@ class Blueprint:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             for each in module.modules():
-                self._skeleton._init_weights(each)
+                self.skeleton._init_weights(each)
         return module

@@ -1,7 +1,8 @@
 """The tasks of a node on real tensors: forward, head, backward, weight gradients. One process uses the same.
 
 `StageTasks` holds what a microbatch leaves behind from its forward to the end of its backward, and adds up gradients
-over the microbatches that came. Tensors come and go in fp32; inside, autocast may compute in bf16.
+over the microbatches that came. With bf16, what flows between layers is bf16 and so are the products, under autocast;
+weights, gradients and norms stay fp32.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class StageTasks:
         compiled: bool = False,
     ) -> None:
         self.model = StageModel(blueprint, layers, ends=ends, recompute=recompute).to(device)
-        self.weights = FlatWeights(self.model, learning)
+        self.weights = FlatWeights(self.model.named_weights(), learning)
         self.device = device
         self.held: dict[Key, Held] = {}
         self.put_off: dict[Key, Later] = {}
@@ -53,11 +54,9 @@ class StageTasks:
         self._low_precision = compute_dtype == "bf16"
         if split_backward:
             split_linears(self.model.layers, self._later)
-        self._forward: Callable[[Tensor], Tensor] = self.model.forward
         self._loss: Callable[[Tensor, Tensor], Tensor] = self.model.loss
         if compiled:
-            self._forward = torch.compile(self._forward, dynamic=False)
-            self._loss = torch.compile(self._loss, dynamic=False)
+            self._compile()
         self._split = split_backward
 
     def begin(self, key: Key, tokens: Tensor) -> Tensor:
@@ -102,9 +101,16 @@ class StageTasks:
     def _keep(self, key: Key, given: Tensor) -> Tensor:
         assert key not in self.held, f"microbatch {key} is here already"
         with self._autocast():
-            made = self._forward(given)
+            made: Tensor = self.model(given.to(torch.bfloat16) if self._low_precision else given)
             self.held[key] = Held(given, made, self.model.balance())
         return made.detach()
+
+    def _compile(self) -> None:
+        """Layer by layer: they are alike, so one is compiled and all use it. The head with the loss is another."""
+        for layer in self.model.layers:
+            layer.compile(dynamic=False)
+        if self.model.head is not None:
+            self._loss = torch.compile(self.model.loss, dynamic=False)
 
     def _autocast(self) -> Any:
         return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self._low_precision)

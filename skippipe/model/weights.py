@@ -6,31 +6,55 @@ decay; norms and biases do not.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import prod
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from skippipe.learning import Learning
 
 
-class FlatWeights:
-    """The weights of a module, their gradients and the optimizer's state, each as one flat tensor."""
+class Place(NamedTuple):
+    """Where a weight lies in the flat tensor."""
 
-    def __init__(self, module: nn.Module, learning: Learning) -> None:
-        weights = list(module.parameters())
-        matrices = [each for each in weights if each.dim() >= 2]
-        others = [each for each in weights if each.dim() < 2]
-        device = weights[0].device
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+def layout(named: Iterable[tuple[str, nn.Parameter]]) -> list[Place]:
+    """Matrices first."""
+    weights = list(named)
+    places = []
+    start = 0
+    for name, each in sorted(weights, key=lambda pair: pair[1].dim() < 2):
+        places.append(Place(name, tuple(each.shape), start))
+        start += each.numel()
+    return places
+
+
+class FlatWeights:
+    """Weights, their gradients and the optimizer's state, each as one flat tensor."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], learning: Learning) -> None:
+        weights = dict(named)
+        places = layout(weights.items())
+        device = next(iter(weights.values())).device
         self.learning = learning
-        self.values = torch.empty(sum(each.numel() for each in weights), device=device)
+        self.values = torch.empty(sum(place.size for place in places), device=device)
         self.gradient = torch.zeros_like(self.values)
-        start = 0
-        for each in (*matrices, *others):
-            size = each.numel()
-            self.values[start : start + size] = each.data.flatten()
-            each.data = self.values[start : start + size].view_as(each)
-            each.grad = self.gradient[start : start + size].view_as(each)
-            start += size
-        decayed = sum(each.numel() for each in matrices)
+        for name, shape, start in places:
+            each, end = weights[name], start + prod(shape)
+            self.values[start:end] = each.data.flatten()
+            each.data = self.values[start:end].view(shape)
+            each.grad = self.gradient[start:end].view(shape)
+        decayed = sum(place.size for place in places if len(place.shape) >= 2)
         self._parts = [nn.Parameter(part) for part in (self.values[:decayed], self.values[decayed:])]
         for part, gradient in zip(self._parts, (self.gradient[:decayed], self.gradient[decayed:]), strict=True):
             part.grad = gradient

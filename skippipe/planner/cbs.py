@@ -17,12 +17,14 @@ from itertools import count, pairwise
 import numpy as np
 
 from skippipe import rules
+from skippipe.averaging import ring_after_ns
 from skippipe.costs import NEVER_NS
-from skippipe.dispatch import place, steps
+from skippipe.dispatch import all_steps, is_weights, place
 from skippipe.planner.effort import Effort
 from skippipe.planner.problem import Placement, Problem, rings, stage_of
 from skippipe.planner.tours import NO_WAY, TOO_MANY, best_path
 from skippipe.simulate import Course, as_arrays
+from skippipe.timeline import Timing
 
 Path = tuple[int, ...]
 Interval = tuple[int, int, int]
@@ -149,8 +151,9 @@ class PathSearch:
         self.placement = placement
         self.groups = tuple(groups)
         self.stage = stage_of(placement)
-        self.course = Course.of(costs, rings(problem, placement), problem.dispatch, problem.timing)
-        self.after_ns = self.course.ring_ns[0] + self.course.step_ns  # every lane ends on stage 0, which then averages
+        ringed = rings(problem, placement)
+        self.course = Course.of(costs, ringed, problem.dispatch, problem.timing, problem.split_backward)
+        self.after_ns = {node: self._after_ns(ringed[0], node) for node in ringed[0]}
         self.slots = {node: int(self.course.slots[node]) for node in self.stage}
         self.stage_array = np.full(costs.nodes, -1, np.int64)
         for node, stage in self.stage.items():
@@ -184,7 +187,7 @@ class PathSearch:
             if paths in seen:
                 continue
             seen.add(paths)
-            value_ns = self._simulated(paths) if avoid_collisions else branch.bound_ns + self._rest_ns()
+            value_ns = self._simulated(paths) if avoid_collisions else self._estimated(branch.ways)
             if value_ns < best_ns:
                 best_ns = value_ns
                 better(paths, value_ns)
@@ -236,18 +239,26 @@ class PathSearch:
 
     # branches
 
+    def _after_ns(self, ring: Sequence[int], data_node: int) -> int:
+        """What follows at least when a lane's last microbatch is back: every lane ends on stage 0, which averages."""
+        late_ns = 0
+        if self.problem.timing is Timing.FULL:
+            late_ns = ring_after_ns(self.problem.costs, 0, ring, data_node)
+        return int(self.course.weight_ns[data_node]) + late_ns + self.course.step_ns
+
     def _root(self) -> Branch | None:
         ways = [way for group in self.groups if (way := self._way(group, Limits())) is not None]
         return self._branch(tuple(ways)) if len(ways) == len(self.groups) else None
 
     def _branch(self, ways: tuple[Way, ...]) -> Branch:
-        last_ns = max(max(group.lanes) * way.least_ns for group, way in zip(self.groups, ways, strict=True))
+        lanes_ns = [max(group.lanes) * way.least_ns for group, way in zip(self.groups, ways, strict=True)]
+        bound_ns = max(ns + self.after_ns[group.data_node] for ns, group in zip(lanes_ns, self.groups, strict=True))
         visits = [[self.stage[node] for node in way.path] for way in ways]
         exposure = rules.exposure(visits, [group.microbatches for group in self.groups], self.problem.stages)
         lanes = rules.lanes_through(self._paths(ways))
         excess = sum(max(0, count - self.share) for count in exposure[1:])
         excess += sum(max(0, len(each) - self.slots[node]) for node, each in lanes.items())
-        return Branch(ways, last_ns + self.after_ns, exposure, lanes, excess)
+        return Branch(ways, bound_ns, exposure, lanes, excess)
 
     def _with(self, branch: Branch, index: int, limits: Limits) -> Branch | None:
         """The branch with other limits for one group."""
@@ -321,9 +332,13 @@ class PathSearch:
         rows, lengths = as_arrays(paths)
         return self.course.run(rows, lengths, np.array(self.microbatches)).iteration_ns
 
-    def _rest_ns(self) -> int:
-        """Without the simulator: what other stages may average longer than stage 0."""
-        return max(self.course.ring_ns) - self.course.ring_ns[0]
+    def _estimated(self, ways: Sequence[Way]) -> int:
+        """Without the simulator: no lane waits for another, and the slowest ring starts when the last one is back."""
+        ends_ns = [
+            max(group.lanes) * way.least_ns + int(self.course.weight_ns[group.data_node])
+            for group, way in zip(self.groups, ways, strict=True)
+        ]
+        return max(ends_ns) + max(self.course.ring_ns) + self.course.step_ns
 
     def _apart(self, branch: Branch) -> list[Branch]:
         """TC2: for the longest wait of a first microbatch behind another group's, each of the two keeps away.
@@ -345,14 +360,15 @@ class PathSearch:
     def _longest_wait(self, paths: Sequence[Path]) -> list[tuple[int, Interval]] | None:
         """Who collides, each with the interval that the other one has or wanted on the node."""
         rows, lengths = as_arrays(paths)
-        each = steps(self.problem.visited)
+        each = all_steps(self.problem.visited, self.problem.split_backward)
         record = np.empty((len(rows) * each, 3), np.int64)
         self.course.run(rows, lengths, np.ones(len(rows), np.int64), record)
         tasks_on: dict[int, list[tuple[int, int, int, int]]] = {}
         for task, (ready, start, end) in enumerate(record.tolist()):
             lane, step = divmod(task, each)
             position = place(step, self.problem.visited)
-            if position > 0:  # nobody can keep away from its own data node
+            # nobody can keep away from its own data node, and nobody waits for weight gradients
+            if position > 0 and not is_weights(step, self.problem.visited):
                 tasks_on.setdefault(paths[lane][position], []).append((start, end, ready, self.group_of[lane]))
         longest, found = 0, None
         for node, tasks in tasks_on.items():

@@ -38,6 +38,8 @@ class Problem:
     """Swaps of neighbours that a path may have (CC2)."""
     timing: Timing = Timing.FULL
     dispatch: Dispatch = Dispatch.FIRST_COME
+    split_backward: bool = False
+    """Weight gradients become tasks of their own, which fill idle time."""
     layers: tuple[int, ...] = field(default=(), repr=False)
     """Of each stage; empty: as even as can be."""
 

@@ -17,8 +17,9 @@ from functools import cache
 
 import numpy as np
 
+from skippipe.averaging import best_ring
 from skippipe.check import check
-from skippipe.costs import NEVER_NS, seconds
+from skippipe.costs import NEVER_NS, costs_of, seconds
 from skippipe.errors import Infeasible
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.allocate import allocate
@@ -87,7 +88,9 @@ def make_plan(problem: Problem, strategy: Strategy, request: Request) -> Plan:
 @cache
 def compile_kernels() -> None:
     """Some ten seconds on a new machine, a fraction of one later; so that a budget is spent on the search alone."""
-    problem = Problem(datacentre(3), Workload(MODELS["llama-30m"], microbatches=2), 3, 2)
+    work = Workload(MODELS["llama-30m"], microbatches=2)
+    problem = Problem(datacentre(3), work, 3, 2)
+    best_ring(costs_of(datacentre(9), work, (6, 6)), 1, range(9))  # small rings come below
     allocate(problem, Effort(1, math.inf, time.monotonic), seed=0)
     once = Request(budget_s=math.inf, placement=((0,), (1,), (2,)))
     _Planning(problem, Strategy.SKIPPIPE, once).plan()
@@ -142,7 +145,8 @@ class _Planning:
         else:
             self._offer(placement, lanes, paths, NO_WAY)  # anything that the search finds is better
             return
-        course = Course.of(problem.costs, rings(problem, placement), problem.dispatch, problem.timing)
+        ringed = rings(problem, placement)
+        course = Course.of(problem.costs, ringed, problem.dispatch, problem.timing, problem.split_backward)
         rows, lengths = as_arrays(paths)
         microbatches = np.array([count for _, count in lanes], dtype=np.int64)
         self._offer(placement, lanes, paths, course.run(rows, lengths, microbatches).iteration_ns)
@@ -226,6 +230,7 @@ class _Planning:
             stages=tuple(Stage(layers, nodes, ring) for layers, nodes, ring in stages),
             lanes=tuple(Lane(path, count) for path, (_, count) in zip(best.paths, best.lanes, strict=True)),
             dispatch=problem.dispatch,
+            split_backward=problem.split_backward,
             strategy=str(self.strategy),
         )
 

@@ -26,6 +26,7 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
         ("microbatches", f"{plan.microbatches}"),
         ("skipped", f"{plan.skipped:.0%} of the stages, on average"),
         ("dispatch", str(plan.dispatch)),
+        ("backward", "split: weight gradients fill idle time" if plan.split_backward else "whole"),
     ]
 
 

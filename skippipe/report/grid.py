@@ -25,7 +25,7 @@ def plan_grid(plan: Plan) -> str:
 def _header(plan: Plan) -> list[str]:
     return [
         f"{plan.strategy}: {len(plan.stage_of)} nodes, {len(plan.stages)} stages, {plan.microbatches} microbatches, "
-        f"{plan.skipped:.0%} skipped, dispatch {plan.dispatch}"
+        f"{plan.skipped:.0%} skipped, dispatch {plan.dispatch}" + ", split backward" * plan.split_backward
     ]
 
 

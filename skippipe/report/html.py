@@ -28,12 +28,14 @@ th, td { padding: .15em .9em .15em 0; text-align: left; border-bottom: 1px solid
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 """
 GANTT_IN_WORDS = """<p>Light bars go forward, dark bars go backward, hatched ones are head and loss; numbers are lanes.
-A grey strip under a row is time in which a task was ready but had to wait (a collision). Drag to zoom in, double-click
-to zoom out, click a name at the right to hide it.</p>"""
+Where the backward is split, the darkest bars are its weight gradients. A grey strip under a row is time in which a task
+was ready but had to wait (a collision). Drag to zoom in, double-click to zoom out, click a name at the right to hide
+it.</p>"""
 MAP_IN_WORDS = """<p>A lane starts at its data node at the left and comes back to it at the right. It passes between the
 nodes of the stages that it skips. A dashed arrow to the left is a swap: the later stage is visited first.</p>"""
-BUSY_IN_WORDS = """<p>Busy: forward, head and backward. Idle: the rest of the iteration, averaging included. Collisions:
-the waiting of all tasks together, so that three tasks that wait for a second make three seconds.</p>"""
+BUSY_IN_WORDS = """<p>Busy: forward, head, backward and weight gradients. Idle: the rest of the iteration, averaging
+included. Collisions: the waiting of all tasks on their way together, so that three tasks that wait for a second make
+three seconds.</p>"""
 
 
 def write_html(plan: Plan, timeline: Timeline, path: Path) -> None:
@@ -117,7 +119,7 @@ def _bars(picture: Picture, bars: Sequence[Bar], name: str) -> go.Bar:
             "line": {"width": 0.5, "color": "white"},
             "opacity": 0.55 if bars[0].kind is Kind.WAITING else 1,
         },
-        text=["" if bar.lane is None or bar.kind not in (Kind.FORWARD, Kind.BACKWARD) else bar.lane for bar in bars],
+        text=["" if bar.lane is None or bar.kind in (Kind.HEAD, Kind.WAITING) else bar.lane for bar in bars],
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,

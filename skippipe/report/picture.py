@@ -1,7 +1,8 @@
 """An iteration as bars: what the page, the image and the trace show of every node, and in which colour.
 
 Pure geometry, without a drawing library. All microbatches of a data node wear its hue wherever they go: light on their
-way forward, dark on their way back. Time that a task waited for its node (a collision) is a thin strip under the row.
+way forward, dark on their way back, darker still where a split backward does its weight gradients. Time that a task
+waited for its node (a collision) is a thin strip under the row.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from skippipe.costs import seconds
+from skippipe.dispatch import is_weights
 from skippipe.plan import Plan
 from skippipe.timeline import Task, Timeline
 
@@ -23,12 +25,13 @@ class Kind(StrEnum):
     FORWARD = "forward"
     HEAD = "head"
     BACKWARD = "backward"
+    WEIGHTS = "weights"
     WAITING = "waiting"
     AVERAGING = "averaging"
     OPTIMIZER = "optimizer"
 
 
-TASK_KINDS = (Kind.FORWARD, Kind.HEAD, Kind.BACKWARD)
+TASK_KINDS = (Kind.FORWARD, Kind.HEAD, Kind.BACKWARD, Kind.WEIGHTS)
 
 # Eight hues of Okabe & Ito and of Tol, which red-blind and green-blind eyes can tell apart too. A ninth data node takes
 # the first hue again; the lane numbers on the bars say whose it is.
@@ -122,7 +125,7 @@ class Picture:
             colour = shade(self.hue(task.lane), kind)
             hover = self._told(task, kind)
             which = (task.lane, task.microbatch, task.step)
-            if task.start_ns > task.ready_ns:
+            if task.start_ns > task.ready_ns and kind is not Kind.WEIGHTS:  # nobody waits for these
                 waiting = (row_of[task.node], Kind.WAITING, task.ready_ns, task.start_ns)
                 yield Bar(*waiting, *which, NEUTRAL[Kind.WAITING], f"waiting for the node: {hover}")
             yield Bar(row_of[task.node], kind, task.start_ns, task.end_ns, *which, colour, hover)
@@ -162,12 +165,15 @@ def kind_of(step: int, length: int) -> Kind:
     """Of a step on a path of so many nodes."""
     if step < length:
         return Kind.FORWARD
-    return Kind.HEAD if step == length else Kind.BACKWARD
+    if step == length:
+        return Kind.HEAD
+    return Kind.WEIGHTS if is_weights(step, length) else Kind.BACKWARD
 
 
 def shade(hue: str, kind: Kind) -> str:
     """Lighter on the way forward, darker on the way back."""
-    towards, share = {Kind.FORWARD: (255, 0.5), Kind.BACKWARD: (0, 0.15)}.get(kind, (255, 0.0))
+    shades = {Kind.FORWARD: (255, 0.5), Kind.BACKWARD: (0, 0.15), Kind.WEIGHTS: (0, 0.5)}
+    towards, share = shades.get(kind, (255, 0.0))
     mixed = (round((1 - share) * int(hue[at : at + 2], 16) + share * towards) for at in (1, 3, 5))
     return "#" + "".join(f"{part:02X}" for part in mixed)
 

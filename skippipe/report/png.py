@@ -130,7 +130,9 @@ def _legend(picture: Picture) -> list[Patch]:
         Kind.FORWARD: "forward (with its lane)",
         Kind.HEAD: "head and loss",
         Kind.BACKWARD: "backward (with its lane)",
+        Kind.WEIGHTS: "its weight gradients",
     }
+    tasks = [kind for kind in TASK_KINDS if kind is not Kind.WEIGHTS or picture.plan.split_backward]
     kinds = [
         Patch(
             facecolor=shade(grey, kind),
@@ -138,7 +140,7 @@ def _legend(picture: Picture) -> list[Patch]:
             hatch="////" if kind is Kind.HEAD else None,
             label=words[kind],
         )
-        for kind in TASK_KINDS
+        for kind in tasks
     ]
     kinds.append(Patch(facecolor=NEUTRAL[Kind.WAITING], alpha=0.55, label="ready, but waits (collision)"))
     if picture.timeline.averaging_ns:

@@ -39,6 +39,17 @@ def trace_events(plan: Plan, timeline: Timeline, process: str = "plan") -> dict[
     }
 
 
+def merged(traces: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several traces as the processes of one."""
+    events = [
+        {**event, "pid": number} for number, trace in enumerate(traces, PROCESS_ID) for event in trace["traceEvents"]
+    ]
+    for event in events:
+        if "id" in event:
+            event["id"] += event["pid"] * len(events)  # arrows of one process must not end in another
+    return {**traces[0], "traceEvents": events}
+
+
 def _names(picture: Picture, process: str) -> list[dict[str, Any]]:
     events = [_event("M", 0, name="process_name", args={"name": process})]
     for index, row in enumerate(picture.rows):
@@ -63,8 +74,8 @@ def _slice(bar: Bar, waiting: Bar | None) -> dict[str, Any]:
 
 
 def _hops(slices: list[Bar]) -> list[dict[str, Any]]:
-    """Arrows from every task of a microbatch to its next."""
-    tasks = sorted((bar for bar in slices if bar.lane is not None), key=_which)
+    """Arrows from every task of a microbatch to its next; weight gradients are not on its way."""
+    tasks = sorted((bar for bar in slices if bar.lane is not None and bar.kind is not Kind.WEIGHTS), key=_which)
     events = []
     for number, (a, b) in enumerate(pairwise(tasks)):
         if (a.lane, a.microbatch) != (b.lane, b.microbatch):

@@ -1,1 +1,1 @@
-"""Nodes and coordinator as state machines, and what runs them: processes with sockets, or one thread in virtual time."""
+"""Nodes and coordinator as state machines, and what runs them: processes and sockets, or a thread and virtual time."""

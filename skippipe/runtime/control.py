@@ -25,8 +25,8 @@ class Hello:
 class Welcome:
     """Everybody is there: what to train, and where the others are."""
 
-    job: dict[str, Any]
-    peers: dict[str, list[str | None]]
+    brief: dict[str, Any]
+    peers: dict[str, Any]
     """Name → address and public key."""
 
 
@@ -128,7 +128,7 @@ def from_json(value: Any) -> Control:
 def _read(fields: Fields, name: str, hint: str) -> Any:
     at = fields.at(name)
     if hint == "str":
-        return fields.text(name)
+        return _text(fields.take(name), at)
     if hint == "bool":
         return fields.flag(name)
     if hint == "int":
@@ -146,6 +146,13 @@ def _read(fields: Fields, name: str, hint: str) -> Any:
     if "int" in hint:
         return [[as_integer(each, at) for each in row] for row in rows]
     return [[_number(each, at) for each in row] for row in rows]
+
+
+def _text(value: Any, at: str) -> str:
+    """Any, also an empty one; what could play tricks on a terminal becomes a space."""
+    if not isinstance(value, str):
+        raise UserError(f"{at}: expected a text")
+    return "".join(each if each.isprintable() else " " for each in value)
 
 
 def _number(value: Any, at: str) -> float:

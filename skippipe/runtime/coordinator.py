@@ -5,14 +5,28 @@ It moves no tensors while training: per iteration, one small message from every 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Protocol
 
+from skippipe import __version__
 from skippipe.learning import Learning
 from skippipe.plan import Plan
-from skippipe.runtime.control import Averaged, Begin, Collect, Control, Failed, Proceed, Ready, Stepped, Stop
+from skippipe.runtime.control import (
+    Averaged,
+    Begin,
+    Collect,
+    Control,
+    Failed,
+    Hello,
+    Proceed,
+    Ready,
+    Stepped,
+    Stop,
+    Welcome,
+)
 from skippipe.transport.message import Message
 
 
@@ -20,6 +34,9 @@ class Surroundings(Protocol):
     """All that a coordinator can do to the world."""
 
     def now_ns(self) -> int: ...
+
+    def meet(self, node: int, address: str) -> None:
+        """From now on the node can be told things."""
 
     def tell(self, node: int, control: Control) -> None: ...
 
@@ -50,7 +67,8 @@ class IterationReport:
 
 
 class State(Enum):
-    GATHERING = "to be ready"
+    JOINING = "to join"
+    PREPARING = "to be ready"
     TRAINING = "to average gradients"
     STEPPING = "to take the last step"
     COLLECTING = "to send its weights"
@@ -62,12 +80,16 @@ class State(Enum):
 class Deadlines:
     """How long the coordinator waits before it gives up and says for whom it waited."""
 
+    join: timedelta = timedelta(minutes=10)
+    """For the last node to join."""
     ready: timedelta = timedelta(minutes=5)
-    """For nodes to join and to build their stage."""
+    """For nodes to build their stage."""
     iteration: timedelta = timedelta(minutes=10)
     """For an iteration, whatever the plan promises."""
     collect: timedelta = timedelta(minutes=10)
     """For the weights of a stage."""
+    early: timedelta = timedelta(seconds=4)
+    """The same, if somebody wants to stop at once."""
 
 
 @dataclass
@@ -77,16 +99,21 @@ class Coordinator:
     surroundings: Surroundings
     watcher: Watcher
     iterations: int
+    brief: dict[str, Any] = field(default_factory=dict)
+    """What nodes must know to build their stage."""
+    keys: Mapping[int, str | None] = field(default_factory=dict)
+    """The nodes' public keys, by which they know each other."""
     first: int = 0
     recorded: frozenset[int] = frozenset()
     """The iterations of which every task is reported."""
     deadlines: Deadlines = Deadlines()
-    state: State = State.GATHERING
+    state: State = State.JOINING
     failure: str = ""
     iteration: int = field(init=False)
     _heard: dict[int, Any] = field(init=False, default_factory=dict)
     _since_ns: int = field(init=False)
     _collecting: int = field(init=False, default=-1)
+    _early: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.iteration = self.first
@@ -101,35 +128,59 @@ class Coordinator:
         if self.over:
             return
         match control:
-            case Ready() if self.state is State.GATHERING:
-                self._note(node, True)
+            case Hello() if self.state is State.JOINING:
+                self._welcome(node, control)
+            case Failed():
+                self.fail(f"node '{self._name(node)}': {control.reason}")
+            case Averaged() if self._early and self.state is State.COLLECTING:
+                pass
+            case _ if node in self._heard:
+                self.fail(f"node '{self._name(node)}' said {type(control).__name__} when it had said all")
+            case Ready() if self.state is State.PREPARING:
+                self._heard[node] = control
                 if self._all_heard():
                     self._training()
             case Averaged() if self.state is State.TRAINING and control.iteration == self.iteration:
-                self._note(node, control)
+                if flaw := self._flaw(node, control):
+                    self.fail(f"node '{self._name(node)}' {flaw}")
+                    return
+                self._heard[node] = control
                 if self._all_heard():
                     self._proceed()
-            case Stepped() if self.state is State.STEPPING:
-                self._note(node, True)
+            case Stepped() if self.state is State.STEPPING and control.iteration == self.iteration:
+                self._heard[node] = control
                 if self._all_heard():
                     self._collect(0)
-            case Failed():
-                self.fail(f"node '{self._name(node)}': {control.reason}")
             case _:
                 self.fail(f"node '{self._name(node)}' said {type(control).__name__} while {self.state.name.lower()}")
 
     def receive(self, node: int, message: Message) -> None:
         """A piece of the weights."""
+        if self.over:
+            return
         if self.state is not State.COLLECTING or node != self.plan.stages[self._collecting].ring[0]:
+            self.fail(f"node '{self._name(node)}' sent weights that nobody asked for")
             return
         self.surroundings.store(self._collecting, message.body)
-        self._since_ns = self.surroundings.now_ns()
+        if not self._early:
+            self._since_ns = self.surroundings.now_ns()
         if message.body is None:
             self._collect(self._collecting + 1)
 
+    def finish_early(self) -> None:
+        """Collect the weights as they are; what is in flight is given up. Before training there is nothing to keep."""
+        if self._early or self.over:
+            return
+        self._early = True
+        self.deadlines = replace(self.deadlines, collect=self.deadlines.early)
+        if self.state is State.TRAINING:
+            self._collect(0)
+        elif self.state in (State.JOINING, State.PREPARING):
+            self.state = State.DONE
+            self._tell_all(Stop(""))
+
     def lost(self, node: int, how: str) -> None:
-        if not self.over:
-            self.fail(f"node '{self._name(node)}' is gone ({how}) while the others waited {self._waiting()}")
+        self.fail(f"node '{self._name(node)}' is gone ({how}) while it was waited for {self.state.value}")
 
     def tick(self) -> None:
         """Give up if a deadline has passed."""
@@ -141,15 +192,32 @@ class Coordinator:
 
     def deadline_ns(self) -> int:
         limit = {
-            State.GATHERING: self.deadlines.ready,
+            State.JOINING: self.deadlines.join,
+            State.PREPARING: self.deadlines.ready,
             State.COLLECTING: self.deadlines.collect,
         }.get(self.state, self.deadlines.iteration)
         return self._since_ns + int(limit.total_seconds() * 1e9)
 
     def fail(self, reason: str) -> None:
+        """Give up; the first reason counts."""
+        if self.over:
+            return
         self.failure = reason
         self.state = State.FAILED
         self._tell_all(Stop(reason))
+
+    def _welcome(self, node: int, hello: Hello) -> None:
+        if hello.version != __version__:
+            self.fail(
+                f"node '{self._name(node)}' runs skippipe {hello.version}, this is {__version__}; use one version"
+            )
+            return
+        self._heard[node] = hello.address
+        self.surroundings.meet(node, hello.address)
+        if self._all_heard() and not self.over:
+            peers = {self._name(each): [address, self.keys.get(each)] for each, address in self._heard.items()}
+            self._enter(State.PREPARING)
+            self._tell_all(Welcome(self.brief, peers))
 
     def _training(self) -> None:
         self._enter(State.TRAINING)
@@ -158,22 +226,20 @@ class Coordinator:
     def _proceed(self) -> None:
         reports: dict[int, Averaged] = dict(self._heard)
         for index, stage in enumerate(self.plan.stages):
-            norms = {reports[node].squared_norm for node in stage.nodes}
-            if len(norms) > 1 and not all(norm != norm for norm in norms):
-                self.fail(f"the nodes of stage {index} no longer agree on their gradient: norms {sorted(norms)}")
+            norms = {node: reports[node].squared_norm for node in stage.nodes}
+            if len(set(norms.values())) > 1 and not all(norm != norm for norm in norms.values()):
+                said = ", ".join(f"{self._name(node)} {norm}" for node, norm in norms.items())
+                self.fail(f"the nodes of stage {index} no longer agree on their gradient, its squared norm is: {said}")
                 return
         norm, scale = self.learning.clipping(reports[stage.nodes[0]].squared_norm for stage in self.plan.stages)
         rate = self.learning.rate_at(self.iteration)
-        losses = sorted(tuple(row) for node in self._nodes for row in reports[node].losses)
-        if len(losses) != self.plan.microbatches:
-            self.fail(f"{len(losses)} losses of {self.plan.microbatches} microbatches were reported")
-            return
+        losses = [loss for _, _, loss in sorted(tuple(row) for node in self._nodes for row in reports[node].losses)]
         last = self.iteration + 1 == self.first + self.iterations
-        self._tell_all(Proceed(self.iteration, rate, scale, last, self.iteration + 1 in self.recorded))
+        proceed = Proceed(self.iteration, rate, scale, last, self.iteration + 1 in self.recorded)
         now_ns = self.surroundings.now_ns()
         report = IterationReport(
             iteration=self.iteration,
-            loss=sum(loss for _, _, loss in losses) / len(losses),
+            loss=sum(losses) / len(losses),
             norm=norm,
             rate=rate,
             seconds=(now_ns - self._since_ns) / 1e9,
@@ -183,6 +249,7 @@ class Coordinator:
         self._enter(State.STEPPING if last else State.TRAINING)
         if not last:
             self.iteration += 1
+        self._tell_all(proceed)
         self.watcher.iteration_done(report)
 
     def _collect(self, stage: int) -> None:
@@ -191,7 +258,10 @@ class Coordinator:
             self._tell_all(Stop(""))
             return
         self._collecting = stage
+        since_ns = self._since_ns
         self._enter(State.COLLECTING)
+        if self._early and stage > 0:
+            self._since_ns = since_ns
         self.surroundings.tell(self.plan.stages[stage].ring[0], Collect())
 
     def _enter(self, state: State) -> None:
@@ -199,8 +269,22 @@ class Coordinator:
         self._heard.clear()
         self._since_ns = self.surroundings.now_ns()
 
-    def _note(self, node: int, what: Any) -> None:
-        self._heard[node] = what
+    def _flaw(self, node: int, said: Averaged) -> str:
+        """What the plan does not foresee in a report; empty if all is well."""
+        lanes = self.plan.lanes
+        own = [
+            [lane, number]
+            for lane, each in enumerate(lanes)
+            if each.path[0] == node
+            for number in range(each.microbatches)
+        ]
+        if sorted(row[:2] for row in said.losses) != own or any(len(row) != 3 for row in said.losses):
+            return f"reported the losses of {len(said.losses)} microbatches, not of the {len(own)} that start there"
+        if not all(len(row) == 2 and row[0] in self.plan.stage_of for row in said.sent_bytes):
+            return "reported bytes to a node that is not there"
+        if not all(len(row) == 6 and row[0] < len(lanes) for row in said.tasks):
+            return "reported tasks that are not in the plan"
+        return ""
 
     def _all_heard(self) -> bool:
         return len(self._heard) == len(self._nodes)
@@ -210,12 +294,11 @@ class Coordinator:
             return [self.plan.stages[self._collecting].ring[0]]
         return [node for node in self._nodes if node not in self._heard]
 
-    def _waiting(self) -> str:
-        return self.state.value
-
     def _tell_all(self, control: Control) -> None:
         for node in self._nodes:
             self.surroundings.tell(node, control)
+            if self.state is State.FAILED and not isinstance(control, Stop):
+                return  # this one could not be told, so everybody was told to stop
 
     def _name(self, node: int) -> str:
         return self.plan.cluster.nodes[node].name

@@ -16,22 +16,18 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-from skippipe.dispatch import (
-    all_steps,
-    frees_slot,
-    goes_before,
-    is_weights,
-    may_start,
-    place,
-    steps,
-    urgency,
-    weights_after,
-)
+from skippipe import dispatch
+from skippipe.compiled import plain
 from skippipe.plan import Plan
-from skippipe.rules import exposure
+from skippipe.rules import circle, exposure
 from skippipe.runtime.control import COORDINATOR, Averaged, Begin, Collect, Control, Proceed, Stepped, Stop
 from skippipe.runtime.work import Measure, Outcome, Pass, Reduce, Show, Step, Task, Work
 from skippipe.transport.message import Kind, Message
+
+all_steps, steps, place = plain(dispatch.all_steps), plain(dispatch.steps), plain(dispatch.place)
+is_weights, weights_after = plain(dispatch.is_weights), plain(dispatch.weights_after)
+frees_slot, may_start = plain(dispatch.frees_slot), plain(dispatch.may_start)
+urgency, goes_before = plain(dispatch.urgency), plain(dispatch.goes_before)
 
 
 class Outside(Protocol):
@@ -103,8 +99,8 @@ class Node:
         self._busy = False
         self._held = 0
         self._left = 0
-        self._seen: set[tuple[int, int, int]] = set()
-        self._early: list[tuple[int, Message, int]] = []
+        self._seen: set[tuple[int, ...]] = set()
+        self._early: list[tuple[Message, int]] = []
         self._chunks: dict[int, Any] = {}
         self._next_round = 0
         self._proceed: Proceed | None = None
@@ -117,14 +113,18 @@ class Node:
     def hear(self, control: Control) -> None:
         """From the coordinator."""
         match control:
-            case Begin():
+            case Begin() if self.phase is Phase.WAITING:
                 self._begin(control.iteration, control.recorded)
-            case Proceed():
-                if control.iteration != self.iteration:
-                    raise ProtocolBroken(f"told to step iteration {control.iteration} while in {self.iteration}")
+            case Proceed() if self.phase is Phase.AVERAGED and control.iteration == self.iteration:
+                self.phase = Phase.STEPPING
                 self._proceed = control
-                self._step_if_averaged()
-            case Collect():
+                self._chores.append(Step(control.rate, control.scale))
+            case Begin() | Proceed():
+                raise ProtocolBroken(
+                    f"told to {type(control).__name__.lower()} iteration {control.iteration} while {self.phase.value}"
+                    f" in iteration {self.iteration}"
+                )
+            case Collect():  # after the step, if one was asked for
                 self._chores.append(Show(0))
             case Stop():
                 self.stopped = control
@@ -132,8 +132,19 @@ class Node:
                 raise ProtocolBroken(f"a node has no use for {type(control).__name__}")
 
     def receive(self, sender: int, message: Message) -> None:
-        """From another node; one that is an iteration ahead is heard when this node gets there."""
-        self._take_in(sender, message, self._outside.now_ns())
+        """From another node; what comes from one that is an iteration ahead is kept until this node gets there."""
+        early = self.phase is Phase.WAITING or message.iteration == self.iteration + 1
+        if message.iteration != self.iteration and not early:
+            raise ProtocolBroken(f"a message of iteration {message.iteration} while in {self.iteration}")
+        self._check(sender, message)
+        which = message.iteration, message.kind, message.lane, message.microbatch, message.step
+        if which in self._seen:
+            raise ProtocolBroken(f"{_what(message)} came twice")
+        self._seen.add(which)
+        if early:
+            self._early.append((message, self._outside.now_ns()))
+        else:
+            self._accept(message, self._outside.now_ns())
 
     def finished(self, work: Work, result: Any) -> None:
         self._busy = False
@@ -185,6 +196,13 @@ class Node:
         self._running = chosen, self._outside.now_ns()
         self._start(chosen.task)
 
+    def talks_to(self) -> set[int]:
+        """The nodes before and after this one on its lanes and in its ring."""
+        pairs = [pair for path in self._paths if self.number in path for pair in circle(path)]
+        if self._ring is not None:
+            pairs += [(self.number, self._ring.before), (self.number, self._ring.after)]
+        return {node for pair in pairs if self.number in pair for node in pair} - {self.number}
+
     def waits_for(self) -> str:
         """For messages to people."""
         if self.phase is not Phase.RUNNING:
@@ -200,14 +218,12 @@ class Node:
         self._outside.start(work)
 
     def _begin(self, iteration: int, recorded: bool) -> None:
-        if self.phase not in (Phase.WAITING, Phase.STEPPING):
-            raise ProtocolBroken(f"told to begin iteration {iteration} while {self.phase.value}")
         self.iteration = iteration
         self.phase = Phase.RUNNING
         self._begun_ns = self._outside.now_ns()
         self._recorded = recorded
         self._left = self._tasks
-        self._seen.clear()
+        self._seen = {which for which in self._seen if which[0] == iteration}
         self._chunks.clear()
         self._next_round = 0
         self._proceed = None
@@ -216,32 +232,48 @@ class Node:
             if path[0] == self.number:
                 self._ready.append(Arrived(Task(iteration, lane, 0, 0), self._begun_ns))
         early, self._early = self._early, []
-        for sender, message, arrived_ns in early:
-            self._take_in(sender, message, arrived_ns)
+        for message, arrived_ns in early:
+            if message.iteration != iteration:
+                raise ProtocolBroken(f"a message of iteration {message.iteration} before {iteration} began")
+            self._accept(message, arrived_ns)
         if self._left == 0:
             self._average()
 
-    def _take_in(self, sender: int, message: Message, arrived_ns: int) -> None:
-        if message.iteration == self.iteration + 1:
-            self._early.append((sender, message, arrived_ns))
-            return
-        if message.iteration != self.iteration:
-            raise ProtocolBroken(f"a message of iteration {message.iteration} while in {self.iteration}")
+    def _check(self, sender: int, message: Message) -> None:
+        """Does the plan foresee it, from this sender?"""
+        if message.body is None:
+            raise ProtocolBroken(f"{_what(message)} came empty")
         if message.kind is Kind.CHUNK:
-            self._take_chunk(sender, message)
-            return
-        lane, step = message.lane, message.step
-        if not (0 <= lane < len(self._paths) and 0 <= message.microbatch < self.plan.lanes[lane].microbatches):
-            raise ProtocolBroken(f"the plan has no microbatch {message.microbatch} on lane {lane}")
-        path = self._paths[lane]
-        on_its_way = 0 < step < steps(len(path)) and path[place(step, len(path))] == self.number
-        if not on_its_way or path[place(step - 1, len(path))] != sender:
-            raise ProtocolBroken(f"step {step} of lane {lane} does not come here from node {sender}")
-        which = lane, message.microbatch, step
-        if which in self._seen:
-            raise ProtocolBroken(f"step {step} of microbatch {message.microbatch} on lane {lane} came twice")
-        self._seen.add(which)
-        self._ready.append(Arrived(Task(self.iteration, *which, message.body), arrived_ns))
+            foreseen = (
+                self._own_ring
+                and self._ring is not None
+                and sender == self._ring.before
+                and (message.lane, message.microbatch) == (self.stage, 0)
+                and 0 <= message.step < self._ring.rounds
+            )
+        else:
+            foreseen = message.kind is Kind.HOP and self._on_its_way(sender, message)
+        if not foreseen:
+            raise ProtocolBroken(f"{_what(message)} does not come here from node {sender}")
+
+    def _on_its_way(self, sender: int, message: Message) -> bool:
+        if not 0 <= message.lane < len(self._paths):
+            return False
+        path, step = self._paths[message.lane], message.step
+        return (
+            0 <= message.microbatch < self.plan.lanes[message.lane].microbatches
+            and 0 < step < steps(len(path))
+            and path[place(step, len(path))] == self.number
+            and path[place(step - 1, len(path))] == sender
+        )
+
+    def _accept(self, message: Message, arrived_ns: int) -> None:
+        if message.kind is Kind.CHUNK:
+            self._chunks[message.step] = message.body
+            self._pass_next()
+        else:
+            task = Task(self.iteration, message.lane, message.microbatch, message.step, message.body)
+            self._ready.append(Arrived(task, arrived_ns))
 
     def _task_ended(self, outcome: Outcome) -> None:
         assert self._running is not None
@@ -251,8 +283,8 @@ class Node:
         path = self._paths[lane]
         length = len(path)
         if self._recorded:
-            times = (ready_ns, start_ns, self._outside.now_ns())
-            self._record.append([lane, microbatch, step, *(each - self._begun_ns for each in times)])
+            times = (ready_ns, start_ns, self._outside.now_ns())  # what came early was ready when the iteration began
+            self._record.append([lane, microbatch, step, *(max(0, each - self._begun_ns) for each in times)])
         if outcome.loss is not None:
             self._losses.append((lane, microbatch, outcome.loss))
         if frees_slot(step, length, self._split):
@@ -284,14 +316,6 @@ class Node:
         else:
             self._chores.append(Pass(0))
 
-    def _take_chunk(self, sender: int, message: Message) -> None:
-        if self._ring is None or sender != self._ring.before or message.lane != self.stage:
-            raise ProtocolBroken(f"node {sender} is not before this one in the ring of stage {self.stage}")
-        if message.step in self._chunks or not self._next_round <= message.step + 1 <= self._ring.rounds:
-            raise ProtocolBroken(f"round {message.step} of the ring came twice or too late")
-        self._chunks[message.step] = message.body
-        self._pass_next()
-
     def _passed_on(self, round_: int, payload: Any) -> None:
         assert self._ring is not None
         self._next_round = round_ + 1
@@ -314,12 +338,6 @@ class Node:
         losses = [[lane, microbatch, float(loss)] for lane, microbatch, loss in self._losses]
         sent = [[receiver, count] for receiver, count in sorted(self._sent_bytes.items())]
         self._outside.say(Averaged(self.iteration, squared_norm, losses, self._record, sent))
-        self._step_if_averaged()
-
-    def _step_if_averaged(self) -> None:
-        if self._proceed and self.phase is Phase.AVERAGED:
-            self.phase = Phase.STEPPING
-            self._chores.append(Step(self._proceed.rate, self._proceed.scale))
 
     def _stepped(self) -> None:
         assert self._proceed is not None
@@ -335,6 +353,12 @@ class Node:
             return None
         at = ring.index(self.number)
         return Neighbours(ring[at - 1], ring[(at + 1) % len(ring)], 2 * (len(ring) - 1))
+
+
+def _what(message: Message) -> str:
+    if message.kind is Kind.CHUNK:
+        return f"round {message.step} of the ring of stage {message.lane}"
+    return f"step {message.step} of microbatch {message.microbatch} on lane {message.lane}"
 
 
 def _counts(plan: Plan) -> list[int]:

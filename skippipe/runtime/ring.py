@@ -29,6 +29,9 @@ class GradientRing:
         last_sum = self._size - 1
         if given is not None:
             piece = self._piece(piece_sent(self._at, round_, self._size))
+            if given.shape != piece.shape or given.dtype != self._dtype:
+                wanted = f"{self._dtype} {list(piece.shape)}"
+                raise ValueError(f"a {given.dtype} piece of shape {list(given.shape)} came instead of {wanted}")
             came = unpack(given, piece.device)
             if round_ <= last_sum:
                 piece.add_(came)

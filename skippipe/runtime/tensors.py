@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skippipe.dispatch import is_weights
+from skippipe import dispatch
+from skippipe.compiled import plain
 from skippipe.model.tasks import StageTasks
 from skippipe.plan import Plan
 from skippipe.runtime.ring import GradientRing
@@ -18,6 +19,7 @@ from skippipe.transport.packed import Packed, pack, unpack
 
 SHOWN_VALUES = 2**22  # of the weights in one message, 16 MiB
 NO_OUTCOME = Outcome(None)
+is_weights = plain(dispatch.is_weights)
 
 
 class Tensors:

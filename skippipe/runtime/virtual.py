@@ -13,35 +13,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from skippipe import __version__
 from skippipe.averaging import chunk_ns
 from skippipe.dispatch import is_weights, place
 from skippipe.learning import Learning
 from skippipe.plan import Plan
-from skippipe.runtime.control import COORDINATOR, Control, Ready
-from skippipe.runtime.coordinator import Coordinator, IterationReport
+from skippipe.runtime.control import COORDINATOR, Control, Hello, Ready, Welcome
+from skippipe.runtime.coordinator import Coordinator, IterationReport, Watcher
+from skippipe.runtime.durations import planned_ns
 from skippipe.runtime.node import Node
 from skippipe.runtime.work import Computer, Measure, Outcome, Pass, Reduce, Show, Step, Task, Work, piece_sent
 from skippipe.transport.message import Kind, Message
 
 Disturb = Callable[[int], int]
 """What becomes of a planned duration."""
-
-
-def planned_ns(plan: Plan, node: int, work: Work) -> int:
-    """How long the plan says that work takes; what it does not speak of takes no time."""
-    costs, stage = plan.costs, plan.stage_of[node]
-    if isinstance(work, Step):
-        return int(costs.optimizer_ns[stage, node])
-    if not isinstance(work, Task):
-        return 0
-    length = len(plan.lanes[work.lane].path)
-    if work.step < length:
-        return int(costs.forward_ns[stage, node])
-    if work.step == length:
-        return int(costs.head_ns[node])
-    if is_weights(work.step, length):
-        return int(costs.weight_ns[stage, node])
-    return int((costs.input_ns if plan.split_backward else costs.backward_ns)[stage, node])
 
 
 @dataclass
@@ -73,7 +58,13 @@ class _Desk:
     def now_ns(self) -> int:
         return self.cluster.now_ns
 
+    def meet(self, node: int, address: str) -> None:
+        pass
+
     def tell(self, node: int, control: Control) -> None:
+        if isinstance(control, Welcome):
+            self.cluster.after(0, lambda: self.cluster.coordinator.hear(node, Ready()))
+            return
         self.cluster.after(0, lambda: self.cluster.nodes[node].hear(control), node)
 
     def store(self, stage: int, piece: Any) -> None:
@@ -81,6 +72,8 @@ class _Desk:
 
     def iteration_done(self, report: IterationReport) -> None:
         self.cluster.reports.append(report)
+        if self.cluster.watcher is not None:
+            self.cluster.watcher.iteration_done(report)
 
 
 @dataclass
@@ -92,6 +85,7 @@ class VirtualCluster:
     """Of the nodes; none: symbols."""
     disturb: Disturb = lambda duration_ns: duration_ns
     recorded: frozenset[int] = frozenset()
+    watcher: Watcher | None = None
     now_ns: int = 0
     reports: list[IterationReport] = field(default_factory=list)
     stored: dict[int, list[Any]] = field(default_factory=dict)
@@ -101,7 +95,7 @@ class VirtualCluster:
     def __post_init__(self) -> None:
         self._heap: list[tuple[int, int, int, Callable[[], None]]] = []
         self._count = 0
-        self._link_free_ns: dict[tuple[int, int], int] = {}
+        self._link_free_ns: dict[tuple[int, int, Kind], int] = {}
         if self.computers is None:
             self.computers = {node: Symbols(node, self.plan) for node in self.plan.stage_of}
         self.nodes = {node: Node(node, self.plan, _Place(self, node)) for node in self.plan.stage_of}
@@ -110,11 +104,16 @@ class VirtualCluster:
 
     def run(self) -> None:
         """Until everybody is done."""
+        hello = Hello("", __version__)
         for node in self.nodes:
-            self.after(0, lambda node=node: self.coordinator.hear(node, Ready()))  # type: ignore[misc]
-        while self._heap:
+            self.after(0, lambda node=node: self.coordinator.hear(node, hello))  # type: ignore[misc]
+        while self._heap or not self.coordinator.over:
+            if not self._heap:  # nothing will happen any more, but that somebody's patience ends
+                self.now_ns = self.coordinator.deadline_ns()
+                self.coordinator.tick()
+                continue
             self.now_ns = self._heap[0][0]
-            touched = {}
+            touched: dict[int, None] = {}
             while self._heap and self._heap[0][0] == self.now_ns:
                 _, _, node, happen = heapq.heappop(self._heap)
                 happen()
@@ -133,7 +132,7 @@ class VirtualCluster:
         result = self.computers[number].run(work)
         duration_ns = self.disturb(planned_ns(self.plan, number, work))
         if isinstance(work, Step):
-            self.finished_ns = self.now_ns + duration_ns
+            self.finished_ns = max(self.finished_ns, self.now_ns + duration_ns)
         self.after(duration_ns, lambda: self.nodes[number].finished(work, result), number)
 
     def carry(self, sender: int, receiver: int, message: Message) -> None:
@@ -146,9 +145,9 @@ class VirtualCluster:
             transmit_ns = int(chunk_ns(costs, stage, len(self.plan.stages[stage].ring))[sender, receiver])
         else:
             transmit_ns = int(costs.transmit_ns[sender, receiver])
-        start_ns = max(self.now_ns, self._link_free_ns.get((sender, receiver), 0))
-        end_ns = start_ns + self.disturb(transmit_ns)
-        self._link_free_ns[sender, receiver] = end_ns
+        link = sender, receiver, message.kind  # hops and pieces of gradients do not wait for each other
+        end_ns = max(self.now_ns, self._link_free_ns.get(link, 0)) + self.disturb(transmit_ns)
+        self._link_free_ns[link] = end_ns
         arrival_ns = end_ns + int(costs.flight_ns[sender, receiver])
         self.after(arrival_ns - self.now_ns, lambda: self.nodes[receiver].receive(sender, message), receiver)
 

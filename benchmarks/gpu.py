@@ -1,0 +1,143 @@
+"""One GPU, a 500M LLaMA in bf16: how much of the card's matrix rate one process uses, and what nodes cost on top.
+
+    python -m benchmarks.gpu [--seconds 60] [--samples 16] [--sequence 1024]
+
+The rate of the card is measured in the same run, with a large bf16 product. Model operations are those of the layers
+and the head, forward once and backward twice; nothing that is recomputed or thrown away counts. Nodes are the same
+state machines that run in processes, here in one thread on one card, each with its own stage and optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from skippipe.cluster import Cluster, Node
+from skippipe.learning import Learning
+from skippipe.model.blueprint import Blueprint, llama_config
+from skippipe.model.stage import layer_ranges
+from skippipe.model.tasks import StageTasks
+from skippipe.plan import Lane, Plan, Stage
+from skippipe.runtime.tensors import Tensors
+from skippipe.runtime.virtual import VirtualCluster
+from skippipe.text.sampler import Sampler
+from skippipe.training.oneprocess import OneProcess
+from skippipe.workload import MODELS, Workload
+
+STAGES = 6
+MICROBATCHES = 12
+
+
+def matrix_rate(size: int = 8192, repeats: int = 50) -> float:
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(5):
+        a @ b
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        a @ b
+    torch.cuda.synchronize()
+    return 2 * size**3 * repeats / (time.perf_counter() - began)
+
+
+def full_pipeline(samples: int, sequence: int) -> Plan:
+    nodes = tuple(Node(f"n{index}", "here", 4e14, 2**37) for index in range(STAGES))
+    square = (STAGES, STAGES)
+    cluster = Cluster("one card", nodes, np.full(square, 1e-6), np.full(square, 1e12))
+    workload = Workload(
+        MODELS["llama-500m"],
+        sequence_tokens=sequence,
+        samples_per_microbatch=samples,
+        microbatches=MICROBATCHES,
+        wire_dtype="bf16",
+        compute_dtype="bf16",
+        max_slots=STAGES,
+    )
+    layers = workload.layer_split(STAGES)
+    stages = tuple(Stage(count, (index,), (index,)) for index, count in enumerate(layers))
+    lanes = tuple(Lane(tuple(range(STAGES)), MICROBATCHES // STAGES) for _ in range(STAGES))
+    return Plan(cluster, workload, stages, lanes)
+
+
+def seconds_each(iteration: Callable[[int], object], budget_s: float) -> float:
+    """Median over what fits into the budget, after three that warm up and compile."""
+    for number in range(3):
+        iteration(number)
+    torch.cuda.synchronize()
+    taken: list[float] = []
+    began = time.perf_counter()
+    while len(taken) < 3 or time.perf_counter() - began < budget_s:
+        start = time.perf_counter()
+        iteration(3 + len(taken))
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return sorted(taken)[len(taken) // 2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--sequence", type=int, default=1024)
+    asked = parser.parse_args()
+    torch.set_float32_matmul_precision("high")
+    plan = full_pipeline(asked.samples, asked.sequence)
+    work = plan.workload
+    blueprint = Blueprint(llama_config(work.model), seed=0)
+    learning = Learning(rate=3e-4, warmup=10, iterations=1000)
+    tokens = np.random.default_rng(0).integers(0, work.model.vocab, 4_000_000)
+    sampler = Sampler(tokens, work.sequence_tokens, 0, plan.microbatches, work.samples_per_microbatch)
+    per_iteration = plan.microbatches * work.samples_per_microbatch * work.sequence_tokens
+    operations = plan.microbatches * (3 * work.forward_flops(work.model.layers) + work.head_flops(1))
+    rate = matrix_rate()
+    print(f"{torch.cuda.get_device_name()}: bf16 product of 8192 x 8192 at {rate / 1e12:.0f} TFLOP/s", flush=True)
+
+    began = time.perf_counter()
+    oracle = OneProcess(plan, blueprint, learning, sampler, device="cuda", compiled=True)
+    alone_s = seconds_each(oracle.iteration, asked.seconds)
+    share = operations / alone_s / rate
+    print(
+        f"one process: {alone_s:.3f} s an iteration of {per_iteration:,} tokens, "
+        f"{per_iteration / alone_s:,.0f} tokens/s, {operations / alone_s / 1e12:.0f} TFLOP/s, "
+        f"{share:.1%} of the matrix rate (goal 35%; {torch.cuda.max_memory_allocated() / 2**30:.0f} GiB, {time.perf_counter() - began:.0f} s)",
+        flush=True,
+    )
+    del oracle
+    torch.cuda.empty_cache()
+
+    ranges = layer_ranges(tuple(stage.layers for stage in plan.stages))
+    computers = {
+        node: Tensors(
+            node,
+            plan,
+            StageTasks(
+                blueprint, ranges[stage], learning, ends=stage == 0, device="cuda", compute_dtype="bf16", compiled=True
+            ),
+            sampler,
+            packing=False,
+        )
+        for node, stage in plan.stage_of.items()
+    }
+    done: list[float] = []
+
+    class Clock:
+        def iteration_done(self, _report: object) -> None:
+            torch.cuda.synchronize()
+            done.append(time.perf_counter())
+
+    count = max(8, round(asked.seconds / alone_s))
+    VirtualCluster(plan, learning, count, computers, watcher=Clock()).run()
+    taken = sorted(b - a for a, b in pairwise(done[2:]))
+    nodes_s = taken[len(taken) // 2]
+    print(
+        f"{STAGES} nodes on the card: {nodes_s:.3f} s an iteration, {alone_s / nodes_s:.2f} of one process (goal 0.8)"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""Commands that train: job, train, node, keys."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from skippipe.cli import inputs, planning
+from skippipe.errors import UserError
+
+if TYPE_CHECKING:
+    from skippipe.runtime.coordinator import IterationReport, Watcher
+    from skippipe.training.assembly import Assembly
+    from skippipe.training.job import Job
+    from skippipe.training.reports import Figures
+
+LINES = 25  # of progress at most, where there is no terminal
+
+
+def job(
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it to this file.")] = None,
+) -> None:
+    """Print a job file with every field, its default and what it is for.
+
+    Example: skippipe job -o job.toml
+    """
+    from skippipe.jsonfile import write_text
+    from skippipe.training.job import Job
+    from skippipe.training.tomlfile import example
+
+    text = f"# A job for `skippipe train`. Every field may be left out; these are the defaults.\n\n{example(Job)}"
+    if output is None:
+        print(text, end="")
+    elif output.exists():
+        raise UserError(f"{output}: is there already; name another file")
+    else:
+        write_text(output, text)
+
+
+def train(
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="A job file; 'skippipe job' prints one.")],
+    iterations: Annotated[int | None, typer.Option(min=1, help="Instead of the job's.")] = None,
+    out: Annotated[str | None, typer.Option(help="Output folder, instead of the job's.")] = None,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="processes: every node as a process here, or, with transport.peers, wherever it joins from. "
+            "one-process: no nodes, the same paths and data in this process. ray: one actor a node."
+        ),
+    ] = "processes",
+) -> None:
+    """Train a model along planned paths.
+
+    On one machine this starts every node itself. With transport.peers in the job it waits for nodes that join from
+    other machines ('skippipe node'). The output folder gets the plan, metrics.jsonl, traces and the trained model.
+
+    Ctrl-C stops, and keeps the model as far as it was trained.
+
+    Example: skippipe train job.toml --iterations 20
+    """
+    from skippipe.training.job import load_job
+
+    wanted = load_job(job)
+    if iterations is not None:
+        wanted = replace(wanted, iterations=iterations)
+    if out is not None:
+        wanted = replace(wanted, output=out)
+    os.environ.setdefault("OMP_NUM_THREADS", str(wanted.compute.threads))  # before torch is imported
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    run_job(wanted, engine)
+
+
+def run_job(wanted: Job, engine: str) -> None:
+    import torch
+
+    torch.set_num_threads(wanted.compute.threads)
+    with planning.interruptible() as stopped:
+        assembly = _assembled(wanted, stopped)
+        if stopped:
+            raise KeyboardInterrupt
+        assembly.plan.save(Path(wanted.output) / "plan.json")
+        _announce(assembly)
+        from skippipe.training.engines import ENGINES
+
+        if engine not in ENGINES:
+            raise UserError(f"--engine: '{engine}' is none of {', '.join(ENGINES)}")
+        with _watching(assembly) as watcher:
+            ENGINES[engine](assembly, watcher, lambda: bool(stopped))
+    if stopped:
+        print(f"stopped; the model as it was then is in {wanted.output}/model", file=sys.stderr)
+        raise SystemExit(130)
+    print(f"done; the model is in {wanted.output}/model, figures in {wanted.output}/metrics.jsonl")
+
+
+def node(
+    join: Annotated[str, typer.Option(help="host:port of the coordinator.")],
+    key: Annotated[Path, typer.Option(help="This node's key file, made by 'skippipe keys'.")],
+    listen: Annotated[
+        str, typer.Option(help="Address of this machine at which other nodes reach it; port 0: any.")
+    ] = "127.0.0.1:0",
+    tokens: Annotated[
+        Path | None, typer.Option(help="Where this machine keeps the token folder, if elsewhere than the coordinator.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N, instead of the job's.")] = None,
+) -> None:
+    """Join a run from another machine and work until it is over.
+
+    Example: skippipe node --join 10.0.0.1:5555 --key berlin-1.key --listen 10.0.0.7:5556
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("SKIPPIPE_PURE_PYTHON", "1")  # a node decides a few times a second: no compiler needed
+    from skippipe.runtime.building import check_device
+    from skippipe.runtime.member import Invitation, Member
+    from skippipe.transport.keys import KeyFile
+
+    mine = KeyFile.load(key)
+    if mine.coordinator is None:
+        raise UserError(f"{key}: this is the coordinator's key; a node needs its own")
+    if device is not None:
+        check_device(device)
+    member = Member(
+        Invitation(
+            name=mine.node,
+            coordinator=join,
+            keys=mine.keys,
+            coordinator_public=mine.coordinator,
+            listen=listen,
+            data_folder=tokens,
+            device=device,
+        )
+    )
+    print(f"node '{mine.node}' joins {join}", file=sys.stderr)
+    reason = member.run()
+    if reason:
+        raise UserError(reason)
+
+
+def keys(
+    cluster: inputs.ClusterName,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the key files go.")],
+) -> None:
+    """Make a key for the coordinator and one for every node of a cluster.
+
+    Give each node its own file and nothing else; keep coordinator.key and peers.json, and name both in the job
+    ([transport] key and peers).
+
+    Example: skippipe keys cluster.json keys/
+    """
+    from skippipe.planner.wishes import cluster_named
+    from skippipe.runtime.member import THE_COORDINATOR
+    from skippipe.transport.keys import KeyFile, KeyPair, PeerList
+
+    found, _ = cluster_named(cluster)
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder}: is not empty; keys are never overwritten")
+    own = KeyPair.new()
+    KeyFile(THE_COORDINATOR, own).save(folder / "coordinator.key")
+    peers = {}
+    for each in found.nodes:
+        pair = KeyPair.new()
+        peers[each.name] = pair.public
+        KeyFile(each.name, pair, own.public).save(folder / f"{each.name.replace(os.sep, '_')}.key")
+    PeerList(peers).save(folder / "peers.json")
+    print(f"{len(peers)} node keys, coordinator.key and peers.json are in {folder}/")
+
+
+def _assembled(wanted: Job, stopped: list[bool]) -> Assembly:
+    from skippipe.planner.strategies import Request, Strategy
+    from skippipe.training.assembly import assemble
+
+    with planning.progress_bar(Strategy(wanted.pipeline.strategy)) as progress:
+        request = Request(wanted.seed, wanted.pipeline.budget_s, None, progress, stopped=lambda: bool(stopped))
+        return assemble(wanted, reading=lambda what, share: progress(what, share, None), request=request)
+
+
+def _announce(assembly: Assembly) -> None:
+    plan, expected = assembly.plan, assembly.plan.expected
+    parameters = plan.workload.model.parameters
+    promise = f", {expected.iteration_s:.2f} s an iteration promised" if expected else ""
+    print(
+        f"{plan.workload.model.name} with {parameters / 1e6:.1f}M weights on {len(plan.stage_of)} nodes of "
+        f"'{plan.cluster.name}': {len(plan.stages)} stages, {plan.skipped:.0%} skipped{promise}"
+    )
+
+
+@contextmanager
+def _watching(assembly: Assembly) -> Iterator[Watcher]:
+    """Those who watch are made when there is something to see: by then nodes are forked, and threads may start."""
+    from skippipe.training.reports import Everybody, Figures, Late, MetricsFile, Prometheus, TensorBoard, Traces
+
+    figures = Figures(assembly.plan)
+    folder = Path(assembly.job.output)
+    asked = assembly.job.report
+    screen = _Screen(figures, assembly.job.iterations)
+
+    def made() -> Watcher:
+        watchers: list[Watcher] = [
+            MetricsFile(folder / "metrics.jsonl", figures),
+            Traces(folder / "traces", assembly.plan),
+        ]
+        if asked.tensorboard:
+            watchers.append(TensorBoard(folder / "tensorboard", figures))
+        if asked.prometheus:
+            watchers.append(Prometheus(asked.prometheus, figures))
+        return Everybody([*watchers, screen])
+
+    try:
+        yield Late(made)
+    finally:
+        screen.close()
+
+
+class _Screen:
+    """A bar on a terminal, a few lines elsewhere."""
+
+    def __init__(self, figures: Figures, iterations: int) -> None:
+        self._figures = figures
+        self._iterations = iterations
+        self._every = -(-iterations // LINES)
+        self._bar: Any = None
+        self._task: Any = None
+
+    def iteration_done(self, report: IterationReport) -> None:
+        found = self._figures.of(report)
+        promise = f" (promised {found['promised_s']:.2f})" if "promised_s" in found else ""
+        text = f"loss {found['loss']:.4f}  {found['tokens_per_s']:,.0f} tokens/s  {found['seconds']:.2f} s{promise}"
+        if sys.stderr.isatty():
+            self._show(report.iteration + 1, text)
+        elif report.iteration % self._every == 0 or report.iteration + 1 == self._iterations:
+            print(f"iteration {report.iteration + 1:>5}/{self._iterations}  {text}", flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _show(self, done: int, text: str) -> None:
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._iterations)
+        self._bar.update(self._task, completed=done, description=text)

@@ -1,0 +1,109 @@
+"""From what people say about a pipeline to a problem: a cluster by its name, and whatever they left open filled in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from skippipe.cluster import Cluster
+from skippipe.dispatch import Dispatch
+from skippipe.errors import UserError
+from skippipe.examples import EXAMPLES, Example
+from skippipe.jsonfile import exists
+from skippipe.planner.problem import Problem, lane_unit, stage_sizes
+from skippipe.presets import PRESETS, preset
+from skippipe.timeline import Timing
+from skippipe.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What was said; None where nothing was."""
+
+    stages: int | None = None
+    visit: int | None = None
+    """Stages on a path; or `skip`, the share to leave out: 0.33, 33%, 1/3."""
+    skip: str | None = None
+    sizes: str | None = None
+    """Nodes of each stage, as in 5,3,3,3,3,3."""
+    layers: str | None = None
+    """Layers of each stage, likewise."""
+    microbatches: int | None = None
+    dispatch: Dispatch = Dispatch.FIRST_COME
+    split_backward: bool = False
+    timing: Timing = Timing.FULL
+
+
+def cluster_named(name: str) -> tuple[Cluster, Example | None]:
+    if name in EXAMPLES:
+        example = EXAMPLES[name]()
+        return example.cluster, example
+    if name.split(":")[0] in PRESETS and not exists(Path(name)):
+        return preset(name), None
+    if not exists(Path(name)):
+        known = [*EXAMPLES, *(f"{each}:N" for each in PRESETS)]
+        raise UserError(f"cluster '{name}': no such file, and not one of {', '.join(known)}")
+    return Cluster.load(Path(name)), None
+
+
+def problem_of(cluster: Cluster, workload: Workload, wishes: Wishes, example: Example | None = None) -> Problem:
+    """What the example uses, or what is usual, with what was said on top."""
+    given_sizes = _numbers(wishes.sizes, "sizes")
+    given_layers = _numbers(wishes.layers, "layers")
+    usual = example.stages if example else _usual_stages(cluster)
+    count = wishes.stages if wishes.stages is not None else len(given_sizes) or len(given_layers) or usual
+    as_example = example is not None and count == example.stages
+    visited = _visited(count, wishes.visit, wishes.skip, example.visited if example and as_example else None)
+    if not given_sizes and example and as_example and visited == example.visited:
+        given_sizes = example.sizes
+    microbatches = wishes.microbatches
+    if microbatches is None and not (example and as_example):
+        data_nodes = (given_sizes or stage_sizes(len(cluster), count, visited))[0] if 2 <= count <= len(cluster) else 1
+        unit = lane_unit(count, visited)
+        microbatches = -(-6 * data_nodes // unit) * unit
+    if microbatches is not None:
+        workload = replace(workload, microbatches=microbatches)
+    return Problem(
+        cluster,
+        workload,
+        count,
+        visited,
+        sizes=given_sizes,
+        timing=wishes.timing,
+        dispatch=wishes.dispatch,
+        split_backward=wishes.split_backward,
+        layers=given_layers,
+    )
+
+
+def _usual_stages(cluster: Cluster) -> int:
+    return 6 if len(cluster) >= 12 else min(4, len(cluster))
+
+
+def _visited(stages: int, visit: int | None, skip: str | None, of_example: int | None) -> int:
+    if visit is not None and skip is not None:
+        raise UserError("visit and skip say the same thing: give one of them")
+    if visit is not None:
+        return visit
+    if skip is None:
+        return of_example or max(2, stages - max(1, stages // 3))
+    try:
+        if "/" in skip:
+            above, below = skip.split("/")
+            share = float(above) / float(below)
+        else:
+            share = float(skip[:-1]) / 100 if skip.endswith("%") else float(skip)
+    except (ValueError, ZeroDivisionError):
+        raise UserError(f"skip: '{skip}' is not a share; write 0.33, 33% or 1/3") from None
+    if not 0 <= share < 1:
+        raise UserError(f"skip: {skip} is not between 0 and 1; write 0.33, 33% or 1/3")
+    return stages - round(share * stages)
+
+
+def _numbers(text: str | None, name: str) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"{name}: '{text}' is not a list of whole numbers such as 5,3,3,3,3,3") from None

@@ -1,0 +1,149 @@
+"""Text files and streams of documents, read in bounded memory.
+
+A text file is UTF-8, plain or `.xz`, and holds documents that end with `<|endoftext|>`; so does the last one, marked or
+not. The line break after the mark belongs to the mark. Line ends are read as "\\n" and a byte order mark is dropped.
+
+A long document comes in pieces, since a tokenizer wants all of its input in memory. Where it is cut depends on its
+text alone, not on how it was read, and is a place where the usual tokenizers part words anyway: the ids are as good as
+always those of the uncut document.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import lzma
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib import resources
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from skippipe.errors import UserError
+
+END = "<|endoftext|>"
+BUILT_IN = {"classics": "classics-train.txt.xz", "classics-val": "classics-val.txt.xz"}
+PIECE_CHARACTERS = 2**16
+LOOK_BACK = 2**12  # characters of a piece to look for a good end in
+BLOCK_BYTES = 2**20
+
+
+class Piece(NamedTuple):
+    text: str
+    last: bool
+    """Does the document end with it?"""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text file as it was when it was looked at."""
+
+    path: Path
+    size_bytes: int
+    sha256: str
+
+    def pieces(self, on_read: Callable[[int], None] = lambda count: None) -> Iterator[Piece]:
+        """The documents of the file; `on_read` hears of every block how many bytes on disk it took."""
+        empty = True
+        for piece in cut(_blocks(self.path, on_read)):
+            empty = False
+            yield piece
+        if empty:
+            raise UserError(f"{self.path}: there is no text in it; name another file")
+
+
+def source(name: str | Path) -> Source:
+    """A file that the package carries, by its name ("classics"), or any other, by its path."""
+    path = Path(name)
+    if name in BUILT_IN:
+        path = Path(str(resources.files("skippipe").joinpath("data", BUILT_IN[str(name)])))
+    digest, size = sha256(), 0
+    for block in _raw_blocks(path):
+        digest.update(block)
+        size += len(block)
+    if not size:
+        raise UserError(f"{path}: the file is empty; name one with text in it")
+    return Source(path, size, digest.hexdigest())
+
+
+def cut(blocks: Iterable[str]) -> Iterator[Piece]:
+    """Documents in pieces, from text in blocks that may end anywhere. Documents of white space alone are left out."""
+    rest, inside = "", False  # inside: a piece of this document was handed on already
+    for block in blocks:
+        *whole, rest = (rest + block).split(END)
+        for document in whole:
+            yield from _to_the_end(document, inside)
+            inside = False
+        while len(rest) > PIECE_CHARACTERS + len(END):  # no mark can begin in the part that is cut off
+            if not inside:
+                rest = rest.removeprefix("\n")
+            place = _place_to_cut(rest)
+            yield Piece(rest[:place], last=False)
+            rest, inside = rest[place:], True
+    yield from _to_the_end(rest, inside)
+
+
+def _to_the_end(document: str, inside: bool) -> Iterator[Piece]:
+    if not inside:
+        if not document.strip():
+            return
+        document = document.removeprefix("\n")
+    while len(document) > PIECE_CHARACTERS:
+        place = _place_to_cut(document)
+        yield Piece(document[:place], last=False)
+        document = document[place:]
+    yield Piece(document, last=True)
+
+
+def _place_to_cut(text: str) -> int:
+    """Before the last space between two letters, where no common tokenizer joins the sides; else at a line or anywhere.
+
+    Not at a line break if it can be helped: some tokenizers join it to the full stop before it.
+    """
+    nearest = PIECE_CHARACTERS - LOOK_BACK
+    place = text.rfind(" ", nearest, PIECE_CHARACTERS)
+    while place > 0 and not (text[place - 1].isalpha() and text[place + 1].isalpha()):
+        place = text.rfind(" ", nearest, place)
+    if place > 0:
+        return place
+    line = text.rfind("\n", 1, PIECE_CHARACTERS)
+    return line if line > 0 else PIECE_CHARACTERS
+
+
+def _raw_blocks(path: Path) -> Iterator[bytes]:
+    with _opened(path) as file:
+        while block := file.read(BLOCK_BYTES):
+            yield block
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        known = ", ".join(f"'{name}'" for name in BUILT_IN)
+        raise UserError(f"{path}: no such text file; name one that is there, or one of {known}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _blocks(path: Path, on_read: Callable[[int], None]) -> Iterator[str]:
+    utf8 = codecs.getincrementaldecoder("utf-8-sig")()
+    decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
+    read_bytes = 0  # of the text, where the file is compressed
+    try:
+        with _opened(path) as file, lzma.LZMAFile(file) if path.suffix == ".xz" else file as text:
+            on_disk = 0
+            while block := text.read(BLOCK_BYTES):
+                read_bytes += len(block)
+                yield decoder.decode(block)
+                on_read(file.tell() - on_disk)
+                on_disk = file.tell()
+            yield decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        at = read_bytes - len(error.object) + error.start
+        raise UserError(f"{path}: not UTF-8 text at byte {at:,}; convert it, for example with iconv -t UTF-8") from None
+    except (lzma.LZMAError, EOFError) as error:
+        raise UserError(f"{path}: not a whole .xz file: {error}; compress or copy it again") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None

@@ -1,0 +1,184 @@
+"""From a job to all that a run needs. Everything that can be wrong is found here, before anything is started."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from skippipe.check import check
+from skippipe.cluster import Cluster
+from skippipe.emulation import emulated
+from skippipe.errors import UserError
+from skippipe.examples import Example
+from skippipe.model.blueprint import Blueprint, config_named
+from skippipe.plan import Plan
+from skippipe.planner.strategies import Request, Strategy, make_plan
+from skippipe.planner.wishes import Wishes, cluster_named, problem_of
+from skippipe.runtime.building import check_device
+from skippipe.runtime.coordinator import Deadlines
+from skippipe.simulate import simulate
+from skippipe.text.prepare import Progress, prepare
+from skippipe.text.sampler import Sampler
+from skippipe.text.tokens import TokenFile
+from skippipe.timeline import Timing
+from skippipe.training.brief import Brief
+from skippipe.training.job import Job, ReportChoice
+from skippipe.training.run import Run
+from skippipe.workload import Workload, model_named
+
+LIKE = {"sequence_tokens": 4096, "samples_per_microbatch": 2, "wire_dtype": "bf16"}
+
+
+@dataclass(frozen=True)
+class Assembly:
+    job: Job
+    plan: Plan
+    """With its promise, under full timing."""
+    blueprint: Blueprint
+    tokens: TokenFile
+
+    @property
+    def brief(self) -> Brief:
+        job = self.job
+        return Brief(
+            plan=self.plan,
+            config=self.blueprint.config.to_dict(),
+            seed=job.seed,
+            learning=job.schedule,
+            data_folder=str(self.tokens.folder.absolute()),
+            data_fingerprint=self.tokens.fingerprint,
+            device=job.compute.device,
+            compiled=job.compute.compiled,
+            threads=job.compute.threads,
+            averaging=job.averaging.engine,
+            emulated=job.emulation.enabled,
+            rendezvous=_free_address() if job.averaging.engine == "torch" else None,
+        )
+
+    def run(self) -> Run:
+        job = self.job
+        every = job.report.recorded
+        return Run(
+            brief=self.brief,
+            blueprint=self.blueprint,
+            tokenizer=self.tokens.tokenizer(),
+            output=Path(job.output),
+            iterations=job.iterations,
+            recorded=frozenset(range(min(every, job.iterations) - 1, job.iterations, every) if every else ()),
+            security=job.transport.security,
+            listen=job.transport.listen,
+            peers=Path(job.transport.peers) if job.transport.peers else None,
+            key=Path(job.transport.key) if job.transport.key else None,
+            deadlines=Deadlines(),
+        )
+
+
+def assemble(
+    job: Job,
+    *,
+    reading: Progress = lambda what, share: None,
+    request: Request | None = None,
+) -> Assembly:
+    """`request` says how hard to plan; none: as the job does."""
+    check_device(job.compute.device)
+    _check_output(Path(job.output))
+    _check_report(job.report)
+    given = Plan.load(Path(job.pipeline.plan)) if job.pipeline.plan else None
+    cluster, example = cluster_named(job.cluster) if given is None else (given.cluster, None)
+    model_named(job.model.config)  # cheap, and says what is missing before text is read
+    tokens = prepare(
+        job.data.texts,
+        job.data.tokenizer or job.data.vocabulary,
+        Path(job.data.folder) if job.data.folder else None,
+        reading,
+    )
+    blueprint = Blueprint(config_named(job.model.config, tokens.vocabulary), job.seed)
+    plan = _planned(job, cluster, example, blueprint, request) if given is None else _fitting(given, job, blueprint)
+    work = plan.workload
+    Sampler(tokens.ids, work.sequence_tokens, job.seed, plan.microbatches, work.samples_per_microbatch)  # long enough?
+    return Assembly(job, plan, blueprint, tokens)
+
+
+def _planned(
+    job: Job, cluster: Cluster, example: Example | None, blueprint: Blueprint, request: Request | None
+) -> Plan:
+    asked = job.pipeline
+    workload = Workload(
+        blueprint.shape,
+        sequence_tokens=job.batch.sequence,
+        samples_per_microbatch=job.batch.samples,
+        wire_dtype=job.transport.wire,
+        gradient_dtype=job.averaging.dtype,
+        compute_dtype=job.compute.dtype,
+        activation_checkpointing=job.model.checkpointing,
+        max_slots=asked.max_slots,
+    )
+    if job.emulation.enabled:
+        like = replace(Workload(model_named(job.emulation.like)), **LIKE)  # type: ignore[arg-type]
+        cluster = emulated(cluster, like, workload, job.emulation.time)
+    wishes = Wishes(
+        stages=asked.stages or None,
+        skip=asked.skip or None,
+        layers=asked.layers or None,
+        microbatches=job.batch.microbatches or None,
+        split_backward=asked.split_backward,
+    )
+    problem = problem_of(cluster, workload, wishes, example)
+    strategy = Strategy(asked.strategy)
+    return make_plan(problem, strategy, request or Request(seed=job.seed, budget_s=asked.budget_s))
+
+
+def _fitting(plan: Plan, job: Job, blueprint: Blueprint) -> Plan:
+    """A plan from a file, if it is one for this model and this cluster."""
+    path = job.pipeline.plan
+    shape = replace(blueprint.shape, name=plan.workload.model.name)
+    if shape != plan.workload.model:
+        differ = [
+            f"{name} {theirs} in the plan, {ours} here"
+            for (name, theirs), ours in zip(_shown(plan.workload.model), vars(shape).values(), strict=True)
+            if theirs != ours
+        ]
+        raise UserError(f"{path}: this plan is for another model than {job.model.config}: {'; '.join(differ)}")
+    default = Job().cluster
+    if job.cluster != default and (cluster := cluster_named(job.cluster)[0]).fingerprint != plan.cluster.fingerprint:
+        raise UserError(f"{path}: this plan is for the cluster '{plan.cluster.name}', the job names '{cluster.name}'")
+    broken = check(plan)
+    if broken:
+        raise UserError(f"{path}: the plan breaks a rule: {broken[0]}; 'skippipe check' names all")
+    return plan.promising(simulate(plan, Timing.FULL))
+
+
+def _shown(model: Any) -> list[tuple[str, Any]]:
+    return list(vars(model).items())
+
+
+def _check_output(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"output: {folder} is a file; name a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be made: {error.strerror or error}") from None
+
+
+def _check_report(asked: ReportChoice) -> None:
+    for wanted, package, name in (
+        (asked.tensorboard, "tensorboard", "tensorboard"),
+        (asked.prometheus > 0, "prometheus_client", "prometheus"),
+    ):
+        if wanted and find_spec(package) is None:
+            raise UserError(f"report.{name}: needs another package; pip install 'skippipe[{name}]'")
+    if asked.prometheus:
+        try:
+            socket.create_server(("127.0.0.1", asked.prometheus)).close()
+        except (OSError, OverflowError) as error:
+            raise UserError(f"report.prometheus: port {asked.prometheus}: {error}; choose another") from None
+
+
+def _free_address() -> str:
+    """Where nodes of this machine can meet; another process could take it in between, and then they say so."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"

@@ -1,0 +1,88 @@
+"""What a node must know to build its stage and take part: the job with everything settled."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skippipe.errors import UserError
+from skippipe.jsonfile import Fields
+from skippipe.learning import Learning
+from skippipe.plan import Plan
+from skippipe.training.tomlfile import from_table
+
+if TYPE_CHECKING:
+    from skippipe.model.blueprint import Blueprint
+    from skippipe.text.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class Brief:
+    plan: Plan
+    config: dict[str, Any]
+    """Of the model, as Hugging Face writes it."""
+    seed: int
+    learning: Learning
+    data_folder: str
+    """The token file, as it is called on the coordinator's machine."""
+    data_fingerprint: str
+    device: str = "cpu"
+    compiled: bool = False
+    threads: int = 1
+    averaging: str = "ring"
+    emulated: bool = False
+    rendezvous: str | None = None
+    """host:port at which torch.distributed meets, if it averages."""
+
+    def blueprint(self) -> Blueprint:
+        from transformers import AutoConfig
+
+        from skippipe.model.blueprint import Blueprint
+
+        said = {
+            name: value for name, value in self.config.items() if name not in ("model_type", "transformers_version")
+        }
+        return Blueprint(AutoConfig.for_model(self.config["model_type"], **said), self.seed)
+
+    def sampler(self, folder: Path | None = None) -> Sampler:
+        """The text, from here or from where this machine keeps it."""
+        from skippipe.text.sampler import Sampler
+        from skippipe.text.tokens import TokenFile
+
+        tokens = TokenFile.open(folder or Path(self.data_folder))
+        if tokens.fingerprint != self.data_fingerprint:
+            raise UserError(
+                f"{tokens.folder}: other tokens ({tokens.fingerprint[:12]}) than the job's "
+                f"({self.data_fingerprint[:12]}); copy the coordinator's folder here"
+            )
+        work = self.plan.workload
+        return Sampler(tokens.ids, work.sequence_tokens, self.seed, self.plan.microbatches, work.samples_per_microbatch)
+
+    def to_json(self) -> dict[str, Any]:
+        plain = {name: value for name, value in vars(self).items() if name not in ("plan", "learning")}
+        plan = replace(self.plan, expected=None)
+        return {**plain, "plan": plan.to_json(), "learning": asdict(self.learning)}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Brief:
+        fields = Fields(value, "brief")
+        config = fields.take("config")
+        if not isinstance(config, dict):
+            raise UserError("brief.config: expected an object")
+        brief = cls(
+            plan=Plan.from_json(fields.take("plan")),
+            config=config,
+            seed=fields.integer("seed"),
+            learning=from_table(Learning, fields.take("learning"), "brief.learning"),
+            data_folder=fields.text("data_folder"),
+            data_fingerprint=fields.text("data_fingerprint"),
+            device=fields.text("device"),
+            compiled=fields.flag("compiled"),
+            threads=fields.integer("threads", at_least=1),
+            averaging=fields.text("averaging", ("ring", "torch")),
+            emulated=fields.flag("emulated"),
+            rendezvous=fields.text("rendezvous") if fields.has("rendezvous") else fields.take("rendezvous"),
+        )
+        fields.close()
+        return brief

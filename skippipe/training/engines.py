@@ -1,0 +1,64 @@
+"""The ways to run an assembled job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from skippipe.errors import UserError
+from skippipe.runtime.coordinator import IterationReport, Watcher
+from skippipe.training.assembly import Assembly
+
+Stopped = Callable[[], bool]
+"""Whether somebody asked for the run to end."""
+
+
+def processes(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
+    """Every node as a process of this machine; or, with a list of peers, wherever they join from."""
+    run = assembly.run()
+    if assembly.job.transport.peers:
+        run.joined(watcher, stopped)
+    else:
+        run.here(watcher, stopped=stopped)
+
+
+def one_process(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
+    """No nodes: the oracle."""
+    from skippipe.training.oneprocess import OneProcess
+
+    job = assembly.job
+    brief = assembly.brief
+    oracle = OneProcess(
+        assembly.plan,
+        assembly.blueprint,
+        job.schedule,
+        brief.sampler(),
+        device=job.compute.device,
+        compiled=job.compute.compiled,
+    )
+    for number in range(job.iterations):
+        began = time.monotonic()
+        done = oracle.iteration(number)
+        report = IterationReport(number, done.loss, done.norm, done.rate, time.monotonic() - began, {}, {})
+        watcher.iteration_done(report)
+        if stopped():
+            break
+    folder = assembly.run().folder()
+    for index, stage in enumerate(oracle.stages):
+        folder.store_flat(index, stage.weights.values.cpu())
+
+
+def ray(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
+    """One actor a node."""
+    try:
+        from skippipe.training.onray import train_on_ray
+    except ImportError:
+        raise UserError("--engine ray: needs Ray; pip install 'skippipe[ray]'") from None
+    train_on_ray(assembly, watcher, stopped)
+
+
+ENGINES: dict[str, Callable[[Assembly, Watcher, Stopped], None]] = {
+    "processes": processes,
+    "one-process": one_process,
+    "ray": ray,
+}

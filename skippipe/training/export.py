@@ -1,0 +1,62 @@
+"""Weights that come in from the nodes, stage by stage, into a Hugging Face folder that transformers loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from skippipe.jsonfile import write_text
+from skippipe.model.blueprint import Blueprint
+from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.model.weights import layout
+from skippipe.plan import Plan
+from skippipe.transport.packed import unpack
+
+
+class ModelFolder:
+    """Takes the flat weights of one stage after another; holds one stage at a time."""
+
+    def __init__(self, folder: Path, plan: Plan, blueprint: Blueprint, tokenizer: Any) -> None:
+        self._folder = folder
+        self._blueprint = blueprint
+        self._tokenizer = tokenizer
+        self._ranges = layer_ranges(tuple(stage.layers for stage in plan.stages))
+        self._pieces: list[torch.Tensor] = []
+        self._where: dict[str, str] = {}
+        self._bytes = 0
+
+    def store(self, stage: int, piece: Any) -> None:
+        """A piece of the stage; None ends it."""
+        if piece is not None:
+            self._pieces.append(unpack(piece))
+            return
+        flat = torch.cat(self._pieces)
+        self._pieces = []
+        self.store_flat(stage, flat)
+
+    def store_flat(self, stage: int, flat: torch.Tensor) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with torch.device("meta"):
+            like = StageModel(self._blueprint, self._ranges[stage], ends=stage == 0)
+        weights = {
+            place.name: flat[place.start : place.start + place.size].view(place.shape).contiguous()
+            for place in layout(like.named_weights())
+        }
+        file = f"model-{stage + 1:05d}-of-{len(self._ranges):05d}.safetensors"
+        save_file(weights, self._folder / file, metadata={"format": "pt"})
+        self._where |= dict.fromkeys(weights, file)
+        self._bytes += 4 * len(flat)
+        if stage + 1 == len(self._ranges):
+            self._finish()
+
+    def _finish(self) -> None:
+        index = {"metadata": {"total_size": self._bytes}, "weight_map": self._where}
+        write_text(self._folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+        config = self._blueprint.config
+        config.architectures = [type(self._blueprint.skeleton).__name__]
+        config.save_pretrained(self._folder)
+        self._tokenizer.save(self._folder)

@@ -1,0 +1,187 @@
+"""The job file: what to train, on what, how. `skippipe job` prints one with every field explained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from skippipe.errors import UserError
+from skippipe.learning import Learning
+from skippipe.training.tomlfile import read_toml
+
+Strategies = Literal["skippipe", "no-tc2", "dtfm-skip", "dtfm"]
+Precision = Literal["fp32", "bf16", "int8"]
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    config: str = "llama-tiny"
+    """A preset (llama-tiny, llama-30m, llama-500m, llama-1.5b, llama-8b), a Hugging Face config.json, or its folder."""
+    checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+
+
+@dataclass(frozen=True)
+class DataChoice:
+    texts: list[str] = field(default_factory=lambda: ["classics"])
+    """Text files (.txt, .xz); "classics" is the text that comes with SkipPipe, Jane Austen's novels."""
+    tokenizer: str = ""
+    """A Hugging Face tokenizer folder; empty: a byte-level BPE is trained on the texts."""
+    vocabulary: int = 2048
+    """Size of the vocabulary to train; not used with a tokenizer."""
+    folder: str = ""
+    """Where the tokens are kept; empty: in the cache."""
+
+
+@dataclass(frozen=True)
+class BatchChoice:
+    sequence: int = 128
+    """Tokens of a sample."""
+    samples: int = 4
+    """Of a microbatch."""
+    microbatches: int = 0
+    """Of an iteration, over all data nodes; 0: some six a data node."""
+
+
+@dataclass(frozen=True)
+class PipelineChoice:
+    plan: str = ""
+    """A plan file; it brings its cluster and batch, and the fields of [pipeline] and [batch] are not used. Empty: a
+    plan is made before training starts."""
+    strategy: Strategies = "skippipe"
+    """How to plan: skippipe; without avoiding collisions; blind to the network; the full pipeline."""
+    stages: int = 0
+    """Of the pipeline; 0: 6, or 4 under 12 nodes."""
+    skip: str = ""
+    """The share of stages that a microbatch leaves out: "1/3", "25%"; empty: 1/3, or 1/4 of 4 stages."""
+    layers: str = ""
+    """Layers of each stage, as in "3,5,4"; empty: as even as can be."""
+    max_slots: int = 3
+    """Microbatches in flight on a node at most."""
+    split_backward: bool = False
+    """Compute weight gradients when a node has nothing more urgent to do."""
+    budget_s: float = 10.0
+    """Seconds of planning at most."""
+
+
+@dataclass(frozen=True)
+class AveragingChoice:
+    engine: Literal["ring", "torch"] = "ring"
+    """The ring over the nodes' own encrypted connections, in an order that suits the links; or torch.distributed
+    (gloo, NCCL), for machines that trust each other's network."""
+    dtype: Precision = "fp32"
+    """Of gradients on the wire; below fp32 the rounding errors are carried over to the next iteration."""
+
+
+@dataclass(frozen=True)
+class TransportChoice:
+    wire: Precision = "bf16"
+    """Of activations and their gradients on the wire."""
+    security: Literal["curve", "none"] = "curve"
+    """Encrypt and authenticate every connection; "none" only works on loopback."""
+    listen: str = "127.0.0.1:0"
+    """Where the coordinator listens; port 0: any that is free. Nodes on other machines need an address of yours."""
+    peers: str = ""
+    """The list of nodes and their public keys (see `skippipe keys`), for nodes that join by themselves; empty: all
+    nodes are started here, with keys made for this run."""
+    key: str = ""
+    """The coordinator's key file; needed with peers."""
+
+
+@dataclass(frozen=True)
+class ComputeChoice:
+    device: str = "cpu"
+    """cpu, cuda, or cuda:N."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """What layers compute in; weights and optimizer stay fp32."""
+    compiled: bool = False
+    """torch.compile the layers of each stage."""
+    threads: int = 1
+    """Of each node, on a CPU."""
+
+
+@dataclass(frozen=True)
+class EmulationChoice:
+    """One machine as many: links and nodes take the time that the cluster file gives them."""
+
+    enabled: bool = False
+    """Delay every message as its link would, and end no task before the time the plan gives it."""
+    like: str = "llama-1.5b"
+    """Make links and nodes as slow as they would be for this model (at 4096 tokens, 2 samples)."""
+    time: float = 0.1
+    """… times this: 0.1 turns ten seconds into one."""
+
+
+@dataclass(frozen=True)
+class ReportChoice:
+    recorded: int = 50
+    """Every so many iterations, keep what every node did when, as a Chrome trace; 0: never."""
+    tensorboard: bool = False
+    """Write TensorBoard files too (needs the extra skippipe[tensorboard])."""
+    prometheus: int = 0
+    """Serve metrics on this port of 127.0.0.1 (needs the extra skippipe[prometheus]); 0: not."""
+
+
+@dataclass(frozen=True)
+class Job:
+    output: str = "run"
+    """Folder for plan, metrics, traces and the trained model."""
+    iterations: int = 100
+    """How long to train."""
+    seed: int = 0
+    """Of weights, data and plan: the same seed gives the same run."""
+    cluster: str = "regions:9"
+    """A cluster file, a built-in example (published20) or a preset with a number of nodes (regions:9)."""
+    model: ModelChoice = ModelChoice()
+    """The model."""
+    data: DataChoice = DataChoice()
+    """The text."""
+    batch: BatchChoice = BatchChoice()
+    """How much of it an iteration sees."""
+    pipeline: PipelineChoice = PipelineChoice()
+    """Who computes what."""
+    learning: Learning = field(default_factory=Learning)
+    """AdamW, warm-up and cosine."""
+    averaging: AveragingChoice = AveragingChoice()
+    """Of gradients, inside a stage."""
+    transport: TransportChoice = TransportChoice()
+    """Between nodes."""
+    compute: ComputeChoice = ComputeChoice()
+    """On a node."""
+    emulation: EmulationChoice = EmulationChoice()
+    """One machine as a continent."""
+    report: ReportChoice = ReportChoice()
+    """What is written down while training."""
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("iterations", self.iterations, 1),
+            ("batch.sequence", self.batch.sequence, 1),
+            ("batch.samples", self.batch.samples, 1),
+            ("batch.microbatches", self.batch.microbatches, 0),
+            ("data.vocabulary", self.data.vocabulary, 257),
+            ("pipeline.max_slots", self.pipeline.max_slots, 1),
+            ("compute.threads", self.compute.threads, 1),
+            ("report.recorded", self.report.recorded, 0),
+        ):
+            if value < least:
+                raise UserError(f"{name}: {value} must be {least} or more")
+        if self.emulation.enabled and self.transport.peers:
+            raise UserError("emulation.enabled: nodes that join from other machines cannot be emulated on this one")
+        if self.emulation.enabled and self.emulation.time <= 0:
+            raise UserError(f"emulation.time: {self.emulation.time} must be above 0")
+        if bool(self.transport.peers) != bool(self.transport.key):
+            raise UserError("transport.peers and transport.key go together: 'skippipe keys' makes both")
+        if self.transport.security == "none" and self.transport.peers:
+            raise UserError("transport.peers: a list of keys is of no use with security 'none'; choose 'curve'")
+
+    @property
+    def schedule(self) -> Learning:
+        """The learning rate's, over this run unless it says otherwise."""
+        length = self.learning.iterations or max(self.iterations, self.learning.warmup + 1)
+        return replace(self.learning, iterations=length)
+
+
+def load_job(path: Path) -> Job:
+    return read_toml(Job, path)

@@ -1,0 +1,137 @@
+"""Who is who: CURVE key pairs, the file a node keeps its own in, and the list of those it lets in.
+
+A public key is a node's identity; names are for people. Keys are written as 40 characters of Z85, as ZeroMQ does.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from skippipe.errors import UserError
+from skippipe.jsonfile import Fields, check_writable, exists, json_text, read_as, write_text
+
+KEY_FORMAT = "skippipe-key"
+PEERS_FORMAT = "skippipe-peers"
+VERSION = 1
+Z85_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+
+
+def check_key(text: str, place: str) -> str:
+    if not Z85_KEY.fullmatch(text):
+        raise UserError(f"{place}: a key has 40 characters of Z85, found {len(text)} characters; copy it again")
+    return text
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    public: str
+    secret: str = field(repr=False)
+
+    @classmethod
+    def new(cls) -> KeyPair:
+        import zmq
+
+        public, secret = zmq.curve_keypair()
+        return cls(public.decode(), secret.decode())
+
+
+@dataclass(frozen=True)
+class KeyFile:
+    """What a node must keep to itself, and whom it trusts from the start."""
+
+    node: str
+    keys: KeyPair
+    coordinator: str | None = None
+    """Public key of the coordinator; none in the coordinator's own file."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": KEY_FORMAT,
+            "version": VERSION,
+            "node": self.node,
+            "public": self.keys.public,
+            "secret": self.keys.secret,
+            "coordinator": self.coordinator,
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> KeyFile:
+        import zmq
+
+        fields = Fields(value, "")
+        fields.header(KEY_FORMAT, VERSION)
+        node = fields.text("node")
+        keys = KeyPair(check_key(fields.text("public"), "public"), check_key(fields.text("secret"), "secret"))
+        if zmq.curve_public(keys.secret.encode()).decode() != keys.public:
+            raise UserError("public: this is not the public half of the secret key; make a new pair")
+        known = fields.has("coordinator")
+        coordinator = check_key(fields.text("coordinator"), "coordinator") if known else fields.take("coordinator")
+        fields.close()
+        return cls(node, keys, coordinator)
+
+    @classmethod
+    def load(cls, path: Path) -> KeyFile:
+        """Read it, unless others can as well: then the key is no secret any more."""
+        if exists(path) and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
+            raise UserError(
+                f"{path}: mode {mode:o} lets others at the secret key; run: chmod 600 {shlex.quote(str(path))}"
+            )
+        return read_as(cls.from_json, path)
+
+    def save(self, path: Path) -> None:
+        """Write it whole or not at all, and for the owner alone from its first byte on."""
+        check_writable(path)
+        partial = path.with_name(path.name + ".partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.unlink(missing_ok=True)
+            try:
+                partial.touch(mode=0o600, exist_ok=False)
+                partial.write_text(json_text(self.to_json()) + "\n", encoding="utf-8")
+                partial.replace(path.resolve())
+            finally:
+                partial.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+@dataclass(frozen=True)
+class PeerList:
+    """Whom a node lets in: name → public key."""
+
+    peers: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        first: dict[str, str] = {}
+        for name, public in self.peers.items():
+            if not name or not name.isprintable() or name != name.strip():
+                raise UserError(f"peers: {name!a} has odd white space or control characters; use a plain name")
+            check_key(public, f"peers.{name}")
+            if first.setdefault(public, name) != name:
+                raise UserError(f"peers.{name}: the key is already that of '{first[public]}'; every node needs its own")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": PEERS_FORMAT, "version": VERSION, "peers": dict(self.peers)}
+
+    @classmethod
+    def from_json(cls, value: Any) -> PeerList:
+        fields = Fields(value, "")
+        fields.header(PEERS_FORMAT, VERSION)
+        entries = fields.take("peers")
+        peers = Fields(entries, "peers")
+        found = {name: peers.text(name) for name in entries}
+        fields.close()
+        return cls(found)
+
+    @classmethod
+    def load(cls, path: Path) -> PeerList:
+        return read_as(cls.from_json, path)
+
+    def save(self, path: Path) -> None:
+        write_text(path, json_text(self.to_json()) + "\n")

@@ -1,0 +1,257 @@
+"""A node's door to the others: one socket that everybody sends to, one queue for each peer it sends to.
+
+All queues are bounded and nothing blocks but `receive`, which has a deadline. `send` refuses when a queue is full;
+what an unbroken connection has taken arrives, in order. When a connection breaks, `lost` says so, and what was on its
+way may be gone: whoever needs an answer asks again.
+
+Security "curve" encrypts and checks both sides' keys. "none" is for one machine: it works on loopback only.
+
+On the wire a message is a frame with the sender's name, the header, and the payload in one frame or more. The name is
+there in both modes so that there is one format; under CURVE it must be the one that goes with the authenticated key,
+and a node whose name and key do not match is noticed with its first message. Under CURVE the payload is cut into
+pieces, so that encryption, transfer and decryption of one message overlap: ZeroMQ seals a frame whole before its
+first byte leaves. libzmq refuses a frame above the limit before it takes memory for it; how many frames a message
+has it does not limit, so a peer on the list could still fill the memory of a node. Strangers cannot: they get no
+further than the handshake.
+
+Where two mailboxes are connected both ways under CURVE, the first large tensor opens a fast lane (see `lanes`), and
+from then on all messages in that direction go there. Nothing changes for callers but the speed.
+
+Strangers' and friends' handshakes are answered inside `receive`: a node that does not call it for
+HANDSHAKE_S keeps others from connecting (connections that stand are not affected).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections import Counter
+from typing import Literal, TypeAlias
+
+import zmq
+
+from skippipe.errors import UserError
+from skippipe.transport import sealing
+from skippipe.transport.incoming import LONGEST_NAME, Incoming
+from skippipe.transport.keys import KeyPair, check_key
+from skippipe.transport.lanes import LARGE_BYTES
+from skippipe.transport.message import Limits, Message, Received, to_frames
+from skippipe.transport.outgoing import Lost, NotConnected, Outgoing, QueueFull, Reason, Wiring
+from skippipe.transport.packed import Packed
+from skippipe.transport.sockets import is_loopback, split
+
+__all__ = ["Lost", "Mailbox", "NotConnected", "QueueFull", "Reason"]
+
+Security: TypeAlias = Literal["curve", "none"]
+
+PIECE_BYTES = 2**20
+MOST_SOCKETS = 2**14  # of ZeroMQ; a connection takes three, with a fast lane each way seven
+
+
+class Mailbox:
+    """One per process, used by one thread; only `wake` may be called from others."""
+
+    def __init__(
+        self,
+        name: str,
+        keys: KeyPair | None,
+        *,
+        listen: str = "127.0.0.1:0",
+        security: Security = "curve",
+        largest_bytes: int = 2**28,
+        depth: int = 16,
+        io_threads: int = 2,
+        json_bytes: int = 2**26,
+        fast_lane: bool = True,
+    ) -> None:
+        """`largest_bytes` of payload and `depth` messages to a queue bound what memory a connection can take.
+
+        Of JSON `json_bytes` are taken at most. `fast_lane` counts under CURVE only, and where the package
+        `cryptography` is installed at both ends; its port is any free one of the host we listen on.
+        `io_threads` share the connections among them and do the encryption: one alone would do it all in turn.
+        """
+        if security == "curve" and keys is None:
+            raise UserError(f"'{name}': security 'curve' needs a key pair; make one or choose 'none' on one machine")
+        if not 0 < len(name.encode()) <= LONGEST_NAME:
+            raise UserError(f"'{name}': a node's name has 1 to {LONGEST_NAME} bytes")
+        host, port = split(listen)
+        self.name = name
+        self.security = security
+        self._keys = keys if security == "curve" else None
+        self._check_loopback(host)
+        self._limits = Limits(payload_bytes=largest_bytes, json_bytes=json_bytes)
+        self._outgoing: dict[str, Outgoing] = {}
+        self._lost: dict[str, Reason] = {}
+        self.sent_bytes: Counter[str] = Counter()
+
+        self._context = zmq.Context(io_threads)
+        self._context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)
+        self._poller = zmq.Poller()
+        self._wiring = Wiring(
+            self._context,
+            self._poller,
+            name,
+            depth,
+            piece_bytes=PIECE_BYTES if security == "curve" else largest_bytes,
+            fast_lane=fast_lane and security == "curve" and sealing.AVAILABLE,
+            wake=self.wake,
+        )
+        self._incoming = Incoming(self._wiring, self._keys, host, port, self._limits)
+        self.address = self._incoming.address
+        self.malformed = self._incoming.malformed
+        self.received_bytes = self._incoming.received_bytes
+
+        self._wake_lock = threading.Lock()
+        self._woken, self._wakes = os.pipe()
+        os.set_blocking(self._woken, False)
+        os.set_blocking(self._wakes, False)
+        self._poller.register(self._woken, zmq.POLLIN)
+        self._closed = False
+
+    def _check_loopback(self, host: str) -> None:
+        if self.security == "none" and not is_loopback(host):
+            raise UserError(f"{host}: security 'none' is for one machine; use a loopback address or security 'curve'")
+
+    def allow(self, peer: str, public: str | None = None) -> None:
+        """Let a peer's messages in. Under CURVE its public key is what counts; with security none, its name."""
+        if self._keys is not None and public is None:
+            raise UserError(f"key of '{peer}': missing; under CURVE nobody gets in without one")
+        self._incoming.allow(peer, public)
+
+    def forbid(self, peer: str) -> None:
+        """Take no more from this peer, from now on; it cannot connect again either."""
+        self._incoming.forbid(peer)
+
+    @property
+    def refused(self) -> int:
+        """Connections and messages from those who are not on the list, and frames in fast lanes that are forged."""
+        return self._incoming.admission.refused
+
+    @property
+    def last_refused(self) -> str:
+        return self._incoming.admission.last_refused
+
+    @property
+    def connected(self) -> frozenset[str]:
+        """Peers that took our connection, as far as the last `receive` or `lost` has seen."""
+        return frozenset(peer for peer, outgoing in self._outgoing.items() if outgoing.connected)
+
+    @property
+    def in_fast_lane(self) -> frozenset[str]:
+        """Peers that the next message goes to in a fast lane, as far as the last `receive` or `lost` has seen."""
+        return frozenset(peer for peer, out in self._outgoing.items() if out.lane is not None and out.lane.ready)
+
+    def connect(self, peer: str, address: str, public: str | None = None) -> None:
+        """Start to connect, and to reconnect whenever the connection breaks; an earlier connection is given up."""
+        host, port = split(address)
+        self._check_loopback(host)
+        if self._keys is not None:
+            if public is None:
+                raise UserError(f"key of '{peer}': missing; under CURVE the other side must prove who it is")
+            check_key(public, f"key of '{peer}'")
+        self.disconnect(peer)
+        outgoing = Outgoing(self._wiring, peer, host)
+        try:
+            outgoing.connect(port, self._keys, public)
+        except zmq.ZMQError as error:
+            outgoing.close()
+            raise UserError(f"{address}: cannot connect there: {zmq.strerror(error.errno or 0)}; check it") from None
+        self._outgoing[peer] = outgoing
+
+    def disconnect(self, peer: str, linger_s: float = 0.0) -> None:
+        """Close the connection; what is still queued gets `linger_s` to leave (in the background)."""
+        outgoing = self._outgoing.pop(peer, None)
+        if outgoing is not None:
+            self._forget(outgoing)
+            outgoing.close(linger_s)
+        self._lost.pop(peer, None)
+
+    def send(self, peer: str, message: Message, due_ns: int = 0) -> int:
+        """Queue a message and give its size in bytes; QueueFull or NotConnected if that cannot be."""
+        outgoing = self._outgoing.get(peer)
+        if outgoing is None:
+            raise NotConnected(peer)
+        header, payload = to_frames(message, due_ns)
+        if len(payload) > self._limits.payload_bytes:
+            raise ValueError(f"{len(payload)} bytes for '{peer}'; at most {self._limits.payload_bytes} can be sent")
+        try:
+            queued = outgoing.send(header, payload)
+            if self._wiring.fast_lane and isinstance(message.body, Packed) and len(payload) >= LARGE_BYTES:
+                outgoing.ask_for_lane()
+        except ConnectionError:
+            self._lose(peer, Reason.REFUSED)
+            raise NotConnected(peer) from None
+        if not queued:
+            if peer not in self.in_fast_lane:
+                self._poller.register(outgoing.push, zmq.POLLOUT)
+            raise QueueFull(peer)
+        size = len(self.name.encode()) + len(header) + len(payload)
+        self.sent_bytes[peer] += size
+        return size
+
+    def receive(self, timeout_s: float) -> list[Received]:
+        """What has arrived; waits for at most `timeout_s`.
+
+        It waits less when woken, when a connection is lost, and when a queue that was full has room again.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            ready = dict(self._poller.poll(math.ceil(left_s * 1000)))
+            self._incoming.answer_strangers()
+            lost = self._watch()
+            woken = self._woken in ready
+            if woken:
+                os.read(self._woken, 65536)
+            roomy = [outgoing for outgoing in self._outgoing.values() if outgoing.push in ready]
+            for outgoing in roomy:
+                self._forget(outgoing)
+            found = self._incoming.drain(self._outgoing)
+            if found or lost or woken or roomy or not left_s:
+                return found
+
+    def lost(self) -> list[Lost]:
+        """Peers whose connection broke or was turned away since the last call; nobody answering at all is no loss."""
+        self._watch()
+        lost = [Lost(peer, reason) for peer, reason in self._lost.items()]
+        self._lost.clear()
+        return lost
+
+    def wake(self) -> None:
+        """Make `receive` return, now or when it is next called. From any thread."""
+        with self._wake_lock, contextlib.suppress(BlockingIOError):  # full: it is going to wake up anyway
+            if not self._closed:
+                os.write(self._wakes, b"!")
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Give what is queued `linger_s` to leave, then close everything."""
+        with self._wake_lock:
+            if self._closed:
+                return
+            self._closed = True
+            os.close(self._woken)
+            os.close(self._wakes)
+        for peer in list(self._outgoing):
+            self.disconnect(peer, linger_s)
+        self._incoming.close()
+        self._context.term()  # waits for the queues, and their linger has an end
+
+    def _watch(self) -> bool:
+        news = {peer: outgoing.news() for peer, outgoing in self._outgoing.items()}
+        for peer, reason in news.items():
+            if reason is not None:
+                self._lose(peer, reason)
+        return any(news.values())
+
+    def _forget(self, outgoing: Outgoing) -> None:
+        """Nobody waits for room in this queue (any more)."""
+        with contextlib.suppress(KeyError):
+            self._poller.unregister(outgoing.push)
+
+    def _lose(self, peer: str, reason: Reason) -> None:
+        if reason in (Reason.REFUSED, Reason.FOREIGN):
+            self.disconnect(peer)  # libzmq does not try again, and would take messages for nobody
+        self._lost[peer] = reason

@@ -1,0 +1,72 @@
+"""What all our sockets have in common: addresses, how a silent connection is noticed, what monitors tell."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from ipaddress import ip_address
+from typing import TypeAlias
+
+import zmq
+
+from skippipe.errors import UserError
+
+HANDSHAKE_S = 30.0
+KEEPALIVE_S = (10, 5, 3)  # silence before the first probe, between probes; and how many go unanswered: 25 s in all
+EVENT = struct.Struct("=HI")
+
+Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+Socket: TypeAlias = "zmq.Socket[bytes]"
+
+
+def split(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise UserError(f"{address}: expected host:port, such as 127.0.0.1:5555")
+    return ("127.0.0.1" if host == "localhost" else host), int(port)
+
+
+def endpoint(host: str, port: int | str) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def keep_alive(socket: Socket) -> None:
+    """TCP's keepalive finds a peer that has vanished without a word.
+
+    ZeroMQ's own heartbeat is not used: its answer waits behind messages of many megabytes, and a healthy slow link
+    would count as dead.
+    """
+    idle_s, interval_s, count = KEEPALIVE_S
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, idle_s)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, interval_s)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, count)
+
+
+def pull_socket(context: Context, host: str, largest_frame: int, most_queued: int) -> Socket:
+    pull = context.socket(zmq.PULL)
+    pull.setsockopt(zmq.LINGER, 0)
+    pull.setsockopt(zmq.RCVHWM, most_queued)
+    pull.setsockopt(zmq.MAXMSGSIZE, largest_frame)
+    pull.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
+    pull.setsockopt(zmq.IPV6, int(":" in host))
+    keep_alive(pull)
+    return pull
+
+
+def heard(monitor: Socket) -> Iterator[int]:
+    """The events that a socket's monitor has to tell."""
+    while True:
+        try:
+            event, _ = EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
+        except zmq.Again:
+            return
+        yield event
