@@ -3,13 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint types unit bench clean
+.PHONY: demo test lint types unit bench bench-train clean
 
 demo: $(READY)
-	$(BIN)/skippipe compare published20 --contention-only --budget 20 --out demo
+	$(BIN)/skippipe compare published20 --contention-only --budget 8 --out demo
 	@echo
 	$(BIN)/skippipe show demo/skippipe.json --html demo/skippipe.html --png demo/skippipe.png
-	@echo "Open demo/skippipe.html (interactive) or demo/skippipe.png."
+	@echo
+	$(BIN)/skippipe train examples/demo.toml
+	@echo "Open demo/skippipe.html (interactive) or demo/skippipe.png; demo/run/traces in ui.perfetto.dev."
 
 test: lint types unit
 
@@ -27,6 +29,12 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.simulator
 	$(BIN)/python -m benchmarks.planner
 	$(BIN)/python -m benchmarks.published
+
+bench-train: $(READY)
+	$(BIN)/python -m benchmarks.exact
+	$(BIN)/python -m benchmarks.promised
+	$(BIN)/python -m benchmarks.local
+	$(BIN)/python -m benchmarks.transport
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

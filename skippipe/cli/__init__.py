@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from io import TextIOWrapper
 
 
 def main() -> None:
+    def command() -> None:
+        from skippipe.cli.app import app
+
+        app(standalone_mode=True)
+
+    politely(command)
+
+
+def politely(command: Callable[[], None]) -> None:
+    """Run it; what goes wrong through no fault of the program becomes one line and an exit code."""
     from skippipe.errors import UserError
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without our arrows shows question marks
     try:
-        from skippipe.cli.app import app
-
-        app(standalone_mode=True)
+        command()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from skippipe.errors import UserError
 if TYPE_CHECKING:
     from skippipe.runtime.coordinator import IterationReport, Watcher
     from skippipe.training.assembly import Assembly
+    from skippipe.training.engines import Engine
     from skippipe.training.job import Job
     from skippipe.training.reports import Figures
 
@@ -52,9 +54,13 @@ def train(
         str,
         typer.Option(
             help="processes: every node as a process here, or, with transport.peers, wherever it joins from. "
-            "one-process: no nodes, the same paths and data in this process. ray: one actor a node."
+            "one-process: no nodes, the same paths and data in this process. ray: one Ray actor a node."
         ),
     ] = "processes",
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="host:port of a Ray cluster, for --engine ray; none: RAY_ADDRESS, or a Ray of this machine."),
+    ] = None,
 ) -> None:
     """Train a model along planned paths.
 
@@ -65,34 +71,44 @@ def train(
 
     Example: skippipe train job.toml --iterations 20
     """
+    wanted = wanted_job(job, iterations, out)
+    from skippipe.training.engines import ENGINES
+
+    if engine not in ENGINES:
+        raise UserError(f"--engine: '{engine}' is none of {', '.join(ENGINES)}")
+    if ray_address is not None:
+        if engine != "ray":
+            raise UserError(f"--ray-address: goes with --engine ray, not with '{engine}'")
+        os.environ["RAY_ADDRESS"] = ray_address
+    run_job(wanted, ENGINES[engine], nodes_here=engine != "ray" and not wanted.transport.peers)
+
+
+def wanted_job(path: Path, iterations: int | None, out: str | None) -> Job:
+    """The job, with what the command line says instead; torch must not be imported before."""
     from skippipe.training.job import load_job
 
-    wanted = load_job(job)
+    wanted = load_job(path)
     if iterations is not None:
         wanted = replace(wanted, iterations=iterations)
     if out is not None:
         wanted = replace(wanted, output=out)
-    os.environ.setdefault("OMP_NUM_THREADS", str(wanted.compute.threads))  # before torch is imported
+    os.environ.setdefault("OMP_NUM_THREADS", str(wanted.compute.threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    run_job(wanted, engine)
+    return wanted
 
 
-def run_job(wanted: Job, engine: str) -> None:
+def run_job(wanted: Job, engine: Engine, nodes_here: bool = True) -> None:
     import torch
 
     torch.set_num_threads(wanted.compute.threads)
     with planning.interruptible() as stopped:
-        assembly = _assembled(wanted, stopped)
+        assembly = _assembled(wanted, stopped, nodes_here)
         if stopped:
             raise KeyboardInterrupt
         assembly.plan.save(Path(wanted.output) / "plan.json")
         _announce(assembly)
-        from skippipe.training.engines import ENGINES
-
-        if engine not in ENGINES:
-            raise UserError(f"--engine: '{engine}' is none of {', '.join(ENGINES)}")
         with _watching(assembly) as watcher:
-            ENGINES[engine](assembly, watcher, lambda: bool(stopped))
+            engine(assembly, watcher, lambda: bool(stopped))
     if stopped:
         print(f"stopped; the model as it was then is in {wanted.output}/model", file=sys.stderr)
         raise SystemExit(130)
@@ -103,27 +119,40 @@ def node(
     join: Annotated[str, typer.Option(help="host:port of the coordinator.")],
     key: Annotated[Path, typer.Option(help="This node's key file, made by 'skippipe keys'.")],
     listen: Annotated[
-        str, typer.Option(help="Address of this machine at which other nodes reach it; port 0: any.")
-    ] = "127.0.0.1:0",
+        str,
+        typer.Option(
+            help="host:port of this machine at which other nodes reach it; a port alone: at the address that this "
+            "machine has on the way to the coordinator; 0: any port."
+        ),
+    ] = "0",
+    address: Annotated[
+        str | None,
+        typer.Option(help="host:port at which others reach this node, if it listens elsewhere (behind a router)."),
+    ] = None,
     tokens: Annotated[
         Path | None, typer.Option(help="Where this machine keeps the token folder, if elsewhere than the coordinator.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N, instead of the job's.")] = None,
+    patience: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for the coordinator and all other nodes before training.")
+    ] = 900,
 ) -> None:
     """Join a run from another machine and work until it is over.
 
-    Example: skippipe node --join 10.0.0.1:5555 --key berlin-1.key --listen 10.0.0.7:5556
+    Example: skippipe node --join 10.0.0.1:5555 --key berlin-1.key --listen 5556
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("SKIPPIPE_PURE_PYTHON", "1")  # a node decides a few times a second: no compiler needed
-    from skippipe.runtime.building import check_device
     from skippipe.runtime.member import Invitation, Member
     from skippipe.transport.keys import KeyFile
+    from skippipe.transport.route import place_to_listen
 
     mine = KeyFile.load(key)
     if mine.coordinator is None:
         raise UserError(f"{key}: this is the coordinator's key; a node needs its own")
     if device is not None:
+        from skippipe.runtime.building import check_device
+
         check_device(device)
     member = Member(
         Invitation(
@@ -131,9 +160,11 @@ def node(
             coordinator=join,
             keys=mine.keys,
             coordinator_public=mine.coordinator,
-            listen=listen,
+            listen=place_to_listen(listen, join, address),
+            address=address,
             data_folder=tokens,
             device=device,
+            patience=timedelta(seconds=patience),
         )
     )
     print(f"node '{mine.node}' joins {join}", file=sys.stderr)
@@ -171,13 +202,18 @@ def keys(
     print(f"{len(peers)} node keys, coordinator.key and peers.json are in {folder}/")
 
 
-def _assembled(wanted: Job, stopped: list[bool]) -> Assembly:
+def _assembled(wanted: Job, stopped: list[bool], nodes_here: bool) -> Assembly:
     from skippipe.planner.strategies import Request, Strategy
     from skippipe.training.assembly import assemble
 
     with planning.progress_bar(Strategy(wanted.pipeline.strategy)) as progress:
         request = Request(wanted.seed, wanted.pipeline.budget_s, None, progress, stopped=lambda: bool(stopped))
-        return assemble(wanted, reading=lambda what, share: progress(what, share, None), request=request)
+        return assemble(
+            wanted,
+            reading=lambda what, share: progress(what, share, None),
+            request=request,
+            nodes_here=nodes_here,
+        )
 
 
 def _announce(assembly: Assembly) -> None:

@@ -213,8 +213,18 @@ class Member:
     def _check_coordinator(self) -> None:
         for lost in self._mailbox.lost():
             if lost.peer == THE_COORDINATOR:
+                if lost.reason is Reason.DISCONNECTED:
+                    self._hear_it_out()
                 raise Dismissed(self._without_coordinator(lost.reason))
             log.info("connection to '%s': %s", lost.peer, lost.reason)
+
+    def _hear_it_out(self) -> None:
+        """What the coordinator says travels on another connection than the one that broke: it may have said stop."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while (left_s := deadline - time.monotonic()) > 0:
+            for received in self._mailbox.receive(left_s):
+                if received.peer == THE_COORDINATOR and isinstance(stop := self._control(received), Stop):
+                    raise Dismissed(stop.reason)
 
     def _without_coordinator(self, reason: Reason) -> str:
         name, where = self._invitation.name, self._invitation.coordinator

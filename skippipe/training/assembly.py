@@ -81,9 +81,11 @@ def assemble(
     *,
     reading: Progress = lambda what, share: None,
     request: Request | None = None,
+    nodes_here: bool = True,
 ) -> Assembly:
-    """`request` says how hard to plan; none: as the job does."""
-    check_device(job.compute.device)
+    """`request` says how hard to plan; none: as the job does. Nodes that run elsewhere look for their device there."""
+    if nodes_here:
+        check_device(job.compute.device)
     _check_output(Path(job.output))
     _check_report(job.report)
     given = Plan.load(Path(job.pipeline.plan)) if job.pipeline.plan else None
@@ -156,9 +158,9 @@ def _shown(model: Any) -> list[tuple[str, Any]]:
 
 
 def _check_output(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"output: {folder} is a file; name a folder")
     try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"output: {folder} is a file; name a folder")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"output: {folder} cannot be made: {error.strerror or error}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 
 from skippipe.errors import UserError
 from skippipe.runtime.coordinator import IterationReport, Watcher
@@ -12,11 +13,15 @@ from skippipe.training.assembly import Assembly
 Stopped = Callable[[], bool]
 """Whether somebody asked for the run to end."""
 
+Engine = Callable[[Assembly, Watcher, Stopped], None]
+
 
 def processes(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
     """Every node as a process of this machine; or, with a list of peers, wherever they join from."""
     run = assembly.run()
     if assembly.job.transport.peers:
+        if assembly.job.averaging.engine == "torch":
+            raise UserError("averaging.engine: nodes that join by themselves average with 'ring'; choose it")
         run.joined(watcher, stopped)
     else:
         run.here(watcher, stopped=stopped)
@@ -50,14 +55,14 @@ def one_process(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
 
 def ray(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
     """One actor a node."""
-    try:
-        from skippipe.training.onray import train_on_ray
-    except ImportError:
-        raise UserError("--engine ray: needs Ray; pip install 'skippipe[ray]'") from None
+    if find_spec("ray") is None:
+        raise UserError("--engine ray: needs Ray; pip install 'skippipe[ray]'")
+    from skippipe.training.onray import train_on_ray
+
     train_on_ray(assembly, watcher, stopped)
 
 
-ENGINES: dict[str, Callable[[Assembly, Watcher, Stopped], None]] = {
+ENGINES: dict[str, Engine] = {
     "processes": processes,
     "one-process": one_process,
     "ray": ray,

@@ -155,8 +155,10 @@ class Job:
     """What is written down while training."""
 
     def __post_init__(self) -> None:
+        learning = self.learning
         for name, value, least in (
             ("iterations", self.iterations, 1),
+            ("seed", self.seed, 0),
             ("batch.sequence", self.batch.sequence, 1),
             ("batch.samples", self.batch.samples, 1),
             ("batch.microbatches", self.batch.microbatches, 0),
@@ -164,13 +166,35 @@ class Job:
             ("pipeline.max_slots", self.pipeline.max_slots, 1),
             ("compute.threads", self.compute.threads, 1),
             ("report.recorded", self.report.recorded, 0),
+            ("learning.warmup", learning.warmup, 0),
+            ("learning.iterations", learning.iterations, 0),
+            ("learning.floor", learning.floor, 0),
+            ("learning.beta1", learning.beta1, 0),
+            ("learning.beta2", learning.beta2, 0),
+            ("learning.weight_decay", learning.weight_decay, 0),
+            ("learning.clip", learning.clip, 0),
         ):
             if value < least:
                 raise UserError(f"{name}: {value} must be {least} or more")
+        for name, value in (
+            ("learning.rate", learning.rate),
+            ("learning.epsilon", learning.epsilon),
+            ("pipeline.budget_s", self.pipeline.budget_s),
+            ("emulation.time", self.emulation.time),
+        ):
+            if value <= 0:
+                raise UserError(f"{name}: {value} must be above 0")
+        for name, value in (("learning.beta1", learning.beta1), ("learning.beta2", learning.beta2)):
+            if value >= 1:
+                raise UserError(f"{name}: {value} must be below 1")
+        if learning.floor > 1:
+            raise UserError(f"learning.floor: {learning.floor} must be 1 or less")
         if self.emulation.enabled and self.transport.peers:
             raise UserError("emulation.enabled: nodes that join from other machines cannot be emulated on this one")
-        if self.emulation.enabled and self.emulation.time <= 0:
-            raise UserError(f"emulation.time: {self.emulation.time} must be above 0")
+        if self.averaging.engine == "torch" and self.averaging.dtype != "fp32":
+            raise UserError(
+                f"averaging.dtype: torch averages in fp32, not {self.averaging.dtype}; choose fp32 or engine 'ring'"
+            )
         if bool(self.transport.peers) != bool(self.transport.key):
             raise UserError("transport.peers and transport.key go together: 'skippipe keys' makes both")
         if self.transport.security == "none" and self.transport.peers:

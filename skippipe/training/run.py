@@ -38,6 +38,24 @@ class Run:
     """… the coordinator's own key, if nodes join by themselves."""
     deadlines: Deadlines = field(default_factory=Deadlines)
 
+    @property
+    def names(self) -> list[str]:
+        """Of the nodes that the plan uses, in its order."""
+        return [self.brief.plan.cluster.nodes[number].name for number in sorted(self.brief.plan.stage_of)]
+
+    def new_keys(self) -> KeyPair | None:
+        return KeyPair.new() if self.security == "curve" else None
+
+    def told(self, name: str, desk: Desk, own: KeyPair | None, pair: KeyPair | None = None) -> dict[str, Any]:
+        """A node's invitation as JSON, for `birth`; without `pair` it has keys of its own."""
+        return {
+            "name": name,
+            "coordinator": desk.address,
+            "keys": [pair.public, pair.secret] if pair else None,
+            "coordinator_public": own.public if own else None,
+            "security": self.security,
+        }
+
     def here(
         self,
         watcher: Watcher,
@@ -48,26 +66,14 @@ class Run:
         nursery = Nursery(birth, self.output / "logs")
         desk = None
         try:
-            names = [node.name for node in self.brief.plan.cluster.nodes]
-            mine = [names[number] for number in sorted(self.brief.plan.stage_of)]
-            curve = self.security == "curve"
-            pairs = {name: KeyPair.new() if curve else None for name in mine}
-            own = KeyPair.new() if curve else None
+            pairs = {name: self.new_keys() for name in self.names}
+            own = self.new_keys()
             publics = {name: pair.public if pair else None for name, pair in pairs.items()}
-            desk = self._desk(own, publics)
+            desk = self.desk(own, publics)
             for name, pair in pairs.items():
-                nursery.start(
-                    name,
-                    {
-                        "name": name,
-                        "coordinator": desk.address,
-                        "keys": [pair.public, pair.secret] if pair else None,
-                        "coordinator_public": own.public if own else None,
-                        "security": self.security,
-                    },
-                )
+                nursery.start(name, self.told(name, desk, own, pair))
             started(nursery)
-            self._coordinate(desk, watcher, stopped, lambda: self._gone(nursery))
+            self.coordinate(desk, watcher, stopped, lambda: self.ended(nursery))
         finally:
             nursery.close()
             if desk is not None:
@@ -78,18 +84,17 @@ class Run:
         assert self.peers is not None
         assert self.key is not None
         publics = PeerList.load(self.peers).peers
-        names = [self.brief.plan.cluster.nodes[number].name for number in sorted(self.brief.plan.stage_of)]
-        unknown = [name for name in names if name not in publics]
+        unknown = [name for name in self.names if name not in publics]
         if unknown:
             raise UserError(f"{self.peers}: has no key of {', '.join(unknown)}, which the plan uses")
-        desk = self._desk(KeyFile.load(self.key).keys, publics)
-        print(f"waiting for {len(names)} nodes to join {desk.address}: {', '.join(names)}", file=sys.stderr)
-        self._coordinate(desk, watcher, stopped)
+        desk = self.desk(KeyFile.load(self.key).keys, publics)
+        print(f"waiting for {len(self.names)} nodes to join {desk.address}: {', '.join(self.names)}", file=sys.stderr)
+        self.coordinate(desk, watcher, stopped)
 
-    def _desk(self, own: KeyPair | None, publics: Mapping[str, str | None]) -> Desk:
+    def desk(self, own: KeyPair | None, publics: Mapping[str, str | None]) -> Desk:
         return Desk(self.brief, own, publics, listen=self.listen, security=self.security, store=self.folder().store)
 
-    def _coordinate(
+    def coordinate(
         self, desk: Desk, watcher: Watcher, stopped: Callable[[], bool], gone: Callable[[], str] = lambda: ""
     ) -> None:
         desk.run(
@@ -105,7 +110,8 @@ class Run:
     def folder(self) -> ModelFolder:
         return ModelFolder(self.output / "model", self.brief.plan, self.blueprint, self.tokenizer)
 
-    def _gone(self, nursery: Nursery) -> str:
+    def ended(self, nursery: Nursery) -> str:
+        """What is known of the first node that is no more; empty if all live."""
         nursery.look()
         for name, status in nursery.ended.items():
             how = f"exit status {status}" if status >= 0 else f"signal {-status}"
@@ -115,8 +121,14 @@ class Run:
 
 def birth(told: dict[str, Any]) -> int:
     """A node's life in its own process."""
-    keys = told.pop("keys")
-    reason = Member(Invitation(**told, keys=KeyPair(*keys) if keys else None)).run()
+    reason = life(told)
     if reason:
         print(reason)
     return 1 if reason else 0
+
+
+def life(told: dict[str, Any]) -> str:
+    """A node from its invitation to its end; why it ended, empty if all is well."""
+    keys, folder = told["keys"], told.get("data_folder")
+    known = {"keys": KeyPair(*keys) if keys else None, "data_folder": Path(folder) if folder else None}
+    return Member(Invitation(**{**told, **known})).run()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import json
+import sys
 import textwrap
 import tomllib
 from dataclasses import MISSING, fields, is_dataclass
@@ -70,7 +72,9 @@ def _value(hint: Any, value: Any, at: str) -> Any:
         if value not in get_args(hint):
             raise UserError(f"{at}: {value!r} is none of {', '.join(get_args(hint))}")
         return value
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not abs(value) <= sys.float_info.max:  # nor is a whole number of a thousand digits
+            raise UserError(f"{at}: {value} is not a finite number")
         return float(value)
     if hint == list[str]:
         value = [value] if isinstance(value, str) else value
@@ -106,7 +110,7 @@ def _written(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f'"{value}"'
+        return json.dumps(value, ensure_ascii=False)  # TOML has the same escapes
     if isinstance(value, list):
         return f"[{', '.join(_written(each) for each in value)}]"
     return repr(value)

@@ -106,10 +106,8 @@ class Incoming:
             else:
                 beyond += 1
         claimed = first.bytes[:LONGEST_NAME].decode(errors="replace")
-        if self._curve:
-            peer = self.admission.by_key(str(first.get("User-Id")))
-        else:
-            peer = self.admission.by_name(claimed)
+        known = self.admission
+        peer = known.by_key(str(first.get("User-Id"))) if self._curve else known.by_name(claimed)
         if peer is None:
             return
         try:
@@ -121,6 +119,7 @@ class Incoming:
                 self._hear(peer, Word.from_bytes(frames[0]), found, outgoing.get(peer))
                 return
         except Malformed as error:
+            self.received_bytes[peer] += len(first) + sum(len(frame) for frame in frames)
             self._complain(peer, error)
             return
         if self._opened(peer):
@@ -128,12 +127,12 @@ class Incoming:
         self._accept(peer, frames, found)
 
     def _accept(self, peer: str, frames: list[Buffer], found: list[Received]) -> None:
+        self.received_bytes[peer] += len(peer.encode()) + sum(len(frame) for frame in frames)
         try:
             message, due_ns = from_frames(frames, self._limits)
         except Malformed as error:
             self._complain(peer, error)
             return
-        self.received_bytes[peer] += len(peer.encode()) + sum(len(frame) for frame in frames)
         found.append(Received(peer, message, due_ns))
 
     def _complain(self, peer: str, error: Malformed) -> None:

@@ -70,6 +70,8 @@ class Word:
         _, verb, lane, port, secret = WORD.unpack(data)
         if verb not in tuple(Verb):
             raise Malformed(f"word {verb} about a fast lane is unknown")
+        if verb == Verb.OFFER and not port:
+            raise Malformed("a fast lane without a port")
         return cls(Verb(verb), lane, port, secret)
 
 

@@ -185,7 +185,7 @@ class Mailbox:
             self._lose(peer, Reason.REFUSED)
             raise NotConnected(peer) from None
         if not queued:
-            if peer not in self.in_fast_lane:
+            if outgoing.lane is None or not outgoing.lane.in_use:  # a lane calls `wake`
                 self._poller.register(outgoing.push, zmq.POLLOUT)
             raise QueueFull(peer)
         size = len(self.name.encode()) + len(header) + len(payload)

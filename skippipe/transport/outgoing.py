@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,7 +16,7 @@ from skippipe.transport.sockets import Context, endpoint, heard, keep_alive
 
 RECONNECT_MS = 100
 RECONNECT_MOST_MS = 2000
-MOST_LANES = 8  # for one connection: where lanes break again and again, CURVE alone is better
+ASK_AGAIN_S = 30.0  # between two questions for a lane: one that breaks again and again is left alone for a while
 
 WATCHED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -86,7 +87,7 @@ class Outgoing:
         self.lane: LaneOut | None = None
         self._asked: bytes | None = None
         self._lane_lost = False
-        self._lanes_left = MOST_LANES
+        self._ask_from_s = 0.0
 
     def connect(self, port: int, keys: KeyPair | None, server: str | None) -> None:
         if keys is not None and server is not None:
@@ -133,12 +134,14 @@ class Outgoing:
         return True
 
     def ask_for_lane(self) -> None:
-        """Unless there is one, or it has been asked for."""
-        if self._asked is None and self._lanes_left:
-            lane = new_name()
-            if self.say(Word(Verb.ASK, lane)):
-                self._asked = lane
-                self._lanes_left -= 1
+        """Unless there is one, or it was asked for not long ago."""
+        if (self.lane is not None and self.lane.ready) or time.monotonic() < self._ask_from_s:
+            return
+        self.leave_lane()  # it leads nowhere
+        name = new_name()
+        if self.say(Word(Verb.ASK, name)):
+            self._asked = name
+            self._ask_from_s = time.monotonic() + ASK_AGAIN_S
 
     def take_lane(self, offer: Word) -> None:
         if offer.lane != self._asked or self.lane is not None:
@@ -150,7 +153,7 @@ class Outgoing:
         wiring.poller.register(self.lane.monitor, zmq.POLLIN)
 
     def leave_lane(self, linger_s: float = 0.0) -> None:
-        """Go on under CURVE; the next large message asks for another lane."""
+        """Go on under CURVE."""
         self._asked = None
         if self.lane is not None:
             self._wiring.poller.unregister(self.lane.monitor)
@@ -163,12 +166,12 @@ class Outgoing:
         for event in heard(self.monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.connected = True
-                self._lanes_left = MOST_LANES
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 found = Reason.REFUSED
             elif event == zmq.EVENT_DISCONNECTED and self.connected:
                 self.connected = False
                 self.leave_lane()  # its switch may be among what was lost
+                self._ask_from_s = 0.0
                 found = found or Reason.DISCONNECTED
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 found = Reason.FOREIGN

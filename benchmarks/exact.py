@@ -1,0 +1,154 @@
+"""Training over processes against training in one: losses of 20 iterations and final weights, in fp32.
+
+python -m benchmarks.exact
+
+llama-tiny on the classics. Every node is a process of its own, with encrypted connections; the oracle passes the same
+microbatches through the same stages in one process. A case passes if no loss is off by more than RTOL of itself, and no
+weight by more than RTOL of itself plus ATOL. Sums over replicas are made in another order, so some last digits differ,
+and where a gradient is next to nothing Adam makes them visible.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from skippipe.check import check
+from skippipe.cluster import Cluster, Node
+from skippipe.learning import Learning
+from skippipe.model.blueprint import Blueprint, config_named
+from skippipe.plan import Lane, Plan, Stage
+from skippipe.runtime.coordinator import IterationReport
+from skippipe.text.prepare import prepare
+from skippipe.text.tokens import TokenFile
+from skippipe.training.brief import Brief
+from skippipe.training.oneprocess import OneProcess
+from skippipe.training.run import Run
+from skippipe.workload import Workload
+
+ITERATIONS = 20
+LEARNING = Learning(warmup=5, iterations=ITERATIONS)
+RTOL, ATOL = 1e-4, 1e-6
+REPLICAS = (2, 1, 2, 1, 1, 1)
+EVEN, UNEVEN = (2, 2, 2, 2, 2, 2), (1, 3, 2, 1, 4, 1)
+FULL = ((0, 1, 2, 3, 4, 5),) * 5
+SKIPPED = ((0, 1, 2, 3), (0, 2, 3, 4), (0, 3, 4, 5), (0, 1, 4, 5), (0, 1, 2, 5))  # 4 of 6 stages, each other one thrice
+REORDERED = ((0, 2, 1, 3), (0, 2, 4, 3), (0, 3, 5, 4), (0, 1, 5, 4), (0, 2, 1, 5))
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    visits: tuple[tuple[int, ...], ...]
+    layers: tuple[int, ...] = EVEN
+    split: bool = False
+    engine: str = "ring"
+
+
+CASES = (
+    Case("full pipeline", FULL),
+    Case("full pipeline, split backward", FULL, split=True),
+    Case("a third skipped", SKIPPED),
+    Case("a third skipped, split backward", SKIPPED, split=True),
+    Case("reordered", REORDERED),
+    Case("uneven stages", SKIPPED, UNEVEN),
+    Case("reordered, uneven, split backward", REORDERED, UNEVEN, True),
+    Case("full pipeline, averaged by torch", FULL, engine="torch"),
+    Case("reordered, split, averaged by torch", REORDERED, split=True, engine="torch"),
+)
+
+
+@dataclass
+class Losses:
+    """What a run told of every iteration."""
+
+    found: list[float] = field(default_factory=list)
+
+    def iteration_done(self, report: IterationReport) -> None:
+        self.found.append(report.loss)
+
+
+def plan_of(case: Case, blueprint: Blueprint) -> Plan:
+    """Eight nodes; every lane goes to the next replica of each stage on its way."""
+    count = sum(REPLICAS)
+    machines = tuple(Node(f"n{index}", "here", 1e10, 2**34) for index in range(count))
+    cluster = Cluster("this machine", machines, np.full((count, count), 1e-5), np.full((count, count), 1e9))
+    nodes = iter(range(count))
+    members = [tuple(next(nodes) for _ in range(size)) for size in REPLICAS]
+    turns = [cycle(each) for each in members]
+    lanes = tuple(Lane(tuple(next(turns[stage]) for stage in visits), 1) for visits in case.visits)
+    stages = tuple(Stage(layers, each, each) for layers, each in zip(case.layers, members, strict=True))
+    workload = Workload(blueprint.shape, 64, 2, len(lanes), wire_dtype="fp32", compute_dtype="fp32")
+    plan = Plan(cluster, workload, stages, lanes, split_backward=case.split)
+    assert not check(plan)
+    return plan
+
+
+def brief_of(case: Case, plan: Plan, blueprint: Blueprint, tokens: TokenFile) -> Brief:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = f"127.0.0.1:{server.getsockname()[1]}"
+    return Brief(
+        plan,
+        blueprint.config.to_dict(),
+        blueprint.seed,
+        LEARNING,
+        str(tokens.folder),
+        tokens.fingerprint,
+        averaging=case.engine,
+        rendezvous=free if case.engine == "torch" else None,
+    )
+
+
+def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, float, bool]:
+    """Of weights: the largest, the largest in terms of its tensor's root mean square; and whether all are small."""
+    assert found.keys() == expected.keys()
+    largest = relative = 0.0
+    small = True
+    for name, each in expected.items():
+        off = (found[name] - each).abs()
+        largest = max(largest, float(off.max()))
+        relative = max(relative, float(off.max() / each.square().mean().sqrt()))
+        small &= bool((off <= RTOL * each.abs() + ATOL).all())
+    return largest, relative, small
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    tokens = prepare("classics", 2048)
+    blueprint = Blueprint(config_named("llama-tiny", tokens.vocabulary))
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        runs = []
+        for index, case in enumerate(CASES):  # all of them first: a process that has computed gradients may not fork
+            plan, losses, output = plan_of(case, blueprint), Losses(), Path(name) / str(index)
+            brief = brief_of(case, plan, blueprint, tokens)
+            Run(brief, blueprint, tokens.tokenizer(), output, ITERATIONS).here(losses)
+            files = sorted((output / "model").glob("*.safetensors"))
+            weights = {name: each for file in files for name, each in load_file(file).items()}
+            runs.append((case, brief, losses.found, weights))
+    print(f"{'case':<38} {'losses':>9} {'weights':>9} {'of RMS':>9}")
+    for case, brief, found, weights in runs:
+        oracle = OneProcess(brief.plan, blueprint, LEARNING, brief.sampler())
+        expected = [oracle.iteration(number).loss for number in range(ITERATIONS)]
+        off = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+        largest, relative, small = differences(weights, oracle.weights())
+        passed = off <= RTOL and small
+        print(
+            f"{case.name:<38} {off:>9.1e} {largest:>9.1e} {relative:>9.1e}  {'pass' if passed else 'FAIL'}", flush=True
+        )
+    print(f"{len(runs)} cases in {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

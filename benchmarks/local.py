@@ -1,0 +1,145 @@
+"""All nodes on this machine, nothing emulated: tokens a second against one process, start-up, memory.
+
+    python -m benchmarks.local [--iterations 12]
+
+Speed: a LLaMA of 8 layers over 4 nodes with one thread each, a full pipeline, against one process with a thread a core,
+in alternating rounds. Start-up and memory: 20 nodes with a tiny model; the time from the first fork, after imports,
+until all nodes are ready, and each node's private memory beyond its weights, gradients and optimizer state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+
+from skippipe.cluster import Cluster, Node
+from skippipe.learning import Learning
+from skippipe.model.blueprint import Blueprint, llama_config
+from skippipe.plan import Lane, Plan, Stage
+from skippipe.runtime.coordinator import IterationReport
+from skippipe.text.prepare import prepare
+from skippipe.text.tokens import TokenFile
+from skippipe.training.brief import Brief
+from skippipe.training.nursery import Nursery
+from skippipe.training.oneprocess import OneProcess
+from skippipe.training.run import Run
+from skippipe.workload import STATE_BYTES_PER_PARAMETER, ModelShape, Workload
+
+LEARNING = Learning(warmup=2, iterations=1000)
+
+
+@dataclass
+class Watch:
+    began: float = field(default_factory=time.monotonic)
+    ready_s: float = 0.0
+    """From the start until the first iteration began."""
+    seconds: list[float] = field(default_factory=list)
+    nursery: Nursery | None = None
+    private_bytes: dict[str, int] = field(default_factory=dict)
+
+    def started(self, nursery: Nursery) -> None:
+        self.nursery = nursery
+
+    def iteration_done(self, report: IterationReport) -> None:
+        if not self.seconds:
+            self.ready_s = time.monotonic() - self.began - report.seconds
+        self.seconds.append(report.seconds)
+        if self.nursery is not None:
+            self.private_bytes = {name: private_bytes(pid) for name, pid in self.nursery.pids.items()}
+
+
+def private_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+
+def cluster_of(nodes: int) -> Cluster:
+    machines = tuple(Node(f"n{index}", "here", 1e10, 2**34) for index in range(nodes))
+    return Cluster("this machine", machines, np.full((nodes, nodes), 1e-5), np.full((nodes, nodes), 1e9))
+
+
+def brief_of(plan: Plan, blueprint: Blueprint, tokens: TokenFile) -> Brief:
+    config = blueprint.config.to_dict()
+    return Brief(plan, config, 0, LEARNING, str(tokens.folder), tokens.fingerprint)
+
+
+def speed(tokens: TokenFile, rounds: int, iterations: int) -> None:
+    shape = ModelShape("eight layers", 8, 256, 4, 4, 64, 704, tokens.vocabulary)
+    workload = Workload(shape, 256, 2, 16, wire_dtype="bf16", compute_dtype="fp32", max_slots=4)
+    stages = tuple(Stage(2, (index,), (index,)) for index in range(4))
+    plan = Plan(cluster_of(4), workload, stages, tuple(Lane((0, 1, 2, 3), 4) for _ in range(4)))
+    blueprint = Blueprint(llama_config(shape))
+    brief = brief_of(plan, blueprint, tokens)
+    per_iteration = plan.microbatches * 2 * 256
+    alone, nodes = [], []
+    for _ in range(rounds):
+        torch.set_num_threads(1)  # what is forked must not have threads
+        watch = Watch()
+        with tempfile.TemporaryDirectory() as folder:
+            Run(brief, blueprint, tokens.tokenizer(), Path(folder), iterations).here(watch)
+        nodes += watch.seconds[1:]
+        torch.set_num_threads(os.cpu_count() or 1)
+        oracle = OneProcess(plan, blueprint, LEARNING, brief.sampler())
+        for number in range(iterations):
+            began = time.monotonic()
+            oracle.iteration(number)
+            if number:
+                alone.append(time.monotonic() - began)
+    alone_s, nodes_s = median(alone), median(nodes)
+    print(f"one process, {os.cpu_count()} threads: {per_iteration / alone_s:,.0f} tokens/s")
+    print(f"4 nodes, a thread each: {per_iteration / nodes_s:,.0f} tokens/s, ratio {alone_s / nodes_s:.2f} (goal 0.8)")
+
+
+def start_and_memory(tokens: TokenFile) -> None:
+    shape = ModelShape("tiny", 6, 64, 4, 4, 16, 192, tokens.vocabulary)
+    workload = Workload(shape, 64, 2, 10, wire_dtype="bf16", compute_dtype="fp32", max_slots=3)
+    sizes = (5, 3, 3, 3, 3, 3)
+    firsts = [sum(sizes[:index]) for index in range(6)]
+    members = [tuple(range(first, first + size)) for first, size in zip(firsts, sizes, strict=True)]
+    lanes = [
+        Lane((data, *(members[stage][(data + turn) % 3] for stage in range(1, 6) if (stage + data) % 5 >= 2)), 1)
+        for turn in range(2)
+        for data in range(5)
+    ]
+    stages = tuple(Stage(1, nodes, nodes) for nodes in members)
+    plan = Plan(cluster_of(20), workload, stages, tuple(lanes))
+    blueprint = Blueprint(llama_config(shape))
+    brief = brief_of(plan, blueprint, tokens)
+    watch = Watch()
+    with tempfile.TemporaryDirectory() as folder:
+        Run(brief, blueprint, tokens.tokenizer(), Path(folder), 5).here(watch, watch.started)
+    print(f"20 nodes ready after {watch.ready_s:.1f} s (goal 15)")
+    beyond = {}
+    for name, private in watch.private_bytes.items():
+        stage = plan.stage_of[plan.cluster.number[name]]
+        beyond[name] = private - STATE_BYTES_PER_PARAMETER * workload.stage_parameters(stage, 1)
+    worst = max(beyond, key=lambda name: beyond[name])
+    print(
+        f"private memory beyond weights, gradients and optimizer: at most {beyond[worst] / 1e6:.0f} MB, "
+        f"median {median(beyond.values()) / 1e6:.0f} MB (goal 120)"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    tokens = prepare("classics", 2048)
+    start_and_memory(tokens)
+    speed(tokens, asked.rounds, asked.iterations)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Does a run take the time that the simulator promised? 20 emulated nodes, all four strategies.
+
+    python -m benchmarks.promised [--iterations 12] [--time 0.1] [--cluster published20]
+
+Every node is a process on this machine that trains its stage of a tiny LLaMA; links are as slow as the cluster file
+makes them and no task ends before its planned time, all scaled by `--time`. What is compared is the median time of an
+iteration, the first left out, with the plan's promise under full timing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from skippipe.runtime.coordinator import IterationReport
+from skippipe.training.assembly import assemble
+from skippipe.training.job import BatchChoice, DataChoice, EmulationChoice, Job, PipelineChoice, Strategies
+
+STRATEGIES: tuple[Strategies, ...] = ("dtfm", "dtfm-skip", "no-tc2", "skippipe")
+
+
+@dataclass
+class Taken:
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    def iteration_done(self, report: IterationReport) -> None:
+        self.seconds.append(report.seconds)
+        self.losses.append(report.loss)
+
+
+def main() -> None:
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--time", type=float, default=0.1)
+    parser.add_argument("--cluster", default="published20")
+    parser.add_argument("--split-backward", action="store_true")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    job = Job(
+        cluster=asked.cluster,
+        iterations=asked.iterations,
+        data=DataChoice(vocabulary=512),
+        batch=BatchChoice(sequence=64, samples=2),
+        emulation=EmulationChoice(enabled=True, time=asked.time),
+    )
+    print(f"{'strategy':<10} {'promised':>9} {'measured':>9} {'ratio':>6}   spread")
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for strategy in asked.strategies.split(","):
+            pipeline = PipelineChoice(strategy=strategy, budget_s=10, split_backward=asked.split_backward)
+            assembly = assemble(replace(job, pipeline=pipeline, output=str(Path(folder) / strategy)))
+            assert assembly.plan.expected is not None
+            promised_s = assembly.plan.expected.iteration_s
+            taken = Taken()
+            assembly.run().here(taken)
+            measured_s = median(taken.seconds[1:])
+            results[strategy] = promised_s, measured_s
+            print(
+                f"{strategy:<10} {promised_s:8.3f}s {measured_s:8.3f}s {measured_s / promised_s:6.3f}   "
+                f"{min(taken.seconds[1:]):.3f} … {max(taken.seconds[1:]):.3f}",
+                flush=True,
+            )
+    if {"dtfm", "skippipe"} <= results.keys():
+        promised, found = (results["skippipe"][index] / results["dtfm"][index] for index in (0, 1))
+        print(f"skippipe / dtfm: {promised:.3f} promised, {found:.3f} measured")
+
+
+if __name__ == "__main__":
+    main()

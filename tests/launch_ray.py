@@ -1,0 +1,87 @@
+"""Nodes as Ray actors, on a Ray of three machines that are all this one. Not part of the suite, since Ray is large:
+
+make test-ray
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from skippipe.errors import UserError
+from tests.test_launch import Place, end, only_error, start
+
+pytest.importorskip("ray")
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+MACHINES = 3
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("ray"))
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Any]:
+    """One processor each, so that three nodes need all three; one is meant for 'iowa-0'."""
+    from ray.cluster_utils import Cluster
+
+    here: dict[str, Any] = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": 80 * 2**20}
+    cluster: Any = Cluster(initialize_head=True, head_node_args={**here, "include_dashboard": False})
+    for number in range(1, MACHINES):
+        cluster.add_node(**here, resources={"skippipe:iowa-0": 1} if number == 1 else {})
+    yield cluster
+    cluster.shutdown()
+
+
+def test_trains(place: Place, machines: Any) -> None:
+    job = place.job("actors", nodes=3, stages=3)
+    code, out, err = end(start("train", job, "--engine", "ray", "--ray-address", machines.address))
+    assert code == 0, f"{out}{err}"
+    assert place.is_trained("actors")
+    assert len(place.losses("actors")) == 2
+
+
+def test_no_room(place: Place, machines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from skippipe.training import onray
+    from skippipe.training.assembly import assemble
+    from skippipe.training.job import load_job
+
+    assembly = assemble(load_job(place.job("crowd", nodes=4, stages=4)))
+    monkeypatch.setattr(onray, "PLACE_PATIENCE", timedelta(seconds=2))
+    monkeypatch.setenv("RAY_ADDRESS", machines.address)
+    with pytest.raises(
+        UserError, match=r"waited 2 s for Ray to find room for 4 nodes of 1 CPU each; free are \d of 3 CPU"
+    ):
+        onray.train_on_ray(assembly, Nobody(), lambda: False)
+
+
+class Nobody:
+    def iteration_done(self, report: Any) -> None:
+        del report
+
+
+def test_a_machine_is_lost(place: Place, machines: Any) -> None:
+    job = place.job("lost", nodes=3, stages=3)
+    run = start("train", job, "--engine", "ray", "--ray-address", machines.address, "--iterations", 100_000)
+    assert run.stdout is not None
+    try:
+        while not (line := run.stdout.readline()).startswith("iteration"):
+            assert line, "ended before the first iteration"
+        machines.remove_node(next(iter(machines.worker_nodes)), allow_graceful=False)
+        code, _, err = end(run, within_s=60)
+    finally:
+        run.kill()
+    assert code == 2
+    assert only_error(err).startswith("node '")
+
+
+def test_no_such_cluster(place: Place) -> None:
+    job = place.job("nowhere", nodes=3, stages=3)
+    code, _, err = end(start("train", job, "--engine", "ray", "--ray-address", "127.0.0.1:1"))
+    assert code == 2
+    assert only_error(err) == "Ray at 127.0.0.1:1: [Errno 111] Connection refused"

@@ -1,0 +1,337 @@
+"""Training over many nodes is training in one process: the same losses, the same weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from skippipe.learning import Learning
+from skippipe.model.blueprint import Blueprint
+from skippipe.model.stage import layer_ranges
+from skippipe.model.tasks import StageTasks
+from skippipe.plan import Lane, Plan, Stage
+from skippipe.runtime.coordinator import State
+from skippipe.runtime.ring import GradientRing
+from skippipe.runtime.tensors import Tensors
+from skippipe.runtime.virtual import VirtualCluster
+from skippipe.text.sampler import Sampler
+from skippipe.training.oneprocess import OneProcess
+from skippipe.transport.packed import Packed, pack
+from skippipe.workload import Workload
+from tests.models import tiny, whole_model
+from tests.plans import uniform_cluster
+
+torch.set_num_threads(1)
+
+ITERATIONS = 5
+LEARNING = Learning(rate=3e-3, warmup=2, iterations=ITERATIONS, clip=1.0)
+SEQUENCE, SAMPLES = 12, 2
+TEXT = np.random.default_rng(5).integers(0, 97, 3000)
+
+# Nodes 0, 1 | 2, 3, 4 | 5 | 6, 7: stages with two, three and one replica.
+STAGES = ((0, 1), (3, 2, 4), (5,), (6, 7))
+FULL = (Lane((0, 2, 5, 6), 1), Lane((1, 3, 5, 7), 2), Lane((0, 4, 5, 7), 1))
+SKIPPED = (Lane((0, 2, 6), 1), Lane((1, 5, 7), 2), Lane((0, 3, 5), 1), Lane((1, 4, 6), 1))  # a third of the others
+SWAPPED = (Lane((0, 5, 2, 6), 1), Lane((1, 3, 7, 5), 2), Lane((0, 5, 4), 1))
+
+
+def plan_of(
+    lanes: Sequence[Lane],
+    layers: Sequence[int] = (1, 1, 1, 2),
+    *,
+    family: str = "llama",
+    split: bool = False,
+    stages: Sequence[tuple[int, ...]] = STAGES,
+    config: dict[str, Any] | None = None,
+    **workload: Any,
+) -> tuple[Plan, Blueprint]:
+    blueprint = Blueprint(tiny(family, **(config or {})), seed=11)
+    said = {"wire_dtype": "fp32", "compute_dtype": "fp32", **workload}
+    work = Workload(blueprint.shape, SEQUENCE, SAMPLES, sum(lane.microbatches for lane in lanes), **said)
+    cluster = uniform_cluster(max(max(nodes) for nodes in stages) + 1)
+    made = tuple(Stage(count, tuple(sorted(ring)), ring) for count, ring in zip(layers, stages, strict=True))
+    return Plan(cluster, work, made, tuple(lanes), split_backward=split), blueprint
+
+
+def sampler_of(plan: Plan) -> Sampler:
+    return Sampler(TEXT, SEQUENCE, 3, plan.microbatches, SAMPLES)
+
+
+def tensors_of(plan: Plan, blueprint: Blueprint, learning: Learning = LEARNING) -> dict[int, Tensors]:
+    ranges = layer_ranges(tuple(stage.layers for stage in plan.stages))
+    work = plan.workload
+    return {
+        node: Tensors(
+            node,
+            plan,
+            StageTasks(
+                blueprint,
+                ranges[stage],
+                learning,
+                ends=stage == 0,
+                compute_dtype=work.compute_dtype,
+                recompute=work.activation_checkpointing,
+                split_backward=plan.split_backward,
+            ),
+            sampler_of(plan) if stage == 0 else None,
+        )
+        for node, stage in plan.stage_of.items()
+    }
+
+
+def trained(
+    plan: Plan, blueprint: Blueprint, learning: Learning = LEARNING
+) -> tuple[VirtualCluster, dict[int, Tensors], OneProcess, list[float]]:
+    """Many nodes under disturbed time; one process; and the losses of the latter."""
+    random = np.random.default_rng(1)
+    computers = tensors_of(plan, blueprint, learning)
+    before = {node: computer.tasks.weights.values.clone() for node, computer in computers.items()}
+    cluster = VirtualCluster(
+        plan, learning, ITERATIONS, computers=computers, disturb=lambda ns: int(ns * random.uniform(0.2, 2))
+    )
+    cluster.run()
+    assert cluster.coordinator.state is State.DONE, cluster.coordinator.failure
+    oracle = OneProcess(plan, blueprint, learning, sampler_of(plan))
+    done = [oracle.iteration(number) for number in range(ITERATIONS)]
+    visited = {stage for lane in plan.lanes for stage in plan.visits(lane)}
+    for node, stage in plan.stage_of.items():
+        moved = (computers[node].tasks.weights.values - before[node]).abs().mean() / learning.rate
+        assert moved > 1e-3 if stage in visited else moved == 0, f"stage {stage} moved {moved}"
+    for report, one in zip(cluster.reports, done, strict=True):
+        assert math.isclose(report.rate, one.rate)
+    return cluster, computers, oracle, [one.loss for one in done]
+
+
+def assert_replicas_alike(plan: Plan, computers: dict[int, Tensors]) -> None:
+    """To the last bit."""
+    for stage in plan.stages:
+        for node in stage.nodes[1:]:
+            assert torch.equal(computers[stage.nodes[0]].tasks.weights.values, computers[node].tasks.weights.values)
+
+
+def assert_exact(plan: Plan, blueprint: Blueprint, learning: Learning = LEARNING) -> VirtualCluster:
+    cluster, computers, oracle, losses = trained(plan, blueprint, learning)
+    assert [report.loss for report in cluster.reports] == pytest.approx(losses, rel=1e-4)
+    assert_replicas_alike(plan, computers)
+    expected = oracle.weights()
+    found = weights_of(plan, computers)
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name], each, rtol=1e-4, atol=1e-6, msg=partial(_named, name))
+    return cluster
+
+
+def _named(name: str, text: str) -> str:
+    return f"{name}: {text}"
+
+
+def weights_of(plan: Plan, computers: dict[int, Tensors]) -> dict[str, torch.Tensor]:
+    return {
+        name: each.detach()
+        for stage in plan.stages
+        for name, each in computers[stage.nodes[0]].tasks.model.named_weights()
+    }
+
+
+PATHS = {"full": FULL, "skipped": SKIPPED, "swapped": SWAPPED}
+
+
+@pytest.mark.parametrize(
+    ("layers", "split"), [((1, 1, 1, 2), False), ((2, 1, 1, 1), True)], ids=["whole", "uneven-split"]
+)
+@pytest.mark.parametrize("paths", PATHS)
+def test_many_nodes_are_one_process(paths: str, layers: tuple[int, ...], split: bool) -> None:
+    assert_exact(*plan_of(PATHS[paths], layers, split=split))
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3", "mistral", "qwen3_moe"])
+def test_every_family(family: str) -> None:
+    recompute = family == "mistral"
+    assert_exact(*plan_of(SKIPPED, family=family, split=family != "qwen3", activation_checkpointing=recompute))
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_hops_are_rounded_alike(wire: str) -> None:
+    """To the bit in the first forward; then sums in another order now and then tip a value over to the next step."""
+    plan, blueprint = plan_of(SWAPPED, wire_dtype=wire)
+    cluster, computers, oracle, losses = trained(plan, blueprint)
+    exact = OneProcess(
+        replace(plan, workload=replace(plan.workload, wire_dtype="fp32")), blueprint, LEARNING, sampler_of(plan)
+    )
+    unrounded = [exact.iteration(number).loss for number in range(ITERATIONS)]
+    found = [report.loss for report in cluster.reports]
+    assert found[0] == pytest.approx(losses[0], rel=1e-7)
+    assert found[0] != pytest.approx(unrounded[0], rel=1e-6)
+    assert found == pytest.approx(losses, rel=1e-4)
+    assert_replicas_alike(plan, computers)
+    weights = weights_of(plan, computers)
+    assert distance(weights, oracle.weights()) < 0.1 * distance(exact.weights(), oracle.weights())
+
+
+def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    assert some.keys() == others.keys()
+    return float(torch.cat([(some[name] - others[name]).flatten().abs() for name in some]).mean())
+
+
+@pytest.mark.parametrize(("paths", "dtype"), [("full", "bf16"), ("skipped", "int8")])
+def test_gradients_rounded_on_the_wire_stay_close_and_replicas_alike(paths: str, dtype: str) -> None:
+    plan, blueprint = plan_of(PATHS[paths], gradient_dtype=dtype)
+    cluster, computers, oracle, losses = trained(plan, blueprint)
+    assert [report.loss for report in cluster.reports] == pytest.approx(losses, rel=5e-3)
+    assert_replicas_alike(plan, computers)
+    off = distance(weights_of(plan, computers), oracle.weights())
+    assert 0 < off < 0.1 * LEARNING.rate  # where a gradient is next to nothing, Adam makes a step of a wrong sign
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01], ids=["none", "tight"])
+def test_clipping_is_by_the_norm_of_the_whole_model(clip: float) -> None:
+    """Adam does not see the scale of its gradient, unless epsilon is large."""
+    cluster = assert_exact(*plan_of(SKIPPED), replace(LEARNING, clip=clip, epsilon=1e-3))
+    assert cluster.reports[0].norm > 0.02, "the tight limit is one"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_a_stage_that_nobody_visits_stays_as_it_is(dtype: str) -> None:
+    """Of one node under fp32, of three under int8; `trained` sees to it."""
+    lanes = (Lane((0, 2, 6), 2), Lane((1, 4, 7), 1)) if dtype == "fp32" else (Lane((0, 5, 6), 2), Lane((1, 5, 7), 1))
+    _, computers, oracle, _ = trained(*plan_of(lanes, gradient_dtype=dtype))
+    idle, node = (2, 5) if dtype == "fp32" else (1, 3)
+    assert torch.equal(computers[node].tasks.weights.values, oracle.stages[idle].weights.values)
+
+
+def mean_gradients(plan: Plan, blueprint: Blueprint) -> list[torch.Tensor]:
+    """By hand, from whole transformers models that lack the layers a microbatch skips: the mean over visitors."""
+    config = blueprint.config
+    counts = tuple(stage.layers for stage in plan.stages)
+    ranges = layer_ranges(counts)
+    parts = [StageTasks(blueprint, layers, LEARNING, ends=index == 0) for index, layers in enumerate(ranges)]
+    sums: list[dict[str, torch.Tensor]] = [{} for _ in counts]
+    visitors = [0] * len(counts)
+    place = 0
+    for lane in plan.lanes:
+        visits = plan.visits(lane)
+        order = [layer for stage in visits for layer in ranges[stage]]
+        for _ in range(lane.microbatches):
+            inputs, labels = (torch.from_numpy(each) for each in sampler_of(plan).batch(0, place))
+            place += 1
+            model = whole_model(config, [part.model for part in parts])
+            kept = torch.nn.ModuleList([model.model.layers[layer] for layer in order])
+            named = {id(each): name for name, each in model.named_parameters()}
+            model.model.layers = kept
+            model.config.num_hidden_layers = len(kept)
+            logits = model(input_ids=inputs, use_cache=False).logits
+            torch.autograd.backward(functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+            for stage in visits:
+                visitors[stage] += 1
+                mine = {name for name, _ in parts[stage].model.named_weights()}
+                for each in model.parameters():
+                    name = named[id(each)]
+                    if name in mine and each.grad is not None:
+                        sums[stage][name] = sums[stage].get(name, 0) + each.grad
+            config.num_hidden_layers = sum(counts)
+    means = []
+    for stage, part in enumerate(parts):
+        flat = part.weights.gradient
+        for name, each in part.model.named_weights():
+            assert each.grad is not None
+            each.grad.copy_(sums[stage][name] / visitors[stage])
+        means.append(flat.clone())
+    return means
+
+
+def test_gradients_are_means_over_the_microbatches_that_came() -> None:
+    """Not over all microbatches, not over nodes: the stages see 5, 3, 3 and 4 of 5 microbatches."""
+    plan, blueprint = plan_of(SKIPPED)
+    expected = mean_gradients(plan, blueprint)
+    computers = tensors_of(plan, blueprint)
+    found: dict[int, torch.Tensor] = {}
+    for node, computer in computers.items():
+        weights = computer.tasks.weights
+        before = weights.step
+
+        def step(rate: float, scale: float, node: int = node, weights: Any = weights, before: Any = before) -> None:
+            found[node] = weights.gradient.clone()
+            before(rate, scale)
+
+        weights.step = step  # type: ignore[method-assign]
+    cluster = VirtualCluster(plan, LEARNING, 1, computers=computers)
+    cluster.run()
+    for node, stage in plan.stage_of.items():
+        torch.testing.assert_close(found[node], expected[stage], rtol=1e-4, atol=1e-7, msg=f"node {node}")
+    norm = math.sqrt(sum(float(each.double().square().sum()) for each in expected))
+    assert cluster.reports[0].norm == pytest.approx(norm, rel=1e-5)
+
+
+# The ring by itself
+
+
+def averaged(rings: Sequence[GradientRing]) -> None:
+    """Drive all rounds by hand, everybody in step."""
+    size = len(rings)
+    passed: list[Packed | None] = [None] * size
+    for number in range(2 * (size - 1) + 1):
+        passed = [ring.turn(number, passed[at - 1]) for at, ring in enumerate(rings)]
+    assert passed == [None] * size
+
+
+def rings_over(gradients: Iterable[torch.Tensor], dtype: str) -> list[GradientRing]:
+    each = list(gradients)
+    return [GradientRing(gradient, at, len(each), dtype) for at, gradient in enumerate(each)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+def test_a_ring_sums_to_the_same_bits_everywhere(size: int, dtype: str) -> None:
+    generator = torch.Generator().manual_seed(size)
+    gradients = [torch.randn(1001, generator=generator) for _ in range(size)]
+    expected = torch.stack(gradients).double().sum(0)
+    averaged(rings_over(gradients, dtype))
+    for each in gradients[1:]:
+        assert torch.equal(each, gradients[0])
+    tolerance = {"fp32": 1e-5, "bf16": 0.05, "int8": 0.25}[dtype]
+    assert float((gradients[0] - expected).abs().max()) < tolerance
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_what_rounding_takes_away_is_given_back(dtype: str) -> None:
+    """With the same gradient in every iteration, the mean of what is applied tends to the true one; the error of a
+    single iteration stays what it was."""
+    generator = torch.Generator().manual_seed(2)
+    true = [torch.randn(700, generator=generator) * torch.logspace(-3, 0, 700) for _ in range(3)]
+    expected = torch.stack(true).double().sum(0)
+    gradients = [each.clone() for each in true]
+    rings = rings_over(gradients, dtype)
+    applied = torch.zeros(700, dtype=torch.float64)
+    errors = []
+    for iteration in range(1, 129):
+        for gradient, each in zip(gradients, true, strict=True):
+            gradient.copy_(each)
+        averaged(rings)
+        applied += gradients[0]
+        errors.append(float((applied / iteration - expected).abs().max()))
+    assert errors[0] > 1e-4
+    assert errors[-1] < errors[0] / 25
+    once = [each.clone() for each in true]
+    averaged(rings_over(once, dtype))
+    bias = float((once[0] - expected).abs().max())
+    assert errors[-1] < bias / 25, "without feedback the error would stay"
+
+
+@pytest.mark.parametrize(
+    "wrong", [pack(torch.ones(1), "fp32"), pack(torch.ones(34), "fp32"), pack(torch.ones(50), "bf16")]
+)
+def test_a_piece_of_another_shape_is_not_added(wrong: Packed) -> None:
+    gradient = torch.zeros(100)
+    ring = GradientRing(gradient, 0, 2, "fp32")
+    ring.turn(0, None)
+    with pytest.raises(ValueError, match="came instead of fp32"):
+        ring.turn(1, wrong)
+    assert not gradient.any()

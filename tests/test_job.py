@@ -1,0 +1,315 @@
+"""Job files: whatever is wrong is one line that says what, where and what to do, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skippipe.errors import UserError
+from skippipe.jsonfile import json_text
+from skippipe.learning import Learning
+from skippipe.model.blueprint import Blueprint
+from skippipe.plan import Lane, Plan, Stage
+from skippipe.planner.strategies import Request
+from skippipe.presets import preset
+from skippipe.training.assembly import Assembly, assemble
+from skippipe.training.brief import Brief
+from skippipe.training.job import Job, load_job
+from skippipe.training.tomlfile import example, field_texts, from_table
+from skippipe.workload import Workload
+from tests.models import tiny
+from tests.plans import uniform_cluster
+
+QUICK = Request(seed=0, budget_s=0.2)
+WORDS = "It was the best of links, it was the worst of links, it was the age of wisdom and of foolishness. "
+
+
+def job_in(folder: Path, text: str) -> Job:
+    file = folder / "job.toml"
+    file.write_text(text, encoding="utf-8")
+    return load_job(file)
+
+
+def complaint_about(folder: Path, text: str) -> str:
+    """The one line, without the name of the file, which every complaint about it starts with."""
+    with pytest.raises(UserError) as caught:
+        job_in(folder, text)
+    said = str(caught.value)
+    assert "\n" not in said
+    start = f"{folder / 'job.toml'}: "
+    assert said.startswith(start)
+    return said.removeprefix(start)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("iteration = 5", "iteration: no such field; did you mean 'iterations'?"),
+        ("[pipelines]\nstages = 3", "pipelines: no such field; did you mean 'pipeline'?"),
+        ("[model]\nconfg = 'x'", "model.confg: no such field; did you mean 'config'?"),
+        ("[averaging]\nquite_another = 1", "averaging.quite_another: no such field; there are engine, dtype"),
+        ("iterations = '5'", "iterations: expected a whole number, found '5'"),
+        ("iterations = 5.0", "iterations: expected a whole number, found 5.0"),
+        ("iterations = true", "iterations: expected a whole number, found True"),
+        ("output = 3", "output: expected a text in quotes, found 3"),
+        ("[learning]\nrate = 'high'", "learning.rate: expected a number, found 'high'"),
+        ("[learning]\nrate = true", "learning.rate: expected a number, found True"),
+        ("[compute]\ncompiled = 1", "compute.compiled: expected true or false, found 1"),
+        ("[data]\ntexts = [1, 2]", "data.texts: expected a list of texts, found [1, 2]"),
+        ("model = 'llama-tiny'", "model: expected a table, written [model]"),
+        ("[[model]]\nconfig = 'x'", "model: expected a table, written [model]"),
+        ("[averaging]\nengine = 'gloo'", "averaging.engine: 'gloo' is none of ring, torch"),
+        ("[transport]\nwire = 'fp64'", "transport.wire: 'fp64' is none of fp32, bf16, int8"),
+        ("[compute]\ndtype = ['fp32']", "compute.dtype: ['fp32'] is none of fp32, bf16"),
+        ("iterations = 0", "iterations: 0 must be 1 or more"),
+        ("seed = -1", "seed: -1 must be 0 or more"),
+        ("[batch]\nsequence = 0", "batch.sequence: 0 must be 1 or more"),
+        ("[batch]\nsamples = -2", "batch.samples: -2 must be 1 or more"),
+        ("[batch]\nmicrobatches = -1", "batch.microbatches: -1 must be 0 or more"),
+        ("[data]\nvocabulary = 256", "data.vocabulary: 256 must be 257 or more"),
+        ("[pipeline]\nmax_slots = 0", "pipeline.max_slots: 0 must be 1 or more"),
+        ("[pipeline]\nbudget_s = 0", "pipeline.budget_s: 0.0 must be above 0"),
+        ("[compute]\nthreads = 0", "compute.threads: 0 must be 1 or more"),
+        ("[report]\nrecorded = -1", "report.recorded: -1 must be 0 or more"),
+        ("[learning]\nrate = nan", "learning.rate: nan is not a finite number"),
+        ("[learning]\nclip = inf", "learning.clip: inf is not a finite number"),
+        (f"[learning]\nrate = 1{'0' * 400}", f"learning.rate: 1{'0' * 400} is not a finite number"),
+        ("[learning]\nrate = 0", "learning.rate: 0.0 must be above 0"),
+        ("[learning]\nepsilon = 0", "learning.epsilon: 0.0 must be above 0"),
+        ("[learning]\nwarmup = -1", "learning.warmup: -1 must be 0 or more"),
+        ("[learning]\nclip = -1", "learning.clip: -1.0 must be 0 or more"),
+        ("[learning]\nweight_decay = -0.1", "learning.weight_decay: -0.1 must be 0 or more"),
+        ("[learning]\nbeta2 = 1", "learning.beta2: 1.0 must be below 1"),
+        ("[learning]\nfloor = 1.5", "learning.floor: 1.5 must be 1 or less"),
+        ("[learning]\nwarmup = 20\niterations = 20", "learning.warmup: 20 iterations of warm-up leave none of 20"),
+        ("[emulation]\nenabled = true\ntime = 0", "emulation.time: 0.0 must be above 0"),
+        (
+            "[emulation]\nenabled = true\n[transport]\npeers = 'p'\nkey = 'k'",
+            "emulation.enabled: nodes that join from other machines cannot be emulated",
+        ),
+        ("[transport]\npeers = 'p'", "transport.peers and transport.key go together"),
+        ("[transport]\nkey = 'k'", "transport.peers and transport.key go together"),
+        (
+            "[transport]\npeers = 'p'\nkey = 'k'\nsecurity = 'none'",
+            "transport.peers: a list of keys is of no use with security 'none'",
+        ),
+        ("[averaging]\nengine = 'torch'\ndtype = 'int8'", "averaging.dtype: torch averages in fp32, not int8"),
+        ("iterations = ", "not valid TOML: Invalid value (at "),
+        ("iterations = 1\niterations = 2", "not valid TOML: Cannot overwrite a value (at "),
+    ],
+)
+def test_what_is_wrong_is_one_line(text: str, complaint: str, tmp_path: Path) -> None:
+    assert complaint_about(tmp_path, text).startswith(complaint)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"job\.toml: no such file"):
+        load_job(tmp_path / "job.toml")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_job(tmp_path)
+    (tmp_path / "job.toml").write_bytes(b"output = '\xff'")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_job(tmp_path / "job.toml")
+
+
+def test_whole_numbers_are_numbers_and_a_text_is_a_list_of_one(tmp_path: Path) -> None:
+    job = job_in(tmp_path, "[learning]\nrate = 1\n[data]\ntexts = 'classics'")
+    assert job.learning.rate == 1.0
+    assert isinstance(job.learning.rate, float)
+    assert job.data.texts == ["classics"]
+
+
+def test_the_example_is_the_default_job_with_every_field_explained() -> None:
+    text = example(Job)
+    assert from_table(Job, tomllib.loads(text)) == Job()
+    said = tomllib.loads(text)
+    for field in fields(Job):
+        assert field.name in said
+        inner = getattr(Job(), field.name)
+        if isinstance(said[field.name], dict):
+            assert set(said[field.name]) == {each.name for each in fields(inner)}
+            assert field_texts(type(inner)).keys() == said[field.name].keys(), f"[{field.name}] has unexplained fields"
+    assert field_texts(Job).keys() == said.keys()
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_the_rate_falls_over_the_run_unless_it_is_told_otherwise() -> None:
+    assert Job(iterations=300).schedule.iterations == 300
+    assert Job(iterations=5).schedule.iterations == Job().learning.warmup + 1
+    assert Job(iterations=5, learning=Learning(iterations=70)).schedule.iterations == 70
+
+
+# Beyond the file: what it names
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("job")
+    (made / "text.txt").write_text(WORDS * 50)
+    (made / "model.json").write_text(json.dumps(tiny("llama").to_dict()))
+    assembled(made)  # makes the tokens, once
+    return made
+
+
+def assembled(folder: Path, text: str = "", **pipeline: Any) -> Assembly:
+    """A small job with some fields said otherwise."""
+    said: dict[str, Any] = {
+        "output": str(folder / "run"),
+        "cluster": "regions:4",
+        "model": {"config": str(folder / "model.json")},
+        "data": {"texts": str(folder / "text.txt"), "vocabulary": 300, "folder": str(folder / "tokens")},
+        "batch": {"sequence": 16, "samples": 1},
+        "pipeline": {"stages": 3, **pipeline},
+    }
+    for name, value in tomllib.loads(text).items():
+        said[name] = {**said.get(name, {}), **value} if isinstance(value, dict) else value
+    return assemble(from_table(Job, said), request=QUICK)
+
+
+def complaint_of(folder: Path, text: str = "", **pipeline: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        assembled(folder, text, **pipeline)
+    said = str(caught.value)
+    assert "\n" not in said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("cluster = 'nowhere'", "cluster 'nowhere': no such file, and not one of"),
+        ("cluster = 'regions:x'", "regions:x"),
+        ("[data]\ntexts = '/no/such.txt'", "/no/such.txt: no such text file"),
+        ("[data]\ntexts = []", "no text to prepare"),
+        ("[data]\ntokenizer = '/no/such'", "/no/such: no such tokenizer"),
+        ("[model]\nconfig = 'gpt-9'", "model 'gpt-9': neither a preset (llama-tiny, "),
+        ("[compute]\ndevice = 'tpu'", "device 'tpu': expected cpu, cuda or cuda:N"),
+        ("[compute]\ndevice = 'cuda:7'", "device 'cuda:7': this machine has "),
+        ("[batch]\nsequence = 100000", "tokens is too short for a sequence of 100,000"),
+        ("[pipeline]\nstages = 9", "9 stages need at least 9 nodes"),
+        ("[pipeline]\nskip = 'some'", "skip: 'some' is not a share"),
+        ("[pipeline]\nlayers = '1,1'", "layers 1,1"),
+        ("[batch]\nmicrobatches = 1", "CC3"),
+        ("[emulation]\nenabled = true\nlike = 'gpt-9'", "model 'gpt-9'"),
+        ("[report]\nprometheus = 99999", "report.prometheus"),
+    ],
+)
+def test_what_cannot_be_found_or_done_is_one_line(text: str, complaint: str, folder: Path) -> None:
+    assert complaint in complaint_of(folder, text)
+
+
+def test_cuda_needs_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    said = complaint_of(folder, "[compute]\ndevice = 'cuda'")
+    assert said == "device 'cuda': this machine has 0 CUDA devices; use another, or cpu"
+
+
+def test_an_output_that_cannot_be_a_folder(folder: Path) -> None:
+    (folder / "taken").write_text("")
+    assert (
+        complaint_of(folder, f"output = '{folder / 'taken'}'") == f"output: {folder / 'taken'} is a file; name a folder"
+    )
+    assert "cannot be made" in complaint_of(folder, f"output = '{folder / 'taken' / 'below'}'")
+    assert "cannot be made" in complaint_of(folder, f"output = '{'x' * 300}'")
+
+
+def test_a_plan_must_be_there_and_fit(folder: Path) -> None:
+    assert "nowhere.json: no such file" in complaint_of(folder, plan="nowhere.json")
+    good = assembled(folder).plan
+    file = folder / "plan.json"
+    good.save(file)
+    again = assembled(folder, plan=str(file), stages=99).plan  # the plan brings its own
+    assert again == good
+    assert again.expected is not None
+
+    other = replace(good.workload.model, hidden=48, name="other")
+    replace(good, workload=replace(good.workload, model=other), expected=None).save(file)
+    said = complaint_of(folder, plan=str(file))
+    assert "this plan is for another model than" in said
+    assert "hidden 48 in the plan, 32 here" in said
+    assert "vocab" not in said
+
+    good.save(file)
+    assert f"for the cluster '{good.cluster.name}', the job names" in complaint_of(
+        folder, "cluster = 'regions:5'", plan=str(file)
+    )
+    assembled(folder, f"cluster = '{saved_cluster(folder, good)}'", plan=str(file))  # by whatever name
+
+    lanes = (replace(good.lanes[0], path=good.lanes[0].path[::-1]), *good.lanes[1:])
+    replace(good, lanes=lanes, expected=None).save(file)
+    assert "the plan breaks a rule: " in complaint_of(folder, plan=str(file))
+
+
+def saved_cluster(folder: Path, plan: Plan) -> Path:
+    file = folder / "cluster.json"
+    file.write_text(json_text(plan.cluster.to_json()))
+    return file
+
+
+def test_a_job_becomes_a_brief(folder: Path) -> None:
+    text = "seed = 7\n[averaging]\ndtype = 'int8'\n[transport]\nwire = 'fp32'\n[emulation]\nenabled = true\ntime = 0.5"
+    made = assembled(folder, text, split_backward=True)
+    brief = made.brief
+    assert brief.seed == 7
+    assert brief.plan.workload.gradient_dtype == "int8"
+    assert brief.plan.workload.wire_dtype == "fp32"
+    assert brief.plan.split_backward
+    assert brief.emulated
+    assert brief.plan.cluster.fingerprint != preset("regions:4").fingerprint
+    assert brief.config["vocab_size"] == made.tokens.vocabulary
+    assert brief.sampler().seed == 7
+    assert brief.learning.iterations == 100
+    assert brief.blueprint().shape == made.blueprint.shape
+
+
+# Briefs on the wire
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_moe"])
+def test_a_brief_there_and_back(family: str) -> None:
+    blueprint = Blueprint(tiny(family), seed=5)
+    stages = (Stage(3, (0,), (0,)), Stage(2, (1, 2), (2, 1)))
+    plan = Plan(uniform_cluster(3), Workload(blueprint.shape, 16, 2, 3), stages, (Lane((0, 1), 2), Lane((0, 2), 1)))
+    brief = Brief(
+        plan,
+        blueprint.config.to_dict(),
+        5,
+        Learning(rate=1.0, iterations=40),
+        "/some/where",
+        "0123",
+        device="cuda:1",
+        compiled=True,
+        threads=3,
+        averaging="torch",
+        emulated=True,
+        rendezvous="127.0.0.1:5",
+    )
+    for each in (brief, replace(brief, rendezvous=None)):
+        text = json.dumps(each.to_json(), allow_nan=False)
+        back = Brief.from_json(json.loads(text))
+        assert json.dumps(back.to_json()) == text
+        assert replace(back, plan=plan, config=each.config) == each
+        assert back.blueprint().config.to_dict() == blueprint.config.to_dict()
+
+
+def test_a_brief_that_is_none(folder: Path) -> None:
+    good = assembled(folder).brief.to_json()
+    for name in good:
+        with pytest.raises(UserError, match=name):
+            Brief.from_json({key: value for key, value in good.items() if key != name})
+    for name, value in (("config", 3), ("seed", -1), ("averaging", "gossip"), ("threads", 0), ("learning", {"x": 1})):
+        with pytest.raises(UserError, match=name):
+            Brief.from_json({**good, name: value})
+    with pytest.raises(UserError, match="nonsense"):
+        Brief.from_json({**good, "nonsense": 1})
+
+
+def test_other_tokens_than_the_jobs_are_refused(folder: Path) -> None:
+    brief = replace(assembled(folder).brief, data_fingerprint="f" * 64)
+    with pytest.raises(UserError, match=r"other tokens .* than the job's"):
+        brief.sampler()

@@ -1,0 +1,350 @@
+"""Real processes on this machine: they train what one process would, and none outlives its run.
+
+Runs fork, and a process that has seen other tests may have threads; so every run has an owner of its own, forked from a
+fresh process that has imported this file and done nothing else.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from skippipe.errors import UserError
+from skippipe.learning import Learning
+from skippipe.model.blueprint import Blueprint
+from skippipe.plan import Lane, Plan, Stage
+from skippipe.runtime.coordinator import IterationReport
+from skippipe.runtime.work import Step, Work
+from skippipe.runtime.worker import Worker
+from skippipe.simulate import simulate
+from skippipe.text.prepare import prepare
+from skippipe.training.brief import Brief
+from skippipe.training.export import ModelFolder
+from skippipe.training.nursery import Nursery
+from skippipe.training.oneprocess import OneProcess
+from skippipe.training.run import Run
+from skippipe.transport.mailbox import Security
+from skippipe.transport.packed import pack
+from skippipe.workload import Workload
+from tests.models import FAMILIES, tiny
+from tests.plans import uniform_cluster
+
+PATIENCE_S = 60.0  # for a whole run on a machine that is busy with others
+ITERATIONS = 3
+LEARNING = Learning(rate=3e-3, warmup=1, iterations=ITERATIONS)
+TEXT = "It is a truth universally acknowledged, that a node in possession of a good stage must be in want of a lane. "
+
+forked = multiprocessing.get_context("forkserver")
+forked.set_forkserver_preload([__name__])
+
+
+def brief_in(folder: Path, **others: Any) -> tuple[Brief, Blueprint]:
+    """Five nodes: stage 0 on two, stage 1 on one, stage 2 on two. One lane skips stage 1, one swaps 1 and 2."""
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text(" ".join(f"{number} {TEXT}" for number in range(200)))
+    tokens = prepare(text, 300, folder / "tokens")
+    blueprint = Blueprint(tiny("llama", vocab_size=tokens.vocabulary), seed=4)
+    workload = Workload(blueprint.shape, 16, 2, 4, wire_dtype="fp32", compute_dtype="fp32")
+    stages = (Stage(2, (0, 1), (0, 1)), Stage(1, (2,), (2,)), Stage(2, (3, 4), (4, 3)))
+    lanes = (Lane((0, 2, 3), 2), Lane((1, 4), 1), Lane((1, 3, 2), 1))
+    cluster = uniform_cluster(5, latency_s=0.002, bandwidth=1e8, flops_per_s=1e9)
+    plan = Plan(cluster, workload, stages, lanes)
+    brief = Brief(plan, blueprint.config.to_dict(), 4, LEARNING, str(tokens.folder), tokens.fingerprint)
+    return replace(brief, **others), blueprint
+
+
+class Watching:
+    """Notes what it is told in a file, then does something."""
+
+    def __init__(self, folder: Path, then: Callable[[IterationReport], None] = lambda report: None) -> None:
+        self.nursery: Nursery | None = None
+        self._folder = folder
+        self._then = then
+
+    def started(self, nursery: Nursery) -> None:
+        self.nursery = nursery
+
+    def iteration_done(self, report: IterationReport) -> None:
+        assert self.nursery is not None
+        self.nursery.look()
+        with (self._folder / "iterations").open("a") as file:
+            print(json.dumps([report.loss, report.seconds, len(report.tasks), self.nursery.pids]), file=file)
+        self._then(report)
+
+
+def told(folder: Path) -> list[list[Any]]:
+    """What a `Watching` was told so far."""
+    file = folder / "iterations"
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def run_in(folder: Path, iterations: int = 10**6, security: Security = "none", **others: Any) -> Run:
+    brief, blueprint = brief_in(folder, **others)
+    tokenizer = prepare(folder / "text.txt", 300, folder / "tokens").tokenizer()
+    return Run(brief, blueprint, tokenizer, folder / "run", iterations, frozenset({1}), security)
+
+
+# What owners do, each in a process of its own
+
+
+def train(folder: Path) -> None:
+    watching = Watching(folder)
+    run = run_in(folder, ITERATIONS, "curve", emulated=True)
+    run.here(watching, watching.started)
+
+
+def lose_a_node(folder: Path) -> None:
+    def kill(report: IterationReport) -> None:
+        if report.iteration == 1:
+            assert watching.nursery is not None
+            os.kill(watching.nursery.pids["n3"], signal.SIGKILL)
+
+    watching = Watching(folder, kill)
+    complain(folder, lambda: run_in(folder).here(watching, watching.started))
+
+
+def lack_the_text(folder: Path) -> None:
+    watching = Watching(folder)
+    complain(folder, lambda: run_in(folder, data_fingerprint="0" * 64).here(watching, watching.started))
+
+
+def be_interrupted(folder: Path) -> None:
+    def interrupt(report: IterationReport) -> None:
+        if report.iteration == 1:
+            raise KeyboardInterrupt
+
+    watching = Watching(folder, interrupt)
+    complain(folder, lambda: run_in(folder).here(watching, watching.started))
+
+
+def go_on(folder: Path) -> None:
+    os.setsid()
+    watching = Watching(folder)
+    complain(folder, lambda: run_in(folder).here(watching, watching.started))
+
+
+def complain(folder: Path, run: Callable[[], None]) -> None:
+    try:
+        run()
+        said = "no complaint"
+    except (UserError, KeyboardInterrupt) as error:
+        said = f"{type(error).__name__}: {error}"
+    (folder / "complaint").write_text(said)
+
+
+@contextmanager
+def owner(task: Callable[[Path], None], folder: Path) -> Iterator[ForkServerProcess]:
+    process = forked.Process(target=task, args=(folder,))
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join(PATIENCE_S)
+
+
+def wait_for(what: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
+    while not what():
+        assert time.monotonic() < deadline, f"waited {patience_s} s"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """A zombie whose new parent has not looked yet is as good as gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def pids_in(folder: Path) -> list[int]:
+    pids = list(told(folder)[-1][3].values())
+    assert len(pids) == 5
+    return pids
+
+
+def test_processes_train_what_one_process_does(tmp_path: Path) -> None:
+    with owner(train, tmp_path) as process:
+        process.join(PATIENCE_S)
+        assert process.exitcode == 0
+    brief, blueprint = brief_in(tmp_path)
+    oracle = OneProcess(brief.plan, blueprint, LEARNING, brief.sampler())
+    expected = [oracle.iteration(number).loss for number in range(ITERATIONS)]
+    found = told(tmp_path)
+    assert [row[0] for row in found] == pytest.approx(expected, rel=1e-4)
+    assert [row[2] for row in found] == [0, 5, 0], "the second was to be recorded"
+    promised_s = simulate(brief.plan).iteration_s
+    assert all(row[1] >= 0.95 * promised_s for row in found[1:]), "faster than the nodes and links that it emulates"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    weights = dict(model.named_parameters())
+    assert weights.keys() == oracle.weights().keys()
+    for name, each in oracle.weights().items():
+        torch.testing.assert_close(weights[name].detach(), each, rtol=1e-4, atol=1e-6)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    logs = {path.stem: path.read_text() for path in (tmp_path / "run" / "logs").iterdir()}
+    assert logs == dict.fromkeys(("n0", "n1", "n2", "n3", "n4"), ""), "a node that was let go has nothing to say"
+    assert not any(alive(pid) for pid in pids_in(tmp_path))
+
+
+def test_a_killed_node_ends_the_run(tmp_path: Path) -> None:
+    with owner(lose_a_node, tmp_path) as process:
+        wait_for(lambda: len(told(tmp_path)) >= 2)
+        process.join(10)
+        assert process.exitcode == 0, "it took more than seconds"
+    complaint = (tmp_path / "complaint").read_text()
+    assert complaint.startswith("UserError: node 'n3' ended (signal 9)")
+    assert not any(alive(pid) for pid in pids_in(tmp_path))
+
+
+def test_a_node_that_cannot_begin_says_why(tmp_path: Path) -> None:
+    with owner(lack_the_text, tmp_path) as process:
+        process.join(PATIENCE_S)
+        assert process.exitcode == 0
+    complaint = (tmp_path / "complaint").read_text()
+    assert complaint.startswith(("UserError: node 'n0': ", "UserError: node 'n1': "))
+    assert "copy the coordinator's folder here" in complaint
+
+
+def test_an_interrupt_ends_all(tmp_path: Path) -> None:
+    with owner(be_interrupted, tmp_path) as process:
+        wait_for(lambda: len(told(tmp_path)) >= 2)
+        process.join(5)
+        assert process.exitcode == 0, "it took more than 5 s"
+    assert (tmp_path / "complaint").read_text().startswith("KeyboardInterrupt")
+    assert not any(alive(pid) for pid in pids_in(tmp_path))
+
+
+def test_control_c_reaches_the_whole_group_and_the_owner_decides(tmp_path: Path) -> None:
+    with owner(go_on, tmp_path) as process:
+        wait_for(lambda: len(told(tmp_path)) >= 2)
+        assert process.pid is not None
+        os.killpg(process.pid, signal.SIGINT)
+        process.join(5)
+        assert process.exitcode == 0, "it took more than 5 s"
+    assert (tmp_path / "complaint").read_text().startswith("KeyboardInterrupt")
+    assert not any(alive(pid) for pid in pids_in(tmp_path))
+
+
+def test_nodes_do_not_outlive_an_owner_that_is_killed(tmp_path: Path) -> None:
+    with owner(go_on, tmp_path) as process:
+        wait_for(lambda: len(told(tmp_path)) >= 2)
+        pids = pids_in(tmp_path)
+        assert all(alive(pid) for pid in pids)
+        process.kill()
+        wait_for(lambda: not any(alive(pid) for pid in pids), 10)
+
+
+# The nursery by itself
+
+
+def misbehave(told: dict[str, Any]) -> int:
+    what = told["what"]
+    print(f"told to {what}", flush=True)
+    if what == "crash":
+        raise ValueError("as I was told")
+    if what == "stay":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("staying", flush=True)
+        while True:
+            signal.pause()
+    return int(what)
+
+
+def tend(folder: Path) -> None:
+    print("not for the nodes", end="")  # stands in a buffer when the nursery forks
+    nursery = Nursery(misbehave, folder / "logs")
+    for what in ("0", "7", "crash", "stay"):
+        nursery.start(f"a/{what}", {"what": what})
+    deadline = time.monotonic() + PATIENCE_S
+    log = folder / "logs" / "a_stay.log"
+    while (
+        len(nursery.ended) < 3 or not log.exists() or "staying" not in log.read_text()
+    ) and time.monotonic() < deadline:
+        nursery.look()
+        time.sleep(0.01)
+    began = time.monotonic()
+    nursery.close()
+    found = {"ended": nursery.ended, "pids": nursery.pids, "closed_s": time.monotonic() - began}
+    (folder / "found").write_text(json.dumps(found))
+
+
+def test_a_nursery_says_who_ended_how_and_ends_the_rest(tmp_path: Path) -> None:
+    with owner(tend, tmp_path) as process:
+        process.join(PATIENCE_S)
+        assert process.exitcode == 0
+    found = json.loads((tmp_path / "found").read_text())
+    assert found["ended"] == {"a/0": 0, "a/7": 7, "a/crash": 1}
+    assert not any(alive(pid) for pid in found["pids"].values())
+    assert 3 < found["closed_s"] < 8, "asked, waited for, forced"
+    logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    assert logs["a_7.log"] == "told to 7\n"
+    assert "ValueError: as I was told" in logs["a_crash.log"]
+
+
+# What is held, and for how long
+
+
+class Echo:
+    """A computer that gives back something that can be waited for to be gone."""
+
+    def run(self, work: Work) -> Any:
+        assert isinstance(work, Step)
+        return torch.full((3,), work.rate)
+
+
+def test_a_worker_keeps_nothing_of_what_it_made() -> None:
+    woken = threading.Event()
+    worker = Worker(Echo(), woken.set, None)
+    worker.start(Step(0.1, 1.0))
+    assert woken.wait(PATIENCE_S)
+    _, made = worker.done.popleft()
+    gone = weakref.ref(made)
+    del made
+    gc.collect()
+    assert gone() is None
+    worker.stop()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_the_folder_of_every_family(family: str, tmp_path: Path) -> None:
+    config = tiny(family)
+    blueprint = Blueprint(config, seed=8)
+    stages = (Stage(2, (0,), (0,)), Stage(1, (1,), (1,)), Stage(2, (2,), (2,)))
+    plan = Plan(uniform_cluster(3), Workload(blueprint.shape, 16, 2, 1), stages, (Lane((0, 1), 1),))
+
+    class NoTokenizer:
+        def save(self, folder: Path) -> None:
+            assert folder == tmp_path
+
+    folder = ModelFolder(tmp_path, plan, blueprint, NoTokenizer())
+    oracle = OneProcess(plan, blueprint, LEARNING, None)  # type: ignore[arg-type]
+    for number, stage in enumerate(oracle.stages):
+        for piece in torch.split(stage.weights.values, 1000):
+            folder.store(number, pack(piece, "fp32"))
+        folder.store(number, None)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded).__name__ == type(blueprint.skeleton).__name__
+    found = dict(loaded.named_parameters())
+    assert found.keys() == oracle.weights().keys()
+    for name, each in oracle.weights().items():
+        assert torch.equal(found[name].detach(), each), name

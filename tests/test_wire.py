@@ -1,0 +1,328 @@
+"""Bytes, messages, keys, seals: what is unpacked is what was packed, and whatever is not one of ours says why."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from skippipe.errors import UserError
+from skippipe.transport import sealing
+from skippipe.transport.keys import KeyFile, KeyPair, PeerList
+from skippipe.transport.lanes import Verb, Word
+from skippipe.transport.message import HEADER, Kind, Limits, Malformed, Message, from_frames, to_frames
+from skippipe.transport.packed import Packed, pack, unpack
+from skippipe.transport.sealing import TAG_BYTES, Forged, Opener, Sealer
+from skippipe.workload import INT8_BLOCK, WIRE_DTYPES, wire_bytes
+
+LIMITS = Limits(payload_bytes=2**24)
+
+shapes = st.lists(st.integers(1, 300), min_size=0, max_size=4).filter(lambda dims: math.prod(dims) <= 2000).map(tuple)
+counts = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    spread = 10.0 ** draw(st.integers(-45, 37))
+    return (torch.randn(draw(shapes), generator=generator, dtype=torch.float64) * spread).float()
+
+
+# Tensors
+
+
+@given(tensors(), st.sampled_from(WIRE_DTYPES))
+@example(torch.zeros(300), "int8")
+@example(torch.tensor(-3.5), "int8")
+def test_packed_and_back(tensor: torch.Tensor, dtype: str) -> None:
+    packed = pack(tensor, dtype)
+    assert packed.nbytes == wire_bytes(tensor.numel(), dtype)
+    back = unpack(packed)
+    assert back.shape == tensor.shape and back.dtype == torch.float32
+    if dtype == "fp32":
+        assert torch.equal(back, tensor)
+    elif dtype == "bf16":
+        assert torch.equal(back, tensor.bfloat16().float())
+    else:
+        padded = torch.nn.functional.pad(tensor.reshape(-1), (0, -tensor.numel() % INT8_BLOCK))
+        largest = padded.view(-1, INT8_BLOCK).abs().amax(1).repeat_interleave(INT8_BLOCK)[: tensor.numel()]
+        error = (back - tensor).abs().reshape(-1)
+        assert bool((error <= (largest / 127 * 0.50001).maximum(torch.tensor(127 * 2.0**-126))).all())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", WIRE_DTYPES)
+def test_what_is_not_finite_does_not_become_a_number(bad: float, dtype: str) -> None:
+    tensor = torch.ones(3 * INT8_BLOCK + 5)
+    tensor[INT8_BLOCK + 3] = bad
+    back = unpack(pack(tensor, dtype))
+    hurt = ~back.isfinite()
+    if dtype == "int8":
+        assert back[INT8_BLOCK : 2 * INT8_BLOCK].isnan().all() and hurt.sum() == INT8_BLOCK
+    else:
+        assert hurt.nonzero().tolist() == [[INT8_BLOCK + 3]]
+
+
+def test_int8_layout() -> None:
+    """All values, then all scales, little-endian; the last block is short."""
+    tensor = torch.cat([torch.full((INT8_BLOCK,), 127.0), torch.tensor([-254.0])])
+    data = bytes(pack(tensor, "int8").data)
+    assert data == b"\x7f" * INT8_BLOCK + b"\x81" + b"\x00\x00\x80\x3f" + b"\x00\x00\x00\x40"
+
+
+def test_packed_bytes_are_their_own_unless_shared() -> None:
+    tensor = torch.ones(4, 4)
+    own, shared = pack(tensor, "fp32"), pack(tensor, "fp32", share=True)
+    tensor.zero_()
+    assert unpack(own).sum() == 16 and unpack(shared).sum() == 0
+    back = unpack(shared)
+    tensor.fill_(7)
+    assert back.sum() == 0
+
+
+def test_pack_takes_any_layout_and_float() -> None:
+    tensor = torch.arange(12, dtype=torch.float64).reshape(3, 4).t()[1:]
+    assert torch.equal(unpack(pack(tensor, "fp32")), tensor.float())
+    assert unpack(pack(tensor.half(), "bf16"), dtype=torch.bfloat16).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="tensor of floats"):
+        pack(torch.arange(3), "fp32")
+    with pytest.raises(ValueError, match="not empty"):
+        pack(torch.empty(0), "fp32")
+
+
+# Messages
+
+objects = st.dictionaries(
+    st.text(),
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**70), 2**70)
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+        max_leaves=10,
+    ),
+    max_size=4,
+)
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> Message:
+    kind = draw(st.sampled_from(Kind))
+    places = (draw(st.integers(0, 2**63 - 1)), draw(counts), draw(counts), draw(counts))
+    if draw(st.booleans()):
+        return Message(kind, *places)
+    if kind is Kind.CONTROL:
+        return Message(kind, *places, draw(objects))
+    dtype, shape = draw(st.sampled_from(WIRE_DTYPES)), draw(shapes)
+    return Message(kind, *places, Packed(dtype, shape, b"\x5a" * wire_bytes(math.prod(shape), dtype)))
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
+@given(messages(), st.integers(0, 2**63 - 1), st.integers(1, 400))
+def test_frames_and_back(message: Message, due_ns: int, cut: int) -> None:
+    header, payload = to_frames(message, due_ns)
+    limits = Limits(payload_bytes=2**24, json_depth=100)
+    assert from_frames([header, payload], limits) == (message, due_ns)
+    assert from_frames([header, payload[:cut], payload[cut:]], limits) == (message, due_ns)
+
+
+@settings(max_examples=400)
+@given(st.lists(st.binary(max_size=80), max_size=4))
+def test_any_bytes_are_a_message_or_malformed(frames: list[bytes]) -> None:
+    with pytest.raises(Malformed):
+        from_frames(frames, LIMITS)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@given(messages(), st.integers(0, HEADER.size - 1), st.integers(0, 255), st.binary(max_size=60) | st.none())
+def test_damaged_messages_are_messages_or_malformed(message: Message, at: int, byte: int, other: bytes | None) -> None:
+    header, payload = to_frames(message)
+    damaged = bytearray(header)
+    damaged[at] = byte
+    try:
+        back, _ = from_frames([damaged, payload if other is None else other], LIMITS)
+    except Malformed:
+        return
+    assert not isinstance(back.body, Packed) or back.body.nbytes == wire_bytes(back.body.values, back.body.dtype)
+
+
+def frames_with(**changes: Any) -> list[bytes]:
+    """The frames of a good message, with some fields of its header or its payload replaced."""
+    names = ("magic", "version", "kind", "body", "ndim", "iteration", "lane", "microbatch", "step", "due_ns")
+    fields: dict[str, Any] = dict(zip(names, (b"SKPP", 1, 1, 2, 1, 0, 0, 0, 0, 0), strict=True))
+    fields |= {"dims": (2, 0, 0, 0), "payload": bytes(8)} | changes
+    payload, dims = fields.pop("payload"), fields.pop("dims")
+    return [HEADER.pack(*fields.values(), *dims), payload]
+
+
+MALFORMED: dict[str, tuple[list[bytes], str]] = {
+    "no payload": (frames_with()[:1], "1 frames instead of"),
+    "short header": ([b"SKPP", b""], "a header of 4 bytes"),
+    "magic": (frames_with(magic=b"SKIP"), "does not start like"),
+    "version": (frames_with(version=2), "version 2 is not known"),
+    "kind": (frames_with(kind=9), "kind 9 is unknown"),
+    "body": (frames_with(body=5), "body 5 is unknown"),
+    "json in a hop": (frames_with(body=1), "a HOP message with a body of json"),
+    "tensor in control": (frames_with(kind=3), "a CONTROL message with a body of fp32"),
+    "time": (frames_with(due_ns=2**63), "out of range"),
+    "short payload": (frames_with(payload=bytes(7)), "7 bytes; a fp32 tensor of shape [2] has 8"),
+    "huge shape": (frames_with(ndim=4, dims=(2**32 - 1,) * 4), "8 bytes; a fp32 tensor"),
+    "zero": (frames_with(dims=(0, 0, 0, 0), payload=b""), "are no shape"),
+    "five dims": (frames_with(ndim=5), "are no shape"),
+    "more dims": (frames_with(dims=(2, 2, 0, 0)), "are no shape"),
+    "shape of nothing": (frames_with(body=0, payload=b""), "a shape without a tensor"),
+    "payload of nothing": (frames_with(body=0, ndim=0, dims=(0,) * 4), "8 bytes where there should be no payload"),
+    "too large": (frames_with(payload=bytes(2**24 + 1)), "at most 16777216 are taken"),
+}
+BAD_JSON = {
+    b"[]": "no object",
+    b'{"a":': "not valid JSON",
+    b"\xff": "not valid JSON",
+    b'{"a": NaN}': "NaN is no number",
+    b'{"a": 1e999}': "1e999 is too large",
+    b'{"a":' + b"[" * 20 + b"]" * 20 + b"}": "nested deeper than 16",
+    b'{"a":' + b"[" * 100_000: "not valid JSON",
+    b'{"a":"' + b"x" * 2**20 + b'"}': "bytes of JSON; at most 1048576",
+    b'{"a":' + b"9" * 5000 + b"}": "not valid JSON",
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_says_why(case: str) -> None:
+    frames, reason = MALFORMED[case]
+    with pytest.raises(Malformed) as caught:
+        from_frames(frames, LIMITS)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("payload", BAD_JSON, ids=BAD_JSON.values())
+def test_malformed_json_says_why(payload: bytes) -> None:
+    with pytest.raises(Malformed) as caught:
+        from_frames(frames_with(kind=3, body=1, ndim=0, dims=(0,) * 4, payload=payload), LIMITS)
+    assert BAD_JSON[payload] in str(caught.value)
+
+
+def test_messages_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="lane -1 does not fit"):
+        Message(Kind.HOP, 0, -1, 0, 0)
+    with pytest.raises(ValueError, match="a HOP message cannot carry dict"):
+        Message(Kind.HOP, 0, 0, 0, 0, {})
+    with pytest.raises(ValueError, match="3 bytes are no fp32 tensor"):
+        to_frames(Message(Kind.HOP, 0, 0, 0, 0, Packed("fp32", (1,), b"abc")))
+
+
+def test_messages_and_tensors_need_no_sockets() -> None:
+    """GPU machines may lack pyzmq."""
+    program = "import sys; sys.modules['zmq'] = None; import skippipe.transport.message, skippipe.transport.packed"
+    subprocess.run([sys.executable, "-c", program + "; assert 'torch' not in sys.modules"], check=True, timeout=60)
+
+
+# Keys
+
+
+def test_key_file_is_the_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "keys" / "n0.json"
+    file = KeyFile("n0", KeyPair.new(), KeyPair.new().public)
+    file.save(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert KeyFile.load(path) == file
+    assert [entry.name for entry in path.parent.iterdir()] == ["n0.json"]
+    assert file.keys.secret not in repr(file)
+    path.chmod(0o640)
+    with pytest.raises(UserError, match=r"mode 640 lets others at the secret key; run: chmod 600 .*n0\.json$"):
+        KeyFile.load(path)
+    file.save(path)
+    assert KeyFile.load(path) == file
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"format": "skippipe-plan"}, "a 'skippipe-key' file is needed here"),
+        ({"public": "short"}, "public: a key has 40 characters"),
+        ({"public": KeyPair.new().public}, "not the public half"),
+        ({"coordinator": "é" * 40}, "coordinator: a key has 40 characters"),
+        ({"extra": 1}, "extra: unknown field"),
+    ],
+)
+def test_bad_key_file_is_named_with_its_fix(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:
+    path = tmp_path / "key.json"
+    path.touch(mode=0o600)
+    path.write_text(json.dumps(KeyFile("n0", KeyPair.new()).to_json() | change))
+    with pytest.raises(UserError) as caught:
+        KeyFile.load(path)
+    assert complaint in str(caught.value) and str(caught.value).startswith(str(path))
+
+
+def test_peer_list(tmp_path: Path) -> None:
+    path, public = tmp_path / "peers.json", KeyPair.new().public
+    peers = PeerList({"n0": public, "n1": KeyPair.new().public})
+    peers.save(path)
+    assert PeerList.load(path) == peers
+    path.write_text(json.dumps(peers.to_json() | {"peers": {"n0": public, "n1": public}}))
+    with pytest.raises(UserError, match=r"peers\.n1: the key is already that of 'n0'"):
+        PeerList.load(path)
+
+
+# Sealing
+
+
+@given(st.lists(st.tuples(st.binary(max_size=50), st.binary(max_size=9)), min_size=1), st.data())
+def test_only_the_next_frame_opens(plains: list[tuple[bytes, bytes]], data: st.DataObject) -> None:
+    sealer = Sealer(b"a to b")
+    frames = [sealer.seal(plain, bound) for plain, bound in plains]
+    opener = Opener(sealer.key, b"a to b")
+    last = data.draw(st.integers(0, len(plains) - 1))
+    for frame, (plain, bound) in zip(frames[:last], plains, strict=False):
+        into = bytearray(len(plain))
+        opener.open_into(frame, into, bound)
+        assert into == plain
+    plain, bound = plains[last]
+    good, at = frames[last], data.draw(st.integers(0, len(frames[last]) - 1))
+    flipped = good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :]
+    bad = data.draw(st.sampled_from([(flipped, bound), (good, bound + b"x"), (good[:-1], bound), (good + b"x", bound)]))
+    others = [(frame, bound) for index, frame in enumerate(frames) if index != last]
+    frame, bound = data.draw(st.sampled_from([bad, *others]))
+    with pytest.raises(Forged):
+        opener.open_into(frame, bytearray(max(0, len(frame) - TAG_BYTES)), bound)
+
+
+def test_names_are_sealed_in() -> None:
+    sealer = Sealer(b"a to b")
+    with pytest.raises(Forged, match="did not seal"):
+        Opener(sealer.key, b"c to b").open_into(sealer.seal(b"x"), bytearray(1))
+
+
+def test_keys_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sealing, "RENEWED_AFTER", 3)
+    sealer = Sealer(b"")
+    frames, into = [sealer.seal(bytes([number])) for number in range(10)], bytearray(1)
+    opener = Opener(sealer.key, b"")
+    for number, frame in enumerate(frames):
+        opener.open_into(frame, into)
+        assert into == bytes([number])
+    monkeypatch.setattr(sealing, "RENEWED_AFTER", 100)
+    opener = Opener(sealer.key, b"")
+    for frame in frames[:3]:
+        opener.open_into(frame, into)
+    with pytest.raises(Forged):
+        opener.open_into(frames[3], into)
+
+
+def test_words_about_lanes() -> None:
+    word = Word(Verb.OFFER, secrets.token_bytes(16), 5555, secrets.token_bytes(32))
+    assert Word.from_bytes(word.to_bytes()) == word
+    for bad in (word.to_bytes()[:-1], Word(Verb.OFFER, bytes(16)).to_bytes(), b"SKPL\x09" + word.to_bytes()[5:]):
+        with pytest.raises(Malformed, match="fast lane"):
+            Word.from_bytes(bad)
