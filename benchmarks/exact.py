@@ -1,11 +1,12 @@
 """Training over processes against training in one: losses of 20 iterations and final weights, in fp32.
 
-python -m benchmarks.exact
+    python -m benchmarks.exact
 
 llama-tiny on the classics. Every node is a process of its own, with encrypted connections; the oracle passes the same
 microbatches through the same stages in one process. A case passes if no loss is off by more than RTOL of itself, and no
-weight by more than RTOL of itself plus ATOL. Sums over replicas are made in another order, so some last digits differ,
-and where a gradient is next to nothing Adam makes them visible.
+tensor of weights by more than RTOL of itself, both as norms. Single weights are shown too: replicas add up in another
+order, and where a gradient is next to nothing, Adam, which divides by its size, makes the last digits visible. A
+gradient that was wrong would move weights by a learning rate, 3e-4.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from skippipe.workload import Workload
 
 ITERATIONS = 20
 LEARNING = Learning(warmup=5, iterations=ITERATIONS)
-RTOL, ATOL = 1e-4, 1e-6
+RTOL = 1e-4
 REPLICAS = (2, 1, 2, 1, 1, 1)
 EVEN, UNEVEN = (2, 2, 2, 2, 2, 2), (1, 3, 2, 1, 4, 1)
 FULL = ((0, 1, 2, 3, 4, 5),) * 5
@@ -110,17 +111,28 @@ def brief_of(case: Case, plan: Plan, blueprint: Blueprint, tokens: TokenFile) ->
     )
 
 
-def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, float, bool]:
-    """Of weights: the largest, the largest in terms of its tensor's root mean square; and whether all are small."""
-    assert found.keys() == expected.keys()
-    largest = relative = 0.0
-    small = True
-    for name, each in expected.items():
-        off = (found[name] - each).abs()
-        largest = max(largest, float(off.max()))
-        relative = max(relative, float(off.max() / each.square().mean().sqrt()))
-        small &= bool((off <= RTOL * each.abs() + ATOL).all())
-    return largest, relative, small
+@dataclass
+class Differences:
+    """Of weights: the largest of all tensors."""
+
+    norm: float = 0.0
+    """Of the difference, as a share of the tensor's."""
+    largest: float = 0.0
+    """Of a single weight."""
+    of_rms: float = 0.0
+    """The same, as a share of the tensor's root mean square."""
+
+    @classmethod
+    def between(cls, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> Differences:
+        assert found.keys() == expected.keys()
+        most = cls()
+        for name, each in expected.items():
+            off = found[name] - each
+            largest = float(off.abs().max())
+            most.norm = max(most.norm, float(off.norm() / each.norm()))
+            most.largest = max(most.largest, largest)
+            most.of_rms = max(most.of_rms, largest / float(each.square().mean().sqrt()))
+        return most
 
 
 def main() -> None:
@@ -130,23 +142,23 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         runs = []
-        for index, case in enumerate(CASES):  # all of them first: a process that has computed gradients may not fork
+        cases = [case for case in CASES if case.engine == "ring" or torch.distributed.is_available()]
+        for index, case in enumerate(cases):  # all of them first: a process that has computed gradients may not fork
             plan, losses, output = plan_of(case, blueprint), Losses(), Path(name) / str(index)
             brief = brief_of(case, plan, blueprint, tokens)
             Run(brief, blueprint, tokens.tokenizer(), output, ITERATIONS).here(losses)
             files = sorted((output / "model").glob("*.safetensors"))
             weights = {name: each for file in files for name, each in load_file(file).items()}
             runs.append((case, brief, losses.found, weights))
-    print(f"{'case':<38} {'losses':>9} {'weights':>9} {'of RMS':>9}")
+    print(f"{'largest difference':<38} {'losses':>9} {'weights':>9} {'single':>9} {'of RMS':>9}")
     for case, brief, found, weights in runs:
         oracle = OneProcess(brief.plan, blueprint, LEARNING, brief.sampler())
         expected = [oracle.iteration(number).loss for number in range(ITERATIONS)]
         off = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
-        largest, relative, small = differences(weights, oracle.weights())
-        passed = off <= RTOL and small
-        print(
-            f"{case.name:<38} {off:>9.1e} {largest:>9.1e} {relative:>9.1e}  {'pass' if passed else 'FAIL'}", flush=True
-        )
+        weights_off = Differences.between(weights, oracle.weights())
+        figures = (off, weights_off.norm, weights_off.largest, weights_off.of_rms)
+        verdict = "pass" if off <= RTOL and weights_off.norm <= RTOL else "FAIL"
+        print(f"{case.name:<38}", *(f"{figure:>9.1e}" for figure in figures), f" {verdict}", flush=True)
     print(f"{len(runs)} cases in {time.monotonic() - began:.0f} s")
 
 

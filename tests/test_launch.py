@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_group
 
 from skippipe.cli import main
+from skippipe.cli.app import app
+from skippipe.cluster import Cluster
 from skippipe.errors import UserError
 from skippipe.training import torchrun
+from skippipe.training.job import load_job
 from skippipe.training.torchrun import Rank
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from skippipe.transport.route import free_port, host_of, own_address, place_to_listen
@@ -197,6 +202,9 @@ def test_nobody_answers(place: Place, names: list[str]) -> None:
 def skippipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs a command here that must end with exit code 2; gives what it says is wrong."""
 
+    for name, value in (("SKIPPIPE_PURE_PYTHON", ""), ("OMP_NUM_THREADS", "1"), ("TOKENIZERS_PARALLELISM", "true")):
+        monkeypatch.setenv(name, value)  # commands set what is not set, and that must not stay
+
     def run(*words: object) -> str:
         monkeypatch.setattr(sys, "argv", ["skippipe", *map(str, words)])
         with pytest.raises(SystemExit) as ended:
@@ -292,3 +300,42 @@ def test_torchrun_cannot_start(
         torchrun.main()
     assert ended.value.code == 2
     assert only_error(capsys.readouterr().err).startswith(wrong)
+
+
+# What the documentation tells people to type
+
+
+def blocks(kind: str) -> list[str]:
+    text = (Path(__file__).parent.parent / "docs" / "many-machines.md").read_text()
+    found = re.findall(rf"^```{kind}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    assert found
+    return found
+
+
+def test_recipes_are_well_formed(tmp_path: Path) -> None:
+    for script in blocks("bash"):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+        for command, options in re.findall(r"^ *(?:exec )?skippipe (\w+) (.*)$", script, flags=re.MULTILINE):
+            taken = {name for each in commands()[command].params for name in each.opts}
+            assert set(re.findall(r"--[\w-]+", options)) <= taken, command
+    for job in blocks("toml"):
+        (tmp_path / "job.toml").write_text(job)
+        load_job(tmp_path / "job.toml")
+    for cluster in blocks("json"):
+        (tmp_path / "cluster.json").write_text(cluster)
+        assert [node.name for node in Cluster.load(tmp_path / "cluster.json").nodes] == ["ann", "bob"]
+    yaml: Any = pytest.importorskip("yaml")
+    made = [each for text in blocks("yaml") for each in yaml.safe_load_all(text)]
+    assert [each["kind"] for each in made] == ["Service", "Job", "Job"]
+    for each in made[1:]:
+        pod = each["spec"]["template"]["spec"]
+        mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+        assert {volume["secret"]["defaultMode"] for volume in pod["volumes"] if "secret" in volume} == {0o400}
+        _, command, *options = pod["containers"][0]["command"]
+        taken = {name for param in commands()[command].params for name in param.opts}
+        assert {word for word in options if word.startswith("--")} <= taken
+
+
+def commands() -> dict[str, Any]:
+    return dict(get_group(app).commands)

@@ -40,6 +40,7 @@ from skippipe.transport.shaping import Held, Link, Shaper
 log = logging.getLogger(__name__)
 THE_COORDINATOR = "coordinator"
 LAST_WORDS_S = 2.0
+LARGEST_BYTES = 2**33  # a ring of two passes on half the gradient of a stage at a time
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,12 @@ class Member:
     def __init__(self, invitation: Invitation) -> None:
         self._invitation = invitation
         self._mailbox = Mailbox(
-            invitation.name, invitation.keys, listen=invitation.listen, security=invitation.security, depth=1024
+            invitation.name,
+            invitation.keys,
+            listen=invitation.listen,
+            security=invitation.security,
+            largest_bytes=LARGEST_BYTES,
+            depth=1024,
         )
         self._held = Held()
         self._shaper: Shaper | None = None

@@ -178,7 +178,7 @@ class Outgoing:
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 found = found or Reason.HANDSHAKE
         if self.lane is not None and self.lane.broken():
-            self._lane_lost = self.lane.in_use
+            self._lane_lost |= self.lane.in_use
             self.leave_lane()
         if self._lane_lost:
             self._lane_lost = False
