@@ -191,20 +191,18 @@ def test_gradients_rounded_on_the_wire_stay_close_and_replicas_alike(paths: str,
     assert 0 < off < 0.1 * LEARNING.rate  # where a gradient is next to nothing, Adam makes a step of a wrong sign
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.01], ids=["none", "tight"])
-def test_clipping_is_by_the_norm_of_the_whole_model(clip: float) -> None:
+def test_clipping_is_by_the_norm_of_the_whole_model() -> None:
     """Adam does not see the scale of its gradient, unless epsilon is large."""
-    cluster = assert_exact(*plan_of(SKIPPED), replace(LEARNING, clip=clip, epsilon=1e-3))
-    assert cluster.reports[0].norm > 0.02, "the tight limit is one"
+    cluster = assert_exact(*plan_of(SKIPPED), replace(LEARNING, clip=0.01, epsilon=1e-3))
+    assert cluster.reports[0].norm > 0.02, "the limit is one"
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "int8"])
-def test_a_stage_that_nobody_visits_stays_as_it_is(dtype: str) -> None:
-    """Of one node under fp32, of three under int8; `trained` sees to it."""
-    lanes = (Lane((0, 2, 6), 2), Lane((1, 4, 7), 1)) if dtype == "fp32" else (Lane((0, 5, 6), 2), Lane((1, 5, 7), 1))
-    _, computers, oracle, _ = trained(*plan_of(lanes, gradient_dtype=dtype))
-    idle, node = (2, 5) if dtype == "fp32" else (1, 3)
-    assert torch.equal(computers[node].tasks.weights.values, oracle.stages[idle].weights.values)
+def test_a_stage_that_nobody_visits_stays_as_it_is() -> None:
+    """Also one of three nodes, whose ring has nothing to round; `trained` sees to it."""
+    plan, blueprint = plan_of((Lane((0, 6), 2), Lane((1, 7), 1)), gradient_dtype="int8")
+    _, computers, oracle, _ = trained(plan, blueprint)
+    for node, stage in ((3, 1), (5, 2)):
+        assert torch.equal(computers[node].tasks.weights.values, oracle.stages[stage].weights.values)
 
 
 def mean_gradients(plan: Plan, blueprint: Blueprint) -> list[torch.Tensor]:
@@ -311,18 +309,18 @@ def test_what_rounding_takes_away_is_given_back(dtype: str) -> None:
     rings = rings_over(gradients, dtype)
     applied = torch.zeros(700, dtype=torch.float64)
     errors = []
-    for iteration in range(1, 129):
+    for iteration in range(1, 65):
         for gradient, each in zip(gradients, true, strict=True):
             gradient.copy_(each)
         averaged(rings)
         applied += gradients[0]
         errors.append(float((applied / iteration - expected).abs().max()))
     assert errors[0] > 1e-4
-    assert errors[-1] < errors[0] / 25
+    assert errors[-1] < errors[0] / 12
     once = [each.clone() for each in true]
     averaged(rings_over(once, dtype))
     bias = float((once[0] - expected).abs().max())
-    assert errors[-1] < bias / 25, "without feedback the error would stay"
+    assert errors[-1] < bias / 12, "without feedback the error would stay"
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,10 @@ def complaint_about(folder: Path, text: str) -> str:
             "transport.peers: a list of keys is of no use with security 'none'",
         ),
         ("[averaging]\nengine = 'torch'\ndtype = 'int8'", "averaging.dtype: torch averages in fp32, not int8"),
+        (
+            "[averaging]\nengine = 'torch'\n[transport]\npeers = 'p'\nkey = 'k'",
+            "averaging.engine: 'torch' is for nodes that are started here",
+        ),
         ("iterations = ", "not valid TOML: Invalid value (at "),
         ("iterations = 1\niterations = 2", "not valid TOML: Cannot overwrite a value (at "),
     ],

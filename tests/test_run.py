@@ -11,12 +11,14 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from io import TextIOWrapper
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -271,7 +273,9 @@ def misbehave(told: dict[str, Any]) -> int:
 
 
 def tend(folder: Path) -> None:
-    print("not for the nodes", end="")  # stands in a buffer when the nursery forks
+    assert isinstance(sys.stdout, TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=False, write_through=False)
+    print("not for the nodes", end="")  # stands in the buffer when the nursery forks
     nursery = Nursery(misbehave, folder / "logs")
     for what in ("0", "7", "crash", "stay"):
         nursery.start(f"a/{what}", {"what": what})

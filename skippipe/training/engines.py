@@ -20,8 +20,6 @@ def processes(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
     """Every node as a process of this machine; or, with a list of peers, wherever they join from."""
     run = assembly.run()
     if assembly.job.transport.peers:
-        if assembly.job.averaging.engine == "torch":
-            raise UserError("averaging.engine: nodes that join by themselves average with 'ring'; choose it")
         run.joined(watcher, stopped)
     else:
         run.here(watcher, stopped=stopped)

@@ -191,6 +191,8 @@ class Job:
             raise UserError(f"learning.floor: {learning.floor} must be 1 or less")
         if self.emulation.enabled and self.transport.peers:
             raise UserError("emulation.enabled: nodes that join from other machines cannot be emulated on this one")
+        if self.averaging.engine == "torch" and self.transport.peers:
+            raise UserError("averaging.engine: 'torch' is for nodes that are started here; those that join need 'ring'")
         if self.averaging.engine == "torch" and self.averaging.dtype != "fp32":
             raise UserError(
                 f"averaging.dtype: torch averages in fp32, not {self.averaging.dtype}; choose fp32 or engine 'ring'"

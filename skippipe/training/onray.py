@@ -27,7 +27,8 @@ from skippipe.training.assembly import Assembly
 from skippipe.training.engines import Stopped
 from skippipe.training.run import Run
 from skippipe.transport.keys import KeyPair
-from skippipe.transport.route import free_port, is_loopback, joined, own_address
+from skippipe.transport.route import free_port, joined, own_address
+from skippipe.transport.sockets import is_loopback, split
 
 KNOCK_PATIENCE = timedelta(seconds=10)
 """For the head of a Ray cluster to answer."""
@@ -162,7 +163,7 @@ def _reachable(run: Run, met: Mapping[str, Mapping[str, Any]]) -> Run:
     first = met[run.names[0]]
     hosts = [each["host"] for each in met.values()]
     far = next((host for host in hosts if not is_loopback(host)), hosts[0])
-    listen = joined(own_address(far), int(run.listen.rpartition(":")[2]))
+    listen = joined(own_address(far), split(run.listen)[1])
     meeting = joined(first["host"], first["port"]) if run.brief.rendezvous else None
     return replace(run, brief=replace(run.brief, rendezvous=meeting), listen=listen)
 

@@ -22,7 +22,8 @@ import typer
 
 from skippipe.cli import politely
 from skippipe.errors import UserError
-from skippipe.transport.route import free_port, host_of, is_loopback, joined, own_address
+from skippipe.transport.route import free_port, joined, own_address
+from skippipe.transport.sockets import is_loopback, split
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -136,7 +137,7 @@ def reachable(run: Run, host: str) -> Run:
     """The same, listening at an address of this machine that the nodes can reach; empty: all are on this machine."""
     host = host or "127.0.0.1"
     meeting = joined(host, free_port(host)) if run.brief.rendezvous else None
-    listen = joined(host, int(run.listen.rpartition(":")[2]))
+    listen = joined(host, split(run.listen)[1])
     return replace(run, brief=replace(run.brief, rendezvous=meeting), listen=listen)
 
 
@@ -161,7 +162,7 @@ def _at_home(told: dict[str, Any], rank: Rank, tokens: Path | None) -> dict[str,
     """An invitation with what only this machine knows: its address, its device, its folders."""
     return {
         **told,
-        "listen": joined(own_address(host_of(told["coordinator"])), 0),
+        "listen": joined(own_address(split(told["coordinator"])[0]), 0),
         "device": rank.device(told["device"]),
         "data_folder": str(tokens) if tokens else None,
     }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import socket
-from ipaddress import ip_address
 
 from skippipe.errors import UserError
+from skippipe.transport.sockets import split
 
 ANY_PORT = 9  # connecting a datagram socket sends nothing, but wants a port
 
@@ -24,25 +24,11 @@ def own_address(towards: str) -> str:
 def place_to_listen(asked: str, coordinator: str, address: str | None) -> str:
     """host:port for a node that was given one, or only a port."""
     if asked.isascii() and asked.isdigit():
-        return joined(own_address(host_of(coordinator)), int(asked))
-    host = host_of(asked)
+        return joined(own_address(split(coordinator)[0]), int(asked))
+    host, _ = split(asked)
     if address is None and host in ("0.0.0.0", "::", "*"):
         raise UserError(f"--listen {asked}: others cannot reach {host}; say with --address where they reach this node")
     return asked
-
-
-def host_of(address: str) -> str:
-    host, colon, _ = address.rpartition(":")
-    if not colon:
-        raise UserError(f"{address}: expected host:port, such as 127.0.0.1:5555")
-    return host.removeprefix("[").removesuffix("]")
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def free_port(host: str) -> int:
