@@ -27,6 +27,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import skippipe.training.nursery
 from skippipe.errors import UserError
 from skippipe.learning import Learning
 from skippipe.model.blueprint import Blueprint
@@ -276,6 +277,7 @@ def tend(folder: Path) -> None:
     assert isinstance(sys.stdout, TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=False, write_through=False)
     print("not for the nodes", end="")  # stands in the buffer when the nursery forks
+    skippipe.training.nursery.STOP_S = 1.0
     nursery = Nursery(misbehave, folder / "logs")
     for what in ("0", "7", "crash", "stay"):
         nursery.start(f"a/{what}", {"what": what})
@@ -299,7 +301,7 @@ def test_a_nursery_says_who_ended_how_and_ends_the_rest(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found").read_text())
     assert found["ended"] == {"a/0": 0, "a/7": 7, "a/crash": 1}
     assert not any(alive(pid) for pid in found["pids"].values())
-    assert 3 < found["closed_s"] < 8, "asked, waited for, forced"
+    assert 1 <= found["closed_s"] < 5, "asked, waited for, forced"
     logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
     assert logs["a_7.log"] == "told to 7\n"
     assert "ValueError: as I was told" in logs["a_crash.log"]

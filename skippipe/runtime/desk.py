@@ -84,6 +84,8 @@ class Desk:
                 for received in self._mailbox.receive(patience.total_seconds()):
                     self._deliver(self.machine, received)
                 lost = self._mailbox.lost()
+                for each in lost:
+                    self._mailbox.disconnect(each.peer)  # or a last message to nobody would hold up the end
                 if not self.machine.over and (lost or gone()):
                     self._last_words(self.machine)
                     if ended := gone():
