@@ -1,18 +1,22 @@
 """One GPU, a 500M LLaMA in bf16: how much of the card's matrix rate one process uses, and what nodes cost on top.
 
-    python -m benchmarks.gpu [--seconds 60] [--samples 16] [--sequence 1024]
+    python -m benchmarks.gpu [--seconds 60] [--samples 16] [--sequence 1024] [--processes]
 
 The rate of the card is measured in the same run, with a large bf16 product. Model operations are those of the layers
 and the head, forward once and backward twice; nothing that is recomputed or thrown away counts. Nodes are the same
-state machines that run in processes, here in one thread on one card, each with its own stage and optimizer.
+state machines that run in processes, here in one thread on one card, each with its own stage and optimizer. With
+`--processes` they are processes and send real bytes; without NVIDIA's MPS these share the card in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -23,6 +27,7 @@ from skippipe.model.blueprint import Blueprint, llama_config
 from skippipe.model.stage import layer_ranges
 from skippipe.model.tasks import StageTasks
 from skippipe.plan import Lane, Plan, Stage
+from skippipe.runtime.coordinator import IterationReport
 from skippipe.runtime.tensors import Tensors
 from skippipe.runtime.virtual import VirtualCluster
 from skippipe.text.sampler import Sampler
@@ -82,7 +87,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument("--processes", action="store_true")
     asked = parser.parse_args()
+    if asked.processes:
+        as_processes(asked)
     torch.set_float32_matmul_precision("high")
     plan = full_pipeline(asked.samples, asked.sequence)
     work = plan.workload
@@ -138,7 +146,37 @@ def main() -> None:
         f"{STAGES} nodes on the card: {nodes_s:.3f} s an iteration, {alone_s / nodes_s:.2f} of one process (goal 0.8)"
     )
     apart = max(abs(a - b.loss) / a for a, b in zip(losses, nodes.reports[:3], strict=True))
-    print(f"losses of the first three iterations differ by {apart:.1e} at most")
+    print(f"losses of the first three iterations differ by {apart:.1e} at most", flush=True)
+
+
+def as_processes(asked: argparse.Namespace) -> None:
+    """Forked before this process touches the card."""
+    from skippipe.text.prepare import prepare
+    from skippipe.training.brief import Brief
+    from skippipe.training.run import Run
+
+    plan = full_pipeline(asked.samples, asked.sequence)
+    blueprint = Blueprint(llama_config(plan.workload.model), seed=0)
+    tokens = prepare("classics", 2048)
+    learning = Learning(rate=3e-4, warmup=10, iterations=1000)
+    brief = Brief(
+        plan, blueprint.config.to_dict(), 0, learning, str(tokens.folder), tokens.fingerprint, "cuda", compiled=True
+    )
+    taken: list[float] = []
+
+    class Clock:
+        def iteration_done(self, report: IterationReport) -> None:
+            taken.append(report.seconds)
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(brief, blueprint, tokens.tokenizer(), Path(folder), max(8, round(asked.seconds)), security="none")
+        run.here(Clock())
+    per_iteration = plan.microbatches * asked.samples * asked.sequence
+    each_s = median(taken[3:])
+    print(
+        f"{STAGES} processes on the card: {each_s:.3f} s an iteration, {per_iteration / each_s:,.0f} tokens/s",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -485,7 +485,7 @@ def test_weights_come_from_one_node_of_each_stage_in_turn() -> None:
         for node in range(6):
             coordinator.hear(node, said(node))
     assert coordinator.state is State.COLLECTING
-    assert room.told[-1] == (0, Collect())
+    assert room.told[-1] == (0, Collect(0))
     piece = Message(Kind.CHUNK, 0, 0, 0, 0, "some weights")  # type: ignore[arg-type]
     end = Message(Kind.CHUNK, 0, 0, 1, 1)
     room.now = 5_000_000_000
@@ -494,7 +494,7 @@ def test_weights_come_from_one_node_of_each_stage_in_turn() -> None:
     coordinator.tick()
     assert not coordinator.over, "every piece gives it time"
     coordinator.receive(0, end)
-    assert room.told[-1] == (2, Collect())
+    assert room.told[-1] == (2, Collect(0))
     room.now = 18_000_000_000
     coordinator.tick()
     assert_failed(coordinator, room, "waited 7 s for n2 to send its weights")
@@ -542,7 +542,7 @@ def test_one_version_for_all() -> None:
         Begin(3, True),
         Averaged(2, float("inf"), [[0, 1, float("-inf")]], [[0, 1, 2, 3, 4, 5]], [[1, 10**12]]),
         Proceed(3, 1e-4, 0.5, True, False),
-        Collect(),
+        Collect(0),
         Stepped(4),
         Stop(""),
         Stop("the run was ended"),

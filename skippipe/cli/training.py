@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -54,7 +56,8 @@ def train(
         str,
         typer.Option(
             help="processes: every node as a process here, or, with transport.peers, wherever it joins from. "
-            "one-process: no nodes, the same paths and data in this process. ray: one Ray actor a node."
+            "one-process: no nodes, the same paths and data in this process. virtual: every node's own code on real "
+            "tensors in one thread, in the seconds that the plan gives. ray: one Ray actor a node."
         ),
     ] = "processes",
     ray_address: Annotated[
@@ -109,6 +112,7 @@ def run_job(wanted: Job, engine: Engine, nodes_here: bool = True) -> None:
         _announce(assembly)
         with _watching(assembly) as watcher:
             engine(assembly, watcher, lambda: bool(stopped))
+    _sum_up(Path(wanted.output) / "metrics.jsonl")
     if stopped:
         print(f"stopped; the model as it was then is in {wanted.output}/model", file=sys.stderr)
         raise SystemExit(130)
@@ -223,6 +227,19 @@ def _announce(assembly: Assembly) -> None:
     print(
         f"{plan.workload.model.name} with {parameters / 1e6:.1f}M weights on {len(plan.stage_of)} nodes of "
         f"'{plan.cluster.name}': {len(plan.stages)} stages, {plan.skipped:.0%} skipped{promise}"
+    )
+
+
+def _sum_up(metrics: Path) -> None:
+    """The run in a line."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    if not rows:
+        return
+    typical_s = median(row["seconds"] for row in (rows[1:] or rows))  # the first one warms up
+    promise = f", {rows[0]['promised_s']:.2f} s promised" if "promised_s" in rows[0] else ""
+    print(
+        f"loss {rows[0]['loss']:.3f} to {rows[-1]['loss']:.3f} in {len(rows)} iterations; "
+        f"{typical_s:.2f} s an iteration (median){promise}"
     )
 
 

@@ -72,7 +72,9 @@ class Proceed:
 
 @dataclass(frozen=True)
 class Collect:
-    """Send the weights of the stage."""
+    """Send a piece of the stage's weights; the next is asked for when it has come, so that no queue fills up."""
+
+    piece: int
 
 
 @dataclass(frozen=True)

@@ -166,6 +166,8 @@ class Coordinator:
             self._since_ns = self.surroundings.now_ns()
         if message.body is None:
             self._collect(self._collecting + 1)
+        else:
+            self.surroundings.tell(node, Collect(message.microbatch + 1))
 
     def finish_early(self) -> None:
         """Collect the weights as they are; what is in flight is given up. Before training there is nothing to keep."""
@@ -262,7 +264,7 @@ class Coordinator:
         self._enter(State.COLLECTING)
         if self._early and stage > 0:
             self._since_ns = since_ns
-        self.surroundings.tell(self.plan.stages[stage].ring[0], Collect())
+        self.surroundings.tell(self.plan.stages[stage].ring[0], Collect(0))
 
     def _enter(self, state: State) -> None:
         self.state = state

@@ -22,6 +22,7 @@ from skippipe.plan import Plan
 from skippipe.rules import circle, exposure
 from skippipe.runtime.control import COORDINATOR, Averaged, Begin, Collect, Control, Proceed, Stepped, Stop
 from skippipe.runtime.work import Measure, Outcome, Pass, Reduce, Show, Step, Task, Work
+from skippipe.timeline import Timing
 from skippipe.transport.message import Kind, Message
 
 all_steps, steps, place = plain(dispatch.all_steps), plain(dispatch.steps), plain(dispatch.place)
@@ -92,6 +93,7 @@ class Node:
             for step in range(all_steps(len(lane.path), plan.split_backward))
             if lane.path[place(step, len(lane.path))] == number
         )
+        self._planned_ns = _planned_starts(plan, number)
         self._ring = self._neighbours()
         self._ready: list[Arrived] = []
         self._running: tuple[Arrived, int] | None = None
@@ -125,7 +127,7 @@ class Node:
                     f" in iteration {self.iteration}"
                 )
             case Collect():  # after the step, if one was asked for
-                self._chores.append(Show(0))
+                self._chores.append(Show(control.piece))
             case Stop():
                 self.stopped = control
             case _:
@@ -160,15 +162,8 @@ class Node:
             case Step():
                 self._stepped()
             case Show():
-                if result is not None:
-                    self._outside.send(
-                        COORDINATOR, Message(Kind.CHUNK, self.iteration, self.stage, work.piece, 0, result)
-                    )
-                    self._chores.append(Show(work.piece + 1))
-                else:
-                    self._outside.send(
-                        COORDINATOR, Message(Kind.CHUNK, self.iteration, self.stage, work.piece, 1, None)
-                    )
+                message = Message(Kind.CHUNK, max(0, self.iteration), self.stage, work.piece, 0, result)
+                self._outside.send(COORDINATOR, message)
 
     def decide(self) -> None:
         """Start what goes next, if nothing runs."""
@@ -180,13 +175,11 @@ class Node:
         if self.phase is not Phase.RUNNING:
             return
         best = -1
-        for index, (task, ready_ns) in enumerate(self._ready):
-            length = len(self._paths[task.lane])
-            if not may_start(task.step, length, self._held, self._slots):
+        for index, arrived in enumerate(self._ready):
+            task = arrived.task
+            if not may_start(task.step, len(self._paths[task.lane]), self._held, self._slots):
                 continue
-            if best < 0 or goes_before(
-                urgency(task.step, length, self._urgency), ready_ns, task.lane, *self._rank(self._ready[best])
-            ):
+            if best < 0 or goes_before(*self._rank(arrived), *self._rank(self._ready[best])):
                 best = index
         if best < 0:
             return
@@ -210,8 +203,14 @@ class Node:
         return f"{self.phase.value}, {self._left} of {self._tasks} left"
 
     def _rank(self, arrived: Arrived) -> tuple[int, int, int]:
+        """Of tasks that are ready, the one that the plan has first goes first.
+
+        The simulator takes the one that was ready first. If all goes as planned that is the same; if not, this brings
+        the node back to the order that was promised, instead of making one late message the cause of many.
+        """
         task = arrived.task
-        return urgency(task.step, len(self._paths[task.lane]), self._urgency), arrived.ready_ns, task.lane
+        at_ns = self._planned_ns.get((task.lane, task.microbatch, task.step), arrived.ready_ns)
+        return urgency(task.step, len(self._paths[task.lane]), self._urgency), at_ns, task.lane
 
     def _start(self, work: Work) -> None:
         self._busy = True
@@ -363,3 +362,10 @@ def _what(message: Message) -> str:
 
 def _counts(plan: Plan) -> list[int]:
     return [lane.microbatches for lane in plan.lanes]
+
+
+def _planned_starts(plan: Plan, node: int) -> dict[tuple[int, int, int], int]:
+    """When the plan starts each of the node's tasks; empty if it promises nothing, or not in full."""
+    if plan.expected is None or plan.expected.timing is not Timing.FULL:
+        return {}
+    return {(task.lane, task.microbatch, task.step): task.start_ns for task in plan.expected.tasks if task.node == node}

@@ -86,6 +86,8 @@ class VirtualCluster:
     disturb: Disturb = lambda duration_ns: duration_ns
     recorded: frozenset[int] = frozenset()
     watcher: Watcher | None = None
+    stopped: Callable[[], bool] = lambda: False
+    """Whether somebody wants the run to end."""
     now_ns: int = 0
     reports: list[IterationReport] = field(default_factory=list)
     stored: dict[int, list[Any]] = field(default_factory=dict)
@@ -121,6 +123,8 @@ class VirtualCluster:
             for node in touched:
                 if node != COORDINATOR:
                     self.nodes[node].decide()
+            if self.stopped():
+                self.coordinator.finish_early()
 
     def after(self, delay_ns: int, happen: Callable[[], None], node: int = COORDINATOR) -> None:
         """Let something happen to a node, which then decides."""

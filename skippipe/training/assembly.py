@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from skippipe.training.job import Job, ReportChoice
 from skippipe.training.run import Run
 from skippipe.workload import Workload, model_named
 
+SEVERAL = 5
 LIKE = {"sequence_tokens": 4096, "samples_per_microbatch": 2, "wire_dtype": "bf16"}
 
 
@@ -58,6 +60,12 @@ class Assembly:
             rendezvous=_free_address() if job.averaging.engine == "torch" else None,
         )
 
+    def _deadlines(self) -> Deadlines:
+        """A plan for slow links may promise long iterations; they are waited for several times over."""
+        usual = Deadlines()
+        promised = timedelta(seconds=self.plan.expected.iteration_s if self.plan.expected else 0)
+        return replace(usual, iteration=max(usual.iteration, SEVERAL * promised))
+
     def run(self) -> Run:
         job = self.job
         every = job.report.recorded
@@ -72,7 +80,7 @@ class Assembly:
             listen=job.transport.listen,
             peers=Path(job.transport.peers) if job.transport.peers else None,
             key=Path(job.transport.key) if job.transport.key else None,
-            deadlines=Deadlines(),
+            deadlines=self._deadlines(),
         )
 
 
@@ -118,9 +126,7 @@ def _planned(
         activation_checkpointing=job.model.checkpointing,
         max_slots=asked.max_slots,
     )
-    if job.emulation.enabled:
-        like = replace(Workload(model_named(job.emulation.like)), **LIKE)  # type: ignore[arg-type]
-        cluster = emulated(cluster, like, workload, job.emulation.time)
+    cluster = _as_emulated(job, cluster, workload)
     wishes = Wishes(
         stages=asked.stages or None,
         skip=asked.skip or None,
@@ -131,6 +137,13 @@ def _planned(
     problem = problem_of(cluster, workload, wishes, example)
     strategy = Strategy(asked.strategy)
     return make_plan(problem, strategy, request or Request(seed=job.seed, budget_s=asked.budget_s))
+
+
+def _as_emulated(job: Job, cluster: Cluster, workload: Workload) -> Cluster:
+    if not job.emulation.enabled:
+        return cluster
+    like = replace(Workload(model_named(job.emulation.like)), **LIKE)  # type: ignore[arg-type]
+    return emulated(cluster, like, workload, job.emulation.time)
 
 
 def _fitting(plan: Plan, job: Job, blueprint: Blueprint) -> Plan:
@@ -144,9 +157,12 @@ def _fitting(plan: Plan, job: Job, blueprint: Blueprint) -> Plan:
             if theirs != ours
         ]
         raise UserError(f"{path}: this plan is for another model than {job.model.config}: {'; '.join(differ)}")
-    default = Job().cluster
-    if job.cluster != default and (cluster := cluster_named(job.cluster)[0]).fingerprint != plan.cluster.fingerprint:
-        raise UserError(f"{path}: this plan is for the cluster '{plan.cluster.name}', the job names '{cluster.name}'")
+    if job.cluster != Job().cluster:
+        cluster = _as_emulated(job, cluster_named(job.cluster)[0], plan.workload)
+        if cluster.fingerprint != plan.cluster.fingerprint:
+            raise UserError(
+                f"{path}: this plan is for the cluster '{plan.cluster.name}', the job names '{cluster.name}'"
+            )
     broken = check(plan)
     if broken:
         raise UserError(f"{path}: the plan breaks a rule: {broken[0]}; 'skippipe check' names all")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +61,7 @@ class Brief:
 
     def to_json(self) -> dict[str, Any]:
         plain = {name: value for name, value in vars(self).items() if name not in ("plan", "learning")}
-        plan = replace(self.plan, expected=None)
-        return {**plain, "plan": plan.to_json(), "learning": asdict(self.learning)}
+        return {**plain, "plan": self.plan.to_json(), "learning": asdict(self.learning)}
 
     @classmethod
     def from_json(cls, value: Any) -> Brief:

@@ -51,6 +51,30 @@ def one_process(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
         folder.store_flat(index, stage.weights.values.cpu())
 
 
+def virtual(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
+    """Every node's own code on real tensors, in one thread and in virtual time: seconds are those of the plan."""
+    from skippipe.runtime.building import build_tasks
+    from skippipe.runtime.tensors import Tensors
+    from skippipe.runtime.virtual import VirtualCluster
+
+    run, brief = assembly.run(), assembly.brief
+    sampler = brief.sampler()
+    computers = {
+        node: Tensors(node, brief.plan, build_tasks(stage, brief, brief.device), sampler, packing=False)
+        for node, stage in brief.plan.stage_of.items()
+    }
+    cluster = VirtualCluster(
+        brief.plan, brief.learning, run.iterations, computers, recorded=run.recorded, watcher=watcher, stopped=stopped
+    )
+    cluster.run()
+    if cluster.coordinator.failure:
+        raise UserError(cluster.coordinator.failure)
+    folder = run.folder()
+    for stage, pieces in sorted(cluster.stored.items()):
+        for piece in pieces:
+            folder.store(stage, piece)
+
+
 def ray(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
     """One actor a node."""
     if find_spec("ray") is None:
@@ -63,5 +87,6 @@ def ray(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
 ENGINES: dict[str, Engine] = {
     "processes": processes,
     "one-process": one_process,
+    "virtual": virtual,
     "ray": ray,
 }

@@ -47,8 +47,9 @@ class BatchChoice:
 @dataclass(frozen=True)
 class PipelineChoice:
     plan: str = ""
-    """A plan file; it brings its cluster and batch, and the fields of [pipeline] and [batch] are not used. Empty: a
-    plan is made before training starts."""
+    """A plan file. It brings its cluster, batch and stages, and the types on the wire and in computing: [pipeline],
+    [batch], transport.wire, averaging.dtype, compute.dtype and model.checkpointing are then not used. Empty: a plan is
+    made before training starts."""
     strategy: Strategies = "skippipe"
     """How to plan: skippipe; without avoiding collisions; blind to the network; the full pipeline."""
     stages: int = 0
