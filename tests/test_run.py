@@ -342,7 +342,8 @@ def test_transformers_loads_the_folder_of_every_family(family: str, tmp_path: Pa
         def save(self, folder: Path) -> None:
             assert folder == tmp_path
 
-    folder = ModelFolder(tmp_path, plan, blueprint, NoTokenizer())
+    layers = tuple(stage.layers for stage in plan.stages)
+    folder = ModelFolder(tmp_path, layers, blueprint, NoTokenizer())  # type: ignore[arg-type]
     oracle = OneProcess(plan, blueprint, LEARNING, None)  # type: ignore[arg-type]
     for number, stage in enumerate(oracle.stages):
         for piece in torch.split(stage.weights.values, 1000):

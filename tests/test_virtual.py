@@ -287,10 +287,10 @@ def test_what_comes_before_the_beginning_waits_for_it() -> None:
     [
         Begin(0, False),
         Begin(1, False),
-        Proceed(0, 1.0, 1.0, False, False),
+        Proceed(0, 1.0, 1.0, False, False, False),
         Ready(),
         Hello("127.0.0.1:1", "1"),
-        Welcome({}, {}),
+        Welcome({}, {}, False),
         Stepped(0),
     ],
 )
@@ -339,6 +339,8 @@ class Room:
     told: list[tuple[int, Control]] = field(default_factory=list)
     reports: list[IterationReport] = field(default_factory=list)
     stored: list[tuple[int, Any]] = field(default_factory=list)
+    saved_pieces: list[tuple[int, Any]] = field(default_factory=list)
+    given: list[tuple[int, int]] = field(default_factory=list)
     deaf: dict[int, type[Control]] = field(default_factory=dict)
     coordinator: Coordinator | None = None
 
@@ -357,6 +359,15 @@ class Room:
 
     def store(self, stage: int, piece: Any) -> None:
         self.stored.append((stage, piece))
+
+    def save(self, stage: int, piece: Any) -> None:
+        self.saved_pieces.append((stage, piece))
+
+    def saved(self, iterations: int) -> None:
+        self.saved_pieces.append((iterations, "done"))
+
+    def give(self, node: int, piece: int) -> None:
+        self.given.append((node, piece))
 
     def iteration_done(self, report: IterationReport) -> None:
         self.reports.append(report)
@@ -485,16 +496,16 @@ def test_weights_come_from_one_node_of_each_stage_in_turn() -> None:
         for node in range(6):
             coordinator.hear(node, said(node))
     assert coordinator.state is State.COLLECTING
-    assert room.told[-1] == (0, Collect(0))
+    assert room.told[-1] == (0, Collect(0, kept=False))
     piece = Message(Kind.CHUNK, 0, 0, 0, 0, "some weights")  # type: ignore[arg-type]
-    end = Message(Kind.CHUNK, 0, 0, 1, 1)
+    end = Message(Kind.CHUNK, 0, 0, 1, 0)
     room.now = 5_000_000_000
     coordinator.receive(0, piece)
     room.now = 11_000_000_000
     coordinator.tick()
     assert not coordinator.over, "every piece gives it time"
     coordinator.receive(0, end)
-    assert room.told[-1] == (2, Collect(0))
+    assert room.told[-1] == (2, Collect(0, kept=False))
     room.now = 18_000_000_000
     coordinator.tick()
     assert_failed(coordinator, room, "waited 7 s for n2 to send its weights")
@@ -537,12 +548,12 @@ def test_one_version_for_all() -> None:
     "control",
     [
         Hello("[::1]:5", "1.0"),
-        Welcome({"plan": {"deep": [1]}}, {"n0": ["127.0.0.1:1", None]}),
+        Welcome({"plan": {"deep": [1]}}, {"n0": ["127.0.0.1:1", None]}, True),
         Ready(),
         Begin(3, True),
         Averaged(2, float("inf"), [[0, 1, float("-inf")]], [[0, 1, 2, 3, 4, 5]], [[1, 10**12]]),
-        Proceed(3, 1e-4, 0.5, True, False),
-        Collect(0),
+        Proceed(3, 1e-4, 0.5, True, True, False),
+        Collect(0, kept=False),
         Stepped(4),
         Stop(""),
         Stop("the run was ended"),

@@ -60,6 +60,9 @@ def train(
             "tensors in one thread, in the seconds that the plan gives. ray: one Ray actor a node."
         ),
     ] = "processes",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in the output folder.")
+    ] = False,
     ray_address: Annotated[
         str | None,
         typer.Option(help="host:port of a Ray cluster, for --engine ray; none: RAY_ADDRESS, or a Ray of this machine."),
@@ -70,7 +73,7 @@ def train(
     On one machine this starts every node itself. With transport.peers in the job it waits for nodes that join from
     other machines ('skippipe node'). The output folder gets the plan, metrics.jsonl, traces and the trained model.
 
-    Ctrl-C stops, and keeps the model as far as it was trained.
+    Ctrl-C stops, and keeps the model as far as it was trained. --resume goes on from the last checkpoint.
 
     Example: skippipe train job.toml --iterations 20
     """
@@ -83,7 +86,7 @@ def train(
         if engine != "ray":
             raise UserError(f"--ray-address: goes with --engine ray, not with '{engine}'")
         os.environ["RAY_ADDRESS"] = ray_address
-    run_job(wanted, ENGINES[engine], nodes_here=engine != "ray" and not wanted.transport.peers)
+    run_job(wanted, ENGINES[engine], nodes_here=engine != "ray" and not wanted.transport.peers, resumed=resume)
 
 
 def wanted_job(path: Path, iterations: int | None, out: str | None) -> Job:
@@ -100,12 +103,12 @@ def wanted_job(path: Path, iterations: int | None, out: str | None) -> Job:
     return wanted
 
 
-def run_job(wanted: Job, engine: Engine, nodes_here: bool = True) -> None:
+def run_job(wanted: Job, engine: Engine, nodes_here: bool = True, resumed: bool = False) -> None:
     import torch
 
     torch.set_num_threads(wanted.compute.threads)
     with planning.interruptible() as stopped:
-        assembly = _assembled(wanted, stopped, nodes_here)
+        assembly = _assembled(wanted, stopped, nodes_here, resumed)
         if stopped:
             raise KeyboardInterrupt
         assembly.plan.save(Path(wanted.output) / "plan.json")
@@ -177,6 +180,31 @@ def node(
         raise UserError(reason)
 
 
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's output folder: its newest one.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the model goes.")],
+) -> None:
+    """Make a Hugging Face folder of a checkpoint, which transformers loads.
+
+    Example: skippipe export run model/
+    """
+    from skippipe.training.checkpoint import MANIFEST, Checkpoints
+    from skippipe.training.keeping import export as exported
+
+    place = checkpoint
+    if not (checkpoint / MANIFEST).is_file():
+        found = Checkpoints(checkpoint / "checkpoints").complete()
+        if not found:
+            raise UserError(f"{checkpoint}: neither a checkpoint nor the output folder of a run that has one")
+        place = found[0]
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder}: is not empty; name another folder")
+    manifest = exported(place, folder)
+    print(f"{place}: the model after {manifest.iterations} iterations is in {folder}/")
+
+
 def keys(
     cluster: inputs.ClusterName,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the key files go.")],
@@ -206,7 +234,7 @@ def keys(
     print(f"{len(peers)} node keys, coordinator.key and peers.json are in {folder}/")
 
 
-def _assembled(wanted: Job, stopped: list[bool], nodes_here: bool) -> Assembly:
+def _assembled(wanted: Job, stopped: list[bool], nodes_here: bool, resumed: bool) -> Assembly:
     from skippipe.planner.strategies import Request, Strategy
     from skippipe.training.assembly import assemble
 
@@ -217,6 +245,7 @@ def _assembled(wanted: Job, stopped: list[bool], nodes_here: bool) -> Assembly:
             reading=lambda what, share: progress(what, share, None),
             request=request,
             nodes_here=nodes_here,
+            resumed=resumed,
         )
 
 
@@ -255,7 +284,7 @@ def _watching(assembly: Assembly) -> Iterator[Watcher]:
 
     def made() -> Watcher:
         watchers: list[Watcher] = [
-            MetricsFile(folder / "metrics.jsonl", figures),
+            MetricsFile(folder / "metrics.jsonl", figures, assembly.run().first),
             Traces(folder / "traces", assembly.plan),
         ]
         if asked.tensorboard:

@@ -46,6 +46,12 @@ def config_named(name: str, vocabulary: int | None = None) -> Any:
     return config
 
 
+def config_from(fields: dict[str, Any]) -> Any:
+    """The configuration that these fields were written from."""
+    said = {name: value for name, value in fields.items() if name not in ("model_type", "transformers_version")}
+    return AutoConfig.for_model(fields["model_type"], **said)
+
+
 def llama_config(shape: ModelShape, **others: Any) -> LlamaConfig:
     return LlamaConfig(
         hidden_size=shape.hidden,

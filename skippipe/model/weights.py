@@ -68,6 +68,14 @@ class FlatWeights:
             eps=learning.epsilon,
             fused=device.type in ("cpu", "cuda"),
         )
+        self.mean, self.square = torch.zeros_like(self.values), torch.zeros_like(self.values)
+        for part, kept in zip(self._parts, (slice(0, decayed), slice(decayed, None)), strict=True):
+            # as Adam would make them itself, but in one piece
+            self._adam.state[part] = {
+                "step": torch.zeros((), device=device),
+                "exp_avg": self.mean[kept],
+                "exp_avg_sq": self.square[kept],
+            }
 
     def squared_norm(self) -> float:
         return float(torch.linalg.vector_norm(self.gradient, dtype=torch.float64) ** 2)
@@ -86,9 +94,17 @@ class FlatWeights:
         if visits > 1:
             self.gradient.div_(visits)
 
-    def moments(self) -> tuple[Tensor, Tensor]:
-        """Adam's running means of the gradient and of its square; empty before the first step."""
-        states = [self._adam.state[part] for part in self._parts]
-        if not all(states):
-            return torch.empty(0), torch.empty(0)
-        return torch.cat([each["exp_avg"] for each in states]), torch.cat([each["exp_avg_sq"] for each in states])
+    @property
+    def state(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights, and Adam's running means of the gradient and of its square."""
+        return self.values, self.mean, self.square
+
+    @property
+    def steps(self) -> int:
+        """How many the optimizer has taken."""
+        return int(self._adam.state[self._parts[0]]["step"])
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        for part in self._parts:
+            self._adam.state[part]["step"].fill_(count)

@@ -28,6 +28,8 @@ class Welcome:
     brief: dict[str, Any]
     peers: dict[str, Any]
     """Name → address and public key."""
+    resumed: bool
+    """Weights and optimizer come from a checkpoint: ask for them."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Proceed:
     rate: float
     scale: float
     last: bool
+    kept: bool
+    """Keep a copy of the stage's state after the step, for a checkpoint."""
     recorded: bool
     """Report every task of the next iteration."""
 
@@ -73,6 +77,15 @@ class Proceed:
 @dataclass(frozen=True)
 class Collect:
     """Send a piece of the stage's weights; the next is asked for when it has come, so that no queue fills up."""
+
+    piece: int
+    kept: bool
+    """Of the copy that was made for a checkpoint, optimizer and all, instead of the weights as they are now."""
+
+
+@dataclass(frozen=True)
+class Want:
+    """A node that is to go on from a checkpoint asks for a piece of its stage's state."""
 
     piece: int
 
@@ -98,10 +111,10 @@ class Failed:
     reason: str
 
 
-Control = Hello | Welcome | Ready | Begin | Averaged | Proceed | Collect | Stepped | Stop | Failed
+Control = Hello | Welcome | Ready | Begin | Averaged | Proceed | Collect | Want | Stepped | Stop | Failed
 KINDS: dict[str, type[Any]] = {
     kind.__name__.lower(): kind
-    for kind in (Hello, Welcome, Ready, Begin, Averaged, Proceed, Collect, Stepped, Stop, Failed)
+    for kind in (Hello, Welcome, Ready, Begin, Averaged, Proceed, Collect, Want, Stepped, Stop, Failed)
 }
 
 

@@ -25,6 +25,7 @@ from skippipe.runtime.control import (
     Ready,
     Stepped,
     Stop,
+    Want,
     Welcome,
 )
 from skippipe.transport.message import Message
@@ -43,11 +44,33 @@ class Surroundings(Protocol):
     def store(self, stage: int, piece: Any) -> None:
         """Keep a piece of a stage's weights; None after the last."""
 
+    def save(self, stage: int, piece: Any) -> None:
+        """Put a piece of a stage's state into the checkpoint that is being made; None after the last."""
+
+    def saved(self, iterations: int) -> None:
+        """The checkpoint after so many iterations is complete."""
+
+    def give(self, node: int, piece: int) -> None:
+        """Send a node a piece of the state that it goes on from."""
+
 
 class Watcher(Protocol):
     """Whoever wants to know how it goes."""
 
     def iteration_done(self, report: IterationReport) -> None: ...
+
+
+class Keeper(Protocol):
+    """Whoever keeps checkpoints."""
+
+    def save(self, stage: int, piece: Any) -> None:
+        """A piece of a stage's state, in order; None after the last."""
+
+    def saved(self, iterations: int) -> None:
+        """All stages were given: so many iterations are done."""
+
+    def piece(self, stage: int, number: int) -> tuple[Any, int]:
+        """Of the state to go on from, None past the last; and the steps that the optimizer had taken."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +129,10 @@ class Coordinator:
     first: int = 0
     recorded: frozenset[int] = frozenset()
     """The iterations of which every task is reported."""
+    kept_every: int = 0
+    """Iterations from one checkpoint to the next; 0: none are made."""
+    resumed: bool = False
+    """Nodes go on from a checkpoint."""
     deadlines: Deadlines = Deadlines()
     state: State = State.JOINING
     failure: str = ""
@@ -114,6 +141,8 @@ class Coordinator:
     _since_ns: int = field(init=False)
     _collecting: int = field(init=False, default=-1)
     _early: bool = field(init=False, default=False)
+    _saving: tuple[int, int] | None = field(init=False, default=None)
+    """Of the checkpoint that is being made: after how many iterations, and the stage that is on its way."""
 
     def __post_init__(self) -> None:
         self.iteration = self.first
@@ -136,6 +165,9 @@ class Coordinator:
                 pass
             case _ if node in self._heard:
                 self.fail(f"node '{self._name(node)}' said {type(control).__name__} when it had said all")
+            case Want() if self.state is State.PREPARING and self.resumed:
+                self._since_ns = self.surroundings.now_ns()
+                self.surroundings.give(node, control.piece)
             case Ready() if self.state is State.PREPARING:
                 self._heard[node] = control
                 if self._all_heard():
@@ -155,8 +187,11 @@ class Coordinator:
                 self.fail(f"node '{self._name(node)}' said {type(control).__name__} while {self.state.name.lower()}")
 
     def receive(self, node: int, message: Message) -> None:
-        """A piece of the weights."""
+        """A piece of the weights, or of the copy that was kept for a checkpoint."""
         if self.over:
+            return
+        if message.step:
+            self._save(node, message)
             return
         if self.state is not State.COLLECTING or node != self.plan.stages[self._collecting].ring[0]:
             self.fail(f"node '{self._name(node)}' sent weights that nobody asked for")
@@ -167,7 +202,7 @@ class Coordinator:
         if message.body is None:
             self._collect(self._collecting + 1)
         else:
-            self.surroundings.tell(node, Collect(message.microbatch + 1))
+            self.surroundings.tell(node, Collect(message.microbatch + 1, kept=False))
 
     def finish_early(self) -> None:
         """Collect the weights as they are; what is in flight is given up. Before training there is nothing to keep."""
@@ -219,7 +254,7 @@ class Coordinator:
         if self._all_heard() and not self.over:
             peers = {self._name(each): [address, self.keys.get(each)] for each, address in self._heard.items()}
             self._enter(State.PREPARING)
-            self._tell_all(Welcome(self.brief, peers))
+            self._tell_all(Welcome(self.brief, peers, self.resumed))
 
     def _training(self) -> None:
         self._enter(State.TRAINING)
@@ -237,7 +272,9 @@ class Coordinator:
         rate = self.learning.rate_at(self.iteration)
         losses = [loss for _, _, loss in sorted(tuple(row) for node in self._nodes for row in reports[node].losses)]
         last = self.iteration + 1 == self.first + self.iterations
-        proceed = Proceed(self.iteration, rate, scale, last, self.iteration + 1 in self.recorded)
+        done = self.iteration + 1
+        kept = self._saving is None and self.kept_every > 0 and (last or done % self.kept_every == 0)
+        proceed = Proceed(self.iteration, rate, scale, last, kept, done in self.recorded)
         now_ns = self.surroundings.now_ns()
         report = IterationReport(
             iteration=self.iteration,
@@ -252,19 +289,45 @@ class Coordinator:
         if not last:
             self.iteration += 1
         self._tell_all(proceed)
+        if kept:
+            self._ask_for_state(done, 0)
         self.watcher.iteration_done(report)
+
+    def _save(self, node: int, message: Message) -> None:
+        if self._saving is None or node != self.plan.stages[self._saving[1]].ring[0]:
+            self.fail(f"node '{self._name(node)}' sent weights that nobody asked for")
+            return
+        iterations, stage = self._saving
+        if self.state is State.COLLECTING and not self._early:
+            self._since_ns = self.surroundings.now_ns()
+        self.surroundings.save(stage, message.body)
+        if message.body is not None:
+            self.surroundings.tell(node, Collect(message.microbatch + 1, kept=True))
+        elif stage + 1 < len(self.plan.stages):
+            self._ask_for_state(iterations, stage + 1)
+        else:
+            self._saving = None
+            self.surroundings.saved(iterations)
+            if self.state is State.COLLECTING and self._collecting == len(self.plan.stages):
+                self._collect(self._collecting)
+
+    def _ask_for_state(self, iterations: int, stage: int) -> None:
+        self._saving = iterations, stage
+        self.surroundings.tell(self.plan.stages[stage].ring[0], Collect(0, kept=True))
 
     def _collect(self, stage: int) -> None:
         if stage == len(self.plan.stages):
-            self.state = State.DONE
-            self._tell_all(Stop(""))
+            self._collecting = stage
+            if self._saving is None or self._early:
+                self.state = State.DONE
+                self._tell_all(Stop(""))
             return
         self._collecting = stage
         since_ns = self._since_ns
         self._enter(State.COLLECTING)
         if self._early and stage > 0:
             self._since_ns = since_ns
-        self.surroundings.tell(self.plan.stages[stage].ring[0], Collect(0))
+        self.surroundings.tell(self.plan.stages[stage].ring[0], Collect(0, kept=False))
 
     def _enter(self, state: State) -> None:
         self.state = state
@@ -293,7 +356,10 @@ class Coordinator:
 
     def _missing(self) -> list[int]:
         if self.state is State.COLLECTING:
-            return [self.plan.stages[self._collecting].ring[0]]
+            stage = self._collecting
+            if self._saving is not None and stage == len(self.plan.stages):
+                stage = self._saving[1]
+            return [self.plan.stages[stage].ring[0]]
         return [node for node in self._nodes if node not in self._heard]
 
     def _tell_all(self, control: Control) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from skippipe.errors import UserError
 from skippipe.learning import Learning
 from skippipe.runtime.control import Control, from_json, to_json
-from skippipe.runtime.coordinator import Coordinator, Deadlines, Watcher
+from skippipe.runtime.coordinator import Coordinator, Deadlines, Keeper, Watcher
 from skippipe.runtime.member import THE_COORDINATOR
 from skippipe.training.brief import Brief
 from skippipe.transport.keys import KeyPair
@@ -33,11 +33,13 @@ class Desk:
         listen: str = "127.0.0.1:0",
         security: Security = "curve",
         store: Callable[[int, Any], None],
+        keeper: Keeper | None = None,
     ) -> None:
         self._plan = brief.plan
         self._brief = brief
         self._publics = publics
         self._store = store
+        self._keeper = keeper
         self._mailbox = Mailbox(THE_COORDINATOR, keys, listen=listen, security=security, depth=1024)
         self._names = {number: node.name for number, node in enumerate(self._plan.cluster.nodes)}
         for number in self._plan.stage_of:
@@ -58,7 +60,9 @@ class Desk:
         iterations: int,
         watcher: Watcher,
         *,
+        first: int = 0,
         recorded: frozenset[int] = frozenset(),
+        kept_every: int = 0,
         deadlines: Deadlines | None = None,
         gone: Callable[[], str] = lambda: "",
         stopped: Callable[[], bool] = lambda: False,
@@ -76,7 +80,10 @@ class Desk:
             iterations,
             brief=self._brief.to_json(),
             keys={number: self._publics.get(self._names[number]) for number in self._plan.stage_of},
+            first=first,
+            resumed=first > 0,
             recorded=recorded,
+            kept_every=kept_every,
             deadlines=deadlines or Deadlines(),
         )
         try:
@@ -117,14 +124,31 @@ class Desk:
             self.machine.fail(f"node '{self._names[node]}' says that it is at {error}")
 
     def tell(self, node: int, control: Control) -> None:
+        self._send(node, Message(Kind.CONTROL, 0, 0, 0, 0, to_json(control)))
+
+    def _send(self, node: int, message: Message) -> None:
         try:
-            self._mailbox.send(self._names[node], Message(Kind.CONTROL, 0, 0, 0, 0, to_json(control)))
+            self._mailbox.send(self._names[node], message)
         except (NotConnected, QueueFull):
             assert self.machine is not None
             self.machine.lost(node, "it does not take messages")
 
     def store(self, stage: int, piece: Any) -> None:
         self._store(stage, piece)
+
+    def save(self, stage: int, piece: Any) -> None:
+        assert self._keeper is not None
+        self._keeper.save(stage, piece)
+
+    def saved(self, iterations: int) -> None:
+        assert self._keeper is not None
+        self._keeper.saved(iterations)
+
+    def give(self, node: int, piece: int) -> None:
+        assert self._keeper is not None
+        stage = self._plan.stage_of[node]
+        body, steps = self._keeper.piece(stage, piece)
+        self._send(node, Message(Kind.CHUNK, 0, stage, piece, steps, body))
 
     def _deliver(self, machine: Coordinator, received: Received) -> None:
         node = self._plan.cluster.number[received.peer]

@@ -21,7 +21,6 @@ from skippipe.runtime.control import (
     Control,
     Failed,
     Hello,
-    Ready,
     Stop,
     Welcome,
     from_json,
@@ -98,7 +97,8 @@ class Member:
             self.say(Hello(asked.address or self._mailbox.address, __version__))
             welcome = self._welcomed()
             self._prepare(Brief.from_json(welcome.brief), welcome.peers)
-            self.say(Ready())
+            assert self._node is not None
+            self._node.welcomed(welcome.resumed)
             while True:
                 self._turn()
         except Dismissed as stop:
@@ -202,7 +202,9 @@ class Member:
 
     def _deliver(self, received: Received) -> None:
         assert self._node is not None
-        if received.peer == THE_COORDINATOR:
+        if received.peer == THE_COORDINATOR and received.message.kind is Kind.CHUNK:
+            self._node.restore(received.message)
+        elif received.peer == THE_COORDINATOR:
             control = self._control(received)
             if isinstance(control, Begin):  # everybody is ready, so nobody takes us for a stranger
                 for name, (address, public) in self._peers.items():

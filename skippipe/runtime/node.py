@@ -20,8 +20,8 @@ from skippipe import dispatch
 from skippipe.compiled import plain
 from skippipe.plan import Plan
 from skippipe.rules import circle, exposure
-from skippipe.runtime.control import COORDINATOR, Averaged, Begin, Collect, Control, Proceed, Stepped, Stop
-from skippipe.runtime.work import Measure, Outcome, Pass, Reduce, Show, Step, Task, Work
+from skippipe.runtime.control import COORDINATOR, Averaged, Begin, Collect, Control, Proceed, Ready, Stepped, Stop, Want
+from skippipe.runtime.work import Keep, Load, Measure, Outcome, Pass, Reduce, Show, Step, Task, Work
 from skippipe.timeline import Timing
 from skippipe.transport.message import Kind, Message
 
@@ -121,17 +121,32 @@ class Node:
                 self.phase = Phase.STEPPING
                 self._proceed = control
                 self._chores.append(Step(control.rate, control.scale))
+                if control.kept and self.plan.stages[self.stage].ring[0] == self.number:
+                    self._chores.append(Keep())
             case Begin() | Proceed():
                 raise ProtocolBroken(
                     f"told to {type(control).__name__.lower()} iteration {control.iteration} while {self.phase.value}"
                     f" in iteration {self.iteration}"
                 )
             case Collect():  # after the step, if one was asked for
-                self._chores.append(Show(control.piece))
+                self._chores.append(Show(control.piece, control.kept))
             case Stop():
                 self.stopped = control
             case _:
                 raise ProtocolBroken(f"a node has no use for {type(control).__name__}")
+
+    def welcomed(self, resumed: bool) -> None:
+        """The stage is built; its state is as the seed has it, or still to come."""
+        self._outside.say(Want(0) if resumed else Ready())
+
+    def restore(self, message: Message) -> None:
+        """A piece of the state to go on from, from the coordinator.
+
+        The last has no body; its `step` is the number of steps that the optimizer has taken.
+        """
+        if self.phase is not Phase.WAITING or message.kind is not Kind.CHUNK:
+            raise ProtocolBroken(f"state to go on from came while {self.phase.value}")
+        self._chores.append(Load(message.microbatch, message.body, message.step))
 
     def receive(self, sender: int, message: Message) -> None:
         """From another node; what comes from one that is an iteration ahead is kept until this node gets there."""
@@ -162,8 +177,12 @@ class Node:
             case Step():
                 self._stepped()
             case Show():
-                message = Message(Kind.CHUNK, max(0, self.iteration), self.stage, work.piece, 0, result)
+                message = Message(Kind.CHUNK, max(0, self.iteration), self.stage, work.piece, int(work.kept), result)
                 self._outside.send(COORDINATOR, message)
+            case Load():
+                self._outside.say(Ready() if work.given is None else Want(work.piece + 1))
+            case Keep():
+                pass
 
     def decide(self) -> None:
         """Start what goes next, if nothing runs."""

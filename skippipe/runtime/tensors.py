@@ -13,7 +13,7 @@ from skippipe.compiled import plain
 from skippipe.model.tasks import StageTasks
 from skippipe.plan import Plan
 from skippipe.runtime.ring import GradientRing
-from skippipe.runtime.work import Measure, Outcome, Pass, Reduce, Show, Step, Task, Work
+from skippipe.runtime.work import Keep, Load, Measure, Outcome, Pass, Reduce, Show, Step, Task, Work
 from skippipe.text.sampler import Sampler
 from skippipe.transport.packed import Packed, pack, unpack
 
@@ -41,6 +41,7 @@ class Tensors:
         self._packing = packing
         self._reduce = reduce
         self._visits = 0
+        self._kept: Tensor | None = None
         ring = plan.stages[plan.stage_of[node]].ring
         dtype = plan.workload.gradient_dtype
         self._ring = GradientRing(tasks.weights.gradient, ring.index(node), len(ring), dtype)
@@ -65,8 +66,30 @@ class Tensors:
                     self.tasks.weights.step(work.rate, work.scale)
                 return None
             case Show():
-                values = self.tasks.weights.values[work.piece * SHOWN_VALUES : (work.piece + 1) * SHOWN_VALUES]
-                return pack(values, "fp32") if len(values) else None
+                whole = self._kept if work.kept else self.tasks.weights.values
+                assert whole is not None, "nothing was kept"
+                values = whole[work.piece * SHOWN_VALUES : (work.piece + 1) * SHOWN_VALUES]
+                if len(values):
+                    return pack(values, "fp32")
+                self._kept = None if work.kept else self._kept
+                return None
+            case Keep():
+                self._kept = torch.cat([part.cpu() for part in self.tasks.weights.state])
+                return None
+            case Load(given=None):
+                self.tasks.weights.steps = work.steps
+                return None
+            case Load():
+                self._load(work.piece * SHOWN_VALUES, unpack(work.given, self.tasks.device))
+                return None
+
+    def _load(self, start: int, values: Tensor) -> None:
+        """A piece of weights, means and squares, one after another."""
+        for part in self.tasks.weights.state:
+            here = values[max(0, -start) : max(0, len(part) - start)]
+            if len(here):
+                part[max(0, start) : max(0, start) + len(here)] = here
+            start -= len(part)
 
     def _task(self, task: Task) -> Outcome:
         length = len(self._plan.lanes[task.lane].path)

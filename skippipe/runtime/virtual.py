@@ -18,11 +18,24 @@ from skippipe.averaging import chunk_ns
 from skippipe.dispatch import is_weights, place
 from skippipe.learning import Learning
 from skippipe.plan import Plan
-from skippipe.runtime.control import COORDINATOR, Control, Hello, Ready, Welcome
-from skippipe.runtime.coordinator import Coordinator, IterationReport, Watcher
+from skippipe.runtime.control import COORDINATOR, Control, Hello, Welcome
+from skippipe.runtime.coordinator import Coordinator, IterationReport, Keeper, Watcher
 from skippipe.runtime.durations import planned_ns
 from skippipe.runtime.node import Node
-from skippipe.runtime.work import Computer, Measure, Outcome, Pass, Reduce, Show, Step, Task, Work, piece_sent
+from skippipe.runtime.work import (
+    Computer,
+    Keep,
+    Load,
+    Measure,
+    Outcome,
+    Pass,
+    Reduce,
+    Show,
+    Step,
+    Task,
+    Work,
+    piece_sent,
+)
 from skippipe.transport.message import Kind, Message
 
 Disturb = Callable[[int], int]
@@ -63,12 +76,27 @@ class _Desk:
 
     def tell(self, node: int, control: Control) -> None:
         if isinstance(control, Welcome):
-            self.cluster.after(0, lambda: self.cluster.coordinator.hear(node, Ready()))
+            self.cluster.after(0, lambda: self.cluster.nodes[node].welcomed(control.resumed), node)
             return
         self.cluster.after(0, lambda: self.cluster.nodes[node].hear(control), node)
 
     def store(self, stage: int, piece: Any) -> None:
         self.cluster.stored.setdefault(stage, []).append(piece)
+
+    def save(self, stage: int, piece: Any) -> None:
+        if self.cluster.keeper is not None:
+            self.cluster.keeper.save(stage, piece)
+
+    def saved(self, iterations: int) -> None:
+        if self.cluster.keeper is not None:
+            self.cluster.keeper.saved(iterations)
+
+    def give(self, node: int, piece: int) -> None:
+        assert self.cluster.keeper is not None
+        stage = self.cluster.plan.stage_of[node]
+        body, steps = self.cluster.keeper.piece(stage, piece)
+        message = Message(Kind.CHUNK, 0, stage, piece, steps, body)
+        self.cluster.after(0, lambda: self.cluster.nodes[node].restore(message), node)
 
     def iteration_done(self, report: IterationReport) -> None:
         self.cluster.reports.append(report)
@@ -86,6 +114,11 @@ class VirtualCluster:
     disturb: Disturb = lambda duration_ns: duration_ns
     recorded: frozenset[int] = frozenset()
     watcher: Watcher | None = None
+    first: int = 0
+    kept_every: int = 0
+    keeper: Keeper | None = None
+    """Where checkpoints go, and where state comes from to go on from."""
+    resumed: bool = False
     stopped: Callable[[], bool] = lambda: False
     """Whether somebody wants the run to end."""
     now_ns: int = 0
@@ -102,7 +135,17 @@ class VirtualCluster:
             self.computers = {node: Symbols(node, self.plan) for node in self.plan.stage_of}
         self.nodes = {node: Node(node, self.plan, _Place(self, node)) for node in self.plan.stage_of}
         desk = _Desk(self)
-        self.coordinator = Coordinator(self.plan, self.learning, desk, desk, self.iterations, recorded=self.recorded)
+        self.coordinator = Coordinator(
+            self.plan,
+            self.learning,
+            desk,
+            desk,
+            self.iterations,
+            first=self.first,
+            recorded=self.recorded,
+            kept_every=self.kept_every,
+            resumed=self.resumed,
+        )
 
     def run(self) -> None:
         """Until everybody is done."""
@@ -206,6 +249,8 @@ class Symbols:
                 return None
             case Show():
                 return None if work.piece else Trail(0, 0, 0)
+            case Keep() | Load():
+                return None
             case Reduce():
                 raise AssertionError("symbols know no other way to average")
 

@@ -61,9 +61,27 @@ class Show:
     """A piece of the weights, for whoever collects them; None past the last."""
 
     piece: int
+    kept: bool = False
+    """Of the copy that was kept, with the optimizer's state, instead of the weights as they are now."""
 
 
-Work = Task | Pass | Reduce | Measure | Step | Show
+@dataclass(frozen=True)
+class Keep:
+    """Copy weights and optimizer state, for a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Take over a piece of a checkpoint's state."""
+
+    piece: int
+    given: Any
+    """None when all has come."""
+    steps: int = 0
+    """That the optimizer had taken by then; said when all has come."""
+
+
+Work = Task | Pass | Reduce | Measure | Step | Show | Keep | Load
 
 
 class Computer(Protocol):

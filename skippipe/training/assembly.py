@@ -41,6 +41,8 @@ class Assembly:
     """With its promise, under full timing."""
     blueprint: Blueprint
     tokens: TokenFile
+    resumed: bool = False
+    """Go on from the newest checkpoint in the output folder."""
 
     @property
     def brief(self) -> Brief:
@@ -76,6 +78,9 @@ class Assembly:
             output=Path(job.output),
             iterations=job.iterations,
             recorded=frozenset(range(min(every, job.iterations) - 1, job.iterations, every) if every else ()),
+            kept_every=job.checkpoint.every,
+            kept=job.checkpoint.keep,
+            resumed=self.resumed,
             security=job.transport.security,
             listen=job.transport.listen,
             peers=Path(job.transport.peers) if job.transport.peers else None,
@@ -90,8 +95,12 @@ def assemble(
     reading: Progress = lambda what, share: None,
     request: Request | None = None,
     nodes_here: bool = True,
+    resumed: bool = False,
 ) -> Assembly:
-    """`request` says how hard to plan; none: as the job does. Nodes that run elsewhere look for their device there."""
+    """`request` says how hard to plan; none: as the job does. Nodes that run elsewhere look for their device there.
+
+    A resumed run keeps the plan that it had, if that is still one for the job's model and cluster.
+    """
     if nodes_here:
         check_device(job.compute.device)
     _check_output(Path(job.output))
@@ -106,10 +115,17 @@ def assemble(
         reading,
     )
     blueprint = Blueprint(config_named(job.model.config, tokens.vocabulary), job.seed)
-    plan = _planned(job, cluster, example, blueprint, request) if given is None else _fitting(given, job, blueprint)
+    plan = _fitting(given, job, blueprint) if given else None
+    if plan is None and resumed:
+        plan = _earlier(job, blueprint)
+    if plan is None:
+        plan = _planned(job, cluster, example, blueprint, request)
     work = plan.workload
     Sampler(tokens.ids, work.sequence_tokens, job.seed, plan.microbatches, work.samples_per_microbatch)  # long enough?
-    return Assembly(job, plan, blueprint, tokens)
+    assembly = Assembly(job, plan, blueprint, tokens, resumed)
+    if resumed:
+        _ = assembly.run().origin  # says so if there is no checkpoint to go on from
+    return assembly
 
 
 def _planned(
@@ -137,6 +153,17 @@ def _planned(
     problem = problem_of(cluster, workload, wishes, example)
     strategy = Strategy(asked.strategy)
     return make_plan(problem, strategy, request or Request(seed=job.seed, budget_s=asked.budget_s))
+
+
+def _earlier(job: Job, blueprint: Blueprint) -> Plan | None:
+    """The plan that the output folder has from before."""
+    path = Path(job.output) / "plan.json"
+    if not path.exists():
+        return None
+    try:
+        return _fitting(Plan.load(path), replace(job, pipeline=replace(job.pipeline, plan=str(path))), blueprint)
+    except UserError:
+        return None
 
 
 def _as_emulated(job: Job, cluster: Cluster, workload: Workload) -> Cluster:

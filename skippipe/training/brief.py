@@ -36,14 +36,9 @@ class Brief:
     """host:port at which torch.distributed meets, if it averages."""
 
     def blueprint(self) -> Blueprint:
-        from transformers import AutoConfig
+        from skippipe.model.blueprint import Blueprint, config_from
 
-        from skippipe.model.blueprint import Blueprint
-
-        said = {
-            name: value for name, value in self.config.items() if name not in ("model_type", "transformers_version")
-        }
-        return Blueprint(AutoConfig.for_model(self.config["model_type"], **said), self.seed)
+        return Blueprint(config_from(self.config), self.seed)
 
     def sampler(self, folder: Path | None = None) -> Sampler:
         """The text, from here or from where this machine keeps it."""

@@ -27,6 +27,8 @@ def processes(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
 
 def one_process(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
     """No nodes: the oracle."""
+    if assembly.resumed:
+        raise UserError("--resume: one process makes no checkpoints; use --engine virtual or processes")
     from skippipe.training.oneprocess import OneProcess
 
     job = assembly.job
@@ -64,9 +66,20 @@ def virtual(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
         for node, stage in brief.plan.stage_of.items()
     }
     cluster = VirtualCluster(
-        brief.plan, brief.learning, run.iterations, computers, recorded=run.recorded, watcher=watcher, stopped=stopped
+        brief.plan,
+        brief.learning,
+        run.iterations - run.first,
+        computers,
+        recorded=run.recorded,
+        watcher=watcher,
+        first=run.first,
+        kept_every=run.kept_every,
+        keeper=run.keeper,
+        resumed=run.resumed,
+        stopped=stopped,
     )
     cluster.run()
+    run.keeper.close()
     if cluster.coordinator.failure:
         raise UserError(cluster.coordinator.failure)
     folder = run.folder()

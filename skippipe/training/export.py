@@ -13,18 +13,19 @@ from skippipe.jsonfile import write_text
 from skippipe.model.blueprint import Blueprint
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.model.weights import layout
-from skippipe.plan import Plan
+from skippipe.text.tokenizer import TextTokenizer
 from skippipe.transport.packed import unpack
 
 
 class ModelFolder:
     """Takes the flat weights of one stage after another; holds one stage at a time."""
 
-    def __init__(self, folder: Path, plan: Plan, blueprint: Blueprint, tokenizer: Any) -> None:
+    def __init__(self, folder: Path, layers: tuple[int, ...], blueprint: Blueprint, tokenizer: TextTokenizer) -> None:
+        """`layers` of each stage."""
         self._folder = folder
         self._blueprint = blueprint
         self._tokenizer = tokenizer
-        self._ranges = layer_ranges(tuple(stage.layers for stage in plan.stages))
+        self._ranges = layer_ranges(layers)
         self._pieces: list[torch.Tensor] = []
         self._where: dict[str, str] = {}
         self._bytes = 0

@@ -115,6 +115,14 @@ class EmulationChoice:
 
 
 @dataclass(frozen=True)
+class CheckpointChoice:
+    every: int = 50
+    """Iterations from one checkpoint to the next; there is one at the end too. 0: none are made."""
+    keep: int = 2
+    """How many stay on disk, the newest."""
+
+
+@dataclass(frozen=True)
 class ReportChoice:
     recorded: int = 50
     """Every so many iterations, keep what every node did when, as a Chrome trace; 0: never."""
@@ -152,6 +160,8 @@ class Job:
     """On a node."""
     emulation: EmulationChoice = EmulationChoice()
     """One machine as a continent."""
+    checkpoint: CheckpointChoice = CheckpointChoice()
+    """Weights and optimizer state on disk while training goes on; `skippipe train --resume` goes on from there."""
     report: ReportChoice = ReportChoice()
     """What is written down while training."""
 
@@ -167,6 +177,8 @@ class Job:
             ("pipeline.max_slots", self.pipeline.max_slots, 1),
             ("compute.threads", self.compute.threads, 1),
             ("report.recorded", self.report.recorded, 0),
+            ("checkpoint.every", self.checkpoint.every, 0),
+            ("checkpoint.keep", self.checkpoint.keep, 1),
             ("learning.warmup", learning.warmup, 0),
             ("learning.iterations", learning.iterations, 0),
             ("learning.floor", learning.floor, 0),

@@ -89,12 +89,17 @@ class Figures:
 
 
 class MetricsFile:
-    """One JSON object a line, on disk before the next iteration is done."""
+    """One JSON object a line, on disk before the next iteration is done.
 
-    def __init__(self, path: Path, figures: Figures) -> None:
+    A run that goes on from a checkpoint keeps the lines up to there.
+    """
+
+    def __init__(self, path: Path, figures: Figures, first: int = 0) -> None:
         self._figures = figures
         self._names = [node.name for node in figures.plan.cluster.nodes]
+        before = path.read_text(encoding="utf-8").splitlines() if first and path.exists() else []
         self._file = path.open("w", encoding="utf-8")
+        self._file.writelines(f"{line}\n" for line in before if json.loads(line)["iteration"] < first)
 
     def iteration_done(self, report: IterationReport) -> None:
         links = [[self._names[a], self._names[b], count] for (a, b), count in sorted(report.sent_bytes.items())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from skippipe.runtime.coordinator import Deadlines, Watcher
 from skippipe.runtime.desk import Desk
 from skippipe.runtime.member import Invitation, Member
 from skippipe.training.brief import Brief
+from skippipe.training.checkpoint import Checkpoints
 from skippipe.training.export import ModelFolder
+from skippipe.training.keeping import CheckpointKeeper, Origin, origin_of
 from skippipe.training.nursery import Nursery, log_file
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from skippipe.transport.mailbox import Security
@@ -37,6 +40,34 @@ class Run:
     key: Path | None = None
     """… the coordinator's own key, if nodes join by themselves."""
     deadlines: Deadlines = field(default_factory=Deadlines)
+    kept_every: int = 0
+    """Iterations from one checkpoint to the next; 0: none are made."""
+    kept: int = 2
+    """How many checkpoints stay."""
+    resumed: bool = False
+    """Go on from the newest checkpoint in the output folder."""
+
+    @cached_property
+    def origin(self) -> Origin | None:
+        """Where to go on from; found, and checked, when it is first asked for."""
+        if not self.resumed:
+            return None
+        origin = origin_of(self.checkpoints, self.brief)
+        if origin.manifest.iterations >= self.iterations:
+            raise UserError(
+                f"{origin.place}: is {origin.manifest.iterations} iterations on already; "
+                f"{self.iterations} are asked for: ask for more"
+            )
+        return origin
+
+    @property
+    def first(self) -> int:
+        """The iteration to begin with."""
+        return self.origin.manifest.iterations if self.origin else 0
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.output / "checkpoints", self.kept)
 
     @property
     def names(self) -> list[str]:
@@ -92,23 +123,39 @@ class Run:
         self.coordinate(desk, watcher, stopped)
 
     def desk(self, own: KeyPair | None, publics: Mapping[str, str | None]) -> Desk:
-        return Desk(self.brief, own, publics, listen=self.listen, security=self.security, store=self.folder().store)
+        return Desk(
+            self.brief,
+            own,
+            publics,
+            listen=self.listen,
+            security=self.security,
+            store=self.folder().store,
+            keeper=self.keeper,
+        )
+
+    @cached_property
+    def keeper(self) -> CheckpointKeeper:
+        return CheckpointKeeper(self.checkpoints, self.brief, self.blueprint, self.tokenizer, self.origin)
 
     def coordinate(
         self, desk: Desk, watcher: Watcher, stopped: Callable[[], bool], gone: Callable[[], str] = lambda: ""
     ) -> None:
         desk.run(
             self.brief.learning,
-            self.iterations,
+            self.iterations - self.first,
             watcher,
+            first=self.first,
             recorded=self.recorded,
+            kept_every=self.kept_every,
             deadlines=self.deadlines,
             gone=gone,
             stopped=stopped,
         )
+        self.keeper.close()
 
     def folder(self) -> ModelFolder:
-        return ModelFolder(self.output / "model", self.brief.plan, self.blueprint, self.tokenizer)
+        layers = tuple(stage.layers for stage in self.brief.plan.stages)
+        return ModelFolder(self.output / "model", layers, self.blueprint, self.tokenizer)
 
     def ended(self, nursery: Nursery) -> str:
         """What is known of the first node that is no more; empty if all live."""

@@ -1,0 +1,161 @@
+"""Checkpoints: a run that goes on from one is the run that was not interrupted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from skippipe.errors import UserError
+from skippipe.learning import Learning
+from skippipe.model.blueprint import Blueprint
+from skippipe.plan import Lane, Plan
+from skippipe.runtime.coordinator import State
+from skippipe.runtime.tensors import Tensors
+from skippipe.runtime.virtual import VirtualCluster
+from skippipe.text.tokenizer import TextTokenizer, train_bpe
+from skippipe.training.brief import Brief
+from skippipe.training.checkpoint import MANIFEST, Checkpoints, verified
+from skippipe.training.keeping import CheckpointKeeper, Origin, export, origin_of
+from tests.test_exact import FULL, SKIPPED, plan_of, tensors_of
+
+torch.set_num_threads(1)
+LEARNING = Learning(rate=3e-3, warmup=2, iterations=6)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> TextTokenizer:
+    return train_bpe(["some words, and some more words"] * 20, 270)
+
+
+def brief_of(plan: Plan, blueprint: Blueprint) -> Brief:
+    return Brief(plan, blueprint.config.to_dict(), blueprint.seed, LEARNING, "tokens", "0" * 64)
+
+
+def run(
+    plan: Plan,
+    blueprint: Blueprint,
+    checkpoints: Checkpoints,
+    tokenizer: TextTokenizer,
+    *,
+    until: int = 6,
+    every: int = 2,
+    origin: Origin | None = None,
+) -> tuple[VirtualCluster, dict[int, Tensors], CheckpointKeeper]:
+    """Up to an iteration, from the start or from a checkpoint."""
+    computers = tensors_of(plan, blueprint, LEARNING)
+    keeper = CheckpointKeeper(checkpoints, brief_of(plan, blueprint), blueprint, tokenizer, origin)
+    first = origin.manifest.iterations if origin else 0
+    cluster = VirtualCluster(
+        plan,
+        LEARNING,
+        until - first,
+        computers,
+        first=first,
+        kept_every=every,
+        keeper=keeper,
+        resumed=origin is not None,
+    )
+    cluster.run()
+    keeper.close()
+    assert cluster.coordinator.state is State.DONE, cluster.coordinator.failure
+    return cluster, computers, keeper
+
+
+def weights_of(computers: dict[int, Tensors]) -> dict[str, torch.Tensor]:
+    return {name: each.detach() for one in computers.values() for name, each in one.tasks.model.named_weights()}
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_going_on_is_the_same_as_not_stopping(tmp_path: Path, tokenizer: TextTokenizer, split: bool) -> None:
+    plan, blueprint = plan_of(SKIPPED, split=split)
+    whole, expected, _ = run(plan, blueprint, Checkpoints(tmp_path / "whole"), tokenizer)
+    checkpoints = Checkpoints(tmp_path / "cut")
+    run(plan, blueprint, checkpoints, tokenizer, until=4)
+    origin = origin_of(checkpoints, brief_of(plan, blueprint))
+    assert origin.manifest.iterations == 4
+    rest, found, _ = run(plan, blueprint, checkpoints, tokenizer, origin=origin)
+    assert [report.iteration for report in rest.reports] == [4, 5]
+    assert [report.loss for report in rest.reports] == [report.loss for report in whole.reports[4:]]
+    for node, computer in expected.items():
+        for ours, theirs in zip(computer.tasks.weights.state, found[node].tasks.weights.state, strict=True):
+            assert torch.equal(ours, theirs)
+        assert computer.tasks.weights.steps == found[node].tasks.weights.steps == 6
+
+
+def test_going_on_with_other_stages_and_other_nodes(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    plan, blueprint = plan_of(FULL)
+    whole, _, _ = run(plan, blueprint, Checkpoints(tmp_path / "whole"), tokenizer)
+    checkpoints = Checkpoints(tmp_path / "cut")
+    run(plan, blueprint, checkpoints, tokenizer, until=4)
+    lanes = tuple(Lane((node, 2), 2) for node in (0, 1))  # two stages on three nodes, the same microbatches
+    other, _ = plan_of(lanes, (2, 3), stages=((0, 1), (2,)))
+    origin = origin_of(checkpoints, brief_of(other, blueprint))
+    rest, _, _ = run(other, blueprint, checkpoints, tokenizer, origin=origin)
+    for ours, theirs in zip(rest.reports, whole.reports[4:], strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+
+
+def test_only_the_newest_stay_and_a_damaged_one_is_passed_over(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    plan, blueprint = plan_of(SKIPPED)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    run(plan, blueprint, checkpoints, tokenizer)
+    assert [place.name for place in checkpoints.complete()] == ["000006", "000004"]
+    damaged = tmp_path / "000006" / "stage-1.optimizer.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(UserError, match="not what was written"):
+        verified(tmp_path / "000006")
+    brief = brief_of(plan, blueprint)
+    assert origin_of(checkpoints, brief).place.name == "000004"
+    (tmp_path / "000004" / "stage-0.weights.safetensors").write_bytes(b"torn")
+    with pytest.raises(UserError, match="no sound checkpoint"):
+        origin_of(checkpoints, brief)
+
+
+def test_what_was_cut_short_is_no_checkpoint(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    plan, blueprint = plan_of(SKIPPED)
+    checkpoints = Checkpoints(tmp_path)
+    run(plan, blueprint, checkpoints, tokenizer, until=2)
+    (tmp_path / "000002" / MANIFEST).unlink()
+    assert checkpoints.complete() == []
+
+
+def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    plan, blueprint = plan_of(SKIPPED)
+    checkpoints = Checkpoints(tmp_path)
+    run(plan, blueprint, checkpoints, tokenizer, until=2)
+    brief = brief_of(plan, blueprint)
+    for change, name in (
+        ({"seed": 12}, "seed"),
+        ({"data_fingerprint": "1" * 64}, "text"),
+        ({"config": {**brief.config, "hidden_size": 64}}, "model"),
+    ):
+        with pytest.raises(UserError, match=f"another {name}"):
+            origin_of(checkpoints, replace(brief, **change))
+
+
+def test_a_full_disk_does_not_stop_training(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    (tmp_path / "checkpoints").write_text("a file where a folder should be")
+    plan, blueprint = plan_of(SKIPPED)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    cluster, _, keeper = run(plan, blueprint, checkpoints, tokenizer)
+    assert len(cluster.reports) == 6
+    assert keeper.failures
+    assert checkpoints.complete() == []
+
+
+def test_export_is_what_transformers_loads(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    plan, blueprint = plan_of(SKIPPED)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    _, computers, _ = run(plan, blueprint, checkpoints, tokenizer)
+    manifest = export(tmp_path / "checkpoints" / "000006", tmp_path / "model")
+    assert manifest.iterations == 6
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    expected = weights_of(computers)
+    for name, each in model.named_parameters():
+        assert torch.equal(each, expected[name]), name
