@@ -62,7 +62,7 @@ def main() -> None:
             assert assembly.plan.expected is not None
             promised_s = assembly.plan.expected.iteration_s
             taken = Taken()
-            assembly.run().here(taken)
+            assembly.run.here(taken)
             measured_s = median(taken.seconds[1:])
             results[strategy] = promised_s, measured_s
             print(

@@ -48,8 +48,7 @@ def _paths(plan: Plan) -> list[Violation]:
 
 
 def _exposure(plan: Plan) -> list[Violation]:
-    visits = [plan.visits(lane) for lane in plan.lanes]
-    counts = rules.exposure(visits, [lane.microbatches for lane in plan.lanes], len(plan.stages))
+    counts = plan.exposure
     mean = sum(counts[1:]) / (len(counts) - 1)
     found = [
         Violation("CC3", f"stage {stage}", f"{count} microbatches visit it, but {mean:g} is every other stage's share")

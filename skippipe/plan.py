@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from skippipe import rules
 from skippipe.cluster import Cluster
 from skippipe.costs import Costs, costs_of
 from skippipe.dispatch import Dispatch
@@ -103,12 +104,23 @@ class Plan:
 
     @cached_property
     def costs(self) -> Costs:
-        return costs_of(self.cluster, self.workload, tuple(stage.layers for stage in self.stages))
+        return costs_of(self.cluster, self.workload, self.layers)
 
     @cached_property
     def slots(self) -> dict[int, int]:
         """Node → microbatches it can hold at once, on the stage it has."""
         return {node: int(self.costs.slots[stage, node]) for node, stage in self.stage_of.items()}
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Of each stage."""
+        return tuple(stage.layers for stage in self.stages)
+
+    @cached_property
+    def exposure(self) -> list[int]:
+        """How many microbatches of an iteration visit each stage."""
+        visits = [self.visits(lane) for lane in self.lanes]
+        return rules.exposure(visits, [lane.microbatches for lane in self.lanes], len(self.stages))
 
     def visits(self, lane: Lane) -> tuple[int, ...]:
         """The stages along a lane's path."""

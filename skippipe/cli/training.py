@@ -284,7 +284,7 @@ def _watching(assembly: Assembly) -> Iterator[Watcher]:
 
     def made() -> Watcher:
         watchers: list[Watcher] = [
-            MetricsFile(folder / "metrics.jsonl", figures, assembly.run().first),
+            MetricsFile(folder / "metrics.jsonl", figures, assembly.run.first),
             Traces(folder / "traces", assembly.plan),
         ]
         if asked.tensorboard:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from skippipe.learning import Learning
+from skippipe.model.blueprint import Blueprint
+from skippipe.model.stage import StageModel, layer_ranges
 
 
 class Place(NamedTuple):
@@ -37,6 +39,13 @@ def layout(named: Iterable[tuple[str, nn.Parameter]]) -> list[Place]:
         places.append(Place(name, tuple(each.shape), start))
         start += each.numel()
     return places
+
+
+def layout_of_stage(blueprint: Blueprint, counts: tuple[int, ...], stage: int) -> list[Place]:
+    """The same for a stage that is not there: `counts` are the layers of each. Takes no memory."""
+    with torch.device("meta"):
+        like = StageModel(blueprint, layer_ranges(counts)[stage], ends=stage == 0)
+    return layout(like.named_weights())
 
 
 class FlatWeights:

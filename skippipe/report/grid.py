@@ -74,7 +74,7 @@ def _visits(plan: Plan) -> list[list[str]]:
     """Stages down, lanes across: at which hop a lane visits a stage. Wide plans take several blocks."""
     groups = equal_lanes(plan)
     visits = [plan.visits(lane) for lane in plan.lanes]
-    counts = rules.exposure(visits, [lane.microbatches for lane in plan.lanes], len(plan.stages))
+    counts = plan.exposure
     columns = [[ranges(group), *_orders(visits[group[0]], len(plan.stages))] for group in groups]
     cell = 1 + max(len(column[0]) for column in columns)
     fits = max(1, (WIDTH - len("stage  microbatches  ")) // cell)

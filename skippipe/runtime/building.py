@@ -30,7 +30,7 @@ def build_tasks(stage: int, brief: Brief, device: str) -> StageTasks:
     """Only the layers of this stage."""
     check_device(device)
     plan = brief.plan
-    layers = layer_ranges(tuple(each.layers for each in plan.stages))[stage]
+    layers = layer_ranges(plan.layers)[stage]
     return StageTasks(
         brief.blueprint(),
         layers,

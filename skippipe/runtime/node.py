@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from skippipe import dispatch
 from skippipe.compiled import plain
 from skippipe.plan import Plan
-from skippipe.rules import circle, exposure
+from skippipe.rules import circle
 from skippipe.runtime.control import COORDINATOR, Averaged, Begin, Collect, Control, Proceed, Ready, Stepped, Stop, Want
 from skippipe.runtime.work import Keep, Load, Measure, Outcome, Pass, Reduce, Show, Step, Task, Work
 from skippipe.timeline import Timing
@@ -86,7 +86,7 @@ class Node:
         self._paths = [lane.path for lane in plan.lanes]
         self._slots = plan.slots[number]
         self._urgency = plan.dispatch.forward_urgency
-        self._visits = exposure([plan.visits(lane) for lane in plan.lanes], _counts(plan), len(plan.stages))[self.stage]
+        self._visits = plan.exposure[self.stage]
         self._tasks = sum(
             lane.microbatches
             for lane in plan.lanes
@@ -214,12 +214,6 @@ class Node:
         if self._ring is not None:
             pairs += [(self.number, self._ring.before), (self.number, self._ring.after)]
         return {node for pair in pairs if self.number in pair for node in pair} - {self.number}
-
-    def waits_for(self) -> str:
-        """For messages to people."""
-        if self.phase is not Phase.RUNNING:
-            return str(self.phase.value)
-        return f"{self.phase.value}, {self._left} of {self._tasks} left"
 
     def _rank(self, arrived: Arrived) -> tuple[int, int, int]:
         """Of tasks that are ready, the one that the plan has first goes first.
@@ -377,10 +371,6 @@ def _what(message: Message) -> str:
     if message.kind is Kind.CHUNK:
         return f"round {message.step} of the ring of stage {message.lane}"
     return f"step {message.step} of microbatch {message.microbatch} on lane {message.lane}"
-
-
-def _counts(plan: Plan) -> list[int]:
-    return [lane.microbatches for lane in plan.lanes]
 
 
 def _planned_starts(plan: Plan, node: int) -> dict[tuple[int, int, int], int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from skippipe.check import check
 from skippipe.cluster import Cluster
@@ -22,7 +22,6 @@ from skippipe.runtime.building import check_device
 from skippipe.runtime.coordinator import Deadlines
 from skippipe.simulate import simulate
 from skippipe.text.prepare import Progress, prepare
-from skippipe.text.sampler import Sampler
 from skippipe.text.tokens import TokenFile
 from skippipe.timeline import Timing
 from skippipe.training.brief import Brief
@@ -44,7 +43,7 @@ class Assembly:
     resumed: bool = False
     """Go on from the newest checkpoint in the output folder."""
 
-    @property
+    @cached_property
     def brief(self) -> Brief:
         job = self.job
         return Brief(
@@ -68,7 +67,9 @@ class Assembly:
         promised = timedelta(seconds=self.plan.expected.iteration_s if self.plan.expected else 0)
         return replace(usual, iteration=max(usual.iteration, SEVERAL * promised))
 
+    @cached_property
     def run(self) -> Run:
+        """Made once: it reads and checks the checkpoint that it goes on from."""
         job = self.job
         every = job.report.recorded
         return Run(
@@ -120,11 +121,10 @@ def assemble(
         plan = _earlier(job, blueprint)
     if plan is None:
         plan = _planned(job, cluster, example, blueprint, request)
-    work = plan.workload
-    Sampler(tokens.ids, work.sequence_tokens, job.seed, plan.microbatches, work.samples_per_microbatch)  # long enough?
     assembly = Assembly(job, plan, blueprint, tokens, resumed)
+    assembly.brief.sampler()  # is the text long enough?
     if resumed:
-        _ = assembly.run().origin  # says so if there is no checkpoint to go on from
+        _ = assembly.run.origin  # says so if there is no checkpoint to go on from
     return assembly
 
 
@@ -180,7 +180,7 @@ def _fitting(plan: Plan, job: Job, blueprint: Blueprint) -> Plan:
     if shape != plan.workload.model:
         differ = [
             f"{name} {theirs} in the plan, {ours} here"
-            for (name, theirs), ours in zip(_shown(plan.workload.model), vars(shape).values(), strict=True)
+            for (name, theirs), ours in zip(vars(plan.workload.model).items(), vars(shape).values(), strict=True)
             if theirs != ours
         ]
         raise UserError(f"{path}: this plan is for another model than {job.model.config}: {'; '.join(differ)}")
@@ -194,10 +194,6 @@ def _fitting(plan: Plan, job: Job, blueprint: Blueprint) -> Plan:
     if broken:
         raise UserError(f"{path}: the plan breaks a rule: {broken[0]}; 'skippipe check' names all")
     return plan.promising(simulate(plan, Timing.FULL))
-
-
-def _shown(model: Any) -> list[tuple[str, Any]]:
-    return list(vars(model).items())
 
 
 def _check_output(folder: Path) -> None:

@@ -18,7 +18,7 @@ Engine = Callable[[Assembly, Watcher, Stopped], None]
 
 def processes(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
     """Every node as a process of this machine; or, with a list of peers, wherever they join from."""
-    run = assembly.run()
+    run = assembly.run
     if assembly.job.transport.peers:
         run.joined(watcher, stopped)
     else:
@@ -48,7 +48,7 @@ def one_process(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
         watcher.iteration_done(report)
         if stopped():
             break
-    folder = assembly.run().folder()
+    folder = assembly.run.folder()
     for index, stage in enumerate(oracle.stages):
         folder.store_flat(index, stage.weights.values.cpu())
 
@@ -59,7 +59,7 @@ def virtual(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
     from skippipe.runtime.tensors import Tensors
     from skippipe.runtime.virtual import VirtualCluster
 
-    run, brief = assembly.run(), assembly.brief
+    run, brief = assembly.run, assembly.brief
     sampler = brief.sampler()
     computers = {
         node: Tensors(node, brief.plan, build_tasks(stage, brief, brief.device), sampler, packing=False)

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 
 from skippipe.jsonfile import write_text
 from skippipe.model.blueprint import Blueprint
-from skippipe.model.stage import StageModel, layer_ranges
-from skippipe.model.weights import layout
+from skippipe.model.weights import layout_of_stage
 from skippipe.text.tokenizer import TextTokenizer
 from skippipe.transport.packed import unpack
 
@@ -25,7 +24,7 @@ class ModelFolder:
         self._folder = folder
         self._blueprint = blueprint
         self._tokenizer = tokenizer
-        self._ranges = layer_ranges(layers)
+        self._layers = layers
         self._pieces: list[torch.Tensor] = []
         self._where: dict[str, str] = {}
         self._bytes = 0
@@ -41,17 +40,15 @@ class ModelFolder:
 
     def store_flat(self, stage: int, flat: torch.Tensor) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        with torch.device("meta"):
-            like = StageModel(self._blueprint, self._ranges[stage], ends=stage == 0)
         weights = {
             place.name: flat[place.start : place.start + place.size].view(place.shape).contiguous()
-            for place in layout(like.named_weights())
+            for place in layout_of_stage(self._blueprint, self._layers, stage)
         }
-        file = f"model-{stage + 1:05d}-of-{len(self._ranges):05d}.safetensors"
+        file = f"model-{stage + 1:05d}-of-{len(self._layers):05d}.safetensors"
         save_file(weights, self._folder / file, metadata={"format": "pt"})
         self._where |= dict.fromkeys(weights, file)
         self._bytes += 4 * len(flat)
-        if stage + 1 == len(self._ranges):
+        if stage + 1 == len(self._layers):
             self._finish()
 
     def _finish(self) -> None:

@@ -20,9 +20,7 @@ from torch import Tensor
 
 from skippipe.errors import UserError
 from skippipe.model.blueprint import Blueprint, config_from
-from skippipe.model.stage import StageModel, layer_ranges
-from skippipe.model.weights import Place, layout
-from skippipe.rules import exposure
+from skippipe.model.weights import Place, layout_of_stage
 from skippipe.runtime.tensors import SHOWN_VALUES
 from skippipe.text.tokenizer import TextTokenizer
 from skippipe.training.brief import Brief
@@ -41,20 +39,6 @@ class Origin:
     manifest: Manifest
 
 
-class Stages:
-    """Which weights each stage has, in the order of its flat tensor."""
-
-    def __init__(self, counts: tuple[int, ...], blueprint: Blueprint) -> None:
-        """`counts` of layers, of each stage."""
-        self._blueprint = blueprint
-        self.counts = counts
-
-    def places(self, stage: int) -> list[Place]:
-        with torch.device("meta"):
-            like = StageModel(self._blueprint, layer_ranges(self.counts)[stage], ends=stage == 0)
-        return layout(like.named_weights())
-
-
 class CheckpointKeeper:
     """One for a run. Pieces come stage by stage and in order."""
 
@@ -69,12 +53,12 @@ class CheckpointKeeper:
         self._checkpoints = checkpoints
         self._brief = brief
         self._tokenizer = tokenizer
-        self._stages = Stages(tuple(stage.layers for stage in brief.plan.stages), blueprint)
+        self._blueprint = blueprint
         self._writing = ThreadPoolExecutor(1, "checkpoint")
         self._place: Path | None = None
         self._writer: StageWriter | None = None
         self._files: list[StoredFile] = []
-        self._reader = StateReader(origin, self._stages) if origin else None
+        self._reader = StateReader(origin, brief.plan.layers, blueprint) if origin else None
         self.failures: list[str] = []
 
     def save(self, stage: int, piece: Packed | None) -> None:
@@ -97,7 +81,8 @@ class CheckpointKeeper:
                 self._place = self._checkpoints.begin()
                 self._tokenizer.save(self._place)
             if self._writer is None:
-                self._writer = StageWriter(self._place, stage, self._stages.places(stage))
+                places = layout_of_stage(self._blueprint, self._brief.plan.layers, stage)
+                self._writer = StageWriter(self._place, stage, places)
             if piece is not None:
                 self._writer.write(piece.data)
             else:
@@ -109,17 +94,14 @@ class CheckpointKeeper:
     def _saved(self, iterations: int) -> None:
         place, files = self._place, self._files
         self._place, self._files = None, []
-        if place is None or len(files) != 2 * len(self._stages.counts):
+        if place is None or len(files) != 2 * len(self._brief.plan.layers):
             log.warning("no checkpoint after %d iterations: %s", iterations, "; ".join(self.failures[-1:]))
             return
-        plan, brief = self._brief.plan, self._brief
-        visits = exposure(
-            [plan.visits(lane) for lane in plan.lanes], [lane.microbatches for lane in plan.lanes], len(plan.stages)
-        )
+        brief = self._brief
         manifest = Manifest(
             iterations=iterations,
-            layers=self._stages.counts,
-            steps=tuple(iterations if count else 0 for count in visits),
+            layers=brief.plan.layers,
+            steps=tuple(iterations if count else 0 for count in brief.plan.exposure),
             seed=brief.seed,
             data=brief.data_fingerprint,
             config=brief.config,
@@ -142,46 +124,51 @@ class CheckpointKeeper:
 class StateReader:
     """The state of any stage, whatever stages the checkpoint was made with."""
 
-    def __init__(self, origin: Origin, stages: Stages) -> None:
+    def __init__(self, origin: Origin, layers: tuple[int, ...], blueprint: Blueprint) -> None:
+        """`layers` of each stage that is asked for."""
         self._origin = origin
-        self._stages = stages
-        self._flat: dict[int, Tensor] = {}
+        self._layers = layers
+        self._blueprint = blueprint
+        self._places: dict[int, list[Place]] = {}
         self.steps = max(origin.manifest.steps)
 
     @cached_property
-    def _files(self) -> dict[str, Path]:
-        """Name of a tensor → the file that holds it."""
-        found: dict[str, Path] = {}
+    def _files(self) -> dict[str, Any]:
+        """Name of a tensor → the open file that holds it; files are mapped, so only what is asked for is read."""
+        found: dict[str, Any] = {}
         for file in self._origin.manifest.files:
-            path = self._origin.place / file.name
-            with safe_open(path, "pt") as opened:
-                found |= dict.fromkeys(opened.keys(), path)
+            opened: Any = safe_open(self._origin.place / file.name, "pt")
+            found |= dict.fromkeys(opened.keys(), opened)
         return found
 
     def piece(self, stage: int, number: int) -> Packed | None:
-        values = self._whole(stage)[number * SHOWN_VALUES : (number + 1) * SHOWN_VALUES]
-        return pack(values, "fp32", share=True) if len(values) else None
+        """Of weights, means and squares, one after another."""
+        first = number * SHOWN_VALUES
+        found: list[Tensor] = []
+        start = 0
+        for part in PARTS:
+            for place in self._stage(stage):
+                end = start + place.size
+                if start < first + SHOWN_VALUES and end > first:
+                    name = place.name if part == PARTS[0] else f"{MEANS[part]}.{place.name}"
+                    values = self._tensor(name, place).flatten()
+                    found.append(values[max(0, first - start) : first + SHOWN_VALUES - start])
+                start = end
+        return pack(torch.cat(found), "fp32", share=True) if found else None
 
     def weights(self, stage: int) -> Tensor:
         """Of a stage, without the optimizer's state, as one flat tensor."""
-        return torch.cat([self._tensor(place.name, place).flatten() for place in self._stages.places(stage)])
+        return torch.cat([self._tensor(place.name, place).flatten() for place in self._stage(stage)])
 
-    def _whole(self, stage: int) -> Tensor:
-        """Weights, means and squares of a stage, one after another; one stage at a time is held."""
-        if stage not in self._flat:
-            parts: list[Tensor] = []
-            for part in PARTS:
-                for place in self._stages.places(stage):
-                    name = place.name if part == PARTS[0] else f"{MEANS[part]}.{place.name}"
-                    parts.append(self._tensor(name, place).flatten())
-            self._flat = {stage: torch.cat(parts)}
-        return self._flat[stage]
+    def _stage(self, stage: int) -> list[Place]:
+        if stage not in self._places:
+            self._places[stage] = layout_of_stage(self._blueprint, self._layers, stage)
+        return self._places[stage]
 
     def _tensor(self, name: str, place: Place) -> Tensor:
         if name not in self._files:
             raise UserError(f"{self._origin.place}: has no tensor '{name}'")
-        with safe_open(self._files[name], "pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
+        tensor: Tensor = self._files[name].get_tensor(name)
         if tuple(tensor.shape) != place.shape:
             raise UserError(
                 f"{self._origin.place}: '{name}' has the shape {list(tensor.shape)}, not {list(place.shape)}"
@@ -216,8 +203,7 @@ def export(place: Path, folder: Path) -> Manifest:
     """A checkpoint as a Hugging Face folder."""
     manifest = verified(place)
     blueprint = Blueprint(config_from(manifest.config), manifest.seed)
-    stages = Stages(manifest.layers, blueprint)
-    reader = StateReader(Origin(place, manifest), stages)
+    reader = StateReader(Origin(place, manifest), manifest.layers, blueprint)
     model = ModelFolder(folder, manifest.layers, blueprint, TextTokenizer.load(place))
     for stage in range(len(manifest.layers)):
         model.store_flat(stage, reader.weights(stage))

@@ -17,7 +17,6 @@ from skippipe.model.blueprint import Blueprint
 from skippipe.model.stage import layer_ranges
 from skippipe.model.tasks import StageTasks
 from skippipe.plan import Plan
-from skippipe.rules import exposure
 from skippipe.runtime.tensors import rounded
 from skippipe.text.sampler import Sampler
 
@@ -45,7 +44,7 @@ class OneProcess:
         self.learning = learning
         self.sampler = sampler
         work = plan.workload
-        ranges = layer_ranges(tuple(stage.layers for stage in plan.stages))
+        ranges = layer_ranges(plan.layers)
         self.stages = [
             StageTasks(
                 blueprint,
@@ -60,9 +59,7 @@ class OneProcess:
             for index, layers in enumerate(ranges)
         ]
         self._device = device
-        self._visits = exposure(
-            [plan.visits(lane) for lane in plan.lanes], [lane.microbatches for lane in plan.lanes], len(plan.stages)
-        )
+        self._visits = plan.exposure
 
     def iteration(self, number: int) -> Progress:
         losses = [

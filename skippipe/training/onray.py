@@ -65,7 +65,7 @@ def train_on_ray(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None
     job = assembly.job
     if job.transport.peers:
         raise UserError("transport.peers: is for nodes that join by themselves; Ray's have keys made for the run")
-    run = assembly.run()
+    run = assembly.run
     each = {"CPU": float(job.compute.threads), "GPU": float(job.compute.device.startswith("cuda"))}
     with _connected(each, len(run.names)), _placed(run.names, each) as group:
         actors = {name: _actor(group, index, each) for index, name in enumerate(run.names)}

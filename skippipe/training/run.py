@@ -14,6 +14,7 @@ from skippipe.model.blueprint import Blueprint
 from skippipe.runtime.coordinator import Deadlines, Watcher
 from skippipe.runtime.desk import Desk
 from skippipe.runtime.member import Invitation, Member
+from skippipe.text.tokenizer import TextTokenizer
 from skippipe.training.brief import Brief
 from skippipe.training.checkpoint import Checkpoints
 from skippipe.training.export import ModelFolder
@@ -29,7 +30,7 @@ class Run:
 
     brief: Brief
     blueprint: Blueprint
-    tokenizer: Any
+    tokenizer: TextTokenizer
     output: Path
     iterations: int
     recorded: frozenset[int] = frozenset()
@@ -154,8 +155,7 @@ class Run:
         self.keeper.close()
 
     def folder(self) -> ModelFolder:
-        layers = tuple(stage.layers for stage in self.brief.plan.stages)
-        return ModelFolder(self.output / "model", layers, self.blueprint, self.tokenizer)
+        return ModelFolder(self.output / "model", self.brief.plan.layers, self.blueprint, self.tokenizer)
 
     def ended(self, nursery: Nursery) -> str:
         """What is known of the first node that is no more; empty if all live."""

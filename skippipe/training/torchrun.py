@@ -106,7 +106,7 @@ def lead(assembly: Assembly, watcher: Watcher, stopped: Stopped, *, rank: Rank, 
     from skippipe.training.nursery import Nursery
     from skippipe.training.run import birth
 
-    run = assembly.run()
+    run = assembly.run
     if len(run.names) != rank.world:
         raise UserError(
             f"the plan uses {len(run.names)} nodes and torchrun started {rank.world} ranks: "

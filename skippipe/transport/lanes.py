@@ -32,7 +32,7 @@ import zmq
 from skippipe.transport.message import HEADER, Malformed
 from skippipe.transport.packed import Buffer
 from skippipe.transport.sealing import TAG_BYTES, Forged, Opener, Sealer
-from skippipe.transport.sockets import Context, endpoint, heard, keep_alive, pull_socket
+from skippipe.transport.sockets import CONNECTION_EVENTS, Context, endpoint, heard, keep_alive, pull_socket
 
 LARGE_BYTES = 2**18  # a tensor of this size is worth a lane
 PIECE_BYTES = 2**18  # stays in a processor's cache between sealing and sending
@@ -87,15 +87,6 @@ def between(lane: bytes, sender: str, receiver: str) -> bytes:
 class LaneOut:
     """The sender's end: connected once, never again."""
 
-    WATCHED = (
-        zmq.EVENT_HANDSHAKE_SUCCEEDED
-        | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        | zmq.EVENT_DISCONNECTED
-        | zmq.EVENT_CLOSED
-    )
-
     def __init__(
         self, context: Context, host: str, offer: Word, sender: str, receiver: str, depth: int, wake: Callable[[], None]
     ) -> None:
@@ -117,7 +108,7 @@ class LaneOut:
         self.push.setsockopt(zmq.PLAIN_PASSWORD, offer.secret.hex().encode())
         keep_alive(self.push)
         self.push.copy_threshold = 0  # a small frame that is copied would count as sent
-        self.monitor = self.push.get_monitor_socket(self.WATCHED)
+        self.monitor = self.push.get_monitor_socket(CONNECTION_EVENTS | zmq.EVENT_CLOSED)
         self.push.connect(endpoint(host, offer.port))
 
     def switch(self) -> Word:

@@ -12,19 +12,11 @@ import zmq
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.lanes import LaneOut, Verb, Word, new_name
 from skippipe.transport.packed import Buffer
-from skippipe.transport.sockets import Context, endpoint, heard, keep_alive
+from skippipe.transport.sockets import CONNECTION_EVENTS, Context, endpoint, heard, keep_alive
 
 RECONNECT_MS = 100
 RECONNECT_MOST_MS = 2000
 ASK_AGAIN_S = 30.0  # between two questions for a lane: one that breaks again and again is left alone for a while
-
-WATCHED = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_DISCONNECTED
-)
 
 
 class QueueFull(Exception):
@@ -81,7 +73,7 @@ class Outgoing:
         self.push.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
         self.push.setsockopt(zmq.IPV6, int(":" in host))
         keep_alive(self.push)
-        self.monitor = self.push.get_monitor_socket(WATCHED)
+        self.monitor = self.push.get_monitor_socket(CONNECTION_EVENTS)
         wiring.poller.register(self.monitor, zmq.POLLIN)
         self.connected = False
         self.lane: LaneOut | None = None

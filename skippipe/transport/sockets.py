@@ -14,6 +14,14 @@ from skippipe.errors import UserError
 HANDSHAKE_S = 30.0
 KEEPALIVE_S = (10, 5, 3)  # silence before the first probe, between probes; and how many go unanswered: 25 s in all
 EVENT = struct.Struct("=HI")
+CONNECTION_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
+)
+"""What becomes of a connection."""
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Socket: TypeAlias = "zmq.Socket[bytes]"
