@@ -10,7 +10,7 @@ demo: $(READY)
 	@echo
 	$(BIN)/skippipe show demo/skippipe.json --html demo/skippipe.html --png demo/skippipe.png
 	@echo
-	$(BIN)/skippipe train examples/demo.toml
+	$(BIN)/skippipe train examples/demo.toml --drill 12
 	@echo "Open demo/skippipe.html (interactive) or demo/skippipe.png; demo/run/traces in ui.perfetto.dev."
 
 test: lint types unit
@@ -33,6 +33,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.simulator
 	$(BIN)/python -m benchmarks.planner
 	$(BIN)/python -m benchmarks.published
+	$(BIN)/python -m benchmarks.repair
 
 bench-train: $(READY)
 	$(BIN)/python -m benchmarks.exact

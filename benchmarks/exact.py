@@ -30,7 +30,7 @@ from skippipe.cluster import Cluster, Node
 from skippipe.learning import Learning
 from skippipe.model.blueprint import Blueprint, config_named
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.coordinator import IterationReport
+from skippipe.runtime.coordinator import IterationReport, Watcher
 from skippipe.text.prepare import prepare
 from skippipe.text.tokens import TokenFile
 from skippipe.training.brief import Brief
@@ -71,7 +71,7 @@ CASES = (
 
 
 @dataclass
-class Losses:
+class Losses(Watcher):
     """What a run told of every iteration."""
 
     found: list[float] = field(default_factory=list)

@@ -27,7 +27,7 @@ from skippipe.model.blueprint import Blueprint, llama_config
 from skippipe.model.stage import layer_ranges
 from skippipe.model.tasks import StageTasks
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.coordinator import IterationReport
+from skippipe.runtime.coordinator import IterationReport, Watcher
 from skippipe.runtime.tensors import Tensors
 from skippipe.runtime.virtual import VirtualCluster
 from skippipe.text.sampler import Sampler
@@ -119,8 +119,10 @@ def main() -> None:
     ranges = layer_ranges(tuple(stage.layers for stage in plan.stages))
     computers = {
         node: Tensors(
-            node,
-            plan,
+            stage,
+            plan.layers,
+            plan.workload,
+            blueprint,
             StageTasks(
                 blueprint, ranges[stage], learning, ends=stage == 0, device="cuda", compute_dtype="bf16", compiled=True
             ),
@@ -131,8 +133,8 @@ def main() -> None:
     }
     done: list[float] = []
 
-    class Clock:
-        def iteration_done(self, _report: object) -> None:
+    class Clock(Watcher):
+        def iteration_done(self, report: IterationReport) -> None:  # noqa: ARG002
             torch.cuda.synchronize()
             done.append(time.perf_counter())
 
@@ -164,7 +166,7 @@ def as_processes(asked: argparse.Namespace) -> None:
     )
     taken: list[float] = []
 
-    class Clock:
+    class Clock(Watcher):
         def iteration_done(self, report: IterationReport) -> None:
             taken.append(report.seconds)
 

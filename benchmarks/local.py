@@ -27,7 +27,7 @@ from skippipe.cluster import Cluster, Node
 from skippipe.learning import Learning
 from skippipe.model.blueprint import Blueprint, llama_config
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.coordinator import IterationReport
+from skippipe.runtime.coordinator import IterationReport, Watcher
 from skippipe.text.prepare import prepare
 from skippipe.text.tokens import TokenFile
 from skippipe.training.brief import Brief
@@ -40,7 +40,7 @@ LEARNING = Learning(warmup=2, iterations=1000)
 
 
 @dataclass
-class Watch:
+class Watch(Watcher):
     began: float = field(default_factory=time.monotonic)
     ready_s: float = 0.0
     """From the start until the first iteration began."""

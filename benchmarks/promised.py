@@ -18,7 +18,7 @@ from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from skippipe.runtime.coordinator import IterationReport
+from skippipe.runtime.coordinator import IterationReport, Watcher
 from skippipe.training.assembly import assemble
 from skippipe.training.job import BatchChoice, DataChoice, EmulationChoice, Job, PipelineChoice, Strategies
 
@@ -26,7 +26,7 @@ STRATEGIES: tuple[Strategies, ...] = ("dtfm", "dtfm-skip", "no-tc2", "skippipe")
 
 
 @dataclass
-class Taken:
+class Taken(Watcher):
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 

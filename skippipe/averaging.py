@@ -73,6 +73,9 @@ def averaging_spans(
     begin = 0
     for stage in range(len(ends)):
         end = ends[stage]
+        if end == begin:  # nobody holds it
+            spans[stage] = 0
+            continue
         done = done_ns[nodes[begin:end]]
         spans[stage, 0] = done.max()
         spans[stage, 1] = averaged_ns(done, transmit_ns[begin:end], flight_ns[begin:end])
@@ -94,12 +97,16 @@ def chunk_ns(costs: Costs, stage: int, members: int) -> Ints:
 
 def _edges(costs: Costs, stage: int, ring: Sequence[int]) -> tuple[Ints, Ints]:
     """Transmit and flight time by place in the ring."""
-    here, there = list(ring), [*ring[1:], ring[0]]
+    here, there = list(ring), [*ring[1:], *ring[:1]]
+    if not here:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
     return chunk_ns(costs, stage, len(ring))[here, there], costs.flight_ns[here, there]
 
 
 def ring_ns(costs: Costs, stage: int, ring: Sequence[int]) -> int:
     """The whole averaging of a stage whose nodes are done at the same time."""
+    if not ring:
+        return 0
     return int(averaged_ns(np.zeros(len(ring), np.int64), *_edges(costs, stage, ring)))
 
 
@@ -113,6 +120,8 @@ def ring_after_ns(costs: Costs, stage: int, ring: Sequence[int], last: int) -> i
 def best_ring(costs: Costs, stage: int, nodes: Sequence[int]) -> tuple[int, ...]:
     """The fastest order of few nodes; for many, one with a fast slowest edge, improved where that is easy."""
     nodes = tuple(sorted(nodes))
+    if len(nodes) < 2:
+        return nodes
     among = np.ix_(nodes, nodes)
     transmit_ns = chunk_ns(costs, stage, len(nodes))[among]
     flight_ns = costs.flight_ns[among]

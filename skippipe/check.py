@@ -15,7 +15,7 @@ from skippipe.timeline import Timeline
 @dataclass(frozen=True)
 class Violation:
     rule: str
-    """CC1, CC2, CC3, TC1, deadlock, link, microbatches, or promise."""
+    """stages, CC1, CC2, CC3, TC1, deadlock, link, microbatches, or promise."""
     where: str
     message: str
 
@@ -25,7 +25,15 @@ class Violation:
 
 def check(plan: Plan) -> list[Violation]:
     """Empty: the plan holds."""
-    return [*_paths(plan), *_exposure(plan), *_memory(plan), *_links(plan), *_promise(plan)]
+    return [*_stages(plan), *_paths(plan), *_exposure(plan), *_memory(plan), *_links(plan), *_promise(plan)]
+
+
+def _stages(plan: Plan) -> list[Violation]:
+    return [
+        Violation("stages", f"stage {index}", "no node holds it")
+        for index, stage in enumerate(plan.stages)
+        if not stage.nodes
+    ]
 
 
 def _paths(plan: Plan) -> list[Violation]:

@@ -32,6 +32,7 @@ class Stage:
 
     layers: int
     nodes: tuple[int, ...]
+    """Empty once all who held it are lost: training goes on without it, although `check` will not have it."""
     ring: tuple[int, ...]
     """The same nodes in the order in which they average gradients."""
 
@@ -69,8 +70,6 @@ class Plan:
             raise UserError("lanes: the list is empty; a plan needs at least one lane")
         held: dict[int, int] = {}
         for index, stage in enumerate(self.stages):
-            if not stage.nodes:
-                raise UserError(f"stages[{index}].nodes: no node holds stage {index}; give it one")
             if stage.layers < 1:
                 raise UserError(f"stages[{index}].layers: {stage.layers} must be 1 or more")
             for node in stage.nodes:

@@ -18,7 +18,7 @@ WIRE_DTYPES = ("fp32", "bf16", "int8")
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 INT8_BLOCK = 128  # values that share one fp32 scale on the wire
 
-STATE_BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and two Adam moments
+STATE_BYTES_PER_PARAMETER = 20  # fp32 weight, gradient, its sum over the stage, and two Adam moments
 OPTIMIZER_FLOPS_PER_PARAMETER = 250  # Adam waits for memory: the operations that would have fitted into its time
 LOGIT_BYTES = 8  # fp32 logits and their gradient, one microbatch at a time
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from skippipe.errors import UserError
+from skippipe.runtime.coordinator import Watcher
 from tests.test_launch import Place, end, only_error, start
 
 pytest.importorskip("ray")
@@ -60,7 +61,7 @@ def test_no_room(place: Place, machines: Any, monkeypatch: pytest.MonkeyPatch) -
         onray.train_on_ray(assembly, Nobody(), lambda: False)
 
 
-class Nobody:
+class Nobody(Watcher):
     def iteration_done(self, report: Any) -> None:
         del report
 

@@ -72,7 +72,7 @@ def costs(plan: Json) -> Costs:
     checkpointing = work["activation_checkpointing"]
     parameters = [stage["layers"] * layer_parameters for stage in stages]
     parameters[0] += (v if model["tied_embeddings"] else 2 * v) * d + d
-    fixed_bytes = [16 * count + (layer_bytes if checkpointing else 0) for count in parameters]
+    fixed_bytes = [20 * count + (layer_bytes if checkpointing else 0) for count in parameters]
     fixed_bytes[0] += 8 * n * t * v
     held_bytes = [stage["layers"] * (token_bytes * d if checkpointing else layer_bytes) for stage in stages]
 
@@ -214,6 +214,9 @@ def simulate(plan: Json, timing: str) -> Json:
     if timing == "full":
         for stage, gradient_bytes in zip(plan["stages"], cost.gradient_bytes, strict=True):
             m, edges = len(stage["ring"]), circle(stage["ring"])
+            if m == 0:
+                averaging.append((0, 0))
+                continue
             share = -(-gradient_bytes // m)
             done = [max((task.end for task in tasks if task.node == name), default=0) for name in stage["ring"]]
             averaging.append((max(done), ring_end(cost, edges, share, done)))
@@ -256,6 +259,7 @@ def violations(plan: Json) -> set[str]:
     hops = [hop for path in paths for i, j in circle(path) for hop in ((i, j), (j, i))]
     edges = [edge for stage in plan["stages"] for edge in circle(stage["ring"])]
     holds = {
+        "stages": all(stage["nodes"] for stage in plan["stages"]),
         "CC1": all(visited[0] == 0 and 0 not in visited[1:] for visited in visits),
         "CC2": all(drop in ([], [1], [1, 1]) for drop in drops) and all(len(set(seen)) == len(seen) for seen in visits),
         "CC3": len(set(visitors[1:])) == 1,

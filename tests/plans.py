@@ -63,8 +63,11 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    """Well-formed plans that may break any rule: paths wander at random over nodes that hold a stage."""
+def plans(draw: st.DrawFn, lost: bool = False) -> Plan:
+    """Well-formed plans that may break any rule: paths wander at random over nodes that hold a stage.
+
+    `lost`: nobody holds one more stage.
+    """
     cluster = draw(clusters(least=3, most=8))
     count = len(cluster)
     stages = draw(st.integers(2, min(4, count)))
@@ -84,11 +87,13 @@ def plans(draw: st.DrawFn) -> Plan:
         max_slots=draw(st.sampled_from([1, 2, 3, None])),
         weight_share=draw(weight_shares),
     )
-    layers = workload.layer_split(stages)
+    if lost:
+        members.insert(draw(st.integers(0, stages)), ())
+    layers = workload.layer_split(len(members))
     return Plan(
         cluster,
         workload,
-        tuple(Stage(layers[stage], members[stage], members[stage]) for stage in range(stages)),
+        tuple(Stage(count, nodes, nodes) for count, nodes in zip(layers, members, strict=True)),
         tuple(lanes),
         dispatch=draw(st.sampled_from(list(Dispatch))),
         split_backward=draw(st.booleans()),

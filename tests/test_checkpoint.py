@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from skippipe.errors import UserError
 from skippipe.learning import Learning
 from skippipe.model.blueprint import Blueprint
+from skippipe.model.weights import layout_of_stage
 from skippipe.plan import Lane, Plan
 from skippipe.runtime.coordinator import State
 from skippipe.runtime.tensors import Tensors
@@ -20,6 +23,7 @@ from skippipe.text.tokenizer import TextTokenizer, train_bpe
 from skippipe.training.brief import Brief
 from skippipe.training.checkpoint import MANIFEST, Checkpoints, verified
 from skippipe.training.keeping import CheckpointKeeper, Origin, export, origin_of
+from skippipe.transport.packed import pack, unpack
 from tests.test_exact import FULL, SKIPPED, plan_of, tensors_of
 
 torch.set_num_threads(1)
@@ -147,6 +151,103 @@ def test_a_full_disk_does_not_stop_training(tmp_path: Path, tokenizer: TextToken
     assert len(cluster.reports) == 6
     assert keeper.failures
     assert checkpoints.complete() == []
+
+
+# The keeper by itself
+
+
+def states_of(plan: Plan, blueprint: Blueprint, seed: int) -> list[torch.Tensor]:
+    """Some numbers for every stage: weights, means and squares."""
+    sizes = [
+        sum(place.size for place in layout_of_stage(blueprint, plan.layers, stage)) for stage in range(len(plan.layers))
+    ]
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(3 * size, generator=generator) for size in sizes]
+
+
+def keep(keeper: CheckpointKeeper, states: Sequence[torch.Tensor], stages: int | None = None) -> None:
+    """In pieces; after so many stages it breaks off in the middle of one."""
+    for stage, state in enumerate(states):
+        pieces = torch.split(state, 3001)
+        for number, piece in enumerate(pieces[: 2 if stage == stages else None]):
+            keeper.save(stage, number, pack(piece, "fp32"))
+        if stage == stages:
+            return
+        keeper.save(stage, len(pieces), None)
+
+
+def test_any_stretch_of_a_state_is_what_was_saved(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    plan, blueprint = plan_of(SKIPPED)
+    brief = brief_of(plan, blueprint)
+    keeper = CheckpointKeeper(Checkpoints(tmp_path), brief, blueprint, tokenizer)
+    assert keeper.newest() is None
+    states = states_of(plan, blueprint, 1)
+    keep(keeper, states)
+    keeper.saved(7, (7, 6, 5, 0))
+    assert keeper.newest() == 7
+    assert [keeper.steps(stage) for stage in range(4)] == [7, 6, 5, 0]
+    for stage, state in enumerate(states):
+        size = len(state)
+        for first, count in ((0, size), (0, 1), (size - 1, 1), (size // 3 - 5, 11), (33, 97), (size // 2, 4000)):
+            assert torch.equal(unpack(keeper.state(stage, first, count)), state[first : first + count])
+        for first, count in ((size, 1), (size - 1, 2), (-1, 1), (0, 0)):
+            with pytest.raises(ValueError, match="of a state of"):
+                keeper.state(stage, first, count)
+    keeper.close()
+    other, _ = plan_of((Lane((0, 2), 5),), (2, 3), stages=((0,), (1, 2)))
+    resumed = CheckpointKeeper(
+        Checkpoints(tmp_path), brief_of(other, blueprint), blueprint, tokenizer, origin_of(Checkpoints(tmp_path), brief)
+    )
+    assert [resumed.steps(stage) for stage in range(2)] == [7, 5]  # the most of the stages that they are made of
+    resumed.close()
+
+
+def test_what_was_given_up_leaves_no_trace(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    plan, blueprint = plan_of(SKIPPED)
+    keeper = CheckpointKeeper(Checkpoints(tmp_path), brief_of(plan, blueprint), blueprint, tokenizer)
+    for stages in range(4):
+        keep(keeper, states_of(plan, blueprint, 2), stages)
+        keeper.abandon()
+    assert keeper.newest() is None
+    assert not list(tmp_path.iterdir())
+    states = states_of(plan, blueprint, 3)
+    keep(keeper, states_of(plan, blueprint, 2), 0)  # starts over, from another node
+    keep(keeper, states)
+    keeper.saved(4, (4, 4, 4, 4))
+    keeper.abandon()  # nothing is being made
+    assert keeper.newest() == 4
+    assert torch.equal(unpack(keeper.state(3, 0, len(states[3]))), states[3])
+    keeper.close()
+    assert not keeper.failures
+
+
+def test_the_newest_sound_checkpoint_of_this_run(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    plan, blueprint = plan_of(SKIPPED)
+    brief = brief_of(plan, blueprint)
+    states = {iterations: states_of(plan, blueprint, iterations) for iterations in (2, 4, 6, 8)}
+    before = CheckpointKeeper(Checkpoints(tmp_path, keep=9), brief, blueprint, tokenizer)
+    keep(before, states[8])
+    before.saved(8, (8,) * 4)
+    before.close()
+    keeper = CheckpointKeeper(Checkpoints(tmp_path, keep=9), brief, blueprint, tokenizer)
+    assert keeper.newest() is None, "a run that starts over has no use for what an earlier one has made"
+    for iterations in (2, 4, 6):
+        keep(keeper, states[iterations])
+        keeper.saved(iterations, (iterations,) * 4)
+        assert keeper.newest() == iterations
+    assert torch.equal(unpack(keeper.state(2, 10, 5000)), states[6][2][10:5010])
+    (tmp_path / "000006" / MANIFEST).unlink()
+    torn = tmp_path / "000004" / "stage-1.weights.safetensors"
+    content = torn.read_bytes()
+    torn.write_bytes(content[:-1])
+    assert keeper.newest() == 2
+    torn.write_bytes(content)
+    assert keeper.newest() == 4
+    assert keeper.newest() == 4
+    assert keeper.steps(2) == 4
+    shutil.rmtree(tmp_path / "000004")  # newer ones have taken its place
+    assert torch.equal(unpack(keeper.state(2, 10, 5000)), states[4][2][10:5010])
+    keeper.close()
 
 
 def test_export_is_what_transformers_loads(tmp_path: Path, tokenizer: TextTokenizer) -> None:

@@ -17,6 +17,7 @@ from skippipe.learning import Learning
 from skippipe.model.blueprint import Blueprint
 from skippipe.model.stage import layer_ranges
 from skippipe.model.tasks import StageTasks
+from skippipe.model.weights import FlatWeights
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator import State
 from skippipe.runtime.ring import GradientRing
@@ -70,8 +71,10 @@ def tensors_of(plan: Plan, blueprint: Blueprint, learning: Learning = LEARNING) 
     work = plan.workload
     return {
         node: Tensors(
-            node,
-            plan,
+            stage,
+            plan.layers,
+            work,
+            blueprint,
             StageTasks(
                 blueprint,
                 ranges[stage],
@@ -251,15 +254,14 @@ def test_gradients_are_means_over_the_microbatches_that_came() -> None:
     expected = mean_gradients(plan, blueprint)
     computers = tensors_of(plan, blueprint)
     found: dict[int, torch.Tensor] = {}
+
+    def noted(node: int, weights: FlatWeights, step: Any, rate: float, scale: float, summed: Any) -> None:
+        found[node] = (weights.gradient if summed is None else summed) / plan.exposure[plan.stage_of[node]]
+        step(rate, scale, summed)
+
     for node, computer in computers.items():
         weights = computer.tasks.weights
-        before = weights.step
-
-        def step(rate: float, scale: float, node: int = node, weights: Any = weights, before: Any = before) -> None:
-            found[node] = weights.gradient.clone()
-            before(rate, scale)
-
-        weights.step = step  # type: ignore[method-assign]
+        weights.step = partial(noted, node, weights, weights.step)  # type: ignore[method-assign]
     cluster = VirtualCluster(plan, LEARNING, 1, computers=computers)
     cluster.run()
     for node, stage in plan.stage_of.items():
@@ -271,18 +273,21 @@ def test_gradients_are_means_over_the_microbatches_that_came() -> None:
 # The ring by itself
 
 
-def averaged(rings: Sequence[GradientRing]) -> None:
+def averaged(rings: Sequence[GradientRing]) -> list[torch.Tensor]:
     """Drive all rounds by hand, everybody in step."""
     size = len(rings)
     passed: list[Packed | None] = [None] * size
     for number in range(2 * (size - 1) + 1):
-        passed = [ring.turn(number, passed[at - 1]) for at, ring in enumerate(rings)]
+        passed = [ring.turn(number, at, size, passed[at - 1]) for at, ring in enumerate(rings)]
     assert passed == [None] * size
+    sums = [ring.summed.clone() for ring in rings]
+    for ring in rings:
+        ring.close(followed=True)
+    return sums
 
 
 def rings_over(gradients: Iterable[torch.Tensor], dtype: str) -> list[GradientRing]:
-    each = list(gradients)
-    return [GradientRing(gradient, at, len(each), dtype) for at, gradient in enumerate(each)]
+    return [GradientRing(gradient, dtype) for gradient in gradients]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
@@ -291,11 +296,11 @@ def test_a_ring_sums_to_the_same_bits_everywhere(size: int, dtype: str) -> None:
     generator = torch.Generator().manual_seed(size)
     gradients = [torch.randn(1001, generator=generator) for _ in range(size)]
     expected = torch.stack(gradients).double().sum(0)
-    averaged(rings_over(gradients, dtype))
-    for each in gradients[1:]:
-        assert torch.equal(each, gradients[0])
+    sums = averaged(rings_over(gradients, dtype))
+    for each in sums[1:]:
+        assert torch.equal(each, sums[0])
     tolerance = {"fp32": 1e-5, "bf16": 0.05, "int8": 0.25}[dtype]
-    assert float((gradients[0] - expected).abs().max()) < tolerance
+    assert float((sums[0] - expected).abs().max()) < tolerance
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
@@ -305,21 +310,15 @@ def test_what_rounding_takes_away_is_given_back(dtype: str) -> None:
     generator = torch.Generator().manual_seed(2)
     true = [torch.randn(700, generator=generator) * torch.logspace(-3, 0, 700) for _ in range(3)]
     expected = torch.stack(true).double().sum(0)
-    gradients = [each.clone() for each in true]
-    rings = rings_over(gradients, dtype)
+    rings = rings_over(true, dtype)
     applied = torch.zeros(700, dtype=torch.float64)
     errors = []
     for iteration in range(1, 65):
-        for gradient, each in zip(gradients, true, strict=True):
-            gradient.copy_(each)
-        averaged(rings)
-        applied += gradients[0]
+        applied += averaged(rings)[0]
         errors.append(float((applied / iteration - expected).abs().max()))
     assert errors[0] > 1e-4
     assert errors[-1] < errors[0] / 12
-    once = [each.clone() for each in true]
-    averaged(rings_over(once, dtype))
-    bias = float((once[0] - expected).abs().max())
+    bias = float((averaged(rings_over(true, dtype))[0] - expected).abs().max())
     assert errors[-1] < bias / 12, "without feedback the error would stay"
 
 
@@ -328,8 +327,8 @@ def test_what_rounding_takes_away_is_given_back(dtype: str) -> None:
 )
 def test_a_piece_of_another_shape_is_not_added(wrong: Packed) -> None:
     gradient = torch.zeros(100)
-    ring = GradientRing(gradient, 0, 2, "fp32")
-    ring.turn(0, None)
+    ring = GradientRing(gradient, "fp32")
+    ring.turn(0, 0, 2, None)
     with pytest.raises(ValueError, match="came instead of fp32"):
-        ring.turn(1, wrong)
+        ring.turn(1, 0, 2, wrong)
     assert not gradient.any()

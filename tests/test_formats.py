@@ -109,6 +109,10 @@ def paths(draw: DrawFn, stages: list[Json], wild: bool) -> list[str]:
         visits = visits[: draw(st.integers(1, len(visits)))]
     if order != "kept" or len(visits) < 2 or draw(st.integers(0, 4)) < 4:
         visits = [0, *visits]
+    held = [stage for stage in range(len(stages)) if nodes[stage]]
+    visits = [stage for stage in visits if stage in held]
+    if len(visits) < 2:
+        visits = held[:2]
     return [draw(st.sampled_from(nodes[stage])) for stage in visits]
 
 
@@ -120,8 +124,9 @@ def plans(draw: DrawFn, wild: bool = False) -> Json:
     spare = len(names) - count
     homes = [*range(count), *draw(st.lists(st.integers(0, count), min_size=spare, max_size=spare))]
     stages: list[Json] = []
+    lost = draw(st.sampled_from([-1, -1, -1, *range(count)])) if count > 2 else -1  # nobody holds it
     for stage in range(count):  # who is at home in `count` is left out
-        nodes = [name for name, home in zip(names, homes, strict=True) if home == stage]
+        nodes = [name for name, home in zip(names, homes, strict=True) if home == stage and stage != lost]
         stages.append({"layers": draw(st.integers(1, 3)), "nodes": nodes, "ring": draw(st.permutations(nodes))})
     lane = st.fixed_dictionaries({"path": paths(stages, wild), "microbatches": st.integers(1, 3)})
     plan: Json = {

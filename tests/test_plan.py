@@ -31,7 +31,7 @@ def published() -> Plan:
 
 
 @settings(max_examples=100, deadline=None)
-@given(plans(), st.sampled_from([None, *Timing]))
+@given(st.booleans().flatmap(plans), st.sampled_from([None, *Timing]))
 def test_file_and_back_unchanged(plan: Plan, timing: Timing | None) -> None:
     if timing:
         try:
@@ -106,6 +106,18 @@ def test_cc3_and_tc1_are_named(published: Plan) -> None:
 def test_a_lost_microbatch_is_named(published: Plan) -> None:
     short = replace(published, lanes=(replace(published.lanes[0], microbatches=1), *published.lanes[1:]), expected=None)
     assert ("microbatches", "lanes") in found(short)
+
+
+def test_a_stage_that_nobody_holds_is_named(published: Plan) -> None:
+    raw = published.to_json()
+    raw["stages"][3] |= {"nodes": [], "ring": []}
+    raw["lanes"] = [{"path": ["belgium-0", "germany-1"], "microbatches": 30}]
+    raw["expected"] = None
+    plan = Plan.from_json(raw)
+    assert ("stages", "stage 3") in found(plan)
+    timeline = simulate(plan, Timing.FULL)
+    assert timeline.averaging_ns[3] == (0, 0)
+    assert "promise" not in dict(found(plan.promising(timeline)))
 
 
 def test_an_unreachable_hop_is_named(published: Plan) -> None:

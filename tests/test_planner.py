@@ -21,7 +21,7 @@ from skippipe.planner.effort import Effort
 from skippipe.planner.problem import Problem, lane_unit, stage_sizes
 from skippipe.planner.strategies import Request, Strategy, make_plan
 from skippipe.planner.tours import NO_WAY, best_path
-from skippipe.presets import random_cluster, regions
+from skippipe.presets import datacentre, random_cluster, regions
 from skippipe.timeline import Timing
 from skippipe.workload import MODELS, Workload
 from tests.plans import TINY, problems, uniform_cluster
@@ -212,7 +212,7 @@ def test_microbatches_that_cannot_visit_stages_equally() -> None:
 def test_memory_too_small_says_how_many_stages_would_fit() -> None:
     work = Workload(MODELS["llama-8b"], samples_per_microbatch=1, microbatches=30)
     with pytest.raises(Infeasible, match=r"stage 0 needs [\d.]+ GiB .* use \d+ stages, a smaller microbatch"):
-        Problem(regions(32), work, 3, 2)
+        Problem(datacentre(32), work, 2, 2)
     with pytest.raises(Infeasible, match="nodes with more memory"):
         Problem(regions(8), replace(work, samples_per_microbatch=64, microbatches=32), 8, 8)
 

@@ -113,6 +113,18 @@ def test_grid_names_the_nodes_left_out_and_the_promise_only_if_there_is_one() ->
     assert "promise" not in plan_grid(replace(plan, expected=None))
 
 
+def test_a_stage_that_nobody_holds_is_shown(tmp_path: Path) -> None:
+    plan, _ = small()
+    plan = replace(plan, stages=(*plan.stages[:1], Stage(4, (), ()), Stage(8, (2,), (2,))), expected=None)
+    (line,) = [line for line in plan_grid(plan).splitlines() if "nobody" in line]
+    assert line.split() == ["1", "4", "nobody", "holds", "it"]
+    timeline = simulate(plan, Timing.FULL)
+    assert {station.stage for station in path_map(Picture(plan, timeline)).stations} == {0, 2}
+    write_png(plan, timeline, tmp_path / "plan.png")
+    write_html(plan, timeline, tmp_path / "plan.html")
+    write_trace(plan, timeline, tmp_path / "plan.trace")
+
+
 def test_grid_says_which_node_is_overfull() -> None:
     plan, _ = small()
     crowded = replace(plan, lanes=(Lane((0, 2), 1),) * (plan.slots[2] + 1))

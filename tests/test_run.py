@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -32,7 +33,7 @@ from skippipe.errors import UserError
 from skippipe.learning import Learning
 from skippipe.model.blueprint import Blueprint
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.coordinator import IterationReport
+from skippipe.runtime.coordinator import Event, IterationReport, Survival, Watcher
 from skippipe.runtime.work import Step, Work
 from skippipe.runtime.worker import Worker
 from skippipe.simulate import simulate
@@ -43,6 +44,7 @@ from skippipe.training.nursery import Nursery
 from skippipe.training.oneprocess import OneProcess
 from skippipe.training.run import Run
 from skippipe.transport.mailbox import Security
+from skippipe.transport.message import Kind, Message
 from skippipe.transport.packed import pack
 from skippipe.workload import Workload
 from tests.models import FAMILIES, tiny
@@ -50,6 +52,7 @@ from tests.plans import uniform_cluster
 
 PATIENCE_S = 60.0  # for a whole run on a machine that is busy with others
 ITERATIONS = 3
+LOST_ITERATIONS = 8
 LEARNING = Learning(rate=3e-3, warmup=1, iterations=ITERATIONS)
 TEXT = "It is a truth universally acknowledged, that a node in possession of a good stage must be in want of a lane. "
 
@@ -73,7 +76,7 @@ def brief_in(folder: Path, **others: Any) -> tuple[Brief, Blueprint]:
     return replace(brief, **others), blueprint
 
 
-class Watching:
+class Watching(Watcher):
     """Notes what it is told in a file, then does something."""
 
     def __init__(self, folder: Path, then: Callable[[IterationReport], None] = lambda report: None) -> None:
@@ -91,12 +94,26 @@ class Watching:
             print(json.dumps([report.loss, report.seconds, len(report.tasks), self.nursery.pids]), file=file)
         self._then(report)
 
+    def happened(self, event: Event) -> None:
+        with (self._folder / "events").open("a") as file:
+            print(json.dumps([event.kind, event.node, event.text]), file=file)
+
 
 def told(folder: Path) -> list[list[Any]]:
     """What a `Watching` was told so far."""
     file = folder / "iterations"
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]
+
+
+def events(folder: Path) -> list[tuple[str, str, str]]:
+    """Kind, node and text of what happened to a `Watching`."""
+    file = folder / "events"
+    return [tuple(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def who_did_what(folder: Path) -> list[tuple[str, str]]:
+    return [(kind, node) for kind, node, _ in events(folder)]
 
 
 def run_in(folder: Path, iterations: int = 10**6, security: Security = "none", **others: Any) -> Run:
@@ -114,14 +131,23 @@ def train(folder: Path) -> None:
     run.here(watching, watching.started)
 
 
-def lose_a_node(folder: Path) -> None:
+def lose_a_node(folder: Path, **others: Any) -> None:
     def kill(report: IterationReport) -> None:
         if report.iteration == 1:
             assert watching.nursery is not None
             os.kill(watching.nursery.pids["n3"], signal.SIGKILL)
 
     watching = Watching(folder, kill)
-    complain(folder, lambda: run_in(folder).here(watching, watching.started))
+    run = replace(run_in(folder, LOST_ITERATIONS), **others)
+    complain(folder, lambda: run.here(watching, watching.started, lambda: ("able", "n3") in who_did_what(folder)))
+
+
+def lose_a_node_and_give_up(folder: Path) -> None:
+    lose_a_node(folder, survival=Survival(survives=False))
+
+
+def lose_a_node_and_start_it_again(folder: Path) -> None:
+    lose_a_node(folder, restarts=1, iterations=10**6)
 
 
 def lack_the_text(folder: Path) -> None:
@@ -209,13 +235,42 @@ def test_processes_train_what_one_process_does(tmp_path: Path) -> None:
     assert not any(alive(pid) for pid in pids_in(tmp_path))
 
 
-def test_a_killed_node_ends_the_run(tmp_path: Path) -> None:
+def test_a_run_goes_on_without_a_killed_node(tmp_path: Path) -> None:
     with owner(lose_a_node, tmp_path) as process:
+        process.join(PATIENCE_S)
+        assert process.exitcode == 0
+    assert (tmp_path / "complaint").read_text() == "no complaint"
+    losses = [row[0] for row in told(tmp_path)]
+    assert len(losses) == LOST_ITERATIONS, "none is missing, none is told twice"
+    assert all(map(math.isfinite, losses))
+    assert next(text for kind, node, text in events(tmp_path) if (kind, node) == ("gone", "n3")).startswith("signal 9")
+    assert {node for kind, node in who_did_what(tmp_path) if kind == "gone"} == {"n3"}
+    kinds = {kind for kind, _ in who_did_what(tmp_path)}
+    assert kinds & {"rerouted", "restarted"}
+    assert "replanned" in kinds
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").num_parameters() > 0
+    assert not any(alive(pid) for pid in pids_in(tmp_path))
+
+
+def test_a_killed_node_that_is_started_again_learns_and_takes_part(tmp_path: Path) -> None:
+    with owner(lose_a_node_and_start_it_again, tmp_path) as process:
+        process.join(PATIENCE_S)
+        assert process.exitcode == 0
+    assert (tmp_path / "complaint").read_text() == "no complaint"
+    life = ("gone", "joined", "learning", "able")
+    found = [kind for kind, node in who_did_what(tmp_path) if node == "n3" and kind in life]
+    assert found == list(life)
+    assert (tmp_path / "run" / "model" / "config.json").exists(), "then the run was ended, and its weights collected"
+    assert not any(alive(pid) for pid in pids_in(tmp_path))
+
+
+def test_a_killed_node_ends_a_run_that_is_not_to_survive(tmp_path: Path) -> None:
+    with owner(lose_a_node_and_give_up, tmp_path) as process:
         wait_for(lambda: len(told(tmp_path)) >= 2)
         process.join(10)
         assert process.exitcode == 0, "it took more than seconds"
     complaint = (tmp_path / "complaint").read_text()
-    assert complaint.startswith("UserError: node 'n3' ended (signal 9)")
+    assert complaint.startswith("UserError: node 'n3' is gone (signal 9; its last words are in ")
     assert not any(alive(pid) for pid in pids_in(tmp_path))
 
 
@@ -317,6 +372,9 @@ class Echo:
         assert isinstance(work, Step)
         return torch.full((3,), work.rate)
 
+    def fits(self, message: Message, at: int, size: int) -> bool:
+        return (message.step, at, size) == (1, 2, 3)
+
 
 def test_a_worker_keeps_nothing_of_what_it_made() -> None:
     woken = threading.Event()
@@ -328,6 +386,8 @@ def test_a_worker_keeps_nothing_of_what_it_made() -> None:
     del made
     gc.collect()
     assert gone() is None
+    assert worker.fits(Message(Kind.HOP, 0, 0, 0, 1), 2, 3), "its computer says so"
+    assert not worker.fits(Message(Kind.HOP, 0, 0, 0, 2), 2, 3)
     worker.stop()
 
 
@@ -346,9 +406,10 @@ def test_transformers_loads_the_folder_of_every_family(family: str, tmp_path: Pa
     folder = ModelFolder(tmp_path, layers, blueprint, NoTokenizer())  # type: ignore[arg-type]
     oracle = OneProcess(plan, blueprint, LEARNING, None)  # type: ignore[arg-type]
     for number, stage in enumerate(oracle.stages):
-        for piece in torch.split(stage.weights.values, 1000):
-            folder.store(number, pack(piece, "fp32"))
-        folder.store(number, None)
+        pieces = [*torch.split(stage.weights.values, 1000), None]
+        folder.store(number, 0, pack(torch.ones(1000), "fp32"))  # from one that was lost: the stage begins again
+        for index, piece in enumerate(pieces):
+            folder.store(number, index, None if piece is None else pack(piece, "fp32"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded).__name__ == type(blueprint.skeleton).__name__
     found = dict(loaded.named_parameters())

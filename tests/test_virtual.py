@@ -22,8 +22,9 @@ from skippipe.runtime.control import (
     from_json,
     to_json,
 )
-from skippipe.runtime.coordinator import State
-from skippipe.runtime.virtual import Symbols, VirtualCluster
+from skippipe.runtime.coordinator import State, Survival
+from skippipe.runtime.symbols import Symbols
+from skippipe.runtime.virtual import VirtualCluster
 from skippipe.simulate import Deadlock, simulate
 from skippipe.timeline import Timeline, Timing
 from skippipe.workload import Workload
@@ -90,9 +91,9 @@ def test_every_iteration_completes_however_long_things_take(plan: Plan, seed: in
     assert [report.iteration for report in cluster.reports] == list(range(iterations))
     assert cluster.reports == again.reports
     assert cluster.finished_ns == again.finished_ns
-    assert cluster.computers is not None
+    assert cluster.machines
     expected = visits_by_stage(plan)
-    for node, computer in cluster.computers.items():  # Symbols also watch slots, order and what is handed over
+    for node, computer in cluster.machines.items():  # Symbols also watch slots, order and what is handed over
         assert isinstance(computer, Symbols)
         assert computer.history == [expected[plan.stage_of[node]]] * iterations
     assert sorted(cluster.stored) == list(range(len(plan.stages)))
@@ -104,18 +105,39 @@ def test_every_iteration_completes_however_long_things_take(plan: Plan, seed: in
         assert 0 <= ready <= start <= end
     for report in cluster.reports:  # also what was ready before the iteration began can be told
         for node, rows in report.tasks.items():
-            said = Averaged(report.iteration, 1.0, [], rows, [])
+            said = Averaged(report.iteration, 0, 1.0, [], rows, [], [], [])
             assert from_json(to_json(said)) == said, node
 
 
-def test_a_plan_that_locks_up_ends_with_the_names_of_those_waited_for() -> None:
+def plan_that_locks_up() -> Plan:
+    """Two lanes, each of which holds the only slot that the other waits for."""
     cluster = uniform_cluster(3)
     workload = Workload(TINY, 16, 1, 2, max_slots=1)
     stages = (Stage(4, (0,), (0,)), Stage(2, (1,), (1,)), Stage(2, (2,), (2,)))
     plan = Plan(cluster, workload, stages, (Lane((1, 2), 1), Lane((2, 1), 1)))
     with pytest.raises(Deadlock):
         simulate(plan)
-    run = VirtualCluster(plan, LEARNING, 1)
+    return plan
+
+
+def test_a_plan_that_locks_up_is_put_right_when_patience_ends() -> None:
+    run = VirtualCluster(plan_that_locks_up(), LEARNING, 2)
+    run.run()
+    (at_ns, restarted) = next((at_ns, event) for at_ns, event in run.events if event.kind == "restarted")
+    assert restarted.text == "waited 600 s for n1, n2 to average gradients"
+    assert 600e9 <= at_ns < 601e9
+    assert run.coordinator.state is State.DONE
+    assert [report.iteration for report in run.reports] == [0, 1]
+    found = run.coordinator.plan
+    assert deadlock_cycle([lane.path for lane in found.lanes], found.slots) is None
+    assert run.finished_ns - at_ns == 2 * simulate(found, Timing.FULL).iteration_ns
+    for node, stage in found.stage_of.items():  # of the first attempt nothing is left
+        assert isinstance(computer := run.machines[node], Symbols)
+        assert computer.history == [visits_by_stage(found)[stage]] * 2
+
+
+def test_a_plan_that_locks_up_ends_a_run_that_is_not_to_survive_with_the_names_of_those_waited_for() -> None:
+    run = VirtualCluster(plan_that_locks_up(), LEARNING, 1, survival=Survival(survives=False))
     run.run()
     assert run.coordinator.state is State.FAILED
     assert run.coordinator.failure == "waited 600 s for n1, n2 to average gradients"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import random
 import secrets
 import subprocess
 import sys
@@ -15,11 +17,24 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.fuzz import good_control
 from skippipe.errors import UserError
+from skippipe.runtime import control
 from skippipe.transport import sealing
+from skippipe.transport.admission import Admission
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
-from skippipe.transport.lanes import Verb, Word
-from skippipe.transport.message import HEADER, Kind, Limits, Malformed, Message, from_frames, to_frames
+from skippipe.transport.lanes import LANE_DOMAIN, Verb, Word
+from skippipe.transport.message import (
+    BOUNDS,
+    HEADER,
+    Body,
+    Kind,
+    Limits,
+    Malformed,
+    Message,
+    from_frames,
+    to_frames,
+)
 from skippipe.transport.packed import Packed, pack, unpack
 from skippipe.transport.sealing import TAG_BYTES, Forged, Opener, Sealer
 from skippipe.workload import INT8_BLOCK, WIRE_DTYPES, wire_bytes
@@ -28,6 +43,7 @@ LIMITS = Limits(payload_bytes=2**24)
 
 shapes = st.lists(st.integers(1, 300), min_size=0, max_size=4).filter(lambda dims: math.prod(dims) <= 2000).map(tuple)
 counts = st.integers(0, 2**32 - 1)
+times = st.integers(0, 2**63 - 1)
 
 
 @st.composite
@@ -119,17 +135,22 @@ objects = st.dictionaries(
 @st.composite
 def messages(draw: st.DrawFn) -> Message:
     kind = draw(st.sampled_from(Kind))
-    places = (draw(st.integers(0, 2**63 - 1)), draw(counts), draw(counts), draw(counts))
-    if draw(st.booleans()):
-        return Message(kind, *places)
-    if kind is Kind.CONTROL:
-        return Message(kind, *places, draw(objects))
-    dtype, shape = draw(st.sampled_from(WIRE_DTYPES)), draw(shapes)
-    return Message(kind, *places, Packed(dtype, shape, b"\x5a" * wire_bytes(math.prod(shape), dtype)))
+    places = (draw(times), draw(counts), draw(counts), draw(counts))
+    body: Body = None
+    if draw(st.booleans()) and kind is Kind.CONTROL:
+        body = draw(objects)
+    elif draw(st.booleans()) and kind is not Kind.CONTROL:
+        dtype, shape = draw(st.sampled_from(WIRE_DTYPES)), draw(shapes)
+        body = Packed(dtype, shape, b"\x5a" * wire_bytes(math.prod(shape), dtype))
+    return Message(kind, *places, body, epoch=draw(counts), sent_ns=draw(times))
+
+
+MOST = Message(Kind.CHUNK, 2**63 - 1, 2**32 - 1, 2**32 - 1, 2**32 - 1, epoch=2**32 - 1, sent_ns=2**63 - 1)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
-@given(messages(), st.integers(0, 2**63 - 1), st.integers(1, 400))
+@given(messages(), times, st.integers(1, 400))
+@example(MOST, 2**63 - 1, 1)
 def test_frames_and_back(message: Message, due_ns: int, cut: int) -> None:
     header, payload = to_frames(message, due_ns)
     limits = Limits(payload_bytes=2**24, json_depth=100)
@@ -157,25 +178,43 @@ def test_damaged_messages_are_messages_or_malformed(message: Message, at: int, b
     assert not isinstance(back.body, Packed) or back.body.nbytes == wire_bytes(back.body.values, back.body.dtype)
 
 
+PLACES = ("iteration", "lane", "microbatch", "step", "epoch", "sent_ns", "due_ns")
+
+
 def frames_with(**changes: Any) -> list[bytes]:
     """The frames of a good message, with some fields of its header or its payload replaced."""
-    names = ("magic", "version", "kind", "body", "ndim", "iteration", "lane", "microbatch", "step", "due_ns")
-    fields: dict[str, Any] = dict(zip(names, (b"SKPP", 1, 1, 2, 1, 0, 0, 0, 0, 0), strict=True))
+    fields: dict[str, Any] = {"magic": b"SKPP", "version": 2, "kind": 1, "body": 2, "ndim": 1} | dict.fromkeys(
+        PLACES, 0
+    )
     fields |= {"dims": (2, 0, 0, 0), "payload": bytes(8)} | changes
     payload, dims = fields.pop("payload"), fields.pop("dims")
     return [HEADER.pack(*fields.values(), *dims), payload]
+
+
+def test_every_field_has_its_place() -> None:
+    frames = frames_with(iteration=1, lane=2, microbatch=3, step=4, epoch=5, sent_ns=6, due_ns=7)
+    message = Message(Kind.HOP, 1, 2, 3, 4, Packed("fp32", (2,), bytes(8)), epoch=5, sent_ns=6)
+    assert from_frames(frames, LIMITS) == (message, 7)
+    assert list(to_frames(message, 7)) == frames
+    assert frames[0] == bytes.fromhex(
+        "534b5050 02 01 02 01 0100000000000000 02000000 03000000 04000000 05000000"
+        "0600000000000000 0700000000000000 02000000 00000000 00000000 00000000"
+    )
 
 
 MALFORMED: dict[str, tuple[list[bytes], str]] = {
     "no payload": (frames_with()[:1], "1 frames instead of"),
     "short header": ([b"SKPP", b""], "a header of 4 bytes"),
     "magic": (frames_with(magic=b"SKIP"), "does not start like"),
-    "version": (frames_with(version=2), "version 2 is not known"),
+    "version": (frames_with(version=1), "version 1 is not known here; this release speaks 2"),
+    "header of version 1": ([frames_with(version=1)[0][:52], bytes(8)], "a header of 52 bytes instead of 64"),
     "kind": (frames_with(kind=9), "kind 9 is unknown"),
     "body": (frames_with(body=5), "body 5 is unknown"),
     "json in a hop": (frames_with(body=1), "a HOP message with a body of json"),
     "tensor in control": (frames_with(kind=3), "a CONTROL message with a body of fp32"),
-    "time": (frames_with(due_ns=2**63), "out of range"),
+    "due time": (frames_with(due_ns=2**63), "out of range"),
+    "time of sending": (frames_with(sent_ns=2**63), "out of range"),
+    "iteration": (frames_with(iteration=2**63), "out of range"),
     "short payload": (frames_with(payload=bytes(7)), "7 bytes; a fp32 tensor of shape [2] has 8"),
     "huge shape": (frames_with(ndim=4, dims=(2**32 - 1,) * 4), "8 bytes; a fp32 tensor"),
     "zero": (frames_with(dims=(0, 0, 0, 0), payload=b""), "are no shape"),
@@ -191,6 +230,7 @@ BAD_JSON = {
     b"\xff": "not valid JSON",
     b'{"a": NaN}': "NaN is no number",
     b'{"a": 1e999}': "1e999 is too large",
+    b'{"a": ' + b"1" * 5000 + b".5}": "not valid JSON: " + "1" * 32 + " is too large",
     b'{"a":' + b"[" * 20 + b"]" * 20 + b"}": "nested deeper than 16",
     b'{"a":' + b"[" * 100_000: "not valid JSON",
     b'{"a":"' + b"x" * 2**20 + b'"}': "bytes of JSON; at most 1048576",
@@ -216,10 +256,56 @@ def test_malformed_json_says_why(payload: bytes) -> None:
 def test_messages_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="lane -1 does not fit"):
         Message(Kind.HOP, 0, -1, 0, 0)
+    for field, most in BOUNDS:
+        for beyond in (-1, most + 1):
+            fields: dict[str, Any] = dict.fromkeys(PLACES[:6], 0) | {"kind": Kind.HOP, field: beyond}
+            with pytest.raises(ValueError, match=f"{field} {beyond} does not fit"):
+                Message(**fields)
     with pytest.raises(ValueError, match="a HOP message cannot carry dict"):
         Message(Kind.HOP, 0, 0, 0, 0, {})
     with pytest.raises(ValueError, match="3 bytes are no fp32 tensor"):
         to_frames(Message(Kind.HOP, 0, 0, 0, 0, Packed("fp32", (1,), b"abc")))
+
+
+def test_a_shape_alone_takes_no_memory() -> None:
+    program = """
+import resource
+from skippipe.transport.message import HEADER, MAGIC, VERSION, Limits, Malformed, from_frames
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for dims in ([2**32 - 1] * 4, [2**31, 2**31, 4, 1], [2**30, 1, 1, 1], [2**28, 0, 0, 0]):
+    for body in (2, 3, 4):
+        for payload in (b"", bytes(8)):
+            header = HEADER.pack(MAGIC, VERSION, 1, body, sum(map(bool, dims)), 0, 0, 0, 0, 0, 0, 0, *dims)
+            try:
+                from_frames([header, payload], Limits(payload_bytes=2**40))
+                raise SystemExit("taken")
+            except Malformed as error:
+                assert f"{len(payload)} bytes; a" in str(error), error
+assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4096  # KiB
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_few_thousand_broken_inputs() -> None:
+    """In a process of its own, whose memory nobody else has grown."""
+    command = [sys.executable, "-m", "benchmarks.fuzz", "--frames", "20000", "--seed", "1"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stdout
+    rows = {line.split()[0]: line.split()[1:] for line in found.stdout.splitlines()[1:6]}
+    assert len(rows) == 5
+    for taken, refused, failed in rows.values():
+        assert taken != "0" and refused != "0" and failed == "0"
+
+
+def test_broken_control_messages_start_from_sound_ones() -> None:
+    """Of every kind: otherwise nobody gets to the checks behind the first."""
+    rng, taken = random.Random(0), set()
+    for _ in range(50 * len(control.KINDS)):
+        body = good_control(rng)
+        with contextlib.suppress(UserError):
+            control.from_json(body)
+            taken.add(body["say"])
+    assert taken == set(control.KINDS)
 
 
 def test_messages_and_tensors_need_no_sockets() -> None:
@@ -318,6 +404,16 @@ def test_keys_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
         opener.open_into(frame, into)
     with pytest.raises(Forged):
         opener.open_into(frames[3], into)
+
+
+def test_questions_about_strangers_always_get_an_answer() -> None:
+    admission, name, password = Admission(), bytes(16), bytes(32)
+    admission.expect(name, password)
+    question = [b"1.0", b"7", LANE_DOMAIN, b"", b"", b"PLAIN", name.hex().encode(), password.hex().encode()]
+    for bad in (*(question[:end] for end in range(8)), [*question, b""]):
+        assert admission.answer(bad) == [b"1.0", (*bad, b"", b"")[1], b"400", b"not on the list", b"", b""]
+    assert admission.refused == 9
+    assert admission.answer(question)[2] == b"200" and admission.answer(question)[2] == b"400"  # lets in once
 
 
 def test_words_about_lanes() -> None:

@@ -175,7 +175,8 @@ def _show_timeline(plan: Plan, timeline: Timeline) -> None:
         table.add_row(str(use.stage), name, str(lanes), str(use.slots), *(f"{seconds(each):.2f}" for each in times))
     Console(markup=False).print(table)
     for index, (start, end) in enumerate(timeline.averaging_ns):
-        print(f"stage {index}: gradients averaged from {seconds(start):.2f} to {seconds(end):.2f} s")
+        held = f"gradients averaged from {seconds(start):.2f} to {seconds(end):.2f} s"
+        print(f"stage {index}: {held if plan.stages[index].nodes else 'nobody holds it'}")
 
 
 def show(

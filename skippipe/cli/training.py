@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -19,7 +19,7 @@ from skippipe.cli import inputs, planning
 from skippipe.errors import UserError
 
 if TYPE_CHECKING:
-    from skippipe.runtime.coordinator import IterationReport, Watcher
+    from skippipe.runtime.coordinator import Event, IterationReport, Watcher
     from skippipe.training.assembly import Assembly
     from skippipe.training.engines import Engine
     from skippipe.training.job import Job
@@ -63,6 +63,10 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in the output folder.")
     ] = False,
+    drill: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Kill a node's process when so many iterations are done, to see the repair."),
+    ] = None,
     ray_address: Annotated[
         str | None,
         typer.Option(help="host:port of a Ray cluster, for --engine ray; none: RAY_ADDRESS, or a Ray of this machine."),
@@ -73,7 +77,10 @@ def train(
     On one machine this starts every node itself. With transport.peers in the job it waits for nodes that join from
     other machines ('skippipe node'). The output folder gets the plan, metrics.jsonl, traces and the trained model.
 
-    Ctrl-C stops, and keeps the model as far as it was trained. --resume goes on from the last checkpoint.
+    Nodes may be lost and come back: training goes on, and events.jsonl says what was done about it.
+
+    Ctrl-C stops, and keeps the model as far as it was trained. --resume goes on from the last checkpoint; or, if the
+    coordinator was killed and its nodes still wait for it, from where they are.
 
     Example: skippipe train job.toml --iterations 20
     """
@@ -86,7 +93,10 @@ def train(
         if engine != "ray":
             raise UserError(f"--ray-address: goes with --engine ray, not with '{engine}'")
         os.environ["RAY_ADDRESS"] = ray_address
-    run_job(wanted, ENGINES[engine], nodes_here=engine != "ray" and not wanted.transport.peers, resumed=resume)
+    if drill and (engine != "processes" or wanted.transport.peers):
+        raise UserError("--drill: is for nodes that are processes of this machine")
+    nodes_here = engine != "ray" and not wanted.transport.peers
+    run_job(wanted, ENGINES[engine], nodes_here=nodes_here, resumed=resume, drills=frozenset(drill or ()))
 
 
 def wanted_job(path: Path, iterations: int | None, out: str | None) -> Job:
@@ -103,12 +113,18 @@ def wanted_job(path: Path, iterations: int | None, out: str | None) -> Job:
     return wanted
 
 
-def run_job(wanted: Job, engine: Engine, nodes_here: bool = True, resumed: bool = False) -> None:
+def run_job(
+    wanted: Job,
+    engine: Engine,
+    nodes_here: bool = True,
+    resumed: bool = False,
+    drills: frozenset[int] = frozenset(),
+) -> None:
     import torch
 
     torch.set_num_threads(wanted.compute.threads)
     with planning.interruptible() as stopped:
-        assembly = _assembled(wanted, stopped, nodes_here, resumed)
+        assembly = replace(_assembled(wanted, stopped, nodes_here, resumed), drills=drills)
         if stopped:
             raise KeyboardInterrupt
         assembly.plan.save(Path(wanted.output) / "plan.json")
@@ -123,7 +139,12 @@ def run_job(wanted: Job, engine: Engine, nodes_here: bool = True, resumed: bool 
 
 
 def node(
-    join: Annotated[str, typer.Option(help="host:port of the coordinator.")],
+    join: Annotated[
+        str,
+        typer.Option(
+            help="host:port of the coordinator; several with commas between them, if it may come back elsewhere."
+        ),
+    ],
     key: Annotated[Path, typer.Option(help="This node's key file, made by 'skippipe keys'.")],
     listen: Annotated[
         str,
@@ -141,7 +162,7 @@ def node(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N, instead of the job's.")] = None,
     patience: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for the coordinator and all other nodes before training.")
+        float, typer.Option(min=0, help="Seconds to wait for the coordinator, before training and whenever it is gone.")
     ] = 900,
 ) -> None:
     """Join a run from another machine and work until it is over.
@@ -167,7 +188,7 @@ def node(
             coordinator=join,
             keys=mine.keys,
             coordinator_public=mine.coordinator,
-            listen=place_to_listen(listen, join, address),
+            listen=place_to_listen(listen, join.split(",")[0], address),
             address=address,
             data_folder=tokens,
             device=device,
@@ -262,6 +283,7 @@ def _announce(assembly: Assembly) -> None:
 def _sum_up(metrics: Path) -> None:
     """The run in a line."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    rows = [row for row in rows if row["loss"] is not None]
     if not rows:
         return
     typical_s = median(row["seconds"] for row in (rows[1:] or rows))  # the first one warms up
@@ -275,7 +297,16 @@ def _sum_up(metrics: Path) -> None:
 @contextmanager
 def _watching(assembly: Assembly) -> Iterator[Watcher]:
     """Those who watch are made when there is something to see: by then nodes are forked, and threads may start."""
-    from skippipe.training.reports import Everybody, Figures, Late, MetricsFile, Prometheus, TensorBoard, Traces
+    from skippipe.training.reports import (
+        EventsFile,
+        Everybody,
+        Figures,
+        Late,
+        MetricsFile,
+        Prometheus,
+        TensorBoard,
+        Traces,
+    )
 
     figures = Figures(assembly.plan)
     folder = Path(assembly.job.output)
@@ -284,14 +315,15 @@ def _watching(assembly: Assembly) -> Iterator[Watcher]:
 
     def made() -> Watcher:
         watchers: list[Watcher] = [
-            MetricsFile(folder / "metrics.jsonl", figures, assembly.run.first),
+            MetricsFile(folder / "metrics.jsonl", figures, resumed=assembly.resumed),
+            EventsFile(folder / "events.jsonl", resumed=assembly.resumed),
             Traces(folder / "traces", assembly.plan),
         ]
         if asked.tensorboard:
             watchers.append(TensorBoard(folder / "tensorboard", figures))
         if asked.prometheus:
             watchers.append(Prometheus(asked.prometheus, figures))
-        return Everybody([*watchers, screen])
+        return Everybody([*watchers, cast("Watcher", screen)])
 
     try:
         yield Late(made)
@@ -317,6 +349,14 @@ class _Screen:
             self._show(report.iteration + 1, text)
         elif report.iteration % self._every == 0 or report.iteration + 1 == self._iterations:
             print(f"iteration {report.iteration + 1:>5}/{self._iterations}  {text}", flush=True)
+
+    def happened(self, event: Event) -> None:
+        who = f"'{event.node}' " if event.node else ""
+        line = f"iteration {event.iteration + 1:>5}  {event.kind}: {who}{event.text}"
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False, markup=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:

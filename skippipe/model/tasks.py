@@ -1,8 +1,9 @@
 """The tasks of a node on real tensors: forward, head, backward, weight gradients. One process uses the same.
 
 `StageTasks` holds what a microbatch leaves behind from its forward to the end of its backward, and adds up gradients
-over the microbatches that came. With bf16, what flows between layers is bf16 and so are the products, under autocast;
-weights, gradients and norms stay fp32.
+over the microbatches that came. A microbatch that comes again after a failure, because a node further on needs it,
+may not count: then its input gradient is as before and nothing is added. With bf16, what flows between layers is bf16
+and so are the products, under autocast; weights, gradients and norms stay fp32.
 """
 
 from __future__ import annotations
@@ -60,37 +61,49 @@ class StageTasks:
         self._split = split_backward
 
     def begin(self, key: Key, tokens: Tensor) -> Tensor:
-        """The forward pass at the data node."""
+        """The forward pass at the data node. Like any other, it takes the place of an earlier one of the microbatch."""
         with self._autocast():
             return self._keep(key, self.model.embed(tokens))
 
     def forward(self, key: Key, hidden: Tensor) -> Tensor:
         return self._keep(key, hidden.detach().requires_grad_())
 
-    def head(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def head(self, hidden: Tensor, labels: Tensor, *, counts: bool = True) -> tuple[Tensor, Tensor]:
         """The loss, and its gradient with respect to what came in."""
         given = hidden.detach().requires_grad_()
         with self._autocast():
             loss = self._loss(given, labels)
-        torch.autograd.backward(loss)
-        assert given.grad is not None
-        return loss.detach(), given.grad
+        back = _back_to(given, [loss], None, counts)
+        assert back is not None
+        return loss.detach(), back
 
-    def backward(self, key: Key, gradient: Tensor) -> Tensor | None:
+    def backward(self, key: Key, gradient: Tensor, *, counts: bool = True) -> Tensor | None:
         """The gradient for the node before; None at the data node, where the microbatch began."""
         held = self.held.pop(key)
+        counts = counts and key not in self.put_off  # or it came before, and counts when what was put off is added
         roots, gradients = [held.made], [gradient.to(held.made.dtype)]
         if held.balance is not None:
             roots.append(held.balance)
             gradients.append(torch.ones_like(held.balance))
-        torch.autograd.backward(roots, gradients)
-        if self._split:
+        back = _back_to(held.given, roots, gradients, counts)
+        with torch.no_grad():
+            self.model.balance()  # routers that were recomputed have noted their scores again: not for the next one
+        if self._split and counts:
             self.put_off[key] = self._later.copy()
-            self._later.clear()
-        return held.given.grad if held.given.is_leaf else None
+        self._later.clear()
+        return back
 
-    def weight_gradients(self, key: Key) -> None:
-        add_weight_gradients(self.put_off.pop(key))
+    def weight_gradients(self, key: Key, *, counts: bool = True) -> None:
+        """What a split backward has put off; one that did not count has put off nothing."""
+        if counts:
+            add_weight_gradients(self.put_off.pop(key))
+        else:
+            self.put_off.pop(key, None)
+
+    def drop(self, key: Key) -> None:
+        """Forget a microbatch, if it is here."""
+        self.held.pop(key, None)
+        self.put_off.pop(key, None)
 
     def forget(self) -> None:
         """Drop whatever is in flight."""
@@ -99,7 +112,7 @@ class StageTasks:
         self._later.clear()
 
     def _keep(self, key: Key, given: Tensor) -> Tensor:
-        assert key not in self.held, f"microbatch {key} is here already"
+        self.held.pop(key, None)  # before the new one takes its memory; what was put off is due all the same
         with self._autocast():
             made: Tensor = self.model(given.to(torch.bfloat16) if self._low_precision else given)
             self.held[key] = Held(given, made, self.model.balance())
@@ -114,3 +127,11 @@ class StageTasks:
 
     def _autocast(self) -> Any:
         return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self._low_precision)
+
+
+def _back_to(given: Tensor, roots: list[Tensor], gradients: list[Tensor] | None, counts: bool) -> Tensor | None:
+    """The gradient of what was given, None if that comes out of the embedding; if it counts, the weights' are added."""
+    if counts:
+        torch.autograd.backward(roots, gradients)
+        return given.grad if given.is_leaf else None
+    return torch.autograd.grad(roots, [given], gradients)[0] if given.is_leaf else None

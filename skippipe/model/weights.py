@@ -2,6 +2,9 @@
 
 Averaging sends slices of the one, and the optimizer is a single fused kernel over the other. Matrices come first and
 decay; norms and biases do not.
+
+Gradients are sums over the microbatches that came. They are never divided: the norm of the mean and a step along it
+take the number of visits into account, so that a sum can be measured any number of times.
 """
 
 from __future__ import annotations
@@ -64,9 +67,8 @@ class FlatWeights:
             each.data = self.values[start:end].view(shape)
             each.grad = self.gradient[start:end].view(shape)
         decayed = sum(place.size for place in places if len(place.shape) >= 2)
-        self._parts = [nn.Parameter(part) for part in (self.values[:decayed], self.values[decayed:])]
-        for part, gradient in zip(self._parts, (self.gradient[:decayed], self.gradient[decayed:]), strict=True):
-            part.grad = gradient
+        self._cuts = slice(0, decayed), slice(decayed, None)
+        self._parts = [nn.Parameter(self.values[cut]) for cut in self._cuts]
         self._adam = torch.optim.AdamW(
             [
                 {"params": [self._parts[0]], "weight_decay": learning.weight_decay},
@@ -78,35 +80,48 @@ class FlatWeights:
             fused=device.type in ("cpu", "cuda"),
         )
         self.mean, self.square = torch.zeros_like(self.values), torch.zeros_like(self.values)
-        for part, kept in zip(self._parts, (slice(0, decayed), slice(decayed, None)), strict=True):
+        for part, cut in zip(self._parts, self._cuts, strict=True):
             # as Adam would make them itself, but in one piece
             self._adam.state[part] = {
                 "step": torch.zeros((), device=device),
-                "exp_avg": self.mean[kept],
-                "exp_avg_sq": self.square[kept],
+                "exp_avg": self.mean[cut],
+                "exp_avg_sq": self.square[cut],
             }
 
-    def squared_norm(self) -> float:
-        return float(torch.linalg.vector_norm(self.gradient, dtype=torch.float64) ** 2)
+    def squared_norm(self, visits: int = 1, summed: Tensor | None = None) -> float:
+        """Of the mean over the visits: of what was added up here, or of what was `summed` over the stage."""
+        whole = self.gradient if summed is None else summed
+        return float(torch.linalg.vector_norm(whole, dtype=torch.float64) ** 2) / max(1, visits) ** 2
 
-    def step(self, rate: float, scale: float) -> None:
-        """Follow the gradient, times `scale`, once; then it is zero again."""
+    def step(self, rate: float, scale: float, summed: Tensor | None = None) -> None:
+        """Follow the gradient, or what was `summed` over the stage, times `scale`, once; then the gradient is zero
+        again, and the sum is used up."""
+        whole = self.gradient if summed is None else summed
         if scale != 1.0:
-            self.gradient.mul_(scale)
+            whole.mul_(scale)
+        for part, cut in zip(self._parts, self._cuts, strict=True):
+            part.grad = whole[cut]
         for group in self._adam.param_groups:
             group["lr"] = rate
         self._adam.step()
         self.gradient.zero_()
 
-    def divide_gradient(self, visits: int) -> None:
-        """From the sum over the microbatches that came here to their mean; nobody came: it stays 0."""
-        if visits > 1:
-            self.gradient.div_(visits)
-
     @property
     def state(self) -> tuple[Tensor, Tensor, Tensor]:
         """Weights, and Adam's running means of the gradient and of its square."""
         return self.values, self.mean, self.square
+
+    def stretch(self, first: int, count: int) -> list[Tensor]:
+        """Views of these numbers of the state, as if its three tensors were one."""
+        if not 0 <= first < first + count <= 3 * len(self.values):
+            raise ValueError(f"numbers {first} to {first + count} of a state of {3 * len(self.values)}")
+        found = []
+        for part in self.state:
+            here = part[max(0, first) : max(0, first + count)]
+            if len(here):
+                found.append(here)
+            first -= len(part)
+        return found
 
     @property
     def steps(self) -> int:

@@ -33,6 +33,8 @@ def _nodes(plan: Plan) -> list[str]:
     through = rules.lanes_through(lane.path for lane in plan.lanes)
     rows = [["stage", "layers", "node", "location", "slots", "lanes through it"]]
     for index, stage in enumerate(plan.stages):
+        if not stage.nodes:
+            rows.append([str(index), str(stage.layers), "nobody holds it", "", "", ""])
         for position, number in enumerate(stage.nodes):
             node = plan.cluster.nodes[number]
             lanes = through.get(number, [])

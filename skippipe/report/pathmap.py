@@ -113,7 +113,7 @@ class _Layout:
 
     def pitch(self, column: int) -> float:
         """From one station of a column to the next: short columns are spread over the whole height."""
-        return self.height / len(self.columns[column])
+        return self.height / max(1, len(self.columns[column]))
 
     def y(self, track: _Track) -> float:
         return self.pitch(track.column) * (track.position if track.gap else track.position + 0.5)

@@ -85,6 +85,8 @@ def _draw_stages(axes: Axes, picture: Picture) -> None:
     names_pt = 5.2 * max(len(row.name) for row in picture.rows) + 16
     for stage in range(len(picture.plan.stages)):
         ys = [row.y for row in picture.rows if row.stage == stage]
+        if not ys:
+            continue
         axes.axhspan(ys[0] - 0.62, ys[-1] + 0.62, color="#F5F5F2" if stage % 2 else "#FCFCFA", zorder=0)
         axes.annotate(
             f"stage {stage}",

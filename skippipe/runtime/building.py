@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from skippipe.errors import UserError
@@ -11,29 +12,40 @@ from skippipe.runtime.tensors import Tensors
 from skippipe.training.brief import Brief
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from skippipe.runtime.member import Invitation
+    from skippipe.text.sampler import Sampler
 
 
 def build_computer(number: int, brief: Brief, invitation: Invitation) -> Tensors:
     stage = brief.plan.stage_of[number]
-    tasks = build_tasks(stage, brief, invitation.device or brief.device)
+    device = invitation.device or brief.device
+    check_device(device)  # before others wait for this node
     sampler = brief.sampler(invitation.data_folder) if stage == 0 else None
     reduce = None
     if brief.averaging == "torch":
         from skippipe.runtime.collective import join_groups
 
-        reduce = join_groups(number, brief, invitation.device or brief.device)
-    return Tensors(number, brief.plan, tasks, sampler, reduce=reduce)
+        reduce = join_groups(number, brief, device)
+    return build_tensors(stage, brief, device, sampler, reduce=reduce)
 
 
-def build_tasks(stage: int, brief: Brief, device: str) -> StageTasks:
-    """Only the layers of this stage."""
+def build_tensors(
+    stage: int,
+    brief: Brief,
+    device: str,
+    sampler: Sampler | None,
+    *,
+    packing: bool = True,
+    reduce: Callable[[Tensor], None] | None = None,
+) -> Tensors:
+    """Only the layers of this stage are made."""
     check_device(device)
-    plan = brief.plan
-    layers = layer_ranges(plan.layers)[stage]
-    return StageTasks(
-        brief.blueprint(),
-        layers,
+    blueprint, plan = brief.blueprint(), brief.plan
+    tasks = StageTasks(
+        blueprint,
+        layer_ranges(plan.layers)[stage],
         brief.learning,
         ends=stage == 0,
         device=device,
@@ -42,6 +54,7 @@ def build_tasks(stage: int, brief: Brief, device: str) -> StageTasks:
         split_backward=plan.split_backward,
         compiled=brief.compiled,
     )
+    return Tensors(stage, plan.layers, plan.workload, blueprint, tasks, sampler, packing=packing, reduce=reduce)
 
 
 def check_device(device: str) -> None:

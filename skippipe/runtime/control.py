@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from skippipe.errors import UserError
 from skippipe.jsonfile import Fields, as_integer, as_number
 
+MOST_QUOTED = 200  # characters of what came, in a complaint about it
 COORDINATOR = -1
 """Its number among the nodes."""
 
 
+# A node to the coordinator
+
+
 @dataclass(frozen=True)
 class Hello:
-    """A node is there: where others reach it, and what runs it."""
+    """A node is there: where others reach it, what runs it, and how far it is if it has been there before."""
 
     address: str
     version: str
-
-
-@dataclass(frozen=True)
-class Welcome:
-    """Everybody is there: what to train, and where the others are."""
-
-    brief: dict[str, Any]
-    peers: dict[str, Any]
-    """Name → address and public key."""
-    resumed: bool
-    """Weights and optimizer come from a checkpoint: ask for them."""
+    epoch: int = 0
+    iteration: int = 0
+    """That it is in, or waits to begin."""
+    phase: str = ""
+    """The name of a `Phase`; empty: it is new."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +36,32 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Begin:
-    """Start the first iteration."""
+class Alive:
+    """A sign of life."""
+
+    doing: str
+    """What it is busy with, for people."""
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A microbatch is back at its data node, all its backward passes are done."""
 
     iteration: int
-    recorded: bool
-    """Report every task of this iteration."""
+    lane: int
+    microbatch: int
+    loss: float
+    """NaN if the node that knew it is gone."""
+
+
+@dataclass(frozen=True)
+class Contributed:
+    """The answer to `Settle`: what this node has added up."""
+
+    iteration: int
+    epoch: int
+    visits: list[list[int]]
+    """Lane and microbatch."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +69,143 @@ class Averaged:
     """A node's stage has its mean gradient; the node waits for the step."""
 
     iteration: int
+    epoch: int
     squared_norm: float
-    losses: list[list[float]]
-    """Lane, microbatch, loss: of the microbatches whose head ran here."""
+    visits: list[list[int]]
+    """Lane and microbatch of all that this node has added up."""
     tasks: list[list[int]]
     """Lane, microbatch, step, ready, start and end in ns since the iteration began here; empty unless asked for."""
     sent_bytes: list[list[int]]
     """Receiver and bytes of tensors sent to it in this iteration."""
+    speeds: list[list[int]]
+    """Kind of task (see `traffic.KINDS_OF_TASK`), how many, and ns that they took."""
+    lags: list[list[float]]
+    """Sender, and the least seconds from there to here; by two clocks, so only there and back together mean much."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A node that came late has the state of its stage, and is as good as any other."""
+
+    iteration: int
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The connection to a peer broke; it may be gone, or only the link."""
+
+    peer: int
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """The last step is taken, or the last before a pause."""
+
+    iteration: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A node cannot go on."""
+
+    reason: str
+
+
+# A node to the coordinator, or to a node of its stage
+
+
+@dataclass(frozen=True)
+class Want:
+    """Numbers of the stage's state (see `work.Part`), for one that learns."""
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What a lender says before it sends: the SHA-256 of the numbers that come next."""
+
+    first: int
+    digest: str
+
+
+# The coordinator to a node
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What to train, and where the others are."""
+
+    brief: dict[str, Any]
+    peers: dict[str, Any]
+    """Name → address, empty if it is not there, and public key."""
+    origin: dict[str, Any] = field(default_factory=dict)
+    """Where the state comes from before the node is ready (see `work.Origin`); empty: from the seed."""
+
+
+@dataclass(frozen=True)
+class Meet:
+    """Others are there now, or elsewhere."""
+
+    peers: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Start an iteration, or start it over: whatever there is of it is forgotten."""
+
+    iteration: int
+    epoch: int
+    recorded: bool
+    """Report every task of this iteration."""
+
+
+@dataclass(frozen=True)
+class Learn:
+    """Where a node that comes late gets its state from (see `work.Origin`), while the others go on."""
+
+    origin: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reroute:
+    """Nodes are gone: how this iteration goes on without them."""
+
+    iteration: int
+    epoch: int
+    gone: list[int]
+    lanes: list[list[int]]
+    """The lanes that change: lane, the microbatch that is on its way, and the path."""
+    skipped: list[list[int]]
+    """Lane, and a place of its path that is left out from now on."""
+
+
+@dataclass(frozen=True)
+class Settle:
+    """All microbatches are back: say what you have added up."""
+
+    iteration: int
+    epoch: int
+    inspect: bool
+    """Somebody's gradient is not finite: look whether it is yours, and clear it."""
+
+
+@dataclass(frozen=True)
+class Average:
+    """The answers are in: average again."""
+
+    iteration: int
+    epoch: int
+    visits: list[int]
+    """Of each stage."""
+
+
+@dataclass(frozen=True)
+class Replan:
+    """From the next iteration on there is another plan."""
+
+    plan: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -67,7 +215,9 @@ class Proceed:
     iteration: int
     rate: float
     scale: float
+    """Of the gradient; 0: no step, it is of no use."""
     last: bool
+    """Wait after the step."""
     kept: bool
     """Keep a copy of the stage's state after the step, for a checkpoint."""
     recorded: bool
@@ -84,38 +234,40 @@ class Collect:
 
 
 @dataclass(frozen=True)
-class Want:
-    """A node that is to go on from a checkpoint asks for a piece of its stage's state."""
-
-    piece: int
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """The last step is taken."""
-
-    iteration: int
-
-
-@dataclass(frozen=True)
 class Stop:
     """End at once; `reason` is empty if all is well."""
 
     reason: str
+    again: bool = False
+    """Say hello again: you were taken for dead."""
 
 
-@dataclass(frozen=True)
-class Failed:
-    """A node cannot go on."""
-
-    reason: str
-
-
-Control = Hello | Welcome | Ready | Begin | Averaged | Proceed | Collect | Want | Stepped | Stop | Failed
-KINDS: dict[str, type[Any]] = {
-    kind.__name__.lower(): kind
-    for kind in (Hello, Welcome, Ready, Begin, Averaged, Proceed, Collect, Want, Stepped, Stop, Failed)
-}
+Control = (
+    Hello
+    | Ready
+    | Alive
+    | Returned
+    | Contributed
+    | Averaged
+    | Learned
+    | Broken
+    | Stepped
+    | Failed
+    | Want
+    | Seal
+    | Welcome
+    | Meet
+    | Begin
+    | Learn
+    | Reroute
+    | Settle
+    | Average
+    | Replan
+    | Proceed
+    | Collect
+    | Stop
+)
+KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in Control.__args__}
 
 
 def to_json(control: Control) -> dict[str, Any]:
@@ -132,11 +284,17 @@ def _plain(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Control:
-    """Checked field by field; UserError says what is wrong."""
+    """Checked field by field; UserError says what is wrong, in few and plain characters whatever came."""
+    said = value.get("say") if isinstance(value, dict) else None
+    kind = KINDS.get(said) if isinstance(said, str) else None
+    if kind is None or value.keys() != {"say", *kind.__annotations__}:
+        raise UserError(f"no message of ours: it says {ascii(said)[:MOST_QUOTED]}")
     fields = Fields(value, "message")
-    kind = KINDS[fields.text("say", tuple(KINDS))]
-    control: Control = kind(**{name: _read(fields, name, hint) for name, hint in kind.__annotations__.items()})
-    fields.close()
+    fields.take("say")
+    try:
+        control: Control = kind(**{name: _read(fields, name, hint) for name, hint in kind.__annotations__.items()})
+    except UserError as error:
+        raise UserError(ascii(str(error))[1:-1][:MOST_QUOTED]) from None
     return control
 
 
@@ -155,6 +313,8 @@ def _read(fields: Fields, name: str, hint: str) -> Any:
         if not isinstance(value, dict):
             raise UserError(f"{at}: expected an object")
         return value
+    if hint == "list[int]":
+        return [as_integer(each, at) for each in fields.items(name)]
     rows = fields.items(name)
     if not all(isinstance(row, list) for row in rows):
         raise UserError(f"{at}: expected a list of lists")

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from skippipe.errors import UserError
 from skippipe.learning import Learning
-from skippipe.runtime.control import Control, from_json, to_json
-from skippipe.runtime.coordinator import Coordinator, Deadlines, Keeper, Watcher
+from skippipe.plan import Plan
+from skippipe.runtime.control import Control, Meet, Replan, Stop, Welcome, from_json, to_json
+from skippipe.runtime.coordinator import Coordinator, Deadlines, Keeper, Survival, Watcher
 from skippipe.runtime.member import THE_COORDINATOR
+from skippipe.runtime.node import LOAN
 from skippipe.training.brief import Brief
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox, NotConnected, QueueFull, Security
 from skippipe.transport.message import Kind, Message, Received
 
 GOODBYE_S = 2.0  # for the last words to leave
+MOST_LENT = 2**24  # numbers of a state in one message
 LAST_WORDS_S = 0.5  # for those of a node that is gone to arrive
+
+Gone = Callable[[], Iterable[tuple[str, str]]]
+"""Nodes that are known to have ended since it was last asked, and how."""
 
 
 class Desk:
@@ -32,27 +39,35 @@ class Desk:
         *,
         listen: str = "127.0.0.1:0",
         security: Security = "curve",
-        store: Callable[[int, Any], None],
+        store: Callable[[int, int, Any], None],
         keeper: Keeper | None = None,
+        note: Callable[[dict[str, Any]], None] = lambda record: None,
     ) -> None:
-        self._plan = brief.plan
+        self.keeper = keeper
+        self.nonsense: Counter[str] = Counter()
+        """Peer → control messages that were none."""
+        self.machine: Coordinator | None = None
         self._brief = brief
+        self._brief_json = brief.to_json()
         self._publics = publics
         self._store = store
-        self._keeper = keeper
+        self._note = note
         self._mailbox = Mailbox(THE_COORDINATOR, keys, listen=listen, security=security, depth=1024)
-        self._names = {number: node.name for number, node in enumerate(self._plan.cluster.nodes)}
-        for number in self._plan.stage_of:
-            self._mailbox.allow(self._names[number], publics.get(self._names[number]))
-        self.machine: Coordinator | None = None
+        self._names = {number: node.name for number, node in enumerate(brief.plan.cluster.nodes)}
+        self._numbers = dict(brief.plan.cluster.number)
+        for name in self._names.values():
+            if name in publics:
+                self._mailbox.allow(name, publics[name])
+        self._addresses: dict[str, str] = {}
+        self._parted: dict[str, str] = {}
+        """Where those who are gone were last."""
+        self._leaving: dict[str, tuple[float, str]] = {}
+        """Nodes that are gone, but may have said why: until when that is waited for."""
+        self._plan_told: tuple[Plan, dict[str, Any]] | None = None
 
     @property
     def address(self) -> str:
         return self._mailbox.address
-
-    @property
-    def refused(self) -> int:
-        return self._mailbox.refused
 
     def run(
         self,
@@ -61,47 +76,36 @@ class Desk:
         watcher: Watcher,
         *,
         first: int = 0,
+        resumed: bool = False,
         recorded: frozenset[int] = frozenset(),
         kept_every: int = 0,
         deadlines: Deadlines | None = None,
-        gone: Callable[[], str] = lambda: "",
+        survival: Survival | None = None,
+        journal: Sequence[Mapping[str, Any]] = (),
+        gone: Gone = lambda: (),
         stopped: Callable[[], bool] = lambda: False,
         patience: timedelta = timedelta(milliseconds=200),
     ) -> None:
-        """Train; UserError if it cannot be done.
-
-        `gone` names a node that is known to have ended; once `stopped` says yes, the weights are collected as they are.
-        """
+        """Train; UserError if it cannot be done. Once `stopped` says yes, the weights are collected as they are."""
         self.machine = Coordinator(
-            self._plan,
+            self._brief.plan,
             learning,
             self,
             watcher,
             iterations,
-            brief=self._brief.to_json(),
-            keys={number: self._publics.get(self._names[number]) for number in self._plan.stage_of},
             first=first,
-            resumed=first > 0,
+            resumed=resumed,
             recorded=recorded,
             kept_every=kept_every,
             deadlines=deadlines or Deadlines(),
+            survival=survival or Survival(),
+            journal=journal,
         )
         try:
             while not self.machine.over:
-                for received in self._mailbox.receive(patience.total_seconds()):
-                    self._deliver(self.machine, received)
-                lost = self._mailbox.lost()
-                for each in lost:
-                    self._mailbox.disconnect(each.peer)  # or a last message to nobody would hold up the end
-                if not self.machine.over and (lost or gone()):
-                    self._last_words(self.machine)
-                    if ended := gone():
-                        self.machine.fail(ended)
-                for each in lost:
-                    self.machine.lost(self._plan.cluster.number[each.peer], each.reason)
+                self._turn(self.machine, gone, patience.total_seconds())
                 if stopped():
                     self.machine.finish_early()
-                self.machine.tick()
         except BaseException:
             self.machine.fail("the run was ended")
             raise
@@ -110,63 +114,107 @@ class Desk:
         if self.machine.failure:
             raise UserError(self.machine.failure)
 
-    def now_ns(self) -> int:
-        return time.monotonic_ns()
+    def _turn(self, machine: Coordinator, gone: Gone, patience_s: float) -> None:
+        for received in self._mailbox.receive(patience_s):
+            self._deliver(machine, received)
+        now = time.monotonic()
+        for lost in self._mailbox.lost():
+            self._leaving.setdefault(lost.peer, (now + LAST_WORDS_S, f"its connection: {lost.reason}"))
+        for name, how in gone():  # what it had to say is here
+            self._leaving.pop(name, None)
+            machine.lost(self._numbers[name], how)
+        for name, (until, how) in list(self._leaving.items()):
+            if now >= until or machine.over:
+                del self._leaving[name]
+                machine.lost(self._numbers[name], how)
+        machine.tick()
 
     def close(self) -> None:
         self._mailbox.close()
 
-    def meet(self, node: int, address: str) -> None:
+    # What the state machine sees
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns()
+
+    def meet(self, node: int, address: str) -> bool:
+        name = self._names[node]
+        self._leaving.pop(name, None)  # that was in another life
         try:
-            self._mailbox.connect(self._names[node], address, self._publics.get(self._names[node]))
-        except UserError as error:
-            assert self.machine is not None
-            self.machine.fail(f"node '{self._names[node]}' says that it is at {error}")
+            self._mailbox.connect(name, address, self._publics.get(name))
+        except UserError:
+            return False
+        self._addresses[name] = address
+        self._parted.pop(name, None)
+        for other in self._addresses:
+            if other != name:
+                self.tell(self._numbers[other], Meet(self._introduced([name])))
+        return True
+
+    def part(self, node: int) -> None:
+        self._mailbox.disconnect(self._names[node], LAST_WORDS_S)
+        address = self._addresses.pop(self._names[node], None)
+        if address is not None:
+            self._parted[self._names[node]] = address
 
     def tell(self, node: int, control: Control) -> None:
+        name = self._names[node]
+        if isinstance(control, Stop) and name in self._parted:  # it is there after all
+            self._mailbox.connect(name, self._parted[name], self._publics.get(name))
         self._send(node, Message(Kind.CONTROL, 0, 0, 0, 0, to_json(control)))
+
+    def welcome(self, node: int, plan: Plan, origin: dict[str, Any]) -> None:
+        brief = {**self._brief_json, "plan": self._told(plan)}
+        self.tell(node, Welcome(brief, self._introduced(self._publics), origin))
+
+    def replan(self, node: int, plan: Plan) -> None:
+        self.tell(node, Replan(self._told(plan)))
+
+    def store(self, stage: int, number: int, piece: Any) -> None:
+        self._store(stage, number, piece)
+
+    def note(self, record: dict[str, Any]) -> None:
+        self._note(record)
+
+    def give(self, node: int, stage: int, first: int, count: int) -> None:
+        assert self.keeper is not None
+        high, low = divmod(first, 2**32)
+        try:
+            body = self.keeper.state(stage, first, min(count, MOST_LENT))
+            message = Message(Kind.CHUNK, 0, low, LOAN, high, body)
+        except (UserError, ValueError, AssertionError) as error:
+            assert self.machine is not None
+            self.machine.lost(node, f"it asked for state that is not there: {error}")
+            return
+        self._send(node, message)
+
+    def _introduced(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: [self._addresses.get(name, ""), self._publics.get(name)] for name in names}
+
+    def _told(self, plan: Plan) -> dict[str, Any]:
+        """As JSON; everybody gets the same."""
+        if self._plan_told is None or self._plan_told[0] is not plan:
+            self._plan_told = plan, plan.to_json()
+        return self._plan_told[1]
 
     def _send(self, node: int, message: Message) -> None:
         try:
             self._mailbox.send(self._names[node], message)
-        except (NotConnected, QueueFull):
-            assert self.machine is not None
-            self.machine.lost(node, "it does not take messages")
-
-    def store(self, stage: int, piece: Any) -> None:
-        self._store(stage, piece)
-
-    def save(self, stage: int, piece: Any) -> None:
-        assert self._keeper is not None
-        self._keeper.save(stage, piece)
-
-    def saved(self, iterations: int) -> None:
-        assert self._keeper is not None
-        self._keeper.saved(iterations)
-
-    def give(self, node: int, piece: int) -> None:
-        assert self._keeper is not None
-        stage = self._plan.stage_of[node]
-        body, steps = self._keeper.piece(stage, piece)
-        self._send(node, Message(Kind.CHUNK, 0, stage, piece, steps, body))
+        except NotConnected:
+            pass  # it is gone, which is noticed elsewhere
+        except QueueFull:
+            self._leaving.setdefault(self._names[node], (time.monotonic(), "it does not take messages"))
 
     def _deliver(self, machine: Coordinator, received: Received) -> None:
-        node = self._plan.cluster.number[received.peer]
+        node = self._numbers[received.peer]
         if received.message.kind is not Kind.CONTROL:
             machine.receive(node, received.message)
             return
         try:
             control = from_json(received.message.body)
         except UserError as error:
-            machine.fail(f"node '{received.peer}' sent nonsense: {error}")
+            self.nonsense[received.peer] += 1
+            if self.nonsense[received.peer] == 1:
+                machine.complain(node, str(error))
             return
         machine.hear(node, control)
-
-    def _last_words(self, machine: Coordinator) -> None:
-        """A node that ended may have said why; whatever else is said no longer matters."""
-        deadline = time.monotonic() + LAST_WORDS_S
-        while not machine.over and (left_s := deadline - time.monotonic()) > 0:
-            for received in self._mailbox.receive(left_s):
-                body = received.message.body
-                if isinstance(body, dict) and body.get("say") == "failed":
-                    self._deliver(machine, received)

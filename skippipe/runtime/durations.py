@@ -17,7 +17,7 @@ def planned_ns(plan: Plan, node: int, work: Work) -> int:
         return int(costs.optimizer_ns[stage, node])
     if not isinstance(work, Task):
         return 0
-    length = len(plan.lanes[work.lane].path)
+    length = work.length
     if work.step < length:
         return int(costs.forward_ns[stage, node])
     if work.step == length:

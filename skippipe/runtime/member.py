@@ -1,6 +1,9 @@
 """A node as a process: it joins, builds its stage, and runs the state machine over real sockets.
 
 One thread handles messages and decides, another computes, ZeroMQ's own send and receive: the three overlap.
+
+When the coordinator is gone, the node finishes what it can and waits for it to come back, at the same address or at
+another that it was given. When the coordinator took it for dead, it says hello again and starts over.
 """
 
 from __future__ import annotations
@@ -8,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +22,20 @@ from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.runtime.control import (
     COORDINATOR,
-    Begin,
+    Alive,
+    Broken,
     Control,
     Failed,
     Hello,
+    Meet,
+    Reroute,
     Stop,
     Welcome,
     from_json,
     to_json,
 )
 from skippipe.runtime.durations import planned_ns
-from skippipe.runtime.node import Node, ProtocolBroken
+from skippipe.runtime.node import Node
 from skippipe.runtime.work import Work
 from skippipe.runtime.worker import Worker
 from skippipe.training.brief import Brief
@@ -39,6 +47,8 @@ from skippipe.transport.shaping import Held, Link, Shaper
 log = logging.getLogger(__name__)
 THE_COORDINATOR = "coordinator"
 LAST_WORDS_S = 2.0
+RETRY_S = 2.0  # from one try to reach the coordinator to the next
+SIGNS_A_DEADLINE = 5  # of life, within the time after which a node counts as gone
 LARGEST_BYTES = 2**33  # a ring of two passes on half the gradient of a stage at a time
 
 
@@ -48,7 +58,7 @@ class Invitation:
 
     name: str
     coordinator: str
-    """host:port"""
+    """host:port; several, with commas between them, if the coordinator may come back elsewhere."""
     keys: KeyPair | None = None
     coordinator_public: str | None = None
     security: Security = "curve"
@@ -60,11 +70,15 @@ class Invitation:
     device: str | None = None
     """What this machine computes on; none: what the job says."""
     patience: timedelta = timedelta(minutes=15)
-    """How long to wait for the coordinator before training starts."""
+    """How long to wait for the coordinator, before training starts and whenever it is gone."""
 
 
 class Dismissed(Exception):
     """The coordinator said stop; the argument is its reason, empty if all is well."""
+
+
+class Again(Exception):
+    """The coordinator took this node for dead; it may start over."""
 
 
 class Member:
@@ -79,34 +93,52 @@ class Member:
             security=invitation.security,
             largest_bytes=LARGEST_BYTES,
             depth=1024,
+            trusted=THE_COORDINATOR,
         )
-        self._held = Held()
-        self._shaper: Shaper | None = None
+        self._addresses = cycle(invitation.coordinator.split(","))
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {COORDINATOR: THE_COORDINATOR}
-        self._peers: dict[str, tuple[str, str | None]] = {}
-        self._node: Node | None = None
+        self._shaper: Shaper | None = None
         self._worker: Worker | None = None
+        self.nonsense: Counter[str] = Counter()
+        """Peer → control messages that were none."""
+        self._start_over()
+
+    def _start_over(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+        for name in self._names.values():
+            if name != THE_COORDINATOR:
+                self._mailbox.disconnect(name)
+        self._held = Held()
+        self._node: Node | None = None
+        self._worker = None
+        self._peers: dict[str, tuple[str, str | None]] = {}
+        self._linked: dict[str, str] = {}
+        """Peer → the address it was last looked for at."""
+        self._linked_at: dict[str, float] = {}
+        self._broken_since: dict[str, float] = {}
+        self._alone_since: float | None = None
+        self._retry_at = 0.0
+        self._sign_at = 0.0
+        self._heartbeat_s = 5.0
 
     def run(self) -> str:
         """Until the coordinator says stop; its reason, empty if all is well."""
         asked = self._invitation
         self._mailbox.allow(THE_COORDINATOR, asked.coordinator_public)
-        self._mailbox.connect(THE_COORDINATOR, asked.coordinator, asked.coordinator_public)
+        self._call_coordinator()
         try:
-            self.say(Hello(asked.address or self._mailbox.address, __version__))
-            welcome = self._welcomed()
-            self._prepare(Brief.from_json(welcome.brief), welcome.peers)
-            assert self._node is not None
-            self._node.welcomed(welcome.resumed)
             while True:
-                self._turn()
+                try:
+                    self._live()
+                except Again as again:
+                    log.warning("starting over: %s", again)
+                    self._start_over()
         except Dismissed as stop:
             return str(stop)
         except UserError as error:
             return self._give_up(str(error))
-        except (ProtocolBroken, QueueFull, NotConnected) as error:
-            return self._give_up(f"{type(error).__name__}: {error}")
         except Exception as error:
             log.exception("node '%s' failed", asked.name)
             return self._give_up(f"{type(error).__name__}: {error}")
@@ -114,6 +146,16 @@ class Member:
             if self._worker is not None:
                 self._worker.stop()
             self._mailbox.close(LAST_WORDS_S)
+
+    def _live(self) -> None:
+        asked = self._invitation
+        self.say(Hello(asked.address or self._mailbox.address, __version__))
+        welcome = self._welcomed()
+        self._prepare(welcome)
+        while True:
+            self._turn()
+
+    # What the state machine sees
 
     def now_ns(self) -> int:
         return time.monotonic_ns()
@@ -123,32 +165,58 @@ class Member:
         due_ns = 0
         if self._shaper is not None and message.body is not None:
             due_ns = self._shaper.due_ns(name, getattr(message.body, "nbytes", 0))
-        self._mailbox.send(name, message, due_ns)
+        self._post(name, message, due_ns)
 
-    def say(self, control: Control) -> None:
-        try:
-            self._mailbox.send(THE_COORDINATOR, Message(Kind.CONTROL, 0, 0, 0, 0, to_json(control)))
-        except NotConnected:
-            raise Dismissed(self._without_coordinator(Reason.REFUSED)) from None
-
-    def _give_up(self, reason: str) -> str:
-        with contextlib.suppress(Dismissed, QueueFull):  # nobody to tell
-            self.say(Failed(reason))
-        return reason
+    def say(self, control: Control, to: int = COORDINATOR) -> None:
+        self._post(self._names[to], Message(Kind.CONTROL, 0, 0, 0, 0, to_json(control)))
 
     def start(self, work: Work) -> None:
         assert self._worker is not None
         self._worker.start(work)
 
+    def fits(self, message: Message, at: int, size: int) -> bool:
+        """Is a tensor what it should be? Of a ring, this node has a place among so many."""
+        assert self._worker is not None
+        return self._worker.fits(message, at, size)
+
+    def _post(self, name: str, message: Message, due_ns: int = 0) -> None:
+        """What cannot be sent is as good as lost on the way: who needs it asks again, or is told by the coordinator."""
+        try:
+            self._link(name)
+            self._mailbox.send(name, message, due_ns)
+        except (NotConnected, QueueFull) as error:
+            log.warning("'%s' does not take messages: %s", name, type(error).__name__)
+            if name != THE_COORDINATOR:
+                self._broken_since.setdefault(name, time.monotonic())
+
+    def _give_up(self, reason: str) -> str:
+        with contextlib.suppress(Dismissed):  # nobody to tell
+            self.say(Failed(reason))
+        return reason
+
+    # Joining
+
+    def _call_coordinator(self) -> None:
+        self._coordinator = next(self._addresses)
+        self._mailbox.connect(THE_COORDINATOR, self._coordinator, self._invitation.coordinator_public)
+        self._retry_at = time.monotonic() + RETRY_S
+
     def _welcomed(self) -> Welcome:
         deadline = time.monotonic() + self._invitation.patience.total_seconds()
         while time.monotonic() < deadline:
-            for received in self._mailbox.receive(min(1.0, deadline - time.monotonic())):
+            self._give_sign("waiting for a stage")
+            for received in self._mailbox.receive(
+                min(self._heartbeat_s / SIGNS_A_DEADLINE, deadline - time.monotonic())
+            ):
                 control = self._control(received)
+                if received.peer != THE_COORDINATOR:
+                    continue
                 if isinstance(control, Welcome):
                     return control
                 if isinstance(control, Stop):
-                    raise Dismissed(control.reason)
+                    if not control.again:
+                        raise Dismissed(control.reason)
+                    self.say(Hello(self._invitation.address or self._mailbox.address, __version__))
             self._check_coordinator()
         waited = f"waited {self._invitation.patience.total_seconds():g} s for the coordinator"
         where = self._invitation.coordinator
@@ -156,36 +224,72 @@ class Member:
             raise Dismissed(f"{waited}: it answers at {where}, but other nodes of the plan are still missing")
         raise Dismissed(f"{waited}: nobody answers at {where}; is it started, and does a firewall let us through?")
 
-    def _prepare(self, brief: Brief, peers: dict[str, Any]) -> None:
+    def _prepare(self, welcome: Welcome) -> None:
         import torch
 
         from skippipe.runtime.building import build_computer
 
+        brief = Brief.from_json(welcome.brief)
         plan = brief.plan
         self._numbers = dict(plan.cluster.number)
         number = self._numbers[self._invitation.name]
         self._names |= {each: name for name, each in self._numbers.items()}
+        self._heartbeat_s = brief.heartbeat_s
         torch.set_num_threads(brief.threads)
+        self._meet(welcome.peers)
+        if self._worker is not None:
+            self._worker.stop()
         self._node = Node(number, plan, self, own_ring=brief.averaging == "ring")
-        self._peers = {self._names[other]: peers[self._names[other]] for other in self._node.talks_to()}
-        for name, (_, public) in self._peers.items():
-            self._mailbox.allow(name, public)
         if brief.emulated:
-            self._shaper = Shaper(
-                {self._names[other]: _link(brief, number, other) for other in self._node.talks_to()}, time.monotonic_ns
-            )
+            links = {name: _link(brief, number, other) for name, other in self._numbers.items() if other != number}
+            self._shaper = Shaper(links, time.monotonic_ns)
         computer = build_computer(number, brief, self._invitation)
         pace = (lambda work: planned_ns(plan, number, work)) if brief.emulated else None
         self._worker = Worker(computer, self._mailbox.wake, pace)
+        self._node.welcomed(welcome.origin)
+
+    def _meet(self, peers: dict[str, Any]) -> None:
+        for name, found in peers.items():
+            address, public = found if isinstance(found, list) and len(found) == 2 else ("", None)
+            if name not in self._numbers or name == self._invitation.name or not isinstance(address, str):
+                continue
+            if self._peers.get(name, ("", None))[0] != address:
+                self._broken_since.pop(name, None)
+            self._peers[name] = address, public
+            if public is not None or self._invitation.security == "none":
+                self._mailbox.allow(name, public)
+            if self._linked.get(name, address) != address:  # it is somewhere else now
+                self._mailbox.disconnect(name)
+                del self._linked[name]
+
+    def _link(self, name: str) -> None:
+        """Connect, if we are not and know where to."""
+        address, public = self._peers.get(name, ("", None))
+        if address and name not in self._linked:
+            self._mailbox.connect(name, address, public)
+            self._linked[name] = address
+            self._linked_at[name] = time.monotonic()
+
+    def _forget(self, name: str) -> None:
+        """It is gone; if it comes back, somebody says where it is."""
+        self._mailbox.disconnect(name)
+        self._linked.pop(name, None)
+        self._broken_since.pop(name, None)
+        _, public = self._peers.get(name, ("", None))
+        self._peers[name] = "", public
+
+    # The loop
 
     def _turn(self) -> None:
         """Take in all there is, then decide."""
         assert self._node is not None
         assert self._worker is not None
         due_ns = self._held.next_due_ns()
-        timeout_s = 1.0 if due_ns is None else min(1.0, max(0.0, (due_ns - time.monotonic_ns()) / 1e9))
+        timeout_s = max(0.0, min(1.0, self._sign_at - time.monotonic()))
+        if due_ns is not None:
+            timeout_s = min(timeout_s, max(0.0, (due_ns - time.monotonic_ns()) / 1e9))
         for received in self._mailbox.receive(timeout_s):
-            if received.due_ns > time.monotonic_ns():
+            if self._shaper is not None and received.due_ns > time.monotonic_ns():
                 self._held.put(received)
             else:
                 self._deliver(received)
@@ -196,49 +300,116 @@ class Member:
         if self._worker.failure is not None:
             raise self._worker.failure
         if self._node.stopped is not None:
+            if self._node.stopped.again:
+                raise Again(self._node.stopped.reason)
             raise Dismissed(self._node.stopped.reason)
         self._node.decide()
         self._check_coordinator()
+        self._check_peers()
+        self._give_sign(self._node.doing)
+
+    def _give_sign(self, doing: str) -> None:
+        if time.monotonic() >= self._sign_at and self._alone_since is None:
+            self._sign_at = time.monotonic() + self._heartbeat_s / SIGNS_A_DEADLINE
+            self.say(Alive(doing))
+            if self._node is not None:
+                self._node.remind(int(2e9 * self._heartbeat_s))
 
     def _deliver(self, received: Received) -> None:
         assert self._node is not None
-        if received.peer == THE_COORDINATOR and received.message.kind is Kind.CHUNK:
-            self._node.restore(received.message)
-        elif received.peer == THE_COORDINATOR:
-            control = self._control(received)
-            if isinstance(control, Begin):  # everybody is ready, so nobody takes us for a stranger
-                for name, (address, public) in self._peers.items():
-                    self._mailbox.connect(name, address, public)
+        message = received.message
+        if received.peer == THE_COORDINATOR and message.kind is Kind.CHUNK:
+            self._node.restore(message)
+        elif message.kind is not Kind.CONTROL:
+            if received.peer in self._numbers:
+                self._node.receive(self._numbers[received.peer], message)
+        elif (control := self._control(received)) is None:
+            return
+        elif received.peer != THE_COORDINATOR:
+            self._node.asked(self._numbers[received.peer], control)
+        elif isinstance(control, Welcome):  # for another stage
+            self._prepare(control)
+        elif isinstance(control, Meet):
+            self._meet(control.peers)
+        else:
             self._node.hear(control)
-        elif received.peer in self._peers and received.message.kind is not Kind.CONTROL:
-            self._node.receive(self._numbers[received.peer], received.message)
+            if isinstance(control, Reroute):
+                for gone in control.gone:
+                    self._forget(self._names[gone])
+            for other in self._node.talks_to():
+                self._link(self._names[other])
 
-    def _control(self, received: Received) -> Control:
-        if received.message.kind is not Kind.CONTROL:
-            raise ProtocolBroken("the coordinator sends tensors")
-        return from_json(received.message.body)
+    def _control(self, received: Received) -> Control | None:
+        """What cannot be understood is counted."""
+        try:
+            if received.message.kind is not Kind.CONTROL:
+                raise UserError("a tensor where there should be none")
+            return from_json(received.message.body)
+        except UserError as error:
+            self.nonsense[received.peer] += 1
+            if self.nonsense[received.peer] == 1:
+                log.warning("nonsense from '%s' (later ones are only counted): %s", received.peer, error)
+            return None
+
+    def _check_peers(self) -> None:
+        """Say which connections stay broken, or do not come about."""
+        assert self._node is not None
+        waited_for = {name: self._linked_at[name] for name in self._linked.keys() - self._mailbox.connected}
+        for name, since in (waited_for | self._broken_since).items():
+            if name in self._mailbox.connected:
+                del self._broken_since[name]
+                self._node.lost(self._numbers[name])
+            elif time.monotonic() > since + self._heartbeat_s:
+                if name in self._broken_since:
+                    self._broken_since[name] = time.monotonic()  # to say it again, if nothing was done about it
+                self._linked_at[name] = time.monotonic()
+                if self._numbers[name] in self._node.talks_to():
+                    self.say(Broken(self._numbers[name]))
 
     def _check_coordinator(self) -> None:
         for lost in self._mailbox.lost():
-            if lost.peer == THE_COORDINATOR:
-                if lost.reason is Reason.DISCONNECTED:
-                    self._hear_it_out()
+            if lost.peer != THE_COORDINATOR:
+                log.info("connection to '%s': %s", lost.peer, lost.reason)
+                if lost.reason in (Reason.REFUSED, Reason.FOREIGN):
+                    self._linked.pop(lost.peer, None)
+                self._broken_since.setdefault(lost.peer, time.monotonic())
+            elif lost.reason is Reason.DISCONNECTED:
+                self._hear_it_out()
+                self._alone_since = self._alone_since or time.monotonic()
+                log.warning("the coordinator is gone; waiting for it to come back")
+                self._call_coordinator()
+            elif self._alone_since is None:
                 raise Dismissed(self._without_coordinator(lost.reason))
-            log.info("connection to '%s': %s", lost.peer, lost.reason)
+        if self._alone_since is not None:
+            self._look_for_coordinator()
+
+    def _look_for_coordinator(self) -> None:
+        assert self._alone_since is not None
+        waited_s = time.monotonic() - self._alone_since
+        if THE_COORDINATOR in self._mailbox.connected:
+            self._alone_since = None
+            address = self._invitation.address or self._mailbox.address
+            self.say(self._node.hello(address, __version__) if self._node else Hello(address, __version__))
+        elif waited_s > self._invitation.patience.total_seconds():
+            raise Dismissed(f"{self._without_coordinator(Reason.DISCONNECTED)}, for {waited_s:.0f} s now")
+        elif time.monotonic() > self._retry_at:
+            self._call_coordinator()
 
     def _hear_it_out(self) -> None:
         """What the coordinator says travels on another connection than the one that broke: it may have said stop."""
         deadline = time.monotonic() + LAST_WORDS_S
         while (left_s := deadline - time.monotonic()) > 0:
             for received in self._mailbox.receive(left_s):
-                if received.peer == THE_COORDINATOR and isinstance(stop := self._control(received), Stop):
+                if received.peer != THE_COORDINATOR:
+                    self._held.put(received)  # for later
+                elif isinstance(stop := self._control(received), Stop) and not stop.again:
                     raise Dismissed(stop.reason)
 
     def _without_coordinator(self, reason: Reason) -> str:
-        name, where = self._invitation.name, self._invitation.coordinator
+        name, where = self._invitation.name, self._coordinator
         return {
             Reason.REFUSED: f"the coordinator at {where} refuses this node: its list of peers has another key for "
-            f"'{name}', or its plan does without '{name}'",
+            f"'{name}', or its cluster has no '{name}'",
             Reason.HANDSHAKE: f"{where}: who answers there does not hold the key that this node knows as the "
             "coordinator's; is the address right, and were all keys made together?",
             Reason.FOREIGN: f"{where}: who answers there is no coordinator; check the address",

@@ -7,28 +7,70 @@ calls `decide`, as the simulator does.
 
 An iteration: tasks in the order that `dispatch` gives, until none is left; then the stage's ring averages gradients;
 then the coordinator, which knows all norms, says how to step; then the next iteration begins.
+
+When nodes are lost, the coordinator says how to go on (`Reroute`, see `routes`). From then on nobody can tell by
+counting when all tasks are done, so the coordinator says that too (`Settle`), asks everybody what they have added up,
+and has it averaged. A node's own sum of gradients stays untouched until the step, so averaging can begin again at any
+time, and what a node has added once it never adds again. What comes that is not foreseen is dropped and counted.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+import logging
+from collections import Counter, deque
+from dataclasses import replace
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from skippipe import dispatch
-from skippipe.compiled import plain
+from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.rules import circle
-from skippipe.runtime.control import COORDINATOR, Averaged, Begin, Collect, Control, Proceed, Ready, Stepped, Stop, Want
-from skippipe.runtime.work import Keep, Load, Measure, Outcome, Pass, Reduce, Show, Step, Task, Work
-from skippipe.timeline import Timing
+from skippipe.runtime.apprentice import Apprentice, origin_from_json
+from skippipe.runtime.control import (
+    COORDINATOR,
+    Average,
+    Averaged,
+    Begin,
+    Collect,
+    Contributed,
+    Control,
+    Hello,
+    Learn,
+    Learned,
+    Proceed,
+    Ready,
+    Replan,
+    Reroute,
+    Seal,
+    Settle,
+    Stepped,
+    Stop,
+    Want,
+)
+from skippipe.runtime.rounds import Rounds
+from skippipe.runtime.traffic import Duties, Traffic
+from skippipe.runtime.work import (
+    Clear,
+    Drop,
+    Inspect,
+    Keep,
+    Lend,
+    Load,
+    Loan,
+    Measure,
+    Pass,
+    Reduce,
+    Show,
+    Step,
+    Study,
+    Task,
+    Work,
+)
 from skippipe.transport.message import Kind, Message
 
-all_steps, steps, place = plain(dispatch.all_steps), plain(dispatch.steps), plain(dispatch.place)
-is_weights, weights_after = plain(dispatch.is_weights), plain(dispatch.weights_after)
-frees_slot, may_start = plain(dispatch.frees_slot), plain(dispatch.may_start)
-urgency, goes_before = plain(dispatch.urgency), plain(dispatch.goes_before)
+log = logging.getLogger(__name__)
+MOST_EARLY = 64  # messages of one sender that are kept because they are ahead of their time
+LOAN = 1  # the `microbatch` of a chunk that is state for one that learns; 0 in the ring
 
 
 class Outside(Protocol):
@@ -38,343 +80,486 @@ class Outside(Protocol):
 
     def send(self, receiver: int, message: Message) -> None: ...
 
-    def say(self, control: Control) -> None:
-        """To the coordinator."""
+    def say(self, control: Control, to: int = COORDINATOR) -> None: ...
 
     def start(self, work: Work) -> None:
         """Have it run; `finished` follows. One work at a time."""
 
-
-class ProtocolBroken(Exception):
-    """Somebody sent what the plan does not foresee."""
+    def fits(self, message: Message, at: int, size: int) -> bool:
+        """Is a tensor what it should be? (See `work.Computer`.)"""
 
 
 class Phase(Enum):
     WAITING = "waiting for the coordinator to begin"
     RUNNING = "running tasks"
+    SETTLING = "finishing what is left"
+    SETTLED = "waiting for the coordinator to have gradients averaged"
     AVERAGING = "averaging gradients"
     AVERAGED = "waiting for the coordinator's step"
     STEPPING = "taking the optimizer step"
-    FINISHED = "finished"
 
 
-class Arrived(NamedTuple):
-    task: Task
-    ready_ns: int
-
-
-@dataclass(frozen=True)
-class Neighbours:
-    """In the gradient ring of the stage."""
-
-    before: int
-    after: int
-    rounds: int
+IN_ITERATION = (Phase.RUNNING, Phase.SETTLING, Phase.SETTLED, Phase.AVERAGING, Phase.AVERAGED)
 
 
 class Node:
     def __init__(self, number: int, plan: Plan, outside: Outside, *, own_ring: bool = True) -> None:
         self.number = number
-        self.plan = plan
         self.stage = plan.stage_of[number]
         self.phase = Phase.WAITING
         self.iteration = -1
+        self.epoch = 0
+        self._begun_epoch = 0
         self.stopped: Stop | None = None
+        self.dropped: Counter[tuple[int, str]] = Counter()
+        """Sender and what was wrong → how many messages of that kind were not taken."""
         self._outside = outside
         self._own_ring = own_ring
-        self._split = plan.split_backward
-        self._paths = [lane.path for lane in plan.lanes]
-        self._slots = plan.slots[number]
-        self._urgency = plan.dispatch.forward_urgency
-        self._visits = plan.exposure[self.stage]
-        self._tasks = sum(
-            lane.microbatches
-            for lane in plan.lanes
-            for step in range(all_steps(len(lane.path), plan.split_backward))
-            if lane.path[place(step, len(lane.path))] == number
-        )
-        self._planned_ns = _planned_starts(plan, number)
-        self._ring = self._neighbours()
-        self._ready: list[Arrived] = []
-        self._running: tuple[Arrived, int] | None = None
+        self._next_plan: Plan | None = None
+        self._next_begin: Begin | None = None
+        self._next_changes: list[Reroute | Settle | Average] = []
+        self._learning: Apprentice | None = None
         self._chores: deque[Work] = deque()
-        self._busy = False
-        self._held = 0
-        self._left = 0
-        self._seen: set[tuple[int, ...]] = set()
-        self._early: list[tuple[Message, int]] = []
-        self._chunks: dict[int, Any] = {}
-        self._next_round = 0
+        self._doing: Work | None = None
+        self._void = False
+        self._early: dict[int, list[tuple[Message, int]]] = {}
         self._proceed: Proceed | None = None
-        self._begun_ns = 0
-        self._recorded = False
-        self._record: list[list[int]] = []
-        self._losses: list[tuple[int, int, Any]] = []
-        self._sent_bytes: dict[int, int] = {}
+        self._adopt(plan)
+        self._clear(recorded=False)
+
+    def hello(self, address: str, version: str) -> Hello:
+        """To a coordinator, which may be another than the one before."""
+        if self.iteration < 0:
+            return Hello(address, version)
+        stepped = self.phase in (Phase.STEPPING, Phase.WAITING)
+        return Hello(address, version, self.epoch, self.iteration + stepped, self.phase.name)
+
+    # What it is told
 
     def hear(self, control: Control) -> None:
         """From the coordinator."""
         match control:
-            case Begin() if self.phase is Phase.WAITING:
-                self._begin(control.iteration, control.recorded)
+            case Begin():
+                if self.phase is Phase.STEPPING:
+                    self._next_begin = control
+                else:
+                    self._begin_as_told(control)
+            case Learn():
+                self._learn(control.origin)
+            case Replan():
+                self.replan(Plan.from_json(control.plan))
             case Proceed() if self.phase is Phase.AVERAGED and control.iteration == self.iteration:
                 self.phase = Phase.STEPPING
                 self._proceed = control
                 self._chores.append(Step(control.rate, control.scale))
-                if control.kept and self.plan.stages[self.stage].ring[0] == self.number:
+                if control.kept:
                     self._chores.append(Keep())
-            case Begin() | Proceed():
-                raise ProtocolBroken(
-                    f"told to {type(control).__name__.lower()} iteration {control.iteration} while {self.phase.value}"
-                    f" in iteration {self.iteration}"
-                )
+            case Reroute() | Settle() | Average():
+                if control.iteration == self.iteration + 1 and self.phase in (Phase.STEPPING, Phase.WAITING):
+                    self._next_changes.append(control)
+                elif control.iteration == self.iteration and self.phase in IN_ITERATION and control.epoch >= self.epoch:
+                    self._change(control)
+                else:
+                    self._drop(COORDINATOR, f"{type(control).__name__} while {self.phase.value}")
             case Collect():  # after the step, if one was asked for
                 self._chores.append(Show(control.piece, control.kept))
             case Stop():
                 self.stopped = control
             case _:
-                raise ProtocolBroken(f"a node has no use for {type(control).__name__}")
+                self._drop(COORDINATOR, f"{type(control).__name__} while {self.phase.value}")
 
-    def welcomed(self, resumed: bool) -> None:
+    def replan(self, plan: Plan) -> None:
+        """From the next iteration on."""
+        self._next_plan = plan
+
+    def asked(self, sender: int, control: Control) -> None:
+        """By a node that learns, or told by one that lends."""
+        match control:
+            case Want() if self._learning is None or self._learning.complete:
+                self._borrowers.add(sender)
+                self._chores.append(Lend(control.first, control.count, sender))
+            case Seal() if self._learning is not None and sender in self._learning.origin.sources:
+                self._learning.sealed(control.first, control.digest)
+            case _:
+                self._drop(sender, f"{type(control).__name__} of no use here")
+
+    def welcomed(self, origin: dict[str, Any]) -> None:
         """The stage is built; its state is as the seed has it, or still to come."""
-        self._outside.say(Want(0) if resumed else Ready())
+        if origin:
+            self._learn(origin)
+        else:
+            self._outside.say(Ready())
 
-    def restore(self, message: Message) -> None:
-        """A piece of the state to go on from, from the coordinator.
+    def lost(self, peer: int) -> None:
+        """The connection to a peer broke: what was sent last may not have arrived. It takes nothing twice."""
+        self._traffic.send_again_to(peer)
+        if self._rounds.last_sent is not None and self._rounds.after == peer:
+            self._outside.send(peer, self._rounds.last_sent)
+        if self._learning is not None:
+            self._learning.lost(peer)
 
-        The last has no body; its `step` is the number of steps that the optimizer has taken.
-        """
-        if self.phase is not Phase.WAITING or message.kind is not Kind.CHUNK:
-            raise ProtocolBroken(f"state to go on from came while {self.phase.value}")
-        self._chores.append(Load(message.microbatch, message.body, message.step))
+    def remind(self, patience_ns: int) -> None:
+        """To be called now and then, because answers may be lost."""
+        if self._learning is not None and not self._learning.complete:
+            self._learning.remind(self._outside.now_ns(), patience_ns)
 
     def receive(self, sender: int, message: Message) -> None:
-        """From another node; what comes from one that is an iteration ahead is kept until this node gets there."""
-        early = self.phase is Phase.WAITING or message.iteration == self.iteration + 1
-        if message.iteration != self.iteration and not early:
-            raise ProtocolBroken(f"a message of iteration {message.iteration} while in {self.iteration}")
-        self._check(sender, message)
-        which = message.iteration, message.kind, message.lane, message.microbatch, message.step
-        if which in self._seen:
-            raise ProtocolBroken(f"{_what(message)} came twice")
-        self._seen.add(which)
-        if early:
-            self._early.append((message, self._outside.now_ns()))
+        """From another node; what comes from one that is ahead is kept until this node gets there."""
+        ahead = message.iteration > self.iteration or self.phase is Phase.WAITING or message.epoch > self.epoch
+        if message.kind is Kind.CHUNK and message.microbatch == LOAN and not (ahead and self._learns_along()):
+            if not self._give(sender, message):
+                self._drop(sender, "state that was not asked for")
+        elif not ahead:
+            self._take(sender, message, self._outside.now_ns())
+        elif message.iteration > self.iteration + 1 and self.phase is not Phase.WAITING:
+            self._drop(sender, "too far ahead")
+        elif len(early := self._early.setdefault(sender, [])) >= MOST_EARLY + 4 * len(self.plan.lanes):
+            self._drop(sender, "too much ahead of its time")
         else:
-            self._accept(message, self._outside.now_ns())
+            early.append((message, self._outside.now_ns()))
+
+    def restore(self, message: Message) -> None:
+        """State from a checkpoint, from the coordinator."""
+        if message.kind is not Kind.CHUNK or not self._give(COORDINATOR, message):
+            self._drop(COORDINATOR, "state that was not asked for")
 
     def finished(self, work: Work, result: Any) -> None:
-        self._busy = False
+        void, self._void, self._doing = self._void, False, None
+        if isinstance(work, Inspect) and not result:
+            self._traffic.contributed.clear()
+        if void:
+            if isinstance(work, Task):
+                self._traffic.given_up()
+            return
         match work:
             case Task():
-                self._task_ended(result)
+                self._traffic.ended(result)
+                self._average_if_done()
             case Pass():
                 self._passed_on(work.round, result)
             case Reduce():
-                self._chores.append(Measure(self._visits))
+                self._chores.append(Measure(self._visits, alone=False))
             case Measure():
                 self._report(result)
+            case Inspect():
+                self._say_contributed()
             case Step():
                 self._stepped()
             case Show():
                 message = Message(Kind.CHUNK, max(0, self.iteration), self.stage, work.piece, int(work.kept), result)
                 self._outside.send(COORDINATOR, message)
+            case Lend():
+                self._lend(work, result)
+            case Study():
+                if self._learning is not None:
+                    self._learning.studied(result)
+                    self._if_learned()
             case Load():
-                self._outside.say(Ready() if work.given is None else Want(work.piece + 1))
-            case Keep():
+                if self._learning is not None:
+                    self._learning.loaded(result)
+                    self._if_learned()
+            case _:
                 pass
 
     def decide(self) -> None:
         """Start what goes next, if nothing runs."""
-        if self._busy or self.stopped:
+        if self._doing is not None or self.stopped:
             return
         if self._chores:
             self._start(self._chores.popleft())
             return
-        if self.phase is not Phase.RUNNING:
+        if self.phase not in (Phase.RUNNING, Phase.SETTLING):
             return
-        best = -1
-        for index, arrived in enumerate(self._ready):
-            task = arrived.task
-            if not may_start(task.step, len(self._paths[task.lane]), self._held, self._slots):
-                continue
-            if best < 0 or goes_before(*self._rank(arrived), *self._rank(self._ready[best])):
-                best = index
-        if best < 0:
-            return
-        chosen = self._ready.pop(best)
-        if chosen.task.step < len(self._paths[chosen.task.lane]):
-            self._held += 1
-        self._running = chosen, self._outside.now_ns()
-        self._start(chosen.task)
+        task = self._traffic.next()
+        if task is not None:
+            self._start(task)
+        elif self.phase is Phase.SETTLING and not self._traffic.put_off:
+            self._settled()
+
+    @property
+    def doing(self) -> str:
+        """For people."""
+        if isinstance(self._doing, Task):
+            task = self._doing
+            return f"step {task.step} of microbatch {task.microbatch} on lane {task.lane}, iteration {task.iteration}"
+        if self._doing is not None:
+            return f"{type(self._doing).__name__.strip('_').lower()}, iteration {self.iteration}"
+        return f"{self.phase.value}, iteration {self.iteration}"
 
     def talks_to(self) -> set[int]:
         """The nodes before and after this one on its lanes and in its ring."""
-        pairs = [pair for path in self._paths if self.number in path for pair in circle(path)]
-        if self._ring is not None:
-            pairs += [(self.number, self._ring.before), (self.number, self._ring.after)]
-        return {node for pair in pairs if self.number in pair for node in pair} - {self.number}
+        paths = [route.path for route in self._traffic.routes if self.number in route.path]
+        pairs = [pair for path in paths for pair in circle(path)] + circle(self._rounds.ring)
+        if self._learning is not None and not self._learning.complete:
+            pairs += [(self.number, source) for source in self._learning.origin.sources if source != COORDINATOR]
+        near = {node for pair in pairs if self.number in pair for node in pair}
+        return (near | self._borrowers) - {self.number}
 
-    def _rank(self, arrived: Arrived) -> tuple[int, int, int]:
-        """Of tasks that are ready, the one that the plan has first goes first.
+    # Iterations
 
-        The simulator takes the one that was ready first. If all goes as planned that is the same; if not, this brings
-        the node back to the order that was promised, instead of making one late message the cause of many.
-        """
-        task = arrived.task
-        at_ns = self._planned_ns.get((task.lane, task.microbatch, task.step), arrived.ready_ns)
-        return urgency(task.step, len(self._paths[task.lane]), self._urgency), at_ns, task.lane
+    def _adopt(self, plan: Plan) -> None:
+        self.plan = plan
+        self._duties = Duties(self.number, plan)
 
-    def _start(self, work: Work) -> None:
-        self._busy = True
-        self._outside.start(work)
+    def _clear(self, *, recorded: bool) -> None:
+        """Nothing of an iteration is there."""
+        self._traffic = Traffic(self._duties, self.iteration, self, recorded=recorded)
+        self._rounds = Rounds(self.number, self.stage, self.plan.stages[self.stage].ring)
+        self._visits = self.plan.exposure[self.stage]
+        self._gone: frozenset[int] = frozenset()
+        self._as_planned = True
+        self._borrowers: set[int] = set()
+        self._inspect = False
 
-    def _begin(self, iteration: int, recorded: bool) -> None:
+    def _begin_as_told(self, begin: Begin) -> None:
+        self._chores = deque(each for each in self._chores if not isinstance(each, _OF_AN_ITERATION))
+        self._void = self._void or isinstance(self._doing, _OF_AN_ITERATION)
+        if self.phase is not Phase.WAITING or self._void:
+            self._chores.append(Clear())
+        self.epoch = self._begun_epoch = begin.epoch
+        self._begin(begin.iteration, recorded=begin.recorded)
+
+    def _begin(self, iteration: int, *, recorded: bool) -> None:
+        if self._next_plan is not None:
+            self._adopt(self._next_plan)
+            self._next_plan = None
         self.iteration = iteration
         self.phase = Phase.RUNNING
-        self._begun_ns = self._outside.now_ns()
-        self._recorded = recorded
-        self._left = self._tasks
-        self._seen = {which for which in self._seen if which[0] == iteration}
-        self._chunks.clear()
-        self._next_round = 0
         self._proceed = None
-        self._record, self._losses, self._sent_bytes = [], [], {}
-        for lane, path in enumerate(self._paths):
-            if path[0] == self.number:
-                self._ready.append(Arrived(Task(iteration, lane, 0, 0), self._begun_ns))
-        early, self._early = self._early, []
-        for message, arrived_ns in early:
-            if message.iteration != iteration:
-                raise ProtocolBroken(f"a message of iteration {message.iteration} before {iteration} began")
-            self._accept(message, arrived_ns)
-        if self._left == 0:
-            self._average()
+        self._clear(recorded=recorded)
+        self._take_early()
+        self._average_if_done()
+        changes, self._next_changes = self._next_changes, []
+        for change in changes:
+            if change.iteration == iteration and change.epoch >= self.epoch:
+                self._change(change)
+        if self._learns_along():
+            assert self._learning is not None
+            self._learning.begun()
 
-    def _check(self, sender: int, message: Message) -> None:
-        """Does the plan foresee it, from this sender?"""
-        if message.body is None:
-            raise ProtocolBroken(f"{_what(message)} came empty")
-        if message.kind is Kind.CHUNK:
-            foreseen = (
-                self._own_ring
-                and self._ring is not None
-                and sender == self._ring.before
-                and (message.lane, message.microbatch) == (self.stage, 0)
-                and 0 <= message.step < self._ring.rounds
-            )
-        else:
-            foreseen = message.kind is Kind.HOP and self._on_its_way(sender, message)
-        if not foreseen:
-            raise ProtocolBroken(f"{_what(message)} does not come here from node {sender}")
-
-    def _on_its_way(self, sender: int, message: Message) -> bool:
-        if not 0 <= message.lane < len(self._paths):
-            return False
-        path, step = self._paths[message.lane], message.step
-        return (
-            0 <= message.microbatch < self.plan.lanes[message.lane].microbatches
-            and 0 < step < steps(len(path))
-            and path[place(step, len(path))] == self.number
-            and path[place(step - 1, len(path))] == sender
-        )
-
-    def _accept(self, message: Message, arrived_ns: int) -> None:
-        if message.kind is Kind.CHUNK:
-            self._chunks[message.step] = message.body
-            self._pass_next()
-        else:
-            task = Task(self.iteration, message.lane, message.microbatch, message.step, message.body)
-            self._ready.append(Arrived(task, arrived_ns))
-
-    def _task_ended(self, outcome: Outcome) -> None:
-        assert self._running is not None
-        (task, ready_ns), start_ns = self._running
-        self._running = None
-        lane, microbatch, step = task.lane, task.microbatch, task.step
-        path = self._paths[lane]
-        length = len(path)
-        if self._recorded:
-            times = (ready_ns, start_ns, self._outside.now_ns())  # what came early was ready when the iteration began
-            self._record.append([lane, microbatch, step, *(max(0, each - self._begun_ns) for each in times)])
-        if outcome.loss is not None:
-            self._losses.append((lane, microbatch, outcome.loss))
-        if frees_slot(step, length, self._split):
-            self._held -= 1
-        if self._split and step > length and not is_weights(step, length):
-            later = Task(self.iteration, lane, microbatch, weights_after(step, length))
-            self._ready.append(Arrived(later, self._outside.now_ns()))
-        if step + 1 < steps(length):
-            self._hop(path[place(step + 1, length)], lane, microbatch, step + 1, outcome.payload)
-        elif step + 1 == steps(length) and microbatch + 1 < self.plan.lanes[lane].microbatches:
-            self._ready.append(Arrived(Task(self.iteration, lane, microbatch + 1, 0), self._outside.now_ns()))
-        self._left -= 1
-        if self._left == 0:
-            self._average()
-
-    def _hop(self, receiver: int, lane: int, microbatch: int, step: int, payload: Any) -> None:
-        self._send(receiver, Message(Kind.HOP, self.iteration, lane, microbatch, step, payload))
-
-    def _send(self, receiver: int, message: Message) -> None:
-        self._sent_bytes[receiver] = self._sent_bytes.get(receiver, 0) + getattr(message.body, "nbytes", 0)
-        self._outside.send(receiver, message)
-
-    def _average(self) -> None:
-        self.phase = Phase.AVERAGING
-        if self._ring is None:
-            self._chores.append(Measure(self._visits))
-        elif not self._own_ring:
-            self._chores.append(Reduce())
-        else:
-            self._chores.append(Pass(0))
-
-    def _passed_on(self, round_: int, payload: Any) -> None:
-        assert self._ring is not None
-        self._next_round = round_ + 1
-        if round_ < self._ring.rounds:
-            self._send(self._ring.after, Message(Kind.CHUNK, self.iteration, self.stage, 0, round_, payload))
-            self._pass_next()
-        else:
-            self._chores.append(Measure(self._visits))
-
-    def _pass_next(self) -> None:
-        """Go on with the ring if this node has done its part of the round and the neighbour's has come."""
-        given = self._chunks.get(self._next_round - 1)
-        if self._next_round > 0 and given is not None:
-            del self._chunks[self._next_round - 1]
-            self._chores.append(Pass(self._next_round, given))
-            self._next_round = -1  # until this one has been passed on
-
-    def _report(self, squared_norm: float) -> None:
-        self.phase = Phase.AVERAGED
-        losses = [[lane, microbatch, float(loss)] for lane, microbatch, loss in self._losses]
-        sent = [[receiver, count] for receiver, count in sorted(self._sent_bytes.items())]
-        self._outside.say(Averaged(self.iteration, squared_norm, losses, self._record, sent))
+    def _take_early(self) -> None:
+        early, self._early = self._early, {}
+        for sender, messages in early.items():
+            for message, arrived_ns in messages:
+                if (message.iteration, message.epoch) <= (self.iteration, self.epoch):
+                    self._take(sender, message, arrived_ns)
+                else:
+                    self._early.setdefault(sender, []).append((message, arrived_ns))
 
     def _stepped(self) -> None:
         assert self._proceed is not None
-        if self._proceed.last:
-            self.phase = Phase.FINISHED
+        proceed, begin = self._proceed, self._next_begin
+        self._next_begin = None
+        if begin is not None:
+            self.phase = Phase.WAITING
+            self._begin_as_told(begin)
+        elif proceed.last:
+            self.phase = Phase.WAITING
             self._outside.say(Stepped(self.iteration))
         else:
-            self._begin(self.iteration + 1, self._proceed.recorded)
+            self._begin(self.iteration + 1, recorded=proceed.recorded)
 
-    def _neighbours(self) -> Neighbours | None:
-        ring = self.plan.stages[self.stage].ring
-        if len(ring) == 1:
-            return None
-        at = ring.index(self.number)
-        return Neighbours(ring[at - 1], ring[(at + 1) % len(ring)], 2 * (len(ring) - 1))
+    def _start(self, work: Work) -> None:
+        self._doing = work
+        self._outside.start(work)
+
+    # What traffic sees of the node
+
+    def now_ns(self) -> int:
+        return self._outside.now_ns()
+
+    def say(self, control: Control) -> None:
+        self._outside.say(control)
+
+    def post(self, receiver: int, message: Message) -> None:
+        self._outside.send(receiver, self._stamped(message))
+
+    def chore(self, work: Work) -> None:
+        self._chores.append(work)
+
+    def _stamped(self, message: Message) -> Message:
+        return replace(message, epoch=self.epoch, sent_ns=self._outside.now_ns())
+
+    # Messages from nodes
+
+    def _take(self, sender: int, message: Message, arrived_ns: int) -> None:
+        """It is of this iteration, of this epoch or an earlier one; or it is of no use."""
+        if message.kind is Kind.CHUNK and message.microbatch == LOAN:
+            if not self._give(sender, message):
+                self._drop(sender, "state that was not asked for")
+        elif message.iteration != self.iteration or self.phase not in IN_ITERATION:
+            self._drop(sender, "of an iteration that is over")
+        elif message.epoch < self._begun_epoch:
+            self._drop(sender, "of an iteration that was begun again")
+        elif sender in self._gone:
+            self._drop(sender, "from a node that was given up")
+        elif message.body is None:
+            self._drop(sender, f"an empty {message.kind.name.lower()}")
+        elif not self._foresees(sender, message):
+            self._drop(sender, f"a {message.kind.name.lower()} that does not come here from there")
+        elif message.kind is Kind.CHUNK and message.epoch != self.epoch:
+            self._drop(sender, "a chunk of a ring that was given up")
+        elif not self._outside.fits(message, self._rounds.at, len(self._rounds.ring)):
+            self._drop(sender, f"a {message.kind.name.lower()} of another shape or type")
+        elif message.kind is Kind.HOP:
+            if not self._traffic.take(sender, message, arrived_ns):
+                self._drop(sender, "a hop that has been taken before")
+        elif self._rounds.take(message):
+            self._pass_next()
+        else:
+            self._drop(sender, "a chunk that has been taken before")
+
+    def _foresees(self, sender: int, message: Message) -> bool:
+        if message.kind is Kind.HOP:
+            return self._traffic.foresees(sender, message)
+        return message.kind is Kind.CHUNK and self._own_ring and self._rounds.foresees(sender, message)
+
+    def _drop(self, sender: int, what: str) -> None:
+        self.dropped[sender, what] += 1
+        if self.dropped[sender, what] == 1:
+            who = "the coordinator" if sender == COORDINATOR else self.plan.cluster.nodes[sender].name
+            log.warning("dropped a message of %s: %s (later ones are only counted)", who, what)
+
+    # When nodes are lost
+
+    def _change(self, change: Reroute | Settle | Average) -> None:
+        match change:
+            case Reroute():
+                self._reroute(change)
+            case Settle() if self.phase in IN_ITERATION:
+                self._stop_averaging()
+                self.epoch = change.epoch
+                self._inspect = change.inspect
+                self.phase = Phase.SETTLING
+                self._traffic.settle()
+            case Average() if self.phase is Phase.SETTLED and change.epoch == self.epoch:
+                self._visits = change.visits[self.stage]
+                self._take_early()
+                self._average()
+            case _:
+                self._drop(COORDINATOR, f"{type(change).__name__} while {self.phase.value}")
+
+    def _reroute(self, change: Reroute) -> None:
+        self._gone |= set(change.gone)
+        self._as_planned = False
+        self._stop_averaging()
+        self.phase = Phase.RUNNING
+        self.epoch = change.epoch
+        self._void = self._traffic.reroute(change) or self._void
+        self._take_early()
+
+    def _stop_averaging(self) -> None:
+        """What the ring has done so far is of no use; nothing of this node's own is lost."""
+        self._chores = deque(each for each in self._chores if not isinstance(each, _OF_AVERAGING))
+        self._void = self._void or isinstance(self._doing, _OF_AVERAGING)
+        left = tuple(node for node in self._rounds.ring if node not in self._gone)
+        self._rounds = Rounds(self.number, self.stage, left)
+
+    def _settled(self) -> None:
+        """Weight gradients that were put off are added; nothing is left."""
+        self.phase = Phase.SETTLED
+        self._traffic.let_all_go()
+        if self._inspect:
+            self._chores.append(Inspect())
+        else:
+            self._say_contributed()
+        if self._chores:
+            self._start(self._chores.popleft())
+
+    def _say_contributed(self) -> None:
+        self._outside.say(Contributed(self.iteration, self.epoch, self._account()))
+
+    def _account(self) -> list[list[int]]:
+        return [list(each) for each in sorted(self._traffic.contributed)]
+
+    # Averaging
+
+    def _average_if_done(self) -> None:
+        if self._traffic.left == 0 and self._as_planned and self.phase is Phase.RUNNING:
+            self._average()
+
+    def _average(self) -> None:
+        self.phase = Phase.AVERAGING
+        if len(self._rounds.ring) == 1:
+            self._chores.append(Measure(self._visits, alone=True))
+        elif not self._own_ring:
+            self._chores.append(Reduce())
+        else:
+            self._chores.append(self._rounds.begin())
+
+    def _passed_on(self, round_: int, payload: Any) -> None:
+        message = self._rounds.message(self.iteration, round_, payload)
+        if message is not None:
+            message = self._rounds.last_sent = self._stamped(message)
+            self._traffic.sent_bytes[self._rounds.after] += getattr(payload, "nbytes", 0)
+            self._outside.send(self._rounds.after, message)
+        self._pass_next()
+
+    def _pass_next(self) -> None:
+        work = self._rounds.next(self._visits)
+        if work is not None:
+            self._chores.append(work)
+
+    def _report(self, squared_norm: float) -> None:
+        self.phase = Phase.AVERAGED
+        traffic = self._traffic
+        self._outside.say(
+            Averaged(
+                self.iteration,
+                self.epoch,
+                squared_norm,
+                visits=self._account(),
+                tasks=traffic.record,
+                sent_bytes=[[receiver, count] for receiver, count in sorted(traffic.sent_bytes.items())],
+                speeds=[[kind, *sums] for kind, sums in sorted(traffic.took_ns.items())],
+                lags=[[sender, lag_ns / 1e9] for sender, lag_ns in sorted(traffic.lag_ns.items())],
+            )
+        )
+
+    # Learning a state, and lending it
+
+    def _learn(self, origin: dict[str, Any]) -> None:
+        try:
+            source = origin_from_json(origin)
+        except UserError as error:
+            self._drop(COORDINATOR, str(error))
+            return
+        self._chores = deque(each for each in self._chores if not isinstance(each, (Study, Load)))
+        self._void = self._void or isinstance(self._doing, (Study, Load))
+        self._learning = Apprentice(source, lambda lender, want: self._outside.say(want, lender))
+        self._chores.append(Study(source))
+
+    def _learns_along(self) -> bool:
+        """While others step, so that what is lent is of an iteration."""
+        return self._learning is not None and self._learning.dated and not self._learning.complete
+
+    def _give(self, sender: int, message: Message) -> bool:
+        """To the one that learns; whether it was asked for."""
+        if self._learning is None:
+            return False
+        in_time = not self._learning.dated or (message.iteration == self.iteration and self.phase is not Phase.STEPPING)
+        load = self._learning.given(sender, message.step * 2**32 + message.lane, message.body, in_time=in_time)
+        if load is not None:
+            self._chores.append(load)
+        elif not in_time and self.phase is not Phase.STEPPING:
+            self._learning.begun()
+        return load is not None or not in_time
+
+    def _if_learned(self) -> None:
+        assert self._learning is not None
+        if self._learning.complete:
+            self._outside.say(Ready() if self.phase is Phase.WAITING else Learned(self.iteration))
+
+    def _lend(self, work: Lend, loan: Loan) -> None:
+        if loan.payload is None:
+            self._drop(work.to, "asks for state that there is none of")
+            return
+        high, low = divmod(work.first, 2**32)
+        self._outside.say(Seal(work.first, loan.digest), work.to)
+        version = max(0, self.iteration + (self.phase is Phase.WAITING))  # after the step, it is the next one's
+        message = Message(Kind.CHUNK, version, low, LOAN, high, loan.payload, self.epoch)
+        self._outside.send(work.to, message)
 
 
-def _what(message: Message) -> str:
-    if message.kind is Kind.CHUNK:
-        return f"round {message.step} of the ring of stage {message.lane}"
-    return f"step {message.step} of microbatch {message.microbatch} on lane {message.lane}"
-
-
-def _planned_starts(plan: Plan, node: int) -> dict[tuple[int, int, int], int]:
-    """When the plan starts each of the node's tasks; empty if it promises nothing, or not in full."""
-    if plan.expected is None or plan.expected.timing is not Timing.FULL:
-        return {}
-    return {(task.lane, task.microbatch, task.step): task.start_ns for task in plan.expected.tasks if task.node == node}
+_OF_AVERAGING = (Pass, Reduce, Measure, Inspect)
+_OF_AN_ITERATION = (Task, Drop, *_OF_AVERAGING)

@@ -1,8 +1,13 @@
-"""A node's computer on real tensors: a stage of a model, its data, its gradient ring."""
+"""A node's computer on real tensors: a stage of a model, its data, its gradient ring.
+
+It knows the stage and the model, and nothing of lanes, rings or other nodes: the plan may change while it stays.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -10,14 +15,36 @@ from torch import Tensor
 
 from skippipe import dispatch
 from skippipe.compiled import plain
+from skippipe.model.blueprint import Blueprint
+from skippipe.model.rebuilding import from_neighbours
 from skippipe.model.tasks import StageTasks
-from skippipe.plan import Plan
 from skippipe.runtime.ring import GradientRing
-from skippipe.runtime.work import Keep, Load, Measure, Outcome, Pass, Reduce, Show, Step, Task, Work
+from skippipe.runtime.work import (
+    Clear,
+    Drop,
+    Inspect,
+    Keep,
+    Lend,
+    Load,
+    Loan,
+    Measure,
+    Origin,
+    Outcome,
+    Part,
+    Pass,
+    Reduce,
+    Show,
+    Step,
+    Study,
+    Task,
+    Work,
+)
 from skippipe.text.sampler import Sampler
+from skippipe.transport.message import Kind, Message
 from skippipe.transport.packed import Packed, pack, unpack
+from skippipe.workload import Workload
 
-SHOWN_VALUES = 2**22  # of the weights in one message, 16 MiB
+SHOWN_VALUES = 2**22  # of a state in one message, 16 MiB
 NO_OUTCOME = Outcome(None)
 is_weights = plain(dispatch.is_weights)
 
@@ -27,101 +54,181 @@ class Tensors:
 
     def __init__(
         self,
-        node: int,
-        plan: Plan,
+        stage: int,
+        layers: tuple[int, ...],
+        workload: Workload,
+        blueprint: Blueprint,
         tasks: StageTasks,
         sampler: Sampler | None,
         *,
         packing: bool = True,
         reduce: Callable[[Tensor], None] | None = None,
     ) -> None:
+        """`layers` of each stage, this one and the others; a `sampler` where microbatches set out."""
         self.tasks = tasks
-        self._plan = plan
+        self._stage = stage
+        self._layers = layers
+        self._blueprint = blueprint
         self._sampler = sampler
         self._packing = packing
         self._reduce = reduce
-        self._visits = 0
+        self._ring = GradientRing(tasks.weights.gradient, workload.gradient_dtype)
+        self._measured: tuple[int, Tensor | None] | None = None
+        """Visits, and the stage's sum of gradients if it lies beside this node's own."""
         self._kept: Tensor | None = None
-        ring = plan.stages[plan.stage_of[node]].ring
-        dtype = plan.workload.gradient_dtype
-        self._ring = GradientRing(tasks.weights.gradient, ring.index(node), len(ring), dtype)
-        work = plan.workload
-        self._shape = (work.samples_per_microbatch, work.sequence_tokens, work.model.hidden)
+        self._wire_dtype = workload.wire_dtype
+        self._shape = (workload.samples_per_microbatch, workload.sequence_tokens, workload.model.hidden)
 
     def run(self, work: Work) -> Any:
         match work:
             case Task():
                 return self._task(work)
+            case Drop():
+                return self.tasks.drop((work.lane, work.microbatch))
+            case Clear():
+                self.tasks.forget()
+                return self._zero()
+            case Inspect():
+                return self._inspect()
             case Pass():
-                return self._ring.turn(work.round, work.given)
+                return self._ring.turn(work.round, work.at, work.size, work.given)
             case Reduce():
                 assert self._reduce is not None
                 return self._reduce(self.tasks.weights.gradient)
             case Measure():
-                self._visits = work.visits
-                self.tasks.weights.divide_gradient(work.visits)
-                return self.tasks.weights.squared_norm()
+                return self._measure(work.visits, alone=work.alone)
             case Step():
-                if self._visits:  # a stage that nobody visited stays as it is
-                    self.tasks.weights.step(work.rate, work.scale)
-                return None
+                return self._step(work.rate, work.scale)
             case Show():
-                whole = self._kept if work.kept else self.tasks.weights.values
-                assert whole is not None, "nothing was kept"
-                values = whole[work.piece * SHOWN_VALUES : (work.piece + 1) * SHOWN_VALUES]
-                if len(values):
-                    return pack(values, "fp32")
-                self._kept = None if work.kept else self._kept
-                return None
+                return self._show(work.piece, kept=work.kept)
             case Keep():
                 self._kept = torch.cat([part.cpu() for part in self.tasks.weights.state])
                 return None
-            case Load(given=None):
-                self.tasks.weights.steps = work.steps
-                return None
+            case Study():
+                return self._study(work.origin)
+            case Lend():
+                return self._lend(work.first, work.count)
             case Load():
-                self._load(work.piece * SHOWN_VALUES, unpack(work.given, self.tasks.device))
-                return None
+                return self._load(work.part, work.given, work.digest)
 
-    def _load(self, start: int, values: Tensor) -> None:
-        """A piece of weights, means and squares, one after another."""
-        for part in self.tasks.weights.state:
-            here = values[max(0, -start) : max(0, len(part) - start)]
-            if len(here):
-                part[max(0, start) : max(0, start) + len(here)] = here
-            start -= len(part)
+    def fits(self, message: Message, at: int, size: int) -> bool:
+        body = message.body
+        if not self._packing:
+            return isinstance(body, (Tensor, Packed))
+        if not isinstance(body, Packed):
+            return False
+        if message.kind is Kind.CHUNK:
+            return self._ring.fits(body, message.step + 1, at, size)
+        return body.shape == self._shape and body.dtype == self._wire_dtype
+
+    def _inspect(self) -> bool:
+        gradient = self.tasks.weights.gradient
+        sound = bool(torch.stack(torch.aminmax(gradient)).isfinite().all())  # NaN is both the least and the largest
+        if not sound:
+            gradient.zero_()
+        return sound
+
+    def _measure(self, visits: int, *, alone: bool) -> float:
+        """Any number of times: an iteration may be averaged again, with others or with nobody."""
+        summed = None if alone or self._reduce is not None else self._ring.summed
+        self._measured = visits, summed
+        return self.tasks.weights.squared_norm(visits, summed)
+
+    def _step(self, rate: float, scale: float) -> None:
+        if scale == 0:
+            return self._zero()
+        assert self._measured is not None, "a step along a gradient that was not measured"
+        visits, summed = self._measured
+        if visits == 0:  # a stage that nobody visited stays as it is
+            return self._zero()
+        self.tasks.weights.step(rate, scale / visits, summed)
+        self._ring.close(followed=True)
+        self._measured = None
+        return None
+
+    def _zero(self) -> None:
+        self.tasks.weights.gradient.zero_()
+        self._ring.close(followed=False)
+        self._measured = None
+
+    def _show(self, piece: int, *, kept: bool) -> Packed | None:
+        whole = self._kept if kept else self.tasks.weights.values
+        assert whole is not None, "nothing was kept"
+        values = whole[piece * SHOWN_VALUES : (piece + 1) * SHOWN_VALUES]
+        if len(values):
+            return pack(values, "fp32")
+        self._kept = None if kept else self._kept
+        return None
+
+    def _study(self, origin: Origin) -> list[Part]:
+        """From neighbours come weights only: Adam's means begin at zero, and what they do not have (see `rebuilding`)
+        stays as it is, in a new process as the seed has it."""
+        weights = self.tasks.weights
+        weights.steps = origin.steps
+        if origin.kind == "neighbours":
+            weights.mean.zero_()
+            weights.square.zero_()
+            parts = from_neighbours(
+                self._blueprint, self._layers, self._stage, origin.sources, origin.stages, origin.shares
+            )
+        else:
+            parts = [Part(origin.sources[0], 0, 3 * len(weights.values), 0)]
+        return [piece for part in parts for piece in in_pieces(part)]
+
+    def _lend(self, first: int, count: int) -> Loan:
+        if first < 0 or not 0 < count <= SHOWN_VALUES or first + count > 3 * len(self.tasks.weights.values):
+            return Loan(None, "")
+        lent = pack(torch.cat(self.tasks.weights.stretch(first, count)), "fp32", share=True)
+        return Loan(lent, sha256(lent.data).hexdigest())
+
+    def _load(self, part: Part, given: Any, digest: str) -> bool:
+        if not isinstance(given, Packed) or given.dtype != "fp32" or given.shape != (part.count,):
+            return False
+        if digest and sha256(given.data).hexdigest() != digest:
+            return False
+        values = unpack(given, self.tasks.device)
+        if part.share != 1:
+            values.mul_(part.share)
+        start = 0
+        for here in self.tasks.weights.stretch(part.at, part.count):
+            came = values[start : start + len(here)]
+            if part.added:
+                here.add_(came)
+            else:
+                here.copy_(came)
+            start += len(here)
+        return True
 
     def _task(self, task: Task) -> Outcome:
-        length = len(self._plan.lanes[task.lane].path)
         key = task.lane, task.microbatch
         if task.step == 0:
             tokens, _ = self._batch(task)
             return Outcome(self._out(self.tasks.begin(key, tokens)))
-        if is_weights(task.step, length):
-            self.tasks.weight_gradients(key)
+        if is_weights(task.step, task.length):
+            self.tasks.weight_gradients(key, counts=task.counts)
             return NO_OUTCOME
         given = self._in(task.given)
-        if task.step < length:
+        if task.step < task.length:
             return Outcome(self._out(self.tasks.forward(key, given)))
-        if task.step == length:
+        if task.step == task.length:
             _, labels = self._batch(task)
-            loss, gradient = self.tasks.head(given, labels)
+            loss, gradient = self.tasks.head(given, labels, counts=task.counts)
             return Outcome(self._out(gradient), loss)
-        back = self.tasks.backward(key, given)
+        back = self.tasks.backward(key, given, counts=task.counts)
         return NO_OUTCOME if back is None else Outcome(self._out(back))
 
     def _batch(self, task: Task) -> tuple[Tensor, Tensor]:
         assert self._sampler is not None, "only data nodes read text"
-        inputs, labels = self._sampler.batch(task.iteration, self._plan.microbatch(task.lane, task.microbatch))
+        inputs, labels = self._sampler.batch(task.iteration, task.data)
         return torch.from_numpy(inputs).to(self.tasks.device), torch.from_numpy(labels).to(self.tasks.device)
 
     def _out(self, tensor: Tensor) -> Any:
-        dtype = self._plan.workload.wire_dtype
+        dtype = self._wire_dtype
         return pack(tensor, dtype, share=True) if self._packing else rounded(tensor, dtype)
 
     def _in(self, given: Any) -> Tensor:
         if isinstance(given, Packed):
-            wire = self._plan.workload.wire_dtype
+            wire = self._wire_dtype
             if given.shape != self._shape or given.dtype != wire:
                 raise ValueError(
                     f"a {given.dtype} tensor of shape {list(given.shape)} came instead of {wire} {list(self._shape)}"
@@ -129,6 +236,13 @@ class Tensors:
             return unpack(given, self.tasks.device)
         tensor: Tensor = given
         return tensor.float()
+
+
+def in_pieces(part: Part) -> Iterator[Part]:
+    """That fit into a message."""
+    for start in range(0, part.count, SHOWN_VALUES):
+        count = min(SHOWN_VALUES, part.count - start)
+        yield replace(part, first=part.first + start, at=part.at + start, count=count)
 
 
 def rounded(tensor: Tensor, dtype: str) -> Tensor:

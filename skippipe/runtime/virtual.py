@@ -3,105 +3,123 @@
 Everything that happens is an event in a heap, so a run depends on its inputs alone and takes as long as it takes to
 handle the events, not as long as the cluster would. With the plan's own durations an iteration takes exactly the time
 that the simulator promises. Computers may be real (`tensors`) or `Symbols`, which check what they are handed.
+
+Nodes can be killed, frozen, cut off and started again, and so can the coordinator (see `faults`): what happens then is
+what sockets and processes would do, without the seconds.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from skippipe import __version__
 from skippipe.averaging import chunk_ns
-from skippipe.dispatch import is_weights, place
 from skippipe.learning import Learning
 from skippipe.plan import Plan
-from skippipe.runtime.control import COORDINATOR, Control, Hello, Welcome
-from skippipe.runtime.coordinator import Coordinator, IterationReport, Keeper, Watcher
+from skippipe.runtime.control import COORDINATOR, Alive, Broken, Control
+from skippipe.runtime.coordinator import Coordinator, Deadlines, Event, IterationReport, Keeper, Survival, Watcher
 from skippipe.runtime.durations import planned_ns
+from skippipe.runtime.faults import Fault, phase_of
 from skippipe.runtime.node import Node
-from skippipe.runtime.work import (
-    Computer,
-    Keep,
-    Load,
-    Measure,
-    Outcome,
-    Pass,
-    Reduce,
-    Show,
-    Step,
-    Task,
-    Work,
-    piece_sent,
-)
+from skippipe.runtime.symbols import Symbols
+from skippipe.runtime.work import Computer, Step, Work
 from skippipe.transport.message import Kind, Message
 
 Disturb = Callable[[int], int]
 """What becomes of a planned duration."""
 
+NOTICED_NS = 1_000_000  # from the end of a process to the news of it
+
 
 @dataclass
 class _Place:
-    """What one node sees of the world."""
+    """What one node sees of the world. It sees nothing any more when another life of the node has begun."""
 
     cluster: VirtualCluster
     number: int
+    life: int
+
+    @property
+    def lives(self) -> bool:
+        return self.cluster.lives.get(self.number) == self.life
 
     def now_ns(self) -> int:
         return self.cluster.now_ns
 
     def send(self, receiver: int, message: Message) -> None:
-        self.cluster.carry(self.number, receiver, message)
+        self.cluster.carry(self, receiver, message)
 
-    def say(self, control: Control) -> None:
-        self.cluster.after(0, lambda: self.cluster.coordinator.hear(self.number, control))
+    def say(self, control: Control, to: int = COORDINATOR) -> None:
+        self.cluster.say(self, control, to)
 
     def start(self, work: Work) -> None:
-        self.cluster.compute(self.number, work)
+        self.cluster.compute(self, work)
+
+    def fits(self, message: Message, at: int, size: int) -> bool:
+        return self.cluster.machines[self.number].fits(message, at, size)
 
 
 @dataclass
-class _Desk:
-    """What the coordinator sees of the world."""
+class _Desk(Watcher):
+    """What a coordinator sees of the world; nothing any more once another has taken its place."""
 
     cluster: VirtualCluster
+    life: int
 
     def now_ns(self) -> int:
         return self.cluster.now_ns
 
-    def meet(self, node: int, address: str) -> None:
+    @property
+    def keeper(self) -> Keeper | None:
+        return self.cluster.keeper
+
+    def meet(self, node: int, address: str) -> bool:  # noqa: ARG002
+        return True
+
+    def part(self, node: int) -> None:
         pass
 
     def tell(self, node: int, control: Control) -> None:
-        if isinstance(control, Welcome):
-            self.cluster.after(0, lambda: self.cluster.nodes[node].welcomed(control.resumed), node)
-            return
-        self.cluster.after(0, lambda: self.cluster.nodes[node].hear(control), node)
+        self._reach(node, lambda: self.cluster.nodes[node].hear(control))
 
-    def store(self, stage: int, piece: Any) -> None:
-        self.cluster.stored.setdefault(stage, []).append(piece)
+    def welcome(self, node: int, plan: Plan, origin: dict[str, Any]) -> None:
+        self._reach(node, lambda: self.cluster.build(node, plan, origin))
 
-    def save(self, stage: int, piece: Any) -> None:
-        if self.cluster.keeper is not None:
-            self.cluster.keeper.save(stage, piece)
+    def replan(self, node: int, plan: Plan) -> None:
+        self._reach(node, lambda: self.cluster.nodes[node].replan(plan))
 
-    def saved(self, iterations: int) -> None:
-        if self.cluster.keeper is not None:
-            self.cluster.keeper.saved(iterations)
+    def store(self, stage: int, number: int, piece: Any) -> None:
+        if number == 0:
+            self.cluster.stored[stage] = []
+        self.cluster.stored[stage].append(piece)
 
-    def give(self, node: int, piece: int) -> None:
+    def note(self, record: dict[str, Any]) -> None:
+        if self.life == self.cluster.reign:
+            self.cluster.journal.append(record)
+
+    def give(self, node: int, stage: int, first: int, count: int) -> None:
         assert self.cluster.keeper is not None
-        stage = self.cluster.plan.stage_of[node]
-        body, steps = self.cluster.keeper.piece(stage, piece)
-        message = Message(Kind.CHUNK, 0, stage, piece, steps, body)
-        self.cluster.after(0, lambda: self.cluster.nodes[node].restore(message), node)
+        body = self.cluster.keeper.state(stage, first, count)
+        high, low = divmod(first, 2**32)
+        message = Message(Kind.CHUNK, 0, low, 1, high, body)
+        self._reach(node, lambda: self.cluster.nodes[node].restore(message))
 
     def iteration_done(self, report: IterationReport) -> None:
         self.cluster.reports.append(report)
         if self.cluster.watcher is not None:
             self.cluster.watcher.iteration_done(report)
+
+    def happened(self, event: Event) -> None:
+        self.cluster.events.append((self.cluster.now_ns, event))
+        if self.cluster.watcher is not None:
+            self.cluster.watcher.happened(event)
+
+    def _reach(self, node: int, happen: Callable[[], None]) -> None:
+        if self.life == self.cluster.reign:
+            self.cluster.reach(COORDINATOR, node, happen)
 
 
 @dataclass
@@ -121,9 +139,17 @@ class VirtualCluster:
     resumed: bool = False
     stopped: Callable[[], bool] = lambda: False
     """Whether somebody wants the run to end."""
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    survival: Survival = field(default_factory=Survival)
+    builder: Callable[[int, Plan], Computer] | None = None
+    """Makes the computer of a node that was started again, or moved; none: symbols."""
+    faults: Sequence[Fault] = ()
+    """What goes wrong. If anything does, nodes give signs of life, and somebody listens."""
     now_ns: int = 0
     reports: list[IterationReport] = field(default_factory=list)
+    events: list[tuple[int, Event]] = field(default_factory=list)
     stored: dict[int, list[Any]] = field(default_factory=dict)
+    journal: list[dict[str, Any]] = field(default_factory=list)
     finished_ns: int = 0
     """When the last node had taken its last step."""
 
@@ -131,11 +157,27 @@ class VirtualCluster:
         self._heap: list[tuple[int, int, int, Callable[[], None]]] = []
         self._count = 0
         self._link_free_ns: dict[tuple[int, int, Kind], int] = {}
-        if self.computers is None:
-            self.computers = {node: Symbols(node, self.plan) for node in self.plan.stage_of}
-        self.nodes = {node: Node(node, self.plan, _Place(self, node)) for node in self.plan.stage_of}
-        desk = _Desk(self)
-        self.coordinator = Coordinator(
+        self.frozen: dict[int, list[Callable[[], None]]] = {}
+        """Node → what happened to it meanwhile."""
+        self.broken: set[tuple[int, int]] = set()
+        """Links that carry nothing: from, to."""
+        self.slowed: dict[int, float] = {}
+        """Node → how many times longer its tasks take."""
+        self.delayed: dict[tuple[int, int], float] = {}
+        """Link → how many times longer it takes."""
+        self.reign = 0
+        self._lived = 0
+        self._pending = list(self.faults)
+        self.lives = dict.fromkeys(self.plan.stage_of, 0)
+        made = self.computers or {node: Symbols(node, self.plan) for node in self.plan.stage_of}
+        self.machines = dict(made)
+        self.nodes = {node: Node(node, self.plan, _Place(self, node, 0)) for node in self.plan.stage_of}
+        self.coordinator = self._appoint(())
+
+    def _appoint(self, journal: Any) -> Coordinator:
+        self._appointed = self.reign
+        desk = _Desk(self, self.reign)
+        return Coordinator(
             self.plan,
             self.learning,
             desk,
@@ -145,16 +187,22 @@ class VirtualCluster:
             recorded=self.recorded,
             kept_every=self.kept_every,
             resumed=self.resumed,
+            deadlines=self.deadlines,
+            survival=self.survival,
+            journal=journal,
         )
 
     def run(self) -> None:
         """Until everybody is done."""
-        hello = Hello("", __version__)
         for node in self.nodes:
-            self.after(0, lambda node=node: self.coordinator.hear(node, hello))  # type: ignore[misc]
+            self._greet(node)
+        if self.faults:
+            self._beat()
         while self._heap or not self.coordinator.over:
+            if self.faults and self.coordinator.over:
+                break
             if not self._heap:  # nothing will happen any more, but that somebody's patience ends
-                self.now_ns = self.coordinator.deadline_ns()
+                self.now_ns = max(self.now_ns, self.coordinator.deadline_ns())
                 self.coordinator.tick()
                 continue
             self.now_ns = self._heap[0][0]
@@ -164,8 +212,9 @@ class VirtualCluster:
                 happen()
                 touched[node] = None
             for node in touched:
-                if node != COORDINATOR:
+                if node != COORDINATOR and node in self.lives and node not in self.frozen:
                     self.nodes[node].decide()
+                    self._look_after(node)
             if self.stopped():
                 self.coordinator.finish_early()
 
@@ -174,114 +223,215 @@ class VirtualCluster:
         heapq.heappush(self._heap, (self.now_ns + delay_ns, self._count, node, happen))
         self._count += 1
 
-    def compute(self, number: int, work: Work) -> None:
-        assert self.computers is not None
-        result = self.computers[number].run(work)
-        duration_ns = self.disturb(planned_ns(self.plan, number, work))
+    def reach(self, sender: int, node: int, happen: Callable[[], None], delay_ns: int = 0) -> None:
+        """Something that happens to a node if it still lives the same life by then, and later if it is frozen."""
+        life = self.lives.get(node)
+        if life is None or (sender, node) in self.broken:
+            return
+
+        def arrive() -> None:
+            if self.lives.get(node) != life:
+                return
+            if node in self.frozen:
+                self.frozen[node].append(happen)
+            else:
+                happen()
+
+        self.after(delay_ns, arrive, node)
+
+    def say(self, place: _Place, control: Control, to: int) -> None:
+        if not place.lives:
+            return
+        sender = place.number
+        if to != COORDINATOR:
+            self.reach(sender, to, lambda: self.nodes[to].asked(sender, control))
+        elif (sender, COORDINATOR) not in self.broken:
+            self.after(0, lambda: self._to_coordinator(lambda: self.coordinator.hear(sender, control)))
+
+    def compute(self, place: _Place, work: Work) -> None:
+        number = place.number
+        result = self.machines[number].run(work)
+        planned = planned_ns(self.nodes[number].plan, number, work)
+        duration_ns = int(self.disturb(planned) * self.slowed.get(number, 1.0))
         if isinstance(work, Step):
             self.finished_ns = max(self.finished_ns, self.now_ns + duration_ns)
-        self.after(duration_ns, lambda: self.nodes[number].finished(work, result), number)
+        node = self.nodes[number]
+        self.reach(number, number, lambda: node.finished(work, result), duration_ns)
+        for fault in [each for each in self._pending if self._strikes(each, number, work)]:
+            self._pending.remove(fault)
+            self.after(duration_ns // 2, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
 
-    def carry(self, sender: int, receiver: int, message: Message) -> None:
-        if receiver == COORDINATOR:
-            self.after(0, lambda: self.coordinator.receive(sender, message))
+    def carry(self, place: _Place, receiver: int, message: Message) -> None:
+        sender = place.number
+        if not place.lives or (sender, receiver) in self.broken:
             return
-        costs = self.plan.costs
+        if receiver == COORDINATOR:
+            self.after(0, lambda: self._to_coordinator(lambda: self.coordinator.receive(sender, message)))
+            return
+        plan, costs = self.nodes[sender].plan, self.plan.costs
         if message.kind is Kind.CHUNK:
-            stage = self.plan.stage_of[sender]
-            transmit_ns = int(chunk_ns(costs, stage, len(self.plan.stages[stage].ring))[sender, receiver])
+            stage = self.nodes[sender].stage
+            transmit_ns = int(chunk_ns(costs, stage, max(1, len(plan.stages[stage].ring)))[sender, receiver])
         else:
             transmit_ns = int(costs.transmit_ns[sender, receiver])
         link = sender, receiver, message.kind  # hops and pieces of gradients do not wait for each other
-        end_ns = max(self.now_ns, self._link_free_ns.get(link, 0)) + self.disturb(transmit_ns)
+        times = self.delayed.get((sender, receiver), 1.0)
+        end_ns = max(self.now_ns, self._link_free_ns.get(link, 0)) + int(self.disturb(transmit_ns) * times)
         self._link_free_ns[link] = end_ns
-        arrival_ns = end_ns + int(costs.flight_ns[sender, receiver])
-        self.after(arrival_ns - self.now_ns, lambda: self.nodes[receiver].receive(sender, message), receiver)
+        arrival_ns = end_ns + int(costs.flight_ns[sender, receiver] * times)
+        delay_ns = arrival_ns - self.now_ns
+        self.reach(sender, receiver, lambda: self.nodes[receiver].receive(sender, message), delay_ns)
 
+    def build(self, node: int, plan: Plan, origin: dict[str, Any]) -> None:
+        """A node is told its stage; a node that had one forgets it."""
+        if self.nodes[node].iteration >= 0 or self.nodes[node].stage != plan.stage_of[node]:
+            self._new_machine(node, plan)
+        self.nodes[node].welcomed(origin)
 
-@dataclass(frozen=True)
-class Trail:
-    """Stands for an activation or its gradient: which steps made it."""
+    # What goes wrong
 
-    lane: int
-    microbatch: int
-    steps: int
-    nbytes: int = 0
+    def _strikes(self, fault: Fault, number: int, work: Work) -> bool:
+        phase = phase_of(work)
+        if phase is None or phase != fault.during:
+            return False
+        common = phase in ("forward", "backward", "averaging", "step")  # that every node does, if it does anything
+        anybody = not common or not any(node in self.lives for node in fault.nodes)
+        return fault.strikes(number, work, self.nodes[number].iteration, anybody=anybody)
 
+    def _strike(self, fault: Fault) -> None:
+        node, other = fault.nodes[0], fault.nodes[-1]
+        links = [(node, other)] if fault.kind == "cut one way" else [(node, other), (other, node)]
+        match fault.kind:
+            case "kill" if node == COORDINATOR:
+                self.depose()
+            case "kill":
+                self.kill(node)
+            case "freeze":
+                self.freeze(node)
+            case "cut" | "cut one way":
+                for link in links:
+                    self.cut(*link)
+            case "slow node":
+                self.slowed[node] = fault.times
+            case "slow link":
+                self.delayed |= dict.fromkeys(links, fault.times)
+            case "poison":
+                if isinstance(machine := self.machines[node], Symbols):
+                    machine.poison = True
+        if fault.lasts_s is not None:
+            self.after(int(fault.lasts_s * 1e9), lambda: self._relent(fault, links))
 
-@dataclass(frozen=True)
-class Gradient:
-    """Stands for a piece of a summed gradient: how many microbatches of each node are in it."""
+    def _relent(self, fault: Fault, links: list[tuple[int, int]]) -> None:
+        node = fault.nodes[0]
+        match fault.kind:
+            case "kill" if node == COORDINATOR:
+                self.reappoint()
+            case "kill":
+                self.start(node)
+            case "freeze":
+                self.thaw(node)
+            case "cut" | "cut one way":
+                for link in links:
+                    self.mend(*link)
+            case "slow node":
+                self.slowed.pop(node, None)
+            case "slow link":
+                for link in links:
+                    self.delayed.pop(link, None)
 
-    piece: int
-    visits: Counter[int]
-    nbytes: int = 0
+    def kill(self, node: int) -> None:
+        if self.lives.pop(node, None) is None:
+            return
+        self.frozen.pop(node, None)
+        for link in [link for link in self._link_free_ns if node in link[:2]]:
+            del self._link_free_ns[link]
+        self.after(NOTICED_NS, lambda: self._to_coordinator(lambda: self._notice(node)))
 
+    def start(self, node: int) -> None:
+        """A new life."""
+        if node in self.lives:
+            return
+        self._lived += 1
+        self.lives[node] = self._lived
+        self._new_machine(node, self.plan)
+        self._greet(node)
 
-class Symbols:
-    """A computer that computes nothing, but notices what is missing, doubled or out of order."""
+    def freeze(self, node: int) -> None:
+        if node in self.lives:
+            self.frozen.setdefault(node, [])
 
-    def __init__(self, node: int, plan: Plan) -> None:
-        self._node = node
-        self._plan = plan
-        self._ring = plan.stages[plan.stage_of[node]].ring
-        self._at = self._ring.index(node)
-        self._held: set[tuple[int, int]] = set()
-        self._visits = 0
-        self._pieces: list[Counter[int]] = []
-        self.history: list[int] = []
-        """Microbatches in the mean gradient of every step taken."""
+    def thaw(self, node: int) -> None:
+        for happen in self.frozen.pop(node, ()):
+            self.reach(node, node, happen)
 
-    def run(self, work: Work) -> Any:
-        match work:
-            case Task():
-                return self._task(work)
-            case Pass():
-                return self._pass(work)
-            case Measure():
-                whole = self._pieces or [Counter({self._node: self._visits})]
-                assert all(piece.total() == work.visits for piece in whole), (self._node, whole, work.visits)
-                self.history.append(work.visits)
-                return float(work.visits)
-            case Step():
-                assert not self._held, "a microbatch is still here"
-                self._visits, self._pieces = 0, []
-                return None
-            case Show():
-                return None if work.piece else Trail(0, 0, 0)
-            case Keep() | Load():
-                return None
-            case Reduce():
-                raise AssertionError("symbols know no other way to average")
+    def cut(self, sender: int, receiver: int) -> None:
+        """One way."""
+        self.broken.add((sender, receiver))
+        if COORDINATOR not in (sender, receiver):
+            heartbeat_ns = int(self.deadlines.heartbeat.total_seconds() * 1e9)
+            self.after(heartbeat_ns, lambda: self._complain(sender, receiver))
 
-    def _task(self, task: Task) -> Outcome:
-        length = len(self._plan.lanes[task.lane].path)
-        assert self._plan.lanes[task.lane].path[place(task.step, length)] == self._node
-        which = task.lane, task.microbatch
-        last = 3 * length + 1 if self._plan.split_backward else 2 * length + 1
-        if task.step < length:
-            assert which not in self._held
-            self._held.add(which)
-        elif task.step > length and (is_weights(task.step, length) or not self._plan.split_backward):
-            self._held.remove(which)
-            self._visits += 1
-        assert len(self._held) <= self._plan.slots[self._node], "more microbatches than memory slots"
-        assert task.step < last
-        if 0 < task.step <= 2 * length:
-            assert task.given == Trail(*which, task.step)
-        return Outcome(Trail(*which, task.step + 1), 0.0 if task.step == length else None)
+    def mend(self, sender: int, receiver: int) -> None:
+        self.broken.discard((sender, receiver))
+        if sender in self.lives and receiver in self.lives and COORDINATOR not in (sender, receiver):
+            self.reach(sender, sender, lambda: self.nodes[sender].lost(receiver))
 
-    def _pass(self, work: Pass) -> Gradient | None:
-        size = len(self._ring)
-        if work.round == 0:
-            self._pieces = [Counter({self._node: self._visits}) for _ in range(size)]
-        else:
-            piece = work.given.piece
-            if work.round < size:
-                self._pieces[piece] += work.given.visits
-            else:
-                self._pieces[piece] = work.given.visits
-        if work.round == 2 * (size - 1):
-            return None
-        outgoing = piece_sent(self._at, work.round, size)
-        return Gradient(outgoing, Counter(self._pieces[outgoing]))
+    def depose(self) -> None:
+        """The coordinator's process ends; what it has noted stays."""
+        self.reign += 1
+
+    def reappoint(self) -> None:
+        """It is started again, from its notes, and nodes find it."""
+        self.reign += 1
+        self.coordinator = self._appoint(list(self.journal))
+        for node in self.lives:
+            self._greet(node)
+
+    @property
+    def deposed(self) -> bool:
+        return self._appointed != self.reign
+
+    def _to_coordinator(self, happen: Callable[[], None]) -> None:
+        """If it lives."""
+        if not self.deposed:
+            happen()
+
+    def _notice(self, node: int) -> None:
+        if node not in self.lives:
+            self.coordinator.lost(node, "its process ended")
+
+    def _complain(self, sender: int, receiver: int) -> None:
+        if (sender, receiver) in self.broken and sender in self.lives and receiver in self.lives:
+            node = self.nodes[sender]
+            if receiver in node.talks_to() and sender not in self.frozen:
+                self.say(_Place(self, sender, self.lives[sender]), Broken(receiver), COORDINATOR)
+        if (sender, receiver) in self.broken:
+            heartbeat_ns = int(self.deadlines.heartbeat.total_seconds() * 1e9)
+            self.after(heartbeat_ns, lambda: self._complain(sender, receiver))
+
+    def _new_machine(self, node: int, plan: Plan) -> None:
+        self.nodes[node] = Node(node, plan, _Place(self, node, self.lives[node]))
+        self.machines[node] = self.builder(node, plan) if self.builder else Symbols(node, plan)
+
+    def _greet(self, node: int) -> None:
+        if node not in self.frozen:
+            self.say(_Place(self, node, self.lives[node]), self.nodes[node].hello("", __version__), COORDINATOR)
+
+    def _look_after(self, node: int) -> None:
+        """One that was taken for dead says hello again, as if it were new."""
+        stop = self.nodes[node].stopped
+        if stop is not None and stop.again:
+            self._new_machine(node, self.nodes[node].plan)
+            self._greet(node)
+
+    def _beat(self) -> None:
+        """Signs of life, and the coordinator's look at the clock."""
+        interval_ns = int(self.deadlines.heartbeat.total_seconds() * 1e9) // 5
+        for node in list(self.lives):
+            if node not in self.frozen:
+                self.say(_Place(self, node, self.lives[node]), Alive(self.nodes[node].doing), COORDINATOR)
+                self.nodes[node].remind(10 * interval_ns)
+        if not self.deposed:
+            self.after(0, lambda: self._to_coordinator(lambda: self.coordinator.tick()))
+        if not self.coordinator.over:
+            self.after(interval_ns, self._beat)

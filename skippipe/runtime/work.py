@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
+
+from skippipe.transport.message import Message
 
 
 @dataclass(frozen=True)
@@ -15,8 +17,14 @@ class Task:
     microbatch: int
     """Of the lane, from 0."""
     step: int
+    length: int
+    """Of the lane's path, places that were skipped included."""
+    data: int
+    """The place of the microbatch among all of the iteration, which says what text it gets."""
     given: Any = None
     """What the message brought; None for a microbatch that sets out, and for weight gradients."""
+    counts: bool = True
+    """Its weight gradients are added up. Not if this node has added them before, and the microbatch comes again."""
 
 
 class Outcome(NamedTuple):
@@ -29,10 +37,35 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Drop:
+    """Forget a microbatch on its way: it starts over, or goes another way."""
+
+    lane: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Clear:
+    """Forget all microbatches and the gradients of the iteration: it starts over."""
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Is all that this node has added up finite? If not, it is cleared."""
+
+
+@dataclass(frozen=True)
 class Pass:
-    """One round of the gradient ring: take in what the neighbour sent in the round before, give what goes out now."""
+    """One round of the gradient ring: take in what the neighbour sent in the round before, give what goes out now.
+
+    What the node itself has added up stays as it is, so that a ring that breaks can be begun again.
+    """
 
     round: int
+    at: int
+    """This node's place in the ring …"""
+    size: int
+    """… of so many."""
     given: Any = None
 
 
@@ -46,11 +79,13 @@ class Measure:
     """From the sum of gradients to their mean over the microbatches that came; gives its squared norm."""
 
     visits: int
+    alone: bool
+    """Of this node's own sum, instead of what the ring has made."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Follow the gradient, times `scale`."""
+    """Follow the mean gradient, times `scale`; then gradients are zero again. A scale of 0 stands for no step."""
 
     rate: float
     scale: float
@@ -71,23 +106,83 @@ class Keep:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where a node gets the state of its stage from."""
+
+    kind: Literal["replica", "checkpoint", "neighbours"]
+    sources: tuple[int, ...]
+    """Nodes to ask, the coordinator for a checkpoint."""
+    stages: tuple[int, ...]
+    """That they hold."""
+    shares: tuple[float, ...]
+    """Of each in the mean; they add up to 1."""
+    steps: int
+    """That the optimizer has taken on this stage."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a state: weights, means and squares one after another, as one flat sequence of numbers."""
+
+    source: int
+    first: int
+    """There."""
+    count: int
+    at: int
+    """Here."""
+    share: float = 1.0
+    """What comes is multiplied by this …"""
+    added: bool = False
+    """… and added to what is there, instead of taking its place."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """What does it take to get the state? Gives a list of `Part`s; the optimizer's count is set at once."""
+
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class Lend:
+    """Numbers of this node's state as it is now, for one that learns; gives a `Loan`."""
+
+    first: int
+    count: int
+    to: int
+    """Who asked."""
+
+
+class Loan(NamedTuple):
+    payload: Any
+    """None if there are no such numbers."""
+    digest: str
+    """SHA-256 of its bytes."""
+
+
+@dataclass(frozen=True)
 class Load:
-    """Take over a piece of a checkpoint's state."""
+    """Take over what came; False if it does not have the digest."""
 
-    piece: int
+    part: Part
     given: Any
-    """None when all has come."""
-    steps: int = 0
-    """That the optimizer had taken by then; said when all has come."""
+    digest: str = ""
+    """Empty: it was checked where it comes from."""
 
 
-Work = Task | Pass | Reduce | Measure | Step | Show | Keep | Load
+Work = Task | Drop | Clear | Inspect | Pass | Reduce | Measure | Step | Show | Keep | Study | Lend | Load
 
 
 class Computer(Protocol):
     """Runs work, one at a time. Real tensors, or symbols under virtual time."""
 
     def run(self, work: Work) -> Any: ...
+
+    def fits(self, message: Message, at: int, size: int) -> bool:
+        """Is a tensor from another node what it should be? Of a ring, this node has a place among so many.
+
+        Asked on another thread than `run`'s.
+        """
 
 
 def piece_sent(at: int, round_: int, size: int) -> int:

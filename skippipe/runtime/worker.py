@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from skippipe.runtime.work import Computer, Work
+from skippipe.transport.message import Message
 
 
 class Worker:
@@ -30,6 +31,9 @@ class Worker:
 
     def start(self, work: Work) -> None:
         self._queue.put((work, time.monotonic_ns()))
+
+    def fits(self, message: Message, at: int, size: int) -> bool:
+        return self._computer.fits(message, at, size)
 
     def stop(self) -> None:
         """After what runs now; the process does not wait for it."""

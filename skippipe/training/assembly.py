@@ -19,7 +19,7 @@ from skippipe.plan import Plan
 from skippipe.planner.strategies import Request, Strategy, make_plan
 from skippipe.planner.wishes import Wishes, cluster_named, problem_of
 from skippipe.runtime.building import check_device
-from skippipe.runtime.coordinator import Deadlines
+from skippipe.runtime.coordinator import Deadlines, Survival
 from skippipe.simulate import simulate
 from skippipe.text.prepare import Progress, prepare
 from skippipe.text.tokens import TokenFile
@@ -42,6 +42,8 @@ class Assembly:
     tokens: TokenFile
     resumed: bool = False
     """Go on from the newest checkpoint in the output folder."""
+    drills: frozenset[int] = frozenset()
+    """After how many iterations a node is killed, for exercise."""
 
     @cached_property
     def brief(self) -> Brief:
@@ -58,6 +60,7 @@ class Assembly:
             threads=job.compute.threads,
             averaging=job.averaging.engine,
             emulated=job.emulation.enabled,
+            heartbeat_s=job.survive.heartbeat_s,
             rendezvous=_free_address() if job.averaging.engine == "torch" else None,
         )
 
@@ -65,7 +68,17 @@ class Assembly:
         """A plan for slow links may promise long iterations; they are waited for several times over."""
         usual = Deadlines()
         promised = timedelta(seconds=self.plan.expected.iteration_s if self.plan.expected else 0)
-        return replace(usual, iteration=max(usual.iteration, SEVERAL * promised))
+        heartbeat = timedelta(seconds=self.job.survive.heartbeat_s)
+        return replace(usual, iteration=max(usual.iteration, SEVERAL * promised), heartbeat=heartbeat)
+
+    def _survival(self) -> Survival:
+        asked = self.job.survive
+        return Survival(
+            lost_stage=asked.lost_stage,
+            drift=asked.drift,
+            planning=timedelta(seconds=asked.planning_s),
+            survives=self.job.averaging.engine == "ring",  # torch.distributed does not get over a lost rank
+        )
 
     @cached_property
     def run(self) -> Run:
@@ -87,6 +100,9 @@ class Assembly:
             peers=Path(job.transport.peers) if job.transport.peers else None,
             key=Path(job.transport.key) if job.transport.key else None,
             deadlines=self._deadlines(),
+            survival=self._survival(),
+            restarts=job.survive.restarts,
+            drills=self.drills,
         )
 
 

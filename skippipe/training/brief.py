@@ -32,6 +32,8 @@ class Brief:
     threads: int = 1
     averaging: str = "ring"
     emulated: bool = False
+    heartbeat_s: float = 5.0
+    """Within which a node gives several signs of life."""
     rendezvous: str | None = None
     """host:port at which torch.distributed meets, if it averages."""
 
@@ -76,6 +78,7 @@ class Brief:
             threads=fields.integer("threads", at_least=1),
             averaging=fields.text("averaging", ("ring", "torch")),
             emulated=fields.flag("emulated"),
+            heartbeat_s=fields.number("heartbeat_s", above=0),
             rendezvous=fields.text("rendezvous") if fields.has("rendezvous") else fields.take("rendezvous"),
         )
         fields.close()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 from skippipe.errors import UserError
+from skippipe.plan import Plan
 from skippipe.runtime.coordinator import IterationReport, Watcher
 from skippipe.training.assembly import Assembly
 
@@ -55,16 +56,17 @@ def one_process(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
 
 def virtual(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
     """Every node's own code on real tensors, in one thread and in virtual time: seconds are those of the plan."""
-    from skippipe.runtime.building import build_tasks
+    from skippipe.runtime.building import build_tensors
     from skippipe.runtime.tensors import Tensors
     from skippipe.runtime.virtual import VirtualCluster
 
     run, brief = assembly.run, assembly.brief
     sampler = brief.sampler()
-    computers = {
-        node: Tensors(node, brief.plan, build_tasks(stage, brief, brief.device), sampler, packing=False)
-        for node, stage in brief.plan.stage_of.items()
-    }
+
+    def computer(node: int, plan: Plan) -> Tensors:
+        return build_tensors(plan.stage_of[node], brief, brief.device, sampler, packing=False)
+
+    computers = {node: computer(node, brief.plan) for node in brief.plan.stage_of}
     cluster = VirtualCluster(
         brief.plan,
         brief.learning,
@@ -77,6 +79,8 @@ def virtual(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
         keeper=run.keeper,
         resumed=run.resumed,
         stopped=stopped,
+        survival=run.survival,
+        builder=computer,
     )
     cluster.run()
     run.keeper.close()
@@ -84,8 +88,8 @@ def virtual(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
         raise UserError(cluster.coordinator.failure)
     folder = run.folder()
     for stage, pieces in sorted(cluster.stored.items()):
-        for piece in pieces:
-            folder.store(stage, piece)
+        for number, piece in enumerate(pieces):
+            folder.store(stage, number, piece)
 
 
 def ray(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:

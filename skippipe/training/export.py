@@ -29,8 +29,10 @@ class ModelFolder:
         self._where: dict[str, str] = {}
         self._bytes = 0
 
-    def store(self, stage: int, piece: Any) -> None:
-        """A piece of the stage; None ends it."""
+    def store(self, stage: int, number: int, piece: Any) -> None:
+        """A piece of the stage; None ends it. With number 0 the stage begins, perhaps again."""
+        if number == 0:
+            self._pieces = []
         if piece is not None:
             self._pieces.append(unpack(piece))
             return

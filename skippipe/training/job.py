@@ -123,6 +123,22 @@ class CheckpointChoice:
 
 
 @dataclass(frozen=True)
+class SurviveChoice:
+    heartbeat_s: float = 5.0
+    """Seconds without a sign of life after which a node counts as gone."""
+    restarts: int = 3
+    """How often a node that was started here is started again when it ends before its time."""
+    lost_stage: Literal["checkpoint", "neighbours"] = "checkpoint"
+    """Where the state of a stage comes from when all its nodes are gone: the newest checkpoint, or the mean of the
+    stages before and after it, weighted by their gradients' squared norms. Without a checkpoint, always the latter."""
+    drift: float = 0.0
+    """Make a new plan when a node's tasks or a link take longer or shorter than planned by this share (0.5: half as
+    long again); 0: never. For machines that are what the cluster file says they are."""
+    planning_s: float = 0.5
+    """Seconds to look for a better plan whenever one has to be repaired, for every 20 nodes."""
+
+
+@dataclass(frozen=True)
 class ReportChoice:
     recorded: int = 50
     """Every so many iterations, keep what every node did when, as a Chrome trace; 0: never."""
@@ -162,6 +178,8 @@ class Job:
     """One machine as a continent."""
     checkpoint: CheckpointChoice = CheckpointChoice()
     """Weights and optimizer state on disk while training goes on; `skippipe train --resume` goes on from there."""
+    survive: SurviveChoice = SurviveChoice()
+    """When nodes are lost, come back, or slow down."""
     report: ReportChoice = ReportChoice()
     """What is written down while training."""
 
@@ -179,6 +197,9 @@ class Job:
             ("report.recorded", self.report.recorded, 0),
             ("checkpoint.every", self.checkpoint.every, 0),
             ("checkpoint.keep", self.checkpoint.keep, 1),
+            ("survive.restarts", self.survive.restarts, 0),
+            ("survive.drift", self.survive.drift, 0),
+            ("survive.planning_s", self.survive.planning_s, 0),
             ("learning.warmup", learning.warmup, 0),
             ("learning.iterations", learning.iterations, 0),
             ("learning.floor", learning.floor, 0),
@@ -194,6 +215,7 @@ class Job:
             ("learning.epsilon", learning.epsilon),
             ("pipeline.budget_s", self.pipeline.budget_s),
             ("emulation.time", self.emulation.time),
+            ("survive.heartbeat_s", self.survive.heartbeat_s),
         ):
             if value <= 0:
                 raise UserError(f"{name}: {value} must be above 0")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,12 +21,22 @@ from safetensors import safe_open
 from torch import Tensor
 
 from skippipe.errors import UserError
+from skippipe.jsonfile import read_as
 from skippipe.model.blueprint import Blueprint, config_from
+from skippipe.model.stage import layer_ranges
 from skippipe.model.weights import Place, layout_of_stage
-from skippipe.runtime.tensors import SHOWN_VALUES
 from skippipe.text.tokenizer import TextTokenizer
 from skippipe.training.brief import Brief
-from skippipe.training.checkpoint import MEANS, PARTS, Checkpoints, Manifest, StageWriter, StoredFile, verified
+from skippipe.training.checkpoint import (
+    MANIFEST,
+    MEANS,
+    PARTS,
+    Checkpoints,
+    Manifest,
+    StageWriter,
+    StoredFile,
+    verified,
+)
 from skippipe.training.export import ModelFolder
 from skippipe.transport.packed import Packed, pack
 
@@ -59,30 +71,58 @@ class CheckpointKeeper:
         self._writer: StageWriter | None = None
         self._files: list[StoredFile] = []
         self._reader = StateReader(origin, brief.plan.layers, blueprint) if origin else None
+        self._ours = {origin.manifest.iterations} if origin else set()
+        """Iterations of the checkpoints of this run; the folder may hold those of another that went further."""
         self.failures: list[str] = []
 
-    def save(self, stage: int, piece: Packed | None) -> None:
-        self._writing.submit(self._save, stage, piece)
+    def save(self, stage: int, number: int, piece: Packed | None) -> None:
+        """A piece of a stage's state, in order, None after the last; number 0 starts the stage over."""
+        self._writing.submit(self._save, stage, number, piece)
 
-    def saved(self, iterations: int) -> None:
-        self._writing.submit(self._saved, iterations)
+    def saved(self, iterations: int, steps: Sequence[int]) -> None:
+        """All stages were given; `steps` that the optimizer of each has taken."""
+        self._writing.submit(self._saved, iterations, tuple(steps))
 
-    def piece(self, stage: int, number: int) -> tuple[Packed | None, int]:
+    def abandon(self) -> None:
+        """Whoever sent the checkpoint that is being made is gone; the next one starts clean."""
+        self._writing.submit(self._abandon)
+
+    def newest(self) -> int | None:
+        """Of the checkpoints of this run, go on from the newest that is sound: its iterations, None if there is none.
+
+        Waits for what is being written.
+        """
+        self._reader = self._writing.submit(self._newest).result()
+        return None if self._reader is None else self._reader.iterations
+
+    def state(self, stage: int, first: int, count: int) -> Packed:
+        """Of the checkpoint to go on from: numbers of weights, means and squares, one after another."""
+        return self._opened.state(stage, first, count)
+
+    def steps(self, stage: int) -> int:
+        """That its optimizer had taken by then."""
+        return self._opened.steps(stage)
+
+    @property
+    def _opened(self) -> StateReader:
         assert self._reader is not None, "there is nothing to go on from"
-        return self._reader.piece(stage, number), self._reader.steps
+        return self._reader
 
     def close(self) -> None:
         """When all that was asked for is on disk."""
         self._writing.shutdown(wait=True)
 
-    def _save(self, stage: int, piece: Packed | None) -> None:
+    def _save(self, stage: int, number: int, piece: Packed | None) -> None:
         try:
             if self._place is None:
                 self._place = self._checkpoints.begin()
                 self._tokenizer.save(self._place)
-            if self._writer is None:
+            if number == 0:
+                self._stop_stage()
                 places = layout_of_stage(self._blueprint, self._brief.plan.layers, stage)
                 self._writer = StageWriter(self._place, stage, places)
+            if self._writer is None:
+                return  # it was given up
             if piece is not None:
                 self._writer.write(piece.data)
             else:
@@ -91,7 +131,7 @@ class CheckpointKeeper:
         except Exception as error:  # whatever it is, training goes on
             self._give_up(f"{type(error).__name__}: {error}")
 
-    def _saved(self, iterations: int) -> None:
+    def _saved(self, iterations: int, steps: tuple[int, ...]) -> None:
         place, files = self._place, self._files
         self._place, self._files = None, []
         if place is None or len(files) != 2 * len(self._brief.plan.layers):
@@ -101,7 +141,7 @@ class CheckpointKeeper:
         manifest = Manifest(
             iterations=iterations,
             layers=brief.plan.layers,
-            steps=tuple(iterations if count else 0 for count in brief.plan.exposure),
+            steps=steps,
             seed=brief.seed,
             data=brief.data_fingerprint,
             config=brief.config,
@@ -109,16 +149,41 @@ class CheckpointKeeper:
         )
         try:
             self._checkpoints.commit(place, manifest)
+            self._ours.add(iterations)
         except OSError as error:
             self._give_up(str(error))
             log.warning("no checkpoint after %d iterations: %s", iterations, error)
 
     def _give_up(self, reason: str) -> None:
         self.failures.append(reason)
+        self._stop_stage()
+        self._files = []
+
+    def _abandon(self) -> None:
+        self._stop_stage()
+        if self._place is not None:
+            shutil.rmtree(self._place, ignore_errors=True)
+        self._place, self._files = None, []
+
+    def _stop_stage(self) -> None:
         if self._writer is not None:
             self._writer.abandon()
         self._writer = None
-        self._files = []
+
+    def _newest(self) -> StateReader | None:
+        for place in self._checkpoints.complete():
+            if int(place.name) not in self._ours:
+                continue
+            try:
+                if self._reader is not None and self._reader.reads(place):
+                    return self._reader  # verified before
+                reader = StateReader(Origin(place, verified(place)), self._brief.plan.layers, self._blueprint)
+                reader.open()
+            except (UserError, OSError) as error:
+                log.warning("%s; the checkpoint before it is used", error)
+                continue
+            return reader
+        return None
 
 
 class StateReader:
@@ -130,7 +195,23 @@ class StateReader:
         self._layers = layers
         self._blueprint = blueprint
         self._places: dict[int, list[Place]] = {}
-        self.steps = max(origin.manifest.steps)
+        self.iterations = origin.manifest.iterations
+
+    def steps(self, stage: int) -> int:
+        """That the optimizer had taken; the most of all stages that this one's layers came from."""
+        made = self._origin.manifest
+        ours = layer_ranges(self._layers)[stage]
+        pairs = zip(layer_ranges(made.layers), made.steps, strict=True)
+        return max(steps for theirs, steps in pairs if set(theirs) & set(ours))
+
+    def reads(self, place: Path) -> bool:
+        """Is this the checkpoint that it was made for?"""
+        made = self._origin.manifest
+        return place == self._origin.place and read_as(Manifest.from_json, place / MANIFEST) == made
+
+    def open(self) -> None:
+        """Once it is open, it can be read even if newer checkpoints take its place."""
+        _ = self._files
 
     @cached_property
     def _files(self) -> dict[str, Any]:
@@ -141,39 +222,45 @@ class StateReader:
             found |= dict.fromkeys(opened.keys(), opened)
         return found
 
-    def piece(self, stage: int, number: int) -> Packed | None:
-        """Of weights, means and squares, one after another."""
-        first = number * SHOWN_VALUES
-        found: list[Tensor] = []
-        start = 0
+    def state(self, stage: int, first: int, count: int) -> Packed:
+        """Numbers of weights, means and squares, one after another."""
+        return pack(torch.cat(list(self._numbers(stage, first, count))), "fp32", share=True)
+
+    def _numbers(self, stage: int, first: int, count: int) -> Iterator[Tensor]:
+        places = self._stage(stage)
+        whole = len(PARTS) * sum(place.size for place in places)
+        if not 0 <= first < first + count <= whole:
+            raise ValueError(f"numbers {first} to {first + count} of a state of {whole}")
         for part in PARTS:
-            for place in self._stage(stage):
-                end = start + place.size
-                if start < first + SHOWN_VALUES and end > first:
+            for place in places:
+                start, end = max(0, first), min(place.size, first + count)
+                if start < end:
                     name = place.name if part == PARTS[0] else f"{MEANS[part]}.{place.name}"
-                    values = self._tensor(name, place).flatten()
-                    found.append(values[max(0, first - start) : first + SHOWN_VALUES - start])
-                start = end
-        return pack(torch.cat(found), "fp32", share=True) if found else None
+                    yield self._values(name, place, start, end)
+                first -= place.size
 
     def weights(self, stage: int) -> Tensor:
         """Of a stage, without the optimizer's state, as one flat tensor."""
-        return torch.cat([self._tensor(place.name, place).flatten() for place in self._stage(stage)])
+        return torch.cat([self._values(place.name, place, 0, place.size) for place in self._stage(stage)])
 
     def _stage(self, stage: int) -> list[Place]:
         if stage not in self._places:
             self._places[stage] = layout_of_stage(self._blueprint, self._layers, stage)
         return self._places[stage]
 
-    def _tensor(self, name: str, place: Place) -> Tensor:
+    def _values(self, name: str, place: Place, start: int, end: int) -> Tensor:
+        """Of a tensor as if it were flat; only the rows that they lie in are read."""
         if name not in self._files:
             raise UserError(f"{self._origin.place}: has no tensor '{name}'")
-        tensor: Tensor = self._files[name].get_tensor(name)
-        if tuple(tensor.shape) != place.shape:
+        stored = self._files[name].get_slice(name)
+        if tuple(stored.get_shape()) != place.shape:
             raise UserError(
-                f"{self._origin.place}: '{name}' has the shape {list(tensor.shape)}, not {list(place.shape)}"
+                f"{self._origin.place}: '{name}' has the shape {stored.get_shape()}, not {list(place.shape)}"
             )
-        return tensor
+        row = place.size // place.shape[0]
+        above = start // row
+        rows: Tensor = stored[above : -(-end // row)]
+        return rows.flatten()[start - above * row : end - above * row]
 
 
 def origin_of(checkpoints: Checkpoints, brief: Brief) -> Origin:

@@ -17,9 +17,12 @@ import socket
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from skippipe.errors import UserError
 
 SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 STOP_S = 4.0  # from a polite request to end until force
@@ -51,10 +54,12 @@ class Nursery:
         self._socket.setblocking(False)
         self._lines = b""
         self.pids: dict[str, int] = {}
+        self.started: Counter[str] = Counter()
         self.ended: dict[str, int] = {}
         """Nodes that are no more, and their exit status; −N: ended by signal N."""
 
     def start(self, name: str, told: dict[str, Any]) -> None:
+        self.started[name] += 1
         self._socket.setblocking(True)
         self._socket.sendall(json.dumps({"name": name, "told": told}).encode() + b"\n")
         self._socket.setblocking(False)
@@ -66,8 +71,12 @@ class Nursery:
                 block = self._socket.recv(65536)
             except BlockingIOError:
                 break
+            except ConnectionError:
+                block = b""
             if not block:
-                break
+                raise UserError(
+                    "the process that starts nodes is gone, and all nodes with it; resume from a checkpoint"
+                )
             self._lines += block
         *whole, self._lines = self._lines.split(b"\n")
         for line in whole:

@@ -67,13 +67,12 @@ class OneProcess:
             for lane, each in enumerate(self.plan.lanes)
             for microbatch in range(each.microbatches)
         ]
-        for stage, visits in zip(self.stages, self._visits, strict=True):
-            stage.weights.divide_gradient(visits)
-        norm, scale = self.learning.clipping(stage.weights.squared_norm() for stage in self.stages)
+        visited = list(zip(self.stages, self._visits, strict=True))
+        norm, scale = self.learning.clipping(stage.weights.squared_norm(visits) for stage, visits in visited)
         rate = self.learning.rate_at(number)
-        for stage, visits in zip(self.stages, self._visits, strict=True):
+        for stage, visits in visited:
             if visits:
-                stage.weights.step(rate, scale)
+                stage.weights.step(rate, scale / visits)
         return Progress(number, float(torch.stack(losses).double().mean()), norm, rate)
 
     def _there_and_back(self, iteration: int, lane: int, microbatch: int) -> Tensor:

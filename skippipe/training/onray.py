@@ -77,7 +77,8 @@ def train_on_ray(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None
         lives = {name: actor.live.remote({**run.told(name, desk, own), **device}) for name, actor in actors.items()}
         try:
             run.coordinate(desk, watcher, stopped, lambda: _ended(lives))
-            ray.wait(list(lives.values()), num_returns=len(lives), timeout=END_PATIENCE.total_seconds())
+            if lives:
+                ray.wait(list(lives.values()), num_returns=len(lives), timeout=END_PATIENCE.total_seconds())
         finally:
             desk.close()
             for actor in actors.values():
@@ -168,16 +169,20 @@ def _reachable(run: Run, met: Mapping[str, Mapping[str, Any]]) -> Run:
     return replace(run, brief=replace(run.brief, rendezvous=meeting), listen=listen)
 
 
-def _ended(lives: Mapping[str, Any]) -> str:
-    """What is known of the first node that is no more; empty if all live."""
+def _ended(lives: dict[str, Any]) -> list[tuple[str, str]]:
+    """Nodes that are no more, and what is known of how they ended; each is told once."""
+    if not lives:
+        return []
     done, _ = ray.wait(list(lives.values()), num_returns=len(lives), timeout=0)
-    for name, answer in lives.items():
+    found = []
+    for name, answer in list(lives.items()):
         if answer in done:
+            del lives[name]
             try:
-                return f"node '{name}' ended: {_result(name, answer) or 'it was told to stop'}"
+                found.append((name, _result(name, answer) or "it was told to stop"))
             except UserError as error:
-                return str(error)
-    return ""
+                found.append((name, str(error)))
+    return found
 
 
 def _first_line(error: Exception) -> str:

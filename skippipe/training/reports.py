@@ -7,8 +7,12 @@ are there if asked for. Of recorded iterations, what every node did when goes in
 from __future__ import annotations
 
 import json
+import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,11 @@ from skippipe.costs import ns
 from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.report.trace import merged, trace_events
-from skippipe.runtime.coordinator import IterationReport, Watcher
+from skippipe.runtime.coordinator import Event, IterationReport, Watcher
 from skippipe.simulate import node_use
 from skippipe.timeline import LinkUse, Task, Timeline, Timing
+
+log = logging.getLogger(__name__)
 
 
 def measured(plan: Plan, report: IterationReport) -> Timeline:
@@ -41,7 +47,7 @@ def measured(plan: Plan, report: IterationReport) -> Timeline:
     )
 
 
-class Everybody:
+class Everybody(Watcher):
     """Tells several watchers."""
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
@@ -49,10 +55,25 @@ class Everybody:
 
     def iteration_done(self, report: IterationReport) -> None:
         for watcher in self._watchers:
-            watcher.iteration_done(report)
+            with _tolerating(watcher):
+                watcher.iteration_done(report)
+
+    def happened(self, event: Event) -> None:
+        for watcher in self._watchers:
+            with _tolerating(watcher):
+                watcher.happened(event)
 
 
-class Late:
+@contextmanager
+def _tolerating(watcher: Watcher) -> Iterator[None]:
+    """A full disk is no reason to stop training."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("%s: %s", type(watcher).__name__, error)
+
+
+class Late(Watcher):
     """A watcher that is made when it is first told something."""
 
     def __init__(self, made: Callable[[], Watcher]) -> None:
@@ -60,9 +81,15 @@ class Late:
         self._watcher: Watcher | None = None
 
     def iteration_done(self, report: IterationReport) -> None:
+        self._there().iteration_done(report)
+
+    def happened(self, event: Event) -> None:
+        self._there().happened(event)
+
+    def _there(self) -> Watcher:
         if self._watcher is None:
             self._watcher = self._made()
-        self._watcher.iteration_done(report)
+        return self._watcher
 
 
 class Figures:
@@ -72,7 +99,6 @@ class Figures:
         work = plan.workload
         self.plan = plan
         self.tokens = plan.microbatches * work.samples_per_microbatch * work.sequence_tokens
-        self.promised_s = plan.expected.iteration_s if plan.expected else None
 
     def of(self, report: IterationReport) -> dict[str, float]:
         figures = {
@@ -85,30 +111,64 @@ class Figures:
             "tokens": self.tokens * (report.iteration + 1),
             "bytes_sent": sum(report.sent_bytes.values()),
         }
-        return figures | ({"promised_s": self.promised_s} if self.promised_s else {})
+        return figures | ({"promised_s": report.promised_s} if report.promised_s else {})
 
 
-class MetricsFile:
+class MetricsFile(Watcher):
     """One JSON object a line, on disk before the next iteration is done.
 
-    A run that goes on from a checkpoint keeps the lines up to there.
+    A run that goes on keeps the lines that there are; if it has to repeat iterations, the newer lines count.
     """
 
-    def __init__(self, path: Path, figures: Figures, first: int = 0) -> None:
+    def __init__(self, path: Path, figures: Figures, *, resumed: bool = False) -> None:
+        self._path = path
         self._figures = figures
         self._names = [node.name for node in figures.plan.cluster.nodes]
-        before = path.read_text(encoding="utf-8").splitlines() if first and path.exists() else []
+        lines = path.read_text(encoding="utf-8").splitlines() if resumed and path.exists() else []
+        self._rows = {row["iteration"]: line for line in lines if (row := _row(line))}
         self._file = path.open("w", encoding="utf-8")
-        self._file.writelines(f"{line}\n" for line in before if json.loads(line)["iteration"] < first)
+        self._file.writelines(f"{line}\n" for line in self._rows.values())
 
     def iteration_done(self, report: IterationReport) -> None:
         links = [[self._names[a], self._names[b], count] for (a, b), count in sorted(report.sent_bytes.items())]
-        line: dict[str, Any] = {**self._figures.of(report), "time": time.time(), "links": links}
-        self._file.write(json.dumps(line) + "\n")
+        row: dict[str, Any] = {**self._figures.of(report), "time": time.time(), "links": links}
+        row["visits"] = list(report.visits)
+        if self._rows and report.iteration <= max(self._rows):
+            self._rows = {number: line for number, line in self._rows.items() if number < report.iteration}
+            self._file.seek(0)
+            self._file.truncate()
+            self._file.writelines(f"{line}\n" for line in self._rows.values())
+        self._rows[report.iteration] = json.dumps({name: _plain(value) for name, value in row.items()})
+        self._file.write(self._rows[report.iteration] + "\n")
         self._file.flush()
 
 
-class Traces:
+def _plain(value: Any) -> Any:
+    """JSON has no NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """None for a line that was torn."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "iteration" in row else None
+
+
+class EventsFile(Watcher):
+    """Everything out of the ordinary, one JSON object a line: who was lost, who came, what was done about it."""
+
+    def __init__(self, path: Path, *, resumed: bool = False) -> None:
+        self._file = path.open("a" if resumed else "w", encoding="utf-8")
+
+    def happened(self, event: Event) -> None:
+        self._file.write(json.dumps({**asdict(event), "time": time.time()}) + "\n")
+        self._file.flush()
+
+
+class Traces(Watcher):
     """Recorded iterations as Chrome traces, the plan and what became of it as two tracks."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
@@ -126,7 +186,7 @@ class Traces:
         path.write_text(json.dumps(merged(tracks), ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-class TensorBoard:
+class TensorBoard(Watcher):
     def __init__(self, folder: Path, figures: Figures) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -142,7 +202,7 @@ class TensorBoard:
         self._writer.flush()
 
 
-class Prometheus:
+class Prometheus(Watcher):
     """Gauges on http://127.0.0.1:PORT/metrics."""
 
     def __init__(self, port: int, figures: Figures) -> None:

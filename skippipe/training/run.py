@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,17 +13,22 @@ from typing import Any
 
 from skippipe.errors import UserError
 from skippipe.model.blueprint import Blueprint
-from skippipe.runtime.coordinator import Deadlines, Watcher
-from skippipe.runtime.desk import Desk
+from skippipe.runtime.coordinator import Deadlines, Survival, Watcher
+from skippipe.runtime.desk import Desk, Gone
 from skippipe.runtime.member import Invitation, Member
 from skippipe.text.tokenizer import TextTokenizer
 from skippipe.training.brief import Brief
 from skippipe.training.checkpoint import Checkpoints
+from skippipe.training.drill import Drill
 from skippipe.training.export import ModelFolder
+from skippipe.training.journal import Journal
 from skippipe.training.keeping import CheckpointKeeper, Origin, origin_of
 from skippipe.training.nursery import Nursery, log_file
+from skippipe.training.reports import Everybody
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from skippipe.transport.mailbox import Security
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,11 @@ class Run:
     key: Path | None = None
     """… the coordinator's own key, if nodes join by themselves."""
     deadlines: Deadlines = field(default_factory=Deadlines)
+    survival: Survival = field(default_factory=Survival)
+    drills: frozenset[int] = frozenset()
+    """After how many iterations a node is killed, for exercise."""
+    restarts: int = 0
+    """How often a node that was started here is started again."""
     kept_every: int = 0
     """Iterations from one checkpoint to the next; 0: none are made."""
     kept: int = 2
@@ -51,10 +63,10 @@ class Run:
     @cached_property
     def origin(self) -> Origin | None:
         """Where to go on from; found, and checked, when it is first asked for."""
-        if not self.resumed:
+        if not self.resumed or (self.memories and not self.checkpoints.complete()):
             return None
         origin = origin_of(self.checkpoints, self.brief)
-        if origin.manifest.iterations >= self.iterations:
+        if origin.manifest.iterations >= self.iterations and not self.memories:
             raise UserError(
                 f"{origin.place}: is {origin.manifest.iterations} iterations on already; "
                 f"{self.iterations} are asked for: ask for more"
@@ -65,6 +77,36 @@ class Run:
     def first(self) -> int:
         """The iteration to begin with."""
         return self.origin.manifest.iterations if self.origin else 0
+
+    @cached_property
+    def journal(self) -> Journal:
+        return Journal(self.output / "journal")
+
+    @cached_property
+    def memories(self) -> list[dict[str, Any]]:
+        """What an earlier coordinator has noted, if its nodes may still be there: those that join by themselves."""
+        found = self.journal.records
+        if self.resumed and self.peers is not None and found and "done" not in found[-1]:
+            noted = [
+                node["name"] for record in found if "plan" in record for node in record["plan"]["cluster"]["nodes"]
+            ]
+            ours = [node.name for node in self.brief.plan.cluster.nodes]
+            if noted[: len(ours)] != ours or len(noted) % len(ours):
+                raise UserError(
+                    f"{self.journal.path}: was written for another cluster; give the job that one, "
+                    "or remove the file to go on from a checkpoint"
+                )
+            return list(found)
+        self.journal.rewrite([])
+        return []
+
+    def note(self, record: dict[str, Any]) -> None:
+        try:
+            self.journal.write(record)
+        except OSError as error:
+            log.warning(
+                "%s: %s; if the coordinator is killed now, it cannot go on where it was", self.journal.path, error
+            )
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -102,10 +144,13 @@ class Run:
             own = self.new_keys()
             publics = {name: pair.public if pair else None for name, pair in pairs.items()}
             desk = self.desk(own, publics)
-            for name, pair in pairs.items():
-                nursery.start(name, self.told(name, desk, own, pair))
+            told = {name: self.told(name, desk, own, pair) for name, pair in pairs.items()}
+            for name in told:
+                nursery.start(name, told[name])
             started(nursery)
-            self.coordinate(desk, watcher, stopped, lambda: self.ended(nursery))
+            if self.drills:
+                watcher = Everybody([watcher, Drill(self.brief.plan, self.drills, nursery, watcher)])
+            self.coordinate(desk, watcher, stopped, lambda: self.ended(nursery, told))
         finally:
             nursery.close()
             if desk is not None:
@@ -132,38 +177,49 @@ class Run:
             security=self.security,
             store=self.folder().store,
             keeper=self.keeper,
+            note=self.note,
         )
 
     @cached_property
     def keeper(self) -> CheckpointKeeper:
         return CheckpointKeeper(self.checkpoints, self.brief, self.blueprint, self.tokenizer, self.origin)
 
-    def coordinate(
-        self, desk: Desk, watcher: Watcher, stopped: Callable[[], bool], gone: Callable[[], str] = lambda: ""
-    ) -> None:
+    def coordinate(self, desk: Desk, watcher: Watcher, stopped: Callable[[], bool], gone: Gone = lambda: ()) -> None:
+        from skippipe.planner.repair import compile_repair
+
+        threading.Thread(target=compile_repair, name="compile", daemon=True).start()  # before it is needed in a hurry
         desk.run(
             self.brief.learning,
             self.iterations - self.first,
             watcher,
             first=self.first,
+            resumed=self.origin is not None,
             recorded=self.recorded,
             kept_every=self.kept_every,
             deadlines=self.deadlines,
+            survival=self.survival,
+            journal=self.memories,
             gone=gone,
             stopped=stopped,
         )
         self.keeper.close()
+        self.journal.close()
 
     def folder(self) -> ModelFolder:
         return ModelFolder(self.output / "model", self.brief.plan.layers, self.blueprint, self.tokenizer)
 
-    def ended(self, nursery: Nursery) -> str:
-        """What is known of the first node that is no more; empty if all live."""
+    def ended(self, nursery: Nursery, told: Mapping[str, dict[str, Any]] | None = None) -> list[tuple[str, str]]:
+        """Nodes that are no more, and how they ended; those in `told` are started again, a few times."""
         nursery.look()
+        found = []
         for name, status in nursery.ended.items():
             how = f"exit status {status}" if status >= 0 else f"signal {-status}"
-            return f"node '{name}' ended ({how}); its last words are in {log_file(self.output / 'logs', name)}"
-        return ""
+            found.append((name, f"{how}; its last words are in {log_file(self.output / 'logs', name)}"))
+        nursery.ended.clear()
+        for name, _ in found:
+            if told and nursery.started[name] <= self.restarts:
+                nursery.start(name, told[name])
+        return found
 
 
 def birth(told: dict[str, Any]) -> int:

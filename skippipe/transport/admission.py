@@ -22,6 +22,8 @@ from skippipe.transport.lanes import LANE_DOMAIN
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"skippipe"  # with a domain set, libzmq lets nobody in when there is no answer
+ZAP_FRAMES = 6  # and then what the mechanism has to show: a key, or a name and a password
+KEY_BYTES = 32
 SHOWN = 8  # characters of a stranger's key in a log
 
 log = logging.getLogger(__name__)
@@ -79,17 +81,19 @@ class Admission:
 
     def answer(self, request: Sequence[bytes]) -> list[bytes]:
         """The reply to a ZAP request: version, request id, status, text, user, metadata."""
-        version, request_id, domain, _, _, mechanism, *proofs = request  # without: address, routing id
+        whole = [*request, *[b""] * (ZAP_FRAMES - len(request))]  # a question cut short gets an answer, too
+        version, request_id, domain, _, _, mechanism, *proofs = whole  # without: address, routing id
         user = ""
-        if version == b"1.0" and domain == ZAP_DOMAIN and mechanism == b"CURVE" and len(proofs[0]) == 32:
+        given = [len(proof) for proof in proofs]
+        if version == b"1.0" and domain == ZAP_DOMAIN and mechanism == b"CURVE" and given == [KEY_BYTES]:
             public = z85.encode(proofs[0]).decode()
             user = public if self.by_key(public) is not None else ""
-        elif version == b"1.0" and domain == LANE_DOMAIN and mechanism == b"PLAIN":
+        elif version == b"1.0" and domain == LANE_DOMAIN and mechanism == b"PLAIN" and len(given) == 2:
             user = self._by_token(*proofs)
         else:
             self.refuse(f"mechanism {mechanism[:SHOWN]!a}")
         if user:
-            return [version, request_id, b"200", b"OK", user.encode(), b""]
+            return [b"1.0", request_id, b"200", b"OK", user.encode(), b""]
         return [b"1.0", request_id, b"400", b"not on the list", b"", b""]
 
     def _by_token(self, user: bytes, password: bytes) -> str:

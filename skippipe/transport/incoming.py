@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import zmq
 
@@ -29,7 +30,9 @@ log = logging.getLogger(__name__)
 class Incoming:
     """A PULL socket, the answers to libzmq's questions about keys, and at most one lane for each peer."""
 
-    def __init__(self, wiring: Wiring, keys: KeyPair | None, host: str, port: int, limits: Limits) -> None:
+    def __init__(
+        self, wiring: Wiring, keys: KeyPair | None, host: str, port: int, limits: Limits, trusted: str | None = None
+    ) -> None:
         self.admission = Admission()
         self.malformed: Counter[str] = Counter()
         self.received_bytes: Counter[str] = Counter()
@@ -37,6 +40,8 @@ class Incoming:
         self._curve = keys is not None
         self._host = host
         self._limits = limits
+        self._trusted = trusted
+        self._wide_limits = replace(limits, json_bytes=16 * limits.json_bytes)
         self._most_frames = 2 + -(-limits.payload_bytes // wiring.piece_bytes)
         self._asks: dict[str, bytes] = {}
         self._lanes: dict[str, LaneIn] = {}
@@ -129,7 +134,7 @@ class Incoming:
     def _accept(self, peer: str, frames: list[Buffer], found: list[Received]) -> None:
         self.received_bytes[peer] += len(peer.encode()) + sum(len(frame) for frame in frames)
         try:
-            message, due_ns = from_frames(frames, self._limits)
+            message, due_ns = from_frames(frames, self._wide_limits if peer == self._trusted else self._limits)
         except Malformed as error:
             self._complain(peer, error)
             return

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
 import zmq
 
 from skippipe.transport.message import HEADER, Malformed
@@ -172,7 +173,7 @@ class LaneIn:
         self._largest_bytes = largest_bytes
         self._opener: Opener | None = None
         self._opening = bytearray(HEADER.size + LENGTH.size)
-        self._payload: bytearray | None = None
+        self._payload: memoryview | None = None
         self._filled = 0
         self._most_frames = depth + -(-largest_bytes // PIECE_BYTES)  # one message of the largest size, or small ones
         self.pull = pull_socket(context, host, PIECE_BYTES + TAG_BYTES, self._most_frames)
@@ -210,11 +211,10 @@ class LaneIn:
                 (size,) = LENGTH.unpack_from(self._opening, HEADER.size)
                 if size > self._largest_bytes:
                     raise Malformed(f"{size} bytes; at most {self._largest_bytes} are taken")
-                self._payload, self._filled = bytearray(size), 0
+                self._payload, self._filled = np.empty(size, np.uint8).data, 0  # not touched: a length takes no memory
             else:
                 until = min(self._filled + PIECE_BYTES, len(self._payload))
-                into = memoryview(self._payload)[self._filled : until]
-                self._opener.open_into(frame.buffer, into, bytes(self._opening))
+                self._opener.open_into(frame.buffer, self._payload[self._filled : until], bytes(self._opening))
                 self._filled = until
             if self._filled == len(self._payload):
                 payload, self._payload = self._payload, None

@@ -64,12 +64,14 @@ class Mailbox:
         largest_bytes: int = 2**28,
         depth: int = 16,
         io_threads: int = 2,
-        json_bytes: int = 2**26,
+        json_bytes: int = 2**22,
+        trusted: str | None = None,
         fast_lane: bool = True,
     ) -> None:
         """`largest_bytes` of payload and `depth` messages to a queue bound what memory a connection can take.
 
-        Of JSON `json_bytes` are taken at most. `fast_lane` counts under CURVE only, and where the package
+        Of JSON `json_bytes` are taken at most, for it takes many times its size in memory; from the `trusted` peer, 16
+        times as many. `fast_lane` counts under CURVE only, and where the package
         `cryptography` is installed at both ends; its port is any free one of the host we listen on.
         `io_threads` share the connections among them and do the encryption: one alone would do it all in turn.
         """
@@ -99,7 +101,7 @@ class Mailbox:
             fast_lane=fast_lane and security == "curve" and sealing.AVAILABLE,
             wake=self.wake,
         )
-        self._incoming = Incoming(self._wiring, self._keys, host, port, self._limits)
+        self._incoming = Incoming(self._wiring, self._keys, host, port, self._limits, trusted)
         self.address = self._incoming.address
         self.malformed = self._incoming.malformed
         self.received_bytes = self._incoming.received_bytes

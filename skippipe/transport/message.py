@@ -19,14 +19,21 @@ from skippipe.transport.packed import Buffer, Packed
 from skippipe.workload import WIRE_DTYPES, wire_bytes
 
 MAGIC = b"SKPP"
-VERSION = 1
+VERSION = 2
 MOST_DIMS = 4
 LARGEST_COUNT = 2**32 - 1
 LARGEST_NS = 2**63 - 1
+SHOWN = 32  # characters of a number in a complaint; it may have a million
 
-# magic, version, kind, body, dims; iteration; lane, microbatch, step; due_ns; dims (those not used are 0)
-HEADER = struct.Struct(f"<4sBBBBQIIIQ{MOST_DIMS}I")
+# magic, version, kind, body, dims; iteration; lane, microbatch, step, epoch; sent_ns, due_ns; dims (unused ones are 0)
+HEADER = struct.Struct(f"<4sBBBBQIIIIQQ{MOST_DIMS}I")
 BODIES = ("nothing", "json", *WIRE_DTYPES)  # by their number in the header
+
+BOUNDS = (
+    ("iteration", LARGEST_NS),
+    ("sent_ns", LARGEST_NS),
+    *((name, LARGEST_COUNT) for name in ("lane", "microbatch", "step", "epoch")),
+)
 
 Body: TypeAlias = Packed | dict[str, Any] | None
 
@@ -52,9 +59,13 @@ class Message:
     microbatch: int
     step: int
     body: Body = None
+    epoch: int = 0
+    """How often the coordinator had changed the ways, as far as the sender knew."""
+    sent_ns: int = 0
+    """On the sender's clock; two nodes that send to each other learn from it what the link takes both ways."""
 
     def __post_init__(self) -> None:
-        for name, most in (("iteration", LARGEST_NS), *((n, LARGEST_COUNT) for n in ("lane", "microbatch", "step"))):
+        for name, most in BOUNDS:
             if not 0 <= getattr(self, name) <= most:
                 raise ValueError(f"{name} {getattr(self, name)} does not fit into a message")
         if self.body is not None and isinstance(self.body, dict) != (self.kind is Kind.CONTROL):
@@ -95,7 +106,7 @@ def to_frames(message: Message, due_ns: int = 0) -> tuple[bytes, Buffer]:
         number = BODIES.index("json")
         payload = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
     dims = shape + (0,) * (MOST_DIMS - len(shape))
-    counts = (message.iteration, message.lane, message.microbatch, message.step)
+    counts = (message.iteration, message.lane, message.microbatch, message.step, message.epoch, message.sent_ns)
     return HEADER.pack(MAGIC, VERSION, message.kind, number, len(shape), *counts, due_ns, *dims), payload
 
 
@@ -105,7 +116,7 @@ def from_frames(frames: Sequence[Buffer], limits: Limits) -> tuple[Message, int]
         raise Malformed(f"{len(frames)} frames instead of a header and a payload")
     if len(frames[0]) != HEADER.size:
         raise Malformed(f"a header of {len(frames[0])} bytes instead of {HEADER.size}")
-    magic, version, kind, number, ndim, iteration, *places, due_ns, d0, d1, d2, d3 = HEADER.unpack(frames[0])
+    magic, version, kind, number, ndim, iteration, *places, sent_ns, due_ns, d0, d1, d2, d3 = HEADER.unpack(frames[0])
     if magic != MAGIC:
         raise Malformed("the header does not start like one of ours")
     if version != VERSION:
@@ -114,7 +125,7 @@ def from_frames(frames: Sequence[Buffer], limits: Limits) -> tuple[Message, int]
         raise Malformed(f"kind {kind} is unknown")
     if number >= len(BODIES):
         raise Malformed(f"body {number} is unknown")
-    if iteration > LARGEST_NS or due_ns > LARGEST_NS:
+    if max(iteration, sent_ns, due_ns) > LARGEST_NS:
         raise Malformed("iteration or time out of range")
     if BODIES[number] != "nothing" and (BODIES[number] == "json") != (kind == Kind.CONTROL):
         raise Malformed(f"a {Kind(kind).name} message with a body of {BODIES[number]}")
@@ -132,8 +143,8 @@ def from_frames(frames: Sequence[Buffer], limits: Limits) -> tuple[Message, int]
         raise Malformed(f"{size} bytes where there should be no payload")
     else:
         body = None
-    lane, microbatch, step = places
-    return Message(Kind(kind), iteration, lane, microbatch, step, body), due_ns
+    lane, microbatch, step, epoch = places
+    return Message(Kind(kind), iteration, lane, microbatch, step, body, epoch, sent_ns), due_ns
 
 
 def _tensor(dtype: str, dims: tuple[int, ...], ndim: int, payload: Sequence[Buffer], size: int) -> Packed:
@@ -175,5 +186,5 @@ def _no_number(text: str) -> Never:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text} is too large")
+        raise ValueError(f"{text[:SHOWN]} is too large")
     return number

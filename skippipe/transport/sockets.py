@@ -12,7 +12,8 @@ import zmq
 from skippipe.errors import UserError
 
 HANDSHAKE_S = 30.0
-KEEPALIVE_S = (10, 5, 3)  # silence before the first probe, between probes; and how many go unanswered: 25 s in all
+KEEPALIVE_S = (2, 1, 3)  # silence before the first probe, between probes; and how many go unanswered: 5 s in all
+UNANSWERED_S = 10  # for what was sent until the other side's machine confirms it
 EVENT = struct.Struct("=HI")
 CONNECTION_EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -57,6 +58,7 @@ def keep_alive(socket: Socket) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, idle_s)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, interval_s)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, count)
+    socket.setsockopt(zmq.TCP_MAXRT, UNANSWERED_S * 1000)
 
 
 def pull_socket(context: Context, host: str, largest_frame: int, most_queued: int) -> Socket:

@@ -1,0 +1,86 @@
+"""A stage that nobody holds any more, made anew from those beside it.
+
+After CheckFree ("All is not lost: LLM recovery without checkpoints", 2025): neighbouring layers of a transformer are
+alike, so the weighted mean of the stages before and after is a start from which training soon recovers. The weights of
+the mean are the squared norms of the neighbours' gradients, so the stage that is further from done counts more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from skippipe.model.blueprint import Blueprint
+from skippipe.model.stage import layer_ranges
+from skippipe.model.weights import Place, layout_of_stage
+from skippipe.runtime.work import Part
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def from_neighbours(
+    blueprint: Blueprint,
+    layers: tuple[int, ...],
+    stage: int,
+    sources: Sequence[int],
+    stages: Sequence[int],
+    shares: Sequence[float],
+) -> list[Part]:
+    """What to ask each of the sources for; `layers` of every stage, `stages` that the sources hold.
+
+    Only weights, each from the layer at the same relative depth; the optimizer's state does not carry over. What no
+    neighbour has in the same shape (embedding and head of stage 0, layers of another kind) is left out: it stays as it
+    is. What only some have is the mean of those. Parts that are added must be loaded after those that are not.
+    """
+    held = [dict(counterparts(blueprint, layers, stage, other)) for other in stages]
+    begun: set[Place] = set()
+    found: list[Part] = []
+    for source, mine, share in zip(sources, held, shares, strict=True):
+        parts = []
+        for place, first in mine.items():
+            having = [each for each, theirs in zip(shares, held, strict=True) if place in theirs]
+            weight = share if len(having) == len(shares) else _fraction(share, having)
+            parts.append(Part(source, first, place.size, place.start, weight, place in begun))
+        begun |= mine.keys()
+        found += _joined(parts)
+    return found
+
+
+def counterparts(blueprint: Blueprint, layers: tuple[int, ...], stage: int, other: int) -> list[tuple[Place, int]]:
+    """The weights of the layers of a stage, and where in another stage those that they can be made of begin."""
+    ours, theirs = (layer_ranges(layers)[each] for each in (stage, other))
+    there = {place.name: place for place in layout_of_stage(blueprint, layers, other)}
+    found = []
+    for place in layout_of_stage(blueprint, layers, stage):
+        if (layer := LAYER.match(place.name)) is None:
+            continue
+        depth = same_depth(int(layer[1]) - ours.start, len(ours), len(theirs))
+        like = there.get(f"model.layers.{theirs[depth]}.{place.name[layer.end() :]}")
+        if like is not None and like.shape == place.shape:
+            found.append((place, like.start))
+    return found
+
+
+def same_depth(index: int, count: int, other: int) -> int:
+    """Of `other` layers, the one that lies as deep as this one of `count`."""
+    return (other - 1) // 2 if count == 1 else round(index * (other - 1) / (count - 1))
+
+
+def _fraction(share: float, of: Sequence[float]) -> float:
+    return share / sum(of) if sum(of) else 1 / len(of)
+
+
+def _joined(parts: Iterable[Part]) -> list[Part]:
+    """Neighbours in both places, treated alike, as one."""
+    joined: list[Part] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and (last.first + last.count, last.at + last.count) == (part.first, part.at)
+            and (last.share, last.added) == (part.share, part.added)
+        ):
+            part = Part(part.source, last.first, last.count + part.count, last.at, part.share, part.added)
+            joined.pop()
+        joined.append(part)
+    return joined

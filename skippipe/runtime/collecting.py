@@ -1,0 +1,131 @@
+"""Fetching the state of every stage, piece by piece and one stage after another, from a node that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from skippipe.runtime.control import Collect, Control
+from skippipe.runtime.surroundings import Keeper, Surroundings
+from skippipe.transport.message import Message
+
+
+@dataclass
+class Collection:
+    """`holders` says whom to ask for a stage."""
+
+    holders: Mapping[int, int]
+    kept: bool
+    """The copies that were made for a checkpoint, instead of the weights as they are now."""
+    tell: Callable[[int, Control], None]
+    take: Callable[[int, int, Any], None]
+    """Stage, number of the piece, and the piece; None after the last. A stage that starts over has a first again."""
+    stage: int = field(init=False, default=-1)
+    over: bool = field(init=False, default=False)
+    _piece: int = field(init=False, default=0)
+    _asked: bool = field(init=False, default=True)
+
+    def begin(self) -> None:
+        self._next_stage()
+
+    @property
+    def holder(self) -> int:
+        """Who has to answer now."""
+        return self.holders[self.stage]
+
+    def receive(self, node: int, piece: int, body: Any) -> bool:
+        """Whether it was asked for."""
+        if self.over or not self._asked or node != self.holder or piece != self._piece:
+            return False
+        self.take(self.stage, self._piece, body)
+        if body is None:
+            self._next_stage()
+        else:
+            self._piece += 1
+            self.tell(node, Collect(self._piece, self.kept))
+        return True
+
+    def lost(self, node: int) -> None:
+        """Nothing more is taken from it, also not if it comes back, until it is asked `again`."""
+        if not self.over and node == self.holder:
+            self._asked = False
+
+    def again(self, holders: Mapping[int, int]) -> None:
+        """Somebody is gone: from now on others are asked, for the stage that was on its way from its beginning."""
+        self.holders = holders
+        self._asked = True
+        if not self.over:
+            self._piece = 0
+            self.tell(self.holder, Collect(0, self.kept))
+
+    def _next_stage(self) -> None:
+        self.stage, self._piece = self.stage + 1, 0
+        self.over = self.stage == len(self.holders)
+        if not self.over:
+            self.tell(self.holder, Collect(0, self.kept))
+
+
+@dataclass
+class Harvest:
+    """The checkpoint that is being made while training goes on, and the weights in the end."""
+
+    surroundings: Surroundings
+    weights: Collection | None = None
+    _checkpoint: Collection | None = None
+    _of: tuple[int, tuple[int, ...]] = (0, ())
+
+    @property
+    def busy(self) -> bool:
+        """Is a checkpoint being made?"""
+        return self._checkpoint is not None
+
+    @property
+    def over(self) -> bool:
+        """Are all weights there?"""
+        return self.weights is not None and self.weights.over
+
+    @property
+    def waits_for(self) -> list[int]:
+        for each in (self.weights, self._checkpoint):
+            if each is not None and not each.over:
+                return [each.holder]
+        return []
+
+    def checkpoint(self, iterations: int, steps: Sequence[int], holders: Mapping[int, int]) -> None:
+        """Fetch the copies that were kept after so many iterations."""
+        self._of = iterations, tuple(steps)
+        self._checkpoint = Collection(holders, True, self.surroundings.tell, self._keeper.save)
+        self._checkpoint.begin()
+
+    def collect(self, holders: Mapping[int, int]) -> None:
+        """Fetch the weights; what has come already is not fetched again."""
+        if self.weights is None:
+            self.weights = Collection(holders, False, self.surroundings.tell, self.surroundings.store)
+            self.weights.begin()
+        else:
+            self.weights.again(holders)
+
+    def receive(self, node: int, message: Message) -> bool:
+        """A piece; whether it was asked for."""
+        collection = self._checkpoint if message.step else self.weights
+        asked = collection is not None and collection.receive(node, message.microbatch, message.body)
+        if self._checkpoint is not None and self._checkpoint.over:
+            self._checkpoint = None
+            self._keeper.saved(*self._of)
+        return asked
+
+    def lost(self, node: int) -> bool:
+        """Whether a checkpoint was given up with it: only it has the copy."""
+        if self.weights is not None:
+            self.weights.lost(node)
+        if self._checkpoint is None or node not in self._checkpoint.holders.values():
+            return False
+        self._checkpoint = None
+        self._keeper.abandon()
+        return True
+
+    @property
+    def _keeper(self) -> Keeper:
+        assert self.surroundings.keeper is not None
+        return self.surroundings.keeper

@@ -1,0 +1,195 @@
+"""One iteration as the coordinator sees it: microbatches that come back, gradients that are averaged, nodes that go.
+
+As long as all goes as planned, nodes average by themselves when their tasks are done, and one report from each is all
+there is. When a node is lost, the others are told other ways; when all microbatches are back, everybody is asked what
+was added up, and that is averaged. If a gradient is not finite, everybody is asked once more, and whoever has made it
+leaves it out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from skippipe.plan import Plan
+from skippipe.rules import circle
+from skippipe.runtime.control import Average, Averaged, Contributed, Control, Returned, Settle
+from skippipe.runtime.ledger import Ledger
+from skippipe.runtime.routes import Route, apply, rerouted, routes_of
+
+AGREE = 1e-4  # by which the norms of one gradient may differ from machine to machine
+
+
+class Settling(Enum):
+    NO = "tasks and averaging as planned"
+    RUNNING = "microbatches go on another way"
+    ASKED = "everybody is asked what was added up"
+    AVERAGING = "that is averaged"
+
+
+@dataclass
+class Iteration:
+    number: int
+    plan: Plan
+    epoch: int
+    nodes: set[int]
+    """That average and step; one that is lost is taken out."""
+    tell_all: Callable[[Control], None]
+    throw_out: Callable[[int, str], None]
+    """A node that says what cannot be true, and why."""
+    ledger: Ledger = field(default_factory=Ledger)
+    reports: dict[int, Averaged] = field(default_factory=dict)
+    spoiled: list[int] = field(default_factory=list)
+    """Stages whose gradient was not finite."""
+    _settling: Settling = Settling.NO
+    _routes: list[Route] = field(init=False)
+    _answered: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._routes = routes_of(self.plan)
+
+    def hear(self, node: int, control: Returned | Contributed | Averaged) -> bool:
+        """Whether all is averaged, so that `norms` is final."""
+        if control.iteration != self.number or node not in self.nodes:
+            return False
+        match control:
+            case Returned():
+                self._returned(node, control)
+            case Contributed() if control.epoch == self.epoch and self._settling is Settling.ASKED:
+                if self._accounted(node, control.visits):
+                    self._answered.add(node)
+                    self._average_if_answered()
+            case Averaged() if control.epoch == self.epoch and self._settling in (Settling.NO, Settling.AVERAGING):
+                if self._is_sound(node, control) and self._accounted(node, control.visits):
+                    self.reports[node] = control
+                    return self.complete()
+            case _:  # of an epoch that is over
+                pass
+        return False
+
+    def without(self, node: int, able: list[int]) -> tuple[int, int] | None:
+        """A node is lost: how many lanes go on another way, and how many places they skip. None: there is no way."""
+        self.nodes.discard(node)
+        self.ledger.contributed.pop(node, None)
+        change = rerouted(
+            self.plan,
+            self._routes,
+            able,
+            self.ledger.returned,
+            iteration=self.number,
+            epoch=self.epoch + 1,
+            gone=[node],
+        )
+        if change is None:
+            return None
+        self.epoch = change.epoch
+        apply(self._routes, change)
+        self._settling = Settling.RUNNING
+        self.reports.clear()
+        self.tell_all(change)
+        self._settle_if_back()
+        return len(change.lanes), len(change.skipped)
+
+    def uses(self, a: int, b: int) -> bool:
+        """Does anything go from one of these nodes to the other?"""
+        ways = [[node for at, node in enumerate(route.path) if at not in route.skipped] for route in self._routes]
+        rings = [[node for node in stage.ring if node in self.nodes] for stage in self.plan.stages]
+        return any({a, b} == set(pair) for each in (*ways, *rings) for pair in circle(each))
+
+    def complete(self) -> bool:
+        """Has everybody averaged, and to something finite? If not finite, it is done again without."""
+        if not self.reports.keys() >= self.nodes or self._disagreeing():
+            return False
+        bad = [stage for stage, norm in enumerate(self.norms) if not math.isfinite(norm)]
+        if not bad or self.spoiled:
+            return True
+        self.spoiled = bad
+        self.epoch += 1
+        self._ask(inspect=True)
+        return False
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Has something happened that the plan did not foresee?"""
+        return self._settling is not Settling.NO
+
+    @property
+    def norms(self) -> list[float]:
+        """Squared, of each stage's gradient; 0 where nobody holds the stage."""
+        said = [
+            [self.reports[node].squared_norm for node in stage.nodes if node in self.reports]
+            for stage in self.plan.stages
+        ]
+        return [next((norm for norm in each if not math.isfinite(norm)), each[0]) if each else 0.0 for each in said]
+
+    @property
+    def visits(self) -> list[int]:
+        return self.ledger.visits(self.plan)
+
+    @property
+    def missing(self) -> list[int]:
+        """Who has not said what is waited for."""
+        heard = self._answered if self._settling is Settling.ASKED else self.reports.keys()
+        return sorted(self.nodes - heard)
+
+    def _returned(self, node: int, control: Returned) -> None:
+        lanes = self._routes
+        known = control.lane < len(lanes) and control.microbatch < lanes[control.lane].microbatches
+        if known and lanes[control.lane].path[0] == node:
+            self.ledger.back(control.lane, control.microbatch, control.loss)
+            self._settle_if_back()
+
+    def _accounted(self, node: int, visits: list[list[int]]) -> bool:
+        if flaw := self.ledger.flaw(self.plan, node, visits):
+            self.throw_out(node, f"it {flaw}")
+            return False
+        self.ledger.account(node, visits)
+        return True
+
+    def _is_sound(self, node: int, report: Averaged) -> bool:
+        nodes, lanes = len(self.plan.cluster.nodes), len(self.plan.lanes)
+        sound = (
+            not report.squared_norm < 0
+            and all(len(row) == 2 and row[0] < nodes for row in report.sent_bytes)
+            and all(len(row) == 6 and row[0] < lanes for row in report.tasks)
+        )
+        if not sound:
+            self.throw_out(node, "its report is of nothing that is in the plan")
+        return sound
+
+    def _settle_if_back(self) -> None:
+        if self._settling is Settling.RUNNING and self.ledger.all_back(self._routes):
+            self._ask(inspect=False)
+
+    def _ask(self, *, inspect: bool) -> None:
+        self._settling = Settling.ASKED
+        self._answered = set()
+        self.reports.clear()
+        self.ledger.contributed.clear()
+        self.tell_all(Settle(self.number, self.epoch, inspect))
+
+    def _average_if_answered(self) -> None:
+        if self._answered >= self.nodes:
+            self._settling = Settling.AVERAGING
+            self.tell_all(Average(self.number, self.epoch, self.visits))
+
+    def _disagreeing(self) -> bool:
+        """Nodes of a stage whose gradient is not that of most others are thrown out."""
+        for stage in self.plan.stages:
+            said = {node: self.reports[node].squared_norm for node in stage.nodes if node in self.reports}
+            if not all(map(math.isfinite, said.values())):
+                continue
+            alike = {
+                node: sum(math.isclose(norm, other, rel_tol=AGREE) for other in said.values())
+                for node, norm in said.items()
+            }
+            if any(count < len(said) for count in alike.values()):
+                right = max(alike, key=lambda node: alike[node])
+                name = self.plan.cluster.nodes[right].name
+                for node, norm in said.items():
+                    if not math.isclose(norm, said[right], rel_tol=AGREE):
+                        self.throw_out(node, f"its gradient is not that of '{name}'")
+                return True
+        return False

@@ -1,0 +1,79 @@
+"""What a coordinator notes of its decisions, and what one that is started again makes of the notes.
+
+Two kinds of record: a plan, with those who still learn under it; and the end of an iteration, which all nodes have
+averaged and which may be stepped. Both are written before anybody is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skippipe.plan import Plan
+from skippipe.runtime.control import Proceed
+from skippipe.runtime.teaching import Trained
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Memory:
+    plan: Plan
+    learning: frozenset[int]
+    """Nodes of the plan that did not have the state of their stage."""
+    commit: Record | None
+    """The last."""
+    trained: Trained
+    visited: int
+    """Stages on a path, before anything happened."""
+
+    @property
+    def iteration(self) -> int | None:
+        """The last that was done."""
+        return self.commit["commit"] if self.commit else None
+
+    @property
+    def proceed(self) -> Proceed:
+        """For those who have not heard of it; then they wait."""
+        assert self.commit is not None
+        return Proceed(self.commit["commit"], self.commit["rate"], self.commit["scale"], True, False, False)
+
+    @classmethod
+    def of(cls, journal: Sequence[Record]) -> Memory:
+        plans = [record for record in journal if "plan" in record]
+        commits = [record for record in journal if "commit" in record]
+        last = plans[-1]
+        newest = [record for record in journal if "steps" in record][-1]
+        return cls(
+            plan=Plan.from_json(last["plan"]),
+            learning=frozenset(last["learning"]),
+            commit=commits[-1] if commits else None,
+            trained=Trained(list(newest["steps"]), list(newest["norms"])),
+            visited=last["visited"],
+        )
+
+
+def plan_record(plan: Plan, learning: Iterable[int], trained: Trained, visited: int) -> dict[str, Any]:
+    return {
+        "plan": plan.to_json(),
+        "learning": sorted(learning),
+        "steps": trained.steps,
+        "norms": trained.norms,
+        "visited": visited,
+    }
+
+
+def commit_record(
+    iteration: int, rate: float, scale: float, loss: float, visits: Sequence[int], trained: Trained
+) -> dict[str, Any]:
+    return {
+        "commit": iteration,
+        "rate": rate,
+        "scale": scale,
+        "loss": loss if math.isfinite(loss) else str(loss),
+        "visits": list(visits),
+        "steps": trained.steps,
+        "norms": trained.norms,
+    }

@@ -1,0 +1,123 @@
+"""What a coordinator sees of the world: those it can reach, those who watch, those who keep checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from skippipe.plan import Plan
+from skippipe.runtime.control import Control
+
+
+class Surroundings(Protocol):
+    """All that a coordinator can do to the world."""
+
+    def now_ns(self) -> int: ...
+
+    def meet(self, node: int, address: str) -> bool:
+        """From now on the node can be told things, and the others know where it is; unless that is no address."""
+
+    def tell(self, node: int, control: Control) -> None: ...
+
+    def welcome(self, node: int, plan: Plan, origin: dict[str, Any]) -> None:
+        """Have a node build its stage of the plan; and fetch its state from there, if that is said."""
+
+    def replan(self, node: int, plan: Plan) -> None:
+        """From its next iteration on, this is the plan."""
+
+    def store(self, stage: int, number: int, piece: Any) -> None:
+        """Keep a piece of a stage's weights; None after the last. A stage may begin again with its first piece."""
+
+    def note(self, record: dict[str, Any]) -> None:
+        """Write down what has been decided; it is safe when this returns."""
+
+    @property
+    def keeper(self) -> Keeper | None: ...
+
+    def give(self, node: int, stage: int, first: int, count: int) -> None:
+        """Send a node numbers of a checkpoint's state."""
+
+    def part(self, node: int) -> None:
+        """It is gone: nothing can be told to it any more."""
+
+
+class Watcher:
+    """Whoever wants to know how it goes; what is of no interest is passed over."""
+
+    def iteration_done(self, report: IterationReport) -> None:
+        pass
+
+    def happened(self, event: Event) -> None:
+        pass
+
+
+class Keeper(Protocol):
+    """Whoever keeps checkpoints."""
+
+    def save(self, stage: int, number: int, piece: Any) -> None:
+        """A piece of a stage's state, in order; None after the last."""
+
+    def saved(self, iterations: int, steps: Sequence[int]) -> None:
+        """All stages were given: so many iterations are done, so many steps taken on each stage."""
+
+    def abandon(self) -> None:
+        """The checkpoint that is being made cannot be completed."""
+
+    def state(self, stage: int, first: int, count: int) -> Any:
+        """Numbers of the state to go on from."""
+
+    def steps(self, stage: int) -> int:
+        """That the optimizer had taken by then."""
+
+    def newest(self) -> int | None:
+        """Go on from the newest checkpoint there is: after how many iterations it was made; None: there is none."""
+
+
+EventKind = Literal[
+    "gone",
+    "rerouted",
+    "restarted",
+    "replanned",
+    "joined",
+    "learning",
+    "able",
+    "paused",
+    "slow",
+    "cut",
+    "not-finite",
+    "refused",
+    "checkpoint",
+    "recovered",
+    "drill",
+]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something out of the ordinary."""
+
+    kind: EventKind
+    iteration: int
+    text: str
+    node: str = ""
+
+
+@dataclass(frozen=True)
+class IterationReport:
+    iteration: int
+    loss: float
+    """Mean over the microbatches."""
+    norm: float
+    """Of the whole model's gradient, before it is clipped."""
+    rate: float
+    seconds: float
+    """Since the one before was done."""
+    sent_bytes: dict[tuple[int, int], int]
+    """Sender and receiver → tensors sent."""
+    tasks: dict[int, list[list[int]]]
+    """Node → its tasks, if they were recorded (see `Averaged`)."""
+    visits: tuple[int, ...] = ()
+    """How many microbatches are in each stage's gradient."""
+    promised_s: float | None = None
+    """By the plan of this iteration."""

@@ -1,0 +1,165 @@
+"""A computer that computes nothing, but notices what is missing, doubled or out of order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from skippipe import dispatch
+from skippipe.compiled import plain
+from skippipe.plan import Plan
+from skippipe.runtime.work import (
+    Clear,
+    Drop,
+    Inspect,
+    Keep,
+    Lend,
+    Load,
+    Loan,
+    Measure,
+    Outcome,
+    Part,
+    Pass,
+    Reduce,
+    Show,
+    Step,
+    Study,
+    Task,
+    Work,
+    piece_sent,
+)
+from skippipe.transport.message import Kind, Message
+
+is_weights = plain(dispatch.is_weights)
+Which = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Trail:
+    """Stands for an activation or its gradient: the step that it is meant for, if no place is skipped on the way."""
+
+    lane: int
+    microbatch: int
+    step: int
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Stands for a piece of a summed gradient: which microbatches are in it, and how often."""
+
+    piece: int
+    visits: Counter[Which]
+    nbytes: int = 0
+
+
+class Symbols:
+    def __init__(self, node: int, plan: Plan) -> None:
+        self._node = node
+        self._split = plan.split_backward
+        self._slots = plan.slots[node]
+        self._held: set[Which] = set()
+        self._kept: tuple[Any, ...] | None = None
+        self._sum: Counter[Which] = Counter()
+        self._pieces: list[Counter[Which]] = []
+        self._mean: Counter[Which] = Counter()
+        self.state: list[tuple[Which, ...]] = []
+        """Stands for the weights: what was in the gradient of every step taken, from the first."""
+        self.poison = False
+        """The next gradient that is added up is not a number."""
+        self._spoiled = False
+
+    @property
+    def history(self) -> list[int]:
+        """Microbatches in the mean gradient of every step taken."""
+        return [len(each) for each in self.state]
+
+    def run(self, work: Work) -> Any:
+        match work:
+            case Task():
+                return self._task(work)
+            case Drop():
+                self._held.discard((work.lane, work.microbatch))
+            case Clear():
+                self._held.clear()
+                self._sum.clear()
+                self._spoiled = False
+            case Inspect():
+                sound, self._spoiled = not self._spoiled, False
+                if not sound:
+                    self._sum.clear()
+                return sound
+            case Pass():
+                return self._pass(work)
+            case Measure():
+                whole = [self._sum] if work.alone else self._pieces
+                assert all(piece == whole[0] for piece in whole), (self._node, whole)
+                assert all(count == 1 for count in whole[0].values()), f"a microbatch counts twice: {whole[0]}"
+                assert whole[0].total() == work.visits, (self._node, whole[0], work.visits)
+                self._mean, self._pieces = whole[0].copy(), []
+                return float("nan") if self._spoiled else float(work.visits)
+            case Step():
+                assert not self._held, "a microbatch is still here"
+                if work.scale > 0:
+                    self.state.append(tuple(sorted(self._mean)))
+                self._sum.clear()
+                self._mean.clear()
+                self._spoiled = False
+            case Show():
+                return None if work.piece else self._kept if work.kept else tuple(self.state)
+            case Study():
+                if work.origin.kind == "replica":
+                    return [Part(work.origin.sources[0], 0, 1, 0)]
+                return [Part(source, 0, 1, 0, added=at > 0) for at, source in enumerate(work.origin.sources)]
+            case Lend():
+                return Loan(tuple(self.state), "sound")
+            case Load():
+                if not work.part.added:
+                    self.state = list(work.given)
+                return True
+            case Keep():
+                self._kept = tuple(self.state)
+            case Reduce():
+                raise AssertionError("symbols know no other way to average")
+        return None
+
+    def fits(self, message: Message, at: int, size: int) -> bool:  # noqa: ARG002
+        return isinstance(message.body, Gradient if message.kind is Kind.CHUNK else Trail)
+
+    def _task(self, task: Task) -> Outcome:
+        which = task.lane, task.microbatch
+        if task.step < task.length:
+            self._held.add(which)
+            assert len(self._held) <= self._slots, "more microbatches than memory slots"
+        elif task.step > task.length:
+            assert which in self._held, f"the backward pass of a microbatch that is not here: {task}"
+            if is_weights(task.step, task.length) or not self._split:
+                self._held.remove(which)
+                self._add(which, counts=task.counts)
+        if 0 < task.step <= 2 * task.length:
+            given = task.given
+            assert (given.lane, given.microbatch) == which
+            assert given.step <= task.step
+        return Outcome(Trail(*which, task.step + 1), 0.0 if task.step == task.length else None)
+
+    def _add(self, which: Which, *, counts: bool) -> None:
+        if counts:
+            self._sum[which] += 1
+            self._spoiled = self._spoiled or self.poison
+            self.poison = False
+
+    def _pass(self, work: Pass) -> Gradient | None:
+        size = work.size
+        if work.round == 0:
+            self._pieces = [self._sum.copy() for _ in range(size)]
+        else:
+            piece = work.given.piece
+            if work.round < size:
+                self._pieces[piece] += work.given.visits
+            else:
+                self._pieces[piece] = work.given.visits.copy()
+        if work.round == 2 * (size - 1):
+            return None
+        outgoing = piece_sent(work.at, work.round, size)
+        return Gradient(outgoing, self._pieces[outgoing].copy())

@@ -1,0 +1,96 @@
+"""How a node that came late gets the state of its stage: from a replica, a checkpoint, or the stages beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from skippipe.runtime.apprentice import origin_to_json
+from skippipe.runtime.control import COORDINATOR, Learn
+from skippipe.runtime.measured import Measured
+from skippipe.runtime.roster import Roster, Standing
+from skippipe.runtime.settings import Survival
+from skippipe.runtime.surroundings import Surroundings
+from skippipe.runtime.work import Origin
+
+
+@dataclass
+class Trained:
+    """How far the stages are."""
+
+    steps: list[int]
+    """That the optimizer has taken on each."""
+    norms: list[float]
+    """Squared, of each one's last gradient."""
+
+    @classmethod
+    def nothing(cls, stages: int) -> Trained:
+        return cls([0] * stages, [0.0] * stages)
+
+    def stepped(self, visits: list[int], norms: list[float]) -> None:
+        """A stage that nobody visited takes no step."""
+        self.steps = [steps + (count > 0) for steps, count in zip(self.steps, visits, strict=True)]
+        self.norms = [norm if math.isfinite(norm) else 0.0 for norm in norms]
+
+
+@dataclass
+class Teaching:
+    roster: Roster
+    surroundings: Surroundings
+    survival: Survival
+    measured: Measured
+    trained: Trained
+    happened: Callable[[str, int], None]
+    """Something worth telling, of a node."""
+
+    def teach(self, node: int) -> bool:
+        """Tell a node where to learn from; whether there is anybody."""
+        peer = self.roster[node]
+        peer.standing = Standing.LEARNING
+        origin = self._origin(peer.stage, node)
+        if origin is None:
+            peer.source = None
+            return bool(self.roster.able)  # somebody who cannot be reached now
+        peer.source = origin.sources[0]
+        self.happened(f"stage {peer.stage} {self._told(origin)}", node)
+        self.surroundings.tell(node, Learn(origin_to_json(origin)))
+        return True
+
+    def teach_again(self) -> None:
+        """Those who have lost their teacher, or found none, get another."""
+        for node in self.roster.of(Standing.LEARNING):
+            source = self.roster[node].source
+            if source is None or (source != COORDINATOR and source not in self.roster.able):
+                self.teach(node)
+
+    def _origin(self, stage: int, learner: int) -> Origin | None:
+        now_ns = self.surroundings.now_ns()
+        able = [node for node in self.roster.able if not self.measured.is_cut(node, learner, now_ns)]
+        holders = [node for node in able if self.roster[node].stage == stage and node != learner]
+        if holders:
+            busy = [self.roster[node].source for node in self.roster]
+            lender = min(holders, key=lambda node: (busy.count(node), node))
+            return Origin("replica", (lender,), (stage,), (1.0,), self.trained.steps[stage])
+        keeper = self.surroundings.keeper
+        if self.survival.lost_stage == "checkpoint" and keeper is not None and keeper.newest() is not None:
+            self.trained.steps[stage] = keeper.steps(stage)
+            return Origin("checkpoint", (COORDINATOR,), (stage,), (1.0,), self.trained.steps[stage])
+        held = {self.roster[node].stage: node for node in reversed(able)}
+        below, above = sorted(each for each in held if each < stage), sorted(each for each in held if each > stage)
+        near = [*below[-1:], *above[:1]]
+        if not near:
+            return None
+        self.trained.steps[stage] = 0
+        norms = [self.trained.norms[other] for other in near]
+        total = sum(norms)
+        shares = tuple(norm / total if total else 1 / len(near) for norm in norms)
+        return Origin("neighbours", tuple(held[other] for other in near), tuple(near), shares, 0)
+
+    def _told(self, origin: Origin) -> str:
+        if origin.kind == "replica":
+            return f"from '{self.roster.name(origin.sources[0])}'"
+        if origin.kind == "checkpoint":
+            return "from the newest checkpoint, for nobody holds it any more"
+        shares = " and ".join(f"{share:.2f} × stage {s}" for s, share in zip(origin.stages, origin.shares, strict=True))
+        return f"from its neighbours ({shares}), for nobody holds it any more"

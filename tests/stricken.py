@@ -1,0 +1,280 @@
+"""The inside of a run under faults: nodes that strike themselves and each other, and the processes that own them.
+
+A node looks before every work whether a fault begins now, and then kills or stops itself, or whoever it is meant for.
+What has struck stands in a file each, so every process knows, and a fault strikes once whatever lives and dies. A node
+that was killed is started again at once by whoever started it, and waits at its birth until it may be back.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from transformers import LlamaForCausalLM  # noqa: F401  imported once, before owners are forked
+
+import skippipe.runtime.building
+import skippipe.training.run
+from skippipe.cli.training import run_job
+from skippipe.errors import UserError
+from skippipe.runtime.control import COORDINATOR
+from skippipe.runtime.coordinator import IterationReport
+from skippipe.runtime.faults import Fault, phase_of
+from skippipe.runtime.member import THE_COORDINATOR, Invitation, Member
+from skippipe.runtime.tensors import Tensors
+from skippipe.runtime.work import Task, Work
+from skippipe.training.brief import Brief
+from skippipe.training.engines import ENGINES
+from skippipe.training.job import Job
+from skippipe.training.nursery import Nursery
+from skippipe.training.reports import MetricsFile
+from skippipe.transport.keys import KeyFile, KeyPair
+from skippipe.transport.message import Message
+
+LOOK_S = 0.01  # from one look at what has happened to the next
+FULL_BYTES = 2**16  # that a file may have while the disk is full: enough for a journal, too little for a checkpoint
+COMMON = ("forward", "backward", "averaging", "step")  # what every node does, if it does anything
+
+
+# What every process of a run knows
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One run: its faults, and a folder in which processes leave word for each other."""
+
+    folder: Path
+    job: Job
+    faults: tuple[Fault, ...] = ()
+    wires: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    """From a node to a node → the address that leads there, if the link is to fail."""
+    full_disk: tuple[int, int] | None = None
+    """While iterations from one to the other are done, no file can grow beyond a few kilobytes."""
+
+    @property
+    def joined(self) -> bool:
+        return bool(self.job.transport.peers)
+
+    def path(self, *names: object) -> Path:
+        return self.folder.joinpath(*map(str, names))
+
+    def lay_out(self) -> None:
+        for name in ("struck", "now", "at"):
+            self.path(name).mkdir(parents=True)
+
+    def born(self, name: str, address: str = "") -> None:
+        """For strikes, and for the count of processes at the end."""
+        with self.path("pids").open("a") as file:
+            file.write(f"{name} {os.getpid()} {os.getppid()} {address}\n")
+        _put(self.path("now", name), str(os.getpid()))
+        if address:
+            _put(self.path("at", name), address)
+
+    def struck(self, index: int) -> tuple[float, int] | None:
+        """When a fault began, by `time.time`, and in which iteration; None: it did not yet."""
+        try:
+            at, iteration = self.path("struck", index).read_text().split()
+        except FileNotFoundError:
+            return None
+        return float(at), int(iteration)
+
+    def struck_at(self, index: int) -> float | None:
+        found = self.struck(index)
+        return found[0] if found else None
+
+    def lasts(self, index: int) -> bool:
+        """Has it begun, and not ended?"""
+        began, lasts_s = self.struck_at(index), self.faults[index].lasts_s
+        return began is not None and (lasts_s is None or time.time() < began + lasts_s)
+
+    def look(self, number: int, work: Work, iteration: int) -> None:
+        """Does anything begin now?"""
+        phase = phase_of(work)
+        anybody = phase not in COMMON
+        for index, fault in enumerate(self.faults):
+            begins = phase == fault.during and fault.strikes(number, work, iteration, anybody=anybody)
+            if begins and not self.path("struck", index).exists() and self._claim(index, iteration):
+                self._strike(fault)
+
+    def _claim(self, index: int, iteration: int) -> bool:
+        mine = self.path("struck", f"{index}.{os.getpid()}")
+        mine.write_text(f"{time.time()} {iteration}")
+        try:
+            os.link(mine, self.path("struck", index))  # whole, and by one only
+        except FileExistsError:
+            return False
+        finally:
+            mine.unlink()
+        return True
+
+    def _strike(self, fault: Fault) -> None:
+        if fault.kind in ("kill", "freeze"):
+            number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
+            with suppress(FileNotFoundError, ProcessLookupError):  # it is gone already
+                os.kill(self.pid_of(fault.nodes[0]), number)
+
+    def pid_of(self, node: int) -> int:
+        return int(self.path("now", name_of(node)).read_text())
+
+
+def name_of(node: int) -> str:
+    return THE_COORDINATOR if node == COORDINATOR else f"n{node}"
+
+
+def _put(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+# Nodes
+
+
+class Stricken(Member):
+    """A node that looks for faults before all it does, and takes detours where links are to fail."""
+
+    def __init__(self, invitation: Invitation, scene: Scene) -> None:
+        super().__init__(invitation)
+        self._scene = scene
+        scene.born(invitation.name, self._mailbox.address)
+
+    def start(self, work: Work) -> None:
+        assert self._node is not None
+        self._scene.look(self._node.number, work, self._node.iteration)
+        super().start(work)
+
+    def _meet(self, peers: dict[str, Any]) -> None:
+        own = int(self._invitation.name[1:])
+        detours = {name_of(there): address for (here, there), address in self._scene.wires.items() if here == own}
+        super()._meet(
+            {
+                name: [detours[name], found[1]] if name in detours and found[0] else found
+                for name, found in peers.items()
+            }
+        )
+
+
+class Shaky:
+    """A computer that is slow or spoils a gradient when it is told to."""
+
+    def __init__(self, computer: Tensors, number: int, scene: Scene) -> None:
+        self._computer = computer
+        self._scene = scene
+        self._slow, self._poison = (
+            [index for index, fault in enumerate(scene.faults) if fault.kind == kind and number in fault.nodes]
+            for kind in ("slow node", "poison")
+        )
+
+    def run(self, work: Work) -> Any:
+        began = time.monotonic()
+        result = self._computer.run(work)
+        for index in self._slow:
+            if self._scene.lasts(index):
+                time.sleep((time.monotonic() - began) * (self._scene.faults[index].times - 1))
+        if isinstance(work, Task) and work.counts and phase_of(work) in ("backward", "weights"):
+            self._spoil()
+        return result
+
+    def fits(self, message: Message, at: int, size: int) -> bool:
+        return self._computer.fits(message, at, size)
+
+    def _spoil(self) -> None:
+        for index in list(self._poison):
+            if self._scene.struck_at(index) is not None:
+                self._poison.remove(index)
+                done = self._scene.path("struck", f"{index}.done")
+                if not done.exists():  # another life of this node may have
+                    done.touch()
+                    self._computer.tasks.weights.gradient[0] = math.nan
+
+
+def birth(scene: Scene, told: dict[str, Any]) -> int:
+    """Instead of `run.birth`."""
+    name = told["name"]
+    number = int(name[1:])
+    with scene.path("pids").open("a") as file:
+        file.write(f"{name} {os.getpid()} {os.getppid()} {told['coordinator']}\n")
+    for index, fault in enumerate(scene.faults):
+        while fault.kind == "kill" and number in fault.nodes and scene.lasts(index):
+            time.sleep(LOOK_S)  # until it may be back; whoever started it ends it if the run is over before
+    build = skippipe.runtime.building.build_computer
+
+    def build_shaky(number: int, brief: Brief, invitation: Invitation) -> Shaky:
+        return Shaky(build(number, brief, invitation), number, scene)
+
+    skippipe.runtime.building.build_computer = build_shaky  # type: ignore[assignment]
+    keys = told["keys"]
+    reason = Stricken(Invitation(**{**told, "keys": KeyPair(*keys)}), scene).run()
+    if reason:
+        print(reason)
+    return 1 if reason else 0
+
+
+# Owners, each in a process of its own, forked from a fresh one
+
+
+def run_coordinator(scene: Scene, resumed: bool) -> None:
+    """`skippipe train`, with other nodes."""
+    log = os.open(scene.path("coordinator.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    scene.born(THE_COORDINATOR, scene.job.transport.listen if scene.joined else "")
+    skippipe.training.run.birth = partial(birth, scene)
+    if scene.full_disk is not None:
+        _fill_disk(scene)
+    try:
+        run_job(scene.job, ENGINES["processes"], resumed=resumed)
+    except UserError as error:
+        print(f"UserError: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
+
+
+def _fill_disk(scene: Scene) -> None:
+    """Files of checkpoints cannot be written for some iterations."""
+    assert scene.full_disk is not None
+    first, last = scene.full_disk
+    told = MetricsFile.iteration_done
+
+    def iteration_done(self: MetricsFile, report: IterationReport) -> None:
+        told(self, report)
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if report.iteration in (first, last):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES if report.iteration == first else most, most))
+
+    MetricsFile.iteration_done = iteration_done  # type: ignore[method-assign]
+
+
+def run_nodes(scene: Scene, keys: Path, listen: str) -> None:
+    """Nodes that join by themselves. Whoever is killed is started again, until the harness says that it is over."""
+    nursery = Nursery(partial(birth, scene), Path(scene.job.output) / "logs")
+    told = {}
+    for path in sorted(keys.glob("n*.key")):
+        file = KeyFile.load(path)
+        told[file.node] = {
+            "name": file.node,
+            "coordinator": listen,
+            "keys": [file.keys.public, file.keys.secret],
+            "coordinator_public": file.coordinator,
+            "security": "curve",
+        }
+    for name, each in told.items():
+        nursery.start(name, each)
+    while not scene.path("over").exists():
+        nursery.look()
+        for name, status in list(nursery.ended.items()):
+            del nursery.ended[name]
+            if status != 0:
+                nursery.start(name, told[name])
+        time.sleep(LOOK_S)
+    nursery.close()

@@ -1,0 +1,247 @@
+"""How a coordinator ends a run and makes checkpoints, whoever is lost meanwhile."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from skippipe.runtime.control import (
+    Begin,
+    Collect,
+    Learn,
+    Proceed,
+    Ready,
+    Stepped,
+    Stop,
+    Want,
+)
+from skippipe.runtime.coordinator import Coordinator, Deadlines, State
+from skippipe.transport.message import Kind, Message
+from tests.benches import (
+    AT_ONCE,
+    LEARNING,
+    small_plan,
+)
+from tests.rooms import HELLO, Course, Room, Safe, coordinating, is_now
+
+# The end
+
+
+def piece(number: int, body: Any = None, *, kept: bool = False) -> Message:
+    return Message(Kind.CHUNK, 0, 0, number, int(kept), body)
+
+
+def collecting(**others: Any) -> Course:
+    course = coordinating(1, **others)
+    course.iterate()
+    assert is_now(course.coordinator, State.STEPPING)
+    for node in range(6):
+        course.hear(node, Stepped(0))
+    assert is_now(course.coordinator, State.COLLECTING)
+    return course
+
+
+def test_weights_come_from_one_node_of_each_stage_in_turn() -> None:
+    course = collecting(deadlines=Deadlines(collect=timedelta(seconds=7)))
+    coordinator, room = course.coordinator, course.room
+    assert [control for control in room.news()[0] if isinstance(control, Collect)] == [Collect(0, False)]
+    course.wait(5)
+    coordinator.receive(0, piece(0, "some weights"))
+    assert room.news() == {0: [Collect(1, False)]}
+    course.wait(6)
+    assert not coordinator.over, "every piece gives it time"
+    coordinator.receive(0, piece(1))
+    assert room.news() == {2: [Collect(0, False)]}
+    coordinator.receive(2, piece(0))
+    assert room.news() == {3: [Collect(0, False)]}
+    coordinator.receive(3, piece(0))
+    assert is_now(coordinator, State.DONE)
+    assert room.news() == {node: [Stop("")] for node in range(6)}
+    assert room.notes[-1] == {"done": 0}
+    assert room.stored == [(0, 0, "some weights"), (0, 1, None), (1, 0, None), (2, 0, None)]
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [(3, piece(0, "x")), (0, piece(1, "x")), (0, piece(0, "x", kept=True)), (6, piece(0, "x"))],
+    ids=["of another stage", "of another number", "of a checkpoint", "of a stranger"],
+)
+def test_weights_that_nobody_asked_for_are_not_stored(node: int, message: Message) -> None:
+    course = collecting()
+    course.room.news()
+    course.coordinator.receive(node, message)
+    assert (course.room.stored, course.room.told) == ([], [])
+    course = coordinating()
+    course.coordinator.receive(node, message)
+    assert (course.room.stored, course.room.told) == ([], [])
+
+
+def test_when_the_holder_is_lost_the_stage_comes_from_another_from_its_beginning() -> None:
+    course = collecting()
+    course.coordinator.receive(0, piece(0, "half of it"))
+    course.room.news()
+    course.coordinator.lost(0, "its process ended")
+    assert course.room.news() == {1: [Collect(0, False)]}
+    course.coordinator.receive(0, piece(1, "too late"))
+    course.coordinator.receive(1, piece(0, "all of it"))
+    course.coordinator.receive(1, piece(1))
+    course.room.news()
+    assert course.room.stored == [(0, 0, "half of it"), (0, 0, "all of it"), (0, 1, None)]
+    for node in (2, 3):
+        course.coordinator.receive(node, piece(0))
+    assert is_now(course.coordinator, State.DONE)
+    assert sorted(course.room.news()) == [1, 2, 3, 4, 5]
+
+
+def test_when_the_last_holder_is_lost_a_newcomer_may_still_bring_it() -> None:
+    course = collecting()
+    course.coordinator.receive(0, piece(0))
+    course.room.news()
+    course.coordinator.lost(2, "its process ended")
+    assert is_now(course.coordinator, State.PAUSED)
+    assert not course.coordinator.failure
+    learners = {node for node, stage, _ in course.room.logged("welcome")[6:] if stage == 1}
+    if not learners:
+        course.hear(6, HELLO)
+        learners = {6}
+    (learner,) = learners
+    course.hear(learner, Ready())
+    learn = [control for control in course.room.news()[learner] if isinstance(control, Learn)]
+    assert [each.origin["kind"] for each in learn] == ["neighbours"]
+    course.hear(learner, Ready())
+    assert is_now(course.coordinator, State.COLLECTING)
+    assert course.room.news() == {learner: [Collect(0, False)]}
+
+
+def test_a_node_lost_before_its_last_step_is_not_waited_for() -> None:
+    course = coordinating(1)
+    course.iterate()
+    for node in (0, 1, 2, 4, 5):
+        course.hear(node, Stepped(0))
+    assert is_now(course.coordinator, State.STEPPING)
+    course.coordinator.lost(3, "its process ended")
+    assert is_now(course.coordinator, State.COLLECTING)
+
+
+@pytest.mark.parametrize("state", ["joining", "preparing", "paused", "reuniting"])
+def test_to_finish_early_before_there_is_anything_to_keep_is_to_stop(state: str) -> None:
+    room = Room()
+    journal = coordinating().room.notes if state == "reuniting" else ()
+    coordinator = Coordinator(small_plan(), LEARNING, room, room, 2, survival=AT_ONCE, journal=journal)
+    course = Course(coordinator, room)
+    for node in range(5 if state in ("joining", "reuniting") else 6):
+        course.hear(node, HELLO)
+    if state == "paused":
+        for node in range(6):
+            course.hear(node, Ready())
+        for node in (0, 1):
+            coordinator.lost(node, "its process ended")
+    assert coordinator.state.name.lower() == state
+    room.news()
+    coordinator.finish_early()
+    assert is_now(coordinator, State.DONE)
+    assert room.news() == {node: [Stop("")] for node in coordinator.roster}
+    assert not room.stored
+
+
+def test_to_finish_early_in_training_is_to_collect_what_there_is_at_once() -> None:
+    course = coordinating(50)
+    course.iterate()
+    course.room.news()
+    course.coordinator.finish_early()
+    assert is_now(course.coordinator, State.COLLECTING)
+    assert course.room.news() == {0: [Collect(0, False)]}
+    course.hear(0, course.averaged(0))
+    course.coordinator.finish_early()
+    assert not course.room.told
+    course.wait(3.9)
+    assert not course.coordinator.over
+    course.coordinator.receive(0, piece(0, "half of it"))
+    course.wait(0.1)
+    assert course.coordinator.failure == "waited 4 s for n0 to send its weights", "no more time for every piece"
+
+
+def test_to_finish_early_after_the_last_iteration_is_to_finish() -> None:
+    course = coordinating(1)
+    course.iterate()
+    course.coordinator.finish_early()
+    assert is_now(course.coordinator, State.STEPPING)
+    for node in range(6):
+        course.hear(node, Stepped(0))
+    assert is_now(course.coordinator, State.COLLECTING)
+    course.coordinator.finish_early()
+    for node in (0, 2, 3):
+        course.coordinator.receive(node, piece(0))
+    assert is_now(course.coordinator, State.DONE)
+
+
+def test_to_finish_early_does_not_wait_for_a_checkpoint() -> None:
+    course = collecting(kept_every=1, keeper=Safe())
+    for node in (0, 2, 3):
+        course.coordinator.receive(node, piece(0))
+    assert is_now(course.coordinator, State.COLLECTING), "the checkpoint is still to come"
+    course.coordinator.finish_early()
+    course.wait(3)
+    assert is_now(course.coordinator, State.DONE)
+
+
+def test_a_stage_without_weights_cannot_be_finished_early() -> None:
+    course = coordinating(50)
+    course.coordinator.lost(2, "its process ended")
+    course.coordinator.finish_early()
+    assert is_now(course.coordinator, State.FAILED)
+    assert "nobody is left who has the weights of stage 1" in course.coordinator.failure
+
+
+# Checkpoints
+
+
+def test_a_checkpoint_is_made_while_training_goes_on() -> None:
+    safe = Safe()
+    course = coordinating(5, kept_every=2, keeper=safe)
+    course.iterate()
+    assert not any(isinstance(each, Collect) for _, each in course.room.told)
+    course.room.news()
+    course.iterate()
+    told = course.room.news()
+    kept = {node for node, controls in told.items() if any(isinstance(e, Proceed) and e.kept for e in controls)}
+    assert kept == {0, 2, 3}, "one of each stage"
+    assert told[0][-1] == Collect(0, True)
+    assert Collect(0, True) not in told[2]
+    course.coordinator.receive(0, piece(0, "a copy", kept=True))
+    course.iterate()
+    course.coordinator.receive(0, piece(1, kept=True))
+    for node in (2, 3):
+        assert not safe.done
+        course.coordinator.receive(node, piece(0, kept=True))
+    assert safe.done == [(2, (2, 2, 2))], "as of when it was made"
+    assert safe.saved_pieces == [(0, 0, "a copy"), (0, 1, None), (1, 0, None), (2, 0, None)]
+
+
+@pytest.mark.parametrize(("lost", "abandoned"), [(3, 1), (5, 0)])
+def test_a_checkpoint_is_given_up_with_a_node_that_holds_its_copy(lost: int, abandoned: int) -> None:
+    safe = Safe()
+    course = coordinating(5, kept_every=1, keeper=safe)
+    course.iterate()
+    course.coordinator.lost(lost, "its process ended")
+    assert safe.abandoned == abandoned
+    course.coordinator.receive(0, piece(0, "a copy", kept=True))
+    assert len(safe.saved_pieces) == 1 - abandoned
+    assert not safe.done
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_sends_nodes_there_first() -> None:
+    room = Room(keeper=Safe(made=4))
+    coordinator = Coordinator(small_plan(), LEARNING, room, room, 2, first=4, resumed=True)
+    for node in range(6):
+        coordinator.hear(node, HELLO)
+    for node, stage, origin in room.logged("welcome"):
+        expected = {"kind": "checkpoint", "sources": [], "stages": [stage], "shares": [1.0], "steps": 7 + stage}
+        assert origin == expected, node
+    coordinator.hear(3, Want(0, 100))
+    assert room.logged("give") == [(3, 2, 0, 100)]
+    for node in range(6):
+        coordinator.hear(node, Ready())
+    assert room.news()[0] == [Begin(4, 1, False)]

@@ -1,0 +1,389 @@
+"""What a coordinator makes of silence, broken links, deadlines, nonsense, and of being started again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from skippipe.runtime.control import (
+    Alive,
+    Begin,
+    Broken,
+    Collect,
+    Control,
+    Hello,
+    Learn,
+    Learned,
+    Proceed,
+    Ready,
+    Returned,
+    Seal,
+    Stepped,
+    Stop,
+    Want,
+)
+from skippipe.runtime.coordinator import Coordinator, Deadlines, Event, State, Survival
+from skippipe.runtime.node import Phase
+from skippipe.simulate import simulate
+from skippipe.timeline import Timing
+from skippipe.transport.message import Kind, Message
+from tests.benches import (
+    AT_ONCE,
+    LEARNING,
+    small_plan,
+)
+from tests.rooms import HELLO, Course, Room, assert_goes_on, coordinating, even_plan, is_now, learning_late
+
+# Silence
+
+
+def test_a_silent_node_is_gone() -> None:
+    course = coordinating()
+    course.wait(5, 3)
+    assert 3 in course.coordinator.nodes
+    course.wait(1, 3)
+    assert course.room.events[0] == Event("gone", 0, "no sign of life for 5 s", "n3")
+    assert course.coordinator.nodes == [0, 1, 2, 4, 5]
+    course.wait(20)
+    assert course.coordinator.nodes == [0, 1, 2, 4, 5]
+
+
+def test_nobody_is_gone_when_the_coordinator_itself_was_held_up() -> None:
+    course = coordinating()
+    course.wait(3)
+    course.room.now_s += 60
+    course.coordinator.tick()
+    assert course.coordinator.nodes == list(range(6))
+    course.wait(6, 3)
+    assert course.coordinator.nodes == [0, 1, 2, 4, 5], "but from then on they have to speak"
+
+
+def test_one_that_builds_its_stage_may_be_silent() -> None:
+    room = Room()
+    coordinator = Coordinator(small_plan(), LEARNING, room, room, 1)
+    course = Course(coordinator, room)
+    for node in range(6):
+        course.hear(node, HELLO)
+    course.wait(30, 2)
+    assert not room.events
+
+
+def test_slow_but_alive_is_an_event_and_nothing_else() -> None:
+    plan = small_plan()
+    plan = plan.promising(simulate(plan, Timing.FULL))
+    course = coordinating(plan=plan)
+    for node in (0, 1, 2, 3, 5):
+        course.hear(node, course.averaged(node))
+    course.wait(60)
+    assert course.room.events == [Event("slow", 0, "is slow, but there: something", "n4")], "once"
+    assert not course.room.told
+    course.hear(4, course.averaged(4))
+    assert course.coordinator.iteration == 1
+
+
+# Links
+
+
+def test_a_broken_link_means_another_beginning_without_it() -> None:
+    course = coordinating()
+    course.hear(2, Broken(3))
+    told = course.room.news()
+    assert all(begin == [Begin(0, 2, False)] for begin in told.values())
+    assert sorted(told) == course.coordinator.nodes
+    pairs = {frozenset(pair) for lane in course.coordinator.plan.lanes for pair in pairwise(lane.path)}
+    assert frozenset({2, 3}) not in pairs
+    assert course.coordinator.plan.cluster.bandwidth_bytes_per_s[2, 3] == 0
+    course.hear(3, Broken(2))
+    assert not course.room.told, "that is known"
+    assert [event.kind for event in course.room.events][:1] == ["cut"]
+    course.iterate()
+    assert course.coordinator.iteration == 1
+
+
+def test_two_of_a_stage_that_cannot_reach_each_other_cannot_average() -> None:
+    course = coordinating()
+    course.hear(3, Broken(4))
+    assert course.room.logged("part") == [(4,)]
+    assert [type(each) for each in course.room.news()[4]] == [Stop]
+    assert_goes_on(course, 4)
+
+
+# Deadlines
+
+
+@pytest.mark.parametrize("state", [State.JOINING, State.PREPARING, State.STEPPING, State.COLLECTING])
+def test_a_deadline_that_passes_names_those_who_are_missing(state: State) -> None:
+    room = Room()
+    deadlines = Deadlines(*(timedelta(seconds=7) for _ in range(4)))
+    survival = Survival(survives=state is not State.PREPARING)
+    coordinator = Coordinator(small_plan(), LEARNING, room, room, 1, deadlines=deadlines, survival=survival)
+    course = Course(coordinator, room)
+    said: list[Callable[[int], Control]] = [
+        lambda node: HELLO,
+        lambda node: Ready(),
+        lambda node: course.averaged(node),
+        lambda node: Stepped(0),
+    ]
+    for what in said:
+        if is_now(coordinator, state):
+            break
+        for node in range(6):
+            course.hear(node, what(node))
+    assert is_now(coordinator, state)
+    if state is not State.COLLECTING:
+        for node in (0, 1, 3, 5):
+            course.hear(node, what(node))
+    course.wait(6.9)
+    assert not coordinator.over
+    course.wait(0.1)
+    names = "n0" if state is State.COLLECTING else "n2, n4"
+    assert coordinator.failure == f"waited 7 s for {names} {state.value}"
+
+
+def test_an_iteration_that_does_not_end_is_begun_again_and_then_it_is_the_end() -> None:
+    course = coordinating(deadlines=Deadlines(iteration=timedelta(seconds=7)))
+    for node in (0, 1, 3, 5):
+        course.hear(node, course.averaged(node))
+    course.wait(6.9)
+    assert not course.room.told
+    course.wait(0.1)
+    assert course.room.news() == {node: [Begin(0, 2, False)] for node in range(6)}
+    assert course.room.events[-1] == Event("restarted", 0, "waited 7 s for n2, n4 to average gradients")
+    for node in (0, 1, 3, 5):
+        course.hear(node, course.averaged(node, epoch=1))
+    for node in (0, 2, 3, 4, 5):
+        course.hear(node, course.averaged(node))
+    course.wait(7)
+    assert course.coordinator.failure == "waited 7 s for n1 to average gradients"
+    assert course.room.news() == {node: [Stop(course.coordinator.failure)] for node in range(6)}
+
+
+def test_an_iteration_that_goes_well_gives_the_next_another_chance() -> None:
+    course = coordinating(5, deadlines=Deadlines(iteration=timedelta(seconds=7)))
+    for _ in range(2):
+        course.wait(7)
+        assert not course.coordinator.over
+        course.iterate()
+    assert course.coordinator.iteration == 2
+
+
+def test_one_that_does_not_get_ready_is_left_behind() -> None:
+    room = Room()
+    coordinator = Coordinator(small_plan(), LEARNING, room, room, 1, survival=AT_ONCE)
+    course = Course(coordinator, room)
+    for node in range(6):
+        course.hear(node, HELLO)
+    for node in (0, 1, 2, 4, 5):
+        course.hear(node, Ready())
+    course.wait(300)
+    assert is_now(coordinator, State.TRAINING)
+    assert coordinator.nodes == [0, 1, 2, 4, 5]
+    assert all(3 not in lane.path for lane in coordinator.plan.lanes)
+
+
+# Nonsense
+
+NONSENSE: dict[str, Callable[[Course], Control]] = {
+    "a step out of place": lambda course: Stepped(0),
+    "ready again": lambda course: Ready(),
+    "an order": lambda course: Begin(0, 9, False),
+    "a stop": lambda course: Stop("enough"),
+    "learned, though it never learned": lambda course: Learned(0),
+    "averaged in the next iteration": lambda course: course.averaged(3, iteration=1),
+    "averaged in another epoch": lambda course: course.averaged(3, epoch=0),
+    "an account that nobody asked for": lambda course: course.contributed(3),
+    "back on a lane that is not there": lambda course: Returned(0, 9, 0, 1.0),
+    "back on the lane of another": lambda course: Returned(0, 0, 0, 1.0),
+    "a broken link to nobody": lambda course: Broken(10**9),
+    "state, though there is no checkpoint": lambda course: Want(0, 10),
+    "a seal": lambda course: Seal(0, "x"),
+}
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE)
+def test_nonsense_changes_nothing(nonsense: str) -> None:
+    course = coordinating()
+    course.hear(3, NONSENSE[nonsense](course))
+    assert (course.room.told, course.room.events, course.coordinator.nodes) == ([], [], list(range(6)))
+    course.iterate()
+    assert course.coordinator.iteration == 1
+    assert course.room.reports[0].loss == 2.0
+
+
+SENSELESS: dict[str, dict[str, Any]] = {
+    "bytes to nobody in particular": {"sent_bytes": [[1]]},
+    "bytes to one that is not there": {"sent_bytes": [[99, 1]]},
+    "speeds of no kind": {"speeds": [[9, 1, 1], [1]]},
+    "lags from nowhere": {"lags": [[99.0, 1.0], [1.0], [math.nan, math.nan]]},
+    "no time at all": {"speeds": [[0, 1, 0]], "lags": [[2.0, math.inf], [0.0, -math.inf]]},
+    "half a task": {"tasks": [[1, 2]]},
+    "a norm that is no square": {"squared_norm": -100.0},
+}
+
+
+@pytest.mark.parametrize("senseless", SENSELESS)
+def test_a_senseless_report_ends_nothing(senseless: str) -> None:
+    course = coordinating(survival=replace(AT_ONCE, drift=0.5))
+    for node in range(6):
+        course.hear(node, course.averaged(node, **SENSELESS[senseless] if node == 2 else {}))
+    assert not course.coordinator.over, course.coordinator.failure
+    for report in course.room.reports:
+        assert all(receiver < 7 for _, receiver in report.sent_bytes)
+        assert all(len(row) == 6 for rows in report.tasks.values() for row in rows)
+
+
+def test_norms_without_a_sum_end_nothing() -> None:
+    course = coordinating()
+    course.average(n2=math.inf, n3=-math.inf, n4=-math.inf, n5=-math.inf)
+    for node in range(6):
+        course.hear(node, course.contributed(node))
+    course.average(n2=math.inf, n3=-math.inf, n4=-math.inf, n5=-math.inf)
+    assert not course.coordinator.over
+
+
+def test_a_microbatch_that_is_not_there_does_not_come_back() -> None:
+    course = coordinating()
+    course.hear(0, Returned(0, 0, 10**6, 1000.0))
+    course.iterate()
+    assert course.room.reports[0].loss == 2.0
+
+
+def test_what_a_stranger_says_is_not_heard() -> None:
+    course = coordinating()
+    course.hear(6, course.averaged(3))
+    assert course.room.news() == {6: [Stop("you were taken for dead", again=True)]}
+    assert not course.room.events
+
+
+def test_what_nobody_understands_is_an_event() -> None:
+    course = coordinating()
+    course.coordinator.complain(3, "no message of ours")
+    (event,) = course.room.events
+    assert (event.kind, event.node) == ("refused", "n3")
+    assert not course.room.told
+
+
+def test_what_comes_after_the_end_changes_nothing() -> None:
+    course = coordinating()
+    course.coordinator.fail("enough")
+    course.room.news()
+    course.hear(3, course.averaged(3), HELLO)
+    course.coordinator.lost(2, "late")
+    course.coordinator.fail("later")
+    course.coordinator.finish_early()
+    course.coordinator.receive(3, Message(Kind.CHUNK, 0, 0, 0, 0))
+    course.wait(10_000)
+    assert not course.room.told
+    assert course.coordinator.failure == "enough"
+
+
+# A coordinator that is started again
+
+
+def at(iteration: int, phase: Phase, epoch: int = 1) -> Hello:
+    return replace(HELLO, epoch=epoch, iteration=iteration, phase=phase.name)
+
+
+def started_again(iterations: int = 5, done: int = 2, **others: Any) -> Course:
+    """With the notes of one that had done so many iterations."""
+    before = coordinating(iterations, even_plan())
+    before.iterate(done)
+    return coordinating(iterations, journal=before.room.notes, **others)
+
+
+def test_a_coordinator_that_is_started_again_waits_for_all_and_begins_with_a_higher_epoch() -> None:
+    course = started_again()
+    assert is_now(course.coordinator, State.REUNITING)
+    assert course.coordinator.iteration == 2
+    course.hear(2, course.averaged(2), Alive("a step"))
+    assert not course.room.told, "they have to say hello first, but are not sent away for it"
+    for node in range(5):
+        course.hear(node, at(2, Phase.RUNNING, epoch=3))
+    assert not course.room.told
+    course.hear(5, at(2, Phase.WAITING))
+    assert is_now(course.coordinator, State.TRAINING)
+    begins = {node: controls[-1] for node, controls in course.room.news().items()}
+    assert list(begins) == list(range(6))
+    epochs = {begin.epoch for begin in begins.values() if isinstance(begin, Begin)}
+    assert len(epochs) == 1
+    assert min(epochs) > 3
+    assert "recovered" in course.room.happenings()
+    course.iterate()
+    assert course.coordinator.iteration == 3
+    assert course.room.notes[-1]["commit"] == 2
+    assert course.room.notes[-1]["steps"] == [3, 3, 3]
+
+
+def test_those_who_have_not_heard_of_the_last_step_are_told_again() -> None:
+    course = started_again()
+    for node in range(6):
+        course.hear(node, at(1, Phase.AVERAGED) if node == 4 else at(2, Phase.RUNNING))
+    told = course.room.news()
+    proceed, begin = told[4]
+    assert proceed == Proceed(1, LEARNING.rate_at(1), LEARNING.clipping([4.0] * 3)[1], True, False, False)
+    assert isinstance(begin, Begin)
+    assert [type(each) for each in told[3]] == [Begin]
+
+
+def test_who_does_not_come_back_is_not_waited_for() -> None:
+    course = started_again()
+    for node in (0, 1, 2, 3, 4):
+        course.hear(node, at(2, Phase.RUNNING))
+    course.wait(19.9)
+    assert is_now(course.coordinator, State.REUNITING)
+    course.wait(0.1)
+    assert is_now(course.coordinator, State.TRAINING)
+    assert course.coordinator.nodes == [0, 1, 2, 3, 4]
+
+
+def test_who_is_lost_again_before_all_are_back_is_not_counted_in() -> None:
+    course = started_again()
+    for node in (0, 1, 2, 3, 4):
+        course.hear(node, at(2, Phase.RUNNING))
+    course.coordinator.lost(3, "its process ended")
+    course.hear(5, at(2, Phase.RUNNING))
+    course.wait(20)
+    assert is_now(course.coordinator, State.TRAINING)
+    assert course.coordinator.nodes == [0, 1, 2, 4, 5]
+
+
+def test_newcomers_are_placed_and_those_who_are_elsewhere_start_over() -> None:
+    course = started_again()
+    for node in (0, 1, 2, 3):
+        course.hear(node, at(2, Phase.RUNNING))
+    course.hear(4, HELLO)
+    course.hear(5, at(0, Phase.RUNNING))
+    assert is_now(course.coordinator, State.TRAINING)
+    assert course.coordinator.nodes == [0, 1, 2, 3]
+    assert course.room.logged("welcome")[-1][0] == 4
+    (stop,) = course.room.news()[5]
+    assert isinstance(stop, Stop)
+    assert stop.again
+    course.hear(5, HELLO)
+    assert course.room.logged("welcome")[-1][0] == 5
+
+
+def test_a_coordinator_started_again_after_the_last_iteration_collects() -> None:
+    course = started_again(2, 2)
+    for node in range(6):
+        course.hear(node, at(1, Phase.AVERAGED) if node == 4 else at(2, Phase.WAITING))
+    assert is_now(course.coordinator, State.STEPPING)
+    assert [type(each) for each in course.room.news()[4]] == [Proceed]
+    course.hear(4, Stepped(1))
+    assert is_now(course.coordinator, State.COLLECTING)
+    assert course.room.news() == {0: [Collect(0, False)]}
+
+
+def test_one_that_was_learning_is_still_learning() -> None:
+    before, _ = learning_late()
+    course = coordinating(5, journal=before.room.notes)
+    for node in range(7):
+        course.hear(node, at(1, Phase.RUNNING))
+    assert [type(each) for each in course.room.news()[6]] == [Begin, Learn]
+    assert all(6 not in lane.path for lane in course.coordinator.plan.lanes)

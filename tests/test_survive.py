@@ -1,0 +1,150 @@
+"""Training that goes on: real nodes are killed, frozen, cut off and spoiled, and the run gets to its end all the same.
+
+Every run is checked for what must always hold (`chaos.Outcome.check`): all iterations, each once, with the microbatches
+that it should have; a model that transformers loads; no process and no open port is left. Each test adds what is
+special about it. Nine nodes: stage 0 on 0, 1 and 2, stage 1 on 3 and 4, stage 2 on 5 alone, stage 3 on 6, 7 and 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skippipe.runtime.faults import Fault, cut, freeze, kill, kill_coordinator, poison
+from skippipe.training.checkpoint import Checkpoints
+from tests.chaos import ONLY, Chaos, Ground, Outcome
+
+Play = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
+    return Ground.made(tmp_path_factory.mktemp("ground"))
+
+
+@pytest.fixture
+def play(ground: Ground, tmp_path: Path) -> Play:
+    def played(
+        *faults: Fault, iterations: int, full_disk: tuple[int, int] | None = None, joined: bool = False, **choices: Any
+    ) -> Outcome:
+        chaos = Chaos(
+            ground, tmp_path / "scene", faults, iterations, joined=joined, full_disk=full_disk, choices=choices
+        )
+        outcome = chaos.run()
+        outcome.check()
+        return outcome
+
+    return played
+
+
+def assert_struck(outcome: Outcome) -> None:
+    assert None not in outcome.strikes, outcome.tale()
+
+
+def test_a_data_node_in_its_head_then_a_middle_node_in_its_backward(play: Play) -> None:
+    outcome = play(
+        kill(node=0).at(iteration=1, during="head").back_after(0.2),
+        kill(node=3).at(iteration=5, during="backward").back_after(0.2),
+        iterations=9,
+    )
+    assert_struck(outcome)
+    for node in (0, 3):
+        assert "signal 9" in outcome.said("gone", node)[0]
+        assert outcome.said("rerouted", node), "their microbatches go on another way"
+        assert outcome.said("joined", node), "they are started again"
+    assert outcome.said("able", 0), outcome.tale()
+    assert not outcome.said("restarted"), "no iteration is begun again"
+
+
+def test_the_last_replica_comes_back_to_a_checkpoint(play: Play) -> None:
+    outcome = play(kill(ONLY).at(iteration=3, during="forward").back_after(0.2), iterations=7, kept_every=2)
+    assert_struck(outcome)
+    assert any("from the newest checkpoint" in text for text in outcome.said("learning")), outcome.tale()
+    assert any("a stage is left out" in text for text in outcome.said("rerouted", ONLY))
+    assert outcome.metrics[3]["visits"][2] == 0, "nobody had a gradient for it"
+    assert outcome.metrics[-1]["visits"][2] > 0, "it is visited again"
+
+
+def test_the_last_replica_is_rebuilt_from_its_neighbours(play: Play) -> None:
+    outcome = play(kill(ONLY).at(iteration=2, during="backward").back_after(0.2), iterations=7)
+    assert_struck(outcome)
+    assert any("from its neighbours" in text for text in outcome.said("learning")), outcome.tale()
+    assert outcome.metrics[-1]["visits"][2] > 0, "it is visited again"
+
+
+def test_a_node_in_averaging_then_one_with_a_copy_for_a_checkpoint(play: Play) -> None:
+    outcome = play(
+        kill(node=7).at(iteration=1, during="averaging"),
+        kill(ONLY).at(iteration=3, during="checkpoint").back_after(0.1),
+        iterations=8,
+        kept_every=2,
+    )
+    assert_struck(outcome)
+    assert outcome.said("rerouted", 7), outcome.tale()
+    assert outcome.said("gone", ONLY)
+    assert any("given up" in text for text in outcome.said("checkpoint"))
+    kept = Checkpoints(Path(outcome.scene.job.output) / "checkpoints").complete()
+    assert [place.name for place in kept] == ["000008", "000006"], "later ones are made"
+
+
+def test_one_that_is_killed_while_it_learns_learns_again(play: Play) -> None:
+    outcome = play(
+        kill(node=8).at(iteration=1, during="forward").back_after(0.1),
+        kill(node=8).at(iteration=2, during="joining").back_after(0.1),
+        iterations=10,
+    )
+    assert_struck(outcome)
+    assert len(outcome.said("joined", 8)) == 2, outcome.tale()
+    assert len(outcome.said("gone", 8)) == 2
+    assert len(outcome.said("able", 8)) == 1
+
+
+def test_a_frozen_node_starts_over_and_a_cut_link_is_done_without(play: Play) -> None:
+    outcome = play(
+        freeze(node=8).at(iteration=1, during="forward").back_after(1.5),
+        cut(0, 4).at(iteration=8, during="forward").back_after(30),
+        iterations=24,
+    )
+    assert_struck(outcome)
+    assert outcome.said("gone", 8) == ["no sign of life for 1 s"], outcome.tale()
+    assert outcome.said("joined", 8), "when it was thawed"
+    assert outcome.said("cut"), outcome.tale()
+    assert not outcome.said("gone", 0)
+    assert not outcome.said("gone", 4)
+
+
+def test_two_at_once_for_good(play: Play) -> None:
+    outcome = play(
+        kill(node=1).at(iteration=2, during="forward"),
+        kill(node=4).at(iteration=2, during="forward"),
+        iterations=6,
+    )
+    assert_struck(outcome)
+    assert outcome.said("gone", 1)
+    assert outcome.said("gone", 4)
+    assert any("7 nodes take microbatches" in text for text in outcome.said("replanned")), outcome.tale()
+
+
+def test_the_coordinator_is_killed_and_started_again(play: Play) -> None:
+    outcome = play(kill_coordinator().at(iteration=3, during="backward").back_after(0.3), iterations=6, joined=True)
+    assert_struck(outcome)
+    assert any("9 nodes are where they were" in text for text in outcome.said("recovered")), outcome.tale()
+    assert not outcome.said("learning"), "nobody has lost anything"
+
+
+def test_a_spoiled_gradient_is_left_out_and_a_full_disk_costs_a_checkpoint(play: Play) -> None:
+    outcome = play(
+        poison(node=6).at(iteration=1, during="backward"),
+        full_disk=(4, 6),
+        iterations=7,
+        kept_every=3,
+    )
+    assert_struck(outcome)
+    assert any("stage 3" in text for text in outcome.said("not-finite")), outcome.tale()
+    spoiled = [row["iteration"] for row in outcome.metrics if row["visits"][3] < row["visits"][1]]
+    assert spoiled == [1], "what the others have made counts"
+    kept = Checkpoints(Path(outcome.scene.job.output) / "checkpoints").complete()
+    assert [place.name for place in kept] == ["000007", "000003"], "while the disk was full, none was made"
