@@ -404,7 +404,7 @@ class Outcome:
 
     @property
     def recoveries_s(self) -> list[float]:
-        """From every strike until its iteration is done, or the next if that one is; a coordinator's from its return."""
+        """From every strike until its iteration is done, or the next if that is; a coordinator's from its return."""
         found = []
         for index, fault in enumerate(self.scene.faults):
             struck = self.scene.struck(index)

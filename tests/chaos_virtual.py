@@ -105,11 +105,14 @@ class Scenario:
     kept_every: int
     uneven: bool
     """Tasks and hops take between nothing and three times what is planned."""
+    drift: float
+    """The plan is renewed when figures are off by this share; 0: never."""
 
     def __str__(self) -> str:
         nodes = ", ".join(str(list(stage.nodes)) for stage in self.plan.stages)
         about = f"{self.iterations} iterations on {nodes}" + ", split backward" * self.plan.split_backward
         about += f", a checkpoint every {self.kept_every}" * bool(self.kept_every) + ", uneven" * self.uneven
+        about += f", a drift of {self.drift:g}" * bool(self.drift)
         return "\n  ".join((f"seed {self.seed}: {about}", *map(str, self.faults)))
 
 
@@ -137,6 +140,7 @@ def scenario(seed: int) -> Scenario:
         lost_stage=random.choice(["checkpoint", "neighbours"]),
         kept_every=random.choice([0, 2]),
         uneven=random.random() < 0.3,
+        drift=random.choice([0.0, 0.0, 0.5]),
     )
 
 
@@ -280,7 +284,7 @@ def staged(what: Scenario) -> Played:
         {node: Counting(node, what.plan) for node in what.plan.stage_of},
         disturb=disturb if what.uneven else lambda duration_ns: duration_ns,
         faults=what.faults,
-        survival=Survival(planning=timedelta(0), lost_stage=what.lost_stage),  # type: ignore[arg-type]
+        survival=Survival(what.lost_stage, what.drift, planning=timedelta(0)),  # type: ignore[arg-type]
         kept_every=what.kept_every,
         keeper=shelf,
         watcher=story,

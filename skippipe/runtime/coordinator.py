@@ -14,11 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from enum import Enum
 
 from skippipe import __version__
-from skippipe.errors import UserError
 from skippipe.learning import Learning
 from skippipe.plan import Plan
 from skippipe.runtime.apprentice import origin_to_json
@@ -44,15 +41,15 @@ from skippipe.runtime.control import (
 from skippipe.runtime.iteration import Iteration
 from skippipe.runtime.measured import Measured
 from skippipe.runtime.memory import Memory, Record, commit_record, plan_record
+from skippipe.runtime.patience import Patience
+from skippipe.runtime.replanning import Replanning, with_node
 from skippipe.runtime.roster import Peer, Roster, Standing
 from skippipe.runtime.settings import Deadlines, Survival
+from skippipe.runtime.states import State
 from skippipe.runtime.surroundings import Event, EventKind, IterationReport, Keeper, Surroundings, Watcher
 from skippipe.runtime.teaching import Teaching, Trained
 from skippipe.runtime.work import Origin
 from skippipe.transport.message import Message
-
-SEVERAL = 4
-"""Times the heartbeat, or the promised iteration: how long nothing may come back after a repair."""
 
 __all__ = [
     "Coordinator",
@@ -65,18 +62,6 @@ __all__ = [
     "Survival",
     "Watcher",
 ]
-
-
-class State(Enum):
-    JOINING = "to join"
-    PREPARING = "to be ready"
-    TRAINING = "to average gradients"
-    PAUSED = "to take the places of those who are gone"
-    STEPPING = "to take the last step"
-    COLLECTING = "to send its weights"
-    REUNITING = "to come back to a coordinator that was started again"
-    DONE = "for nothing"
-    FAILED = "for nothing any more"
 
 
 @dataclass
@@ -107,29 +92,26 @@ class Coordinator:
     _early: bool = field(init=False, default=False)
     _finishing: bool = field(init=False, default=False)
     """All iterations are done."""
-    _again: int = field(init=False, default=0)
-    """How often this iteration was begun again because nothing moved."""
     _places: dict[int, Hello] = field(init=False, default_factory=dict)
     """Where nodes say they are, after a restart of the coordinator."""
-    _slow: set[int] = field(init=False, default_factory=set)
-    _unfit: set[int] = field(init=False, default_factory=set)
-    """Spares that are too small for any stage."""
     _memory: Memory | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._since_ns = self._begun_ns = self._ticked_ns = self._tried_ns = self.surroundings.now_ns()
+        now_ns = self.surroundings.now_ns()
+        self._patience = Patience(self, now_ns)
         self.roster = Roster(self.plan.cluster)
         self.trained = Trained.nothing(len(self.plan.stages))
-        self._visited = max(len(lane.path) for lane in self.plan.lanes)
+        visited = max(len(lane.path) for lane in self.plan.lanes)
         first, cluster = self.first, self.plan.cluster
         if self.journal:
             self._memory = Memory.of(self.journal)
             self.plan = self._memory.plan
             self.trained = self._memory.trained
-            self._visited = self._memory.visited
+            visited = self._memory.visited
             first = first if self._memory.iteration is None else self._memory.iteration + 1
             self.state = State.REUNITING
-        self._measured = Measured(self.plan, cluster, self._since_ns)
+        self._measured = Measured(self.plan, cluster, now_ns)
+        self._replanning = Replanning(self.roster, self._measured, self.survival, visited)
         self._harvest = Harvest(self.surroundings)
         self._teaching = Teaching(
             self.roster,
@@ -137,13 +119,18 @@ class Coordinator:
             self.survival,
             self._measured,
             self.trained,
-            lambda text, node: self._happened("learning", text, node),
+            lambda text, node: self.happened("learning", text, node),
         )
         self._open(first)
 
     @property
     def over(self) -> bool:
         return self.state in (State.DONE, State.FAILED)
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Has something happened in this iteration that the plan did not foresee?"""
+        return self._iteration.is_disturbed
 
     @property
     def iteration(self) -> int:
@@ -176,7 +163,7 @@ class Coordinator:
             case Failed():
                 self._lost(node, control.reason)
             case Want() if self.surroundings.keeper is not None and peer.stage >= 0:
-                self._since_ns = self.surroundings.now_ns()
+                self._patience.renew()
                 self.surroundings.give(node, peer.stage, control.first, control.count)
             case Ready():
                 self._ready(node, peer)
@@ -189,7 +176,7 @@ class Coordinator:
                 self._stepped.add(node)
                 self._collect_if_stepped()
             case Returned() | Contributed() | Averaged() if self.state is State.TRAINING:
-                self._since_ns = self.surroundings.now_ns()
+                self._patience.renew()
                 if self._iteration.hear(node, control):
                     self._commit()
             case _:  # too late, or nonsense: nothing depends on it
@@ -202,12 +189,12 @@ class Coordinator:
         now_ns = self.surroundings.now_ns()
         self.roster.heard(node, now_ns)
         if self._harvest.receive(node, message) and self.state is State.COLLECTING and not self._early:
-            self._since_ns = now_ns
+            self._patience.renew()
         self._finish_if_collected()
 
     def complain(self, node: int, what: str) -> None:
         """A node sends what nobody understands; it is dropped."""
-        self._happened("refused", f"sends nonsense, later ones are only counted: {what}", node)
+        self.happened("refused", f"sends nonsense, later ones are only counted: {what}", node)
 
     def finish_early(self) -> None:
         """Collect the weights as they are; what is in flight is given up. Before training there is nothing to keep."""
@@ -226,6 +213,28 @@ class Coordinator:
         if not self.over and node in self.roster:
             self._lost(node, how)
 
+    def tick(self) -> None:
+        """To be called often: deadlines pass."""
+        self._patience.tick()
+
+    def deadline_ns(self) -> int:
+        """When something happens even if nobody says anything."""
+        return self._patience.deadline_ns()
+
+    def missing(self) -> list[int]:
+        """Who is waited for."""
+        match self.state:
+            case State.COLLECTING:
+                return self._harvest.waits_for
+            case State.PREPARING:
+                return self.roster.of(Standing.BUILDING)
+            case State.JOINING:
+                return [node for node in sorted(self.plan.stage_of) if node not in self.roster]
+            case State.STEPPING:
+                return sorted(set(self.nodes) - self._stepped)
+            case _:
+                return self._iteration.missing
+
     def fail(self, reason: str) -> None:
         """Give up; the first reason counts."""
         if self.over:
@@ -243,18 +252,18 @@ class Coordinator:
         if self.state is not State.JOINING and self.state is not State.REUNITING and node in self.roster:
             self._lost(node, "it was started again")
         if not self.surroundings.meet(node, hello.address):
-            self._happened("refused", f"says that it is at '{hello.address}', where nobody can reach it", node)
+            self.happened("refused", f"says that it is at '{hello.address}', where nobody can reach it", node)
             return
         self.roster.add(node, Standing.SPARE, -1, self.surroundings.now_ns())
         match self.state:
             case State.REUNITING:
                 self._places[node] = hello
                 if self._places.keys() >= set(self.plan.stage_of):
-                    self._reunited()
+                    self.reunited()
             case State.JOINING:
                 self._prepare_if_all_there()
             case State.TRAINING | State.PAUSED:
-                self._happened("joined", "is here", node)
+                self.happened("joined", "is here", node)
                 self._place(node)
             case _:
                 pass
@@ -264,7 +273,7 @@ class Coordinator:
         if self.state is State.JOINING:
             self.fail(reason)
             return
-        self._happened("refused", reason, node)
+        self.happened("refused", reason, node)
         if self.surroundings.meet(node, hello.address):
             self.surroundings.tell(node, Stop(reason))
             self.surroundings.part(node)
@@ -286,50 +295,43 @@ class Coordinator:
                 self.surroundings.welcome(node, self.plan, origin)
 
     def _place(self, node: int) -> None:
-        """Give a node a stage, and have it built; if it cannot reach the others there, it stays a spare for now."""
-        from skippipe.planner.staffing import stage_for
-
-        members = self.roster.expected(self.plan)
+        """Give a node a stage, and have it built; if that cannot be now, it stays a spare."""
         now_ns = self.surroundings.now_ns()
-        try:
-            stage = stage_for(self.plan, members, node)
-        except UserError as error:
-            if node not in self._unfit:
-                self._unfit.add(node)
-                self._happened("refused", f"stays a spare: {error}", node)
-            return
-        if any(self._measured.is_cut(node, other, now_ns) for other in members[stage]):
-            return
-        self.roster.add(node, Standing.BUILDING, stage, now_ns)
-        self.surroundings.welcome(node, _with(self.plan, node, stage), {})
+        known = node in self._replanning.unfit
+        stage = self._replanning.stage_for(self.plan, node, now_ns)
+        if stage is not None:
+            self.roster.add(node, Standing.BUILDING, stage, now_ns)
+            self.surroundings.welcome(node, with_node(self.plan, node, stage), {})
+        elif node in self._replanning.unfit and not known:
+            self.happened("refused", f"stays a spare: {self._replanning.unfit[node]}", node)
 
     def _ready(self, node: int, peer: Peer) -> None:
         if peer.standing is Standing.LEARNING:
             self._able(node, peer)
         elif peer.standing is Standing.BUILDING and self.state is State.PREPARING:
             peer.standing = Standing.ABLE
-            self._since_ns = self.surroundings.now_ns()
+            self._patience.renew()
             self._begin_if_ready()
         elif peer.standing is Standing.BUILDING:
             peer.standing = Standing.READY
             self._changed = True
-            self._go_on_if_possible()
+            self.go_on_if_possible()
 
     def _begin_if_ready(self) -> None:
         if self.state is State.PREPARING and not self.roster.of(Standing.BUILDING):
-            self._restart("" if set(self.plan.stage_of) <= set(self.roster.able) else "nodes are missing")
+            self.restart("" if set(self.plan.stage_of) <= set(self.roster.able) else "nodes are missing")
 
     def _able(self, node: int, peer: Peer) -> None:
         peer.standing, peer.source = Standing.ABLE, None
         self._changed = True
-        self._happened("able", f"has the state of stage {peer.stage}", node)
-        self._go_on_if_possible()
+        self.happened("able", f"has the state of stage {peer.stage}", node)
+        self.go_on_if_possible()
 
-    def _go_on_if_possible(self) -> None:
+    def go_on_if_possible(self) -> None:
         if self.state is State.PAUSED and self._finishing:
             self._collect()
         elif self.state is State.PAUSED:
-            self._restart("somebody came")
+            self.restart("somebody came")
 
     def _teach_newcomers(self) -> None:
         for node in self.roster.of(Standing.READY):
@@ -349,13 +351,12 @@ class Coordinator:
         if not self.survival.survives and self.state is not State.JOINING:
             self.fail(f"node '{self._name(node)}' is gone ({how}) while it was waited for {self.state.value}")
             return
-        self._happened("gone", how, node)
+        self.happened("gone", how, node)
         self.roster.remove(node)
         self._places.pop(node, None)
         self.surroundings.part(node)
-        self._slow.discard(node)
         if self._harvest.lost(node):
-            self._happened("checkpoint", "the one that was being made is given up with the node that held it", node)
+            self.happened("checkpoint", "the one that was being made is given up with the node that held it", node)
         match self.state:
             case State.PREPARING:
                 self._begin_if_ready()
@@ -371,15 +372,15 @@ class Coordinator:
 
     def _go_on_without(self, node: int) -> None:
         """Within the iteration: other ways for those that would have come by the lost node."""
-        self._since_ns = self.surroundings.now_ns()
+        self._patience.renew()
         ways = self._iteration.without(node, self.roster.able)
         if ways is None:
-            self._restart(f"there is no way around '{self._name(node)}'")
+            self.restart(f"there is no way around '{self._name(node)}'")
             return
         lanes, skipped = ways
         left_out = f", {skipped} times a stage is left out" if skipped else ""
         text = f"{lanes} lanes go on another way{left_out}" if lanes else "no microbatch needs it any more"
-        self._happened("rerouted", text, node)
+        self.happened("rerouted", text, node)
         self._teaching.teach_again()
 
     def _cut(self, node: int, other: int) -> None:
@@ -387,7 +388,7 @@ class Coordinator:
         now_ns = self.surroundings.now_ns()
         if self._measured.is_cut(node, other, now_ns) and not self._iteration.uses(node, other):
             return
-        self._happened("cut", f"cannot reach '{self._name(other)}'", node)
+        self.happened("cut", f"cannot reach '{self._name(other)}'", node)
         self._measured.cut(node, other, now_ns)
         self._changed = True
         for learner, lender in ((node, other), (other, node)):
@@ -399,7 +400,7 @@ class Coordinator:
             leaves = node if self.roster[node].standing is not Standing.ABLE else other
             self._throw_out(leaves, "it cannot average with the others of its stage")
         else:
-            self._restart(f"'{self._name(node)}' cannot reach '{self._name(other)}'")
+            self.restart(f"'{self._name(node)}' cannot reach '{self._name(other)}'")
 
     def _throw_out(self, node: int, why: str) -> None:
         """It may say hello again, and then begins like any newcomer."""
@@ -412,14 +413,14 @@ class Coordinator:
         """A new page of the book."""
         self._iteration = Iteration(number, self.plan, self._epoch, set(self.nodes), self._tell_all, self._throw_out)
 
-    def _restart(self, why: str) -> None:
+    def restart(self, why: str) -> None:
         """Begin the iteration, or begin it again, with a plan for those who are there; or wait for others."""
         self._epoch = max(self._epoch, self._iteration.epoch) + 1
         if why and not self._renewed():
             self._pause(why)
             return
         if why:
-            self._happened("restarted", why)
+            self.happened("restarted", why)
         self._enter(State.TRAINING)
         self._open(self.iteration)
         for node in self.nodes:
@@ -438,7 +439,7 @@ class Coordinator:
 
     def _pause(self, why: str) -> None:
         if self.state is not State.PAUSED:
-            self._happened("paused", f"{why}, and nobody can take the place; waiting for nodes to join")
+            self.happened("paused", f"{why}, and nobody can take the place; waiting for nodes to join")
             self._enter(State.PAUSED)
         for spare in self.roster.of(Standing.SPARE):
             self._place(spare)
@@ -446,98 +447,58 @@ class Coordinator:
 
     def _renewed(self) -> bool:
         """Make a plan for those who are there; whether that is possible."""
-        from skippipe.planner.repair import repaired
-
-        roster = self.roster
-        moved = self._mover()
+        roster, began_ns = self.roster, self.surroundings.now_ns()
+        moved = self._replanning.mover(self.plan, finishing=self._finishing) if self._changed else None
         if moved is not None:
-            self._happened("replanned", f"moves to stage {moved[1]}, which ran short", moved[0])
-            roster.add(moved[0], Standing.SPARE, -1, self.surroundings.now_ns())
+            self.happened("replanned", f"moves to stage {moved[1]}, which ran short", moved[0])
+            roster.add(moved[0], Standing.SPARE, -1, began_ns)
             self._harvest.lost(moved[0])
-        members = [
-            [*ring, *(node for node in roster.of(Standing.READY) if roster[node].stage == stage)]
-            for stage, ring in enumerate(roster.members(self.plan))
-        ]
-        began_ns = self.surroundings.now_ns()
-        plan = repaired(
-            self.plan,
-            members,
-            roster.able,
-            cluster=self._measured.cluster(began_ns, speeds=self.survival.drift > 0),
-            budget_s=self.survival.planning.total_seconds() * max(1.0, len(roster.able) / 20),
-            visited=self._visited,
-        )
+        plan = self._replanning.plan(self.plan, began_ns)
         if plan is not None:
             self.plan = plan
             self._changed = False
             self._measured.planned(plan)
             took_s = (self.surroundings.now_ns() - began_ns) / 1e9
             self._note_plan()
-            self._happened("replanned", f"{len(roster.able)} nodes take microbatches; planned in {took_s:.2f} s")
+            self.happened("replanned", f"{len(roster.able)} nodes take microbatches; planned in {took_s:.2f} s")
         if moved is not None:
             self._place(moved[0])
         return plan is not None
 
     def _note_plan(self) -> None:
         learning = self.roster.of(Standing.READY, Standing.LEARNING)
-        self.surroundings.note(plan_record(self.plan, learning, self.trained, self._visited))
-
-    def _mover(self) -> tuple[int, int] | None:
-        """A node that had better move to a stage that ran short, and that stage."""
-        from skippipe.planner.staffing import move_for
-
-        roster = self.roster
-        if not self._changed or roster.of(Standing.SPARE):
-            return None
-        found = move_for(self.plan, roster.expected(self.plan), roster.able)
-        if found is not None and self._finishing:  # nobody may take the last copy of a stage's weights away
-            kept = [node for node in roster.able if roster[node].stage == roster[found[0]].stage]
-            found = found if len(kept) > 1 else None
-        return found
+        self.surroundings.note(plan_record(self.plan, learning, self.trained, self._replanning.visited))
 
     def _commit(self) -> None:
         """Everybody has a mean gradient. What is decided now is noted before anybody is told."""
         done, visits, norms = self.iteration + 1, self._iteration.visits, self._iteration.norms
         if self._iteration.spoiled:
             bad = ", ".join(map(str, self._iteration.spoiled))
-            self._happened("not-finite", f"the gradient of stage {bad}; whoever has made it has left it out")
+            self.happened("not-finite", f"the gradient of stage {bad}; whoever has made it has left it out")
         norm, scale = self.learning.clipping(norms)
         if math.isfinite(norm):
             self.trained.stepped(visits, norms)
         else:
             scale = 0.0
-            self._happened("not-finite", "the gradient is of no use even so: no step is taken")
+            self.happened("not-finite", "the gradient is of no use even so: no step is taken")
         rate = self.learning.rate_at(self.iteration)
         loss = self._iteration.ledger.loss()
-        self.watcher.iteration_done(self._report(rate, norm, loss))  # before it is noted: rather twice than never
+        report = self._iteration.report(rate, norm, self._patience.iteration_s)
+        self.watcher.iteration_done(report)  # before it is noted: rather twice than never
         self.surroundings.note(commit_record(self.iteration, rate, scale, loss, visits, self.trained))
         self._epoch = self._iteration.epoch
-        self._begun_ns, self._again = self.surroundings.now_ns(), 0
+        self._patience.iteration_done()
         self._measured.update(self._iteration.reports)
         for spare in self.roster.of(Standing.SPARE):
             self._place(spare)
         self._proceed(rate, scale, last=done == self.first + self.iterations)
-
-    def _report(self, rate: float, norm: float, loss: float) -> IterationReport:
-        reports = sorted(self._iteration.reports.items())
-        return IterationReport(
-            iteration=self.iteration,
-            loss=loss,
-            norm=norm,
-            rate=rate,
-            seconds=(self.surroundings.now_ns() - self._begun_ns) / 1e9,
-            sent_bytes={(node, to): count for node, report in reports for to, count in report.sent_bytes},
-            tasks={node: report.tasks for node, report in reports if report.tasks},
-            visits=tuple(self._iteration.visits),
-            promised_s=self.plan.expected.iteration_s if self.plan.expected else None,
-        )
 
     def _proceed(self, rate: float, scale: float, *, last: bool) -> None:
         done = self.iteration + 1
         before = set(self.nodes)
         new_plan = not last and (self._changed or self._drifted())
         possible = not new_plan or self._renewed()
-        holders = self._holders() if self._is_kept(done, last=last) else {}
+        holders = self.roster.holders(self.plan) if self._is_kept(done, last=last) else {}
         for node in sorted(before & set(self.roster.working)):
             if new_plan and possible:
                 self.surroundings.replan(node, self.plan)
@@ -560,24 +521,13 @@ class Coordinator:
     def _drifted(self) -> bool:
         drift = self._measured.drift(self.survival.drift) if self.survival.drift else ""
         if drift:
-            self._happened("slow", drift)
+            self.happened("slow", drift)
         return bool(drift)
 
     def _is_kept(self, done: int, *, last: bool) -> bool:
         if self._harvest.busy or self.kept_every == 0 or self.surroundings.keeper is None:
             return False
         return last or done % self.kept_every == 0
-
-    def _holders(self) -> dict[int, int]:
-        """Of each stage a node that has its state; empty if there is a stage that nobody has."""
-        able = self.roster.able
-        found = {
-            index: next(
-                (node for node in (*stage.ring, *able) if node in able and self.roster[node].stage == index), -1
-            )
-            for index, stage in enumerate(self.plan.stages)
-        }
-        return {} if -1 in found.values() else found
 
     # The end
 
@@ -587,9 +537,9 @@ class Coordinator:
 
     def _collect(self) -> None:
         """The weights, from those who have them."""
-        holders = self._holders()
+        holders = self.roster.holders(self.plan)
         if not holders:
-            missing = ", ".join(map(str, self._empty()))
+            missing = ", ".join(map(str, self.roster.empty(len(self.plan.stages))))
             if self._early:
                 self.fail(f"nobody is left who has the weights of stage {missing}; resume from a checkpoint")
             else:
@@ -611,89 +561,9 @@ class Coordinator:
         self.surroundings.note({"done": self.iteration})
         self._stop_all(Stop(""))
 
-    # Patience
-
-    def tick(self) -> None:
-        """Give up on those whose deadline has passed. To be called often."""
-        now_ns = self.surroundings.now_ns()
-        heartbeat_ns = _ns(self.deadlines.heartbeat)
-        held_up, self._ticked_ns = now_ns - self._ticked_ns > heartbeat_ns // 2, now_ns
-        if held_up:  # nobody could be heard meanwhile
-            for node in self.roster:
-                self.roster.heard(node, now_ns)
-        waiting = self.state in (State.JOINING, State.REUNITING)  # then connections tell
-        for node in () if waiting else self.roster.silent(now_ns - heartbeat_ns):
-            self.lost(node, f"no sign of life for {self.deadlines.heartbeat.total_seconds():g} s")
-        for node in self.roster.building(now_ns - _ns(self.deadlines.ready)) if self.state is State.TRAINING else ():
-            self.lost(node, f"it has been building its stage for {self.deadlines.ready.total_seconds():g} s")
-        if not self.over and now_ns >= self.deadline_ns():
-            self._overdue()
-        elif self.state is State.PAUSED and now_ns > self._tried_ns + heartbeat_ns:  # a cut may be forgotten by now
-            self._tried_ns = now_ns
-            self._go_on_if_possible()
-        elif self.state is State.TRAINING:
-            self._look_for_slow(now_ns)
-
-    def deadline_ns(self) -> int:
-        limit = {
-            State.JOINING: self.deadlines.join,
-            State.PREPARING: self.deadlines.ready,
-            State.PAUSED: self.deadlines.join,
-            State.COLLECTING: self.deadlines.collect,
-            State.REUNITING: self.deadlines.reunion,
-        }.get(self.state, self.deadlines.iteration)
-        if self.state is State.TRAINING and self._iteration.is_disturbed and self.plan.expected:
-            promised = timedelta(seconds=self.plan.expected.iteration_s)
-            limit = min(limit, max(SEVERAL * self.deadlines.heartbeat, SEVERAL * promised))
-        return self._since_ns + _ns(limit)
-
-    def _overdue(self) -> None:
-        waited = f"waited {(self.surroundings.now_ns() - self._since_ns) / 1e9:.0f} s for"
-        missing = self._missing()
-        names = ", ".join(self._name(node) for node in missing)
-        if self.state is State.REUNITING:
-            self._reunited()
-        elif self.state is State.TRAINING and self.survival.survives and self._again == 0:
-            self._again += 1
-            self._restart(f"{waited} {names} {self.state.value}")
-        elif self.state is State.PREPARING and self.survival.survives and self.roster.able:
-            for node in missing:
-                self._lost(node, f"{waited} it {self.state.value}")
-        elif self.state is State.PAUSED:
-            self.fail(f"{waited} nodes {self.state.value}: stage {', '.join(map(str, self._empty()))} has none")
-        else:
-            self.fail(f"{waited} {names} {self.state.value}")
-
-    def _look_for_slow(self, now_ns: int) -> None:
-        """Those who are waited for longer than the plan promises, though they give signs of life."""
-        promised = self.plan.expected
-        if promised is None or now_ns < self._begun_ns + 3 * promised.iteration_ns:
-            return
-        for node in self._missing():
-            if node not in self._slow and now_ns > self._since_ns + _ns(self.deadlines.heartbeat):
-                self._slow.add(node)
-                self._happened("slow", f"is slow, but there: {self.roster[node].doing or 'says nothing'}", node)
-
-    def _missing(self) -> list[int]:
-        match self.state:
-            case State.COLLECTING:
-                return self._harvest.waits_for
-            case State.PREPARING:
-                return self.roster.of(Standing.BUILDING)
-            case State.JOINING:
-                return [node for node in sorted(self.plan.stage_of) if node not in self.roster]
-            case State.STEPPING:
-                return sorted(set(self.nodes) - self._stepped)
-            case _:
-                return self._iteration.missing
-
-    def _empty(self) -> list[int]:
-        held = {self.roster[node].stage for node in self.roster.able}
-        return [index for index in range(len(self.plan.stages)) if index not in held]
-
     # Coming back
 
-    def _reunited(self) -> None:
+    def reunited(self) -> None:
         """All nodes have come back, or have had time enough: those who are where they should be go on."""
         places, self._places = self._places, {}
         memory, now_ns = self._memory, self.surroundings.now_ns()
@@ -713,7 +583,7 @@ class Coordinator:
             return
         strangers = self.roster.of(Standing.SPARE)
         there = len(self.roster.peers) - len(strangers)
-        self._happened("recovered", f"{there} nodes are where they were, {len(strangers)} are new")
+        self.happened("recovered", f"{there} nodes are where they were, {len(strangers)} are new")
         for node in strangers:
             if places[node].phase:
                 self._throw_out(node, "it is not where the others are")
@@ -722,7 +592,7 @@ class Coordinator:
             self._enter(State.STEPPING)
             self._collect_if_stepped()
             return
-        self._restart("the coordinator was started again")
+        self.restart("the coordinator was started again")
         for node in self.roster.of(Standing.SPARE):
             self._place(node)
 
@@ -745,9 +615,9 @@ class Coordinator:
 
     def _enter(self, state: State) -> None:
         self.state = state
-        self._since_ns = self.surroundings.now_ns()
+        self._patience.renew()
 
-    def _happened(self, kind: EventKind, text: str, node: int | None = None) -> None:
+    def happened(self, kind: EventKind, text: str, node: int | None = None) -> None:
         self.watcher.happened(Event(kind, self.iteration, text, "" if node is None else self._name(node)))
 
     def _tell_all(self, control: Control) -> None:
@@ -760,17 +630,3 @@ class Coordinator:
 
     def _name(self, node: int) -> str:
         return self.roster.name(node)
-
-
-def _with(plan: Plan, node: int, stage: int) -> Plan:
-    """A node on a stage: enough to build it from. It gets another plan before it takes a microbatch."""
-    stages = []
-    for index, each in enumerate(plan.stages):
-        ring = tuple(other for other in each.ring if other != node)
-        ring = (*ring, node) if index == stage else ring
-        stages.append(replace(each, nodes=ring, ring=ring))
-    return replace(plan, stages=tuple(stages), expected=None)
-
-
-def _ns(limit: timedelta) -> int:
-    return int(limit.total_seconds() * 1e9)

@@ -18,6 +18,7 @@ from skippipe.rules import circle
 from skippipe.runtime.control import Average, Averaged, Contributed, Control, Returned, Settle
 from skippipe.runtime.ledger import Ledger
 from skippipe.runtime.routes import Route, apply, rerouted, routes_of
+from skippipe.runtime.surroundings import IterationReport
 
 AGREE = 1e-4  # by which the norms of one gradient may differ from machine to machine
 
@@ -133,6 +134,20 @@ class Iteration:
         """Who has not said what is waited for."""
         heard = self._answered if self._settling is Settling.ASKED else self.reports.keys()
         return sorted(self.nodes - heard)
+
+    def report(self, rate: float, norm: float, seconds: float) -> IterationReport:
+        reports = sorted(self.reports.items())
+        return IterationReport(
+            iteration=self.number,
+            loss=self.ledger.loss(),
+            norm=norm,
+            rate=rate,
+            seconds=seconds,
+            sent_bytes={(node, to): count for node, report in reports for to, count in report.sent_bytes},
+            tasks={node: report.tasks for node, report in reports if report.tasks},
+            visits=tuple(self.visits),
+            promised_s=self.plan.expected.iteration_s if self.plan.expected else None,
+        )
 
     def _returned(self, node: int, control: Returned) -> None:
         lanes = self._routes

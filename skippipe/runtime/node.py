@@ -19,8 +19,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from dataclasses import replace
-from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from skippipe.errors import UserError
 from skippipe.plan import Plan
@@ -47,6 +46,7 @@ from skippipe.runtime.control import (
     Stop,
     Want,
 )
+from skippipe.runtime.outside import IN_ITERATION, Outside, Phase
 from skippipe.runtime.rounds import Rounds
 from skippipe.runtime.traffic import Duties, Traffic
 from skippipe.runtime.work import (
@@ -68,38 +68,11 @@ from skippipe.runtime.work import (
 )
 from skippipe.transport.message import Kind, Message
 
+__all__ = ["LOAN", "MOST_EARLY", "Node", "Outside", "Phase"]
+
 log = logging.getLogger(__name__)
 MOST_EARLY = 64  # messages of one sender that are kept because they are ahead of their time
 LOAN = 1  # the `microbatch` of a chunk that is state for one that learns; 0 in the ring
-
-
-class Outside(Protocol):
-    """All that a node can do to the world."""
-
-    def now_ns(self) -> int: ...
-
-    def send(self, receiver: int, message: Message) -> None: ...
-
-    def say(self, control: Control, to: int = COORDINATOR) -> None: ...
-
-    def start(self, work: Work) -> None:
-        """Have it run; `finished` follows. One work at a time."""
-
-    def fits(self, message: Message, at: int, size: int) -> bool:
-        """Is a tensor what it should be? (See `work.Computer`.)"""
-
-
-class Phase(Enum):
-    WAITING = "waiting for the coordinator to begin"
-    RUNNING = "running tasks"
-    SETTLING = "finishing what is left"
-    SETTLED = "waiting for the coordinator to have gradients averaged"
-    AVERAGING = "averaging gradients"
-    AVERAGED = "waiting for the coordinator's step"
-    STEPPING = "taking the optimizer step"
-
-
-IN_ITERATION = (Phase.RUNNING, Phase.SETTLING, Phase.SETTLED, Phase.AVERAGING, Phase.AVERAGED)
 
 
 class Node:

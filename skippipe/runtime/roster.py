@@ -85,6 +85,20 @@ class Roster:
             rings[self.peers[node].stage].append(node)
         return rings
 
+    def holders(self, plan: Plan) -> dict[int, int]:
+        """Of each stage a node that has its state; empty if there is a stage that nobody has."""
+        able = self.able
+        found = {
+            index: next((node for node in (*stage.ring, *able) if node in able and self[node].stage == index), -1)
+            for index, stage in enumerate(plan.stages)
+        }
+        return {} if -1 in found.values() else found
+
+    def empty(self, stages: int) -> list[int]:
+        """Stages that nobody has the state of."""
+        held = {self[node].stage for node in self.able}
+        return [stage for stage in range(stages) if stage not in held]
+
     def silent(self, since_ns: int) -> list[int]:
         """Not heard of since then; one that builds its stage is too busy to speak."""
         return [
