@@ -249,7 +249,9 @@ class Chaos:
     iterations: int = 5
     joined: bool | None = None
     """Nodes join by themselves; None: if the coordinator is to be killed."""
+    step_s: float = 0.0
     full_disk: tuple[int, int] | None = None
+    """Both as in `Scene`."""
     patience_s: float = PATIENCE_S
     choices: Mapping[str, Any] = field(default_factory=dict)
     """For the job (see `Ground.job`)."""
@@ -265,6 +267,7 @@ class Chaos:
             self.ground.job(self.folder / "run", self.iterations, listen=listen, **self.choices),
             tuple(self.faults),
             {pair: wire.address for pair, wire in wires.items()},
+            self.step_s,
             self.full_disk,
         )
         self._scene.lay_out()

@@ -33,7 +33,7 @@ from skippipe.runtime.coordinator import IterationReport
 from skippipe.runtime.faults import Fault, phase_of
 from skippipe.runtime.member import THE_COORDINATOR, Invitation, Member
 from skippipe.runtime.tensors import Tensors
-from skippipe.runtime.work import Task, Work
+from skippipe.runtime.work import Step, Task, Work
 from skippipe.training.brief import Brief
 from skippipe.training.engines import ENGINES
 from skippipe.training.job import Job
@@ -59,6 +59,8 @@ class Scene:
     faults: tuple[Fault, ...] = ()
     wires: Mapping[tuple[int, int], str] = field(default_factory=dict)
     """From a node to a node → the address that leads there, if the link is to fail."""
+    step_s: float = 0.0
+    """That a step takes at least: nobody comes back in time on a machine that is done with everything by then."""
     full_disk: tuple[int, int] | None = None
     """While iterations from one to the other are done, no file can grow beyond a few kilobytes."""
 
@@ -182,6 +184,8 @@ class Shaky:
         for index in self._slow:
             if self._scene.lasts(index):
                 time.sleep((time.monotonic() - began) * (self._scene.faults[index].times - 1))
+        if isinstance(work, Step):
+            time.sleep(max(0.0, began + self._scene.step_s - time.monotonic()))
         if isinstance(work, Task) and work.counts and phase_of(work) in ("backward", "weights"):
             self._spoil()
         return result

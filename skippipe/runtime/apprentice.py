@@ -30,6 +30,7 @@ class Apprentice:
         self._seals: dict[int, str] = {}
         self._waiting = False
         self._loading = False
+        self._iteration: int | None = None
         self._patience_ns = 0
         self._asked_ns: int | None = None
 
@@ -51,6 +52,16 @@ class Apprentice:
         """The connection broke: the question or its answer may not have arrived."""
         if self._left and not self._loading and self._left[0].source == source:
             self._go_on()
+
+    def agrees(self, iteration: int) -> bool:
+        """While nobody steps, all that is lent must be of one iteration, which is then the one that begins."""
+        if self._iteration is None:
+            self._iteration = iteration
+        return self._iteration == iteration
+
+    def goes_along(self) -> None:
+        """From now on others step, and so does this one."""
+        self._iteration = None
 
     def remind(self, now_ns: int, patience_ns: int) -> None:
         """To be called now and then: what got no answer in time is asked for again, with more patience each time."""

@@ -58,6 +58,7 @@ from skippipe.runtime.work import (
     Load,
     Loan,
     Measure,
+    Origin,
     Pass,
     Reduce,
     Show,
@@ -179,7 +180,8 @@ class Node:
     def receive(self, sender: int, message: Message) -> None:
         """From another node; what comes from one that is ahead is kept until this node gets there."""
         ahead = message.iteration > self.iteration or self.phase is Phase.WAITING or message.epoch > self.epoch
-        if message.kind is Kind.CHUNK and message.microbatch == LOAN and not (ahead and self._learns_along()):
+        waits = self.phase is Phase.WAITING or not self._learns_along()
+        if message.kind is Kind.CHUNK and message.microbatch == LOAN and (waits or not ahead):
             if not self._give(sender, message):
                 self._drop(sender, "state that was not asked for")
         elif not ahead:
@@ -308,7 +310,11 @@ class Node:
                 self._change(change)
         if self._learns_along():
             assert self._learning is not None
-            self._learning.begun()
+            if self._learning.agrees(iteration):
+                self._learning.goes_along()
+                self._learning.begun()
+            else:  # others have gone on while this one waited
+                self._study(self._learning.origin)
 
     def _take_early(self) -> None:
         early, self._early = self._early, {}
@@ -497,6 +503,9 @@ class Node:
         except UserError as error:
             self._drop(COORDINATOR, str(error))
             return
+        self._study(source)
+
+    def _study(self, source: Origin) -> None:
         self._chores = deque(each for each in self._chores if not isinstance(each, (Study, Load)))
         self._void = self._void or isinstance(self._doing, (Study, Load))
         self._learning = Apprentice(source, lambda lender, want: self._outside.say(want, lender))
@@ -510,7 +519,11 @@ class Node:
         """To the one that learns; whether it was asked for."""
         if self._learning is None:
             return False
-        in_time = not self._learning.dated or (message.iteration == self.iteration and self.phase is not Phase.STEPPING)
+        if self.phase is Phase.WAITING:  # so does everybody else
+            in_time = not self._learning.dated or self._learning.agrees(message.iteration)
+        else:
+            in_iteration = message.iteration == self.iteration and self.phase is not Phase.STEPPING
+            in_time = not self._learning.dated or in_iteration
         load = self._learning.given(sender, message.step * 2**32 + message.lane, message.body, in_time=in_time)
         if load is not None:
             self._chores.append(load)
