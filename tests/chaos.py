@@ -13,10 +13,7 @@ import json
 import math
 import multiprocessing
 import os
-import selectors
 import signal
-import socket
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -57,14 +54,12 @@ from skippipe.workload import Workload
 from tests import stricken
 from tests.chaos_virtual import check_visits
 from tests.plans import uniform_cluster
-from tests.stricken import LOOK_S, Scene, name_of, run_coordinator, run_nodes
+from tests.stricken import LOOK_S, Scene, Wire, name_of, run_coordinator, run_nodes
 
 PATIENCE_S = 60.0  # for a whole run
 GONE_S = 8.0  # for all processes to be gone after a run
 HEARTBEAT_S = 1.0
 RESTARTS = 50
-EACH_TIMES_S = 0.002  # that a slow link holds up a block of bytes, for every time that it is slower
-BLOCK_BYTES = 65536
 VOCABULARY = 300
 MODEL = {
     "model_type": "llama",
@@ -166,70 +161,6 @@ class Ground:
             survive=SurviveChoice(heartbeat_s, RESTARTS, lost_stage, planning_s=0.05),
             report=ReportChoice(recorded=0),
         )
-
-
-# Links that fail
-
-
-class Wire:
-    """A relay from one node to another that can be cut, mended and slowed down."""
-
-    def __init__(self, target: Path) -> None:
-        self._target = target
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
-        self.times = 1.0
-        self._ends: list[socket.socket] = []
-        self._lock = threading.Lock()
-        self._serve()
-
-    def cut(self) -> None:
-        """Who is connected is hung up on, and nobody answers any more."""
-        with self._lock:
-            _hang_up(self._server, *self._ends)
-            self._ends.clear()
-
-    def mend(self) -> None:
-        self._server = socket.create_server(("127.0.0.1", split(self.address)[1]))
-        self._serve()
-
-    def _serve(self) -> None:
-        threading.Thread(target=self._accept, args=(self._server,), daemon=True).start()
-
-    def _accept(self, server: socket.socket) -> None:
-        with suppress(OSError):
-            while True:
-                near, _ = server.accept()
-                try:
-                    far = socket.create_connection(split(self._target.read_text()), 5.0)
-                except OSError:
-                    _hang_up(near)
-                    continue
-                far.settimeout(None)
-                with self._lock:
-                    self._ends += [near, far]
-                threading.Thread(target=self._pump, args=(near, far), daemon=True).start()
-
-    def _pump(self, near: socket.socket, far: socket.socket) -> None:
-        with suppress(OSError, ValueError), selectors.DefaultSelector() as selector:
-            selector.register(near, selectors.EVENT_READ, far)
-            selector.register(far, selectors.EVENT_READ, near)
-            while True:
-                for key, _ in selector.select():
-                    block = key.fileobj.recv(BLOCK_BYTES)  # type: ignore[union-attr]
-                    if not block:
-                        raise OSError
-                    if self.times > 1:
-                        time.sleep(EACH_TIMES_S * self.times)
-                    key.data.sendall(block)
-        _hang_up(near, far)
-
-
-def _hang_up(*sockets: socket.socket) -> None:
-    for each in sockets:
-        with suppress(OSError):
-            each.shutdown(socket.SHUT_RDWR)
-        each.close()
 
 
 # A run

@@ -377,7 +377,7 @@ def test_a_stage_that_nobody_holds_comes_from_a_checkpoint_if_there_is_one() -> 
         course.coordinator.lost(node, "its process ended")
     *_, learn = course.room.news()[6]
     assert learn == Learn({"kind": "checkpoint", "sources": [], "stages": [stage], "shares": [1.0], "steps": 7 + stage})
-    course.hear(6, Want(5, 10))
+    course.hear(6, Want(0, 5, 10))
     assert course.room.logged("give") == [(6, stage, 5, 10)]
 
 
@@ -441,7 +441,7 @@ def test_a_node_that_is_started_again_is_lost_and_new() -> None:
         Learn({"kind": "checkpoint", "sources": []}),
         Learned(2),
         Broken(4),
-        Want(2**40, 5),
+        Want(0, 2**40, 5),
         Seal(2**40, "ab12"),
         Reroute(2, 3, [4], [[0, 1, 0, 2, 5]], [[0, 1]]),
         Settle(2, 3, True),

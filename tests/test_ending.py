@@ -240,7 +240,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_sends_nodes_there_first() -> None:
     for node, stage, origin in room.logged("welcome"):
         expected = {"kind": "checkpoint", "sources": [], "stages": [stage], "shares": [1.0], "steps": 7 + stage}
         assert origin == expected, node
-    coordinator.hear(3, Want(0, 100))
+    coordinator.hear(3, Want(2, 0, 100))
     assert room.logged("give") == [(3, 2, 0, 100)]
     for node in range(6):
         coordinator.hear(node, Ready())

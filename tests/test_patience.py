@@ -201,7 +201,7 @@ NONSENSE: dict[str, Callable[[Course], Control]] = {
     "back on a lane that is not there": lambda course: Returned(0, 9, 0, 1.0),
     "back on the lane of another": lambda course: Returned(0, 0, 0, 1.0),
     "a broken link to nobody": lambda course: Broken(10**9),
-    "state, though there is no checkpoint": lambda course: Want(0, 10),
+    "state, though there is no checkpoint": lambda course: Want(0, 0, 10),
     "a seal": lambda course: Seal(0, "x"),
 }
 

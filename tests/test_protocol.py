@@ -288,7 +288,7 @@ def learning() -> Bench:
     """Node 5 has asked node 3."""
     bench = Bench(5).begin(4).hear(FROM_3)
     assert bench.work() == ["pass 0, 2 of 3", "study"]
-    assert bench.asked == [(3, Want(0, 1))]
+    assert bench.asked == [(3, Want(2, 0, 1))]
     bench.asked.clear()
     return bench
 
@@ -331,7 +331,7 @@ def test_what_comes_too_late_is_asked_for_again() -> None:
     bench = learning()
     bench.node.asked(3, Seal(0, "sound"))
     bench.take(3, loan(iteration=3))
-    assert bench.asked == [(3, Want(0, 1))]
+    assert bench.asked == [(3, Want(2, 0, 1))]
 
 
 def test_what_comes_too_early_is_of_the_next_iteration() -> None:
@@ -354,7 +354,7 @@ def test_without_a_seal_nothing_is_believed() -> None:
 def test_another_teacher_is_asked_from_the_beginning() -> None:
     bench = learning().hear(Learn({"kind": "replica", "sources": [4], "stages": [2], "shares": [1.0], "steps": 4}))
     assert bench.work() == ["study"]
-    assert bench.asked == [(4, Want(0, 1))]
+    assert bench.asked == [(4, Want(2, 0, 1))]
     bench.node.asked(3, Seal(0, "sound"))
     bench.take(3, loan(iteration=4))
     assert bench.node.dropped == {(3, "Seal of no use here"): 1, (3, "state that was not asked for"): 1}
@@ -365,16 +365,16 @@ def test_a_broken_connection_to_the_teacher_makes_it_ask_again() -> None:
     bench.node.lost(4)
     assert bench.asked == []
     bench.node.lost(3)
-    assert bench.asked == [(3, Want(0, 1))]
+    assert bench.asked == [(3, Want(2, 0, 1))]
 
 
 def test_one_that_learns_itself_does_not_teach() -> None:
     bench = learning()
-    bench.node.asked(4, Want(0, 1))
+    bench.node.asked(4, Want(2, 0, 1))
     assert bench.work() == []
     assert bench.node.dropped == {(4, "Want of no use here"): 1}
     able = Bench(3).begin(4)
-    able.node.asked(5, Want(0, 1))
+    able.node.asked(5, Want(2, 0, 1))
     assert able.work() == ["lend"]
     assert able.asked == [(5, Seal(0, "sound"))]
     assert [(to, message.microbatch, message.iteration) for to, message in able.posted] == [(5, LOAN, 4)]
@@ -385,7 +385,7 @@ def test_what_is_lent_after_the_last_step_before_a_pause_is_of_the_next_iteratio
     bench = Bench(2).begin(4)
     average_alone(bench)
     bench.hear(Proceed(4, 1.0, 1.0, True, False, False)).work()
-    bench.node.asked(6, Want(0, 1))
+    bench.node.asked(6, Want(1, 0, 1))
     assert bench.work() == ["lend"]
     assert [message.iteration for to, message in bench.posted if to == 6] == [5]
 
@@ -394,7 +394,7 @@ def test_a_node_that_begins_with_a_checkpoint_is_ready_when_it_has_it() -> None:
     bench = Bench(2)
     bench.node.welcomed({"kind": "checkpoint", "sources": [], "stages": [1], "shares": [1.0], "steps": 3})
     assert bench.work() == ["study"]
-    assert bench.heard() == [Want(0, 1)]
+    assert bench.heard() == [Want(1, 0, 1)]
     bench.node.restore(loan(body=(((1, 1),),)))
     assert bench.work() == ["load"]
     assert bench.heard() == [Ready()]

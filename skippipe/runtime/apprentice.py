@@ -106,7 +106,9 @@ class Apprentice:
             self.complete = True
             return
         self._waiting = True
-        self._ask(self._left[0].source, Want(self._left[0].first, self._left[0].count))
+        part = self._left[0]
+        stage = self.origin.stages[self.origin.sources.index(part.source)]
+        self._ask(part.source, Want(stage, part.first, part.count))
 
 
 def origin_to_json(origin: Origin) -> dict[str, Any]:

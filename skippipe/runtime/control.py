@@ -116,8 +116,10 @@ class Failed:
 
 @dataclass(frozen=True)
 class Want:
-    """Numbers of the stage's state (see `work.Part`), for one that learns."""
+    """Numbers of a stage's state (see `work.Part`), for one that learns."""
 
+    stage: int
+    """That it is asked for; whoever was asked may hold another by now."""
     first: int
     count: int
 

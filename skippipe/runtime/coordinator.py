@@ -322,7 +322,7 @@ class Coordinator:
             self.restart("" if set(self.plan.stage_of) <= set(self.roster.able) else "nodes are missing")
 
     def _able(self, node: int, peer: Peer) -> None:
-        peer.standing, peer.source = Standing.ABLE, None
+        peer.standing, peer.sources = Standing.ABLE, ()
         self._changed = True
         self.happened("able", f"has the state of stage {peer.stage}", node)
         self.go_on_if_possible()
@@ -392,8 +392,8 @@ class Coordinator:
         self._measured.cut(node, other, now_ns)
         self._changed = True
         for learner, lender in ((node, other), (other, node)):
-            if self.roster[learner].source == lender:
-                self.roster[learner].source = None
+            if lender in self.roster[learner].sources:
+                self.roster[learner].sources = ()
         if self.state is State.PAUSED:
             self._teaching.teach_again()
         elif self.roster[node].stage == self.roster[other].stage:  # they cannot average

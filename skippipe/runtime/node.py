@@ -149,7 +149,7 @@ class Node:
     def asked(self, sender: int, control: Control) -> None:
         """By a node that learns, or told by one that lends."""
         match control:
-            case Want() if self._learning is None or self._learning.complete:
+            case Want() if control.stage == self.stage and (self._learning is None or self._learning.complete):
                 self._borrowers.add(sender)
                 self._chores.append(Lend(control.first, control.count, sender))
             case Seal() if self._learning is not None and sender in self._learning.origin.sources:

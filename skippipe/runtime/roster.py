@@ -27,8 +27,8 @@ class Peer:
     """That it holds or is about to; −1: none."""
     heard_ns: int
     doing: str = ""
-    source: int | None = None
-    """The node that it learns from, or the coordinator; none: nobody yet."""
+    sources: tuple[int, ...] = ()
+    """The nodes that it learns from, or the coordinator; none: nobody yet."""
 
 
 @dataclass

@@ -50,9 +50,9 @@ class Teaching:
         peer.standing = Standing.LEARNING
         origin = self._origin(peer.stage, node)
         if origin is None:
-            peer.source = None
+            peer.sources = ()
             return bool(self.roster.able)  # somebody who cannot be reached now
-        peer.source = origin.sources[0]
+        peer.sources = origin.sources
         self.happened(f"stage {peer.stage} {self._told(origin)}", node)
         self.surroundings.tell(node, Learn(origin_to_json(origin)))
         return True
@@ -60,8 +60,8 @@ class Teaching:
     def teach_again(self) -> None:
         """Those who have lost their teacher, or found none, get another."""
         for node in self.roster.of(Standing.LEARNING):
-            source = self.roster[node].source
-            if source is None or (source != COORDINATOR and source not in self.roster.able):
+            sources = self.roster[node].sources
+            if not sources or not set(sources) <= {COORDINATOR, *self.roster.able}:
                 self.teach(node)
 
     def _origin(self, stage: int, learner: int) -> Origin | None:
@@ -69,7 +69,7 @@ class Teaching:
         able = [node for node in self.roster.able if not self.measured.is_cut(node, learner, now_ns)]
         holders = [node for node in able if self.roster[node].stage == stage and node != learner]
         if holders:
-            busy = [self.roster[node].source for node in self.roster]
+            busy = [source for node in self.roster for source in self.roster[node].sources]
             lender = min(holders, key=lambda node: (busy.count(node), node))
             return Origin("replica", (lender,), (stage,), (1.0,), self.trained.steps[stage])
         keeper = self.surroundings.keeper
