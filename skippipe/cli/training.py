@@ -124,7 +124,7 @@ def run_job(
 
     torch.set_num_threads(wanted.compute.threads)
     with planning.interruptible() as stopped:
-        assembly = replace(_assembled(wanted, stopped, nodes_here, resumed), drills=drills)
+        assembly = _assembled(wanted, stopped, nodes_here, resumed, drills)
         if stopped:
             raise KeyboardInterrupt
         assembly.plan.save(Path(wanted.output) / "plan.json")
@@ -255,7 +255,7 @@ def keys(
     print(f"{len(peers)} node keys, coordinator.key and peers.json are in {folder}/")
 
 
-def _assembled(wanted: Job, stopped: list[bool], nodes_here: bool, resumed: bool) -> Assembly:
+def _assembled(wanted: Job, stopped: list[bool], nodes_here: bool, resumed: bool, drills: frozenset[int]) -> Assembly:
     from skippipe.planner.strategies import Request, Strategy
     from skippipe.training.assembly import assemble
 
@@ -267,6 +267,7 @@ def _assembled(wanted: Job, stopped: list[bool], nodes_here: bool, resumed: bool
             request=request,
             nodes_here=nodes_here,
             resumed=resumed,
+            drills=drills,
         )
 
 

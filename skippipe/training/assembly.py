@@ -113,6 +113,7 @@ def assemble(
     request: Request | None = None,
     nodes_here: bool = True,
     resumed: bool = False,
+    drills: frozenset[int] = frozenset(),
 ) -> Assembly:
     """`request` says how hard to plan; none: as the job does. Nodes that run elsewhere look for their device there.
 
@@ -137,7 +138,7 @@ def assemble(
         plan = _earlier(job, blueprint)
     if plan is None:
         plan = _planned(job, cluster, example, blueprint, request)
-    assembly = Assembly(job, plan, blueprint, tokens, resumed)
+    assembly = Assembly(job, plan, blueprint, tokens, resumed, drills)
     assembly.brief.sampler()  # is the text long enough?
     if resumed:
         _ = assembly.run.origin  # says so if there is no checkpoint to go on from
