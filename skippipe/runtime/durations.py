@@ -10,9 +10,9 @@ from skippipe.runtime.work import Step, Task, Work
 is_weights = plain(dispatch.is_weights)
 
 
-def planned_ns(plan: Plan, node: int, work: Work) -> int:
-    """What the plan does not speak of takes no time."""
-    costs, stage = plan.costs, plan.stage_of[node]
+def planned_ns(plan: Plan, stage: int, node: int, work: Work) -> int:
+    """What the plan does not speak of takes no time. The node may have come to the stage later than the plan."""
+    costs = plan.costs
     if isinstance(work, Step):
         return int(costs.optimizer_ns[stage, node])
     if not isinstance(work, Task):

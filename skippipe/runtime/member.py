@@ -244,7 +244,8 @@ class Member:
             links = {name: _link(brief, number, other) for name, other in self._numbers.items() if other != number}
             self._shaper = Shaper(links, time.monotonic_ns)
         computer = build_computer(number, brief, self._invitation)
-        pace = (lambda work: planned_ns(plan, number, work)) if brief.emulated else None
+        stage = plan.stage_of[number]
+        pace = (lambda work: planned_ns(plan, stage, number, work)) if brief.emulated else None
         self._worker = Worker(computer, self._mailbox.wake, pace)
         self._node.welcomed(welcome.origin)
 

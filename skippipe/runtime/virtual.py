@@ -251,7 +251,7 @@ class VirtualCluster:
     def compute(self, place: _Place, work: Work) -> None:
         number = place.number
         result = self.machines[number].run(work)
-        planned = planned_ns(self.nodes[number].plan, number, work)
+        planned = planned_ns(self.plan, self.nodes[number].stage, number, work)
         duration_ns = int(self.disturb(planned) * self.slowed.get(number, 1.0))
         if isinstance(work, Step):
             self.finished_ns = max(self.finished_ns, self.now_ns + duration_ns)
