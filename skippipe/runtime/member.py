@@ -310,9 +310,10 @@ class Member:
         self._give_sign(self._node.doing)
 
     def _give_sign(self, doing: str) -> None:
-        if time.monotonic() >= self._sign_at and self._alone_since is None:
+        if time.monotonic() >= self._sign_at:
             self._sign_at = time.monotonic() + self._heartbeat_s / SIGNS_A_DEADLINE
-            self.say(Alive(doing))
+            if self._alone_since is None:
+                self.say(Alive(doing))
             if self._node is not None:
                 self._node.remind(int(2e9 * self._heartbeat_s))
 

@@ -128,6 +128,7 @@ class MetricsFile(Watcher):
         self._rows = {row["iteration"]: line for line in lines if (row := _row(line))}
         self._file = path.open("w", encoding="utf-8")
         self._file.writelines(f"{line}\n" for line in self._rows.values())
+        self._file.flush()
 
     def iteration_done(self, report: IterationReport) -> None:
         links = [[self._names[a], self._names[b], count] for (a, b), count in sorted(report.sent_bytes.items())]
