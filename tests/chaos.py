@@ -17,7 +17,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -190,12 +190,15 @@ class Chaos:
     def run(self) -> Outcome:
         kills = any(COORDINATOR in fault.nodes for fault in self.faults)
         joined = kills if self.joined is None else self.joined
-        listen = f"127.0.0.1:{free_port('127.0.0.1')}" if joined else None
+        self._places = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)] if joined else []
+        """Of the coordinator: whenever it is started again, it is at the other one."""
         wires = {pair: Wire(self.folder / "at" / name_of(pair[1])) for pair in _failing(self.faults)}
         self._wires = wires
         self._scene = Scene(
             self.folder,
-            self.ground.job(self.folder / "run", self.iterations, listen=listen, **self.choices),
+            self.ground.job(
+                self.folder / "run", self.iterations, listen=next(iter(self._places), None), **self.choices
+            ),
             tuple(self.faults),
             {pair: wire.address for pair, wire in wires.items()},
             self.step_s,
@@ -207,8 +210,8 @@ class Chaos:
         self._deaths = 0
         began = time.monotonic()
         nodes = None
-        if listen is not None:
-            nodes = forked.Process(target=run_nodes, args=(self._scene, self.ground.keys, listen))
+        if joined:
+            nodes = forked.Process(target=run_nodes, args=(self._scene, self.ground.keys, ",".join(self._places)))
             nodes.start()
         coordinator = self._coordinator(resumed=False)
         try:
@@ -223,7 +226,11 @@ class Chaos:
         return outcome
 
     def _coordinator(self, *, resumed: bool) -> ForkServerProcess:
-        process = forked.Process(target=run_coordinator, args=(self._scene, resumed))
+        scene = self._scene
+        if resumed:
+            transport = replace(scene.job.transport, listen=self._places[self._deaths % 2])
+            scene = replace(scene, job=replace(scene.job, transport=transport))
+        process = forked.Process(target=run_coordinator, args=(scene, resumed))
         process.start()
         return process
 

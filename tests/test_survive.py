@@ -130,7 +130,7 @@ def test_two_at_once_for_good(play: Play) -> None:
     assert any("7 nodes take microbatches" in text for text in outcome.said("replanned")), outcome.tale()
 
 
-def test_the_coordinator_is_killed_and_started_again(play: Play) -> None:
+def test_the_coordinator_is_killed_and_started_again_elsewhere(play: Play) -> None:
     outcome = play(kill_coordinator().at(iteration=3, during="backward").back_after(0.3), iterations=6, joined=True)
     assert_struck(outcome)
     assert any("9 nodes are where they were" in text for text in outcome.said("recovered")), outcome.tale()
