@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint types unit test-ray bench bench-train clean
+.PHONY: demo test lint types unit test-ray chaos bench bench-train clean
 
 demo: $(READY)
 	$(BIN)/skippipe compare published20 --contention-only --budget 8 --out demo
@@ -28,6 +28,13 @@ unit: $(READY)
 test-ray: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray]'
 	$(BIN)/pytest tests/launch_ray.py
+
+chaos: $(READY)
+	$(BIN)/python -m benchmarks.fuzz
+	$(BIN)/python -m benchmarks.chaos virtual
+	$(BIN)/python -m benchmarks.chaos processes
+	$(BIN)/python -m benchmarks.chaos recovery
+	$(BIN)/python -m benchmarks.chaos long
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.simulator
