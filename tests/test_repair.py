@@ -467,3 +467,29 @@ def test_a_stage_that_ran_short_gets_help_only_if_that_helps_clearly() -> None:
         quick = replace(plan, cluster=with_speed(plan, 3, speed))
         quick = replace(quick, cluster=with_speed(quick, 4, speed))
         assert move_for(quick, members, able) == move
+
+
+def test_a_node_with_a_bad_link_leaves_a_ring_that_can_no_longer_go_around_it() -> None:
+    """Four nodes average around a link that a ring of three cannot avoid."""
+    bandwidth = uniform_cluster(8).bandwidth_bytes_per_s.copy()
+    bandwidth[2, 3] = bandwidth[3, 2] = 10.0
+    cluster = replace(uniform_cluster(8), bandwidth_bytes_per_s=bandwidth)
+    stages = (Stage(2, (0, 1), (0, 1)), Stage(3, (2, 3, 4, 5), (2, 4, 3, 5)), Stage(3, (6, 7), (6, 7)))
+    lanes = tuple(Lane((at % 2, 2 + at % 4, 6 + at % 2), 1) for at in range(4))
+    plan = Plan(cluster, Workload(TINY, 16, 1, 4, max_slots=3), stages, lanes)
+    everybody = [set(stage.nodes) for stage in plan.stages]
+    assert move_for(plan, everybody, range(8)) is None
+    left = [{0, 1}, {2, 3, 5}, {6, 7}]
+    able = [0, 1, 2, 3, 5, 6, 7]
+    slow = repaired(plan, left, able, budget_s=0)
+    move = move_for(plan, left, able)
+    assert slow is not None
+    assert slow.expected is not None
+    assert move is not None
+    assert move[0] in (2, 3)
+    node, stage = move
+    members = [nodes - {node} | ({node} if index == stage else set()) for index, nodes in enumerate(left)]
+    fast = repaired(plan, members, able, budget_s=0)
+    assert fast is not None
+    assert fast.expected is not None
+    assert fast.expected.iteration_s < slow.expected.iteration_s / 2

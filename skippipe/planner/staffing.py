@@ -15,6 +15,7 @@ from skippipe.plan import Plan
 
 SHORT = 1.8  # a stage ran short if one more node would divide its load by this much: about twice
 GAIN = 0.2  # by which the largest load must fall, or nobody moves: whoever does has weights to fetch
+RELIEF = 0.5  # of the time of the slowest stage is left if a node with bad links leaves its ring, or it stays
 
 
 def task_ns(costs: Costs, stage: int, node: int) -> int:
@@ -70,7 +71,34 @@ def move_for(plan: Plan, members: Sequence[Collection[int]], able: Collection[in
     for *_, node, stage in sorted(moves):
         if _longest_ns(plan, _moved(members, node, stage)) < before_ns:  # a ring can lose more than the passes win
             return node, stage
-    return None
+    return _relief(plan, members, able)
+
+
+def _relief(plan: Plan, members: Sequence[Collection[int]], able: Collection[int]) -> tuple[int, int] | None:
+    """A node whose links make averaging in its stage so slow that it had better be on another, and which.
+
+    A ring is as slow as its slowest link, and when a node is lost the others may be left with a bad one.
+    """
+    loads = _loads(plan, members)
+    rings = [_averaging_ns(plan, stage, nodes) for stage, nodes in enumerate(members)]
+    spans = [load + ring for load, ring in zip(loads, rings, strict=True)]
+    worst = max(range(len(spans)), key=lambda stage: spans[stage])
+    if rings[worst] <= loads[worst]:
+        return None
+    found = []
+    for node in sorted(members[worst]):
+        if not _able_beside(members[worst], able, node):
+            continue
+        for stage in range(len(members)):
+            if stage == worst or plan.costs.slots[stage, node] < 1:
+                continue
+            after = _moved(members, node, stage)
+            loads_after = _loads(plan, after)
+            changed = {at: loads_after[at] + _averaging_ns(plan, at, after[at]) for at in (worst, stage)}
+            longest = max(changed.get(at, span) for at, span in enumerate(spans))
+            found.append((longest, node, stage))
+    longest, node, stage = min(found, default=(spans[worst], -1, -1))
+    return (node, stage) if longest <= RELIEF * spans[worst] else None
 
 
 def _moved(members: Sequence[Collection[int]], node: int, stage: int) -> list[set[int]]:
