@@ -133,7 +133,7 @@ def test_a_full_pipeline_that_loses_a_stage_visits_all_others_in_order() -> None
     assert {len(lane.path) for lane in whole.lanes} == {6}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.sets(st.integers(0, 19), min_size=2, max_size=3))
 def test_losses_of_several_nodes_at_once(lost: set[int]) -> None:
     published = published_plan(published20(), "skippipe_no_tc2")
@@ -285,7 +285,7 @@ def usable(plan: Plan, members: Members, able: Collection[int]) -> list[list[int
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(changes())
 def test_always_a_sound_plan_or_none_where_there_can_be_none(change: tuple[Plan, Members, set[int]]) -> None:
     old, members, able = change
@@ -308,7 +308,7 @@ def test_always_a_sound_plan_or_none_where_there_can_be_none(change: tuple[Plan,
         assert max(counts) - min(counts) == (1 if plan.microbatches % unit else 0)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(changes(), st.integers(0, 2**32 - 1), st.sampled_from([0.1, 0.3, 0.7]))
 def test_links_that_are_not_there_are_not_used(
     change: tuple[Plan, Members, set[int]], seed: int, missing: float
@@ -342,7 +342,7 @@ def test_four_uneven_lanes_can_visit_evenly_what_three_cannot() -> None:
         assert sum(share.lanes for share in shares) <= lanes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(2, 4), st.integers(1, 6), st.integers(1, 3), st.data())
 def test_shares_are_as_even_as_can_be(held: int, microbatches: int, lanes: int, data: st.DataObject) -> None:
     stages = list(range(1, held + 1))
