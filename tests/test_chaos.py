@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,9 +16,12 @@ BLOCK = 50
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> None:
+def quiet() -> Iterator[None]:
     """Nodes say what they drop, which is a lot."""
-    logging.getLogger("skippipe.runtime").setLevel(logging.ERROR)
+    log = logging.getLogger("skippipe.runtime")
+    log.setLevel(logging.ERROR)
+    yield
+    log.setLevel(logging.NOTSET)
 
 
 @pytest.mark.parametrize("block", range(10))

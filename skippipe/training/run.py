@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -186,7 +187,7 @@ class Run:
     def coordinate(self, desk: Desk, watcher: Watcher, stopped: Callable[[], bool], gone: Gone = lambda: ()) -> None:
         from skippipe.planner.repair import compile_repair
 
-        compile_repair()  # while nodes start, and before it is needed in a hurry; the first time ever it takes a while
+        threading.Thread(target=compile_repair, name="compile", daemon=True).start()  # before it is needed in a hurry
         desk.run(
             self.brief.learning,
             self.iterations - self.first,
