@@ -9,13 +9,14 @@ from typing import Any
 
 from skippipe.learning import Learning
 from skippipe.plan import Lane, Plan, Stage
+from skippipe.runtime.apprentice import LOAN
 from skippipe.runtime.control import (
     COORDINATOR,
     Begin,
     Control,
 )
 from skippipe.runtime.coordinator import Survival
-from skippipe.runtime.node import LOAN, Node, Phase
+from skippipe.runtime.node import Node, Phase
 from skippipe.runtime.symbols import Gradient, Symbols, Trail
 from skippipe.runtime.work import Drop, Measure, Pass, Task, Work
 from skippipe.transport.message import Kind, Message

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from skippipe.runtime.apprentice import LOAN
 from skippipe.runtime.control import (
     COORDINATOR,
     Average,
@@ -28,7 +29,7 @@ from skippipe.runtime.control import (
     Welcome,
 )
 from skippipe.runtime.coordinator import State
-from skippipe.runtime.node import LOAN, MOST_EARLY, Phase
+from skippipe.runtime.node import MOST_EARLY, Phase
 from skippipe.runtime.symbols import Symbols
 from skippipe.runtime.virtual import VirtualCluster
 from skippipe.runtime.work import Work

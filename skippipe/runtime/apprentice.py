@@ -17,8 +17,10 @@ from skippipe.errors import UserError
 from skippipe.jsonfile import Fields, as_integer, as_number
 from skippipe.runtime.control import COORDINATOR, Want
 from skippipe.runtime.work import Load, Origin, Part
+from skippipe.transport.message import Kind, Message
 
 LEAST_VALUES = 2**12  # in a part
+LOAN = 1  # the `microbatch` of a chunk that is lent; 0 in the ring
 
 
 class Apprentice:
@@ -109,6 +111,21 @@ class Apprentice:
         part = self._left[0]
         stage = self.origin.stages[self.origin.sources.index(part.source)]
         self._ask(part.source, Want(stage, part.first, part.count))
+
+
+def loan(first: int, payload: Any, iteration: int = 0, epoch: int = 0) -> Message:
+    """Numbers of a state on their way to one that learns, as they were in an iteration."""
+    high, low = divmod(first, 2**32)  # a large stage has more numbers than one field can count
+    return Message(Kind.CHUNK, iteration, low, LOAN, high, payload, epoch)
+
+
+def is_loan(message: Message) -> bool:
+    return message.kind is Kind.CHUNK and message.microbatch == LOAN
+
+
+def first_of(message: Message) -> int:
+    """The place of a loan's first number."""
+    return message.step * 2**32 + message.lane
 
 
 def origin_to_json(origin: Origin) -> dict[str, Any]:

@@ -294,6 +294,10 @@ class Coordinator:
                 self.roster[node].standing, self.roster[node].stage = Standing.BUILDING, index
                 self.surroundings.welcome(node, self.plan, origin)
 
+    def _place_spares(self) -> None:
+        for node in self.roster.of(Standing.SPARE):
+            self._place(node)
+
     def _place(self, node: int) -> None:
         """Give a node a stage, and have it built; if that cannot be now, it stays a spare."""
         now_ns = self.surroundings.now_ns()
@@ -441,8 +445,7 @@ class Coordinator:
         if self.state is not State.PAUSED:
             self.happened("paused", f"{why}, and nobody can take the place; waiting for nodes to join")
             self._enter(State.PAUSED)
-        for spare in self.roster.of(Standing.SPARE):
-            self._place(spare)
+        self._place_spares()
         self._teach_newcomers()
 
     def _renewed(self) -> bool:
@@ -482,15 +485,13 @@ class Coordinator:
             scale = 0.0
             self.happened("not-finite", "the gradient is of no use even so: no step is taken")
         rate = self.learning.rate_at(self.iteration)
-        loss = self._iteration.ledger.loss()
         report = self._iteration.report(rate, norm, self._patience.iteration_s)
         self.watcher.iteration_done(report)  # before it is noted: rather twice than never
-        self.surroundings.note(commit_record(self.iteration, rate, scale, loss, visits, self.trained))
+        self.surroundings.note(commit_record(self.iteration, rate, scale, report.loss, visits, self.trained))
         self._epoch = self._iteration.epoch
         self._patience.iteration_done()
         self._measured.update(self._iteration.reports)
-        for spare in self.roster.of(Standing.SPARE):
-            self._place(spare)
+        self._place_spares()
         self._proceed(rate, scale, last=done == self.first + self.iterations)
 
     def _proceed(self, rate: float, scale: float, *, last: bool) -> None:
@@ -593,8 +594,7 @@ class Coordinator:
             self._collect_if_stepped()
             return
         self.restart("the coordinator was started again")
-        for node in self.roster.of(Standing.SPARE):
-            self._place(node)
+        self._place_spares()
 
     def _begin_from_checkpoint(self) -> None:
         """Nobody has any state; whoever is here, or comes, begins where a checkpoint was made."""

@@ -11,10 +11,10 @@ from typing import Any
 from skippipe.errors import UserError
 from skippipe.learning import Learning
 from skippipe.plan import Plan
+from skippipe.runtime.apprentice import loan
 from skippipe.runtime.control import Control, Meet, Replan, Stop, Welcome, from_json, to_json
 from skippipe.runtime.coordinator import Coordinator, Deadlines, Keeper, Survival, Watcher
 from skippipe.runtime.member import THE_COORDINATOR
-from skippipe.runtime.node import LOAN
 from skippipe.training.brief import Brief
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox, NotConnected, QueueFull, Security
@@ -178,10 +178,8 @@ class Desk:
 
     def give(self, node: int, stage: int, first: int, count: int) -> None:
         assert self.keeper is not None
-        high, low = divmod(first, 2**32)
         try:
-            body = self.keeper.state(stage, first, min(count, MOST_LENT))
-            message = Message(Kind.CHUNK, 0, low, LOAN, high, body)
+            message = loan(first, self.keeper.state(stage, first, min(count, MOST_LENT)))
         except (UserError, ValueError, AssertionError) as error:
             assert self.machine is not None
             self.machine.lost(node, f"it asked for state that is not there: {error}")

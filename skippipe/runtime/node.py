@@ -24,7 +24,7 @@ from typing import Any
 from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.rules import circle
-from skippipe.runtime.apprentice import Apprentice, origin_from_json
+from skippipe.runtime.apprentice import Apprentice, first_of, is_loan, loan, origin_from_json
 from skippipe.runtime.control import (
     COORDINATOR,
     Average,
@@ -69,11 +69,10 @@ from skippipe.runtime.work import (
 )
 from skippipe.transport.message import Kind, Message
 
-__all__ = ["LOAN", "MOST_EARLY", "Node", "Outside", "Phase"]
+__all__ = ["MOST_EARLY", "Node", "Outside", "Phase"]
 
 log = logging.getLogger(__name__)
 MOST_EARLY = 64  # messages of one sender that are kept because they are ahead of their time
-LOAN = 1  # the `microbatch` of a chunk that is state for one that learns; 0 in the ring
 
 
 class Node:
@@ -181,10 +180,7 @@ class Node:
         """From another node; what comes from one that is ahead is kept until this node gets there."""
         ahead = message.iteration > self.iteration or self.phase is Phase.WAITING or message.epoch > self.epoch
         waits = self.phase is Phase.WAITING or not self._learns_along()
-        if message.kind is Kind.CHUNK and message.microbatch == LOAN and (waits or not ahead):
-            if not self._give(sender, message):
-                self._drop(sender, "state that was not asked for")
-        elif not ahead:
+        if not ahead or (is_loan(message) and waits):
             self._take(sender, message, self._outside.now_ns())
         elif message.iteration > self.iteration + 1 and self.phase is not Phase.WAITING:
             self._drop(sender, "too far ahead")
@@ -195,8 +191,7 @@ class Node:
 
     def restore(self, message: Message) -> None:
         """State from a checkpoint, from the coordinator."""
-        if message.kind is not Kind.CHUNK or not self._give(COORDINATOR, message):
-            self._drop(COORDINATOR, "state that was not asked for")
+        self._borrow(COORDINATOR, message)
 
     def finished(self, work: Work, result: Any) -> None:
         void, self._void, self._doing = self._void, False, None
@@ -363,9 +358,8 @@ class Node:
 
     def _take(self, sender: int, message: Message, arrived_ns: int) -> None:
         """It is of this iteration, of this epoch or an earlier one; or it is of no use."""
-        if message.kind is Kind.CHUNK and message.microbatch == LOAN:
-            if not self._give(sender, message):
-                self._drop(sender, "state that was not asked for")
+        if is_loan(message):
+            self._borrow(sender, message)
         elif message.iteration != self.iteration or self.phase not in IN_ITERATION:
             self._drop(sender, "of an iteration that is over")
         elif message.epoch < self._begun_epoch:
@@ -515,36 +509,36 @@ class Node:
         """While others step, so that what is lent is of an iteration."""
         return self._learning is not None and self._learning.dated and not self._learning.complete
 
-    def _give(self, sender: int, message: Message) -> bool:
-        """To the one that learns; whether it was asked for."""
-        if self._learning is None:
-            return False
+    def _borrow(self, sender: int, message: Message) -> None:
+        """What was asked for is taken over; what comes too late is asked for again."""
+        if self._learning is None or not is_loan(message):
+            self._drop(sender, "state that was not asked for")
+            return
         if self.phase is Phase.WAITING:  # so does everybody else
             in_time = not self._learning.dated or self._learning.agrees(message.iteration)
         else:
             in_iteration = message.iteration == self.iteration and self.phase is not Phase.STEPPING
             in_time = not self._learning.dated or in_iteration
-        load = self._learning.given(sender, message.step * 2**32 + message.lane, message.body, in_time=in_time)
+        load = self._learning.given(sender, first_of(message), message.body, in_time=in_time)
         if load is not None:
             self._chores.append(load)
-        elif not in_time and self.phase is not Phase.STEPPING:
+        elif in_time:
+            self._drop(sender, "state that was not asked for")
+        elif self.phase is not Phase.STEPPING:
             self._learning.begun()
-        return load is not None or not in_time
 
     def _if_learned(self) -> None:
         assert self._learning is not None
         if self._learning.complete:
             self._outside.say(Ready() if self.phase is Phase.WAITING else Learned(self.iteration))
 
-    def _lend(self, work: Lend, loan: Loan) -> None:
-        if loan.payload is None:
+    def _lend(self, work: Lend, lent: Loan) -> None:
+        if lent.payload is None:
             self._drop(work.to, "asks for state that there is none of")
             return
-        high, low = divmod(work.first, 2**32)
-        self._outside.say(Seal(work.first, loan.digest), work.to)
+        self._outside.say(Seal(work.first, lent.digest), work.to)
         version = max(0, self.iteration + (self.phase is Phase.WAITING))  # after the step, it is the next one's
-        message = Message(Kind.CHUNK, version, low, LOAN, high, loan.payload, self.epoch)
-        self._outside.send(work.to, message)
+        self._outside.send(work.to, loan(work.first, lent.payload, version, self.epoch))
 
 
 _OF_AVERAGING = (Pass, Reduce, Measure, Inspect)

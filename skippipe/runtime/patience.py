@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from skippipe.costs import ns
 from skippipe.runtime.roster import Standing
 from skippipe.runtime.states import State
 
@@ -47,12 +48,12 @@ class Patience:
         }.get(self._of.state, deadlines.iteration)
         if self._of.state is State.TRAINING and self._of.is_disturbed and plan.expected:
             limit = min(limit, SEVERAL * max(deadlines.heartbeat, timedelta(seconds=plan.expected.iteration_s)))
-        return self._since_ns + _ns(limit)
+        return self._since_ns + ns(limit.total_seconds())
 
     def tick(self) -> None:
         """Look at the clock. Those who were silent for too long are gone; what lasts too long is dealt with."""
         coordinator, now_ns = self._of, self._now_ns
-        heartbeat_ns = _ns(coordinator.deadlines.heartbeat)
+        heartbeat_ns = ns(coordinator.deadlines.heartbeat.total_seconds())
         held_up, self._ticked_ns = now_ns - self._ticked_ns > heartbeat_ns // 2, now_ns
         if held_up:  # nobody could be heard meanwhile
             for node in coordinator.roster:
@@ -74,7 +75,7 @@ class Patience:
         for node in coordinator.roster.silent(now_ns - heartbeat_ns):
             coordinator.lost(node, f"no sign of life for {deadlines.heartbeat.total_seconds():g} s")
         if coordinator.state is State.TRAINING:
-            for node in coordinator.roster.building(now_ns - _ns(deadlines.ready)):
+            for node in coordinator.roster.building(now_ns - ns(deadlines.ready.total_seconds())):
                 coordinator.lost(node, f"it has been building its stage for {deadlines.ready.total_seconds():g} s")
 
     def _overdue(self) -> None:
@@ -102,7 +103,7 @@ class Patience:
         coordinator, promised = self._of, self._of.plan.expected
         if promised is None or now_ns < self._begun_ns + SLOW * promised.iteration_ns:
             return
-        if now_ns < self._since_ns + _ns(coordinator.deadlines.heartbeat):
+        if now_ns < self._since_ns + ns(coordinator.deadlines.heartbeat.total_seconds()):
             return
         for node in coordinator.missing():
             if node not in self._slow and coordinator.roster[node].standing is not Standing.BUILDING:
@@ -113,7 +114,3 @@ class Patience:
     @property
     def _now_ns(self) -> int:
         return self._of.surroundings.now_ns()
-
-
-def _ns(limit: timedelta) -> int:
-    return int(limit.total_seconds() * 1e9)

@@ -17,8 +17,10 @@ from typing import Any
 
 from skippipe import __version__
 from skippipe.averaging import chunk_ns
+from skippipe.costs import ns
 from skippipe.learning import Learning
 from skippipe.plan import Plan
+from skippipe.runtime.apprentice import loan
 from skippipe.runtime.control import COORDINATOR, Alive, Broken, Control
 from skippipe.runtime.coordinator import Coordinator, Deadlines, Event, IterationReport, Keeper, Survival, Watcher
 from skippipe.runtime.durations import planned_ns
@@ -102,9 +104,7 @@ class _Desk(Watcher):
 
     def give(self, node: int, stage: int, first: int, count: int) -> None:
         assert self.cluster.keeper is not None
-        body = self.cluster.keeper.state(stage, first, count)
-        high, low = divmod(first, 2**32)
-        message = Message(Kind.CHUNK, 0, low, 1, high, body)
+        message = loan(first, self.cluster.keeper.state(stage, first, count))
         self._reach(node, lambda: self.cluster.nodes[node].restore(message))
 
     def iteration_done(self, report: IterationReport) -> None:
@@ -368,7 +368,7 @@ class VirtualCluster:
         """One way."""
         self.broken.add((sender, receiver))
         if COORDINATOR not in (sender, receiver):
-            heartbeat_ns = int(self.deadlines.heartbeat.total_seconds() * 1e9)
+            heartbeat_ns = ns(self.deadlines.heartbeat.total_seconds())
             self.after(heartbeat_ns, lambda: self._complain(sender, receiver))
 
     def mend(self, sender: int, receiver: int) -> None:
@@ -406,7 +406,7 @@ class VirtualCluster:
             if receiver in node.talks_to() and sender not in self.frozen:
                 self.say(_Place(self, sender, self.lives[sender]), Broken(receiver), COORDINATOR)
         if (sender, receiver) in self.broken:
-            heartbeat_ns = int(self.deadlines.heartbeat.total_seconds() * 1e9)
+            heartbeat_ns = ns(self.deadlines.heartbeat.total_seconds())
             self.after(heartbeat_ns, lambda: self._complain(sender, receiver))
 
     def _new_machine(self, node: int, plan: Plan) -> None:
@@ -426,7 +426,7 @@ class VirtualCluster:
 
     def _beat(self) -> None:
         """Signs of life, and the coordinator's look at the clock."""
-        interval_ns = int(self.deadlines.heartbeat.total_seconds() * 1e9) // 5
+        interval_ns = ns(self.deadlines.heartbeat.total_seconds()) // 5
         for node in list(self.lives):
             if node not in self.frozen:
                 self.say(_Place(self, node, self.lives[node]), Alive(self.nodes[node].doing), COORDINATOR)
