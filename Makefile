@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint types unit test-ray chaos bench bench-train clean
+.PHONY: demo test lint types unit test-ray test-harness chaos bench bench-train clean
 
 demo: $(READY)
 	$(BIN)/skippipe compare published20 --contention-only --budget 8 --out demo
@@ -29,6 +29,10 @@ unit: $(READY)
 test-ray: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray]'
 	$(BIN)/pytest tests/launch_ray.py
+
+test-harness: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,harness]' accelerate  # the harness's own model wants it
+	$(BIN)/pytest tests/score_harness.py
 
 chaos: $(READY)
 	$(BIN)/python -m benchmarks.fuzz

@@ -25,7 +25,7 @@ def ns(seconds: float) -> int:
 
 
 def seconds(nanoseconds: int) -> float:
-    """The nearest float; up to a hundred days `ns` gives the same whole number back."""
+    """The nearest float; up to forty-eight days `ns` gives the same whole number back."""
     return int(nanoseconds) / 1e9
 
 

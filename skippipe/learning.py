@@ -19,6 +19,8 @@ class Learning:
     """Iterations over which the rate rises from 0."""
     iterations: int = 0
     """Iterations until the cosine has brought the rate down to its floor; 0: as long as the run is."""
+    hold: float = 0.0
+    """Share of the run for which the rate stays at its highest before the cosine brings it down."""
     floor: float = 0.1
     """Share of the rate that is left in the end."""
     beta1: float = 0.9
@@ -33,6 +35,8 @@ class Learning:
     """Largest norm of the whole model's gradient; 0: not clipped."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.hold < 1:
+            raise UserError(f"learning.hold: {self.hold} must be 0 or more and below 1")
         if 0 < self.iterations <= self.warmup:
             raise UserError(
                 f"learning.warmup: {self.warmup} iterations of warm-up leave none of {self.iterations} to decay; "
@@ -45,6 +49,7 @@ class Learning:
         if iteration < self.warmup:
             return self.rate * (iteration + 1) / (self.warmup + 1)
         progress = min(1.0, (iteration - self.warmup) / (self.iterations - self.warmup))
+        progress = max(0.0, progress - self.hold) / (1 - self.hold)
         return self.rate * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
     def clipping(self, squared_norms: Iterable[float]) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from skippipe.workload import Workload
 
 FORMAT = "skippipe-plan"
 VERSION = 1
-LONGEST_NS = 100 * 86_400 * 10**9  # seconds in a file give whole nanoseconds back up to 2⁵³ of them, 104 days
+LONGEST_NS = 48 * 86_400 * 10**9  # from 2²² seconds on, not every nanosecond comes back from its double
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Plan:
                 if node in lane.path[:hop]:
                     raise UserError(f"lanes[{index}].path[{hop}]: '{names[node]}' is on this path already")
         if self.expected and self.expected.iteration_ns > LONGEST_NS:
-            raise UserError("expected: an iteration of over a hundred days cannot be promised exactly")
+            raise UserError("expected: an iteration of over forty-eight days cannot be promised exactly")
 
     @cached_property
     def stage_of(self) -> dict[int, int]:
@@ -132,6 +132,11 @@ class Plan:
     @property
     def microbatches(self) -> int:
         return sum(lane.microbatches for lane in self.lanes)
+
+    @property
+    def visited(self) -> int:
+        """Stages on a path; where paths are not equally long, on the longest."""
+        return max(len(lane.path) for lane in self.lanes)
 
     @property
     def skipped(self) -> float:

@@ -142,6 +142,8 @@ class ModelShape:
 MODELS = {
     "llama-tiny": ModelShape("llama-tiny", 12, 64, 4, 4, 16, 192, 2048),
     "llama-30m": ModelShape("llama-30m", 12, 288, 6, 6, 48, 768, 32000),
+    "llama-46m": ModelShape("llama-46m", 12, 512, 8, 8, 64, 1376, 8192),
+    "llama-300m": ModelShape("llama-300m", 24, 1024, 16, 16, 64, 2816, 8192),
     "llama-500m": ModelShape("llama-500m", 24, 1024, 16, 16, 64, 2816, 50257),
     "llama-1.5b": ModelShape("llama-1.5b", 24, 2048, 16, 16, 128, 5632, 50257),
     "llama-8b": ModelShape("llama-8b", 32, 4096, 32, 8, 128, 14336, 128256),
@@ -184,6 +186,8 @@ class Workload:
     """What a hop's message carries beside the tensor."""
     max_slots: int | None = None
     """At most this many microbatches in flight on a node, however much memory it has."""
+    early_exit: bool = False
+    """The head runs twice: also on what stage 0 alone has made of a microbatch."""
 
     def __post_init__(self) -> None:
         for name, most in (("sequence_tokens", 10**8), ("samples_per_microbatch", 10**6), ("microbatches", 10**6)):
@@ -216,8 +220,10 @@ class Workload:
     def head_flops(self, layers_of_stage_0: int) -> float:
         """Final norm, head and loss, forward and backward: one task at the data node."""
         if self.head_ratio is not None:
-            return self.head_ratio * self.forward_flops(layers_of_stage_0)
-        return (1 + self.backward_ratio) * self.samples_per_microbatch * self.model.head_flops(self.sequence_tokens)
+            once = self.head_ratio * self.forward_flops(layers_of_stage_0)
+        else:
+            once = (1 + self.backward_ratio) * self.samples_per_microbatch * self.model.head_flops(self.sequence_tokens)
+        return 2 * once if self.early_exit else once
 
     @property
     def activation_bytes(self) -> int:
@@ -275,6 +281,7 @@ class Workload:
             head_ratio=entry.number("head_ratio", at_least=0) if entry.has("head_ratio") else entry.take("head_ratio"),
             header_bytes=entry.integer("header_bytes"),
             max_slots=entry.integer("max_slots", at_least=1) if entry.has("max_slots") else entry.take("max_slots"),
+            early_exit=entry.flag("early_exit") if entry.mentions("early_exit") else False,
         )
         entry.close()
         return workload

@@ -21,8 +21,10 @@ from skippipe import rules
 from skippipe.examples import published20, published_plan
 from skippipe.learning import Learning
 from skippipe.plan import Lane, Plan, Stage
+from skippipe.recipe import Recipe
 from skippipe.runtime.coordinator import Deadlines, Event, IterationReport, State, Survival, Watcher
 from skippipe.runtime.faults import Fault, drawn, kill
+from skippipe.runtime.memory import plan_records
 from skippipe.runtime.symbols import Symbols
 from skippipe.runtime.virtual import VirtualCluster
 from skippipe.runtime.work import Measure, Step, Study, Work
@@ -107,12 +109,14 @@ class Scenario:
     """Tasks and hops take between nothing and three times what is planned."""
     drift: float
     """The plan is renewed when figures are off by this share; 0: never."""
+    recipe: Recipe = field(default_factory=Recipe)
 
     def __str__(self) -> str:
         nodes = ", ".join(str(list(stage.nodes)) for stage in self.plan.stages)
         about = f"{self.iterations} iterations on {nodes}" + ", split backward" * self.plan.split_backward
         about += f", a checkpoint every {self.kept_every}" * bool(self.kept_every) + ", uneven" * self.uneven
         about += f", a drift of {self.drift:g}" * bool(self.drift)
+        about += f", skip {self.recipe.skip}" * bool(self.recipe.phases)
         return "\n  ".join((f"seed {self.seed}: {about}", *map(str, self.faults)))
 
 
@@ -282,6 +286,7 @@ def staged(what: Scenario) -> Played:
         LEARNING,
         what.iterations,
         {node: Counting(node, what.plan) for node in what.plan.stage_of},
+        recipe=what.recipe,
         disturb=disturb if what.uneven else lambda duration_ns: duration_ns,
         faults=what.faults,
         survival=Survival(what.lost_stage, what.drift, planning=timedelta(0)),  # type: ignore[arg-type]
@@ -327,14 +332,13 @@ def check(played: Played) -> None:
 def plans_of(journal: Sequence[Mapping[str, Any]]) -> list[Plan]:
     """Of every iteration: the last that was noted before it was committed."""
     found: list[Plan] = []
-    noted: Any = None
-    plan: Plan | None = None
-    for record in journal:
-        if "plan" in record:
-            noted, plan = record["plan"], None
-        elif "commit" in record:
-            plan = plan or Plan.from_json(noted)
-            found.append(plan)
+    known: dict[int, Plan] = {}
+    for number, record in enumerate(journal):
+        if "commit" in record:
+            noted = plan_records(journal[:number])[-1]
+            if id(noted) not in known:
+                known[id(noted)] = Plan.from_json(noted["plan"])
+            found.append(known[id(noted)])
     return found
 
 

@@ -80,10 +80,11 @@ def costs(plan: Json) -> Costs:
         forward, stage_0_forward = (stages[s]["layers"] * layer_forward for s in (stage, 0))
         slots = max(0, (node["memory_bytes"] - fixed_bytes[stage]) // held_bytes[stage])
         head = (1 + work["backward_ratio"]) * n * (2 * t * d * v)
+        head = head if work["head_ratio"] is None else work["head_ratio"] * stage_0_forward
         operations = {
             "forward": forward,
             "backward": work["backward_ratio"] * forward,
-            "head": head if work["head_ratio"] is None else work["head_ratio"] * stage_0_forward,
+            "head": 2 * head if work.get("early_exit", False) else head,
             "optimizer": 250 * parameters[stage],
         }
         times = {

@@ -19,6 +19,7 @@ from skippipe.model.stage import layer_ranges
 from skippipe.model.tasks import StageTasks
 from skippipe.model.weights import FlatWeights
 from skippipe.plan import Lane, Plan, Stage
+from skippipe.recipe import Recipe
 from skippipe.runtime.coordinator import State
 from skippipe.runtime.ring import GradientRing
 from skippipe.runtime.tensors import Tensors
@@ -66,7 +67,9 @@ def sampler_of(plan: Plan) -> Sampler:
     return Sampler(TEXT, SEQUENCE, 3, plan.microbatches, SAMPLES)
 
 
-def tensors_of(plan: Plan, blueprint: Blueprint, learning: Learning = LEARNING) -> dict[int, Tensors]:
+def tensors_of(
+    plan: Plan, blueprint: Blueprint, learning: Learning = LEARNING, recipe: Recipe | None = None
+) -> dict[int, Tensors]:
     ranges = layer_ranges(tuple(stage.layers for stage in plan.stages))
     work = plan.workload
     return {
@@ -85,24 +88,32 @@ def tensors_of(plan: Plan, blueprint: Blueprint, learning: Learning = LEARNING) 
                 split_backward=plan.split_backward,
             ),
             sampler_of(plan) if stage == 0 else None,
+            recipe=recipe,
         )
         for node, stage in plan.stage_of.items()
     }
 
 
 def trained(
-    plan: Plan, blueprint: Blueprint, learning: Learning = LEARNING
+    plan: Plan, blueprint: Blueprint, learning: Learning = LEARNING, recipe: Recipe | None = None, *others: Plan
 ) -> tuple[VirtualCluster, dict[int, Tensors], OneProcess, list[float]]:
-    """Many nodes under disturbed time; one process; and the losses of the latter."""
+    """Many nodes under disturbed time; one process; and the losses of the latter. The recipe also takes other plans."""
     random = np.random.default_rng(1)
-    computers = tensors_of(plan, blueprint, learning)
+    recipe, plans = recipe or Recipe(), {other.visited: other for other in others}
+    computers = tensors_of(plan, blueprint, learning, recipe)
     before = {node: computer.tasks.weights.values.clone() for node, computer in computers.items()}
     cluster = VirtualCluster(
-        plan, learning, ITERATIONS, computers=computers, disturb=lambda ns: int(ns * random.uniform(0.2, 2))
+        plan,
+        learning,
+        ITERATIONS,
+        computers=computers,
+        recipe=recipe,
+        plans=plans,
+        disturb=lambda ns: int(ns * random.uniform(0.2, 2)),
     )
     cluster.run()
     assert cluster.coordinator.state is State.DONE, cluster.coordinator.failure
-    oracle = OneProcess(plan, blueprint, learning, sampler_of(plan))
+    oracle = OneProcess(plan, blueprint, learning, sampler_of(plan), recipe=recipe, plans=plans, iterations=ITERATIONS)
     done = [oracle.iteration(number) for number in range(ITERATIONS)]
     visited = {stage for lane in plan.lanes for stage in plan.visits(lane)}
     for node, stage in plan.stage_of.items():
@@ -120,8 +131,10 @@ def assert_replicas_alike(plan: Plan, computers: dict[int, Tensors]) -> None:
             assert torch.equal(computers[stage.nodes[0]].tasks.weights.values, computers[node].tasks.weights.values)
 
 
-def assert_exact(plan: Plan, blueprint: Blueprint, learning: Learning = LEARNING) -> VirtualCluster:
-    cluster, computers, oracle, losses = trained(plan, blueprint, learning)
+def assert_exact(
+    plan: Plan, blueprint: Blueprint, learning: Learning = LEARNING, recipe: Recipe | None = None, *others: Plan
+) -> VirtualCluster:
+    cluster, computers, oracle, losses = trained(plan, blueprint, learning, recipe, *others)
     assert [report.loss for report in cluster.reports] == pytest.approx(losses, rel=1e-4)
     assert_replicas_alike(plan, computers)
     expected = oracle.weights()

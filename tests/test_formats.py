@@ -33,7 +33,7 @@ LATENCIES_S = [0, 0, 1e-9, 2.5e-9, 1e-6, 3e-5, 0.0123]
 BANDWIDTHS = [1e9, 1e9, 2e9, 8e9, 1e6, 3e8, 12345.678, 1024.0**3, 0]
 WILD_LATENCIES_S = [*LATENCIES_S, 1e9]  # beyond the caps
 WILD_BANDWIDTHS = [*BANDWIDTHS, 1e-4, 1e-300]
-HUNDRED_DAYS_S = 100 * 86400
+LONGEST_S = 48 * 86400
 
 
 @st.composite
@@ -65,6 +65,8 @@ def workloads(draw: DrawFn, layers: int) -> Json:
         "header_bytes": draw(st.sampled_from([0, 1, 64])),
         "max_slots": draw(st.sampled_from([None, None, 1, 2])),
     }
+    early = draw(st.sampled_from([None, False, True]))
+    workload |= {} if early is None else {"early_exit": early}
     share = draw(st.sampled_from([None, 0.5, 0.25, 0.9, 1e-300, 0.9999999999999999]))  # the last two: max(1, …)
     return workload if share is None else workload | {"weight_share": share}
 
@@ -171,7 +173,7 @@ def oracle_times(plan: Json, timing: Timing) -> Json | None:
 def promise(plan: Json, timing: Timing) -> Json | None:
     """None also where seconds do not give back the nanoseconds."""
     times = oracle_times(plan, timing)
-    exact = times and all(holder[key] < HUNDRED_DAYS_S for holder, key in numbers_in(times))
+    exact = times and all(holder[key] < LONGEST_S for holder, key in numbers_in(times))
     return times if exact else None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from skippipe.check import check
 from skippipe.errors import UserError
 from skippipe.jsonfile import json_text
 from skippipe.learning import Learning
@@ -17,8 +18,11 @@ from skippipe.model.blueprint import Blueprint
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.strategies import Request
 from skippipe.presets import preset
-from skippipe.training.assembly import Assembly, assemble
+from skippipe.recipe import Recipe
+from skippipe.runtime.coordinator import IterationReport, Watcher
+from skippipe.training.assembly import Assembly, assemble, by_length
 from skippipe.training.brief import Brief
+from skippipe.training.engines import one_process, virtual
 from skippipe.training.job import Job, load_job
 from skippipe.training.tomlfile import example, field_texts, from_table
 from skippipe.workload import Workload
@@ -60,7 +64,7 @@ def complaint_about(folder: Path, text: str) -> str:
         ("[learning]\nrate = 'high'", "learning.rate: expected a number, found 'high'"),
         ("[learning]\nrate = true", "learning.rate: expected a number, found True"),
         ("[compute]\ncompiled = 1", "compute.compiled: expected true or false, found 1"),
-        ("[data]\ntexts = [1, 2]", "data.texts: expected a list of texts, found [1, 2]"),
+        ("[data]\ntexts = [1, 2]", "data.texts[0]: expected a text in quotes, found 1"),
         ("model = 'llama-tiny'", "model: expected a table, written [model]"),
         ("[[model]]\nconfig = 'x'", "model: expected a table, written [model]"),
         ("[averaging]\nengine = 'gloo'", "averaging.engine: 'gloo' is none of ring, torch"),
@@ -136,8 +140,9 @@ def test_the_example_is_the_default_job_with_every_field_explained() -> None:
         assert field.name in said
         inner = getattr(Job(), field.name)
         if isinstance(said[field.name], dict):
-            assert set(said[field.name]) == {each.name for each in fields(inner)}
-            assert field_texts(type(inner)).keys() == said[field.name].keys(), f"[{field.name}] has unexplained fields"
+            names = {each.name for each in fields(inner)}
+            assert set(said[field.name]) == {name for name in names if getattr(inner, name) is not None}
+            assert field_texts(type(inner)).keys() == names, f"[{field.name}] has unexplained fields"
     assert field_texts(Job).keys() == said.keys()
     assert max(len(line) for line in text.splitlines()) <= 100
 
@@ -199,6 +204,15 @@ def complaint_of(folder: Path, text: str = "", **pipeline: Any) -> str:
         ("[pipeline]\nskip = 'some'", "skip: 'some' is not a share"),
         ("[pipeline]\nlayers = '1,1'", "layers 1,1"),
         ("[batch]\nmicrobatches = 1", "CC3"),
+        (
+            "iterations = 9\n[recipe]\nskip = '2/3 until 50%, 0'",
+            "recipe.skip: '2/3 until 50%, 0' leaves 1 of 3 stages in 5 iterations; a path has at least 2: skip 1/3 at ",
+        ),
+        (
+            "[batch]\nmicrobatches = 3\n[recipe]\nskip = '0 until 90%, 1/3'",
+            "recipe.skip: paths through 2 of 3 stages: 3 microbatches over 1 of 2 stages cannot visit each equally "
+            "often (CC3): use a multiple of 2, such as 2 or 4",
+        ),
         ("[emulation]\nenabled = true\nlike = 'gpt-9'", "model 'gpt-9'"),
         ("[report]\nprometheus = 99999", "report.prometheus"),
     ],
@@ -271,6 +285,85 @@ def test_a_job_becomes_a_brief(folder: Path) -> None:
     assert brief.blueprint().shape == made.blueprint.shape
 
 
+# Paths that change their length
+
+BY_TURNS = """
+iterations = 5
+[recipe]
+skip = "2 x 1/3 + 0"
+residual = "scaled"
+gradients = "all"
+early_exit = 0.2
+[compute]
+dtype = "fp32"
+[transport]
+wire = "fp32"
+"""
+
+
+def test_a_recipe_becomes_plans_on_the_same_stages(folder: Path) -> None:
+    made = assembled(folder, BY_TURNS, max_slots=2)
+    assert made.lengths == {2: 4, 3: 1}
+    assert sorted(made.plans) == [2, 3]
+    assert made.plan is made.plans[2], "which most iterations have"
+    for length, plan in made.plans.items():
+        assert plan.stages == made.plan.stages
+        assert plan.workload == made.plan.workload
+        assert plan.workload.early_exit
+        assert {len(lane.path) for lane in plan.lanes} == {length}
+        assert check(plan) == []
+    assert made.brief.recipe == made.run.brief.recipe == made.job.recipe
+    assert made.run.plans == made.plans
+    for name in ("plan.json", "plan-3.json"):
+        (Path(made.job.output) / name).unlink(missing_ok=True)
+    made.save_plans()
+    assert Plan.load(Path(made.job.output) / "plan.json") == made.plans[2]
+    kept = Plan.load(Path(made.job.output) / "plan-3.json")
+    assert kept == made.plans[3]
+    other = replace(kept, lanes=kept.lanes[::-1], expected=None)
+    other.save(Path(made.job.output) / "plan-3.json")
+    read = by_length(made.job, made.plan, (2, 3), QUICK, resumed=True)
+    assert read == {2: made.plan, 3: other}, "a resumed run keeps what it had"
+    replace(other, workload=replace(other.workload, max_slots=1)).save(Path(made.job.output) / "plan-3.json")
+    assert by_length(made.job, made.plan, (2, 3), QUICK, resumed=True)[3].workload == made.plan.workload
+
+
+def test_microbatches_suit_every_length(folder: Path) -> None:
+    """Three stages: two microbatches, or any number, visit each of the others equally often."""
+    whole = assembled(folder, "[recipe]\nskip = '0 until 90%, 1/3'")
+    assert whole.plan.visited == 3
+    assert whole.plan.microbatches % 2 == 0
+    same = assembled(folder, plan=saved_plan(folder, whole.plan))
+    assert same.plans == {3: same.plan}
+    other = assembled(folder, "[recipe]\nskip = '1/3'", plan=saved_plan(folder, whole.plan))
+    assert sorted(other.plans) == [2], "the stages of a plan file, and paths as the recipe has them"
+    assert other.plan.stages == whole.plan.stages
+
+
+def saved_plan(folder: Path, plan: Plan) -> str:
+    plan.save(folder / "given.json")
+    return str(folder / "given.json")
+
+
+class Losses(Watcher):
+    def __init__(self) -> None:
+        self.found: list[tuple[float, tuple[int, ...]]] = []
+
+    def iteration_done(self, report: IterationReport) -> None:
+        self.found.append((report.loss, report.visits))
+
+
+def test_nodes_follow_the_recipe_of_a_job(folder: Path) -> None:
+    made = assembled(folder, BY_TURNS + "[checkpoint]\nevery = 0")
+    nodes, oracle = Losses(), Losses()
+    virtual(made, nodes, lambda: False)
+    one_process(made, oracle, lambda: False)
+    assert [loss for loss, _ in nodes.found] == pytest.approx([loss for loss, _ in oracle.found], rel=1e-4)
+    assert len({loss for loss, _ in oracle.found}) == 5
+    planned = [tuple(made.plans[length].exposure) for length in (2, 2, 3, 2, 2)]
+    assert [visits for _, visits in nodes.found] == planned
+
+
 # Briefs on the wire
 
 
@@ -292,6 +385,7 @@ def test_a_brief_there_and_back(family: str) -> None:
         averaging="torch",
         emulated=True,
         rendezvous="127.0.0.1:5",
+        recipe=Recipe("1/3 until 90%, 0", residual="scaled", early_exit=0.1),
     )
     for each in (brief, replace(brief, rendezvous=None)):
         text = json.dumps(each.to_json(), allow_nan=False)
@@ -306,7 +400,14 @@ def test_a_brief_that_is_none(folder: Path) -> None:
     for name in good:
         with pytest.raises(UserError, match=name):
             Brief.from_json({key: value for key, value in good.items() if key != name})
-    for name, value in (("config", 3), ("seed", -1), ("averaging", "gossip"), ("threads", 0), ("learning", {"x": 1})):
+    for name, value in (
+        ("config", 3),
+        ("seed", -1),
+        ("averaging", "gossip"),
+        ("threads", 0),
+        ("learning", {"x": 1}),
+        ("recipe", {"skip": 1}),
+    ):
         with pytest.raises(UserError, match=name):
             Brief.from_json({**good, name: value})
     with pytest.raises(UserError, match="nonsense"):

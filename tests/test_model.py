@@ -37,13 +37,24 @@ def tasks_of(blueprint: Blueprint, **options: Any) -> list[StageTasks]:
     ]
 
 
-def train_once(tasks: list[StageTasks], path: tuple[int, ...] = (0, 1, 2), split: bool = False) -> float:
-    """One microbatch there and back over the stages of a path."""
+def train_once(
+    tasks: list[StageTasks],
+    path: tuple[int, ...] = (0, 1, 2),
+    split: bool = False,
+    drive: float = 1.0,
+    early: float = 0.0,
+    again: bool = False,
+) -> float:
+    """One microbatch there and back over the stages of a path; `again`: stage 0 has lost it when its head comes."""
     key = (0, 0)
     hidden = tasks[path[0]].begin(key, TOKENS)
     for stage in path[1:]:
-        hidden = tasks[stage].forward(key, hidden)
-    loss, gradient = tasks[0].head(hidden, LABELS)
+        hidden = tasks[stage].forward(key, hidden, drive)
+    if again:
+        tasks[0].drop(key)
+    loss, gradient = tasks[0].head(key, hidden, LABELS, early=early)
+    if again:
+        tasks[0].begin(key, TOKENS)
     for stage in reversed(path):
         back = tasks[stage].backward(key, gradient)
         assert (back is None) == (stage == 0)
@@ -84,6 +95,45 @@ def test_gradients_are_those_of_the_whole_model(family: str, option: str) -> Non
     found = {name: each.grad for stage in tasks for name, each in stage.model.named_weights()}
     for name, each in model.named_parameters():
         torch.testing.assert_close(found[name], each.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("drive", [1.0, 2.5])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(("family", "option"), [("llama", "plain"), ("llama-tied", "split_backward")])
+def test_driven_stages_and_an_early_exit_have_the_gradients_of_one_graph(
+    family: str, option: str, again: bool, drive: float
+) -> None:
+    """Also where the head comes to a node that has yet to do the forward pass, in place of one that was lost."""
+    blueprint = Blueprint(tiny(family), seed=3)
+    options = {} if option == "plain" else {option: True}
+    tasks, stages = tasks_of(blueprint, **options), stages_of(blueprint)
+    loss = train_once(tasks, (0, 2), split=option == "split_backward", drive=drive, early=0.4, again=again)
+    alone = stages[0](stages[0].embed(TOKENS))
+    final = stages[0].loss(alone + drive * (stages[2](alone) - alone), LABELS)
+    torch.autograd.backward(final + 0.4 * stages[0].loss(alone, LABELS))
+    assert math.isclose(loss, float(final.detach()), rel_tol=1e-6), "the loss of the whole path is what is told"
+    found = {name: each.grad for stage in (0, 2) for name, each in tasks[stage].model.named_weights()}
+    for name, each in (pair for stage in (0, 2) for pair in stages[stage].named_weights()):
+        torch.testing.assert_close(found[name], each.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_an_early_exit_of_a_microbatch_that_came_before_adds_nothing() -> None:
+    tasks = tasks_of(Blueprint(tiny("llama"), seed=3))[0]
+    hidden = tasks.begin((0, 0), TOKENS)
+    tasks.head((0, 0), hidden, LABELS, early=0.4, counts=False)
+    assert not tasks.weights.gradient.any()
+    assert tasks.held[0, 0].early is not None, "its backward pass may count all the same"
+
+
+def test_driven_stages_and_an_early_exit_in_bf16() -> None:
+    blueprint = Blueprint(tiny("llama"), seed=3)
+    exact, coarse = tasks_of(blueprint), tasks_of(blueprint, compute_dtype="bf16")
+    for tasks in (exact, coarse):
+        train_once(tasks, (0, 2), drive=2.0, early=0.5)
+    for stage in (0, 2):
+        ours, theirs = (tasks[stage].weights.gradient for tasks in (coarse, exact))
+        assert float(functional.cosine_similarity(ours, theirs, 0)) > 0.99
+        assert float(ours.norm() / theirs.norm()) == pytest.approx(1, rel=0.05)
 
 
 def test_the_balancing_loss_of_one_layer_is_that_of_transformers() -> None:

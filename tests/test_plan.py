@@ -159,7 +159,7 @@ MALFORMED = {
     "node without a stage": (edit("stages.1.nodes", ["iowa-1"]), "stages[1].ring"),
     "short path": (edit("lanes.3.path", ["iowa-0"]), "lanes[3].path: a path visits at least 2 nodes"),
     "node twice": (edit("lanes.3.path.2", "iowa-0"), "lanes[3].path[2]: 'iowa-0' is on this path already"),
-    "promise of years": (edit("expected.iteration_s", 1e8), "expected: an iteration of over a hundred days"),
+    "promise of years": (edit("expected.iteration_s", 1e8), "expected: an iteration of over forty-eight days"),
     "no lanes": (edit("lanes", []), "lanes: the list is empty"),
     "no microbatches": (edit("lanes.1.microbatches", 0), "lanes[1].microbatches: 0 must be 1 or more"),
     "two stages for a node": (edit("stages.1.nodes.0", "belgium-0"), "'belgium-0' already holds stage 0"),

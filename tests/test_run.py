@@ -201,7 +201,7 @@ def alive(pid: int) -> bool:
     """A zombie whose new parent has not looked yet is as good as gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or before it was read
         return False
 
 

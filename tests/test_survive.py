@@ -104,10 +104,10 @@ def test_one_that_is_killed_while_it_learns_learns_again(play: Play) -> None:
     assert len(outcome.said("able", 8)) == 1
 
 
-def test_a_frozen_node_starts_over_and_a_cut_link_is_done_without(play: Play) -> None:
+def test_a_cut_link_is_done_without_and_a_frozen_node_starts_over(play: Play) -> None:
     outcome = play(
-        freeze(node=8).at(iteration=1, during="forward").back_after(1.5),
-        cut(0, 4).at(iteration=8, during="forward").back_after(30),
+        cut(0, 4).at(iteration=1, during="forward").back_after(30),  # while the plan is the one that uses it
+        freeze(node=8).at(iteration=8, during="forward").back_after(1.5),
         iterations=24,
     )
     assert_struck(outcome)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import skippipe
-from skippipe.cli import planning, reading, training
+from skippipe.cli import growing, planning, reading, scoring, study, training
 
 app = typer.Typer(
     name="skippipe",
@@ -42,6 +42,9 @@ app.command("sweep")(planning.sweep)
 app.command("show")(reading.show)
 app.command("job")(training.job)
 app.command("train")(training.train)
+app.command("grow")(growing.grow)
 app.command("export")(training.export)
+app.command("score")(scoring.score)
 app.command("node")(training.node)
 app.command("keys")(training.keys)
+app.add_typer(study.commands, name="study")

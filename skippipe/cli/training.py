@@ -127,7 +127,7 @@ def run_job(
         assembly = _assembled(wanted, stopped, nodes_here, resumed, drills)
         if stopped:
             raise KeyboardInterrupt
-        assembly.plan.save(Path(wanted.output) / "plan.json")
+        assembly.save_plans()
         _announce(assembly)
         with _watching(assembly) as watcher:
             engine(assembly, watcher, lambda: bool(stopped))
@@ -272,6 +272,8 @@ def _assembled(wanted: Job, stopped: list[bool], nodes_here: bool, resumed: bool
 
 
 def _announce(assembly: Assembly) -> None:
+    from skippipe.training.timetable import in_words, timetable
+
     plan, expected = assembly.plan, assembly.plan.expected
     parameters = plan.workload.model.parameters
     promise = f", {expected.iteration_s:.2f} s an iteration promised" if expected else ""
@@ -279,6 +281,8 @@ def _announce(assembly: Assembly) -> None:
         f"{plan.workload.model.name} with {parameters / 1e6:.1f}M weights on {len(plan.stage_of)} nodes of "
         f"'{plan.cluster.name}': {len(plan.stages)} stages, {plan.skipped:.0%} skipped{promise}"
     )
+    if assembly.job.recipe.phases:
+        print(in_words(timetable(assembly.lengths, assembly.plans), len(plan.stages)))
 
 
 def _sum_up(metrics: Path) -> None:
@@ -288,7 +292,8 @@ def _sum_up(metrics: Path) -> None:
     if not rows:
         return
     typical_s = median(row["seconds"] for row in (rows[1:] or rows))  # the first one warms up
-    promise = f", {rows[0]['promised_s']:.2f} s promised" if "promised_s" in rows[0] else ""
+    promised = [row["promised_s"] for row in rows if "promised_s" in row]
+    promise = f", {median(promised):.2f} s promised" if promised else ""
     print(
         f"loss {rows[0]['loss']:.3f} to {rows[-1]['loss']:.3f} in {len(rows)} iterations; "
         f"{typical_s:.2f} s an iteration (median){promise}"
@@ -318,7 +323,7 @@ def _watching(assembly: Assembly) -> Iterator[Watcher]:
         watchers: list[Watcher] = [
             MetricsFile(folder / "metrics.jsonl", figures, resumed=assembly.resumed),
             EventsFile(folder / "events.jsonl", resumed=assembly.resumed),
-            Traces(folder / "traces", assembly.plan),
+            Traces(folder / "traces"),
         ]
         if asked.tensorboard:
             watchers.append(TensorBoard(folder / "tensorboard", figures))

@@ -20,7 +20,7 @@ class StageModel(nn.Module):
         super().__init__()
         self.numbers = layers
         self.recompute = recompute
-        self._blueprint = blueprint
+        self.blueprint = blueprint
         self._kinds = [blueprint.mask_kind(index) for index in layers]
         self.layers = nn.ModuleList(blueprint.layer(index) for index in layers)
         self.rotary = blueprint.rotary()
@@ -69,11 +69,11 @@ class StageModel(nn.Module):
         for each in scores:
             share = each.float().softmax(-1)
             experts = share.shape[-1]
-            chosen = share.topk(self._blueprint.experts_active, -1).indices
+            chosen = share.topk(self.blueprint.experts_active, -1).indices
             used = functional.one_hot(chosen, experts).sum(-2).float().mean(0)
             total = total + experts * (used * share.mean(0)).sum()
-        everywhere = self._blueprint.routers(range(self._blueprint.layers))
-        return self._blueprint.balance_weight * total / everywhere
+        everywhere = self.blueprint.routers(range(self.blueprint.layers))
+        return self.blueprint.balance_weight * total / everywhere
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Under the names that they have in the whole model."""
@@ -83,7 +83,7 @@ class StageModel(nn.Module):
             yield from ((f"model.layers.{number}.{name}", each) for name, each in layer.named_parameters())
         if self.norm is not None and self.head is not None:
             yield from ((f"model.norm.{name}", each) for name, each in self.norm.named_parameters())
-            if not self._blueprint.tied:
+            if not self.blueprint.tied:
                 yield from ((f"lm_head.{name}", each) for name, each in self.head.named_parameters())
 
     def _surroundings(self, hidden: Tensor) -> tuple[Tensor, Any, dict[str, Tensor | None]]:
@@ -92,13 +92,14 @@ class StageModel(nn.Module):
         if key not in self._around:
             with torch.no_grad():
                 positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
-                masks = {kind: self._blueprint.mask(kind, hidden, positions) for kind in dict.fromkeys(self._kinds)}
+                one = hidden[:1]  # masks are the same for every sample, however many there are
+                masks = {kind: self.blueprint.mask(kind, one, positions) for kind in dict.fromkeys(self._kinds)}
                 self._around[key] = positions, self.rotary(hidden, positions), masks
         return self._around[key]
 
     def _watch_routers(self) -> None:
-        found = self._blueprint.router
-        if found is None or self._blueprint.balance_weight == 0:
+        found = self.blueprint.router
+        if found is None or self.blueprint.balance_weight == 0:
             return
         kind, index = found
 

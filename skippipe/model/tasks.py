@@ -4,6 +4,9 @@
 over the microbatches that came. A microbatch that comes again after a failure, because a node further on needs it,
 may not count: then its input gradient is as before and nothing is added. With bf16, what flows between layers is bf16
 and so are the products, under autocast; weights, gradients and norms stay fp32.
+
+A stage may be driven: what it adds to a microbatch counts several times. And the head may also look at what stage 0
+alone has made of one (early exit), which then learns from that loss too.
 """
 
 from __future__ import annotations
@@ -30,6 +33,16 @@ class Held(NamedTuple):
     given: Tensor
     made: Tensor
     balance: Tensor | None
+    early: Tensor | None = None
+    """The gradient of what was made, by the loss of an early exit."""
+
+
+class Exit(NamedTuple):
+    """What the loss of an early exit takes, beside what stage 0 has made."""
+
+    labels: Tensor
+    weight: float
+    counts: bool
 
 
 class StageTasks:
@@ -51,6 +64,7 @@ class StageTasks:
         self.device = device
         self.held: dict[Key, Held] = {}
         self.put_off: dict[Key, Later] = {}
+        self._exits: dict[Key, Exit] = {}
         self._later: Later = []
         self._low_precision = compute_dtype == "bf16"
         if split_backward:
@@ -63,24 +77,34 @@ class StageTasks:
     def begin(self, key: Key, tokens: Tensor) -> Tensor:
         """The forward pass at the data node. Like any other, it takes the place of an earlier one of the microbatch."""
         with self._autocast():
-            return self._keep(key, self.model.embed(tokens))
+            made = self._keep(key, self.model.embed(tokens))
+        self._exit_early(key)
+        return made
 
-    def forward(self, key: Key, hidden: Tensor) -> Tensor:
-        return self._keep(key, hidden.detach().requires_grad_())
+    def forward(self, key: Key, hidden: Tensor, drive: float = 1.0) -> Tensor:
+        """What the stage adds to what came in is multiplied by `drive`."""
+        return self._keep(key, hidden.detach().requires_grad_(), drive)
 
-    def head(self, hidden: Tensor, labels: Tensor, *, counts: bool = True) -> tuple[Tensor, Tensor]:
-        """The loss, and its gradient with respect to what came in."""
-        given = hidden.detach().requires_grad_()
-        with self._autocast():
-            loss = self._loss(given, labels)
-        back = _back_to(given, [loss], None, counts)
-        assert back is not None
-        return loss.detach(), back
+    def head(
+        self, key: Key, hidden: Tensor, labels: Tensor, *, early: float = 0.0, counts: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """The loss, and its gradient with respect to what came in.
+
+        `early` is the weight of a second loss, of what this stage alone has made of the microbatch. Its gradient joins
+        the other one at the backward pass.
+        """
+        loss, back = self._headed(hidden, labels, 1.0, counts)
+        if early:
+            self._exits[key] = Exit(labels, early, counts)
+            self._exit_early(key)
+        return loss, back
 
     def backward(self, key: Key, gradient: Tensor, *, counts: bool = True) -> Tensor | None:
         """The gradient for the node before; None at the data node, where the microbatch began."""
         held = self.held.pop(key)
         counts = counts and key not in self.put_off  # or it came before, and counts when what was put off is added
+        if held.early is not None:
+            gradient = gradient + held.early
         roots, gradients = [held.made], [gradient.to(held.made.dtype)]
         if held.balance is not None:
             roots.append(held.balance)
@@ -104,19 +128,40 @@ class StageTasks:
         """Forget a microbatch, if it is here."""
         self.held.pop(key, None)
         self.put_off.pop(key, None)
+        self._exits.pop(key, None)
 
     def forget(self) -> None:
         """Drop whatever is in flight."""
         self.held.clear()
         self.put_off.clear()
+        self._exits.clear()
         self._later.clear()
 
-    def _keep(self, key: Key, given: Tensor) -> Tensor:
+    def _keep(self, key: Key, given: Tensor, drive: float = 1.0) -> Tensor:
         self.held.pop(key, None)  # before the new one takes its memory; what was put off is due all the same
         with self._autocast():
-            made: Tensor = self.model(given.to(torch.bfloat16) if self._low_precision else given)
+            flows = given.to(torch.bfloat16) if self._low_precision else given
+            made: Tensor = self.model(flows)
+            if drive != 1.0:
+                made = torch.lerp(flows, made, drive)
             self.held[key] = Held(given, made, self.model.balance())
         return made.detach()
+
+    def _headed(self, hidden: Tensor, labels: Tensor, weight: float, counts: bool) -> tuple[Tensor, Tensor]:
+        given = hidden.detach().requires_grad_()
+        with self._autocast():
+            loss = self._loss(given, labels)
+        back = _back_to(given, [loss], [torch.full_like(loss, weight)], counts)
+        assert back is not None
+        return loss.detach(), back
+
+    def _exit_early(self, key: Key) -> None:
+        """As soon as both are here: what stage 0 has made, and the labels. An heir may run the head first."""
+        if key not in self.held or key not in self._exits:
+            return
+        held, (labels, weight, counts) = self.held[key], self._exits.pop(key)
+        _, back = self._headed(held.made.float(), labels, weight, counts)
+        self.held[key] = held._replace(early=back)
 
     def _compile(self) -> None:
         """Layer by layer: they are alike, so one is compiled and all use it. The head with the loss is another."""
@@ -129,7 +174,7 @@ class StageTasks:
         return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self._low_precision)
 
 
-def _back_to(given: Tensor, roots: list[Tensor], gradients: list[Tensor] | None, counts: bool) -> Tensor | None:
+def _back_to(given: Tensor, roots: list[Tensor], gradients: list[Tensor], counts: bool) -> Tensor | None:
     """The gradient of what was given, None if that comes out of the embedding; if it counts, the weights' are added."""
     if counts:
         torch.autograd.backward(roots, gradients)

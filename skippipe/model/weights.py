@@ -88,6 +88,15 @@ class FlatWeights:
                 "exp_avg_sq": self.square[cut],
             }
 
+    def begin_again(self, learning: Learning) -> None:
+        """As if no step had been taken."""
+        self.learning = learning
+        for each in (self.gradient, self.mean, self.square):
+            each.zero_()
+        self.steps = 0
+        for group, decay in zip(self._adam.param_groups, (learning.weight_decay, 0.0), strict=True):
+            group.update(betas=(learning.beta1, learning.beta2), eps=learning.epsilon, weight_decay=decay)
+
     def squared_norm(self, visits: int = 1, summed: Tensor | None = None) -> float:
         """Of the mean over the visits: of what was added up here, or of what was `summed` over the stage."""
         whole = self.gradient if summed is None else summed

@@ -219,7 +219,7 @@ class _Planning:
             raise Infeasible(f"no plan was found that keeps every rule; the best one breaks {broken[0]}")
         candidates = [plan] if at_work == best.placement else [plan, self._as_plan(best, at_work)]
         promised = [each.promising(simulate(each, problem.timing)) for each in candidates if not check(each)]
-        return min(promised, key=lambda each: (_iteration_ns(each), len(each.stage_of)))
+        return min(promised, key=lambda each: (iteration_ns(each), len(each.stage_of)))
 
     def _as_plan(self, best: _Best, members: Placement) -> Plan:
         problem = self.problem
@@ -235,7 +235,7 @@ class _Planning:
         )
 
 
-def _iteration_ns(plan: Plan) -> int:
+def iteration_ns(plan: Plan) -> int:
     assert plan.expected is not None
     return plan.expected.iteration_ns
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import lcm
 from pathlib import Path
 
 from skippipe.cluster import Cluster
@@ -24,6 +25,8 @@ class Wishes:
     visit: int | None = None
     """Stages on a path; or `skip`, the share to leave out: 0.33, 33%, 1/3."""
     skip: str | None = None
+    also: tuple[int, ...] = ()
+    """Other numbers of stages on a path that the same microbatches must do for."""
     sizes: str | None = None
     """Nodes of each stage, as in 5,3,3,3,3,3."""
     layers: str | None = None
@@ -50,8 +53,7 @@ def problem_of(cluster: Cluster, workload: Workload, wishes: Wishes, example: Ex
     """What the example uses, or what is usual, with what was said on top."""
     given_sizes = _numbers(wishes.sizes, "sizes")
     given_layers = _numbers(wishes.layers, "layers")
-    usual = example.stages if example else _usual_stages(cluster)
-    count = wishes.stages if wishes.stages is not None else len(given_sizes) or len(given_layers) or usual
+    count = stages_of(cluster, wishes, example)
     as_example = example is not None and count == example.stages
     visited = _visited(count, wishes.visit, wishes.skip, example.visited if example and as_example else None)
     if not given_sizes and example and as_example and visited == example.visited:
@@ -59,7 +61,7 @@ def problem_of(cluster: Cluster, workload: Workload, wishes: Wishes, example: Ex
     microbatches = wishes.microbatches
     if microbatches is None and not (example and as_example):
         data_nodes = (given_sizes or stage_sizes(len(cluster), count, visited))[0] if 2 <= count <= len(cluster) else 1
-        unit = lane_unit(count, visited)
+        unit = lcm(*(lane_unit(count, each) for each in {visited, *wishes.also}))
         microbatches = -(-6 * data_nodes // unit) * unit
     if microbatches is not None:
         workload = replace(workload, microbatches=microbatches)
@@ -76,8 +78,13 @@ def problem_of(cluster: Cluster, workload: Workload, wishes: Wishes, example: Ex
     )
 
 
-def _usual_stages(cluster: Cluster) -> int:
-    return 6 if len(cluster) >= 12 else min(4, len(cluster))
+def stages_of(cluster: Cluster, wishes: Wishes, example: Example | None = None) -> int:
+    """How many there are to be."""
+    if wishes.stages is not None:
+        return wishes.stages
+    said = len(_numbers(wishes.sizes, "sizes")) or len(_numbers(wishes.layers, "layers"))
+    usual = 6 if len(cluster) >= 12 else min(4, len(cluster))
+    return said or (example.stages if example else usual)
 
 
 def _visited(stages: int, visit: int | None, skip: str | None, of_example: int | None) -> int:

@@ -54,7 +54,17 @@ def build_tensors(
         split_backward=plan.split_backward,
         compiled=brief.compiled,
     )
-    return Tensors(stage, plan.layers, plan.workload, blueprint, tasks, sampler, packing=packing, reduce=reduce)
+    return Tensors(
+        stage,
+        plan.layers,
+        plan.workload,
+        blueprint,
+        tasks,
+        sampler,
+        recipe=brief.recipe,
+        packing=packing,
+        reduce=reduce,
+    )
 
 
 def check_device(device: str) -> None:

@@ -12,12 +12,13 @@ repeat at most one iteration.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from skippipe import __version__
 from skippipe.learning import Learning
 from skippipe.plan import Plan
+from skippipe.recipe import Recipe
 from skippipe.runtime.apprentice import origin_to_json
 from skippipe.runtime.collecting import Harvest
 from skippipe.runtime.control import (
@@ -39,6 +40,7 @@ from skippipe.runtime.control import (
     Want,
 )
 from skippipe.runtime.iteration import Iteration
+from skippipe.runtime.lengths import Lengths
 from skippipe.runtime.measured import Measured
 from skippipe.runtime.memory import Memory, Record, commit_record, plan_record
 from skippipe.runtime.patience import Patience
@@ -72,6 +74,10 @@ class Coordinator:
     watcher: Watcher
     iterations: int
     first: int = 0
+    recipe: Recipe = field(default_factory=Recipe)
+    """Says how long paths are in which iteration."""
+    plans: Mapping[int, Plan] = field(default_factory=dict)
+    """For paths of these lengths, on the same stages; one that is missing is made when its turn comes."""
     recorded: frozenset[int] = frozenset()
     """The iterations of which every task is reported."""
     kept_every: int = 0
@@ -101,7 +107,7 @@ class Coordinator:
         self._patience = Patience(self, now_ns)
         self.roster = Roster(self.plan.cluster)
         self.trained = Trained.nothing(len(self.plan.stages))
-        visited = max(len(lane.path) for lane in self.plan.lanes)
+        visited = self.plan.visited
         first, cluster = self.first, self.plan.cluster
         if self.journal:
             self._memory = Memory.of(self.journal)
@@ -111,7 +117,9 @@ class Coordinator:
             first = first if self._memory.iteration is None else self._memory.iteration + 1
             self.state = State.REUNITING
         self._measured = Measured(self.plan, cluster, now_ns)
-        self._replanning = Replanning(self.roster, self._measured, self.survival, visited)
+        plans = {**self.plans, visited: self.plan}
+        self._lengths = Lengths(self.recipe, self.first + self.iterations, visited, plans)
+        self._replanning = Replanning(self.roster, self._measured, self.survival, self._lengths)
         self._harvest = Harvest(self.surroundings)
         self._teaching = Teaching(
             self.roster,
@@ -282,6 +290,7 @@ class Coordinator:
         if not all(node in self.roster for node in self.plan.stage_of):
             return
         self._enter(State.PREPARING)
+        self.plan = self._replanning.turned(self.plan, self.iteration, self.plan.stage_of) or self.plan
         self._note_plan()
         for index, stage in enumerate(self.plan.stages):
             origin = {}
@@ -420,7 +429,7 @@ class Coordinator:
     def restart(self, why: str) -> None:
         """Begin the iteration, or begin it again, with a plan for those who are there; or wait for others."""
         self._epoch = max(self._epoch, self._iteration.epoch) + 1
-        if why and not self._renewed():
+        if why and not self._renewed(self.iteration):
             self._pause(why)
             return
         if why:
@@ -448,15 +457,15 @@ class Coordinator:
         self._place_spares()
         self._teach_newcomers()
 
-    def _renewed(self) -> bool:
-        """Make a plan for those who are there; whether that is possible."""
+    def _renewed(self, iteration: int) -> bool:
+        """Make a plan for those who are there, from this iteration on; whether that is possible."""
         roster, began_ns = self.roster, self.surroundings.now_ns()
         moved = self._replanning.mover(self.plan, finishing=self._finishing) if self._changed else None
         if moved is not None:
             self.happened("replanned", f"moves to stage {moved[1]}, which ran short", moved[0])
             roster.add(moved[0], Standing.SPARE, -1, began_ns)
             self._harvest.lost(moved[0])
-        plan = self._replanning.plan(self.plan, began_ns)
+        plan = self._replanning.plan(self.plan, iteration, began_ns)
         if plan is not None:
             self.plan = plan
             self._changed = False
@@ -468,9 +477,24 @@ class Coordinator:
             self._place(moved[0])
         return plan is not None
 
+    def _turned(self, iteration: int) -> bool:
+        """Take the plan for paths of another length, if the recipe has them from this iteration on."""
+        plan = self._replanning.turned(self.plan, iteration, self.roster.able)
+        if plan is None:
+            return False
+        self.plan = plan
+        self._note_plan()
+        return True
+
     def _note_plan(self) -> None:
+        """In full once; later its name will do, as long as nobody comes or goes."""
+        length = self._lengths.now
+        if length in self._lengths.noted:
+            self.surroundings.note({"turn": length})
+            return
+        self._lengths.noted.add(length)
         learning = self.roster.of(Standing.READY, Standing.LEARNING)
-        self.surroundings.note(plan_record(self.plan, learning, self.trained, self._replanning.visited))
+        self.surroundings.note(plan_record(self.plan, learning, self.trained, length))
 
     def _commit(self) -> None:
         """Everybody has a mean gradient. What is decided now is noted before anybody is told."""
@@ -497,8 +521,9 @@ class Coordinator:
     def _proceed(self, rate: float, scale: float, *, last: bool) -> None:
         done = self.iteration + 1
         before = set(self.nodes)
-        new_plan = not last and (self._changed or self._drifted())
-        possible = not new_plan or self._renewed()
+        outdated = not last and (self._changed or self._drifted())
+        possible = not outdated or self._renewed(done)
+        new_plan = outdated or (not last and self._turned(done))
         holders = self.roster.holders(self.plan) if self._is_kept(done, last=last) else {}
         for node in sorted(before & set(self.roster.working)):
             if new_plan and possible:
@@ -545,7 +570,7 @@ class Coordinator:
                 self.fail(f"nobody is left who has the weights of stage {missing}; resume from a checkpoint")
             else:
                 self._finishing = self._changed = True
-                self._renewed()
+                self._renewed(self.iteration)
                 self._pause(f"nobody is left who has the weights of stage {missing}")
             return
         if self.state is not State.COLLECTING:

@@ -146,7 +146,7 @@ class Iteration:
             sent_bytes={(node, to): count for node, report in reports for to, count in report.sent_bytes},
             tasks={node: report.tasks for node, report in reports if report.tasks},
             visits=tuple(self.visits),
-            promised_s=self.plan.expected.iteration_s if self.plan.expected else None,
+            plan=self.plan,
         )
 
     def _returned(self, node: int, control: Returned) -> None:

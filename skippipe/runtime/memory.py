@@ -1,7 +1,8 @@
 """What a coordinator notes of its decisions, and what one that is started again makes of the notes.
 
 Two kinds of record: a plan, with those who still learn under it; and the end of an iteration, which all nodes have
-averaged and which may be stepped. Both are written before anybody is told.
+averaged and which may be stepped. Both are written before anybody is told. A plan whose turn comes again is named by
+the length of its paths.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Memory:
     """The last."""
     trained: Trained
     visited: int
-    """Stages on a path, before anything happened."""
+    """Stages on a path, when none is missing."""
 
     @property
     def iteration(self) -> int | None:
@@ -42,9 +43,8 @@ class Memory:
 
     @classmethod
     def of(cls, journal: Sequence[Record]) -> Memory:
-        plans = [record for record in journal if "plan" in record]
         commits = [record for record in journal if "commit" in record]
-        last = plans[-1]
+        last = plan_records(journal)[-1]
         newest = [record for record in journal if "steps" in record][-1]
         return cls(
             plan=Plan.from_json(last["plan"]),
@@ -53,6 +53,19 @@ class Memory:
             trained=Trained(list(newest["steps"]), list(newest["norms"])),
             visited=last["visited"],
         )
+
+
+def plan_records(journal: Iterable[Record]) -> list[Record]:
+    """That hold one after another, also those whose turn has come again."""
+    found: list[Record] = []
+    newest: dict[int, Record] = {}
+    for record in journal:
+        if "plan" in record:
+            newest[record["visited"]] = record
+            found.append(record)
+        elif "turn" in record:
+            found.append(newest[record["turn"]])
+    return found
 
 
 def plan_record(plan: Plan, learning: Iterable[int], trained: Trained, visited: int) -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
+from skippipe.cluster import Cluster
 from skippipe.errors import UserError
 from skippipe.plan import Plan
+from skippipe.runtime.lengths import Lengths
 from skippipe.runtime.measured import Measured
 from skippipe.runtime.roster import Roster, Standing
 from skippipe.runtime.settings import Survival
@@ -18,27 +21,52 @@ class Replanning:
     roster: Roster
     measured: Measured
     survival: Survival
-    visited: int
-    """Stages on a path, before anything happened."""
+    lengths: Lengths
     unfit: dict[int, str] = field(default_factory=dict)
     """Nodes that are too small for any stage, and what is missing."""
 
-    def plan(self, old: Plan, now_ns: int) -> Plan | None:
-        """For those who average and step from now on; None if nothing can go on with them."""
-        from skippipe.planner.repair import repaired
-
+    def plan(self, old: Plan, iteration: int, now_ns: int) -> Plan | None:
+        """For those who average and step from this iteration on; None if nothing can go on with them."""
         roster = self.roster
         members = [
             [*ring, *(node for node in roster.of(Standing.READY) if roster[node].stage == stage)]
             for stage, ring in enumerate(roster.members(old))
         ]
+        cluster = self.measured.cluster(now_ns, speeds=self.survival.drift > 0) or old.cluster
+        length = self.lengths.at(iteration)
+        found = self._repaired(old, length, members, roster.able, cluster)
+        if found is not None:
+            self.lengths.renew(length, found)
+        return found
+
+    def turned(self, plan: Plan, iteration: int, able: Collection[int]) -> Plan | None:
+        """The plan for the same nodes with paths of another length, if it is time for that; None: all stays."""
+        length = self.lengths.at(iteration)
+        if length == self.lengths.now:
+            return None
+        if not self.lengths.ready(length):
+            members = [stage.nodes for stage in plan.stages]
+            self.lengths.add(length, self._repaired(plan, length, members, able, plan.cluster) or plan)
+        self.lengths.now = length
+        return self.lengths.plans[length]
+
+    def _repaired(
+        self,
+        plan: Plan,
+        length: int,
+        members: Sequence[Collection[int]],
+        able: Collection[int],
+        cluster: Cluster,
+    ) -> Plan | None:
+        from skippipe.planner.repair import repaired
+
         return repaired(
-            old,
+            self.lengths.plans.get(length, plan),
             members,
-            roster.able,
-            cluster=self.measured.cluster(now_ns, speeds=self.survival.drift > 0),
-            budget_s=self.survival.planning.total_seconds() * max(1.0, len(roster.able) / USUAL_NODES),
-            visited=self.visited,
+            able,
+            cluster=cluster,
+            budget_s=self.survival.planning.total_seconds() * max(1.0, len(able) / USUAL_NODES),
+            visited=length,
         )
 
     def mover(self, plan: Plan, *, finishing: bool) -> tuple[int, int] | None:

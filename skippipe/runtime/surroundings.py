@@ -119,5 +119,9 @@ class IterationReport:
     """Node → its tasks, if they were recorded (see `Averaged`)."""
     visits: tuple[int, ...] = ()
     """How many microbatches are in each stage's gradient."""
-    promised_s: float | None = None
-    """By the plan of this iteration."""
+    plan: Plan | None = None
+    """Of this iteration; None in one process."""
+
+    @property
+    def promised_s(self) -> float | None:
+        return self.plan.expected.iteration_s if self.plan and self.plan.expected else None

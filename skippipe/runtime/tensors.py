@@ -18,6 +18,7 @@ from skippipe.compiled import plain
 from skippipe.model.blueprint import Blueprint
 from skippipe.model.rebuilding import from_neighbours
 from skippipe.model.tasks import StageTasks
+from skippipe.recipe import Recipe
 from skippipe.runtime.ring import GradientRing
 from skippipe.runtime.work import (
     Clear,
@@ -61,6 +62,7 @@ class Tensors:
         tasks: StageTasks,
         sampler: Sampler | None,
         *,
+        recipe: Recipe | None = None,
         packing: bool = True,
         reduce: Callable[[Tensor], None] | None = None,
     ) -> None:
@@ -70,11 +72,13 @@ class Tensors:
         self._layers = layers
         self._blueprint = blueprint
         self._sampler = sampler
+        self._recipe = recipe or Recipe()
+        self._microbatches = workload.microbatches
         self._packing = packing
         self._reduce = reduce
         self._ring = GradientRing(tasks.weights.gradient, workload.gradient_dtype)
         self._measured: tuple[int, Tensor | None] | None = None
-        """Visits, and the stage's sum of gradients if it lies beside this node's own."""
+        """What the sum of gradients is divided by, and that sum if it lies beside this node's own."""
         self._kept: Tensor | None = None
         self._wire_dtype = workload.wire_dtype
         self._shape = (workload.samples_per_microbatch, workload.sequence_tokens, workload.model.hidden)
@@ -131,17 +135,18 @@ class Tensors:
     def _measure(self, visits: int, *, alone: bool) -> float:
         """Any number of times: an iteration may be averaged again, with others or with nobody."""
         summed = None if alone or self._reduce is not None else self._ring.summed
-        self._measured = visits, summed
-        return self.tasks.weights.squared_norm(visits, summed)
+        count = self._recipe.divisor(visits, self._microbatches)
+        self._measured = count, summed
+        return self.tasks.weights.squared_norm(count, summed)
 
     def _step(self, rate: float, scale: float) -> None:
         if scale == 0:
             return self._zero()
         assert self._measured is not None, "a step along a gradient that was not measured"
-        visits, summed = self._measured
-        if visits == 0:  # a stage that nobody visited stays as it is
+        count, summed = self._measured
+        if count == 0:  # a stage that nobody visited stays as it is
             return self._zero()
-        self.tasks.weights.step(rate, scale / visits, summed)
+        self.tasks.weights.step(rate, scale / count, summed)
         self._ring.close(followed=True)
         self._measured = None
         return None
@@ -209,10 +214,12 @@ class Tensors:
             return NO_OUTCOME
         given = self._in(task.given)
         if task.step < task.length:
-            return Outcome(self._out(self.tasks.forward(key, given)))
+            drive = self._recipe.drive(len(self._layers), task.length)
+            return Outcome(self._out(self.tasks.forward(key, given, drive)))
         if task.step == task.length:
             _, labels = self._batch(task)
-            loss, gradient = self.tasks.head(given, labels, counts=task.counts)
+            early = self._recipe.early_exit
+            loss, gradient = self.tasks.head(key, given, labels, early=early, counts=task.counts)
             return Outcome(self._out(gradient), loss)
         back = self.tasks.backward(key, given, counts=task.counts)
         return NO_OUTCOME if back is None else Outcome(self._out(back))

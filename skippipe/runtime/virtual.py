@@ -20,6 +20,7 @@ from skippipe.averaging import chunk_ns
 from skippipe.costs import ns
 from skippipe.learning import Learning
 from skippipe.plan import Plan
+from skippipe.recipe import Recipe
 from skippipe.runtime.apprentice import loan
 from skippipe.runtime.control import COORDINATOR, Alive, Broken, Control
 from skippipe.runtime.coordinator import Coordinator, Deadlines, Event, IterationReport, Keeper, Survival, Watcher
@@ -129,6 +130,9 @@ class VirtualCluster:
     iterations: int
     computers: Mapping[int, Computer] | None = None
     """Of the nodes; none: symbols."""
+    recipe: Recipe = field(default_factory=Recipe)
+    plans: Mapping[int, Plan] = field(default_factory=dict)
+    """For paths of other lengths."""
     disturb: Disturb = lambda duration_ns: duration_ns
     recorded: frozenset[int] = frozenset()
     watcher: Watcher | None = None
@@ -184,6 +188,8 @@ class VirtualCluster:
             desk,
             self.iterations,
             first=self.first,
+            recipe=self.recipe,
+            plans=self.plans,
             recorded=self.recorded,
             kept_every=self.kept_every,
             resumed=self.resumed,
@@ -286,6 +292,7 @@ class VirtualCluster:
         """A node is told its stage; a node that had one forgets it."""
         if self.nodes[node].iteration >= 0 or self.nodes[node].stage != plan.stage_of[node]:
             self._new_machine(node, plan)
+        self.nodes[node].replan(plan)
         self.nodes[node].welcomed(origin)
 
     # What goes wrong

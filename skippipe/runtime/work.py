@@ -18,7 +18,7 @@ class Task:
     """Of the lane, from 0."""
     step: int
     length: int
-    """Of the lane's path, places that were skipped included."""
+    """Of the lane's path as it was planned: places that were skipped since are included."""
     data: int
     """The place of the microbatch among all of the iteration, which says what text it gets."""
     given: Any = None

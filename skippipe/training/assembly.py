@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from fractions import Fraction
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,12 +16,12 @@ from pathlib import Path
 from skippipe.check import check
 from skippipe.cluster import Cluster
 from skippipe.emulation import emulated
-from skippipe.errors import UserError
+from skippipe.errors import Infeasible, UserError
 from skippipe.examples import Example
 from skippipe.model.blueprint import Blueprint, config_named
 from skippipe.plan import Plan
 from skippipe.planner.strategies import Request, Strategy, make_plan
-from skippipe.planner.wishes import Wishes, cluster_named, problem_of
+from skippipe.planner.wishes import Wishes, cluster_named, problem_of, stages_of
 from skippipe.runtime.building import check_device
 from skippipe.runtime.coordinator import Deadlines, Survival
 from skippipe.simulate import simulate
@@ -37,13 +41,21 @@ LIKE = {"sequence_tokens": 4096, "samples_per_microbatch": 2, "wire_dtype": "bf1
 class Assembly:
     job: Job
     plan: Plan
-    """With its promise, under full timing."""
+    """With its promise, under full timing; if paths change their length, for the one that most iterations have."""
     blueprint: Blueprint
     tokens: TokenFile
+    plans: Mapping[int, Plan]
+    """Length of paths → the plan for it, on the same stages; the plan is one of them."""
+    lengths: Mapping[int, int]
+    """Length of paths → how many iterations of the run have such paths."""
     resumed: bool = False
     """Go on from the newest checkpoint in the output folder."""
     drills: frozenset[int] = frozenset()
     """After how many iterations a node is killed, for exercise."""
+
+    def save_plans(self) -> None:
+        for length, plan in self.plans.items():
+            plan.save(_plan_file(self.job, None if plan is self.plan else length))
 
     @cached_property
     def brief(self) -> Brief:
@@ -62,12 +74,13 @@ class Assembly:
             emulated=job.emulation.enabled,
             heartbeat_s=job.survive.heartbeat_s,
             rendezvous=_free_address() if job.averaging.engine == "torch" else None,
+            recipe=job.recipe,
         )
 
     def _deadlines(self) -> Deadlines:
         """A plan for slow links may promise long iterations; they are waited for several times over."""
         usual = Deadlines()
-        promised = timedelta(seconds=self.plan.expected.iteration_s if self.plan.expected else 0)
+        promised = timedelta(seconds=max(plan.expected.iteration_s for plan in self.plans.values() if plan.expected))
         heartbeat = timedelta(seconds=self.job.survive.heartbeat_s)
         return replace(usual, iteration=max(usual.iteration, SEVERAL * promised), heartbeat=heartbeat)
 
@@ -103,6 +116,7 @@ class Assembly:
             survival=self._survival(),
             restarts=job.survive.restarts,
             drills=self.drills,
+            plans=self.plans,
         )
 
 
@@ -136,18 +150,19 @@ def assemble(
     plan = _fitting(given, job, blueprint) if given else None
     if plan is None and resumed:
         plan = _earlier(job, blueprint)
+    request = request or Request(seed=job.seed, budget_s=job.pipeline.budget_s)
     if plan is None:
         plan = _planned(job, cluster, example, blueprint, request)
-    assembly = Assembly(job, plan, blueprint, tokens, resumed, drills)
+    lengths = _lengths(job, len(plan.stages), plan.visited)
+    plans = by_length(job, plan, lengths, request, resumed=resumed)
+    assembly = Assembly(job, plans[_usual(lengths)], blueprint, tokens, plans, lengths, resumed, drills)
     assembly.brief.sampler()  # is the text long enough?
     if resumed:
         _ = assembly.run.origin  # says so if there is no checkpoint to go on from
     return assembly
 
 
-def _planned(
-    job: Job, cluster: Cluster, example: Example | None, blueprint: Blueprint, request: Request | None
-) -> Plan:
+def _planned(job: Job, cluster: Cluster, example: Example | None, blueprint: Blueprint, request: Request) -> Plan:
     asked = job.pipeline
     workload = Workload(
         blueprint.shape,
@@ -158,6 +173,7 @@ def _planned(
         compute_dtype=job.compute.dtype,
         activation_checkpointing=job.model.checkpointing,
         max_slots=asked.max_slots,
+        early_exit=job.recipe.early_exit > 0,
     )
     cluster = _as_emulated(job, cluster, workload)
     wishes = Wishes(
@@ -167,14 +183,77 @@ def _planned(
         microbatches=job.batch.microbatches or None,
         split_backward=asked.split_backward,
     )
+    lengths: Counter[int] = Counter()
+    if job.recipe.phases:
+        stages = stages_of(cluster, wishes, example)
+        lengths = _lengths(job, stages, stages)
+        wishes = replace(wishes, visit=_usual(lengths), also=tuple(lengths))
     problem = problem_of(cluster, workload, wishes, example)
-    strategy = Strategy(asked.strategy)
-    return make_plan(problem, strategy, request or Request(seed=job.seed, budget_s=asked.budget_s))
+    for length in lengths:
+        with _explained(length, problem.stages):
+            replace(problem, visited=length)  # what cannot be is said before there is a long search
+    return make_plan(problem, Strategy(asked.strategy), request)
+
+
+def _lengths(job: Job, stages: int, usual: int) -> Counter[int]:
+    """How many iterations have paths of which length."""
+    found = job.recipe.lengths(job.iterations, stages, usual)
+    if min(found) < 2 <= stages:
+        raise UserError(
+            f"recipe.skip: '{job.recipe.skip}' leaves {min(found)} of {stages} stages in {found[min(found)]} "
+            f"iterations; a path has at least 2: skip {Fraction(stages - 2, stages)} at most"
+        )
+    return found
+
+
+def _usual(lengths: Counter[int]) -> int:
+    """That most iterations have."""
+    return max(lengths, key=lambda length: (lengths[length], length))
+
+
+def by_length(job: Job, plan: Plan, lengths: Iterable[int], request: Request, *, resumed: bool) -> dict[int, Plan]:
+    """Plans for all the lengths that paths have in the run, on the stages of this one."""
+    found: dict[int, Plan] = {}
+    for length in sorted(lengths):
+        same = plan if length == plan.visited else _kept(job, plan, length) if resumed else None
+        if same is None:
+            from skippipe.planner.lengths import with_paths_of  # loads what most runs do not need to start
+
+            with _explained(length, len(plan.stages)):
+                same = with_paths_of(plan, length, Strategy(job.pipeline.strategy), request)
+        found[length] = same
+    return found
+
+
+@contextmanager
+def _explained(length: int, stages: int) -> Iterator[None]:
+    try:
+        yield
+    except Infeasible as error:
+        raise Infeasible(f"recipe.skip: paths through {length} of {stages} stages: {error}") from None
+
+
+def _plan_file(job: Job, length: int | None = None) -> Path:
+    """In the output folder; for paths of another length than usual if one is given."""
+    return Path(job.output) / ("plan.json" if length is None else f"plan-{length}.json")
+
+
+def _kept(job: Job, plan: Plan, length: int) -> Plan | None:
+    """The plan for paths of this length that the output folder has from before, if it is for the same stages."""
+    path = _plan_file(job, length)
+    if not path.exists():
+        return None
+    try:
+        found = Plan.load(path)
+    except UserError:
+        return None
+    alike = (found.stages, found.cluster, found.workload) == (plan.stages, plan.cluster, plan.workload)
+    return found if alike and found.visited == length and not check(found) else None
 
 
 def _earlier(job: Job, blueprint: Blueprint) -> Plan | None:
     """The plan that the output folder has from before."""
-    path = Path(job.output) / "plan.json"
+    path = _plan_file(job)
     if not path.exists():
         return None
     try:
@@ -210,6 +289,7 @@ def _fitting(plan: Plan, job: Job, blueprint: Blueprint) -> Plan:
     broken = check(plan)
     if broken:
         raise UserError(f"{path}: the plan breaks a rule: {broken[0]}; 'skippipe check' names all")
+    plan = replace(plan, workload=replace(plan.workload, early_exit=job.recipe.early_exit > 0), expected=None)
     return plan.promising(simulate(plan, Timing.FULL))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from skippipe.errors import UserError
 from skippipe.jsonfile import Fields
 from skippipe.learning import Learning
 from skippipe.plan import Plan
+from skippipe.recipe import Recipe
 from skippipe.training.tomlfile import from_table
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Brief:
     """Within which a node gives several signs of life."""
     rendezvous: str | None = None
     """host:port at which torch.distributed meets, if it averages."""
+    recipe: Recipe = field(default_factory=Recipe)
 
     def blueprint(self) -> Blueprint:
         from skippipe.model.blueprint import Blueprint, config_from
@@ -57,8 +59,9 @@ class Brief:
         return Sampler(tokens.ids, work.sequence_tokens, self.seed, self.plan.microbatches, work.samples_per_microbatch)
 
     def to_json(self) -> dict[str, Any]:
-        plain = {name: value for name, value in vars(self).items() if name not in ("plan", "learning")}
-        return {**plain, "plan": self.plan.to_json(), "learning": asdict(self.learning)}
+        plain = {name: value for name, value in vars(self).items() if name not in ("plan", "learning", "recipe")}
+        recipe = {name: value for name, value in asdict(self.recipe).items() if value is not None}
+        return {**plain, "plan": self.plan.to_json(), "learning": asdict(self.learning), "recipe": recipe}
 
     @classmethod
     def from_json(cls, value: Any) -> Brief:
@@ -80,6 +83,7 @@ class Brief:
             emulated=fields.flag("emulated"),
             heartbeat_s=fields.number("heartbeat_s", above=0),
             rendezvous=fields.text("rendezvous") if fields.has("rendezvous") else fields.take("rendezvous"),
+            recipe=from_table(Recipe, fields.take("recipe"), "brief.recipe"),
         )
         fields.close()
         return brief

@@ -39,6 +39,9 @@ def one_process(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
         assembly.blueprint,
         job.schedule,
         brief.sampler(),
+        recipe=job.recipe,
+        plans=assembly.plans,
+        iterations=job.iterations,
         device=job.compute.device,
         compiled=job.compute.compiled,
     )
@@ -72,6 +75,8 @@ def virtual(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
         brief.learning,
         run.iterations - run.first,
         computers,
+        recipe=brief.recipe,
+        plans=run.plans,
         recorded=run.recorded,
         watcher=watcher,
         first=run.first,

@@ -8,6 +8,7 @@ from typing import Literal
 
 from skippipe.errors import UserError
 from skippipe.learning import Learning
+from skippipe.recipe import Recipe
 from skippipe.training.tomlfile import read_toml
 
 Strategies = Literal["skippipe", "no-tc2", "dtfm-skip", "dtfm"]
@@ -48,14 +49,15 @@ class BatchChoice:
 class PipelineChoice:
     plan: str = ""
     """A plan file. It brings its cluster, batch and stages, and the types on the wire and in computing: [pipeline],
-    [batch], transport.wire, averaging.dtype, compute.dtype and model.checkpointing are then not used. Empty: a plan is
-    made before training starts."""
+    [batch], transport.wire, averaging.dtype, compute.dtype and model.checkpointing are then not used; recipe.skip is,
+    on the plan's stages. Empty: a plan is made before training starts."""
     strategy: Strategies = "skippipe"
     """How to plan: skippipe; without avoiding collisions; blind to the network; the full pipeline."""
     stages: int = 0
     """Of the pipeline; 0: 6, or 4 under 12 nodes."""
     skip: str = ""
-    """The share of stages that a microbatch leaves out: "1/3", "25%"; empty: 1/3, or 1/4 of 4 stages."""
+    """The share of stages that a microbatch leaves out: "1/3", "25%"; empty: 1/3, or 1/4 of 4 stages. Where it changes
+    over the run, recipe.skip says it instead."""
     layers: str = ""
     """Layers of each stage, as in "3,5,4"; empty: as even as can be."""
     max_slots: int = 3
@@ -63,7 +65,7 @@ class PipelineChoice:
     split_backward: bool = False
     """Compute weight gradients when a node has nothing more urgent to do."""
     budget_s: float = 10.0
-    """Seconds of planning at most."""
+    """Seconds of planning at most; again for every other length of paths that recipe.skip asks for."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,8 @@ class Job:
     """How much of it an iteration sees."""
     pipeline: PipelineChoice = PipelineChoice()
     """Who computes what."""
+    recipe: Recipe = field(default_factory=Recipe)
+    """How much of the model microbatches see, and what makes up for the rest. Exposure, swaps and growth are for studies."""
     learning: Learning = field(default_factory=Learning)
     """AdamW, warm-up and cosine."""
     averaging: AveragingChoice = AveragingChoice()
@@ -224,6 +228,7 @@ class Job:
                 raise UserError(f"{name}: {value} must be below 1")
         if learning.floor > 1:
             raise UserError(f"learning.floor: {learning.floor} must be 1 or less")
+        self._check_recipe()
         if self.emulation.enabled and self.transport.peers:
             raise UserError("emulation.enabled: nodes that join from other machines cannot be emulated on this one")
         if self.averaging.engine == "torch" and self.transport.peers:
@@ -236,6 +241,23 @@ class Job:
             raise UserError("transport.peers and transport.key go together: 'skippipe keys' makes both")
         if self.transport.security == "none" and self.transport.peers:
             raise UserError("transport.peers: a list of keys is of no use with security 'none'; choose 'curve'")
+
+    def _check_recipe(self) -> None:
+        recipe = self.recipe
+        for name, said in (("exposure", recipe.exposure is not None), ("swaps", recipe.swaps > 0)):
+            if said:
+                raise UserError(
+                    f"recipe.{name}: only studies draw paths by it; in training the plan decides: leave it out"
+                )
+        if recipe.grow:
+            raise UserError(
+                "recipe.grow: a run keeps its model; train the smaller one by itself, then 'skippipe grow' makes the "
+                "start of the larger one from it"
+            )
+        if recipe.phases and self.pipeline.skip:
+            raise UserError("pipeline.skip and recipe.skip say the same thing: leave out pipeline.skip")
+        if recipe.phases and self.pipeline.strategy == "dtfm":
+            raise UserError("pipeline.strategy: 'dtfm' skips nothing, whatever recipe.skip says; choose 'skippipe'")
 
     @property
     def schedule(self) -> Learning:

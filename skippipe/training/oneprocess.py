@@ -1,4 +1,4 @@
-"""The same plan, paths and data in one process: what every run over many nodes must equal, and, used alone, the fast
+"""The same plans, paths and data in one process: what every run over many nodes must equal, and, used alone, the fast
 way to study convergence.
 
 There are no nodes here and no time: the microbatches of an iteration pass, one after another, through the stages that
@@ -7,6 +7,7 @@ their lanes visit, in the order in which they visit them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from skippipe.model.blueprint import Blueprint
 from skippipe.model.stage import layer_ranges
 from skippipe.model.tasks import StageTasks
 from skippipe.plan import Plan
+from skippipe.recipe import Recipe
 from skippipe.runtime.tensors import rounded
 from skippipe.text.sampler import Sampler
 
@@ -37,12 +39,20 @@ class OneProcess:
         learning: Learning,
         sampler: Sampler,
         *,
+        recipe: Recipe | None = None,
+        plans: Mapping[int, Plan] | None = None,
+        iterations: int = 0,
         device: str = "cpu",
         compiled: bool = False,
     ) -> None:
+        """The recipe takes other `plans`, by the length of their paths, on the same stages, and the whole length of
+        the run in `iterations`."""
         self.plan = plan
         self.learning = learning
         self.sampler = sampler
+        self.recipe = recipe or Recipe()
+        self._plans = {plan.visited: plan, **(plans or {})}
+        self._iterations = iterations
         work = plan.workload
         ranges = layer_ranges(plan.layers)
         self.stages = [
@@ -59,31 +69,38 @@ class OneProcess:
             for index, layers in enumerate(ranges)
         ]
         self._device = device
-        self._visits = plan.exposure
 
     def iteration(self, number: int) -> Progress:
+        plan = self.plan_at(number)
         losses = [
-            self._there_and_back(number, lane, microbatch)
-            for lane, each in enumerate(self.plan.lanes)
+            self._there_and_back(plan, number, lane, microbatch)
+            for lane, each in enumerate(plan.lanes)
             for microbatch in range(each.microbatches)
         ]
-        visited = list(zip(self.stages, self._visits, strict=True))
-        norm, scale = self.learning.clipping(stage.weights.squared_norm(visits) for stage, visits in visited)
+        counts = [self.recipe.divisor(visits, plan.microbatches) for visits in plan.exposure]
+        divided = list(zip(self.stages, counts, strict=True))
+        norm, scale = self.learning.clipping(stage.weights.squared_norm(count) for stage, count in divided)
         rate = self.learning.rate_at(number)
-        for stage, visits in visited:
-            if visits:
-                stage.weights.step(rate, scale / visits)
+        for stage, count in divided:
+            if count:
+                stage.weights.step(rate, scale / count)
         return Progress(number, float(torch.stack(losses).double().mean()), norm, rate)
 
-    def _there_and_back(self, iteration: int, lane: int, microbatch: int) -> Tensor:
-        inputs, labels = self.sampler.batch(iteration, self.plan.microbatch(lane, microbatch))
+    def plan_at(self, number: int) -> Plan:
+        """Of an iteration."""
+        return self._plans[self.recipe.visited(number, self._iterations, len(self.stages), self.plan.visited)]
+
+    def _there_and_back(self, plan: Plan, iteration: int, lane: int, microbatch: int) -> Tensor:
+        inputs, labels = self.sampler.batch(iteration, plan.microbatch(lane, microbatch))
         key = lane, microbatch
-        path = self.plan.visits(self.plan.lanes[lane])
+        path = plan.visits(plan.lanes[lane])
+        drive = self.recipe.drive(len(self.stages), len(path))
         data_stage = self.stages[path[0]]
         hidden = self._hop(data_stage.begin(key, torch.from_numpy(inputs).to(self._device)))
         for stage in path[1:]:
-            hidden = self._hop(self.stages[stage].forward(key, hidden))
-        loss, gradient = data_stage.head(hidden, torch.from_numpy(labels).to(self._device))
+            hidden = self._hop(self.stages[stage].forward(key, hidden, drive))
+        wanted = torch.from_numpy(labels).to(self._device)
+        loss, gradient = data_stage.head(key, hidden, wanted, early=self.recipe.early_exit)
         for stage in reversed(path):
             back = self.stages[stage].backward(key, self._hop(gradient))
             gradient = gradient if back is None else back

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def measured(plan: Plan, report: IterationReport) -> Timeline:
-    """A recorded iteration as a timeline, beside the promised one."""
+    """A recorded iteration of a plan as a timeline, beside the promised one."""
     tasks = tuple(
         sorted(
             (Task(lane, microbatch, step, node, *times) for node, rows in report.tasks.items()
@@ -172,16 +172,16 @@ class EventsFile(Watcher):
 class Traces(Watcher):
     """Recorded iterations as Chrome traces, the plan and what became of it as two tracks."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._plan = plan
 
     def iteration_done(self, report: IterationReport) -> None:
-        if not report.tasks:
+        plan = report.plan
+        if plan is None or not report.tasks:
             return
-        tracks = [trace_events(self._plan, measured(self._plan, report), "measured")]
-        if self._plan.expected is not None:
-            tracks.insert(0, trace_events(self._plan, self._plan.expected, "planned"))
+        tracks = [trace_events(plan, measured(plan, report), "measured")]
+        if plan.expected is not None:
+            tracks.insert(0, trace_events(plan, plan.expected, "planned"))
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"iteration-{report.iteration:06d}.json"
         path.write_text(json.dumps(merged(tracks), ensure_ascii=False) + "\n", encoding="utf-8")

@@ -13,6 +13,7 @@ from typing import Any
 
 from skippipe.errors import UserError
 from skippipe.model.blueprint import Blueprint
+from skippipe.plan import Plan
 from skippipe.runtime.coordinator import Deadlines, Survival, Watcher
 from skippipe.runtime.desk import Desk, Gone
 from skippipe.runtime.member import Invitation, Member
@@ -59,6 +60,8 @@ class Run:
     """How many checkpoints stay."""
     resumed: bool = False
     """Go on from the newest checkpoint in the output folder."""
+    plans: Mapping[int, Plan] = field(default_factory=dict)
+    """For paths of the lengths that the recipe asks for."""
 
     @cached_property
     def origin(self) -> Origin | None:
@@ -193,6 +196,7 @@ class Run:
             self.iterations - self.first,
             watcher,
             first=self.first,
+            plans=self.plans,
             resumed=self.origin is not None,
             recorded=self.recorded,
             kept_every=self.kept_every,

@@ -26,7 +26,6 @@ WORDS: dict[Any, str] = {
     float: "a number",
     str: "a text in quotes",
     bool: "true or false",
-    list[str]: "a list of texts",
 }
 
 
@@ -76,12 +75,14 @@ def _value(hint: Any, value: Any, at: str) -> Any:
         if not abs(value) <= sys.float_info.max:  # nor is a whole number of a thousand digits
             raise UserError(f"{at}: {value} is not a finite number")
         return float(value)
-    if hint == list[str]:
-        value = [value] if isinstance(value, str) else value
-        fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
-    else:
-        fits = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
-    if not fits:
+    if get_origin(hint) is list:
+        (kind,) = get_args(hint)
+        if kind is str and isinstance(value, str):
+            value = [value]
+        if not isinstance(value, list):
+            raise UserError(f"{at}: expected a list, found {value!r}")
+        return [_value(kind, each, f"{at}[{index}]") for index, each in enumerate(value)]
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise UserError(f"{at}: expected {WORDS[hint]}, found {value!r}")
     return value
 

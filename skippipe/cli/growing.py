@@ -1,0 +1,72 @@
+"""The command that makes a trained model deeper: grow."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from skippipe.cli import planning, training
+
+
+def grow(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Output folder of the run that trained the smaller model.")
+    ],
+    job: Annotated[
+        Path,
+        typer.Argument(metavar="JOB", help="Job file of the deeper model; its output folder gets a checkpoint."),
+    ],
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the checkpoints that the job's output folder has already.")
+    ] = False,
+) -> None:
+    """Make a deeper model of a trained one, and go on with that.
+
+    The first layers stay first and the last stay last; what lies between is repeated until there are enough: stages 0 1
+    2 3 become 0 1 2 1 2 3. Weights and the optimizer's state are copied, and the newest checkpoint of RUN becomes one of
+    JOB, after as many iterations.
+
+    A smaller model takes less time an iteration. One that trains for two thirds of the run and then grows can end where
+    the whole model would, had it been trained all along.
+
+    Both jobs are of one run: the same text, seed, batch and learning, and the same model but for its layers. The
+    first stops early, the second goes to the end:
+
+    \b
+        small.toml                 whole.toml
+        output = "run-8"           output = "run-12"
+        iterations = 650           iterations = 1000
+        \\[model]                    \\[model]
+        config = "8.json"          config = "12.json"
+        \\[learning]                 \\[learning]
+        iterations = 1000          iterations = 1000
+
+    \b
+        skippipe train small.toml
+        skippipe grow run-8 whole.toml
+        skippipe train whole.toml --resume
+
+    Example: skippipe grow run-8 whole.toml
+    """
+    wanted = training.wanted_job(job, None, None)
+    from skippipe.training import growing
+
+    young = growing.young_of(run)
+    growing.check_job(young, wanted, force=force)
+    with planning.interruptible() as stopped:
+        assembly = training._assembled(wanted, stopped, nodes_here=False, resumed=False, drills=frozenset())
+    if stopped:
+        raise KeyboardInterrupt
+    grown = growing.grow(young, assembly.run)
+    assembly.save_plans()
+    other = growing.other_batch(run, assembly.plan)
+    if other:
+        print(f"warning: {other}: some text is left out or repeated; [batch] can say the same", file=sys.stderr)
+    print(
+        f"{young.place}: {sum(young.manifest.layers)} layers become {len(grown.donors)}, copies of "
+        f"{' '.join(map(str, grown.donors))}"
+    )
+    print(f"{grown.place}: goes on after {young.manifest.iterations} iterations with: skippipe train {job} --resume")

@@ -1,0 +1,206 @@
+"""The command that scores: score."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from skippipe.jsonfile import check_writable, json_text, write_text
+
+if TYPE_CHECKING:
+    from skippipe.scoring.harness import Score
+    from skippipe.scoring.parts import Part
+    from skippipe.scoring.tasks import Task
+
+PART, WORK = "Part of the model", "Questions and work"
+ENVIRONMENT = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TQDM_DISABLE", "DISABLE_MULTIPROC")
+"""No network; no progress bars but our own; no process for each core to draw samples in."""
+
+
+def score(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A checkpoint; a run's output folder: its newest one; or a Hugging Face folder, as 'skippipe export' "
+            "and finished runs write it, or any other.",
+        ),
+    ],
+    text: Annotated[
+        str,
+        typer.Option(
+            help="Text file that the questions are made of, plain or .xz; or 'classics-val', which comes with the "
+            "package. Take one that the model was not trained on.",
+            rich_help_panel=WORK,
+        ),
+    ],
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="cloze: say the last word of a passage, which occurred before. choice: which of four sentences goes "
+            "on with a passage. order: which of four sentences has its words in order.",
+            rich_help_panel=WORK,
+        ),
+    ] = "cloze,choice,order",
+    stages: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Use only these stages, in this order, as in 0,2,3. May be given several times: a column for each.",
+            rich_help_panel=PART,
+        ),
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Or keep this share of the stages, drawn at random: 1 (all), 1/2, 50%. Also several times.",
+            show_default="all",
+            rich_help_panel=PART,
+        ),
+    ] = None,
+    draws: Annotated[
+        int,
+        typer.Option(min=1, help="Different parts to draw for every share; a column for each.", rich_help_panel=PART),
+    ] = 1,
+    drive: Annotated[
+        str,
+        typer.Option(
+            help="How strongly the stages that are left are driven, other than stage 0: plain (as trained), scaled (by "
+            "(S−1)/(L−1), so that L stages add as much as all S), or a number to multiply by.",
+            rich_help_panel=PART,
+        ),
+    ] = "plain",
+    cut: Annotated[
+        str | None,
+        typer.Option(
+            help="Stages to cut the model into: 6, or the layers of each, as in 2,2,4.",
+            show_default="as it was trained",
+            rich_help_panel=PART,
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Questions of each task, at most.", rich_help_panel=WORK)] = 500,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Same seed, same questions and same parts.", rich_help_panel=WORK)
+    ] = 0,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens that the model looks at, at most; longer texts lose their beginning. Say it if the model was "
+            "trained on shorter samples than a passage, about 200 tokens.",
+            show_default="as the model's config says",
+            rich_help_panel=WORK,
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=WORK)] = "cpu",
+    json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the scores to this file, as JSON.")] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Keep the tasks' files: 'lm_eval --include_path FOLDER --tasks skippipe' runs them on any model.",
+        ),
+    ] = None,
+) -> None:
+    """Score a model, whole or with stages missing, on questions made of a text.
+
+    The lm-evaluation-harness asks (pip install 'skippipe\\[harness]'); nothing is downloaded. Every value comes with
+    its standard error, and with what guessing would get.
+
+    n: questions. acc: share of right answers, where the likeliest one counts as the answer. acc_norm: the same by
+    likelihood per character, fairer to long answers. acc_mutual_info: the same by how much likelier the passage makes
+    an answer, the first to rise above chance. perplexity: of the word to be said; lower is better.
+
+    Example: skippipe score run --text classics-val --keep 1 --keep 1/2 --drive scaled
+    """
+    for name in ENVIRONMENT:
+        os.environ.setdefault(name, "1")  # most are read when a library is imported
+    if json:
+        check_writable(json)
+    from skippipe.scoring.harness import PartLM
+    from skippipe.scoring.harness import score as scored
+    from skippipe.scoring.loading import load
+    from skippipe.scoring.parts import wanted_parts
+    from skippipe.scoring.passages import Prose
+    from skippipe.scoring.tasks import build_tasks, parse_names, write_tasks
+
+    asked = build_tasks(parse_names(tasks), Prose(text), seed, limit)
+    staged = load(checkpoint, cut, device, context)
+    parts = wanted_parts(len(staged.stages), stages or (), keep or (), drive, draws, seed)
+    with TemporaryDirectory() as scratch, _progress() as progress:
+        folder = write or Path(scratch)
+        write_tasks(asked, folder)
+        found = {part: scored(PartLM(staged, part, progress(part)), asked, folder) for part in parts}
+    _show(asked, found)
+    if json:
+        said = {"checkpoint": str(checkpoint), "text": text, "seed": seed, "layers": list(staged.layers)}
+        write_text(json, json_text({**said, "parts": _as_json(asked, found)}) + "\n")
+
+
+Found = dict["Part", dict[str, list["Score"]]]
+
+
+def _show(tasks: list[Task], found: Found) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for heading in ("task", "metric", "n", "chance"):
+        table.add_column(heading, justify="left" if heading in ("task", "metric") else "right", no_wrap=True)
+    for part in found:
+        table.add_column(part.name, justify="right")
+    for task in tasks:
+        columns = [scores[task.name] for scores in found.values()]
+        for first, *others in zip(*columns, strict=True):
+            chance = "–" if first.metric == "perplexity" else f"{task.chance:.3f}"
+            values = [_value(each) for each in (first, *others)]
+            table.add_row(task.name, first.metric, str(len(task.items)), chance, *values)
+    Console(markup=False).print(table)
+
+
+def _value(score: Score) -> str:
+    value, error = (".3g", ".2g") if score.metric == "perplexity" else (".3f", ".3f")
+    return f"{score.value:{value}}" + ("" if score.error is None else f" ± {score.error:{error}}")
+
+
+def _as_json(tasks: list[Task], found: Found) -> list[dict[str, Any]]:
+    return [
+        {
+            "stages": list(part.stages),
+            "drive": part.drive,
+            "tasks": {
+                task.name: {
+                    "questions": len(task.items),
+                    "chance": task.chance,
+                    "scores": [each._asdict() for each in scores[task.name]],
+                }
+                for task in tasks
+            },
+        }
+        for part, scores in found.items()
+    ]
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """On a terminal; elsewhere long work is silent."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda part: lambda done, of: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+
+        def of_part(part: Part) -> Any:
+            task = bar.add_task(part.name, total=None)
+            return lambda done, of: bar.update(task, completed=done, total=of)
+
+        yield of_part

@@ -1,0 +1,150 @@
+"""Commands for studies: run, report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from skippipe.errors import UserError
+
+if TYPE_CHECKING:
+    from skippipe.study import runner, times
+
+commands = typer.Typer(
+    help="What skipping does to the model: train variants with several seeds, and compare them.\n\n"
+    "A study file (TOML) names the model, the texts, and variants; each has a recipe that says which share of the "
+    "stages is skipped, and when. 'skippipe study run' trains every variant with every seed, in one process and "
+    "without nodes; 'skippipe study report' makes tables and pictures, with the seconds that iterations would take on "
+    "a cluster.",
+    no_args_is_help=True,
+)
+
+
+@commands.command()
+def run(
+    study: Annotated[Path, typer.Argument(metavar="FILE", help="A study file (TOML).")],
+    results: Annotated[
+        Path, typer.Option(help="A line of JSON for every run that is done. Runs that are there are not done again.")
+    ] = Path("results.jsonl"),
+    device: Annotated[str, typer.Option(help="cpu, or cuda (cuda:N): in bfloat16, many times as fast.")] = "cpu",
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Compile the layers: slow to start, faster from then on.")
+    ] = False,
+) -> None:
+    """Train every variant with every seed.
+
+    A small study file:
+
+    \b
+        name = "skipping"
+        model = "llama-tiny"
+        tokens = 2_000_000
+        seeds = [0, 1]
+        \\[\\[variant]]
+        name = "full"
+        \\[\\[variant]]
+        name = "third"
+        recipe = {skip = "1/3 until 75%, 0"}
+
+    Call one variant 'full': the others are held against it. Ctrl-C stops; runs that are done are kept, and the same
+    command goes on with the others. On a machine with torch and little else: python -m skippipe.study.
+
+    Example: skippipe study run study.toml --results results.jsonl
+    """
+    from skippipe.study.__main__ import run_study
+    from skippipe.study.settings import load_study
+
+    wanted = load_study(study)
+    with _runs_bar() as progress:
+        run_study(wanted, results, device, compiled, progress)
+
+
+@commands.command()
+def report(
+    results: Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="Files that 'skippipe study run' wrote.")],
+    study: Annotated[Path, typer.Option(help="The study file.")],
+    out: Annotated[Path, typer.Option(help="Folder for tables.md, report.html and pictures.")] = Path("report"),
+    no_times: Annotated[
+        bool, typer.Option("--no-times", help="Leave out what iterations take on the study's cluster.")
+    ] = False,
+) -> None:
+    """Make tables and pictures of what is done so far.
+
+    Writes tables.md, report.html (interactive, needs no other file) and PNGs, and prints the first table. What an
+    iteration takes is planned for every variant and length of path, some 30 s each, and kept in times.json beside the
+    results; later reports take it from there.
+
+    Example: skippipe study report results.jsonl --study study.toml --out report
+    """
+    from skippipe.jsonfile import write_text
+    from skippipe.study.plots import write_page, write_pictures
+    from skippipe.study.settings import load_study, read_results
+    from skippipe.study.tables import all_tables, runs_of, strangers
+    from skippipe.study.times import planned_times
+
+    wanted = load_study(study)
+    missing = [path for path in results if not path.exists()]
+    if missing:
+        raise UserError(f"{missing[0]}: no such file; 'skippipe study run {study} --results {missing[0]}' makes it")
+    runs = runs_of([line for path in results for line in read_results(path)], wanted)
+    if not runs:
+        raise UserError(f"{results[0]}: no run is done yet")
+    others = strangers(runs, wanted)
+    warning = f"Made with other settings than {study.name} has now: {', '.join(others)}." if others else ""
+    if warning:
+        print(warning, file=sys.stderr)
+    planned = None
+    if not no_times:
+        with _plans_bar() as progress:
+            planned = planned_times(wanted, results[0].parent / "times.json", progress)
+    tables = all_tables(runs, planned)
+    title = f"Study '{wanted.name}'"
+    sections = [f"# {title}\n", *([f"{warning}\n"] if warning else []), *(table.markdown() for table in tables)]
+    write_text(out / "tables.md", "\n".join(sections))
+    pictures = write_pictures(runs, planned, out)
+    write_page(title, tables, runs, planned, out / "report.html")
+    print(tables[0].markdown())
+    print(f"{out}/ has tables.md, report.html, {', '.join(path.name for path in pictures)}")
+
+
+@contextmanager
+def _runs_bar() -> Iterator[runner.Progress]:
+    """A bar for every run on a terminal, lines elsewhere."""
+    from skippipe.study.__main__ import Lines
+
+    if not sys.stderr.isatty():
+        yield Lines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), TextColumn("{task.fields[how]}"))
+    with Progress(*columns, TimeRemainingColumn(elapsed_when_finished=True), console=Console(stderr=True)) as bar:
+        bars: dict[str, TaskID] = {}
+
+        def show(name: str, share: float, how: str) -> None:
+            if name not in bars:
+                bars[name] = bar.add_task(name, total=1.0, how="")
+            bar.update(bars[name], completed=share, how=how)
+
+        yield show
+
+
+@contextmanager
+def _plans_bar() -> Iterator[times.Progress]:
+    """One bar for all plans on a terminal, a line for each elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda what, share: print(f"planning {what} ({share:.0%} done)", file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("planning {task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, completed=share)

@@ -1,0 +1,170 @@
+"""The recipe: how much of the model a microbatch sees, when in the run, and what makes up for the rest.
+
+Planner, runtime and studies ask here. The share of stages to skip is written as people would say it:
+
+    1/3                          a third of the stages, all along
+    1/3 until 90%, 0             … and the whole model for the last tenth of the run
+    1/2 until 25%, 1/3 until 75%, 1/6 until 90%, 0
+    9 x 1/3 + 0                  the whole model in every tenth iteration
+    1/3 until 75%, 0 + 1/2       in the last quarter, whole model and half of it by turns
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Literal
+
+from skippipe.errors import UserError
+
+Residual = Literal["plain", "scaled"]
+Gradients = Literal["visitors", "all"]
+LONGEST_TURN = 10_000  # iterations after which a turn begins again, at most
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of the run in which the same shares are skipped by turns."""
+
+    until: Fraction
+    """Share of the run after which the next phase begins."""
+    turn: tuple[Fraction, ...]
+    """Share of the stages to skip, one iteration after another, and again from the start."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    skip: str = ""
+    """The share of stages to skip over the run: "1/3"; "1/3 until 90%, 0" (the whole model in the end); "9 x 1/3 + 0"
+    (the whole model in every tenth iteration). Empty: the pipeline's own, all along."""
+    grow: str = ""
+    """Until this share of the run, as in "65%", all microbatches skip the same stages; these are then made as copies of
+    trained ones. So a smaller model is trained first, and grows. Empty: all stages are there from the start."""
+    residual: Residual = "plain"
+    """"scaled": what a visited stage adds counts for those that are skipped too, (S−1)/(L−1) times, so that the sum
+    stays as large as the whole model's."""
+    exposure: list[float] | None = None
+    """How often stages 1, 2, … are visited, relative to each other, as in [1.2, 1.1, 1, 0.9, 0.8]; left out: equally
+    often (CC3)."""
+    swaps: float = 0.0
+    """Share of the microbatches that visit two neighbouring stages in the other order."""
+    gradients: Gradients = "visitors"
+    """A stage follows the mean gradient over those who visited it, or over all microbatches, which makes it smaller."""
+    early_exit: float = 0.0
+    """Weight of a second loss, of what stage 0 alone predicts; 0: none. Costs the data nodes a second head."""
+
+    def __post_init__(self) -> None:
+        _ = self.phases
+        if self.grow and len({share for phase in self._before(self.grown_at) for share in phase.turn}) != 1:
+            raise UserError(f"recipe.grow: until {self.grow} the same share must be skipped all along, and be said")
+        for name, value in (("swaps", self.swaps), ("early_exit", self.early_exit)):
+            if not 0 <= value <= 1:
+                raise UserError(f"recipe.{name}: {value} must lie between 0 and 1")
+        if self.exposure is not None and (not self.exposure or min(self.exposure) <= 0):
+            raise UserError(
+                f"recipe.exposure: {self.exposure} must be numbers above 0, one for each stage but the first"
+            )
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """Empty: nothing was said."""
+        return parse_skip(self.skip) if self.skip.strip() else ()
+
+    @cached_property
+    def grown_at(self) -> Fraction:
+        """Share of the run after which all stages are there."""
+        return parse_share(self.grow, "recipe.grow") if self.grow else Fraction(0)
+
+    def is_young(self, iteration: int, iterations: int) -> bool:
+        return iteration < math.ceil(self.grown_at * iterations)
+
+    def _before(self, share: Fraction) -> list[Phase]:
+        """Phases that begin before so much of the run is over."""
+        begins = [Fraction(0), *(phase.until for phase in self.phases)]
+        return [phase for phase, start in zip(self.phases, begins, strict=False) if start < share]
+
+    def visited(self, iteration: int, iterations: int, stages: int, usual: int) -> int:
+        """Stages on a path in this iteration, stage 0 included; `usual` is the pipeline's own length."""
+        for phase in self.phases:
+            begins = math.ceil(phase.until * iterations)
+            if iteration < begins:
+                return visited_of(phase.turn[iteration % len(phase.turn)], stages)
+        return usual if not self.phases else visited_of(self.phases[-1].turn[0], stages)
+
+    def lengths(self, iterations: int, stages: int, usual: int) -> Counter[int]:
+        """How many iterations have paths of which length."""
+        return Counter(self.visited(number, iterations, stages, usual) for number in range(iterations))
+
+    def drive(self, stages: int, visited: int) -> float:
+        """By what the contribution of a visited stage, other than stage 0, is multiplied."""
+        if self.residual == "plain" or visited <= 1:
+            return 1.0
+        return (stages - 1) / (visited - 1)
+
+    def divisor(self, visits: int, microbatches: int) -> int:
+        """What a stage's sum of gradients is divided by; 0: nobody visited it, and it takes no step."""
+        return microbatches if visits and self.gradients == "all" else visits
+
+
+def visited_of(skipped: Fraction, stages: int) -> int:
+    """Stages on a path that leaves out this share of them, as near as whole stages come."""
+    return max(1, stages - math.floor(skipped * stages + Fraction(1, 2)))
+
+
+def young_stages(stages: int, visited: int) -> tuple[int, ...]:
+    """The stages of a model that has yet to grow: the first ones and the last."""
+    return (*range(visited - 1), stages - 1)
+
+
+def donors(stages: int, visited: int) -> dict[int, int]:
+    """When it grows: each new stage, and whose copy it is.
+
+    What lies between the first stage and the last is repeated as a block, which works better than to double stage by
+    stage (Du et al., "Stacking Your Transformers", 2024).
+    """
+    if visited < 3:
+        raise UserError(f"recipe.grow: a model of {visited} stages has none between the first and the last to copy")
+    return {new: 1 + (new - (visited - 1)) % (visited - 2) for new in range(visited - 1, stages - 1)}
+
+
+def parse_skip(text: str) -> tuple[Phase, ...]:
+    phases: list[Phase] = []
+    parts = [part.strip() for part in text.split(",")]
+    for number, part in enumerate(parts):
+        last = number == len(parts) - 1
+        shares, _, end = (piece.strip() for piece in part.partition(" until "))
+        if last and end:
+            raise UserError(f"recipe.skip: '{part}' ends before the run does: say what follows, as in '{part}, 0'")
+        if not last and not end:
+            raise UserError(f"recipe.skip: '{part}' has no end: write '{part} until 75%'")
+        until = Fraction(1) if last else parse_share(end, "recipe.skip")
+        if phases and until <= phases[-1].until:
+            raise UserError(f"recipe.skip: '{part}' ends no later than what comes before it")
+        phases.append(Phase(until, tuple(_turn(shares.split("+")))))
+    return tuple(phases)
+
+
+def _turn(pieces: Iterable[str]) -> list[Fraction]:
+    turn: list[Fraction] = []
+    for piece in pieces:
+        times, share = re.fullmatch(r"\s*(?:(\d+)\s*x\s+)?(.*?)\s*", piece).groups()  # type: ignore[union-attr]
+        turn += [parse_share(share, "recipe.skip")] * int(times or 1)
+        if not 0 < len(turn) <= LONGEST_TURN:
+            raise UserError(f"recipe.skip: '{piece.strip()}': a turn has from 1 to {LONGEST_TURN:,} iterations")
+    return turn
+
+
+def parse_share(text: str, where: str) -> Fraction:
+    """0.33, 33% or 1/3."""
+    try:
+        share = Fraction(text[:-1]) / 100 if text.endswith("%") else Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise UserError(f"{where}: '{text}' is not a share; write 0.33, 33% or 1/3") from None
+    if not 0 <= share < 1:
+        raise UserError(f"{where}: {text} is not between 0 and 1; write 0.33, 33% or 1/3")
+    return share

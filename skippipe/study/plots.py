@@ -1,0 +1,376 @@
+"""The results of a study as pictures, each as PNG and all of them, with the tables, as one page without a network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from io import BytesIO
+from pathlib import Path
+from statistics import fmean
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from plotly import graph_objects as go
+from plotly.offline import get_plotlyjs
+from plotly.subplots import make_subplots
+
+from skippipe.jsonfile import write_bytes, write_text
+from skippipe.report.html import STYLE
+from skippipe.report.picture import HUES
+from skippipe.report.png import INK
+from skippipe.study.tables import FULL, Result, Runs, Table, held_out, increases, total_s
+from skippipe.study.times import Times, elapsed_s
+
+DPI = 130
+SETTLED = 0.12  # share of the longest run before which losses are so high that they need not be in the picture
+FINE = 0.02  # below this, increases are drawn as they are; far above it, by their logarithm
+TICKS = (-0.2, -0.1, -0.05, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 1000, 10_000)
+LOSS_TITLE = "held-out loss, nats a token"
+KEPT_TITLE = "stages kept, % of the model's"
+INCREASE_TITLE = "increase of the perplexity"
+BANDS_IN_WORDS = """Increase of the perplexity against the same model whole, when stages are left out after training.
+Lines: mean over the parts that were drawn, and over seeds; bands: from the best part to the worst. Stages that are kept
+are driven as was best on the first text."""
+ABREAST = 3  # texts side by side, at most
+DASHES = ("solid", "dash", "dot", "dashdot")
+IN_MATPLOTLIB = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a variant is drawn, wherever it is."""
+
+    colour: str
+    dash: str
+
+    @property
+    def width(self) -> float:
+        return 2.4 if self.colour == INK else 1.8
+
+
+def looks(names: Sequence[str]) -> dict[str, Look]:
+    """The full one is black; a ninth of the others takes the first hue again, dashed."""
+    others = [name for name in names if name != FULL]
+    found = {name: Look(HUES[at % len(HUES)], DASHES[at // len(HUES) % len(DASHES)]) for at, name in enumerate(others)}
+    return {name: found.get(name, Look(INK, "solid")) for name in names}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Loss against something, for one seed or (None) the mean of several."""
+
+    variant: str
+    seed: int | None
+    xs: list[float]
+    losses: list[float]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Loss against one thing, for all variants."""
+
+    file: str
+    title: str
+    note: str
+    x_title: str
+    curves: list[Curve]
+
+    @property
+    def mean_curves(self) -> list[Curve]:
+        """The mean over seeds, where they were looked at at the same points."""
+        found = []
+        for name in dict.fromkeys(curve.variant for curve in self.curves):
+            own = [curve for curve in self.curves if curve.variant == name]
+            common = [curve for curve in own if curve.xs == own[0].xs]
+            losses = [fmean(each) for each in zip(*(curve.losses for curve in common), strict=True)]
+            found.append(Curve(name, None if len(common) > 1 else own[0].seed, own[0].xs, losses))
+        return found
+
+    @property
+    def loss_range(self) -> tuple[float, float]:
+        begins = SETTLED * max(curve.xs[-1] for curve in self.curves)
+        points = [point for curve in self.curves for point in zip(curve.xs, curve.losses, strict=True)]
+        shown = [loss for x, loss in points if x >= begins and math.isfinite(loss)] or [0.0]
+        low, high = min(shown), max(shown)
+        margin = 0.04 * (high - low) or 0.1
+        return low - margin, high + margin
+
+
+def charts(runs: Runs, times: Times | None) -> list[Chart]:
+    found = [
+        Chart(
+            "loss-tokens.png",
+            "Loss against tokens",
+            "Held-out loss of the whole model while it is trained. Thick: mean over seeds; thin: each seed.",
+            "tokens, millions",
+            list(_curves(runs, lambda result: [point[1] / 1e6 for point in result["curve"]])),
+        )
+    ]
+    if times:
+
+        def hours(result: Result) -> list[float] | None:
+            at = elapsed_s(result, times)
+            return [each / 3600 for each in at] if at else None
+
+        timed = list(_curves(runs, hours))
+        full_s = total_s(runs.get(FULL, {}), times)
+        beside = f" '{FULL}' takes {full_s / 3600:.1f} h." if full_s else ""
+        found.append(
+            Chart(
+                "loss-time.png",
+                "Loss against planned time",
+                f"The same in the seconds that iterations are planned to take.{beside}",
+                f"planned hours on {times.planned.cluster} ({times.planned.timing})",
+                timed,
+            )
+        )
+    return [chart for chart in found if chart.curves]
+
+
+def _curves(runs: Runs, xs_of: Callable[[Result], list[float] | None]) -> Iterator[Curve]:
+    for name, seeds in runs.items():
+        for seed, result in seeds.items():
+            xs = xs_of(result)
+            if xs:
+                yield Curve(name, seed, xs, held_out(result))
+
+
+@dataclass(frozen=True)
+class Band:
+    """What a variant loses on a text when stages are left out, from the whole model downwards, over all seeds."""
+
+    variant: str
+    text: str
+    kept: list[float]
+    """Shares of the stages, %."""
+    means: list[float]
+    bests: list[float]
+    worsts: list[float]
+
+
+def bands(runs: Runs) -> list[Band]:
+    found = []
+    for name, seeds in runs.items():
+        measured = increases(seeds)
+        for text in dict.fromkeys(each.text for each in measured):
+            own = [each for each in measured if each.text == text]
+            kept = [100.0, *(100 * each.kept / each.stages for each in own)]
+            rows = [(0.0, 0.0, 0.0), *((fmean(each.means), fmean(each.bests), fmean(each.worsts)) for each in own)]
+            means, bests, worsts = (list(column) for column in zip(*rows, strict=True))
+            found.append(Band(name, text, kept, means, bests, worsts))
+    return found
+
+
+def squeezed(increases: Sequence[float]) -> list[float]:
+    """Small ones as they are, large ones by their logarithm; below 0: a part is better than the whole."""
+    return [math.asinh(increase / FINE) for increase in increases]
+
+
+def _ticks(found: Sequence[Band]) -> list[float]:
+    low, high = min(min(band.bests) for band in found), max(max(band.worsts) for band in found)
+    return [tick for tick in TICKS if 1.3 * low <= tick <= 1.3 * high]
+
+
+def write_pictures(runs: Runs, times: Times | None, folder: Path) -> list[Path]:
+    """The PNGs for which there is something to show."""
+    drawn = looks(list(runs))
+    figures = {chart.file: _chart_png(chart, drawn) for chart in charts(runs, times)}
+    found = bands(runs)
+    if found:
+        figures["parts.png"] = _bands_png(found, drawn)
+    for file, figure in figures.items():
+        image = BytesIO()
+        figure.savefig(image, format="png")
+        write_bytes(folder / file, image.getvalue())
+    return [folder / file for file in figures]
+
+
+def _figure(width_in: float, height_in: float) -> Figure:
+    figure = Figure(figsize=(width_in, height_in), dpi=DPI, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _chart_png(chart: Chart, drawn: dict[str, Look]) -> Figure:
+    figure = _figure(9.5, 5.4)
+    axes = figure.subplots()
+    for curve in chart.curves:
+        axes.plot(curve.xs, curve.losses, color=drawn[curve.variant].colour, linewidth=0.7, alpha=0.35)
+    for curve in chart.mean_curves:
+        look = drawn[curve.variant]
+        axes.plot(curve.xs, curve.losses, IN_MATPLOTLIB[look.dash], color=look.colour, linewidth=look.width)
+        axes.plot(curve.xs[-1:], curve.losses[-1:], "o", color=look.colour, markersize=4.5)
+    axes.set_ylim(*chart.loss_range)
+    axes.set_xlim(left=0)
+    _dress(axes, chart.title, chart.x_title, LOSS_TITLE)
+    _legend(axes, {_ending(curve): drawn[curve.variant] for curve in chart.mean_curves})
+    return figure
+
+
+def _bands_png(found: list[Band], drawn: dict[str, Look]) -> Figure:
+    texts = list(dict.fromkeys(band.text for band in found))
+    rows = -(-len(texts) // ABREAST)
+    columns = -(-len(texts) // rows)
+    figure = _figure(2.2 + 4.6 * columns, 0.6 + 4.4 * rows)
+    ticks = _ticks(found)
+    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    for unused in grid.flat[len(texts) :]:
+        unused.set_visible(False)
+    for at, text in enumerate(texts):
+        axes = grid.flat[at]
+        for band in (band for band in found if band.text == text):
+            look = drawn[band.variant]
+            low, mean, high = (squeezed(each) for each in (band.bests, band.means, band.worsts))
+            axes.fill_between(band.kept, low, high, color=look.colour, alpha=0.12, linewidth=0)
+            style = IN_MATPLOTLIB[look.dash] + "o"
+            axes.plot(band.kept, mean, style, color=look.colour, linewidth=look.width, markersize=4.5)
+        axes.set_xlim(max(band.kept[0] for band in found) + 2, min(band.kept[-1] for band in found) - 2)
+        axes.set_yticks(squeezed(ticks), [_percent(tick) for tick in ticks])
+        _dress(axes, f"On '{text}'", KEPT_TITLE, "" if at % columns else INCREASE_TITLE)
+    _legend(grid[0, -1], {band.variant: drawn[band.variant] for band in found})
+    return figure
+
+
+def _dress(axes: Axes, title: str, x_title: str, y_title: str) -> None:
+    axes.set_title(_literal(title), loc="left", fontsize=12, color=INK, fontweight="bold")
+    axes.set_xlabel(_literal(x_title), fontsize=10, color=INK)
+    axes.set_ylabel(y_title, fontsize=10, color=INK)
+    axes.grid(color="#E4E4E4", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=9, colors=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(axes: Axes, labels: dict[str, Look]) -> None:
+    handles = [
+        Line2D([], [], color=look.colour, ls=IN_MATPLOTLIB[look.dash], lw=look.width, label=_literal(label))
+        for label, look in labels.items()
+    ]
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=9, frameon=False, labelcolor=INK)
+
+
+def _literal(text: str) -> str:
+    """Matplotlib would read what stands between two dollar signs as a formula."""
+    return text.replace("$", r"\$")
+
+
+def _ending(curve: Curve) -> str:
+    return f"{curve.variant}: {curve.losses[-1]:.3f}"
+
+
+def _percent(increase: float) -> str:
+    return f"{100 * increase:+,.0f}%".replace("-", "−") if increase else "0"
+
+
+def write_page(title: str, tables: Sequence[Table], runs: Runs, times: Times | None, path: Path) -> None:
+    drawn = looks(list(runs))
+    sections = [f"<h1>{escape(title)}</h1>", *(_table_html(table) for table in tables[:1])]
+    for chart in charts(runs, times):
+        sections.append(_section(chart.title, chart.note, _chart_html(chart, drawn)))
+    found = bands(runs)
+    if found:
+        sections.append(_section("Parts of the model", BANDS_IN_WORDS, _bands_html(found, drawn)))
+    sections += [_table_html(table) for table in tables[1:]]
+    style, script = f"<style>{STYLE}</style>", f"<script>{get_plotlyjs()}</script>"
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title>{style}{script}'
+    body = "\n".join(sections)
+    write_text(path, f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n')
+
+
+def _section(title: str, note: str, content: str) -> str:
+    return f"<h2>{escape(title)}</h2>\n<p>{escape(note)}</p>\n{content}"
+
+
+def _table_html(table: Table) -> str:
+    first, *others = table.headings
+    head = f"<th>{escape(first)}</th>" + "".join(f"<th class=number>{escape(each)}</th>" for each in others)
+    rows = "".join(
+        f"<tr><td>{escape(row[0])}</td>{''.join(f'<td class=number>{escape(cell)}</td>' for cell in row[1:])}</tr>"
+        for row in table.rows
+    )
+    return _section(table.title, table.note, f"<table><tr>{head}</tr>{rows}</table>")
+
+
+def _chart_html(chart: Chart, drawn: dict[str, Look]) -> str:
+    figure = go.Figure()
+    for curve in chart.curves:
+        line = {"color": drawn[curve.variant].colour, "width": 0.7}
+        figure.add_scatter(
+            x=curve.xs,
+            y=curve.losses,
+            mode="lines",
+            line=line,
+            opacity=0.4,
+            legendgroup=curve.variant,
+            showlegend=False,
+            hoverinfo="skip",
+        )
+    for curve in chart.mean_curves:
+        look = drawn[curve.variant]
+        figure.add_scatter(
+            x=curve.xs,
+            y=curve.losses,
+            mode="lines",
+            line={"color": look.colour, "width": look.width, "dash": look.dash},
+            legendgroup=curve.variant,
+            name=escape(_ending(curve)),
+            hovertemplate=f"{escape(curve.variant)}<br>%{{x:,.4~g}}: %{{y:.4f}}<extra></extra>",
+        )
+    figure.update_xaxes(title=escape(chart.x_title), rangemode="tozero")
+    figure.update_yaxes(title=LOSS_TITLE, range=chart.loss_range)
+    return _drawn(figure)
+
+
+def _bands_html(found: list[Band], drawn: dict[str, Look]) -> str:
+    texts = list(dict.fromkeys(band.text for band in found))
+    rows = -(-len(texts) // ABREAST)
+    columns = -(-len(texts) // rows)
+    titles = [f"on '{escape(text)}'" for text in texts]
+    figure = make_subplots(rows, columns, shared_yaxes="all", subplot_titles=titles, horizontal_spacing=0.03)
+    for band in found:
+        look = drawn[band.variant]
+        row, column = divmod(texts.index(band.text), columns)
+        edges = squeezed(band.bests) + squeezed(band.worsts)[::-1]
+        common = {"legendgroup": band.variant, "name": escape(band.variant), "row": row + 1, "col": column + 1}
+        figure.add_scatter(
+            x=band.kept + band.kept[::-1],
+            y=edges,
+            fill="toself",
+            fillcolor=look.colour,
+            opacity=0.12,
+            line={"width": 0},
+            mode="lines",
+            showlegend=False,
+            hoverinfo="skip",
+            **common,
+        )
+        told = [
+            f"{escape(band.variant)}, {kept:.0f}% kept<br>mean {mean:+.1%}, best {best:+.1%}, worst {worst:+.1%}"
+            for kept, mean, best, worst in zip(band.kept, band.means, band.bests, band.worsts, strict=True)
+        ]
+        figure.add_scatter(
+            x=band.kept,
+            y=squeezed(band.means),
+            mode="lines+markers",
+            line={"color": look.colour, "width": look.width, "dash": look.dash},
+            showlegend=band.text == texts[0],
+            hovertext=told,
+            hoverinfo="text",
+            **common,
+        )
+    ticks = _ticks(found)
+    figure.update_xaxes(title=KEPT_TITLE, autorange="reversed")
+    figure.update_yaxes(tickvals=squeezed(ticks), ticktext=[_percent(tick) for tick in ticks])
+    figure.update_yaxes(title=INCREASE_TITLE, col=1)
+    return _drawn(figure, rows)
+
+
+def _drawn(figure: go.Figure, rows: int = 1) -> str:
+    figure.update_layout(template="plotly_white", height=40 + 480 * rows, margin={"l": 10, "r": 10, "t": 40, "b": 40})
+    buttons = [["zoom2d", "pan2d", "resetScale2d", "toImage"]]  # none that would send anything anywhere
+    config = {"displaylogo": False, "responsive": True, "modeBarButtons": buttons}
+    return str(figure.to_html(full_html=False, include_plotlyjs=False, include_mathjax=False, config=config))

@@ -1,0 +1,155 @@
+"""Variants × seeds, one after another. A line of JSON for every run that is done; those are not done again.
+
+    {"study", "variant", "seed", "key", "settings", "parameters", "tokens", "lengths", "curve", "whole", "parts",
+     "routers", "seconds", "tokens_per_s", "device", "date"}
+
+`curve` has [iteration, tokens, training loss since the last look, held-out loss] for every look, `whole` the loss on
+every text in the end, `parts` that of parts of the model, `lengths` how many iterations had paths of which length.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skippipe.model.blueprint import Blueprint, config_named
+from skippipe.study.engine import Engine
+from skippipe.study.measure import Text, mean_loss, part_losses
+from skippipe.study.paths import turns
+from skippipe.study.routers import router_use
+from skippipe.study.settings import Run, Study, kept_stages, read_results
+from skippipe.text.prepare import prepare
+from skippipe.text.sampler import Sampler
+from skippipe.text.tokens import HEADER, TokenFile
+from skippipe.workload import Workload
+
+Progress = Callable[[str, float, str], None]
+"""Which run, what share of it is done, and how it goes."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where runs are computed."""
+
+    name: str = "cpu"
+    compiled: bool = False
+
+    @property
+    def low_precision(self) -> bool:
+        return not self.name.startswith("cpu")
+
+    @property
+    def model(self) -> str:
+        return torch.cuda.get_device_name() if self.low_precision else "CPU"
+
+
+class Runner:
+    def __init__(self, study: Study, results: Path, device: Device, progress: Progress) -> None:
+        self.study = study
+        self.results = results
+        self.device = device
+        self._progress = progress
+        self.train = _tokens(study.train, study.vocabulary)
+        tests = [each.rpartition("=") for each in study.tests]
+        folders = {name or Path(where).name: _tokens([where], self.train.folder) for name, _, where in tests}
+        sequence = study.batch.sequence
+        self.texts = {name: Text(each.ids, sequence, device.name) for name, each in folders.items()}
+        self._text = Text(self.train.ids, sequence, device.name)
+        self._engines: dict[tuple[int, ...], Engine] = {}
+
+    def run(self) -> None:
+        """All that is not done yet."""
+        done = {result["key"] for result in read_results(self.results)}
+        for run in self.study.runs:
+            if run.key not in done:
+                result = self.one(run)
+                self.results.parent.mkdir(parents=True, exist_ok=True)
+                with self.results.open("a") as file:  # one line, when all of it is there
+                    file.write(json.dumps(result) + "\n")
+
+    def one(self, run: Run) -> dict[str, Any]:
+        study, variant, measuring = run.study, run.variant, run.study.measuring
+        engine = self._engine(run)
+        batch = study.batch
+        sampler = Sampler(self.train.ids, batch.sequence, run.seed, batch.microbatches, batch.samples)
+        first = next(iter(self.texts.values()))
+        curve: list[list[float]] = []
+        losses: list[torch.Tensor] = []
+        began = time.perf_counter()
+        looked_s = 0.0
+        for number, turn in enumerate(turns(run)):
+            engine.grow(turn.born)
+            young = len(turn.there) < variant.stages
+            losses.append(engine.iteration(number, *self._text.iteration(sampler, number), turn.visits, young=young))
+            done = number + 1
+            if done % measuring.every == 0 or done == run.iterations:
+                training = float(torch.stack(losses).double().mean())
+                losses.clear()
+                look = time.perf_counter()
+                held_out = mean_loss(engine, first, measuring.tokens, turn.there)
+                looked_s += time.perf_counter() - look
+                curve.append([done, done * batch.tokens, round(training, 5), round(held_out, 5)])
+                self._progress(f"{variant.name}, seed {run.seed}", done / run.iterations, f"loss {held_out:.3f}")
+        seconds = time.perf_counter() - began - looked_s
+        kept = [kept_stages(share, variant.stages) for share in measuring.keep]
+        kept = sorted({each for each in kept if 2 <= each < variant.stages}, reverse=True)
+        return {
+            "study": study.name,
+            "variant": variant.name,
+            "seed": run.seed,
+            "key": run.key,
+            "settings": run.settings,
+            "parameters": engine.parameters,
+            "tokens": run.iterations * batch.tokens,
+            "lengths": run.lengths,
+            "curve": curve,
+            "whole": {
+                name: round(mean_loss(engine, text, measuring.final_tokens, turn.there), 5)
+                for name, text in self.texts.items()
+            },
+            "parts": [
+                {**each.to_json(), "loss": round(each.loss, 5)}
+                for each in part_losses(engine, self.texts, kept, measuring.draws, measuring.part_tokens, run.seed)
+            ],
+            "routers": router_use(engine, self.texts, measuring.part_tokens),
+            "seconds": round(seconds, 2),
+            "tokens_per_s": round(run.iterations * batch.tokens / seconds),
+            "device": self.device.model,
+            "date": datetime.now(UTC).date().isoformat(),
+        }
+
+    def _engine(self, run: Run) -> Engine:
+        """Models of the same shape are trained in the same place, one after another: compiled once."""
+        variant = run.variant
+        config = config_named(self.study.model, self.train.vocabulary)
+        if variant.layers:
+            config.num_hidden_layers = variant.layers
+            if getattr(config, "layer_types", None):
+                config.layer_types = config.layer_types[: variant.layers]
+        blueprint = Blueprint(config, run.seed)
+        layers = Workload(blueprint.shape).layer_split(variant.stages)
+        if layers in self._engines:
+            self._engines[layers].begin_again(blueprint, run.learning, variant.recipe)
+        else:
+            self._engines[layers] = Engine(
+                blueprint,
+                layers,
+                run.learning,
+                variant.recipe,
+                device=self.device.name,
+                low_precision=self.device.low_precision,
+                compiled=self.device.compiled,
+            )
+        return self._engines[layers]
+
+
+def _tokens(texts: list[str], tokenizer: int | Path) -> TokenFile:
+    folder = Path(texts[0])
+    return TokenFile.open(folder) if (folder / HEADER).exists() else prepare(texts, tokenizer)

@@ -1,0 +1,187 @@
+"""The study file: variants of training, and what they have in common."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
+
+from skippipe.errors import UserError
+from skippipe.learning import Learning
+from skippipe.recipe import Recipe, parse_share, visited_of
+from skippipe.training.tomlfile import read_toml
+
+Rule = Literal["", "CC1", "CC2", "CC3"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    sequence: int = 512
+    """Tokens of a sample."""
+    samples: int = 2
+    """Of a microbatch."""
+    microbatches: int = 30
+    """Of an iteration."""
+
+    @property
+    def tokens(self) -> int:
+        return self.sequence * self.samples * self.microbatches
+
+
+@dataclass(frozen=True)
+class Measuring:
+    every: int = 50
+    """Iterations from one look at the held-out text to the next."""
+    tokens: int = 131_072
+    """Of the first text, at each look."""
+    final_tokens: int = 1_048_576
+    """Of every text in the end, for the whole model."""
+    part_tokens: int = 131_072
+    """Of every text, for each part of the model."""
+    keep: list[str] = field(default_factory=lambda: ["5/6", "2/3", "1/2"])
+    """Shares of the stages to measure in the end, as fractions of the whole."""
+    draws: int = 12
+    """Parts to draw of each share; all there are, if that is fewer."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """On which cluster, in whose seconds."""
+
+    cluster: str = "published20"
+    """A built-in example, a preset, or a cluster file."""
+    timing: Literal["contention-only", "full"] = "contention-only"
+    budget_s: float = 30.0
+    """Seconds of planning for each plan."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    recipe: Recipe = field(default_factory=lambda: Recipe(skip="0"))
+    """How stages are skipped and what makes up for it."""
+    stages: int = 6
+    layers: int = 0
+    """Of the model; 0: as the configuration has it. Fewer make the smaller dense rival."""
+    tokens: int = 0
+    """To train on; 0: the study's."""
+    rate: float = 0.0
+    """The highest learning rate; 0: the study's."""
+    breaks: Rule = ""
+    """A rule to break on purpose: CC1 (stage 0 is skipped like any other), CC2 (stages come in any order), CC3 (some
+    stages are visited often, others seldom)."""
+    seeds: list[int] | None = None
+    """Instead of the study's."""
+
+    def __post_init__(self) -> None:
+        if not self.recipe.phases:
+            raise UserError(f"variant '{self.name}': recipe.skip: say which share of the stages is skipped; '0': none")
+
+
+@dataclass(frozen=True)
+class Study:
+    name: str
+    variant: list[Variant]
+    model: str = "llama-46m"
+    """A preset, a Hugging Face config.json or its folder."""
+    train: list[str] = field(default_factory=lambda: ["classics"])
+    """Texts (.txt, .xz), or one folder with prepared tokens."""
+    tests: list[str] = field(default_factory=lambda: ["classics-val"])
+    """Held-out texts, likewise, as 'name=folder'; the first is looked at while training."""
+    vocabulary: int = 2048
+    """Of a tokenizer to train, if `train` is not a folder of tokens."""
+    tokens: int = 100_000_000
+    """To train on."""
+    seeds: list[int] = field(default_factory=lambda: [0])
+    batch: Batch = Batch()
+    learning: Learning = field(default_factory=lambda: Learning(rate=1e-3, warmup=100))
+    measuring: Measuring = Measuring()
+    planned: Planned = Planned()
+
+    def __post_init__(self) -> None:
+        names = [each.name for each in self.variant]
+        if not names or len(set(names)) < len(names):
+            raise UserError("variant: a study has one or more, each with a name of its own")
+
+    @property
+    def runs(self) -> list[Run]:
+        """Seed by seed, so that an unfinished study has some of everything."""
+        wanted = [
+            (seed, number, each)
+            for number, each in enumerate(self.variant)
+            for seed in (self.seeds if each.seeds is None else each.seeds)
+        ]
+        return [Run(self, each, seed) for seed, _, each in sorted(wanted, key=lambda run: run[:2])]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One variant with one seed."""
+
+    study: Study
+    variant: Variant
+    seed: int
+
+    @property
+    def iterations(self) -> int:
+        return max(1, round((self.variant.tokens or self.study.tokens) / self.study.batch.tokens))
+
+    @property
+    def learning(self) -> Learning:
+        chosen = self.study.learning
+        warmup = min(chosen.warmup, max(1, self.iterations // 10))
+        rate = self.variant.rate or chosen.rate
+        return replace(chosen, rate=rate, warmup=warmup, iterations=max(self.iterations, warmup + 1))
+
+    def visited(self, iteration: int) -> int:
+        stages = self.variant.stages
+        return self.variant.recipe.visited(iteration, self.iterations, stages, stages)
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """Stages on a path → how many iterations have such paths."""
+        stages = self.variant.stages
+        return dict(sorted(self.variant.recipe.lengths(self.iterations, stages, stages).items()))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that the result depends on."""
+        study = self.study
+        return {
+            "model": study.model,
+            "variant": asdict(replace(self.variant, seeds=None)),
+            "iterations": self.iterations,
+            "batch": asdict(study.batch),
+            "learning": asdict(self.learning),
+            "measuring": asdict(study.measuring),
+            "train": [Path(each).name for each in study.train],
+            "tests": [each.split("=")[0] for each in study.tests],
+        }
+
+    @property
+    def key(self) -> str:
+        """The same for the same settings and seed."""
+        return sha256(json.dumps([self.settings, self.seed], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_study(path: Path) -> Study:
+    return read_toml(Study, path)
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            raise UserError(f"{path}: line {number} is not JSON; take it out, and its run is done again") from None
+    return found
+
+
+def kept_stages(share: str, stages: int) -> int:
+    """Stages that are left of a model, of which this share is kept."""
+    return visited_of(1 - parse_share(share, "measuring.keep"), stages)

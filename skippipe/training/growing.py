@@ -1,0 +1,218 @@
+"""A deeper model from one that is trained: its layers are copies, and training goes on with all of them.
+
+The smaller model is cheaper to train, and most of what it learns is of use to the larger one. What lies between its
+first and its last layers is repeated as a block, which works better than to double layer by layer (Du et al.,
+"Stacking Your Transformers", 2024). Adam's two means and its number of steps are copied with the weights.
+
+What comes out is a checkpoint like any other, of as many iterations as the smaller model has had.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skippipe.errors import UserError
+from skippipe.model.blueprint import Blueprint, config_from, config_named
+from skippipe.model.rebuilding import LAYER
+from skippipe.model.stage import layer_ranges
+from skippipe.model.weights import Place, layout_of_stage
+from skippipe.plan import Plan
+from skippipe.recipe import donors
+from skippipe.training.checkpoint import MANIFEST, PARTS, Checkpoints, Manifest, StageWriter, StoredFile
+from skippipe.training.job import Job
+from skippipe.training.keeping import Origin, StateReader
+from skippipe.training.run import Run
+
+log = logging.getLogger(__name__)
+
+LEAST = 3
+"""Units of a model that can grow: the first, the last, and one to repeat."""
+OF_LAYERS = ("num_hidden_layers", "layer_types")
+"""Fields of a configuration that may differ: kinds of layers are compared one by one."""
+OF_FILES = ("transformers_version", "_name_or_path", "architectures", "dtype")
+"""Fields that say nothing about weights."""
+
+
+@dataclass(frozen=True)
+class Grown:
+    place: Path
+    """The checkpoint to go on from."""
+    donors: tuple[int, ...]
+    """Of each layer: the one that it is a copy of."""
+
+
+def donor_layers(young: Sequence[int], grown: Sequence[int]) -> tuple[int, ...]:
+    """The layer that each layer of the grown model is a copy of; both are given as the layers of each stage.
+
+    Whole stages are copied if all stages of both models have the same number of layers, else layer by layer.
+    """
+    assert sum(grown) > sum(young), "it does not grow"
+    unit = young[0] if len({*young, *grown}) == 1 else 1
+    before, after = sum(young) // unit, sum(grown) // unit
+    if before < LEAST:
+        raise UserError(
+            f"a model of {before} x {unit} layers has none between the first {unit} and the last {unit} to repeat; "
+            + ("cut the job's model into other stages (pipeline.stages)" if unit > 1 else "train one of 3 or more")
+        )
+    copies = donors(after, before)
+    units = [copies.get(number, min(number, before - 1)) for number in range(after)]
+    return tuple(unit * donor + layer for donor in units for layer in range(unit))
+
+
+def young_of(run: Path) -> Origin:
+    """The newest sound checkpoint of a run."""
+    for place, found in Checkpoints(run / "checkpoints").newest_sound():
+        if isinstance(found, Manifest):
+            return Origin(place, found)
+        log.warning("%s; the checkpoint before it is used", found)
+    raise UserError(f"{run}: has no sound checkpoint to grow from; name the output folder of a run that has one")
+
+
+def check_job(young: Origin, job: Job, *, force: bool = False) -> None:
+    """Can a run of this job go on from there? What can be known before there is a plan."""
+    made, output = young.manifest, Path(job.output)
+    _check_output(young, output, force)
+    if job.iterations <= made.iterations:
+        raise UserError(
+            f"iterations: {job.iterations} in the job, and {young.place} is {made.iterations} on already; "
+            "say how long the whole run is to be"
+        )
+    if job.seed != made.seed:
+        raise UserError(f"seed: {job.seed} in the job, {made.seed} in {young.place}; text would be repeated: keep it")
+    config = config_named(job.model.config, made.config["vocab_size"]).to_dict()  # the text has another look at it
+    differ = _differences(made.config, config)
+    if differ:
+        raise UserError(
+            f"model '{job.model.config}': only the number of layers may differ from {young.place}: {'; '.join(differ)}"
+        )
+    before, after = sum(made.layers), config["num_hidden_layers"]
+    if after <= before:
+        raise UserError(f"model '{job.model.config}': has {after} layers, {young.place} has {before}: it takes more")
+
+
+def grow(young: Origin, run: Run) -> Grown:
+    """Write what the run is to go on from, in the place of any checkpoints it has."""
+    made, brief = young.manifest, run.brief
+    if made.data != brief.data_fingerprint:
+        raise UserError(
+            f"data: other tokens ({brief.data_fingerprint[:12]}, a vocabulary of {brief.config['vocab_size']:,}) than "
+            f"those of {young.place} ({made.data[:12]}, {made.config['vocab_size']:,}); name the same texts, "
+            "tokenizer and vocabulary"
+        )
+    layers = brief.plan.layers
+    copied = donor_layers(made.layers, layers)
+    state = _YoungState(young)
+    state.check_kinds(run.blueprint, copied)
+    stages = [layout_of_stage(run.blueprint, layers, stage) for stage in range(len(layers))]
+    for places in stages:
+        state.check_shapes(places, copied)
+    checkpoints = run.checkpoints
+    unfinished = checkpoints.begin()
+    run.tokenizer.save(unfinished)
+    files: list[StoredFile] = []
+    for stage, places in enumerate(stages):
+        writer = StageWriter(unfinished, stage, places)
+        state.copy(writer, places, copied)
+        files += writer.finish()
+    steps = tuple(min(state.steps(copied[layer]) for layer in each) for each in layer_ranges(layers))
+    manifest = Manifest(made.iterations, layers, steps, brief.seed, made.data, brief.config, tuple(files))
+    run.journal.rewrite([])  # what it says would count for more than a checkpoint
+    run.journal.close()
+    for old in checkpoints.complete():  # one that went further would count for more, too
+        (old / MANIFEST).unlink()
+        shutil.rmtree(old)
+    checkpoints.commit(unfinished, manifest)
+    return Grown(checkpoints.complete()[0], copied)
+
+
+def other_batch(run: Path, plan: Plan) -> str:
+    """What is different about the text of an iteration, if it is known and if there is anything."""
+    file = run / "plan.json"
+    if not file.exists():
+        return ""
+    before, after = (_batch(each) for each in (Plan.load(file), plan))
+    return "" if before == after else f"an iteration had {before} and now has {after}"
+
+
+def _batch(plan: Plan) -> str:
+    work = plan.workload
+    return f"{plan.microbatches} microbatches of {work.samples_per_microbatch} x {work.sequence_tokens} tokens"
+
+
+class _YoungState:
+    """Weights and optimizer of the smaller model, by the names that they have in the larger one."""
+
+    def __init__(self, young: Origin) -> None:
+        made = young.manifest
+        self._place = young.place
+        self._blueprint = Blueprint(config_from(made.config), made.seed)
+        self._reader = StateReader(young, made.layers, self._blueprint)
+        self._stage_of = {layer: stage for stage, each in enumerate(layer_ranges(made.layers)) for layer in each}
+        stages = [layout_of_stage(self._blueprint, made.layers, stage) for stage in range(len(made.layers))]
+        self._sizes = [sum(place.size for place in places) for places in stages]
+        self._places = {place.name: (stage, place) for stage, places in enumerate(stages) for place in places}
+
+    def steps(self, layer: int) -> int:
+        """That its optimizer has taken."""
+        return self._reader.steps(self._stage_of[layer])
+
+    def check_kinds(self, grown: Blueprint, copied: Sequence[int]) -> None:
+        for layer, donor in enumerate(copied):
+            ours, theirs = grown.mask_kind(layer), self._blueprint.mask_kind(donor)
+            if ours != theirs:
+                raise UserError(
+                    f"layer {layer} ({ours}) cannot be a copy of layer {donor} ({theirs}) of {self._place}; "
+                    "choose stages (pipeline.layers) over which the kinds of layers repeat"
+                )
+
+    def check_shapes(self, places: Sequence[Place], copied: Sequence[int]) -> None:
+        for place in places:
+            name = _donor_name(place.name, copied)
+            if name not in self._places or self._places[name][1].shape != place.shape:
+                raise UserError(
+                    f"'{place.name}' {list(place.shape)} cannot be a copy of '{name}': {self._place} has none of "
+                    "that shape; choose stages (pipeline.layers) over which the kinds of layers repeat"
+                )
+
+    def copy(self, writer: StageWriter, places: Sequence[Place], copied: Sequence[int]) -> None:
+        """A stage of the larger model, one tensor at a time."""
+        for part in range(len(PARTS)):
+            for place in places:
+                stage, theirs = self._places[_donor_name(place.name, copied)]
+                first = part * self._sizes[stage] + theirs.start
+                writer.write(self._reader.state(stage, first, place.size).data)
+
+
+def _donor_name(name: str, copied: Sequence[int]) -> str:
+    layer = LAYER.match(name)
+    return name if layer is None else f"model.layers.{copied[int(layer[1])]}.{name[layer.end() :]}"
+
+
+def _check_output(young: Origin, output: Path, force: bool) -> None:
+    if young.place.parent.parent.resolve() == output.resolve():
+        raise UserError(f"output: {output} is where {young.place} lies; name another folder in the job")
+    there = Checkpoints(output / "checkpoints").complete()
+    if there and not force:
+        raise UserError(
+            f"output: {output} has checkpoints already, the newest after {int(there[0].name)} iterations; "
+            "name another folder in the job, or give --force to replace them"
+        )
+
+
+def _differences(young: dict[str, Any], grown: dict[str, Any]) -> list[str]:
+    """Of two configurations, field by field, where they must agree."""
+    theirs, ours = (json.loads(json.dumps(each)) for each in (young, grown))  # as they look after a file
+    names = [name for name in {**theirs, **ours} if name not in OF_LAYERS + OF_FILES]
+    if theirs["model_type"] != ours["model_type"]:
+        names = ["model_type"]  # and much else
+    return [
+        f"{name} {theirs.get(name)} there, {ours.get(name)} here"
+        for name in names
+        if theirs.get(name) != ours.get(name)
+    ]

@@ -1,0 +1,139 @@
+"""Recipes: what people write, how long paths are then, and what that comes to."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skippipe.errors import UserError
+from skippipe.recipe import Phase, Recipe, visited_of
+from skippipe.simulate import simulate
+from skippipe.timeline import Timing
+from skippipe.training.job import Job, PipelineChoice
+from skippipe.training.timetable import in_words, timetable
+from tests.benches import long_plan
+
+THIRD, HALF, WHOLE = Fraction(1, 3), Fraction(1, 2), Fraction(0)
+
+
+@pytest.mark.parametrize(
+    ("said", "phases"),
+    [
+        ("", []),
+        ("  ", []),
+        ("1/3", [(1, [THIRD])]),
+        ("50%", [(1, [HALF])]),
+        ("0.5", [(1, [HALF])]),
+        ("1/3 until 90%, 0", [(Fraction(9, 10), [THIRD]), (1, [WHOLE])]),
+        ("1/2 until 1/4, 1/3 until 75%, 0", [(Fraction(1, 4), [HALF]), (Fraction(3, 4), [THIRD]), (1, [WHOLE])]),
+        ("3 x 1/3 + 0", [(1, [THIRD, THIRD, THIRD, WHOLE])]),
+        ("2x 1/3 + 2 x 0", [(1, [THIRD, THIRD, WHOLE, WHOLE])]),
+        ("1/3 until 75%, 0 + 1/2", [(Fraction(3, 4), [THIRD]), (1, [WHOLE, HALF])]),
+    ],
+)
+def test_what_people_write(said: str, phases: list[tuple[Fraction, list[Fraction]]]) -> None:
+    assert Recipe(said).phases == tuple(Phase(Fraction(until), tuple(turn)) for until, turn in phases)
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        ("some", "'some' is not a share; write 0.33, 33% or 1/3"),
+        ("1/0", "'1/0' is not a share"),
+        ("1", "1 is not between 0 and 1"),
+        ("-0.1", "-0.1 is not between 0 and 1"),
+        ("1/3 until 90%", "'1/3 until 90%' ends before the run does: say what follows"),
+        ("1/3, 0", "'1/3' has no end: write '1/3 until 75%'"),
+        ("1/3 until 50%, 1/2 until 50%, 0", "'1/2 until 50%' ends no later than what comes before it"),
+        ("1/3 until soon, 0", "'soon' is not a share"),
+        ("1/3 +", "'' is not a share"),
+        ("0 x 1/3", "a turn has from 1 to 10,000 iterations"),
+        ("20000 x 1/3 + 0", "a turn has from 1 to 10,000 iterations"),
+    ],
+)
+def test_what_they_should_not(said: str, complaint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Recipe(said)
+    assert str(caught.value).startswith("recipe.skip: ")
+    assert complaint in str(caught.value)
+    with pytest.raises(UserError, match=r"recipe\.early_exit: 1\.5"):
+        Recipe(early_exit=1.5)
+
+
+shares = st.fractions(0, Fraction(2, 3), max_denominator=8)
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    ends = sorted(draw(st.sets(st.integers(1, 99), max_size=3)))
+    turns = [draw(st.lists(st.tuples(st.integers(1, 4), shares), min_size=1, max_size=3)) for _ in [*ends, 100]]
+    told = [" + ".join(f"{times} x {share}" for times, share in turn) for turn in turns]
+    until = [f" until {end}%" for end in ends]
+    return Recipe(", ".join(turn + end for turn, end in zip(told, [*until, ""], strict=True)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(recipes(), st.integers(1, 120), st.integers(3, 8))
+def test_every_iteration_has_a_length_and_phases_come_in_order(recipe: Recipe, iterations: int, stages: int) -> None:
+    found = [recipe.visited(number, iterations, stages, -1) for number in range(iterations)]
+    lengths = recipe.lengths(iterations, stages, -1)
+    assert lengths.total() == iterations
+    assert all(1 <= length <= stages for length in lengths)
+    start = 0
+    for phase in recipe.phases:
+        end = min(iterations, -(-phase.until.numerator * iterations // phase.until.denominator))
+        turn = [visited_of(share, stages) for share in phase.turn]
+        assert found[start:end] == [turn[number % len(turn)] for number in range(start, end)]
+        start = end
+    assert start == iterations
+
+
+@given(st.integers(1, 50), st.integers(2, 9), st.integers(2, 9))
+def test_nothing_said_is_the_usual_all_along(iterations: int, stages: int, usual: int) -> None:
+    recipe = Recipe()
+    assert recipe.lengths(iterations, stages, usual) == {usual: iterations}
+    assert recipe.drive(stages, usual) == 1.0
+    assert [recipe.divisor(visits, 9) for visits in (0, 4, 9)] == [0, 4, 9]
+
+
+def test_what_makes_up_for_skipping() -> None:
+    scaled = Recipe(residual="scaled", gradients="all")
+    assert [scaled.drive(6, visited) for visited in (6, 4, 3)] == [1.0, 5 / 3, 5 / 2]
+    assert [scaled.divisor(visits, 9) for visits in (0, 4, 9)] == [0, 9, 9], "nobody came: there is no step"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strategy", "skip", "complaint"),
+    [
+        (Recipe(exposure=[1.0, 2.0]), "skippipe", "", "recipe.exposure: only studies draw paths by it"),
+        (
+            Recipe(swaps=0.1),
+            "skippipe",
+            "",
+            "recipe.swaps: only studies draw paths by it; in training the plan decides",
+        ),
+        (Recipe("1/3"), "skippipe", "1/3", "pipeline.skip and recipe.skip say the same thing"),
+        (Recipe("0"), "dtfm", "", "pipeline.strategy: 'dtfm' skips nothing"),
+    ],
+)
+def test_recipes_that_a_job_refuses(recipe: Recipe, strategy: str, skip: str, complaint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Job(recipe=recipe, pipeline=PipelineChoice(strategy=strategy, skip=skip))  # type: ignore[arg-type]
+    assert str(caught.value).startswith(complaint)
+
+
+def test_what_a_run_comes_to() -> None:
+    plan = long_plan()
+    plan = plan.promising(simulate(plan, Timing.FULL))
+    assert plan.expected is not None
+    each_s = plan.expected.iteration_s
+    legs = timetable(Recipe("9 x 1/4 + 0").lengths(1005, 4, 4), {3: plan, 4: plan})
+    assert [(leg.length, leg.iterations) for leg in legs] == [(3, 905), (4, 100)]
+    assert sum(leg.whole_s for leg in legs) == pytest.approx(1005 * each_s)
+    assert in_words(legs, 4) == (
+        f"905 iterations through 3 of 4 stages at {each_s:.2f} s, "
+        f"100 iterations through 4 of 4 stages at {each_s:.2f} s: {1005 * each_s:,.1f} s promised in all"
+    )

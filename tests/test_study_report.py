@@ -1,0 +1,367 @@
+"""What a study is told to have found: figures by hand, from results by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skippipe.cli import main
+from skippipe.errors import UserError
+from skippipe.recipe import Recipe
+from skippipe.study import tables
+from skippipe.study.plots import bands, charts, looks, squeezed
+from skippipe.study.settings import Batch, Measuring, Planned, Run, Study, Variant
+from skippipe.study.tables import Runs, first_reach, increases, loss_at, runs_of, spread, strangers
+from skippipe.study.times import Leg, Promise, Times, Work, elapsed_s, most_frequent, planned_times
+
+FULL = Variant("full", stages=6)
+THIRD = Variant("third", Recipe("1/3 until 75%, 0"), stages=6)
+SMALL = Variant("small", stages=4, layers=8)
+STUDY = Study(
+    "by hand",
+    [FULL, THIRD, SMALL],
+    tokens=8_000_000,
+    seeds=[0, 1],
+    batch=Batch(sequence=1000, samples=10, microbatches=100),
+    measuring=Measuring(every=2),
+    planned=Planned(budget_s=0.5),
+)
+PROMISES = {
+    Work(stages=6, layers=24, visited=6, placed_for=6, early_exit=False): Promise(100.0),
+    Work(stages=6, layers=24, visited=4, placed_for=4, early_exit=False): Promise(50.0),
+    Work(stages=6, layers=24, visited=6, placed_for=4, early_exit=False): Promise(120.0),
+    Work(stages=4, layers=16, visited=4, placed_for=4, early_exit=False): Promise(60.0),
+}
+TIMES = Times(STUDY.planned, seed=0, model_layers=12, workload_layers=24, published_s=200.0, promises=PROMISES)
+
+
+def result(variant: Variant, seed: int, losses: list[float], **changes: Any) -> dict[str, Any]:
+    """Of eight iterations, looked at after 2, 4, 6 and 8 of them."""
+    run = Run(STUDY, variant, seed)
+    made = {
+        "variant": variant.name,
+        "seed": seed,
+        "key": run.key,
+        "settings": run.settings,
+        "parameters": 46_300_000,
+        "tokens": 8_000_000,
+        "lengths": run.lengths,
+        "curve": [[2 * at, 2_000_000 * at, 9.0, loss] for at, loss in enumerate(losses, start=1)],
+        "whole": {"books": losses[-1], "code": losses[-1] + 1},
+        "parts": [],
+        "routers": None,
+    }
+    found: dict[str, Any] = json.loads(json.dumps({**made, **changes}))  # as a file gives it back
+    return found
+
+
+RESULTS = [
+    result(FULL, 0, [5.0, 4.0, 3.5, 3.0]),
+    result(THIRD, 0, [4.8, 3.8, 3.2, 2.9]),
+    result(SMALL, 0, [5.0, 4.2, 3.6, 3.3]),
+    result(FULL, 1, [5.0, 4.0, 3.5, 3.2]),
+    result(THIRD, 1, [4.8, 3.8, 3.4, 3.3]),
+]
+
+
+@pytest.fixture
+def runs() -> Runs:
+    return runs_of(RESULTS, STUDY)
+
+
+def cells(table: tables.Table | None, variant: str) -> list[str]:
+    assert table is not None
+    (row,) = (row for row in table.rows if row[0] == variant)
+    return list(row[1:])
+
+
+def test_elapsed_follows_the_recipe_on_one_placement_or_on_the_best_for_each_length() -> None:
+    assert elapsed_s(RESULTS[0], TIMES) == [200, 400, 600, 800]
+    assert elapsed_s(RESULTS[1], TIMES) == [100, 200, 300, 540]  # six iterations of 4 stages, two of 6, placed for 4
+    assert elapsed_s(RESULTS[1], TIMES, moving=True) == [100, 200, 300, 500]
+    assert elapsed_s(RESULTS[2], TIMES) == [120, 240, 360, 480]  # 8 of 12 layers are 16 of 24
+
+
+def test_what_was_not_planned_has_no_time() -> None:
+    refused = {work: Promise(None, refusal="too little memory") for work in PROMISES if work.placed_for < work.visited}
+    assert elapsed_s(RESULTS[1], replace(TIMES, promises={**PROMISES, **refused})) is None
+    assert elapsed_s(RESULTS[0], replace(TIMES, promises={})) is None
+    exiting = replace(FULL, recipe=Recipe("0", early_exit=0.1))
+    assert elapsed_s(result(exiting, 0, [5.0, 4.0, 3.5, 3.0]), TIMES) is None
+
+
+def test_the_longest_of_the_most_frequent_lengths() -> None:
+    assert most_frequent({Leg(4): 5, Leg(5): 3, Leg(6): 5}) == Leg(6)
+    assert most_frequent({Leg(4): 6, Leg(5): 3, Leg(6): 5}) == Leg(4)
+    assert most_frequent({Leg(4, young=True): 9, Leg(6): 5}) == Leg(6)
+
+
+def test_headline(runs: Runs) -> None:
+    table = tables.headline(runs, TIMES)
+    assert cells(table, "full") == ["46.3M", "2", "8M", "0%", "3.1000 ± 0.1414", "–", "1.00"]
+    assert cells(table, "third")[2:] == ["8M", "25%", "3.1000 ± 0.2828", "+0.0000 ± 0.1414", "0.68"]  # 540 of 800
+    assert cells(table, "small")[1:] == ["1", "8M", "0%", "3.3000", "+0.3000", "0.60"]
+    without = tables.headline(runs, None)
+    assert without is not None
+    assert "time / full" not in without.headings
+
+
+def test_several_texts_side_by_side(runs: Runs) -> None:
+    table = tables.texts(runs)
+    assert cells(table, "small") == ["3.3000 (+0.3000)", "4.3000 (+0.3000)"]
+    assert cells(table, "full")[1] == "4.1000 ± 0.1414"
+    one_text = [{**each, "whole": {"books": each["whole"]["books"]}} for each in RESULTS]
+    assert tables.texts(runs_of(one_text, STUDY)) is None
+
+
+def part(text: str, stages: list[int], drive: float, loss: float) -> dict[str, Any]:
+    return {"text": text, "stages": stages, "drive": drive, "loss": loss}
+
+
+def test_parts_against_the_whole_with_the_drive_that_is_best_on_the_first_text() -> None:
+    whole = list(range(6))
+    first, second = [0, 1, 2, 3, 4], [0, 2, 3, 4, 5]
+    log = math.log
+    measured = [
+        part("books", whole, 0.0, 3.0),
+        part("code", whole, 0.0, 4.0),
+        *(part("books", each, 0.0, 3 + log(1.5)) for each in (first, second)),
+        part("books", first, 0.5, 3 + log(1.1)),
+        part("books", second, 0.5, 3 + log(1.3)),
+        *(part("books", each, 1.0, 3 + log(1.4)) for each in (first, second)),
+        *(part("code", each, 0.0, 4 + log(1.2)) for each in (first, second)),  # would be best here
+        *(part("code", each, drive, 4 + log(1.25)) for each in (first, second) for drive in (0.5, 1.0)),
+    ]
+    without_whole = [each for each in measured if len(each["stages"]) < 6]
+    runs = runs_of(
+        [
+            result(FULL, 0, [3.0], parts=measured),
+            result(FULL, 1, [3.0], parts=[{**each, "loss": each["loss"] + 1} for each in measured]),
+            result(THIRD, 0, [3.0], parts=without_whole),  # nothing to compare with
+        ],
+        STUDY,
+    )
+    on_books, on_code = increases(runs["full"])
+    assert (on_books.kept, on_books.stages, on_books.drive, on_code.drive) == (5, 6, 0.5, 0.5)
+    assert on_books.means == pytest.approx([0.2, 0.2])
+    assert on_books.bests == pytest.approx([0.1, 0.1])
+    assert on_books.worsts == pytest.approx([0.3, 0.3])
+    assert on_books.undriven == pytest.approx([0.5, 0.5])
+    assert on_code.means == pytest.approx([0.25, 0.25])
+    assert on_code.undriven == pytest.approx([0.2, 0.2])
+    table = tables.parts(runs)
+    assert table is not None
+    assert list(table.rows[0]) == [
+        "full", "books", "5 of 6", "0.5", "+20.0% ± 0.0%", "+10.0% ± 0.0%", "+30.0% ± 0.0%", "+50.0% ± 0.0%"
+    ]  # fmt: skip
+    assert {row[0] for row in table.rows} == {"full"}
+    (band, _) = bands(runs)
+    assert band.kept == pytest.approx([100, 500 / 6])
+    assert band.worsts == pytest.approx([0, 0.3])
+
+
+def test_first_reach_lies_on_the_line_between_two_looks() -> None:
+    assert first_reach([10, 20, 30], [5.0, 4.0, 3.0], 3.75) == pytest.approx(22.5)
+    assert first_reach([10, 20, 30], [5.0, 3.0, 4.0], 3.0) == 20
+    assert first_reach([10, 20], [5.0, 4.0], 6.0) == 10  # no look before the first
+    assert first_reach([10, 20], [5.0, 4.0], 3.9) is None
+
+
+def test_loss_between_two_looks_and_after_the_last() -> None:
+    assert loss_at([10, 20], [5.0, 4.0], 12.5) == 4.75
+    assert loss_at([10, 20], [5.0, 4.0], 99) == 4.0
+    assert loss_at([10, 20], [5.0, 4.0], 9) is None
+
+
+def test_time_to_loss_seed_by_seed(runs: Runs) -> None:
+    table = tables.time_to_loss(runs, TIMES)
+    assert cells(table, "full") == ["1.000, 1.000", "1.000 ± 0.000", "0.500 ± 0.000"]
+    # 3.0 lies two thirds of the way from 3.2 (after 300 s) to 2.9 (after 540 s): 460 s of 800, or of 1600
+    assert cells(table, "third") == [
+        "0.575, not reached (closest 3.3000, +0.1000)",
+        "0.575 (1 of 2 seeds)",
+        "0.287 (1 of 2 seeds)",
+    ]
+    assert cells(table, "small") == ["not reached (closest 3.3000, +0.3000)", "–", "–"]
+    elsewhere = tables.time_to_loss(runs, replace(TIMES, published_s=None))
+    assert len(cells(elsewhere, "full")) == 2
+
+
+def test_equal_time_at_the_end_of_each_dense_variant(runs: Runs) -> None:
+    table = tables.equal_time(runs, TIMES)
+    assert table is not None
+    assert list(table.headings) == ["variant", "at the end of 'full'", "at the end of 'small'"]
+    assert cells(table, "full") == ["3.1000 ± 0.1414", "3.8000 ± 0.0000"]  # 480 s: two fifths from 4.0 to 3.5
+    assert cells(table, "small") == ["3.3000 (ends at 60%)", "3.3000"]
+    assert cells(table, "third")[0].endswith("(ends at 68%)")
+
+
+def test_curves_have_a_column_for_every_look_if_these_are_few(runs: Runs) -> None:
+    table = tables.curves(runs)
+    assert table is not None
+    assert list(table.headings) == ["variant", "iteration 2", "iteration 4", "iteration 6", "iteration 8"]
+    assert cells(table, "small") == ["5.0000", "4.2000", "3.6000", "3.3000"]
+    shorter = runs_of([*RESULTS[:2], result(SMALL, 0, [5.0, 4.2])], STUDY)
+    assert cells(tables.curves(shorter), "small") == ["5.0000", "4.2000", "–", "–"]
+
+
+def test_routers_are_even_or_specialised() -> None:
+    even, one = [0.25, 0.25, 0.25, 0.25], [1.0, 0.0, 0.0, 0.0]
+    used = {"books": [even, one], "code": [even, [0.5, 0.5, 0.0, 0.0]]}
+    table = tables.routers(runs_of([result(FULL, 0, [3.0], routers=used)], STUDY))
+    assert table is not None
+    assert [list(row) for row in table.rows] == [
+        ["full", "books", "0.500", "2.50", "0.250"],
+        ["full", "code", "0.750", "1.50", "0.250"],
+    ]
+
+
+def test_without_the_full_variant_and_without_times_there_is_less_to_say() -> None:
+    runs = runs_of(RESULTS[1:2], STUDY)
+    assert [table.title for table in tables.all_tables(runs, TIMES)] == [
+        "Variants", "Texts", "While training", "Iterations"
+    ]  # fmt: skip
+    assert cells(tables.headline(runs, TIMES), "third")[-2:] == ["–", "–"]
+    assert tables.all_tables({}, TIMES) == []
+
+
+def test_runs_with_other_settings_count_only_where_there_are_no_better_ones() -> None:
+    longer = replace(STUDY, tokens=80_000_000)
+    ahead = result(FULL, 0, [1.0]) | {"key": "of another day"}
+    extra = result(Variant("extra"), 5, [1.0])
+    runs = runs_of([ahead, extra, *RESULTS], STUDY)
+    assert list(runs) == ["full", "third", "small", "extra"]
+    assert runs["full"][0]["whole"]["books"] == 3.0
+    assert strangers(runs, STUDY) == ["extra"]
+    assert strangers(runs_of(RESULTS, longer), longer) == ["full", "third", "small"]
+    again = result(FULL, 1, [2.0])
+    assert runs_of([*RESULTS, again], STUDY)["full"][1] == again
+
+
+def test_spread() -> None:
+    assert spread([], ".2f") == "–"
+    assert spread([-0.5], "+.2f") == "−0.50"
+    assert spread([1.0, 2.0], "+.2f") == "+1.50 ± 0.71"
+
+
+def test_markdown_keeps_bars_in_names_apart() -> None:
+    text = tables.Table("Title", "Note.", ("a", "b"), [("x|y", "1")]).markdown()
+    assert text == "## Title\n\n| a | b |\n| --- | --- |\n| x\\|y | 1 |\n\nNote.\n"
+
+
+def test_pictures_show_every_seed_and_their_mean(runs: Runs) -> None:
+    by_tokens, by_time = charts(runs, TIMES)
+    assert [(curve.variant, curve.seed) for curve in by_tokens.curves][:2] == [("full", 0), ("full", 1)]
+    assert by_time.mean_curves[1].xs == pytest.approx([100 / 3600, 200 / 3600, 300 / 3600, 540 / 3600])
+    assert by_time.mean_curves[1].losses == pytest.approx([4.8, 3.8, 3.3, 3.1])
+    assert [len(chart.curves) for chart in charts(runs, None)] == [5]
+
+
+def test_every_variant_looks_different() -> None:
+    names = ["full", *(f"variant {number}" for number in range(20))]
+    assert len(set(looks(names).values())) == 21
+
+
+def test_small_increases_are_drawn_as_they_are() -> None:
+    none, little, more, less = squeezed([0, 0.001, 0.002, -0.001])
+    assert none == 0
+    assert more == pytest.approx(2 * little, rel=0.01)
+    assert less == -little
+
+
+@pytest.fixture(scope="module")
+def little() -> Study:
+    return replace(STUDY, model="llama-tiny", planned=Planned("datacentre:8", budget_s=0.2))
+
+
+def test_times_are_planned_once_and_kept(little: Study, tmp_path: Path) -> None:
+    said: list[str] = []
+    file = tmp_path / "times.json"
+    times = planned_times(little, file, lambda what, share: said.append(what))
+    assert said == [
+        "4 of 4 stages, 16 layers",
+        "4 of 6 stages, 24 layers",
+        "6 of 6 stages, 24 layers",
+        "6 of 6 stages, 24 layers, nodes placed for 4",
+    ]
+    assert Times.load(file) == times
+    seconds = {str(work): promise.iteration_s for work, promise in times.promises.items()}
+    assert all(seconds.values())
+    settled, own = (
+        times.promises[work].placement for work in times.promises if (work.stages, work.placed_for) == (6, 4)
+    )
+    assert [len(nodes) for nodes in settled] == [len(nodes) for nodes in own]
+    assert planned_times(little, file, lambda what, share: pytest.fail(what)) == times
+    more = replace(little, variant=[*little.variant, Variant("steps", Recipe("1/2 until 50%, 1/3"), stages=6)])
+    planned_times(more, file, lambda what, share: said.append(what))
+    assert said[4:] == ["3 of 6 stages, 24 layers", "3 of 6 stages, 24 layers, nodes placed for 4"]
+    other = replace(little, planned=replace(little.planned, timing="full"))
+    with pytest.raises(UserError, match=r"contention-only.* asks for .*full.*; remove it"):
+        planned_times(other, file, lambda what, share: None)
+
+
+def test_what_cannot_be_planned_is_said_and_not_tried_again(little: Study, tmp_path: Path) -> None:
+    too_deep = replace(little, variant=[Variant("deep", stages=9)])
+    times = planned_times(too_deep, tmp_path / "times.json", lambda what, share: None)
+    (promise,) = times.promises.values()
+    assert promise.iteration_s is None
+    assert "9 stages need at least 9 nodes" in promise.refusal
+    assert Times.load(tmp_path / "times.json") == times
+
+
+STUDY_FILE = """
+name = "by hand"
+tokens = 8_000_000
+seeds = [0, 1]
+batch = {sequence = 1000, samples = 10, microbatches = 100}
+measuring = {every = 2}
+planned = {cluster = "datacentre:8", budget_s = 0.1}
+[[variant]]
+name = "full"
+[[variant]]
+name = "third"
+recipe = {skip = "1/3 until 75%, 0"}
+[[variant]]
+name = "small"
+stages = 4
+layers = 8
+"""
+
+
+def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def skippipe(*words: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["skippipe", *map(str, words)])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return code, *capsys.readouterr()
+
+    study, lines, out = tmp_path / "study.toml", tmp_path / "results.jsonl", tmp_path / "out"
+    study.write_text(STUDY_FILE)
+    code, _, told = skippipe("study", "report", lines, "--study", study)
+    assert (code, "no such file; 'skippipe study run" in told) == (2, True)
+    lines.write_text("".join(json.dumps(each) + "\n" for each in RESULTS))
+    study.write_text(STUDY_FILE.replace("8_000_000", "9_000_000"))
+    code, printed, told = skippipe("study", "report", lines, "--study", study, "--out", out, "--no-times")
+    assert (code, told) == (0, "Made with other settings than study.toml has now: full, third, small.\n")
+    assert "| third | 46.3M | 2 |" in printed
+    assert sorted(path.name for path in out.iterdir()) == ["loss-tokens.png", "report.html", "tables.md"]
+    assert "Made with other settings" in (out / "tables.md").read_text()
+    assert not (tmp_path / "times.json").exists()
+    study.write_text(STUDY_FILE)
+    code, printed, told = skippipe("study", "report", lines, "--study", study, "--out", out)
+    assert code == 0
+    assert "planning 6 of 6 stages, 24 layers, nodes placed for 4" in told
+    assert "Made with other settings" not in told
+    assert "time / full" in printed
+    assert "## Time to the full model's loss" in (out / "tables.md").read_text()
+    assert (out / "loss-time.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "times.json").exists()
