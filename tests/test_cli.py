@@ -315,3 +315,15 @@ def test_version(skippipe: Any) -> None:
     import skippipe as package
 
     assert skippipe("--version").out.strip() == f"skippipe {package.__version__}"
+
+
+def test_prepare_text_once_for_training_and_once_to_measure_with(skippipe: Any, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a lane has one microbatch in flight; when one is back, the next sets out " * 20)
+    first = skippipe("prepare", text, "--vocabulary", "280", "--out", tmp_path / "train")
+    assert (first.code, first.out.split(":")[0]) == (0, str(tmp_path / "train"))
+    second = skippipe("prepare", text, "--tokenizer", tmp_path / "train", "--out", tmp_path / "held-out")
+    assert second.out.split(":")[1] == first.out.split(":")[1], "as many tokens"
+    neither = skippipe("prepare", text, "--out", tmp_path / "other")
+    assert neither.code != 0
+    assert "--vocabulary" in neither.err

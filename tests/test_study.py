@@ -84,8 +84,11 @@ def test_together_everybody_keeps_its_own_order(visits: list[tuple[int, ...]]) -
     assert [tuple(each) for each in passed] == visits
 
 
-def test_without_swaps_every_stage_comes_once() -> None:
-    assert [stage for stage, _ in together(drawn(default_rng(0), 12, 6, 4, Recipe("1/3")))] == list(range(6))
+@pytest.mark.parametrize("breaks", ["", "CC1", "CC2", "CC3"])
+def test_without_swaps_every_stage_comes_once(breaks: Any) -> None:
+    for seed in range(20):
+        steps = together(drawn(default_rng(seed), 12, 6, 4, Recipe("1/3"), breaks))
+        assert sorted(stage for stage, _ in steps) == list(range(6))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import skippipe
-from skippipe.cli import growing, planning, reading, scoring, study, training
+from skippipe.cli import growing, planning, reading, scoring, study, text, training
 
 app = typer.Typer(
     name="skippipe",
@@ -40,6 +40,7 @@ app.command("simulate")(reading.simulate_plan)
 app.command("compare")(planning.compare)
 app.command("sweep")(planning.sweep)
 app.command("show")(reading.show)
+app.command("prepare")(text.prepare)
 app.command("job")(training.job)
 app.command("train")(training.train)
 app.command("grow")(growing.grow)

@@ -25,15 +25,15 @@ def grow(
 ) -> None:
     """Make a deeper model of a trained one, and go on with that.
 
-    The first layers stay first and the last stay last; what lies between is repeated until there are enough: stages 0 1
-    2 3 become 0 1 2 1 2 3. Weights and the optimizer's state are copied, and the newest checkpoint of RUN becomes one of
-    JOB, after as many iterations.
+    The first layers stay first and the last stay last; what lies between is repeated until there are enough: stages
+    0 1 2 3 become 0 1 2 1 2 3. Weights and the optimizer's state are copied, and the newest checkpoint of RUN becomes
+    one of JOB, after as many iterations.
 
-    A smaller model takes less time an iteration. One that trains for two thirds of the run and then grows can end where
-    the whole model would, had it been trained all along.
+    A smaller model takes less time an iteration. One that is trained for two thirds of the run and then grows can end
+    where the whole model would, had it been trained all along.
 
-    Both jobs are of one run: the same text, seed, batch and learning, and the same model but for its layers. The
-    first stops early, the second goes to the end:
+    Both jobs are one run: the same text, seed, batch and learning, and the same model but for the number of its layers.
+    The first ends early, the second goes to the end:
 
     \b
         small.toml                 whole.toml
@@ -64,7 +64,7 @@ def grow(
     assembly.save_plans()
     other = growing.other_batch(run, assembly.plan)
     if other:
-        print(f"warning: {other}: some text is left out or repeated; [batch] can say the same", file=sys.stderr)
+        print(f"warning: {other}: some text is left out or repeated; say the same in [batch]", file=sys.stderr)
     print(
         f"{young.place}: {sum(young.manifest.layers)} layers become {len(grown.donors)}, copies of "
         f"{' '.join(map(str, grown.donors))}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import floor
@@ -14,6 +15,7 @@ from skippipe.recipe import Recipe, donors, young_stages
 from skippipe.study.settings import Rule, Run
 
 Visits = tuple[int, ...]
+ORDERS = 8  # in which stages come with CC2 broken, one for all microbatches of an iteration
 UNEVEN = 4.0  # with CC3 broken, the most visited stage is visited so many times as often as the least
 
 
@@ -60,8 +62,8 @@ def drawn(
     shares = shares_of(generator, weights, microbatches, wanted)
     rows = [sorted(int(others[at]) for at in row) for row in _dealt(generator, shares, microbatches, wanted)]
     if breaks == "CC2":
-        for row in rows:
-            generator.shuffle(row)
+        place = default_rng(generator.integers(ORDERS)).permutation(stages)
+        rows = [sorted(row, key=lambda stage: place[stage]) for row in rows]
     elif recipe.swaps:
         _swap(generator, rows, recipe.swaps, first)
     return [tuple(row) if first == 0 else (0, *row) for row in rows]
@@ -122,16 +124,19 @@ def _swap(generator: Generator, rows: list[list[int]], share: float, first: int)
 def together(visits: Sequence[Visits]) -> list[tuple[int, list[int]]]:
     """(stage, microbatches) one after another, so that everybody visits its stages in its own order.
 
-    Always the lowest stage that is next for anybody: without swaps, every stage comes once.
+    Next comes a stage that nobody has yet to reach by way of another, if there is one: the lowest. So, without swaps or
+    with one order for all, every stage comes once.
     """
-    at = [0] * len(visits)
+    left = {row: list(each) for row, each in enumerate(visits) if each}
     steps: list[tuple[int, list[int]]] = []
-    while True:
-        waiting = [row[place] for row, place in zip(visits, at, strict=True) if place < len(row)]
-        if not waiting:
-            return steps
-        stage = min(waiting)
-        rows = [n for n, (row, place) in enumerate(zip(visits, at, strict=True)) if row[place : place + 1] == (stage,)]
-        for row in rows:
-            at[row] += 1
+    while left:
+        waiting = Counter(each[0] for each in left.values())
+        to_come = Counter(stage for each in left.values() for stage in each)
+        stage = min(waiting, key=lambda stage: (to_come[stage] > waiting[stage], stage))
+        rows = [row for row, each in left.items() if each[0] == stage]
         steps.append((stage, rows))
+        for row in rows:
+            left[row].pop(0)
+            if not left[row]:
+                del left[row]
+    return steps

@@ -70,8 +70,8 @@ class Variant:
     rate: float = 0.0
     """The highest learning rate; 0: the study's."""
     breaks: Rule = ""
-    """A rule to break on purpose: CC1 (stage 0 is skipped like any other), CC2 (stages come in any order), CC3 (some
-    stages are visited often, others seldom)."""
+    """A rule to break on purpose: CC1 (stage 0 is skipped like any other), CC2 (stages come in one of several random
+    orders), CC3 (some stages are visited often, others seldom)."""
     seeds: list[int] | None = None
     """Instead of the study's."""
 

@@ -105,25 +105,31 @@ def grow(young: Origin, run: Run) -> Grown:
             f"those of {young.place} ({made.data[:12]}, {made.config['vocab_size']:,}); name the same texts, "
             "tokenizer and vocabulary"
         )
-    layers = brief.plan.layers
-    copied = donor_layers(made.layers, layers)
-    state = _YoungState(young)
-    state.check_kinds(run.blueprint, copied)
-    stages = [layout_of_stage(run.blueprint, layers, stage) for stage in range(len(layers))]
+    copied = donor_layers(made.layers, brief.plan.layers)
+    state = _YoungState(young, copied)
+    state.check_kinds(run.blueprint)
+    stages = [layout_of_stage(run.blueprint, brief.plan.layers, stage) for stage in range(len(brief.plan.layers))]
     for places in stages:
-        state.check_shapes(places, copied)
-    checkpoints = run.checkpoints
+        state.check_shapes(places)
+    journal, checkpoints = run.journal, run.checkpoints  # the journal is open to nobody else: no run is going on there
     unfinished = checkpoints.begin()
     run.tokenizer.save(unfinished)
     files: list[StoredFile] = []
     for stage, places in enumerate(stages):
         writer = StageWriter(unfinished, stage, places)
-        state.copy(writer, places, copied)
+        state.copy_to(writer, places)
         files += writer.finish()
-    steps = tuple(min(state.steps(copied[layer]) for layer in each) for each in layer_ranges(layers))
-    manifest = Manifest(made.iterations, layers, steps, brief.seed, made.data, brief.config, tuple(files))
-    run.journal.rewrite([])  # what it says would count for more than a checkpoint
-    run.journal.close()
+    manifest = Manifest(
+        iterations=made.iterations,
+        layers=brief.plan.layers,
+        steps=tuple(state.steps(each) for each in layer_ranges(brief.plan.layers)),
+        seed=brief.seed,
+        data=brief.data_fingerprint,
+        config=brief.config,
+        files=tuple(files),
+    )
+    journal.rewrite([])  # what it says would count for more than a checkpoint
+    journal.close()
     for old in checkpoints.complete():  # one that went further would count for more, too
         (old / MANIFEST).unlink()
         shutil.rmtree(old)
@@ -133,10 +139,10 @@ def grow(young: Origin, run: Run) -> Grown:
 
 def other_batch(run: Path, plan: Plan) -> str:
     """What is different about the text of an iteration, if it is known and if there is anything."""
-    file = run / "plan.json"
-    if not file.exists():
+    try:
+        before, after = _batch(Plan.load(run / "plan.json")), _batch(plan)
+    except UserError:
         return ""
-    before, after = (_batch(each) for each in (Plan.load(file), plan))
     return "" if before == after else f"an iteration had {before} and now has {after}"
 
 
@@ -146,52 +152,57 @@ def _batch(plan: Plan) -> str:
 
 
 class _YoungState:
-    """Weights and optimizer of the smaller model, by the names that they have in the larger one."""
+    """Weights and optimizer of the smaller model, under the names that they are to have in the larger one."""
 
-    def __init__(self, young: Origin) -> None:
+    def __init__(self, young: Origin, copied: Sequence[int]) -> None:
+        self._origin = young
+        self._copied = copied
         made = young.manifest
-        self._place = young.place
         self._blueprint = Blueprint(config_from(made.config), made.seed)
         self._reader = StateReader(young, made.layers, self._blueprint)
-        self._stage_of = {layer: stage for stage, each in enumerate(layer_ranges(made.layers)) for layer in each}
         stages = [layout_of_stage(self._blueprint, made.layers, stage) for stage in range(len(made.layers))]
         self._sizes = [sum(place.size for place in places) for places in stages]
         self._places = {place.name: (stage, place) for stage, places in enumerate(stages) for place in places}
 
-    def steps(self, layer: int) -> int:
-        """That its optimizer has taken."""
-        return self._reader.steps(self._stage_of[layer])
+    def steps(self, layers: range) -> int:
+        """That the optimizers of those that these layers are copied from have all taken."""
+        made = self._origin.manifest
+        donors = {self._copied[layer] for layer in layers}
+        pairs = zip(layer_ranges(made.layers), made.steps, strict=True)
+        return min(steps for theirs, steps in pairs if donors & set(theirs))
 
-    def check_kinds(self, grown: Blueprint, copied: Sequence[int]) -> None:
-        for layer, donor in enumerate(copied):
+    def check_kinds(self, grown: Blueprint) -> None:
+        for layer, donor in enumerate(self._copied):
             ours, theirs = grown.mask_kind(layer), self._blueprint.mask_kind(donor)
             if ours != theirs:
-                raise UserError(
-                    f"layer {layer} ({ours}) cannot be a copy of layer {donor} ({theirs}) of {self._place}; "
-                    "choose stages (pipeline.layers) over which the kinds of layers repeat"
-                )
+                raise self._unlike(f"layer {layer} ({ours})", f"layer {donor} ({theirs})")
 
-    def check_shapes(self, places: Sequence[Place], copied: Sequence[int]) -> None:
+    def check_shapes(self, places: Sequence[Place]) -> None:
         for place in places:
-            name = _donor_name(place.name, copied)
+            name = self._name(place)
             if name not in self._places or self._places[name][1].shape != place.shape:
-                raise UserError(
-                    f"'{place.name}' {list(place.shape)} cannot be a copy of '{name}': {self._place} has none of "
-                    "that shape; choose stages (pipeline.layers) over which the kinds of layers repeat"
-                )
+                raise self._unlike(f"'{place.name}' {list(place.shape)}", f"'{name}', which is not there or not so")
 
-    def copy(self, writer: StageWriter, places: Sequence[Place], copied: Sequence[int]) -> None:
-        """A stage of the larger model, one tensor at a time."""
+    def copy_to(self, writer: StageWriter, places: Sequence[Place]) -> None:
+        """One tensor at a time."""
         for part in range(len(PARTS)):
             for place in places:
-                stage, theirs = self._places[_donor_name(place.name, copied)]
+                stage, theirs = self._places[self._name(place)]
                 first = part * self._sizes[stage] + theirs.start
                 writer.write(self._reader.state(stage, first, place.size).data)
 
+    def _name(self, place: Place) -> str:
+        """That its donor has."""
+        layer = LAYER.match(place.name)
+        if layer is None:
+            return place.name
+        return f"model.layers.{self._copied[int(layer[1])]}.{place.name[layer.end() :]}"
 
-def _donor_name(name: str, copied: Sequence[int]) -> str:
-    layer = LAYER.match(name)
-    return name if layer is None else f"model.layers.{copied[int(layer[1])]}.{name[layer.end() :]}"
+    def _unlike(self, ours: str, theirs: str) -> UserError:
+        return UserError(
+            f"{self._origin.place}: {ours} cannot be a copy of {theirs}; "
+            "cut both models into equal stages, over which the kinds of layers repeat (pipeline.stages)"
+        )
 
 
 def _check_output(young: Origin, output: Path, force: bool) -> None:

@@ -169,7 +169,8 @@ class Job:
     pipeline: PipelineChoice = PipelineChoice()
     """Who computes what."""
     recipe: Recipe = field(default_factory=Recipe)
-    """How much of the model microbatches see, and what makes up for the rest. Exposure, swaps and growth are for studies."""
+    """How much of the model microbatches see, and what makes up for the rest. Growth, exposure and swaps are for
+    studies."""
     learning: Learning = field(default_factory=Learning)
     """AdamW, warm-up and cosine."""
     averaging: AveragingChoice = AveragingChoice()
