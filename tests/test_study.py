@@ -18,6 +18,7 @@ from skippipe.errors import UserError
 from skippipe.learning import Learning
 from skippipe.plan import Lane
 from skippipe.recipe import Recipe, donors, young_stages
+from skippipe.scoring.loading import load
 from skippipe.study.engine import Engine
 from skippipe.study.measure import parts
 from skippipe.study.paths import UNEVEN, drawn, together, turns
@@ -211,7 +212,7 @@ def test_runs_are_done_once_and_give_the_same_again(study_file: Path, tmp_path: 
 
     def ran(count: int) -> list[dict[str, Any]]:
         told.clear()
-        Runner(study, results, Device(), lambda run, share, how: told.append(run)).run()
+        Runner(study, results, Device(), lambda run, share, how: told.append(run), tmp_path / "models").run()
         found = read_results(results)
         assert len(found) == count
         return found
@@ -236,6 +237,9 @@ def test_runs_are_done_once_and_give_the_same_again(study_file: Path, tmp_path: 
     shares = quarter["routers"]["same"]
     assert len(shares) == 4, "one list of shares a layer"
     assert all(sum(layer) == pytest.approx(1, abs=1e-3) for layer in shares)
+    kept = load(tmp_path / "models" / "quarter-1")
+    assert kept.layers == (1, 1, 1, 1)
+    assert not torch.equal(*(kept.stages[stage].layers[0].self_attn.q_proj.weight for stage in (1, 2)))  # type: ignore[arg-type, union-attr]
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:

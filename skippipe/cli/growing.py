@@ -57,7 +57,7 @@ def grow(
     young = growing.young_of(run)
     growing.check_job(young, wanted, force=force)
     with planning.interruptible() as stopped:
-        assembly = training._assembled(wanted, stopped, nodes_here=False, resumed=False, drills=frozenset())
+        assembly = training.assembled(wanted, stopped, nodes_here=False, resumed=False, drills=frozenset())
     if stopped:
         raise KeyboardInterrupt
     grown = growing.grow(young, assembly.run)

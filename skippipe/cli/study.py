@@ -35,6 +35,9 @@ def run(
     compiled: Annotated[
         bool, typer.Option("--compiled", help="Compile the layers: slow to start, faster from then on.")
     ] = False,
+    models: Annotated[
+        Path | None, typer.Option(help="Keep the trained models here, each as a Hugging Face folder in bfloat16.")
+    ] = None,
 ) -> None:
     """Train every variant with every seed.
 
@@ -61,7 +64,7 @@ def run(
 
     wanted = load_study(study)
     with _runs_bar() as progress:
-        run_study(wanted, results, device, compiled, progress)
+        run_study(wanted, results, device, compiled, progress, models)
 
 
 @commands.command()

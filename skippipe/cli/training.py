@@ -124,7 +124,7 @@ def run_job(
 
     torch.set_num_threads(wanted.compute.threads)
     with planning.interruptible() as stopped:
-        assembly = _assembled(wanted, stopped, nodes_here, resumed, drills)
+        assembly = assembled(wanted, stopped, nodes_here, resumed, drills)
         if stopped:
             raise KeyboardInterrupt
         assembly.save_plans()
@@ -255,7 +255,7 @@ def keys(
     print(f"{len(peers)} node keys, coordinator.key and peers.json are in {folder}/")
 
 
-def _assembled(wanted: Job, stopped: list[bool], nodes_here: bool, resumed: bool, drills: frozenset[int]) -> Assembly:
+def assembled(wanted: Job, stopped: list[bool], nodes_here: bool, resumed: bool, drills: frozenset[int]) -> Assembly:
     from skippipe.planner.strategies import Request, Strategy
     from skippipe.training.assembly import assemble
 

@@ -33,7 +33,9 @@ class Lines:
         self._last = part
 
 
-def run_study(study: Study, results: Path, device: str, compiled: bool, progress: Progress) -> None:
+def run_study(
+    study: Study, results: Path, device: str, compiled: bool, progress: Progress, models: Path | None = None
+) -> None:
     """All runs that are not in the results yet; an interrupted one is done again from its start."""
     import torch
 
@@ -49,7 +51,7 @@ def run_study(study: Study, results: Path, device: str, compiled: bool, progress
 
     print(f"{study.name}: {left()} of {len(study.runs)} runs to do, on {device}", flush=True)
     try:
-        Runner(study, results, Device(device, compiled), progress).run()
+        Runner(study, results, Device(device, compiled), progress, models).run()
     except KeyboardInterrupt:
         print(f"stopped; {left()} runs are left, and the same command goes on with them", file=sys.stderr)
         raise SystemExit(130) from None
@@ -62,8 +64,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("results.jsonl"), help="default: %(default)s")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N; default: %(default)s")
     parser.add_argument("--compiled", action="store_true", help="compile layers: slow to start, faster from then on")
+    parser.add_argument("--models", type=Path, help="folder to keep the trained models in")
     said = parser.parse_args()
-    politely(lambda: run_study(load_study(said.study), said.results, said.device, said.compiled, Lines()))
+    study = load_study(said.study)
+    politely(lambda: run_study(study, said.results, said.device, said.compiled, Lines(), said.models))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from skippipe.study.settings import Run, Study, kept_stages, read_results
 from skippipe.text.prepare import prepare
 from skippipe.text.sampler import Sampler
 from skippipe.text.tokens import HEADER, TokenFile
+from skippipe.training.export import ModelFolder
 from skippipe.workload import Workload
 
 Progress = Callable[[str, float, str], None]
@@ -51,7 +52,11 @@ class Device:
 
 
 class Runner:
-    def __init__(self, study: Study, results: Path, device: Device, progress: Progress) -> None:
+    def __init__(
+        self, study: Study, results: Path, device: Device, progress: Progress, models: Path | None = None
+    ) -> None:
+        """Trained models are kept in a folder for each in `models`, if that is given."""
+        self._models = models
         self.study = study
         self.results = results
         self.device = device
@@ -70,6 +75,8 @@ class Runner:
         for run in self.study.runs:
             if run.key not in done:
                 result = self.one(run)
+                if self._models:
+                    self._keep(run, self._models / f"{run.variant.name}-{run.seed}")
                 self.results.parent.mkdir(parents=True, exist_ok=True)
                 with self.results.open("a") as file:  # one line, when all of it is there
                     file.write(json.dumps(result) + "\n")
@@ -125,8 +132,15 @@ class Runner:
             "date": datetime.now(UTC).date().isoformat(),
         }
 
-    def _engine(self, run: Run) -> Engine:
-        """Models of the same shape are trained in the same place, one after another: compiled once."""
+    def _keep(self, run: Run, folder: Path) -> None:
+        """In bfloat16, as transformers and `skippipe score` load it."""
+        blueprint, layers = self._made_of(run)
+        kept = ModelFolder(folder, layers, blueprint, self.train.tokenizer(), torch.bfloat16)
+        for stage, weights in enumerate(self._engines[layers].weights):
+            kept.store_flat(stage, weights.values.cpu())
+
+    def _made_of(self, run: Run) -> tuple[Blueprint, tuple[int, ...]]:
+        """The model, and the layers of each of its stages."""
         variant = run.variant
         config = config_named(self.study.model, self.train.vocabulary)
         if variant.layers:
@@ -134,7 +148,12 @@ class Runner:
             if getattr(config, "layer_types", None):
                 config.layer_types = config.layer_types[: variant.layers]
         blueprint = Blueprint(config, run.seed)
-        layers = Workload(blueprint.shape).layer_split(variant.stages)
+        return blueprint, Workload(blueprint.shape).layer_split(variant.stages)
+
+    def _engine(self, run: Run) -> Engine:
+        """Models of the same shape are trained in the same place, one after another: compiled once."""
+        variant = run.variant
+        blueprint, layers = self._made_of(run)
         if layers in self._engines:
             self._engines[layers].begin_again(blueprint, run.learning, variant.recipe)
         else:

@@ -19,8 +19,16 @@ from skippipe.transport.packed import unpack
 class ModelFolder:
     """Takes the flat weights of one stage after another; holds one stage at a time."""
 
-    def __init__(self, folder: Path, layers: tuple[int, ...], blueprint: Blueprint, tokenizer: TextTokenizer) -> None:
-        """`layers` of each stage."""
+    def __init__(
+        self,
+        folder: Path,
+        layers: tuple[int, ...],
+        blueprint: Blueprint,
+        tokenizer: TextTokenizer,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`layers` of each stage; `dtype` of what is written."""
+        self._dtype = dtype
         self._folder = folder
         self._blueprint = blueprint
         self._tokenizer = tokenizer
@@ -43,13 +51,13 @@ class ModelFolder:
     def store_flat(self, stage: int, flat: torch.Tensor) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         weights = {
-            place.name: flat[place.start : place.start + place.size].view(place.shape).contiguous()
+            place.name: flat[place.start : place.start + place.size].view(place.shape).to(self._dtype).contiguous()
             for place in layout_of_stage(self._blueprint, self._layers, stage)
         }
         file = f"model-{stage + 1:05d}-of-{len(self._layers):05d}.safetensors"
         save_file(weights, self._folder / file, metadata={"format": "pt"})
         self._where |= dict.fromkeys(weights, file)
-        self._bytes += 4 * len(flat)
+        self._bytes += self._dtype.itemsize * len(flat)
         if stage + 1 == len(self._layers):
             self._finish()
 
@@ -58,5 +66,6 @@ class ModelFolder:
         write_text(self._folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
         config = self._blueprint.config
         config.architectures = [type(self._blueprint.skeleton).__name__]
+        config.dtype = self._dtype
         config.save_pretrained(self._folder)
         self._tokenizer.save(self._folder)

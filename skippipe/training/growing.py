@@ -80,7 +80,7 @@ def check_job(young: Origin, job: Job, *, force: bool = False) -> None:
     _check_output(young, output, force)
     if job.iterations <= made.iterations:
         raise UserError(
-            f"iterations: {job.iterations} in the job, and {young.place} is {made.iterations} on already; "
+            f"iterations: {job.iterations} in the job, and {young.place} is {made.iterations} iterations on; "
             "say how long the whole run is to be"
         )
     if job.seed != made.seed:
