@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skippipe.cli import main
 from skippipe.cli.scoring import ENVIRONMENT
 from skippipe.errors import UserError
-from skippipe.scoring.loading import StagedModel, load
-from skippipe.scoring.parts import Part
+from skippipe.inference.loading import StagedModel, load
+from skippipe.parts import Part
 from skippipe.scoring.passages import Prose
 from skippipe.scoring.tasks import KINDS, Task, build_tasks, write_tasks
 from skippipe.text.documents import source

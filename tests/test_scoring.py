@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 from skippipe.cli import main
 from skippipe.cli.scoring import ENVIRONMENT
 from skippipe.errors import UserError
+from skippipe.inference.loading import exported_layers, found_place, load
 from skippipe.model.blueprint import Blueprint
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.model.weights import layout_of_stage
-from skippipe.scoring.loading import exported_layers, found_place, load
+from skippipe.parts import Part, wanted_parts
 from skippipe.scoring.model import PartModel, Question
-from skippipe.scoring.parts import Part, wanted_parts
 from skippipe.scoring.passages import Prose, sentences_of
 from skippipe.scoring.tasks import KINDS, Task, build_tasks, parse_names, write_tasks
 from skippipe.text.tokenizer import train_bpe

@@ -15,12 +15,12 @@ from numpy.random import default_rng
 
 from skippipe import rules
 from skippipe.errors import UserError
+from skippipe.inference.loading import load
 from skippipe.learning import Learning
+from skippipe.parts import drawn_parts
 from skippipe.plan import Lane
 from skippipe.recipe import Recipe, donors, young_stages
-from skippipe.scoring.loading import load
 from skippipe.study.engine import Engine
-from skippipe.study.measure import parts
 from skippipe.study.paths import UNEVEN, drawn, together, turns
 from skippipe.study.runner import Device, Runner
 from skippipe.study.settings import Study, Variant, load_study, read_results
@@ -162,7 +162,7 @@ def test_new_stages_are_copies() -> None:
 @settings(max_examples=50)
 def test_parts_keep_stage_0_and_differ(shape: tuple[int, int], draws: int, seed: int) -> None:
     stages, visited = shape
-    found = parts(stages, visited, draws, seed)
+    found = drawn_parts(stages, visited, draws, seed)
     assert len(set(found)) == len(found) <= draws or visited == stages
     for each in found:
         assert each[0] == 0

@@ -15,8 +15,8 @@ import typer
 from skippipe.jsonfile import check_writable, json_text, write_text
 
 if TYPE_CHECKING:
+    from skippipe.parts import Part
     from skippipe.scoring.harness import Score
-    from skippipe.scoring.parts import Part
     from skippipe.scoring.tasks import Task
 
 PART, WORK = "Part of the model", "Questions and work"
@@ -123,10 +123,10 @@ def score(
         os.environ.setdefault(name, "1")  # most are read when a library is imported
     if json:
         check_writable(json)
+    from skippipe.inference.loading import load
+    from skippipe.parts import wanted_parts
     from skippipe.scoring.harness import PartLM
     from skippipe.scoring.harness import score as scored
-    from skippipe.scoring.loading import load
-    from skippipe.scoring.parts import wanted_parts
     from skippipe.scoring.passages import Prose
     from skippipe.scoring.tasks import build_tasks, parse_names, write_tasks
 

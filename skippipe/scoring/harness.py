@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from skippipe.errors import UserError
-from skippipe.scoring.loading import StagedModel
+from skippipe.inference.loading import StagedModel
+from skippipe.parts import Part
 from skippipe.scoring.model import PartModel, Progress, Question
-from skippipe.scoring.parts import Part
 from skippipe.scoring.tasks import KINDS, Task, config_of
 from skippipe.text.packages import need
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from skippipe.errors import UserError
-from skippipe.scoring.loading import StagedModel
-from skippipe.scoring.parts import Part
+from skippipe.inference.loading import StagedModel
+from skippipe.parts import Part
 
 BATCH_TOKENS = 8192
 HEAD_ROWS = 2048  # positions of which the logits are in memory at once

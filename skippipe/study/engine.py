@@ -22,8 +22,9 @@ from skippipe.learning import Learning
 from skippipe.model.blueprint import Blueprint
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.model.weights import FlatWeights
+from skippipe.parts import Visits
 from skippipe.recipe import Recipe
-from skippipe.study.paths import Visits, together
+from skippipe.study.paths import together
 
 WARM = 3  # passes of a shape before it is recorded: they compile, and claim what memory libraries want
 MOST_SHAPES = 32  # recorded; what comes in ever new shapes is not worth it

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import combinations
-from math import comb
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.random import default_rng
 from torch import Tensor
 
+from skippipe.parts import Visits, drawn_parts
 from skippipe.study.engine import Engine
-from skippipe.study.paths import Visits
 from skippipe.text.sampler import Sampler
 from skippipe.text.tokens import Ids
 
@@ -91,20 +88,8 @@ def part_losses(
     found = [PartLoss(name, whole, 0.0, mean_loss(engine, text, tokens, whole)) for name, text in texts.items()]
     for visited in kept:
         most = (stages - 1) / (visited - 1) if visited > 1 else 1.0
-        for part in parts(stages, visited, draws, seed):
+        for part in drawn_parts(stages, visited, draws, seed):
             for drive in DRIVES if most > 1 else (0.0,):
                 for name, text in texts.items():
                     found.append(PartLoss(name, part, drive, mean_loss(engine, text, tokens, part, most**drive)))
     return found
-
-
-def parts(stages: int, visited: int, draws: int, seed: int) -> list[Visits]:
-    """Different parts of that many stages, stage 0 among them: all, or as many as asked for, at random."""
-    if comb(stages - 1, visited - 1) <= draws:
-        return [(0, *others) for others in combinations(range(1, stages), visited - 1)]
-    generator = default_rng([seed, stages, visited])
-    found: set[Visits] = set()
-    while len(found) < draws:
-        others = generator.choice(np.arange(1, stages), visited - 1, replace=False)
-        found.add((0, *sorted(int(each) for each in others)))
-    return sorted(found)

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 
+from skippipe.parts import Visits
 from skippipe.recipe import Recipe, donors, young_stages
 from skippipe.study.settings import Rule, Run
 
-Visits = tuple[int, ...]
 ORDERS = 8  # in which stages come with CC2 broken, one for all microbatches of an iteration
 UNEVEN = 4.0  # with CC3 broken, the most visited stage is visited so many times as often as the least
 

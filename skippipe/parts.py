@@ -6,12 +6,17 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import combinations
 from typing import cast, get_args
+
+import numpy as np
+from numpy.random import default_rng
 
 from skippipe.errors import UserError
 from skippipe.recipe import Recipe, Residual, parse_share, visited_of
-from skippipe.study.measure import parts
-from skippipe.study.paths import Visits
+
+Visits = tuple[int, ...]
+"""Stages, in the order in which they are visited."""
 
 WHOLE = {"1", "100%"}
 """Ways to say that nothing is left out."""
@@ -61,7 +66,7 @@ def parse_stages(text: str, total: int) -> Visits:
 def drawn_stages(share: str, total: int, draws: int, seed: int) -> list[Visits]:
     """Different parts of that share, so many at random or all there are; the same as in a study with this seed."""
     kept = Fraction(1) if share in WHOLE else parse_share(share, "--keep")
-    return parts(total, visited_of(1 - kept, total), draws, seed)
+    return drawn_parts(total, visited_of(1 - kept, total), draws, seed)
 
 
 def drive_of(text: str, total: int, visited: int) -> float:
@@ -82,3 +87,15 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
     if not all(word.isascii() and word.isdigit() for word in words):
         raise UserError(f"{option}: '{text}' is not a list of whole numbers; write it as 0,2,3")
     return tuple(map(int, words))
+
+
+def drawn_parts(stages: int, visited: int, draws: int, seed: int) -> list[Visits]:
+    """Different parts of that many stages, stage 0 among them: all, or as many as asked for, at random."""
+    if math.comb(stages - 1, visited - 1) <= draws:
+        return [(0, *others) for others in combinations(range(1, stages), visited - 1)]
+    generator = default_rng([seed, stages, visited])
+    found: set[Visits] = set()
+    while len(found) < draws:
+        others = generator.choice(np.arange(1, stages), visited - 1, replace=False)
+        found.add((0, *sorted(int(each) for each in others)))
+    return sorted(found)

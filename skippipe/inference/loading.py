@@ -22,8 +22,8 @@ from skippipe.jsonfile import exists, read_json
 from skippipe.model.blueprint import Blueprint, config_from, config_named
 from skippipe.model.rebuilding import LAYER
 from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.parts import whole_numbers
 from skippipe.runtime.building import check_device
-from skippipe.scoring.parts import whole_numbers
 from skippipe.training.checkpoint import MANIFEST, Checkpoints, verified
 from skippipe.workload import Workload
 

@@ -1,0 +1,1 @@
+"""Trained models at work: loaded from disk, whole or in parts."""
