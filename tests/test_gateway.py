@@ -1,0 +1,237 @@
+"""The gateway under virtual time: answers are what they should be, whoever is lost on the way."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from fractions import Fraction
+from itertools import count
+from random import Random
+
+import pytest
+
+from skippipe.serving.gateway import Full, Gateway, ServingSettings, Step
+from skippipe.serving.lanes import Even, Lane, fastest, links
+from skippipe.serving.streams import Ending, Request, Stream
+
+VOCABULARY = 50
+END = 7
+PLACES = {0: (0, 1), 1: (2, 3), 2: (4, 5), 3: (6,)}
+"""Stage → its nodes."""
+
+
+def next_token(tokens: list[int], seed: int) -> int:
+    """What the model says: any function of all that it was fed."""
+    found = seed
+    for token in tokens:
+        found = (found * 31 + token + 1) % 1_000_003
+    return found % VOCABULARY
+
+
+def answer(request: Request) -> list[int]:
+    tokens = list(request.prompt)
+    while len(tokens) < len(request.prompt) + request.most:
+        tokens.append(next_token(tokens, request.sampling.seed))
+        if tokens[-1] in request.ends:
+            break
+    return tokens[len(request.prompt) :]
+
+
+class World:
+    """Nodes that remember what they were fed, and take a while."""
+
+    def __init__(self, seed: int, settings: ServingSettings | None = None) -> None:
+        self.random = Random(seed)
+        self.clock_ns = 0
+        self.caches: dict[tuple[int, int, int], list[int]] = {}
+        """Node, lane, slot → tokens."""
+        self.alive = {node for nodes in PLACES.values() for node in nodes}
+        self.cut: set[frozenset[int]] = set()
+        self.said_of: list[Stream] = []
+        self.closed: set[int] = set()
+        self.steps: list[Step] = []
+        self._events: list[tuple[int, int, Callable[[], None]]] = []
+        self._order = count()
+        self.gateway = Gateway(len(PLACES), self, settings or ServingSettings())
+        for stage, nodes in PLACES.items():
+            for node in nodes:
+                self.gateway.joined(node, stage)
+
+    def now_ns(self) -> int:
+        return self.clock_ns
+
+    def at(self, delay_s: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.clock_ns + int(delay_s * 1e9), next(self._order), what))
+
+    def step(self, step: Step) -> None:
+        self.steps.append(step)
+        assert len({row.slot for row in step.rows}) == len(step.rows)
+        self.at(self.random.uniform(0.01, 0.05), lambda: self._run(step))
+
+    def _run(self, step: Step) -> None:
+        path = step.lane.path
+        if not set(path) <= self.alive or self.cut & links(path) or step.lane.number in self.closed:
+            return  # it never comes back
+        made = []
+        for node in path:
+            for slot in step.freed:
+                self.caches.pop((node, step.lane.number, slot), None)
+        for row in step.rows:
+            for node in path:
+                cache = self.caches.setdefault((node, step.lane.number, row.slot), [])
+                assert len(cache) == row.start, "what is fed follows what was fed"
+                cache.extend(row.tokens)
+            made.append(next_token(cache, row.stream.request.sampling.seed))
+        self.gateway.sampled(step.number, made)
+
+    def close(self, lane: Lane) -> None:
+        self.closed.add(lane.number)
+        for key in [key for key in self.caches if key[1] == lane.number]:
+            del self.caches[key]
+
+    def said(self, stream: Stream) -> None:
+        self.said_of.append(stream)
+
+    def kill(self, node: int, back_after_s: float | None = None) -> None:
+        self.alive.discard(node)
+        self.at(0.1, lambda: self.gateway.lost(node))
+        if back_after_s is not None:
+            self.at(0.2 + back_after_s, lambda: self._back(node))
+
+    def _back(self, node: int) -> None:
+        self.alive.add(node)
+        self.caches = {key: each for key, each in self.caches.items() if key[0] != node}
+        self.gateway.joined(node, next(stage for stage, nodes in PLACES.items() if node in nodes))
+
+    def run(self, until_s: float = 600) -> None:
+        while self._events and self.clock_ns < until_s * 1e9:
+            self.clock_ns, _, what = heapq.heappop(self._events)
+            what()
+            self.gateway.tick()
+            if not self.gateway.streams:
+                return
+            if not self._events:
+                self.at(1.0, lambda: None)
+
+    def request(self) -> Request:
+        prompt = tuple(self.random.randrange(VOCABULARY) for _ in range(self.random.randint(1, 40)))
+        ends = frozenset({END}) if self.random.random() < 0.5 else frozenset()
+        request = Request(prompt, self.random.randint(1, 30), ends)
+        return replace(request, sampling=replace(request.sampling, seed=self.random.randrange(1000)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_answers_are_right_whoever_is_lost(seed: int) -> None:
+    world = World(seed, ServingSettings(streams=3, lanes=1, prompt_tokens=16, step=timedelta(seconds=2)))
+    random = world.random
+    streams: list[Stream] = []
+    for _ in range(20):
+        world.at(random.uniform(0, 3), lambda: streams.append(world.gateway.submit(world.request())))
+    cancelled: set[int] = set()
+
+    def cancel() -> None:
+        if world.gateway.streams:
+            number = random.choice(sorted(world.gateway.streams))
+            cancelled.add(number)
+            world.gateway.cancel(number)
+
+    world.at(1.0, cancel)
+    for _ in range(4):  # stage 0 keeps one node, or nobody could answer at all for a while
+        world.at(random.uniform(0, 3), lambda: world.kill(random.randrange(1, 7), random.uniform(0.1, 2)))
+
+    def sever() -> None:
+        world.cut.add(frozenset((0, 2)))
+        world.at(0.2, lambda: world.gateway.broken(0, 2))
+
+    world.at(random.uniform(0, 3), sever)
+    world.at(4, lambda: None)
+    world.run()
+    while len(streams) < 20:
+        world.run()
+    assert not world.gateway.streams
+    for stream in streams:
+        if stream.number in cancelled:
+            assert stream.ending is Ending.CANCELLED
+            assert stream.answer == answer(stream.request)[: len(stream.answer)]
+        else:
+            assert stream.ending in (Ending.STOP, Ending.LENGTH)
+            assert stream.answer == answer(stream.request)
+            assert 2 <= stream.visited <= 4
+    assert {each.number for each in world.said_of if each.ending} == {each.number for each in streams}
+    assert not world.caches, "nothing is kept for nobody"
+
+
+def test_many_share_a_step() -> None:
+    world = World(0, ServingSettings(lanes=1))
+    for _ in range(8):
+        world.gateway.submit(world.request())
+    world.run()
+    assert max(len(step.rows) for step in world.steps) >= 4
+
+
+def test_prompts_are_fed_in_pieces() -> None:
+    world = World(0, ServingSettings(lanes=1, prompt_tokens=8))
+    stream = world.gateway.submit(Request(tuple(range(30)), 3))
+    world.run()
+    assert [len(step.rows[0].tokens) for step in world.steps] == [8, 8, 8, 6, 1, 1]
+    assert stream.answer == answer(stream.request)
+
+
+def test_a_stage_that_nobody_holds_is_done_without() -> None:
+    world = World(1)
+    stream = world.gateway.submit(Request((1, 2, 3), 40))
+    world.at(0.3, lambda: world.kill(6))
+    world.run()
+    assert stream.answer == answer(stream.request)
+    assert stream.visited == 3
+    assert world.gateway.share == Fraction(3, 4)
+    assert {len(step.lane.path) for step in world.steps} == {4, 3}
+
+
+def test_below_the_floor_nobody_is_answered() -> None:
+    world = World(1, ServingSettings(floor=Fraction(1), patience=timedelta(seconds=5)))
+    begun = world.gateway.submit(Request((1, 2, 3), 40))
+    world.at(0.3, lambda: world.kill(6))
+    late: list[Stream] = []
+    world.at(0.5, lambda: late.append(world.gateway.submit(Request((1,), 2))))
+    world.run()
+    assert begun.ending is Ending.NO_WAY
+    assert late[0].ending is Ending.NO_WAY
+    assert late[0].answer == []
+
+
+def test_who_waits_is_answered_when_nodes_come_back() -> None:
+    world = World(2, ServingSettings(floor=Fraction(1)))
+    stream = world.gateway.submit(Request((1, 2, 3), 20))
+    world.at(0.2, lambda: world.kill(6, back_after_s=4))
+    world.run()
+    assert stream.ending is Ending.LENGTH
+    assert stream.answer == answer(stream.request)
+    assert stream.visited == 4
+
+
+def test_the_queue_is_bounded() -> None:
+    world = World(3, ServingSettings(streams=1, lanes=1, waiting=2))
+    for _ in range(4):
+        world.gateway.submit(Request((1,), 5))
+    with pytest.raises(Full):
+        world.gateway.submit(Request((1,), 5))
+
+
+def test_lanes_take_the_fastest_way_and_spread() -> None:
+    class Far(Even):
+        def hop_s(self, sender: int, receiver: int) -> float:
+            return 10.0 if 2 in (sender, receiver) else super().hop_s(sender, receiver)
+
+    holders = [list(nodes) for nodes in PLACES.values()]
+    assert fastest(holders, Far(), {}, 0) == (0, 3, 4, 6)
+    assert fastest(holders, Even(), {3: 1, 4: 2}, 1) == (1, 2, 5, 6)
+    assert fastest([[0], [], [4]], Even(), {}, 0) == (0, 4)
+
+    class Nowhere(Even):
+        def hop_s(self, sender: int, receiver: int) -> float:
+            return float("inf") if 6 in (sender, receiver) else super().hop_s(sender, receiver)
+
+    assert fastest(holders, Nowhere(), {}, 0) is None
