@@ -111,6 +111,14 @@ class Failed:
     reason: str
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """A node that serves: a step is back, and these are the next tokens of its rows."""
+
+    step: int
+    tokens: list[int]
+
+
 # A node to the coordinator, or to a node of its stage
 
 
@@ -236,6 +244,32 @@ class Collect:
 
 
 @dataclass(frozen=True)
+class Feed:
+    """To nodes that serve: new tokens of several streams go along a path."""
+
+    step: int
+    lane: int
+    path: list[int]
+    rows: list[list[int]]
+    """Of each stream its slot, the tokens that were fed before, and how many are new."""
+    freed: list[int]
+    """Slots to empty first."""
+    tokens: list[list[int]]
+    """The new ones of each row; empty but for the first node of the path."""
+    chances: list[list[float]]
+    """Of each row: temperature, top-k, top-p; likewise."""
+    seeds: list[int]
+    """Of each row; likewise."""
+
+
+@dataclass(frozen=True)
+class Close:
+    """To nodes that serve: nothing more comes on a lane."""
+
+    lane: int
+
+
+@dataclass(frozen=True)
 class Stop:
     """End at once; `reason` is empty if all is well."""
 
@@ -255,6 +289,7 @@ Control = (
     | Broken
     | Stepped
     | Failed
+    | Sampled
     | Want
     | Seal
     | Welcome
@@ -267,6 +302,8 @@ Control = (
     | Replan
     | Proceed
     | Collect
+    | Feed
+    | Close
     | Stop
 )
 KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in Control.__args__}
