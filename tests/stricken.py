@@ -35,6 +35,7 @@ from skippipe.runtime.control import COORDINATOR
 from skippipe.runtime.coordinator import IterationReport
 from skippipe.runtime.faults import Fault, phase_of
 from skippipe.runtime.member import THE_COORDINATOR, Invitation, Member
+from skippipe.runtime.node import Node
 from skippipe.runtime.tensors import Tensors
 from skippipe.runtime.work import Step, Task, Work
 from skippipe.training.brief import Brief
@@ -158,7 +159,7 @@ class Stricken(Member):
         scene.born(invitation.name, self._mailbox.address)
 
     def start(self, work: Work) -> None:
-        assert self._node is not None
+        assert isinstance(self._node, Node)
         self._scene.look(self._node.number, work, self._node.iteration)
         super().start(work)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -462,3 +463,24 @@ def test_control_there_and_back(control: Control) -> None:
 
 def test_reasons_of_many_lines_arrive_in_one() -> None:
     assert from_json(to_json(Failed("one\ntwo\x1b[2J"))) == Failed("one two [2J")
+
+
+def test_a_checkpoint_of_the_end_is_not_trained_past() -> None:
+    course = coordinating(2)
+    course.iterate(2)
+    again = coordinating(2, keeper=Safe(made=2), journal=list(course.room.notes))
+    for said in (HELLO, Ready()):
+        for node in range(6):
+            again.hear(node, said)
+    assert again.coordinator.state is State.COLLECTING
+    assert again.coordinator.iteration == 2
+
+
+def test_a_run_that_failed_at_the_reunion_stays_so() -> None:
+    course = coordinating(3)
+    course.iterate(1)
+    again = coordinating(3, journal=list(course.room.notes), survival=Survival(survives=False))
+    for node in range(6):
+        again.hear(node, replace(HELLO, epoch=1, iteration=1 if node else 7, phase="RUNNING"))
+    assert again.coordinator.state is State.FAILED
+    assert again.coordinator.failure

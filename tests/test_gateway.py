@@ -84,9 +84,9 @@ class World:
                 assert len(cache) == row.start, "what is fed follows what was fed"
                 cache.extend(row.tokens)
             made.append(next_token(cache, row.stream.request.sampling.seed))
-        self.gateway.sampled(step.number, made)
+        self.gateway.sampled(step.number, made, path[0])
 
-    def close(self, lane: Lane) -> None:
+    def close_lane(self, lane: Lane) -> None:
         self.closed.add(lane.number)
         for key in [key for key in self.caches if key[1] == lane.number]:
             del self.caches[key]

@@ -79,7 +79,7 @@ class Place:
         self.world = world
         self.number = number
         self.computer = Symbols(STAGE_OF[number])
-        self.node = ServingNode(number, STAGE_OF[number], self)  # type: ignore[arg-type]
+        self.node = ServingNode(number, STAGE_OF[number], self)
         self.alive = True
 
     def now_ns(self) -> int:
@@ -148,7 +148,7 @@ class World:
                 case Ready():
                     self.gateway.joined(place.number, STAGE_OF[place.number])
                 case Sampled():
-                    self.gateway.sampled(control.step, control.tokens)
+                    self.gateway.sampled(control.step, control.tokens, place.number)
                 case _:
                     raise AssertionError(control)
 
@@ -163,7 +163,7 @@ class World:
         for node, feed in feeds(step).items():
             self._tell(node, feed)
 
-    def close(self, lane: Lane) -> None:
+    def close_lane(self, lane: Lane) -> None:
         for node in lane.path:
             self._tell(node, Close(lane.number))
 

@@ -71,6 +71,8 @@ class Harvest:
     """The checkpoint that is being made while training goes on, and the weights in the end."""
 
     surroundings: Surroundings
+    kept_every: int
+    """Iterations from one checkpoint to the next; 0: none are made."""
     weights: Collection | None = None
     _checkpoint: Collection | None = None
     _of: tuple[int, tuple[int, ...]] = (0, ())
@@ -91,6 +93,12 @@ class Harvest:
             if each is not None and not each.over:
                 return [each.holder]
         return []
+
+    def is_due(self, iterations: int, *, last: bool) -> bool:
+        """Is a checkpoint to be made after so many iterations? Not while another is."""
+        if self.busy or self.kept_every == 0 or self.surroundings.keeper is None:
+            return False
+        return last or iterations % self.kept_every == 0
 
     def checkpoint(self, iterations: int, steps: Sequence[int], holders: Mapping[int, int]) -> None:
         """Fetch the copies that were kept after so many iterations."""

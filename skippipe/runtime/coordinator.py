@@ -1,17 +1,16 @@
-"""The coordinator: begins, keeps the book, says how to step, and what happens when nodes come and go.
+"""The coordinator: what it waits for, from the first hello to the last weights, and who takes part meanwhile.
 
 A state machine like the node. It moves no tensors while training: per iteration, a few small messages from every node
 and one to every node.
 
-A lost node's microbatches go on another way within the iteration (`iteration`); at its end the plan is repaired for
-those who are left, nodes that came meanwhile get a place (`teaching`), and what has been decided is noted before
-anybody is told (`memory`). So a coordinator that is started again from its notes finds the nodes where they are: they
-repeat at most one iteration.
+It hears everybody and decides what follows in the state that it is in. To get everybody together is up to `gathering`,
+to train to `progress`, the plan to `replanning`, to fetch weights to `collecting`. What was decided is noted before
+anybody is told (`memory`): so a coordinator that is started again from its notes finds the nodes where they are, and
+they repeat at most one iteration.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,38 +18,35 @@ from skippipe import __version__
 from skippipe.learning import Learning
 from skippipe.plan import Plan
 from skippipe.recipe import Recipe
-from skippipe.runtime.apprentice import origin_to_json
 from skippipe.runtime.collecting import Harvest
 from skippipe.runtime.control import (
-    COORDINATOR,
     Alive,
     Averaged,
-    Begin,
     Broken,
     Contributed,
     Control,
     Failed,
     Hello,
     Learned,
-    Proceed,
     Ready,
     Returned,
     Stepped,
     Stop,
     Want,
 )
+from skippipe.runtime.gathering import Gathering
 from skippipe.runtime.iteration import Iteration
 from skippipe.runtime.lengths import Lengths
 from skippipe.runtime.measured import Measured
-from skippipe.runtime.memory import Memory, Record, commit_record, plan_record
+from skippipe.runtime.memory import Memory, Record
 from skippipe.runtime.patience import Patience
-from skippipe.runtime.replanning import Replanning, with_node
+from skippipe.runtime.progress import Progress
+from skippipe.runtime.replanning import Replanning
 from skippipe.runtime.roster import Peer, Roster, Standing
 from skippipe.runtime.settings import Deadlines, Survival
 from skippipe.runtime.states import State
 from skippipe.runtime.surroundings import Event, EventKind, IterationReport, Keeper, Surroundings, Watcher
 from skippipe.runtime.teaching import Teaching, Trained
-from skippipe.runtime.work import Origin
 from skippipe.transport.message import Message
 
 __all__ = [
@@ -68,7 +64,8 @@ __all__ = [
 
 @dataclass
 class Coordinator:
-    plan: Plan
+    planned: Plan
+    """To begin with; `plan` is the one in use."""
     learning: Learning
     surroundings: Surroundings
     watcher: Watcher
@@ -88,52 +85,68 @@ class Coordinator:
     survival: Survival = field(default_factory=Survival)
     journal: Sequence[Record] = ()
     """What an earlier coordinator of this run has noted."""
-    state: State = State.JOINING
+    state: State = field(init=False)
     failure: str = ""
     roster: Roster = field(init=False)
-    _epoch: int = field(init=False, default=0)
-    _changed: bool = field(init=False, default=False)
-    """Somebody came or went: the plan is to be renewed."""
+    trained: Trained = field(init=False)
     _stepped: set[int] = field(init=False, default_factory=set)
+    """Those who have taken the last step."""
     _early: bool = field(init=False, default=False)
     _finishing: bool = field(init=False, default=False)
     """All iterations are done."""
-    _places: dict[int, Hello] = field(init=False, default_factory=dict)
-    """Where nodes say they are, after a restart of the coordinator."""
-    _memory: Memory | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        now_ns = self.surroundings.now_ns()
-        self._patience = Patience(self, now_ns)
-        self.roster = Roster(self.plan.cluster)
-        self.trained = Trained.nothing(len(self.plan.stages))
-        visited = self.plan.visited
-        first, cluster = self.first, self.plan.cluster
-        if self.journal:
-            self._memory = Memory.of(self.journal)
-            self.plan = self._memory.plan
-            self.trained = self._memory.trained
-            visited = self._memory.visited
-            first = first if self._memory.iteration is None else self._memory.iteration + 1
-            self.state = State.REUNITING
-        self._measured = Measured(self.plan, cluster, now_ns)
-        plans = {**self.plans, visited: self.plan}
-        self._lengths = Lengths(self.recipe, self.first + self.iterations, visited, plans)
-        self._replanning = Replanning(self.roster, self._measured, self.survival, self._lengths)
-        self._harvest = Harvest(self.surroundings)
-        self._teaching = Teaching(
-            self.roster,
-            self.surroundings,
+        surroundings, cluster, happened = self.surroundings, self.planned.cluster, self.happened
+        memory = Memory.of(self.journal) if self.journal else Memory.nothing(self.planned)
+        self.state = State.REUNITING if self.journal else State.JOINING
+        self.roster = roster = Roster(cluster)
+        self.trained = trained = memory.trained
+        self._patience = Patience(self, surroundings.now_ns())
+        self._harvest = Harvest(surroundings, self.kept_every)
+        measured = Measured(memory.plan, cluster, surroundings.now_ns())
+        plans, end = {**self.plans, memory.visited: memory.plan}, self.first + self.iterations
+        self._replanning = Replanning(
+            memory.plan,
+            Lengths(self.recipe, end, memory.visited, plans),
+            measured,
             self.survival,
-            self._measured,
-            self.trained,
-            lambda text, node: self.happened("learning", text, node),
+            roster,
+            trained,
+            self._harvest,
+            surroundings,
+            happened,
         )
-        self._open(first)
+        teaching = Teaching(roster, surroundings, self.survival, measured, trained, happened)
+        self._progress = Progress(
+            self,
+            end,
+            self.learning,
+            self.recorded,
+            roster,
+            self._replanning,
+            teaching,
+            self._harvest,
+            self._patience,
+            surroundings,
+            self.watcher,
+        )
+        self._gathering = Gathering(
+            memory, self.resumed, roster, surroundings, self._replanning, teaching, self._progress
+        )
+        self._progress.open(self.first if memory.iteration is None else memory.iteration + 1)
 
     @property
     def over(self) -> bool:
         return self.state in (State.DONE, State.FAILED)
+
+    @property
+    def plan(self) -> Plan:
+        """In use."""
+        return self._replanning.plan
+
+    @property
+    def iteration(self) -> int:
+        return self._iteration.number
 
     @property
     def is_disturbed(self) -> bool:
@@ -141,13 +154,13 @@ class Coordinator:
         return self._iteration.is_disturbed
 
     @property
-    def iteration(self) -> int:
-        return self._iteration.number
-
-    @property
     def nodes(self) -> list[int]:
         """That the plan uses, and that average and step."""
-        return [node for node in self.roster.working if node in self.plan.stage_of]
+        return self._progress.nodes
+
+    @property
+    def _iteration(self) -> Iteration:
+        return self._progress.now
 
     # What it hears
 
@@ -179,14 +192,12 @@ class Coordinator:
                 self._able(node, peer)
             case Broken() if control.peer in self.roster and control.peer != node:
                 if self.state in (State.TRAINING, State.PAUSED):
-                    self._cut(node, control.peer)
+                    self._progress.cut(node, control.peer)
             case Stepped() if self.state is State.STEPPING:
                 self._stepped.add(node)
                 self._collect_if_stepped()
             case Returned() | Contributed() | Averaged() if self.state is State.TRAINING:
-                self._patience.renew()
-                if self._iteration.hear(node, control):
-                    self._commit()
+                self._progress.hear(node, control)
             case _:  # too late, or nonsense: nothing depends on it
                 pass
 
@@ -237,7 +248,7 @@ class Coordinator:
             case State.PREPARING:
                 return self.roster.of(Standing.BUILDING)
             case State.JOINING:
-                return [node for node in sorted(self.plan.stage_of) if node not in self.roster]
+                return self._gathering.missing
             case State.STEPPING:
                 return sorted(set(self.nodes) - self._stepped)
             case _:
@@ -265,14 +276,14 @@ class Coordinator:
         self.roster.add(node, Standing.SPARE, -1, self.surroundings.now_ns())
         match self.state:
             case State.REUNITING:
-                self._places[node] = hello
-                if self._places.keys() >= set(self.plan.stage_of):
+                self._gathering.came_back(node, hello)
+                if not self._gathering.missing:
                     self.reunited()
             case State.JOINING:
                 self._prepare_if_all_there()
             case State.TRAINING | State.PAUSED:
                 self.happened("joined", "is here", node)
-                self._place(node)
+                self._replanning.place(node)
             case _:
                 pass
 
@@ -287,36 +298,9 @@ class Coordinator:
             self.surroundings.part(node)
 
     def _prepare_if_all_there(self) -> None:
-        if not all(node in self.roster for node in self.plan.stage_of):
-            return
-        self._enter(State.PREPARING)
-        self.plan = self._replanning.turned(self.plan, self.iteration, self.plan.stage_of) or self.plan
-        self._note_plan()
-        for index, stage in enumerate(self.plan.stages):
-            origin = {}
-            if self.resumed:
-                assert self.surroundings.keeper is not None
-                self.trained.steps[index] = self.surroundings.keeper.steps(index)
-                source = Origin("checkpoint", (COORDINATOR,), (index,), (1.0,), self.trained.steps[index])
-                origin = origin_to_json(source)
-            for node in stage.nodes:
-                self.roster[node].standing, self.roster[node].stage = Standing.BUILDING, index
-                self.surroundings.welcome(node, self.plan, origin)
-
-    def _place_spares(self) -> None:
-        for node in self.roster.of(Standing.SPARE):
-            self._place(node)
-
-    def _place(self, node: int) -> None:
-        """Give a node a stage, and have it built; if that cannot be now, it stays a spare."""
-        now_ns = self.surroundings.now_ns()
-        known = node in self._replanning.unfit
-        stage = self._replanning.stage_for(self.plan, node, now_ns)
-        if stage is not None:
-            self.roster.add(node, Standing.BUILDING, stage, now_ns)
-            self.surroundings.welcome(node, with_node(self.plan, node, stage), {})
-        elif node in self._replanning.unfit and not known:
-            self.happened("refused", f"stays a spare: {self._replanning.unfit[node]}", node)
+        if not self._gathering.missing:
+            self.enter(State.PREPARING)
+            self._gathering.prepare()
 
     def _ready(self, node: int, peer: Peer) -> None:
         if peer.standing is Standing.LEARNING:
@@ -327,16 +311,20 @@ class Coordinator:
             self._begin_if_ready()
         elif peer.standing is Standing.BUILDING:
             peer.standing = Standing.READY
-            self._changed = True
+            self._replanning.changed = True
             self.go_on_if_possible()
 
     def _begin_if_ready(self) -> None:
-        if self.state is State.PREPARING and not self.roster.of(Standing.BUILDING):
-            self.restart("" if set(self.plan.stage_of) <= set(self.roster.able) else "nodes are missing")
+        if self.state is not State.PREPARING or self.roster.of(Standing.BUILDING):
+            return
+        if self.iteration >= self._progress.end:  # the checkpoint is of the end: only the weights are missing
+            self._collect()
+        else:
+            self._progress.restart("" if set(self.plan.stage_of) <= set(self.roster.able) else "nodes are missing")
 
     def _able(self, node: int, peer: Peer) -> None:
         peer.standing, peer.sources = Standing.ABLE, ()
-        self._changed = True
+        self._replanning.changed = True
         self.happened("able", f"has the state of stage {peer.stage}", node)
         self.go_on_if_possible()
 
@@ -344,19 +332,11 @@ class Coordinator:
         if self.state is State.PAUSED and self._finishing:
             self._collect()
         elif self.state is State.PAUSED:
-            self.restart("somebody came")
+            self._progress.restart("somebody came")
 
-    def _teach_newcomers(self) -> None:
-        for node in self.roster.of(Standing.READY):
-            if self.state is State.TRAINING and node in self.plan.stage_of:
-                self.surroundings.replan(node, self.plan)
-                self._begin(node)
-            elif self.state is not State.PAUSED:
-                continue
-            if not self._teaching.teach(node):
-                self.fail(f"nobody is left to learn stage {self.roster[node].stage} from, and there is no checkpoint")
-                return
-        self._teaching.teach_again()
+    def restart(self, why: str) -> None:
+        """Begin the iteration again, with a plan for those who are there; or wait for others."""
+        self._progress.restart(why)
 
     # Going
 
@@ -366,7 +346,7 @@ class Coordinator:
             return
         self.happened("gone", how, node)
         self.roster.remove(node)
-        self._places.pop(node, None)
+        self._gathering.lost(node)
         self.surroundings.part(node)
         if self._harvest.lost(node):
             self.happened("checkpoint", "the one that was being made is given up with the node that held it", node)
@@ -374,8 +354,7 @@ class Coordinator:
             case State.PREPARING:
                 self._begin_if_ready()
             case State.TRAINING if node in self.plan.stage_of:
-                self._changed = True
-                self._go_on_without(node)
+                self._progress.without(node)
             case State.STEPPING:
                 self._collect_if_stepped()
             case State.COLLECTING:
@@ -383,177 +362,10 @@ class Coordinator:
             case _:
                 pass
 
-    def _go_on_without(self, node: int) -> None:
-        """Within the iteration: other ways for those that would have come by the lost node."""
-        self._patience.renew()
-        ways = self._iteration.without(node, self.roster.able)
-        if ways is None:
-            self.restart(f"there is no way around '{self._name(node)}'")
-            return
-        lanes, skipped = ways
-        left_out = f", {skipped} times a stage is left out" if skipped else ""
-        text = f"{lanes} lanes go on another way{left_out}" if lanes else "no microbatch needs it any more"
-        self.happened("rerouted", text, node)
-        self._teaching.teach_again()
-
-    def _cut(self, node: int, other: int) -> None:
-        """Two nodes cannot reach each other, though both are there: the iteration starts over without that link."""
-        now_ns = self.surroundings.now_ns()
-        if self._measured.is_cut(node, other, now_ns) and not self._iteration.uses(node, other):
-            return
-        self.happened("cut", f"cannot reach '{self._name(other)}'", node)
-        self._measured.cut(node, other, now_ns)
-        self._changed = True
-        for learner, lender in ((node, other), (other, node)):
-            if lender in self.roster[learner].sources:
-                self.roster[learner].sources = ()
-        if self.state is State.PAUSED:
-            self._teaching.teach_again()
-        elif self.roster[node].stage == self.roster[other].stage:  # they cannot average
-            leaves = node if self.roster[node].standing is not Standing.ABLE else other
-            self._throw_out(leaves, "it cannot average with the others of its stage")
-        else:
-            self.restart(f"'{self._name(node)}' cannot reach '{self._name(other)}'")
-
-    def _throw_out(self, node: int, why: str) -> None:
+    def throw_out(self, node: int, why: str) -> None:
         """It may say hello again, and then begins like any newcomer."""
         self.surroundings.tell(node, Stop(why, again=True))
         self._lost(node, why)
-
-    # Iterations
-
-    def _open(self, number: int) -> None:
-        """A new page of the book."""
-        self._iteration = Iteration(number, self.plan, self._epoch, set(self.nodes), self._tell_all, self._throw_out)
-
-    def restart(self, why: str) -> None:
-        """Begin the iteration, or begin it again, with a plan for those who are there; or wait for others."""
-        self._epoch = max(self._epoch, self._iteration.epoch) + 1
-        if why and not self._renewed(self.iteration):
-            self._pause(why)
-            return
-        if why:
-            self.happened("restarted", why)
-        self._enter(State.TRAINING)
-        self._open(self.iteration)
-        for node in self.nodes:
-            if why:
-                self.surroundings.replan(node, self.plan)
-            self._begin(node)
-        self._join_in()
-
-    def _begin(self, node: int) -> None:
-        self.surroundings.tell(node, Begin(self.iteration, self._epoch, self.iteration in self.recorded))
-
-    def _join_in(self) -> None:
-        """Those who have built their stage average and step from now on, and learn."""
-        self._teach_newcomers()
-        self._iteration.nodes = set(self.nodes)
-
-    def _pause(self, why: str) -> None:
-        if self.state is not State.PAUSED:
-            self.happened("paused", f"{why}, and nobody can take the place; waiting for nodes to join")
-            self._enter(State.PAUSED)
-        self._place_spares()
-        self._teach_newcomers()
-
-    def _renewed(self, iteration: int) -> bool:
-        """Make a plan for those who are there, from this iteration on; whether that is possible."""
-        roster, began_ns = self.roster, self.surroundings.now_ns()
-        moved = self._replanning.mover(self.plan, finishing=self._finishing) if self._changed else None
-        if moved is not None:
-            self.happened("replanned", f"moves to stage {moved[1]}, which ran short", moved[0])
-            roster.add(moved[0], Standing.SPARE, -1, began_ns)
-            self._harvest.lost(moved[0])
-        plan = self._replanning.plan(self.plan, iteration, began_ns)
-        if plan is not None:
-            self.plan = plan
-            self._changed = False
-            self._measured.planned(plan)
-            took_s = (self.surroundings.now_ns() - began_ns) / 1e9
-            self._note_plan()
-            self.happened("replanned", f"{len(roster.able)} nodes take microbatches; planned in {took_s:.2f} s")
-        if moved is not None:
-            self._place(moved[0])
-        return plan is not None
-
-    def _turned(self, iteration: int) -> bool:
-        """Take the plan for paths of another length, if the recipe has them from this iteration on."""
-        plan = self._replanning.turned(self.plan, iteration, self.roster.able)
-        if plan is None:
-            return False
-        self.plan = plan
-        self._note_plan()
-        return True
-
-    def _note_plan(self) -> None:
-        """In full once; later its name will do, as long as nobody comes or goes."""
-        length = self._lengths.now
-        if length in self._lengths.noted:
-            self.surroundings.note({"turn": length})
-            return
-        self._lengths.noted.add(length)
-        learning = self.roster.of(Standing.READY, Standing.LEARNING)
-        self.surroundings.note(plan_record(self.plan, learning, self.trained, length))
-
-    def _commit(self) -> None:
-        """Everybody has a mean gradient. What is decided now is noted before anybody is told."""
-        done, visits, norms = self.iteration + 1, self._iteration.visits, self._iteration.norms
-        if self._iteration.spoiled:
-            bad = ", ".join(map(str, self._iteration.spoiled))
-            self.happened("not-finite", f"the gradient of stage {bad}; whoever has made it has left it out")
-        norm, scale = self.learning.clipping(norms)
-        if math.isfinite(norm):
-            self.trained.stepped(visits, norms)
-        else:
-            scale = 0.0
-            self.happened("not-finite", "the gradient is of no use even so: no step is taken")
-        rate = self.learning.rate_at(self.iteration)
-        report = self._iteration.report(rate, norm, self._patience.iteration_s)
-        self.watcher.iteration_done(report)  # before it is noted: rather twice than never
-        self.surroundings.note(commit_record(self.iteration, rate, scale, report.loss, visits, self.trained))
-        self._epoch = self._iteration.epoch
-        self._patience.iteration_done()
-        self._measured.update(self._iteration.reports)
-        self._place_spares()
-        self._proceed(rate, scale, last=done == self.first + self.iterations)
-
-    def _proceed(self, rate: float, scale: float, *, last: bool) -> None:
-        done = self.iteration + 1
-        before = set(self.nodes)
-        outdated = not last and (self._changed or self._drifted())
-        possible = not outdated or self._renewed(done)
-        new_plan = outdated or (not last and self._turned(done))
-        holders = self.roster.holders(self.plan) if self._is_kept(done, last=last) else {}
-        for node in sorted(before & set(self.roster.working)):
-            if new_plan and possible:
-                self.surroundings.replan(node, self.plan)
-            waits = last or not possible or node not in self.plan.stage_of
-            kept = node in holders.values()
-            self.surroundings.tell(node, Proceed(self.iteration, rate, scale, waits, kept, done in self.recorded))
-        if last:
-            self._stepped = set()
-            self._enter(State.STEPPING)
-        else:
-            self._open(done)
-            if possible:
-                self._enter(State.TRAINING)
-                self._join_in()
-            else:
-                self._pause("nodes are gone")
-        if holders:
-            self._harvest.checkpoint(done, self.trained.steps, holders)
-
-    def _drifted(self) -> bool:
-        drift = self._measured.drift(self.survival.drift) if self.survival.drift else ""
-        if drift:
-            self.happened("slow", drift)
-        return bool(drift)
-
-    def _is_kept(self, done: int, *, last: bool) -> bool:
-        if self._harvest.busy or self.kept_every == 0 or self.surroundings.keeper is None:
-            return False
-        return last or done % self.kept_every == 0
 
     # The end
 
@@ -569,12 +381,12 @@ class Coordinator:
             if self._early:
                 self.fail(f"nobody is left who has the weights of stage {missing}; resume from a checkpoint")
             else:
-                self._finishing = self._changed = True
-                self._renewed(self.iteration)
-                self._pause(f"nobody is left who has the weights of stage {missing}")
+                self._finishing = self._replanning.changed = True
+                self._replanning.renew(self.iteration, finishing=True)
+                self._progress.pause(f"nobody is left who has the weights of stage {missing}")
             return
         if self.state is not State.COLLECTING:
-            self._enter(State.COLLECTING)
+            self.enter(State.COLLECTING)
         self._harvest.collect(holders)
         self._finish_if_collected()
 
@@ -591,63 +403,41 @@ class Coordinator:
 
     def reunited(self) -> None:
         """All nodes have come back, or have had time enough: those who are where they should be go on."""
-        places, self._places = self._places, {}
-        memory, now_ns = self._memory, self.surroundings.now_ns()
-        assert memory is not None
-        self._epoch = max([self._epoch, *(hello.epoch for hello in places.values())]) + 1
-        for node, hello in places.items():
-            behind = hello.iteration == memory.iteration and hello.phase == "AVERAGED"
-            if node in self.plan.stage_of and hello.phase and (behind or hello.iteration == self.iteration):
-                standing = Standing.LEARNING if node in memory.learning else Standing.ABLE
-                self.roster.add(node, standing, self.plan.stage_of[node], now_ns)
-                if behind:
-                    self.surroundings.tell(node, memory.proceed)
-                else:
-                    self._stepped.add(node)
+        stepped, strays = self._gathering.reunite()
         if not self.roster.able:
             self._begin_from_checkpoint()
             return
-        strangers = self.roster.of(Standing.SPARE)
-        there = len(self.roster.peers) - len(strangers)
-        self.happened("recovered", f"{there} nodes are where they were, {len(strangers)} are new")
-        for node in strangers:
-            if places[node].phase:
-                self._throw_out(node, "it is not where the others are")
-        self._changed = True
-        if self.iteration == self.first + self.iterations:
-            self._enter(State.STEPPING)
+        strangers = len(self.roster.of(Standing.SPARE))
+        there = len(self.roster.peers) - strangers
+        self.happened("recovered", f"{there} nodes are where they were, {strangers} are new")
+        for node in strays:
+            self.throw_out(node, "it is not where the others are")
+        if self.over:
+            return
+        self._replanning.changed = True
+        if self.iteration == self._progress.end:
+            self._stepped = stepped
+            self.enter(State.STEPPING)
             self._collect_if_stepped()
             return
-        self.restart("the coordinator was started again")
-        self._place_spares()
+        self._progress.restart("the coordinator was started again")
+        self._replanning.place_spares()
 
     def _begin_from_checkpoint(self) -> None:
-        """Nobody has any state; whoever is here, or comes, begins where a checkpoint was made."""
-        keeper = self.surroundings.keeper
-        done = keeper.newest() if keeper is not None else None
-        if done is None:
+        if self._gathering.rewind():
+            self.enter(State.JOINING)
+            self._prepare_if_all_there()
+        else:
             self.fail("no node is left that was there before, and there is no checkpoint; start anew")
-            return
-        self.iterations -= done - self.first
-        self.first, self.resumed = done, True
-        for node in self.roster:
-            self.roster.add(node, Standing.SPARE, -1, self.surroundings.now_ns())
-        self._enter(State.JOINING)
-        self._open(done)
-        self._prepare_if_all_there()
 
     # Small change
 
-    def _enter(self, state: State) -> None:
+    def enter(self, state: State) -> None:
         self.state = state
         self._patience.renew()
 
     def happened(self, kind: EventKind, text: str, node: int | None = None) -> None:
         self.watcher.happened(Event(kind, self.iteration, text, "" if node is None else self._name(node)))
-
-    def _tell_all(self, control: Control) -> None:
-        for node in self.nodes:
-            self.surroundings.tell(node, control)
 
     def _stop_all(self, stop: Stop) -> None:
         for node in self.roster:

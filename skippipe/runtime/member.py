@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import cycle
@@ -34,15 +34,12 @@ from skippipe.runtime.control import (
     from_json,
     to_json,
 )
-from skippipe.runtime.durations import planned_ns
-from skippipe.runtime.node import Node
-from skippipe.runtime.work import Work
+from skippipe.runtime.posts import SERVING, Machine, Post
 from skippipe.runtime.worker import Worker
-from skippipe.training.brief import Brief
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox, NotConnected, QueueFull, Reason, Security
 from skippipe.transport.message import Kind, Message, Received
-from skippipe.transport.shaping import Held, Link, Shaper
+from skippipe.transport.shaping import Held, Shaper
 
 log = logging.getLogger(__name__)
 THE_COORDINATOR = "coordinator"
@@ -111,7 +108,7 @@ class Member:
             if name != THE_COORDINATOR:
                 self._mailbox.disconnect(name)
         self._held = Held()
-        self._node: Node | None = None
+        self._node: Machine | None = None
         self._worker = None
         self._peers: dict[str, tuple[str, str | None]] = {}
         self._linked: dict[str, str] = {}
@@ -170,7 +167,7 @@ class Member:
     def say(self, control: Control, to: int = COORDINATOR) -> None:
         self._post(self._names[to], Message(Kind.CONTROL, 0, 0, 0, 0, to_json(control)))
 
-    def start(self, work: Work) -> None:
+    def start(self, work: Any) -> None:
         assert self._worker is not None
         self._worker.start(work)
 
@@ -205,13 +202,15 @@ class Member:
         deadline = time.monotonic() + self._invitation.patience.total_seconds()
         while time.monotonic() < deadline:
             self._give_sign("waiting for a stage")
-            for received in self._mailbox.receive(
-                min(self._heartbeat_s / SIGNS_A_DEADLINE, deadline - time.monotonic())
-            ):
+            came = deque(self._mailbox.receive(min(self._heartbeat_s / SIGNS_A_DEADLINE, deadline - time.monotonic())))
+            while came:
+                received = came.popleft()
                 control = self._control(received)
                 if received.peer != THE_COORDINATOR:
                     continue
                 if isinstance(control, Welcome):
+                    for later in came:  # who else has come, perhaps
+                        self._held.put(later)
                     return control
                 if isinstance(control, Stop):
                     if not control.again:
@@ -227,27 +226,29 @@ class Member:
     def _prepare(self, welcome: Welcome) -> None:
         import torch
 
-        from skippipe.runtime.building import build_computer
-
-        brief = Brief.from_json(welcome.brief)
-        plan = brief.plan
-        self._numbers = dict(plan.cluster.number)
-        number = self._numbers[self._invitation.name]
+        post = self._post_of(welcome)
+        self._numbers = post.numbers
         self._names |= {each: name for name, each in self._numbers.items()}
-        self._heartbeat_s = brief.heartbeat_s
-        torch.set_num_threads(brief.threads)
+        self._heartbeat_s = post.heartbeat_s
+        torch.set_num_threads(post.threads)
         self._meet(welcome.peers)
         if self._worker is not None:
             self._worker.stop()
-        self._node = Node(number, plan, self, own_ring=brief.averaging == "ring")
-        if brief.emulated:
-            links = {name: _link(brief, number, other) for name, other in self._numbers.items() if other != number}
-            self._shaper = Shaper(links, time.monotonic_ns)
-        computer = build_computer(number, brief, self._invitation)
-        stage = plan.stage_of[number]
-        pace = (lambda work: planned_ns(plan, stage, number, work)) if brief.emulated else None
-        self._worker = Worker(computer, self._mailbox.wake, pace)
+        self._node = post.machine
+        if post.links:
+            self._shaper = Shaper(dict(post.links), time.monotonic_ns)
+        self._worker = Worker(post.build(), self._mailbox.wake, post.pace)
         self._node.welcomed(welcome.origin)
+
+    def _post_of(self, welcome: Welcome) -> Post:
+        """To train, or to serve."""
+        if welcome.brief.get("kind") == SERVING:
+            from skippipe.serving.building import serving_post
+
+            return serving_post(welcome.brief, self._invitation, self)
+        from skippipe.runtime.building import training_post
+
+        return training_post(welcome.brief, self._invitation, self)
 
     def _meet(self, peers: dict[str, Any]) -> None:
         for name, found in peers.items():
@@ -417,11 +418,3 @@ class Member:
             Reason.FOREIGN: f"{where}: who answers there is no coordinator; check the address",
             Reason.DISCONNECTED: f"the coordinator at {where} is gone",
         }[reason]
-
-
-def _link(brief: Brief, sender: int, receiver: int) -> Link:
-    cluster = brief.plan.cluster
-    return Link(
-        float(cluster.latency_s[sender, receiver]) + cluster.hop_overhead_s,
-        float(cluster.bandwidth_bytes_per_s[sender, receiver]),
-    )

@@ -42,6 +42,11 @@ class Memory:
         return Proceed(self.commit["commit"], self.commit["rate"], self.commit["scale"], True, False, False)
 
     @classmethod
+    def nothing(cls, plan: Plan) -> Memory:
+        """At the beginning of a run."""
+        return cls(plan, frozenset(), None, Trained.nothing(len(plan.stages)), plan.visited)
+
+    @classmethod
     def of(cls, journal: Sequence[Record]) -> Memory:
         commits = [record for record in journal if "commit" in record]
         last = plan_records(journal)[-1]

@@ -17,14 +17,14 @@ time, and what a node has added once it never adds again. What comes that is not
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.rules import circle
-from skippipe.runtime.apprentice import Apprentice, first_of, is_loan, loan, origin_from_json
+from skippipe.runtime.agenda import Agenda
+from skippipe.runtime.apprentice import is_loan
 from skippipe.runtime.control import (
     COORDINATOR,
     Average,
@@ -35,17 +35,15 @@ from skippipe.runtime.control import (
     Control,
     Hello,
     Learn,
-    Learned,
     Proceed,
     Ready,
     Replan,
     Reroute,
-    Seal,
     Settle,
     Stepped,
     Stop,
-    Want,
 )
+from skippipe.runtime.loans import Loans
 from skippipe.runtime.outside import IN_ITERATION, Outside, Phase
 from skippipe.runtime.rounds import Rounds
 from skippipe.runtime.traffic import Duties, Traffic
@@ -56,9 +54,7 @@ from skippipe.runtime.work import (
     Keep,
     Lend,
     Load,
-    Loan,
     Measure,
-    Origin,
     Pass,
     Reduce,
     Show,
@@ -91,10 +87,8 @@ class Node:
         self._next_plan: Plan | None = None
         self._next_begin: Begin | None = None
         self._next_changes: list[Reroute | Settle | Average] = []
-        self._learning: Apprentice | None = None
-        self._chores: deque[Work] = deque()
-        self._doing: Work | None = None
-        self._void = False
+        self._agenda = Agenda(outside.start)
+        self._loans = Loans(self, outside, self._agenda)
         self._early: dict[int, list[tuple[Message, int]]] = {}
         self._proceed: Proceed | None = None
         self._adopt(plan)
@@ -118,28 +112,28 @@ class Node:
                 else:
                     self._begin_as_told(control)
             case Learn():
-                self._learn(control.origin)
+                self._loans.learn(control.origin)
             case Replan():
                 self.replan(Plan.from_json(control.plan))
             case Proceed() if self.phase is Phase.AVERAGED and control.iteration == self.iteration:
                 self.phase = Phase.STEPPING
                 self._proceed = control
-                self._chores.append(Step(control.rate, control.scale))
+                self._agenda.add(Step(control.rate, control.scale))
                 if control.kept:
-                    self._chores.append(Keep())
+                    self._agenda.add(Keep())
             case Reroute() | Settle() | Average():
                 if control.iteration == self.iteration + 1 and self.phase in (Phase.STEPPING, Phase.WAITING):
                     self._next_changes.append(control)
                 elif control.iteration == self.iteration and self.phase in IN_ITERATION and control.epoch >= self.epoch:
                     self._change(control)
                 else:
-                    self._drop(COORDINATOR, f"{type(control).__name__} while {self.phase.value}")
+                    self.drop(COORDINATOR, f"{type(control).__name__} while {self.phase.value}")
             case Collect():  # after the step, if one was asked for
-                self._chores.append(Show(control.piece, control.kept))
+                self._agenda.add(Show(control.piece, control.kept))
             case Stop():
                 self.stopped = control
             case _:
-                self._drop(COORDINATOR, f"{type(control).__name__} while {self.phase.value}")
+                self.drop(COORDINATOR, f"{type(control).__name__} while {self.phase.value}")
 
     def replan(self, plan: Plan) -> None:
         """From the next iteration on."""
@@ -147,19 +141,12 @@ class Node:
 
     def asked(self, sender: int, control: Control) -> None:
         """By a node that learns, or told by one that lends."""
-        match control:
-            case Want() if control.stage == self.stage and (self._learning is None or self._learning.complete):
-                self._borrowers.add(sender)
-                self._chores.append(Lend(control.first, control.count, sender))
-            case Seal() if self._learning is not None and sender in self._learning.origin.sources:
-                self._learning.sealed(control.first, control.digest)
-            case _:
-                self._drop(sender, f"{type(control).__name__} of no use here")
+        self._loans.asked(sender, control)
 
     def welcomed(self, origin: dict[str, Any]) -> None:
         """The stage is built; its state is as the seed has it, or still to come."""
         if origin:
-            self._learn(origin)
+            self._loans.learn(origin)
         else:
             self._outside.say(Ready())
 
@@ -168,36 +155,34 @@ class Node:
         self._traffic.send_again_to(peer)
         if self._rounds.last_sent is not None and self._rounds.after == peer:
             self._outside.send(peer, self._rounds.last_sent)
-        if self._learning is not None:
-            self._learning.lost(peer)
+        self._loans.lost(peer)
 
     def remind(self, patience_ns: int) -> None:
         """To be called now and then, because answers may be lost."""
-        if self._learning is not None and not self._learning.complete:
-            self._learning.remind(self._outside.now_ns(), patience_ns)
+        self._loans.remind(patience_ns)
 
     def receive(self, sender: int, message: Message) -> None:
         """From another node; what comes from one that is ahead is kept until this node gets there."""
         ahead = message.iteration > self.iteration or self.phase is Phase.WAITING or message.epoch > self.epoch
-        waits = self.phase is Phase.WAITING or not self._learns_along()
+        waits = self.phase is Phase.WAITING or not self._loans.goes_along
         if not ahead or (is_loan(message) and waits):
             self._take(sender, message, self._outside.now_ns())
         elif message.iteration > self.iteration + 1 and self.phase is not Phase.WAITING:
-            self._drop(sender, "too far ahead")
+            self.drop(sender, "too far ahead")
         elif len(early := self._early.setdefault(sender, [])) >= MOST_EARLY + 4 * len(self.plan.lanes):
-            self._drop(sender, "too much ahead of its time")
+            self.drop(sender, "too much ahead of its time")
         else:
             early.append((message, self._outside.now_ns()))
 
     def restore(self, message: Message) -> None:
         """State from a checkpoint, from the coordinator."""
-        self._borrow(COORDINATOR, message)
+        self._loans.borrow(COORDINATOR, message)
 
     def finished(self, work: Work, result: Any) -> None:
-        void, self._void, self._doing = self._void, False, None
+        counts = self._agenda.finished()
         if isinstance(work, Inspect) and not result:
             self._traffic.contributed.clear()
-        if void:
+        if not counts:
             if isinstance(work, Task):
                 self._traffic.given_up()
             return
@@ -208,7 +193,7 @@ class Node:
             case Pass():
                 self._passed_on(work.round, result)
             case Reduce():
-                self._chores.append(Measure(self._visits, alone=False))
+                self._agenda.add(Measure(self._visits, alone=False))
             case Measure():
                 self._report(result)
             case Inspect():
@@ -218,52 +203,39 @@ class Node:
             case Show():
                 message = Message(Kind.CHUNK, max(0, self.iteration), self.stage, work.piece, int(work.kept), result)
                 self._outside.send(COORDINATOR, message)
-            case Lend():
-                self._lend(work, result)
-            case Study():
-                if self._learning is not None:
-                    self._learning.studied(result)
-                    self._if_learned()
-            case Load():
-                if self._learning is not None:
-                    self._learning.loaded(result)
-                    self._if_learned()
+            case Lend() | Study() | Load():
+                self._loans.finished(work, result)
             case _:
                 pass
 
     def decide(self) -> None:
         """Start what goes next, if nothing runs."""
-        if self._doing is not None or self.stopped:
-            return
-        if self._chores:
-            self._start(self._chores.popleft())
+        if self._agenda.doing is not None or self.stopped or self._agenda.start_chore():
             return
         if self.phase not in (Phase.RUNNING, Phase.SETTLING):
             return
         task = self._traffic.next()
         if task is not None:
-            self._start(task)
+            self._agenda.start(task)
         elif self.phase is Phase.SETTLING and not self._traffic.put_off:
             self._settled()
 
     @property
     def doing(self) -> str:
         """For people."""
-        if isinstance(self._doing, Task):
-            task = self._doing
-            return f"step {task.step} of microbatch {task.microbatch} on lane {task.lane}, iteration {task.iteration}"
-        if self._doing is not None:
-            return f"{type(self._doing).__name__.strip('_').lower()}, iteration {self.iteration}"
+        work = self._agenda.doing
+        if isinstance(work, Task):
+            return f"step {work.step} of microbatch {work.microbatch} on lane {work.lane}, iteration {work.iteration}"
+        if work is not None:
+            return f"{type(work).__name__.strip('_').lower()}, iteration {self.iteration}"
         return f"{self.phase.value}, iteration {self.iteration}"
 
     def talks_to(self) -> set[int]:
-        """The nodes before and after this one on its lanes and in its ring."""
+        """The nodes before and after this one on its lanes and in its ring; whom it learns from, and who learns."""
         paths = [route.path for route in self._traffic.routes if self.number in route.path]
         pairs = [pair for path in paths for pair in circle(path)] + circle(self._rounds.ring)
-        if self._learning is not None and not self._learning.complete:
-            pairs += [(self.number, source) for source in self._learning.origin.sources if source != COORDINATOR]
         near = {node for pair in pairs if self.number in pair for node in pair}
-        return (near | self._borrowers) - {self.number}
+        return (near | self._loans.lenders | self._loans.borrowers) - {self.number}
 
     # Iterations
 
@@ -278,14 +250,13 @@ class Node:
         self._visits = self.plan.exposure[self.stage]
         self._gone: frozenset[int] = frozenset()
         self._as_planned = True
-        self._borrowers: set[int] = set()
+        self._loans.borrowers.clear()
         self._inspect = False
 
     def _begin_as_told(self, begin: Begin) -> None:
-        self._chores = deque(each for each in self._chores if not isinstance(each, _OF_AN_ITERATION))
-        self._void = self._void or isinstance(self._doing, _OF_AN_ITERATION)
-        if self.phase is not Phase.WAITING or self._void:
-            self._chores.append(Clear())
+        self._agenda.give_up(*_OF_AN_ITERATION)
+        if self.phase is not Phase.WAITING or self._agenda.void:
+            self._agenda.add(Clear())
         self.epoch = self._begun_epoch = begin.epoch
         self._begin(begin.iteration, recorded=begin.recorded)
 
@@ -303,13 +274,7 @@ class Node:
         for change in changes:
             if change.iteration == iteration and change.epoch >= self.epoch:
                 self._change(change)
-        if self._learns_along():
-            assert self._learning is not None
-            if self._learning.agrees(iteration):
-                self._learning.goes_along()
-                self._learning.begun()
-            else:  # others have gone on while this one waited
-                self._study(self._learning.origin)
+        self._loans.begun(iteration)
 
     def _take_early(self) -> None:
         early, self._early = self._early, {}
@@ -333,11 +298,7 @@ class Node:
         else:
             self._begin(self.iteration + 1, recorded=proceed.recorded)
 
-    def _start(self, work: Work) -> None:
-        self._doing = work
-        self._outside.start(work)
-
-    # What traffic sees of the node
+    # What its parts see of the node
 
     def now_ns(self) -> int:
         return self._outside.now_ns()
@@ -349,7 +310,13 @@ class Node:
         self._outside.send(receiver, self._stamped(message))
 
     def chore(self, work: Work) -> None:
-        self._chores.append(work)
+        self._agenda.add(work)
+
+    def drop(self, sender: int, what: str) -> None:
+        self.dropped[sender, what] += 1
+        if self.dropped[sender, what] == 1:
+            who = "the coordinator" if sender == COORDINATOR else self.plan.cluster.nodes[sender].name
+            log.warning("dropped a message of %s: %s (later ones are only counted)", who, what)
 
     def _stamped(self, message: Message) -> Message:
         return replace(message, epoch=self.epoch, sent_ns=self._outside.now_ns())
@@ -359,39 +326,33 @@ class Node:
     def _take(self, sender: int, message: Message, arrived_ns: int) -> None:
         """It is of this iteration, of this epoch or an earlier one; or it is of no use."""
         if is_loan(message):
-            self._borrow(sender, message)
+            self._loans.borrow(sender, message)
         elif message.iteration != self.iteration or self.phase not in IN_ITERATION:
-            self._drop(sender, "of an iteration that is over")
+            self.drop(sender, "of an iteration that is over")
         elif message.epoch < self._begun_epoch:
-            self._drop(sender, "of an iteration that was begun again")
+            self.drop(sender, "of an iteration that was begun again")
         elif sender in self._gone:
-            self._drop(sender, "from a node that was given up")
+            self.drop(sender, "from a node that was given up")
         elif message.body is None:
-            self._drop(sender, f"an empty {message.kind.name.lower()}")
+            self.drop(sender, f"an empty {message.kind.name.lower()}")
         elif not self._foresees(sender, message):
-            self._drop(sender, f"a {message.kind.name.lower()} that does not come here from there")
+            self.drop(sender, f"a {message.kind.name.lower()} that does not come here from there")
         elif message.kind is Kind.CHUNK and message.epoch != self.epoch:
-            self._drop(sender, "a chunk of a ring that was given up")
+            self.drop(sender, "a chunk of a ring that was given up")
         elif not self._outside.fits(message, self._rounds.at, len(self._rounds.ring)):
-            self._drop(sender, f"a {message.kind.name.lower()} of another shape or type")
+            self.drop(sender, f"a {message.kind.name.lower()} of another shape or type")
         elif message.kind is Kind.HOP:
             if not self._traffic.take(sender, message, arrived_ns):
-                self._drop(sender, "a hop that has been taken before")
+                self.drop(sender, "a hop that has been taken before")
         elif self._rounds.take(message):
             self._pass_next()
         else:
-            self._drop(sender, "a chunk that has been taken before")
+            self.drop(sender, "a chunk that has been taken before")
 
     def _foresees(self, sender: int, message: Message) -> bool:
         if message.kind is Kind.HOP:
             return self._traffic.foresees(sender, message)
         return message.kind is Kind.CHUNK and self._own_ring and self._rounds.foresees(sender, message)
-
-    def _drop(self, sender: int, what: str) -> None:
-        self.dropped[sender, what] += 1
-        if self.dropped[sender, what] == 1:
-            who = "the coordinator" if sender == COORDINATOR else self.plan.cluster.nodes[sender].name
-            log.warning("dropped a message of %s: %s (later ones are only counted)", who, what)
 
     # When nodes are lost
 
@@ -410,7 +371,7 @@ class Node:
                 self._take_early()
                 self._average()
             case _:
-                self._drop(COORDINATOR, f"{type(change).__name__} while {self.phase.value}")
+                self.drop(COORDINATOR, f"{type(change).__name__} while {self.phase.value}")
 
     def _reroute(self, change: Reroute) -> None:
         self._gone |= set(change.gone)
@@ -418,13 +379,13 @@ class Node:
         self._stop_averaging()
         self.phase = Phase.RUNNING
         self.epoch = change.epoch
-        self._void = self._traffic.reroute(change) or self._void
+        if self._traffic.reroute(change):
+            self._agenda.void = True
         self._take_early()
 
     def _stop_averaging(self) -> None:
         """What the ring has done so far is of no use; nothing of this node's own is lost."""
-        self._chores = deque(each for each in self._chores if not isinstance(each, _OF_AVERAGING))
-        self._void = self._void or isinstance(self._doing, _OF_AVERAGING)
+        self._agenda.give_up(*_OF_AVERAGING)
         left = tuple(node for node in self._rounds.ring if node not in self._gone)
         self._rounds = Rounds(self.number, self.stage, left)
 
@@ -433,11 +394,10 @@ class Node:
         self.phase = Phase.SETTLED
         self._traffic.let_all_go()
         if self._inspect:
-            self._chores.append(Inspect())
+            self._agenda.add(Inspect())
         else:
             self._say_contributed()
-        if self._chores:
-            self._start(self._chores.popleft())
+        self._agenda.start_chore()
 
     def _say_contributed(self) -> None:
         self._outside.say(Contributed(self.iteration, self.epoch, self._account()))
@@ -454,11 +414,11 @@ class Node:
     def _average(self) -> None:
         self.phase = Phase.AVERAGING
         if len(self._rounds.ring) == 1:
-            self._chores.append(Measure(self._visits, alone=True))
+            self._agenda.add(Measure(self._visits, alone=True))
         elif not self._own_ring:
-            self._chores.append(Reduce())
+            self._agenda.add(Reduce())
         else:
-            self._chores.append(self._rounds.begin())
+            self._agenda.add(self._rounds.begin())
 
     def _passed_on(self, round_: int, payload: Any) -> None:
         message = self._rounds.message(self.iteration, round_, payload)
@@ -471,7 +431,7 @@ class Node:
     def _pass_next(self) -> None:
         work = self._rounds.next(self._visits)
         if work is not None:
-            self._chores.append(work)
+            self._agenda.add(work)
 
     def _report(self, squared_norm: float) -> None:
         self.phase = Phase.AVERAGED
@@ -488,57 +448,6 @@ class Node:
                 lags=[[sender, lag_ns / 1e9] for sender, lag_ns in sorted(traffic.lag_ns.items())],
             )
         )
-
-    # Learning a state, and lending it
-
-    def _learn(self, origin: dict[str, Any]) -> None:
-        try:
-            source = origin_from_json(origin)
-        except UserError as error:
-            self._drop(COORDINATOR, str(error))
-            return
-        self._study(source)
-
-    def _study(self, source: Origin) -> None:
-        self._chores = deque(each for each in self._chores if not isinstance(each, (Study, Load)))
-        self._void = self._void or isinstance(self._doing, (Study, Load))
-        self._learning = Apprentice(source, lambda lender, want: self._outside.say(want, lender))
-        self._chores.append(Study(source))
-
-    def _learns_along(self) -> bool:
-        """While others step, so that what is lent is of an iteration."""
-        return self._learning is not None and self._learning.dated and not self._learning.complete
-
-    def _borrow(self, sender: int, message: Message) -> None:
-        """What was asked for is taken over; what comes too late is asked for again."""
-        if self._learning is None or not is_loan(message):
-            self._drop(sender, "state that was not asked for")
-            return
-        if self.phase is Phase.WAITING:  # so does everybody else
-            in_time = not self._learning.dated or self._learning.agrees(message.iteration)
-        else:
-            in_iteration = message.iteration == self.iteration and self.phase is not Phase.STEPPING
-            in_time = not self._learning.dated or in_iteration
-        load = self._learning.given(sender, first_of(message), message.body, in_time=in_time)
-        if load is not None:
-            self._chores.append(load)
-        elif in_time:
-            self._drop(sender, "state that was not asked for")
-        elif self.phase is not Phase.STEPPING:
-            self._learning.begun()
-
-    def _if_learned(self) -> None:
-        assert self._learning is not None
-        if self._learning.complete:
-            self._outside.say(Ready() if self.phase is Phase.WAITING else Learned(self.iteration))
-
-    def _lend(self, work: Lend, lent: Loan) -> None:
-        if lent.payload is None:
-            self._drop(work.to, "asks for state that there is none of")
-            return
-        self._outside.say(Seal(work.first, lent.digest), work.to)
-        version = max(0, self.iteration + (self.phase is Phase.WAITING))  # after the step, it is the next one's
-        self._outside.send(work.to, loan(work.first, lent.payload, version, self.epoch))
 
 
 _OF_AVERAGING = (Pass, Reduce, Measure, Inspect)

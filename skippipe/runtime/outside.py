@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from skippipe.runtime.control import COORDINATOR, Control
-from skippipe.runtime.work import Work
 from skippipe.transport.message import Message
 
 
@@ -19,7 +18,7 @@ class Outside(Protocol):
 
     def say(self, control: Control, to: int = COORDINATOR) -> None: ...
 
-    def start(self, work: Work) -> None:
+    def start(self, work: Any) -> None:
         """Have it run; `finished` follows. One work at a time."""
 
     def fits(self, message: Message, at: int, size: int) -> bool:

@@ -1,4 +1,7 @@
-"""Plans for those who are there: who moves where, which stage a newcomer gets, which ways microbatches take."""
+"""The plan in use, renewed for those who are there: who has which stage, and which ways microbatches take.
+
+It is noted before anybody is told (`memory`).
+"""
 
 from __future__ import annotations
 
@@ -8,60 +11,102 @@ from dataclasses import dataclass, field, replace
 from skippipe.cluster import Cluster
 from skippipe.errors import UserError
 from skippipe.plan import Plan
+from skippipe.runtime.collecting import Harvest
 from skippipe.runtime.lengths import Lengths
 from skippipe.runtime.measured import Measured
+from skippipe.runtime.memory import plan_record
 from skippipe.runtime.roster import Roster, Standing
 from skippipe.runtime.settings import Survival
+from skippipe.runtime.surroundings import Happened, Surroundings
+from skippipe.runtime.teaching import Trained
 
 USUAL_NODES = 20  # that the time for planning is meant for
 
 
 @dataclass
 class Replanning:
-    roster: Roster
+    plan: Plan
+    """In use."""
+    lengths: Lengths
     measured: Measured
     survival: Survival
-    lengths: Lengths
-    unfit: dict[int, str] = field(default_factory=dict)
+    roster: Roster
+    trained: Trained
+    harvest: Harvest
+    surroundings: Surroundings
+    happened: Happened
+    changed: bool = False
+    """Somebody came or went: the plan is to be renewed."""
+    _unfit: dict[int, str] = field(default_factory=dict)
     """Nodes that are too small for any stage, and what is missing."""
 
-    def plan(self, old: Plan, iteration: int, now_ns: int) -> Plan | None:
-        """For those who average and step from this iteration on; None if nothing can go on with them."""
+    # Plans
+
+    def begin(self, iteration: int) -> None:
+        """Everybody of the plan is there; the first iteration may have paths of another length."""
+        self._turned(iteration, self.plan.stage_of)
+        self._note()
+
+    def turn(self, iteration: int) -> bool:
+        """Take the plan for paths of another length, if the recipe has them from this iteration on; whether it has."""
+        if not self._turned(iteration, self.roster.able):
+            return False
+        self._note()
+        return True
+
+    def renew(self, iteration: int, *, finishing: bool = False) -> bool:
+        """Make a plan for those who are there, from this iteration on; whether that is possible."""
+        began_ns = self.surroundings.now_ns()
+        mover = self._freed(began_ns, finishing=finishing) if self.changed else None
+        length = self.lengths.at(iteration)
+        found = self._for_those_there(length, began_ns)
+        if found is not None:
+            self.plan = found
+            self.changed = False
+            self.lengths.renew(length, found)
+            self.measured.planned(found)
+            took_s = (self.surroundings.now_ns() - began_ns) / 1e9
+            self._note()
+            self.happened("replanned", f"{len(self.roster.able)} nodes take microbatches; planned in {took_s:.2f} s")
+        if mover is not None:
+            self.place(mover)
+        return found is not None
+
+    def is_outdated(self) -> bool:
+        """Has somebody come or gone, or does something take much more or less time than planned?"""
+        drift = self.measured.drift(self.survival.drift) if self.survival.drift and not self.changed else ""
+        if drift:
+            self.happened("slow", drift)
+        return self.changed or bool(drift)
+
+    def _for_those_there(self, length: int, now_ns: int) -> Plan | None:
+        """Who average and step; None if nothing can go on with them."""
         roster = self.roster
         members = [
             [*ring, *(node for node in roster.of(Standing.READY) if roster[node].stage == stage)]
-            for stage, ring in enumerate(roster.members(old))
+            for stage, ring in enumerate(roster.members(self.plan))
         ]
-        cluster = self.measured.cluster(now_ns, speeds=self.survival.drift > 0) or old.cluster
-        length = self.lengths.at(iteration)
-        found = self._repaired(old, length, members, roster.able, cluster)
-        if found is not None:
-            self.lengths.renew(length, found)
-        return found
+        cluster = self.measured.cluster(now_ns, speeds=self.survival.drift > 0) or self.plan.cluster
+        return self._repaired(length, members, roster.able, cluster)
 
-    def turned(self, plan: Plan, iteration: int, able: Collection[int]) -> Plan | None:
-        """The plan for the same nodes with paths of another length, if it is time for that; None: all stays."""
+    def _turned(self, iteration: int, able: Collection[int]) -> bool:
         length = self.lengths.at(iteration)
         if length == self.lengths.now:
-            return None
+            return False
         if not self.lengths.ready(length):
-            members = [stage.nodes for stage in plan.stages]
-            self.lengths.add(length, self._repaired(plan, length, members, able, plan.cluster) or plan)
+            members = [stage.nodes for stage in self.plan.stages]
+            self.lengths.add(length, self._repaired(length, members, able, self.plan.cluster) or self.plan)
         self.lengths.now = length
-        return self.lengths.plans[length]
+        self.plan = self.lengths.plans[length]
+        return True
 
     def _repaired(
-        self,
-        plan: Plan,
-        length: int,
-        members: Sequence[Collection[int]],
-        able: Collection[int],
-        cluster: Cluster,
+        self, length: int, members: Sequence[Collection[int]], able: Collection[int], cluster: Cluster
     ) -> Plan | None:
         from skippipe.planner.repair import repaired
 
         return repaired(
-            self.lengths.plans.get(length, plan),
+            self.lengths.plans.get(length, self.plan),
             members,
             able,
             cluster=cluster,
@@ -69,34 +114,67 @@ class Replanning:
             visited=length,
         )
 
-    def mover(self, plan: Plan, *, finishing: bool) -> tuple[int, int] | None:
-        """A node that had better move to a stage that ran short, and that stage."""
+    def _note(self) -> None:
+        """In full once; later its name will do, as long as nobody comes or goes."""
+        length = self.lengths.now
+        if length in self.lengths.noted:
+            self.surroundings.note({"turn": length})
+            return
+        self.lengths.noted.add(length)
+        learning = self.roster.of(Standing.READY, Standing.LEARNING)
+        self.surroundings.note(plan_record(self.plan, learning, self.trained, length))
+
+    # Stages
+
+    def place_spares(self) -> None:
+        for node in self.roster.of(Standing.SPARE):
+            self.place(node)
+
+    def place(self, node: int) -> None:
+        """Give a node a stage, and have it built; if that cannot be now, it stays a spare."""
+        now_ns = self.surroundings.now_ns()
+        known = node in self._unfit
+        stage = self._stage_for(node, now_ns)
+        if stage is not None:
+            self.roster.add(node, Standing.BUILDING, stage, now_ns)
+            self.surroundings.welcome(node, _with_node(self.plan, node, stage), {})
+        elif node in self._unfit and not known:
+            self.happened("refused", f"stays a spare: {self._unfit[node]}", node)
+
+    def _freed(self, now_ns: int, *, finishing: bool) -> int | None:
+        """A node that had better move to a stage that ran short leaves its own."""
         from skippipe.planner.staffing import move_for
 
         roster = self.roster
         if roster.of(Standing.SPARE):
             return None
-        found = move_for(plan, roster.expected(plan), roster.able)
-        if found is not None and finishing:  # nobody may take the last copy of a stage's weights away
-            kept = [node for node in roster.able if roster[node].stage == roster[found[0]].stage]
-            found = found if len(kept) > 1 else None
-        return found
+        found = move_for(self.plan, roster.expected(self.plan), roster.able)
+        if found is None:
+            return None
+        node, stage = found
+        holders = [other for other in roster.able if roster[other].stage == roster[node].stage]
+        if finishing and len(holders) <= 1:  # nobody may take the last copy of a stage's weights away
+            return None
+        self.happened("replanned", f"moves to stage {stage}, which ran short", node)
+        roster.add(node, Standing.SPARE, -1, now_ns)
+        self.harvest.lost(node)
+        return node
 
-    def stage_for(self, plan: Plan, node: int, now_ns: int) -> int | None:
+    def _stage_for(self, node: int, now_ns: int) -> int | None:
         """Where a newcomer helps most; None if it is too small, or cannot reach the others there now."""
         from skippipe.planner.staffing import stage_for
 
-        members = self.roster.expected(plan)
+        members = self.roster.expected(self.plan)
         try:
-            stage = stage_for(plan, members, node)
+            stage = stage_for(self.plan, members, node)
         except UserError as error:
-            self.unfit[node] = str(error)
+            self._unfit[node] = str(error)
             return None
         reachable = not any(self.measured.is_cut(node, other, now_ns) for other in members[stage])
         return stage if reachable else None
 
 
-def with_node(plan: Plan, node: int, stage: int) -> Plan:
+def _with_node(plan: Plan, node: int, stage: int) -> Plan:
     """A node on a stage: enough to build it from. It gets another plan before it takes a microbatch."""
     stages = []
     for index, each in enumerate(plan.stages):

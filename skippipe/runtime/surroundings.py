@@ -103,6 +103,12 @@ class Event:
     node: str = ""
 
 
+class Happened(Protocol):
+    """To say that something out of the ordinary has happened, perhaps to a node."""
+
+    def __call__(self, kind: EventKind, text: str, node: int | None = None) -> None: ...
+
+
 @dataclass(frozen=True)
 class IterationReport:
     iteration: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from skippipe.runtime.apprentice import origin_to_json
@@ -11,7 +10,7 @@ from skippipe.runtime.control import COORDINATOR, Learn
 from skippipe.runtime.measured import Measured
 from skippipe.runtime.roster import Roster, Standing
 from skippipe.runtime.settings import Survival
-from skippipe.runtime.surroundings import Surroundings
+from skippipe.runtime.surroundings import Happened, Surroundings
 from skippipe.runtime.work import Origin
 
 
@@ -41,8 +40,7 @@ class Teaching:
     survival: Survival
     measured: Measured
     trained: Trained
-    happened: Callable[[str, int], None]
-    """Something worth telling, of a node."""
+    happened: Happened
 
     def teach(self, node: int) -> bool:
         """Tell a node where to learn from; whether there is anybody."""
@@ -53,7 +51,7 @@ class Teaching:
             peer.sources = ()
             return bool(self.roster.able)  # somebody who cannot be reached now
         peer.sources = origin.sources
-        self.happened(f"stage {peer.stage} {self._told(origin)}", node)
+        self.happened("learning", f"stage {peer.stage} {self._told(origin)}", node)
         self.surroundings.tell(node, Learn(origin_to_json(origin)))
         return True
 
@@ -63,6 +61,12 @@ class Teaching:
             sources = self.roster[node].sources
             if not sources or not set(sources) <= {COORDINATOR, *self.roster.able}:
                 self.teach(node)
+
+    def from_checkpoint(self, stage: int) -> Origin:
+        keeper = self.surroundings.keeper
+        assert keeper is not None
+        self.trained.steps[stage] = keeper.steps(stage)
+        return Origin("checkpoint", (COORDINATOR,), (stage,), (1.0,), self.trained.steps[stage])
 
     def _origin(self, stage: int, learner: int) -> Origin | None:
         now_ns = self.surroundings.now_ns()
@@ -74,8 +78,7 @@ class Teaching:
             return Origin("replica", (lender,), (stage,), (1.0,), self.trained.steps[stage])
         keeper = self.surroundings.keeper
         if self.survival.lost_stage == "checkpoint" and keeper is not None and keeper.newest() is not None:
-            self.trained.steps[stage] = keeper.steps(stage)
-            return Origin("checkpoint", (COORDINATOR,), (stage,), (1.0,), self.trained.steps[stage])
+            return self.from_checkpoint(stage)
         held = {self.roster[node].stage: node for node in reversed(able)}
         below, above = sorted(each for each in held if each < stage), sorted(each for each in held if each > stage)
         near = [*below[-1:], *above[:1]]

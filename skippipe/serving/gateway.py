@@ -12,7 +12,7 @@ place alone, the answer goes on as it would have. Where nobody holds a stage any
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fractions import Fraction
@@ -54,7 +54,7 @@ class Outside(Protocol):
     def step(self, step: Step) -> None:
         """Tell every node on the lane."""
 
-    def close(self, lane: Lane) -> None:
+    def close_lane(self, lane: Lane) -> None:
         """Its caches are of no use any more."""
 
     def said(self, stream: Stream) -> None:
@@ -145,11 +145,16 @@ class Gateway:
             self._give_up(lane)
         self._go_on()
 
-    def sampled(self, number: int, tokens: Iterable[int]) -> None:
-        """A step is back, with a token for every row that was fed to its end."""
-        step = self._steps.pop(number, None)
+    def sampled(self, number: int, tokens: Sequence[int], node: int) -> None:
+        """A step is back, with a token for every row; ValueError if the node that says so says what cannot be."""
+        step = self._steps.get(number)
         if step is None:  # of a lane that was given up
             return
+        if node != step.lane.path[0] or len(tokens) != len(step.rows):
+            raise ValueError(
+                f"says {len(tokens)} tokens to a step of {len(step.rows)} that node {step.lane.path[0]} ends"
+            )
+        del self._steps[number]
         step.lane.step = None
         for link in links(step.lane.path):
             self._doubts.pop(link, None)
@@ -232,7 +237,7 @@ class Gateway:
         if not lane.slots:
             if self._lanes.pop(lane.number, None) is not None:
                 self._freed.pop(lane.number, None)
-                self.outside.close(lane)
+                self.outside.close_lane(lane)
             return
         room = self.settings.prompt_tokens
         rows: list[Row] = []
@@ -260,7 +265,7 @@ class Gateway:
             stream = self.streams[number]
             stream.lane, stream.slot, stream.fed, stream.waits_since_ns = None, -1, 0, now_ns
             self._waiting.appendleft(stream)
-        self.outside.close(lane)
+        self.outside.close_lane(lane)
 
     def _end(self, stream: Stream, ending: Ending) -> None:
         stream.ending = ending

@@ -1,0 +1,194 @@
+"""The command that measures perplexity: eval."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from skippipe.errors import UserError
+from skippipe.jsonfile import check_writable, json_text, write_text
+
+if TYPE_CHECKING:
+    from skippipe.inference.evaluation import Evaluation, Progress
+
+PART, WORK, OUTPUT = "Part of the model", "Texts and work", "Output"
+UNBOUNDED = 1000  # columns of a table that goes into a file
+
+
+def evaluate(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A checkpoint; a run's output folder: its newest one; or a Hugging Face folder, as 'skippipe export' "
+            "and finished runs write it, or any other.",
+        ),
+    ],
+    text: Annotated[
+        list[str],
+        typer.Option(
+            metavar="FILE",
+            help="Text to measure on: a file, plain or .xz; a folder that 'skippipe prepare' made with the model's "
+            "tokenizer; or 'classics-val', which comes with the package. May be given several times.",
+            rich_help_panel=WORK,
+        ),
+    ],
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Of each text, at most; spread evenly over it.", rich_help_panel=WORK)
+    ] = 65_536,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of a window, which is all that the model sees at a time.",
+            show_default="as in the run's plan, or else 512; at most what the model's config allows",
+            rich_help_panel=WORK,
+        ),
+    ] = None,
+    stages: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Measure these stages, in this order, as in 0,2,3. May be given several times.",
+            rich_help_panel=PART,
+        ),
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(help="Keep this share of the stages, drawn at random: 1/2, 50%. Also.", rich_help_panel=PART),
+    ] = None,
+    draws: Annotated[int, typer.Option(min=1, help="Parts to draw for every share.", rich_help_panel=PART)] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same parts.", rich_help_panel=PART)] = 0,
+    everything: Annotated[
+        bool,
+        typer.Option("--all", help="Measure all 2^(S−1) parts of S stages that keep stage 0.", rich_help_panel=PART),
+    ] = False,
+    losing: Annotated[
+        bool,
+        typer.Option(
+            "--losing",
+            help="Which stage costs most to lose, and in which order are stages best dropped?",
+            rich_help_panel=PART,
+        ),
+    ] = False,
+    drive: Annotated[
+        str,
+        typer.Option(
+            help="How strongly the stages that are left are driven, other than stage 0: plain (as trained), scaled (by "
+            "(S−1)/(L−1), so that L stages add as much as all S), a number to multiply by, or best (what is best on a "
+            "few windows of the first text, between plain and scaled, for each L).",
+            rich_help_panel=PART,
+        ),
+    ] = "plain",
+    cut: Annotated[
+        str | None,
+        typer.Option(
+            help="Stages to cut the model into: 6, or the layers of each, as in 2,2,4.",
+            show_default="as it was trained",
+            rich_help_panel=PART,
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=WORK)] = "cpu",
+    dtype: Annotated[
+        Literal["fp32", "bf16"], typer.Option(help="What it is computed in.", rich_help_panel=WORK)
+    ] = "fp32",
+    json: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Write all figures, as JSON.", rich_help_panel=OUTPUT)
+    ] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT", help="Draw perplexity by share of stages kept.", rich_help_panel=OUTPUT),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OUT", help="The same and the tables as a page that needs no other file.", rich_help_panel=OUTPUT
+        ),
+    ] = None,
+) -> None:
+    """Measure the perplexity of a model, whole or with stages missing.
+
+    Parts that begin alike share that work: all 32 parts of 6 stages cost as much as about 9 passes through the whole.
+    Ctrl-C shows what was found until then.
+
+    Example: skippipe eval run --text classics-val --keep 2/3 --keep 1/2 --drive best
+    """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers would draw a bar for every folder that it loads
+    for path in (json, png, html):
+        if path:
+            check_writable(path)
+    from skippipe.inference.evaluation import Selection
+    from skippipe.inference.evaluation import evaluate as evaluated
+    from skippipe.inference.loading import found_place, load
+    from skippipe.inference.windows import Windows, beginning_of, labels, opened, usual_context
+    from skippipe.text.tokenizer import TextTokenizer
+
+    place = found_place(checkpoint)
+    tokenizer = TextTokenizer.load(place)
+    names = labels(text)
+    selection = Selection(stages or (), keep or (), draws, seed, everything, losing, drive)
+    with _progress() as progress:
+        ids = [opened(name, tokenizer, lambda what, share: progress(what, round(100 * share), 100)) for name in text]
+        staged = load(checkpoint, cut, device)
+        if (context or 0) > staged.context:
+            raise UserError(
+                f"--context {context}: the model looks at {staged.context:,} tokens; name that many or fewer"
+            )
+        window, beginning = context or usual_context(place, staged.context), beginning_of(staged.tokenizer)
+        windows = [Windows.of(name, each, window, tokens, beginning) for name, each in zip(names, ids, strict=True)]
+        found = evaluated(staged, windows, selection, dtype, progress)
+    _show(found)
+    title = f"Perplexity of {checkpoint}"
+    if json:
+        from skippipe.inference.findings import as_json
+
+        said = {"checkpoint": str(checkpoint), "device": device, "dtype": dtype, "seed": seed}
+        write_text(json, json_text({**said, **as_json(found)}) + "\n")
+    if png:
+        from skippipe.inference.pictures import write_png
+
+        write_png(found, title, png)
+    if html:
+        from skippipe.inference.pictures import write_page
+
+        write_page(found, title, html)
+    if found.interrupted:
+        raise KeyboardInterrupt
+
+
+def _show(found: Evaluation) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from skippipe.inference.findings import notes, tables
+
+    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else UNBOUNDED)
+    for note in notes(found):
+        console.print(note, soft_wrap=True)
+    for each in tables(found):
+        shown = Table(title=each.title, caption=each.note, title_justify="left", caption_justify="left")
+        for heading in each.headings:
+            shown.add_column(heading, justify="right")
+        for row in each.rows:
+            shown.add_row(*row)
+        console.print(shown)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """On a terminal; elsewhere long work is silent."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda what, done, of: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns: Any = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done, of: bar.update(task, description=what, completed=done, total=of)

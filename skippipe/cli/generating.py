@@ -1,0 +1,302 @@
+"""The command that writes: generate."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from skippipe.errors import UserError
+
+if TYPE_CHECKING:
+    from skippipe.inference.decoding import Decoder
+    from skippipe.inference.loading import StagedModel
+    from skippipe.inference.replies import Piece, Request
+    from skippipe.parts import Part
+
+CHOICE, PART, DRAFT, WORK = "Which words", "Part of the model", "Drafts", "Work"
+SAMPLE_TOKENS = 48  # that the model writes before 'auto' compares drafts
+
+
+def generate(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A checkpoint; a run's output folder: its newest one; or a Hugging Face folder, as 'skippipe export' "
+            "and finished runs write it, or any other.",
+        ),
+    ],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PROMPT|-",
+            help="How the text begins; several are written together. '-': read it from stdin.",
+            show_default="a new text",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to write, at most, after each prompt.", rich_help_panel=CHOICE)
+    ] = 128,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="0: always the likeliest word. 1: as likely as the model finds it. Between: likelier words get "
+            "likelier.",
+            rich_help_panel=CHOICE,
+        ),
+    ] = 0.8,
+    top_k: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Only from so many of the likeliest tokens.", show_default="0: all", rich_help_panel=CHOICE
+        ),
+    ] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Only from the likeliest ones that together have this share.",
+            show_default="1: all",
+            rich_help_panel=CHOICE,
+        ),
+    ] = 1.0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Same seed and prompt, same text (and same --keep).", rich_help_panel=CHOICE)
+    ] = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="End before this string; \\n is a new line. May be given several times.", rich_help_panel=CHOICE
+        ),
+    ] = None,
+    stages: Annotated[
+        str | None,
+        typer.Option(help="Use only these stages, in this order, as in 0,2,3.", rich_help_panel=PART),
+    ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(help="Or keep this share of the stages, drawn at random: 1/2, 50%.", rich_help_panel=PART),
+    ] = None,
+    drive: Annotated[
+        str,
+        typer.Option(
+            help="How strongly the stages that are left are driven, other than stage 0: plain (as trained), scaled (by "
+            "(S−1)/(L−1), so that L stages add as much as all S), or a number to multiply by. In a draft too.",
+            rich_help_panel=PART,
+        ),
+    ] = "plain",
+    cut: Annotated[
+        str | None,
+        typer.Option(
+            help="Stages to cut the model into: 6, or the layers of each, as in 2,2,4.",
+            show_default="as it was trained",
+            rich_help_panel=PART,
+        ),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Stages that draft, as in 0,1; then all verify the drafted tokens in one pass. The text stays the "
+            "same. Fastest are those that the others go on from: 0,1 rather than 0,3. 'auto' tries some and picks.",
+            rich_help_panel=DRAFT,
+        ),
+    ] = None,
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of a draft.",
+            show_default="as many as pay, by how many were right",
+            rich_help_panel=DRAFT,
+        ),
+    ] = None,
+    together: Annotated[
+        int, typer.Option(min=1, help="Prompts that are worked on at a time.", rich_help_panel=WORK)
+    ] = 8,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens of prompt and text together, at most. Say it if the model was trained on shorter samples "
+            "than its config allows.",
+            show_default="as the model's config says",
+            rich_help_panel=WORK,
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=WORK)] = "cpu",
+    dtype: Annotated[
+        Literal["fp32", "bf16"], typer.Option(help="What it is computed in.", rich_help_panel=WORK)
+    ] = "fp32",
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Say at the end, on stderr, how fast it was.", rich_help_panel=WORK)
+    ] = False,
+) -> None:
+    """Let a trained model write, whole or with stages missing.
+
+    Text goes to stdout as it is made, without the prompt. Ctrl-C ends it; what was said stays.
+
+    \b
+        skippipe generate run "It is a truth"
+        skippipe generate run "It is a truth" --keep 1/2 --drive scaled
+        skippipe generate run "It is a truth" --draft auto --stats
+        cat letter.txt | skippipe generate model/ - --cut 6 --stages 0,1,3,5
+        skippipe generate run Emma Elinor --temperature 0 --stop "\\n\\n"
+
+    Example: skippipe generate run "It is a truth" --max-tokens 40
+    """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers would draw a bar for every folder that it loads
+    if stages and keep:
+        raise UserError("--stages names the stages and --keep draws them: say one of the two")
+    if draft_tokens and not draft:
+        raise UserError("--draft-tokens: say with --draft which stages draft, as in --draft 0,1 or --draft auto")
+    if top_p == 0:
+        raise UserError("--top-p 0 leaves no token to take: say a share above 0, or --temperature 0 for the likeliest")
+    texts = [_read(prompt) for prompt in prompts or [""]]
+    from skippipe.inference.generating import Generator
+    from skippipe.inference.loading import load
+    from skippipe.inference.replies import Request
+    from skippipe.inference.sampling import Sampling
+    from skippipe.inference.stage import convert
+    from skippipe.parts import wanted_parts
+
+    staged = load(checkpoint, cut, device, context)
+    convert(staged, dtype)
+    part = wanted_parts(len(staged.stages), [stages] if stages else [], [keep] if keep else [], drive, 1, seed)[0]
+    ends = tuple(text.replace("\\n", "\n") for text in stop or ())
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    requests = [Request(_tokens(staged, text), max_tokens, sampling, ends) for text in texts]
+    room = min(together, len(requests)) * max(request.longest(staged.context) for request in requests)
+    decoder = _decoder(staged, part, room, requests[0], draft, drive, draft_tokens)
+    generator = Generator(staged, decoder, together)
+    printer, clock = _Printer(texts), _Clock()
+
+    def hear(piece: Piece) -> None:
+        clock.hear()
+        printer.hear(piece)
+
+    try:
+        generator.run(requests, hear)
+    finally:  # Ctrl-C too
+        printer.close()
+        if stats:
+            _report(part, decoder, requests, clock)
+
+
+def _decoder(
+    staged: StagedModel,
+    part: Part,
+    room: int,
+    first: Request,
+    draft: str | None,
+    drive: str,
+    draft_tokens: int | None,
+) -> Decoder:
+    from skippipe.inference.decoding import TokenByToken
+
+    plain = TokenByToken(staged, part, room)
+    if draft is None:
+        return plain
+    from skippipe.inference.drafts import parse_draft, pick_draft
+    from skippipe.inference.generating import Generator
+    from skippipe.inference.replies import Request
+    from skippipe.inference.sampling import Sampling
+    from skippipe.inference.speculating import Speculator
+
+    if draft != "auto":
+        return Speculator(staged, part, parse_draft(draft, part, drive), room, draft_tokens)
+    likeliest = Request(first.prompt, min(SAMPLE_TOKENS, first.max_tokens), Sampling(temperature=0))
+    (sample,) = Generator(staged, plain, ends=frozenset()).run([likeliest])
+    picked = pick_draft(staged, part, sample.tokens, drive)
+    return Speculator(staged, part, picked, room, draft_tokens) if picked else plain
+
+
+def _read(prompt: str) -> str:
+    try:
+        text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+        text.encode()
+    except UnicodeError:
+        raise UserError("the prompt is not text in UTF-8") from None
+    return text
+
+
+def _tokens(staged: StagedModel, text: str) -> tuple[int, ...]:
+    """As the tokenizer makes them; of nothing, the one that begins a text."""
+    return tuple(staged.tokenizer(text)["input_ids"]) or (staged.prefix,)
+
+
+class _Printer:
+    """One text after another, each as it is made; of those whose turn has not come, what there is is kept."""
+
+    def __init__(self, prompts: Sequence[str]) -> None:
+        self._prompts = prompts
+        self._kept = [""] * len(prompts)
+        self._ended = [False] * len(prompts)
+        self._turn = 0
+        self._begin()
+
+    def hear(self, piece: Piece) -> None:
+        self._kept[piece.request] += piece.text
+        self._ended[piece.request] = piece.ending is not None
+        self._say()
+        while self._ended[self._turn] and self._turn + 1 < len(self._prompts):
+            self._next()
+            self._say()
+
+    def close(self) -> None:
+        while any(self._kept[self._turn + 1 :]):
+            self._next()
+            self._say()
+        print(flush=True)
+
+    def _next(self) -> None:
+        print("\n")
+        self._turn += 1
+        self._begin()
+
+    def _begin(self) -> None:
+        if len(self._prompts) > 1:  # as head(1) does for files
+            line = " ".join(self._prompts[self._turn].split())
+            print(f"==> {line if len(line) <= 60 else line[:59] + '…'} <==")
+
+    def _say(self) -> None:
+        print(self._kept[self._turn], end="", flush=True)
+        self._kept[self._turn] = ""
+
+
+@dataclass
+class _Clock:
+    began: float = field(default_factory=time.monotonic)
+    first: float | None = None
+    tokens: int = 0
+
+    def hear(self) -> None:
+        self.first = self.first or time.monotonic()
+        self.tokens += 1
+
+
+def _report(part: Part, decoder: Decoder, requests: Sequence[Request], clock: _Clock) -> None:
+    from skippipe.inference.speculating import Speculator
+
+    if clock.first is None:
+        return
+    read, now = sum(len(request.prompt) for request in requests), time.monotonic()
+    lines = [
+        f"stages {part.name}: {read:,} tokens read, {clock.tokens:,} written; the first after "
+        f"{clock.first - clock.began:.2f} s, then {(clock.tokens - 1) / max(now - clock.first, 1e-9):,.1f} a second"
+    ]
+    if isinstance(decoder, Speculator):
+        found = decoder.record
+        lines += [
+            f"drafts by stages {decoder.draft.name}: {found.acceptance:.0%} of {found.tested:,} tokens right, "
+            f"{found.tokens_per_pass:.2f} tokens a pass"
+        ]
+    print(*lines, sep="\n", file=sys.stderr)

@@ -1,0 +1,185 @@
+"""Perplexity against the share of stages that is kept, as an image and as a page without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from io import BytesIO
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator
+from plotly.offline import get_plotlyjs
+from plotly.subplots import make_subplots
+
+from skippipe.inference.evaluation import Evaluation
+from skippipe.inference.findings import Table, notes, number, tables
+from skippipe.jsonfile import write_bytes, write_text
+from skippipe.parts import Part
+from skippipe.report.html import STYLE
+from skippipe.report.picture import HUES
+from skippipe.report.png import INK
+
+DPI = 130
+MARKER = {"color": "#9A9A9A", "size": 7, "opacity": 0.6}
+KEPT_TITLE, PERPLEXITY_TITLE = "stages kept, % of the model's", "perplexity (logarithmic)"
+MEAN, ORDER, EXACT = "mean", "dropped one after another", "best of its size"
+COLOURS = {MEAN: HUES[0], ORDER: HUES[1], EXACT: HUES[3]}
+DASHES = {MEAN: "solid", ORDER: "solid", EXACT: "dot"}
+IN_MATPLOTLIB = {"solid": "-", "dot": ":"}
+IN_WORDS = """Points: parts of the model. Lines: the mean of each size; what is left when stages are dropped in the best
+order, one after another (−3: stage 3 goes); the best part of each size."""
+
+
+@dataclass(frozen=True)
+class Point:
+    kept: float
+    """Share of the stages, %."""
+    perplexity: float
+    name: str
+    mark: str = ""
+    """Written beside it."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What was found on one text."""
+
+    text: str
+    points: list[Point]
+    lines: dict[str, list[Point]]
+
+
+def panels(evaluation: Evaluation) -> list[Panel]:
+    """Of the texts that were begun."""
+    found = (_panel(evaluation, text.text) for text in evaluation.texts)
+    return [panel for panel in found if panel.points]
+
+
+def _panel(evaluation: Evaluation, text: str) -> Panel:
+    def points(parts: Sequence[Part]) -> list[Point]:
+        known = {part: loss for part in parts if (loss := evaluation.loss(part, text))}
+        return [Point(100 * len(part.stages) / part.total, loss.perplexity, part.name) for part, loss in known.items()]
+
+    sizes = evaluation.sizes(text)
+    dropped = points([evaluation.part(drop.left) for drop in evaluation.drops])
+    marks = [f"−{drop.stage}" for drop in evaluation.drops]
+    lines = {
+        MEAN: [Point(100 * size.kept / evaluation.total, size.mean, f"mean of {size.parts}") for size in sizes],
+        ORDER: points([evaluation.whole])
+        + [replace(point, mark=mark) for point, mark in zip(dropped, marks, strict=False)],
+        EXACT: points(list(evaluation.exact(text).values())),
+    }
+    return Panel(text, points(list(evaluation.losses)), {name: line for name, line in lines.items() if len(line) > 1})
+
+
+def ticks(panel: Panel) -> dict[float, str]:
+    """Round perplexities, as they are written: even where they lie close together, else 1, 2 and 5 times 10^n."""
+    values = [point.perplexity for point in panel.points]
+    low, high = 0.97 * min(values), 1.03 * max(values)
+    steps: Sequence[float] = [digit * 10.0**power for power in range(304) for digit in (1, 2, 5)]
+    if high < 4 * low:
+        steps = MaxNLocator(7, steps=[1, 2, 5, 10]).tick_values(low, high)
+    return {float(step): number(step).removesuffix(".00") for step in steps if low <= step <= high}
+
+
+def write_png(evaluation: Evaluation, title: str, path: Path) -> None:
+    found = panels(evaluation)
+    figure = Figure(figsize=(2.4 + 5.2 * len(found), 5.2), dpi=DPI, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(_literal(title), fontsize=13, color=INK)
+    row: Sequence[Axes] = figure.subplots(1, len(found), squeeze=False)[0]
+    for axes, panel in zip(row, found, strict=True):
+        _draw(axes, panel)
+        axes.set_yscale("log")
+        marked = ticks(panel)
+        axes.set_yticks(list(marked), list(marked.values()))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.invert_xaxis()
+    row[0].set_ylabel(PERPLEXITY_TITLE, fontsize=10, color=INK)
+    row[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=9, frameon=False, labelcolor=INK)
+    image = BytesIO()
+    figure.savefig(image, format="png")
+    write_bytes(path, image.getvalue())
+
+
+def _draw(axes: Axes, panel: Panel) -> None:
+    kept, perplexities = [point.kept for point in panel.points], [point.perplexity for point in panel.points]
+    axes.plot(kept, perplexities, "o", color="#9A9A9A", markersize=4.5, alpha=0.6, linewidth=0, label="a part")
+    for name, line in panel.lines.items():
+        axes.plot(
+            [point.kept for point in line],
+            [point.perplexity for point in line],
+            IN_MATPLOTLIB[DASHES[name]],
+            color=COLOURS[name],
+            linewidth=2,
+            label=name,
+        )
+        for point in line:
+            where = (point.kept, point.perplexity)
+            axes.annotate(point.mark, where, (3, -11), textcoords="offset points", fontsize=9, color=COLOURS[name])
+    axes.set_title(_literal(f"On '{panel.text}'"), loc="left", fontsize=12, color=INK, fontweight="bold")
+    axes.set_xlabel(KEPT_TITLE, fontsize=10, color=INK)
+    axes.grid(color="#E4E4E4", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=9, colors=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _literal(text: str) -> str:
+    """Matplotlib would read what stands between two dollar signs as a formula."""
+    return text.replace("$", r"\$")
+
+
+def write_page(evaluation: Evaluation, title: str, path: Path) -> None:
+    first, *others = tables(evaluation)
+    sections = [
+        f"<h1>{escape(title)}</h1>",
+        *(f"<p>{escape(note)}</p>" for note in notes(evaluation)),
+        f"<h2>Perplexity by the share of stages that is kept</h2><p>{IN_WORDS}</p>",
+        _figure(panels(evaluation)),
+        *(_table_html(table) for table in (*others, first)),  # that of all parts may be long
+    ]
+    style, script = f"<style>{STYLE}</style>", f"<script>{get_plotlyjs()}</script>"
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title>{style}{script}'
+    body = "\n".join(sections)
+    write_text(path, f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n')
+
+
+def _figure(found: Sequence[Panel]) -> str:
+    titles = [f"on '{escape(panel.text)}'" for panel in found]
+    figure = make_subplots(1, len(found), subplot_titles=titles, horizontal_spacing=0.06)
+    for column, panel in enumerate(found, start=1):
+        drawn = {"a part": panel.points, **panel.lines}
+        for name, points in drawn.items():
+            line = {"color": COLOURS.get(name), "dash": DASHES.get(name), "width": 2}
+            marks = {"mode": "lines", "line": line} if name in COLOURS else {"mode": "markers", "marker": MARKER}
+            figure.add_scatter(
+                x=[point.kept for point in points],
+                y=[point.perplexity for point in points],
+                hovertext=[f"{escape(point.name)}: {number(point.perplexity)} {point.mark}" for point in points],
+                hoverinfo="text",
+                name=name,
+                legendgroup=name,
+                showlegend=column == 1,
+                row=1,
+                col=column,
+                **marks,
+            )
+        marked = ticks(panel)
+        figure.update_yaxes(type="log", tickvals=list(marked), ticktext=list(marked.values()), col=column)
+    figure.update_xaxes(title=KEPT_TITLE, autorange="reversed")
+    figure.update_yaxes(title=PERPLEXITY_TITLE, col=1)
+    figure.update_layout(template="plotly_white", height=520, margin={"l": 10, "r": 10, "t": 40, "b": 40})
+    buttons = [["zoom2d", "pan2d", "resetScale2d", "toImage"]]  # none that would send anything anywhere
+    config = {"displaylogo": False, "responsive": True, "modeBarButtons": buttons}
+    return str(figure.to_html(full_html=False, include_plotlyjs=False, include_mathjax=False, config=config))
+
+
+def _table_html(table: Table) -> str:
+    head = "".join(f"<th class=number>{escape(each)}</th>" for each in table.headings)
+    rows = "".join(f"<tr>{''.join(f'<td class=number>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
+    return f"<h2>{escape(table.title)}</h2><p>{escape(table.note)}</p><table><tr>{head}</tr>{rows}</table>"

@@ -1,0 +1,148 @@
+"""State that a node borrows, to learn its stage, and state that it lends to those who learn.
+
+What a replica lends is of an iteration. It is of use to a node in the same iteration, and to one that waits if all of
+it is of the iteration that then begins (see `apprentice`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from skippipe.errors import UserError
+from skippipe.runtime.agenda import Agenda
+from skippipe.runtime.apprentice import Apprentice, first_of, is_loan, loan, origin_from_json
+from skippipe.runtime.control import COORDINATOR, Control, Learned, Ready, Seal, Want
+from skippipe.runtime.outside import Outside, Phase
+from skippipe.runtime.work import Lend, Load, Loan, Origin, Study
+from skippipe.transport.message import Message
+
+
+class Holder(Protocol):
+    """The node whose state it is."""
+
+    @property
+    def stage(self) -> int: ...
+
+    @property
+    def phase(self) -> Phase: ...
+
+    @property
+    def iteration(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    def drop(self, sender: int, what: str) -> None:
+        """A message that is of no use."""
+
+
+class Loans:
+    def __init__(self, holder: Holder, outside: Outside, agenda: Agenda) -> None:
+        self.borrowers: set[int] = set()
+        """Who has asked in this iteration."""
+        self._holder = holder
+        self._outside = outside
+        self._agenda = agenda
+        self._learning: Apprentice | None = None
+
+    @property
+    def lenders(self) -> set[int]:
+        """The nodes that are asked."""
+        if self._learning is None or self._learning.complete:
+            return set()
+        return set(self._learning.origin.sources) - {COORDINATOR}
+
+    @property
+    def goes_along(self) -> bool:
+        """Does it learn while others step, so that what is lent is of an iteration?"""
+        return self._learning is not None and self._learning.dated and not self._learning.complete
+
+    def learn(self, origin: dict[str, Any]) -> None:
+        try:
+            source = origin_from_json(origin)
+        except UserError as error:
+            self._holder.drop(COORDINATOR, str(error))
+            return
+        self._study(source)
+
+    def begun(self, iteration: int) -> None:
+        if self._learning is None or not self.goes_along:
+            return
+        if self._learning.agrees(iteration):
+            self._learning.goes_along()
+            self._learning.begun()
+        else:  # others have gone on while this one waited
+            self._study(self._learning.origin)
+
+    def asked(self, sender: int, control: Control) -> None:
+        """By a node that learns, or told by one that lends."""
+        learning = self._learning
+        match control:
+            case Want() if control.stage == self._holder.stage and (learning is None or learning.complete):
+                self.borrowers.add(sender)
+                self._agenda.add(Lend(control.first, control.count, sender))
+            case Seal() if learning is not None and sender in learning.origin.sources:
+                learning.sealed(control.first, control.digest)
+            case _:
+                self._holder.drop(sender, f"{type(control).__name__} of no use here")
+
+    def borrow(self, sender: int, message: Message) -> None:
+        """What was asked for is taken over; what comes too late is asked for again."""
+        learning, phase = self._learning, self._holder.phase
+        if learning is None or not is_loan(message):
+            self._holder.drop(sender, "state that was not asked for")
+            return
+        if phase is Phase.WAITING:  # so does everybody else
+            in_time = not learning.dated or learning.agrees(message.iteration)
+        else:
+            in_iteration = message.iteration == self._holder.iteration and phase is not Phase.STEPPING
+            in_time = not learning.dated or in_iteration
+        load = learning.given(sender, first_of(message), message.body, in_time=in_time)
+        if load is not None:
+            self._agenda.add(load)
+        elif in_time:
+            self._holder.drop(sender, "state that was not asked for")
+        elif phase is not Phase.STEPPING:
+            learning.begun()
+
+    def finished(self, work: Study | Load | Lend, result: Any) -> None:
+        match work:
+            case Lend():
+                self._lend(work, result)
+            case Study() if self._learning is not None:
+                self._learning.studied(result)
+                self._say_if_learned(self._learning)
+            case Load() if self._learning is not None:
+                self._learning.loaded(result)
+                self._say_if_learned(self._learning)
+            case _:
+                pass
+
+    def lost(self, peer: int) -> None:
+        """The connection broke: a question or its answer may not have arrived."""
+        if self._learning is not None:
+            self._learning.lost(peer)
+
+    def remind(self, patience_ns: int) -> None:
+        """To be called now and then, because answers may be lost."""
+        if self._learning is not None and not self._learning.complete:
+            self._learning.remind(self._outside.now_ns(), patience_ns)
+
+    def _study(self, source: Origin) -> None:
+        self._agenda.give_up(Study, Load)
+        self._learning = Apprentice(source, lambda lender, want: self._outside.say(want, lender))
+        self._agenda.add(Study(source))
+
+    def _say_if_learned(self, learning: Apprentice) -> None:
+        if learning.complete:
+            waits = self._holder.phase is Phase.WAITING
+            self._outside.say(Ready() if waits else Learned(self._holder.iteration))
+
+    def _lend(self, work: Lend, lent: Loan) -> None:
+        if lent.payload is None:
+            self._holder.drop(work.to, "asks for state that there is none of")
+            return
+        self._outside.say(Seal(work.first, lent.digest), work.to)
+        stepped = self._holder.phase is Phase.WAITING
+        version = max(0, self._holder.iteration + stepped)  # after the step, it is the next one's
+        self._outside.send(work.to, loan(work.first, lent.payload, version, self._holder.epoch))

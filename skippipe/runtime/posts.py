@@ -1,0 +1,71 @@
+"""What a member is to do: the state machine it runs, and the computer that works for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from skippipe.runtime.control import Control, Hello, Stop
+from skippipe.transport.message import Message
+from skippipe.transport.shaping import Link
+
+SERVING = "serving"
+"""The kind of a brief that is not for training."""
+
+
+class Machine(Protocol):
+    """A node's state machine, whatever it is for."""
+
+    stopped: Stop | None
+    """It was told to end."""
+
+    @property
+    def doing(self) -> str:
+        """For people."""
+
+    def welcomed(self, origin: dict[str, Any]) -> None:
+        """Its computer is there."""
+
+    def hello(self, address: str, version: str) -> Hello:
+        """To a coordinator, which may be another than the one before."""
+
+    def hear(self, control: Control) -> None:
+        """From the coordinator."""
+
+    def asked(self, sender: int, control: Control) -> None:
+        """By another node."""
+
+    def receive(self, sender: int, message: Message) -> None: ...
+
+    def restore(self, message: Message) -> None:
+        """State, from the coordinator."""
+
+    def finished(self, work: Any, result: Any) -> None: ...
+
+    def decide(self) -> None:
+        """Start what goes next, if nothing runs."""
+
+    def talks_to(self) -> set[int]:
+        """Nodes that it sends to."""
+
+    def lost(self, peer: int) -> None:
+        """A connection was broken and is there again."""
+
+    def remind(self, patience_ns: int) -> None:
+        """Say again what may have been lost."""
+
+
+@dataclass(frozen=True)
+class Post:
+    machine: Machine
+    build: Callable[[], Any]
+    """Makes the computer, which may take long."""
+    numbers: dict[str, int]
+    """Of all nodes."""
+    heartbeat_s: float
+    threads: int
+    pace: Callable[[Any], int] | None = None
+    """How long a work takes at least, in ns: an emulated node is no faster than the plan says."""
+    links: Mapping[str, Link] = field(default_factory=dict)
+    """To other nodes, if they are emulated."""

@@ -1,0 +1,205 @@
+"""Iteration after iteration: how one is begun, goes on when nodes or links are lost, begins again, and is committed.
+
+A lost node's microbatches go on another way within the iteration (`iteration`); at its end the plan is repaired for
+those who are left (`replanning`), and nodes that came meanwhile take part and learn (`teaching`). If there is no plan
+for those who are there, training pauses until somebody comes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from skippipe.learning import Learning
+from skippipe.runtime.collecting import Harvest
+from skippipe.runtime.control import Averaged, Begin, Contributed, Control, Proceed, Returned
+from skippipe.runtime.iteration import Iteration
+from skippipe.runtime.memory import commit_record
+from skippipe.runtime.patience import Patience
+from skippipe.runtime.replanning import Replanning
+from skippipe.runtime.roster import Roster, Standing
+from skippipe.runtime.states import State
+from skippipe.runtime.surroundings import EventKind, Surroundings, Watcher
+from skippipe.runtime.teaching import Teaching
+
+
+class Lead(Protocol):
+    """What iterations see of the coordinator."""
+
+    @property
+    def state(self) -> State: ...
+
+    def enter(self, state: State) -> None: ...
+
+    def fail(self, reason: str) -> None: ...
+
+    def throw_out(self, node: int, why: str) -> None: ...
+
+    def happened(self, kind: EventKind, text: str, node: int | None = None) -> None: ...
+
+
+@dataclass
+class Progress:
+    lead: Lead
+    end: int
+    """The number of iterations from the very first, when all are done."""
+    learning: Learning
+    recorded: frozenset[int]
+    """The iterations of which every task is reported."""
+    roster: Roster
+    replanning: Replanning
+    teaching: Teaching
+    harvest: Harvest
+    patience: Patience
+    surroundings: Surroundings
+    watcher: Watcher
+    epoch: int = 0
+    now: Iteration = field(init=False)
+
+    @property
+    def nodes(self) -> list[int]:
+        """That the plan uses, and that average and step."""
+        return [node for node in self.roster.working if node in self.replanning.plan.stage_of]
+
+    def open(self, number: int) -> None:
+        """A new page of the book."""
+        plan, nodes = self.replanning.plan, set(self.nodes)
+        self.now = Iteration(number, plan, self.epoch, nodes, self._tell_all, self.lead.throw_out)
+
+    def hear(self, node: int, control: Returned | Contributed | Averaged) -> None:
+        self.patience.renew()
+        if self.now.hear(node, control):
+            self._commit()
+
+    # When nodes and links are lost, and when nodes come
+
+    def without(self, node: int) -> None:
+        """Within the iteration: other ways for those that would have come by a lost node."""
+        self.patience.renew()
+        self.replanning.changed = True
+        ways = self.now.without(node, self.roster.able)
+        if ways is None:
+            self.restart(f"there is no way around '{self.roster.name(node)}'")
+            return
+        lanes, skipped = ways
+        left_out = f", {skipped} times a stage is left out" if skipped else ""
+        text = f"{lanes} lanes go on another way{left_out}" if lanes else "no microbatch needs it any more"
+        self.lead.happened("rerouted", text, node)
+        self.teaching.teach_again()
+
+    def cut(self, node: int, other: int) -> None:
+        """Two nodes cannot reach each other, though both are there: the iteration starts over without that link."""
+        now_ns, measured, roster = self.surroundings.now_ns(), self.replanning.measured, self.roster
+        if measured.is_cut(node, other, now_ns) and not self.now.uses(node, other):
+            return
+        self.lead.happened("cut", f"cannot reach '{roster.name(other)}'", node)
+        measured.cut(node, other, now_ns)
+        self.replanning.changed = True
+        for learner, lender in ((node, other), (other, node)):
+            if lender in roster[learner].sources:
+                roster[learner].sources = ()
+        if self.lead.state is State.PAUSED:
+            self.teaching.teach_again()
+        elif roster[node].stage == roster[other].stage:  # they cannot average
+            leaves = node if roster[node].standing is not Standing.ABLE else other
+            self.lead.throw_out(leaves, "it cannot average with the others of its stage")
+        else:
+            self.restart(f"'{roster.name(node)}' cannot reach '{roster.name(other)}'")
+
+    def restart(self, why: str) -> None:
+        """Begin the iteration, or begin it again, with a plan for those who are there; or wait for others."""
+        self.epoch = max(self.epoch, self.now.epoch) + 1
+        if why and not self.replanning.renew(self.now.number):
+            self.pause(why)
+            return
+        if why:
+            self.lead.happened("restarted", why)
+        self.lead.enter(State.TRAINING)
+        self.open(self.now.number)
+        for node in self.nodes:
+            if why:
+                self.surroundings.replan(node, self.replanning.plan)
+            self._begin(node)
+        self._join_in()
+
+    def pause(self, why: str) -> None:
+        if self.lead.state is not State.PAUSED:
+            self.lead.happened("paused", f"{why}, and nobody can take the place; waiting for nodes to join")
+            self.lead.enter(State.PAUSED)
+        self.replanning.place_spares()
+        self._teach_newcomers()
+
+    def _begin(self, node: int) -> None:
+        number = self.now.number
+        self.surroundings.tell(node, Begin(number, self.epoch, number in self.recorded))
+
+    def _join_in(self) -> None:
+        """Those who have built their stage average and step from now on, and learn."""
+        self._teach_newcomers()
+        self.now.nodes = set(self.nodes)
+
+    def _teach_newcomers(self) -> None:
+        for node in self.roster.of(Standing.READY):
+            if self.lead.state is State.TRAINING and node in self.replanning.plan.stage_of:
+                self.surroundings.replan(node, self.replanning.plan)
+                self._begin(node)
+            elif self.lead.state is not State.PAUSED:
+                continue
+            if not self.teaching.teach(node):
+                stage = self.roster[node].stage
+                self.lead.fail(f"nobody is left to learn stage {stage} from, and there is no checkpoint")
+                return
+        self.teaching.teach_again()
+
+    def _tell_all(self, control: Control) -> None:
+        for node in self.nodes:
+            self.surroundings.tell(node, control)
+
+    # When all is averaged
+
+    def _commit(self) -> None:
+        """Everybody has a mean gradient. What is decided now is noted before anybody is told."""
+        now, trained, visits, norms = self.now, self.replanning.trained, self.now.visits, self.now.norms
+        if now.spoiled:
+            bad = ", ".join(map(str, now.spoiled))
+            self.lead.happened("not-finite", f"the gradient of stage {bad}; whoever has made it has left it out")
+        norm, scale = self.learning.clipping(norms)
+        if math.isfinite(norm):
+            trained.stepped(visits, norms)
+        else:
+            scale = 0.0
+            self.lead.happened("not-finite", "the gradient is of no use even so: no step is taken")
+        rate = self.learning.rate_at(now.number)
+        report = now.report(rate, norm, self.patience.iteration_s)
+        self.watcher.iteration_done(report)  # before it is noted: rather twice than never
+        self.surroundings.note(commit_record(now.number, rate, scale, report.loss, visits, trained))
+        self.epoch = now.epoch
+        self.patience.iteration_done()
+        self.replanning.measured.update(now.reports)
+        self.replanning.place_spares()
+        self._proceed(rate, scale, last=now.number + 1 == self.end)
+
+    def _proceed(self, rate: float, scale: float, *, last: bool) -> None:
+        replanning, done, before = self.replanning, self.now.number + 1, set(self.nodes)
+        outdated = not last and replanning.is_outdated()
+        possible = not outdated or replanning.renew(done)
+        new_plan = outdated or (not last and replanning.turn(done))
+        holders = self.roster.holders(replanning.plan) if self.harvest.is_due(done, last=last) else {}
+        for node in sorted(before & set(self.roster.working)):
+            if new_plan and possible:
+                self.surroundings.replan(node, replanning.plan)
+            waits = last or not possible or node not in replanning.plan.stage_of
+            kept = node in holders.values()
+            self.surroundings.tell(node, Proceed(self.now.number, rate, scale, waits, kept, done in self.recorded))
+        if last:
+            self.lead.enter(State.STEPPING)
+        else:
+            self.open(done)
+            if possible:
+                self.lead.enter(State.TRAINING)
+                self._join_in()
+            else:
+                self.pause("nodes are gone")
+        if holders:
+            self.harvest.checkpoint(done, replanning.trained.steps, holders)

@@ -1,0 +1,89 @@
+"""The computer of a node that serves: a stage, and a cache for every lane that comes through it.
+
+Between nodes, hidden states are [tokens of all rows, hidden], without padding. Here, single tokens and prompts pass
+the stage separately: one padded to the other's length would cost as much (see `inference.cache`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skippipe.inference.cache import Rows
+from skippipe.inference.sampling import Sampling, choose
+from skippipe.inference.stage import CachedStage, embed, logits
+from skippipe.model.stage import StageModel
+from skippipe.serving.work import Choose, FedRow, Forget, Pass, ServingWork
+from skippipe.transport.message import Message
+from skippipe.transport.packed import Packed, pack, unpack
+
+
+class ServingTensors:
+    def __init__(self, stage: int, model: StageModel, *, lane_tokens: int, wire_dtype: str, drive: float = 1.0) -> None:
+        """`lane_tokens` that the cache of a lane has room for."""
+        self._stage = stage
+        self._model = model
+        self._lane_tokens = lane_tokens
+        self._wire_dtype = wire_dtype
+        self._drive = drive if stage else 1.0
+        self._lanes: dict[int, CachedStage] = {}
+        weight = next(model.parameters())
+        self._device, self._dtype = weight.device, weight.dtype
+        self._hidden = model.blueprint.config.hidden_size
+
+    def run(self, work: ServingWork) -> Any:
+        match work:
+            case Pass():
+                return pack(self._pass(work), self._wire_dtype)
+            case Choose():
+                return self._choose(work)
+            case Forget():
+                self._lanes.pop(work.lane, None)
+                return None
+
+    def fits(self, message: Message, at: int, size: int) -> bool:  # noqa: ARG002
+        """`at` tokens in all, of `size` rows."""
+        body = message.body
+        return isinstance(body, Packed) and body.shape == (at, self._hidden) and body.dtype == self._wire_dtype
+
+    def _pass(self, work: Pass) -> Tensor:
+        if work.lane not in self._lanes:
+            self._lanes[work.lane] = CachedStage(self._model, self._lane_tokens)
+        lane = self._lanes[work.lane]
+        for slot in work.freed:
+            lane.cache.free(slot)
+        pieces = self._pieces(work)
+        for alike in _alike(work.rows):
+            rows = [work.rows[number] for number in alike]
+            named = Rows(tuple(r.slot for r in rows), tuple(r.start for r in rows), tuple(r.count for r in rows))
+            padded = torch.nn.utils.rnn.pad_sequence([pieces[number] for number in alike], batch_first=True)
+            made = lane.forward(padded, named, self._drive)
+            for number, row, each in zip(alike, rows, made, strict=True):
+                pieces[number] = each[: row.count]
+        return torch.cat(pieces)
+
+    def _pieces(self, work: Pass) -> list[Tensor]:
+        """The new tokens of each row: [tokens, hidden]."""
+        if self._stage == 0:
+            padded = embed(self._model, work.given)
+            return [each[: row.count] for each, row in zip(padded, work.rows, strict=True)]
+        return list(torch.split(self._unpacked(work.given), [row.count for row in work.rows]))
+
+    def _choose(self, work: Choose) -> list[int]:
+        ends = torch.tensor([row.count for row in work.rows]).cumsum(0) - 1
+        last = self._unpacked(work.given)[ends.to(self._device)]
+        how = [Sampling(each.temperature, each.top_k, each.top_p, each.seed) for each in work.chances]
+        return choose(logits(self._model, last), how, [row.start + row.count for row in work.rows])
+
+    def _unpacked(self, given: Packed) -> Tensor:
+        return unpack(given).to(self._device, self._dtype)
+
+
+def _alike(rows: Sequence[FedRow]) -> list[list[int]]:
+    """Rows of one token, and those of more."""
+    single = [number for number, row in enumerate(rows) if row.count == 1]
+    longer = [number for number, row in enumerate(rows) if row.count > 1]
+    return [each for each in (single, longer) if each]
