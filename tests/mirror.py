@@ -43,6 +43,7 @@ class Mirror:
         """Token → how many stages are left from there on; with none of them, it is refused."""
         self.breaks_at: int | None = None
         """The token at which it fails as nobody foresaw."""
+        self.failure: Exception = RuntimeError("node 7 of 10.0.0.9 sent nonsense")
         self.ends = True
         """Does it say that it is over?"""
         self.asked: list[tuple[tuple[int, ...], int, Sampling, tuple[str, ...]]] = []
@@ -83,7 +84,7 @@ class Mirror:
             for count, each in enumerate(whole[:most], 1):
                 await asyncio.sleep(self.pause_s if count >= self.slow_from else 0.0)
                 if count == self.breaks_at:
-                    raise RuntimeError("node 7 of 10.0.0.9 sent nonsense")
+                    raise self.failure
                 self.stages = self.lost.get(count, self.stages)
                 if not self.stages:
                     raise Refused("no stage is left")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,10 +14,13 @@ from skippipe.parts import Part, Visits, drive_of, whole_numbers
 from skippipe.scoring.model import PartModel
 
 LONGEST = 12  # tokens of a draft
-WORTHWHILE = 1.1  # a draft that promises less is none: verifying many tokens costs more than verifying one
+FIRST = 3  # tokens of the first one
+WORTHWHILE = 1.1  # a draft that promises less is none: verifying several tokens costs more than making one
 SAMPLE_TOKENS = 256
-EXPECTED, WEIGHT = 0.75, 8  # of drafted tokens, this share is right: what to begin with, as if seen so many times
-FADING = 0.98  # of experience, with every round
+EXPECTED, WEIGHT = 0.75, 6  # of drafted tokens, this share is right: what to begin with, as if seen so many times
+FADING = 0.96  # of what was right, with every token that is tested
+HABIT = 0.6  # of times that were measured, with every new one
+DOUBT = 32  # rounds after which what is not being done is done once: it may have become better
 
 
 @dataclass
@@ -38,41 +42,75 @@ class DraftRecord:
         return self.tokens / self.passes if self.passes else 0.0
 
 
-class DraftLength:
-    """How many tokens to draft, by how often the recent ones were right. 0: not now.
+class Round(NamedTuple):
+    """A draft and the pass that verifies it, of all texts together."""
 
-    Old experience fades, also while nothing is drafted, so that after a while it is tried again.
+    length: int
+    """Of the longest draft; 0: only a pass."""
+    tested: int
+    accepted: int
+    drafting_s: float
+    passing_s: float
+
+
+class DraftLength:
+    """How many tokens to draft: what gives most tokens a second, by what was right lately and how long it took.
+
+    0: none, where drafts are wrong too often, or the machine takes much longer for a few tokens than for one.
     """
 
-    def __init__(self, cost: float, fixed: int | None = None) -> None:
-        self._cost = cost
-        """Of drafting a token, a pass through the whole part being 1."""
+    def __init__(self, fixed: int | None = None) -> None:
         self._fixed = fixed
         self._tested, self._accepted = 0.0, 0.0
+        self._plain_s: float | None = None
+        """A pass without a draft."""
+        self._verifying_s: float | None = None
+        self._token_s: float | None = None
+        """A drafted token."""
+        self._rounds = 0
 
     def tokens(self) -> int:
         if self._fixed is not None:
             return self._fixed
+        if self._plain_s is None:
+            return 0
+        if self._verifying_s is None or self._token_s is None:
+            return FIRST
         right = (self._accepted + EXPECTED * WEIGHT) / (self._tested + WEIGHT)
-        return best_length(right, self._cost)[0]
+        best = best_length(right, self._token_s / self._plain_s, self._verifying_s / self._plain_s)[0]
+        if self._rounds % DOUBT == 0:
+            return 0 if best else FIRST
+        return best
 
-    def learn(self, tested: int, accepted: int) -> None:
-        """After each round."""
-        self._tested = FADING * self._tested + tested
-        self._accepted = FADING * self._accepted + accepted
+    def learn(self, done: Round) -> None:
+        self._rounds += 1
+        fading = FADING**done.tested
+        self._tested = fading * self._tested + done.tested
+        self._accepted = fading * self._accepted + done.accepted
+        if not done.length:
+            self._plain_s = _average(self._plain_s, done.drafting_s + done.passing_s)
+        else:
+            self._verifying_s = _average(self._verifying_s, done.passing_s)
+            self._token_s = _average(self._token_s, done.drafting_s / done.length)
 
 
-def best_length(acceptance: float, cost: float) -> tuple[int, float]:
+def best_length(acceptance: float, cost: float, verifying: float = 1.0) -> tuple[int, float]:
     """Of a draft, and how much faster than without.
 
-    A pass gives as many tokens as were right, and one (Leviathan, Kalman and Matias, 2023, equation 1).
+    A pass gives as many tokens as were right, and one (Leviathan, Kalman and Matias, 2023, equation 1). `cost` of
+    drafting a token and of `verifying` some, a pass over one token being 1.
     """
 
     def speedup(length: int) -> float:
-        return sum(acceptance**index for index in range(length + 1)) / (1 + cost * length)
+        tokens = sum(acceptance**index for index in range(length + 1))
+        return tokens / (verifying + cost * length) if length else 1.0
 
     length = max(range(LONGEST + 1), key=speedup)
     return length, speedup(length)
+
+
+def _average(before: float | None, new: float) -> float:
+    return new if before is None else HABIT * before + (1 - HABIT) * new
 
 
 def cost_of(staged: StagedModel, part: Part, draft: Part) -> float:

@@ -82,10 +82,11 @@ class Generator:
         for reply, slot in zip(new, free, strict=False):
             reply.slot = slot
         self._active = sorted([*self._active, *new], key=lambda reply: reply.slot)
+        self._close_gaps()
         return new
 
     def _close_gaps(self) -> None:
-        """The last ones move into slots that nobody took."""
+        """The last ones move into slots that nobody took; never new ones, which took the lowest."""
         for slot in range(len(self._active)):
             if self._active[slot].slot != slot:
                 reply = self._active.pop()

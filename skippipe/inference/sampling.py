@@ -68,7 +68,7 @@ def _candidates(values: Tensor, how: Sequence[Sampling]) -> tuple[Tensor, Tensor
     """Values of the tokens that may be taken, and which tokens they are."""
     vocabulary = values.shape[-1]
     most = [min(sampling.top_k or vocabulary, vocabulary) for sampling in how]
-    if max(most) == vocabulary and all(sampling.top_p == 1 for sampling in how) and min(most) == vocabulary:
+    if min(most) == vocabulary and all(sampling.top_p == 1 for sampling in how):
         return values, torch.arange(vocabulary, device=values.device)[None]
     values, tokens = values.topk(max(most), -1) if max(most) < vocabulary else values.sort(-1, descending=True)
     left_out = torch.arange(values.shape[-1], device=values.device) >= _column(most, values)

@@ -10,7 +10,8 @@ are kept until verification, which goes on from there. A draft that is nothing b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from skippipe.inference.cache import Rows
 from skippipe.inference.decoding import Decoder, last, rows_after, rows_of_prompts
-from skippipe.inference.drafts import DraftLength, DraftRecord, cost_of
+from skippipe.inference.drafts import DraftLength, DraftRecord, Round
 from skippipe.inference.loading import StagedModel
 from skippipe.inference.replies import Reply
 from skippipe.parts import Part
@@ -26,13 +27,20 @@ from skippipe.parts import Part
 
 class Speculator(Decoder):
     def __init__(
-        self, staged: StagedModel, part: Part, draft: Part, max_tokens: int, draft_tokens: int | None = None
+        self,
+        staged: StagedModel,
+        part: Part,
+        draft: Part,
+        max_tokens: int,
+        draft_tokens: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`draft_tokens`: of each draft; None: as many as pay, by how often they were right."""
+        """`draft_tokens`: of each draft; None: as many as pay, by `clock`. They decide how fast, not what is said."""
         super().__init__(staged, part, max_tokens)
         self.draft = draft
         self.record = DraftRecord()
-        self._length = DraftLength(cost_of(staged, part, draft), draft_tokens)
+        self._length = DraftLength(draft_tokens)
+        self._clock = clock
         shared = shared_stages(part, draft)
         self._first = self._stretch(part.stages[:shared], part.drive)
         self._rest = self._stretch(part.stages[shared:], part.drive)
@@ -49,7 +57,9 @@ class Speculator(Decoder):
     def advance(self, replies: Sequence[Reply]) -> list[list[int]]:
         length = min(self._length.tokens(), max(reply.left for reply in replies) - 1)
         lengths = [min(length, reply.left - 1) for reply in replies]
+        began = self._clock()
         hidden, guesses = self._drafted(replies, lengths)
+        drafted = self._clock()
         rows = rows_after(replies, [length + 1 for length in lengths])
         chosen = self._verdicts(self._rest.forward(hidden, rows), replies, rows)
         said, accepted = [], []
@@ -59,7 +69,7 @@ class Speculator(Decoder):
                 count += 1
             said.append(right[: count + 1])
             accepted.append(count)
-        self._note(lengths, accepted)
+        self._note(lengths, accepted, drafted - began, self._clock() - drafted)
         if self._own.visits:
             self._miss(replies, hidden, lengths, accepted)
         return said
@@ -123,9 +133,9 @@ class Speculator(Decoder):
                 before = self._missed.get(reply.slot, row[:0])
                 self._missed[reply.slot] = torch.cat([before, row[length : length + 1]])
 
-    def _note(self, lengths: Sequence[int], accepted: Sequence[int]) -> None:
+    def _note(self, lengths: Sequence[int], accepted: Sequence[int], drafting_s: float, passing_s: float) -> None:
         tested = sum(min(count + 1, length) for count, length in zip(accepted, lengths, strict=True))
-        self._length.learn(tested, sum(accepted))
+        self._length.learn(Round(max(lengths), tested, sum(accepted), drafting_s, passing_s))
         self.record.tested += tested
         self.record.accepted += sum(accepted)
         self.record.passes += len(accepted)

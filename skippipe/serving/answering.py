@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,14 +36,19 @@ class Refused(Exception):
 
 
 class Answering(Protocol):
+    """Text is turned into tokens and back on one thread, which need not be the one that answers."""
+
     model: str
     """What it is called."""
     created: int
     """When it was loaded, in seconds since 1970."""
     context: int
     """Tokens of prompt and answer at most."""
+    vocabulary: int
+    """Tokens that the model knows: ids are below it."""
 
-    def share(self) -> Share: ...
+    def share(self) -> Share:
+        """No stages at all where nothing can be answered."""
 
     def figures(self) -> dict[str, float]:
         """For Prometheus: name → value; names end in _total if they only grow."""
@@ -55,5 +60,7 @@ class Answering(Protocol):
     def chat_tokens(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """A conversation as a prompt: each message has a role and content."""
 
-    def answer(self, prompt: Sequence[int], most: int, sampling: Sampling, stops: Sequence[str]) -> AsyncIterator[Said]:
+    def answer(
+        self, prompt: Sequence[int], most: int, sampling: Sampling, stops: Sequence[str]
+    ) -> AsyncGenerator[Said, None]:
         """Piece by piece; the last one has an ending. Closing the iterator cancels. Refused if it cannot be done."""

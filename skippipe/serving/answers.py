@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from skippipe.errors import UserError
 from skippipe.inference.text import TextStream
 from skippipe.serving.answering import Refused, Said, Share
 from skippipe.serving.front import Front
-from skippipe.serving.gateway import Full
 from skippipe.serving.streams import Ending, Request, Sampling, Stream
 
+_News = tuple[list[int], int, Ending | None] | Exception
 ENDINGS = {Ending.STOP: "stop", Ending.LENGTH: "length"}
 
 
 class Answers:
     """What `answering.Answering` asks for, by a model on nodes."""
 
-    def __init__(self, front: Front, tokenizer: Any, model: str, context: int) -> None:
+    def __init__(self, front: Front, tokenizer: Any, model: str, context: int, vocabulary: int) -> None:
         self.model = model
+        self.vocabulary = vocabulary
         self.created = int(time.time())
         self.context = context
         self._front = front
@@ -30,13 +34,10 @@ class Answers:
         )
 
     def share(self) -> Share:
-        gateway = self._front.gateway
-        return Share(int(gateway.share * gateway.stages), gateway.stages)
+        return self._front.seen.share
 
     def figures(self) -> dict[str, float]:
-        gateway = self._front.gateway
-        lost = {name.replace(" ", "_") + "_total": float(count) for name, count in self._front.counted.items()}
-        return {"nodes": float(len(gateway.stage_of)), "streams": float(len(gateway.streams)), **lost}
+        return self._front.seen.figures
 
     def tokens(self, text: str) -> list[int]:
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
@@ -48,41 +49,41 @@ class Answers:
 
     def chat_tokens(self, messages: Sequence[dict[str, str]]) -> list[int]:
         if getattr(self._tokenizer, "chat_template", None):
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            try:
+                text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # a template is a program of its own
+                raise UserError(f"messages: the model's chat template does not take them: {error}") from None
             return self.tokens(text)
         said = "".join(f"{message['role'].capitalize()}: {message['content']}\n" for message in messages)
         return self.tokens(f"{said}Assistant:")
 
     async def answer(
         self, prompt: Sequence[int], most: int, sampling: Sampling, stops: Sequence[str]
-    ) -> AsyncIterator[Said]:
+    ) -> AsyncGenerator[Said, None]:
         loop = asyncio.get_running_loop()
-        news: asyncio.Queue[tuple[list[int], int, Ending | None] | Exception] = asyncio.Queue()
-        number: asyncio.Future[int] = loop.create_future()
+        news: asyncio.Queue[_News] = asyncio.Queue()
+        begun: list[int] = []
+        gone = threading.Event()
 
-        def tell(stream: Stream) -> None:
-            state = stream.answer, stream.visited, stream.ending
-            loop.call_soon_threadsafe(news.put_nowait, state)
+        def put(found: _News) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(news.put_nowait, found)
 
-        def begun(stream: Stream) -> None:
-            loop.call_soon_threadsafe(number.set_result, stream.number)
-
-        def refused(error: Exception) -> None:
-            loop.call_soon_threadsafe(number.set_exception, error)
+        def take(stream: Stream) -> None:
+            begun.append(stream.number)
+            if gone.is_set():
+                self._front.cancel(stream.number)
 
         request = Request(tuple(prompt), most, self._ends, sampling)
-        self._front.submit(request, tell, refused, begun)
-        try:
-            stream = await number
-        except Full as error:
-            raise Refused(str(error)) from None
+        self._front.submit(request, lambda stream: put((stream.answer, stream.visited, stream.ending)), put, take)
         text = TextStream(self._tokenizer, prompt, stops)
         done = 0
         over = False
         try:
             while not over:
                 found = await news.get()
-                assert not isinstance(found, Exception)
+                if isinstance(found, Exception):
+                    raise Refused(str(found)) from None
                 answer, visited, ending = found
                 if ending is Ending.NO_WAY:
                     raise Refused("too few stages of the model are there")
@@ -98,4 +99,6 @@ class Answers:
                 finish = "stop" if text.stopped else ENDINGS.get(ending, "stop") if ending else None
                 yield Said(said, done, visited, finish)
         finally:
-            self._front.cancel(stream)
+            gone.set()
+            for number in begun:
+                self._front.cancel(number)

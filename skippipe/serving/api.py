@@ -1,12 +1,14 @@
 """The HTTP interface that OpenAI's clients know, in front of whoever answers (see docs/serving-api.md).
 
-complaints   answers that are errors
-limits       who may ask, how much at once and how often
-fields       the JSON object that a request is
-asking       what it asks for
-replies      what clients are told
-tally        what is counted
-endpoints    all of it, at its addresses
+complaints    answers that are errors
+limits        who may ask, how much at once and how often
+fields        the JSON object that a request is
+asking        what it asks for
+wording       what clients are told
+tally         what is counted
+receiving     requests are read up to a limit, and answered while somebody is there
+bookkeeping   every request is counted, and whatever goes wrong becomes an answer
+endpoints     all of it, at its addresses
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
 
-    from skippipe.serving.endpoints import Answerer
+    from skippipe.serving.answering import Answering
 
 EXTRA = "serve"
 PURPOSE = "the HTTP interface"
 LAST_WORDS_S = 10  # that answers get to be completed when the server is stopped
 
 
-def app(answering: Answerer, settings: ApiSettings) -> FastAPI:
+def app(answering: Answering, settings: ApiSettings) -> FastAPI:
     """UserError if FastAPI is not there."""
     need("fastapi", EXTRA, PURPOSE)
     from skippipe.serving.endpoints import application

@@ -165,7 +165,7 @@ def _sampling(fields: Fields) -> Sampling:
         temperature=float(fields.number("temperature", 1.0, 0.0, HOTTEST)),
         top_k=fields.integer("top_k", 0, LARGEST_TOP_K) or 0,
         top_p=float(top_p),
-        seed=secrets.randbelow(SEEDS) if seed is None else seed % SEEDS,
+        seed=secrets.randbelow(SEEDS) if seed is None else seed,
     )
 
 

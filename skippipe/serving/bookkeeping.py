@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skippipe.serving.complaints import Complaint, our_fault
 from skippipe.serving.receiving import Gone
-from skippipe.serving.replies import event, json_bytes
 from skippipe.serving.tally import Tally
+from skippipe.serving.wording import event, json_bytes
 
 log = logging.getLogger(__name__)
 CLIENT_GONE = 499  # what nginx writes down for it; nobody is told

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from hashlib import sha256
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 from uuid import uuid4
 
 from fastapi import FastAPI
@@ -30,9 +30,8 @@ from skippipe.serving.complaints import Complaint, no_such_model, short, too_slo
 from skippipe.serving.fields import read_object
 from skippipe.serving.limits import ApiSettings, Door, Turnstile
 from skippipe.serving.receiving import body, while_there, within
-from skippipe.serving.replies import END_OF_STREAM, Choice, Reply, event, json_bytes, share_json, share_text
-from skippipe.serving.streams import Sampling
 from skippipe.serving.tally import CONTENT_TYPE, Tally
+from skippipe.serving.wording import END_OF_STREAM, Choice, Reply, event, json_bytes, share_json, share_text
 
 JSON = "application/json"
 STAGES = "X-SkipPipe-Stages"
@@ -44,16 +43,7 @@ EVENTS = {
 Hear = Callable[[Choice, Said], Awaitable[None]]
 
 
-class Answerer(Answering, Protocol):
-    vocabulary: int
-    """Token ids are below it."""
-
-    def answer(
-        self, prompt: Sequence[int], most: int, sampling: Sampling, stops: Sequence[str]
-    ) -> AsyncGenerator[Said, None]: ...
-
-
-def application(answering: Answerer, settings: ApiSettings) -> FastAPI:
+def application(answering: Answering, settings: ApiSettings) -> FastAPI:
     desk = Desk(answering, settings)
     return FastAPI(
         title="SkipPipe",
@@ -76,7 +66,7 @@ def application(answering: Answerer, settings: ApiSettings) -> FastAPI:
 class Desk:
     """What all endpoints share, and those that only tell something."""
 
-    def __init__(self, answering: Answerer, settings: ApiSettings) -> None:
+    def __init__(self, answering: Answering, settings: ApiSettings) -> None:
         self.answering = answering
         self.settings = settings
         self.served = Served(answering.model, answering.vocabulary, settings)
@@ -225,7 +215,7 @@ class Questions:
             chat=asked.chat,
             n=asked.n,
             choices=choices,
-            share=desk.answering.share(),
+            stages=desk.answering.share().total,
         )
 
 

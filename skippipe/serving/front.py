@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -32,6 +33,7 @@ from skippipe.runtime.control import (
     to_json,
 )
 from skippipe.runtime.member import THE_COORDINATOR
+from skippipe.serving.answering import Share
 from skippipe.serving.brief import ServingBrief
 from skippipe.serving.feeding import feeds
 from skippipe.serving.gateway import Gateway, ServingSettings, Step
@@ -50,6 +52,14 @@ Told = Callable[[Stream], None]
 """Called on the front's thread, with every token and with the ending; must not wait."""
 Gone = Callable[[], Iterable[tuple[str, str]]]
 """Nodes that are known to have ended since it was last asked, and how."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How things stand, for other threads to look at."""
+
+    share: Share
+    figures: dict[str, float]
 
 
 class Front:
@@ -76,6 +86,7 @@ class Front:
         self.gateway = Gateway(len(brief.layers), self, settings or ServingSettings(), distance or Even())
         self.counted: Counter[str] = Counter()
         """What has happened how often, for whoever watches."""
+        self.seen = Seen(Share(0, len(brief.layers)), {})
         self._addresses: dict[str, str] = {}
         self._parted: dict[str, str] = {}
         """Where those who are gone were last."""
@@ -147,6 +158,14 @@ class Front:
         for name in [name for name in self._heard if self._silent_s(name) > self._patience_s(name)]:
             self._lost(name, f"no sign of life for {self._patience_s(name):g} s")
         self.gateway.tick()
+        self.seen = self._look()
+
+    def _look(self) -> Seen:
+        gateway = self.gateway
+        there = int(gateway.share * gateway.stages) if gateway.is_open else 0
+        happened = {f"{what.replace(' ', '_')}_total": float(count) for what, count in self.counted.items()}
+        figures = {"nodes": float(len(gateway.stage_of)), "streams": float(len(gateway.streams)), **happened}
+        return Seen(Share(there, gateway.stages), figures)
 
     def _silent_s(self, name: str) -> float:
         return time.monotonic() - self._heard[name]

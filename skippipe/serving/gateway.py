@@ -197,12 +197,14 @@ class Gateway:
         holders = self.holders
         return Fraction(sum(map(bool, holders)), self.stages) if holders[0] else Fraction(0)
 
-    def _is_open(self) -> bool:
+    @property
+    def is_open(self) -> bool:
+        """Are there stages enough to answer with?"""
         return self.share > 0 and self.share >= self.settings.floor
 
     def _go_on(self) -> None:
         """Everybody who can be is put on a lane, and every lane that can sets out."""
-        while self._waiting and self._is_open():
+        while self._waiting and self.is_open:
             lane = self._roomiest()
             if lane is None:
                 break

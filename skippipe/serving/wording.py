@@ -28,8 +28,10 @@ class Choice:
     tokens: int = 0
     """Of the answer."""
     visited: int = 0
-    """Stages that the shortest way had by which a token of it was made; 0: none yet."""
+    """Stages that the shortest way had by which a token of it was made."""
     ending: str | None = None
+    told: bool = False
+    """Does the client know that it is over?"""
 
     def add(self, said: Said) -> int:
         """How many tokens are new."""
@@ -51,14 +53,13 @@ class Reply:
     n: int
     """Answers to each prompt."""
     choices: Sequence[Choice]
-    share: Share
-    """Of the model that was there when the request came."""
+    stages: int
+    """Of the whole model."""
 
     @property
     def least(self) -> Share:
-        """Of the model that a token was made by."""
-        made_by = [choice.visited for choice in self.choices if choice.visited]
-        return Share(min(made_by, default=self.share.stages), self.share.total)
+        """Of the model that a token was made by; to be asked when all answers are complete."""
+        return Share(min(choice.visited for choice in self.choices), self.stages)
 
     def whole(self) -> dict[str, Any]:
         return {
@@ -78,7 +79,8 @@ class Reply:
             yield self._chunk(choice, {"content": text} if self.chat else text, None, with_usage)
         if said.ending is not None:
             last = self._chunk(choice, {} if self.chat else "", said.ending, with_usage)
-            if not with_usage and all(each.ending for each in self.choices):
+            choice.told = True
+            if not with_usage and all(each.told for each in self.choices):
                 last["skippipe"] = share_json(self.least)
             yield last
 

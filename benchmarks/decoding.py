@@ -1,0 +1,181 @@
+"""Decoding side by side with transformers: the same model, the same prompts, in turns.
+
+    python -m benchmarks.decoding [--checkpoint FOLDER [--cut 6]] [--device cuda] [--tokens 128] [--rounds 5]
+
+Tokens/s of decoding, prompts aside: the time for all tokens less the time for the first one. Then drafts: how much
+faster than without, by stages that draft. Without a checkpoint weights are random, and so is what drafts get right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from skippipe.inference.decoding import Decoder, TokenByToken
+from skippipe.inference.drafts import pick_draft
+from skippipe.inference.generating import Generator
+from skippipe.inference.loading import StagedModel, load
+from skippipe.inference.replies import Request
+from skippipe.inference.sampling import Sampling
+from skippipe.inference.speculating import Speculator
+from skippipe.inference.stage import DTYPES, Kind, convert
+from skippipe.model.blueprint import Blueprint, llama_config
+from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.parts import Part
+from skippipe.workload import ModelShape, Workload
+
+STAGES = 6
+SMALL = ModelShape("small", layers=12, hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=688, vocab=4096)
+GREEDY = Sampling(temperature=0)
+Prompts = Sequence[tuple[int, ...]]
+Work = Callable[[int], object]
+"""So many tokens for each prompt."""
+
+
+class NoText:
+    """For random weights."""
+
+    eos_token_id = None
+
+    def decode(self, tokens: Sequence[int], **_options: Any) -> str:
+        return " " * len(tokens)
+
+
+def random_model(device: str) -> StagedModel:
+    blueprint = Blueprint(llama_config(SMALL, initializer_range=0.1), seed=0)
+    ranges = enumerate(layer_ranges(Workload(SMALL).layer_split(STAGES)))
+    stages = [StageModel(blueprint, each, ends=number == 0).eval().to(device) for number, each in ranges]
+    return StagedModel(stages, NoText(), 0, 8192, device)
+
+
+def theirs_of(staged: StagedModel, kind: Kind) -> Any:
+    """The whole model in transformers, with the same weights; nothing ends a text."""
+    model: Any = AutoModelForCausalLM.from_config(staged.stages[0].blueprint.config)  # type: ignore[no-untyped-call]
+    weights = {name: each for stage in staged.stages for name, each in stage.named_weights()}
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            each.copy_(weights[name])
+    model.generation_config.eos_token_id = None
+    return model.to(device=staged.device, dtype=DTYPES[kind]).eval()
+
+
+def theirs(model: Any, prompts: Prompts, tokens: int) -> list[list[int]]:
+    width = max(map(len, prompts))
+    padded = torch.tensor([[*[0] * (width - len(each)), *each] for each in prompts], device=model.device)
+    seen = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in prompts], device=model.device)
+    made = model.generate(padded, attention_mask=seen, do_sample=False, max_new_tokens=tokens, pad_token_id=0)
+    found: list[list[int]] = made[:, width:].tolist()
+    return found
+
+
+def ours(staged: StagedModel, decoder: Decoder, prompts: Prompts, tokens: int) -> list[list[int]]:
+    generator = Generator(staged, decoder, len(prompts), ends=frozenset())
+    return [reply.said for reply in generator.run(Request(prompt, tokens, GREEDY) for prompt in prompts)]
+
+
+def seconds_of(work: Work, tokens: int) -> float:
+    """On one thread, only those in which this process ran: the machine may be busy with others."""
+    clock = time.process_time if torch.get_num_threads() == 1 and not torch.cuda.is_available() else time.perf_counter
+    began = clock()
+    work(tokens)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return clock() - began
+
+
+def side_by_side(works: Sequence[Work], tokens: int, rounds: int) -> list[list[float]]:
+    """Seconds of decoding in each round, for each of the works, which take turns."""
+    for work in works:
+        work(tokens)  # warms up
+    taken: list[list[float]] = [[] for _ in works]
+    for _ in range(rounds):
+        for work, mine in zip(works, taken, strict=True):
+            first = seconds_of(work, 1)
+            mine.append(seconds_of(work, tokens) - first)
+    return taken
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--cut")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    asked = parser.parse_args()
+    staged = load(asked.checkpoint, asked.cut, asked.device) if asked.checkpoint else random_model(asked.device)
+    convert(staged, asked.dtype)
+    against_transformers(staged, asked)
+    drafts(staged, asked)
+
+
+def against_transformers(staged: StagedModel, asked: argparse.Namespace) -> None:
+    model = theirs_of(staged, asked.dtype)
+    count = sum(each.numel() for each in model.parameters())
+    print(
+        f"{count / 1e6:.1f}M parameters, {len(staged.stages)} stages, {asked.dtype}, {asked.device}, "
+        f"{torch.get_num_threads()} threads, {asked.tokens} tokens",
+        flush=True,
+    )
+    whole = Part(tuple(range(len(staged.stages))), len(staged.stages))
+    for name, lengths in (("1 text", [32]), ("8 texts", [32] * 8), ("8 texts, unequal", range(4, 68, 8))):
+        prompts = prompts_of(staged, lengths)
+        decoder = TokenByToken(staged, whole, 2**20)
+        works = partial(theirs, model, prompts), partial(ours, staged, decoder, prompts)
+        other, mine = side_by_side(works, asked.tokens, asked.rounds)
+        made = len(prompts) * (asked.tokens - 1)
+        ratio = median(a / b for a, b in zip(other, mine, strict=True))
+        pairs = zip(theirs(model, prompts, asked.tokens), ours(staged, decoder, prompts, asked.tokens), strict=True)
+        print(
+            f"{name}: transformers {made / median(other):,.0f} tokens/s, ours {made / median(mine):,.0f}: "
+            f"{ratio:.2f} times as fast (goal 0.9); {sum(a == b for a, b in pairs)} of {len(prompts)} texts the same",
+            flush=True,
+        )
+
+
+def drafts(staged: StagedModel, asked: argparse.Namespace) -> None:
+    total = len(staged.stages)
+    if total == 1:
+        print("drafts: the model is in one piece; say --cut")
+        return
+    if not asked.checkpoint:
+        print("drafts: the weights are random, so what drafts get right says nothing about trained models")
+    whole = Part(tuple(range(total)), total)
+    prompts = prompts_of(staged, [32])
+    plain = TokenByToken(staged, whole, 2**20)
+    (expected,) = ours(staged, plain, prompts, asked.tokens)
+    auto = pick_draft(staged, whole, [*prompts[0], *expected])
+    print(f"'auto' picks {auto.name if auto else 'none'}")
+    tried = [tuple(range(kept)) for kept in range(1, total)] + [
+        (*range(kept), total - 1) for kept in range(1, total - 1)
+    ]
+    for stages in tried:
+        decoder = Speculator(staged, whole, Part(stages, total), 2**20)
+        works = partial(ours, staged, plain, prompts), partial(ours, staged, decoder, prompts)
+        without, drafted = side_by_side(works, asked.tokens, asked.rounds)
+        ratio = median(a / b for a, b in zip(without, drafted, strict=True))
+        same = ours(staged, decoder, prompts, asked.tokens) == [expected]
+        print(
+            f"draft {decoder.draft.name}: {ratio:.2f} times as fast as without; {decoder.record.acceptance:.0%} right, "
+            f"{decoder.record.tokens_per_pass:.2f} tokens a pass; {'the same text' if same else 'ANOTHER TEXT'}",
+            flush=True,
+        )
+
+
+def prompts_of(staged: StagedModel, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    chance = torch.Generator().manual_seed(0)
+    vocabulary = staged.stages[0].blueprint.config.vocab_size
+    return [tuple(torch.randint(1, vocabulary, (length,), generator=chance).tolist()) for length in lengths]
+
+
+if __name__ == "__main__":
+    main()
