@@ -1,0 +1,727 @@
+"""Generation in one process, held to transformers: caches, parts, chance, text, drafts, the command."""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from skippipe.cli import main
+from skippipe.errors import UserError
+from skippipe.inference import cache
+from skippipe.inference.cache import CacheFull, Rows, StageCache
+from skippipe.inference.decoding import Decoder, TokenByToken
+from skippipe.inference.drafts import DraftLength, Round, best_length, cost_of, parse_draft, pick_draft
+from skippipe.inference.generating import Generator, ending_tokens
+from skippipe.inference.loading import StagedModel, load
+from skippipe.inference.replies import Piece, Reply, Request
+from skippipe.inference.sampling import Sampling, choose
+from skippipe.inference.speculating import Speculator, shared_stages
+from skippipe.inference.stage import CachedStage, Stretch, convert, embed, logits
+from skippipe.inference.text import BROKEN, TextStream
+from skippipe.model.blueprint import Blueprint
+from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.parts import Part
+from skippipe.scoring.model import PartModel
+from tests.models import FAMILIES, tiny, whole_model
+from tests.test_scoring import TOKENIZER, export_to
+
+torch.set_num_threads(1)
+LAYERS = (2, 1, 2)
+WHOLE = Part((0, 1, 2), 3)
+GREEDY = Sampling(temperature=0)
+_Tokenizer: Any = PreTrainedTokenizerFast  # untyped
+TEXT = _Tokenizer(tokenizer_object=Tokenizer.from_str(TOKENIZER.text))
+
+
+def staged(family: str = "llama", seed: int = 5, late: float = 1.0) -> StagedModel:
+    """Weights so large that parts differ a lot, unless what the `late` stages add is made small."""
+    blueprint = Blueprint(tiny(family, vocab_size=TOKENIZER.size, initializer_range=0.2), seed)
+    ranges = layer_ranges(LAYERS)
+    stages = [StageModel(blueprint, each, ends=index == 0).eval() for index, each in enumerate(ranges)]
+    with torch.no_grad():
+        for stage in stages[1:]:
+            for name, each in stage.named_weights():
+                if "o_proj" in name or "down_proj" in name:
+                    each.mul_(late)
+    return StagedModel(stages, TEXT, 0, 64, "cpu")
+
+
+staged_once = lru_cache(staged)
+
+
+def theirs(model: StagedModel) -> Any:
+    return whole_model(model.stages[0].blueprint.config, model.stages).eval()
+
+
+def prompts(count: int = 5, seed: int = 0) -> list[tuple[int, ...]]:
+    chance = random.Random(seed)
+    return [tuple(chance.choices(range(TOKENIZER.size), k=chance.randint(1, 20))) for _ in range(count)]
+
+
+def asked(sampling: Sampling = GREEDY, count: int = 5, seed: int = 0) -> list[Request]:
+    """Of all lengths."""
+    return [Request(each, 2 + 3 * index, sampling) for index, each in enumerate(prompts(count, seed))]
+
+
+def said(model: StagedModel, decoder: Decoder, requests: Sequence[Request], together: int = 3) -> list[list[int]]:
+    replies = Generator(model, decoder, together, ends=frozenset()).run(requests)
+    return [reply.said for reply in replies]
+
+
+# ---- caches
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_schedule_of_passes_gives_the_logits_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of unequal length, with and without a past, padding, slots in any order, cut back, moved and used again."""
+    monkeypatch.setattr(cache, "SMALLEST_ROOM", 4)  # so that it grows
+    model, chance = staged(family), random.Random(family)
+    texts = torch.randint(TOKENIZER.size, (6, 24), generator=torch.Generator().manual_seed(1))
+    expected = theirs(model)(texts).logits
+    stretch = Stretch(model.stages, WHOLE.stages, WHOLE.drive, 400)
+    holds: dict[int, tuple[int, int]] = {}  # slot → which text, and how much of it
+
+    def fed(slots: Sequence[int], counts: Sequence[int], junk: bool = False) -> None:
+        rows = Rows(tuple(slots), tuple(holds[slot][1] for slot in slots), tuple(counts))
+        tokens = [
+            texts[holds[slot][0], holds[slot][1] :][: rows.width].flip(0 if junk else ()).tolist() for slot in slots
+        ]
+        padded = [[*row, *[0] * (rows.width - len(row))] for row in tokens]
+        made = logits(model.stages[0], stretch.forward(embed(model.stages[0], padded), rows))
+        for slot, count, row in zip(slots, counts, made, strict=True):
+            text, begin = holds[slot]
+            if not junk:
+                assert torch.allclose(row[:count], expected[text, begin : begin + count], atol=1e-4)
+                holds[slot] = text, begin + count
+
+    for turn in range(50):
+        for slot in set(chance.sample(range(6), 2)) - holds.keys():
+            holds[slot] = chance.randrange(6), 0
+        for slot in list(holds):
+            text, begin = holds[slot]
+            if begin > 18 or chance.random() < 0.05:
+                stretch.free(slot)
+                del holds[slot]
+            elif begin > 2 and chance.random() < 0.15:
+                holds[slot] = text, chance.randrange(1, begin)
+        full = [slot for slot, (_, begin) in holds.items() if begin]
+        empty = [slot for slot in range(max(full, default=0)) if slot not in holds]
+        if full and empty and turn % 5 == 0:
+            stretch.move(full[0], empty[0])
+            holds[empty[0]] = holds.pop(full[0])
+        started = [slot for slot, (_, begin) in holds.items() if begin]
+        new = sorted(holds.keys() - set(started))
+        if new:
+            fed(new, [chance.randint(1, 6) for _ in new])
+        if started:
+            slots = chance.sample(started, chance.randint(1, len(started)))
+            slots = sorted(slots) if chance.random() < 0.5 else slots
+            if chance.random() < 0.2:
+                fed(slots, [chance.randint(1, 3) for _ in slots], junk=True)
+            if chance.random() < 0.4:
+                fed(slots, [1] * len(slots))
+            else:
+                fed(slots, [4, *[chance.randint(0, 4) for _ in slots[1:]]])
+
+
+def test_slots_that_follow_one_another_are_read_without_copying() -> None:
+    store = StageCache(0, [None], 1000)
+    device = torch.device("cpu")
+    new = torch.ones(2, 1, 3, 4)
+    store.begin(Rows((0, 1), (0, 0), (3, 3)), device).update(new, new, 0)
+    keys, values = store.begin(Rows((0, 1), (3, 3), (1, 1)), device).update(new[:, :, :1], new[:, :, :1], 0)
+    pair = store.stores[0]
+    assert pair is not None
+    assert keys.untyped_storage().data_ptr() == pair[0].untyped_storage().data_ptr()
+    assert keys.shape == values.shape == (2, 1, 4, 4)
+
+
+@pytest.mark.parametrize("counts", [(4, 2), (2, 4)])
+def test_a_freed_slot_is_wiped(counts: tuple[int, int]) -> None:
+    """What a row must not see is multiplied by 0: NaN would stay."""
+    model = staged()
+    used, new = (Stretch(model.stages, WHOLE.stages, 1.0, 400) for _ in range(2))
+    used.forward(torch.full((1, 9, 32), torch.nan), Rows((1,), (0,), (9,)))
+    used.move(1, 0)
+    used.free(0)
+    hidden = torch.randn(2, 4, 32)
+    found = []
+    for stretch in (used, new):
+        stretch.forward(hidden, Rows((0, 1), (0, 0), counts))
+        found.append(stretch.forward(hidden[:, :1], Rows((0, 1), counts, (1, 1))))
+    assert torch.equal(*found)
+
+
+def test_room_is_bounded() -> None:
+    model = staged()
+    stage = CachedStage(model.stages[0], 100)
+    stage.forward(torch.zeros(1, 60, 32), Rows((0,), (0,), (60,)))
+    stage.forward(torch.zeros(1, 39, 32), Rows((0,), (60,), (39,)))
+    with pytest.raises(CacheFull, match="2 texts of up to 99 tokens need room for 198, and there is room for 100"):
+        stage.forward(torch.zeros(1, 1, 32), Rows((1,), (0,), (1,)))
+    stage.cache.free(0)
+    stage.forward(torch.zeros(4, 25, 32), Rows((0, 1, 2, 3), (0,) * 4, (25,) * 4))
+    with pytest.raises(AssertionError, match="ends before token 30"):
+        stage.forward(torch.zeros(1, 1, 32), Rows((0,), (30,), (1,)))
+
+
+def test_rotations_that_change_with_the_length_are_refused() -> None:
+    config = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(UserError, match="rope_type 'dynamic' rotates by how long"):
+        CachedStage(StageModel(Blueprint(config), range(2), ends=True), 100)
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3"])
+def test_bf16(family: str) -> None:
+    model = staged(family)
+    whole = theirs(model).to(torch.bfloat16)
+    whole.model.rotary_emb = whole.model.rotary_emb.to(torch.float32)
+    whole.model.rotary_emb.inv_freq = model.stages[0].rotary.inv_freq
+    convert(model, "bf16")
+    assert model.stages[0].rotary.inv_freq.dtype == torch.float32
+    assert model.stages[0].head is not None
+    assert model.stages[0].embedding is not None
+    tied = model.stages[0].head.weight is model.stages[0].embedding.weight
+    assert tied == (family == "llama-tied")
+    row = list(prompts()[2])
+    hidden = embed(model.stages[0], [row])
+    assert hidden.dtype == torch.bfloat16
+    stretch = Stretch(model.stages, WHOLE.stages, 1.0, 400)
+    found = logits(model.stages[0], stretch.forward(hidden, Rows((0,), (0,), (len(row),))))
+    with torch.no_grad():
+        expected = whole(torch.tensor([row])).logits
+    assert torch.allclose(found, expected.float(), atol=0.05)
+
+
+# ---- many together
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_are_those_of_transformers(family: str) -> None:
+    model = staged(family)
+    whole = theirs(model)
+    expected = []
+    for request in asked():
+        row = torch.tensor([request.prompt])
+        made = whole.generate(
+            row, attention_mask=torch.ones_like(row), do_sample=False, max_new_tokens=request.max_tokens
+        )
+        expected.append(made[0, len(request.prompt) :].tolist())
+    assert said(model, TokenByToken(model, WHOLE, 1000), asked()) == expected
+    assert said(model, TokenByToken(model, WHOLE, 90), asked(), together=8) == expected, "when there is little room"
+
+
+@pytest.mark.parametrize("part", [Part((0, 2), 3, 1.7), Part((0, 2, 1), 3), Part((0,), 3)])
+def test_a_part_writes_what_it_writes_without_a_cache(part: Part) -> None:
+    model = staged()
+    plain = PartModel(model, part)
+    rows = [list(request.prompt) for request in asked(count=3)]
+    for _ in range(6):
+        for row, token in zip(rows, plain.most_likely(rows), strict=True):
+            row.append(token)
+    requests = [Request(prompt, 6, GREEDY) for prompt in prompts(3)]
+    found = said(model, TokenByToken(model, part, 1000), requests)
+    assert found == [row[len(request.prompt) :] for row, request in zip(rows, requests, strict=True)]
+
+
+class Pretending(Decoder):
+    """Says something, and knows what must be true of slots."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.holds: dict[int, Reply] = {}
+        self.most = 0
+
+    def begin(self, replies: Sequence[Reply]) -> list[list[int]]:
+        for reply in replies:
+            assert reply.slot not in self.holds
+            self.holds[reply.slot] = reply
+        return self._said(replies)
+
+    def advance(self, replies: Sequence[Reply]) -> list[list[int]]:
+        assert [self.holds[slot] for slot in range(len(self.holds))] == replies
+        return self._said(replies)
+
+    def _said(self, replies: Sequence[Reply]) -> list[list[int]]:
+        assert (max(self.holds) + 1) * max(reply.longest for reply in self.holds.values()) <= self.max_tokens
+        self.most = max(self.most, len(self.holds))
+        return [[7] * (1 + reply.number % 3) for reply in replies]
+
+    def free(self, slot: int) -> None:
+        del self.holds[slot]
+
+    def move(self, source: int, target: int) -> None:
+        assert target not in self.holds
+        self.holds[target] = self.holds.pop(source)
+
+
+LENGTHS = st.tuples(st.integers(1, 30), st.integers(1, 30))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(LENGTHS, min_size=1, max_size=14), st.integers(1, 6), st.integers(60, 300))
+@example([(1, 2), (1, 4), (1, 6), (1, 2), (1, 4), (25, 25), (30, 30)], 6, 300)  # one is left in the highest slot
+def test_texts_come_and_go(lengths: list[tuple[int, int]], together: int, room: int) -> None:
+    decoder = Pretending(room)
+    requests = [Request((1,) * prompt, count, GREEDY) for prompt, count in lengths]
+    replies = Generator(staged_once(), decoder, together).run(requests)
+    assert [len(reply.said) for reply in replies] == [count for _, count in lengths]
+    assert not decoder.holds
+    assert decoder.most <= together
+    if together * 60 <= room:
+        assert decoder.most == min(together, len(lengths))
+
+
+def test_every_token_is_heard_and_texts_end() -> None:
+    model = staged()
+    (whole,) = Generator(model, TokenByToken(model, WHOLE, 1000), ends=frozenset()).run([asked()[3]])
+    last = whole.said[5]
+    pieces: list[Piece] = []
+    decoder = TokenByToken(model, WHOLE, 1000)
+    (cut,) = Generator(model, decoder, ends=frozenset({last})).run([asked()[3]], pieces.append)
+    assert cut.said == whole.said[: whole.said.index(last) + 1]
+    assert [piece.token for piece in pieces] == cut.said
+    assert "".join(piece.text for piece in pieces) == cut.text
+    assert [piece.ending for piece in pieces] == [None] * (len(pieces) - 1) + ["end"]
+    assert whole.ending == "length"
+
+
+def test_the_context_ends_a_text() -> None:
+    model = replace(staged(), context=12)
+    decoder = TokenByToken(model, WHOLE, 1000)
+    (reply,) = Generator(model, decoder, ends=frozenset()).run([Request(tuple(range(9)), 50, GREEDY)])
+    assert (len(reply.said), reply.ending) == (3, "length")
+    with pytest.raises(UserError, match="a prompt of 12 tokens: the model looks at 12"):
+        Generator(model, decoder).ask(Request(tuple(range(12)), 1))
+    with pytest.raises(CacheFull, match="a text of up to 12 tokens: there is room for 11"):
+        Generator(model, TokenByToken(model, WHOLE, 11)).ask(Request((1,), 50))
+    for prompt, count in (((), 1), ((1,), 0)):
+        with pytest.raises(UserError, match="one"):
+            Request(prompt, count)
+
+
+def test_tokens_that_end_a_text() -> None:
+    model = staged()
+    assert ending_tokens(model) == frozenset()
+    model.stages[0].blueprint.config.eos_token_id = [3, 4]
+    assert ending_tokens(model) == {3, 4}
+
+
+# ---- chance
+
+
+def drawn(values: Sequence[float], how: Sampling, count: int = 4000) -> torch.Tensor:
+    """How often each token comes, at so many positions."""
+    chosen = choose(torch.tensor([list(values)] * count), [how] * count, range(count))
+    return torch.bincount(torch.tensor(chosen), minlength=len(values))
+
+
+VALUES = (1.0, 0.5, 0.0, 2.0, -1.0, 1.5, 0.2, -0.3)
+
+
+@pytest.mark.parametrize(
+    ("how", "shares"),
+    [
+        (Sampling(1.0), torch.tensor(VALUES).softmax(-1)),
+        (Sampling(0.5, seed=9), (2 * torch.tensor(VALUES)).softmax(-1)),
+        (Sampling(1.0, top_k=3), torch.tensor([2.0, 1.5, 1.0]).softmax(-1)),
+        (Sampling(1.0, top_p=0.65), torch.tensor([2.0, 1.5, 1.0]).softmax(-1)),  # 0.38 and 0.23 are too little
+        (Sampling(1.0, top_k=3, top_p=0.7), torch.tensor([2.0, 1.5]).softmax(-1)),  # of what top_k leaves: 0.51, 0.31
+    ],
+)
+def test_tokens_come_as_often_as_they_should(how: Sampling, shares: torch.Tensor) -> None:
+    found = drawn(VALUES, how).sort(descending=True).values[: len(shares)]
+    expected = shares.double().sort(descending=True).values * 4000
+    assert int(found.sum()) == 4000
+    assert chisquare(found.double(), expected * (4000 / expected.sum())).pvalue > 0.01
+
+
+def test_positions_and_seeds_are_independent() -> None:
+    flat = torch.zeros(1000, 10)
+    one, other = (choose(flat, [Sampling(seed=seed)] * 1000, range(1000)) for seed in (0, 1))
+    pairs = torch.bincount(10 * torch.tensor(one) + torch.tensor(other), minlength=100)
+    assert chisquare(pairs).pvalue > 0.01
+    neighbours = torch.bincount(10 * torch.tensor(one[1:]) + torch.tensor(one[:-1]), minlength=100)
+    assert chisquare(neighbours).pvalue > 0.01
+
+
+def test_limits_that_limit_nothing_or_all() -> None:
+    chance = torch.Generator().manual_seed(0)
+    many = torch.randn(50, 300, generator=chance)
+    free = choose(many, [Sampling()] * 50, range(50))
+    for same in (Sampling(top_k=300), Sampling(top_k=10**6), Sampling(top_p=1.0, top_k=300)):
+        assert choose(many, [same] * 50, range(50)) == free
+    likeliest = many.argmax(-1).tolist()
+    assert free != likeliest
+    for only in (GREEDY, Sampling(top_k=1), Sampling(top_p=1e-9), Sampling(temperature=1e-30)):
+        assert choose(many, [only] * 50, range(50)) == likeliest
+
+
+def test_each_row_has_its_own_settings() -> None:
+    many = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    how = [GREEDY, Sampling(), Sampling(0.7, top_k=5), Sampling(2.0, top_p=0.5, seed=3), Sampling(1.0, 7, 0.9)]
+    alone = [choose(many[row : row + 1], how[row : row + 1], [row]) for row in range(5)]
+    assert choose(many, how, range(5)) == [token for (token,) in alone]
+
+
+@pytest.mark.parametrize(
+    ("how", "complaint"),
+    [
+        ({"temperature": -1.0}, "temperature -1.0"),
+        ({"temperature": float("nan")}, "temperature nan"),
+        ({"top_k": -1}, "top-k -1"),
+        ({"top_p": 0.0}, "top-p 0.0"),
+        ({"top_p": 1.1}, "top-p 1.1"),
+    ],
+)
+def test_settings_that_cannot_be(how: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        Sampling(**how)
+
+
+@pytest.mark.parametrize("how", [GREEDY, Sampling(), Sampling(top_k=3)])
+def test_values_that_are_not_finite(how: Sampling) -> None:
+    with pytest.raises(UserError, match="not finite"):
+        choose(torch.tensor([[0.0, 1.0, 2.0, 3.0], [0.0, torch.nan, 1.0, 2.0]]), [how] * 2, [0, 1])
+
+
+def test_company_does_not_matter() -> None:
+    model = staged()
+    requests = [Request(each, 8, Sampling(1.0, top_p=0.95, seed=index)) for index, each in enumerate(prompts())]
+    together = said(model, TokenByToken(model, WHOLE, 1000), requests, together=8)
+    backwards = said(model, TokenByToken(model, WHOLE, 1000), requests[::-1], together=3)[::-1]
+    alone = [said(model, TokenByToken(model, WHOLE, 1000), [request])[0] for request in requests]
+    assert together == backwards == alone
+    other = said(model, TokenByToken(model, WHOLE, 1000), [replace(requests[0], sampling=Sampling(seed=77))])
+    assert other[0] != alone[0]
+
+
+# ---- text
+
+
+class Letters:
+    """A token is a piece of text."""
+
+    def __init__(self, *pieces: str) -> None:
+        self.pieces = pieces
+
+    def decode(self, tokens: Sequence[int], **_options: Any) -> str:
+        return "".join(self.pieces[token] for token in tokens)
+
+
+def spoken(pieces: Sequence[str], stop: Sequence[str]) -> tuple[list[str], bool]:
+    stream = TextStream(Letters(*pieces), [], stop)
+    found = []
+    for token in range(len(pieces)):
+        found.append(stream.push(token))
+        if stream.stopped:
+            break
+    return [*found, stream.rest()], stream.stopped
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "expected", "stopped"),
+    [
+        (["a", "b", "c"], ["bc"], ["a", "", "", ""], True),
+        (["a", "b", "x"], ["bc"], ["a", "", "bx", ""], False),
+        (["one EN", "D two"], ["END"], ["one ", "", ""], True),
+        (["one EN"], ["END"], ["one ", "EN"], False),
+        (["aab", "aac"], ["aac", "abaa"], ["a", "", ""], True),
+        (["xENDyend"], ["yend", "END"], ["x", ""], True),
+        (["aaa", "ab"], ["aab"], ["a", "a", ""], True),
+        (["abc"], [""], ["abc", ""], False),
+    ],
+)
+def test_stop_strings(pieces: list[str], stop: list[str], expected: list[str], stopped: bool) -> None:
+    assert spoken(pieces, stop) == (expected, stopped)
+
+
+def test_a_stop_string_ends_a_reply() -> None:
+    model = staged()
+    decoder = TokenByToken(model, WHOLE, 1000)
+    request = replace(asked()[4], max_tokens=30)
+    (plain,) = Generator(model, decoder, ends=frozenset()).run([request])
+    stop = plain.text[9:14]
+    (reply,) = Generator(model, decoder, ends=frozenset()).run([replace(request, stop=(stop,))])
+    assert reply.text == plain.text[: plain.text.index(stop)]
+    assert reply.ending == "stop"
+
+
+def with_byte_fallback() -> Any:
+    """As Llama 2 and Mistral have it: a space is part of the word after it, and rare characters are bytes."""
+    words = ["▁a", "▁be", "b", "▁", "é", ".", *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return _Tokenizer(tokenizer_object=backend)
+
+
+FALLBACK = with_byte_fallback()
+CHARACTERS = st.characters(exclude_characters=BROKEN, exclude_categories=["Cs"])
+
+
+def bytes_of(text: str) -> list[int]:
+    """All of them as bytes."""
+    return [6 + byte for byte in text.encode()]
+
+
+def read(tokenizer: Any, tokens: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
+    stream = TextStream(tokenizer, prompt)
+    return [*(stream.push(token) for token in tokens), stream.rest()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(CHARACTERS, max_size=12), st.text(CHARACTERS, max_size=6))
+def test_characters_come_whole(text: str, before: str) -> None:
+    for tokenizer, encoded in ((TEXT, TOKENIZER.encode), (FALLBACK, bytes_of)):
+        pieces = read(tokenizer, encoded(text), [0, *encoded(before)])
+        assert "".join(pieces) == text
+        assert not any(BROKEN in piece for piece in pieces)
+
+
+def test_characters_of_several_tokens_are_held_back() -> None:
+    tokens = TOKENIZER.encode("a€😀")
+    assert len(tokens) == 8
+    assert read(TEXT, tokens) == ["a", "", "", "€", "", "", "", "😀", ""]
+    assert "".join(read(TEXT, tokens[:-1])) == "a€", "a character that lacks bytes is not said"
+
+
+def test_bytes_that_make_no_sense() -> None:
+    (alone,) = (token for token in range(TOKENIZER.size) if TEXT.convert_ids_to_tokens(token) == "Ģ")  # 0x80
+    good = TOKENIZER.encode("€.")
+    assert "".join(read(TEXT, [alone, *good])) == BROKEN + "€."
+    assert "".join(read(TEXT, [alone] * 20 + good)) == BROKEN * 20 + "€."
+
+
+def test_spaces_before_words() -> None:
+    assert read(FALLBACK, [0, 1, 2, 5, 0], prompt=[1]) == [" a", " be", "b", ".", " a", ""]
+    assert read(FALLBACK, [0, 1, 3, 3, 2], prompt=[]) == ["a", " be", " ", " ", "b", ""]
+
+
+# ---- drafts
+
+DRAFTS = [Part((0,), 3), Part((0, 1), 3), Part((0, 2), 3), Part((0, 1), 3, 1.4), Part((0, 2), 3, 0.8)]
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    late: float
+    sampling: Sampling
+    draft_tokens: int | None
+    least: float
+    """Tokens a pass."""
+
+
+CASES = [
+    Case("llama", 0.02, GREEDY, 4, 1.8),
+    Case("mistral", 0.15, Sampling(0.8, top_k=20, seed=4), 3, 1.1),
+    Case("qwen3", 0.3, GREEDY, None, 1.0),
+    Case("qwen3_moe", 1.0, Sampling(seed=7), 1, 1.0),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.family)
+def test_drafts_change_nothing(case: Case) -> None:
+    """Whether they are nearly always right, now and then, or hardly ever; the likeliest tokens, or some at random."""
+    model = staged(case.family, late=case.late)
+    requests = asked(case.sampling)
+    expected = said(model, TokenByToken(model, WHOLE, 1000), requests)
+    for draft in DRAFTS:
+        decoder = Speculator(model, WHOLE, draft, 1000, case.draft_tokens)
+        assert said(model, decoder, requests) == expected
+        assert decoder.record.tokens_per_pass >= case.least
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(DRAFTS), st.floats(0, 0.5), st.integers(1, 9), st.integers(1, 4))
+def test_drafts_of_random_models(seed: int, draft: Part, late: float, count: int, together: int) -> None:
+    model = staged("llama-tied", seed, late)
+    requests = asked(GREEDY if seed % 3 else Sampling(seed=seed), 3, seed)
+    decoder = Speculator(model, WHOLE, draft, 1000, count)
+    assert said(model, decoder, requests, together) == said(model, TokenByToken(model, WHOLE, 1000), requests)
+
+
+def test_a_part_drafts_for_a_part() -> None:
+    model = staged(late=0.1)
+    part = Part((0, 2), 3, 2.0)
+    expected = said(model, TokenByToken(model, part, 1000), asked())
+    assert said(model, Speculator(model, part, Part((0,), 3), 1000), asked()) == expected
+
+
+def test_what_both_begin_with_is_shared() -> None:
+    assert shared_stages(WHOLE, Part((0, 1), 3)) == 2
+    assert shared_stages(WHOLE, Part((0, 2), 3)) == 1
+    assert shared_stages(WHOLE, Part((0, 1), 3, 1.4)) == 1, "driven otherwise"
+
+
+def test_the_length_of_drafts() -> None:
+    assert best_length(0.0, 0.3) == (0, 1.0)
+    assert best_length(0.2, 0.3)[0] == 0
+    length, speedup = best_length(0.8, 0.3)
+    assert (length, round(speedup, 2)) == (3, 1.55)
+    assert best_length(1.0, 0.1)[0] == 12
+    assert best_length(0.8, 0.3, verifying=3.0) == (0, 1.0), "a machine that takes long for several tokens"
+
+
+def test_drafts_adapt() -> None:
+    adapting, fixed = DraftLength(), DraftLength(5)
+
+    def lived(rounds: int, right: float, verifying_s: float = 1.0) -> list[int]:
+        lengths = []
+        for _ in range(rounds):
+            length = adapting.tokens()
+            lengths.append(length)
+            accepted = round(right * length)
+            tested = min(accepted + 1, length)
+            adapting.learn(Round(length, tested, accepted, 0.3 * length, verifying_s if length else 1.0))
+            fixed.learn(Round(5, 5, 0, 1.0, 1.0))
+        return lengths
+
+    assert lived(2, 1.0) == [0, 3], "a pass without, to compare with"
+    eager = lived(60, 1.0)
+    assert sum(length > 6 for length in eager) > 40
+    assert eager.count(0) == 1, "is it still slower without?"
+    wrong = lived(140, 0.0)[-64:]
+    assert wrong.count(0) >= 60
+    assert max(wrong) > 0, "after a while, it is tried again"
+    assert sum(length > 6 for length in lived(200, 1.0)[-30:]) > 25, "and more of it if it is right"
+    assert lived(60, 1.0, verifying_s=20.0)[-20:].count(0) >= 19, "not where verifying takes too long"
+    assert fixed.tokens() == 5
+
+
+def test_auto_picks_what_agrees() -> None:
+    faithful = staged(late=0.01)
+    assert pick_draft(faithful, WHOLE, prompts()[3]) == Part((0,), 3)
+    assert pick_draft(staged(), WHOLE, prompts()[3]) is None
+    assert cost_of(faithful, WHOLE, Part((0,), 3)) < cost_of(faithful, WHOLE, Part((0, 1), 3)) < 1
+
+
+def test_drafts_that_cannot_be() -> None:
+    assert parse_draft("0,2", WHOLE) == Part((0, 2), 3)
+    assert parse_draft("0,2", WHOLE, "scaled") == Part((0, 2), 3, 2.0)
+    for text, complaint in (
+        ("1,2", "begin with stage 0"),
+        ("0,1,1", "every stage once"),
+        ("0,3", "some of the stages 0,1,2"),
+        ("0,1,2", "and not all of them"),
+        ("x", "--draft: 'x' is not a list"),
+    ):
+        with pytest.raises(UserError, match=complaint):
+            parse_draft(text, WHOLE)
+    with pytest.raises(UserError, match="say with --cut"):
+        parse_draft("0", Part((0,), 1))
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("generating") / "model"
+    export_to(place, max_position_embeddings=128)
+    return place
+
+
+@pytest.fixture
+def generate(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[str, str, int]]:
+    monkeypatch.setenv("TQDM_DISABLE", "1")  # in time for a process of its own, too late for this one
+    monkeypatch.setattr("transformers.utils.logging._tqdm_active", False)
+
+    def run(*words: str) -> tuple[str, str, int]:
+        """stdout, stderr and the exit code."""
+        monkeypatch.setattr(sys, "argv", ["skippipe", "generate", str(folder), *words])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return *capsys.readouterr(), code
+
+    return run
+
+
+def test_the_command(generate: Callable[..., tuple[str, str, int]], folder: Path) -> None:
+    model = load(folder)
+    prompt = tuple(model.tokenizer("some words")["input_ids"])
+    decoder = TokenByToken(model, WHOLE, 1000)
+    (reply,) = Generator(model, decoder).run([Request(prompt, 20, Sampling(0.8, seed=3))])
+    options = ("--max-tokens", "20", "--seed", "3")
+    assert generate("some words", *options) == (reply.text + "\n", "", 0)
+    text, stats, _ = generate("some words", *options, "--draft", "0,1", "--draft-tokens", "2", "--stats")
+    assert text == reply.text + "\n"
+    assert f"stages all 3: 2 tokens read, {len(reply.said)} written; the first after" in stats
+    assert "drafts by stages 0,1: " in stats
+    assert generate("some words", *options, "--draft", "auto")[0] == text
+    assert generate("some words", *options, "--stop", reply.text[3:5])[0] == reply.text[:3] + "\n"
+    assert generate("some words", *options, "--stages", "0,2", "--drive", "scaled")[0] != text
+
+
+def test_several_prompts_and_stdin(
+    generate: Callable[..., tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--max-tokens", "9", "--temperature", "0")
+    one, other, new = (generate(*words, *options)[0] for words in (("some words",), ("Emma",), ()))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Emma\n"))
+    text, _, _ = generate("some words", "-", "", *options, "--together", "2")
+    assert text == f"==> some words <==\n{one}\n==> Emma <==\n{other}\n==>  <==\n{new}"
+
+
+def test_ctrl_c_keeps_what_was_said(
+    generate: Callable[..., tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("some words", "Emma", "--max-tokens", "9", "--temperature", "0", "--stats")
+    whole = generate(*options)[0]
+    step, steps = Generator.step, iter([True, True, True, False])
+
+    def impatient(self: Generator) -> list[Piece]:
+        if not next(steps):
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Generator, "step", impatient)
+    text, stats, code = generate(*options)
+    first, second = text.split("\n\n==> Emma <==\n")
+    assert whole.startswith(first)
+    assert second.strip()
+    assert second.strip("\n") in whole
+    assert (stats.count("tokens read"), code) == (1, 130)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--stages", "0", "--keep", "1/2"), "say one of the two"),
+        (("--draft-tokens", "2"), "say with --draft which stages"),
+        (("--draft", "0,7"), "some of the stages 0,1,2"),
+        (("--top-p", "0"), "leaves no token"),
+        (("some words " * 100,), "the model looks at 128"),
+        (("\udcff",), "not text in UTF-8"),
+        (("--device", "tpu"), "device 'tpu'"),
+    ],
+)
+def test_what_is_not_written(
+    generate: Callable[..., tuple[str, str, int]], words: tuple[str, ...], complaint: str
+) -> None:
+    text, error, code = generate(*words)
+    assert (text, code) == ("", 2)
+    assert complaint in error
+    assert error.count("\n") == 1
