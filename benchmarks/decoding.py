@@ -81,13 +81,17 @@ def ours(staged: StagedModel, decoder: Decoder, prompts: Prompts, tokens: int) -
     return [reply.said for reply in generator.run(Request(prompt, tokens, GREEDY) for prompt in prompts)]
 
 
-def seconds_of(work: Work, tokens: int) -> float:
-    """On one thread, only those in which this process ran: the machine may be busy with others."""
-    clock = time.process_time if torch.get_num_threads() == 1 and not torch.cuda.is_available() else time.perf_counter
-    began = clock()
-    work(tokens)
+def clock() -> float:
+    """On one thread of a CPU, seconds in which this process ran: the machine may be busy with others."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def seconds_of(work: Work, tokens: int) -> float:
+    began = clock()
+    work(tokens)
     return clock() - began
 
 
@@ -159,7 +163,7 @@ def drafts(staged: StagedModel, asked: argparse.Namespace) -> None:
         (*range(kept), total - 1) for kept in range(1, total - 1)
     ]
     for stages in tried:
-        decoder = Speculator(staged, whole, Part(stages, total), 2**20)
+        decoder = Speculator(staged, whole, Part(stages, total), 2**20, clock=clock)
         works = partial(ours, staged, plain, prompts), partial(ours, staged, decoder, prompts)
         without, drafted = side_by_side(works, asked.tokens, asked.rounds)
         ratio = median(a / b for a, b in zip(without, drafted, strict=True))
