@@ -45,8 +45,8 @@ class Speculator(Decoder):
         self._first = self._stretch(part.stages[:shared], part.drive)
         self._rest = self._stretch(part.stages[shared:], part.drive)
         self._own = self._stretch(draft.stages[shared:], draft.drive)
-        self._missed: dict[int, Tensor] = {}
-        """By slot, [tokens, d]: what the draft's own stages have yet to see."""
+        self._missed: dict[int, list[Tensor]] = {}
+        """By slot, a token [1, d] each: what the draft's own stages have yet to see."""
 
     def begin(self, replies: Sequence[Reply]) -> list[list[int]]:
         rows = rows_of_prompts(replies)
@@ -110,10 +110,11 @@ class Speculator(Decoder):
             counts = [int(step < length) for length in lengths]
             return self._own.forward(hidden, Rows(rows.slots, rows.starts, tuple(counts)))[:, 0]
         if self._missed:
-            missed = [self._missed.pop(slot, hidden[0, :0]) for slot in rows.slots]
+            missed = [self._missed.pop(slot, []) for slot in rows.slots]
             starts = tuple(start - len(each) for start, each in zip(rows.starts, missed, strict=True))
             rows = Rows(rows.slots, starts, tuple(len(each) + 1 for each in missed))
-            hidden = pad_sequence([torch.cat(each) for each in zip(missed, hidden, strict=True)], batch_first=True)
+            all_of_it = [torch.cat([*each, row]) for each, row in zip(missed, hidden, strict=True)]
+            hidden = pad_sequence(all_of_it, batch_first=True)
         return last(self._own.forward(hidden, rows), rows)
 
     def _verdicts(self, hidden: Tensor, replies: Sequence[Reply], rows: Rows) -> list[list[int]]:
@@ -130,8 +131,7 @@ class Speculator(Decoder):
         """The last drafted token went through the shared stages only; without a draft, so did the last one said."""
         for reply, row, length, count in zip(replies, hidden, lengths, accepted, strict=True):
             if count == length:
-                before = self._missed.get(reply.slot, row[:0])
-                self._missed[reply.slot] = torch.cat([before, row[length : length + 1]])
+                self._missed.setdefault(reply.slot, []).append(row[length : length + 1])
 
     def _note(self, lengths: Sequence[int], accepted: Sequence[int], drafting_s: float, passing_s: float) -> None:
         tested = sum(min(count + 1, length) for count, length in zip(accepted, lengths, strict=True))
