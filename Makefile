@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint types kernels unit test-ray test-harness chaos bench bench-train clean
+.PHONY: demo test lint types kernels unit test-ray test-harness chaos bench bench-train bench-serve clean
 
 demo: $(READY)
 	$(BIN)/skippipe compare published20 --contention-only --budget 8 --out demo
@@ -56,6 +56,9 @@ bench-train: $(READY)
 	$(BIN)/python -m benchmarks.promised --time 0.04
 	$(BIN)/python -m benchmarks.local
 	$(BIN)/python -m benchmarks.transport
+
+bench-serve: $(READY)
+	$(BIN)/python -m benchmarks.serving
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -51,7 +51,7 @@ def _cache_folder() -> Path:
     if _folder is None:
         package = Path(__file__).parent
         sources = sha256()
-        for file in sorted([*package.glob("*.py"), *package.glob("planner/*.py")]):
+        for file in sorted([*package.glob("*.py"), *package.glob("planner/**/*.py")]):
             sources.update(file.read_bytes())
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
         _folder = root / "skippipe" / sources.hexdigest()[:12]

@@ -13,10 +13,10 @@ from typing import Any
 import httpx2
 
 from skippipe.errors import UserError
+from skippipe.inference.sampling import Sampling
 from skippipe.serving import api
 from skippipe.serving.answering import Refused, Said, Share
 from skippipe.serving.limits import ApiSettings
-from skippipe.serving.streams import Sampling
 
 MODEL = "org/mirror"
 STAGES = 6

@@ -17,9 +17,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from skippipe.errors import UserError
+from skippipe.inference.sampling import Sampling
 from skippipe.serving import api
 from skippipe.serving.limits import ApiSettings
-from skippipe.serving.streams import Sampling
 from tests.junk import junk_answered
 from tests.mirror import (
     CHAT,
@@ -255,6 +255,9 @@ def test_too_much_is_not_read_to_its_end() -> None:
         line.sendall(b"Content-Length: 99999999999\r\n\r\n")
         answer = b"".join(iter(lambda: line.recv(4096), b""))  # until the server closes it
         assert answer.startswith(b"HTTP/1.1 413") and b'"code":"request_too_large"' in answer
+        for _ in range(5):  # a client that sends all before it listens
+            much = httpx2.post(f"{address}{CHAT}", json={"model": "x" * 2**21}, timeout=PATIENCE_S)
+            complaint(much, 413, "request_too_large")
 
 
 # When those who answer are in trouble

@@ -89,7 +89,7 @@ def test_check_names_violations_and_exits_with_1(skippipe: Any, tmp_path: Path) 
 def test_compare_all_strategies(skippipe: Any, tmp_path: Path) -> None:
     ran = skippipe("compare", "published20", "--contention-only", "--budget", "2", "--out", tmp_path, "--json")
     rows = {row["strategy"]: row for row in ran.json}
-    assert list(rows) == ["dtfm", "dtfm-skip", "no-tc2", "skippipe"]
+    assert list(rows) == ["dtfm", "best-full", "dtfm-skip", "no-tc2", "skippipe", "best"]
     assert rows["skippipe"]["ratio"] < 0.6
     assert {row["microbatches"] for row in rows.values()} == {30}
     assert all(row["bytes_moved"] > 1e9 and row["collision_s"] >= 0 for row in rows.values())

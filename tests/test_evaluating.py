@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from skippipe.cli import main
 from skippipe.errors import UserError
 from skippipe.inference.evaluation import Driving, Evaluation, Selection, evaluate
 from skippipe.inference.findings import as_json, notes, number, tables
@@ -25,16 +22,13 @@ from skippipe.inference.loading import StagedModel, load
 from skippipe.inference.losing import Drop, all_parts, best_of_every_size, dropping_order
 from skippipe.inference.perplexity import EXPONENTS, Meter, best_exponents
 from skippipe.inference.pictures import EXACT, MEAN, ORDER, Panel, Point, panels, ticks
-from skippipe.inference.windows import Windows, beginning_of, labels, usual_context
+from skippipe.inference.windows import Windows
 from skippipe.parts import Part, Visits, drive_of
 from skippipe.scoring.model import PartModel
-from skippipe.text.prepare import prepare
 from tests.models import FAMILIES
-from tests.test_exact import FULL, plan_of
-from tests.test_scoring import TOKENIZER, checkpoint_in, export_to
+from tests.test_scoring import TOKENIZER, export_to
 
 torch.set_num_threads(1)
-TEXT = 'Some words, and some more words: "Of what?" said Emma. ' * 40
 IDS = default_rng(3).integers(0, TOKENIZER.size, 500).astype(np.uint16)
 
 
@@ -64,68 +58,6 @@ def losses(staged: StagedModel, windows: Windows, parts: Sequence[Part], **other
     meter = Meter(staged, [windows], **others)
     meter.measure(parts)
     return {part: found[windows.text].mean for part, found in meter.losses.items()}
-
-
-# ---- windows
-
-
-def test_windows_predict_every_token_once() -> None:
-    every = Windows.of("text", IDS, context=16, tokens=10_000)
-    assert every.tokens == 31 * 16 == 499 // 16 * 16
-    rows = every.rows(every.numbers)
-    assert rows[:, 1:].flatten().tolist() == IDS[1 : 1 + 31 * 16].tolist()
-    assert rows[1:, 0].tolist() == rows[:-1, -1].tolist()
-
-
-def test_windows_that_begin_as_the_tokenizer_wants() -> None:
-    every = Windows.of("text", IDS, context=16, tokens=10_000, beginning=7)
-    rows = every.rows(every.numbers)
-    assert rows[:, 0].tolist() == [7] * 31
-    assert rows[:, 1:].flatten().tolist() == IDS[: 31 * 16].tolist()
-
-
-def test_fewer_windows_are_spread_over_the_text() -> None:
-    some = Windows.of("text", IDS, context=16, tokens=100)
-    assert some.numbers == (0, 5, 10, 15, 20, 25)
-    assert some.others(4).numbers == (1, 8, 16, 23)
-    batches = some.batches(50)
-    assert batches == [(0, 10, 20), (5, 15, 25)], "each of them is spread over the text"
-    nearly = Windows.of("text", IDS, context=16, tokens=30 * 16)
-    assert nearly.others(1).numbers == (30,)
-    assert nearly.others(2).numbers == (0, 15), "too few others are left"
-    assert Windows.of("text", IDS, context=16, tokens=1).tokens == 16
-    assert Windows.of("text", IDS[:9], context=16, tokens=100).length == 8, "a short text is one window"
-    with pytest.raises(UserError, match="has 1 tokens, too few to predict one"):
-        Windows.of("text", IDS[:1], context=16, tokens=100)
-
-
-def test_names_of_texts() -> None:
-    assert labels(["books/a.txt.xz", "tokens/b"]) == ["a", "b"]
-    assert labels(["x/a.txt", "y/a.txt"]) == ["x/a.txt", "y/a.txt"]
-    with pytest.raises(UserError, match="named twice"):
-        labels(["a", "b", "a"])
-
-
-def test_a_window_is_as_long_as_samples_were_in_training(tmp_path: Path) -> None:
-    checkpoint, model = tmp_path / "checkpoints" / "000007", tmp_path / "model"
-    assert usual_context(checkpoint, 4096) == usual_context(model, 4096) == 512
-    assert usual_context(tmp_path, 64) == 64
-    plan, _ = plan_of(FULL)
-    plan.save(tmp_path / "plan.json")
-    trained = plan.workload.sequence_tokens
-    assert usual_context(checkpoint, 4096) == usual_context(model, 4096) == trained != 512
-    assert usual_context(tmp_path, 4096) == 512, "a plan that lies about is not the model's"
-
-
-def test_the_token_that_a_tokenizer_begins_with(staged: StagedModel) -> None:
-    class Begins:
-        bos_token_id = 3
-
-        def __call__(self, _text: str) -> Any:
-            return type("Encoded", (), {"input_ids": [3, 9]})
-
-    assert beginning_of(Begins()) == 3
-    assert beginning_of(staged.tokenizer) is None
 
 
 # ---- losses
@@ -404,128 +336,9 @@ def test_parts_without_a_drive_of_their_own() -> None:
     assert Driving(5, "1.4").part((0, 1, 2, 3, 4)).drive == 1.0
 
 
-# ---- the command
-
-
-@pytest.fixture
-def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("TQDM_DISABLE", "1")
-    (tmp_path / "words.txt").write_text(TEXT)
-    return tmp_path / "words.txt"
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["skippipe", "eval", *map(str, words)])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return int(end.value.code or 0)
-
-
-def test_the_command(
-    folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prepared = prepare(text, TOKENIZER, tmp_path / "tokens")
-    out = {kind: tmp_path / f"out.{kind}" for kind in ("json", "png", "html")}
-    files = [word for kind, path in out.items() for word in (f"--{kind}", path)]
-    options = ["--stages", "0,2", "--losing", "--tokens", 300, "--context", 32, *files]
-    assert run(monkeypatch, folder, "--text", text, "--text", tmp_path / "tokens", *options) == 0
-    printed = capsys.readouterr().out
-    lines = [line.replace(" ", "") for line in printed.splitlines()]
-    assert lines[0] == f"words:288tokens,spreadoverits{len(prepared):,},inwindowsof32"
-    found = json.loads(out["json"].read_text())
-    assert found["complete"]
-    assert found["layers"] == [2, 1, 2]
-    staged = load(folder)
-    windows = Windows.of("words", prepared.ids, 32, 300)
-    assert len(found["parts"]) == 4
-    whole = by_itself(staged, part(0, 1, 2, total=3), windows)
-    for each in found["parts"]:
-        loss = by_itself(staged, part(*each["stages"], total=3), windows)
-        assert each["texts"]["words"] == each["texts"]["tokens"], "a text is what was prepared of it"
-        assert each["texts"]["words"]["loss"] == pytest.approx(loss, abs=1e-5)
-        assert each["texts"]["words"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
-        assert each["texts"]["words"]["increase"] == pytest.approx(math.exp(loss - whole) - 1, abs=1e-4)
-    assert [len(found["losing"][name]) for name in ("alone", "order", "best")] == [2, 2, 3]
-    shown = {each["stages"].__repr__(): each["texts"]["words"] for each in found["parts"]}["[0, 2]"]
-    row = f"{shown['loss']:.4f}│{number(shown['perplexity'])}│{100 * shown['increase']:+,.1f}%".replace("-", "−")
-    assert any(line.startswith("│0,2│67%│") and line.count(row) == 2 for line in lines)
-    assert out["png"].read_bytes().startswith(b"\x89PNG")
-    page = out["html"].read_text()
-    assert "Dropping one after another" in page
-    assert "http" not in page.split("<body>")[1]
-
-
-def test_a_run_is_measured_on_windows_of_its_plan(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint_in(tmp_path / "run")
-    plan, _ = plan_of(FULL)
-    plan.save(tmp_path / "run" / "plan.json")
-    assert run(monkeypatch, tmp_path / "run", "--text", text, "--tokens", 99, "--dtype", "bf16") == 0
-    assert f"in windows of {plan.workload.sequence_tokens}" in capsys.readouterr().out
-
-
-def test_ctrl_c_shows_what_is_done(
-    folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    walk, calls = Meter._walked, 0
-
-    def interrupted(self: Meter, *given: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise KeyboardInterrupt
-        return walk(self, *given)
-
-    monkeypatch.setattr(Meter, "_walked", interrupted)
-    text.write_text(TEXT * 20)
-    assert run(monkeypatch, folder, "--text", text, "--tokens", 10_240, "--all") == 130
-    printed = capsys.readouterr().out
-    assert "words: 5,120 of 10,240 tokens" in printed
-    assert "interrupted: this is what was found until then" in printed
-    assert "0,1" in printed
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["--context", "65"], "--context 65: the model looks at 64 tokens; name that many or fewer"),
-        (["--stages", "1,2"], "begin with 0"),
-        (["--keep", "half"], "'half' is not a share"),
-        (["--keep", "1/2", "--drive", "harder"], "'harder' is neither a number nor one of"),
-        (["--cut", "1", "--losing"], "the model is in one piece: say with --cut how many stages it has"),
-        (["--cut", "9"], "at most 5 stages"),
-        (["--text", "nowhere.txt"], "nowhere.txt: no such text file"),
-        (["--json", "."], ".: this is a folder; name a file in it"),
-        (["--device", "tpu"], "device 'tpu'"),
-    ],
-)
-def test_what_cannot_be(
-    folder: Path,
-    text: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    complaint: str,
-) -> None:
-    assert run(monkeypatch, folder, "--text", text, *words) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: ")
-    assert complaint in last
-
-
 def test_too_many_parts() -> None:
     with pytest.raises(UserError, match=r"--all: 12 stages have 2,048 parts, more than 1,024; draw some with --keep"):
         Selection(everything=True).stages(12)
     assert len(Selection(everything=True).stages(11)) == 1024
     assert len(Selection(losing=True).to_know_losing(8)) == 128
     assert len(Selection(losing=True).to_know_losing(9)) == 8
-
-
-def test_tokens_of_another_tokenizer(
-    folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prepare(text, 257, tmp_path / "others")
-    assert run(monkeypatch, folder, "--text", tmp_path / "others") == 2
-    assert "made with another tokenizer" in capsys.readouterr().err

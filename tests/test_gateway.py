@@ -12,9 +12,13 @@ from random import Random
 
 import pytest
 
+from skippipe.errors import UserError
 from skippipe.serving.gateway import Full, Gateway, ServingSettings, Step
 from skippipe.serving.lanes import Even, Lane, fastest, links
+from skippipe.serving.placing import Mapped, dealt, names_here
 from skippipe.serving.streams import Ending, Request, Stream
+from skippipe.workload import MODELS
+from tests.plans import uniform_cluster
 
 VOCABULARY = 50
 END = 7
@@ -235,3 +239,80 @@ def test_lanes_take_the_fastest_way_and_spread() -> None:
             return float("inf") if 6 in (sender, receiver) else super().hop_s(sender, receiver)
 
     assert fastest(holders, Nowhere(), {}, 0) is None
+
+
+def test_streams_share_a_lane_only_as_far_as_its_caches_go() -> None:
+    world = World(4, ServingSettings(streams=8, lanes=1, lane_tokens=60))
+    short = [world.gateway.submit(Request((1, 2), 8)) for _ in range(8)]
+    long = world.gateway.submit(Request(tuple(range(30)), 30))
+    with pytest.raises(Full, match="61 tokens"):
+        world.gateway.submit(Request(tuple(range(30)), 31))
+    world.run()
+    for stream in (*short, long):
+        assert stream.answer == answer(stream.request)
+    for step in world.steps:
+        longest = max(row.stream.request.longest for row in step.rows)
+        assert (max(row.slot for row in step.rows) + 1) * longest <= 60
+
+
+def test_nobody_is_answered_before_every_stage_was_there_once() -> None:
+    world = World(5, ServingSettings(gathering=timedelta(seconds=100), patience=timedelta(seconds=200)))
+    world.gateway = Gateway(len(PLACES), world, world.gateway.settings)
+    for node in (0, 2, 4):
+        world._back(node)
+    stream = world.gateway.submit(Request((1, 2), 3))
+    assert not world.gateway.is_open
+    world.at(5, lambda: world._back(6))
+    world.run()
+    assert (stream.answer, stream.visited) == (answer(stream.request), 4)
+
+    world = World(5, world.gateway.settings)
+    world.gateway = Gateway(len(PLACES), world, world.gateway.settings)
+    world._back(0)
+    stream = world.gateway.submit(Request((1, 2), 3))
+    world.at(1, lambda: None)
+    world.run()
+    assert (stream.answer, stream.visited) == (answer(stream.request), 1), "those who are there after a while will do"
+
+
+def test_a_stream_that_cannot_be_done_ends() -> None:
+    world = World(6, ServingSettings(lanes=1))
+    world.step = world.steps.append  # type: ignore[method-assign, assignment]
+    stream = world.gateway.submit(Request((1, 2), 3))
+    for tried in range(3):
+        step = world.steps[-1]
+        assert world.gateway.spoiled(step.number, 77) == (), "not on its path"
+        assert world.gateway.spoiled(step.number, step.lane.path[1]) == step.lane.path
+        assert world.gateway.spoiled(step.number, step.lane.path[1]) == (), "said twice"
+        assert len(world.steps) == min(tried + 2, 3)
+    assert stream.ending is Ending.SPOILED
+    assert not world.gateway.streams
+
+
+def test_whoever_waits_is_told_when_all_is_over() -> None:
+    world = World(7, ServingSettings(streams=1, lanes=1))
+    streams = [world.gateway.submit(Request((1, 2), 30)) for _ in range(6)]
+    world.gateway.close()
+    assert [stream.ending for stream in streams] == [Ending.CANCELLED] * 6
+    assert world.said_of == streams
+
+
+def test_the_cluster_file_says_what_is_near() -> None:
+    cluster = uniform_cluster(4, latency_s=0.1, bandwidth=1e6, flops_per_s=1e9)
+    latency_s = cluster.latency_s.copy()
+    latency_s[0, 1] = 5.0
+    bandwidth = cluster.bandwidth_bytes_per_s.copy()
+    bandwidth[3, 0] = 0.0
+    near = Mapped.of(replace(cluster, latency_s=latency_s), MODELS["llama-tiny"], (6, 6), "bf16")
+    assert dealt(["a", "b", "c", "d"], 2) == {"a": 0, "b": 1, "c": 0, "d": 1}
+    assert fastest([[0, 2], [1, 3]], near, {}, 0) == (0, 3)
+    assert near.hop_s(2, 2) == 0.0
+    assert near.hop_s(0, 1) == pytest.approx(5.0 + 128 / 1e6)
+    assert near.task_s(0, 0) > near.task_s(1, 0) > 0, "stage 0 has the head"
+    cut = replace(near, cluster=replace(cluster, bandwidth_bytes_per_s=bandwidth))
+    assert fastest([[0], [3]], cut, {}, 0) is None
+    assert names_here(3, 4) == ["stage0.0", "stage1.0", "stage2.0", "stage0.1"]
+    assert len(names_here(3, None)) == 6
+    assert len(names_here(20, None)) == 20
+    with pytest.raises(UserError, match="2 nodes cannot hold 3 stages"):
+        dealt(["a", "b"], 3)

@@ -310,10 +310,10 @@ def test_the_context_ends_a_text() -> None:
 
 
 def test_tokens_that_end_a_text() -> None:
-    model = staged()
-    assert ending_tokens(model) == frozenset()
-    model.stages[0].blueprint.config.eos_token_id = [3, 4]
-    assert ending_tokens(model) == {3, 4}
+    config = staged().stages[0].blueprint.config
+    assert ending_tokens(config, TEXT) == frozenset()
+    config.eos_token_id = [3, 4]
+    assert ending_tokens(config, TEXT) == {3, 4}
 
 
 def test_a_stop_string_ends_a_reply() -> None:

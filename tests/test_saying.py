@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from skippipe.errors import UserError
-from skippipe.inference.sampling import Sampling, choose
+from skippipe.inference.choosing import choose
+from skippipe.inference.sampling import Sampling
 from skippipe.inference.text import BROKEN, TextStream
 from tests.test_scoring import TOKENIZER
 

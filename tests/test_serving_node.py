@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 from random import Random
@@ -11,15 +12,17 @@ from typing import Any
 
 import pytest
 
-from skippipe.runtime.control import COORDINATOR, Close, Control, Feed, Ready, Sampled, from_json, to_json
-from skippipe.serving.feeding import feeds
+from skippipe.inference.sampling import Sampling
+from skippipe.runtime.control import COORDINATOR, Close, Control, Feed, Ready, Sampled, Spoiled, from_json, to_json
+from skippipe.serving.early import MOST, Early
+from skippipe.serving.feeding import Seat, feeds
 from skippipe.serving.gateway import Gateway, ServingSettings, Step
 from skippipe.serving.lanes import Lane
 from skippipe.serving.node import ServingNode
-from skippipe.serving.streams import Ending, Request, Sampling, Stream
-from skippipe.serving.work import Choose, FedRow, Forget, Pass, ServingWork
+from skippipe.serving.streams import Ending, Request, Stream
+from skippipe.serving.work import Choose, FedRow, Forget, Pass, ServingWork, Unable
 from skippipe.transport.message import Kind, Message
-from tests.test_gateway import PLACES, answer, next_token
+from tests.test_gateway import PLACES, VOCABULARY, answer, next_token
 
 STAGE_OF = {node: stage for stage, nodes in PLACES.items() for node in nodes}
 Prefixes = list[tuple[int, ...]]
@@ -40,8 +43,8 @@ class Symbols:
             case Choose():
                 ends = [sum(row.count for row in work.rows[: at + 1]) for at in range(len(work.rows))]
                 return [
-                    next_token(list(work.given[end - 1]), chance.seed)
-                    for end, chance in zip(ends, work.chances, strict=True)
+                    next_token(list(work.given[end - 1]), sampling.seed)
+                    for end, sampling in zip(ends, work.how, strict=True)
                 ]
             case Forget():
                 self.caches = {key: each for key, each in self.caches.items() if key[0] != work.lane}
@@ -79,7 +82,7 @@ class Place:
         self.world = world
         self.number = number
         self.computer = Symbols(STAGE_OF[number])
-        self.node = ServingNode(number, STAGE_OF[number], self)
+        self.node = ServingNode(Seat(number, STAGE_OF[number], len(STAGE_OF), VOCABULARY, 2**16), self)
         self.alive = True
 
     def now_ns(self) -> int:
@@ -113,6 +116,7 @@ class World:
         self.gateway = Gateway(len(PLACES), self, settings)
         self.places: dict[int, Place] = {}
         self.over: list[Stream] = []
+        self.spoiled: list[Spoiled] = []
         for node in STAGE_OF:
             self.begin(node)
 
@@ -149,6 +153,9 @@ class World:
                     self.gateway.joined(place.number, STAGE_OF[place.number])
                 case Sampled():
                     self.gateway.sampled(control.step, control.tokens, place.number)
+                case Spoiled():
+                    self.spoiled.append(control)
+                    self.gateway.spoiled(control.step, place.number)
                 case _:
                     raise AssertionError(control)
 
@@ -232,3 +239,84 @@ def test_what_no_step_foresees_is_dropped() -> None:
     assert sum(place.node.dropped.values()) == 6
     place.node.receive(0, Message(Kind.HOP, 1, 1, 0, 1, [(1,)]))  # type: ignore[arg-type]
     assert sum(place.node.dropped.values()) == 6
+
+
+GOOD = Feed(1, 1, [0, 2], [[0, 0, 2], [1, 4, 1]], [3], [[5, 6], [7]], [[0.5, 3.0, 0.9], [0.0, 0.0, 1.0]], [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"lane": 2**32}, "too large"),
+        ({"path": [0, 2, 2]}, "twice"),
+        ({"path": [0, 70]}, "nobody knows"),
+        ({"path": [1, 2]}, "does not come here"),
+        ({"path": [2, 0]}, "stage 0"),
+        ({"path": []}, "does not come here"),
+        ({"rows": []}, "without slot"),
+        ({"rows": [[0, 0], [1, 4, 1]]}, "without slot"),
+        ({"rows": [[0, 0, 2], [0, 4, 1]]}, "twice"),
+        ({"rows": [[0, 0, 2], [1, 4, 0]]}, "a row of nothing"),
+        ({"rows": [[0, 0, 2], [2**40, 4, 1]]}, "room"),
+        ({"tokens": [[5, 6]]}, "other tokens"),
+        ({"tokens": [[5, 6], [7, 8]]}, "other tokens"),
+        ({"tokens": [[5, 6], [VOCABULARY]]}, "nobody knows"),
+        ({"chances": [[0.5, 3.0, 0.9]]}, "chances"),
+        ({"chances": [[0.5, 3.0], [0.0, 0.0, 1.0]]}, "chances"),
+        ({"chances": [[0.5, float("inf"), 0.9], [0.0, 0.0, 1.0]]}, "chances"),
+        ({"chances": [[float("nan"), 3.0, 0.9], [0.0, 0.0, 1.0]]}, "temperature"),
+        ({"chances": [[0.5, 3.0, 0.0], [0.0, 0.0, 1.0]]}, "top-p"),
+        ({"seeds": [1]}, "chances"),
+    ],
+)
+def test_steps_that_cannot_be_are_dropped(changed: dict[str, Any], why: str) -> None:
+    node = World(0, ServingSettings()).places[0].node
+    node.hear(replace(GOOD, **changed))
+    ((sender, what),) = node.dropped
+    assert sender == COORDINATOR
+    assert why in what
+    node.decide()
+    assert node.doing == "serving", "nothing is done about it"
+    node.hear(GOOD)
+    node.decide()
+    assert node.doing == "serving, pass"
+
+
+def test_tensors_that_nobody_told_of_make_room_for_others() -> None:
+    early = Early()
+    for step in range(3 * MOST):
+        early.put(4, (step, 1), step)
+    early.put(5, (0, 1), "another's")
+    assert early.take(4, (0, 1)) is None
+    assert early.take(4, (3 * MOST - 1, 1)) == 3 * MOST - 1
+    assert early.take(5, (0, 1)) == "another's"
+    assert early.take(5, (0, 1)) is None
+
+
+def test_a_tensor_from_elsewhere_does_not_take_the_place_of_the_one_that_is_waited_for() -> None:
+    place = World(0, ServingSettings()).places[2]
+    place.node.receive(0, Message(Kind.HOP, 1, 1, 0, 1, [(1,)]))  # type: ignore[arg-type]
+    place.node.receive(4, Message(Kind.HOP, 1, 1, 0, 1, [(9,)]))  # type: ignore[arg-type]
+    place.node.hear(Feed(1, 1, [0, 2], [[0, 0, 1]], [], [], [], []))
+    place.node.decide()
+    assert place.node.doing == "serving, pass"
+
+
+class Sick(Symbols):
+    """Gets nothing that it can use."""
+
+    def run(self, work: ServingWork) -> Any:
+        return super().run(work) if isinstance(work, Forget) else Unable("not finite", given=True)
+
+
+def test_whoever_sends_what_is_of_no_use_is_named() -> None:
+    world = World(0, ServingSettings(lanes=1))
+    for node in PLACES[2]:
+        world.places[node].computer = Sick(2)
+    world.at(1, lambda: None)
+    world.run(lambda: len(world.gateway.stage_of) == len(STAGE_OF))
+    stream = world.gateway.submit(Request((1, 2), 3))
+    world.run(lambda: not world.gateway.streams)
+    assert stream.ending is Ending.SPOILED
+    assert len(world.spoiled) == 3
+    assert {STAGE_OF[control.node] for control in world.spoiled} == {1}

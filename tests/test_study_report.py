@@ -14,6 +14,7 @@ import pytest
 from skippipe.cli import main
 from skippipe.errors import UserError
 from skippipe.recipe import Recipe
+from skippipe.report.table import Table
 from skippipe.study import tables
 from skippipe.study.plots import bands, charts, looks, squeezed
 from skippipe.study.settings import Batch, Measuring, Planned, Run, Study, Variant
@@ -75,7 +76,7 @@ def runs() -> Runs:
     return runs_of(RESULTS, STUDY)
 
 
-def cells(table: tables.Table | None, variant: str) -> list[str]:
+def cells(table: Table | None, variant: str) -> list[str]:
     assert table is not None
     (row,) = (row for row in table.rows if row[0] == variant)
     return list(row[1:])
@@ -251,7 +252,7 @@ def test_spread() -> None:
 
 
 def test_markdown_keeps_bars_in_names_apart() -> None:
-    text = tables.Table("Title", "Note.", ("a", "b"), [("x|y", "1")]).markdown()
+    text = Table("Title", "Note.", ("a", "b"), [("x|y", "1")]).markdown()
     assert text == "## Title\n\n| a | b |\n| --- | --- |\n| x\\|y | 1 |\n\nNote.\n"
 
 

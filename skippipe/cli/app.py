@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import skippipe
-from skippipe.cli import evaluating, generating, growing, planning, reading, scoring, study, text, training
+from skippipe.cli import evaluating, generating, growing, planning, reading, scoring, serving, study, text, training
 
 app = typer.Typer(
     name="skippipe",
@@ -48,6 +48,7 @@ app.command("export")(training.export)
 app.command("score")(scoring.score)
 app.command("eval")(evaluating.evaluate)
 app.command("generate")(generating.generate)
+app.command("serve")(serving.serve)
 app.command("node")(training.node)
 app.command("keys")(training.keys)
 app.add_typer(study.commands, name="study")

@@ -7,40 +7,34 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from skippipe.cli import inputs
 from skippipe.errors import UserError
 from skippipe.jsonfile import check_writable, json_text, write_text
 
 if TYPE_CHECKING:
     from skippipe.inference.evaluation import Evaluation, Progress
 
-PART, WORK, OUTPUT = "Part of the model", "Texts and work", "Output"
+OUTPUT = "Output"
 UNBOUNDED = 1000  # columns of a table that goes into a file
 
 
 def evaluate(
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CHECKPOINT",
-            help="A checkpoint; a run's output folder: its newest one; or a Hugging Face folder, as 'skippipe export' "
-            "and finished runs write it, or any other.",
-        ),
-    ],
+    checkpoint: inputs.Checkpoint,
     text: Annotated[
         list[str],
         typer.Option(
             metavar="FILE",
             help="Text to measure on: a file, plain or .xz; a folder that 'skippipe prepare' made with the model's "
             "tokenizer; or 'classics-val', which comes with the package. May be given several times.",
-            rich_help_panel=WORK,
+            rich_help_panel=inputs.WORK,
         ),
     ],
     tokens: Annotated[
-        int, typer.Option(min=1, help="Of each text, at most; spread evenly over it.", rich_help_panel=WORK)
+        int, typer.Option(min=1, help="Of each text, at most; spread evenly over it.", rich_help_panel=inputs.WORK)
     ] = 65_536,
     context: Annotated[
         int | None,
@@ -48,55 +42,31 @@ def evaluate(
             min=1,
             help="Tokens of a window, which is all that the model sees at a time.",
             show_default="as in the run's plan, or else 512; at most what the model's config allows",
-            rich_help_panel=WORK,
+            rich_help_panel=inputs.WORK,
         ),
     ] = None,
-    stages: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Measure these stages, in this order, as in 0,2,3. May be given several times.",
-            rich_help_panel=PART,
-        ),
-    ] = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(help="Keep this share of the stages, drawn at random: 1/2, 50%. Also.", rich_help_panel=PART),
-    ] = None,
-    draws: Annotated[int, typer.Option(min=1, help="Parts to draw for every share.", rich_help_panel=PART)] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same parts.", rich_help_panel=PART)] = 0,
+    stages: inputs.SeveralStages = None,
+    keep: inputs.SeveralKeep = None,
+    draws: inputs.Draws = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same parts.", rich_help_panel=inputs.PART)] = 0,
     everything: Annotated[
         bool,
-        typer.Option("--all", help="Measure all 2^(S−1) parts of S stages that keep stage 0.", rich_help_panel=PART),
+        typer.Option(
+            "--all", help="Measure all 2^(S−1) parts of S stages that keep stage 0.", rich_help_panel=inputs.PART
+        ),
     ] = False,
     losing: Annotated[
         bool,
         typer.Option(
             "--losing",
             help="Which stage costs most to lose, and in which order are stages best dropped?",
-            rich_help_panel=PART,
+            rich_help_panel=inputs.PART,
         ),
     ] = False,
-    drive: Annotated[
-        str,
-        typer.Option(
-            help="How strongly the stages that are left are driven, other than stage 0: plain (as trained), scaled (by "
-            "(S−1)/(L−1), so that L stages add as much as all S), a number to multiply by, or best (what is best on a "
-            "few windows of the first text, between plain and scaled, for each L).",
-            rich_help_panel=PART,
-        ),
-    ] = "plain",
-    cut: Annotated[
-        str | None,
-        typer.Option(
-            help="Stages to cut the model into: 6, or the layers of each, as in 2,2,4.",
-            show_default="as it was trained",
-            rich_help_panel=PART,
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=WORK)] = "cpu",
-    dtype: Annotated[
-        Literal["fp32", "bf16"], typer.Option(help="What it is computed in.", rich_help_panel=WORK)
-    ] = "fp32",
+    drive: inputs.DriveOrBest = "plain",
+    cut: inputs.Cut = None,
+    device: inputs.Device = "cpu",
+    dtype: inputs.Dtype = "fp32",
     json: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Write all figures, as JSON.", rich_help_panel=OUTPUT)
     ] = None,

@@ -7,11 +7,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from skippipe.cli import inputs
 from skippipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,19 +20,12 @@ if TYPE_CHECKING:
     from skippipe.inference.replies import Piece, Request
     from skippipe.parts import Part
 
-CHOICE, PART, DRAFT, WORK = "Which words", "Part of the model", "Drafts", "Work"
+CHOICE, DRAFT = "Which words", "Drafts"
 SAMPLE_TOKENS = 48  # that the model writes before 'auto' compares drafts
 
 
 def generate(
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CHECKPOINT",
-            help="A checkpoint; a run's output folder: its newest one; or a Hugging Face folder, as 'skippipe export' "
-            "and finished runs write it, or any other.",
-        ),
-    ],
+    checkpoint: inputs.Checkpoint,
     prompts: Annotated[
         list[str] | None,
         typer.Argument(
@@ -78,35 +71,16 @@ def generate(
             help="End before this string; \\n is a new line. May be given several times.", rich_help_panel=CHOICE
         ),
     ] = None,
-    stages: Annotated[
-        str | None,
-        typer.Option(help="Use only these stages, in this order, as in 0,2,3.", rich_help_panel=PART),
-    ] = None,
-    keep: Annotated[
-        str | None,
-        typer.Option(help="Or keep this share of the stages, drawn at random: 1/2, 50%.", rich_help_panel=PART),
-    ] = None,
-    drive: Annotated[
-        str,
-        typer.Option(
-            help="How strongly the stages that are left are driven, other than stage 0: plain (as trained), scaled (by "
-            "(S−1)/(L−1), so that L stages add as much as all S), or a number to multiply by. In a draft too.",
-            rich_help_panel=PART,
-        ),
-    ] = "plain",
-    cut: Annotated[
-        str | None,
-        typer.Option(
-            help="Stages to cut the model into: 6, or the layers of each, as in 2,2,4.",
-            show_default="as it was trained",
-            rich_help_panel=PART,
-        ),
-    ] = None,
+    stages: inputs.Stages = None,
+    keep: inputs.Keep = None,
+    drive: inputs.Drive = "plain",
+    cut: inputs.Cut = None,
     draft: Annotated[
         str | None,
         typer.Option(
-            help="Stages that draft, as in 0,1; then all verify the drafted tokens in one pass. The text stays the "
-            "same. Fastest are those that the others go on from: 0,1 rather than 0,3. 'auto' tries some and picks.",
+            help="Stages that draft, as in 0,1, driven as --drive says; then all verify the drafted tokens in one "
+            "pass. The text stays the same. Fastest are those that the others go on from: 0,1 rather than 0,3. 'auto' "
+            "tries some and picks.",
             rich_help_panel=DRAFT,
         ),
     ] = None,
@@ -120,7 +94,7 @@ def generate(
         ),
     ] = None,
     together: Annotated[
-        int, typer.Option(min=1, help="Prompts that are worked on at a time.", rich_help_panel=WORK)
+        int, typer.Option(min=1, help="Prompts that are worked on at a time.", rich_help_panel=inputs.WORK)
     ] = 8,
     context: Annotated[
         int | None,
@@ -129,15 +103,13 @@ def generate(
             help="Tokens of prompt and text together, at most. Say it if the model was trained on shorter samples "
             "than its config allows.",
             show_default="as the model's config says",
-            rich_help_panel=WORK,
+            rich_help_panel=inputs.WORK,
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=WORK)] = "cpu",
-    dtype: Annotated[
-        Literal["fp32", "bf16"], typer.Option(help="What it is computed in.", rich_help_panel=WORK)
-    ] = "fp32",
+    device: inputs.Device = "cpu",
+    dtype: inputs.Dtype = "fp32",
     stats: Annotated[
-        bool, typer.Option("--stats", help="Say at the end, on stderr, how fast it was.", rich_help_panel=WORK)
+        bool, typer.Option("--stats", help="Say at the end, on stderr, how fast it was.", rich_help_panel=inputs.WORK)
     ] = False,
 ) -> None:
     """Let a trained model write, whole or with stages missing.

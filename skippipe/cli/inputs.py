@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from skippipe.planner.problem import Placement, Problem
     from skippipe.timeline import Timing
 
-PIPELINE, WORK, SEARCH = "Pipeline", "Workload", "Search"
+PIPELINE, WORKLOAD, SEARCH = "Pipeline", "Workload", "Search"
+PART, WORK = "Part of the model", "Work"
 
 ClusterName = Annotated[
     str,
@@ -47,6 +48,53 @@ Seed = Annotated[
 ]
 
 
+def _drive(others: str) -> Any:
+    return typer.Option(
+        help="How strongly the stages that are left are driven, other than stage 0: plain (as trained), scaled (by "
+        f"(S−1)/(L−1), so that L stages add as much as all S), {others}",
+        rich_help_panel=PART,
+    )
+
+
+_STAGES = "Use only these stages, in this order, as in 0,2,3."
+_KEEP = "Or keep this share of the stages, drawn at random: 1/2, 50%, 1 (all)."
+Checkpoint = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="A checkpoint; a run's output folder: its newest one; or a Hugging Face folder, as 'skippipe export' and "
+        "finished runs write it, or any other.",
+    ),
+]
+Stages = Annotated[str | None, typer.Option(help=_STAGES, rich_help_panel=PART)]
+Keep = Annotated[str | None, typer.Option(help=_KEEP, show_default="all", rich_help_panel=PART)]
+SeveralStages = Annotated[
+    list[str] | None, typer.Option(help=f"{_STAGES} May be given several times.", rich_help_panel=PART)
+]
+SeveralKeep = Annotated[
+    list[str] | None, typer.Option(help=f"{_KEEP} Also several times.", show_default="all", rich_help_panel=PART)
+]
+Draws = Annotated[int, typer.Option(min=1, help="Different parts to draw for every share.", rich_help_panel=PART)]
+Drive = Annotated[str, _drive("or a number to multiply by.")]
+DriveOrBest = Annotated[
+    str,
+    _drive(
+        "a number to multiply by, or best (what is best on a few windows of the first text, between plain and scaled, "
+        "for each L)."
+    ),
+]
+Cut = Annotated[
+    str | None,
+    typer.Option(
+        help="Stages to cut the model into: 6, or the layers of each, as in 2,2,4.",
+        show_default="as it was trained",
+        rich_help_panel=PART,
+    ),
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=WORK)]
+Dtype = Annotated[Literal["fp32", "bf16"], typer.Option(help="What it is computed in.", rich_help_panel=WORK)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
     """The workload and the pipeline, but for how much of it is skipped."""
@@ -63,54 +111,61 @@ class SweepOptions:
         typer.Option(help="Layers of each stage, as in 3,5,4,4,4,4.", show_default="even", rich_help_panel=PIPELINE),
     ] = None
     dispatch: Annotated[
-        Literal["first-come", "backward-first"],
-        typer.Option(help="Who goes next on a node.", rich_help_panel=PIPELINE),
-    ] = "first-come"
-    split_backward: Annotated[
-        bool,
+        Literal["first-come", "backward-first"] | None,
         typer.Option(
-            "--split-backward",
-            help="Compute weight gradients apart from the rest of the backward, when a node would be idle.",
+            help="Who goes next on a node.",
+            show_default="what is faster, if the strategy is best; else first-come",
             rich_help_panel=PIPELINE,
         ),
-    ] = False
+    ] = None
+    split_backward: Annotated[
+        bool | None,
+        typer.Option(
+            "--split-backward/--whole-backward",
+            help="Compute weight gradients apart from the rest of the backward, when a node would be idle; or not.",
+            show_default="what is faster, if the strategy is best; else whole",
+            rich_help_panel=PIPELINE,
+        ),
+    ] = None
     model: Annotated[
         str | None,
         typer.Option(
             help="llama-30m, llama-500m, llama-1.5b, llama-8b, or a Hugging Face config.json.",
             show_default="llama-1.5b",
-            rich_help_panel=WORK,
+            rich_help_panel=WORKLOAD,
         ),
     ] = None
     sequence: Annotated[
-        int | None, typer.Option(help="Tokens of a sample.", show_default="4096", rich_help_panel=WORK)
+        int | None, typer.Option(help="Tokens of a sample.", show_default="4096", rich_help_panel=WORKLOAD)
     ] = None
-    samples: Annotated[int | None, typer.Option(help="Of a microbatch.", show_default="2", rich_help_panel=WORK)] = None
+    samples: Annotated[
+        int | None, typer.Option(help="Of a microbatch.", show_default="2", rich_help_panel=WORKLOAD)
+    ] = None
     microbatches: Annotated[
         int | None,
         typer.Option(
-            "-m", "--microbatches", help="Of an iteration.", show_default="6 a data node", rich_help_panel=WORK
+            "-m", "--microbatches", help="Of an iteration.", show_default="6 a data node", rich_help_panel=WORKLOAD
         ),
     ] = None
     wire: Annotated[
         Literal["fp32", "bf16", "int8"] | None,
-        typer.Option(help="Activations on the wire.", show_default="bf16", rich_help_panel=WORK),
+        typer.Option(help="Activations on the wire.", show_default="bf16", rich_help_panel=WORKLOAD),
     ] = None
     gradients: Annotated[
         Literal["fp32", "bf16", "int8"] | None,
-        typer.Option(help="Weight gradients on the wire.", show_default="fp32", rich_help_panel=WORK),
+        typer.Option(help="Weight gradients on the wire.", show_default="fp32", rich_help_panel=WORKLOAD),
     ] = None
     max_slots: Annotated[
         int | None,
         typer.Option(
             help="At most so many microbatches in flight on a node.",
             show_default="what its memory holds; the examples: 3",
-            rich_help_panel=WORK,
+            rich_help_panel=WORKLOAD,
         ),
     ] = None
     checkpointing: Annotated[
         bool,
-        typer.Option("--checkpointing", help="Recompute activations in the backward pass.", rich_help_panel=WORK),
+        typer.Option("--checkpointing", help="Recompute activations in the backward pass.", rich_help_panel=WORKLOAD),
     ] = False
 
 
@@ -193,7 +248,7 @@ def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
             sizes=options.sizes,
             layers=options.layers,
             microbatches=options.microbatches,
-            dispatch=Dispatch(options.dispatch),
+            dispatch=Dispatch(options.dispatch) if options.dispatch else None,
             split_backward=options.split_backward,
             timing=timing_of(options.contention_only, example.timing if example else Timing.FULL),
         ),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
     from skippipe.planner.strategies import Progress, Strategy
 
 StrategyName = Annotated[
-    Literal["skippipe", "no-tc2", "dtfm-skip", "dtfm"],
+    Literal["best", "skippipe", "no-tc2", "dtfm-skip", "dtfm"],
     typer.Option(
-        help="skippipe (the study's method), no-tc2 (the same, blind to collisions), dtfm-skip (blind to the network), "
-        "dtfm (full pipeline, nothing skipped).",
+        help="best (all freedoms at once), skippipe (the study's method), no-tc2 (the same, blind to collisions), "
+        "dtfm-skip (blind to the network), dtfm (full pipeline, nothing skipped).",
         rich_help_panel=inputs.SEARCH,
     ),
 ]
 SkippingStrategy = Annotated[
-    Literal["skippipe", "no-tc2", "dtfm-skip"],
+    Literal["best", "skippipe", "no-tc2", "dtfm-skip"],
     typer.Option(help="As in 'skippipe plan'.", rich_help_panel=inputs.SEARCH),
 ]
 KeepStages = Annotated[
@@ -49,10 +50,25 @@ KeepStages = Annotated[
 def plan(
     cluster: inputs.ClusterName,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
-    strategy: StrategyName = "skippipe",
-    budget: inputs.Budget = 60,
+    strategy: StrategyName = "best",
+    budget: inputs.Budget = 30,
+    changes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="End after so many changes tried, whatever time that takes: the same plan every time (best only).",
+            show_default="no limit",
+            rich_help_panel=inputs.SEARCH,
+        ),
+    ] = None,
     seed: inputs.Seed = 0,
     keep_stages: KeepStages = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN", help="Begin with this plan and make it better (best only).", rich_help_panel=inputs.SEARCH
+        ),
+    ] = None,
     as_json: inputs.Json = False,
     *,
     options: inputs.ProblemOptions,
@@ -68,7 +84,8 @@ def plan(
     placement, options = inputs.with_stages_of(keep_stages, cluster, options)
     problem = inputs.problem_from(cluster, options)
     with interruptible() as stopped:
-        found, took_s = _planned(problem, strategy, seed, budget, placement, stopped)
+        search = _Search(seed, math.inf if changes else budget, changes or math.inf, start)
+        found, took_s = search.planned(problem, strategy, placement, stopped)
     if output:
         found.save(output)
     if as_json:
@@ -99,18 +116,22 @@ def compare(
     problem = inputs.problem_from(cluster, options)
     from skippipe.planner.strategies import Strategy
 
+    search = _Search(seed, budget)
+    full = replace(problem, visited=problem.stages, sizes=(), swaps=0)
+    rivals = [(str(each), problem, each) for each in reversed(Strategy)]
+    rivals.insert(1, ("best-full", full, Strategy.BEST))  # so that what planning gives and what skipping gives differ
     rows: list[dict[str, Any]] = []
     with interruptible() as stopped:
-        for each in (Strategy.DTFM, Strategy.DTFM_SKIP, Strategy.NO_TC2, Strategy.SKIPPIPE):
-            kept = None if each is Strategy.DTFM else placement  # a full pipeline has stages of other sizes
+        for name, asked, each in rivals:
+            nothing_skipped = each is Strategy.DTFM or asked is full  # stages of other sizes
             try:
-                found, took_s = _planned(problem, each, seed, budget, kept, stopped)
+                found, took_s = search.planned(asked, each, None if nothing_skipped else placement, stopped)
             except Infeasible as error:
-                print(f"{each}: {error}", file=sys.stderr)
+                print(f"{name}: {error}", file=sys.stderr)
                 continue
             if out:
-                found.save(out / f"{each}.json")
-            rows.append(_summary(found, took_s))
+                found.save(out / f"{name}.json")
+            rows.append({**_summary(found, took_s), "strategy": name})
             if stopped:
                 break
     if not rows:
@@ -130,7 +151,7 @@ def compare(
 @inputs.takes(inputs.SweepOptions)
 def sweep(
     cluster: inputs.ClusterName,
-    strategy: SkippingStrategy = "skippipe",
+    strategy: SkippingStrategy = "best",
     budget: inputs.Budget = 20,
     seed: inputs.Seed = 0,
     as_json: inputs.Json = False,
@@ -148,6 +169,7 @@ def sweep(
 
     first = inputs.problem_from(cluster, inputs.ProblemOptions(**vars(options), skip="0"))
     wanted = first.workload.microbatches
+    search = _Search(seed, budget)
     rows: list[dict[str, Any]] = []
     with interruptible() as stopped:
         for visited in range(first.stages, 1, -1):
@@ -156,7 +178,7 @@ def sweep(
             try:
                 workload = replace(first.workload, microbatches=fitting)
                 problem = replace(first, visited=visited, sizes=(), workload=workload)
-                found, took_s = _planned(problem, strategy, seed, budget, None, stopped)
+                found, took_s = search.planned(problem, strategy, None, stopped)
             except Infeasible as error:
                 rows.append({"visited": visited, "skipped": 1 - visited / first.stages, "infeasible": str(error)})
                 continue
@@ -179,18 +201,37 @@ def sweep(
             print(f"visiting {row['visited']}: {row['infeasible']}")
 
 
-def _planned(
-    problem: Problem, strategy: str, seed: int, budget_s: float, placement: Placement | None, stopped: list[bool]
-) -> tuple[Plan, float]:
-    from skippipe.planner.strategies import Request, Strategy, make_plan
+@dataclass(frozen=True)
+class _Search:
+    """How hard to try."""
 
-    began = time.monotonic()
-    with progress_bar(Strategy(strategy)) as progress:
-        request = Request(seed, budget_s, placement, progress, stopped=lambda: bool(stopped))
-        found = make_plan(problem, Strategy(strategy), request)
-    if stopped:
-        print("interrupted: this is the best plan so far", file=sys.stderr)
-    return found, time.monotonic() - began
+    seed: int
+    budget_s: float
+    changes: float = math.inf
+    start: Path | None = None
+
+    def planned(
+        self, problem: Problem, strategy: str, placement: Placement | None, stopped: list[bool]
+    ) -> tuple[Plan, float]:
+        """The plan, and the seconds it took to find."""
+        from skippipe.plan import Plan
+        from skippipe.planner.strategies import Request, Strategy, make_plan
+
+        began = time.monotonic()
+        with progress_bar(Strategy(strategy)) as progress:
+            request = Request(
+                seed=self.seed,
+                budget_s=self.budget_s,
+                changes=self.changes,
+                placement=placement,
+                start=Plan.load(self.start) if self.start else None,
+                progress=progress,
+                stopped=lambda: bool(stopped),
+            )
+            found = make_plan(problem, Strategy(strategy), request)
+        if stopped:
+            print("interrupted: this is the best plan so far", file=sys.stderr)
+        return found, time.monotonic() - began
 
 
 @contextmanager

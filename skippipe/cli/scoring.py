@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from skippipe.cli import inputs
 from skippipe.jsonfile import check_writable, json_text, write_text
 
 if TYPE_CHECKING:
@@ -19,26 +20,18 @@ if TYPE_CHECKING:
     from skippipe.scoring.harness import Score
     from skippipe.scoring.tasks import Task
 
-PART, WORK = "Part of the model", "Questions and work"
 ENVIRONMENT = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TQDM_DISABLE", "DISABLE_MULTIPROC")
 """No network; no progress bars but our own; no process for each core to draw samples in."""
 
 
 def score(
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CHECKPOINT",
-            help="A checkpoint; a run's output folder: its newest one; or a Hugging Face folder, as 'skippipe export' "
-            "and finished runs write it, or any other.",
-        ),
-    ],
+    checkpoint: inputs.Checkpoint,
     text: Annotated[
         str,
         typer.Option(
             help="Text file that the questions are made of, plain or .xz; or 'classics-val', which comes with the "
             "package. Take one that the model was not trained on.",
-            rich_help_panel=WORK,
+            rich_help_panel=inputs.WORK,
         ),
     ],
     tasks: Annotated[
@@ -46,47 +39,19 @@ def score(
         typer.Option(
             help="cloze: say the last word of a passage, which occurred before. choice: which of four sentences goes "
             "on with a passage. order: which of four sentences has its words in order.",
-            rich_help_panel=WORK,
+            rich_help_panel=inputs.WORK,
         ),
     ] = "cloze,choice,order",
-    stages: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Use only these stages, in this order, as in 0,2,3. May be given several times: a column for each.",
-            rich_help_panel=PART,
-        ),
-    ] = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Or keep this share of the stages, drawn at random: 1 (all), 1/2, 50%. Also several times.",
-            show_default="all",
-            rich_help_panel=PART,
-        ),
-    ] = None,
-    draws: Annotated[
-        int,
-        typer.Option(min=1, help="Different parts to draw for every share; a column for each.", rich_help_panel=PART),
-    ] = 1,
-    drive: Annotated[
-        str,
-        typer.Option(
-            help="How strongly the stages that are left are driven, other than stage 0: plain (as trained), scaled (by "
-            "(S−1)/(L−1), so that L stages add as much as all S), or a number to multiply by.",
-            rich_help_panel=PART,
-        ),
-    ] = "plain",
-    cut: Annotated[
-        str | None,
-        typer.Option(
-            help="Stages to cut the model into: 6, or the layers of each, as in 2,2,4.",
-            show_default="as it was trained",
-            rich_help_panel=PART,
-        ),
-    ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Questions of each task, at most.", rich_help_panel=WORK)] = 500,
+    stages: inputs.SeveralStages = None,
+    keep: inputs.SeveralKeep = None,
+    draws: inputs.Draws = 1,
+    drive: inputs.Drive = "plain",
+    cut: inputs.Cut = None,
+    limit: Annotated[
+        int, typer.Option(min=1, help="Questions of each task, at most.", rich_help_panel=inputs.WORK)
+    ] = 500,
     seed: Annotated[
-        int, typer.Option(min=0, help="Same seed, same questions and same parts.", rich_help_panel=WORK)
+        int, typer.Option(min=0, help="Same seed, same questions and same parts.", rich_help_panel=inputs.WORK)
     ] = 0,
     context: Annotated[
         int | None,
@@ -95,10 +60,10 @@ def score(
             help="Tokens that the model looks at, at most; longer texts lose their beginning. Say it if the model was "
             "trained on shorter samples than a passage, about 200 tokens.",
             show_default="as the model's config says",
-            rich_help_panel=WORK,
+            rich_help_panel=inputs.WORK,
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=WORK)] = "cpu",
+    device: inputs.Device = "cpu",
     json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the scores to this file, as JSON.")] = None,
     write: Annotated[
         Path | None,
@@ -111,7 +76,7 @@ def score(
     """Score a model, whole or with stages missing, on questions made of a text.
 
     The lm-evaluation-harness asks (pip install 'skippipe\\[harness]'); nothing is downloaded. Every value comes with
-    its standard error, and with what guessing would get.
+    its standard error, and with what guessing would get; every part has a column.
 
     n: questions. acc: share of right answers, where the likeliest one counts as the answer. acc_norm: the same by
     likelihood per character, fairer to long answers. acc_mutual_info: the same by how much likelier the passage makes

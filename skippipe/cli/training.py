@@ -160,12 +160,16 @@ def node(
     tokens: Annotated[
         Path | None, typer.Option(help="Where this machine keeps the token folder, if elsewhere than the coordinator.")
     ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Where this machine keeps the model that is served, if elsewhere than the gateway."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N, instead of the job's.")] = None,
     patience: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for the coordinator, before training and whenever it is gone.")
     ] = 900,
 ) -> None:
-    """Join a run from another machine and work until it is over.
+    """Join a run, or a gateway that serves, from another machine and work until it is over.
 
     Example: skippipe node --join 10.0.0.1:5555 --key berlin-1.key --listen 5556
     """
@@ -191,6 +195,7 @@ def node(
             listen=place_to_listen(listen, join.split(",")[0], address),
             address=address,
             data_folder=tokens,
+            checkpoint=checkpoint,
             device=device,
             patience=timedelta(seconds=patience),
         )

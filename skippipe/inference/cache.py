@@ -91,11 +91,15 @@ class StageCache:
         self._touched: dict[int, int] = {}
         """Up to where each slot was written since it was free."""
 
+    def length(self, slot: int) -> int:
+        """Tokens that it holds."""
+        return self._lengths.get(slot, 0)
+
     def begin(self, rows: Rows, device: torch.device) -> CachePass:
         """Before the layers of a pass."""
         assert len(set(rows.slots)) == len(rows.slots), "a slot named twice"
         for slot, start, count in zip(rows.slots, rows.starts, rows.counts, strict=True):
-            assert not count or start <= self._lengths.get(slot, 0), f"slot {slot} ends before token {start}"
+            assert not count or start <= self.length(slot), f"slot {slot} ends before token {start}"
         self._make_room(max(rows.slots) + 1, rows.end)
         for slot, start, count in zip(rows.slots, rows.starts, rows.counts, strict=True):
             if count:
@@ -108,7 +112,7 @@ class StageCache:
         """Wiped: the next sequence there looks away from it by a factor of 0, which does not make 0 of NaN."""
         self._lengths.pop(slot, None)
         touched = self._touched.pop(slot, 0)
-        for store in self._tensors():
+        for store in self._tensors() if touched else ():
             store[slot, :, :touched] = 0
 
     @torch.inference_mode()

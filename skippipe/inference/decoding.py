@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from skippipe.inference.cache import Rows
+from skippipe.inference.choosing import choose
 from skippipe.inference.loading import StagedModel
 from skippipe.inference.replies import Reply
-from skippipe.inference.sampling import choose
 from skippipe.inference.stage import Stretch, embed, logits
 from skippipe.parts import Part, Visits
 

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from skippipe.inference.evaluation import BEST, Evaluation, Size
 from skippipe.inference.perplexity import EXPONENTS
 from skippipe.parts import Part
-
-NOTHING = "–"
-
-
-class Table(NamedTuple):
-    title: str
-    note: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
+from skippipe.report.table import NOTHING, Table
 
 
 def tables(evaluation: Evaluation) -> list[Table]:

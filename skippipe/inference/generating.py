@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from skippipe.inference.cache import CacheFull
 from skippipe.inference.decoding import Decoder
@@ -22,7 +23,7 @@ class Generator:
         """`ends`: tokens that end a text; None: those that the model names."""
         self._tokenizer = staged.tokenizer
         self._context = staged.context
-        self._ends = ending_tokens(staged) if ends is None else ends
+        self._ends = ending_tokens(staged.stages[0].blueprint.config, staged.tokenizer) if ends is None else ends
         self._decoder = decoder
         self._together = together
         """Texts at a time, at most."""
@@ -106,8 +107,8 @@ class Generator:
         return pieces
 
 
-def ending_tokens(staged: StagedModel) -> frozenset[int]:
+def ending_tokens(config: Any, tokenizer: Any) -> frozenset[int]:
     """What the model's configuration and its tokenizer say."""
-    named = staged.stages[0].blueprint.config.eos_token_id
+    named = config.eos_token_id
     found = named if isinstance(named, list) else [named]
-    return frozenset(token for token in (*found, staged.tokenizer.eos_token_id) if token is not None)
+    return frozenset(token for token in (*found, tokenizer.eos_token_id) if token is not None)

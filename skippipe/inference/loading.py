@@ -8,28 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skippipe.errors import UserError
-from skippipe.jsonfile import exists, read_json
+from skippipe.jsonfile import exists, read_as, read_json
 from skippipe.model.blueprint import Blueprint, config_from, config_named
 from skippipe.model.rebuilding import LAYER
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.parts import whole_numbers
 from skippipe.runtime.building import check_device
-from skippipe.training.checkpoint import MANIFEST, Checkpoints, verified
+from skippipe.training.checkpoint import MANIFEST, Checkpoints, Manifest, check_file, verified
 from skippipe.workload import Workload
 
 _Language: Any = AutoModelForCausalLM  # untyped
 _Tokenizer: Any = AutoTokenizer
 INDEX = "model.safetensors.index.json"
+WEIGHTS = ".weights.safetensors"  # how files of a checkpoint end that have weights
+PROBES, PROBE_BYTES = 16, 2**16  # of a file of weights, that its fingerprint looks at
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,16 @@ class StagedModel:
 
 
 @dataclass(frozen=True)
-class _Stored:
-    config: Any
-    weights: Mapping[str, Tensor]
+class Outline:
+    """A model on disk: all but its weights."""
+
+    place: Path
+    blueprint: Blueprint
     layers: tuple[int, ...]
-    """Of each stage; empty: it does not say."""
+    """Of each stage."""
+
+    def tokenizer(self) -> Any:
+        return _tokenizer(self.place, self.blueprint.config.vocab_size)
 
 
 def load(checkpoint: Path, cut: str | None = None, device: str = "cpu", context: int | None = None) -> StagedModel:
@@ -63,20 +71,54 @@ def load(checkpoint: Path, cut: str | None = None, device: str = "cpu", context:
     `context`: look at so many tokens instead of those that the configuration allows.
     """
     check_device(device)
-    place = found_place(checkpoint)
-    stored = _from_checkpoint(place) if (place / MANIFEST).is_file() else _from_folder(place)
-    blueprint = Blueprint(stored.config)
-    tokenizer = _tokenizer(place, stored.config.vocab_size)
+    outline = outlined(checkpoint, cut)
+    place, blueprint, tokenizer = outline.place, outline.blueprint, outline.tokenizer()
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if prefix is None:
         raise UserError(f"{place}: its tokenizer names no token that begins or ends a text ('eos_token')")
-    layers = layers_of(cut, blueprint) if cut is not None else stored.layers or (blueprint.layers,)
+    weights = _of_checkpoint(place) if (place / MANIFEST).is_file() else _of_folder(place, blueprint.config)
     stages = []
-    for number, each in enumerate(layer_ranges(layers)):
+    for number, each in enumerate(layer_ranges(outline.layers)):
         stage = StageModel(blueprint, each, ends=number == 0).eval()
-        _fill(stage, stored.weights, place)
+        _fill(stage, weights, place)
         stages.append(stage.to(device))
-    return StagedModel(stages, tokenizer, prefix, context or stored.config.max_position_embeddings, device)
+    return StagedModel(stages, tokenizer, prefix, context or blueprint.config.max_position_embeddings, device)
+
+
+def outlined(checkpoint: Path, cut: str | None = None) -> Outline:
+    """`cut` as in `load`."""
+    place = found_place(checkpoint)
+    if (place / MANIFEST).is_file():
+        manifest = _manifest(place)
+        config, known = config_from(manifest.config), manifest.layers
+    else:
+        config, known = config_named(str(place.resolve())), exported_layers(_weight_map(place))
+    blueprint = Blueprint(config)
+    return Outline(place, blueprint, layers_of(cut, blueprint) if cut is not None else known or (blueprint.layers,))
+
+
+def load_stage(outline: Outline, number: int, device: str = "cpu") -> StageModel:
+    """One stage alone: of the other stages' weights none are read, if they lie under the names that they have here."""
+    check_device(device)
+    stage = StageModel(outline.blueprint, layer_ranges(outline.layers)[number], ends=number == 0).eval()
+    _fill(stage, _some(outline, {name for name, _ in stage.named_weights()}), outline.place)
+    return stage.to(device)
+
+
+def fingerprint(place: Path) -> str:
+    """Of a checkpoint or a folder: tells one set of weights from another, without reading all of them."""
+    digest = sha256()
+    if (place / MANIFEST).is_file():  # it has a hash of every file
+        digest.update((place / MANIFEST).read_bytes())
+        return digest.hexdigest()
+    for file in sorted(each for each in place.iterdir() if each.suffix in (".safetensors", ".bin")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as opened:
+            for probe in range(PROBES):
+                opened.seek(probe * max(0, size - PROBE_BYTES) // (PROBES - 1))
+                digest.update(opened.read(PROBE_BYTES))
+    return digest.hexdigest()
 
 
 def found_place(checkpoint: Path) -> Path:
@@ -118,18 +160,27 @@ def exported_layers(weight_map: Mapping[str, str]) -> tuple[int, ...]:
     return counts if in_order and 0 not in counts else ()
 
 
-def _from_checkpoint(place: Path) -> _Stored:
-    manifest = verified(place)
+def _manifest(place: Path) -> Manifest:
+    return read_as(Manifest.from_json, place / MANIFEST)
+
+
+def _weight_map(place: Path) -> dict[str, str]:
+    """Name of a weight → the file that holds it, if there is an index."""
+    index = read_json(place / INDEX) if (place / INDEX).is_file() else {}
+    found: dict[str, str] = index.get("weight_map", {})
+    return found
+
+
+def _of_checkpoint(place: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
-    for file in manifest.files:
-        if file.name.endswith(".weights.safetensors"):
+    for file in verified(place).files:
+        if file.name.endswith(WEIGHTS):
             weights |= load_file(place / file.name)
-    return _Stored(config_from(manifest.config), weights, manifest.layers)
+    return weights
 
 
-def _from_folder(place: Path) -> _Stored:
+def _of_folder(place: Path, config: Any) -> dict[str, Tensor]:
     """Through transformers, which knows in how many ways weights have been stored."""
-    config = config_named(str(place.resolve()))
     try:
         model, said = _Language.from_pretrained(
             place, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
@@ -138,8 +189,32 @@ def _from_folder(place: Path) -> _Stored:
         raise UserError(f"{place}: transformers cannot load it: {str(error).strip().splitlines()[0]}") from None
     if said["missing_keys"]:
         raise UserError(f"{place}: has no tensor '{min(said['missing_keys'])}'")
-    index = read_json(place / INDEX) if (place / INDEX).is_file() else {}
-    return _Stored(config, dict(model.named_parameters()), exported_layers(index.get("weight_map", {})))
+    return dict(model.named_parameters())
+
+
+def _some(outline: Outline, names: set[str]) -> dict[str, Tensor]:
+    """The weights of these names; more of them, if they cannot be had by themselves."""
+    place = outline.place
+    if (place / MANIFEST).is_file():
+        weights: dict[str, Tensor] = {}
+        for file in _manifest(place).files:
+            if file.name.endswith(WEIGHTS) and (found := _picked(place / file.name, names)):
+                check_file(place, file)
+                weights |= found
+        return weights
+    weights = {}
+    for name in sorted(set(_weight_map(place).values())) or ["model.safetensors"]:
+        if Path(name).name == name and (place / name).is_file():
+            weights |= _picked(place / name, names)
+    return weights if weights.keys() >= names else _of_folder(place, outline.blueprint.config)
+
+
+def _picked(file: Path, names: set[str]) -> dict[str, Tensor]:
+    try:
+        with safe_open(file, "pt") as opened:
+            return {name: opened.get_tensor(name) for name in set(opened.keys()) & names}
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from None
 
 
 def _tokenizer(place: Path, vocabulary: int) -> Any:

@@ -5,31 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from io import BytesIO
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
-from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
 from skippipe.inference.evaluation import Evaluation
-from skippipe.inference.findings import Table, notes, number, tables
-from skippipe.jsonfile import write_bytes, write_text
+from skippipe.inference.findings import notes, number, tables
+from skippipe.jsonfile import write_text
 from skippipe.parts import Part
-from skippipe.report.html import STYLE
+from skippipe.report.image import INK, LINE_STYLES, blank, dress, literal, write_image
+from skippipe.report.page import figure_html, page, section, table_html
 from skippipe.report.picture import HUES
-from skippipe.report.png import INK
 
-DPI = 130
 MARKER = {"color": "#9A9A9A", "size": 7, "opacity": 0.6}
 KEPT_TITLE, PERPLEXITY_TITLE = "stages kept, % of the model's", "perplexity (logarithmic)"
 MEAN, ORDER, EXACT = "mean", "dropped one after another", "best of its size"
 COLOURS = {MEAN: HUES[0], ORDER: HUES[1], EXACT: HUES[3]}
 DASHES = {MEAN: "solid", ORDER: "solid", EXACT: "dot"}
-IN_MATPLOTLIB = {"solid": "-", "dot": ":"}
 IN_WORDS = """Points: parts of the model. Lines: the mean of each size; what is left when stages are dropped in the best
 order, one after another (−3: stage 3 goes); the best part of each size."""
 
@@ -88,9 +82,8 @@ def ticks(panel: Panel) -> dict[float, str]:
 
 def write_png(evaluation: Evaluation, title: str, path: Path) -> None:
     found = panels(evaluation)
-    figure = Figure(figsize=(2.4 + 5.2 * len(found), 5.2), dpi=DPI, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(_literal(title), fontsize=13, color=INK)
+    figure = blank(2.4 + 5.2 * len(found), 5.2)
+    figure.suptitle(literal(title), fontsize=13, color=INK)
     row: Sequence[Axes] = figure.subplots(1, len(found), squeeze=False)[0]
     for axes, panel in zip(row, found, strict=True):
         _draw(axes, panel)
@@ -101,9 +94,7 @@ def write_png(evaluation: Evaluation, title: str, path: Path) -> None:
         axes.invert_xaxis()
     row[0].set_ylabel(PERPLEXITY_TITLE, fontsize=10, color=INK)
     row[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=9, frameon=False, labelcolor=INK)
-    image = BytesIO()
-    figure.savefig(image, format="png")
-    write_bytes(path, image.getvalue())
+    write_image(figure, path)
 
 
 def _draw(axes: Axes, panel: Panel) -> None:
@@ -113,7 +104,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
         axes.plot(
             [point.kept for point in line],
             [point.perplexity for point in line],
-            IN_MATPLOTLIB[DASHES[name]],
+            LINE_STYLES[DASHES[name]],
             color=COLOURS[name],
             linewidth=2,
             label=name,
@@ -121,32 +112,17 @@ def _draw(axes: Axes, panel: Panel) -> None:
         for point in line:
             where = (point.kept, point.perplexity)
             axes.annotate(point.mark, where, (3, -11), textcoords="offset points", fontsize=9, color=COLOURS[name])
-    axes.set_title(_literal(f"On '{panel.text}'"), loc="left", fontsize=12, color=INK, fontweight="bold")
-    axes.set_xlabel(KEPT_TITLE, fontsize=10, color=INK)
-    axes.grid(color="#E4E4E4", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=9, colors=INK)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _literal(text: str) -> str:
-    """Matplotlib would read what stands between two dollar signs as a formula."""
-    return text.replace("$", r"\$")
+    dress(axes, f"On '{panel.text}'", KEPT_TITLE)
 
 
 def write_page(evaluation: Evaluation, title: str, path: Path) -> None:
     first, *others = tables(evaluation)
     sections = [
-        f"<h1>{escape(title)}</h1>",
         *(f"<p>{escape(note)}</p>" for note in notes(evaluation)),
-        f"<h2>Perplexity by the share of stages that is kept</h2><p>{IN_WORDS}</p>",
-        _figure(panels(evaluation)),
-        *(_table_html(table) for table in (*others, first)),  # that of all parts may be long
+        section("Perplexity by the share of stages that is kept", IN_WORDS, _figure(panels(evaluation))),
+        *(table_html(table, names=0) for table in (*others, first)),  # that of all parts may be long
     ]
-    style, script = f"<style>{STYLE}</style>", f"<script>{get_plotlyjs()}</script>"
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title>{style}{script}'
-    body = "\n".join(sections)
-    write_text(path, f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n')
+    write_text(path, page(title, sections))
 
 
 def _figure(found: Sequence[Panel]) -> str:
@@ -173,13 +149,5 @@ def _figure(found: Sequence[Panel]) -> str:
         figure.update_yaxes(type="log", tickvals=list(marked), ticktext=list(marked.values()), col=column)
     figure.update_xaxes(title=KEPT_TITLE, autorange="reversed")
     figure.update_yaxes(title=PERPLEXITY_TITLE, col=1)
-    figure.update_layout(template="plotly_white", height=520, margin={"l": 10, "r": 10, "t": 40, "b": 40})
-    buttons = [["zoom2d", "pan2d", "resetScale2d", "toImage"]]  # none that would send anything anywhere
-    config = {"displaylogo": False, "responsive": True, "modeBarButtons": buttons}
-    return str(figure.to_html(full_html=False, include_plotlyjs=False, include_mathjax=False, config=config))
-
-
-def _table_html(table: Table) -> str:
-    head = "".join(f"<th class=number>{escape(each)}</th>" for each in table.headings)
-    rows = "".join(f"<tr>{''.join(f'<td class=number>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
-    return f"<h2>{escape(table.title)}</h2><p>{escape(table.note)}</p><table><tr>{head}</tr>{rows}</table>"
+    figure.update_layout(height=520)
+    return figure_html(figure)

@@ -130,6 +130,10 @@ def mask(rows: Rows, window: int | None, like: Tensor) -> Tensor | None:
 def convert(staged: StagedModel, kind: Kind) -> None:
     """The stages themselves, all but the angles of rotations, which bf16 would make coarse."""
     for stage in staged.stages:
-        for part in (stage.layers, stage.embedding, stage.norm, stage.head):
-            if part is not None:
-                part.to(DTYPES[kind])
+        convert_stage(stage, kind)
+
+
+def convert_stage(stage: StageModel, kind: Kind) -> None:
+    for part in (stage.layers, stage.embedding, stage.norm, stage.head):
+        if part is not None:
+            part.to(DTYPES[kind])

@@ -7,7 +7,7 @@ from dataclasses import replace
 from skippipe.check import check
 from skippipe.errors import Infeasible
 from skippipe.plan import Plan
-from skippipe.planner.problem import Problem
+from skippipe.planner.problem import NO_FREEDOMS, Problem
 from skippipe.planner.repair import repaired
 from skippipe.planner.strategies import Request, Strategy, iteration_ns, make_plan
 from skippipe.simulate import simulate
@@ -29,6 +29,7 @@ def with_paths_of(plan: Plan, length: int, strategy: Strategy, request: Request)
         dispatch=plan.dispatch,
         split_backward=plan.split_backward,
         layers=plan.layers,
+        freedoms=NO_FREEDOMS,
     )
     other = repaired(plan, members, plan.stage_of, budget_s=request.budget_s, visited=length, clock=request.clock)
     rivals = [other] if other is not None and {len(lane.path) for lane in other.lanes} == {length} else []

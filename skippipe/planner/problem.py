@@ -26,6 +26,20 @@ Placement = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
+class Freedoms:
+    """What the strategy `best` may settle by itself. Other strategies take the problem as it is."""
+
+    sizes: bool = True
+    layers: bool = True
+    """Of stages 1 and up, if nodes differ in speed."""
+    dispatch: bool = True
+    split_backward: bool = True
+
+
+NO_FREEDOMS = Freedoms(sizes=False, layers=False, dispatch=False, split_backward=False)
+
+
+@dataclass(frozen=True)
 class Problem:
     cluster: Cluster
     workload: Workload
@@ -42,6 +56,7 @@ class Problem:
     """Weight gradients become tasks of their own, which fill idle time."""
     layers: tuple[int, ...] = field(default=(), repr=False)
     """Of each stage; empty: as even as can be."""
+    freedoms: Freedoms = Freedoms()
 
     def __post_init__(self) -> None:
         nodes = len(self.cluster)

@@ -1,5 +1,6 @@
 """The strategies side by side: from a problem to a plan.
 
+best        all freedoms at once, better with every second (the default)
 skippipe    the study's method: genetic allocation, then conflict-based search that avoids collisions (TC2)
 no-tc2      the same without TC2: every lane takes the shortest path that the other rules leave
 dtfm-skip   skips as many stages and keeps the rules, but is blind to the network
@@ -20,13 +21,14 @@ import numpy as np
 from skippipe.averaging import best_ring
 from skippipe.check import check
 from skippipe.costs import NEVER_NS, costs_of, seconds
-from skippipe.errors import Infeasible
+from skippipe.errors import Infeasible, UserError
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.allocate import allocate
 from skippipe.planner.blind import blind_paths
 from skippipe.planner.cbs import Group, PathSearch
 from skippipe.planner.effort import Effort
 from skippipe.planner.problem import Placement, Problem, rings
+from skippipe.planner.search.best import Limits, improved
 from skippipe.planner.tours import NO_WAY
 from skippipe.presets import datacentre
 from skippipe.rules import circle
@@ -38,10 +40,12 @@ SHORTLIST = 200  # placements that get a first look: the whole population, if ti
 FIRST_LOOK = 200  # branches for each of them
 BRANCHES = 10_000  # for the best of them, and for each way to group its lanes
 ALLOCATION_SHARE = 0.4  # of the seconds
+FIRST_TRIALS = 2_000  # divided by the number of nodes, for a plan that `best` can begin with
 BLIND_ATTEMPTS = 50  # to deal out paths without a missing link
 
 
 class Strategy(StrEnum):
+    BEST = "best"
     SKIPPIPE = "skippipe"
     NO_TC2 = "no-tc2"
     DTFM_SKIP = "dtfm-skip"
@@ -64,6 +68,10 @@ class Request:
     clock: Callable[[], float] = time.monotonic
     stopped: Callable[[], bool] = lambda: False
     """Asked between steps; once it says yes, the best plan so far is the answer."""
+    changes: float = math.inf
+    """That `best` may try: as good an end as seconds, and one that can be repeated exactly."""
+    start: Plan | None = None
+    """What `best` begins with; None: a plan that it makes in a moment."""
 
 
 @dataclass
@@ -81,6 +89,9 @@ def make_plan(problem: Problem, strategy: Strategy, request: Request) -> Plan:
     if strategy is Strategy.DTFM:
         problem = full_pipeline(problem)
     request.progress("compiling (once on a machine)", 0, None)
+    if strategy is Strategy.BEST:
+        compile_search()
+        return _best(problem, request)
     compile_kernels()
     return _Planning(problem, strategy, request).plan()
 
@@ -96,6 +107,51 @@ def compile_kernels() -> None:
     _Planning(problem, Strategy.SKIPPIPE, once).plan()
 
 
+@cache
+def compile_search() -> None:
+    """The same for `best`, which needs fewer of them, and others."""
+    problem = Problem(datacentre(4), Workload(MODELS["llama-30m"], microbatches=2), 3, 2)
+    _best(problem, Request(budget_s=math.inf, changes=1))
+
+
+def _best(problem: Problem, request: Request) -> Plan:
+    until = request.clock() + request.budget_s
+    began = request.clock()
+    if request.start:
+        first = _started(problem, request.start)
+    else:
+        uncut = replace(request, budget_s=math.inf)
+        first = _Planning(problem, Strategy.DTFM_SKIP, uncut, 1 + FIRST_TRIALS // len(problem.cluster)).plan()
+
+    def over() -> bool:
+        return request.stopped() or request.clock() >= until
+
+    def on_round(done: float, best_ns: float | None) -> None:
+        spent = (request.clock() - began) / request.budget_s if request.budget_s else 1.0
+        share = min(1.0, max(spent, done / request.changes))
+        request.progress("searching", share, None if best_ns is None else best_ns / 1e9)
+
+    limits = Limits(request.seed, request.changes, over, on_round, keep_stages=request.placement is not None)
+    return improved(problem, first, limits)
+
+
+def _started(problem: Problem, plan: Plan) -> Plan:
+    """The plan on the problem's cluster, if it is one for this problem."""
+    names = [[node.name for node in each.nodes] for each in (problem.cluster, plan.cluster)]
+    if names[0] != names[1]:
+        raise UserError("the plan to begin with is for other nodes; plan without it")
+    has = len(plan.stages), plan.visited, plan.microbatches
+    asked = problem.stages, problem.visited, problem.workload.microbatches
+    for what, found, wanted in zip(("stages", "stages on a path", "microbatches"), has, asked, strict=True):
+        if found != wanted:
+            raise UserError(f"the plan to begin with has {found} {what}, and {wanted} are asked for; plan without it")
+    plan = replace(plan, cluster=problem.cluster, workload=problem.workload, expected=None)
+    broken = check(plan)
+    if broken:
+        raise UserError(f"the plan to begin with does not hold here: {broken[0]}")
+    return plan
+
+
 def full_pipeline(problem: Problem) -> Problem:
     """The same work without skips and swaps, on stages of equal size; nodes that make no whole pipeline stay idle."""
     size = len(problem.cluster) // problem.stages
@@ -103,8 +159,9 @@ def full_pipeline(problem: Problem) -> Problem:
 
 
 class _Planning:
-    def __init__(self, problem: Problem, strategy: Strategy, request: Request) -> None:
+    def __init__(self, problem: Problem, strategy: Strategy, request: Request, trials: int = TRIALS) -> None:
         self.problem = problem
+        self.trials = trials
         self.strategy = strategy
         self.request = request
         self.until = request.clock() + request.budget_s
@@ -122,7 +179,7 @@ class _Planning:
         if self.request.placement:
             return [tuple(tuple(nodes) for nodes in self.request.placement)]
         share = 1.0 if self.strategy is Strategy.DTFM_SKIP else ALLOCATION_SHARE
-        effort = self._effort("placing nodes on stages", TRIALS, share * self.request.budget_s)
+        effort = self._effort("placing nodes on stages", self.trials, share * self.request.budget_s)
         return allocate(self.problem, effort, self.request.seed, SHORTLIST)
 
     def _effort(self, what: str, steps: int, budget_s: float) -> Effort:

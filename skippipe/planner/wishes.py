@@ -11,8 +11,9 @@ from skippipe.dispatch import Dispatch
 from skippipe.errors import UserError
 from skippipe.examples import EXAMPLES, Example
 from skippipe.jsonfile import exists
-from skippipe.planner.problem import Problem, lane_unit, stage_sizes
+from skippipe.planner.problem import Freedoms, Problem, lane_unit, stage_sizes
 from skippipe.presets import PRESETS, preset
+from skippipe.recipe import parse_share
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
 
@@ -32,8 +33,8 @@ class Wishes:
     layers: str | None = None
     """Layers of each stage, likewise."""
     microbatches: int | None = None
-    dispatch: Dispatch = Dispatch.FIRST_COME
-    split_backward: bool = False
+    dispatch: Dispatch | None = None
+    split_backward: bool | None = None
     timing: Timing = Timing.FULL
 
 
@@ -72,9 +73,15 @@ def problem_of(cluster: Cluster, workload: Workload, wishes: Wishes, example: Ex
         visited,
         sizes=given_sizes,
         timing=wishes.timing,
-        dispatch=wishes.dispatch,
-        split_backward=wishes.split_backward,
+        dispatch=wishes.dispatch or Dispatch.FIRST_COME,
+        split_backward=bool(wishes.split_backward),
         layers=given_layers,
+        freedoms=Freedoms(
+            sizes=wishes.sizes is None,
+            layers=wishes.layers is None,
+            dispatch=wishes.dispatch is None,
+            split_backward=wishes.split_backward is None,
+        ),
     )
 
 
@@ -94,17 +101,7 @@ def _visited(stages: int, visit: int | None, skip: str | None, of_example: int |
         return visit
     if skip is None:
         return of_example or max(2, stages - max(1, stages // 3))
-    try:
-        if "/" in skip:
-            above, below = skip.split("/")
-            share = float(above) / float(below)
-        else:
-            share = float(skip[:-1]) / 100 if skip.endswith("%") else float(skip)
-    except (ValueError, ZeroDivisionError):
-        raise UserError(f"skip: '{skip}' is not a share; write 0.33, 33% or 1/3") from None
-    if not 0 <= share < 1:
-        raise UserError(f"skip: {skip} is not between 0 and 1; write 0.33, 33% or 1/3")
-    return stages - round(share * stages)
+    return stages - round(parse_share(skip, "skip") * stages)
 
 
 def _numbers(text: str | None, name: str) -> tuple[int, ...]:

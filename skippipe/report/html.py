@@ -1,4 +1,4 @@
-"""A plan as one page that opens anywhere, also without a network: everything it needs is inside the file."""
+"""A plan as one page: what every node does, which way lanes go, how busy nodes and links are."""
 
 from __future__ import annotations
 
@@ -7,67 +7,43 @@ from html import escape
 from pathlib import Path
 
 from plotly import graph_objects as go
-from plotly.offline import get_plotlyjs
 
 from skippipe.costs import seconds
 from skippipe.jsonfile import write_text
 from skippipe.plan import Plan
 from skippipe.report.figures import lanes_named, plan_figures, timeline_figures
+from skippipe.report.page import figure_html, page, section, table_html
 from skippipe.report.pathmap import HALF_WIDTH, HEIGHT, path_map
 from skippipe.report.picture import NEUTRAL, TASK_KINDS, Bar, Kind, Picture
+from skippipe.report.table import Table
 from skippipe.timeline import Timeline
 
 ROW_PX = 24
 STATION_PX = 70
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 2em auto; padding: 0 1em; }
-body { max-width: 1400px; } p { max-width: 60em; }
-h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
-table { border-collapse: collapse; }
-th, td { padding: .15em .9em .15em 0; text-align: left; border-bottom: 1px solid #e6e6e6; }
-.number { text-align: right; font-variant-numeric: tabular-nums; }
-"""
-GANTT_IN_WORDS = """<p>Light bars go forward, dark bars go backward, hatched ones are head and loss; numbers are lanes.
+GANTT_IN_WORDS = """Light bars go forward, dark bars go backward, hatched ones are head and loss; numbers are lanes.
 Where the backward is split, the darkest bars are its weight gradients. A grey strip under a row is time in which a task
 was ready but had to wait (a collision). Drag to zoom in, double-click to zoom out, click a name at the right to hide
-it.</p>"""
-MAP_IN_WORDS = """<p>A lane starts at its data node at the left and comes back to it at the right. It passes between the
-nodes of the stages that it skips. A dashed arrow to the left is a swap: the later stage is visited first.</p>"""
-BUSY_IN_WORDS = """<p>Busy: forward, head, backward and weight gradients. Idle: the rest of the iteration, averaging
+it."""
+MAP_IN_WORDS = """A lane starts at its data node at the left and comes back to it at the right. It passes between the
+nodes of the stages that it skips. A dashed arrow to the left is a swap: the later stage is visited first."""
+BUSY_IN_WORDS = """Busy: forward, head, backward and weight gradients. Idle: the rest of the iteration, averaging
 included. Collisions: the waiting of all tasks on their way together, so that three tasks that wait for a second make
-three seconds.</p>"""
+three seconds."""
+LINKS_IN_WORDS = "In one iteration, from the node of the row to the node of the column."
 
 
 def write_html(plan: Plan, timeline: Timeline, path: Path) -> None:
     picture = Picture(plan, timeline)
-    title = escape(f"{plan.cluster.name}: an iteration of {timeline.iteration_s:.1f} s, {plan.strategy}")
-    parts = [
-        f"<h1>{title}</h1>",
+    title = f"{plan.cluster.name}: an iteration of {timeline.iteration_s:.1f} s, {plan.strategy}"
+    beyond = f"<p>The picture opens on the passes: {picture.beyond}.</p>\n" if picture.beyond else ""
+    sections = [
         _key_figures([*plan_figures(plan), *timeline_figures(timeline)]),
-        "<h2>What every node does</h2>",
-        GANTT_IN_WORDS,
-        f"<p>The picture opens on the passes: {picture.beyond}.</p>" if picture.beyond else "",
-        _drawn(_gantt(picture)),
-        "<h2>Which way every lane goes</h2>",
-        MAP_IN_WORDS,
-        _drawn(_map(picture)),
-        "<h2>How busy every node is</h2>",
-        BUSY_IN_WORDS,
-        _busy_table(picture),
-        "<h2>How much every link carries</h2>",
-        "<p>In one iteration, from the node of the row to the node of the column.</p>",
-        _drawn(_links(picture)),
+        section("What every node does", GANTT_IN_WORDS, beyond + figure_html(_gantt(picture))),
+        section("Which way every lane goes", MAP_IN_WORDS, figure_html(_map(picture))),
+        table_html(_busy(picture)),
+        section("How much every link carries", LINKS_IN_WORDS, figure_html(_links(picture))),
     ]
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style><script>{get_plotlyjs()}</script>'
-    body = "\n".join(parts)
-    write_text(path, f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n')
-
-
-def _drawn(figure: go.Figure) -> str:
-    figure.update_layout(template="plotly_white", margin={"l": 10, "r": 10, "t": 40, "b": 40})
-    buttons = [["zoom2d", "pan2d", "resetScale2d", "toImage"]]  # none that would send the plan anywhere
-    config = {"displaylogo": False, "responsive": True, "modeBarButtons": buttons}
-    return str(figure.to_html(full_html=False, include_plotlyjs=False, include_mathjax=False, config=config))
+    write_text(path, page(title, sections))
 
 
 def _gantt(picture: Picture) -> go.Figure:
@@ -185,23 +161,24 @@ def _key_figures(figures: Sequence[tuple[str, str]]) -> str:
     return f"<table>{''.join(rows)}</table>"
 
 
-def _busy_table(picture: Picture) -> str:
+def _busy(picture: Picture) -> Table:
     whole_ns = max(1, picture.timeline.iteration_ns)
     uses = {use.node: use for use in picture.timeline.nodes}
-    titles = ("busy, s", "idle, s", "busy, % of the iteration", "collisions, s", "memory slots")
-    rows = [f"<tr><th>node</th>{''.join(f'<th class=number>{title}</th>' for title in titles)}</tr>"]
+    headings = ("node", "busy, s", "idle, s", "busy, % of the iteration", "collisions, s", "memory slots")
+    rows = []
     for row in picture.rows:
         use = uses[row.node]
-        values = (
-            f"{seconds(use.busy_ns):.2f}",
-            f"{seconds(picture.timeline.idle_ns(use)):.2f}",
-            f"{100 * use.busy_ns / whole_ns:.1f}",
-            f"{seconds(use.collision_ns):.2f}",
-            f"{use.slots}",
+        rows.append(
+            [
+                row.label,
+                f"{seconds(use.busy_ns):.2f}",
+                f"{seconds(picture.timeline.idle_ns(use)):.2f}",
+                f"{100 * use.busy_ns / whole_ns:.1f}",
+                f"{seconds(use.collision_ns):.2f}",
+                f"{use.slots}",
+            ]
         )
-        cells = "".join(f"<td class=number>{value}</td>" for value in values)
-        rows.append(f"<tr><td>{escape(row.label)}</td>{cells}</tr>")
-    return f"<table>{''.join(rows)}</table>"
+    return Table("How busy every node is", BUSY_IN_WORDS, headings, rows)
 
 
 def _lines(texts: Iterable[str]) -> list[str]:

@@ -1,20 +1,17 @@
-"""The iteration and the paths as one image, for a document or a chat. Needs no display."""
+"""The iteration and the paths as one image, for a document or a chat."""
 
 from __future__ import annotations
 
-from io import BytesIO
 from pathlib import Path
 from textwrap import wrap
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch
 
 from skippipe.costs import seconds
-from skippipe.jsonfile import write_bytes
 from skippipe.plan import Plan
 from skippipe.report.figures import ranges
+from skippipe.report.image import GRID, INK, blank, literal, write_image
 from skippipe.report.pathmap import HALF_WIDTH, HEIGHT, Line, PathMap, Station, path_map, spacing
 from skippipe.report.picture import NEUTRAL, TASK_KINDS, Bar, Kind, Picture, shade
 from skippipe.timeline import Timeline
@@ -23,8 +20,7 @@ WIDTH_IN = 17.0
 ROW_IN = 0.24
 STATION_IN = 0.72  # from one station of the path map to the next
 NAME_CHARACTERS = 18  # of a node, before its name takes a second line on the path map
-DPI = 130
-INK, FAINT = "#222222", "#888888"
+FAINT = "#888888"
 DIGIT_IN = 0.06  # what a lane number on a bar needs for each of its digits
 PLOT_SHARE = 0.78  # of the width, left to the plots beside names and legend
 
@@ -35,27 +31,19 @@ def write_png(plan: Plan, timeline: Timeline, path: Path) -> None:
     paths = path_map(picture)
     gantt_in = max(1.6, ROW_IN * (picture.rows[-1].y + 2))
     map_in = max(1.8, STATION_IN * (paths.height + 1))
-    figure = Figure(figsize=(WIDTH_IN, gantt_in + map_in + 1.9), dpi=DPI, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(WIDTH_IN, gantt_in + map_in + 1.9)
     figure.suptitle(_title(plan, timeline), fontsize=13, color=INK)
     above, below = figure.subplots(2, 1, height_ratios=[gantt_in, map_in])
     _draw_gantt(above, picture)
     _draw_map(below, paths)
-    image = BytesIO()
-    figure.savefig(image, format="png")
-    write_bytes(path, image.getvalue())
+    write_image(figure, path)
 
 
 def _title(plan: Plan, timeline: Timeline) -> str:
-    return _plain(
+    return literal(
         f"{plan.cluster.name}, {plan.strategy}: an iteration of {timeline.iteration_s:.1f} s "
         f"for {plan.microbatches} microbatches ({timeline.timing} timing)"
     )
-
-
-def _plain(text: str) -> str:
-    """Matplotlib would read what stands between two dollar signs as a formula."""
-    return text.replace("$", r"\$")
 
 
 def _draw_gantt(axes: Axes, picture: Picture) -> None:
@@ -72,9 +60,9 @@ def _draw_gantt(axes: Axes, picture: Picture) -> None:
     axes.set_title(note, loc="right", fontsize=9, color=INK, pad=9)
     axes.set_title("What every node does", loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
     axes.set_xlabel("seconds since the iteration began", fontsize=9, color=INK)
-    axes.set_yticks([row.y for row in rows], [_plain(row.name) for row in rows], fontsize=8)
+    axes.set_yticks([row.y for row in rows], [literal(row.name) for row in rows], fontsize=8)
     axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color="#E4E4E4", linewidth=0.6)
+    axes.grid(axis="x", color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.legend(handles=_legend(picture), loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
@@ -126,7 +114,7 @@ def _draw_bar(axes: Axes, picture: Picture, bar: Bar) -> None:
 
 def _legend(picture: Picture) -> list[Patch]:
     named = picture.plan.cluster.nodes
-    hues = [Patch(color=picture.hue_of(node), label=_plain(f"from {named[node].name}")) for node in picture.data_nodes]
+    hues = [Patch(color=picture.hue_of(node), label=literal(f"from {named[node].name}")) for node in picture.data_nodes]
     grey = "#808080"
     words = {
         Kind.FORWARD: "forward (with its lane)",
@@ -208,5 +196,5 @@ def _draw_station(axes: Axes, station: Station, column_in: float) -> None:
     wide_pt = 72 * 2 * HALF_WIDTH * column_in / (0.65 * max(map(len, rows)))
     high_pt = 72 * HEIGHT * STATION_IN / (1.4 * len(rows))
     size = min(8.5, wide_pt, high_pt)
-    name = _plain("\n".join(rows))
+    name = literal("\n".join(rows))
     axes.text(station.x, station.y, name, fontsize=size, color=INK, ha="center", va="center", zorder=5)

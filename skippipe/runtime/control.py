@@ -119,6 +119,16 @@ class Sampled:
     tokens: list[int]
 
 
+@dataclass(frozen=True)
+class Spoiled:
+    """A node that serves: a step cannot be done, because of what this node or the one before it has made."""
+
+    step: int
+    node: int
+    """Whose fault it seems."""
+    reason: str
+
+
 # A node to the coordinator, or to a node of its stage
 
 
@@ -290,6 +300,7 @@ Control = (
     | Stepped
     | Failed
     | Sampled
+    | Spoiled
     | Want
     | Seal
     | Welcome

@@ -64,6 +64,8 @@ class Invitation:
     """Where others reach this node; none: where it listens."""
     data_folder: Path | None = None
     """Where this machine keeps the text; none: where the coordinator does."""
+    checkpoint: Path | None = None
+    """Where this machine keeps the model that is served; none: where the gateway does."""
     device: str | None = None
     """What this machine computes on; none: what the job says."""
     patience: timedelta = timedelta(minutes=15)

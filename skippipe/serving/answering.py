@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from skippipe.serving.streams import Sampling
+from skippipe.inference.sampling import Sampling
 
 
 @dataclass(frozen=True)

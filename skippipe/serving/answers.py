@@ -10,28 +10,35 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from skippipe.errors import UserError
+from skippipe.inference.sampling import Sampling
 from skippipe.inference.text import TextStream
 from skippipe.serving.answering import Refused, Said, Share
 from skippipe.serving.front import Front
-from skippipe.serving.streams import Ending, Request, Sampling, Stream
+from skippipe.serving.streams import Ending, Request, Stream
 
 _News = tuple[list[int], int, Ending | None] | Exception
 ENDINGS = {Ending.STOP: "stop", Ending.LENGTH: "length"}
+REFUSALS = {
+    Ending.NO_WAY: "too few stages of the model are there",
+    Ending.SPOILED: "no node could compute it",
+    Ending.CANCELLED: "the server is being stopped",
+}
 
 
 class Answers:
     """What `answering.Answering` asks for, by a model on nodes."""
 
-    def __init__(self, front: Front, tokenizer: Any, model: str, context: int, vocabulary: int) -> None:
+    def __init__(
+        self, front: Front, tokenizer: Any, model: str, *, context: int, vocabulary: int, ends: frozenset[int]
+    ) -> None:
+        """`ends`: tokens that end an answer."""
         self.model = model
         self.vocabulary = vocabulary
         self.created = int(time.time())
         self.context = context
         self._front = front
         self._tokenizer = tokenizer
-        self._ends = frozenset(
-            each for each in (tokenizer.eos_token_id, *tokenizer.all_special_ids) if each is not None
-        )
+        self._ends = ends
 
     def share(self) -> Share:
         return self._front.seen.share
@@ -40,7 +47,8 @@ class Answers:
         return self._front.seen.figures
 
     def tokens(self, text: str) -> list[int]:
-        found: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        """With those around them that the model was trained with."""
+        found: list[int] = self._tokenizer(text)["input_ids"]
         return found
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -53,7 +61,8 @@ class Answers:
                 text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
             except Exception as error:  # a template is a program of its own
                 raise UserError(f"messages: the model's chat template does not take them: {error}") from None
-            return self.tokens(text)
+            found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
+            return found
         said = "".join(f"{message['role'].capitalize()}: {message['content']}\n" for message in messages)
         return self.tokens(f"{said}Assistant:")
 
@@ -85,8 +94,8 @@ class Answers:
                 if isinstance(found, Exception):
                     raise Refused(str(found)) from None
                 answer, visited, ending = found
-                if ending is Ending.NO_WAY:
-                    raise Refused("too few stages of the model are there")
+                if ending in REFUSALS:
+                    raise Refused(REFUSALS[ending])
                 said = ""
                 for token in answer[done:]:
                     done += 1
@@ -96,7 +105,7 @@ class Answers:
                 over = ending is not None or text.stopped
                 if over:
                     said += text.rest()
-                finish = "stop" if text.stopped else ENDINGS.get(ending, "stop") if ending else None
+                finish = "stop" if text.stopped else ENDINGS[ending] if ending else None
                 yield Said(said, done, visited, finish)
         finally:
             gone.set()

@@ -13,6 +13,9 @@ endpoints     all of it, at its addresses
 
 from __future__ import annotations
 
+import asyncio
+import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from skippipe.serving.limits import ApiSettings
@@ -26,23 +29,38 @@ if TYPE_CHECKING:
 
 EXTRA = "serve"
 PURPOSE = "the HTTP interface"
-LAST_WORDS_S = 10  # that answers get to be completed when the server is stopped
+COMPLETED_S = 5  # that answers get to be completed when the server is stopped, before they are given up
+LAST_WORDS_S = 10  # and before connections are cut
+
+
+def check_installed() -> None:
+    """UserError that says what to install."""
+    for package in ("fastapi", "uvicorn"):
+        need(package, EXTRA, PURPOSE)
 
 
 def app(answering: Answering, settings: ApiSettings) -> FastAPI:
-    """UserError if FastAPI is not there."""
-    need("fastapi", EXTRA, PURPOSE)
+    check_installed()
     from skippipe.serving.endpoints import application
 
     return application(answering, settings)
 
 
-def server(application: FastAPI, host: str, port: int) -> uvicorn.Server:
-    """To be run in the event loop of whoever answers: `await server(…).serve()`; `should_exit = True` stops it."""
-    need("uvicorn", EXTRA, PURPOSE)
+def server(application: FastAPI, host: str, port: int, give_up: Callable[[], None] = lambda: None) -> uvicorn.Server:
+    """To be run in the event loop of whoever answers: `await server(…).serve()`; `should_exit = True` stops it.
+
+    Answers that are not complete by then get a while; then `give_up` is called, which has to end them.
+    """
+    check_installed()
     import uvicorn
 
-    return uvicorn.Server(
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            giving_up = asyncio.get_running_loop().call_later(COMPLETED_S, give_up)
+            await super().shutdown(sockets)
+            giving_up.cancel()
+
+    return Server(
         uvicorn.Config(
             application,
             host=host,
@@ -51,6 +69,7 @@ def server(application: FastAPI, host: str, port: int) -> uvicorn.Server:
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="error",  # what strangers send is their affair
             access_log=False,
             proxy_headers=False,
             server_header=False,

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from skippipe.inference.sampling import Sampling
 from skippipe.serving.complaints import found, no_such_model, too_long, wrong
 from skippipe.serving.fields import Fields, as_text
 from skippipe.serving.limits import ApiSettings
-from skippipe.serving.streams import Sampling
 
 MOST_STOPS = 4
 USUAL_TOKENS = 16  # that OpenAI answers a bare prompt with unless told otherwise

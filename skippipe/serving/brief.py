@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from skippipe.errors import UserError
@@ -19,6 +18,10 @@ class ServingBrief:
     """Of each stage."""
     stage_of: dict[str, int]
     """Name of a node → the stage it holds."""
+    vocabulary: int
+    """Tokens that the model knows: ids are below it."""
+    fingerprint: str
+    """Of the checkpoint."""
     device: str = "cpu"
     dtype: str = "fp32"
     """What stages compute in."""
@@ -29,7 +32,8 @@ class ServingBrief:
     drive: float = 1.0
     """By what stages count while others are missing."""
     threads: int = 1
-    heartbeat_s: float = 2.0
+    heartbeat_s: float = 5.0
+    """Within which a node gives several signs of life."""
 
     @property
     def number(self) -> dict[str, int]:
@@ -51,6 +55,8 @@ class ServingBrief:
             checkpoint=fields.text("checkpoint"),
             layers=layers,
             stage_of=held,
+            vocabulary=fields.integer("vocabulary", at_least=1),
+            fingerprint=fields.text("fingerprint"),
             device=fields.text("device"),
             dtype=fields.text("dtype", ("fp32", "bf16")),
             wire_dtype=fields.text("wire_dtype", ("fp32", "bf16", "int8")),
@@ -61,7 +67,3 @@ class ServingBrief:
         )
         fields.close()
         return brief
-
-    def place(self, here: Path | None) -> Path:
-        """Where this machine keeps the checkpoint."""
-        return here or Path(self.checkpoint)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skippipe.errors import UserError
+from skippipe.jsonfile import exists
 from skippipe.runtime.outside import Outside
 from skippipe.runtime.posts import Post
 from skippipe.serving.brief import ServingBrief
+from skippipe.serving.feeding import Seat
 from skippipe.serving.node import ServingNode
 
 if TYPE_CHECKING:
@@ -16,9 +21,10 @@ if TYPE_CHECKING:
 
 def serving_post(said: dict[str, Any], invitation: Invitation, outside: Outside) -> Post:
     brief = ServingBrief.from_json(said)
-    stage = brief.stage_of[invitation.name]
+    number, stage = brief.number[invitation.name], brief.stage_of[invitation.name]
+    seat = Seat(number, stage, len(brief.stage_of), brief.vocabulary, brief.lane_tokens)
     return Post(
-        machine=ServingNode(brief.number[invitation.name], stage, outside),
+        machine=ServingNode(seat, outside),
         build=lambda: build_computer(brief, stage, invitation),
         numbers=brief.number,
         heartbeat_s=brief.heartbeat_s,
@@ -27,17 +33,16 @@ def serving_post(said: dict[str, Any], invitation: Invitation, outside: Outside)
 
 
 def build_computer(brief: ServingBrief, stage: int, invitation: Invitation) -> ServingTensors:
-    from skippipe.inference.loading import load
-    from skippipe.inference.stage import convert
+    from skippipe.inference.loading import fingerprint, load_stage, outlined
+    from skippipe.inference.stage import convert_stage
     from skippipe.serving.tensors import ServingTensors
 
-    cut = ",".join(map(str, brief.layers)) if len(brief.layers) > 1 else None
-    staged = load(brief.place(invitation.data_folder), cut, invitation.device or brief.device)
-    convert(staged, "bf16" if brief.dtype == "bf16" else "fp32")
-    return ServingTensors(
-        stage,
-        staged.stages[stage],
-        lane_tokens=brief.lane_tokens,
-        wire_dtype=brief.wire_dtype,
-        drive=brief.drive,
-    )
+    here = invitation.checkpoint or Path(brief.checkpoint)
+    if not exists(here):
+        raise UserError(f"{here}: no such folder on this machine; copy the model, or say with --checkpoint where it is")
+    outline = outlined(here)
+    if fingerprint(outline.place) != brief.fingerprint:
+        raise UserError(f"{outline.place}: another model than the gateway's; copy that one here")
+    model = load_stage(replace(outline, layers=brief.layers), stage, invitation.device or brief.device)
+    convert_stage(model, "bf16" if brief.dtype == "bf16" else "fp32")
+    return ServingTensors(stage, model, lane_tokens=brief.lane_tokens, wire_dtype=brief.wire_dtype, drive=brief.drive)

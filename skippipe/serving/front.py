@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -27,6 +28,7 @@ from skippipe.runtime.control import (
     Meet,
     Ready,
     Sampled,
+    Spoiled,
     Stop,
     Welcome,
     from_json,
@@ -36,7 +38,7 @@ from skippipe.runtime.member import THE_COORDINATOR
 from skippipe.serving.answering import Share
 from skippipe.serving.brief import ServingBrief
 from skippipe.serving.feeding import feeds
-from skippipe.serving.gateway import Gateway, ServingSettings, Step
+from skippipe.serving.gateway import Full, Gateway, ServingSettings, Step
 from skippipe.serving.lanes import Distance, Even, Lane
 from skippipe.serving.streams import Request, Stream
 from skippipe.transport.keys import KeyPair
@@ -51,7 +53,19 @@ LOADING_S = 600.0  # that a node may take for its weights
 Told = Callable[[Stream], None]
 """Called on the front's thread, with every token and with the ending; must not wait."""
 Gone = Callable[[], Iterable[tuple[str, str]]]
-"""Nodes that are known to have ended since it was last asked, and how."""
+"""Nodes that are known to have ended since it was last asked, and how. Called often, on the front's thread."""
+
+
+class Watching:
+    """Is told what happens, on the front's thread."""
+
+    def holds(self, node: str, stage: int) -> None:
+        """It has its weights and takes steps from now on."""
+
+    def gone(self, node: str, how: str) -> None: ...
+
+    def failed(self, error: Exception) -> None:
+        """The front is no more."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +88,12 @@ class Front:
         listen: str = "127.0.0.1:0",
         security: Security = "curve",
         gone: Gone = lambda: (),
+        watching: Watching | None = None,
     ) -> None:
         self._brief = brief
         self._publics = publics
         self._gone = gone
+        self._watching = watching or Watching()
         self._names = {number: name for name, number in brief.number.items()}
         self._mailbox = Mailbox(THE_COORDINATOR, keys, listen=listen, security=security, depth=1024)
         for name in brief.stage_of:
@@ -88,13 +104,14 @@ class Front:
         """What has happened how often, for whoever watches."""
         self.seen = Seen(Share(0, len(brief.layers)), {})
         self._addresses: dict[str, str] = {}
-        self._parted: dict[str, str] = {}
-        """Where those who are gone were last."""
+        self._parted: dict[str, tuple[str, float]] = {}
+        """Where those who are gone were last, and from when on they may be told that they count as gone."""
         self._heard: dict[str, float] = {}
         """Node → when it last gave a sign of life."""
         self._told: dict[int, Told] = {}
         self._asked: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._over = threading.Event()
+        self._turned = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
 
     @property
@@ -126,9 +143,15 @@ class Front:
             begun(stream)
 
         self._ask(ask)
+        if self._over.is_set():
+            refused(Full("the server is being stopped"))
 
     def cancel(self, number: int) -> None:
         self._ask(lambda: self.gateway.cancel(number))
+
+    def hang_up(self) -> None:
+        """Whoever is being answered is told that it is over."""
+        self._ask(self.gateway.close)
 
     def _ask(self, what: Callable[[], None]) -> None:
         self._asked.put(what)
@@ -140,7 +163,12 @@ class Front:
         try:
             while not self._over.is_set():
                 self._turn()
+        except Exception as error:
+            self._watching.failed(error)
         finally:
+            self._over.set()
+            self._do_what_is_asked()
+            self.gateway.close()
             for name in list(self._addresses):
                 self._tell(name, Stop(""))
             self._mailbox.close(GOODBYE_S)
@@ -148,17 +176,24 @@ class Front:
     def _turn(self) -> None:
         for received in self._mailbox.receive(TURN_S):
             self._deliver(received)
-        with contextlib.suppress(Empty):
-            while True:
-                self._asked.get_nowait()()
+        self._do_what_is_asked()
         for lost in self._mailbox.lost():
             self._lost(lost.peer, f"its connection: {lost.reason}")
         for name, how in self._gone():
             self._lost(name, how)
+        now, before = time.monotonic(), self._turned
+        self._turned = now
+        if now - before > self._brief.heartbeat_s / 2:  # we were held up, and they may have spoken
+            self._heard = dict.fromkeys(self._heard, now)
         for name in [name for name in self._heard if self._silent_s(name) > self._patience_s(name)]:
             self._lost(name, f"no sign of life for {self._patience_s(name):g} s")
         self.gateway.tick()
         self.seen = self._look()
+
+    def _do_what_is_asked(self) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                self._asked.get_nowait()()
 
     def _look(self) -> Seen:
         gateway = self.gateway
@@ -183,7 +218,8 @@ class Front:
             control = from_json(message.body)
         except UserError as error:
             self.counted["nonsense"] += 1
-            log.warning("nonsense from '%s': %s", name, error)
+            if self.counted["nonsense"] == 1:
+                log.warning("nonsense from '%s' (later ones are only counted): %s", name, error)
             return
         if isinstance(control, Hello):
             self._greet(name, control)
@@ -197,10 +233,12 @@ class Front:
         node = self._brief.number[name]
         match control:
             case Ready():
-                log.info("'%s' holds stage %d", name, self._brief.stage_of[name])
                 self.gateway.joined(node, self._brief.stage_of[name])
+                self._watching.holds(name, self._brief.stage_of[name])
             case Sampled():
                 self._sampled(node, control)
+            case Spoiled():
+                self._spoiled(node, control)
             case Broken() if control.peer in self._names:
                 self.counted["broken links"] += 1
                 self.gateway.broken(node, control.peer)
@@ -213,15 +251,23 @@ class Front:
 
     def _sampled(self, node: int, control: Sampled) -> None:
         try:
+            if not all(token < self._brief.vocabulary for token in control.tokens):
+                raise ValueError("says tokens that nobody knows")
             self.gateway.sampled(control.step, control.tokens, node)
         except ValueError as error:
             self._lost(self._names[node], str(error))
 
+    def _spoiled(self, node: int, control: Spoiled) -> None:
+        """Whoever made what is of no use has to start over, and may come back."""
+        self.counted["spoiled steps"] += 1
+        path = self.gateway.spoiled(control.step, node)
+        if path and control.node == path[path.index(node) - 1]:
+            self._lost(self._names[control.node], f"'{self._names[node]}' got from it {control.reason}")
+        elif path:
+            log.warning("'%s' cannot do a step: %s", self._names[node], control.reason)
+
     def _greet(self, name: str, hello: Hello) -> None:
         if name not in self._brief.stage_of:
-            return
-        if hello.version != __version__:
-            log.warning("'%s' runs skippipe %s, this is %s; use one version", name, hello.version, __version__)
             return
         if name in self._addresses:
             self._lost(name, "it was started again")
@@ -229,6 +275,10 @@ class Front:
             self._mailbox.connect(name, hello.address, self._publics.get(name))
         except UserError as error:
             log.warning("'%s' cannot be reached: %s", name, error)
+            return
+        if hello.version != __version__:
+            self._tell(name, Stop(f"skippipe {hello.version} here, {__version__} at the gateway: use one version"))
+            self._mailbox.disconnect(name, GOODBYE_S)
             return
         self._addresses[name] = hello.address
         self._parted.pop(name, None)
@@ -240,8 +290,10 @@ class Front:
 
     def _answer_a_ghost(self, name: str) -> None:
         """It was taken for dead and is not: it may say hello again."""
-        address = self._parted.pop(name, None)
-        if address is not None:
+        address, told_from = self._parted.get(name, ("", inf))
+        now = time.monotonic()
+        if now >= told_from:
+            self._parted[name] = address, now + self._brief.heartbeat_s
             self._mailbox.connect(name, address, self._publics.get(name))
             self._tell(name, Stop("you were taken for dead", again=True))
 
@@ -249,12 +301,12 @@ class Front:
         address = self._addresses.pop(name, None)
         if address is None:
             return
-        self._parted[name] = address
-        log.warning("'%s' is gone: %s", name, how)
+        self._parted[name] = address, 0.0
         self.counted["lost nodes"] += 1
         self._heard.pop(name, None)
         self._mailbox.disconnect(name)
         self.gateway.lost(self._brief.number[name])
+        self._watching.gone(name, how)
 
     def _introduced(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: [self._addresses.get(name, ""), self._publics.get(name)] for name in names}

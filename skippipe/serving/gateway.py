@@ -23,6 +23,7 @@ from skippipe.serving.lanes import Distance, Even, Lane, fastest, links
 from skippipe.serving.streams import Ending, Request, Stream
 
 DOUBT = 10  # times longer that a link seems, for every step that was lost on a way over it
+MOST_SPOILED = 3  # steps with a stream that nodes may say cannot be done
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,16 @@ class ServingSettings:
     """Requests that wait for a place at most."""
     prompt_tokens: int = 4096
     """New tokens that a step feeds at most."""
+    lane_tokens: int = 2**16
+    """That the caches of a lane have room for: as many slots as it has, each of its longest stream."""
     floor: Fraction = Fraction(0)
     """Share of the stages below which nothing is answered."""
     step: timedelta = timedelta(seconds=20)
     """After which a step counts as lost."""
     patience: timedelta = timedelta(seconds=30)
     """How long a request waits for a way to be there."""
+    gathering: timedelta = timedelta(minutes=10)
+    """How long all wait for the first node of every stage, before answers are given without some of them."""
 
 
 class Full(Exception):
@@ -103,6 +108,11 @@ class Gateway:
     _doubts: Counter[frozenset[int]] = field(default_factory=Counter)
     """How many steps in a row were lost on lanes over a link."""
     _numbers: Counter[str] = field(default_factory=Counter)
+    _gathers_until_ns: int | None = field(init=False)
+    """None: everybody was there once."""
+
+    def __post_init__(self) -> None:
+        self._gathers_until_ns = self.outside.now_ns() + _ns(self.settings.gathering)
 
     # Requests
 
@@ -110,6 +120,8 @@ class Gateway:
         """Full if too many wait already."""
         if len(self._waiting) >= self.settings.waiting:
             raise Full(f"{len(self._waiting)} requests wait already")
+        if request.longest > self.settings.lane_tokens:
+            raise Full(f"{request.longest} tokens are more than caches have room for, {self.settings.lane_tokens}")
         stream = Stream(self._next("stream"), request, waits_since_ns=self.outside.now_ns())
         self.streams[stream.number] = stream
         self._waiting.append(stream)
@@ -122,6 +134,11 @@ class Gateway:
             self._end(stream, Ending.CANCELLED)
             self._go_on()
 
+    def close(self) -> None:
+        """Nobody is answered any more."""
+        for number in list(self.streams):
+            self._end(self.streams[number], Ending.CANCELLED)
+
     # Nodes
 
     def joined(self, node: int, stage: int) -> None:
@@ -130,6 +147,8 @@ class Gateway:
             self.lost(node)
         self.stage_of[node] = stage
         self._cut = {pair for pair in self._cut if node not in pair}
+        if self.share == 1:
+            self._gathers_until_ns = None
         self._go_on()
 
     def lost(self, node: int) -> None:
@@ -171,14 +190,29 @@ class Gateway:
                     self._end(stream, stream.ending)
         self._go_on()
 
+    def spoiled(self, number: int, node: int) -> tuple[int, ...]:
+        """A node says that it cannot do a step; the step's path, if it is one that the node had to do."""
+        step = self._steps.get(number)
+        if step is None or node not in step.lane.path:
+            return ()
+        self._give_up(step.lane)
+        for stream in [row.stream for row in step.rows if row.stream.ending is None]:
+            stream.spoiled += 1
+            if stream.spoiled >= MOST_SPOILED:
+                self._end(stream, Ending.SPOILED)
+        self._go_on()
+        return step.lane.path
+
     def tick(self) -> None:
         """To be called often: deadlines pass."""
         now_ns = self.outside.now_ns()
-        late_ns = now_ns - int(self.settings.step.total_seconds() * 1e9)
+        if self._gathers_until_ns is not None and now_ns >= self._gathers_until_ns:
+            self._gathers_until_ns = None
+        late_ns = now_ns - _ns(self.settings.step)
         for lane in [each for each in self._lanes.values() if each.step is not None and each.stepped_ns < late_ns]:
             self._doubts.update(links(lane.path))
             self._give_up(lane)
-        given_up_ns = now_ns - int(self.settings.patience.total_seconds() * 1e9)
+        given_up_ns = now_ns - _ns(self.settings.patience)
         if not self._lanes:  # there is no way at all, it is not that all are taken
             for stream in [each for each in self._waiting if each.waits_since_ns < given_up_ns]:
                 self._end(stream, Ending.NO_WAY)
@@ -200,12 +234,12 @@ class Gateway:
     @property
     def is_open(self) -> bool:
         """Are there stages enough to answer with?"""
-        return self.share > 0 and self.share >= self.settings.floor
+        return self._gathers_until_ns is None and self.share > 0 and self.share >= self.settings.floor
 
     def _go_on(self) -> None:
         """Everybody who can be is put on a lane, and every lane that can sets out."""
         while self._waiting and self.is_open:
-            lane = self._roomiest()
+            lane = self._roomiest(self._waiting[0])
             if lane is None:
                 break
             stream = self._waiting.popleft()
@@ -215,14 +249,21 @@ class Gateway:
             if lane.step is None:
                 self._set_out(lane)
 
-    def _roomiest(self) -> Lane | None:
+    def _roomiest(self, stream: Stream) -> Lane | None:
         """With as few streams as any, a new one if there may be more; None: all are full."""
         whole = sum(map(bool, self.holders))
         usable = [lane for lane in self._lanes.values() if len(lane.path) == whole]
-        idle = min(usable, key=lambda lane: len(lane.slots), default=None)
-        if idle is None or (idle.slots and len(usable) < self.settings.lanes * len(self.holders[0])):
+        roomy = [lane for lane in usable if self._has_room(lane, stream)]
+        idle = min(roomy, key=lambda lane: len(lane.slots), default=None)
+        if (idle is None or idle.slots) and len(usable) < self.settings.lanes * len(self.holders[0]):
             idle = self._opened() or idle
-        return idle if idle is not None and len(idle.slots) < self.settings.streams else None
+        return idle
+
+    def _has_room(self, lane: Lane, stream: Stream) -> bool:
+        there = [self.streams[number].request.longest for number in lane.slots.values()]
+        slots = max([lane.free_slot(), *lane.slots]) + 1
+        longest = max([stream.request.longest, *there])
+        return len(there) < self.settings.streams and slots * longest <= self.settings.lane_tokens
 
     def _opened(self) -> Lane | None:
         busy = Counter(node for lane in self._lanes.values() for node in lane.path)
@@ -284,6 +325,10 @@ class Gateway:
     def _next(self, what: str) -> int:
         self._numbers[what] += 1
         return self._numbers[what]
+
+
+def _ns(duration: timedelta) -> int:
+    return int(duration.total_seconds() * 1e9)
 
 
 @dataclass(frozen=True)

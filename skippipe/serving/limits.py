@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import sha256
-from ipaddress import ip_address
 
 from skippipe.errors import UserError
 from skippipe.serving.complaints import Complaint, not_let_in, too_often
+from skippipe.transport.sockets import is_loopback
 
 SHORTEST_TOKEN = 16  # characters; wrong ones are not counted, so that they must be too many to try
 MINUTE_S = 60.0
@@ -113,14 +113,6 @@ class Turnstile:
         if over > 0:
             raise too_often(f"more than {most} requests a minute with this token: send fewer", over * MINUTE_S / most)
         self._spent[token] = spent + 1, now_s
-
-
-def is_loopback(host: str) -> bool:
-    """A name or address, without a port."""
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 def _check_host(host: str | None) -> None:

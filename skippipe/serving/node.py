@@ -10,29 +10,31 @@ import logging
 from collections import Counter, deque
 from typing import Any
 
-from skippipe.runtime.control import COORDINATOR, Close, Control, Feed, Hello, Ready, Sampled, Stop
+from skippipe.errors import UserError
+from skippipe.runtime.control import COORDINATOR, Close, Control, Feed, Hello, Ready, Sampled, Spoiled, Stop
 from skippipe.runtime.outside import Outside
-from skippipe.serving.work import Chance, Choose, FedRow, Forget, Pass, ServingWork
+from skippipe.serving.early import Early
+from skippipe.serving.feeding import Seat, Told, understood
+from skippipe.serving.work import Choose, Forget, Pass, ServingWork, Unable
 from skippipe.transport.message import Kind, Message
 
 log = logging.getLogger(__name__)
-MOST_STEPS = 1024  # that are told of and not done, or whose tensors came before they were told of
+MOST_STEPS = 1024  # that are told of and not done
 
 
 class ServingNode:
-    def __init__(self, number: int, stage: int, outside: Outside) -> None:
-        self.number = number
-        self.stage = stage
+    def __init__(self, seat: Seat, outside: Outside) -> None:
+        self.number = seat.number
         self.stopped: Stop | None = None
         self.dropped: Counter[tuple[int, str]] = Counter()
         """Sender and what was wrong → how many messages of that kind were not taken."""
+        self._seat = seat
         self._outside = outside
-        self._told: dict[tuple[int, int], Feed] = {}
+        self._told: dict[tuple[int, int], Told] = {}
         """Step and place on its path → what to do when the tensor comes."""
-        self._early: dict[tuple[int, int], tuple[int, Any]] = {}
-        """Tensors of steps that we have not been told of, and who sent them."""
-        self._ready: deque[tuple[Feed | None, int, ServingWork]] = deque()
-        self._doing: tuple[Feed | None, int, ServingWork] | None = None
+        self._early = Early()
+        self._ready: deque[tuple[Told | None, int, ServingWork]] = deque()
+        self._doing: tuple[Told | None, int, ServingWork] | None = None
 
     def hello(self, address: str, version: str) -> Hello:
         """To a gateway that is new: whatever this node was doing, nobody waits for it."""
@@ -52,7 +54,7 @@ class ServingNode:
             case Feed():
                 self._feed(control)
             case Close():
-                for key in [key for key, feed in self._told.items() if feed.lane == control.lane]:
+                for key in [key for key, told in self._told.items() if told.lane == control.lane]:
                     del self._told[key]
                 self._ready = deque(each for each in self._ready if each[0] is None or each[0].lane != control.lane)
                 self._ready.append((None, 0, Forget(control.lane)))
@@ -67,10 +69,8 @@ class ServingNode:
             self._drop(sender, f"a {message.kind.name.lower()}")
         elif key in self._told:
             self._take(key, sender, message.body)
-        elif len(self._early) < MOST_STEPS:
-            self._early[key] = sender, message.body
         else:
-            self._drop(sender, "too much that we have not been told of")
+            self._early.put(sender, key, message.body)
 
     def asked(self, sender: int, control: Control) -> None:
         self._drop(sender, type(control).__name__)
@@ -82,17 +82,21 @@ class ServingNode:
 
     def finished(self, work: ServingWork, result: Any) -> None:
         assert self._doing is not None
-        feed, place, done = self._doing
+        told, place, done = self._doing
         assert done is work
         self._doing = None
-        if feed is None:
+        if told is None:
+            return
+        if isinstance(result, Unable):
+            at_fault = told.path[place - 1] if result.given else self.number
+            self._outside.say(Spoiled(told.step, at_fault, result.reason))
             return
         if isinstance(work, Choose):
-            self._outside.say(Sampled(feed.step, list(result)))
+            self._outside.say(Sampled(told.step, list(result)))
             return
         after = place + 1
-        message = Message(Kind.HOP, feed.step, feed.lane, 0, after, result)
-        receiver = feed.path[after % len(feed.path)]
+        message = Message(Kind.HOP, told.step, told.lane, 0, after, result)
+        receiver = told.path[after % len(told.path)]
         if receiver == self.number:  # the only stage that is left
             self.receive(receiver, message)
         else:
@@ -109,7 +113,7 @@ class ServingNode:
 
     def talks_to(self) -> set[int]:
         """Whoever comes next on a path that it has been told of."""
-        near = {feed.path[(place + 1) % len(feed.path)] for (_, place), feed in self._told.items()}
+        near = {told.path[(place + 1) % len(told.path)] for (_, place), told in self._told.items()}
         return near - {self.number}
 
     def lost(self, _node: int) -> None:
@@ -120,45 +124,39 @@ class ServingNode:
 
     def _feed(self, feed: Feed) -> None:
         """On its path the node has a place; the first one has another at the end."""
-        if self.number not in feed.path:
-            self._drop(COORDINATOR, "a step that does not come here")
-            return
         if len(self._told) >= MOST_STEPS:
             self._drop(COORDINATOR, "more steps than are ever on their way")
             return
-        place = feed.path.index(self.number)
+        try:
+            told = understood(feed, self._seat)
+        except UserError as error:
+            self._drop(COORDINATOR, str(error))
+            return
+        place = told.path.index(self.number)
         if place == 0:
-            rows = _rows(feed)
-            self._ready.append((feed, 0, Pass(feed.lane, rows, tuple(feed.freed), tuple(map(tuple, feed.tokens)))))
-            place = len(feed.path)
-        key = feed.step, place
-        self._told[key] = feed
-        if key in self._early:
-            self._take(key, *self._early.pop(key))
+            self._ready.append((told, 0, Pass(told.lane, told.rows, told.freed, told.tokens)))
+            place = len(told.path)
+        key = told.step, place
+        self._told[key] = told
+        before = told.path[place - 1]
+        if (body := self._early.take(before, key)) is not None:
+            self._take(key, before, body)
 
     def _take(self, key: tuple[int, int], sender: int, body: Any) -> None:
-        feed, place = self._told[key], key[1]
-        tokens = sum(row[2] for row in feed.rows)
-        if sender != feed.path[place - 1]:
+        told, place = self._told[key], key[1]
+        if sender != told.path[place - 1]:
             self._drop(sender, "a tensor of a step that does not come from there")
             return
-        if not self._outside.fits(Message(Kind.HOP, feed.step, feed.lane, 0, place, body), tokens, len(feed.rows)):
+        if not self._outside.fits(Message(Kind.HOP, told.step, told.lane, 0, place, body), told.count, len(told.rows)):
             self._drop(sender, "a tensor of another shape or type")
             return
         del self._told[key]
-        rows = _rows(feed)
-        if place == len(feed.path):
-            chances = zip(feed.chances, feed.seeds, strict=True)
-            chosen = tuple(Chance(heat, int(top_k), top_p, seed) for (heat, top_k, top_p), seed in chances)
-            self._ready.append((feed, place, Choose(rows, chosen, body)))
+        if place == len(told.path):
+            self._ready.append((told, place, Choose(told.rows, told.how, body)))
         else:
-            self._ready.append((feed, place, Pass(feed.lane, rows, tuple(feed.freed), body)))
+            self._ready.append((told, place, Pass(told.lane, told.rows, told.freed, body)))
 
     def _drop(self, sender: int, what: str) -> None:
         self.dropped[sender, what] += 1
         if self.dropped[sender, what] == 1:
             log.warning("dropped from %s: %s (later ones are only counted)", sender, what)
-
-
-def _rows(feed: Feed) -> tuple[FedRow, ...]:
-    return tuple(FedRow(*row) for row in feed.rows)

@@ -15,6 +15,7 @@ from skippipe.serving.complaints import Complaint, too_large
 from skippipe.serving.limits import ApiSettings
 
 CLOSE = {"Connection": "close"}  # the rest of the request is not wanted
+SWALLOWED = 8  # times the limit, up to which it is taken nevertheless: a client that still sends hears no answer
 
 
 class Gone(Exception):
@@ -24,12 +25,16 @@ class Gone(Exception):
 async def body(headers: Headers, receive: Receive, settings: ApiSettings) -> bytes:
     _check_kind(headers)
     length = headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > settings.body_bytes:
+    declared = int(length[:20]) if length.isdecimal() else 0
+    if declared > SWALLOWED * settings.body_bytes:
         raise too_large(settings.body_bytes)
     late = Complaint(
         408, f"the request was not here after {settings.body.total_seconds():g} s", "request_timeout", headers=CLOSE
     )
     async with within(settings.body, late):
+        if declared > settings.body_bytes:
+            await _swallow(receive)
+            raise too_large(settings.body_bytes)
         return await _all(receive, settings.body_bytes)
 
 
@@ -80,6 +85,11 @@ async def _all(receive: Receive, most_bytes: int) -> bytes:
             raise too_large(most_bytes)
         if not message.get("more_body", False):
             return bytes(parts)
+
+
+async def _swallow(receive: Receive) -> None:
+    while (message := await receive())["type"] != "http.disconnect" and message.get("more_body", False):
+        pass
 
 
 async def _gone(receive: Receive) -> None:

@@ -5,19 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen."""
-
-    temperature: float = 1.0
-    """0: always the most likely one."""
-    top_k: int = 0
-    """Of so many most likely ones; 0: of all."""
-    top_p: float = 1.0
-    """Of as few as have this probability together."""
-    seed: int = 0
-    """With the place of a token it says what chance says, so that any node gives the same answer."""
+from skippipe.inference.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -27,7 +15,12 @@ class Request:
     """Tokens to answer with."""
     ends: frozenset[int] = frozenset()
     """Tokens that end the answer."""
-    sampling: Sampling = Sampling()
+    sampling: Sampling = Sampling()  # noqa: RUF009 (frozen)
+
+    @property
+    def longest(self) -> int:
+        """Tokens in the end."""
+        return len(self.prompt) + self.most
 
 
 class Ending(Enum):
@@ -36,6 +29,8 @@ class Ending(Enum):
     CANCELLED = "cancelled"
     NO_WAY = "no way"
     """Too few stages were left for too long."""
+    SPOILED = "spoiled"
+    """No node could compute it."""
 
 
 @dataclass
@@ -52,6 +47,8 @@ class Stream:
     visited: int = 0
     """Stages that the shortest lane had by which a token was made; 0: none yet."""
     waits_since_ns: int = 0
+    spoiled: int = 0
+    """Steps with it that could not be done."""
     ending: Ending | None = None
 
     def __post_init__(self) -> None:

@@ -12,18 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skippipe.errors import UserError
 from skippipe.inference.cache import Rows
-from skippipe.inference.sampling import Sampling, choose
+from skippipe.inference.choosing import choose
 from skippipe.inference.stage import CachedStage, embed, logits
 from skippipe.model.stage import StageModel
-from skippipe.serving.work import Choose, FedRow, Forget, Pass, ServingWork
+from skippipe.serving.work import Choose, FedRow, Forget, Pass, ServingWork, Unable
 from skippipe.transport.message import Message
 from skippipe.transport.packed import Packed, pack, unpack
 
 
+class NotFinite(UserError):
+    """What was given has values that are none."""
+
+
 class ServingTensors:
     def __init__(self, stage: int, model: StageModel, *, lane_tokens: int, wire_dtype: str, drive: float = 1.0) -> None:
-        """`lane_tokens` that the cache of a lane has room for."""
+        """`lane_tokens` that the cache of a lane has room for. UserError if such a model cannot be served."""
+        CachedStage(model, lane_tokens)
         self._stage = stage
         self._model = model
         self._lane_tokens = lane_tokens
@@ -35,6 +41,15 @@ class ServingTensors:
         self._hidden = model.blueprint.config.hidden_size
 
     def run(self, work: ServingWork) -> Any:
+        """`Unable` where it cannot be done: whatever others send, the node goes on."""
+        try:
+            return self._done(work)
+        except UserError as error:
+            return Unable(str(error), given=isinstance(error, NotFinite))
+        except torch.OutOfMemoryError:
+            return Unable("not enough memory", given=False)
+
+    def _done(self, work: ServingWork) -> Any:
         match work:
             case Pass():
                 return pack(self._pass(work), self._wire_dtype)
@@ -55,6 +70,9 @@ class ServingTensors:
         lane = self._lanes[work.lane]
         for slot in work.freed:
             lane.cache.free(slot)
+        for row in work.rows:
+            if row.start > lane.cache.length(row.slot):
+                raise UserError(f"slot {row.slot} ends before token {row.start}")
         pieces = self._pieces(work)
         for alike in _alike(work.rows):
             rows = [work.rows[number] for number in alike]
@@ -75,11 +93,13 @@ class ServingTensors:
     def _choose(self, work: Choose) -> list[int]:
         ends = torch.tensor([row.count for row in work.rows]).cumsum(0) - 1
         last = self._unpacked(work.given)[ends.to(self._device)]
-        how = [Sampling(each.temperature, each.top_k, each.top_p, each.seed) for each in work.chances]
-        return choose(logits(self._model, last), how, [row.start + row.count for row in work.rows])
+        return choose(logits(self._model, last), work.how, [row.start + row.count for row in work.rows])
 
     def _unpacked(self, given: Packed) -> Tensor:
-        return unpack(given).to(self._device, self._dtype)
+        made = unpack(given).to(self._device, self._dtype)
+        if not made.isfinite().all():
+            raise NotFinite("hidden states that are not finite")
+        return made
 
 
 def _alike(rows: Sequence[FedRow]) -> list[list[int]]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from skippipe.inference.sampling import Sampling
 from skippipe.serving.answering import Said, Share
-from skippipe.serving.streams import Sampling
 
 END_OF_STREAM = b"data: [DONE]\n\n"
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from skippipe.inference.sampling import Sampling
+
 
 @dataclass(frozen=True)
 class FedRow:
@@ -13,16 +15,6 @@ class FedRow:
     """Tokens of the slot that this stage has seen before."""
     count: int
     """New ones."""
-
-
-@dataclass(frozen=True)
-class Chance:
-    """How to choose the next token of a row (see `streams.Sampling`)."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -42,7 +34,7 @@ class Choose:
     """The next token of every row, from what the last stage made of its new ones."""
 
     rows: tuple[FedRow, ...]
-    chances: tuple[Chance, ...]
+    how: tuple[Sampling, ...]
     given: Any
 
 
@@ -51,6 +43,15 @@ class Forget:
     """A lane is closed: its caches go."""
 
     lane: int
+
+
+@dataclass(frozen=True)
+class Unable:
+    """What becomes of a work that cannot be done."""
+
+    reason: str
+    given: bool
+    """Is it because of what was given, and so of whoever sent it?"""
 
 
 ServingWork = Pass | Choose | Forget

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skippipe.parts import Visits, drawn_parts
+from skippipe.parts import Visits, drawn_parts, drive_of
 from skippipe.study.engine import Engine
 from skippipe.text.sampler import Sampler
 from skippipe.text.tokens import Ids
@@ -87,7 +87,7 @@ def part_losses(
     whole = tuple(range(stages))
     found = [PartLoss(name, whole, 0.0, mean_loss(engine, text, tokens, whole)) for name, text in texts.items()]
     for visited in kept:
-        most = (stages - 1) / (visited - 1) if visited > 1 else 1.0
+        most = drive_of("scaled", stages, visited)
         for part in drawn_parts(stages, visited, draws, seed):
             for drive in DRIVES if most > 1 else (0.0,):
                 for name, text in texts.items():

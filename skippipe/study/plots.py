@@ -6,26 +6,23 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from io import BytesIO
 from pathlib import Path
 from statistics import fmean
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from plotly import graph_objects as go
-from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
-from skippipe.jsonfile import write_bytes, write_text
-from skippipe.report.html import STYLE
+from skippipe.jsonfile import write_text
+from skippipe.report.image import INK, LINE_STYLES, blank, dress, literal, write_image
+from skippipe.report.page import figure_html, page, section, table_html
 from skippipe.report.picture import HUES
-from skippipe.report.png import INK
-from skippipe.study.tables import FULL, Result, Runs, Table, held_out, increases, total_s
+from skippipe.report.table import Table
+from skippipe.study.tables import FULL, Result, Runs, held_out, increases, total_s
 from skippipe.study.times import Times, elapsed_s
 
-DPI = 130
 SETTLED = 0.12  # share of the longest run before which losses are so high that they need not be in the picture
 FINE = 0.02  # below this, increases are drawn as they are; far above it, by their logarithm
 TICKS = (-0.2, -0.1, -0.05, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 1000, 10_000)
@@ -35,9 +32,9 @@ INCREASE_TITLE = "increase of the perplexity"
 BANDS_IN_WORDS = """Increase of the perplexity against the same model whole, when stages are left out after training.
 Lines: mean over the parts that were drawn, and over seeds; bands: from the best part to the worst. Stages that are kept
 are driven as was best on the first text."""
+HEAD_PX, ROW_PX = 40, 480  # of a picture on the page
 ABREAST = 3  # texts side by side, at most
-DASHES = ("solid", "dash", "dot", "dashdot")
-IN_MATPLOTLIB = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+DASHES = tuple(LINE_STYLES)
 
 
 @dataclass(frozen=True)
@@ -175,6 +172,13 @@ def _ticks(found: Sequence[Band]) -> list[float]:
     return [tick for tick in TICKS if 1.3 * low <= tick <= 1.3 * high]
 
 
+def _grid(found: Sequence[Band]) -> tuple[list[str], int, int]:
+    """Texts, and the rows and columns in which they are shown."""
+    texts = list(dict.fromkeys(band.text for band in found))
+    rows = -(-len(texts) // ABREAST)
+    return texts, rows, -(-len(texts) // rows)
+
+
 def write_pictures(runs: Runs, times: Times | None, folder: Path) -> list[Path]:
     """The PNGs for which there is something to show."""
     drawn = looks(list(runs))
@@ -183,39 +187,29 @@ def write_pictures(runs: Runs, times: Times | None, folder: Path) -> list[Path]:
     if found:
         figures["parts.png"] = _bands_png(found, drawn)
     for file, figure in figures.items():
-        image = BytesIO()
-        figure.savefig(image, format="png")
-        write_bytes(folder / file, image.getvalue())
+        write_image(figure, folder / file)
     return [folder / file for file in figures]
 
 
-def _figure(width_in: float, height_in: float) -> Figure:
-    figure = Figure(figsize=(width_in, height_in), dpi=DPI, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def _chart_png(chart: Chart, drawn: dict[str, Look]) -> Figure:
-    figure = _figure(9.5, 5.4)
+    figure = blank(9.5, 5.4)
     axes = figure.subplots()
     for curve in chart.curves:
         axes.plot(curve.xs, curve.losses, color=drawn[curve.variant].colour, linewidth=0.7, alpha=0.35)
     for curve in chart.mean_curves:
         look = drawn[curve.variant]
-        axes.plot(curve.xs, curve.losses, IN_MATPLOTLIB[look.dash], color=look.colour, linewidth=look.width)
+        axes.plot(curve.xs, curve.losses, LINE_STYLES[look.dash], color=look.colour, linewidth=look.width)
         axes.plot(curve.xs[-1:], curve.losses[-1:], "o", color=look.colour, markersize=4.5)
     axes.set_ylim(*chart.loss_range)
     axes.set_xlim(left=0)
-    _dress(axes, chart.title, chart.x_title, LOSS_TITLE)
+    dress(axes, chart.title, chart.x_title, LOSS_TITLE)
     _legend(axes, {_ending(curve): drawn[curve.variant] for curve in chart.mean_curves})
     return figure
 
 
 def _bands_png(found: list[Band], drawn: dict[str, Look]) -> Figure:
-    texts = list(dict.fromkeys(band.text for band in found))
-    rows = -(-len(texts) // ABREAST)
-    columns = -(-len(texts) // rows)
-    figure = _figure(2.2 + 4.6 * columns, 0.6 + 4.4 * rows)
+    texts, rows, columns = _grid(found)
+    figure = blank(2.2 + 4.6 * columns, 0.6 + 4.4 * rows)
     ticks = _ticks(found)
     grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
     for unused in grid.flat[len(texts) :]:
@@ -226,36 +220,21 @@ def _bands_png(found: list[Band], drawn: dict[str, Look]) -> Figure:
             look = drawn[band.variant]
             low, mean, high = (squeezed(each) for each in (band.bests, band.means, band.worsts))
             axes.fill_between(band.kept, low, high, color=look.colour, alpha=0.12, linewidth=0)
-            style = IN_MATPLOTLIB[look.dash] + "o"
+            style = LINE_STYLES[look.dash] + "o"
             axes.plot(band.kept, mean, style, color=look.colour, linewidth=look.width, markersize=4.5)
         axes.set_xlim(max(band.kept[0] for band in found) + 2, min(band.kept[-1] for band in found) - 2)
         axes.set_yticks(squeezed(ticks), [_percent(tick) for tick in ticks])
-        _dress(axes, f"On '{text}'", KEPT_TITLE, "" if at % columns else INCREASE_TITLE)
+        dress(axes, f"On '{text}'", KEPT_TITLE, "" if at % columns else INCREASE_TITLE)
     _legend(grid[0, -1], {band.variant: drawn[band.variant] for band in found})
     return figure
 
 
-def _dress(axes: Axes, title: str, x_title: str, y_title: str) -> None:
-    axes.set_title(_literal(title), loc="left", fontsize=12, color=INK, fontweight="bold")
-    axes.set_xlabel(_literal(x_title), fontsize=10, color=INK)
-    axes.set_ylabel(y_title, fontsize=10, color=INK)
-    axes.grid(color="#E4E4E4", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=9, colors=INK)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def _legend(axes: Axes, labels: dict[str, Look]) -> None:
     handles = [
-        Line2D([], [], color=look.colour, ls=IN_MATPLOTLIB[look.dash], lw=look.width, label=_literal(label))
+        Line2D([], [], color=look.colour, ls=LINE_STYLES[look.dash], lw=look.width, label=literal(label))
         for label, look in labels.items()
     ]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=9, frameon=False, labelcolor=INK)
-
-
-def _literal(text: str) -> str:
-    """Matplotlib would read what stands between two dollar signs as a formula."""
-    return text.replace("$", r"\$")
 
 
 def _ending(curve: Curve) -> str:
@@ -268,31 +247,14 @@ def _percent(increase: float) -> str:
 
 def write_page(title: str, tables: Sequence[Table], runs: Runs, times: Times | None, path: Path) -> None:
     drawn = looks(list(runs))
-    sections = [f"<h1>{escape(title)}</h1>", *(_table_html(table) for table in tables[:1])]
+    sections = [table_html(table) for table in tables[:1]]
     for chart in charts(runs, times):
-        sections.append(_section(chart.title, chart.note, _chart_html(chart, drawn)))
+        sections.append(section(chart.title, chart.note, _chart_html(chart, drawn)))
     found = bands(runs)
     if found:
-        sections.append(_section("Parts of the model", BANDS_IN_WORDS, _bands_html(found, drawn)))
-    sections += [_table_html(table) for table in tables[1:]]
-    style, script = f"<style>{STYLE}</style>", f"<script>{get_plotlyjs()}</script>"
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title>{style}{script}'
-    body = "\n".join(sections)
-    write_text(path, f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n')
-
-
-def _section(title: str, note: str, content: str) -> str:
-    return f"<h2>{escape(title)}</h2>\n<p>{escape(note)}</p>\n{content}"
-
-
-def _table_html(table: Table) -> str:
-    first, *others = table.headings
-    head = f"<th>{escape(first)}</th>" + "".join(f"<th class=number>{escape(each)}</th>" for each in others)
-    rows = "".join(
-        f"<tr><td>{escape(row[0])}</td>{''.join(f'<td class=number>{escape(cell)}</td>' for cell in row[1:])}</tr>"
-        for row in table.rows
-    )
-    return _section(table.title, table.note, f"<table><tr>{head}</tr>{rows}</table>")
+        sections.append(section("Parts of the model", BANDS_IN_WORDS, _bands_html(found, drawn)))
+    sections += [table_html(table) for table in tables[1:]]
+    write_text(path, page(title, sections))
 
 
 def _chart_html(chart: Chart, drawn: dict[str, Look]) -> str:
@@ -322,13 +284,12 @@ def _chart_html(chart: Chart, drawn: dict[str, Look]) -> str:
         )
     figure.update_xaxes(title=escape(chart.x_title), rangemode="tozero")
     figure.update_yaxes(title=LOSS_TITLE, range=chart.loss_range)
-    return _drawn(figure)
+    figure.update_layout(height=HEAD_PX + ROW_PX)
+    return figure_html(figure)
 
 
 def _bands_html(found: list[Band], drawn: dict[str, Look]) -> str:
-    texts = list(dict.fromkeys(band.text for band in found))
-    rows = -(-len(texts) // ABREAST)
-    columns = -(-len(texts) // rows)
+    texts, rows, columns = _grid(found)
     titles = [f"on '{escape(text)}'" for text in texts]
     figure = make_subplots(rows, columns, shared_yaxes="all", subplot_titles=titles, horizontal_spacing=0.03)
     for band in found:
@@ -366,11 +327,5 @@ def _bands_html(found: list[Band], drawn: dict[str, Look]) -> str:
     figure.update_xaxes(title=KEPT_TITLE, autorange="reversed")
     figure.update_yaxes(tickvals=squeezed(ticks), ticktext=[_percent(tick) for tick in ticks])
     figure.update_yaxes(title=INCREASE_TITLE, col=1)
-    return _drawn(figure, rows)
-
-
-def _drawn(figure: go.Figure, rows: int = 1) -> str:
-    figure.update_layout(template="plotly_white", height=40 + 480 * rows, margin={"l": 10, "r": 10, "t": 40, "b": 40})
-    buttons = [["zoom2d", "pan2d", "resetScale2d", "toImage"]]  # none that would send anything anywhere
-    config = {"displaylogo": False, "responsive": True, "modeBarButtons": buttons}
-    return str(figure.to_html(full_html=False, include_plotlyjs=False, include_mathjax=False, config=config))
+    figure.update_layout(height=HEAD_PX + ROW_PX * rows)
+    return figure_html(figure)

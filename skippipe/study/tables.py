@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from skippipe.report.table import NOTHING, Table
 from skippipe.study.settings import Study
 from skippipe.study.times import Times, elapsed_s, legs_of, variant_of
 
@@ -34,21 +35,7 @@ Runs = dict[str, Seeds]
 """Variant → seed → what came out, in the order of the study."""
 
 FULL = "full"  # the variant against which others are held
-NOTHING = "–"
 COLUMNS = 6  # of a curve
-
-
-@dataclass(frozen=True)
-class Table:
-    title: str
-    note: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def markdown(self) -> str:
-        lines = [self.headings, ["---"] * len(self.headings), *self.rows]
-        cells = ("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-        return f"## {self.title}\n\n" + "\n".join(cells) + (f"\n\n{self.note}" if self.note else "") + "\n"
 
 
 def runs_of(results: Iterable[Result], study: Study) -> Runs:

@@ -209,18 +209,23 @@ def verified(place: Path) -> Manifest:
     """The manifest, if every file is as it was written."""
     manifest = read_as(Manifest.from_json, place / MANIFEST)
     for file in manifest.files:
-        path = place / file.name
-        if Path(file.name).name != file.name or not path.is_file():
-            raise UserError(f"{path}: missing")
-        if path.stat().st_size != file.size:
-            raise UserError(f"{path}: {path.stat().st_size:,} bytes instead of {file.size:,}")
-        digest = sha256()
-        with path.open("rb") as opened:
-            while block := opened.read(2**20):
-                digest.update(block)
-        if digest.hexdigest() != file.sha256:
-            raise UserError(f"{path}: its content is not what was written")
+        check_file(place, file)
     return manifest
+
+
+def check_file(place: Path, file: StoredFile) -> None:
+    """UserError unless it is as it was written."""
+    path = place / file.name
+    if Path(file.name).name != file.name or not path.is_file():
+        raise UserError(f"{path}: missing")
+    if path.stat().st_size != file.size:
+        raise UserError(f"{path}: {path.stat().st_size:,} bytes instead of {file.size:,}")
+    digest = sha256()
+    with path.open("rb") as opened:
+        while block := opened.read(2**20):
+            digest.update(block)
+    if digest.hexdigest() != file.sha256:
+        raise UserError(f"{path}: its content is not what was written")
 
 
 def _fsync_folder(folder: Path) -> None:

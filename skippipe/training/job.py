@@ -11,7 +11,7 @@ from skippipe.learning import Learning
 from skippipe.recipe import Recipe
 from skippipe.training.tomlfile import read_toml
 
-Strategies = Literal["skippipe", "no-tc2", "dtfm-skip", "dtfm"]
+Strategies = Literal["best", "skippipe", "no-tc2", "dtfm-skip", "dtfm"]
 Precision = Literal["fp32", "bf16", "int8"]
 
 
@@ -51,8 +51,9 @@ class PipelineChoice:
     """A plan file. It brings its cluster, batch and stages, and the types on the wire and in computing: [pipeline],
     [batch], transport.wire, averaging.dtype, compute.dtype and model.checkpointing are then not used; recipe.skip is,
     on the plan's stages. Empty: a plan is made before training starts."""
-    strategy: Strategies = "skippipe"
-    """How to plan: skippipe; without avoiding collisions; blind to the network; the full pipeline."""
+    strategy: Strategies = "best"
+    """How to plan: with all freedoms (best); by the study's method (skippipe); the same without avoiding collisions;
+    blind to the network; the full pipeline."""
     stages: int = 0
     """Of the pipeline; 0: 6, or 4 under 12 nodes."""
     skip: str = ""

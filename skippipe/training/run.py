@@ -236,6 +236,6 @@ def birth(told: dict[str, Any]) -> int:
 
 def life(told: dict[str, Any]) -> str:
     """A node from its invitation to its end; why it ended, empty if all is well."""
-    keys, folder = told["keys"], told.get("data_folder")
-    known = {"keys": KeyPair(*keys) if keys else None, "data_folder": Path(folder) if folder else None}
-    return Member(Invitation(**{**told, **known})).run()
+    keys = told["keys"]
+    folders = {each: Path(told[each]) for each in ("data_folder", "checkpoint") if told.get(each)}
+    return Member(Invitation(**{**told, **folders, "keys": KeyPair(*keys) if keys else None})).run()

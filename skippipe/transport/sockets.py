@@ -41,10 +41,11 @@ def endpoint(host: str, port: int | str) -> str:
 
 
 def is_loopback(host: str) -> bool:
+    """A name or address, without a port."""
     try:
-        return ip_address(host).is_loopback
+        return ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:
-        return False
+        return host == "localhost"
 
 
 def keep_alive(socket: Socket) -> None:

@@ -1,0 +1,1 @@
+"""All freedoms of a plan at once: the strategy `best`."""

@@ -1,0 +1,109 @@
+"""The strategy `best`: from a first plan that holds to the best one that can be found in the time there is.
+
+What is open beside the state (whether the backward is split, who goes next on a node) is tried side by side: each
+combination has a search of its own, until one of them is clearly ahead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from skippipe.check import check
+from skippipe.dispatch import Dispatch
+from skippipe.plan import Plan
+from skippipe.planner.problem import Problem
+from skippipe.planner.search.annealing import Chain, search
+from skippipe.planner.search.moves import SHARES, Kind
+from skippipe.planner.search.state import Ints, Tables, plan_of, state_of, tables_of
+from skippipe.simulate import simulate
+from skippipe.timeline import Timing
+
+FEWEST_CHAINS = 4  # searches side by side; more cores, more of them
+PATIENCE = 20  # changes without any progress after which it gives up: times the square of nodes times lanes
+AT_LEAST = 20_000
+UNEVEN_LAYERS = 3  # a stage may come to have so many times its even share of the layers
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long to search; the first that is reached ends it."""
+
+    seed: int
+    changes: float
+    over: Callable[[], bool]
+    on_round: Callable[[float, float | None], None]
+    """Changes tried so far, and the best iteration in nanoseconds."""
+    keep_stages: bool = False
+    """Nodes stay on the stages of the first plan."""
+
+
+def improved(problem: Problem, first: Plan, limits: Limits) -> Plan:
+    """The best plan found; it holds, and is no longer than the first one, which must hold."""
+    problems = _open_choices(problem, first)
+    count = max(FEWEST_CHAINS, os.cpu_count() or 1)
+    most_layers = max(problem.layers)
+    if _may_move_layers(problem):
+        most_layers = min(UNEVEN_LAYERS * most_layers, problem.workload.model.layers - problem.stages + 1)
+    tables = [tables_of(each, most_layers) for each in problems]
+    state = state_of(first, _room(problem, tables[0]))
+    shares = np.cumsum(_shares(problem, limits.keep_stages))
+    chains = [
+        Chain(state, tables[number % len(problems)], shares, [limits.seed, number], number % len(problems))
+        for number in range(count)
+    ]
+    patience = PATIENCE * (len(problem.cluster) * len(state.counts)) ** 2 + AT_LEAST
+    search(chains, limits.changes, patience, limits.over, limits.on_round)
+    candidates = [first]
+    for chain in sorted(chains, key=lambda chain: chain.best_ns)[:2]:
+        plan = plan_of(problems[chain.choice], chain.best, "best")
+        if not check(plan):
+            candidates.append(plan)
+    promised = [plan.promising(simulate(plan, problem.timing)) for plan in candidates]
+    return replace(min(promised, key=_seconds_and_nodes), strategy="best")
+
+
+def _seconds_and_nodes(plan: Plan) -> tuple[int, int]:
+    assert plan.expected is not None
+    return plan.expected.iteration_ns, len(plan.stage_of)
+
+
+def _open_choices(problem: Problem, first: Plan) -> list[Problem]:
+    """The problem, with every choice of what is open beside the state; that of the first plan comes first."""
+    freedoms = problem.freedoms
+    splits = (True, False) if freedoms.split_backward else (problem.split_backward,)
+    dispatches = tuple(Dispatch) if freedoms.dispatch else (problem.dispatch,)
+    layers = tuple(stage.layers for stage in first.stages)
+    return [
+        replace(problem, split_backward=split, dispatch=dispatch, layers=layers)
+        for split, dispatch in product(splits, dispatches)
+    ]
+
+
+def _may_move_layers(problem: Problem) -> bool:
+    """Where nodes are equally fast there is nothing to match, and even stages are what the study has."""
+    speeds = {node.flops_per_s for node in problem.cluster.nodes}
+    return problem.freedoms.layers and len(speeds) > 1 and problem.stages > 2
+
+
+def _shares(problem: Problem, keep_stages: bool) -> Ints:
+    shares = {kind: SHARES[kind] for kind in Kind}
+    if problem.timing is Timing.CONTENTION_ONLY:
+        shares[Kind.RING] = 0
+    if keep_stages:
+        shares[Kind.ROLES_OF_TWO] = 0
+    if keep_stages or not problem.freedoms.sizes:
+        shares[Kind.ROLE] = 0
+    if not _may_move_layers(problem):
+        shares[Kind.LAYERS] = 0
+    return np.array(list(shares.values()), np.int64)
+
+
+def _room(problem: Problem, tables: Tables) -> int:
+    """Lanes that there can be at most, on any stages."""
+    slots = tables.slots[:, 1:].max(axis=(0, 1)).clip(max=problem.workload.microbatches)
+    return int(min(problem.workload.microbatches, slots.sum() // problem.visited))

@@ -1,0 +1,461 @@
+"""Changes of a state, from one node of one lane to whole roles. Whether they keep the rules is for `score` to say.
+
+Each takes the numbers it needs from a row of random draws. False: there was nothing to change, and the state may be
+left half changed.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from skippipe.compiled import kernel
+from skippipe.planner.search.state import Ints, State, Tables
+from skippipe.planner.tours import NO_WAY
+
+DRAWS = 16  # numbers in a row
+NOISE = 8  # how differently hops are seen when a lane is laid anew: by up to one part in so many
+MOST_STARTS = 6  # data nodes from which a lane is tried when it is laid anew
+
+
+class Kind(IntEnum):
+    """What can be changed."""
+
+    NODE = 0
+    NODES_OF_TWO = 1
+    STAGES_OF_TWO = 2
+    ORDER = 3
+    MICROBATCHES = 4
+    NEW_LANE = 5
+    WAY = 6
+    STAGE = 7
+    RING = 8
+    ROLES_OF_TWO = 9
+    ROLE = 10
+    LAYERS = 11
+
+
+SHARES = {
+    Kind.NODE: 14,
+    Kind.NODES_OF_TWO: 10,
+    Kind.STAGES_OF_TWO: 10,
+    Kind.ORDER: 6,
+    Kind.MICROBATCHES: 10,
+    Kind.NEW_LANE: 8,
+    Kind.WAY: 12,
+    Kind.STAGE: 12,
+    Kind.RING: 4,
+    Kind.ROLES_OF_TWO: 14,
+    Kind.ROLE: 8,
+    Kind.LAYERS: 4,
+}
+"""How often each is drawn, relative to each other, where it is open."""
+
+
+@kernel
+def change(draw: Ints, state: State, tables: Tables, shares: Ints) -> tuple[bool, int, int]:
+    """One kind of change; and up to two lanes that are to be laid anew then, or −1.
+
+    These are laid by the caller: `lay` is long, and would be compiled into every kernel that calls it.
+    """
+    drawn = draw[0] % shares[-1]
+    kind = 0
+    while drawn >= shares[kind]:
+        kind += 1
+    lanes = len(state.counts)
+    a, b = _there(draw[1] % lanes, state), _there(draw[2] % lanes, state)
+    if kind == Kind.NODE:
+        return _other_node(a, draw, state), -1, -1
+    if kind == Kind.NODES_OF_TWO:
+        return _exchange_nodes(a, b, draw, state), -1, -1
+    if kind == Kind.STAGES_OF_TWO:
+        changed, anew = _exchange_stages(a, b, draw, state), draw[5] % 2
+        return changed, a if anew else -1, b if anew else -1
+    if kind == Kind.ORDER:
+        return _swap_neighbours(a, draw, state), -1, -1
+    if kind == Kind.MICROBATCHES:
+        return _move_microbatches(a, b, draw, state), -1, -1
+    if kind == Kind.NEW_LANE:
+        new = _split_lane(a, draw, state)
+        return new >= 0, new, -1
+    if kind == Kind.WAY:
+        return True, a, -1
+    if kind == Kind.STAGE:
+        return _replace_stage(a, draw, state), a, -1
+    if kind == Kind.RING:
+        return _turn_ring(draw, state), -1, -1
+    if kind == Kind.ROLES_OF_TWO:
+        return _exchange_roles(draw, state), -1, -1
+    if kind == Kind.ROLE:
+        return _change_role(draw, state, tables), -1, -1
+    return _move_layer(draw, state, tables), -1, -1
+
+
+@kernel
+def _there(lane: int, state: State) -> int:
+    """This lane, or the next one that is there."""
+    while state.counts[lane] == 0:
+        lane = lane + 1 if lane + 1 < len(state.counts) else 0
+    return lane
+
+
+@kernel
+def _visits(lane: int, stage: int, state: State) -> bool:
+    for node in state.paths[lane]:  # noqa: SIM110, numba has no `any` over a generator
+        if state.stage_of[node] == stage:
+            return True
+    return False
+
+
+@kernel
+def _in_order(path: Ints, stage_of: Ints) -> None:
+    for end in range(1, len(path)):
+        hop = end
+        while hop > 0 and stage_of[path[hop]] < stage_of[path[hop - 1]]:
+            path[hop], path[hop - 1] = path[hop - 1], path[hop]
+            hop -= 1
+
+
+@kernel
+def _through(state: State) -> Ints:
+    """[node]: lanes."""
+    through = np.zeros(len(state.stage_of), np.int64)
+    for lane in range(len(state.counts)):
+        if state.counts[lane] > 0:
+            for node in state.paths[lane]:
+                through[node] += 1
+    return through
+
+
+@kernel
+def _slots(node: int, stage: int, state: State, tables: Tables) -> int:
+    return int(tables.slots[min(stage, 1), state.layers[stage], node])
+
+
+@kernel
+def _other_node(lane: int, draw: Ints, state: State) -> bool:
+    hop = draw[3] % state.paths.shape[1]
+    stage = state.stage_of[state.paths[lane, hop]]
+    node = state.ring[stage, draw[4] % state.size[stage]]
+    if node == state.paths[lane, hop]:
+        return False
+    state.paths[lane, hop] = node
+    return True
+
+
+@kernel
+def _exchange_nodes(a: int, b: int, draw: Ints, state: State) -> bool:
+    """Of a stage that both lanes visit."""
+    paths = state.paths
+    hop = draw[3] % paths.shape[1]
+    for other in range(paths.shape[1]):
+        if state.stage_of[paths[b, other]] == state.stage_of[paths[a, hop]]:
+            if paths[b, other] == paths[a, hop]:
+                return False
+            paths[a, hop], paths[b, other] = paths[b, other], paths[a, hop]
+            return True
+    return False
+
+
+@kernel
+def _exchange_stages(a: int, b: int, draw: Ints, state: State) -> bool:
+    """With their nodes."""
+    paths, length = state.paths, state.paths.shape[1]
+    here, there = 1 + draw[3] % (length - 1), 1 + draw[4] % (length - 1)
+    if _visits(b, state.stage_of[paths[a, here]], state) or _visits(a, state.stage_of[paths[b, there]], state):
+        return False
+    paths[a, here], paths[b, there] = paths[b, there], paths[a, here]
+    _in_order(paths[a], state.stage_of)
+    _in_order(paths[b], state.stage_of)
+    return True
+
+
+@kernel
+def _swap_neighbours(lane: int, draw: Ints, state: State) -> bool:
+    paths, length = state.paths, state.paths.shape[1]
+    if length < 3:
+        return False
+    hop = 1 + draw[3] % (length - 2)
+    paths[lane, hop], paths[lane, hop + 1] = paths[lane, hop + 1], paths[lane, hop]
+    return True
+
+
+@kernel
+def _replace_stage(lane: int, draw: Ints, state: State) -> bool:
+    """A stage for one that is not visited yet."""
+    hop = 1 + draw[3] % (state.paths.shape[1] - 1)
+    stage = 1 + draw[4] % (len(state.size) - 1)
+    if _visits(lane, stage, state):
+        return False
+    state.paths[lane, hop] = state.ring[stage, draw[5] % state.size[stage]]
+    _in_order(state.paths[lane], state.stage_of)
+    return True
+
+
+@kernel
+def _move_microbatches(a: int, b: int, draw: Ints, state: State) -> bool:
+    """From a lane to another. If these visit other stages, as many go where they make up for it, if there is such."""
+    counts = state.counts
+    if a == b:
+        return False
+    moved = counts[a] if draw[3] % 4 == 0 else 1
+    lanes = len(counts)
+    sets = np.zeros(lanes, np.int64)
+    for lane in range(lanes):
+        if counts[lane] > 0:
+            for node in state.paths[lane]:
+                sets[lane] |= 1 << state.stage_of[node]
+    counts[a] -= moved
+    counts[b] += moved
+    lost, won = sets[a] & ~sets[b], sets[b] & ~sets[a]
+    if lost == 0 and won == 0:
+        return True
+    for nth in range(lanes):
+        c = (draw[4] + nth) % lanes
+        if counts[c] < moved or won & ~sets[c] or lost & sets[c]:
+            continue
+        for other in range(lanes):
+            d = (draw[5] + other) % lanes
+            back = c == b and d == a
+            if counts[d] > 0 and not back and sets[c] & ~sets[d] == won and sets[d] & ~sets[c] == lost:
+                counts[c] -= moved
+                counts[d] += moved
+                return True
+    return True
+
+
+@kernel
+def _split_lane(lane: int, draw: Ints, state: State) -> int:
+    """Some of its microbatches go on a new lane, whose number is returned, to the same stages; −1: none is left."""
+    counts = state.counts
+    if counts[lane] < 2:
+        return -1
+    for new in range(len(counts)):
+        if counts[new] == 0:
+            for hop in range(state.paths.shape[1]):
+                state.paths[new, hop] = state.paths[lane, hop]
+            counts[new] = 1 + draw[3] % (counts[lane] - 1)
+            counts[lane] -= counts[new]
+            return new
+    return -1
+
+
+@kernel
+def _exchange_roles(draw: Ints, state: State) -> bool:
+    """Of two nodes: stage, place in the ring, lanes."""
+    nodes = len(state.stage_of)
+    x, y = draw[3] % nodes, draw[4] % nodes
+    if x == y or (state.stage_of[x] < 0 and state.stage_of[y] < 0):
+        return False
+    for stage in range(len(state.size)):
+        _exchange(state.ring, stage, state.size[stage], x, y)
+    for lane in range(len(state.counts)):
+        _exchange(state.paths, lane, state.paths.shape[1], x, y)
+    state.stage_of[x], state.stage_of[y] = state.stage_of[y], state.stage_of[x]
+    return True
+
+
+@kernel
+def _exchange(rows: Ints, row: int, end: int, x: int, y: int) -> None:
+    for index in range(end):
+        if rows[row, index] == x:
+            rows[row, index] = y
+        elif rows[row, index] == y:
+            rows[row, index] = x
+
+
+@kernel
+def _change_role(draw: Ints, state: State, tables: Tables) -> bool:
+    """A node leaves its stage for another, where it takes over lanes, or for none."""
+    node = draw[3] % len(state.stage_of)
+    old, new = state.stage_of[node], draw[4] % (len(state.size) + 1) - 1
+    if old == new or (old >= 0 and state.size[old] == 1):
+        return False
+    if old >= 0:
+        _leave_ring(node, old, state)
+        state.stage_of[node] = -1
+        through = _through(state)
+        for lane in range(len(state.counts)):
+            if state.counts[lane] == 0:
+                continue
+            for hop in range(state.paths.shape[1]):
+                if state.paths[lane, hop] == node:
+                    substitute = _with_room(old, draw[5] + lane, through, state, tables)
+                    if substitute < 0:
+                        return False
+                    state.paths[lane, hop] = substitute
+                    through[substitute] += 1
+    if new >= 0:
+        _join_ring(node, new, draw[6], state)
+        state.stage_of[node] = new
+        room = _slots(node, new, state, tables)
+        for nth in range(len(state.counts)):
+            lane = (draw[7] + nth) % len(state.counts)
+            if room == 0 or state.counts[lane] == 0 or (draw[8] >> (nth % 16)) % 2:
+                continue
+            for hop in range(state.paths.shape[1]):
+                if state.stage_of[state.paths[lane, hop]] == new:
+                    state.paths[lane, hop] = node
+                    room -= 1
+                    break
+    return True
+
+
+@kernel
+def _with_room(stage: int, drawn: int, through: Ints, state: State, tables: Tables) -> int:
+    """A node of the stage with a slot left; −1: there is none."""
+    members = state.size[stage]
+    for nth in range(members):
+        node = state.ring[stage, (drawn + nth) % members]
+        if through[node] < _slots(node, stage, state, tables):
+            return int(node)
+    return -1
+
+
+@kernel
+def _leave_ring(node: int, stage: int, state: State) -> None:
+    ring, members = state.ring[stage], state.size[stage]
+    place = 0
+    while ring[place] != node:
+        place += 1
+    for after in range(place, members - 1):
+        ring[after] = ring[after + 1]
+    state.size[stage] = members - 1
+
+
+@kernel
+def _join_ring(node: int, stage: int, drawn: int, state: State) -> None:
+    ring, members = state.ring[stage], state.size[stage]
+    place = drawn % (members + 1)
+    for after in range(members, place, -1):
+        ring[after] = ring[after - 1]
+    ring[place] = node
+    state.size[stage] = members + 1
+
+
+@kernel
+def _turn_ring(draw: Ints, state: State) -> bool:
+    """A piece of a ring the other way around, or a node at another place of it."""
+    stage = draw[3] % len(state.size)
+    members = state.size[stage]
+    if members < 3:
+        return False
+    ring = state.ring[stage]
+    if draw[4] % 2:
+        node = ring[draw[5] % members]
+        _leave_ring(node, stage, state)
+        _join_ring(node, stage, draw[6], state)
+        return True
+    low, high = draw[5] % members, draw[6] % members
+    low, high = min(low, high), max(low, high)
+    while low < high:
+        ring[low], ring[high] = ring[high], ring[low]
+        low, high = low + 1, high - 1
+    return True
+
+
+@kernel
+def _move_layer(draw: Ints, state: State, tables: Tables) -> bool:
+    """From a stage to another. Stage 0 keeps its own, so that no larger share of the model is skipped."""
+    stages = len(state.size)
+    a, b = 1 + draw[3] % (stages - 1), 1 + draw[4] % (stages - 1)
+    if a == b or state.layers[a] < 2 or state.layers[b] + 1 >= len(tables.forward_ns):
+        return False
+    state.layers[a] -= 1
+    state.layers[b] += 1
+    return True
+
+
+@kernel
+def lay(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
+    """The best nodes for a lane's stages, among those with a slot left; busy ones seem longer, and all a bit random.
+
+    A path over few stages: from each data node, the shortest way through the stages and back.
+    """
+    paths, length = state.paths, state.paths.shape[1]
+    count = state.counts[lane]
+    state.counts[lane] = 0
+    through = _through(state)
+    busy_ns = _busy(state, tables)
+    state.counts[lane] = count
+    visits = np.empty(length, np.int64)
+    widest = 1
+    for hop in range(length):
+        visits[hop] = state.stage_of[paths[lane, hop]]
+        widest = max(widest, state.size[visits[hop]])
+    noise = draw[9] % 3
+    salt = draw[10] | 1
+    pull = draw[11] % 4
+    reached = np.empty((length, widest), np.int64)
+    came_from = np.empty((length, widest), np.int64)
+    best_ns = NO_WAY
+    starts = state.size[0]
+    for nth in range(min(starts, MOST_STARTS)):
+        start = state.ring[0, (draw[12] + nth) % starts]
+        if starts > MOST_STARTS and nth == 0:
+            start = paths[lane, 0]
+        if through[start] >= _slots(start, 0, state, tables):
+            continue
+        first_ns = pull * busy_ns[start] // 4
+        for hop in range(1, length):
+            stage = visits[hop]
+            layers = state.layers[stage]
+            for here in range(state.size[stage]):
+                node = state.ring[stage, here]
+                reached[hop, here] = NO_WAY
+                if through[node] >= _slots(node, stage, state, tables):
+                    continue
+                own_ns = tables.forward_ns[layers, node] + tables.backward_ns[layers, node] + pull * busy_ns[node] // 4
+                if hop == 1:
+                    if tables.linked[start, node]:
+                        reached[hop, here] = first_ns + own_ns + _seen(start, node, noise, salt, tables)
+                        came_from[hop, here] = 0
+                    continue
+                for there in range(state.size[visits[hop - 1]]):
+                    before_ns = reached[hop - 1, there]
+                    before = state.ring[visits[hop - 1], there]
+                    if before_ns >= NO_WAY or not tables.linked[before, node]:
+                        continue
+                    total_ns = before_ns + own_ns + _seen(before, node, noise, salt, tables)
+                    if total_ns < reached[hop, here]:
+                        reached[hop, here] = total_ns
+                        came_from[hop, here] = there
+        last = visits[length - 1]
+        for here in range(state.size[last]):
+            node = state.ring[last, here]
+            if reached[length - 1, here] >= NO_WAY or not tables.linked[node, start]:
+                continue
+            total_ns = reached[length - 1, here] + _seen(node, start, noise, salt, tables)
+            if total_ns < best_ns:
+                best_ns = total_ns
+                paths[lane, 0] = start
+                at = here
+                for hop in range(length - 1, 0, -1):
+                    paths[lane, hop] = state.ring[visits[hop], at]
+                    at = came_from[hop, at]
+    return bool(best_ns < NO_WAY)
+
+
+@kernel
+def _seen(a: int, b: int, noise: int, salt: int, tables: Tables) -> int:
+    """A hop there and back."""
+    hop_ns = tables.flight_ns[a, b] + tables.transmit_ns[a, b] + tables.flight_ns[b, a] + tables.transmit_ns[b, a]
+    if noise == 0:
+        return int(hop_ns)
+    mixed = ((a * 7919 + b * 104729) * salt) >> 7
+    return int(hop_ns + hop_ns // (NOISE * 256) * noise * (mixed % 256))
+
+
+@kernel
+def _busy(state: State, tables: Tables) -> Ints:
+    """[node]: what its lanes make it work in an iteration."""
+    busy_ns = np.zeros(len(state.stage_of), np.int64)
+    for lane in range(len(state.counts)):
+        count = state.counts[lane]
+        if count == 0:
+            continue
+        for node in state.paths[lane]:
+            layers = state.layers[state.stage_of[node]]
+            busy_ns[node] += count * (tables.forward_ns[layers, node] + tables.backward_ns[layers, node])
+    return busy_ns

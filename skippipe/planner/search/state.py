@@ -1,0 +1,173 @@
+"""A plan as arrays that kernels change, and what every choice would cost.
+
+Everything is open at once: who holds which stage or none, the order of rings, how many layers a stage has, the path of
+every lane and its microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skippipe.compiled import kernel
+from skippipe.costs import NEVER_NS, costs_of
+from skippipe.plan import Lane, Plan, Stage
+from skippipe.planner.problem import Problem, rings
+from skippipe.rules import MAX_SWAPS
+from skippipe.timeline import Timing
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+class State(NamedTuple):
+    stage_of: Ints
+    """[node]; −1: it stays out."""
+    ring: Ints
+    """[stage, place] node, in the order in which they average."""
+    size: Ints
+    """[stage]: how many nodes hold it."""
+    layers: Ints
+    """[stage]"""
+    paths: Ints
+    """[lane, hop] node."""
+    counts: Ints
+    """[lane]: its microbatches; 0: the lane is not there."""
+
+
+class Tables(NamedTuple):
+    """What a node would take, for any number of layers. Where stage 0 differs from others, it is row 0, they row 1."""
+
+    forward_ns: Ints
+    """[layers, node]"""
+    backward_ns: Ints
+    weight_ns: Ints
+    head_ns: Ints
+    """[layers of stage 0, node]"""
+    step_ns: Ints
+    """[0 or 1, layers, node]"""
+    slots: Ints
+    """[0 or 1, layers, node]"""
+    gradient_bytes: Ints
+    """[0 or 1, layers]"""
+    flight_ns: Ints
+    transmit_ns: Ints
+    bandwidth: NDArray[np.float64]
+    linked: Flags
+    """[node, node]: messages get through both ways."""
+    full: bool
+    """Averaging, the step and queues on links count."""
+    forward_urgency: int
+    split: bool
+    swapped: int
+    """Swaps that count as used before a path begins."""
+
+
+def tables_of(problem: Problem, most_layers: int) -> Tables:
+    """For stages of 1 to so many layers."""
+    full = problem.timing is Timing.FULL
+    shape = replace(problem.workload.model, layers=2 * most_layers)
+    each = [
+        costs_of(problem.cluster, replace(problem.workload, model=shape), (max(1, count), max(1, count)))
+        for count in range(most_layers + 1)
+    ]
+    costs = problem.costs
+    reachable = costs.transmit_ns < NEVER_NS
+    return Tables(
+        forward_ns=np.array([one.forward_ns[0] for one in each]),
+        backward_ns=np.array([(one.input_ns if problem.split_backward else one.backward_ns)[0] for one in each]),
+        weight_ns=np.array([one.weight_ns[0] * problem.split_backward for one in each]),
+        head_ns=np.array([one.head_ns for one in each]),
+        step_ns=np.array([[one.optimizer_ns[stage] * full for one in each] for stage in (0, 1)]),
+        slots=np.array([[one.slots[stage] for one in each] for stage in (0, 1)]),
+        gradient_bytes=np.array([[one.gradient_bytes[stage] for one in each] for stage in (0, 1)]),
+        flight_ns=costs.flight_ns,
+        transmit_ns=costs.transmit_ns,
+        bandwidth=np.ascontiguousarray(costs.bandwidth_bytes_per_s),
+        linked=reachable & reachable.T,
+        full=full,
+        forward_urgency=problem.dispatch.forward_urgency,
+        split=problem.split_backward,
+        swapped=MAX_SWAPS - problem.swaps,
+    )
+
+
+def state_of(plan: Plan, room: int) -> State:
+    """`room`: lanes that there may come to be."""
+    nodes, stages = len(plan.cluster), len(plan.stages)
+    room = max(room, len(plan.lanes))
+    state = empty(nodes, stages, room, plan.visited)
+    for index, stage in enumerate(plan.stages):
+        state.stage_of[list(stage.nodes)] = index
+        state.ring[index, : len(stage.ring)] = stage.ring
+        state.size[index] = len(stage.ring)
+        state.layers[index] = stage.layers
+    for number, lane in enumerate(plan.lanes):
+        state.paths[number] = lane.path
+        state.counts[number] = lane.microbatches
+    return state
+
+
+def empty(nodes: int, stages: int, lanes: int, length: int) -> State:
+    return State(
+        stage_of=np.full(nodes, -1, np.int64),
+        ring=np.zeros((stages, nodes), np.int64),
+        size=np.zeros(stages, np.int64),
+        layers=np.zeros(stages, np.int64),
+        paths=np.zeros((lanes, length), np.int64),
+        counts=np.zeros(lanes, np.int64),
+    )
+
+
+def copy_of(state: State) -> State:
+    return State(*(each.copy() for each in state))
+
+
+@kernel
+def assign(to: State, given: State) -> None:
+    """Loops, here as in other kernels: they are compiled much sooner than what numpy has for the same."""
+    for node in range(len(to.stage_of)):
+        to.stage_of[node] = given.stage_of[node]
+    for stage in range(len(to.size)):
+        to.size[stage] = given.size[stage]
+        to.layers[stage] = given.layers[stage]
+        for place in range(given.size[stage]):
+            to.ring[stage, place] = given.ring[stage, place]
+    for lane in range(len(to.counts)):
+        to.counts[lane] = given.counts[lane]
+        for hop in range(to.paths.shape[1]):
+            to.paths[lane, hop] = given.paths[lane, hop]
+
+
+def plan_of(problem: Problem, state: State, strategy: str) -> Plan:
+    """Nodes that no lane visits are left out; rings are put in their best order, if that is better."""
+    used = set(state.paths[state.counts > 0].ravel().tolist())
+    problem = replace(problem, layers=tuple(state.layers.tolist()), sizes=())
+    found = [
+        tuple(node for node in row[:size].tolist() if node in used)
+        for row, size in zip(state.ring, state.size, strict=True)
+    ]
+    best = rings(problem, tuple(found))
+    return Plan(
+        cluster=problem.cluster,
+        workload=problem.workload,
+        stages=tuple(
+            Stage(layers, tuple(sorted(ring)), ring) for layers, ring in zip(problem.layers, best, strict=True)
+        ),
+        lanes=tuple(_lanes(state)),
+        dispatch=problem.dispatch,
+        split_backward=problem.split_backward,
+        strategy=strategy,
+    )
+
+
+def _lanes(state: State) -> Iterable[Lane]:
+    """Those that are there, by their data nodes."""
+    found: list[tuple[Sequence[int], int]] = [
+        (path, count) for path, count in zip(state.paths.tolist(), state.counts.tolist(), strict=True) if count
+    ]
+    return (Lane(tuple(path), count) for path, count in found)
