@@ -8,10 +8,15 @@ READY := .venv/.ready
 demo: $(READY)
 	$(BIN)/skippipe compare published20 --contention-only --budget 8 --out demo
 	@echo
-	$(BIN)/skippipe show demo/skippipe.json --html demo/skippipe.html --png demo/skippipe.png
+	$(BIN)/skippipe show demo/best.json --html demo/best.html --png demo/best.png
 	@echo
 	$(BIN)/skippipe train examples/demo.toml --drill 12
-	@echo "Open demo/skippipe.html (interactive) or demo/skippipe.png; demo/run/traces in ui.perfetto.dev."
+	@echo
+	$(BIN)/skippipe generate demo/run "It is a truth universally acknowledged, that" --max-tokens 30
+	@echo
+	$(BIN)/skippipe generate demo/run "It is a truth universally acknowledged, that" --max-tokens 30 --keep 1/2
+	@echo
+	@echo "Open demo/best.html (interactive) or demo/best.png; demo/run/traces in ui.perfetto.dev."
 
 test: lint
 	$(MAKE) --no-print-directory -j 2 types kernels
