@@ -1,9 +1,11 @@
 """Decoding side by side with transformers: the same model, the same prompts, in turns.
 
     python -m benchmarks.decoding [--checkpoint FOLDER [--cut 6]] [--device cuda] [--tokens 128] [--rounds 5]
+    python -m benchmarks.decoding --checkpoint FOLDER --draft 0 --draft 0,1 --only drafts
 
 Tokens/s of decoding, prompts aside: the time for all tokens less the time for the first one. Then drafts: how much
-faster than without, by stages that draft. Without a checkpoint weights are random, and so is what drafts get right.
+faster than without, by stages that draft, for several texts one after another. Prompts are passages of a text that the
+model was not trained on. Without a checkpoint weights are random, as are prompts, and what drafts get right.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skippipe.inference.decoding import Decoder, TokenByToken
-from skippipe.inference.drafts import pick_draft
+from skippipe.inference.drafts import parse_draft, pick_draft
 from skippipe.inference.generating import Generator
 from skippipe.inference.loading import StagedModel, load
 from skippipe.inference.replies import Request
@@ -30,9 +32,12 @@ from skippipe.inference.stage import DTYPES, Kind, convert
 from skippipe.model.blueprint import Blueprint, llama_config
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.parts import Part
+from skippipe.text.documents import source
 from skippipe.workload import ModelShape, Workload
 
 STAGES = 6
+SAMPLE_TOKENS = 48  # by which 'auto' picks a draft
+PASSAGE = 20_000  # characters from one prompt to the next
 SMALL = ModelShape("small", layers=12, hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=688, vocab=4096)
 GREEDY = Sampling(temperature=0)
 Prompts = Sequence[tuple[int, ...]]
@@ -81,6 +86,10 @@ def ours(staged: StagedModel, decoder: Decoder, prompts: Prompts, tokens: int) -
     return [reply.said for reply in generator.run(Request(prompt, tokens, GREEDY) for prompt in prompts)]
 
 
+def one_by_one(staged: StagedModel, decoder: Decoder, prompts: Prompts, tokens: int) -> list[list[int]]:
+    return [said for prompt in prompts for said in ours(staged, decoder, [prompt], tokens)]
+
+
 def clock() -> float:
     """On one thread of a CPU, seconds in which this process ran: the machine may be busy with others."""
     if torch.cuda.is_available():
@@ -115,24 +124,30 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--text", default="classics-val", help="that prompts are taken from; default: %(default)s")
+    parser.add_argument("--prompts", type=int, default=4, help="of texts with drafts; default: %(default)s")
+    parser.add_argument("--draft", action="append", help="stages that draft, as in 0,1; default: all that 'auto' tries")
+    parser.add_argument("--only", choices=("transformers", "drafts"))
     asked = parser.parse_args()
     staged = load(asked.checkpoint, asked.cut, asked.device) if asked.checkpoint else random_model(asked.device)
     convert(staged, asked.dtype)
-    against_transformers(staged, asked)
-    drafts(staged, asked)
-
-
-def against_transformers(staged: StagedModel, asked: argparse.Namespace) -> None:
-    model = theirs_of(staged, asked.dtype)
-    count = sum(each.numel() for each in model.parameters())
+    count = sum(each.numel() for stage in staged.stages for _, each in stage.named_weights())
     print(
         f"{count / 1e6:.1f}M parameters, {len(staged.stages)} stages, {asked.dtype}, {asked.device}, "
         f"{torch.get_num_threads()} threads, {asked.tokens} tokens",
         flush=True,
     )
+    if asked.only != "drafts":
+        against_transformers(staged, asked)
+    if asked.only != "transformers":
+        drafts(staged, asked)
+
+
+def against_transformers(staged: StagedModel, asked: argparse.Namespace) -> None:
+    model = theirs_of(staged, asked.dtype)
     whole = Part(tuple(range(len(staged.stages))), len(staged.stages))
     for name, lengths in (("1 text", [32]), ("8 texts", [32] * 8), ("8 texts, unequal", range(4, 68, 8))):
-        prompts = prompts_of(staged, lengths)
+        prompts = prompts_of(staged, lengths, asked)
         decoder = TokenByToken(staged, whole, 2**20)
         works = partial(theirs, model, prompts), partial(ours, staged, decoder, prompts)
         other, mine = side_by_side(works, asked.tokens, asked.rounds)
@@ -154,28 +169,35 @@ def drafts(staged: StagedModel, asked: argparse.Namespace) -> None:
     if not asked.checkpoint:
         print("drafts: the weights are random, so what drafts get right says nothing about trained models")
     whole = Part(tuple(range(total)), total)
-    prompts = prompts_of(staged, [32])
+    prompts = prompts_of(staged, [32] * asked.prompts, asked)
     plain = TokenByToken(staged, whole, 2**20)
-    (expected,) = ours(staged, plain, prompts, asked.tokens)
-    auto = pick_draft(staged, whole, [*prompts[0], *expected])
-    print(f"'auto' picks {auto.name if auto else 'none'}")
-    tried = [tuple(range(kept)) for kept in range(1, total)] + [
-        (*range(kept), total - 1) for kept in range(1, total - 1)
-    ]
-    for stages in tried:
-        decoder = Speculator(staged, whole, Part(stages, total), 2**20, clock=clock)
-        works = partial(ours, staged, plain, prompts), partial(ours, staged, decoder, prompts)
+    expected = one_by_one(staged, plain, prompts, asked.tokens)
+    auto = pick_draft(staged, whole, [*prompts[0], *expected[0][:SAMPLE_TOKENS]], clock=clock)
+    print(f"'auto' picks {auto.name if auto else 'none'}", flush=True)
+    tried = [Part(tuple(range(kept)), total) for kept in range(1, total)]
+    tried += [Part((*range(kept), total - 1), total) for kept in range(1, total - 1)]
+    for draft in [parse_draft(each, whole) for each in asked.draft] if asked.draft else tried:
+        decoder = Speculator(staged, whole, draft, 2**20, clock=clock)
+        works = partial(one_by_one, staged, plain, prompts), partial(one_by_one, staged, decoder, prompts)
         without, drafted = side_by_side(works, asked.tokens, asked.rounds)
-        ratio = median(a / b for a, b in zip(without, drafted, strict=True))
-        same = ours(staged, decoder, prompts, asked.tokens) == [expected]
+        ratios = [a / b for a, b in zip(without, drafted, strict=True)]
+        same = one_by_one(staged, decoder, prompts, asked.tokens) == expected
         print(
-            f"draft {decoder.draft.name}: {ratio:.2f} times as fast as without; {decoder.record.acceptance:.0%} right, "
-            f"{decoder.record.tokens_per_pass:.2f} tokens a pass; {'the same text' if same else 'ANOTHER TEXT'}",
+            f"draft {draft.name}: {median(ratios):.2f} times as fast as without ({min(ratios):.2f} to "
+            f"{max(ratios):.2f}); {decoder.record.acceptance:.0%} right, {decoder.record.tokens_per_pass:.2f} tokens a "
+            f"pass; {'the same texts' if same else 'OTHER TEXTS'}",
             flush=True,
         )
 
 
-def prompts_of(staged: StagedModel, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+def prompts_of(staged: StagedModel, lengths: Sequence[int], asked: argparse.Namespace) -> list[tuple[int, ...]]:
+    if asked.checkpoint:
+        text = "".join(piece.text for piece in source(asked.text).pieces())
+        passages = [text[(PASSAGE * number) % len(text) :][:PASSAGE] for number in range(1, len(lengths) + 1)]
+        return [
+            tuple(staged.tokenizer(passage)["input_ids"][:length])
+            for passage, length in zip(passages, lengths, strict=True)
+        ]
     chance = torch.Generator().manual_seed(0)
     vocabulary = staged.stages[0].blueprint.config.vocab_size
     return [tuple(torch.randint(1, vocabulary, (length,), generator=chance).tolist()) for length in lengths]

@@ -108,6 +108,9 @@ def _promise(plan: Plan) -> list[Violation]:
     """Simulate again and compare every figure."""
     if plan.expected is None:
         return []
+    if plan.lower_bound_ns and plan.expected.iteration_ns < plan.lower_bound_ns:
+        message = f"{plan.expected.iteration_s:.9f} s are promised, less than the {seconds(plan.lower_bound_ns):.9f} s"
+        return [Violation("promise", "lower_bound_s", f"{message} that no plan is to go under")]
     try:
         true = simulate(plan, plan.expected.timing)
     except UserError as error:  # it locks up, or never ends

@@ -14,7 +14,7 @@ from typing import Any
 
 from skippipe import rules
 from skippipe.cluster import Cluster
-from skippipe.costs import Costs, costs_of
+from skippipe.costs import Costs, costs_of, ns, seconds
 from skippipe.dispatch import Dispatch
 from skippipe.errors import UserError
 from skippipe.jsonfile import Fields, json_text, read_as, write_text
@@ -61,6 +61,8 @@ class Plan:
     """What found it, for people."""
     expected: Timeline | None = None
     """What an iteration is promised to look like."""
+    lower_bound_ns: int | None = None
+    """No plan for this problem has a shorter iteration: proven. None: nobody looked."""
 
     def __post_init__(self) -> None:
         names = [node.name for node in self.cluster.nodes]
@@ -130,6 +132,13 @@ class Plan:
         return sum(each.microbatches for each in self.lanes[:lane]) + number
 
     @property
+    def gap(self) -> float | None:
+        """By what share the promised iteration is longer than the lower bound."""
+        if self.expected is None or not self.lower_bound_ns:
+            return None
+        return self.expected.iteration_ns / self.lower_bound_ns - 1
+
+    @property
     def microbatches(self) -> int:
         return sum(lane.microbatches for lane in self.lanes)
 
@@ -169,6 +178,7 @@ class Plan:
             "workload": self.workload.to_json(),
             "cluster": self.cluster.to_json(),
             "expected": self.expected.to_json(names) if self.expected else None,
+            **({} if self.lower_bound_ns is None else {"lower_bound_s": seconds(self.lower_bound_ns)}),
         }
 
     @classmethod
@@ -203,6 +213,7 @@ class Plan:
             split_backward=fields.flag("split_backward") if fields.mentions("split_backward") else False,
             strategy=fields.text("strategy"),
             expected=None if expected is None else Timeline.from_json(expected, cluster.number),
+            lower_bound_ns=ns(fields.number("lower_bound_s")) if fields.mentions("lower_bound_s") else None,
         )
         fields.close()
         return plan

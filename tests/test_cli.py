@@ -107,6 +107,35 @@ def test_sweep_over_skip_ratios(skippipe: Any) -> None:
     assert "visited" in skippipe("sweep", "five-sites:9", "-s", "4", "--budget", "1").out
 
 
+def test_sweep_over_stage_counts(skippipe: Any, tmp_path: Path) -> None:
+    png, html = tmp_path / "s.png", tmp_path / "s.html"
+    words = ["five-sites:9", "--stages", "3-4,10", "--budget", "0"]
+    ran = skippipe("sweep", *words, "--penalty", "100", "--png", png, "--html", html)
+    assert ran.code == 0
+    assert "no plan for 10 stages, visiting 2–10: 10 stages need at least 10 nodes" in ran.out
+    best = ran.out.splitlines()[-1]
+    assert best.startswith(("best: visiting 3 of 3 stages", "best: visiting 4 of 4 stages"))
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert best in html.read_text()
+    rows = skippipe("sweep", *words, "--json").json
+    assert [(row["stages"], row["visited"]) for row in rows[:5]] == [(3, 3), (3, 2), (4, 4), (4, 3), (4, 2)]
+    assert all("infeasible" in row for row in rows[5:])
+    assert sum(row["best"] for row in rows[:5]) == 1
+    assert any(row["efficient"] for row in rows[:5])
+
+
+def test_jitter(skippipe: Any, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    planned = skippipe("plan", "five-sites:6", "--changes", "2000", "--robust", "0.3", "-o", file, "--json").json
+    assert skippipe("check", file).code == 0
+    words = ["simulate", file, "--jitter", "0.3"]
+    simulated = skippipe(*words, "--json").json
+    assert simulated["iteration_s"] == planned["iteration_s"], "the promise is without jitter"
+    assert simulated["jitter"] == planned["jitter"] == skippipe(*words, "--json").json["jitter"]
+    assert skippipe(*words, "--seed", "1", "--json").json["jitter"] != planned["jitter"]
+    assert f"95th percentile {planned['jitter']['p95_s']:.3f} s" in skippipe(*words).out
+
+
 def test_cluster_from_preset_to_file_and_back(skippipe: Any, tmp_path: Path) -> None:
     file = tmp_path / "c.json"
     made = skippipe("cluster", "random:7:3", "-o", file, "--json").json
@@ -156,6 +185,8 @@ def test_options_change_the_problem(skippipe: Any, tmp_path: Path) -> None:
         (["plan", "regions:9", "-m", "-5"], "workload.microbatches: -5 must be 1 or more"),
         (["plan", "published20", "--keep-stages", "published20", "--sizes", "1,2"], "give one of them"),
         (["simulate", "published20"], "--paths: say which"),
+        (["sweep", "regions:6", "--stages", "6-4"], "stages: '6-4': give numbers from 2 to"),
+        (["plan", "regions:6", "--strategy", "dtfm", "--robust", "0.2"], "--robust chooses among plans"),
         (["simulate", "published20", "--paths", "best"], "paths 'best'"),
         (["simulate", "nothing.json"], "nothing.json: no such file"),
         (["simulate", "nothing.json", "--paths", "x"], "go with a built-in example"),

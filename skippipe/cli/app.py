@@ -8,7 +8,19 @@ from typing import Annotated
 import typer
 
 import skippipe
-from skippipe.cli import evaluating, generating, growing, planning, reading, scoring, serving, study, text, training
+from skippipe.cli import (
+    evaluating,
+    generating,
+    growing,
+    planning,
+    reading,
+    scoring,
+    serving,
+    study,
+    sweeping,
+    text,
+    training,
+)
 
 app = typer.Typer(
     name="skippipe",
@@ -38,7 +50,7 @@ app.command("plan")(planning.plan)
 app.command("check")(reading.check_plan)
 app.command("simulate")(reading.simulate_plan)
 app.command("compare")(planning.compare)
-app.command("sweep")(planning.sweep)
+app.command("sweep")(sweeping.sweep)
 app.command("show")(reading.show)
 app.command("prepare")(text.prepare)
 app.command("job")(training.job)

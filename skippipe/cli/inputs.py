@@ -97,15 +97,9 @@ Dtype = Annotated[Literal["fp32", "bf16"], typer.Option(help="What it is compute
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """The workload and the pipeline, but for how much of it is skipped."""
+    """The workload and the pipeline, but for how many stages there are and how many are skipped."""
 
     contention_only: ContentionOnly = None
-    stages: Annotated[
-        int | None,
-        typer.Option(
-            "-s", "--stages", help="Of the pipeline.", show_default="6, or 4 under 12 nodes", rich_help_panel=PIPELINE
-        ),
-    ] = None
     layers: Annotated[
         str | None,
         typer.Option(help="Layers of each stage, as in 3,5,4,4,4,4.", show_default="even", rich_help_panel=PIPELINE),
@@ -170,9 +164,15 @@ class SweepOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProblemOptions(SweepOptions):
-    """All that makes a problem of a cluster."""
+class StageOptions:
+    """How many there are, and how many are skipped."""
 
+    stages: Annotated[
+        int | None,
+        typer.Option(
+            "-s", "--stages", help="Of the pipeline.", show_default="6, or 4 under 12 nodes", rich_help_panel=PIPELINE
+        ),
+    ] = None
     visit: Annotated[
         int | None,
         typer.Option("-l", "--visit", help="Stages on a path, stage 0 included.", rich_help_panel=PIPELINE),
@@ -191,6 +191,11 @@ class ProblemOptions(SweepOptions):
             help="Nodes of each stage, as in 5,3,3,3,3,3.", show_default="to match the demand", rich_help_panel=PIPELINE
         ),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProblemOptions(SweepOptions, StageOptions):
+    """All that makes a problem of a cluster."""
 
 
 def takes(options_type: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

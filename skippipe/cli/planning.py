@@ -1,4 +1,4 @@
-"""Commands that search: plan, compare, sweep."""
+"""Commands that search: plan, compare; and what others need that do."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from skippipe.cli import inputs
-from skippipe.errors import Infeasible
+from skippipe.errors import Infeasible, UserError
 from skippipe.jsonfile import check_writable
 
+BOUND_SHARE = 0.2  # of the budget, for a proof of how good a plan could be
+
 if TYPE_CHECKING:
+    from skippipe.jitter import Spread
     from skippipe.plan import Plan
     from skippipe.planner.problem import Placement, Problem
     from skippipe.planner.strategies import Progress, Strategy
+    from skippipe.report.table import Table
 
 StrategyName = Annotated[
     Literal["best", "skippipe", "no-tc2", "dtfm-skip", "dtfm"],
@@ -69,6 +73,18 @@ def plan(
             metavar="PLAN", help="Begin with this plan and make it better (best only).", rich_help_panel=inputs.SEARCH
         ),
     ] = None,
+    robust: Annotated[
+        float,
+        typer.Option(
+            metavar="JITTER",
+            min=0,
+            max=2,
+            help="Of the plans found, take the one that is best in 95 of 100 iterations when nodes and links are now "
+            "and then slower: 0.2 is a standard deviation of 20% (best only; see 'skippipe simulate --jitter').",
+            show_default="no jitter",
+            rich_help_panel=inputs.SEARCH,
+        ),
+    ] = 0.0,
     as_json: inputs.Json = False,
     *,
     options: inputs.ProblemOptions,
@@ -81,19 +97,32 @@ def plan(
     """
     if output:
         check_writable(output, Path(cluster))
+    if robust and strategy != "best":
+        raise UserError(f"--robust chooses among plans of the strategy best, and {strategy} has one: leave one out")
     placement, options = inputs.with_stages_of(keep_stages, cluster, options)
     problem = inputs.problem_from(cluster, options)
     with interruptible() as stopped:
-        search = _Search(seed, math.inf if changes else budget, changes or math.inf, start)
+        search = Search(seed, math.inf if changes else budget, changes or math.inf, start, BOUND_SHARE * budget, robust)
         found, took_s = search.planned(problem, strategy, placement, stopped)
     if output:
         found.save(output)
     if as_json:
-        print(json.dumps({**_summary(found, took_s), "plan": found.to_json()}))
+        jitter = {"jitter": _spread(found, robust).to_json()} if robust else {}
+        print(json.dumps({**summary(found, took_s), **jitter, "plan": found.to_json()}))
         return
+    from skippipe.costs import seconds
+    from skippipe.planner.leftout import left_out
     from skippipe.report.grid import plan_grid
 
     print(plan_grid(found))
+    names = [node.name for node in found.cluster.nodes]
+    for each in left_out(found):
+        print(f"\n'{names[each.node]}' is left out: {each.reason}")
+    if found.gap is not None and found.lower_bound_ns is not None:
+        bound_s = seconds(found.lower_bound_ns)
+        print(f"\nno plan can take less than {bound_s:.2f} s (proven); this one is {found.gap:.1%} above that")
+    if robust:
+        print(f"\nwith a jitter of {robust:.0%}: {_spread(found, robust)}")
     print(f"\nplanned in {took_s:.1f} s" + (f"; written to {output}" if output else "; -o FILE keeps it"))
 
 
@@ -116,7 +145,7 @@ def compare(
     problem = inputs.problem_from(cluster, options)
     from skippipe.planner.strategies import Strategy
 
-    search = _Search(seed, budget)
+    search = Search(seed, budget)
     full = replace(problem, visited=problem.stages, sizes=(), swaps=0)
     rivals = [(str(each), problem, each) for each in reversed(Strategy)]
     rivals.insert(1, ("best-full", full, Strategy.BEST))  # so that what planning gives and what skipping gives differ
@@ -131,7 +160,7 @@ def compare(
                 continue
             if out:
                 found.save(out / f"{name}.json")
-            rows.append({**_summary(found, took_s), "strategy": name})
+            rows.append({**summary(found, took_s), "strategy": name})
             if stopped:
                 break
     if not rows:
@@ -143,72 +172,21 @@ def compare(
         return
     print(f"{problem.cluster.name}: {len(problem.cluster)} nodes, {problem.stages} stages, "
           f"{problem.workload.microbatches} microbatches, {problem.timing} timing")  # fmt: skip
-    _table(rows, "strategy", rows[0]["strategy"])
+    show(_table(rows))
     if out:
         print(f"plans written to {out}/")
 
 
-@inputs.takes(inputs.SweepOptions)
-def sweep(
-    cluster: inputs.ClusterName,
-    strategy: SkippingStrategy = "best",
-    budget: inputs.Budget = 20,
-    seed: inputs.Seed = 0,
-    as_json: inputs.Json = False,
-    *,
-    options: inputs.SweepOptions,
-) -> None:
-    """Plan for every skip ratio that the stages allow, from none to all but two.
-
-    Stage sizes follow the demand of each ratio. Where the microbatches do not divide (CC3), they are rounded up, and
-    the ratios are between seconds per microbatch.
-
-    Example: skippipe sweep published20 --contention-only
-    """
-    from skippipe.planner.problem import lane_unit
-
-    first = inputs.problem_from(cluster, inputs.ProblemOptions(**vars(options), skip="0"))
-    wanted = first.workload.microbatches
-    search = _Search(seed, budget)
-    rows: list[dict[str, Any]] = []
-    with interruptible() as stopped:
-        for visited in range(first.stages, 1, -1):
-            unit = lane_unit(first.stages, visited)
-            fitting = -(-wanted // unit) * unit
-            try:
-                workload = replace(first.workload, microbatches=fitting)
-                problem = replace(first, visited=visited, sizes=(), workload=workload)
-                found, took_s = search.planned(problem, strategy, None, stopped)
-            except Infeasible as error:
-                rows.append({"visited": visited, "skipped": 1 - visited / first.stages, "infeasible": str(error)})
-                continue
-            rows.append({"visited": visited, **_summary(found, took_s)})
-            if stopped:
-                break
-    planned = [row for row in rows if "infeasible" not in row]
-    if not planned:
-        raise Infeasible(rows[-1]["infeasible"])
-    for row in planned:
-        row["s_per_microbatch"] = row["iteration_s"] / row["microbatches"]
-        row["ratio"] = row["s_per_microbatch"] / planned[0]["s_per_microbatch"]
-    if as_json:
-        print(json.dumps(rows))
-        return
-    print(f"{first.cluster.name}: {len(first.cluster)} nodes, {first.stages} stages, {first.timing} timing")
-    _table(planned, "visited", f"{planned[0]['visited']} visited")
-    for row in rows:
-        if "infeasible" in row:
-            print(f"visiting {row['visited']}: {row['infeasible']}")
-
-
 @dataclass(frozen=True)
-class _Search:
+class Search:
     """How hard to try."""
 
     seed: int
     budget_s: float
     changes: float = math.inf
     start: Path | None = None
+    bound_s: float = 0.0
+    robust: float = 0.0
 
     def planned(
         self, problem: Problem, strategy: str, placement: Placement | None, stopped: list[bool]
@@ -223,6 +201,8 @@ class _Search:
                 seed=self.seed,
                 budget_s=self.budget_s,
                 changes=self.changes,
+                bound_s=self.bound_s,
+                robust=self.robust,
                 placement=placement,
                 start=Plan.load(self.start) if self.start else None,
                 progress=progress,
@@ -272,8 +252,9 @@ def progress_bar(strategy: Strategy) -> Iterator[Progress]:
         yield show
 
 
-def _summary(plan: Plan, took_s: float) -> dict[str, Any]:
+def summary(plan: Plan, took_s: float) -> dict[str, Any]:
     from skippipe.costs import seconds
+    from skippipe.planner.leftout import left_out
     from skippipe.simulate import simulate
     from skippipe.timeline import Timing
 
@@ -291,31 +272,44 @@ def _summary(plan: Plan, took_s: float) -> dict[str, Any]:
         "collision_s": expected.collision_s,
         "bytes_moved": expected.bytes_moved,
         "nodes_used": len(plan.stage_of),
+        "left_out": {plan.cluster.nodes[each.node].name: each.reason for each in left_out(plan)},
+        "lower_bound_s": None if plan.lower_bound_ns is None else seconds(plan.lower_bound_ns),
         "planning_s": took_s,
     }
 
 
-def _table(rows: list[dict[str, Any]], key: str, against: str) -> None:
+def _spread(plan: Plan, jitter: float) -> Spread:
+    from skippipe.jitter import Jitter, spread_of
+
+    assert plan.expected is not None
+    return spread_of(plan, plan.expected.timing, Jitter(jitter))
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    from skippipe.report.table import Table
+
+    headings = ("strategy", "skipped", "micro-\nbatches", "last\nbackward", "iteration",
+                f"against\n{rows[0]['strategy']}", "moved\nGB", "collisions", "nodes", "planned\nin")  # fmt: skip
+    cells = [
+        [
+            *(row["strategy"], f"{row['skipped']:.0%}", str(row["microbatches"]), f"{row['last_backward_s']:.2f} s"),
+            *(f"{row['iteration_s']:.2f} s", f"{row['ratio']:.2f}", f"{row['bytes_moved'] / 1e9:.2f}"),
+            *(f"{row['collision_s']:.1f} s", str(row["nodes_used"]), f"{row['planning_s']:.1f} s"),
+        ]
+        for row in rows
+    ]
+    return Table("", "", headings, cells)
+
+
+def show(table: Table) -> None:
+    """On the terminal: a name, then figures."""
+    from rich import table as rich
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    headings = ("skipped", "micro-\nbatches", "last\nbackward", "iteration", f"against\n{against}")
-    table.add_column(key)
-    for heading in (*headings, "moved\nGB", "collisions", "nodes", "planned\nin"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
-            str(row[key]),
-            f"{row['skipped']:.0%}",
-            str(row["microbatches"]),
-            f"{row['last_backward_s']:.2f} s",
-            f"{row['iteration_s']:.2f} s",
-            f"{row['ratio']:.2f}",
-            f"{row['bytes_moved'] / 1e9:.2f}",
-            f"{row['collision_s']:.1f} s",
-            str(row["nodes_used"]),
-            f"{row['planning_s']:.1f} s",
-        )
-    Console(width=None if sys.stdout.isatty() else 110, markup=False).print(table)
+    shown = rich.Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for index, heading in enumerate(table.headings):
+        shown.add_column(heading, justify="right" if index else "left")
+    for row in table.rows:
+        shown.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 110, markup=False).print(shown)

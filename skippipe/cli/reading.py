@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from skippipe.plan import Plan
     from skippipe.timeline import Timeline, Timing
 
+JITTER = "Jitter"
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, as 'skippipe plan -o' writes it.")]
 Trace = Annotated[
     Path | None,
@@ -110,6 +111,19 @@ def simulate_plan(
         ),
     ] = None,
     contention_only: inputs.ContentionOnly = None,
+    jitter: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=2,
+            help="Also: how iterations vary if nodes and links do. 0.2: what a node computes, the latency and the "
+            "bandwidth of a link each take a random number of times as long, with a standard deviation of 20%.",
+            show_default="none",
+            rich_help_panel=JITTER,
+        ),
+    ] = None,
+    draws: Annotated[int, typer.Option(min=1, help="Iterations to draw.", rich_help_panel=JITTER)] = 200,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same draws.", rich_help_panel=JITTER)] = 0,
     trace: Trace = None,
     as_json: inputs.Json = False,
 ) -> None:
@@ -121,6 +135,11 @@ def simulate_plan(
 
     found, usual = _plan_or_example(source, paths, microbatches)
     timeline = simulate(found, inputs.timing_of(contention_only, usual))
+    spread = None
+    if jitter is not None:
+        from skippipe.jitter import Jitter, spread_of
+
+        spread = spread_of(found, timeline.timing, Jitter(jitter, draws, seed))
     if trace:
         from skippipe.report.trace import write_trace
 
@@ -131,10 +150,13 @@ def simulate_plan(
             "microbatches": found.microbatches,
             "collision_s": timeline.collision_s,
             "bytes_moved": timeline.bytes_moved,
+            **({"jitter": spread.to_json()} if spread else {}),
         }
         print(json.dumps({**figures, **timeline.to_json(names)}))
         return
     _show_timeline(found, timeline)
+    if spread:
+        print(f"with a jitter of {jitter:.0%}: {spread}")
 
 
 def _plan_or_example(source: str, paths: str | None, microbatches: int | None) -> tuple[Plan, Timing]:

@@ -10,9 +10,10 @@ cost as much. Within a pass rows may be of different lengths, padded at the end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from skippipe.errors import UserError
 
 SMALLEST_ROOM = 64  # tokens of a slot, at first
+Made = TypeVar("Made")
 
 
 class CacheFull(UserError):
@@ -72,9 +74,46 @@ class Rows:
         starts, counts = torch.tensor(self.starts)[:, None], torch.tensor(self.counts)[:, None]
         return starts + torch.minimum(torch.arange(self.width), counts - 1)
 
+    @cached_property
+    def single(self) -> bool:
+        """A token of each, and no padding."""
+        return self.width == 1 and all(self.counts)
+
+    @cached_property
+    def _made(self) -> dict[Hashable, Any]:
+        return {}
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """For all stages of a pass the same: what they need to know of the rows is made and sent to the device once."""
+        if key not in self._made:
+            self._made[key] = make()
+        return cast(Made, self._made[key])
+
+    def positions_on(self, device: torch.device) -> Tensor:
+        return self.once(("positions", device), lambda: self.positions.to(device))
+
     def first_seen(self, window: int | None) -> int:
         """The first position that any of the tokens looks at, if each looks at so many, itself included."""
         return 0 if window is None else max(0, min(self.starts) - window + 1)
+
+
+class Places(NamedTuple):
+    """On the device: the tokens of a batch that are not padding, and where in the cache they go."""
+
+    row: Tensor
+    column: Tensor
+    slot: Tensor
+    position: Tensor
+    slots: Tensor
+    """Of all rows."""
+
+    @classmethod
+    def of(cls, rows: Rows, device: torch.device) -> Places:
+        real = torch.arange(rows.width) < torch.tensor(rows.counts)[:, None]
+        row, column = real.nonzero(as_tuple=True)
+        slots = torch.tensor(rows.slots)
+        where = torch.stack([row, column, slots[row], rows.positions[row, column]]).to(device)
+        return cls(where[0], where[1], where[2], where[3], where[2] if rows.single else slots.to(device))
 
 
 class StageCache:
@@ -169,14 +208,8 @@ class CachePass:
         self._cache = cache
         self._rows = rows
         self._plain = rows.uniform and rows.block is not None
-        if self._plain:
-            return
-        real = torch.arange(rows.width) < torch.tensor(rows.counts)[:, None]
-        row, column = real.nonzero(as_tuple=True)
-        slots = torch.tensor(rows.slots)
-        where = torch.stack([row, column, slots[row], rows.positions[row, column]]).to(device)
-        self._row, self._column, self._slot, self._position = where
-        self._slots = slots.to(device)
+        if not self._plain:
+            self._places = rows.once(("places", device), lambda: Places.of(rows, device))
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Keeps the new ones and gives back all that the layer looks at."""
@@ -192,13 +225,14 @@ class CachePass:
     def _write(self, store: Tensor, new: Tensor) -> None:
         if self._plain:
             store[self._rows.block, :, self._rows.starts[0] : self._rows.end] = new
-        else:
-            store[self._slot, :, self._position] = new[self._row, :, self._column]
+            return
+        to = self._places
+        store[to.slot, :, to.position] = new[:, :, 0] if self._rows.single else new[to.row, :, to.column]
 
     def _read(self, store: Tensor, seen: slice) -> Tensor:
         if self._rows.block is not None:
             return store[self._rows.block, :, seen]
-        return store[:, :, seen].index_select(0, self._slots)
+        return store[:, :, seen].index_select(0, self._places.slots)
 
 
 def _doubled(count: int, smallest: int = 1) -> int:

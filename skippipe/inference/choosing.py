@@ -26,15 +26,35 @@ STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 @torch.inference_mode()
 def choose(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
     """A token for each row of [rows, vocabulary]; `positions` are those that the tokens will have."""
+    highest, chosen = _highest(logits, how, positions)
+    return _finite(torch.stack([highest.double(), chosen.double()]))[0]
+
+
+@torch.inference_mode()
+def choose_and_weigh(
+    logits: Tensor, how: Sequence[Sampling], positions: Sequence[int]
+) -> tuple[list[int], list[float]]:
+    """The same, and how likely the model holds each of these tokens to be."""
+    highest, chosen = _highest(logits, how, positions)
+    shares = (logits.gather(-1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).exp()
+    return _finite(torch.stack([highest.double(), chosen.double(), shares.double()]))
+
+
+def _highest(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
     highest, chosen = logits.max(-1)  # NaN counts as the highest
     some = [row for row, sampling in enumerate(how) if sampling.temperature]
     if some:
         rows = logits if len(some) == len(how) else logits[some]
         chosen[some] = _sampled(rows, [how[row] for row in some], [positions[row] for row in some])
-    found: list[list[float]] = torch.stack([chosen.double(), highest.double()]).tolist()
-    if not all(map(math.isfinite, found[1])):
+    return highest, chosen
+
+
+def _finite(found: Tensor) -> tuple[list[int], list[float]]:
+    """In one transfer from the device: of the highest logits, the tokens, and their shares if there are any."""
+    highest, chosen, *shares = found.tolist()
+    if not all(map(math.isfinite, highest)):
         raise UserError("the model makes values that are not finite: it is damaged, or --drive too strong for it")
-    return [int(token) for token in found[0]]
+    return [int(token) for token in chosen], shares[0] if shares else []
 
 
 def _sampled(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int]) -> Tensor:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from skippipe.errors import UserError
+from skippipe.inference.cache import Rows
 from skippipe.inference.loading import StagedModel
+from skippipe.inference.stage import CachedStage, embed, logits
 from skippipe.parts import Part, Visits, drive_of, whole_numbers
 from skippipe.scoring.model import PartModel
 
 LONGEST = 12  # tokens of a draft
-FIRST = 3  # tokens of the first one
-WORTHWHILE = 1.1  # a draft that promises less is none: verifying several tokens costs more than making one
+FIRST = 3  # tokens of the first one, before it is known how long they take
+WORTHWHILE = 1.05  # a draft that promises less is none: promises are not that exact
 SAMPLE_TOKENS = 256
-EXPECTED, WEIGHT = 0.75, 6  # of drafted tokens, this share is right: what to begin with, as if seen so many times
-FADING = 0.96  # of what was right, with every token that is tested
+TIMED, TIMED_TOKENS, TIMED_AFTER = 5, 4, 16  # how often, how many tokens to verify, after so many others
+GRADES = 10  # of how sure a draft is
+WEIGHT = 4  # what to begin with counts as if it had been seen so many times
+FADING = 0.98  # of what was right, with every token that is tested; and of what rounds gave, with every round
 HABIT = 0.6  # of times that were measured, with every new one
-DOUBT = 32  # rounds after which what is not being done is done once: it may have become better
+DOUBT = 48  # rounds after which what is not being done is tried: it may have become better
+TRIED = 4  # rounds with drafts, where there were none; they count for more than what was before
 
 
 @dataclass
@@ -45,53 +53,89 @@ class DraftRecord:
 class Round(NamedTuple):
     """A draft and the pass that verifies it, of all texts together."""
 
+    drafting: bool
+    """False: only a pass."""
     length: int
-    """Of the longest draft; 0: only a pass."""
-    tested: int
-    accepted: int
+    """Of the longest draft; 0 with `drafting`: not even the first token seemed worth it."""
+    tokens: float
+    """That came of it, for each text: one, and those that were right."""
     drafting_s: float
     passing_s: float
 
 
-class DraftLength:
-    """How many tokens to draft: what gives most tokens a second, by what was right lately and how long it took.
+class Trust:
+    """How often drafted tokens are right, by how likely the draft holds them to be."""
 
-    0: none, where drafts are wrong too often, or the machine takes much longer for a few tokens than for one.
+    def __init__(self) -> None:
+        # two models agree on the likeliest token more often than either is right: so not the likelihood, but its root
+        middles = [(grade + 0.5) / GRADES for grade in range(GRADES)]
+        self._right = [WEIGHT * math.sqrt(middle) for middle in middles]
+        self._tested = [float(WEIGHT)] * GRADES
+
+    def chance(self, share: float) -> float:
+        grade = self._grade(share)
+        return self._right[grade] / self._tested[grade]
+
+    def learn(self, share: float, right: bool) -> None:
+        grade = self._grade(share)
+        self._right[grade] = FADING * self._right[grade] + right
+        self._tested[grade] = FADING * self._tested[grade] + 1
+
+    def _grade(self, share: float) -> int:
+        return min(int(share * GRADES), GRADES - 1)
+
+
+class DraftLength:
+    """How long drafts are: as long as they give more tokens a second, by what was right and how long things took.
+
+    A draft ends where one more token, which counts only if all before it are right too, is likely to take longer than
+    it saves. There are none where rounds with drafts give fewer tokens a second than passes without.
     """
 
     def __init__(self, fixed: int | None = None) -> None:
         self._fixed = fixed
-        self._tested, self._accepted = 0.0, 0.0
+        self.trust = Trust()
         self._plain_s: float | None = None
         """A pass without a draft."""
-        self._verifying_s: float | None = None
         self._token_s: float | None = None
         """A drafted token."""
-        self._rounds = 0
+        self._rounds, self._round_tokens, self._round_s = 0, 0.0, 0.0
+        """With drafts: what they gave each text, and how long that took; lately."""
 
-    def tokens(self) -> int:
+    def most(self) -> int:
+        """Tokens of the next draft, at most; 0: a pass without."""
         if self._fixed is not None:
             return self._fixed
         if self._plain_s is None:
             return 0
-        if self._verifying_s is None or self._token_s is None:
+        if not self._round_tokens:
             return FIRST
-        right = (self._accepted + EXPECTED * WEIGHT) / (self._tested + WEIGHT)
-        best = best_length(right, self._token_s / self._plain_s, self._verifying_s / self._plain_s)[0]
-        if self._rounds % DOUBT == 0:
-            return 0 if best else FIRST
-        return best
+        turn = self._rounds % DOUBT
+        if self._drafting_pays:
+            return 0 if turn == DOUBT - 1 else LONGEST
+        return LONGEST if turn < TRIED else 0
+
+    def pays(self, chance: float) -> bool:
+        """One more token: that it and all before it are right has this chance, the mean of all texts."""
+        if self._fixed is not None or self._token_s is None or self._plain_s is None:
+            return True
+        return chance * min(self._plain_s, self._round_s / self._round_tokens) > self._token_s
 
     def learn(self, done: Round) -> None:
         self._rounds += 1
-        fading = FADING**done.tested
-        self._tested = fading * self._tested + done.tested
-        self._accepted = fading * self._accepted + done.accepted
-        if not done.length:
+        if not done.drafting:
             self._plain_s = _average(self._plain_s, done.drafting_s + done.passing_s)
-        else:
-            self._verifying_s = _average(self._verifying_s, done.passing_s)
-            self._token_s = _average(self._token_s, done.drafting_s / done.length)
+            return
+        if done.length:
+            self._token_s = _average(self._token_s, done.drafting_s / (done.length + 1))
+        fading = FADING if self._plain_s is None or self._drafting_pays else HABIT
+        self._round_tokens = fading * self._round_tokens + done.tokens
+        self._round_s = fading * self._round_s + done.drafting_s + done.passing_s
+
+    @property
+    def _drafting_pays(self) -> bool:
+        assert self._plain_s is not None
+        return self._round_s < self._round_tokens * self._plain_s
 
 
 def best_length(acceptance: float, cost: float, verifying: float = 1.0) -> tuple[int, float]:
@@ -113,14 +157,50 @@ def _average(before: float | None, new: float) -> float:
     return new if before is None else HABIT * before + (1 - HABIT) * new
 
 
-def cost_of(staged: StagedModel, part: Part, draft: Part) -> float:
-    """Of drafting a token: by how many weights it takes, the whole part being 1."""
-    head = staged.stages[0].head
-    assert head is not None, "stage 0 has the head"
-    weights = [sum(each.numel() for each in stage.layers.parameters()) for stage in staged.stages]
-    of_head = sum(each.numel() for each in head.parameters())
-    drafting, all_of_it = (of_head + sum(weights[number] for number in each.stages) for each in (draft, part))
-    return drafting / all_of_it
+class Timing:
+    """Seconds of each stage of a part, and of the head, for a token; and how many times that for a few together."""
+
+    def __init__(self, staged: StagedModel, part: Part, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        stages = staged.stages
+        hidden = {count: embed(stages[0], [[0] * count]) for count in (1, TIMED_TOKENS, TIMED_AFTER)}
+        times: dict[int, list[float]] = {1: [], TIMED_TOKENS: []}
+        for number in part.stages:
+            stage = CachedStage(stages[number], TIMED_AFTER + TIMED_TOKENS)
+            stage.forward(hidden[TIMED_AFTER], Rows((0,), (0,), (TIMED_AFTER,)))
+            for count, found in times.items():
+                rows = Rows((0,), (TIMED_AFTER,), (count,))
+                found.append(self._seconds(partial(stage.forward, hidden[count], rows)))
+        heads = {count: self._seconds(partial(logits, stages[0], hidden[count])) for count in times}
+        self.head_s = heads[1]
+        self.stage_s = dict(zip(part.stages, times[1], strict=True))
+        self.several = (sum(times[TIMED_TOKENS]) + heads[TIMED_TOKENS]) / (sum(times[1]) + heads[1])
+
+    def promise(self, part: Part, draft: Part, agreement: float) -> float:
+        """How much faster with this draft, if so many of its tokens are right."""
+        shared = sum(self.stage_s[number] for number in part.stages[: shared_stages(part, draft)])
+        whole = sum(self.stage_s.values()) + self.head_s
+        drafting = sum(self.stage_s[number] for number in draft.stages) + self.head_s
+        verifying = shared + self.several * (whole - shared)
+        return best_length(agreement, drafting / whole, verifying / whole)[1]
+
+    def _seconds(self, work: Callable[[], torch.Tensor]) -> float:
+        taken = []
+        for _ in range(TIMED):
+            began = self._clock()
+            work().flatten()[0].item()  # waits for the device
+            taken.append(self._clock() - began)
+        return min(taken)
+
+
+def shared_stages(part: Part, draft: Part) -> int:
+    """With how many of the same stages, driven alike, both begin; stage 0 is never driven."""
+    count = 0
+    for one, other in zip(part.stages, draft.stages, strict=False):
+        if one != other or (one and part.drive != draft.drive):
+            break
+        count += 1
+    return count
 
 
 def parse_draft(text: str, part: Part, drive: str = "plain") -> Part:
@@ -133,10 +213,16 @@ def parse_draft(text: str, part: Part, drive: str = "plain") -> Part:
     return _driven(stages, part, drive)
 
 
-def pick_draft(staged: StagedModel, part: Part, tokens: Sequence[int], drive: str = "plain") -> Part | None:
-    """The one that promises most, by how often it agrees with the whole part on a text; None: none does.
+def pick_draft(
+    staged: StagedModel,
+    part: Part,
+    tokens: Sequence[int],
+    drive: str = "plain",
+    clock: Callable[[], float] = time.perf_counter,
+) -> Part | None:
+    """The one that promises most, by how often it agrees with the whole part on a text and by what stages take.
 
-    Tried are those that leave early, and those that leave out what lies before the last stage.
+    Tried are those that leave early, and those that leave out what lies before the last stage. None: none is faster.
     """
     _check_pieces(part)
     count = len(part.stages)
@@ -148,12 +234,12 @@ def pick_draft(staged: StagedModel, part: Part, tokens: Sequence[int], drive: st
         model = PartModel(staged, which)
         return model.logits(model.hidden(text)).argmax(-1)
 
-    wanted = likeliest(part)
+    wanted, timing = likeliest(part), Timing(staged, part, clock)
     promises: dict[Part, float] = {}
     for stages in tried:
         draft = _driven(stages, part, drive)
         agreement = float((likeliest(draft) == wanted).double().mean())
-        promises[draft] = best_length(agreement, cost_of(staged, part, draft))[1]
+        promises[draft] = timing.promise(part, draft, agreement)
     best = max(promises, key=lambda draft: promises[draft])
     return best if promises[best] >= WORTHWHILE else None
 

@@ -12,17 +12,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from skippipe.inference.cache import Rows
+from skippipe.inference.choosing import choose_and_weigh
 from skippipe.inference.decoding import Decoder, last, rows_after, rows_of_prompts
-from skippipe.inference.drafts import DraftLength, DraftRecord, Round
+from skippipe.inference.drafts import DraftLength, DraftRecord, Round, shared_stages
 from skippipe.inference.loading import StagedModel
 from skippipe.inference.replies import Reply
+from skippipe.inference.stage import logits
 from skippipe.parts import Part
+
+
+class Draft(NamedTuple):
+    hidden: Tensor
+    """What the shared stages made of the last token of each text and of those drafted: [rows, tokens, d]."""
+    lengths: list[int]
+    guesses: list[list[int]]
+    """As many; or more, which seemed too unsure, or are padding."""
+    shares: list[list[float]]
+    """How likely the draft holds them to be."""
+    seen: list[int]
+    """Tokens that the draft's own stages have seen."""
 
 
 class Speculator(Decoder):
@@ -55,24 +70,24 @@ class Speculator(Decoder):
         return self._following(self._rest.forward(hidden, rows), rows, replies)
 
     def advance(self, replies: Sequence[Reply]) -> list[list[int]]:
-        length = min(self._length.tokens(), max(reply.left for reply in replies) - 1)
-        lengths = [min(length, reply.left - 1) for reply in replies]
+        most = self._length.most()
+        wanted = [min(most, reply.left - 1) for reply in replies]
         began = self._clock()
-        hidden, guesses = self._drafted(replies, lengths)
+        draft = self._drafted(replies, wanted)
         drafted = self._clock()
-        rows = rows_after(replies, [length + 1 for length in lengths])
-        chosen = self._verdicts(self._rest.forward(hidden, rows), replies, rows)
-        said, accepted = [], []
-        for guess, right in zip(guesses, chosen, strict=True):
-            count = 0
-            while count < len(right) - 1 and guess[count] == right[count]:
-                count += 1
-            said.append(right[: count + 1])
-            accepted.append(count)
-        self._note(lengths, accepted, drafted - began, self._clock() - drafted)
+        rows = rows_after(replies, [length + 1 for length in draft.lengths])
+        chosen = self._verdicts(self._rest.forward(draft.hidden, rows), replies, rows)
+        accepted = [
+            _agreed(guess[:length], right)
+            for guess, length, right in zip(draft.guesses, draft.lengths, chosen, strict=True)
+        ]
+        passed = self._clock()
+        tokens = 1 + sum(accepted) / len(accepted)
+        self._length.learn(Round(max(wanted) > 0, max(draft.lengths), tokens, drafted - began, passed - drafted))
+        self._note(draft, chosen, accepted)
         if self._own.visits:
-            self._miss(replies, hidden, lengths, accepted)
-        return said
+            self._miss(replies, draft, accepted)
+        return [right[: count + 1] for right, count in zip(chosen, accepted, strict=True)]
 
     def free(self, slot: int) -> None:
         super().free(slot)
@@ -83,31 +98,42 @@ class Speculator(Decoder):
         if source in self._missed:
             self._missed[target] = self._missed.pop(source)
 
-    def _drafted(self, replies: Sequence[Reply], lengths: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
-        """What the shared stages make of the last token and of the drafted ones; and these, for each reply.
+    def _drafted(self, replies: Sequence[Reply], wanted: Sequence[int]) -> Draft:
+        """So many tokens for each, or fewer, where more would not pay.
 
         A row that has drafted enough goes along as padding, so that the rows stay those of neighbouring slots.
         """
         made: list[Tensor] = []
         guesses: list[list[int]] = [[] for _ in replies]
+        shares: list[list[float]] = [[] for _ in replies]
+        chances = [1.0] * len(replies)
         newest = [reply.tokens[-1] for reply in replies]
-        for step in range(max(lengths) + 1):
-            counts = [int(step <= length) for length in lengths]
-            rows = rows_after(replies, counts, [min(step, length + 1) for length in lengths])
+        longest = max(wanted)
+        for step in range(longest + 1):
+            counts = [int(step <= most) for most in wanted]
+            rows = rows_after(replies, counts, [min(step, most + 1) for most in wanted])
             made.append(self._first.forward(self._embedded([[token] for token in newest]), rows))
-            if step < max(lengths):
-                hidden = self._leaving(made[-1], rows, lengths, step)
-                newest = self._chosen(hidden, replies, [len(reply.tokens) + step for reply in replies])
-                for guess, token in zip(guesses, newest, strict=True):
-                    guess.append(token)
-        return torch.cat(made, 1), guesses
+            if step == longest:
+                break
+            hidden = self._leaving(made[-1], rows, wanted, step)
+            newest, sure = self._weighed(hidden, replies, [len(reply.tokens) + step for reply in replies])
+            for row, (token, share) in enumerate(zip(newest, sure, strict=True)):
+                guesses[row].append(token)
+                shares[row].append(share)
+                chances[row] *= self._length.trust.chance(share) if step < wanted[row] else 0.0
+            if not self._length.pays(sum(chances) / len(chances)):
+                longest = step
+                break
+        lengths = [min(longest, most) for most in wanted]
+        seen = [min(len(guess), most) for guess, most in zip(guesses, wanted, strict=True)]
+        return Draft(torch.cat(made, 1), lengths, guesses, shares, seen)
 
-    def _leaving(self, hidden: Tensor, rows: Rows, lengths: Sequence[int], step: int) -> Tensor:
+    def _leaving(self, hidden: Tensor, rows: Rows, wanted: Sequence[int], step: int) -> Tensor:
         """[rows, d], out of the draft's last stage."""
         if not self._own.visits:
             return hidden[:, 0]
         if step:
-            counts = [int(step < length) for length in lengths]
+            counts = [int(step < most) for most in wanted]
             return self._own.forward(hidden, Rows(rows.slots, rows.starts, tuple(counts)))[:, 0]
         if self._missed:
             missed = [self._missed.pop(slot, []) for slot in rows.slots]
@@ -119,7 +145,9 @@ class Speculator(Decoder):
 
     def _verdicts(self, hidden: Tensor, replies: Sequence[Reply], rows: Rows) -> list[list[int]]:
         """What the whole part says at each position."""
-        flat = torch.cat([row[:count] for row, count in zip(hidden, rows.counts, strict=True)])
+        flat = hidden.flatten(0, 1)
+        if not rows.uniform:
+            flat = torch.cat([row[:count] for row, count in zip(hidden, rows.counts, strict=True)])
         of = [reply for reply, count in zip(replies, rows.counts, strict=True) for _ in range(count)]
         positions = [
             start + 1 + index for start, count in zip(rows.starts, rows.counts, strict=True) for index in range(count)
@@ -127,26 +155,33 @@ class Speculator(Decoder):
         chosen = iter(self._chosen(flat, of, positions))
         return [[next(chosen) for _ in range(count)] for count in rows.counts]
 
-    def _miss(self, replies: Sequence[Reply], hidden: Tensor, lengths: Sequence[int], accepted: Sequence[int]) -> None:
-        """The last drafted token went through the shared stages only; without a draft, so did the last one said."""
-        for reply, row, length, count in zip(replies, hidden, lengths, accepted, strict=True):
-            if count == length:
-                self._missed.setdefault(reply.slot, []).append(row[length : length + 1])
+    def _weighed(
+        self, hidden: Tensor, replies: Sequence[Reply], positions: Sequence[int]
+    ) -> tuple[list[int], list[float]]:
+        how = [reply.request.sampling for reply in replies]
+        return choose_and_weigh(logits(self._staged.stages[0], hidden), how, positions)
 
-    def _note(self, lengths: Sequence[int], accepted: Sequence[int], drafting_s: float, passing_s: float) -> None:
-        tested = sum(min(count + 1, length) for count, length in zip(accepted, lengths, strict=True))
-        self._length.learn(Round(max(lengths), tested, sum(accepted), drafting_s, passing_s))
-        self.record.tested += tested
+    def _miss(self, replies: Sequence[Reply], draft: Draft, accepted: Sequence[int]) -> None:
+        """A token that was right, or the last one said, but went through the shared stages only."""
+        for row, (reply, length, count) in enumerate(zip(replies, draft.lengths, accepted, strict=True)):
+            if count == length and draft.seen[row] <= length:
+                self._missed.setdefault(reply.slot, []).append(draft.hidden[row, length : length + 1])
+
+    def _note(self, draft: Draft, chosen: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
+        for guess, shares, seen, right, count in zip(
+            draft.guesses, draft.shares, draft.seen, chosen, accepted, strict=True
+        ):
+            for index in range(min(count + 1, seen)):  # also one that seemed too unsure to be kept
+                self._length.trust.learn(shares[index], guess[index] == right[index])
+        self.record.tested += sum(min(count + 1, length) for count, length in zip(accepted, draft.lengths, strict=True))
         self.record.accepted += sum(accepted)
         self.record.passes += len(accepted)
         self.record.tokens += len(accepted) + sum(accepted)
 
 
-def shared_stages(part: Part, draft: Part) -> int:
-    """With how many of the same stages, driven alike, both begin; stage 0 is never driven."""
-    count = 0
-    for one, other in zip(part.stages, draft.stages, strict=False):
-        if one != other or (one and part.drive != draft.drive):
-            break
-        count += 1
-    return count
+def _agreed(guess: Sequence[int], right: Sequence[int]) -> int:
+    """Tokens up to the first that differs."""
+    for index, token in enumerate(guess):
+        if token != right[index]:
+            return index
+    return len(guess)

@@ -46,7 +46,7 @@ class CachedStage:
         """What the stage adds is multiplied by `drive`."""
         assert hidden.shape[:2] == (len(rows.slots), rows.width), "hidden states of other rows"
         past = self.cache.begin(rows, hidden.device)
-        positions = None if rows.even else rows.positions.to(hidden.device)
+        positions = None if rows.even else rows.positions_on(hidden.device)
         rotation = self._rotation(rows, positions, hidden)
         masks = {window: mask(rows, window, hidden) for window in dict.fromkeys(self._windows)}
         made = hidden
@@ -118,8 +118,11 @@ def mask(rows: Rows, window: int | None, like: Tensor) -> Tensor | None:
         return None
     if rows.uniform and rows.width == 1:
         return None
-    positions = rows.positions[:1] if rows.uniform else rows.positions
-    at = positions.to(like.device)[..., None]
+    return rows.once(("mask", window, like.dtype, like.device), lambda: _made_mask(rows, window, like))
+
+
+def _made_mask(rows: Rows, window: int | None, like: Tensor) -> Tensor:
+    at = rows.positions_on(like.device)[: 1 if rows.uniform else None, :, None]
     others = torch.arange(rows.first_seen(window), rows.end, device=like.device)
     hidden = others > at
     if window is not None:

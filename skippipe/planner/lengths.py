@@ -38,7 +38,9 @@ def with_paths_of(plan: Plan, length: int, strategy: Strategy, request: Request)
         rivals.append(make_plan(problem, strategy, replace(request, placement=members)))
     except Infeasible as error:
         reason = error
-    same = [replace(each, stages=plan.stages, expected=None) for each in rivals]  # also nodes that no lane uses
+    same = [
+        replace(each, stages=plan.stages, expected=None, lower_bound_ns=None) for each in rivals
+    ]  # also nodes that no lane uses
     promised = [each.promising(simulate(each, Timing.FULL)) for each in same if not check(each)]
     if not promised:
         raise reason or Infeasible(f"no paths of {length} stages were found that keep every rule")

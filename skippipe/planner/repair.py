@@ -60,7 +60,7 @@ def repaired(
     effort = Effort(STEPS, budget_s, clock)
     if cluster is None:
         cluster = plan.cluster
-    bare = replace(plan, cluster=cluster, expected=None)  # the new costs are worked out once
+    bare = replace(plan, cluster=cluster, expected=None, lower_bound_ns=None)  # the new costs are worked out once
     costs = bare.costs
     rings = [best_ring(costs, stage, sorted(nodes)) for stage, nodes in enumerate(members)]
     course = Course.of(costs, rings, plan.dispatch, Timing.FULL, plan.split_backward)

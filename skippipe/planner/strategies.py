@@ -22,9 +22,11 @@ from skippipe.averaging import best_ring
 from skippipe.check import check
 from skippipe.costs import NEVER_NS, costs_of, seconds
 from skippipe.errors import Infeasible, UserError
+from skippipe.jitter import Jitter
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.allocate import allocate
 from skippipe.planner.blind import blind_paths
+from skippipe.planner.bounds import lower_bound, lower_bound_of_both
 from skippipe.planner.cbs import Group, PathSearch
 from skippipe.planner.effort import Effort
 from skippipe.planner.problem import Placement, Problem, rings
@@ -40,7 +42,9 @@ SHORTLIST = 200  # placements that get a first look: the whole population, if ti
 FIRST_LOOK = 200  # branches for each of them
 BRANCHES = 10_000  # for the best of them, and for each way to group its lanes
 ALLOCATION_SHARE = 0.4  # of the seconds
-FIRST_TRIALS = 2_000  # divided by the number of nodes, for a plan that `best` can begin with
+FIRST_SHARE = 0.15  # of the seconds, for a plan that `best` can begin with
+FIRST_TRIALS = 2_000  # divided by the number of nodes, for the same where changes are counted
+CHOOSING_SEED = 2**31  # draws other than those by which people judge the plan
 BLIND_ATTEMPTS = 50  # to deal out paths without a missing link
 
 
@@ -70,8 +74,12 @@ class Request:
     """Asked between steps; once it says yes, the best plan so far is the answer."""
     changes: float = math.inf
     """That `best` may try: as good an end as seconds, and one that can be repeated exactly."""
+    bound_s: float = 0.0
+    """Seconds to spend, once there is a plan, on how good any could be; 0: nobody wants to know."""
     start: Plan | None = None
     """What `best` begins with; None: a plan that it makes in a moment."""
+    robust: float = 0.0
+    """Jitter under which `best` chooses its plan, by the 95th percentile; 0: by what is promised."""
 
 
 @dataclass
@@ -91,9 +99,20 @@ def make_plan(problem: Problem, strategy: Strategy, request: Request) -> Plan:
     request.progress("compiling (once on a machine)", 0, None)
     if strategy is Strategy.BEST:
         compile_search()
-        return _best(problem, request)
-    compile_kernels()
-    return _Planning(problem, strategy, request).plan()
+        plan = _best(problem, request)
+    else:
+        compile_kernels()
+        plan = _Planning(problem, strategy, request).plan()
+    return _bounded(problem, plan, request) if request.bound_s else plan
+
+
+def _bounded(problem: Problem, plan: Plan, request: Request) -> Plan:
+    """For plans with the same layers; with any backward and dispatch that `best` could have chosen."""
+    request.progress("proving what no plan can beat", 1.0, seconds(iteration_ns(plan)))
+    same = replace(problem, layers=plan.layers)
+    bound = lower_bound_of_both if problem.freedoms.split_backward else lower_bound
+    found = bound(same, request.bound_s, stopped=request.stopped)
+    return replace(plan, lower_bound_ns=found.ns)
 
 
 @cache
@@ -120,8 +139,9 @@ def _best(problem: Problem, request: Request) -> Plan:
     if request.start:
         first = _started(problem, request.start)
     else:
-        uncut = replace(request, budget_s=math.inf)
-        first = _Planning(problem, Strategy.DTFM_SKIP, uncut, 1 + FIRST_TRIALS // len(problem.cluster)).plan()
+        trials = 1 + FIRST_TRIALS // len(problem.cluster) if request.changes < math.inf else TRIALS
+        quick = replace(request, budget_s=FIRST_SHARE * request.budget_s)
+        first = _Planning(problem, Strategy.DTFM_SKIP, quick, trials).plan()
 
     def over() -> bool:
         return request.stopped() or request.clock() >= until
@@ -131,7 +151,10 @@ def _best(problem: Problem, request: Request) -> Plan:
         share = min(1.0, max(spent, done / request.changes))
         request.progress("searching", share, None if best_ns is None else best_ns / 1e9)
 
-    limits = Limits(request.seed, request.changes, over, on_round, keep_stages=request.placement is not None)
+    jitter = Jitter(request.robust, seed=CHOOSING_SEED) if request.robust else None
+    limits = Limits(
+        request.seed, request.changes, over, on_round, keep_stages=request.placement is not None, jitter=jitter
+    )
     return improved(problem, first, limits)
 
 
@@ -145,7 +168,7 @@ def _started(problem: Problem, plan: Plan) -> Plan:
     for what, found, wanted in zip(("stages", "stages on a path", "microbatches"), has, asked, strict=True):
         if found != wanted:
             raise UserError(f"the plan to begin with has {found} {what}, and {wanted} are asked for; plan without it")
-    plan = replace(plan, cluster=problem.cluster, workload=problem.workload, expected=None)
+    plan = replace(plan, cluster=problem.cluster, workload=problem.workload, expected=None, lower_bound_ns=None)
     broken = check(plan)
     if broken:
         raise UserError(f"the plan to begin with does not hold here: {broken[0]}")

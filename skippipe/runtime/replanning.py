@@ -181,4 +181,4 @@ def _with_node(plan: Plan, node: int, stage: int) -> Plan:
         ring = tuple(other for other in each.ring if other != node)
         ring = (*ring, node) if index == stage else ring
         stages.append(replace(each, nodes=ring, ring=ring))
-    return replace(plan, stages=tuple(stages), expected=None)
+    return replace(plan, stages=tuple(stages), expected=None, lower_bound_ns=None)

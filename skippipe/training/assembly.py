@@ -289,7 +289,9 @@ def _fitting(plan: Plan, job: Job, blueprint: Blueprint) -> Plan:
     broken = check(plan)
     if broken:
         raise UserError(f"{path}: the plan breaks a rule: {broken[0]}; 'skippipe check' names all")
-    plan = replace(plan, workload=replace(plan.workload, early_exit=job.recipe.early_exit > 0), expected=None)
+    plan = replace(
+        plan, workload=replace(plan.workload, early_exit=job.recipe.early_exit > 0), expected=None, lower_bound_ns=None
+    )
     return plan.promising(simulate(plan, Timing.FULL))
 
 

@@ -49,7 +49,7 @@ def anneal(
                 changed = lay(lane, draw, trial, tables)
         if changed:
             limit = scores[0] + int(warm * chances[number] * scores[0])
-            found, uneven = score(trial, limit, tables)
+            found, uneven, _ = score(trial, limit, tables)
             if found <= limit:
                 assign(state, trial)
                 scores[0] = found
@@ -74,7 +74,7 @@ class Chain:
     def __post_init__(self) -> None:
         self.state, self.best, self.trial = copy_of(self.first), copy_of(self.first), copy_of(self.first)
         self.draw = np.random.default_rng(self.seed)
-        first, uneven = score(self.state, NO_WAY, self.tables)
+        first, uneven, _ = score(self.state, NO_WAY, self.tables)
         self.scores = np.array([first, first if uneven == 0 else NO_WAY], np.int64)
 
     @property

@@ -15,11 +15,12 @@ import numpy as np
 
 from skippipe.check import check
 from skippipe.dispatch import Dispatch
+from skippipe.jitter import Jitter, spread_of
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
 from skippipe.planner.search.annealing import Chain, search
 from skippipe.planner.search.moves import SHARES, Kind
-from skippipe.planner.search.state import Ints, Tables, plan_of, state_of, tables_of
+from skippipe.planner.search.state import Ints, Tables, costs_by_layers, plan_of, state_of, tables_of
 from skippipe.simulate import simulate
 from skippipe.timeline import Timing
 
@@ -40,6 +41,8 @@ class Limits:
     """Changes tried so far, and the best iteration in nanoseconds."""
     keep_stages: bool = False
     """Nodes stay on the stages of the first plan."""
+    jitter: Jitter | None = None
+    """Of what the searches have found, take what is best in its 95th percentile under this."""
 
 
 def improved(problem: Problem, first: Plan, limits: Limits) -> Plan:
@@ -49,7 +52,8 @@ def improved(problem: Problem, first: Plan, limits: Limits) -> Plan:
     most_layers = max(problem.layers)
     if _may_move_layers(problem):
         most_layers = min(UNEVEN_LAYERS * most_layers, problem.workload.model.layers - problem.stages + 1)
-    tables = [tables_of(each, most_layers) for each in problems]
+    costs = costs_by_layers(problem, most_layers)
+    tables = [tables_of(each, costs) for each in problems]
     state = state_of(first, _room(problem, tables[0]))
     shares = np.cumsum(_shares(problem, limits.keep_stages))
     chains = [
@@ -59,17 +63,18 @@ def improved(problem: Problem, first: Plan, limits: Limits) -> Plan:
     patience = PATIENCE * (len(problem.cluster) * len(state.counts)) ** 2 + AT_LEAST
     search(chains, limits.changes, patience, limits.over, limits.on_round)
     candidates = [first]
-    for chain in sorted(chains, key=lambda chain: chain.best_ns)[:2]:
+    for chain in sorted(chains, key=lambda chain: chain.best_ns)[: count if limits.jitter else 2]:
         plan = plan_of(problems[chain.choice], chain.best, "best")
         if not check(plan):
             candidates.append(plan)
     promised = [plan.promising(simulate(plan, problem.timing)) for plan in candidates]
-    return replace(min(promised, key=_seconds_and_nodes), strategy="best")
+    return replace(min(promised, key=lambda plan: _seconds_and_nodes(plan, limits.jitter)), strategy="best")
 
 
-def _seconds_and_nodes(plan: Plan) -> tuple[int, int]:
+def _seconds_and_nodes(plan: Plan, jitter: Jitter | None) -> tuple[int, int]:
     assert plan.expected is not None
-    return plan.expected.iteration_ns, len(plan.stage_of)
+    taken_ns = spread_of(plan, plan.expected.timing, jitter).tail_ns if jitter else plan.expected.iteration_ns
+    return taken_ns, len(plan.stage_of)
 
 
 def _open_choices(problem: Problem, first: Plan) -> list[Problem]:

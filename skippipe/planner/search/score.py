@@ -17,8 +17,9 @@ UNEVEN = 100
 
 
 @kernel
-def score(state: State, limit: int, tables: Tables) -> tuple[int, int]:
-    """Nanoseconds, with a little for travel and for stages that are not visited equally often; and how unevenly.
+def score(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
+    """Nanoseconds, with a little for travel and for stages that are not visited equally often; how unevenly they are;
+    and the iteration alone.
 
     NO_WAY if another rule is broken, or if the limit is exceeded for certain.
     """
@@ -57,10 +58,10 @@ def score(state: State, limit: int, tables: Tables) -> tuple[int, int]:
             following = paths[lane, hop + 1 if hop + 1 < length else 0]
             allowed, highest, gap, swapped = cc2_step(highest, gap, swapped, stage)
             if not allowed or (hop == 0) != (stage == 0) or not tables.linked[node, following]:
-                return NO_WAY, 0
+                return NO_WAY, 0, NO_WAY
             through[node] += 1
             if through[node] > slots[node]:
-                return NO_WAY, 0
+                return NO_WAY, 0, NO_WAY
             exposure[stage] += count
             task_ns = forward[node] + backward[node]
             load[node] += count * (task_ns + weight[node])
@@ -69,7 +70,7 @@ def score(state: State, limit: int, tables: Tables) -> tuple[int, int]:
             alone_ns += tables.flight_ns[following, node] + tables.transmit_ns[following, node]
         travel_ns += count * alone_ns
         if count * alone_ns + step_ns > limit:
-            return NO_WAY, 0
+            return NO_WAY, 0, NO_WAY
     visits = 0
     for stage in range(1, stages):
         visits += exposure[stage]
@@ -78,9 +79,13 @@ def score(state: State, limit: int, tables: Tables) -> tuple[int, int]:
         uneven += abs(exposure[stage] - visits // (stages - 1))
     for node in range(nodes):
         if load[node] + step_ns > limit:
-            return NO_WAY, 0
+            return NO_WAY, 0, NO_WAY
 
     done_ns = np.zeros(nodes, np.int64)
+    if tables.full:  # averaging alone can be too long already, and is quickly worked out
+        for stage in range(stages):
+            if _averaged(state, stage, load, tables) + step_ns > limit:
+                return NO_WAY, 0, NO_WAY
     lengths = np.full(len(counts), length, np.int64)
     last_ns, left = run(
         paths,
@@ -100,13 +105,13 @@ def score(state: State, limit: int, tables: Tables) -> tuple[int, int]:
         np.empty((0, 3), np.int64),
     )
     if left > 0:
-        return NO_WAY, 0
+        return NO_WAY, 0, NO_WAY
     if tables.full:
         for stage in range(stages):
             ended_ns = _averaged(state, stage, done_ns, tables)
             last_ns = max(last_ns, ended_ns)
         last_ns += step_ns
-    return last_ns + travel_ns // lanes // DETOUR + uneven * (last_ns // UNEVEN), uneven
+    return last_ns + travel_ns // lanes // DETOUR + uneven * (last_ns // UNEVEN), uneven, last_ns
 
 
 @kernel

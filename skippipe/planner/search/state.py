@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skippipe.compiled import kernel
-from skippipe.costs import NEVER_NS, costs_of
+from skippipe.costs import NEVER_NS, Costs, costs_of
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Problem, rings
 from skippipe.rules import MAX_SWAPS
@@ -67,15 +67,17 @@ class Tables(NamedTuple):
     """Swaps that count as used before a path begins."""
 
 
-def tables_of(problem: Problem, most_layers: int) -> Tables:
-    """For stages of 1 to so many layers."""
-    full = problem.timing is Timing.FULL
+def costs_by_layers(problem: Problem, most_layers: int) -> list[Costs]:
+    """Of two stages, the first and another, with 1 to so many layers; the entry for 0 is not used."""
     shape = replace(problem.workload.model, layers=2 * most_layers)
-    each = [
-        costs_of(problem.cluster, replace(problem.workload, model=shape), (max(1, count), max(1, count)))
-        for count in range(most_layers + 1)
-    ]
-    costs = problem.costs
+    work = replace(problem.workload, model=shape)
+    found = [costs_of(problem.cluster, work, (count, count)) for count in range(1, most_layers + 1)]
+    return [found[0], *found]
+
+
+def tables_of(problem: Problem, each: Sequence[Costs]) -> Tables:
+    full = problem.timing is Timing.FULL
+    costs = each[0]
     reachable = costs.transmit_ns < NEVER_NS
     return Tables(
         forward_ns=np.array([one.forward_ns[0] for one in each]),

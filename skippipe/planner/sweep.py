@@ -1,0 +1,138 @@
+"""How many stages, and how many of them to skip? A plan for every answer, and what each is worth.
+
+Skipping makes an iteration shorter and teaches the model a little less in it. Both are put into one figure, the time to
+the same loss: what skipping adds to the loss has to be made up by more tokens. How much it adds, and what tokens take
+off, is for whoever asks to say; `skippipe study` measures the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from skippipe.errors import UserError
+from skippipe.plan import Plan
+from skippipe.planner.problem import Problem, lane_unit
+
+MOST_STAGES = 1_000
+
+Ask = Callable[[int, int, int | None], Problem]
+"""The problem for so many stages, of which a path visits so many, and microbatches; None: as many as is usual."""
+
+
+@dataclass(frozen=True)
+class Trade:
+    """What loss is worth in time."""
+
+    penalty: float = 0.0
+    """Nats that skipping would add to the loss per share of the stages, for the same tokens: with 0.3, a third costs
+    0.1."""
+    doubling: float = 0.1
+    """Nats that twice as many tokens take off the loss."""
+
+    def tokens(self, skipped: Fraction) -> float:
+        """How many times as many tokens it takes to get to the same loss as without skipping."""
+        return float(2 ** (self.penalty * float(skipped) / self.doubling))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One answer: so many stages, of which a path visits so many."""
+
+    stages: int
+    visited: int
+    iteration_s: float
+    microbatches: int
+
+    @property
+    def skipped(self) -> Fraction:
+        return 1 - Fraction(self.visited, self.stages)
+
+    @property
+    def microbatch_s(self) -> float:
+        """Seconds of an iteration for each of its microbatches."""
+        return self.iteration_s / self.microbatches
+
+    @property
+    def name(self) -> str:
+        return f"{self.visited} of {self.stages}"
+
+    def same_loss_s(self, trade: Trade) -> float:
+        """Seconds for what a microbatch teaches if nothing is skipped."""
+        return self.microbatch_s * trade.tokens(self.skipped)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """There is no plan for so many stages, of which a path visits so many."""
+
+    stages: int
+    visited: int
+    reason: str
+
+    @property
+    def skipped(self) -> Fraction:
+        return 1 - Fraction(self.visited, self.stages)
+
+
+def stage_counts(text: str) -> list[int]:
+    """`6`, `4,6,8`, `4-8`, or these together, each once, in the order given."""
+    counts: list[int] = []
+    for part in text.split(","):
+        ends = part.strip().split("-")
+        if len(ends) > 2 or not all(end.isascii() and end.isdigit() for end in ends):
+            raise UserError(f"stages: '{text}' is neither a number, a list such as 4,6,8, nor a range such as 4-8")
+        first, last = int(ends[0]), int(ends[-1])
+        if not 2 <= first <= last <= MOST_STAGES:
+            raise UserError(f"stages: '{part.strip()}': give numbers from 2 to {MOST_STAGES}, the smaller one first")
+        counts += range(first, last + 1)
+    return list(dict.fromkeys(counts))
+
+
+def sweep(
+    stages: Iterable[int],
+    microbatches: int | None,
+    ask: Ask,
+    planned: Callable[[Problem], Plan],
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[Point | Refusal]:
+    """A plan for every number of stages, visited by paths of every length, from all of them to two.
+
+    All iterations have about as many microbatches: what was asked for, or what is usual for the first problem that can
+    be made; rounded up to where all stages can be visited equally often (CC3).
+    """
+    found: list[Point | Refusal] = []
+    for count, visited in [(each, visited) for each in stages for visited in range(each, 1, -1)]:
+        if stopped():
+            break
+        try:
+            if microbatches is None:
+                microbatches = ask(count, visited, None).workload.microbatches
+            unit = lane_unit(count, visited)
+            plan = planned(ask(count, visited, -(-microbatches // unit) * unit))
+        except UserError as error:  # too many stages for the model, the cluster or its memory
+            found.append(Refusal(count, visited, str(error)))
+            continue
+        assert plan.expected is not None
+        found.append(Point(count, visited, plan.expected.iteration_s, plan.microbatches))
+    return found
+
+
+def efficient(points: Sequence[Point]) -> list[bool]:
+    """For each: is there none that skips no more and takes no longer, and is better in one of the two?"""
+
+    def beaten(point: Point) -> bool:
+        return any(
+            other.skipped <= point.skipped
+            and other.microbatch_s <= point.microbatch_s
+            and (other.skipped, other.microbatch_s) != (point.skipped, point.microbatch_s)
+            for other in points
+        )
+
+    return [not beaten(point) for point in points]
+
+
+def best(points: Sequence[Point], trade: Trade) -> Point:
+    """The soonest at the same loss; of equals the one that skips least."""
+    return min(points, key=lambda point: (point.same_loss_s(trade), point.skipped))

@@ -1,0 +1,257 @@
+"""The bound: never above what any valid plan takes, and close to the best plan where that can be found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations_with_replacement, product
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from skippipe.averaging import best_ring, ring_after_ns
+from skippipe.check import check
+from skippipe.cluster import Cluster
+from skippipe.costs import NEVER_NS
+from skippipe.dispatch import Dispatch
+from skippipe.errors import UserError
+from skippipe.examples import published20, published_plan
+from skippipe.plan import Lane, Plan, Stage
+from skippipe.planner.bounds import lower_bound, lower_bound_of_both
+from skippipe.planner.kinds import Kinds, all_tours, shortest_rounds_ns
+from skippipe.planner.load_bound import averaging_by_size_ns
+from skippipe.planner.problem import Placement, Problem, lane_unit
+from skippipe.planner.strategies import Request, Strategy, make_plan
+from skippipe.presets import GIB, datacentre, random_cluster, regions
+from skippipe.rules import cc2_broken_at
+from skippipe.simulate import simulate
+from skippipe.timeline import Timing
+from skippipe.workload import MODELS, Workload
+
+BUDGET_S = 0.15
+
+
+def unequal(nodes: int, seed: int, missing: float, memory_gib: float) -> Cluster:
+    """Random machines of which some cannot reach each other, with little memory."""
+    draw = np.random.default_rng(seed)
+    cluster = random_cluster(nodes, seed)
+    bandwidth = cluster.bandwidth_bytes_per_s * (draw.random((nodes, nodes)) >= missing)
+    machines = tuple(
+        replace(node, memory_bytes=int(memory_gib * GIB * 2 ** draw.uniform(-0.5, 1.5))) for node in cluster.nodes
+    )
+    return replace(cluster, nodes=machines, bandwidth_bytes_per_s=bandwidth)
+
+
+def some_problem(seed: int) -> Problem | None:
+    draw = np.random.default_rng([1, seed])
+    nodes = int(draw.integers(3, 13))
+    stages = int(draw.integers(2, min(nodes, 5) + 1))
+    visited = int(draw.integers(2, stages + 1))
+    work = Workload(
+        MODELS["llama-30m"],
+        sequence_tokens=int(draw.choice([256, 2048])),
+        samples_per_microbatch=int(draw.integers(1, 5)),
+        microbatches=lane_unit(stages, visited) * int(draw.integers(1, 7)),
+        max_slots=int(draw.integers(1, 5)),
+        head_ratio=float(draw.uniform(0, 0.5)),
+        weight_share=float(draw.uniform(0.2, 0.8)),
+    )
+    cluster = unequal(nodes, seed, float(draw.choice([0, 0.1])), float(draw.choice([1, 4, 40])))
+    try:
+        return Problem(
+            cluster,
+            work,
+            stages,
+            visited,
+            timing=Timing.FULL if draw.random() < 0.5 else Timing.CONTENTION_ONLY,
+            split_backward=bool(draw.random() < 0.5),
+        )
+    except UserError:
+        return None
+
+
+def plan_of(problem: Problem, placement: Placement, lanes: list[tuple[tuple[int, ...], int]]) -> Plan:
+    rings = [best_ring(problem.costs, stage, nodes) for stage, nodes in enumerate(placement)]
+    return Plan(
+        problem.cluster,
+        problem.workload,
+        tuple(Stage(k, nodes, ring) for k, nodes, ring in zip(problem.layers, placement, rings, strict=True)),
+        tuple(Lane(path, count) for path, count in lanes),
+        problem.dispatch,
+        problem.split_backward,
+    )
+
+
+def random_plans(problem: Problem, seed: int, attempts: int) -> Iterator[Plan]:
+    """Valid ones, of any sizes, with uneven lanes."""
+    draw = np.random.default_rng([2, seed])
+    stages, visited = problem.stages, problem.visited
+    pieces = [sorted((start + step) % (stages - 1) + 1 for step in range(visited - 1)) for start in range(stages - 1)]
+    pieces = pieces[:: (stages - 1) // problem.lane_unit] if visited < stages else pieces[:1]
+    for _ in range(attempts):
+        held = draw.integers(-1, stages, len(problem.cluster))
+        placement = tuple(tuple(np.flatnonzero(held == stage).tolist()) for stage in range(stages))
+        if not all(placement):
+            continue
+        lanes = []
+        each = problem.workload.microbatches // len(pieces)
+        for piece in pieces:
+            left = each
+            while left:
+                count = int(draw.integers(1, left + 1))
+                visits = draw.permutation(piece).tolist() if draw.random() < 0.5 else piece
+                visits = piece if cc2_broken_at([0, *visits]) is not None else visits
+                lanes.append((tuple(int(draw.choice(placement[stage])) for stage in [0, *visits]), count))
+                left -= count
+        dispatch = Dispatch.BACKWARD_FIRST if draw.random() < 0.5 else Dispatch.FIRST_COME
+        plan = plan_of(replace(problem, dispatch=dispatch), placement, lanes)
+        if not check(plan):
+            yield plan
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 10**6))
+def test_no_random_plan_beats_it(seed: int) -> None:
+    problem = some_problem(seed)
+    if problem is None:
+        return
+    plans = list(random_plans(problem, seed, 40))
+    if plans:
+        least_ns = min(simulate(plan, problem.timing).iteration_ns for plan in plans)
+        assert lower_bound(problem, BUDGET_S).ns <= least_ns
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_strategy_beats_it(seed: int) -> None:
+    problem = some_problem(1000 + seed)
+    if problem is None:
+        return
+    for strategy in (Strategy.SKIPPIPE, Strategy.DTFM_SKIP):
+        try:
+            plan = make_plan(problem, strategy, Request(seed, budget_s=0.2))
+        except UserError:
+            continue
+        assert plan.expected is not None
+        assert lower_bound(problem, BUDGET_S).ns <= plan.expected.iteration_ns
+
+
+def published_problem(timing: Timing, split: bool) -> tuple[Problem, int]:
+    """And what the fastest of the published plans takes."""
+    example = published20()
+    problem = Problem(example.cluster, example.workload, 6, 4, timing=timing, split_backward=split)
+    plans = [published_plan(example, name) for name in ("skippipe", "skippipe_no_tc2", "dtfm_skip")]
+    return problem, min(simulate(replace(plan, split_backward=split), timing).iteration_ns for plan in plans)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("timing", list(Timing))
+def test_published_plans_do_not_beat_it(timing: Timing, split: bool) -> None:
+    problem, taken_ns = published_problem(timing, split)
+    assert lower_bound(problem, 0.5).ns <= taken_ns
+
+
+@pytest.mark.parametrize(("split", "known_s"), [(False, 25.4), (True, 22.6)])
+def test_within_a_tenth_of_the_best_plan_known(split: bool, known_s: float) -> None:
+    problem, _ = published_problem(Timing.CONTENTION_ONLY, split)
+    bound = lower_bound(problem, 3.0)
+    assert known_s / 1.1 <= bound.ns / 1e9 <= known_s
+
+
+def every_plan(problem: Problem) -> Iterator[Plan]:
+    """All plans with paths of two stages, but for the numbering of lanes."""
+    stages, nodes = problem.stages, range(len(problem.cluster))
+    share = problem.workload.microbatches // (stages - 1)
+    for held in product(range(-1, stages), repeat=len(nodes)):
+        placement = tuple(tuple(node for node in nodes if held[node] == stage) for stage in range(stages))
+        if not all(placement):
+            continue
+        choices = []
+        for stage in range(1, stages):
+            paths = list(product(placement[0], placement[stage]))
+            choices.append(
+                [
+                    tuple(zip(chosen, parts, strict=True))
+                    for parts in partitions(share)
+                    for chosen in product(paths, repeat=len(parts))
+                ]
+            )
+        for lanes in product(*choices):
+            for dispatch in Dispatch:
+                plan = plan_of(
+                    replace(problem, dispatch=dispatch), placement, [lane for each in lanes for lane in each]
+                )
+                if not check(plan):
+                    yield plan
+
+
+def partitions(total: int) -> list[tuple[int, ...]]:
+    parts = range(1, total + 1)
+    every = (chosen for count in parts for chosen in combinations_with_replacement(parts, count))
+    return [chosen for chosen in every if sum(chosen) == total]
+
+
+@pytest.mark.parametrize("timing", list(Timing))
+@pytest.mark.parametrize(("seed", "split"), [(0, True), (1, False)])
+def test_near_the_optimum_of_tiny_problems(seed: int, split: bool, timing: Timing) -> None:
+    work = Workload(MODELS["llama-30m"], microbatches=4, max_slots=2)
+    problem = Problem(random_cluster(4, seed), work, 3, 2, timing=timing, split_backward=split)
+    optimum_ns = min(simulate(plan, timing).iteration_ns for plan in every_plan(problem))
+    bound = lower_bound(problem, 20.0)  # takes half a second
+    assert 0.9 * optimum_ns <= bound.ns <= optimum_ns
+
+
+def test_valid_whether_or_not_the_backward_is_split() -> None:
+    problem, taken_ns = published_problem(Timing.CONTENTION_ONLY, split=False)
+    _, taken_split_ns = published_problem(Timing.CONTENTION_ONLY, split=True)
+    bound = lower_bound_of_both(problem, 1.0)
+    assert 19e9 <= bound.ns <= min(taken_ns, taken_split_ns)
+
+
+def test_one_room_is_limited_by_work() -> None:
+    work = Workload(MODELS["llama-1.5b"], microbatches=64, max_slots=8)
+    problem = Problem(datacentre(8), work, 4, 4, timing=Timing.CONTENTION_ONLY)
+    bound = lower_bound(problem, 1.0)
+    work_ns = int((problem.costs.forward_ns + problem.costs.backward_ns)[:, 0].sum() + problem.costs.head_ns[0])
+    assert bound.ns > 64 * work_ns // 8
+    assert bound.reason == "node load"
+
+
+def test_tours_of_kinds_are_tours_of_nodes() -> None:
+    problem = Problem(regions(14), Workload(MODELS["llama-1.5b"]), 4, 3)
+    kinds = Kinds.of(problem)
+    assert sorted(kinds.count.tolist()) == [1] * 10 + [2] * 2
+    tours = all_tours(kinds, 3)
+    assert tours is not None
+    costs = problem.costs
+    pair_ns = costs.hop_ns + costs.hop_ns.T
+    turn_ns = int(costs.forward_ns[0, 0] + costs.backward_ns[0, 0])
+    shortest = min(
+        int(pair_ns[a, b] + pair_ns[b, c] + pair_ns[c, a]) for a in range(14) for b in range(a) for c in range(b)
+    )
+    assert tours.round_ns.min() == shortest + 3 * turn_ns + int(costs.head_ns[0])
+    assert (shortest_rounds_ns(kinds, 3) <= tours.least_ns(kinds)).all()
+
+
+@pytest.mark.parametrize("size", range(1, 7))
+def test_no_ring_beats_its_bound(size: int) -> None:
+    problem = Problem(random_cluster(9, 5), Workload(MODELS["llama-30m"]), 3, 2)
+    draw = np.random.default_rng(size)
+    for _ in range(20):
+        nodes = draw.permutation(9)[:size].tolist()
+        least_ns = min(ring_after_ns(problem.costs, 1, nodes, last) for last in nodes)
+        assert averaging_by_size_ns(problem, 1, size)[-1] <= least_ns
+
+
+def test_where_there_is_no_way_there_is_no_plan() -> None:
+    cluster = random_cluster(4, 0)
+    cluster = replace(cluster, bandwidth_bytes_per_s=np.zeros((4, 4)))
+    problem = Problem(cluster, Workload(MODELS["llama-30m"], microbatches=2), 2, 2)
+    assert lower_bound(problem, BUDGET_S).ns == NEVER_NS
+
+
+def test_a_budget_cuts_it_short() -> None:
+    example = published20()
+    problem = Problem(example.cluster, example.workload, 6, 4, timing=example.timing)
+    assert 1 <= lower_bound(problem, 0.0).ns <= lower_bound(problem, 1.0).ns
