@@ -81,7 +81,7 @@ def sweep(
     for picture in (png, html):
         if picture:
             check_writable(picture, Path(cluster))
-    from skippipe.planner.sweep import Point, Trade, best, efficient, stage_counts
+    from skippipe.planner.sweep import Point, Refusal, Trade, best, efficient, stage_counts
     from skippipe.planner.sweep import sweep as swept
     from skippipe.planner.wishes import Wishes, cluster_named, stages_of
 
@@ -105,7 +105,7 @@ def sweep(
 
         answers = swept(counts, options.microbatches, ask, planned, lambda: bool(stopped))
     points = [each for each in answers if isinstance(each, Point)]
-    refusals = [each for each in answers if not isinstance(each, Point)]
+    refusals = [each for each in answers if isinstance(each, Refusal)]
     if not points:
         raise Infeasible(refusals[0].reason)
     trade = Trade(penalty, doubling)
@@ -142,13 +142,15 @@ def sweep(
 
 def _in_order(answers: list[Point | Refusal], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """As they were asked for, with those that cannot be."""
+    from skippipe.planner.sweep import Refusal
+
     left = iter(rows)
     return [
         {
             "stages": each.stages,
             "visited": each.visited,
             "skipped": float(each.skipped),
-            **({"infeasible": each.reason} if hasattr(each, "reason") else next(left)),
+            **({"infeasible": each.reason} if isinstance(each, Refusal) else next(left)),
         }
         for each in answers
     ]
