@@ -81,13 +81,15 @@ def theirs(model: Any, prompts: Prompts, tokens: int) -> list[list[int]]:
     return found
 
 
-def ours(staged: StagedModel, decoder: Decoder, prompts: Prompts, tokens: int) -> list[list[int]]:
+def ours(
+    staged: StagedModel, decoder: Decoder, prompts: Prompts, tokens: int, how: Sampling = GREEDY
+) -> list[list[int]]:
     generator = Generator(staged, decoder, len(prompts), ends=frozenset())
-    return [reply.said for reply in generator.run(Request(prompt, tokens, GREEDY) for prompt in prompts)]
+    return [reply.said for reply in generator.run(Request(prompt, tokens, how) for prompt in prompts)]
 
 
-def one_by_one(staged: StagedModel, decoder: Decoder, prompts: Prompts, tokens: int) -> list[list[int]]:
-    return [said for prompt in prompts for said in ours(staged, decoder, [prompt], tokens)]
+def one_by_one(staged: StagedModel, how: Sampling, prompts: Prompts, decoder: Decoder, tokens: int) -> list[list[int]]:
+    return [said for prompt in prompts for said in ours(staged, decoder, [prompt], tokens, how)]
 
 
 def clock() -> float:
@@ -127,6 +129,7 @@ def main() -> None:
     parser.add_argument("--text", default="classics-val", help="that prompts are taken from; default: %(default)s")
     parser.add_argument("--prompts", type=int, default=4, help="of texts with drafts; default: %(default)s")
     parser.add_argument("--draft", action="append", help="stages that draft, as in 0,1; default: all that 'auto' tries")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of texts with drafts; default: %(default)s")
     parser.add_argument("--only", choices=("transformers", "drafts"))
     asked = parser.parse_args()
     staged = load(asked.checkpoint, asked.cut, asked.device) if asked.checkpoint else random_model(asked.device)
@@ -171,17 +174,18 @@ def drafts(staged: StagedModel, asked: argparse.Namespace) -> None:
     whole = Part(tuple(range(total)), total)
     prompts = prompts_of(staged, [32] * asked.prompts, asked)
     plain = TokenByToken(staged, whole, 2**20)
-    expected = one_by_one(staged, plain, prompts, asked.tokens)
+    texts = partial(one_by_one, staged, Sampling(temperature=asked.temperature), prompts)
+    expected = texts(plain, asked.tokens)
     auto = pick_draft(staged, whole, [*prompts[0], *expected[0][:SAMPLE_TOKENS]], clock=clock)
     print(f"'auto' picks {auto.name if auto else 'none'}", flush=True)
     tried = [Part(tuple(range(kept)), total) for kept in range(1, total)]
     tried += [Part((*range(kept), total - 1), total) for kept in range(1, total - 1)]
     for draft in [parse_draft(each, whole) for each in asked.draft] if asked.draft else tried:
         decoder = Speculator(staged, whole, draft, 2**20, clock=clock)
-        works = partial(one_by_one, staged, plain, prompts), partial(one_by_one, staged, decoder, prompts)
+        works = partial(texts, plain), partial(texts, decoder)
         without, drafted = side_by_side(works, asked.tokens, asked.rounds)
         ratios = [a / b for a, b in zip(without, drafted, strict=True)]
-        same = one_by_one(staged, decoder, prompts, asked.tokens) == expected
+        same = texts(decoder, asked.tokens) == expected
         print(
             f"draft {draft.name}: {median(ratios):.2f} times as fast as without ({min(ratios):.2f} to "
             f"{max(ratios):.2f}); {decoder.record.acceptance:.0%} right, {decoder.record.tokens_per_pass:.2f} tokens a "

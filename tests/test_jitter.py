@@ -15,7 +15,7 @@ from skippipe.examples import published20, published_plan
 from skippipe.jitter import Jitter, Spread, spread_of
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
-from skippipe.planner.strategies import Request, Strategy, make_plan
+from skippipe.planner.strategies import CHOOSING_DRAWS, CHOOSING_SEED, Request, Strategy, make_plan
 from skippipe.presets import random_cluster
 from skippipe.simulate import simulate
 from skippipe.timeline import Timing
@@ -89,6 +89,6 @@ def test_a_robust_plan_holds_and_promises_what_it_takes_without_jitter() -> None
         assert plan.expected == simulate(plan, problem.timing)
     assert plans[0.3].expected and plans[0.0].expected
     assert plans[0.3].expected.iteration_ns >= plans[0.0].expected.iteration_ns
-    choosing = Jitter(0.3, seed=2**31)
+    choosing = Jitter(0.3, CHOOSING_DRAWS, CHOOSING_SEED)
     tails = {robust: spread_of(plan, problem.timing, choosing).tail_ns for robust, plan in plans.items()}
     assert tails[0.3] <= tails[0.0], "by the draws that it was chosen by"

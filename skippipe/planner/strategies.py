@@ -42,8 +42,11 @@ SHORTLIST = 200  # placements that get a first look: the whole population, if ti
 FIRST_LOOK = 200  # branches for each of them
 BRANCHES = 10_000  # for the best of them, and for each way to group its lanes
 ALLOCATION_SHARE = 0.4  # of the seconds
+MANY = 500  # nodes times lanes: from here on `best` begins with what the study's method finds
+STUDIED_SHARE = 0.3  # of the seconds, for that
 FIRST_SHARE = 0.15  # of the seconds, for a plan that `best` can begin with
 FIRST_TRIALS = 2_000  # divided by the number of nodes, for the same where changes are counted
+CHOOSING_DRAWS = 400  # iterations with jitter, to tell plans apart by their 95th percentile
 CHOOSING_SEED = 2**31  # draws other than those by which people judge the plan
 BLIND_ATTEMPTS = 50  # to deal out paths without a missing link
 
@@ -142,6 +145,9 @@ def _best(problem: Problem, request: Request) -> Plan:
         trials = 1 + FIRST_TRIALS // len(problem.cluster) if request.changes < math.inf else TRIALS
         quick = replace(request, budget_s=FIRST_SHARE * request.budget_s)
         first = _Planning(problem, Strategy.DTFM_SKIP, quick, trials).plan()
+        if len(first.cluster) * len(first.lanes) > MANY and request.changes == math.inf:
+            studied = replace(request, budget_s=STUDIED_SHARE * request.budget_s)
+            first = min(first, _Planning(problem, Strategy.SKIPPIPE, studied).plan(), key=iteration_ns)
 
     def over() -> bool:
         return request.stopped() or request.clock() >= until
@@ -151,7 +157,7 @@ def _best(problem: Problem, request: Request) -> Plan:
         share = min(1.0, max(spent, done / request.changes))
         request.progress("searching", share, None if best_ns is None else best_ns / 1e9)
 
-    jitter = Jitter(request.robust, seed=CHOOSING_SEED) if request.robust else None
+    jitter = Jitter(request.robust, CHOOSING_DRAWS, CHOOSING_SEED) if request.robust else None
     limits = Limits(
         request.seed, request.changes, over, on_round, keep_stages=request.placement is not None, jitter=jitter
     )

@@ -1,8 +1,8 @@
 """The search: changes tried one after another, worse ones taken too while it is warm, in rounds that grow longer.
 
 Several searches go on side by side, each on a thread of its own (kernels let go of Python's lock) and with draws of its
-own. After a round all go on from their own best, and those that lag far behind from the best of all. Rounds are counted
-in changes, so the same seed and number of changes give the same plan; seconds only cut the search short.
+own. After a round they go on from where they are, and those that lag far behind from where the best was. Rounds are
+counted in changes, so the same seed and number of changes give the same plan; seconds only cut the search short.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from skippipe.planner.tours import NO_WAY
 AT_ONCE = 512  # changes between two looks at the clock
 FIRST_ROUND = 4_096  # changes of a search
 LONGEST_ROUND = 262_144
-WARM, COLD = 0.02, 0.0005  # by how much worse a state may be, on average, at the start of a round and at its end
+HEAT = 4.5  # by how much worse a state may be, on average, at the start of a round: divided by the square of its lanes
+MOST_HEAT = 0.05
+COLD = 0.03  # of that, at the end of a round
 LAGGING = 0.5  # a search that is this much behind, divided by the rounds so far, goes on from where the best is
 
 
@@ -33,7 +35,7 @@ def anneal(
     state: State,
     best: State,
     trial: State,
-    scores: Ints,  # of the state, of the best, and how unevenly the state visits stages
+    scores: Ints,  # of the state, and of the best
     draws: Ints,  # [change, …]
     chances: np.ndarray,  # [change]: exponentially distributed
     warm: float,
@@ -78,6 +80,11 @@ class Chain:
         self.scores = np.array([first, first if uneven == 0 else NO_WAY], np.int64)
 
     @property
+    def heat(self) -> float:
+        """A change is felt less among many lanes, and fewer of them can be tried: less heat brings more then."""
+        return min(MOST_HEAT, HEAT / len(self.state.counts) ** 2)
+
+    @property
     def best_ns(self) -> int:
         return int(self.scores[1])
 
@@ -88,18 +95,12 @@ class Chain:
             assign(own, leader.best)
         self.scores[:] = leader.best_ns
 
-    def go_back(self) -> None:
-        """Go on from the best so far."""
-        assign(self.state, self.best)
-        assign(self.trial, self.best)
-        self.scores[0] = self.best_ns
-
     def round(self, changes: int, over: Callable[[], bool]) -> int:
         """From warm to cold; how many changes were tried."""
         done = 0
         while done < changes and not over():
             share = done / changes
-            warm = WARM * math.exp(share * math.log(COLD / WARM))
+            warm = self.heat * COLD**share
             draws = self.draw.integers(0, 2**31, (AT_ONCE, DRAWS))
             chances = self.draw.exponential(size=AT_ONCE)
             anneal(self.state, self.best, self.trial, self.scores, draws, chances, warm, self.tables, self.shares)

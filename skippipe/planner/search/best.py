@@ -67,7 +67,8 @@ def improved(problem: Problem, first: Plan, limits: Limits) -> Plan:
         plan = plan_of(problems[chain.choice], chain.best, "best")
         if not check(plan):
             candidates.append(plan)
-    promised = [plan.promising(simulate(plan, problem.timing)) for plan in candidates]
+    distinct = dict.fromkeys(candidates)  # searches that went on from the same best may not have left it
+    promised = [plan.promising(simulate(plan, problem.timing)) for plan in distinct]
     return replace(min(promised, key=lambda plan: _seconds_and_nodes(plan, limits.jitter)), strategy="best")
 
 
