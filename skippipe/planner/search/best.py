@@ -20,7 +20,7 @@ from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
 from skippipe.planner.search.annealing import Chain, search
 from skippipe.planner.search.moves import SHARES, Kind
-from skippipe.planner.search.state import Ints, Tables, costs_by_layers, plan_of, state_of, tables_of
+from skippipe.planner.search.state import Ints, Tables, costs_by_layers, plans_of, state_of, tables_of
 from skippipe.simulate import simulate
 from skippipe.timeline import Timing
 
@@ -62,13 +62,9 @@ def improved(problem: Problem, first: Plan, limits: Limits) -> Plan:
     ]
     patience = PATIENCE * (len(problem.cluster) * len(state.counts)) ** 2 + AT_LEAST
     search(chains, limits.changes, patience, limits.over, limits.on_round)
-    candidates = [first]
-    for chain in sorted(chains, key=lambda chain: chain.best_ns)[: count if limits.jitter else 2]:
-        plan = plan_of(problems[chain.choice], chain.best, "best")
-        if not check(plan):
-            candidates.append(plan)
-    distinct = dict.fromkeys(candidates)  # searches that went on from the same best may not have left it
-    promised = [plan.promising(simulate(plan, problem.timing)) for plan in distinct]
+    found = [plan for chain in chains for plan in plans_of(problems[chain.choice], chain.best, "best")]
+    distinct = dict.fromkeys([first, *found])  # searches that went on from the same best may not have left it
+    promised = [plan.promising(simulate(plan, problem.timing)) for plan in distinct if not check(plan)]
     return replace(min(promised, key=lambda plan: _seconds_and_nodes(plan, limits.jitter)), strategy="best")
 
 

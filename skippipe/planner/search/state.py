@@ -6,17 +6,18 @@ every lane and its microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from skippipe.averaging import best_ring
 from skippipe.compiled import kernel
 from skippipe.costs import NEVER_NS, Costs, costs_of
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.planner.problem import Problem, rings
+from skippipe.planner.problem import Problem
 from skippipe.rules import MAX_SWAPS
 from skippipe.timeline import Timing
 
@@ -145,31 +146,30 @@ def assign(to: State, given: State) -> None:
             to.paths[lane, hop] = given.paths[lane, hop]
 
 
-def plan_of(problem: Problem, state: State, strategy: str) -> Plan:
-    """Nodes that no lane visits are left out; rings are put in their best order, if that is better."""
+def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
+    """With all nodes and without those that no lane visits, which may still carry gradients around a ring; and with the
+    rings as they are and in the best order for nodes that are done at the same time. Some may break a rule."""
     used = set(state.paths[state.counts > 0].ravel().tolist())
-    problem = replace(problem, layers=tuple(state.layers.tolist()), sizes=())
-    found = [
-        tuple(node for node in row[:size].tolist() if node in used)
-        for row, size in zip(state.ring, state.size, strict=True)
-    ]
-    best = rings(problem, tuple(found))
-    return Plan(
-        cluster=problem.cluster,
-        workload=problem.workload,
-        stages=tuple(
-            Stage(layers, tuple(sorted(ring)), ring) for layers, ring in zip(problem.layers, best, strict=True)
-        ),
-        lanes=tuple(_lanes(state)),
-        dispatch=problem.dispatch,
-        split_backward=problem.split_backward,
-        strategy=strategy,
+    layers = tuple(state.layers.tolist())
+    costs = costs_of(problem.cluster, problem.workload, layers)
+    everybody = [tuple(row[:size].tolist()) for row, size in zip(state.ring, state.size, strict=True)]
+    at_work = [tuple(node for node in ring if node in used) for ring in everybody]
+    lanes = tuple(
+        Lane(tuple(path), count)
+        for path, count in zip(state.paths.tolist(), state.counts.tolist(), strict=True)
+        if count
     )
-
-
-def _lanes(state: State) -> Iterable[Lane]:
-    """Those that are there, by their data nodes."""
-    found: list[tuple[Sequence[int], int]] = [
-        (path, count) for path, count in zip(state.paths.tolist(), state.counts.tolist(), strict=True) if count
+    members = [at_work] if at_work == everybody or problem.timing is Timing.CONTENTION_ONLY else [at_work, everybody]
+    in_order = [[best_ring(costs, stage, ring) for stage, ring in enumerate(rings)] for rings in members]
+    return [
+        Plan(
+            cluster=problem.cluster,
+            workload=problem.workload,
+            stages=tuple(Stage(count, tuple(sorted(ring)), ring) for count, ring in zip(layers, rings, strict=True)),
+            lanes=lanes,
+            dispatch=problem.dispatch,
+            split_backward=problem.split_backward,
+            strategy=strategy,
+        )
+        for rings in [*in_order, *members]
     ]
-    return (Lane(tuple(path), count) for path, count in found)
