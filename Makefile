@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint types kernels unit test-ray test-harness chaos bench bench-train bench-serve clean
+.PHONY: demo test lint types kernels search-kernels unit test-ray test-harness chaos bench bench-train bench-serve clean
 
 demo: $(READY)
 	$(BIN)/skippipe compare published20 --contention-only --budget 8 --out demo
@@ -19,7 +19,7 @@ demo: $(READY)
 	@echo "Open demo/best.html (interactive) or demo/best.png; demo/run/traces in ui.perfetto.dev."
 
 test: lint
-	$(MAKE) --no-print-directory -j 2 types kernels
+	$(MAKE) --no-print-directory -j 2 types kernels search-kernels
 	$(MAKE) --no-print-directory unit
 
 lint: $(READY)
@@ -32,7 +32,10 @@ types: $(READY)
 kernels: $(READY)  # compiled once and kept: or a timed test would wait for it
 	$(BIN)/python -c 'from skippipe.planner.repair import compile_repair; compile_repair()'
 
-unit: kernels
+search-kernels: $(READY)
+	$(BIN)/python -c 'from skippipe.planner.strategies import compile_search; compile_search()'
+
+unit: kernels search-kernels
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-ray: $(READY)
@@ -53,6 +56,7 @@ chaos: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.simulator
 	$(BIN)/python -m benchmarks.planner
+	$(BIN)/python -m benchmarks.best
 	$(BIN)/python -m benchmarks.published
 	$(BIN)/python -m benchmarks.repair
 
