@@ -1,13 +1,14 @@
 """The search: changes tried one after another, worse ones taken too while it is warm, in rounds that grow longer.
 
-Several searches go on side by side, each on a thread of its own (kernels let go of Python's lock) and with draws of its
-own. After a round they go on from where they are, and those that lag far behind from where the best was. Rounds are
-counted in changes, so the same seed and number of changes give the same plan; seconds only cut the search short.
+Several searches go on side by side, one on each core (kernels let go of Python's lock), each with draws of its own.
+After a round they go on from where they are, and those that lag far behind from where the best was. Rounds are counted
+in changes, so the same seed and number of changes give the same plan; seconds only cut the search short.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ def search(
     """Ends after so many changes in all, or when so many have brought nothing."""
     best_ns, better_at = min(chain.best_ns for chain in chains), 0
     done, rounds, length = 0, 0, FIRST_ROUND
-    with ThreadPoolExecutor(len(chains)) as threads:
+    with ThreadPoolExecutor(min(len(chains), os.cpu_count() or 1)) as threads:
         while done < changes and done - better_at <= patience and not over():
             each = min(length, math.ceil((changes - done) / len(chains))) if changes < math.inf else length
             done += sum(threads.map(Chain.round, chains, repeat(each), repeat(over)))
