@@ -166,6 +166,7 @@ def be_interrupted(folder: Path) -> None:
 
 def go_on(folder: Path) -> None:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what runs in its background
     watching = Watching(folder)
     complain(folder, lambda: run_in(folder).here(watching, watching.started))
 
