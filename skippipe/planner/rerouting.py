@@ -18,6 +18,7 @@ from skippipe.averaging import averaging_spans
 from skippipe.compiled import kernel
 from skippipe.eventloop import run
 from skippipe.planner.effort import Effort
+from skippipe.planner.lanework import move_microbatches, put_in_order, visits
 from skippipe.planner.tours import NO_WAY
 from skippipe.rules import MAX_SWAPS, cc2_step
 from skippipe.simulate import Course
@@ -290,13 +291,13 @@ def _change(draw: Ints, paths: Ints, counts: Ints, demands: Demands, slots: Ints
         return False
     if kind == 3:  # stages change lanes, with their nodes
         here, there = 1 + draw[4] % (length - 1), 1 + draw[5] % (length - 1)
-        if _visits(paths[b], stage_of[paths[a, here]], stage_of):
+        if visits(paths[b], stage_of[paths[a, here]], stage_of):
             return False
-        if _visits(paths[a], stage_of[paths[b, there]], stage_of):
+        if visits(paths[a], stage_of[paths[b, there]], stage_of):
             return False
         paths[a, here], paths[b, there] = paths[b, there], paths[a, here]
-        _in_order(paths[a], stage_of)
-        _in_order(paths[b], stage_of)
+        put_in_order(paths[a], stage_of)
+        put_in_order(paths[b], stage_of)
         return True
     if kind == 4:  # neighbours on a path swap
         if length < 3:
@@ -307,42 +308,24 @@ def _change(draw: Ints, paths: Ints, counts: Ints, demands: Demands, slots: Ints
     if kind == 5:  # a stage for another
         hop = 1 + draw[4] % (length - 1)
         stage = 1 + draw[5] % (len(first) - 2)
-        if first[stage] == first[stage + 1] or _visits(paths[a], stage, stage_of):
+        if first[stage] == first[stage + 1] or visits(paths[a], stage, stage_of):
             return False
         paths[a, hop] = _member(stage, draw[6], demands)
-        _in_order(paths[a], stage_of)
+        put_in_order(paths[a], stage_of)
         return True
     if kind == 6:  # a lane shares its microbatches with a new one
         return _split(a, draw, paths, counts, demands, slots)
     if a == b:
         return False
     moved = counts[a] if kind == 8 else 1  # microbatches go to another lane
-    counts[a] -= moved
-    counts[b] += moved
-    return _balance(a, b, moved, draw[5], paths, counts, stage_of)
+    move_microbatches(a, b, moved, draw[5], draw[5], paths, counts, stage_of)
+    return True  # if stages are not visited equally often now, the spread may allow it all the same
 
 
 @kernel
 def _member(stage: int, drawn: int, demands: Demands) -> int:
     begin, end = demands.first[stage], demands.first[stage + 1]
     return int(demands.nodes[begin + drawn % (end - begin)])
-
-
-@kernel
-def _visits(path: Ints, stage: int, stage_of: Ints) -> bool:
-    for node in path:  # noqa: SIM110, numba has no `any` over a generator
-        if stage_of[node] == stage:
-            return True
-    return False
-
-
-@kernel
-def _in_order(path: Ints, stage_of: Ints) -> None:
-    for end in range(1, len(path)):
-        hop = end
-        while hop > 0 and stage_of[path[hop]] < stage_of[path[hop - 1]]:
-            path[hop], path[hop - 1] = path[hop - 1], path[hop]
-            hop -= 1
 
 
 @kernel
@@ -376,29 +359,3 @@ def _split(lane: int, draw: Ints, paths: Ints, counts: Ints, demands: Demands, s
     counts[new] = 1 + draw[9] % (counts[lane] - 1)
     counts[lane] -= counts[new]
     return True
-
-
-@kernel
-def _balance(a: int, b: int, moved: int, drawn: int, paths: Ints, counts: Ints, stage_of: Ints) -> bool:
-    """Microbatches went from lane a to b. If these visit other stages, as many go where they make up for it."""
-    lanes = len(counts)
-    sets = np.zeros(lanes, np.int64)
-    for lane in range(lanes):
-        if counts[lane] > 0 or lane == a:
-            for node in paths[lane]:
-                sets[lane] |= 1 << stage_of[node]
-    lost, won = sets[a] & ~sets[b], sets[b] & ~sets[a]
-    if lost == 0 and won == 0:
-        return True
-    for nth in range(lanes):
-        c = (drawn + nth) % lanes
-        if counts[c] < moved or won & ~sets[c] or lost & sets[c]:
-            continue
-        for other in range(lanes):
-            d = (drawn + other) % lanes
-            back = c == b and d == a
-            if counts[d] > 0 and not back and sets[c] & ~sets[d] == won and sets[d] & ~sets[c] == lost:
-                counts[c] -= moved
-                counts[d] += moved
-                return True
-    return True  # the spread may allow it all the same

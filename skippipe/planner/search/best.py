@@ -75,7 +75,7 @@ def _seconds_and_nodes(plan: Plan, jitter: Jitter | None) -> tuple[int, int]:
 
 
 def _open_choices(problem: Problem, first: Plan) -> list[Problem]:
-    """The problem, with every choice of what is open beside the state; that of the first plan comes first."""
+    """The problem, with every choice of what is open beside the state."""
     freedoms = problem.freedoms
     splits = (True, False) if freedoms.split_backward else (problem.split_backward,)
     dispatches = tuple(Dispatch) if freedoms.dispatch else (problem.dispatch,)

@@ -11,6 +11,7 @@ from enum import IntEnum
 import numpy as np
 
 from skippipe.compiled import kernel
+from skippipe.planner.lanework import move_microbatches, put_in_order, visits
 from skippipe.planner.search.state import Ints, State, Tables
 from skippipe.planner.tours import NO_WAY
 
@@ -75,7 +76,10 @@ def change(draw: Ints, state: State, tables: Tables, shares: Ints) -> tuple[bool
     if kind == Kind.ORDER:
         return _swap_neighbours(a, draw, state), -1, -1
     if kind == Kind.MICROBATCHES:
-        return _move_microbatches(a, b, draw, state), -1, -1
+        if a != b:
+            moved = state.counts[a] if draw[3] % 4 == 0 else 1
+            move_microbatches(a, b, moved, draw[4], draw[5], state.paths, state.counts, state.stage_of)
+        return a != b, -1, -1
     if kind == Kind.NEW_LANE:
         new = _split_lane(a, draw, state)
         return new >= 0, new, -1
@@ -98,23 +102,6 @@ def _there(lane: int, state: State) -> int:
     while state.counts[lane] == 0:
         lane = lane + 1 if lane + 1 < len(state.counts) else 0
     return lane
-
-
-@kernel
-def _visits(lane: int, stage: int, state: State) -> bool:
-    for node in state.paths[lane]:  # noqa: SIM110, numba has no `any` over a generator
-        if state.stage_of[node] == stage:
-            return True
-    return False
-
-
-@kernel
-def _in_order(path: Ints, stage_of: Ints) -> None:
-    for end in range(1, len(path)):
-        hop = end
-        while hop > 0 and stage_of[path[hop]] < stage_of[path[hop - 1]]:
-            path[hop], path[hop - 1] = path[hop - 1], path[hop]
-            hop -= 1
 
 
 @kernel
@@ -163,11 +150,12 @@ def _exchange_stages(a: int, b: int, draw: Ints, state: State) -> bool:
     """With their nodes."""
     paths, length = state.paths, state.paths.shape[1]
     here, there = 1 + draw[3] % (length - 1), 1 + draw[4] % (length - 1)
-    if _visits(b, state.stage_of[paths[a, here]], state) or _visits(a, state.stage_of[paths[b, there]], state):
+    stage_of = state.stage_of
+    if visits(paths[b], stage_of[paths[a, here]], stage_of) or visits(paths[a], stage_of[paths[b, there]], stage_of):
         return False
     paths[a, here], paths[b, there] = paths[b, there], paths[a, here]
-    _in_order(paths[a], state.stage_of)
-    _in_order(paths[b], state.stage_of)
+    put_in_order(paths[a], stage_of)
+    put_in_order(paths[b], stage_of)
     return True
 
 
@@ -186,42 +174,10 @@ def _replace_stage(lane: int, draw: Ints, state: State) -> bool:
     """A stage for one that is not visited yet."""
     hop = 1 + draw[3] % (state.paths.shape[1] - 1)
     stage = 1 + draw[4] % (len(state.size) - 1)
-    if _visits(lane, stage, state):
+    if visits(state.paths[lane], stage, state.stage_of):
         return False
     state.paths[lane, hop] = state.ring[stage, draw[5] % state.size[stage]]
-    _in_order(state.paths[lane], state.stage_of)
-    return True
-
-
-@kernel
-def _move_microbatches(a: int, b: int, draw: Ints, state: State) -> bool:
-    """From a lane to another. If these visit other stages, as many go where they make up for it, if there is such."""
-    counts = state.counts
-    if a == b:
-        return False
-    moved = counts[a] if draw[3] % 4 == 0 else 1
-    lanes = len(counts)
-    sets = np.zeros(lanes, np.int64)
-    for lane in range(lanes):
-        if counts[lane] > 0:
-            for node in state.paths[lane]:
-                sets[lane] |= 1 << state.stage_of[node]
-    counts[a] -= moved
-    counts[b] += moved
-    lost, won = sets[a] & ~sets[b], sets[b] & ~sets[a]
-    if lost == 0 and won == 0:
-        return True
-    for nth in range(lanes):
-        c = (draw[4] + nth) % lanes
-        if counts[c] < moved or won & ~sets[c] or lost & sets[c]:
-            continue
-        for other in range(lanes):
-            d = (draw[5] + other) % lanes
-            back = c == b and d == a
-            if counts[d] > 0 and not back and sets[c] & ~sets[d] == won and sets[d] & ~sets[c] == lost:
-                counts[c] -= moved
-                counts[d] += moved
-                return True
+    put_in_order(state.paths[lane], state.stage_of)
     return True
 
 
