@@ -1,4 +1,7 @@
-"""How weights follow gradients: AdamW with warm-up and cosine, clipped by the norm of the whole model's gradient."""
+"""How weights follow gradients: AdamW, clipped by the norm of the whole model's gradient.
+
+The rate rises in a warm-up, is held, and follows a cosine down to its floor.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class Learning:
     """Iterations over which the rate rises from 0."""
     iterations: int = 0
     """Iterations until the cosine has brought the rate down to its floor; 0: as long as the run is."""
-    hold: float = 0.0
+    hold: float = 0.6
     """Share of the run for which the rate stays at its highest before the cosine brings it down."""
     floor: float = 0.1
     """Share of the rate that is left in the end."""

@@ -132,6 +132,11 @@ class Plan:
         return sum(each.microbatches for each in self.lanes[:lane]) + number
 
     @property
+    def samples_per_s(self) -> float:
+        assert self.expected is not None, "nothing is promised"
+        return self.microbatches * self.workload.samples_per_microbatch / self.expected.iteration_s
+
+    @property
     def gap(self) -> float | None:
         """By what share the promised iteration is longer than the lower bound."""
         if self.expected is None or not self.lower_bound_ns:

@@ -24,6 +24,9 @@ from skippipe.errors import UserError
 
 Residual = Literal["plain", "scaled"]
 Gradients = Literal["visitors", "all"]
+USUAL = "1/3 until 65%, 0"
+"""What training skips if nobody says anything: a last phase with the whole model, begun while the learning rate is
+still high, wins most of the loss back (docs/results.md)."""
 LONGEST_TURN = 10_000  # iterations after which a turn begins again, at most
 
 

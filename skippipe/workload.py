@@ -14,7 +14,7 @@ from typing import Any
 from skippipe.errors import UserError
 from skippipe.jsonfile import Fields, exists, read_json
 
-WIRE_DTYPES = ("fp32", "bf16", "int8")
+WIRE_DTYPES = ("fp32", "bf16", "int8")  # the largest first
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 INT8_BLOCK = 128  # values that share one fp32 scale on the wire
 

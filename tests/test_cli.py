@@ -15,45 +15,21 @@ from typing import Any
 
 import pytest
 
-from skippipe.cli import main
 from skippipe.plan import Plan
-
-
-class Ran:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def skippipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*words: str | Path) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["skippipe", *map(str, words)])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        out, err = capsys.readouterr()
-        return Ran(code, out, err)
-
-    return run
+from tests.commands import Command
 
 
 @pytest.mark.parametrize(
     ("paths", "seconds"),
     [("skippipe", 32.70), ("skippipe_no_tc2", 34.82), ("dtfm_skip", 48.21), ("full_pipeline", 78.85)],
 )
-def test_simulate_published(skippipe: Any, paths: str, seconds: float) -> None:
+def test_simulate_published(skippipe: Command, paths: str, seconds: float) -> None:
     ran = skippipe("simulate", "published20", "--paths", paths, "--contention-only", "--json")
     assert ran.code == 0
     assert ran.json["iteration_s"] == pytest.approx(seconds, abs=0.05)
 
 
-def test_plan_check_simulate_show(skippipe: Any, tmp_path: Path) -> None:
+def test_plan_check_simulate_show(skippipe: Command, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     ran = skippipe("plan", "regions:9", "-s", "4", "--budget", "2", "-o", file, "--json")
     assert ran.code == 0
@@ -71,7 +47,7 @@ def test_plan_check_simulate_show(skippipe: Any, tmp_path: Path) -> None:
     assert skippipe("show", file, "--json").json == ran.json["plan"]
 
 
-def test_check_names_violations_and_exits_with_1(skippipe: Any, tmp_path: Path) -> None:
+def test_check_names_violations_and_exits_with_1(skippipe: Command, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     skippipe("plan", "published20", "--strategy", "dtfm-skip", "--budget", "0", "-o", file)
     raw = json.loads(file.read_text())
@@ -86,7 +62,7 @@ def test_check_names_violations_and_exits_with_1(skippipe: Any, tmp_path: Path) 
     assert {"CC3", "microbatches", "promise"} <= rules
 
 
-def test_compare_all_strategies(skippipe: Any, tmp_path: Path) -> None:
+def test_compare_all_strategies(skippipe: Command, tmp_path: Path) -> None:
     ran = skippipe("compare", "published20", "--contention-only", "--budget", "2", "--out", tmp_path, "--json")
     rows = {row["strategy"]: row for row in ran.json}
     assert list(rows) == ["dtfm", "best-full", "dtfm-skip", "no-tc2", "skippipe", "best"]
@@ -99,7 +75,7 @@ def test_compare_all_strategies(skippipe: Any, tmp_path: Path) -> None:
     assert all(word in table for word in ("dtfm-skip", "against", "collisions", "moved"))
 
 
-def test_sweep_over_skip_ratios(skippipe: Any) -> None:
+def test_sweep_over_skip_ratios(skippipe: Command) -> None:
     rows = skippipe("sweep", "five-sites:9", "-s", "4", "--budget", "1", "--json").json
     assert [row["visited"] for row in rows] == [4, 3, 2]
     assert rows[0]["ratio"] == 1
@@ -107,7 +83,7 @@ def test_sweep_over_skip_ratios(skippipe: Any) -> None:
     assert "visited" in skippipe("sweep", "five-sites:9", "-s", "4", "--budget", "1").out
 
 
-def test_sweep_over_stage_counts(skippipe: Any, tmp_path: Path) -> None:
+def test_sweep_over_stage_counts(skippipe: Command, tmp_path: Path) -> None:
     png, html = tmp_path / "s.png", tmp_path / "s.html"
     words = ["five-sites:9", "--stages", "3-4,10", "--budget", "0"]
     ran = skippipe("sweep", *words, "--penalty", "100", "--png", png, "--html", html)
@@ -124,7 +100,7 @@ def test_sweep_over_stage_counts(skippipe: Any, tmp_path: Path) -> None:
     assert any(row["efficient"] for row in rows[:5])
 
 
-def test_jitter(skippipe: Any, tmp_path: Path) -> None:
+def test_jitter(skippipe: Command, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     planned = skippipe("plan", "five-sites:6", "--changes", "2000", "--robust", "0.3", "-o", file, "--json").json
     assert skippipe("check", file).code == 0
@@ -136,7 +112,7 @@ def test_jitter(skippipe: Any, tmp_path: Path) -> None:
     assert f"95th percentile {planned['jitter']['p95_s']:.3f} s" in skippipe(*words).out
 
 
-def test_cluster_from_preset_to_file_and_back(skippipe: Any, tmp_path: Path) -> None:
+def test_cluster_from_preset_to_file_and_back(skippipe: Command, tmp_path: Path) -> None:
     file = tmp_path / "c.json"
     made = skippipe("cluster", "random:7:3", "-o", file, "--json").json
     assert skippipe("cluster", file, "--json").json == made == json.loads(file.read_text())
@@ -144,7 +120,7 @@ def test_cluster_from_preset_to_file_and_back(skippipe: Any, tmp_path: Path) -> 
     assert skippipe("plan", file, "--budget", "1", "-o", tmp_path / "p.json").code == 0
 
 
-def test_options_change_the_problem(skippipe: Any, tmp_path: Path) -> None:
+def test_options_change_the_problem(skippipe: Command, tmp_path: Path) -> None:
     file = tmp_path / "p.json"
     words = ["-m", "20", "--skip", "50%", "--wire", "int8", "--samples", "1", "--sequence", "1024", "--budget", "1"]
     words += ["--sizes", "8,2,2,2,2,2", "--split-backward"]
@@ -194,7 +170,7 @@ def test_options_change_the_problem(skippipe: Any, tmp_path: Path) -> None:
         (["cluster", "regions:many"], "write regions:NODES"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(skippipe: Any, words: list[str], message: str) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(skippipe: Command, words: list[str], message: str) -> None:
     ran = skippipe(*words)
     assert ran.code == 2
     assert ran.out == ""
@@ -203,14 +179,14 @@ def test_bad_input_is_one_line_and_exit_code_2(skippipe: Any, words: list[str], 
     assert ran.err.count("\n") == 1
 
 
-def test_unwritable_output_is_one_line(skippipe: Any, tmp_path: Path) -> None:
+def test_unwritable_output_is_one_line(skippipe: Command, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     ran = skippipe("cluster", "regions:3", "-o", tmp_path / "file" / "c.json")
     assert ran.code == 2
     assert "cannot be written" in ran.err
 
 
-def test_a_promise_that_is_not_true_is_neither_drawn_nor_believed(skippipe: Any, tmp_path: Path) -> None:
+def test_a_promise_that_is_not_true_is_neither_drawn_nor_believed(skippipe: Command, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     skippipe("plan", "regions:6", "-s", "3", "--budget", "0", "-o", file)
     raw = json.loads(file.read_text())
@@ -225,14 +201,14 @@ def test_a_promise_that_is_not_true_is_neither_drawn_nor_believed(skippipe: Any,
     assert "more than a century" in skippipe("check", file).err
 
 
-def test_output_never_replaces_its_own_input(skippipe: Any, tmp_path: Path) -> None:
+def test_output_never_replaces_its_own_input(skippipe: Command, tmp_path: Path) -> None:
     file = tmp_path / "c.json"
     skippipe("cluster", "regions:6", "-o", file)
     ran = skippipe("plan", file, "-o", file)
     assert (ran.code, "this is the input" in ran.err) == (2, True)
 
 
-def test_names_are_text_not_markup(skippipe: Any, tmp_path: Path) -> None:
+def test_names_are_text_not_markup(skippipe: Command, tmp_path: Path) -> None:
     file = tmp_path / "c.json"
     raw = skippipe("cluster", "regions:3", "--json").json
     raw["nodes"][0]["name"] = "a[/b]"
@@ -320,7 +296,7 @@ def test_ctrl_c_keeps_the_best_plan(tmp_path: Path) -> None:
     assert Plan.load(file).microbatches == 42
 
 
-def test_commands_of_the_readme(skippipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_the_readme(skippipe: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As written, but with no time to search and little to train."""
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     monkeypatch.chdir(tmp_path)
@@ -342,13 +318,13 @@ def test_commands_of_the_readme(skippipe: Any, tmp_path: Path, monkeypatch: pyte
     assert {"cluster.json", "plan.json", "plan.html", "plan.png", "run"} <= {file.name for file in tmp_path.iterdir()}
 
 
-def test_version(skippipe: Any) -> None:
+def test_version(skippipe: Command) -> None:
     import skippipe as package
 
     assert skippipe("--version").out.strip() == f"skippipe {package.__version__}"
 
 
-def test_prepare_text_once_for_training_and_once_to_measure_with(skippipe: Any, tmp_path: Path) -> None:
+def test_prepare_text_once_for_training_and_once_to_measure_with(skippipe: Command, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a lane has one microbatch in flight; when one is back, the next sets out " * 20)
     first = skippipe("prepare", text, "--vocabulary", "280", "--out", tmp_path / "train")

@@ -52,7 +52,7 @@ def counted(strategy: Strategy, seed: int = 0) -> Request:
     return Request(seed=seed, changes=2_000) if strategy is Strategy.BEST else quick(seed)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(), st.sampled_from(list(Strategy)), st.integers(0, 3))
 def test_every_plan_of_every_strategy_holds(problem: Problem, strategy: Strategy, seed: int) -> None:
     try:
@@ -81,8 +81,8 @@ def test_same_seed_same_plan(problem: Problem, strategy: Strategy) -> None:
 
 def test_plenty_of_memory_is_always_feasible() -> None:
     """The property above would also hold for a planner that always gives up."""
-    for nodes, stages in product((6, 9, 20), (2, 3, 5)):
-        for visited in range(2, stages + 1):
+    for nodes, stages in product((6, 20), (2, 3, 5)):
+        for visited in {2, stages}:
             work = Workload(TINY, sequence_tokens=16, microbatches=2 * lane_unit(stages, visited), max_slots=8)
             problem = Problem(uniform_cluster(nodes), work, stages, visited)
             for strategy in Strategy:

@@ -13,6 +13,7 @@ from skippipe.cli import (
     generating,
     growing,
     planning,
+    profiling,
     reading,
     scoring,
     serving,
@@ -20,6 +21,7 @@ from skippipe.cli import (
     sweeping,
     text,
     training,
+    why,
 )
 
 app = typer.Typer(
@@ -46,12 +48,14 @@ def _about(
 
 
 app.command("cluster")(reading.cluster)
+app.command("profile")(profiling.profile)
 app.command("plan")(planning.plan)
 app.command("check")(reading.check_plan)
 app.command("simulate")(reading.simulate_plan)
 app.command("compare")(planning.compare)
 app.command("sweep")(sweeping.sweep)
 app.command("show")(reading.show)
+app.command("why")(why.why)
 app.command("prepare")(text.prepare)
 app.command("job")(training.job)
 app.command("train")(training.train)

@@ -142,12 +142,16 @@ class SweepOptions:
         ),
     ] = None
     wire: Annotated[
-        Literal["fp32", "bf16", "int8"] | None,
-        typer.Option(help="Activations on the wire.", show_default="bf16", rich_help_panel=WORKLOAD),
+        str | None,
+        typer.Option(
+            help="Activations on the wire: fp32, bf16, int8; or all that will do, as in bf16,int8.",
+            show_default="bf16",
+            rich_help_panel=WORKLOAD,
+        ),
     ] = None
     gradients: Annotated[
-        Literal["fp32", "bf16", "int8"] | None,
-        typer.Option(help="Weight gradients on the wire.", show_default="fp32", rich_help_panel=WORKLOAD),
+        str | None,
+        typer.Option(help="Weight gradients on the wire, likewise.", show_default="fp32", rich_help_panel=WORKLOAD),
     ] = None
     max_slots: Annotated[
         int | None,
@@ -225,7 +229,7 @@ def takes(options_type: type[Any]) -> Callable[[Callable[..., None]], Callable[.
 def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
     """The example's own settings, or the defaults, with what was said on the command line on top."""
     from skippipe.dispatch import Dispatch
-    from skippipe.planner.wishes import Wishes, cluster_named, problem_of
+    from skippipe.planner.wishes import Wishes, cluster_named, fastest_of, problem_of
     from skippipe.timeline import Timing
     from skippipe.workload import MODELS, Workload, model_named
 
@@ -235,8 +239,8 @@ def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
         "model": model_named(options.model) if options.model else None,
         "sequence_tokens": options.sequence,
         "samples_per_microbatch": options.samples,
-        "wire_dtype": options.wire,
-        "gradient_dtype": options.gradients,
+        "wire_dtype": fastest_of(options.wire, "--wire"),
+        "gradient_dtype": fastest_of(options.gradients, "--gradients"),
         "max_slots": options.max_slots,
         "activation_checkpointing": options.checkpointing or None,
     }

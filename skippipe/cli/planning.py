@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from skippipe.jitter import Spread
     from skippipe.plan import Plan
     from skippipe.planner.problem import Placement, Problem
-    from skippipe.planner.strategies import Progress, Strategy
+    from skippipe.planner.strategies import Progress, Request
     from skippipe.report.table import Table
 
 StrategyName = Annotated[
@@ -66,6 +66,16 @@ def plan(
         ),
     ] = None,
     seed: inputs.Seed = 0,
+    most_microbatches: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="The batch is open: from --microbatches to so many, as many as train the most samples a second (best "
+            "only).",
+            show_default="as many as --microbatches says",
+            rich_help_panel=inputs.WORKLOAD,
+        ),
+    ] = None,
     keep_stages: KeepStages = None,
     start: Annotated[
         Path | None,
@@ -99,22 +109,36 @@ def plan(
         check_writable(output, Path(cluster))
     if robust and strategy != "best":
         raise UserError(f"--robust chooses among plans of the strategy best, and {strategy} has one: leave one out")
+    if most_microbatches and (strategy != "best" or start):
+        raise UserError(
+            "--most-microbatches asks the strategy best for several plans: leave out --strategy and --start"
+        )
     placement, options = inputs.with_stages_of(keep_stages, cluster, options)
     problem = inputs.problem_from(cluster, options)
+    search = Search(seed, math.inf if changes else budget, changes or math.inf, start, BOUND_SHARE * budget, robust)
+    looks: list[Plan] = []
     with interruptible() as stopped:
-        search = Search(seed, math.inf if changes else budget, changes or math.inf, start, BOUND_SHARE * budget, robust)
-        found, took_s = search.planned(problem, strategy, placement, stopped)
+        if most_microbatches:
+            found, looks, took_s = search.with_free_batch(problem, most_microbatches, placement, stopped)
+        else:
+            found, took_s = search.planned(problem, strategy, placement, stopped)
     if output:
         found.save(output)
     if as_json:
-        jitter = {"jitter": _spread(found, robust).to_json()} if robust else {}
-        print(json.dumps({**summary(found, took_s), **jitter, "plan": found.to_json()}))
+        more: dict[str, Any] = {"jitter": _spread(found, robust).to_json()} if robust else {}
+        if looks:
+            more["batches"] = {str(each.microbatches): each.samples_per_s for each in looks}
+        print(json.dumps({**summary(found, took_s), **more, "plan": found.to_json()}))
         return
     from skippipe.costs import seconds
     from skippipe.planner.leftout import left_out
     from skippipe.report.grid import plan_grid
 
     print(plan_grid(found))
+    if looks:
+        print("\nsamples a second, at a first look: "
+              + ", ".join(f"{each.samples_per_s:.3g} with {each.microbatches} microbatches" for each in looks)
+              + f"; in the end {found.samples_per_s:.3g} with {found.microbatches}")  # fmt: skip
     names = [node.name for node in found.cluster.nodes]
     for each in left_out(found):
         print(f"\n'{names[each.node]}' is left out: {each.reason}")
@@ -192,12 +216,31 @@ class Search:
         self, problem: Problem, strategy: str, placement: Placement | None, stopped: list[bool]
     ) -> tuple[Plan, float]:
         """The plan, and the seconds it took to find."""
-        from skippipe.plan import Plan
-        from skippipe.planner.strategies import Request, Strategy, make_plan
+        from skippipe.planner.strategies import Strategy, make_plan
 
         began = time.monotonic()
-        with progress_bar(Strategy(strategy)) as progress:
-            request = Request(
+        with self._request(strategy, placement, stopped) as request:
+            found = make_plan(problem, Strategy(strategy), request)
+        return found, time.monotonic() - began
+
+    def with_free_batch(
+        self, problem: Problem, most: int, placement: Placement | None, stopped: list[bool]
+    ) -> tuple[Plan, list[Plan], float]:
+        """The same, for as many microbatches as are best; and what others came to."""
+        from skippipe.planner.batches import free_batch
+
+        began = time.monotonic()
+        with self._request("best", placement, stopped) as request:
+            found, looks = free_batch(problem, most, request)
+        return found, looks, time.monotonic() - began
+
+    @contextmanager
+    def _request(self, strategy: str, placement: Placement | None, stopped: list[bool]) -> Iterator[Request]:
+        from skippipe.plan import Plan
+        from skippipe.planner.strategies import Request
+
+        with progress_bar(strategy) as progress:
+            yield Request(
                 seed=self.seed,
                 budget_s=self.budget_s,
                 changes=self.changes,
@@ -208,10 +251,8 @@ class Search:
                 progress=progress,
                 stopped=lambda: bool(stopped),
             )
-            found = make_plan(problem, Strategy(strategy), request)
         if stopped:
             print("interrupted: this is the best plan so far", file=sys.stderr)
-        return found, time.monotonic() - began
 
 
 @contextmanager
@@ -232,7 +273,7 @@ def interruptible() -> Iterator[list[bool]]:
 
 
 @contextmanager
-def progress_bar(strategy: Strategy) -> Iterator[Progress]:
+def progress_bar(strategy: str) -> Iterator[Progress]:
     """On a terminal; elsewhere long work is silent."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda what, share, best_s: None
@@ -267,6 +308,7 @@ def summary(plan: Plan, took_s: float) -> dict[str, Any]:
         "skipped": plan.skipped,
         "microbatches": plan.microbatches,
         "iteration_s": expected.iteration_s,
+        "samples_per_s": plan.samples_per_s,
         "last_backward_s": seconds(expected.last_backward_ns),
         "contention_only_s": plain.iteration_s,
         "collision_s": expected.collision_s,

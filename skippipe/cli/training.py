@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from skippipe.cli import inputs, planning
+from skippipe.cli import planning
 from skippipe.errors import UserError
 
 if TYPE_CHECKING:
+    from skippipe.cluster import Cluster
     from skippipe.runtime.coordinator import Event, IterationReport, Watcher
     from skippipe.training.assembly import Assembly
     from skippipe.training.engines import Engine
@@ -232,32 +233,55 @@ def export(
 
 
 def keys(
-    cluster: inputs.ClusterName,
+    cluster: Annotated[
+        str,
+        typer.Argument(
+            metavar="CLUSTER|NAMES",
+            help="A cluster file, an example or a preset, as for 'skippipe plan'; or the names of nodes, with commas.",
+        ),
+    ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the key files go.")],
 ) -> None:
     """Make a key for the coordinator and one for every node of a cluster.
 
     Give each node its own file and nothing else; keep coordinator.key and peers.json, and name both in the job
-    ([transport] key and peers).
+    ([transport] key and peers). Before there is a cluster file, names will do: 'skippipe profile' makes the file.
+
+    \b
+        skippipe keys ann,bob,carol keys/
 
     Example: skippipe keys cluster.json keys/
     """
-    from skippipe.planner.wishes import cluster_named
     from skippipe.runtime.member import THE_COORDINATOR
     from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 
-    found, _ = cluster_named(cluster)
+    names = _node_names(cluster)
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: is not empty; keys are never overwritten")
     own = KeyPair.new()
     KeyFile(THE_COORDINATOR, own).save(folder / "coordinator.key")
     peers = {}
-    for each in found.nodes:
+    for name in names:
         pair = KeyPair.new()
-        peers[each.name] = pair.public
-        KeyFile(each.name, pair, own.public).save(folder / f"{each.name.replace(os.sep, '_')}.key")
+        peers[name] = pair.public
+        KeyFile(name, pair, own.public).save(folder / f"{name.replace(os.sep, '_')}.key")
     PeerList(peers).save(folder / "peers.json")
     print(f"{len(peers)} node keys, coordinator.key and peers.json are in {folder}/")
+
+
+def _node_names(said: str) -> list[str]:
+    """Those of a cluster, or a list of them."""
+    from skippipe.jsonfile import exists
+    from skippipe.planner.wishes import cluster_named
+    from skippipe.runtime.member import THE_COORDINATOR
+
+    if "," not in said or exists(Path(said)):
+        return [node.name for node in cluster_named(said)[0].nodes]
+    names = [name.strip() for name in said.split(",")]
+    odd = [name for name in names if not name or not name.isprintable() or name == THE_COORDINATOR]
+    if odd or len(set(names)) < len(names):
+        raise UserError(f"'{said}': {len(names)} different names of nodes are needed, with commas between them")
+    return names
 
 
 def assembled(wanted: Job, stopped: list[bool], nodes_here: bool, resumed: bool, drills: frozenset[int]) -> Assembly:
@@ -309,6 +333,7 @@ def _sum_up(metrics: Path) -> None:
 def _watching(assembly: Assembly) -> Iterator[Watcher]:
     """Those who watch are made when there is something to see: by then nodes are forked, and threads may start."""
     from skippipe.training.reports import (
+        ClusterFile,
         EventsFile,
         Everybody,
         Figures,
@@ -329,6 +354,7 @@ def _watching(assembly: Assembly) -> Iterator[Watcher]:
             MetricsFile(folder / "metrics.jsonl", figures, resumed=assembly.resumed),
             EventsFile(folder / "events.jsonl", resumed=assembly.resumed),
             Traces(folder / "traces"),
+            ClusterFile(folder / "cluster.json"),
         ]
         if asked.tensorboard:
             watchers.append(TensorBoard(folder / "tensorboard", figures))
@@ -368,6 +394,9 @@ class _Screen:
             self._bar.console.print(line, highlight=False, markup=False)
         else:
             print(line, file=sys.stderr, flush=True)
+
+    def measured(self, cluster: Cluster) -> None:
+        pass
 
     def close(self) -> None:
         if self._bar is not None:

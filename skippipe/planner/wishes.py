@@ -15,7 +15,7 @@ from skippipe.planner.problem import Freedoms, Problem, lane_unit, stage_sizes
 from skippipe.presets import PRESETS, preset
 from skippipe.recipe import parse_share
 from skippipe.timeline import Timing
-from skippipe.workload import Workload
+from skippipe.workload import INT8_BLOCK, WIRE_DTYPES, Workload, wire_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +83,17 @@ def problem_of(cluster: Cluster, workload: Workload, wishes: Wishes, example: Ex
             split_backward=wishes.split_backward is None,
         ),
     )
+
+
+def fastest_of(types: str | None, name: str) -> str | None:
+    """Of types on the wire that will do, the one with the fewest bytes: no plan is faster with another."""
+    if types is None:
+        return None
+    accepted = [each.strip() for each in types.split(",")]
+    for each in accepted:
+        if each not in WIRE_DTYPES:
+            raise UserError(f"{name}: '{each}' is none of {', '.join(WIRE_DTYPES)}")
+    return min(accepted, key=lambda each: wire_bytes(INT8_BLOCK, each))
 
 
 def stages_of(cluster: Cluster, wishes: Wishes, example: Example | None = None) -> int:

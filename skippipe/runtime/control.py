@@ -129,6 +129,27 @@ class Spoiled:
     reason: str
 
 
+@dataclass(frozen=True)
+class Computed:
+    """A node that is profiled: what one layer takes, and what there is room for."""
+
+    passes: list[list[float]]
+    """Seconds of the forward and of the backward pass with a microbatch, again and again."""
+    memory_bytes: int
+    device: str
+    machine: str
+    """That others of the same name share with it."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """A node that is profiled: the answer to `Probe`."""
+
+    probe: int
+    samples: list[list[float]]
+    """Bytes sent, and seconds until the other had them and said so; none if it never did."""
+
+
 # A node to the coordinator, or to a node of its stage
 
 
@@ -280,6 +301,14 @@ class Close:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """To a node that is profiled: measure the link to another."""
+
+    probe: int
+    peer: int
+
+
+@dataclass(frozen=True)
 class Stop:
     """End at once; `reason` is empty if all is well."""
 
@@ -301,6 +330,8 @@ Control = (
     | Failed
     | Sampled
     | Spoiled
+    | Computed
+    | Probed
     | Want
     | Seal
     | Welcome
@@ -315,6 +346,7 @@ Control = (
     | Collect
     | Feed
     | Close
+    | Probe
     | Stop
 )
 KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in Control.__args__}

@@ -222,6 +222,7 @@ class Coordinator:
         self._early = True
         self.deadlines = replace(self.deadlines, collect=self.deadlines.early)
         if self.state is State.TRAINING:
+            self.watcher.measured(self._replanning.measured.as_found())
             self._collect()
         elif self.state in (State.JOINING, State.PREPARING, State.PAUSED, State.REUNITING):
             self._done()

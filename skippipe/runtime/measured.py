@@ -7,7 +7,7 @@ measured: both directions are taken to have changed by the same share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -89,6 +89,15 @@ class Measured:
         cut = [tuple(pair) for pair, (until_ns, _) in self._cuts.items() if until_ns > now_ns]
         if not cut and not self._was_cut and not (speeds and (self._nodes or self._links)):
             return None
+        found = self._without(cut, speeds=speeds)
+        self._was_cut = [(a, b) for pair in cut for a, b in (pair, pair[::-1])]
+        return found
+
+    def as_found(self) -> Cluster:
+        """The cluster as fast as measured, for whoever plans anew: also with links that are cut for a while."""
+        return self._without([], speeds=True)
+
+    def _without(self, cut: Sequence[tuple[int, ...]], *, speeds: bool) -> Cluster:
         cluster = self._plan.cluster
         nodes = tuple(
             replace(node, flops_per_s=node.flops_per_s / max(self._nodes.get(index, 1.0) if speeds else 1.0, 1e-6))
@@ -102,9 +111,8 @@ class Measured:
                 bandwidth[pair] /= max(ratio, 1e-6)
         for a, b in self._was_cut:
             bandwidth[a, b] = self._whole.bandwidth_bytes_per_s[a, b]
-        self._was_cut = [(a, b) for pair in cut for a, b in (pair, pair[::-1])]
-        for a, b in self._was_cut:
-            bandwidth[a, b] = 0.0
+        for a, b in cut:
+            bandwidth[a, b] = bandwidth[b, a] = 0.0
         return replace(cluster, nodes=nodes, latency_s=latency_s, bandwidth_bytes_per_s=np.asarray(bandwidth))
 
     @staticmethod

@@ -34,7 +34,7 @@ from skippipe.runtime.control import (
     from_json,
     to_json,
 )
-from skippipe.runtime.posts import SERVING, Machine, Post
+from skippipe.runtime.posts import PROFILING, SERVING, Machine, Post
 from skippipe.runtime.worker import Worker
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox, NotConnected, QueueFull, Reason, Security
@@ -243,11 +243,15 @@ class Member:
         self._node.welcomed(welcome.origin)
 
     def _post_of(self, welcome: Welcome) -> Post:
-        """To train, or to serve."""
+        """To train, to serve, or to be measured."""
         if welcome.brief.get("kind") == SERVING:
             from skippipe.serving.building import serving_post
 
             return serving_post(welcome.brief, self._invitation, self)
+        if welcome.brief.get("kind") == PROFILING:
+            from skippipe.profiling.building import profiling_post
+
+            return profiling_post(welcome.brief, self._invitation, self)
         from skippipe.runtime.building import training_post
 
         return training_post(welcome.brief, self._invitation, self)
@@ -291,7 +295,10 @@ class Member:
         due_ns = self._held.next_due_ns()
         timeout_s = max(0.0, min(1.0, self._sign_at - time.monotonic()))
         if due_ns is not None:
-            timeout_s = min(timeout_s, max(0.0, (due_ns - time.monotonic_ns()) / 1e9))
+            left_ns = max(0, due_ns - time.monotonic_ns())
+            timeout_s = min(timeout_s, left_ns // 10**6 / 1e3)  # a mailbox rounds up to milliseconds: it would be late
+            if left_ns < 10**6:
+                time.sleep(left_ns / 1e9)
         for received in self._mailbox.receive(timeout_s):
             if self._shaper is not None and received.due_ns > time.monotonic_ns():
                 self._held.put(received)

@@ -10,8 +10,8 @@ from skippipe.runtime.control import Control, Hello, Stop
 from skippipe.transport.message import Message
 from skippipe.transport.shaping import Link
 
-SERVING = "serving"
-"""The kind of a brief that is not for training."""
+SERVING, PROFILING = "serving", "profiling"
+"""The kinds of briefs that are not for training."""
 
 
 class Machine(Protocol):

@@ -201,5 +201,7 @@ class Progress:
                 self._join_in()
             else:
                 self.pause("nodes are gone")
+        if holders or last:
+            self.watcher.measured(replanning.measured.as_found())
         if holders:
             self.harvest.checkpoint(done, replanning.trained.steps, holders)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from skippipe.cluster import Cluster
 from skippipe.plan import Plan
 from skippipe.runtime.control import Control
 
@@ -50,6 +51,9 @@ class Watcher:
 
     def happened(self, event: Event) -> None:
         pass
+
+    def measured(self, cluster: Cluster) -> None:
+        """What nodes and links really take by now; at checkpoints and at the end."""
 
 
 class Keeper(Protocol):

@@ -17,6 +17,7 @@ from typing import Any
 
 from skippipe import __version__
 from skippipe.averaging import chunk_ns
+from skippipe.cluster import Cluster
 from skippipe.costs import ns
 from skippipe.learning import Learning
 from skippipe.plan import Plan
@@ -117,6 +118,10 @@ class _Desk(Watcher):
         self.cluster.events.append((self.cluster.now_ns, event))
         if self.cluster.watcher is not None:
             self.cluster.watcher.happened(event)
+
+    def measured(self, cluster: Cluster) -> None:
+        if self.cluster.watcher is not None:
+            self.cluster.watcher.measured(cluster)
 
     def _reach(self, node: int, happen: Callable[[], None]) -> None:
         if self.life == self.cluster.reign:

@@ -76,7 +76,7 @@ class Runner:
             if run.key not in done:
                 result = self.one(run)
                 if self._models:
-                    self._keep(run, self._models / f"{run.variant.name}-{run.seed}")
+                    self._keep(run, self._models / f"{self.study.name}-{run.variant.name}-{run.seed}")
                 self.results.parent.mkdir(parents=True, exist_ok=True)
                 with self.results.open("a") as file:  # one line, when all of it is there
                     file.write(json.dumps(result) + "\n")

@@ -7,7 +7,6 @@ what a run takes; the first says what moving them could still win. Only when a m
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -30,7 +29,7 @@ from skippipe.timeline import Timing
 from skippipe.training.tomlfile import from_table
 from skippipe.workload import MODELS, Workload, model_named
 
-FORMAT, VERSION = "skippipe-study-times", 1
+FORMAT, VERSION = "skippipe-study-times", 2
 SEED = 0  # of the planner
 Progress = Callable[[str, float], None]
 """What is planned, and what share of all plans is done."""
@@ -246,21 +245,14 @@ def _promise(times: Times, work: Work) -> Promise:
     if settled and settled.iteration_s is None:
         return settled
     placement = settled.placement if settled else None
-    strategies = [Strategy.SKIPPIPE]
-    if work.visited == work.stages and not placement:
-        strategies.append(Strategy.DTFM)  # the fair baseline is the better one; its stages have other sizes
-    promises = []
-    for strategy in strategies:
-        try:
-            problem, microbatches = _problem(times.planned, work, placement)
-            plan = make_plan(problem, strategy, Request(times.seed, times.planned.budget_s, placement))
-        except UserError as error:
-            promises.append(Promise(None, refusal=str(error)))
-            continue
-        assert plan.expected is not None
-        iteration_s = plan.expected.iteration_s * microbatches / plan.microbatches
-        promises.append(Promise(round(iteration_s, 6), plan.strategy, tuple(stage.nodes for stage in plan.stages)))
-    return min(promises, key=lambda promise: promise.iteration_s or math.inf)
+    try:
+        problem, microbatches = _problem(times.planned, work, placement)
+        plan = make_plan(problem, Strategy.BEST, Request(times.seed, times.planned.budget_s, placement))
+    except UserError as error:
+        return Promise(None, refusal=str(error))
+    assert plan.expected is not None
+    iteration_s = plan.expected.iteration_s * microbatches / plan.microbatches
+    return Promise(round(iteration_s, 6), plan.strategy, tuple(stage.nodes for stage in plan.stages))
 
 
 def _problem(planned: Planned, work: Work, placement: Placement | None) -> tuple[Problem, int]:
@@ -277,4 +269,5 @@ def _problem(planned: Planned, work: Work, placement: Placement | None) -> tuple
     )
     model = replace(workload.model, layers=work.layers)
     workload = replace(workload, model=model, early_exit=work.early_exit)
-    return problem_of(cluster, workload, wishes, example), wanted
+    problem = problem_of(cluster, workload, wishes, example)
+    return replace(problem, freedoms=replace(problem.freedoms, layers=False)), wanted  # they are what was trained

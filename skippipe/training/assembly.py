@@ -74,7 +74,7 @@ class Assembly:
             emulated=job.emulation.enabled,
             heartbeat_s=job.survive.heartbeat_s,
             rendezvous=_free_address() if job.averaging.engine == "torch" else None,
-            recipe=job.recipe,
+            recipe=job.followed,
         )
 
     def _deadlines(self) -> Deadlines:
@@ -184,7 +184,7 @@ def _planned(job: Job, cluster: Cluster, example: Example | None, blueprint: Blu
         split_backward=asked.split_backward,
     )
     lengths: Counter[int] = Counter()
-    if job.recipe.phases:
+    if job.followed.phases:
         stages = stages_of(cluster, wishes, example)
         lengths = _lengths(job, stages, stages)
         wishes = replace(wishes, visit=_usual(lengths), also=tuple(lengths))
@@ -197,10 +197,10 @@ def _planned(job: Job, cluster: Cluster, example: Example | None, blueprint: Blu
 
 def _lengths(job: Job, stages: int, usual: int) -> Counter[int]:
     """How many iterations have paths of which length."""
-    found = job.recipe.lengths(job.iterations, stages, usual)
+    found = job.followed.lengths(job.iterations, stages, usual)
     if min(found) < 2 <= stages:
         raise UserError(
-            f"recipe.skip: '{job.recipe.skip}' leaves {min(found)} of {stages} stages in {found[min(found)]} "
+            f"recipe.skip: '{job.followed.skip}' leaves {min(found)} of {stages} stages in {found[min(found)]} "
             f"iterations; a path has at least 2: skip {Fraction(stages - 2, stages)} at most"
         )
     return found

@@ -39,7 +39,7 @@ def one_process(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
         assembly.blueprint,
         job.schedule,
         brief.sampler(),
-        recipe=job.recipe,
+        recipe=job.followed,
         plans=assembly.plans,
         iterations=job.iterations,
         device=job.compute.device,

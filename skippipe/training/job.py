@@ -8,7 +8,7 @@ from typing import Literal
 
 from skippipe.errors import UserError
 from skippipe.learning import Learning
-from skippipe.recipe import Recipe
+from skippipe.recipe import USUAL, Recipe
 from skippipe.training.tomlfile import read_toml
 
 Strategies = Literal["best", "skippipe", "no-tc2", "dtfm-skip", "dtfm"]
@@ -57,8 +57,8 @@ class PipelineChoice:
     stages: int = 0
     """Of the pipeline; 0: 6, or 4 under 12 nodes."""
     skip: str = ""
-    """The share of stages that a microbatch leaves out: "1/3", "25%"; empty: 1/3, or 1/4 of 4 stages. Where it changes
-    over the run, recipe.skip says it instead."""
+    """The share of stages that a microbatch leaves out, all along: "1/3", "25%". Where it changes over the run,
+    recipe.skip says it instead; if neither says anything: a third until 65% of the run, then nothing."""
     layers: str = ""
     """Layers of each stage, as in "3,5,4"; empty: as even as can be."""
     max_slots: int = 3
@@ -173,7 +173,7 @@ class Job:
     """How much of the model microbatches see, and what makes up for the rest. Growth, exposure and swaps are for
     studies."""
     learning: Learning = field(default_factory=Learning)
-    """AdamW, warm-up and cosine."""
+    """AdamW, and its rate over the run."""
     averaging: AveragingChoice = AveragingChoice()
     """Of gradients, inside a stage."""
     transport: TransportChoice = TransportChoice()
@@ -260,6 +260,13 @@ class Job:
             raise UserError("pipeline.skip and recipe.skip say the same thing: leave out pipeline.skip")
         if recipe.phases and self.pipeline.strategy == "dtfm":
             raise UserError("pipeline.strategy: 'dtfm' skips nothing, whatever recipe.skip says; choose 'skippipe'")
+
+    @property
+    def followed(self) -> Recipe:
+        """The recipe; with what is usual where nothing was said about skipping."""
+        asked = self.pipeline
+        said = self.recipe.phases or asked.skip or asked.plan or asked.strategy == "dtfm"
+        return self.recipe if said else replace(self.recipe, skip=USUAL)
 
     @property
     def schedule(self) -> Learning:

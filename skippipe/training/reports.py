@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from skippipe.cluster import Cluster
 from skippipe.costs import ns
 from skippipe.errors import UserError
 from skippipe.plan import Plan
@@ -63,13 +64,18 @@ class Everybody(Watcher):
             with _tolerating(watcher):
                 watcher.happened(event)
 
+    def measured(self, cluster: Cluster) -> None:
+        for watcher in self._watchers:
+            with _tolerating(watcher):
+                watcher.measured(cluster)
+
 
 @contextmanager
 def _tolerating(watcher: Watcher) -> Iterator[None]:
     """A full disk is no reason to stop training."""
     try:
         yield
-    except OSError as error:
+    except (OSError, UserError) as error:
         log.warning("%s: %s", type(watcher).__name__, error)
 
 
@@ -85,6 +91,9 @@ class Late(Watcher):
 
     def happened(self, event: Event) -> None:
         self._there().happened(event)
+
+    def measured(self, cluster: Cluster) -> None:
+        self._there().measured(cluster)
 
     def _there(self) -> Watcher:
         if self._watcher is None:
@@ -167,6 +176,16 @@ class EventsFile(Watcher):
     def happened(self, event: Event) -> None:
         self._file.write(json.dumps({**asdict(event), "time": time.time()}) + "\n")
         self._file.flush()
+
+
+class ClusterFile(Watcher):
+    """What nodes and links really take, for the next plan."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def measured(self, cluster: Cluster) -> None:
+        cluster.save(self._path)
 
 
 class Traces(Watcher):

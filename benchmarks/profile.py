@@ -1,0 +1,106 @@
+"""Does `skippipe profile` find out what links are like? Emulated ones, whose latency and bandwidth are known.
+
+    python -m benchmarks.profile [--nodes 6] [--transfer 0.25] [--seed 0]
+
+Every node is a process on this machine; messages take the same way as in training, and are held up as long as the
+emulated link would have taken. Latencies are drawn from 0.5 to 120 ms, the same there and back, since only both
+together can be measured; bandwidths from 0.5 to 60 MB/s, another one in each direction.
+
+Goals: latency within 10% or 1 ms, bandwidth within 10%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+
+from skippipe.cluster import Cluster, Node
+from skippipe.model.blueprint import Blueprint, llama_config
+from skippipe.profiling.brief import ProfilingBrief
+from skippipe.profiling.conductor import Watching
+from skippipe.profiling.merging import doubts, merged
+from skippipe.profiling.places import here
+from skippipe.profiling.probing import Effort
+from skippipe.workload import MODELS, Workload
+
+LATENCY_S = 0.0005, 0.12
+BANDWIDTH = 5e5, 6e7
+SHARE, ABSOLUTE_S = 0.1, 0.001
+
+
+class Told(Watching):
+    def happened(self, text: str) -> None:
+        print(text)
+
+
+def unequal(nodes: int, seed: int) -> Cluster:
+    random = np.random.default_rng(seed)
+    machines = tuple(Node(f"n{index}", "here", 1e10, 2**30) for index in range(nodes))
+    drawn_s, bandwidth = (
+        np.exp(random.uniform(np.log(least), np.log(most), (nodes, nodes))) for least, most in (LATENCY_S, BANDWIDTH)
+    )
+    return Cluster("unequal", machines, np.triu(drawn_s, 1) + np.triu(drawn_s, 1).T, bandwidth)
+
+
+def brief_of(true: Cluster, effort: Effort) -> ProfilingBrief:
+    shape = MODELS["llama-tiny"]
+    return ProfilingBrief(
+        names=tuple(node.name for node in true.nodes),
+        config=Blueprint(llama_config(shape)).config.to_dict(),
+        workload=Workload(shape, 64, 2, compute_dtype="fp32"),
+        compute_s=0.5,
+        effort=effort,
+        emulated=true,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, default=6)
+    parser.add_argument("--transfer", type=float, default=Effort.transfer_s)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    true = unequal(asked.nodes, asked.seed)
+    began = time.monotonic()
+    survey = here(brief_of(true, Effort(transfer_s=asked.transfer)), Told())
+    took_s = time.monotonic() - began
+    found = merged([survey], "measured")
+    print(f"{'link':<12} {'latency, ms':>21} {'bandwidth, MB/s':>23}")
+    print(f"{'':<12} {'true':>8} {'found':>8} {'off':>6} {'true':>8} {'found':>8} {'off':>6}")
+    late_s, share, missed = [], [], 0
+    for i, sender in enumerate(found.nodes):
+        for j, receiver in enumerate(found.nodes):
+            if i == j:
+                continue
+            at = true.number[sender.name], true.number[receiver.name]
+            (was_s, is_s), (was, now) = (
+                (float(known[at]), float(measured[i, j]))
+                for known, measured in (
+                    (true.latency_s, found.latency_s),
+                    (true.bandwidth_bytes_per_s, found.bandwidth_bytes_per_s),
+                )
+            )
+            late_s.append(is_s - was_s)
+            share.append(now / was - 1)
+            bad = abs(is_s - was_s) > max(ABSOLUTE_S, SHARE * was_s) or abs(now / was - 1) > SHARE
+            missed += bad
+            print(
+                f"{sender.name + ' ' + receiver.name:<12} {1e3 * was_s:8.2f} {1e3 * is_s:8.2f} "
+                f"{1e3 * (is_s - was_s):+6.2f} {was / 1e6:8.2f} {now / 1e6:8.2f} {now / was - 1:+6.1%}"
+                + ("  missed" if bad else "")
+            )
+    print(f"{len(late_s)} of {len(true) * (len(true) - 1)} links in {took_s:.1f} s, start and computing included")
+    print(f"worst latency {1e3 * max(late_s, key=abs):+.2f} ms; worst bandwidth {max(share, key=abs):+.1%}")
+    print(f"{missed} links miss a goal (latency within 10% or 1 ms, bandwidth within 10%)")
+    print("\n".join(f"outlier: {each}" for each in doubts([survey])))
+
+
+if __name__ == "__main__":
+    main()

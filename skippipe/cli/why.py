@@ -1,0 +1,248 @@
+"""The command that says what limits a plan, and what would help: why."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from skippipe.cli import inputs, planning, reading
+
+if TYPE_CHECKING:
+    from skippipe.blame import Limit, What
+    from skippipe.critical import Cause
+    from skippipe.plan import Plan
+    from skippipe.planner.advice import Advice, Change
+    from skippipe.timeline import Timeline
+
+SHOWN = 6  # causes, the largest
+
+
+def why(
+    plan: reading.PlanFile,
+    changes: Annotated[int, typer.Option(min=0, help="List so many changes that help at most; 0: try none.")] = 5,
+    replanning: Annotated[
+        bool,
+        typer.Option(
+            "--replanning/--no-replanning",
+            help="Try changes that call for other paths too (a node or a slot more, a node less), each with a short "
+            "search; or only those that leave paths as they are.",
+        ),
+    ] = True,
+    as_json: inputs.Json = False,
+) -> None:
+    """Say what limits a plan, and which one change would help most.
+
+    The first part is the critical path of the simulated iteration: going back from its end, what determined each moment
+    (a node that computes, a link, a collision, a full memory, averaging), added up. The second part tries changes for
+    which the path gives reason, one at a time, and lists those that help with what the iteration then takes in the
+    simulation. Ctrl-C ends the trying and keeps what was found.
+
+    Example: skippipe why plan.json
+    """
+    from skippipe.blame import blamed
+    from skippipe.critical import critical_path
+    from skippipe.plan import Plan
+    from skippipe.planner.advice import advice
+    from skippipe.simulate import simulate
+    from skippipe.timeline import Timing
+
+    found = Plan.load(plan)
+    timeline = simulate(found, found.expected.timing if found.expected else Timing.FULL)
+    if found.expected not in (None, timeline):
+        print(f"warning: {plan} promises another timeline than it has; see 'skippipe check'", file=sys.stderr)
+    found = found.promising(timeline)
+    path = critical_path(found, timeline)
+    answer = None
+    if changes:
+        with planning.interruptible() as stopped, planning.progress_bar("why") as progress:
+            answer = advice(found, timeline, replanning, progress, lambda: bool(stopped))
+        if stopped:
+            print("interrupted: not all changes were tried", file=sys.stderr)
+    if as_json:
+        names = [node.name for node in found.cluster.nodes]
+        pieces = [{**_cause(each.cause, names), **_span(each.start_ns, each.end_ns)} for each in path]
+        print(json.dumps({**_figures(found, timeline, blamed(path), answer, changes), "path": pieces}))
+        return
+    print("\n".join(_words(found, timeline, blamed(path))))
+    if answer:
+        print("\n".join(["", *_advice_in_words(answer, changes)]))
+
+
+# in words
+
+
+def _s(ns: int) -> str:
+    """Iterations last milliseconds or days: four digits of them."""
+    return f"{ns / 1e9:.4g} s" if ns < 10**13 else f"{ns / 1e9:.0f} s"
+
+
+def _words(plan: Plan, timeline: Timeline, causes: dict[Cause, int]) -> list[str]:
+    from skippipe.blame import busiest_link, busiest_node, limits, shares, slowest_lane
+
+    whole_ns = timeline.iteration_ns
+    found = limits(causes)
+    lines = [
+        f"iteration {timeline.iteration_s:.3f} s ({timeline.timing})",
+        "critical path: " + ", ".join(f"{what} {ns / whole_ns:.0%}" for what, ns in shares(causes).items()),
+        "",
+        "what limits it, in the simulation:",
+        *(f"{_s(limit.ns):>11} {limit.ns / whole_ns:6.1%}  {_named(limit, plan)}" for limit in found[:SHOWN]),
+    ]
+    rest_ns = sum(limit.ns for limit in found[SHOWN:])
+    if rest_ns:
+        lines.append(f"{_s(rest_ns):>11} {rest_ns / whole_ns:6.1%}  {len(found) - SHOWN} others, each less")
+    slowest = slowest_lane(plan, timeline)
+    lane = plan.lanes[slowest.lane]
+    node, busy_ns = busiest_node(timeline)
+    (sender, receiver), sending_ns = busiest_link(plan, timeline)
+    lines += [
+        "",
+        f"slowest lane: {slowest.lane} ({' → '.join(plan.cluster.nodes[each].name for each in lane.path)}, "
+        f"{lane.microbatches} microbatches), back at {_s(slowest.back_ns)}; without the others "
+        f"at {_s(slowest.alone_ns)}",
+        f"busiest node: {_name(plan, node)}, at work for {busy_ns / whole_ns:.0%} of the iteration",
+        f"busiest link: {_name(plan, sender)} → {_name(plan, receiver)}, sends for {sending_ns / whole_ns:.0%} of it",
+    ]
+    if plan.gap is not None and plan.lower_bound_ns is not None:
+        bound = _s(plan.lower_bound_ns)
+        lines.append(f"no plan can take less than {bound} (proven); this one is {plan.gap:.1%} above that")
+    return lines
+
+
+def _named(limit: Limit, plan: Plan) -> str:
+    """Who or what it is, and if it is a link, what about it."""
+    from skippipe.blame import What
+    from skippipe.critical import Kind
+
+    at = "" if limit.node is None else _name(plan, limit.node)
+    stage = "" if limit.node is None else f" (stage {plan.stage_of[limit.node]})"
+    match limit.what:
+        case What.COMPUTING:
+            return f"computing on {at}{stage}"
+        case What.COLLISIONS:
+            return f"waiting for {at}{stage}, busy with other microbatches"
+        case What.MEMORY:
+            return f"waiting for a memory slot on {at}{stage}"
+        case What.OPTIMIZER:
+            return f"optimizer step of {at}{stage}, the slowest"
+        case What.AVERAGING:
+            link = limit.links[0]
+            over_ns = sum(ns for cause, ns in limit.causes.items() if (cause.node, cause.to) == link)
+            over = f"{_name(plan, link[0])} → {_name(plan, link[1])}"
+            return f"averaging gradients of stage {limit.stage}, {over_ns / limit.ns:.0%} of it over {over}"
+    parts = {
+        "sending": limit.of(Kind.BANDWIDTH),
+        "queue": limit.of(Kind.QUEUE),
+        "latency": limit.of(Kind.LATENCY),
+    }
+    split = ", ".join(f"{word} {_s(ns)}" for word, ns in parts.items() if ns)
+    (a, b), *others = limit.links
+    if limit.node is not None:
+        return f"transfers over the links of {at} ({split})"
+    between = f"between {_name(plan, a)} and {_name(plan, b)}" if others else f"{_name(plan, a)} → {_name(plan, b)}"
+    return f"transfers {between} ({split})"
+
+
+def _name(plan: Plan, node: int) -> str:
+    return f"'{plan.cluster.nodes[node].name}'"
+
+
+def _advice_in_words(answer: Advice, most: int) -> list[str]:
+    lines = []
+    if answer.changes:
+        lines.append(f"what would help, one change at a time, in the simulation ({answer.tried} tried):")
+        lines += [_line(change) for change in answer.changes[:most]]
+    else:
+        lines.append(
+            f"no single change helps ({answer.tried} tried, in the simulation): whatever gets faster, something else "
+            "takes as long; it takes several changes at once"
+        )
+    if answer.searched_ns is not None:
+        lines.append(
+            f"(gains of changes with other paths are counted from {_s(answer.searched_ns)}, which other paths "
+            "take without any change)"
+        )
+    if answer.not_replanned:
+        lines.append(f"(no other paths were searched: {answer.not_replanned})")
+    return lines
+
+
+def _line(change: Change) -> str:
+    paths = "other paths" if change.replanned else "same paths"
+    notes = f"{paths}; {change.because}" if change.because else paths
+    return f"{_s(change.after_ns):>11} {-change.gain:7.1%}  {change.what} ({notes})"
+
+
+# as data
+
+
+def _figures(
+    plan: Plan, timeline: Timeline, causes: dict[Cause, int], answer: Advice | None, most: int
+) -> dict[str, Any]:
+    from skippipe.blame import busiest_link, busiest_node, limits, shares, slowest_lane
+    from skippipe.costs import seconds
+
+    names = [node.name for node in plan.cluster.nodes]
+    slowest = slowest_lane(plan, timeline)
+    node, busy_ns = busiest_node(timeline)
+    (sender, receiver), sending_ns = busiest_link(plan, timeline)
+    return {
+        "timing": str(timeline.timing),
+        "iteration_s": timeline.iteration_s,
+        "shares_s": _seconds(shares(causes)),
+        "limits": [
+            {
+                "what": str(limit.what),
+                "text": _named(limit, plan),
+                "seconds": seconds(limit.ns),
+                "causes": [{**_cause(cause, names), "seconds": seconds(ns)} for cause, ns in limit.causes.items()],
+            }
+            for limit in limits(causes)
+        ],
+        "slowest_lane": {
+            "lane": slowest.lane,
+            "back_s": seconds(slowest.back_ns),
+            "alone_s": seconds(slowest.alone_ns),
+        },
+        "busiest_node": {"node": names[node], "busy_s": seconds(busy_ns)},
+        "busiest_link": {"from": names[sender], "to": names[receiver], "sending_s": seconds(sending_ns)},
+        "lower_bound_s": None if plan.lower_bound_ns is None else seconds(plan.lower_bound_ns),
+        "searched_s": seconds(answer.searched_ns) if answer and answer.searched_ns is not None else None,
+        "tried": answer.tried if answer else 0,
+        "not_replanned": answer.not_replanned if answer else "",
+        "changes": [
+            {
+                "sort": str(change.sort),
+                "change": change.what,
+                "because": change.because,
+                "replanned": change.replanned,
+                "iteration_s": seconds(change.after_ns),
+                "gain": change.gain,
+            }
+            for change in (answer.changes[:most] if answer else [])
+        ],
+    }
+
+
+def _seconds(found: dict[What, int]) -> dict[str, float]:
+    from skippipe.costs import seconds
+
+    return {str(what): seconds(ns) for what, ns in found.items()}
+
+
+def _cause(cause: Cause, names: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"kind": str(cause.kind), "node": names[cause.node]}
+    if cause.to is not None:
+        found["to"] = names[cause.to]
+    if cause.stage is not None:
+        found["stage"] = cause.stage
+    return found
+
+
+def _span(start_ns: int, end_ns: int) -> dict[str, float]:
+    from skippipe.costs import seconds
+
+    return {"start_s": seconds(start_ns), "end_s": seconds(end_ns)}

@@ -1,0 +1,493 @@
+"""What is measured is what is there: on links in virtual time to the microsecond, on emulated ones nearly so."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skippipe.cli import main
+from skippipe.cluster import Cluster, Node
+from skippipe.costs import costs_of
+from skippipe.errors import UserError
+from skippipe.planner.wishes import Wishes, cluster_named, problem_of
+from skippipe.profiling import places
+from skippipe.profiling.bench import free_bytes
+from skippipe.profiling.conductor import Deadlines
+from skippipe.profiling.figures import STEADY, LinkFigures, NodeFigures, link_figures, node_figures, spread
+from skippipe.profiling.merging import doubts, merged, unreachable
+from skippipe.profiling.node import ProfilingNode
+from skippipe.profiling.probing import SMALL_BYTES, Effort, Probing
+from skippipe.profiling.rounds import rounds
+from skippipe.profiling.survey import KEPT, Survey, beside, load_surveys, save_surveys
+from skippipe.runtime.control import Computed, Failed, Hello, Probe, Stop
+from skippipe.runtime.faults import slow_link, slow_node
+from skippipe.runtime.member import Invitation, Member
+from skippipe.training.reports import ClusterFile, Everybody, Late
+from skippipe.transport.keys import KeyFile
+from skippipe.transport.message import Kind, Message
+from skippipe.transport.route import free_port
+from skippipe.workload import MODELS, Workload
+from tests.plans import clusters
+from tests.profiled import (
+    PATIENCE_S,
+    QUICK,
+    WORK,
+    Door,
+    Last,
+    Net,
+    Notes,
+    agrees,
+    brief_of,
+    command,
+    emulated,
+    far_apart,
+    in_a_process,
+    stopped_early,
+    trained,
+)
+
+# The order
+
+
+@given(st.integers(1, 60))
+def test_everybody_meets_everybody_once(nodes: int) -> None:
+    schedule = rounds(nodes)
+    for matches in schedule:
+        taking_part = [node for match in matches for node in match]
+        assert len(taking_part) == len(set(taking_part)), "nobody is measured twice at once"
+    both_ways = [way for matches in schedule for a, b in matches for way in ((a, b), (b, a))]
+    assert sorted(both_ways) == list(itertools.permutations(range(nodes), 2))
+    assert len(schedule) <= nodes
+
+
+# One link
+
+
+def probed(took_s: Callable[[int], float], effort: Effort = QUICK) -> Probing:
+    """All that is sent over a link, on which so many bytes take so long, there and back."""
+    probing = Probing(effort)
+    while (size := probing.next_bytes()) is not None:
+        probing.took(took_s(size))
+    return probing
+
+
+@given(st.floats(0, 0.5), st.floats(1e4, 1e9))
+def test_a_link_is_what_it_takes(latency_s: float, bandwidth: float) -> None:
+    probing = probed(lambda size: 2 * latency_s + size / bandwidth)
+    found = link_figures(probing.samples)
+    assert found is not None
+    assert found.latency_s == pytest.approx(latency_s, abs=SMALL_BYTES / bandwidth)
+    assert found.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=1e-3)
+    largest, took_s = probing.samples[-1]
+    assert largest <= QUICK.most_bytes
+    assert took_s - 2 * latency_s > 0.5 * QUICK.transfer_s or largest == QUICK.most_bytes
+    assert sum(size for size, _ in probing.samples) < 20 * max(largest, 2**14), "no more bytes than are needed"
+
+
+def test_one_transfer_that_is_held_up_does_not_count() -> None:
+    disturbed = iter([1.0] * 4 + [9.0] + [1.0] * 99)
+    samples = probed(
+        lambda size: 0.02 + size / 1e6 * (next(disturbed) if size > SMALL_BYTES else 1), replace(QUICK, transfers=5)
+    ).samples
+    found = link_figures(samples)
+    assert found is not None
+    assert found.bandwidth_bytes_per_s == pytest.approx(1e6, rel=0.01)
+    assert found.is_steady
+
+
+def test_transfers_that_disagree_are_marked() -> None:
+    speeds = itertools.cycle([1e6, 3e6, 2e6, 5e5])
+    found = link_figures(probed(lambda size: 0.02 + size / next(speeds), replace(QUICK, transfers=5)).samples)
+    assert found is not None
+    assert not found.is_steady
+
+
+def test_a_slow_link_takes_no_longer_than_it_may() -> None:
+    probing = probed(lambda size: 0.1 + size / 4000, replace(QUICK, transfers=50, most_s=10))
+    assert sum(took_s for _, took_s in probing.samples) < 10 + 2 * 4.2
+    assert link_figures(probing.samples) is not None
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [[4.0, 0.1]],
+        [[1e6, 1.0]],
+        [[4.0, 0.1, 3.0], [1e6]],
+        [[4.0, -1.0], [1e6, 1.0]],
+        [[4.0, float("nan")], [1e6, 1.0]],
+        [[4.0, 1e-300], [1e300, 1e-300]],
+    ],
+)
+def test_too_little_is_no_figure(rows: list[list[float]]) -> None:
+    assert link_figures(rows) is None
+
+
+def test_spread_is_that_of_the_middle_half() -> None:
+    assert spread([3.0]) == spread([]) == 0
+    assert spread([2.0, 2.0, 2.0, 2.0, 50.0]) == 0
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
+
+
+def test_the_planner_counts_on_what_a_layer_took() -> None:
+    rows = [[0.02, 0.05], [0.02, 0.06], [9.0, 9.0]]
+    figures = node_figures(rows, "here", 2**30, WORK)
+    assert (figures.forward_s, figures.backward_s) == (0.02, 0.06)
+    cluster = merged([Survey("", "", {"n0": figures}, {})], "one")
+    costs = costs_of(cluster, WORK, (1, 1))
+    assert (costs.forward_ns[0, 0] + costs.backward_ns[0, 0]) / 1e9 == pytest.approx(0.08)
+
+
+# Many nodes, in virtual time
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5, 8])
+def test_what_is_measured_is_what_is_there(nodes: int) -> None:
+    net = Net(far_apart(nodes))
+    for node in range(nodes):
+        net.join(node)
+    found = net.run()
+    assert len(found.links) == nodes * (nodes - 1)
+    agrees(merged([found], "found"), net.true, 1e-3, 1e-5)
+    assert net.most_at_once == nodes // 2
+    assert not net.heard
+    assert not found.missing
+
+
+def test_those_who_cannot_reach_each_other_have_no_link() -> None:
+    true = far_apart(4)
+    bandwidth = true.bandwidth_bytes_per_s.copy()
+    bandwidth[1, 2] = 0  # one way is enough
+    net = Net(replace(true, bandwidth_bytes_per_s=bandwidth))
+    for node in range(4):
+        net.join(node)
+    found = net.run()
+    assert {ends for ends, link in found.links.items() if link is None} == {("n1", "n2"), ("n2", "n1")}
+    assert net.heard == ["'n1' does not reach 'n2': they have no link"]
+    cluster = merged([found], "found")
+    assert cluster.bandwidth_bytes_per_s[1, 2] == cluster.bandwidth_bytes_per_s[2, 1] == 0
+    assert (cluster.bandwidth_bytes_per_s > 0).sum() == 10
+    assert sorted(unreachable([found])) == [("n1", "n2"), ("n2", "n1")]
+
+
+def test_whoever_does_not_answer_is_not_waited_for_for_ever() -> None:
+    net = Net(far_apart(3))
+    for node in range(3):
+        net.join(node)
+    net.run(lambda: bool(net.busy))
+    net.alive[2].receive = lambda sender, message: None  # type: ignore[method-assign]
+    found = net.run()
+    assert {ends for ends, link in found.links.items() if link is None} >= {("n2", "n0"), ("n2", "n1")}
+    assert found.links["n0", "n1"] and found.links["n1", "n0"]
+
+
+def test_a_node_that_dies_is_left_out() -> None:
+    net = Net(far_apart(5))
+    for node in range(5):
+        net.join(node)
+    net.later(2.5, lambda: net.die(3))
+    found = net.run()
+    assert net.heard == ["'n3' is left out: it was killed"]
+    assert found.missing == ("n3",)
+    assert len(found.links) == 4 * 3
+    agrees(merged([found], "found"), net.true, 1e-3, 1e-5)
+
+
+def test_a_node_that_comes_back_is_measured_after_all() -> None:
+    net = Net(far_apart(4))
+    for node in range(4):
+        net.join(node)
+    net.later(2.5, lambda: net.die(3))
+    net.later(2.6, lambda: net.join(3))
+    found = net.run()
+    assert not found.missing
+    agrees(merged([found], "found"), net.true, 1e-3, 1e-5)
+
+
+def test_nodes_that_do_not_come_are_not_waited_for_for_ever() -> None:
+    net = Net(far_apart(3), Deadlines(joining=timedelta(seconds=30)))
+    net.join(0)
+    net.join(2)
+    found = net.run()
+    assert net.heard == ["going on without n1, for whom was waited long enough"]
+    assert found.missing == ("n1",)
+    assert set(found.links) == {("n0", "n2"), ("n2", "n0")}
+
+
+def test_a_node_that_cannot_compute_is_left_out() -> None:
+    net = Net(far_apart(3), Deadlines(computing=timedelta(seconds=20)))
+    net.join(0)
+    net.join(1, Computed([[0.0, -1.0]], 2**30, "cpu", "m1"))
+    net.alive[2] = ProfilingNode(2, 3, QUICK, Door(net, 2))
+    net.conductor.joined(2)
+    net.later(0.1, lambda: net.conductor.hear(2, Failed("device 'cuda': this machine has 0 CUDA devices")))
+    found = net.run()
+    assert found.missing == ("n1", "n2")
+    assert "n2' is left out: device 'cuda'" in net.heard[0]
+
+
+def test_nodes_of_one_machine_share_its_memory() -> None:
+    net = Net(far_apart(4))
+    for node, (machine, device) in enumerate([("a", "cpu"), ("a", "cpu"), ("a", "cuda:0"), ("b", "cpu")]):
+        net.join(node, Computed([[0.01, 0.02]], 1000, device, machine))
+    found = net.run()
+    assert [node.memory_bytes for node in found.nodes.values()] == [500, 500, 1000, 1000]
+    assert [node.location for node in found.nodes.values()] == ["a", "a", "a", "b"]
+
+
+def test_what_was_measured_when_it_was_stopped() -> None:
+    net = Net(far_apart(4))
+    for node in range(4):
+        net.join(node)
+    found = net.run(lambda: len(net.conductor.survey("").links) == 3)
+    cluster = merged([found], "part of it")
+    assert (cluster.bandwidth_bytes_per_s > 0).sum() == 3
+    assert not unreachable([found]), "nobody knows"
+
+
+def test_a_node_drops_what_it_did_not_ask_for() -> None:
+    net = Net(far_apart(3))
+    net.join(0)
+    node = net.alive[0]
+    node.receive(1, Message(Kind.CHUNK, 0, 0, 0, 0))
+    node.receive(1, Message(Kind.HOP, 7, 1, 0, 0, None))
+    node.asked(1, Stop(""))
+    for peer in (0, 3):
+        node.hear(Probe(1, peer))
+    assert sum(node.dropped.values()) == 5
+    assert node.stopped is None
+    node.hear(Stop(""))
+    assert node.stopped is not None
+    assert node.hello("here", "1") == Hello("here", "1")
+
+
+# Several surveys
+
+
+def survey(
+    when: str = "1", flops: float = 1e9, bandwidth: float = 1e6, latency_s: float = 0.01, **others: Any
+) -> Survey:
+    nodes = {name: NodeFigures("here", 2**30, flops, 0.1, 0.2) for name in ("a", "b")}
+    link = LinkFigures(latency_s, bandwidth)
+    return replace(Survey(when, "w", nodes, {("a", "b"): link, ("b", "a"): link}), **others)
+
+
+def test_surveys_are_put_together_by_medians() -> None:
+    cluster = merged([survey(bandwidth=1e6), survey(bandwidth=9e9, flops=2e9), survey(bandwidth=1.2e6)], "three")
+    assert cluster.bandwidth_bytes_per_s[0, 1] == 1.2e6
+    assert cluster.nodes[0].flops_per_s == 1e9
+    shaky = {("a", "b"): LinkFigures(0.5, 5e3, 2 * STEADY)}
+    cluster = merged([survey(), survey(links=shaky)], "one of them unsteady")
+    assert cluster.bandwidth_bytes_per_s[0, 1] == 1e6
+    assert cluster.latency_s[0, 1] == 0.01
+    assert merged([survey(links=shaky)], "better than none").bandwidth_bytes_per_s[0, 1] == 5e3
+
+
+def test_the_newest_word_on_who_is_there() -> None:
+    cut = survey("2", links={("a", "b"): None}, nodes={}, missing=("c",))
+    of_c = Survey("1", "w", {"c": NodeFigures("there", 1, 1.0)}, {})
+    cluster = merged([survey(), of_c, cut], "cut")
+    assert [node.name for node in cluster.nodes] == ["a", "b"]
+    assert cluster.bandwidth_bytes_per_s.tolist() == [[0, 0], [1e6, 0]]
+    assert merged([cut, survey("3")], "again").bandwidth_bytes_per_s[0, 1] == 1e6
+    with pytest.raises(UserError, match="no node has been measured"):
+        merged([cut], "nobody")
+
+
+def test_speeds_of_other_work_are_left_alone() -> None:
+    cluster = merged([survey(flops=5e9, work="another model"), survey()], "two models")
+    assert cluster.nodes[0].flops_per_s == 1e9
+    assert not doubts([survey(flops=5e9, work="another model"), survey()])
+
+
+def test_outliers_are_named() -> None:
+    assert not doubts([survey(), survey()])
+    assert doubts([survey(), survey(latency_s=0.0104, bandwidth=1.2e6)]) == []
+    far = doubts([survey(), survey(), survey(flops=3e9, bandwidth=2e5, latency_s=0.1)])
+    assert far == [
+        "'a' computes 3e+09 operations a second, 1e+09 before",
+        "'b' computes 3e+09 operations a second, 1e+09 before",
+        "'a' to 'b': 0.2 MB/s, 1 MB/s before",
+        "'a' to 'b': latency 100 ms, 10 ms before",
+        "'b' to 'a': 0.2 MB/s, 1 MB/s before",
+        "'b' to 'a': latency 100 ms, 10 ms before",
+    ]
+    shaky = survey(links={("a", "b"): LinkFigures(0.01, 1e6, 0.5)}, nodes={"a": NodeFigures("", 1, 1.0, spread=0.4)})
+    assert [line.split(":")[0] for line in doubts([shaky])] == ["'a'", "'a' to 'b'"]
+
+
+@given(clusters())
+def test_a_cluster_file_is_a_survey_too(cluster: Cluster) -> None:
+    again = merged([Survey.of_cluster(cluster)], cluster.name)
+    assert again.nodes == cluster.nodes
+    agrees(again, replace(cluster, latency_s=cluster.latency_s + cluster.hop_overhead_s, hop_overhead_s=0), 1e-9, 0)
+
+
+def test_surveys_go_to_a_file_and_back(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    assert load_surveys(file) == []
+    shaky = survey("9", links={("a", "b"): LinkFigures(0.1, 2.0, 0.3), ("b", "a"): None}, missing=("c",))
+    several = [*(survey(str(when)) for when in range(KEPT)), shaky]
+    save_surveys(file, several)
+    assert beside(file).name == "cluster.profile.json"
+    assert load_surveys(file) == several[1:], "the newest are kept"
+    beside(file).write_text(beside(file).read_text().replace('"b", "a"', '"b"'))
+    with pytest.raises(UserError, match=r"cluster\.profile\.json: surveys\[0\]\.links\[1\]: expected a list of 5"):
+        load_surveys(file)
+
+
+# Processes
+
+
+def test_emulated_links_and_a_node_that_is_killed(tmp_path: Path) -> None:
+    """A shared machine is noisy: the benchmark asks for more (`benchmarks/profile.py`)."""
+    assert in_a_process(emulated, tmp_path) == 0
+    (found,) = load_surveys(tmp_path / "cluster.json")
+    assert found.missing == ("n4",)
+    assert "'n4' is left out: " in (tmp_path / "happened").read_text()
+    cluster = merged([found], "found")
+    assert len(cluster) == 4
+    assert len(found.links) == 4 * 3
+    agrees(cluster, far_apart(5, 0.03), 0.25, 0.005)
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    assert in_a_process(stopped_early, tmp_path) == 130
+    assert "stopped; what was measured so far is in c.json" in (tmp_path / "said").read_text()
+    cluster = Cluster.load(tmp_path / "c.json")
+    assert len(cluster) == 3
+    assert 1 <= (cluster.bandwidth_bytes_per_s > 0).sum() < 6
+
+
+def test_the_command_and_the_plan_that_follows(tmp_path: Path) -> None:
+    """Two nodes of this machine, twice onto the same file; then the planner takes it."""
+    work = ("--model", "llama-tiny", "--sequence", "16", "--transfer", "0.05")
+    assert in_a_process(command, tmp_path, "profile", "--local", "2", *work, "-o", "c.json") == 0
+    first = Cluster.load(tmp_path / "c.json")
+    assert [node.name for node in first.nodes] == ["node-0", "node-1"]
+    first = replace(first, nodes=tuple(replace(node, location="attic") for node in first.nodes), name="mine")
+    first.save(tmp_path / "c.json")
+    assert in_a_process(command, tmp_path, "profile", "--local", "2", *work, "-o", "c.json") == 0
+    both = Cluster.load(tmp_path / "c.json")
+    assert both.name == "mine"
+    assert {node.location for node in both.nodes} == {"attic"}
+    assert len(load_surveys(tmp_path / "c.json")) == 2
+    said = (tmp_path / "said").read_text()
+    assert "written to c.json; 2 measurements put together; next: skippipe plan c.json" in said
+    workload = Workload(MODELS["llama-tiny"], 16, 2)
+    problem = problem_of(cluster_named(str(tmp_path / "c.json"))[0], workload, Wishes(stages=2, visit=2))
+    assert problem.cluster == both
+
+
+def test_nodes_that_join(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """With keys that were made from names alone; one of three never comes."""
+    keys, where = tmp_path / "keys", f"127.0.0.1:{free_port('127.0.0.1')}"
+    assert run("keys", "ann,bob,carol", keys) == (0, "")
+    members = []
+    for name in ("ann", "bob"):
+        mine = KeyFile.load(keys / f"{name}.key")
+        invitation = Invitation(name, where, mine.keys, mine.coordinator, patience=timedelta(seconds=PATIENCE_S))
+        members.append(threading.Thread(target=Member(invitation).run, daemon=True))
+        members[-1].start()
+    nodes = tuple(Node(name, "there", 1.0, 1) for name in ("ann", "bob", "carol"))
+    brief = brief_of(replace(far_apart(3, 0.01), nodes=nodes))
+    deadlines = Deadlines(joining=timedelta(seconds=3))
+    found = places.joined(brief, keys / "coordinator.key", keys / "peers.json", where, Notes(tmp_path), deadlines)
+    for member in members:
+        member.join(PATIENCE_S)
+        assert not member.is_alive(), "they are dismissed"
+    assert set(found.links) == {("ann", "bob"), ("bob", "ann")}
+    assert found.missing == ("carol",)
+    assert f"waiting for 3 nodes to join {where}: ann, bob, carol" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (("profile",), "say where nodes are: --local N"),
+        (("profile", "--local", "2", "--keys", "keys"), "leave one out"),
+        (("profile", "--keys", "keys"), "keys/peers.json: no such file"),
+        (("profile", "--local", "2", "--model", "gpt-9"), "model 'gpt-9': neither a preset"),
+        (("profile", "--local", "2", "--device", "tpu"), "device 'tpu': expected cpu"),
+        (("profile", "--local", "2", "--merge", "none.json"), "none.json: no such file"),
+        (("profile", "--local", "2", "-o", "."), ".: this is a folder"),
+        (("keys", "ann,ann", "keys"), "2 different names of nodes are needed"),
+        (("keys", "ann,coordinator", "keys"), "different names of nodes are needed"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, words: tuple[str, ...], wrong: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, error = run(*words)
+    assert code == 2
+    assert wrong in error
+    assert error.count("\n") == 1
+    assert not any(tmp_path.iterdir())
+
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def called(*words: str | Path) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["skippipe", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), capsys.readouterr().err
+
+    return called
+
+
+def test_memory_is_what_is_free_within_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = free_bytes(torch.device("cpu"))
+    assert 2**20 < machine < 2**50
+    (tmp_path / "memory.max").write_text("3000000\n")
+    (tmp_path / "memory.current").write_text("1000000\n")
+    monkeypatch.setattr("skippipe.profiling.bench.CGROUP", tmp_path)
+    assert free_bytes(torch.device("cpu")) == 2_000_000
+
+
+# While training
+
+
+def test_training_finds_out_what_nodes_and_links_take(tmp_path: Path) -> None:
+    last = Last()
+    planned = trained(
+        Late(lambda: Everybody([last, ClusterFile(tmp_path / "cluster.json")])),
+        slow_node(3, 4.0).at(iteration=1),
+        slow_link(0, 2).at(iteration=1),
+    )
+    found = Cluster.load(tmp_path / "cluster.json")
+    assert found == last.clusters[-1]
+    speeds = [new.flops_per_s / old.flops_per_s for new, old in zip(found.nodes, planned.nodes, strict=True)]
+    assert speeds[3] == pytest.approx(1 / 4, rel=0.2)
+    assert speeds[:3] + speeds[4:] == pytest.approx([1.0] * 7, rel=1e-3)
+    assert found.bandwidth_bytes_per_s[0, 2] < planned.bandwidth_bytes_per_s[0, 2] / 1.5
+    assert found.bandwidth_bytes_per_s[0, 3] == pytest.approx(planned.bandwidth_bytes_per_s[0, 3], rel=1e-3)
+
+
+def test_a_run_that_takes_what_was_planned_finds_the_cluster_as_it_was() -> None:
+    last = Last()
+    planned = trained(last)
+    (found,) = last.clusters
+    assert [node.flops_per_s for node in found.nodes] == pytest.approx([node.flops_per_s for node in planned.nodes])
+    agrees(found, planned, 1e-3, 0)
+
+
+def test_a_disk_that_is_full_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "cluster.json").mkdir()
+    Everybody([ClusterFile(tmp_path / "cluster.json")]).measured(far_apart(2))
