@@ -1,16 +1,20 @@
 """What the planner with all freedoms gives, beside the published method, full pipelines and what is proven.
 
-    python -m benchmarks.best [published20] [settings] [first] [random] [--seeds N] [--budget S]
+    python -m benchmarks.best [published20] [settings] [first] [random] [--seeds N] [--budget S] [--keep FILE]
 
 Without names, all four. `first` is the time until there is a valid plan; the others compare seconds of an iteration.
+With `--keep` a run over random clusters that was cut short goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from skippipe.errors import Infeasible
 from skippipe.examples import EXAMPLES, Example
@@ -99,47 +103,67 @@ def first(_: int, __: float) -> None:
         print(f"| {nodes} | {took_s:.2f} s | {iteration_s(plan):.1f} s | {iteration_s(more):.1f} s |", flush=True)
 
 
-def random(seeds: int, budget_s: float) -> None:
+def random_problem(seed: int) -> Problem:
     """Unequal nodes and links, some missing, averaging included."""
-    ratios: dict[Strategy, list[float]] = {rival: [] for rival in RIVALS}
-    worse = 0
+    nodes = 10 + (seed * 7919) % 51
+    stages, visited = ((4, 3), (6, 4), (5, 4))[seed % 3]
+    unit = lane_unit(stages, visited)
+    microbatches = max(6 * max(1, nodes // 4) // unit * unit, 2 * unit)
+    work = Workload(MODELS["llama-500m"], microbatches=microbatches, max_slots=3)
+    return Problem(random_cluster(nodes, seed), work, stages, visited)
+
+
+def random(seeds: int, budget_s: float, keep: Path | None) -> None:
+    rows = read_rows(keep, budget_s)
+    print("| seed | nodes | best | " + " | ".join(f"of {rival}" for rival in RIVALS) + " |")
+    print("|---" * (3 + len(RIVALS)) + "|")
     for seed in range(seeds):
-        nodes = 10 + (seed * 7919) % 51
-        stages, visited = ((4, 3), (6, 4), (5, 4))[seed % 3]
-        microbatches = 6 * max(1, nodes // 4) // lane_unit(stages, visited) * lane_unit(stages, visited)
-        work = Workload(
-            MODELS["llama-500m"], microbatches=max(microbatches, 2 * lane_unit(stages, visited)), max_slots=3
-        )
-        problem = Problem(random_cluster(nodes, seed), work, stages, visited)
-        ours = iteration_s(planned(problem, Strategy.BEST, budget_s))
-        for rival in RIVALS:
-            try:
-                theirs = iteration_s(planned(problem, rival, budget_s))
-            except Infeasible:
-                continue
-            ratios[rival].append(ours / theirs)
-            worse += ours > theirs
-    print(f"{seeds} random clusters of 10 to 60 nodes, {budget_s:g} s for each plan; worse than another: {worse}")
-    print("| against | median ratio | best | worst |\n|---|---|---|---|")
-    for rival, found in ratios.items():
-        print(f"| {rival} | {statistics.median(found):.2f} | {min(found):.2f} | {max(found):.2f} |", flush=True)
+        problem = random_problem(seed)
+        if seed not in rows:
+            rows[seed] = {}
+            for strategy in (Strategy.BEST, *RIVALS):
+                with suppress(Infeasible):
+                    rows[seed][strategy] = iteration_s(planned(problem, strategy, budget_s))
+            if keep:
+                with keep.open("a") as file:
+                    file.write(json.dumps({"seed": seed, "budget_s": budget_s, "iteration_s": rows[seed]}) + "\n")
+        ours = rows[seed][Strategy.BEST]
+        ratios = (f"{ours / rows[seed][rival]:.3f}" if rival in rows[seed] else "–" for rival in RIVALS)
+        print(f"| {seed} | {len(problem.cluster)} | {ours:.2f} s | " + " | ".join(ratios) + " |", flush=True)
+    print(f"\n{seeds} random clusters of 10 to 60 nodes, {budget_s:g} s for each plan")
+    print("| against | clusters | median | best | worst | worse |\n|---|---|---|---|---|---|")
+    for rival in RIVALS:
+        found = [row[Strategy.BEST] / row[rival] for seed, row in rows.items() if seed < seeds and rival in row]
+        figures = (statistics.median(found), min(found), max(found))
+        worse = sum(ratio > 1 for ratio in found)
+        print(f"| {rival} | {len(found)} | " + " | ".join(f"{each:.3f}" for each in figures) + f" | {worse} |")
 
 
-PARTS = {"published20": published20, "settings": settings, "first": first, "random": random}
+def read_rows(keep: Path | None, budget_s: float) -> dict[int, dict[str, float]]:
+    """[seed][strategy], of earlier runs with this budget."""
+    lines = keep.read_text().splitlines() if keep and keep.exists() else []
+    found = [json.loads(line) for line in lines]
+    return {row["seed"]: row["iteration_s"] for row in found if row["budget_s"] == budget_s}
+
+
+PARTS = {"published20": published20, "settings": settings, "first": first}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[], metavar="PART")
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, "random", []], default=[], metavar="PART")
     parser.add_argument("--seeds", type=int, help="3, and 50 random clusters")
     parser.add_argument("--budget", type=float, help="seconds for a plan: 30, and 3 for random clusters")
+    parser.add_argument("--keep", type=Path, help="a file for the results of random clusters, a line each")
     asked = parser.parse_args()
     compile_search()
     compile_kernels()
-    for name in asked.parts or PARTS:
+    for name in asked.parts or [*PARTS, "random"]:
         print(f"\n{name}", flush=True)
-        many = name == "random"
-        PARTS[name](asked.seeds or (50 if many else 3), asked.budget or (3.0 if many else 30.0))
+        if name == "random":
+            random(asked.seeds or 50, asked.budget or 3.0, asked.keep)
+        else:
+            PARTS[name](asked.seeds or 3, asked.budget or 30.0)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import numpy as np
 from skippipe import eventloop
 from skippipe.dispatch import all_steps
 from skippipe.examples import published20, published_plan
-from skippipe.simulate import Course, as_arrays
+from skippipe.simulate import NO_HURRY, NO_RECORD, Course, as_arrays
 from skippipe.timeline import Timing
 
 
@@ -42,9 +42,9 @@ def main() -> None:
         course.run(paths, lengths, microbatches)  # compile
         compiled = per_second(lambda: course.run(paths, lengths, microbatches))
         tasks = (course.forward_ns, course.backward_ns, course.weight_ns, course.head_ns)
-        out = (np.empty(len(plan.cluster), np.int64), np.empty((0, 3), np.int64))
+        out = (NO_HURRY, np.empty(len(plan.cluster), np.int64), NO_RECORD)
         hops = (course.slots, course.flight_ns, course.transmit_ns, timing is Timing.FULL)
-        rest = (course.forward_urgency, split, *out)
+        rest = (course.order, split, *out)
         plain = eventloop.run.py_func  # type: ignore[attr-defined]
         return compiled, per_second(lambda: plain(paths, lengths, microbatches, *tasks, *hops, *rest))
 

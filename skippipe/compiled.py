@@ -7,12 +7,17 @@ stage may follow) a few times a second, on machines that need not have numba, an
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., object])
+
+COMPILED_WITHIN_S = 120.0  # by a process beside this one; from then on this one compiles for itself
 
 
 def kernel(function: Function) -> Function:
@@ -32,6 +37,28 @@ def kernel(function: Function) -> Function:
         return cast(Function, numba.njit(nogil=True)(function))
     finally:
         settings.CACHE_DIR = before
+
+
+@contextmanager
+def beside(code: str) -> Iterator[None]:
+    """Where nothing is compiled yet, a process of its own runs this meanwhile: what it compiles is in the cache then.
+
+    numba compiles one kernel at a time in a process. If the other one fails, all is compiled here when it is needed.
+    """
+    cold = _folder is not None and _folder.is_dir() and not any(_folder.rglob("*.nbi"))
+    if not cold:
+        yield
+        return
+    null = subprocess.DEVNULL
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=null, stdout=null, stderr=null)
+    try:
+        yield
+        other.wait(COMPILED_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        other.kill()
+        other.wait(COMPILED_WITHIN_S)
 
 
 def plain(function: Function) -> Function:

@@ -23,11 +23,17 @@ class Dispatch(StrEnum):
     """In the order in which they became ready."""
     BACKWARD_FIRST = "backward-first"
     """Head and backward before forward, so that slots come free early; then in the order they became ready."""
+    LANES_IN_ORDER = "lanes-in-order"
+    """Those of a lane before those of all lanes that come after it in the plan."""
 
     @property
-    def forward_urgency(self) -> int:
-        """Of forward tasks, for `urgency`."""
-        return 1 if self is Dispatch.BACKWARD_FIRST else 0
+    def order(self) -> int:
+        """For kernels."""
+        return list(Dispatch).index(self)
+
+
+BACKWARD_FIRST, LANES_IN_ORDER = Dispatch.BACKWARD_FIRST.order, Dispatch.LANES_IN_ORDER.order
+LAST = 2**32
 
 
 @kernel
@@ -73,11 +79,13 @@ def frees_slot(step: int, length: int, split: bool) -> bool:
 
 
 @kernel
-def urgency(step: int, length: int, forward_urgency: int) -> int:
+def urgency(step: int, length: int, lane: int, order: int) -> int:
     """The smaller goes first. Weight gradients fill the time that nobody else can use."""
-    if step < length:
-        return forward_urgency
-    return 0 if step <= 2 * length else 2
+    if step > 2 * length:
+        return LAST
+    if order == LANES_IN_ORDER:
+        return lane
+    return 1 if order == BACKWARD_FIRST and step < length else 0
 
 
 @kernel

@@ -36,15 +36,17 @@ def run(
     flight_ns: Ints,  # [from, to]
     transmit_ns: Ints,  # [from, to]
     queued: bool,  # transfers on one directed link wait for each other
-    forward_urgency: int,
+    order: int,  # of dispatch
     split: bool,  # weight gradients are tasks of their own
+    spare_ns: Ints,  # in, out: [lane] by how much it may still wait, or the run ends at once; empty: for ever
     done_ns: Ints,  # out: [node] end of its last task
     record: Ints,  # out: [task, (ready, start, end)]; no rows: do not record
 ) -> tuple[int, int]:
-    """The end of the last task, and how many microbatches did not come back (if any: a deadlock)."""
+    """The end of the last task, and how many microbatches did not come back; if any, a deadlock or a lane too late."""
     lanes = len(lengths)
     nodes = len(forward_ns)
     recording = len(record) > 0
+    hurried = len(spare_ns) > 0
 
     step = np.zeros(lanes, np.int64)
     microbatch = np.zeros(lanes, np.int64)
@@ -111,7 +113,7 @@ def run(
             while lane >= 0:
                 length = lengths[lane]
                 if may_start(step[lane], length, held[node], slots[node]):
-                    lane_urgency = urgency(step[lane], length, forward_urgency)
+                    lane_urgency = urgency(step[lane], length, lane, order)
                     if best < 0 or goes_before(lane_urgency, ready_ns[lane], lane, best_urgency, ready_ns[best], best):
                         best = lane
                         before_best = previous
@@ -146,6 +148,10 @@ def run(
                                 oldest[node] = weights
                             newest[node] = weights
                         undone[node] += 1
+                if hurried:
+                    spare_ns[lane] -= now - ready_ns[lane]
+                    if spare_ns[lane] < 0:
+                        return last_ns, left
                 if recording:
                     task = first_task[lane] + microbatch[lane] * all_steps(length, split) + at
                     record[task, 0] = ready_ns[lane]
@@ -182,6 +188,8 @@ def run(
                 target = paths[lane, place(at, length)]
                 if target != node:
                     if queued:
+                        if hurried:
+                            spare_ns[lane] -= max(0, link_free_ns[node, target] - end)
                         arrival = max(end, link_free_ns[node, target]) + transmit_ns[node, target]
                         link_free_ns[node, target] = arrival
                         arrival += flight_ns[node, target]

@@ -27,6 +27,7 @@ Ints = NDArray[np.int64]
 LAST_NS = 2**62  # the end of time for whole numbers of 64 bits
 MOST_TASKS = 20_000_000
 NO_RECORD = np.empty((0, 3), np.int64)
+NO_HURRY = np.empty(0, np.int64)
 
 
 class Deadlock(UserError):
@@ -56,7 +57,7 @@ class Course:
     slots: Ints
     flight_ns: Ints
     transmit_ns: Ints
-    forward_urgency: int
+    order: int
     split_backward: bool
     timing: Timing
     rings: Rings
@@ -91,7 +92,7 @@ class Course:
             slots=slots,
             flight_ns=costs.flight_ns,
             transmit_ns=costs.transmit_ns,
-            forward_urgency=dispatch.forward_urgency,
+            order=dispatch.order,
             split_backward=split_backward,
             timing=timing,
             rings=Rings.of(costs, rings),
@@ -121,8 +122,9 @@ class Course:
             self.flight_ns,
             self.transmit_ns,
             self.timing is Timing.FULL,
-            self.forward_urgency,
+            self.order,
             self.split_backward,
+            NO_HURRY,
             done_ns,
             NO_RECORD if record is None else record,
         )

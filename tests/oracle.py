@@ -158,8 +158,12 @@ def run_tasks(plan: Json, timing: str) -> list[Task]:
         return Task(ended.lane, ended.microbatch, step, ended.node, "weight", ready=ended.end)
 
     def rank(task: Task) -> tuple[int, int, int]:
-        forward = 1 if plan["dispatch"] == "backward-first" else 0
-        return ({"forward": forward, "weight": 2}.get(task.kind, 0), task.ready, task.lane)
+        urgency = {
+            "first-come": 0,
+            "backward-first": 1 if task.kind == "forward" else 0,
+            "lanes-in-order": task.lane,
+        }[plan["dispatch"]]
+        return (len(lanes) + 2 if task.kind == "weight" else urgency, task.ready, task.lane)
 
     waiting = [Task(lane, 0, 0, *steps[lane][0], ready=0) for lane in range(len(lanes))]
     running: dict[str, Task] = {}

@@ -105,7 +105,7 @@ def random_plans(problem: Problem, seed: int, attempts: int) -> Iterator[Plan]:
                 visits = piece if cc2_broken_at([0, *visits]) is not None else visits
                 lanes.append((tuple(int(draw.choice(placement[stage])) for stage in [0, *visits]), count))
                 left -= count
-        dispatch = Dispatch.BACKWARD_FIRST if draw.random() < 0.5 else Dispatch.FIRST_COME
+        dispatch = Dispatch(draw.choice(list(Dispatch)))
         plan = plan_of(replace(problem, dispatch=dispatch), placement, lanes)
         if not check(plan):
             yield plan

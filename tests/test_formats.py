@@ -135,7 +135,7 @@ def plans(draw: DrawFn, wild: bool = False) -> Json:
         "format": "skippipe-plan",
         "version": 1,
         "strategy": "drawn",
-        "dispatch": draw(st.sampled_from(["first-come", "backward-first"])),
+        "dispatch": draw(st.sampled_from(["first-come", "backward-first", "lanes-in-order"])),
         "stages": stages,
         "lanes": draw(st.lists(lane, min_size=1, max_size=6)),
         "workload": draw(workloads(layers=sum(stage["layers"] for stage in stages))),

@@ -164,7 +164,10 @@ MALFORMED = {
     "no microbatches": (edit("lanes.1.microbatches", 0), "lanes[1].microbatches: 0 must be 1 or more"),
     "two stages for a node": (edit("stages.1.nodes.0", "belgium-0"), "'belgium-0' already holds stage 0"),
     "too few layers": (edit("stages.2.layers", 3), "stages: they hold 23 layers, but llama-1.5b has 24"),
-    "unknown dispatch": (edit("dispatch", "random"), "dispatch: 'random' is none of first-come, backward-first"),
+    "unknown dispatch": (
+        edit("dispatch", "random"),
+        "dispatch: 'random' is none of first-come, backward-first, lanes-in-order",
+    ),
     "split or not": (edit("split_backward", "yes"), "split_backward: expected true or false"),
     "all weights": (edit("workload.weight_share", 1), "workload.weight_share: 1.0 must lie between 0 and 1"),
     "unknown field": (edit("lanes.0.color", 3), "lanes[0].color: unknown field"),

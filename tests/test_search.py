@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skippipe import compiled
 from skippipe.check import check
 from skippipe.cluster import Cluster, Node
+from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible, UserError
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.leftout import left_out
 from skippipe.planner.problem import NO_FREEDOMS, Freedoms, Problem
-from skippipe.planner.search.moves import DRAWS, SHARES, change, lay
+from skippipe.planner.search.best import Limits, improved
+from skippipe.planner.search.moves import DRAWS, SHARES, change, lay_lifted
 from skippipe.planner.search.score import score
 from skippipe.planner.search.state import State, assign, copy_of, costs_by_layers, state_of, tables_of
 from skippipe.planner.strategies import Request, Strategy, make_plan
@@ -41,7 +45,7 @@ def plan_as_is(problem: Problem, state: State) -> Plan:
             for path, count in zip(state.paths.tolist(), state.counts.tolist(), strict=True)
             if count
         ),
-        dispatch=problem.dispatch,
+        dispatch=list(Dispatch)[state.order[0]],
         split_backward=problem.split_backward,
     )
 
@@ -59,12 +63,15 @@ def test_the_score_is_what_the_simulator_says(problem: Problem, seed: int) -> No
     draw = np.random.default_rng(seed)
     for _ in range(60):
         trial, row = copy_of(state), draw.integers(0, 2**31, DRAWS)
-        changed, *lanes = change(row, trial, tables, shares)
-        if not changed or not all(lay(lane, row, trial, tables) for lane in lanes if lane >= 0):
+        if not change(row, trial, tables, shares) or not lay_lifted(row, trial, tables):
             continue
-        _, uneven, iteration_ns = score(trial, NO_WAY, tables)
+        assert trial.counts.min() >= 0
+        assert trial.counts.sum() == first.microbatches
+        scored, uneven, iteration_ns = score(trial, NO_WAY, tables)
         if iteration_ns == NO_WAY:
             continue
+        assert score(trial, iteration_ns, tables) == (scored, uneven, iteration_ns)
+        assert score(trial, iteration_ns - 1, tables)[2] in (iteration_ns, NO_WAY)
         plan = plan_as_is(problem, trial)
         assert {violation.rule for violation in check(plan)} <= {"CC3", "link"}
         assert (uneven > 0) == bool(cc3_uneven(plan.exposure))
@@ -142,6 +149,18 @@ def test_begins_with_a_plan() -> None:
         make_plan(replace(problem, workload=work), Strategy.BEST, replace(FEW, start=first))
 
 
+def test_is_no_worse_than_any_plan_to_begin_with() -> None:
+    problem = problem_on(unequal(9, [1e9, 4e9]), NO_FREEDOMS)
+    never = Limits(0, 1, over=lambda: True, on_round=lambda done, best_ns: None)
+    starts = [make_plan(problem, Strategy.DTFM_SKIP, Request(seed=seed, budget_s=0)) for seed in range(3)]
+    promised = [plan.expected.iteration_ns for plan in starts if plan.expected]
+    assert len(set(promised)) > 1
+    for order in (starts, starts[::-1]):
+        found = improved(problem, order, never).expected
+        assert found is not None
+        assert found.iteration_ns == min(promised)
+
+
 def test_a_plan_says_how_good_any_could_be() -> None:
     plan = make_plan(problem_on(uniform_cluster(8)), Strategy.BEST, replace(FEW, bound_s=1.0))
     assert plan.gap is not None
@@ -150,3 +169,13 @@ def test_a_plan_says_how_good_any_could_be() -> None:
     assert plan.expected is not None
     boasting = replace(plan, lower_bound_ns=plan.expected.iteration_ns + 1)
     assert [(each.rule, each.where) for each in check(boasting)] == [("promise", "lower_bound_s")]
+
+
+def test_another_process_compiles_only_where_nothing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_folder", tmp_path)
+    for name in ("first", "second"):
+        with compiled.beside(f"open({str(tmp_path / name)!r}, 'w')"):
+            pass
+        (tmp_path / "kernel.nbi").touch()
+    assert (tmp_path / "first").exists()
+    assert not (tmp_path / "second").exists()

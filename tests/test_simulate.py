@@ -14,7 +14,7 @@ from skippipe import eventloop
 from skippipe.averaging import averaged_ns, best_ring, ring_after_ns, ring_ns
 from skippipe.examples import published20, published_plan
 from skippipe.plan import Lane, Plan
-from skippipe.simulate import Course, Deadlock, as_arrays, simulate
+from skippipe.simulate import NO_HURRY, NO_RECORD, Course, Deadlock, as_arrays, simulate
 from skippipe.timeline import Task, Timeline, Timing
 from tests.plans import clusters, plans
 
@@ -214,8 +214,8 @@ def test_compiled_and_plain_python_agree(plan: Plan, timing: Timing) -> None:
         assert callable(run)
         result = run(
             paths, lengths, microbatches, course.forward_ns, course.backward_ns, course.weight_ns, course.head_ns,
-            course.slots, course.flight_ns, course.transmit_ns, timing is Timing.FULL, course.forward_urgency,
-            plan.split_backward, done, np.empty((0, 3), np.int64),
+            course.slots, course.flight_ns, course.transmit_ns, timing is Timing.FULL, course.order,
+            plan.split_backward, NO_HURRY, done, NO_RECORD,
         )  # fmt: skip
         return tuple(map(int, result)), done.tolist()
 

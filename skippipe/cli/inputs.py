@@ -105,7 +105,7 @@ class SweepOptions:
         typer.Option(help="Layers of each stage, as in 3,5,4,4,4,4.", show_default="even", rich_help_panel=PIPELINE),
     ] = None
     dispatch: Annotated[
-        Literal["first-come", "backward-first"] | None,
+        Literal["first-come", "backward-first", "lanes-in-order"] | None,
         typer.Option(
             help="Who goes next on a node.",
             show_default="what is faster, if the strategy is best; else first-come",

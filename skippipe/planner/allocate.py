@@ -60,7 +60,9 @@ class _Breeding:
         members: set[Groups] = set()
         for _ in range(POPULATION):
             if effort.spend() or min(map(self._fitness, members), default=IMPOSSIBLE) >= IMPOSSIBLE:
-                members.add(self._random())
+                stranger = self._random()
+                members.add(stranger)
+                self._fitness(stranger)  # now, while the effort is counted
         ranked = sorted(members, key=lambda groups: (self._fitness(groups), self._numbered(groups)))
         while effort.spend():
             mother, father = (ranked[min(self.draw.integers(len(ranked), size=2))] for _ in range(2))

@@ -59,7 +59,7 @@ class Times(NamedTuple):
     slots: Ints
     flight_ns: Ints
     transmit_ns: Ints
-    forward_urgency: int
+    order: int
     split: bool
     ring_nodes: Ints
     ring_transmit_ns: Ints
@@ -135,7 +135,7 @@ class _Search:
             slots=course.slots,
             flight_ns=course.flight_ns,
             transmit_ns=course.transmit_ns,
-            forward_urgency=course.forward_urgency,
+            order=course.order,
             split=course.split_backward,
             ring_nodes=rings.nodes,
             ring_transmit_ns=rings.transmit_ns,
@@ -252,8 +252,9 @@ def judge(paths: Ints, lengths: Ints, counts: Ints, limit: int, demands: Demands
         times.flight_ns,
         times.transmit_ns,
         True,
-        times.forward_urgency,
+        times.order,
         times.split,
+        np.empty(0, np.int64),
         done_ns,
         np.empty((0, 3), np.int64),
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
@@ -20,6 +21,7 @@ import numpy as np
 
 from skippipe.averaging import best_ring
 from skippipe.check import check
+from skippipe.compiled import beside
 from skippipe.costs import NEVER_NS, costs_of, seconds
 from skippipe.errors import Infeasible, UserError
 from skippipe.jitter import Jitter
@@ -30,7 +32,7 @@ from skippipe.planner.bounds import lower_bound, lower_bound_of_both
 from skippipe.planner.cbs import Group, PathSearch
 from skippipe.planner.effort import Effort
 from skippipe.planner.problem import Placement, Problem, rings
-from skippipe.planner.search.best import Limits, improved
+from skippipe.planner.search.best import Limits, compile_moves, improved
 from skippipe.planner.tours import NO_WAY
 from skippipe.presets import datacentre
 from skippipe.rules import circle
@@ -44,7 +46,8 @@ BRANCHES = 10_000  # for the best of them, and for each way to group its lanes
 ALLOCATION_SHARE = 0.4  # of the seconds
 MANY = 500  # nodes times lanes: from here on `best` begins with what the study's method finds
 STUDIED_SHARE = 0.3  # of the seconds, for that
-FIRST_SHARE = 0.15  # of the seconds, for a plan that `best` can begin with
+STUDIED_FROM_S = 10.0  # in fewer seconds it finds little
+FIRST_SHARE = 0.05  # of the seconds, for each of the plans that `best` can begin with
 FIRST_TRIALS = 400  # divided by the number of nodes, for the same where changes are counted
 CHOOSING_DRAWS = 400  # iterations with jitter, to tell plans apart by their 95th percentile
 CHOOSING_SEED = 2**31  # draws other than those by which people judge the plan
@@ -102,6 +105,8 @@ def make_plan(problem: Problem, strategy: Strategy, request: Request) -> Plan:
     request.progress("compiling (once on a machine)", 0, None)
     if strategy is Strategy.BEST:
         compile_search()
+        if _is_studied(problem, request):
+            compile_kernels()
         plan = _best(problem, request)
     else:
         compile_kernels()
@@ -131,23 +136,28 @@ def compile_kernels() -> None:
 
 @cache
 def compile_search() -> None:
-    """The same for `best`, which needs fewer of them, and others."""
-    problem = Problem(datacentre(4), Workload(MODELS["llama-30m"], microbatches=2), 3, 2)
-    _best(problem, Request(budget_s=math.inf, changes=1))
+    """The same for `best`, which needs fewer of them, and others. Half of them by a process of its own."""
+    with beside(f"from {__name__} import compile_first_plan; compile_first_plan()"):
+        compile_moves(_small_problem())
+        _best(_small_problem(), Request(budget_s=math.inf, changes=1, placement=((0,), (1,), (2, 3))))
+    compile_first_plan()
+
+
+@cache
+def compile_first_plan() -> None:
+    """Without the moves: simulation and score, then the allocation."""
+    _best(_small_problem(), Request(budget_s=math.inf, changes=0, placement=((0,), (1,), (2, 3))))
+    allocate(_small_problem(), Effort(1, math.inf, time.monotonic), seed=0)
+
+
+def _small_problem() -> Problem:
+    return Problem(datacentre(4), Workload(MODELS["llama-30m"], microbatches=2), 3, 2)
 
 
 def _best(problem: Problem, request: Request) -> Plan:
     until = request.clock() + request.budget_s
     began = request.clock()
-    if request.start:
-        first = _started(problem, request.start)
-    else:
-        trials = 1 + FIRST_TRIALS // len(problem.cluster) if request.changes < math.inf else TRIALS
-        quick = replace(request, budget_s=FIRST_SHARE * request.budget_s)
-        first = _Planning(problem, Strategy.DTFM_SKIP, quick, trials).plan()
-        if len(first.cluster) * len(first.lanes) > MANY and request.changes == math.inf:
-            studied = replace(request, budget_s=STUDIED_SHARE * request.budget_s)
-            first = min(first, _Planning(problem, Strategy.SKIPPIPE, studied).plan(), key=iteration_ns)
+    starts = [_started(problem, request.start)] if request.start else _first_plans(problem, request, until)
 
     def over() -> bool:
         return request.stopped() or request.clock() >= until
@@ -161,7 +171,35 @@ def _best(problem: Problem, request: Request) -> Plan:
     limits = Limits(
         request.seed, request.changes, over, on_round, keep_stages=request.placement is not None, jitter=jitter
     )
-    return improved(problem, first, limits)
+    return improved(problem, starts, limits)
+
+
+def _is_studied(problem: Problem, request: Request) -> bool:
+    """Whether `best` begins with what the study's method finds."""
+    slots = int(problem.costs.slots.max(axis=0).sum())
+    lanes = min(problem.workload.microbatches, slots // problem.visited)  # for which there is memory
+    in_time = STUDIED_FROM_S <= request.budget_s < math.inf and request.changes == math.inf
+    return in_time and len(problem.cluster) * lanes > MANY
+
+
+def _first_plans(problem: Problem, request: Request, until: float) -> list[Plan]:
+    """Plans that `best` can begin with, the best of them first.
+
+    On the stages of a full pipeline, too: these are fewer nodes, which averages sooner. And by the study's method, if
+    lanes are many, so that a search is slow.
+    """
+    trials = 1 + FIRST_TRIALS // len(problem.cluster) if request.changes < math.inf else TRIALS
+    quick = replace(request, budget_s=FIRST_SHARE * request.budget_s)
+    found = [_Planning(problem, Strategy.DTFM_SKIP, quick, trials).plan()]
+    if request.placement is None and problem.freedoms.sizes and request.clock() < until:
+        with suppress(Infeasible):
+            full = _Planning(full_pipeline(problem), Strategy.DTFM_SKIP, quick, trials).plan()
+            placement = tuple(stage.nodes for stage in full.stages)
+            found.append(_Planning(problem, Strategy.DTFM_SKIP, replace(quick, placement=placement)).plan())
+    if _is_studied(problem, request):
+        studied = replace(request, budget_s=STUDIED_SHARE * request.budget_s)
+        found.append(_Planning(problem, Strategy.SKIPPIPE, studied).plan())
+    return sorted(found, key=iteration_ns)
 
 
 def _started(problem: Problem, plan: Plan) -> Plan:

@@ -60,7 +60,7 @@ class Duties:
         self.number = number
         self.plan = plan
         self.slots = plan.slots[number]
-        self.urgency = plan.dispatch.forward_urgency
+        self.order = plan.dispatch.order
         self.tasks = sum(
             lane.microbatches
             for lane in plan.lanes
@@ -195,7 +195,7 @@ class Traffic:
         """
         task = arrived.task
         at_ns = self._duties.planned_ns.get((task.lane, task.microbatch, task.step), arrived.ready_ns)
-        return urgency(task.step, task.length, self._duties.urgency), at_ns, task.lane
+        return urgency(task.step, task.length, task.lane, self._duties.order), at_ns, task.lane
 
     def _time(self, task: Task, ready_ns: int, start_ns: int, now_ns: int) -> None:
         if self._recorded:

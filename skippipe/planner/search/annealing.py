@@ -17,15 +17,15 @@ from itertools import repeat
 import numpy as np
 
 from skippipe.compiled import kernel
-from skippipe.planner.search.moves import DRAWS, change, lay
+from skippipe.planner.search.moves import DRAWS, change, lay_lifted
 from skippipe.planner.search.score import score
-from skippipe.planner.search.state import Ints, State, Tables, assign, copy_of
+from skippipe.planner.search.state import Ints, State, Tables, assign, copy_of, same
 from skippipe.planner.tours import NO_WAY
 
 AT_ONCE = 512  # changes between two looks at the clock
 FIRST_ROUND = 4_096  # changes of a search
 LONGEST_ROUND = 262_144
-HEAT = 4.5  # by how much worse a state may be, on average, at the start of a round: divided by the square of its lanes
+HEAT = 2.5  # by how much worse a state may be, on average, at the start of a round: divided by the square of its lanes
 MOST_HEAT = 0.05
 COLD = 0.03  # of that, at the end of a round
 LAGGING = 0.5  # a search that is this much behind, divided by the rounds so far, goes on from where the best is
@@ -36,7 +36,7 @@ def anneal(
     state: State,
     best: State,
     trial: State,
-    scores: Ints,  # of the state, and of the best
+    scores: Ints,  # of the state, and the iteration of the best
     draws: Ints,  # [change, …]
     chances: np.ndarray,  # [change]: exponentially distributed
     warm: float,
@@ -46,18 +46,14 @@ def anneal(
     """Try changes one after another; all three states are changed in place."""
     for number in range(len(draws)):
         draw = draws[number]
-        changed, one, another = change(draw, trial, tables, shares)
-        for lane in (one, another):
-            if changed and lane >= 0:
-                changed = lay(lane, draw, trial, tables)
-        if changed:
+        if change(draw, trial, tables, shares) and lay_lifted(draw, trial, tables) and not same(trial, state):
             limit = scores[0] + int(warm * chances[number] * scores[0])
-            found, uneven, _ = score(trial, limit, tables)
+            found, uneven, iteration_ns = score(trial, limit, tables)
             if found <= limit:
                 assign(state, trial)
                 scores[0] = found
-                if uneven == 0 and found < scores[1]:
-                    scores[1] = found
+                if uneven == 0 and iteration_ns < scores[1]:
+                    scores[1] = iteration_ns
                     assign(best, trial)
                 continue
         assign(trial, state)
@@ -77,8 +73,8 @@ class Chain:
     def __post_init__(self) -> None:
         self.state, self.best, self.trial = copy_of(self.first), copy_of(self.first), copy_of(self.first)
         self.draw = np.random.default_rng(self.seed)
-        first, uneven, _ = score(self.state, NO_WAY, self.tables)
-        self.scores = np.array([first, first if uneven == 0 else NO_WAY], np.int64)
+        first, uneven, iteration_ns = score(self.state, NO_WAY, self.tables)
+        self.scores = np.array([first, iteration_ns if uneven == 0 else NO_WAY], np.int64)
 
     @property
     def heat(self) -> float:
@@ -94,7 +90,7 @@ class Chain:
         self.tables, self.choice = leader.tables, leader.choice
         for own in (self.state, self.trial, self.best):
             assign(own, leader.best)
-        self.scores[:] = leader.best_ns
+        self.scores[:] = score(self.state, NO_WAY, self.tables)[0], leader.best_ns
 
     def round(self, changes: int, over: Callable[[], bool]) -> int:
         """From warm to cold; how many changes were tried."""

@@ -1,15 +1,14 @@
 """The strategy `best`: from a first plan that holds to the best one that can be found in the time there is.
 
-What is open beside the state (whether the backward is split, who goes next on a node) is tried side by side: each
-combination has a search of its own, until one of them is clearly ahead.
+What is open beside the state, whether the backward is split, is tried side by side: each has a search of its own, until
+one of them is clearly ahead.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 
@@ -19,8 +18,8 @@ from skippipe.jitter import Jitter, spread_of
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
 from skippipe.planner.search.annealing import Chain, search
-from skippipe.planner.search.moves import SHARES, Kind
-from skippipe.planner.search.state import Ints, Tables, costs_by_layers, plans_of, state_of, tables_of
+from skippipe.planner.search.moves import DRAWS, SHARES, Kind, change, lay_lifted
+from skippipe.planner.search.state import Ints, Tables, copy_of, costs_by_layers, empty, plans_of, state_of, tables_of
 from skippipe.simulate import simulate
 from skippipe.timeline import Timing
 
@@ -45,27 +44,44 @@ class Limits:
     """Of what the searches have found, take what is best in its 95th percentile under this."""
 
 
-def improved(problem: Problem, first: Plan, limits: Limits) -> Plan:
-    """The best plan found; it holds, and is no longer than the first one, which must hold."""
-    problems = _open_choices(problem, first)
+def improved(problem: Problem, starts: Sequence[Plan], limits: Limits) -> Plan:
+    """The best plan found; it holds, and is no longer than any of those to begin with, which must hold.
+
+    Searches begin with them in turn.
+    """
+    problems = _open_choices(problem, starts[0])
     count = max(FEWEST_CHAINS, os.cpu_count() or 1)
     most_layers = max(problem.layers)
     if _may_move_layers(problem):
         most_layers = min(UNEVEN_LAYERS * most_layers, problem.workload.model.layers - problem.stages + 1)
     costs = costs_by_layers(problem, most_layers)
     tables = [tables_of(each, costs) for each in problems]
-    state = state_of(first, _room(problem, tables[0]))
+    room = max(_room(problem, tables[0]), *(len(plan.lanes) for plan in starts))
+    states = [state_of(plan, room) for plan in starts]
     shares = np.cumsum(_shares(problem, limits.keep_stages))
-    chains = [
-        Chain(state, tables[number % len(problems)], shares, [limits.seed, number], number % len(problems))
-        for number in range(count)
-    ]
-    patience = PATIENCE * (len(problem.cluster) * len(state.counts)) ** 2 + AT_LEAST
+    chains = []
+    for number in range(count):
+        choice, state = number % len(problems), copy_of(states[number % len(states)])
+        if problem.freedoms.dispatch:
+            state.order[0] = number // len(problems) % len(Dispatch)
+        chains.append(Chain(state, tables[choice], shares, [limits.seed, number], choice))
+    patience = PATIENCE * (len(problem.cluster) * room) ** 2 + AT_LEAST
     search(chains, limits.changes, patience, limits.over, limits.on_round)
     found = [plan for chain in chains for plan in plans_of(problems[chain.choice], chain.best, "best")]
-    distinct = dict.fromkeys([first, *found])  # searches that went on from the same best may not have left it
+    distinct = dict.fromkeys([*starts, *found])  # searches that went on from the same best may not have left it
     promised = [plan.promising(simulate(plan, problem.timing)) for plan in distinct if not check(plan)]
     return replace(min(promised, key=lambda plan: _seconds_and_nodes(plan, limits.jitter)), strategy="best")
+
+
+def compile_moves(problem: Problem) -> None:
+    """Without any other kernel."""
+    tables = tables_of(problem, costs_by_layers(problem, max(problem.layers)))
+    state = empty(len(problem.cluster), problem.stages, 1, problem.visited)
+    state.counts[0] = 1
+    state.size[:] = 1
+    drawn = np.zeros(DRAWS, np.int64)
+    change(drawn, state, tables, np.cumsum(_shares(problem, False)))
+    lay_lifted(drawn, state, tables)
 
 
 def _seconds_and_nodes(plan: Plan, jitter: Jitter | None) -> tuple[int, int]:
@@ -76,14 +92,9 @@ def _seconds_and_nodes(plan: Plan, jitter: Jitter | None) -> tuple[int, int]:
 
 def _open_choices(problem: Problem, first: Plan) -> list[Problem]:
     """The problem, with every choice of what is open beside the state."""
-    freedoms = problem.freedoms
-    splits = (True, False) if freedoms.split_backward else (problem.split_backward,)
-    dispatches = tuple(Dispatch) if freedoms.dispatch else (problem.dispatch,)
+    splits = (True, False) if problem.freedoms.split_backward else (problem.split_backward,)
     layers = tuple(stage.layers for stage in first.stages)
-    return [
-        replace(problem, split_backward=split, dispatch=dispatch, layers=layers)
-        for split, dispatch in product(splits, dispatches)
-    ]
+    return [replace(problem, split_backward=split, layers=layers) for split in splits]
 
 
 def _may_move_layers(problem: Problem) -> bool:
@@ -102,6 +113,10 @@ def _shares(problem: Problem, keep_stages: bool) -> Ints:
         shares[Kind.ROLE] = 0
     if not _may_move_layers(problem):
         shares[Kind.LAYERS] = 0
+    if not problem.freedoms.dispatch:
+        shares[Kind.DISPATCH] = 0
+        if problem.dispatch is not Dispatch.LANES_IN_ORDER:
+            shares[Kind.RANKS] = 0
     return np.array(list(shares.values()), np.int64)
 
 

@@ -11,12 +11,15 @@ from enum import IntEnum
 import numpy as np
 
 from skippipe.compiled import kernel
+from skippipe.dispatch import LANES_IN_ORDER, Dispatch
 from skippipe.planner.lanework import move_microbatches, put_in_order, visits
 from skippipe.planner.search.state import Ints, State, Tables
 from skippipe.planner.tours import NO_WAY
 
 DRAWS = 16  # numbers in a row
 NOISE = 8  # how differently hops are seen when a lane is laid anew: by up to one part in so many
+MOST_LIFTED = 4  # of the lanes through a node, fewer than this are laid anew together
+DISPATCHES = len(Dispatch)
 MOST_STARTS = 6  # data nodes from which a lane is tried when it is laid anew
 
 
@@ -29,12 +32,14 @@ class Kind(IntEnum):
     ORDER = 3
     MICROBATCHES = 4
     NEW_LANE = 5
-    WAY = 6
+    WAYS = 6
     STAGE = 7
     RING = 8
     ROLES_OF_TWO = 9
     ROLE = 10
     LAYERS = 11
+    DISPATCH = 12
+    RANKS = 13
 
 
 SHARES = {
@@ -44,22 +49,21 @@ SHARES = {
     Kind.ORDER: 6,
     Kind.MICROBATCHES: 10,
     Kind.NEW_LANE: 8,
-    Kind.WAY: 12,
+    Kind.WAYS: 12,
     Kind.STAGE: 12,
     Kind.RING: 4,
     Kind.ROLES_OF_TWO: 14,
     Kind.ROLE: 8,
     Kind.LAYERS: 4,
+    Kind.DISPATCH: 1,
+    Kind.RANKS: 6,
 }
 """How often each is drawn, relative to each other, where it is open."""
 
 
 @kernel
-def change(draw: Ints, state: State, tables: Tables, shares: Ints) -> tuple[bool, int, int]:
-    """One kind of change; and up to two lanes that are to be laid anew then, or −1.
-
-    These are laid by the caller: `lay` is long, and would be compiled into every kernel that calls it.
-    """
+def change(draw: Ints, state: State, tables: Tables, shares: Ints) -> bool:
+    """One kind of change. Lanes that are to be laid anew then are lifted; `lay_lifted` has to follow."""
     drawn = draw[0] % shares[-1]
     kind = 0
     while drawn >= shares[kind]:
@@ -67,33 +71,36 @@ def change(draw: Ints, state: State, tables: Tables, shares: Ints) -> tuple[bool
     lanes = len(state.counts)
     a, b = _there(draw[1] % lanes, state), _there(draw[2] % lanes, state)
     if kind == Kind.NODE:
-        return _other_node(a, draw, state), -1, -1
+        return _other_node(a, draw, state, tables)
     if kind == Kind.NODES_OF_TWO:
-        return _exchange_nodes(a, b, draw, state), -1, -1
+        return _exchange_nodes(a, b, draw, state)
     if kind == Kind.STAGES_OF_TWO:
-        changed, anew = _exchange_stages(a, b, draw, state), draw[5] % 2
-        return changed, a if anew else -1, b if anew else -1
+        return _exchange_stages(a, b, draw, state)
     if kind == Kind.ORDER:
-        return _swap_neighbours(a, draw, state), -1, -1
+        return _swap_neighbours(a, draw, state)
     if kind == Kind.MICROBATCHES:
         if a != b:
             moved = state.counts[a] if draw[3] % 4 == 0 else 1
             move_microbatches(a, b, moved, draw[4], draw[5], state.paths, state.counts, state.stage_of)
-        return a != b, -1, -1
+        return a != b
     if kind == Kind.NEW_LANE:
-        new = _split_lane(a, draw, state)
-        return new >= 0, new, -1
-    if kind == Kind.WAY:
-        return True, a, -1
+        return _split_lane(a, draw, state)
+    if kind == Kind.WAYS:
+        return _lift_some(a, b, draw, state)
     if kind == Kind.STAGE:
-        return _replace_stage(a, draw, state), a, -1
+        return _replace_stage(a, draw, state)
     if kind == Kind.RING:
-        return _turn_ring(draw, state), -1, -1
+        return _turn_ring(draw, state)
     if kind == Kind.ROLES_OF_TWO:
-        return _exchange_roles(draw, state), -1, -1
+        return _exchange_roles(draw, state)
     if kind == Kind.ROLE:
-        return _change_role(draw, state, tables), -1, -1
-    return _move_layer(draw, state, tables), -1, -1
+        return _change_role(draw, state, tables)
+    if kind == Kind.LAYERS:
+        return _move_layer(draw, state, tables)
+    if kind == Kind.DISPATCH:
+        state.order[0] = draw[3] % DISPATCHES
+        return True
+    return _exchange_ranks(a, b, state)
 
 
 @kernel
@@ -102,6 +109,54 @@ def _there(lane: int, state: State) -> int:
     while state.counts[lane] == 0:
         lane = lane + 1 if lane + 1 < len(state.counts) else 0
     return lane
+
+
+@kernel
+def _exchange_ranks(a: int, b: int, state: State) -> bool:
+    """Of two lanes; where it does not matter which lane comes before which, nothing changes."""
+    if a == b or state.order[0] != LANES_IN_ORDER:
+        return False
+    state.counts[a], state.counts[b] = state.counts[b], state.counts[a]
+    for hop in range(state.paths.shape[1]):
+        state.paths[a, hop], state.paths[b, hop] = state.paths[b, hop], state.paths[a, hop]
+    return True
+
+
+@kernel
+def _lift(lane: int, state: State) -> None:
+    """Nobody sees a lane whose count is negative: it leaves its slots to those that are laid before it."""
+    if state.counts[lane] > 0:
+        state.counts[lane] = -state.counts[lane]
+
+
+@kernel
+def _lift_through(node: int, most: int, drawn: int, state: State) -> None:
+    """So many of the lanes that visit a node."""
+    lanes = len(state.counts)
+    for nth in range(lanes):
+        lane = (drawn + nth) % lanes
+        if most == 0:
+            return
+        if state.counts[lane] > 0:
+            for visited in state.paths[lane]:
+                if visited == node:
+                    _lift(lane, state)
+                    most -= 1
+                    break
+
+
+@kernel
+def _lift_some(a: int, b: int, draw: Ints, state: State) -> bool:
+    """A lane, by itself, with others that share a node with it, or with any other."""
+    together = draw[3] % MOST_LIFTED
+    if draw[4] % 2:
+        put_in_order(state.paths[a], state.stage_of)
+    _lift(a, state)
+    if draw[5] % 4:
+        _lift_through(state.paths[a, draw[6] % state.paths.shape[1]], together, draw[7], state)
+    elif together > 0:
+        _lift(b, state)
+    return True
 
 
 @kernel
@@ -121,13 +176,25 @@ def _slots(node: int, stage: int, state: State, tables: Tables) -> int:
 
 
 @kernel
-def _other_node(lane: int, draw: Ints, state: State) -> bool:
-    hop = draw[3] % state.paths.shape[1]
-    stage = state.stage_of[state.paths[lane, hop]]
-    node = state.ring[stage, draw[4] % state.size[stage]]
-    if node == state.paths[lane, hop]:
+def _other_node(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
+    """Of the same stage. If it has no slot left, one of its lanes comes to the node that is left."""
+    paths = state.paths
+    hop = draw[3] % paths.shape[1]
+    old = paths[lane, hop]
+    stage = state.stage_of[old]
+    new = state.ring[stage, draw[4] % state.size[stage]]
+    if new == old:
         return False
-    state.paths[lane, hop] = node
+    if _through(state)[new] >= _slots(new, stage, state, tables):
+        lanes = len(state.counts)
+        found = False
+        for nth in range(lanes):
+            other = (draw[5] + nth) % lanes
+            for place in range(paths.shape[1]):
+                if not found and state.counts[other] > 0 and paths[other, place] == new:
+                    paths[other, place] = old
+                    found = True
+    paths[lane, hop] = new
     return True
 
 
@@ -147,16 +214,29 @@ def _exchange_nodes(a: int, b: int, draw: Ints, state: State) -> bool:
 
 @kernel
 def _exchange_stages(a: int, b: int, draw: Ints, state: State) -> bool:
-    """With their nodes."""
-    paths, length = state.paths, state.paths.shape[1]
-    here, there = 1 + draw[3] % (length - 1), 1 + draw[4] % (length - 1)
-    stage_of = state.stage_of
-    if visits(paths[b], stage_of[paths[a, here]], stage_of) or visits(paths[a], stage_of[paths[b, there]], stage_of):
+    """A stage that only one of them visits for one that only the other does, with their nodes."""
+    paths, stage_of = state.paths, state.stage_of
+    here, there = _only_on(a, b, draw[3], state), _only_on(b, a, draw[4], state)
+    if here < 0 or there < 0:
         return False
     paths[a, here], paths[b, there] = paths[b, there], paths[a, here]
     put_in_order(paths[a], stage_of)
     put_in_order(paths[b], stage_of)
+    if draw[5] % 2:
+        _lift(a, state)
+        _lift(b, state)
     return True
+
+
+@kernel
+def _only_on(a: int, b: int, drawn: int, state: State) -> int:
+    """A place of lane a whose stage lane b does not visit; −1: there is none."""
+    others = state.paths.shape[1] - 1
+    for nth in range(others):
+        place = 1 + (drawn + nth) % others
+        if not visits(state.paths[b], state.stage_of[state.paths[a, place]], state.stage_of):
+            return int(place)
+    return -1
 
 
 @kernel
@@ -173,28 +253,32 @@ def _swap_neighbours(lane: int, draw: Ints, state: State) -> bool:
 def _replace_stage(lane: int, draw: Ints, state: State) -> bool:
     """A stage for one that is not visited yet."""
     hop = 1 + draw[3] % (state.paths.shape[1] - 1)
-    stage = 1 + draw[4] % (len(state.size) - 1)
-    if visits(state.paths[lane], stage, state.stage_of):
-        return False
-    state.paths[lane, hop] = state.ring[stage, draw[5] % state.size[stage]]
-    put_in_order(state.paths[lane], state.stage_of)
-    return True
+    others = len(state.size) - 1
+    for nth in range(others):
+        stage = 1 + (draw[4] + nth) % others
+        if not visits(state.paths[lane], stage, state.stage_of):
+            state.paths[lane, hop] = state.ring[stage, draw[5] % state.size[stage]]
+            put_in_order(state.paths[lane], state.stage_of)
+            _lift(lane, state)
+            return True
+    return False
 
 
 @kernel
-def _split_lane(lane: int, draw: Ints, state: State) -> int:
-    """Some of its microbatches go on a new lane, whose number is returned, to the same stages; −1: none is left."""
+def _split_lane(lane: int, draw: Ints, state: State) -> bool:
+    """Some of its microbatches go on a new lane to the same stages."""
     counts = state.counts
     if counts[lane] < 2:
-        return -1
+        return False
     for new in range(len(counts)):
         if counts[new] == 0:
             for hop in range(state.paths.shape[1]):
                 state.paths[new, hop] = state.paths[lane, hop]
             counts[new] = 1 + draw[3] % (counts[lane] - 1)
             counts[lane] -= counts[new]
-            return new
-    return -1
+            _lift(new, state)
+            return True
+    return False
 
 
 @kernel
@@ -209,6 +293,8 @@ def _exchange_roles(draw: Ints, state: State) -> bool:
     for lane in range(len(state.counts)):
         _exchange(state.paths, lane, state.paths.shape[1], x, y)
     state.stage_of[x], state.stage_of[y] = state.stage_of[y], state.stage_of[x]
+    _lift_through(x, draw[5] % MOST_LIFTED, draw[6], state)
+    _lift_through(y, draw[7] % MOST_LIFTED, draw[8], state)
     return True
 
 
@@ -324,17 +410,26 @@ def _move_layer(draw: Ints, state: State, tables: Tables) -> bool:
 
 
 @kernel
-def lay(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
+def lay_lifted(draw: Ints, state: State, tables: Tables) -> bool:
+    """One after another. For the caller of `change`: it is long, and is compiled into every kernel that calls it."""
+    lanes = len(state.counts)
+    for nth in range(lanes):
+        lane = (draw[13] + nth) % lanes
+        if state.counts[lane] < 0 and not _lay(lane, draw, state, tables):
+            return False
+    return True
+
+
+@kernel
+def _lay(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
     """The best nodes for a lane's stages, among those with a slot left; busy ones seem longer, and all a bit random.
 
     A path over few stages: from each data node, the shortest way through the stages and back.
     """
     paths, length = state.paths, state.paths.shape[1]
-    count = state.counts[lane]
-    state.counts[lane] = 0
     through = _through(state)
     busy_ns = _busy(state, tables)
-    state.counts[lane] = count
+    state.counts[lane] = -state.counts[lane]
     visits = np.empty(length, np.int64)
     widest = 1
     for hop in range(length):
@@ -409,7 +504,7 @@ def _busy(state: State, tables: Tables) -> Ints:
     busy_ns = np.zeros(len(state.stage_of), np.int64)
     for lane in range(len(state.counts)):
         count = state.counts[lane]
-        if count == 0:
+        if count <= 0:
             continue
         for node in state.paths[lane]:
             layers = state.layers[state.stage_of[node]]

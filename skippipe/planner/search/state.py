@@ -1,7 +1,7 @@
 """A plan as arrays that kernels change, and what every choice would cost.
 
 Everything is open at once: who holds which stage or none, the order of rings, how many layers a stage has, the path of
-every lane and its microbatches.
+every lane and its microbatches, who goes next on a node and which lane before which.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from skippipe.averaging import best_ring
 from skippipe.compiled import kernel
 from skippipe.costs import NEVER_NS, Costs, costs_of
+from skippipe.dispatch import Dispatch
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Problem
 from skippipe.rules import MAX_SWAPS
@@ -38,6 +39,8 @@ class State(NamedTuple):
     """[lane, hop] node."""
     counts: Ints
     """[lane]: its microbatches; 0: the lane is not there."""
+    order: Ints
+    """Of dispatch, as one number."""
 
 
 class Tables(NamedTuple):
@@ -62,7 +65,6 @@ class Tables(NamedTuple):
     """[node, node]: messages get through both ways."""
     full: bool
     """Averaging, the step and queues on links count."""
-    forward_urgency: int
     split: bool
     swapped: int
     """Swaps that count as used before a path begins."""
@@ -93,7 +95,6 @@ def tables_of(problem: Problem, each: Sequence[Costs]) -> Tables:
         bandwidth=np.ascontiguousarray(costs.bandwidth_bytes_per_s),
         linked=reachable & reachable.T,
         full=full,
-        forward_urgency=problem.dispatch.forward_urgency,
         split=problem.split_backward,
         swapped=MAX_SWAPS - problem.swaps,
     )
@@ -112,6 +113,7 @@ def state_of(plan: Plan, room: int) -> State:
     for number, lane in enumerate(plan.lanes):
         state.paths[number] = lane.path
         state.counts[number] = lane.microbatches
+    state.order[0] = plan.dispatch.order
     return state
 
 
@@ -123,6 +125,7 @@ def empty(nodes: int, stages: int, lanes: int, length: int) -> State:
         layers=np.zeros(stages, np.int64),
         paths=np.zeros((lanes, length), np.int64),
         counts=np.zeros(lanes, np.int64),
+        order=np.zeros(1, np.int64),
     )
 
 
@@ -140,10 +143,33 @@ def assign(to: State, given: State) -> None:
         to.layers[stage] = given.layers[stage]
         for place in range(given.size[stage]):
             to.ring[stage, place] = given.ring[stage, place]
+    to.order[0] = given.order[0]
     for lane in range(len(to.counts)):
         to.counts[lane] = given.counts[lane]
         for hop in range(to.paths.shape[1]):
             to.paths[lane, hop] = given.paths[lane, hop]
+
+
+@kernel
+def same(one: State, other: State) -> bool:
+    for node in range(len(one.stage_of)):
+        if one.stage_of[node] != other.stage_of[node]:
+            return False
+    for stage in range(len(one.size)):
+        if one.layers[stage] != other.layers[stage]:
+            return False
+        for place in range(one.size[stage]):
+            if one.ring[stage, place] != other.ring[stage, place]:
+                return False
+    if one.order[0] != other.order[0]:
+        return False
+    for lane in range(len(one.counts)):
+        if one.counts[lane] != other.counts[lane]:
+            return False
+        for hop in range(one.paths.shape[1]):
+            if one.paths[lane, hop] != other.paths[lane, hop]:
+                return False
+    return True
 
 
 def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
@@ -167,7 +193,7 @@ def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
             workload=problem.workload,
             stages=tuple(Stage(count, tuple(sorted(ring)), ring) for count, ring in zip(layers, rings, strict=True)),
             lanes=lanes,
-            dispatch=problem.dispatch,
+            dispatch=list(Dispatch)[state.order[0]],
             split_backward=problem.split_backward,
             strategy=strategy,
         )
