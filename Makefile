@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint types kernels search-kernels unit test-ray test-harness chaos bench bench-train bench-serve clean
+.PHONY: demo test lint types docs kernels search-kernels unit test-package test-ray test-harness test-browser chaos bench bench-train \
+	bench-serve clean
 
 demo: $(READY)
 	$(BIN)/skippipe compare published20 --contention-only --budget 8 --out demo
@@ -19,7 +20,7 @@ demo: $(READY)
 	@echo "Open demo/best.html (interactive) or demo/best.png; demo/run/traces in ui.perfetto.dev."
 
 test: lint
-	$(MAKE) --no-print-directory -j 2 types kernels search-kernels
+	$(MAKE) --no-print-directory -j 2 types docs kernels search-kernels
 	$(MAKE) --no-print-directory unit
 
 lint: $(READY)
@@ -28,6 +29,9 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+docs: $(READY)  # a link that leads nowhere, or a page that is not in the navigation, is an error; --quiet would hide them
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 kernels: $(READY)  # compiled once and kept: or a timed test would wait for it
 	$(BIN)/python -c 'from skippipe.planner.repair import compile_repair; compile_repair()'
@@ -38,6 +42,9 @@ search-kernels: $(READY)
 unit: kernels search-kernels
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+test-package: $(READY)
+	$(BIN)/pytest tests/package.py
+
 test-ray: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray]'
 	$(BIN)/pytest tests/launch_ray.py
@@ -45,6 +52,10 @@ test-ray: $(READY)
 test-harness: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,harness]' accelerate  # the harness's own model wants it
 	$(BIN)/pytest tests/score_harness.py
+
+test-browser: $(READY)  # with Debian's chromium: apt-get install chromium
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'
+	$(BIN)/pytest tests/browse_dashboard.py
 
 chaos: $(READY)
 	$(BIN)/python -m benchmarks.fuzz
@@ -75,4 +86,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv demo build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -6,6 +6,17 @@ import sys
 from collections.abc import Callable
 from io import TextIOWrapper
 
+EXTRAS = {
+    "torch": "train",
+    "transformers": "train",
+    "tokenizers": "train",
+    "safetensors": "train",
+    "zmq": "train",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+}
+"""Packages that only some commands need, and the extra that brings each."""
+
 
 def main() -> None:
     def command() -> None:
@@ -27,6 +38,12 @@ def politely(command: Callable[[], None]) -> None:
         command()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get(error.name or "")
+        if extra is None:
+            raise
+        print(f"error: this needs the package '{error.name}'; pip install 'skippipe[{extra}]'", file=sys.stderr)
         raise SystemExit(2) from None
     except BrokenPipeError:
         raise SystemExit(1) from None

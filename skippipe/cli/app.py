@@ -9,6 +9,7 @@ import typer
 
 import skippipe
 from skippipe.cli import (
+    dashboard,
     evaluating,
     generating,
     growing,
@@ -59,6 +60,7 @@ app.command("why")(why.why)
 app.command("prepare")(text.prepare)
 app.command("job")(training.job)
 app.command("train")(training.train)
+app.command("dashboard")(dashboard.dashboard)
 app.command("grow")(growing.grow)
 app.command("export")(training.export)
 app.command("score")(scoring.score)

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -72,6 +72,13 @@ def train(
         str | None,
         typer.Option(help="host:port of a Ray cluster, for --engine ray; none: RAY_ADDRESS, or a Ray of this machine."),
     ] = None,
+    dashboard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Show the run in the browser at this port of 127.0.0.1, as 'skippipe dashboard' would.",
+        ),
+    ] = None,
 ) -> None:
     """Train a model along planned paths.
 
@@ -97,7 +104,17 @@ def train(
     if drill and (engine != "processes" or wanted.transport.peers):
         raise UserError("--drill: is for nodes that are processes of this machine")
     nodes_here = engine != "ray" and not wanted.transport.peers
-    run_job(wanted, ENGINES[engine], nodes_here=nodes_here, resumed=resume, drills=frozenset(drill or ()))
+    with _shown(Path(wanted.output), dashboard, resume):
+        run_job(wanted, ENGINES[engine], nodes_here=nodes_here, resumed=resume, drills=frozenset(drill or ()))
+
+
+def _shown(folder: Path, at: str | None, resumed: bool) -> AbstractContextManager[None]:
+    """In the browser, if that is asked for."""
+    if at is None:
+        return nullcontext()
+    from skippipe.dashboard.beside import page_beside
+
+    return page_beside(folder, at, resumed=resumed)
 
 
 def wanted_job(path: Path, iterations: int | None, out: str | None) -> Job:

@@ -24,6 +24,8 @@ from skippipe.simulate import simulate
 from skippipe.timeline import Timing
 
 FEWEST_CHAINS = 4  # searches side by side; more cores, more of them
+LARGE = 500  # nodes times lanes: from here on there is time for fewer of them, …
+FEWEST_OF_LARGE = 2  # … with the backward split, and whole
 PATIENCE = 20  # changes without any progress after which it gives up: times the square of nodes times lanes
 AT_LEAST = 20_000
 UNEVEN_LAYERS = 3  # a stage may come to have so many times its even share of the layers
@@ -50,7 +52,6 @@ def improved(problem: Problem, starts: Sequence[Plan], limits: Limits) -> Plan:
     Searches begin with them in turn.
     """
     problems = _open_choices(problem, starts[0])
-    count = max(FEWEST_CHAINS, os.cpu_count() or 1)
     most_layers = max(problem.layers)
     if _may_move_layers(problem):
         most_layers = min(UNEVEN_LAYERS * most_layers, problem.workload.model.layers - problem.stages + 1)
@@ -59,8 +60,9 @@ def improved(problem: Problem, starts: Sequence[Plan], limits: Limits) -> Plan:
     room = max(_room(problem, tables[0]), *(len(plan.lanes) for plan in starts))
     states = [state_of(plan, room) for plan in starts]
     shares = np.cumsum(_shares(problem, limits.keep_stages))
+    fewest = FEWEST_OF_LARGE if len(problem.cluster) * room > LARGE else FEWEST_CHAINS
     chains = []
-    for number in range(count):
+    for number in range(max(fewest, os.cpu_count() or 1)):
         choice, state = number % len(problems), copy_of(states[number % len(states)])
         if problem.freedoms.dispatch:
             state.order[0] = number // len(problems) % len(Dispatch)

@@ -1,0 +1,59 @@
+"""The command in a shell: exit codes (docs/exit-codes.md), completion."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from skippipe.cli import politely
+from skippipe.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (UserError("skip: 'lots' is not a share"), 2, "error: skip: 'lots' is not a share\n"),
+        (FileNotFoundError(2, "No such file or directory", "a.json"), 2, "a.json"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), 2, "pip install 'skippipe[train]'"),
+        (ModuleNotFoundError("No module named 'uvicorn'", name="uvicorn"), 2, "pip install 'skippipe[serve]'"),
+        (BrokenPipeError(), 1, ""),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (SystemExit(143), 143, ""),
+    ],
+)
+def test_how_it_ends(raised: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        raise raised
+
+    with pytest.raises(SystemExit) as end:
+        politely(command)
+    assert end.value.code == code
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert shown.count("\n") == bool(said), "one line"
+
+
+def test_a_module_of_ours_that_is_missing_is_a_bug() -> None:
+    def command() -> None:
+        raise ModuleNotFoundError("No module named 'skippipe.plam'", name="skippipe.plam")
+
+    with pytest.raises(ModuleNotFoundError):
+        politely(command)
+
+
+@pytest.mark.parametrize(
+    ("shell", "asked", "offered"),
+    [
+        ("bash", {"COMP_WORDS": "skippipe pr", "COMP_CWORD": "1"}, {"prepare", "profile"}),
+        ("bash", {"COMP_WORDS": "skippipe plan --bud", "COMP_CWORD": "2"}, {"--budget"}),
+        ("fish", {"_TYPER_COMPLETE_ARGS": "skippipe exp", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}, {"export"}),
+    ],
+)
+def test_the_shell_completes(shell: str, asked: dict[str, str], offered: set[str]) -> None:
+    line = [sys.executable, "-c", "import sys; sys.argv[0] = 'skippipe'; from skippipe.cli import main; main()"]
+    env = {**os.environ, "_SKIPPIPE_COMPLETE": f"complete_{shell}", **asked}
+    said = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert {row.split("\t")[0] for row in said.split()[: len(offered)]} == offered
