@@ -149,9 +149,11 @@ class Desk:
             return False
         self._addresses[name] = address
         self._parted.pop(name, None)
-        for other in self._addresses:
-            if other != name:
-                self.tell(self._numbers[other], Meet(self._introduced([name])))
+        others = [other for other in self._addresses if other != name]
+        for other in others:
+            self.tell(self._numbers[other], Meet(self._introduced([name])))
+        if others:  # one that comes back to a new coordinator is not welcomed again, and they may have moved
+            self.tell(node, Meet(self._introduced(others)))
         return True
 
     def part(self, node: int) -> None:

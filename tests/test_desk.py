@@ -1,0 +1,48 @@
+"""The coordinator as a process: who is told where others are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+
+from skippipe.model.blueprint import Blueprint, config_named
+from skippipe.runtime.control import Meet, from_json
+from skippipe.runtime.desk import Desk
+from skippipe.runtime.member import THE_COORDINATOR
+from skippipe.transport.mailbox import Mailbox
+from tests.benches import small_plan
+from tests.test_checkpoint import brief_of
+
+WITHIN_S = 10.0
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    brief = brief_of(small_plan(), Blueprint(config_named("llama-tiny", 300), 0))
+    publics = {node.name: None for node in brief.plan.cluster.nodes}
+    with closing(Desk(brief, None, publics, security="none", store=lambda *_: None)) as found:
+        yield found
+
+
+def introduced(mailbox: Mailbox, name: str) -> str:
+    """Where this node is, as the coordinator says."""
+    until = time.monotonic() + WITHIN_S
+    while time.monotonic() < until:
+        for received in mailbox.receive(0.1):
+            control = from_json(received.message.body)
+            if isinstance(control, Meet) and name in control.peers:
+                return str(control.peers[name][0])
+    raise AssertionError(f"nobody has said where '{name}' is")
+
+
+def test_whoever_comes_and_whoever_is_there_hear_of_each_other(desk: Desk) -> None:
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(closing(Mailbox(name, None, security="none"))) for name in ("n0", "n1"))
+        for number, mailbox in enumerate((first, second)):
+            mailbox.allow(THE_COORDINATOR, None)
+            assert desk.meet(number, mailbox.address)
+        assert introduced(first, "n1") == second.address
+        assert introduced(second, "n0") == first.address  # it may have moved while there was no coordinator
