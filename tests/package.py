@@ -80,7 +80,7 @@ def test_what_is_missing_is_said_in_one_line(installed: Path, tmp_path: Path) ->
     _run(installed / "skippipe", "job", "-o", "job.toml", folder=tmp_path)
     commands = ["train job.toml", "node --join a:1 --key k", "serve run", "eval run --text classics-val"]
     for line in commands:
-        words = [installed / "skippipe", *line.split()]
+        words = [str(installed / "skippipe"), *line.split()]
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 2, line
         assert len(done.stderr.splitlines()) == 1, done.stderr
