@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -230,11 +231,14 @@ def test_flat_weights_follow_torch_adamw_and_clip() -> None:
 
 
 def test_rate_rises_then_falls_to_its_floor() -> None:
-    learning = Learning(rate=1.0, warmup=4, iterations=20, floor=0.1)
-    rates = [learning.rate_at(iteration) for iteration in range(30)]
-    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert all(a > b for a, b in pairwise(rates[4:21]))
-    assert rates[20:] == pytest.approx([0.1] * 10)
+    at_once = Learning(rate=1.0, warmup=4, iterations=20, hold=0.0, floor=0.1)
+    held = replace(at_once, hold=0.5)
+    for learning, falls_from in ((at_once, 4), (held, 12)):
+        rates = [learning.rate_at(iteration) for iteration in range(30)]
+        assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+        assert rates[4 : falls_from + 1] == pytest.approx([1.0] * (falls_from - 3))
+        assert all(a > b for a, b in pairwise(rates[falls_from:21]))
+        assert rates[20:] == pytest.approx([0.1] * 10)
     with pytest.raises(UserError, match="warm-up"):
         Learning(warmup=20, iterations=20)
 

@@ -237,7 +237,7 @@ def test_runs_are_done_once_and_give_the_same_again(study_file: Path, tmp_path: 
     shares = quarter["routers"]["same"]
     assert len(shares) == 4, "one list of shares a layer"
     assert all(sum(layer) == pytest.approx(1, abs=1e-3) for layer in shares)
-    kept = load(tmp_path / "models" / "quarter-1")
+    kept = load(tmp_path / "models" / f"{study.name}-quarter-1")
     assert kept.layers == (1, 1, 1, 1)
     assert not torch.equal(*(kept.stages[stage].layers[0].self_attn.q_proj.weight for stage in (1, 2)))  # type: ignore[arg-type, union-attr]
 

@@ -6,6 +6,7 @@ one of them is clearly ahead.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -61,8 +62,9 @@ def improved(problem: Problem, starts: Sequence[Plan], limits: Limits) -> Plan:
     states = [state_of(plan, room) for plan in starts]
     shares = np.cumsum(_shares(problem, limits.keep_stages))
     fewest = FEWEST_OF_LARGE if len(problem.cluster) * room > LARGE else FEWEST_CHAINS
+    cores = (os.cpu_count() or 1) if limits.changes == math.inf else 1  # what is counted is the same on every machine
     chains = []
-    for number in range(max(fewest, os.cpu_count() or 1)):
+    for number in range(max(fewest, cores)):
         choice, state = number % len(problems), copy_of(states[number % len(states)])
         if problem.freedoms.dispatch:
             state.order[0] = number // len(problems) % len(Dispatch)
