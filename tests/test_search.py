@@ -19,7 +19,8 @@ from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.leftout import left_out
 from skippipe.planner.problem import NO_FREEDOMS, Freedoms, Problem
 from skippipe.planner.search.best import Limits, improved
-from skippipe.planner.search.moves import DRAWS, SHARES, change, lay_lifted
+from skippipe.planner.search.laying import lay_lifted
+from skippipe.planner.search.moves import DRAWS, SHARES, change
 from skippipe.planner.search.score import score
 from skippipe.planner.search.state import State, assign, copy_of, costs_by_layers, state_of, tables_of
 from skippipe.planner.strategies import Request, Strategy, make_plan

@@ -7,16 +7,16 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skippipe import eventloop
 from skippipe.averaging import averaged_ns, best_ring, ring_after_ns, ring_ns
 from skippipe.examples import published20, published_plan
 from skippipe.plan import Lane, Plan
-from skippipe.simulate import NO_HURRY, NO_RECORD, Course, Deadlock, as_arrays, simulate
+from skippipe.simulate import NO_HURRY, NO_RECORD, Course, as_arrays, simulate
 from skippipe.timeline import Task, Timeline, Timing
-from tests.plans import clusters, plans
+from tests.plans import clusters, plans, simulated
 
 timings = st.sampled_from(list(Timing))
 
@@ -44,14 +44,6 @@ def alone_ns(plan: Plan, lane: Lane) -> int:
     hops = sum(int(costs.hop_ns[a, b] + costs.hop_ns[b, a]) for a, b in pairwise(around))
     tasks = sum(int((costs.forward_ns + backward_ns)[plan.stage_of[node], node]) for node in lane.path)
     return hops + tasks + int(costs.head_ns[lane.path[0]])
-
-
-def simulated(plan: Plan, timing: Timing) -> Timeline:
-    try:
-        return simulate(plan, timing)
-    except Deadlock:
-        assume(False)
-        raise
 
 
 @settings(max_examples=200, deadline=None)

@@ -23,8 +23,8 @@ from skippipe.planner.advice import Advice, advice
 from skippipe.planner.ideas import Sort
 from skippipe.planner.otherwise import one_more_slot, with_twin, without_node
 from skippipe.rules import circle, tc1_overfull
-from skippipe.simulate import Deadlock, simulate
-from skippipe.timeline import Timeline, Timing
+from skippipe.simulate import simulate
+from skippipe.timeline import Timing
 from tests.bottlenecks import (
     CASES,
     Case,
@@ -38,17 +38,9 @@ from tests.bottlenecks import (
     with_speed,
 )
 from tests.commands import Command
-from tests.plans import plans, uniform_cluster
+from tests.plans import plans, simulated, uniform_cluster
 
 timings = st.sampled_from(list(Timing))
-
-
-def simulated(plan: Plan, timing: Timing) -> Timeline:
-    try:
-        return simulate(plan, timing)
-    except Deadlock:
-        assume(False)
-        raise
 
 
 # the critical path

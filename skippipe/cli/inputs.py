@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from skippipe.timeline import Timing
 
 PIPELINE, WORKLOAD, SEARCH = "Pipeline", "Workload", "Search"
-PART, WORK = "Part of the model", "Work"
+PART, WORK, NODES = "Part of the model", "Work", "Nodes"
 
 ClusterName = Annotated[
     str,
@@ -89,6 +89,13 @@ Cut = Annotated[
         help="Stages to cut the model into: 6, or the layers of each, as in 2,2,4.",
         show_default="as it was trained",
         rich_help_panel=PART,
+    ),
+]
+Keys = Annotated[
+    Path | None,
+    typer.Option(
+        help="Nodes join from other machines ('skippipe node'): the folder that 'skippipe keys' made.",
+        rich_help_panel=NODES,
     ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=WORK)]

@@ -23,29 +23,25 @@ if TYPE_CHECKING:
     from skippipe.profiling.survey import Survey
     from skippipe.training.job import Job
 
-NODES, MERGING = "Nodes", "Merging"
+MERGING = "Merging"
 NAMED = 8  # outliers and pairs that are printed; the files have all of them
 
 
 def profile(
     local: Annotated[
         int | None,
-        typer.Option(min=1, help="So many nodes, as processes of this machine.", rich_help_panel=NODES),
+        typer.Option(min=1, help="So many nodes, as processes of this machine.", rich_help_panel=inputs.NODES),
     ] = None,
-    keys: Annotated[
-        Path | None,
-        typer.Option(
-            help="Nodes join from other machines ('skippipe node'): the folder that 'skippipe keys' made.",
-            rich_help_panel=NODES,
-        ),
-    ] = None,
+    keys: inputs.Keys = None,
     listen: Annotated[
         str | None,
-        typer.Option(help="host:port where nodes join.", show_default="0.0.0.0:5555", rich_help_panel=NODES),
+        typer.Option(help="host:port where nodes join.", show_default="0.0.0.0:5555", rich_help_panel=inputs.NODES),
     ] = None,
     patience: Annotated[
         float,
-        typer.Option(min=1, help="Seconds to wait for nodes; then it goes on without them.", rich_help_panel=NODES),
+        typer.Option(
+            min=1, help="Seconds to wait for nodes; then it goes on without them.", rich_help_panel=inputs.NODES
+        ),
     ] = 600,
     output: Annotated[Path, typer.Option("--output", "-o", help="The cluster file.")] = Path("cluster.json"),
     merge: Annotated[

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TOKEN = "SKIPPIPE_API_TOKEN"
 USUAL_ROOM = 2**16
-WHERE, NODES, LIMITS = "Where", "Nodes", "Limits"
+WHERE, LIMITS = "Where", "Limits"
 
 
 def serve(
@@ -44,25 +44,19 @@ def serve(
             min=1,
             help="Processes of this machine that stages are dealt to, one after another.",
             show_default="two for every stage; one, if there are more than 8 stages",
-            rich_help_panel=NODES,
+            rich_help_panel=inputs.NODES,
         ),
     ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
             help="A cluster file: its nodes get stages in their order, and answers take the fastest way between them.",
-            rich_help_panel=NODES,
+            rich_help_panel=inputs.NODES,
         ),
     ] = None,
-    keys: Annotated[
-        Path | None,
-        typer.Option(
-            help="Nodes join from other machines ('skippipe node'): the folder that 'skippipe keys' made.",
-            rich_help_panel=NODES,
-        ),
-    ] = None,
+    keys: inputs.Keys = None,
     listen: Annotated[
-        str, typer.Option(help="host:port where nodes join, with --keys.", rich_help_panel=NODES)
+        str, typer.Option(help="host:port where nodes join, with --keys.", rich_help_panel=inputs.NODES)
     ] = "0.0.0.0:5555",
     device: inputs.Device = "cpu",
     dtype: inputs.Dtype = "fp32",
@@ -74,7 +68,7 @@ def serve(
     logs: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for what nodes of this machine write.", show_default="not kept", rich_help_panel=NODES
+            help="Folder for what nodes of this machine write.", show_default="not kept", rich_help_panel=inputs.NODES
         ),
     ] = None,
     cut: inputs.Cut = None,

@@ -17,7 +17,8 @@ from itertools import repeat
 import numpy as np
 
 from skippipe.compiled import kernel
-from skippipe.planner.search.moves import DRAWS, change, lay_lifted
+from skippipe.planner.search.laying import lay_lifted
+from skippipe.planner.search.moves import DRAWS, change
 from skippipe.planner.search.score import score
 from skippipe.planner.search.state import Ints, State, Tables, assign, copy_of, same
 from skippipe.planner.tours import NO_WAY

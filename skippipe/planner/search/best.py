@@ -19,7 +19,8 @@ from skippipe.jitter import Jitter, spread_of
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
 from skippipe.planner.search.annealing import Chain, search
-from skippipe.planner.search.moves import DRAWS, SHARES, Kind, change, lay_lifted
+from skippipe.planner.search.laying import lay_lifted
+from skippipe.planner.search.moves import DRAWS, SHARES, Kind, change
 from skippipe.planner.search.state import Ints, Tables, copy_of, costs_by_layers, empty, plans_of, state_of, tables_of
 from skippipe.simulate import simulate
 from skippipe.timeline import Timing

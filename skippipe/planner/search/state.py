@@ -172,6 +172,22 @@ def same(one: State, other: State) -> bool:
     return True
 
 
+@kernel
+def lanes_through(state: State) -> Ints:
+    """[node]: lanes."""
+    through = np.zeros(len(state.stage_of), np.int64)
+    for lane in range(len(state.counts)):
+        if state.counts[lane] > 0:
+            for node in state.paths[lane]:
+                through[node] += 1
+    return through
+
+
+@kernel
+def slots_of(node: int, stage: int, state: State, tables: Tables) -> int:
+    return int(tables.slots[min(stage, 1), state.layers[stage], node])
+
+
 def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
     """With all nodes and without those that no lane visits, which may still carry gradients around a ring; and with the
     rings as they are and in the best order for nodes that are done at the same time. Some may break a rule."""
