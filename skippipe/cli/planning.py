@@ -140,8 +140,8 @@ def plan(
               + ", ".join(f"{each.samples_per_s:.3g} with {each.microbatches} microbatches" for each in looks)
               + f"; in the end {found.samples_per_s:.3g} with {found.microbatches}")  # fmt: skip
     names = [node.name for node in found.cluster.nodes]
-    for each in left_out(found):
-        print(f"\n'{names[each.node]}' is left out: {each.reason}")
+    for reason, nodes in left_out(found).items():
+        print(f"\nwithout {', '.join(repr(names[node]) for node in nodes)}: {reason}")
     if found.gap is not None and found.lower_bound_ns is not None:
         bound_s = seconds(found.lower_bound_ns)
         print(f"\nno plan can take less than {bound_s:.2f} s (proven); this one is {found.gap:.1%} above that")
@@ -314,7 +314,7 @@ def summary(plan: Plan, took_s: float) -> dict[str, Any]:
         "collision_s": expected.collision_s,
         "bytes_moved": expected.bytes_moved,
         "nodes_used": len(plan.stage_of),
-        "left_out": {plan.cluster.nodes[each.node].name: each.reason for each in left_out(plan)},
+        "left_out": {plan.cluster.nodes[node].name: why for why, nodes in left_out(plan).items() for node in nodes},
         "lower_bound_s": None if plan.lower_bound_ns is None else seconds(plan.lower_bound_ns),
         "planning_s": took_s,
     }

@@ -1,22 +1,19 @@
-"""Nodes that a plan does without, each with the reason."""
+"""Nodes that a plan does without, by the reason."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from skippipe.costs import NEVER_NS, seconds
 from skippipe.plan import Plan
 from skippipe.rules import circle
 
 
-@dataclass(frozen=True)
-class LeftOut:
-    node: int
-    reason: str
-
-
-def left_out(plan: Plan) -> list[LeftOut]:
-    return [LeftOut(node, _reason(plan, node)) for node in range(len(plan.cluster)) if node not in plan.stage_of]
+def left_out(plan: Plan) -> dict[str, list[int]]:
+    """Reason → nodes."""
+    found: dict[str, list[int]] = {}
+    for node in range(len(plan.cluster)):
+        if node not in plan.stage_of:
+            found.setdefault(_reason(plan, node), []).append(node)
+    return found
 
 
 def _reason(plan: Plan, node: int) -> str:
@@ -42,7 +39,7 @@ def _reason(plan: Plan, node: int) -> str:
             f"too far or too slow: a microbatch over it takes {seconds(with_it_ns):.2f} s alone, "
             f"on the slowest lane in use {seconds(slowest_ns):.2f} s"
         )
-    return "not needed: the lanes there are carry all microbatches in as short a time"
+    return "not needed: the lanes there are carry all microbatches, and no slower"
 
 
 def _alone_ns(plan: Plan, path: tuple[int, ...], stage_of: dict[int, int]) -> int:
