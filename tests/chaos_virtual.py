@@ -436,9 +436,13 @@ def last_lost(told: Sequence[Event | IterationReport], stage: int) -> int:
 
 
 def check_shelf(played: Played, states: Sequence[list[tuple[Which, ...]]]) -> None:
-    """A checkpoint of a stage that was never lost is what the stage was after so many iterations."""
+    """A checkpoint of a stage that was never lost is what the stage was after so many iterations; one is of the end."""
     cluster = played.cluster
     taken = [record["commit"] for record in cluster.journal if "commit" in record and record["scale"] > 0]
+    if played.scenario.kept_every:
+        assert played.shelf.newest() == played.scenario.iterations, "there is no checkpoint of the end"
+        final = [list(played.shelf.kept[-1][2][stage]) for stage in range(len(states))]
+        assert final == states, "the checkpoint of the end is not the model"
     for iterations, steps, kept in played.shelf.kept:
         count = sum(iteration < iterations for iteration in taken)
         for stage, state in enumerate(states):

@@ -16,13 +16,14 @@ from skippipe.learning import Learning
 from skippipe.model.blueprint import Blueprint
 from skippipe.model.weights import layout_of_stage
 from skippipe.plan import Lane, Plan
-from skippipe.runtime.coordinator import State
+from skippipe.runtime.coordinator import Event, State, Watcher
 from skippipe.runtime.tensors import Tensors
 from skippipe.runtime.virtual import VirtualCluster
 from skippipe.text.tokenizer import TextTokenizer, train_bpe
 from skippipe.training.brief import Brief
 from skippipe.training.checkpoint import MANIFEST, Checkpoints, verified
 from skippipe.training.keeping import CheckpointKeeper, Origin, export, origin_of
+from skippipe.training.run import Run
 from skippipe.transport.packed import pack, unpack
 from tests.test_exact import FULL, SKIPPED, plan_of, tensors_of
 
@@ -219,6 +220,26 @@ def test_what_was_given_up_leaves_no_trace(tmp_path: Path, tokenizer: TextTokeni
     assert torch.equal(unpack(keeper.state(3, 0, len(states[3]))), states[3])
     keeper.close()
     assert not keeper.failures
+
+
+def test_a_run_says_in_the_end_that_its_last_checkpoint_could_not_be_written(
+    tmp_path: Path, tokenizer: TextTokenizer
+) -> None:
+    plan, blueprint = plan_of(SKIPPED)
+    told: list[Event] = []
+    watcher = Watcher()
+    watcher.happened = told.append  # type: ignore[method-assign,assignment]
+    for folder, expected in ((tmp_path / "free", 0), (tmp_path / "full", 1)):
+        folder.mkdir()
+        if expected:
+            (folder / "checkpoints").write_text("a file where a folder should be")
+        run = Run(brief_of(plan, blueprint), blueprint, tokenizer, folder, 6)
+        keep(run.keeper, states_of(plan, blueprint, 1))
+        run.keeper.saved(6, (6, 6, 6, 6))
+        run.close(watcher)
+        assert len(told) == expected
+    assert (told[0].kind, told[0].iteration) == ("checkpoint", 5)
+    assert told[0].text.startswith("none after 6 iterations: NotADirectoryError")
 
 
 def test_the_newest_sound_checkpoint_of_this_run(tmp_path: Path, tokenizer: TextTokenizer) -> None:

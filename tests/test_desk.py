@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 import pytest
 
 from skippipe.model.blueprint import Blueprint, config_named
-from skippipe.runtime.control import Meet, from_json
+from skippipe.runtime.control import Control, Meet, Stop, from_json
 from skippipe.runtime.desk import Desk
 from skippipe.runtime.member import THE_COORDINATOR
 from skippipe.transport.mailbox import Mailbox
@@ -27,14 +27,18 @@ def desk() -> Iterator[Desk]:
         yield found
 
 
-def introduced(mailbox: Mailbox, name: str) -> str:
-    """Where this node is, as the coordinator says."""
-    until = time.monotonic() + WITHIN_S
+def heard(mailbox: Mailbox, within_s: float) -> Iterator[Control]:
+    until = time.monotonic() + within_s
     while time.monotonic() < until:
         for received in mailbox.receive(0.1):
-            control = from_json(received.message.body)
-            if isinstance(control, Meet) and name in control.peers:
-                return str(control.peers[name][0])
+            yield from_json(received.message.body)
+
+
+def introduced(mailbox: Mailbox, name: str) -> str:
+    """Where this node is, as the coordinator says."""
+    for control in heard(mailbox, WITHIN_S):
+        if isinstance(control, Meet) and name in control.peers:
+            return str(control.peers[name][0])
     raise AssertionError(f"nobody has said where '{name}' is")
 
 
@@ -46,3 +50,16 @@ def test_whoever_comes_and_whoever_is_there_hear_of_each_other(desk: Desk) -> No
             assert desk.meet(number, mailbox.address)
         assert introduced(first, "n1") == second.address
         assert introduced(second, "n0") == first.address  # it may have moved while there was no coordinator
+
+
+def test_whoever_talks_on_though_it_counts_as_gone_is_told_now_and_then(desk: Desk) -> None:
+    stop = Stop("you were taken for dead", again=True)
+    with closing(Mailbox("n0", None, security="none")) as mailbox:
+        mailbox.allow(THE_COORDINATOR, None)
+        desk.tell(0, stop)  # nobody knows where it is
+        assert desk.meet(0, mailbox.address)
+        desk.part(0)
+        for _ in range(3):  # as often as it talks; each time anew would cut off what was just said
+            desk.tell(0, stop)
+        assert next(heard(mailbox, WITHIN_S)) == stop
+        assert list(heard(mailbox, 0.5)) == []

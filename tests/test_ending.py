@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -179,12 +180,15 @@ def test_to_finish_early_after_the_last_iteration_is_to_finish() -> None:
 
 def test_to_finish_early_does_not_wait_for_a_checkpoint() -> None:
     course = collecting(kept_every=1, keeper=Safe())
+    course.room.news()
+    course.coordinator.finish_early()
+    assert course.room.news() == {0: [Collect(0, False)]}
     for node in (0, 2, 3):
         course.coordinator.receive(node, piece(0))
-    assert is_now(course.coordinator, State.COLLECTING), "the checkpoint is still to come"
-    course.coordinator.finish_early()
-    course.wait(3)
     assert is_now(course.coordinator, State.DONE)
+    assert [event.text for event in course.room.events] == [
+        "none of the last iteration: the run was ended before it was made"
+    ]
 
 
 def test_a_stage_without_weights_cannot_be_finished_early() -> None:
@@ -196,6 +200,86 @@ def test_a_stage_without_weights_cannot_be_finished_early() -> None:
 
 
 # Checkpoints
+
+KEPT = Proceed(0, 0.0, 0.0, last=True, kept=True, recorded=False)
+"""After the last of one iteration: the step is taken, and a copy is wanted."""
+
+
+def send(course: Course, *nodes: int, kept: bool) -> None:
+    """All that they have, in one piece."""
+    for node in nodes:
+        course.coordinator.receive(node, piece(0, f"of {node}", kept=kept))
+        course.coordinator.receive(node, piece(1, kept=kept))
+
+
+def test_a_run_ends_with_a_checkpoint_and_then_the_weights() -> None:
+    safe = Safe()
+    course = collecting(kept_every=50, keeper=safe)
+    told = course.room.news()
+    assert [each for each in told[0] if each == KEPT or isinstance(each, Collect)] == [KEPT, Collect(0, True)]
+    assert {node for node, controls in told.items() if KEPT in controls} == {0, 2, 3}, "one of each stage"
+    send(course, 0, 2, 3, kept=True)
+    assert safe.done == [(1, (1, 1, 1))]
+    assert course.room.news()[0][-1] == Collect(0, False)
+    send(course, 0, 2, 3, kept=False)
+    assert is_now(course.coordinator, State.DONE)
+    assert safe.done == [(1, (1, 1, 1))]
+    assert not course.room.events
+
+
+def test_a_stage_that_is_lost_in_the_last_iteration_is_in_the_last_checkpoint() -> None:
+    safe = Safe()
+    course = coordinating(1, kept_every=1, keeper=safe)
+    course.come_back()
+    course.coordinator.lost(2, "its process ended")
+    for answer in (course.contributed, course.averaged):
+        for node in list(course.coordinator.nodes):
+            course.hear(node, answer(node))
+    for node in list(course.coordinator.nodes):
+        course.hear(node, Stepped(0))
+    assert is_now(course.coordinator, State.PAUSED)
+    learners = {node for node, stage, _ in course.room.logged("welcome")[6:] if stage == 1}
+    (learner,) = learners
+    course.hear(learner, Ready(), Ready())
+    assert is_now(course.coordinator, State.COLLECTING)
+    assert KEPT in course.room.news()[learner]
+    holders = list(course.coordinator.roster.holders(course.coordinator.plan).values())
+    send(course, *holders, kept=True)
+    assert safe.done == [(1, (1, 0, 1))], "that stage begins anew"
+    send(course, *holders, kept=False)
+    assert is_now(course.coordinator, State.DONE)
+
+
+def test_an_earlier_checkpoint_is_completed_before_the_last_is_made() -> None:
+    safe = Safe()
+    course = coordinating(3, kept_every=2, keeper=safe)
+    course.iterate(3)
+    for node in range(6):
+        course.hear(node, Stepped(2))
+    assert is_now(course.coordinator, State.COLLECTING)
+    last = replace(KEPT, iteration=2)
+    assert not any(control == last for _, control in course.room.told)
+    send(course, 0, 2, 3, kept=True)
+    assert safe.done == [(2, (2, 2, 2))]
+    assert {node for node, controls in course.room.news().items() if last in controls} == {0, 2, 3}
+    send(course, 0, 2, 3, kept=True)
+    assert safe.done == [(2, (2, 2, 2)), (3, (3, 3, 3))]
+    send(course, 0, 2, 3, kept=False)
+    assert is_now(course.coordinator, State.DONE)
+
+
+def test_the_last_checkpoint_is_begun_again_when_one_who_has_a_copy_is_lost() -> None:
+    safe = Safe()
+    course = collecting(kept_every=1, keeper=safe)
+    send(course, 0, 2, kept=True)
+    course.room.news()
+    course.coordinator.lost(3, "its process ended")
+    assert safe.abandoned == 1
+    (heir,) = {node for node, controls in course.room.news().items() if KEPT in controls} - {0, 2}
+    send(course, 0, 2, heir, kept=True)
+    assert safe.done == [(1, (1, 1, 1))]
+    send(course, 0, 2, heir, kept=False)
+    assert is_now(course.coordinator, State.DONE)
 
 
 def test_a_checkpoint_is_made_while_training_goes_on() -> None:
@@ -230,6 +314,23 @@ def test_a_checkpoint_is_given_up_with_a_node_that_holds_its_copy(lost: int, aba
     course.coordinator.receive(0, piece(0, "a copy", kept=True))
     assert len(safe.saved_pieces) == 1 - abandoned
     assert not safe.done
+
+
+def test_a_piece_of_a_checkpoint_that_was_given_up_is_not_taken_for_one_of_the_last() -> None:
+    safe = Safe()
+    course = coordinating(3, kept_every=2, keeper=safe)
+    course.iterate(3)
+    for node in range(6):
+        course.hear(node, Stepped(2))
+    course.room.news()
+    course.coordinator.lost(3, "its process ended")
+    assert safe.abandoned == 1
+    assert not course.room.told, "node 0 has yet to answer"
+    course.coordinator.receive(0, piece(0, "after two iterations", kept=True))
+    assert course.room.news()[0] == [replace(KEPT, iteration=2), Collect(0, True)]
+    send(course, 0, 2, 4, kept=True)
+    assert safe.saved_pieces[0] == (0, 0, "of 0")
+    assert safe.done == [(3, (3, 3, 3))]
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_sends_nodes_there_first() -> None:

@@ -175,7 +175,7 @@ def test_nonsense_is_counted_and_nothing_else(room: Room) -> None:
         room.peers["bob"].say(said)
     for control in (Feed(1, 1, [0], [], [], [], [], []), Stop("now"), Spoiled(99, 0, ""), Sampled(99, [1])):
         room.peers["bob"].say(control)
-    room.until(lambda: room.front.counted["nonsense"] == 3)
+    room.until(lambda: room.front.seen.figures.get("nonsense_total") == 3)
     room.ask()
     ann = room.peers["ann"]
     for token in range(5):

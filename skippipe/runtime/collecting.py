@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from skippipe.runtime.control import Collect, Control
+from skippipe.runtime.control import Collect, Control, Proceed
 from skippipe.runtime.surroundings import Keeper, Surroundings
 from skippipe.transport.message import Message
 
@@ -23,6 +23,8 @@ class Collection:
     """Stage, number of the piece, and the piece; None after the last. A stage that starts over has a first again."""
     stage: int = field(init=False, default=-1)
     over: bool = field(init=False, default=False)
+    given_up: bool = field(init=False, default=False)
+    """Nothing more is asked for. What was asked last is waited for, lest it be taken for an answer to somebody else."""
     _piece: int = field(init=False, default=0)
     _asked: bool = field(init=False, default=True)
 
@@ -38,6 +40,9 @@ class Collection:
         """Whether it was asked for."""
         if self.over or not self._asked or node != self.holder or piece != self._piece:
             return False
+        if self.given_up:
+            self.over = True
+            return True
         self.take(self.stage, self._piece, body)
         if body is None:
             self._next_stage()
@@ -68,11 +73,13 @@ class Collection:
 
 @dataclass
 class Harvest:
-    """The checkpoint that is being made while training goes on, and the weights in the end."""
+    """The checkpoint that is being made while training goes on; in the end another, and then the weights."""
 
     surroundings: Surroundings
     kept_every: int
     """Iterations from one checkpoint to the next; 0: none are made."""
+    made: int = -1
+    """How many iterations were done when the newest checkpoint was made; −1: there is none."""
     weights: Collection | None = None
     _checkpoint: Collection | None = None
     _of: tuple[int, tuple[int, ...]] = (0, ())
@@ -94,11 +101,19 @@ class Harvest:
                 return [each.holder]
         return []
 
-    def is_due(self, iterations: int, *, last: bool) -> bool:
-        """Is a checkpoint to be made after so many iterations? Not while another is."""
-        if self.busy or self.kept_every == 0 or self.surroundings.keeper is None:
-            return False
-        return last or iterations % self.kept_every == 0
+    def is_due(self, iterations: int) -> bool:
+        """Is a checkpoint to be made after so many iterations, while training goes on? Not while another is."""
+        return self.lacks(iterations) and not self.busy and iterations % self.kept_every == 0
+
+    def lacks(self, iterations: int) -> bool:
+        """Are checkpoints made, but none yet of so many iterations?"""
+        return self.kept_every > 0 and self.surroundings.keeper is not None and self.made != iterations
+
+    def last_checkpoint(self, iterations: int, steps: Sequence[int], holders: Mapping[int, int]) -> None:
+        """All have taken their last step: copies that nobody has asked for before are kept now, and fetched."""
+        for node in holders.values():
+            self.surroundings.tell(node, Proceed(iterations - 1, 0.0, 0.0, last=True, kept=True, recorded=False))
+        self.checkpoint(iterations, steps, holders)
 
     def checkpoint(self, iterations: int, steps: Sequence[int], holders: Mapping[int, int]) -> None:
         """Fetch the copies that were kept after so many iterations."""
@@ -118,20 +133,27 @@ class Harvest:
         """A piece; whether it was asked for."""
         collection = self._checkpoint if message.step else self.weights
         asked = collection is not None and collection.receive(node, message.microbatch, message.body)
-        if self._checkpoint is not None and self._checkpoint.over:
+        checkpoint = self._checkpoint
+        if checkpoint is not None and checkpoint.over:
             self._checkpoint = None
-            self._keeper.saved(*self._of)
+            if not checkpoint.given_up:
+                self.made = self._of[0]
+                self._keeper.saved(*self._of)
         return asked
 
     def lost(self, node: int) -> bool:
         """Whether a checkpoint was given up with it: only it has the copy."""
         if self.weights is not None:
             self.weights.lost(node)
-        if self._checkpoint is None or node not in self._checkpoint.holders.values():
+        checkpoint = self._checkpoint
+        if checkpoint is None or node not in checkpoint.holders.values():
             return False
-        self._checkpoint = None
-        self._keeper.abandon()
-        return True
+        before, checkpoint.given_up = checkpoint.given_up, True
+        if node == checkpoint.holder:
+            self._checkpoint = None
+        if not before:
+            self._keeper.abandon()
+        return not before
 
     @property
     def _keeper(self) -> Keeper:

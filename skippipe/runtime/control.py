@@ -260,7 +260,7 @@ class Proceed:
     last: bool
     """Wait after the step."""
     kept: bool
-    """Keep a copy of the stage's state after the step, for a checkpoint."""
+    """Keep a copy of the stage's state after the step, for a checkpoint; also if that step was taken before."""
     recorded: bool
     """Report every task of the next iteration."""
 

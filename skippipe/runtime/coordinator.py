@@ -102,7 +102,7 @@ class Coordinator:
         self.roster = roster = Roster(cluster)
         self.trained = trained = memory.trained
         self._patience = Patience(self, surroundings.now_ns())
-        self._harvest = Harvest(surroundings, self.kept_every)
+        self._harvest = Harvest(surroundings, self.kept_every, self.first if self.resumed else -1)
         measured = Measured(memory.plan, cluster, surroundings.now_ns())
         plans, end = {**self.plans, memory.visited: memory.plan}, self.first + self.iterations
         self._replanning = Replanning(
@@ -207,9 +207,15 @@ class Coordinator:
             return
         now_ns = self.surroundings.now_ns()
         self.roster.heard(node, now_ns)
-        if self._harvest.receive(node, message) and self.state is State.COLLECTING and not self._early:
+        asked = self._harvest.receive(node, message)
+        if self.state is not State.COLLECTING:
+            return
+        if asked and not self._early:
             self._patience.renew()
-        self._finish_if_collected()
+        if self._harvest.over:
+            self._done()
+        elif self._harvest.weights is None and not self._harvest.busy:
+            self._collect()
 
     def complain(self, node: int, what: str) -> None:
         """A node sends what nobody understands; it is dropped."""
@@ -224,9 +230,11 @@ class Coordinator:
         if self.state is State.TRAINING:
             self.watcher.measured(self._replanning.measured.as_found())
             self._collect()
+        elif self.state is State.COLLECTING and self._harvest.weights is None:
+            self._patience.renew()
+            self._collect()
         elif self.state in (State.JOINING, State.PREPARING, State.PAUSED, State.REUNITING):
             self._done()
-        self._finish_if_collected()
 
     def lost(self, node: int, how: str) -> None:
         """A connection broke, or a process is known to have ended."""
@@ -375,7 +383,8 @@ class Coordinator:
             self._collect()
 
     def _collect(self) -> None:
-        """The weights, from those who have them."""
+        """A checkpoint of the end and then the weights, from those who have them. In this order, because a stage that
+        is lost with the last who holds it comes from the newest checkpoint."""
         holders = self.roster.holders(self.plan)
         if not holders:
             missing = ", ".join(map(str, self.roster.empty(len(self.plan.stages))))
@@ -388,14 +397,14 @@ class Coordinator:
             return
         if self.state is not State.COLLECTING:
             self.enter(State.COLLECTING)
-        self._harvest.collect(holders)
-        self._finish_if_collected()
-
-    def _finish_if_collected(self) -> None:
-        if self.state is State.COLLECTING and self._harvest.over and (self._early or not self._harvest.busy):
-            self._done()
+        if self._early or not self._harvest.lacks(self._progress.end):
+            self._harvest.collect(holders)
+        elif not self._harvest.busy:
+            self._harvest.last_checkpoint(self._progress.end, self.trained.steps, holders)
 
     def _done(self) -> None:
+        if self._stepped and self._harvest.lacks(self._progress.end):
+            self.happened("checkpoint", "none of the last iteration: the run was ended before it was made")
         self.state = State.DONE
         self.surroundings.note({"done": self.iteration})
         self._stop_all(Stop(""))

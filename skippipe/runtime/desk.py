@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,20 +11,18 @@ from skippipe.errors import UserError
 from skippipe.learning import Learning
 from skippipe.plan import Plan
 from skippipe.runtime.apprentice import loan
-from skippipe.runtime.control import Control, Meet, Replan, Stop, Welcome, from_json, to_json
+from skippipe.runtime.control import Control, Meet, Replan, Stop, Welcome
 from skippipe.runtime.coordinator import Coordinator, Deadlines, Keeper, Survival, Watcher
 from skippipe.runtime.member import THE_COORDINATOR
+from skippipe.runtime.reception import Gone, Reception
 from skippipe.training.brief import Brief
 from skippipe.transport.keys import KeyPair
-from skippipe.transport.mailbox import Mailbox, NotConnected, QueueFull, Security
-from skippipe.transport.message import Kind, Message, Received
+from skippipe.transport.mailbox import Mailbox, Security
+from skippipe.transport.message import Kind, Received
 
 GOODBYE_S = 2.0  # for the last words to leave
 MOST_LENT = 2**24  # numbers of a state in one message
 LAST_WORDS_S = 0.5  # for those of a node that is gone to arrive
-
-Gone = Callable[[], Iterable[tuple[str, str]]]
-"""Nodes that are known to have ended since it was last asked, and how."""
 
 
 class Desk:
@@ -44,23 +41,16 @@ class Desk:
         note: Callable[[dict[str, Any]], None] = lambda record: None,
     ) -> None:
         self.keeper = keeper
-        self.nonsense: Counter[str] = Counter()
-        """Peer → control messages that were none."""
         self.machine: Coordinator | None = None
         self._brief = brief
         self._brief_json = brief.to_json()
         self._publics = publics
         self._store = store
         self._note = note
-        self._mailbox = Mailbox(THE_COORDINATOR, keys, listen=listen, security=security, depth=1024)
         self._names = {number: node.name for number, node in enumerate(brief.plan.cluster.nodes)}
         self._numbers = dict(brief.plan.cluster.number)
-        for name in self._names.values():
-            if name in publics:
-                self._mailbox.allow(name, publics[name])
-        self._addresses: dict[str, str] = {}
-        self._parted: dict[str, str] = {}
-        """Where those who are gone were last."""
+        self._mailbox = Mailbox(THE_COORDINATOR, keys, listen=listen, security=security, depth=1024)
+        self._reception = Reception(self._mailbox, self._numbers, publics, self._complain)
         self._leaving: dict[str, tuple[float, str]] = {}
         """Nodes that are gone, but may have said why: until when that is waited for."""
         self._plan_told: tuple[Plan, dict[str, Any]] | None = None
@@ -121,8 +111,8 @@ class Desk:
         for received in self._mailbox.receive(patience_s):
             self._deliver(machine, received)
         now = time.monotonic()
-        for lost in self._mailbox.lost():
-            self._leaving.setdefault(lost.peer, (now + LAST_WORDS_S, f"its connection: {lost.reason}"))
+        for name, how in self._reception.lost():
+            self._leaving.setdefault(name, (now + LAST_WORDS_S, how))
         for name, how in gone():  # what it had to say is here
             self._leaving.pop(name, None)
             machine.lost(self._numbers[name], how)
@@ -141,36 +131,30 @@ class Desk:
         return time.monotonic_ns()
 
     def meet(self, node: int, address: str) -> bool:
-        name = self._names[node]
+        name, reception = self._names[node], self._reception
         self._leaving.pop(name, None)  # that was in another life
         try:
-            self._mailbox.connect(name, address, self._publics.get(name))
+            reception.meet(name, address)
         except UserError:
             return False
-        self._addresses[name] = address
-        self._parted.pop(name, None)
-        others = [other for other in self._addresses if other != name]
-        for other in others:
-            self.tell(self._numbers[other], Meet(self._introduced([name])))
+        others = [other for other in reception.addresses if other != name]
         if others:  # one that comes back to a new coordinator is not welcomed again, and they may have moved
-            self.tell(node, Meet(self._introduced(others)))
+            self.tell(node, Meet(reception.introduced(others)))
         return True
 
     def part(self, node: int) -> None:
-        self._mailbox.disconnect(self._names[node], LAST_WORDS_S)
-        address = self._addresses.pop(self._names[node], None)
-        if address is not None:
-            self._parted[self._names[node]] = address
+        self._reception.part(self._names[node], LAST_WORDS_S)
 
     def tell(self, node: int, control: Control) -> None:
         name = self._names[node]
-        if isinstance(control, Stop) and name in self._parted:  # it is there after all
-            self._mailbox.connect(name, self._parted[name], self._publics.get(name))
-        self._send(node, Message(Kind.CONTROL, 0, 0, 0, 0, to_json(control)))
+        if isinstance(control, Stop) and name not in self._reception.addresses:  # it is there after all
+            self._reception.answer_a_ghost(name)
+        else:
+            self._reception.tell(name, control)
 
     def welcome(self, node: int, plan: Plan, origin: dict[str, Any]) -> None:
         brief = {**self._brief_json, "plan": self._told(plan)}
-        self.tell(node, Welcome(brief, self._introduced(self._publics), origin))
+        self.tell(node, Welcome(brief, self._reception.introduced(self._publics), origin))
 
     def replan(self, node: int, plan: Plan) -> None:
         self.tell(node, Replan(self._told(plan)))
@@ -189,10 +173,7 @@ class Desk:
             assert self.machine is not None
             self.machine.lost(node, f"it asked for state that is not there: {error}")
             return
-        self._send(node, message)
-
-    def _introduced(self, names: Iterable[str]) -> dict[str, Any]:
-        return {name: [self._addresses.get(name, ""), self._publics.get(name)] for name in names}
+        self._reception.send(self._names[node], message)
 
     def _told(self, plan: Plan) -> dict[str, Any]:
         """As JSON; everybody gets the same."""
@@ -200,24 +181,15 @@ class Desk:
             self._plan_told = plan, plan.to_json()
         return self._plan_told[1]
 
-    def _send(self, node: int, message: Message) -> None:
-        try:
-            self._mailbox.send(self._names[node], message)
-        except NotConnected:
-            pass  # it is gone, which is noticed elsewhere
-        except QueueFull:
-            self._leaving.setdefault(self._names[node], (time.monotonic(), "it does not take messages"))
-
     def _deliver(self, machine: Coordinator, received: Received) -> None:
         node = self._numbers[received.peer]
         if received.message.kind is not Kind.CONTROL:
             machine.receive(node, received.message)
             return
-        try:
-            control = from_json(received.message.body)
-        except UserError as error:
-            self.nonsense[received.peer] += 1
-            if self.nonsense[received.peer] == 1:
-                machine.complain(node, str(error))
-            return
-        machine.hear(node, control)
+        control = self._reception.understood(received)
+        if control is not None:
+            machine.hear(node, control)
+
+    def _complain(self, name: str, what: str) -> None:
+        assert self.machine is not None
+        self.machine.complain(self._numbers[name], what)

@@ -121,6 +121,8 @@ class Node:
                 self._agenda.add(Step(control.rate, control.scale))
                 if control.kept:
                     self._agenda.add(Keep())
+            case Proceed() if self.phase is Phase.WAITING and control.kept:  # there was no word of a copy before
+                self._agenda.add(Keep())
             case Reroute() | Settle() | Average():
                 if control.iteration == self.iteration + 1 and self.phase in (Phase.STEPPING, Phase.WAITING):
                     self._next_changes.append(control)

@@ -185,7 +185,8 @@ class Progress:
         outdated = not last and replanning.is_outdated()
         possible = not outdated or replanning.renew(done)
         new_plan = outdated or (not last and replanning.turn(done))
-        holders = self.roster.holders(replanning.plan) if self.harvest.is_due(done, last=last) else {}
+        due = not last and self.harvest.is_due(done)  # the last one is made when all have stepped
+        holders = self.roster.holders(replanning.plan) if due else {}
         for node in sorted(before & set(self.roster.working)):
             if new_plan and possible:
                 self.surroundings.replan(node, replanning.plan)

@@ -10,31 +10,13 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import inf
 from queue import Empty, SimpleQueue
-from typing import Any
 
-from skippipe import __version__
-from skippipe.errors import UserError
-from skippipe.runtime.control import (
-    Alive,
-    Broken,
-    Close,
-    Control,
-    Failed,
-    Hello,
-    Meet,
-    Ready,
-    Sampled,
-    Spoiled,
-    Stop,
-    Welcome,
-    from_json,
-    to_json,
-)
+from skippipe.runtime.control import Alive, Broken, Close, Control, Failed, Ready, Sampled, Spoiled
 from skippipe.runtime.member import THE_COORDINATOR
+from skippipe.runtime.reception import GOODBYE_S, Attendance, Gone
 from skippipe.serving.answering import Share
 from skippipe.serving.brief import ServingBrief
 from skippipe.serving.feeding import feeds
@@ -42,18 +24,13 @@ from skippipe.serving.gateway import Full, Gateway, ServingSettings, Step
 from skippipe.serving.lanes import Distance, Even, Lane
 from skippipe.serving.streams import Request, Stream
 from skippipe.transport.keys import KeyPair
-from skippipe.transport.mailbox import Mailbox, NotConnected, QueueFull, Security
-from skippipe.transport.message import Kind, Message, Received
+from skippipe.transport.mailbox import Mailbox, Security
 
 log = logging.getLogger(__name__)
-TURN_S = 0.2  # at most, from one look at the deadlines to the next
-GOODBYE_S = 1.0
 LOADING_S = 600.0  # that a node may take for its weights
 
 Told = Callable[[Stream], None]
 """Called on the front's thread, with every token and with the ending; must not wait."""
-Gone = Callable[[], Iterable[tuple[str, str]]]
-"""Nodes that are known to have ended since it was last asked, and how. Called often, on the front's thread."""
 
 
 class Watching:
@@ -91,27 +68,18 @@ class Front:
         watching: Watching | None = None,
     ) -> None:
         self._brief = brief
-        self._publics = publics
         self._gone = gone
         self._watching = watching or Watching()
         self._names = {number: name for name, number in brief.number.items()}
         self._mailbox = Mailbox(THE_COORDINATOR, keys, listen=listen, security=security, depth=1024)
-        for name in brief.stage_of:
-            if name in publics:
-                self._mailbox.allow(name, publics[name])
+        self._attendance = Attendance(self._mailbox, brief.stage_of, publics, host=self, brief=brief.to_json())
         self.gateway = Gateway(len(brief.layers), self, settings or ServingSettings(), distance or Even())
         self.counted: Counter[str] = Counter()
         """What has happened how often, for whoever watches."""
         self.seen = Seen(Share(0, len(brief.layers)), {})
-        self._addresses: dict[str, str] = {}
-        self._parted: dict[str, tuple[str, float]] = {}
-        """Where those who are gone were last, and from when on they may be told that they count as gone."""
-        self._heard: dict[str, float] = {}
-        """Node → when it last gave a sign of life."""
         self._told: dict[int, Told] = {}
         self._asked: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._over = threading.Event()
-        self._turned = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
 
     @property
@@ -169,24 +137,13 @@ class Front:
             self._over.set()
             self._do_what_is_asked()
             self.gateway.close()
-            for name in list(self._addresses):
-                self._tell(name, Stop(""))
-            self._mailbox.close(GOODBYE_S)
+            self._attendance.close()
 
     def _turn(self) -> None:
-        for received in self._mailbox.receive(TURN_S):
-            self._deliver(received)
+        self._attendance.turn()
         self._do_what_is_asked()
-        for lost in self._mailbox.lost():
-            self._lost(lost.peer, f"its connection: {lost.reason}")
         for name, how in self._gone():
-            self._lost(name, how)
-        now, before = time.monotonic(), self._turned
-        self._turned = now
-        if now - before > self._brief.heartbeat_s / 2:  # we were held up, and they may have spoken
-            self._heard = dict.fromkeys(self._heard, now)
-        for name in [name for name in self._heard if self._silent_s(name) > self._patience_s(name)]:
-            self._lost(name, f"no sign of life for {self._patience_s(name):g} s")
+            self._attendance.lose(name, how)
         self.gateway.tick()
         self.seen = self._look()
 
@@ -199,37 +156,29 @@ class Front:
         gateway = self.gateway
         there = int(gateway.share * gateway.stages) if gateway.is_open else 0
         happened = {f"{what.replace(' ', '_')}_total": float(count) for what, count in self.counted.items()}
+        happened["nonsense_total"] = float(self._attendance.nonsense.total())
         figures = {"nodes": float(len(gateway.stage_of)), "streams": float(len(gateway.streams)), **happened}
         return Seen(Share(there, gateway.stages), figures)
 
-    def _silent_s(self, name: str) -> float:
-        return time.monotonic() - self._heard[name]
+    # Who is there
 
-    def _patience_s(self, name: str) -> float:
+    def patience_s(self, name: str) -> float:
         """While it loads its weights, a node says nothing."""
         ready = self._brief.number[name] in self.gateway.stage_of
         return self._brief.heartbeat_s if ready else max(LOADING_S, self._brief.heartbeat_s)
 
-    def _deliver(self, received: Received) -> None:
-        name, message = received.peer, received.message
-        try:
-            if message.kind is not Kind.CONTROL:
-                raise UserError("a tensor where there should be none")
-            control = from_json(message.body)
-        except UserError as error:
-            self.counted["nonsense"] += 1
-            if self.counted["nonsense"] == 1:
-                log.warning("nonsense from '%s' (later ones are only counted): %s", name, error)
-            return
-        if isinstance(control, Hello):
-            self._greet(name, control)
-        elif name in self._addresses:
-            self._heard[name] = time.monotonic()
-            self._hear(name, control)
-        elif self._brief.number.get(name) is not None:
-            self._answer_a_ghost(name)
+    def joined(self, name: str) -> None:
+        """Nothing is asked of it before it has its weights."""
 
-    def _hear(self, name: str, control: Control) -> None:
+    def lost(self, name: str, how: str) -> None:
+        self.counted["lost nodes"] += 1
+        self.gateway.lost(self._brief.number[name])
+        self._watching.gone(name, how)
+
+    def refused(self, name: str, why: str) -> None:
+        log.warning("'%s' cannot take part: %s", name, why)
+
+    def heard(self, name: str, control: Control) -> None:
         node = self._brief.number[name]
         match control:
             case Ready():
@@ -243,7 +192,7 @@ class Front:
                 self.counted["broken links"] += 1
                 self.gateway.broken(node, control.peer)
             case Failed():
-                self._lost(name, control.reason)
+                self._attendance.lose(name, control.reason)
             case Alive():
                 pass
             case _:
@@ -255,69 +204,16 @@ class Front:
                 raise ValueError("says tokens that nobody knows")
             self.gateway.sampled(control.step, control.tokens, node)
         except ValueError as error:
-            self._lost(self._names[node], str(error))
+            self._attendance.lose(self._names[node], str(error))
 
     def _spoiled(self, node: int, control: Spoiled) -> None:
         """Whoever made what is of no use has to start over, and may come back."""
         self.counted["spoiled steps"] += 1
         path = self.gateway.spoiled(control.step, node)
         if path and control.node == path[path.index(node) - 1]:
-            self._lost(self._names[control.node], f"'{self._names[node]}' got from it {control.reason}")
+            self._attendance.lose(self._names[control.node], f"'{self._names[node]}' got from it {control.reason}")
         elif path:
             log.warning("'%s' cannot do a step: %s", self._names[node], control.reason)
-
-    def _greet(self, name: str, hello: Hello) -> None:
-        if name not in self._brief.stage_of:
-            return
-        if name in self._addresses:
-            self._lost(name, "it was started again")
-        try:
-            self._mailbox.connect(name, hello.address, self._publics.get(name))
-        except UserError as error:
-            log.warning("'%s' cannot be reached: %s", name, error)
-            return
-        if hello.version != __version__:
-            self._tell(name, Stop(f"skippipe {hello.version} here, {__version__} at the gateway: use one version"))
-            self._mailbox.disconnect(name, GOODBYE_S)
-            return
-        self._addresses[name] = hello.address
-        self._parted.pop(name, None)
-        self._heard[name] = time.monotonic()
-        self._tell(name, Welcome(self._brief.to_json(), self._introduced(self._brief.stage_of), {}))
-        for other in self._addresses:
-            if other != name:
-                self._tell(other, Meet(self._introduced([name])))
-
-    def _answer_a_ghost(self, name: str) -> None:
-        """It was taken for dead and is not: it may say hello again."""
-        address, told_from = self._parted.get(name, ("", inf))
-        now = time.monotonic()
-        if now >= told_from:
-            self._parted[name] = address, now + self._brief.heartbeat_s
-            self._mailbox.connect(name, address, self._publics.get(name))
-            self._tell(name, Stop("you were taken for dead", again=True))
-
-    def _lost(self, name: str, how: str) -> None:
-        address = self._addresses.pop(name, None)
-        if address is None:
-            return
-        self._parted[name] = address, 0.0
-        self.counted["lost nodes"] += 1
-        self._heard.pop(name, None)
-        self._mailbox.disconnect(name)
-        self.gateway.lost(self._brief.number[name])
-        self._watching.gone(name, how)
-
-    def _introduced(self, names: Iterable[str]) -> dict[str, Any]:
-        return {name: [self._addresses.get(name, ""), self._publics.get(name)] for name in names}
-
-    def _tell(self, name: str, control: Control) -> None:
-        try:
-            self._mailbox.send(name, _message(control))
-        except NotConnected:
-            pass  # it is gone, which is noticed elsewhere
-        except QueueFull:
-            self._asked.put(lambda: self._lost(name, "it does not take messages"))
 
     # What the gateway sees
 
@@ -326,11 +222,11 @@ class Front:
 
     def step(self, step: Step) -> None:
         for node, feed in feeds(step).items():
-            self._tell(self._names[node], feed)
+            self._attendance.tell(self._names[node], feed)
 
     def close_lane(self, lane: Lane) -> None:
         for node in lane.path:
-            self._tell(self._names[node], Close(lane.number))
+            self._attendance.tell(self._names[node], Close(lane.number))
 
     def said(self, stream: Stream) -> None:
         told = self._told.get(stream.number)
@@ -338,7 +234,3 @@ class Front:
             self._told.pop(stream.number, None)
         if told is not None:
             told(stream)
-
-
-def _message(control: Control) -> Message:
-    return Message(Kind.CONTROL, 0, 0, 0, 0, to_json(control))

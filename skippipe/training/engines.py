@@ -88,7 +88,7 @@ def virtual(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
         builder=computer,
     )
     cluster.run()
-    run.keeper.close()
+    run.close(watcher)
     if cluster.coordinator.failure:
         raise UserError(cluster.coordinator.failure)
     folder = run.folder()

@@ -74,6 +74,8 @@ class CheckpointKeeper:
         self._ours = {origin.manifest.iterations} if origin else set()
         """Iterations of the checkpoints of this run; the folder may hold those of another that went further."""
         self.failures: list[str] = []
+        self.lacking = ""
+        """Why there is none of what was given last; empty if all is well."""
 
     def save(self, stage: int, number: int, piece: Packed | None) -> None:
         """A piece of a stage's state, in order, None after the last; number 0 starts the stage over."""
@@ -133,9 +135,9 @@ class CheckpointKeeper:
 
     def _saved(self, iterations: int, steps: tuple[int, ...]) -> None:
         place, files = self._place, self._files
-        self._place, self._files = None, []
+        self._place, self._files, self.lacking = None, [], ""
         if place is None or len(files) != 2 * len(self._brief.plan.layers):
-            log.warning("no checkpoint after %d iterations: %s", iterations, "; ".join(self.failures[-1:]))
+            self._lack(iterations)
             return
         brief = self._brief
         manifest = Manifest(
@@ -152,7 +154,11 @@ class CheckpointKeeper:
             self._ours.add(iterations)
         except OSError as error:
             self._give_up(str(error))
-            log.warning("no checkpoint after %d iterations: %s", iterations, error)
+            self._lack(iterations)
+
+    def _lack(self, iterations: int) -> None:
+        self.lacking = f"none after {iterations} iterations: {'; '.join(self.failures[-1:])}"
+        log.warning("checkpoint: %s", self.lacking)
 
     def _give_up(self, reason: str) -> None:
         self.failures.append(reason)

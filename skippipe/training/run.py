@@ -14,9 +14,10 @@ from typing import Any
 from skippipe.errors import UserError
 from skippipe.model.blueprint import Blueprint
 from skippipe.plan import Plan
-from skippipe.runtime.coordinator import Deadlines, Survival, Watcher
-from skippipe.runtime.desk import Desk, Gone
+from skippipe.runtime.coordinator import Deadlines, Event, Survival, Watcher
+from skippipe.runtime.desk import Desk
 from skippipe.runtime.member import Invitation, Member
+from skippipe.runtime.reception import Gone
 from skippipe.text.tokenizer import TextTokenizer
 from skippipe.training.brief import Brief
 from skippipe.training.checkpoint import Checkpoints
@@ -206,8 +207,14 @@ class Run:
             gone=gone,
             stopped=stopped,
         )
-        self.keeper.close()
+        self.close(watcher)
         self.journal.close()
+
+    def close(self, watcher: Watcher) -> None:
+        """When checkpoints are on disk; if the last one could not be written, that is said."""
+        self.keeper.close()
+        if self.keeper.lacking:
+            watcher.happened(Event("checkpoint", self.iterations - 1, self.keeper.lacking))
 
     def folder(self) -> ModelFolder:
         return ModelFolder(self.output / "model", self.brief.plan.layers, self.blueprint, self.tokenizer)
