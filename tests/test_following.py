@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skippipe.dashboard.following import Follower
-from skippipe.dashboard.lines import MOST_BYTES, Lines
 from skippipe.dashboard.page import MOST_POINTS, Page
+from skippipe.runs.lines import MOST_BYTES, Lines
 from tests.dashboards import RunFolder, committed, noted, panels, parsed, plan_of
 
 # Lines

@@ -18,6 +18,7 @@ from skippipe.cli import (
     reading,
     scoring,
     serving,
+    showing,
     study,
     sweeping,
     text,
@@ -55,7 +56,7 @@ app.command("check")(reading.check_plan)
 app.command("simulate")(reading.simulate_plan)
 app.command("compare")(planning.compare)
 app.command("sweep")(sweeping.sweep)
-app.command("show")(reading.show)
+app.command("show")(showing.show)
 app.command("why")(why.why)
 app.command("prepare")(text.prepare)
 app.command("job")(training.job)

@@ -29,6 +29,10 @@ ClusterName = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
+Trace = Annotated[
+    Path | None,
+    typer.Option(help="Write the timeline in Chrome trace format, for chrome://tracing or ui.perfetto.dev."),
+]
 ContentionOnly = Annotated[
     bool | None,
     typer.Option(

@@ -1,9 +1,8 @@
-"""Commands that look at what is there: cluster, check, simulate, show."""
+"""Commands that look at what is there: cluster, check, simulate."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,6 @@ import typer
 
 from skippipe.cli import inputs
 from skippipe.errors import UserError
-from skippipe.jsonfile import check_writable
 
 if TYPE_CHECKING:
     from skippipe.cluster import Cluster
@@ -20,10 +18,6 @@ if TYPE_CHECKING:
 
 JITTER = "Jitter"
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, as 'skippipe plan -o' writes it.")]
-Trace = Annotated[
-    Path | None,
-    typer.Option(help="Write the timeline in Chrome trace format, for chrome://tracing or ui.perfetto.dev."),
-]
 
 
 def cluster(
@@ -124,7 +118,7 @@ def simulate_plan(
     ] = None,
     draws: Annotated[int, typer.Option(min=1, help="Iterations to draw.", rich_help_panel=JITTER)] = 200,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same draws.", rich_help_panel=JITTER)] = 0,
-    trace: Trace = None,
+    trace: inputs.Trace = None,
     as_json: inputs.Json = False,
 ) -> None:
     """Run one iteration under virtual time: how long it takes, and who waits for whom.
@@ -199,42 +193,3 @@ def _show_timeline(plan: Plan, timeline: Timeline) -> None:
     for index, (start, end) in enumerate(timeline.averaging_ns):
         held = f"gradients averaged from {seconds(start):.2f} to {seconds(end):.2f} s"
         print(f"stage {index}: {held if plan.stages[index].nodes else 'nobody holds it'}")
-
-
-def show(
-    plan: PlanFile,
-    html: Annotated[Path | None, typer.Option(help="Write an interactive page that needs no other file.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Write the Gantt chart and the path map as a picture.")] = None,
-    trace: Trace = None,
-    as_json: inputs.Json = False,
-) -> None:
-    """Print a plan as a grid; draw its Gantt chart and its path map.
-
-    Example: skippipe show plan.json --html plan.html --png plan.png
-    """
-    from skippipe.plan import Plan
-    from skippipe.report.grid import plan_grid
-    from skippipe.simulate import simulate
-    from skippipe.timeline import Timing
-
-    for picture in (html, png, trace):
-        if picture:
-            check_writable(picture, plan)
-    found = Plan.load(plan)
-    timeline = simulate(found, found.expected.timing if found.expected else Timing.FULL)
-    if found.expected not in (None, timeline):
-        print(f"warning: {plan} promises another timeline than it has; see 'skippipe check'", file=sys.stderr)
-    found = found.promising(timeline)
-    print(json.dumps(found.to_json()) if as_json else plan_grid(found))
-    if html:
-        from skippipe.report.html import write_html
-
-        write_html(found, timeline, html)
-    if png:
-        from skippipe.report.png import write_png
-
-        write_png(found, timeline, png)
-    if trace:
-        from skippipe.report.trace import write_trace
-
-        write_trace(found, timeline, trace)

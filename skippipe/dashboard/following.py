@@ -6,50 +6,25 @@ that cannot be read is counted and passed over. Each source has a number that gr
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from skippipe.dashboard.chart import Chart, chart_of
-from skippipe.dashboard.lines import Lines
 from skippipe.errors import UserError
 from skippipe.plan import Plan
-from skippipe.training.journal import HEADER, sound
+from skippipe.runs.chart import LARGEST_BYTES, Chart, read_chart
+from skippipe.runs.lines import Lines
+from skippipe.runs.listing import checkpoints_in, traces_in
+from skippipe.runs.records import Happening, Links, Noted, Row, count, happening_of, items, metrics_of, object_of
 
 MOST_EVENTS = 300  # kept; older ones are in the file
-LONGEST_TEXT = 400
 SLOW_FOR = 1  # iterations after it was last waited for
-LARGEST_BYTES = 2**28  # of a plan or a trace
-TRACE = re.compile(r"iteration-(\d{1,12})\.json")
 
 Source = Literal["plan", "metrics", "events", "trace"]
 Standing = Literal["lost", "here", "learning"]
 STANDINGS: dict[str, Standing | None] = {"gone": "lost", "joined": "here", "learning": "learning", "able": None}
 """What an event makes of a node; None: as the plan has it."""
-
-
-class Row(NamedTuple):
-    """An iteration, as the metrics have it; None for what is missing or not finite."""
-
-    iteration: int
-    loss: float | None
-    seconds: float | None
-    promised_s: float | None
-    tokens_per_s: float | None
-    sent_bytes: float | None
-    time: float | None
-
-
-class Happening(NamedTuple):
-    kind: str
-    iteration: int
-    text: str
-    node: str
-    time: float
 
 
 @dataclass
@@ -63,10 +38,8 @@ class State:
     done: bool = False
     """The run has ended, and said so."""
     rows: list[Row] = field(default_factory=list)
-    tokens: float | None = None
-    """So far."""
-    links: list[tuple[str, str, int]] = field(default_factory=list)
-    """Sender, receiver and bytes, in the last iteration."""
+    links: Links = field(default_factory=list)
+    """In the last iteration."""
     visits: list[int] = field(default_factory=list)
     """Microbatches in the gradient of each stage, in the last iteration."""
     events: deque[Happening] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
@@ -94,10 +67,7 @@ class Follower:
         self._metrics = Lines(folder / "metrics.jsonl", since)
         self._events = Lines(folder / "events.jsonl", since)
         self._journal = Lines(folder / "journal", since)
-        self._noted: dict[int, dict[str, Any]] = {}
-        """Length of paths → the newest record of a plan for it."""
-        self._last: dict[str, Any] | None = None
-        """The record that holds."""
+        self._noted = Noted()
         self._stood_at: dict[str, float] = {}
         """Node → the time of the last event that says where it stands."""
         self._plan_stamp: tuple[int, int] | None = None
@@ -106,7 +76,7 @@ class Follower:
     def look(self) -> bool:
         """Take in what is new; whether there is more to read at once."""
         more = [self._look_at_events(), self._look_at_metrics(), self._look_at_journal()]
-        if self._last is None:
+        if self._noted.last is None:
             self._look_at_plan_file()
         self._look_at_checkpoints()
         self._look_at_traces()
@@ -115,21 +85,17 @@ class Follower:
     def _look_at_metrics(self) -> bool:
         state, look = self.state, self._metrics.look()
         if look.anew:
-            state.rows, state.links, state.visits, state.tokens = [], [], [], None
+            state.rows, state.links, state.visits = [], [], []
             state.unread["metrics.jsonl"] = 0
         for line in look.lines:
-            found = _object(line)
-            iteration = _count(found.get("iteration")) if found else None
-            if found is None or iteration is None:
+            found = metrics_of(line)
+            if found is None:
                 state.unread["metrics.jsonl"] += 1
                 continue
-            while state.rows and state.rows[-1].iteration >= iteration:  # done again: the newer line counts
+            while state.rows and state.rows[-1].iteration >= found.row.iteration:  # done again: the newer line counts
                 state.rows.pop()
-            keys = ("loss", "seconds", "promised_s", "tokens_per_s", "bytes_sent", "time")
-            state.rows.append(Row(iteration, *(_number(found.get(key)) for key in keys)))
-            state.tokens = _number(found.get("tokens"))
-            state.links = _links(found.get("links"))
-            state.visits = [_count(each) or 0 for each in _items(found.get("visits"))]
+            state.rows.append(found.row)
+            state.links, state.visits = found.links, found.visits
         if look.lines or look.anew:
             state.versions["metrics"] += 1
         self._forgive()
@@ -159,13 +125,11 @@ class Follower:
             state.standing, state.slow, state.happened = {}, {}, 0
             state.unread["events.jsonl"] = 0
         for line in look.lines:
-            found = _object(line)
-            if found is None or not isinstance(found.get("kind"), str):
+            found = happening_of(line)
+            if found is None:
                 state.unread["events.jsonl"] += 1
-                continue
-            kind, text, node = (_text(found.get(key)) for key in ("kind", "text", "node"))
-            iteration, when = _count(found.get("iteration")) or 0, _number(found.get("time")) or 0.0
-            self._take(Happening(kind, iteration, text, node, when))
+            else:
+                self._take(found)
         if look.lines or look.anew:
             state.versions["events"] += 1
         return look.more
@@ -189,26 +153,17 @@ class Follower:
     def _look_at_journal(self) -> bool:
         """Of plans that were repaired on the way, it has the one in use."""
         state, look = self.state, self._journal.look()
-        before = self._last, state.done
+        before = self._noted.last, state.done
         if look.anew:
-            self._noted, self._last, state.done, self._plan_stamp = {}, None, False, None
+            self._noted, self._plan_stamp = Noted(), None
             state.unread["journal"] = 0
         for line in look.lines:
-            if line + b"\n" == HEADER:
-                continue
-            content = sound(line)
-            record = _object(content) if content is not None else None
-            if record is None:
+            if not self._noted.take(line):
                 state.unread["journal"] += 1
-                continue
-            state.done = "done" in record
-            if "plan" in record:
-                self._last = self._noted[_count(record.get("visited")) or 0] = record
-            elif "turn" in record:
-                self._last = self._noted.get(_count(record["turn"]) or 0, self._last)
-        if (self._last, state.done) != before:
-            if self._last is not None and self._last is not before[0]:
-                self._use(self._last.get("plan"), _items(self._last.get("learning")), "journal")
+        last, state.done = self._noted.last, bool(self._noted.done)
+        if (last, state.done) != before:
+            if last is not None and last is not before[0]:
+                self._use(last.get("plan"), items(last.get("learning")), "journal")
             state.versions["plan"] += 1
         return look.more
 
@@ -227,7 +182,7 @@ class Follower:
         except OSError:
             return
         self.state.unread["plan.json"] = 0
-        self._use(_object(content), [], "plan.json")
+        self._use(object_of(content), [], "plan.json")
 
     def _use(self, plan: Any, learning: list[Any], source: str) -> None:
         state = self.state
@@ -237,17 +192,12 @@ class Follower:
             state.unread[source] += 1  # the last one that could be read is shown
         else:
             nodes = state.plan.cluster.nodes
-            numbers = [_count(each) for each in learning]
+            numbers = [count(each) for each in learning]
             state.learning = frozenset(nodes[each].name for each in numbers if each is not None and each < len(nodes))
         state.versions["plan"] += 1
 
     def _look_at_checkpoints(self) -> None:
-        """Nobody writes an event when one is complete: its manifest says so."""
-        found = {}
-        for path in _listed(self.folder / "checkpoints"):
-            made = _modified(path / "manifest.json")
-            if path.name.isdigit() and made is not None and made >= self._since:
-                found[int(path.name)] = made
+        found = checkpoints_in(self.folder, self._since)
         if any(number not in self.state.checkpoints for number in found):
             self.state.checkpoints |= found  # also those that are deleted by now were made
             self.state.versions["events"] += 1
@@ -256,11 +206,7 @@ class Follower:
         """The newest, of iterations that this run has done: a folder may have some of an earlier run too."""
         state = self.state
         last = state.rows[-1].iteration if state.rows else -1
-        found = []
-        for path in _listed(self.folder / "traces"):
-            match, made = TRACE.fullmatch(path.name), _modified(path)
-            if match and made is not None and made >= self._since and int(match[1]) <= last:
-                found.append((made, int(match[1]), path))
+        found = [each for each in traces_in(self.folder, self._since) if each.iteration <= last]
         if not found:
             if state.chart is not None and not state.rows:
                 state.chart, self._trace_stamp = None, None
@@ -270,62 +216,10 @@ class Follower:
         try:
             status = path.stat()
             stamp = (path.name, status.st_mtime_ns, status.st_size)
-            if stamp == self._trace_stamp or status.st_size > LARGEST_BYTES:
+            if stamp == self._trace_stamp:
                 return
-            state.chart = chart_of(json.loads(path.read_bytes()), iteration)
-        except (OSError, ValueError, RecursionError):  # being written: the next look will tell
+            state.chart = read_chart(path, iteration)
+        except (OSError, ValueError):  # being written: the next look will tell
             return
         self._trace_stamp = stamp
         state.versions["trace"] += 1
-
-
-def _object(text: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 else None
-
-
-def _text(value: Any) -> str:
-    return value[:LONGEST_TEXT] if isinstance(value, str) else ""
-
-
-def _items(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _links(value: Any) -> list[tuple[str, str, int]]:
-    found = []
-    for entry in _items(value):
-        match entry:
-            case [str() as sender, str() as receiver, sent] if (count := _count(sent)) is not None:
-                found.append((sender, receiver, count))
-    return found
-
-
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
-
-
-def _modified(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None

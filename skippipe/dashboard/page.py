@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from skippipe.dashboard.chart import KINDS, Bar, Chart
-from skippipe.dashboard.following import Follower, Row, Source, State
+from skippipe.dashboard.following import Follower, Source, State
 from skippipe.plan import Plan
 from skippipe.report.picture import HUES
+from skippipe.runs.chart import KINDS, Bar
+from skippipe.runs.curves import thinned
+from skippipe.runs.records import checkpointed
 
 MOST_POINTS = 300  # of a curve; more cannot be told apart on a screen
 MOST_LINKS = 5000  # of a map; those with the fewest bytes are left out
@@ -59,7 +61,7 @@ def run_panel(state: State, folder: Path) -> Panel:
         "tokens_per_s": last.tokens_per_s if last else None,
         "sent_bytes": last.sent_bytes if last else None,
         "time": last.time if last else None,
-        "tokens": state.tokens,
+        "tokens": last.tokens if last else None,
         "unread": {file: count for file, count in sorted(state.unread.items()) if count},
         **(_plan_figures(state.plan) if state.plan else {}),
     }
@@ -144,25 +146,19 @@ def load_panel(state: State, _folder: Path) -> Panel:
 
 def curves_panel(state: State, _folder: Path) -> Panel:
     """What iterations took and gave; of long runs, the mean of neighbours."""
-    rows = state.rows
-    size = max(1, -(-len(rows) // MOST_POINTS))
-    groups = [rows[at : at + size] for at in range(0, len(rows), size)]
+    size, rows = thinned(state.rows, MOST_POINTS)
     return {
         "mean_of": size,
-        "iteration": [group[-1].iteration for group in groups],
-        **{name: [_mean(group, place) for group in groups] for name, place in CURVES.items()},
+        "iteration": [row.iteration for row in rows],
+        **{name: [_short(getattr(row, name)) for row in rows] for name in CURVES},
     }
 
 
-CURVES = {
-    name: Row._fields.index(name) for name in ("loss", "tokens_per_s", "sent_bytes", "seconds", "promised_s")
-}  # fmt: skip
+CURVES = ("loss", "tokens_per_s", "sent_bytes", "seconds", "promised_s")
 
 
-def _mean(rows: Sequence[Row], place: int) -> float | None:
-    found = [row[place] for row in rows if row[place] is not None]
-    mean = math.fsum(float(value) for value in found if value is not None) / len(found) if found else math.nan
-    return float(f"{mean:.7g}") if math.isfinite(mean) else None
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.7g}")
 
 
 def chart_panel(state: State, _folder: Path) -> Panel:
@@ -173,17 +169,10 @@ def chart_panel(state: State, _folder: Path) -> Panel:
         "iteration": chart.iteration,
         "kinds": [str(kind) for kind in KINDS],
         "rows": [{"stage": stage, "name": name} for stage, name in chart.rows],
-        "hues": _hues(chart),
+        "hues": chart.hues,
         "planned": [_plain(bar) for bar in chart.planned],
         "measured": [_plain(bar) for bar in chart.measured],
     }
-
-
-def _hues(chart: Chart) -> dict[int, str]:
-    """Lane → that of its data node, given out as in all our pictures."""
-    starts = dict(sorted(chart.starts.items()))
-    data_rows = list(dict.fromkeys(starts.values()))
-    return {lane: HUES[data_rows.index(row) % len(HUES)] for lane, row in starts.items()}
 
 
 def _plain(bar: Bar) -> list[float]:
@@ -193,17 +182,8 @@ def _plain(bar: Bar) -> list[float]:
 
 def events_panel(state: State, _folder: Path) -> Panel:
     """Newest first; checkpoints that are complete are among them."""
-    made = [
-        {
-            "kind": "checkpointed",
-            "iteration": number - 1,
-            "text": "state of all stages on disk",
-            "node": "",
-            "time": time,
-        }
-        for number, time in state.checkpoints.items()
-    ]
-    shown = [*(event._asdict() for event in state.events), *made]
+    made = [checkpointed(number, time) for number, time in state.checkpoints.items()]
+    shown = [event._asdict() for event in (*state.events, *made)]
     shown.sort(key=lambda event: float(event["time"]), reverse=True)
     return {"events": shown, "in_all": state.happened + len(made)}
 

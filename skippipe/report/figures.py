@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from skippipe.costs import seconds
 from skippipe.plan import Plan
@@ -54,6 +54,14 @@ def _averaging_figure(timeline: Timeline) -> list[tuple[str, str]]:
     return [
         ("averaging", f"{seconds(end - start):.2f} s in the slowest stage, {slowest}; done at {seconds(end):.2f} s")
     ]
+
+
+def scaled(count: float, units: Sequence[str]) -> tuple[float, str]:
+    """In the unit, each a thousand times the one before, that makes it short."""
+    power = 0
+    while abs(count) >= 999.5 and power < len(units) - 1:
+        count, power = count / 1000, power + 1
+    return count, units[power]
 
 
 def ranges(numbers: Iterable[int]) -> str:

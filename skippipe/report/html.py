@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from plotly import graph_objects as go
 
@@ -18,6 +19,8 @@ from skippipe.report.picture import NEUTRAL, TASK_KINDS, Bar, Kind, Picture
 from skippipe.report.table import Table
 from skippipe.timeline import Timeline
 
+Place = tuple[float, float]
+"""Of a bar: its middle, and its height."""
 ROW_PX = 24
 STATION_PX = 70
 GANTT_IN_WORDS = """Light bars go forward, dark bars go backward, hatched ones are head and loss; numbers are lanes.
@@ -35,15 +38,22 @@ LINKS_IN_WORDS = "In one iteration, from the node of the row to the node of the 
 def write_html(plan: Plan, timeline: Timeline, path: Path) -> None:
     picture = Picture(plan, timeline)
     title = f"{plan.cluster.name}: an iteration of {timeline.iteration_s:.1f} s, {plan.strategy}"
-    beyond = f"<p>The picture opens on the passes: {picture.beyond}.</p>\n" if picture.beyond else ""
     sections = [
-        _key_figures([*plan_figures(plan), *timeline_figures(timeline)]),
-        section("What every node does", GANTT_IN_WORDS, beyond + figure_html(_gantt(picture))),
-        section("Which way every lane goes", MAP_IN_WORDS, figure_html(_map(picture))),
+        key_figures([*plan_figures(plan), *timeline_figures(timeline)]),
+        *picture_sections(picture),
         table_html(_busy(picture)),
         section("How much every link carries", LINKS_IN_WORDS, figure_html(_links(picture))),
     ]
     write_text(path, page(title, sections))
+
+
+def picture_sections(picture: Picture) -> list[str]:
+    """The Gantt chart and the path map."""
+    beyond = f"<p>The picture opens on the passes: {picture.beyond}.</p>\n" if picture.beyond else ""
+    return [
+        section("What every node does", GANTT_IN_WORDS, beyond + figure_html(_gantt(picture))),
+        section("Which way every lane goes", MAP_IN_WORDS, figure_html(_map(picture))),
+    ]
 
 
 def _gantt(picture: Picture) -> go.Figure:
@@ -53,11 +63,11 @@ def _gantt(picture: Picture) -> go.Figure:
         lanes = {number for number, lane in enumerate(picture.plan.lanes) if lane.path[0] == node}
         bars = [bar for bar in picture.bars if bar.kind in TASK_KINDS and bar.lane in lanes]
         bars.sort(key=lambda bar: bar.kind is not Kind.BACKWARD)  # the legend takes the colour of the first
-        figure.add_trace(_bars(picture, bars, f"from {escape(named[node].name)}"))
+        figure.add_trace(bar_trace(bars, _places(picture, bars), f"from {escape(named[node].name)}"))
     for kind in NEUTRAL:
         bars = [bar for bar in picture.bars if bar.kind is kind]
         if bars:
-            figure.add_trace(_bars(picture, bars, str(kind)))
+            figure.add_trace(bar_trace(bars, _places(picture, bars), str(kind)))
     until_s = picture.shown_until_s
     figure.add_vline(x=seconds(picture.timeline.last_backward_ns), line={"dash": "dash", "width": 1, "color": "#222"})
     figure.update_layout(
@@ -78,17 +88,21 @@ def _gantt(picture: Picture) -> go.Figure:
     return figure
 
 
-def _bars(picture: Picture, bars: Sequence[Bar], name: str) -> go.Bar:
+def _places(picture: Picture, bars: Sequence[Bar]) -> list[Place]:
     strip = {Kind.WAITING: (0.44, 0.16)}  # (below the middle of its row, height)
-    low, high = zip(*(strip.get(bar.kind, (-0.06, 0.78)) for bar in bars), strict=True)
+    offsets = (strip.get(bar.kind, (-0.06, 0.78)) for bar in bars)
+    return [(picture.rows[bar.row].y + low, high) for bar, (low, high) in zip(bars, offsets, strict=True)]
+
+
+def bar_trace(bars: Sequence[Bar], places: Sequence[Place], name: str) -> go.Bar:
     patterns = [{Kind.HEAD: "/", Kind.AVERAGING: "."}.get(bar.kind, "") for bar in bars]
     return go.Bar(
         orientation="h",
         name=name,
-        y=[picture.rows[bar.row].y + offset for bar, offset in zip(bars, low, strict=True)],
+        y=[middle for middle, _ in places],
         base=[bar.start_s for bar in bars],
         x=[bar.end_s - bar.start_s for bar in bars],
-        width=high,
+        width=[height for _, height in places],
         marker={
             "color": [bar.colour for bar in bars],
             "pattern": {"shape": patterns, "fgcolor": "white", "size": 5},
@@ -109,7 +123,7 @@ def _map(picture: Picture) -> go.Figure:
     figure = go.Figure()
     paths = path_map(picture)
     for line in paths.lines:
-        name = f"{lanes_named(list(line.lanes))} of {picture.plan.cluster.nodes[line.data_node].name}"
+        name = escape(f"{lanes_named(list(line.lanes))} of {picture.plan.cluster.nodes[line.data_node].name}")
         (hover,) = _lines([line.hover])
         for number, leg in enumerate(line.legs):
             xs, ys = zip(*leg.points, strict=True)
@@ -120,19 +134,22 @@ def _map(picture: Picture) -> go.Figure:
                     mode="lines+markers" if leg.swapped else "lines",
                     line={"color": line.hue, "width": 1 + len(line.lanes), "dash": "dash" if leg.swapped else "solid"},
                     marker={"symbol": "arrow", "size": [0, 14], "angleref": "previous", "color": line.hue},
-                    name=escape(name),
+                    name=name,
                     legendgroup=name,
                     showlegend=number == 0,
                     hovertext=hover,
                     hoverinfo="text",
                 )
             )
+    shapes, names = [], []  # all at once: each one that is added alone checks all before it
     for station in paths.stations:
         box = {"x0": station.x - HALF_WIDTH, "x1": station.x + HALF_WIDTH}
         box |= {"y0": station.y - HEIGHT / 2, "y1": station.y + HEIGHT / 2}
         edge = {"color": station.hue or "#888", "width": 2 if station.hue else 1}
-        figure.add_shape(type="rect", fillcolor="white", line=edge, **box)
-        figure.add_annotation(x=station.x, y=station.y, text=escape(station.name), showarrow=False, font={"size": 12})
+        shapes.append({"type": "rect", "fillcolor": "white", "line": edge, **box})
+        place = {"x": station.x, "y": station.y, "showarrow": False, "font": {"size": 12}}
+        names.append({"text": escape(station.name), **place})
+    figure.update_layout(shapes=shapes, annotations=names)
     figure.update_xaxes(
         tickvals=list(range(len(paths.columns))), ticktext=paths.columns, side="top", showgrid=False, zeroline=False
     )
@@ -142,21 +159,24 @@ def _map(picture: Picture) -> go.Figure:
 
 
 def _links(picture: Picture) -> go.Figure:
-    """Bytes by sender and receiver, in the order of the stages; no colour where nothing was sent."""
     sent = {(use.sender, use.receiver): use.sent_bytes / 1e6 for use in picture.timeline.links}
-    labels = [escape(row.label) for row in picture.rows]
     table = [[sent.get((a.node, b.node)) for b in picture.rows] for a in picture.rows]
     told = "from %{y}<br>to %{x}<br>%{z:,.1f} MB<extra></extra>"
-    heat = go.Heatmap(z=table, x=labels, y=labels, colorscale="Cividis_r", zmin=0, hovertemplate=told, xgap=1, ygap=1)
-    heat.colorbar.title.text = "MB"
-    figure = go.Figure(heat)
+    return heat_figure([row.label for row in picture.rows], table, "MB", zmin=0, hovertemplate=told)
+
+
+def heat_figure(names: Sequence[str], table: Sequence[Sequence[float | None]], unit: str, **look: Any) -> go.Figure:
+    """Of senders and receivers, in this order; no colour where nothing was sent."""
+    labels = [escape(name) for name in names]
+    figure = go.Figure(go.Heatmap(z=table, x=labels, y=labels, colorscale="Cividis_r", xgap=1, ygap=1, **look))
+    figure.data[0].colorbar.title.text = unit
     figure.update_yaxes(autorange="reversed", title="sender")
     figure.update_xaxes(tickangle=-60, title="receiver")
     figure.update_layout(height=280 + ROW_PX * len(labels))
     return figure
 
 
-def _key_figures(figures: Sequence[tuple[str, str]]) -> str:
+def key_figures(figures: Sequence[tuple[str, str]]) -> str:
     rows = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in figures)
     return f"<table>{''.join(rows)}</table>"
 

@@ -24,9 +24,9 @@ def blank(width_in: float, height_in: float) -> Figure:
     return figure
 
 
-def write_image(figure: Figure, path: Path) -> None:
+def write_image(figure: Figure, path: Path, dpi: float = DPI) -> None:
     image = BytesIO()
-    figure.savefig(image, format="png")
+    figure.savefig(image, format="png", dpi=dpi)
     write_bytes(path, image.getvalue())
 
 

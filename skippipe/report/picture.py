@@ -135,7 +135,7 @@ class Picture:
         lines = [
             f"{kind} of lane {task.lane}, microbatch {task.microbatch}, of {data_node}",
             f"on {self.plan.cluster.nodes[task.node].name}, stage {self.plan.stage_of[task.node]}",
-            _span(task.start_ns, task.end_ns),
+            span(task.start_ns, task.end_ns),
         ]
         if task.start_ns > task.ready_ns:
             lines.append(
@@ -157,7 +157,7 @@ class Picture:
 
     def _closing_bar(self, index: int, kind: Kind, start: int, end: int) -> Bar:
         row = self.rows[index]
-        hover = f"{kind} of stage {row.stage}\non {row.name}\n{_span(start, end)}"
+        hover = f"{kind} of stage {row.stage}\non {row.name}\n{span(start, end)}"
         return Bar(index, kind, start, end, None, None, None, NEUTRAL[kind], hover)
 
 
@@ -173,10 +173,19 @@ def kind_of(step: int, length: int) -> Kind:
 def shade(hue: str, kind: Kind) -> str:
     """Lighter on the way forward, darker on the way back."""
     shades = {Kind.FORWARD: (255, 0.5), Kind.BACKWARD: (0, 0.15), Kind.WEIGHTS: (0, 0.5)}
-    towards, share = shades.get(kind, (255, 0.0))
-    mixed = (round((1 - share) * int(hue[at : at + 2], 16) + share * towards) for at in (1, 3, 5))
-    return "#" + "".join(f"{part:02X}" for part in mixed)
+    return mixed(hue, *shades.get(kind, (255, 0.0)))
 
 
-def _span(start_ns: int, end_ns: int) -> str:
+def pale(hue: str) -> str:
+    """Of what was planned, beside what came of it."""
+    return mixed(hue, 255, 0.5)
+
+
+def mixed(hue: str, towards: int, share: float) -> str:
+    """With so much black (0) or white (255)."""
+    parts = (round((1 - share) * int(hue[at : at + 2], 16) + share * towards) for at in (1, 3, 5))
+    return "#" + "".join(f"{part:02X}" for part in parts)
+
+
+def span(start_ns: int, end_ns: int) -> str:
     return f"{seconds(start_ns):.3f} to {seconds(end_ns):.3f} s ({seconds(end_ns - start_ns):.3f} s)"

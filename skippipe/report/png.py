@@ -93,23 +93,21 @@ def _draw_bar(axes: Axes, picture: Picture, bar: Bar) -> None:
     y, width_s = picture.rows[bar.row].y, bar.end_s - bar.start_s
     if bar.kind is Kind.WAITING:  # see-through: the more tasks wait, the darker the strip
         axes.barh(y + 0.44, width_s, 0.16, bar.start_s, color=bar.colour, alpha=0.55, linewidth=0)
-        return
+    else:
+        draw_task(axes, bar, (y - 0.06, 0.78), PLOT_SHARE * WIDTH_IN / picture.shown_until_s)
+
+
+def draw_task(axes: Axes, bar: Bar, place: tuple[float, float], in_per_s: float, ink: str = "white") -> None:
+    """At its middle and height; with its lane in ink, which light bars have dark, if there is room."""
+    (middle, height), width_s = place, bar.end_s - bar.start_s
     hatch = {Kind.HEAD: "////", Kind.AVERAGING: "...."}.get(bar.kind)
-    axes.barh(y - 0.06, width_s, 0.78, bar.start_s, color=bar.colour, hatch=hatch, edgecolor="white", linewidth=0.5)
+    axes.barh(middle, width_s, height, bar.start_s, color=bar.colour, hatch=hatch, edgecolor="white", linewidth=0.5)
     if bar.lane is None or bar.kind is Kind.HEAD:
         return
-    inches = width_s / picture.shown_until_s * PLOT_SHARE * WIDTH_IN
-    if inches > DIGIT_IN * len(str(bar.lane)):
-        ink = INK if bar.kind is Kind.FORWARD else "white"
-        axes.text(
-            bar.start_s + width_s / 2,
-            y - 0.04,
-            str(bar.lane),
-            fontsize=5.5,
-            color=ink,
-            ha="center",
-            va="center_baseline",
-        )
+    if width_s * in_per_s > DIGIT_IN * len(str(bar.lane)):
+        ink = INK if bar.kind is Kind.FORWARD else ink
+        where = (bar.start_s + width_s / 2, middle + 0.02)
+        axes.text(*where, str(bar.lane), fontsize=5.5, color=ink, ha="center", va="center_baseline")
 
 
 def _legend(picture: Picture) -> list[Patch]:

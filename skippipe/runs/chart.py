@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from skippipe.report.picture import Kind
+from skippipe.report.picture import HUES, TASK_KINDS, Kind
 
 KINDS = tuple(kind for kind in Kind if kind is not Kind.WAITING)
 """A bar's kind is a place in here."""
+TASKS = frozenset(map(KINDS.index, TASK_KINDS))
+LARGEST_BYTES = 2**28  # of a file that is read at once
 LABEL = re.compile(r"stage (\d{1,6}) · (.*)", re.DOTALL)
 
 
@@ -22,6 +26,8 @@ class Bar(NamedTuple):
     """−1 for averaging and optimizer, which belong to no microbatch."""
     microbatch: int
     step: int
+    waited_s: float
+    """While it was ready."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,23 @@ class Chart:
     def starts(self) -> dict[int, int]:
         """Lane → the row of its data node."""
         return {bar.lane: bar.row for bar in (*self.measured, *self.planned) if bar.lane >= 0 and bar.step == 0}
+
+    @property
+    def hues(self) -> dict[int, str]:
+        """Lane → that of its data node, given out as in all our pictures."""
+        starts = dict(sorted(self.starts.items()))
+        data_rows = list(dict.fromkeys(starts.values()))
+        return {lane: HUES[data_rows.index(row) % len(HUES)] for lane, row in starts.items()}
+
+
+def read_chart(path: Path, iteration: int) -> Chart:
+    """ValueError if this is no trace of ours."""
+    if path.stat().st_size > LARGEST_BYTES:
+        raise ValueError(f"{path}: is too large")
+    try:
+        return chart_of(json.loads(path.read_bytes()), iteration)
+    except RecursionError:
+        raise ValueError(f"{path}: is nested too deeply") from None
 
 
 def chart_of(trace: Any, iteration: int) -> Chart:
@@ -72,5 +95,7 @@ def _row(label: str) -> tuple[int, str]:
 def _bar(event: dict[str, Any]) -> Bar:
     start_s, took_s = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
     which = event.get("args", {})
-    places = (int(which.get(key, -1)) for key in ("lane", "microbatch", "step"))
-    return Bar(int(event["tid"]), KINDS.index(Kind(event["cat"])), start_s, start_s + took_s, *places)
+    lane, microbatch, step = (int(which.get(key, -1)) for key in ("lane", "microbatch", "step"))
+    waited_s = float(which.get("waited_s", 0.0))
+    kind = KINDS.index(Kind(event["cat"]))
+    return Bar(int(event["tid"]), kind, start_s, start_s + took_s, lane, microbatch, step, waited_s)

@@ -1,0 +1,239 @@
+"""A run that is over as one page: what it cost, what it gave, what went wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from plotly import graph_objects as go
+
+from skippipe.jsonfile import write_text
+from skippipe.plan import Plan
+from skippipe.report.figures import plan_figures, timeline_figures
+from skippipe.report.html import ROW_PX, bar_trace, heat_figure, key_figures, picture_sections
+from skippipe.report.page import figure_html, page, section, table_html
+from skippipe.report.picture import HUES, Picture, pale
+from skippipe.report.run.marks import marks_of
+from skippipe.report.run.recorded import MEASURED_PLACE, PLANNED_PLACE, Recorded
+from skippipe.report.run.words import (
+    amount,
+    events_table,
+    losses_table,
+    nodes_table,
+    run_figures,
+    short_count,
+    steps_of,
+    title,
+    tokens_each,
+)
+from skippipe.runs.chart import Chart
+from skippipe.runs.curves import thinned
+from skippipe.runs.history import History
+from skippipe.runs.uses import node_uses
+from skippipe.simulate import simulate
+from skippipe.timeline import Timing
+
+MOST_POINTS = 3000  # of a curve
+MOST_TICKS = 6
+MEASURED, PROMISED, IDLE, BUSY = HUES[0], HUES[1], "#D9D9D9", HUES[0]
+LOSS_IN_WORDS = "Training loss, the mean over the microbatches of an iteration; above, tokens so far."
+PROMISE_IN_WORDS = """What every iteration took, since the one before was done, and what its plan promised. Marks stand
+at iterations in which something happened; point at one to read what."""
+RECORDED_IN_WORDS = """For every node as planned above (pale), as measured below. Light bars go forward, dark bars go
+backward, hatched ones are head and loss; numbers are lanes. Averaging and the optimizer step are in the plan only, and
+every node counts from its own beginning of the iteration. Drag to zoom in, double-click to zoom out."""
+NODES_IN_WORDS = """Every node in two bars, planned above measured: the filled part computes. A diamond is how long
+tasks waited for the node, all together."""
+LINKS_IN_WORDS = """Over the whole run, from the node of the row to the node of the column: tensors, averaging included.
+Steps of colour are even on a logarithmic scale."""
+
+
+def write_run_html(history: History, path: Path) -> None:
+    sections = [
+        key_figures(run_figures(history)),
+        _missing(history),
+        section("Loss", LOSS_IN_WORDS, figure_html(_loss(history))),
+        section("Seconds, promised and measured", PROMISE_IN_WORDS, figure_html(_seconds(history))),
+        *(_recorded(history.charts[-1]) if history.charts else ()),
+        section("Who computes, who waits", NODES_IN_WORDS, figure_html(_busy(history))),
+        table_html(nodes_table(history)),
+        *_links(history),
+        table_html(losses_table(history), names=6),
+        table_html(events_table(history), names=6),
+        *_plans(history),
+    ]
+    write_text(path, page(title(history), sections))
+
+
+def _missing(history: History) -> str:
+    if not history.missing:
+        return ""
+    items = "".join(f"<li>{escape(each)}</li>" for each in history.missing)
+    return f"<h2>What is not on record</h2>\n<ul>{items}</ul>"
+
+
+def _loss(history: History) -> go.Figure:
+    size, rows = thinned(history.rows, MOST_POINTS)
+    figure = go.Figure()
+    tokens = ["" if row.tokens is None else f"<br>{row.tokens:,.0f} tokens" for row in rows]
+    figure.add_scatter(
+        x=[row.iteration + 1 for row in rows],
+        y=[row.loss for row in rows],
+        mode=_mode(rows),
+        line={"color": MEASURED},
+        name="loss" + _means(size),
+        customdata=tokens,
+        hovertemplate="iteration %{x}<br>loss %{y:.4f}%{customdata}<extra></extra>",
+    )
+    each = tokens_each(history)
+    if each:  # a second axis needs a curve of its own, which is not seen
+        ticks = _round_ticks(each * (rows[-1].iteration + 1))
+        at = [tokens / each for tokens in ticks]
+        figure.add_scatter(x=at, y=[None] * len(at), xaxis="x2", showlegend=False, hoverinfo="skip")
+        named = [short_count(tokens) for tokens in ticks]
+        side = {"overlaying": "x", "side": "top", "matches": "x", "showgrid": False, "title": "tokens"}
+        figure.update_layout(xaxis2={**side, "tickvals": at, "ticktext": named})
+    figure.update_layout(xaxis_title="iteration", yaxis_title="loss", height=400)
+    return figure
+
+
+def _round_ticks(last: float) -> list[float]:
+    """Six at most, as 1, 2 or 5 in their first digit are apart."""
+    power = 10.0 ** math.floor(math.log10(last / MOST_TICKS))
+    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit * MOST_TICKS >= last)
+    return [step * number for number in range(1, math.floor(last / step) + 1)]
+
+
+def _seconds(history: History) -> go.Figure:
+    size, rows = thinned(history.rows, MOST_POINTS)
+    figure = go.Figure()
+    at = [row.iteration + 1 for row in rows]
+    told = "iteration %{x}<br>%{y:.3f} s<extra></extra>"
+    if any(row.promised_s is not None for row in rows):
+        line = {"color": PROMISED, "shape": "hvh", "dash": "dash"}
+        promised = [row.promised_s for row in rows]
+        name = "promised" + _means(size)
+        figure.add_scatter(x=at, y=promised, mode="lines", line=line, name=name, hovertemplate=told)
+    seconds = [row.seconds for row in rows]
+    line = {"color": MEASURED}
+    figure.add_scatter(x=at, y=seconds, mode=_mode(rows), line=line, name="measured" + _means(size), hovertemplate=told)
+    top_s = max((row.seconds or 0.0 for row in history.rows), default=0.0)
+    for sort, marks in marks_of(history):
+        figure.add_scatter(
+            x=[mark.iteration + 1 for mark in marks],
+            y=[top_s * (1.08 + 0.07 * mark.height) for mark in marks],
+            mode="markers",
+            marker={"symbol": sort.plotly, "color": sort.colour, "size": 10},
+            name=sort.name,
+            hovertext=[f"iteration {mark.iteration + 1}<br>" + _lines(mark.told) for mark in marks],
+            hoverinfo="text",
+        )
+    figure.update_layout(xaxis_title="iteration", yaxis_title="seconds", height=420)
+    figure.update_yaxes(rangemode="tozero")
+    return figure
+
+
+def _recorded(chart: Chart) -> list[str]:
+    if not (chart.planned or chart.measured):
+        return []
+    recorded, figure = Recorded(chart), go.Figure()
+    planned, measured = recorded.planned, recorded.measured
+    for name, bars, place in (("planned", planned, PLANNED_PLACE), ("measured", measured, MEASURED_PLACE)):
+        if bars:
+            figure.add_trace(bar_trace(bars, recorded.places(bars, place), name))
+    labels, ys = zip(*recorded.rows, strict=True)
+    figure.update_layout(
+        barmode="overlay",
+        showlegend=False,
+        height=140 + int(1.6 * ROW_PX * (ys[-1] + 1)),
+        uniformtext={"minsize": 7, "mode": "hide"},
+    )
+    figure.update_xaxes(title="seconds since the iteration began", range=[0, recorded.shown_until_s])
+    named = [escape(label) for label in labels]
+    figure.update_yaxes(tickvals=ys, ticktext=named, range=[ys[-1] + 0.7, -0.7], showgrid=False)
+    return [section(f"Iteration {chart.iteration + 1}, planned and measured", RECORDED_IN_WORDS, figure_html(figure))]
+
+
+def _busy(history: History) -> go.Figure:
+    uses = node_uses(history)
+    figure = go.Figure()
+    for offset, which in ((-0.2, "planned"), (0.2, "measured")):
+        known = [(at, use.name, getattr(use, which)) for at, use in enumerate(uses) if getattr(use, which)]
+        if not known:
+            continue
+        tone = pale if which == "planned" else str
+        ys = [at + offset for at, _, _ in known]
+        for what, colour in (("busy", BUSY), ("idle", IDLE)):
+            figure.add_bar(
+                orientation="h",
+                x=[getattr(use, f"{what}_s") for *_, use in known],
+                y=ys,
+                base=[0.0 if what == "busy" else use.busy_s for *_, use in known],
+                width=0.36,
+                marker={"color": tone(colour)},
+                name=f"{what}, {which}",
+                hovertext=[
+                    f"{escape(name)}: {what} {getattr(use, what + '_s'):.3f} s, {which}" for _, name, use in known
+                ],
+                hoverinfo="text",
+            )
+        figure.add_scatter(
+            x=[use.collision_s for *_, use in known],
+            y=ys,
+            mode="markers",
+            marker={"symbol": "diamond", "color": tone(HUES[1]), "size": 8, "line": {"width": 1}},
+            name=f"collisions, {which}",
+            hovertext=[f"{escape(name)}: collisions {use.collision_s:.3f} s, {which}" for _, name, use in known],
+            hoverinfo="text",
+        )
+    labels = [escape(use.name if use.stage is None else f"stage {use.stage} · {use.name}") for use in uses]
+    figure.update_xaxes(title="seconds of an iteration", rangemode="tozero")
+    figure.update_yaxes(tickvals=list(range(len(uses))), ticktext=labels, range=[len(uses) - 0.4, -0.6], showgrid=False)
+    figure.update_layout(barmode="overlay", height=140 + int(1.4 * ROW_PX * len(uses)))
+    return figure
+
+
+def _links(history: History) -> list[str]:
+    if not any(history.links.values()):
+        return []
+    names = [use.name for use in node_uses(history) if use.sent_bytes or use.received_bytes]
+    sent = {pair: count for pair, count in history.links.items() if count}
+    steps = steps_of(sent.values())
+    bar = {"tickvals": [math.log10(count) for count in steps], "ticktext": [amount(count) for count in steps]}
+    told = [[amount(sent.get((a, b), 0)) for b in names] for a in names]
+    hover = "from %{y}<br>to %{x}<br>%{customdata}<extra></extra>"
+    table = [[math.log10(sent[a, b]) if (a, b) in sent else None for b in names] for a in names]
+    figure = heat_figure(names, table, "", colorbar=bar, customdata=told, hovertemplate=hover)
+    return [section("How much every link carried", LINKS_IN_WORDS, figure_html(figure))]
+
+
+def _plans(history: History) -> list[str]:
+    """As it began and, if that is another, as it ended."""
+    found: list[str] = []
+    if history.plan is not None:
+        others = sorted(path.name for path in history.folder.glob("plan-*.json"))
+        note = f"Paths of other lengths have their own: {', '.join(others)}." if others else ""
+        found += _plan("The plan that it began with", note, history.plan)
+    if history.last_plan is not None and history.last_plan != history.plan:
+        found += _plan("The plan that it ended with", "", history.last_plan)
+    return found
+
+
+def _plan(title: str, note: str, plan: Plan) -> list[str]:
+    timeline = plan.expected or simulate(plan, Timing.FULL)
+    figures = key_figures([*plan_figures(plan), *timeline_figures(timeline)])
+    return [section(title, note, figures), *picture_sections(Picture(plan, timeline))]
+
+
+def _mode(rows: Sequence[object]) -> str:
+    return "lines+markers" if len(rows) <= 60 else "lines"
+
+
+def _means(size: int) -> str:
+    return f", means of {size}" if size > 1 else ""
+
+
+def _lines(text: str) -> str:
+    return escape(text).replace("\n", "<br>")

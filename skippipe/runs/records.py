@@ -1,0 +1,137 @@
+"""What the lines of a run's files mean. A line that makes no sense is None, and whoever reads on passes over it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+from skippipe.training.journal import HEADER, sound
+
+LONGEST_TEXT = 400
+CHECKPOINTED = "checkpointed"  # an event that nobody writes: the checkpoint says so
+
+Links = list[tuple[str, str, int]]
+"""Sender, receiver and bytes."""
+
+
+class Row(NamedTuple):
+    """An iteration, as the metrics have it; None for what is missing or not finite."""
+
+    iteration: int
+    loss: float | None
+    seconds: float | None
+    promised_s: float | None
+    tokens_per_s: float | None
+    sent_bytes: float | None
+    time: float | None
+    tokens: float | None
+    """So far."""
+
+
+class Metrics(NamedTuple):
+    """A whole line."""
+
+    row: Row
+    links: Links
+    visits: list[int]
+    """Microbatches in the gradient of each stage."""
+
+
+class Happening(NamedTuple):
+    kind: str
+    iteration: int
+    text: str
+    node: str
+    time: float
+
+
+def metrics_of(line: bytes) -> Metrics | None:
+    found = object_of(line)
+    iteration = count(found.get("iteration")) if found else None
+    if found is None or iteration is None:
+        return None
+    keys = ("loss", "seconds", "promised_s", "tokens_per_s", "bytes_sent", "time", "tokens")
+    return Metrics(
+        Row(iteration, *(_number(found.get(key)) for key in keys)),
+        _links(found.get("links")),
+        [count(each) or 0 for each in items(found.get("visits"))],
+    )
+
+
+def happening_of(line: bytes) -> Happening | None:
+    found = object_of(line)
+    if found is None or not isinstance(found.get("kind"), str):
+        return None
+    kind, text, node = (_text(found.get(key)) for key in ("kind", "text", "node"))
+    return Happening(kind, count(found.get("iteration")) or 0, text, node, _number(found.get("time")) or 0.0)
+
+
+def checkpointed(iterations: int, made: float) -> Happening:
+    """After so many iterations, a checkpoint was complete."""
+    return Happening(CHECKPOINTED, iterations - 1, "state of all stages on disk", "", made)
+
+
+class Noted:
+    """What a journal says, line after line: which plan holds, and whether the run has ended."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, Any] | None = None
+        """The record of the plan that holds."""
+        self.done: bool | None = None
+        """None: nothing is noted."""
+        self._newest: dict[int, dict[str, Any]] = {}
+        """Length of paths → the newest record of a plan for it."""
+
+    def take(self, line: bytes) -> bool:
+        """Whether it could be read."""
+        if line + b"\n" == HEADER:
+            return True
+        content = sound(line)
+        record = object_of(content) if content is not None else None
+        if record is None:
+            return False
+        self.done = "done" in record
+        if "plan" in record:
+            self.last = self._newest[count(record.get("visited")) or 0] = record
+        elif "turn" in record:
+            self.last = self._newest.get(count(record["turn"]) or 0, self.last)
+        return True
+
+
+def object_of(text: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 else None
+
+
+def items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _text(value: Any) -> str:
+    return value[:LONGEST_TEXT] if isinstance(value, str) else ""
+
+
+def _links(value: Any) -> Links:
+    found = []
+    for entry in items(value):
+        match entry:
+            case [str() as sender, str() as receiver, sent] if (sent_bytes := count(sent)) is not None:
+                found.append((sender, receiver, sent_bytes))
+    return found
