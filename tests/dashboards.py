@@ -55,11 +55,11 @@ def replace_name(node: Any, name: str) -> Any:
 class RunFolder:
     """What a run has written so far."""
 
-    def __init__(self, folder: Path, plan: Plan, *, resumed: bool = False) -> None:
+    def __init__(self, folder: Path, plan: Plan, *, iterations: int = 1000, resumed: bool = False) -> None:
         self.folder = folder
         self.plan = plan
         plan.save(folder / "plan.json")
-        self._metrics = MetricsFile(folder / "metrics.jsonl", Figures(plan), resumed=resumed)
+        self._metrics = MetricsFile(folder / "metrics.jsonl", Figures(plan), iterations, resumed=resumed)
         self._events = EventsFile(folder / "events.jsonl", resumed=resumed)
 
     def iteration(self, number: int, loss: float = 3.0, *, recorded: bool = False) -> None:

@@ -68,7 +68,7 @@ class Ran:
             faults=[kill(node=LOST_NODE).at(iteration=LOST_IN, during="backward").back_after(0.5)],
             watcher=Everybody(
                 [
-                    MetricsFile(folder / "metrics.jsonl", Figures(plan)),
+                    MetricsFile(folder / "metrics.jsonl", Figures(plan), ITERATIONS),
                     EventsFile(folder / "events.jsonl"),
                     Traces(folder / "traces"),
                     ClusterFile(folder / "cluster.json"),
@@ -230,7 +230,19 @@ def test_broken_off(folder: Path) -> None:
     journal.write_bytes(b"".join(lines[:-1]))
     assert read_history(folder).ended is False
     journal.unlink()
+    assert read_history(folder).ended is True, "all iterations are done"
+
+
+def test_ended_early(folder: Path, skippipe: Command) -> None:
+    assert f" {ITERATIONS} of {ITERATIONS}\n" in skippipe("show", folder).out
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-2]))
+    shown = skippipe("show", folder).out
+    assert f"{ITERATIONS - 2} of {ITERATIONS}" in shown
+    assert "early, on request" in shown
+    (folder / "journal").unlink()
     assert read_history(folder).ended is None
+    assert "whether the run ended" in " ".join(read_history(folder).missing)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +273,7 @@ def test_what_an_earlier_run_has_left_does_not_count(folder: Path) -> None:
         os.utime(folder / name, (past, past))
     history = read_history(folder)
     assert [chart.iteration for chart in history.charts] == list(RECORDED)
-    assert (history.ended, history.measured, history.last_plan) == (None, None, None)
+    assert (history.measured, history.last_plan) == (None, None)
 
 
 def test_a_node_that_is_back_without_a_word(tmp_path: Path) -> None:
@@ -409,7 +421,7 @@ def test_the_page_of_a_run_in_one_process_says_what_is_missing(tmp_path: Path) -
     run.mkdir()
     plan = plan_of()
     plan.save(run / "plan.json")
-    metrics = MetricsFile(run / "metrics.jsonl", Figures(plan))
+    metrics = MetricsFile(run / "metrics.jsonl", Figures(plan), 5)
     for number in range(3):
         metrics.iteration_done(IterationReport(number, float("nan"), 1.0, 1e-3, 0.5, {}, {}))
     history = read_history(run)

@@ -368,7 +368,7 @@ def _watching(assembly: Assembly) -> Iterator[Watcher]:
 
     def made() -> Watcher:
         watchers: list[Watcher] = [
-            MetricsFile(folder / "metrics.jsonl", figures, resumed=assembly.resumed),
+            MetricsFile(folder / "metrics.jsonl", figures, assembly.job.iterations, resumed=assembly.resumed),
             EventsFile(folder / "events.jsonl", resumed=assembly.resumed),
             Traces(folder / "traces"),
             ClusterFile(folder / "cluster.json"),

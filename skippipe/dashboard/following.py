@@ -35,8 +35,8 @@ class State:
     """In use."""
     learning: frozenset[str] = frozenset()
     """Nodes of the plan that do not have the state of their stage yet."""
-    done: bool = False
-    """The run has ended, and said so."""
+    done: bool | None = None
+    """The run has ended, and said so; None: it has no journal in which it would."""
     rows: list[Row] = field(default_factory=list)
     links: Links = field(default_factory=list)
     """In the last iteration."""
@@ -160,7 +160,7 @@ class Follower:
         for line in look.lines:
             if not self._noted.take(line):
                 state.unread["journal"] += 1
-        last, state.done = self._noted.last, bool(self._noted.done)
+        last, state.done = self._noted.last, self._noted.done
         if (last, state.done) != before:
             if last is not None and last is not before[0]:
                 self._use(last.get("plan"), items(last.get("learning")), "journal")

@@ -53,8 +53,9 @@ def run_panel(state: State, folder: Path) -> Panel:
     last = state.rows[-1] if state.rows else None
     return {
         "folder": folder.name or str(folder),
-        "done": state.done,
+        "done": last is not None and last.is_last if state.done is None else state.done,
         "iterations": last.iteration + 1 if last else 0,
+        "asked": last.asked if last else None,
         "loss": last.loss if last else None,
         "seconds": last.seconds if last else None,
         "promised_s": last.promised_s if last else None,

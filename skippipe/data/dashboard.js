@@ -58,7 +58,7 @@ function drawRun(run) {
   const lost = (panels.map?.nodes ?? []).filter((node) => node.standing === "lost").length;
   const late = run.seconds && run.promised_s ? ` promised ${seconds(run.promised_s)}` : "";
   byId("tiles").replaceChildren(
-    tile("iterations done", run.iterations.toLocaleString("en")),
+    tile("iterations done", run.iterations.toLocaleString("en"), run.asked ? ` of ${run.asked.toLocaleString("en")}` : ""),
     tile("loss", run.loss === null ? "–" : run.loss.toFixed(4)),
     tile("tokens a second", run.tokens_per_s === null ? "–" : count(run.tokens_per_s)),
     tile("an iteration takes", run.seconds === null ? "–" : seconds(run.seconds), late),

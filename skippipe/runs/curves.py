@@ -11,7 +11,7 @@ MEANS = tuple(Row._fields.index(name) for name in ("loss", "seconds", "promised_
 
 
 def thinned(rows: Sequence[Row], most: int) -> tuple[int, list[Row]]:
-    """How many neighbours stand together, and their means; iteration, time and tokens are the last one's."""
+    """How many neighbours stand together, and their means; the rest is the last one's."""
     size = max(1, -(-len(rows) // most))
     if size == 1:
         return size, list(rows)

@@ -41,7 +41,7 @@ class History:
     measured: Cluster | None
     """What nodes and links really took, by the end."""
     ended: bool | None
-    """In order, and not broken off; None: nothing says so."""
+    """In order, and not broken off; None: nothing says so. It may have been asked to end early."""
     events: tuple[Happening, ...]
     """In the order in which they happened, complete checkpoints among them."""
     charts: tuple[Chart, ...]
@@ -99,6 +99,9 @@ def read_history(folder: Path) -> History:
     events = _read_events(folder, missing)
     began = rows[0].time or 0.0
     noted = _read_journal(folder, began, missing)
+    ended = True if noted.done is None and rows[-1].is_last else noted.done
+    if ended is None:
+        missing.append("whether the run ended in order: nothing is in its journal")
     return History(
         folder=folder,
         rows=tuple(rows),
@@ -107,7 +110,7 @@ def read_history(folder: Path) -> History:
         plan=_read_plan(folder, missing),
         last_plan=_last_plan(noted, missing),
         measured=_read_cluster(folder, began, missing),
-        ended=noted.done,
+        ended=ended,
         events=tuple(sorted([*events, *_checkpoints(folder, began)], key=lambda event: event.time)),
         charts=tuple(_read_charts(folder, {row.iteration: row for row in rows}, missing)),
         missing=tuple(missing),
@@ -172,7 +175,7 @@ def _read_journal(folder: Path, began: float, missing: list[str]) -> Noted:
         lines = _lines(folder / "journal", missing)
         _say_unread("journal", sum(not noted.take(line) for line in lines), missing)
     if noted.done is None:
-        missing.append("whether the run ended in order, and later plans: nothing is in its journal")
+        missing.append("plans that were made on the way: nothing is in its journal")
     return noted
 
 

@@ -27,6 +27,12 @@ class Row(NamedTuple):
     time: float | None
     tokens: float | None
     """So far."""
+    asked: int | None = None
+    """Iterations that the run is to do."""
+
+    @property
+    def is_last(self) -> bool:
+        return self.asked is not None and self.iteration + 1 >= self.asked
 
 
 class Metrics(NamedTuple):
@@ -51,9 +57,20 @@ def metrics_of(line: bytes) -> Metrics | None:
     iteration = count(found.get("iteration")) if found else None
     if found is None or iteration is None:
         return None
-    keys = ("loss", "seconds", "promised_s", "tokens_per_s", "bytes_sent", "time", "tokens")
+    said = found.get
+    row = Row(
+        iteration,
+        loss=_number(said("loss")),
+        seconds=_number(said("seconds")),
+        promised_s=_number(said("promised_s")),
+        tokens_per_s=_number(said("tokens_per_s")),
+        sent_bytes=_number(said("bytes_sent")),
+        time=_number(said("time")),
+        tokens=_number(said("tokens")),
+        asked=count(said("iterations")),
+    )
     return Metrics(
-        Row(iteration, *(_number(found.get(key)) for key in keys)),
+        row,
         _links(found.get("links")),
         [count(each) or 0 for each in items(found.get("visits"))],
     )

@@ -129,9 +129,11 @@ class MetricsFile(Watcher):
     A run that goes on keeps the lines that there are; if it has to repeat iterations, the newer lines count.
     """
 
-    def __init__(self, path: Path, figures: Figures, *, resumed: bool = False) -> None:
+    def __init__(self, path: Path, figures: Figures, iterations: int, *, resumed: bool = False) -> None:
+        """Of a run that is to do so many iterations."""
         self._path = path
         self._figures = figures
+        self._iterations = iterations
         self._names = [node.name for node in figures.plan.cluster.nodes]
         lines = path.read_text(encoding="utf-8").splitlines() if resumed and path.exists() else []
         self._rows = {row["iteration"]: line for line in lines if (row := _row(line))}
@@ -141,8 +143,8 @@ class MetricsFile(Watcher):
 
     def iteration_done(self, report: IterationReport) -> None:
         links = [[self._names[a], self._names[b], count] for (a, b), count in sorted(report.sent_bytes.items())]
-        row: dict[str, Any] = {**self._figures.of(report), "time": time.time(), "links": links}
-        row["visits"] = list(report.visits)
+        row: dict[str, Any] = {**self._figures.of(report), "iterations": self._iterations, "time": time.time()}
+        row |= {"links": links, "visits": list(report.visits)}
         if self._rows and report.iteration <= max(self._rows):
             self._rows = {number: line for number, line in self._rows.items() if number < report.iteration}
             self._file.seek(0)

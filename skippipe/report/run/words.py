@@ -11,6 +11,7 @@ from skippipe.report.figures import scaled
 from skippipe.report.table import NOTHING, Table
 from skippipe.runs.history import History
 from skippipe.runs.losses import Loss, losses_of
+from skippipe.runs.records import Row
 from skippipe.runs.uses import NodeUse, Use, node_uses
 
 MEANINGS = {
@@ -31,7 +32,6 @@ MEANINGS = {
     "recovered": "the coordinator was started again",
     "drill": "an exercise: a node was killed on purpose",
 }
-ENDINGS = {True: "ended in order", False: "broken off, or still going on", None: "not known: its journal does not say"}
 NODES_IN_WORDS = """Busy: forward, head, backward and weight gradients. Idle: the rest of the iteration, averaging
 included. Collisions: the waiting of all tasks that were ready, added up. Seconds of an iteration."""
 MOST_NAMED = 3  # nodes that are slow or waited for
@@ -40,8 +40,8 @@ MOST_NAMED = 3  # nodes that are slow or waited for
 def run_figures(history: History) -> list[tuple[str, str]]:
     """What people ask for first."""
     return [
-        ("iterations", _iterations(len(history.rows), history.rows[-1].iteration + 1)),
-        ("end", ENDINGS[history.ended]),
+        ("iterations", _iterations(len(history.rows), history.rows[-1])),
+        ("end", _end(history)),
         ("loss", _loss(history)),
         ("an iteration", _seconds(history)),
         ("in all", _whole(history)),
@@ -57,8 +57,18 @@ def title(history: History) -> str:
     return f"{history.name}: {len(history.rows):,} iterations"
 
 
-def _iterations(known: int, last: int) -> str:
-    return f"{known:,}" if known == last else f"{known:,} of the first {last:,} are on record"
+def _iterations(known: int, last: Row) -> str:
+    done = last.iteration + 1
+    asked = f" of {last.asked:,}" if last.asked is not None else ""
+    return f"{done:,}{asked}" if known == done else f"{done:,}{asked}, {known:,} of them on record"
+
+
+def _end(history: History) -> str:
+    if history.ended is None:
+        return "not known: its journal does not say"
+    if not history.ended:
+        return "broken off, or still going on"
+    return "as planned" if history.rows[-1].is_last or history.rows[-1].asked is None else "early, on request"
 
 
 def _loss(history: History) -> str:
@@ -191,6 +201,7 @@ def run_json(history: History) -> dict[str, Any]:
         "run": history.name,
         "iterations": len(history.rows),
         "last_iteration": history.rows[-1].iteration,
+        "iterations_asked": history.rows[-1].asked,
         "ended": history.ended,
         "loss": {"first": known[0], "last": known[-1], "best": min(known)} if known else None,
         "seconds": history.typical_s,
