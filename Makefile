@@ -3,8 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint types docs kernels search-kernels unit test-package test-ray test-harness test-browser chaos bench bench-train \
-	bench-serve clean
+.PHONY: demo test lint types docs kernels search-kernels unit test-package test-docs test-ray test-harness test-browser chaos bench \
+	bench-train bench-serve clean
 
 demo: $(READY)
 	$(BIN)/skippipe compare published20 --contention-only --budget 8 --out demo
@@ -44,6 +44,9 @@ unit: kernels search-kernels
 
 test-package: $(READY)
 	$(BIN)/pytest tests/package.py
+
+test-docs: $(READY)  # Linux, with iproute2 and curl: machines of its own, which need no root this way
+	unshare --map-root-user $(BIN)/pytest tests/walk_docs.py
 
 test-ray: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray]'

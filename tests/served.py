@@ -7,16 +7,13 @@ import os
 import re
 import signal
 import sys
-import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from skippipe.cli import main
+from tests.hearing import END_S, Hearing
 
-READY_S = 90.0  # for all nodes to be there on a busy machine; a few seconds on an idle one
-END_S = 30.0
 PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "transformers.tokenization_utils_fast",
@@ -28,7 +25,7 @@ PRELOADED = [
 ]
 
 
-class Command:
+class Command(Hearing):
     """Forked from a process that has torch, since importing it takes longer than all else."""
 
     def __init__(self, *words: object, environment: Mapping[str, str] | None = None) -> None:
@@ -39,22 +36,7 @@ class Command:
         self.process: BaseProcess = fork.Process(target=_live, args=told, daemon=True)
         self.process.start()
         theirs.close()
-        self.lines: list[str] = []
-        self._news = threading.Condition()
-        self._reader = threading.Thread(target=self._read, args=(ours,), daemon=True)
-        self._reader.start()
-
-    def says(self, pattern: str, times: int = 1, within_s: float = READY_S) -> re.Match[str]:
-        """The last of so many lines that match, once they are there."""
-        deadline = time.monotonic() + within_s
-        with self._news:
-            while True:
-                found = [match for line in self.lines if (match := re.search(pattern, line))]
-                if len(found) >= times:
-                    return found[times - 1]
-                left_s = deadline - time.monotonic()
-                assert left_s > 0 and self._reader.is_alive(), f"no {pattern!r} in:\n" + "\n".join(self.lines)
-                self._news.wait(min(left_s, 1.0))
+        super().__init__(_lines(ours))
 
     def send(self, number: int) -> None:
         if self.process.is_alive():
@@ -67,16 +49,8 @@ class Command:
         self.process.join(END_S)
         self.process.kill()  # if it is still there; its nodes end when it is gone
         self.process.join(END_S)
-        self._reader.join(END_S)
+        self.heard_out()
         return self.process.exitcode
-
-    def _read(self, pipe: Connection) -> None:
-        with os.fdopen(os.dup(pipe.fileno()), errors="replace") as lines:
-            for line in lines:
-                with self._news:
-                    self.lines.append(line.rstrip("\n"))
-                    self._news.notify_all()
-        pipe.close()
 
 
 class Server(Command):
@@ -102,6 +76,12 @@ class Server(Command):
     def back(self, node: str, life: int) -> None:
         """Waits for its n-th life."""
         self.says(rf"^'{re.escape(node)}'.* holds stage", life)
+
+
+def _lines(pipe: Connection) -> Iterator[str]:
+    with os.fdopen(os.dup(pipe.fileno()), errors="replace") as lines:
+        yield from lines
+    pipe.close()
 
 
 def _live(words: list[str], said: Connection, environment: dict[str, str]) -> None:

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 import unicodedata
-from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -18,34 +17,13 @@ import typer
 
 from skippipe.cli.app import app
 from tests.commands import Command
+from tests.pages import PAGES, ROOT, commands, lines, pieces, sections, without_blocks
+from tests.walk_docs import NOT_RUN, README, SMALLER, TUTORIAL
 
-ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("studies/*.md")])
-BLOCK = re.compile(r"^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+?)$", re.MULTILINE)
-BEFORE_A_COMMAND = {"", "|", "&&", "do"}
-AFTER_A_COMMAND = {"|", "&&", "&", ">"}
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-
-
-def _commands(text: str) -> Iterator[list[str]]:
-    """What stands behind `skippipe` in blocks for a shell."""
-    for block in BLOCK.finditer(text):
-        if block["kind"] not in ("console", "bash"):
-            continue
-        for line in block["text"].replace("\\\n", " ").splitlines():
-            try:
-                words = shlex.split(line.removeprefix("$ "), comments=True)
-            except ValueError:  # a quotation over several lines, or what a command prints
-                assert "skippipe " not in line, line
-                continue
-            for at, word in enumerate(words):
-                if word == "skippipe" and ["", *words][at] in BEFORE_A_COMMAND:
-                    rest = words[at + 1 :]
-                    end = next((place for place, word in enumerate(rest) if word in AFTER_A_COMMAND), len(rest))
-                    yield rest[:end]
 
 
 @cache
@@ -67,10 +45,6 @@ def _parse(words: list[str]) -> None:
     command.make_context(name, words)
 
 
-def _without_blocks(page: Path) -> str:
-    return BLOCK.sub("", page.read_text())
-
-
 def _on_the_repository(heading: str) -> str:
     kept = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower())
     return kept.replace(" ", "-")
@@ -84,7 +58,7 @@ def _on_the_site(heading: str) -> str:
 
 @every_page
 def test_commands_exist_and_parse(page: Path) -> None:
-    for words in _commands(page.read_text()):
+    for words in commands(page.read_text()):
         try:
             _parse(list(words))
         except Exception as error:
@@ -93,12 +67,12 @@ def test_commands_exist_and_parse(page: Path) -> None:
 
 @every_page
 def test_commands_within_sentences_exist(page: Path) -> None:
-    named = set(re.findall(r"`skippipe ([a-z]+)", _without_blocks(page)))
+    named = set(re.findall(r"`skippipe ([a-z]+)", without_blocks(page.read_text())))
     assert named <= set(_all_commands().commands)
 
 
 def test_commands_are_found_at_all() -> None:
-    found = [words[0] for page in PAGES for words in _commands(page.read_text())]
+    found = [words[0] for page in PAGES for words in commands(page.read_text())]
     assert len(found) > 80
     assert {"plan", "profile", "train", "node", "keys", "export", "serve", "study"} <= set(found)
 
@@ -114,21 +88,21 @@ def test_commands_are_found_at_all() -> None:
     ],
 )
 def test_wrong_commands_would_be_noticed(line: str, error: str) -> None:
-    (words,) = _commands(f"```console\n{line}  # why\n```")
+    (words,) = commands(f"```console\n{line}  # why\n```")
     with pytest.raises(Exception, match=re.escape(error)):
         _parse(words)
 
 
 @every_page
 def test_links_lead_somewhere(page: Path) -> None:
-    for link in LINK.finditer(_without_blocks(page)):
+    for link in LINK.finditer(without_blocks(page.read_text())):
         place, _, heading = link["target"].partition("#")
         if ":" in place:
             continue
         target = page.parent / place if place else page
         assert target.exists(), link[0]
         if heading:
-            headings = HEADING.findall(_without_blocks(target))
+            headings = HEADING.findall(without_blocks(target.read_text()))
             assert heading in map(_on_the_repository, headings), link[0]
             assert heading in map(_on_the_site, headings), link[0]
 
@@ -139,11 +113,20 @@ def test_every_page_is_on_the_site() -> None:
         assert f": {page.name}\n" in site, "mkdocs.yml: put it into 'nav'"
 
 
+def test_the_walk_goes_through_all_there_is() -> None:
+    """What takes long is run by `make test-docs`; that it still fits the text is seen here."""
+    parts = sections(TUTORIAL.read_text())
+    assert ["README", "Install", *list(parts)[1:]] == list(SMALLER)
+    for heading, text in list(parts.items())[1:]:
+        assert [long for long in SMALLER[heading] if long not in text] == []
+    written = [piece.text for page in (README, TUTORIAL) for piece in pieces(page.read_text())]
+    assert set(NOT_RUN) <= {line for text in written for line in lines(text)}
+
+
 def test_tutorial_on_one_machine(skippipe: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As written, but with little to train. Left out is what other tests run, which would take more than seconds."""
-    text = (ROOT / "docs" / "tutorial.md").read_text()
-    part = text[text.index("## One machine") : text.index("## Two machines")]
-    job = next(block["text"] for block in BLOCK.finditer(part) if block["kind"] == "toml")
+    """What takes seconds, with little to train; `make test-docs` walks through all of it."""
+    part = sections(TUTORIAL.read_text())["One machine"]
+    job = next(piece.text for piece in pieces(part) if piece.kind == "toml")
     shorter = {"iterations = 40": "iterations = 1", "budget_s = 3.0": "budget_s = 0.1", "every = 10": "every = 1"}
     for long, short in shorter.items():
         assert long in job
@@ -153,7 +136,7 @@ def test_tutorial_on_one_machine(skippipe: Command, tmp_path: Path, monkeypatch:
     assert skippipe("cluster", "datacentre:4", "-o", "laptop.json").code == 0
     smaller = {"--max-tokens": "3", "--tokens": "256"}
     ran = []
-    for words in _commands(part):
+    for words in commands(part):
         if words[0] in ("profile", "plan", "why", "serve", "compare") or "--resume" in words:
             continue
         if "--drill" in words:
@@ -167,5 +150,5 @@ def test_tutorial_on_one_machine(skippipe: Command, tmp_path: Path, monkeypatch:
         else:
             assert skippipe(*words).code == 0, words
         ran.append(words[0])
-    assert ran == ["train", "generate", "generate", "eval", "export"]
+    assert ran == ["train", "show", "generate", "generate", "eval", "export"]
     assert Path("first-model/config.json").exists()

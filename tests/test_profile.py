@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import threading
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from skippipe.transport.keys import KeyFile
 from skippipe.transport.message import Kind, Message
 from skippipe.transport.route import free_port
 from skippipe.workload import MODELS, Workload
+from tests.pages import documented
 from tests.plans import clusters
 from tests.profiled import (
     PATIENCE_S,
@@ -374,7 +376,13 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
 def test_the_command_and_the_plan_that_follows(tmp_path: Path) -> None:
     """Two nodes of this machine, twice onto the same file; then the planner takes it."""
     work = ("--model", "llama-tiny", "--sequence", "16", "--transfer", "0.05")
-    assert in_a_process(command, tmp_path, "profile", "--local", "2", *work, "-o", "c.json") == 0
+    assert in_a_process(command, tmp_path, "profile", "--local", "2", *work, "-o", "c.json", "--json") == 0
+    told = json.loads((tmp_path / "said").read_text().splitlines()[-1])
+    assert set(told) == documented("docs/formats.md", "skippipe profile")
+    assert (told["output"], told["surveys"], told["unreachable"]) == ("c.json", 1, [])
+    assert told["cluster"] == json.loads((tmp_path / "c.json").read_text())
+    (kept,) = json.loads((tmp_path / "c.profile.json").read_text())["surveys"]
+    assert set(kept) == documented("docs/formats.md", "Profile file")
     first = Cluster.load(tmp_path / "c.json")
     assert [node.name for node in first.nodes] == ["node-0", "node-1"]
     first = replace(first, nodes=tuple(replace(node, location="attic") for node in first.nodes), name="mine")

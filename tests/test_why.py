@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from skippipe.blame import blamed, busiest_link, busiest_node, limits, shares, slowest_lane
+from skippipe.blame import What, blamed, busiest_link, busiest_node, limits, shares, slowest_lane
 from skippipe.check import check
 from skippipe.critical import Cause, Kind, critical_path
 from skippipe.examples import published20, published_plan
@@ -38,6 +38,7 @@ from tests.bottlenecks import (
     with_speed,
 )
 from tests.commands import Command
+from tests.pages import ROOT, documented
 from tests.plans import plans, simulated, uniform_cluster
 
 timings = st.sampled_from(list(Timing))
@@ -289,6 +290,26 @@ def test_why_in_words_and_as_data(skippipe: Command, tmp_path: Path) -> None:
     assert data["path"][0]["start_s"] == 0
     assert data["path"][-1]["end_s"] == timeline.iteration_s
     assert data["lower_bound_s"] == 20
+
+
+def test_why_as_data_is_as_documented(skippipe: Command, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    replace(published_plan(published20(), "skippipe"), lower_bound_ns=20 * 10**9).save(file)
+    data = skippipe("why", file, "--no-replanning", "--changes", "1", "--json").json
+    inner = {f"{name}[].{field}" for name in ("limits", "changes") for field in data[name][0]}
+    assert {*data, *inner} == documented("docs/formats.md", "skippipe why")
+    somewhere, on_a_link = {"kind", "node"}, {"kind", "node", "to"}
+    causes = [cause for limit in data["limits"] for cause in limit["causes"]]
+    for found, figures in ((causes, {"seconds"}), (data["path"], {"start_s", "end_s"})):
+        fields = {frozenset(each) - figures for each in found}
+        assert fields == {frozenset(each) for each in (somewhere, on_a_link, {*on_a_link, "stage"})}
+    assert [set(data[name]) for name in ("slowest_lane", "busiest_node", "busiest_link")] == [
+        {"lane", "back_s", "alone_s"},
+        {"node", "busy_s"},
+        {"from", "to", "sending_s"},
+    ]
+    text = (ROOT / "docs" / "formats.md").read_text()
+    assert [word for kind in (Kind, What, Sort) for word in kind if f"`{word}`" not in text] == []
 
 
 def test_why_with_other_paths(skippipe: Command, tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ from skippipe.transport.shaping import Held, Shaper
 log = logging.getLogger(__name__)
 THE_COORDINATOR = "coordinator"
 LAST_WORDS_S = 2.0
+LAST_WORK_S = 10.0  # for a pass that is being computed
 RETRY_S = 2.0  # from one try to reach the coordinator to the next
 SIGNS_A_DEADLINE = 5  # of life, within the time after which a node counts as gone
 LARGEST_BYTES = 2**33  # a ring of two passes on half the gradient of a stage at a time
@@ -145,6 +146,8 @@ class Member:
             if self._worker is not None:
                 self._worker.stop()
             self._mailbox.close(LAST_WORDS_S)
+            if self._worker is not None:
+                self._worker.join(LAST_WORK_S)
 
     def _live(self) -> None:
         asked = self._invitation

@@ -36,8 +36,12 @@ class Worker:
         return self._computer.fits(message, at, size)
 
     def stop(self) -> None:
-        """After what runs now; the process does not wait for it."""
+        """After what runs now."""
         self._queue.put(None)
+
+    def join(self, within_s: float) -> None:
+        """A thread that is inside torch when the interpreter ends takes the process down with SIGABRT."""
+        self._thread.join(within_s)
 
     def _run(self) -> None:
         try:
