@@ -164,6 +164,15 @@ def test_to_finish_early_in_training_is_to_collect_what_there_is_at_once() -> No
     assert course.coordinator.failure == "waited 4 s for n0 to send its weights", "no more time for every piece"
 
 
+def test_asked_twice_it_does_not_wait_for_the_iteration() -> None:
+    course = coordinating(50)
+    course.iterate()
+    course.coordinator.asked_to_end(1)
+    assert is_now(course.coordinator, State.TRAINING)
+    course.coordinator.asked_to_end(2)
+    assert is_now(course.coordinator, State.COLLECTING)
+
+
 def test_to_finish_early_after_the_last_iteration_is_to_finish() -> None:
     course = coordinating(1)
     course.iterate()
@@ -225,6 +234,26 @@ def test_a_run_ends_with_a_checkpoint_and_then_the_weights() -> None:
     assert is_now(course.coordinator, State.DONE)
     assert safe.done == [(1, (1, 1, 1))]
     assert not course.room.events
+
+
+def test_asked_once_the_iteration_that_is_under_way_is_the_last() -> None:
+    """With a checkpoint of it, from which the run can go on."""
+    safe = Safe()
+    course = coordinating(50, kept_every=20, keeper=safe)
+    course.iterate()
+    course.room.news()
+    course.coordinator.asked_to_end(1)
+    course.coordinator.asked_to_end(1)
+    assert [event.kind for event in course.room.events] == ["ending"]
+    assert not course.room.told
+    course.iterate()
+    assert is_now(course.coordinator, State.STEPPING)
+    for node in range(6):
+        course.hear(node, Stepped(1))
+    send(course, 0, 2, 3, kept=True)
+    assert safe.done == [(2, (2, 2, 2))]
+    send(course, 0, 2, 3, kept=False)
+    assert is_now(course.coordinator, State.DONE)
 
 
 def test_a_stage_that_is_lost_in_the_last_iteration_is_in_the_last_checkpoint() -> None:

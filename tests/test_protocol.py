@@ -418,7 +418,7 @@ def test_weights_are_shown_after_the_step_that_was_asked_for() -> None:
             return super().run(work)
 
     computers = {node: (Noted if node == 0 else Symbols)(node, plan) for node in plan.stage_of}
-    cluster = VirtualCluster(plan, LEARNING, 50, computers=computers, stopped=lambda: len(cluster.reports) == 2)
+    cluster = VirtualCluster(plan, LEARNING, 50, computers=computers, asked=lambda: 2 * (len(cluster.reports) == 2))
     cluster.run()
     assert cluster.coordinator.state is State.DONE, cluster.coordinator.failure
     assert len(cluster.reports) == 2

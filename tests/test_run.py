@@ -150,6 +150,12 @@ def lose_a_node_and_start_it_again(folder: Path) -> None:
     lose_a_node(folder, restarts=1, iterations=10**6)
 
 
+def be_asked_to_end(folder: Path) -> None:
+    watching = Watching(folder)
+    run = replace(run_in(folder), kept_every=100)
+    complain(folder, lambda: run.here(watching, watching.started, lambda: len(told(folder)) >= 2))
+
+
 def lack_the_text(folder: Path) -> None:
     watching = Watching(folder)
     complain(folder, lambda: run_in(folder, data_fingerprint="0" * 64).here(watching, watching.started))
@@ -263,6 +269,24 @@ def test_a_killed_node_that_is_started_again_learns_and_takes_part(tmp_path: Pat
     assert found == list(life)
     assert (tmp_path / "run" / "model" / "config.json").exists(), "then the run was ended, and its weights collected"
     assert not any(alive(pid) for pid in pids_in(tmp_path))
+
+
+def test_a_run_that_is_asked_to_end_completes_its_iteration_and_can_go_on(tmp_path: Path) -> None:
+    with owner(be_asked_to_end, tmp_path) as process:
+        process.join(PATIENCE_S)
+        assert process.exitcode == 0
+    assert (tmp_path / "complaint").read_text() == "no complaint"
+    assert [kind for kind, _ in who_did_what(tmp_path)] == ["ending"]
+    done = len(told(tmp_path))
+    assert done < 100
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"{done:06d}"]
+    brief, blueprint = brief_in(tmp_path)
+    oracle = OneProcess(brief.plan, blueprint, LEARNING, brief.sampler())
+    for number in range(done):
+        oracle.iteration(number)
+    weights = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").named_parameters())
+    for name, each in oracle.weights().items():
+        torch.testing.assert_close(weights[name].detach(), each, rtol=1e-4, atol=1e-6)
 
 
 def test_a_killed_node_ends_a_run_that_is_not_to_survive(tmp_path: Path) -> None:

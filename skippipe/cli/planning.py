@@ -256,12 +256,12 @@ class Search:
 
 
 @contextmanager
-def interruptible() -> Iterator[list[bool]]:
-    """The first Ctrl-C fills the list, which ends the search; the second one ends the program."""
+def interruptible(times: int = 1) -> Iterator[list[bool]]:
+    """Ctrl-C, so many times, makes the list longer, which ends what goes on; once more ends the program."""
     stopped: list[bool] = []
 
     def stop(*_: object) -> None:
-        if stopped:
+        if len(stopped) == times:
             raise KeyboardInterrupt
         stopped.append(True)
 

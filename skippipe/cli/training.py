@@ -141,17 +141,20 @@ def run_job(
     import torch
 
     torch.set_num_threads(wanted.compute.threads)
-    with planning.interruptible() as stopped:
+    with planning.interruptible(2) as stopped:
         assembly = assembled(wanted, stopped, nodes_here, resumed, drills)
         if stopped:
             raise KeyboardInterrupt
         assembly.save_plans()
         _announce(assembly)
         with _watching(assembly) as watcher:
-            engine(assembly, watcher, lambda: bool(stopped))
+            engine(assembly, watcher, lambda: len(stopped))
     _sum_up(Path(wanted.output) / "metrics.jsonl")
     if stopped:
-        print(f"stopped; the model as it was then is in {wanted.output}/model", file=sys.stderr)
+        output = Path(wanted.output)
+        kept = any((output / "checkpoints").glob("*/manifest.json"))
+        more = "--resume goes on" if kept else "there is no checkpoint to go on from"
+        print(f"stopped; the model as it was then is in {output}/model; {more}", file=sys.stderr)
         raise SystemExit(130)
     print(f"done; the model is in {wanted.output}/model, figures in {wanted.output}/metrics.jsonl")
 

@@ -10,7 +10,7 @@ const KINDS = {
   replanned: ["replanned", "good"], joined: ["joined", "good"], learning: ["learns", ""], able: ["repaired", "good"],
   paused: ["paused", "bad"], slow: ["slow", "warn"], cut: ["link cut", "warn"], "not-finite": ["not finite", "warn"],
   refused: ["refused", "bad"], checkpoint: ["checkpoint given up", "warn"], checkpointed: ["checkpointed", "good"],
-  recovered: ["coordinator is back", "good"], drill: ["drill", "warn"],
+  recovered: ["coordinator is back", "good"], drill: ["drill", "warn"], ending: ["ending", "warn"],
 };
 
 const map = new RunMap();

@@ -91,6 +91,7 @@ class Coordinator:
     trained: Trained = field(init=False)
     _stepped: set[int] = field(init=False, default_factory=set)
     """Those who have taken the last step."""
+    _soon: bool = field(init=False, default=False)
     _early: bool = field(init=False, default=False)
     _finishing: bool = field(init=False, default=False)
     """All iterations are done."""
@@ -220,6 +221,24 @@ class Coordinator:
     def complain(self, node: int, what: str) -> None:
         """A node sends what nobody understands; it is dropped."""
         self.happened("refused", f"sends nonsense, later ones are only counted: {what}", node)
+
+    def asked_to_end(self, times: int) -> None:
+        """Once: after this iteration. Twice: at once."""
+        if times > 1:
+            self.finish_early()
+        elif times:
+            self.finish_soon()
+
+    def finish_soon(self) -> None:
+        """The iteration that is under way is the last, as if no more had been asked for. Without one, it is over."""
+        if self._soon or self.over:
+            return
+        self._soon = True
+        if self.state is State.TRAINING:
+            self._progress.end = self.iteration + 1
+            self.happened("ending", "after this iteration, as was asked; Ctrl-C again ends it at once")
+        else:
+            self.finish_early()
 
     def finish_early(self) -> None:
         """Collect the weights as they are; what is in flight is given up. Before training there is nothing to keep."""

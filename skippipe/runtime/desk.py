@@ -15,6 +15,7 @@ from skippipe.runtime.control import Control, Meet, Replan, Stop, Welcome
 from skippipe.runtime.coordinator import Coordinator, Deadlines, Keeper, Survival, Watcher
 from skippipe.runtime.member import THE_COORDINATOR
 from skippipe.runtime.reception import Gone, Reception
+from skippipe.runtime.surroundings import Asked
 from skippipe.training.brief import Brief
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox, Security
@@ -74,10 +75,10 @@ class Desk:
         survival: Survival | None = None,
         journal: Sequence[Mapping[str, Any]] = (),
         gone: Gone = lambda: (),
-        stopped: Callable[[], bool] = lambda: False,
+        asked: Asked = lambda: 0,
         patience: timedelta = timedelta(milliseconds=200),
     ) -> None:
-        """Train; UserError if it cannot be done. Once `stopped` says yes, the weights are collected as they are."""
+        """Train; UserError if it cannot be done."""
         self.machine = Coordinator(
             self._brief.plan,
             learning,
@@ -97,8 +98,7 @@ class Desk:
         try:
             while not self.machine.over:
                 self._turn(self.machine, gone, patience.total_seconds())
-                if stopped():
-                    self.machine.finish_early()
+                self.machine.asked_to_end(asked())
         except BaseException:
             self.machine.fail("the run was ended")
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -94,7 +94,11 @@ EventKind = Literal[
     "checkpoint",
     "recovered",
     "drill",
+    "ending",
 ]
+
+Asked = Callable[[], int]
+"""How often somebody has asked for the end of the run. Once: this iteration is the last. Twice: it ends at once."""
 
 
 @dataclass(frozen=True)

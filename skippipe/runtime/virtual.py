@@ -28,6 +28,7 @@ from skippipe.runtime.coordinator import Coordinator, Deadlines, Event, Iteratio
 from skippipe.runtime.durations import planned_ns
 from skippipe.runtime.faults import Fault, phase_of
 from skippipe.runtime.node import Node
+from skippipe.runtime.surroundings import Asked
 from skippipe.runtime.symbols import Symbols
 from skippipe.runtime.work import Computer, Step, Work
 from skippipe.transport.message import Kind, Message
@@ -146,8 +147,8 @@ class VirtualCluster:
     keeper: Keeper | None = None
     """Where checkpoints go, and where state comes from to go on from."""
     resumed: bool = False
-    stopped: Callable[[], bool] = lambda: False
-    """Whether somebody wants the run to end."""
+    asked: Asked = lambda: 0
+    """For the end of the run."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     survival: Survival = field(default_factory=Survival)
     builder: Callable[[int, Plan], Computer] | None = None
@@ -226,8 +227,7 @@ class VirtualCluster:
                 if node != COORDINATOR and node in self.lives and node not in self.frozen:
                     self.nodes[node].decide()
                     self._look_after(node)
-            if self.stopped():
-                self.coordinator.finish_early()
+            self.coordinator.asked_to_end(self.asked())
 
     def after(self, delay_ns: int, happen: Callable[[], None], node: int = COORDINATOR) -> None:
         """Let something happen to a node, which then decides."""

@@ -9,24 +9,22 @@ from importlib.util import find_spec
 from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator import IterationReport, Watcher
+from skippipe.runtime.surroundings import Asked
 from skippipe.training.assembly import Assembly
 
-Stopped = Callable[[], bool]
-"""Whether somebody asked for the run to end."""
-
-Engine = Callable[[Assembly, Watcher, Stopped], None]
+Engine = Callable[[Assembly, Watcher, Asked], None]
 
 
-def processes(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
+def processes(assembly: Assembly, watcher: Watcher, asked: Asked) -> None:
     """Every node as a process of this machine; or, with a list of peers, wherever they join from."""
     run = assembly.run
     if assembly.job.transport.peers:
-        run.joined(watcher, stopped)
+        run.joined(watcher, asked)
     else:
-        run.here(watcher, stopped=stopped)
+        run.here(watcher, asked=asked)
 
 
-def one_process(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
+def one_process(assembly: Assembly, watcher: Watcher, asked: Asked) -> None:
     """No nodes: the oracle."""
     if assembly.resumed:
         raise UserError("--resume: one process makes no checkpoints; use --engine virtual or processes")
@@ -50,14 +48,14 @@ def one_process(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
         done = oracle.iteration(number)
         report = IterationReport(number, done.loss, done.norm, done.rate, time.monotonic() - began, {}, {})
         watcher.iteration_done(report)
-        if stopped():
+        if asked():
             break
     folder = assembly.run.folder()
     for index, stage in enumerate(oracle.stages):
         folder.store_flat(index, stage.weights.values.cpu())
 
 
-def virtual(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
+def virtual(assembly: Assembly, watcher: Watcher, asked: Asked) -> None:
     """Every node's own code on real tensors, in one thread and in virtual time: seconds are those of the plan."""
     from skippipe.runtime.building import build_tensors
     from skippipe.runtime.tensors import Tensors
@@ -83,7 +81,7 @@ def virtual(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
         kept_every=run.kept_every,
         keeper=run.keeper,
         resumed=run.resumed,
-        stopped=stopped,
+        asked=asked,
         survival=run.survival,
         builder=computer,
     )
@@ -97,13 +95,13 @@ def virtual(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
             folder.store(stage, number, piece)
 
 
-def ray(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
+def ray(assembly: Assembly, watcher: Watcher, asked: Asked) -> None:
     """One actor a node."""
     if find_spec("ray") is None:
         raise UserError("--engine ray: needs Ray; pip install 'skippipe[ray]'")
     from skippipe.training.onray import train_on_ray
 
-    train_on_ray(assembly, watcher, stopped)
+    train_on_ray(assembly, watcher, asked)
 
 
 ENGINES: dict[str, Engine] = {

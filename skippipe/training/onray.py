@@ -23,8 +23,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skippipe.errors import UserError
 from skippipe.runtime.coordinator import Watcher
+from skippipe.runtime.surroundings import Asked
 from skippipe.training.assembly import Assembly
-from skippipe.training.engines import Stopped
 from skippipe.training.run import Run
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.route import free_port, joined, own_address
@@ -61,7 +61,7 @@ class Actor:
         return life({**told, "keys": keys, "listen": joined(_ray.util.get_node_ip_address(), 0)})
 
 
-def train_on_ray(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None:
+def train_on_ray(assembly: Assembly, watcher: Watcher, asked: Asked) -> None:
     job = assembly.job
     if job.transport.peers:
         raise UserError("transport.peers: is for nodes that join by themselves; Ray's have keys made for the run")
@@ -76,7 +76,7 @@ def train_on_ray(assembly: Assembly, watcher: Watcher, stopped: Stopped) -> None
         device = {"device": "cuda"} if each["GPU"] else {}  # the one that Ray lets an actor see
         lives = {name: actor.live.remote({**run.told(name, desk, own), **device}) for name, actor in actors.items()}
         try:
-            run.coordinate(desk, watcher, stopped, lambda: _ended(lives))
+            run.coordinate(desk, watcher, asked, lambda: _ended(lives))
             if lives:
                 ray.wait(list(lives.values()), num_returns=len(lives), timeout=END_PATIENCE.total_seconds())
         finally:

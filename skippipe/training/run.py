@@ -18,6 +18,7 @@ from skippipe.runtime.coordinator import Deadlines, Event, Survival, Watcher
 from skippipe.runtime.desk import Desk
 from skippipe.runtime.member import Invitation, Member
 from skippipe.runtime.reception import Gone
+from skippipe.runtime.surroundings import Asked
 from skippipe.text.tokenizer import TextTokenizer
 from skippipe.training.brief import Brief
 from skippipe.training.checkpoint import Checkpoints
@@ -138,7 +139,7 @@ class Run:
         self,
         watcher: Watcher,
         started: Callable[[Nursery], None] = lambda nursery: None,
-        stopped: Callable[[], bool] = lambda: False,
+        asked: Asked = lambda: 0,
     ) -> None:
         """Every node as a process of this machine. Forks first, so call it before threads are started."""
         nursery = Nursery(birth, self.output / "logs")
@@ -154,13 +155,13 @@ class Run:
             started(nursery)
             if self.drills:
                 watcher = Everybody([watcher, Drill(self.brief.plan, self.drills, nursery, watcher)])
-            self.coordinate(desk, watcher, stopped, lambda: self.ended(nursery, told))
+            self.coordinate(desk, watcher, asked, lambda: self.ended(nursery, told))
         finally:
             nursery.close()
             if desk is not None:
                 desk.close()
 
-    def joined(self, watcher: Watcher, stopped: Callable[[], bool] = lambda: False) -> None:
+    def joined(self, watcher: Watcher, asked: Asked = lambda: 0) -> None:
         """Nodes come from wherever they are, if their keys are on the list."""
         assert self.peers is not None
         assert self.key is not None
@@ -170,7 +171,7 @@ class Run:
             raise UserError(f"{self.peers}: has no key of {', '.join(unknown)}, which the plan uses")
         desk = self.desk(KeyFile.load(self.key).keys, publics)
         print(f"waiting for {len(self.names)} nodes to join {desk.address}: {', '.join(self.names)}", file=sys.stderr)
-        self.coordinate(desk, watcher, stopped)
+        self.coordinate(desk, watcher, asked)
 
     def desk(self, own: KeyPair | None, publics: Mapping[str, str | None]) -> Desk:
         return Desk(
@@ -188,7 +189,7 @@ class Run:
     def keeper(self) -> CheckpointKeeper:
         return CheckpointKeeper(self.checkpoints, self.brief, self.blueprint, self.tokenizer, self.origin)
 
-    def coordinate(self, desk: Desk, watcher: Watcher, stopped: Callable[[], bool], gone: Gone = lambda: ()) -> None:
+    def coordinate(self, desk: Desk, watcher: Watcher, asked: Asked, gone: Gone = lambda: ()) -> None:
         from skippipe.planner.repair import compile_repair
 
         threading.Thread(target=compile_repair, name="compile", daemon=True).start()  # before it is needed in a hurry
@@ -205,7 +206,7 @@ class Run:
             survival=self.survival,
             journal=self.memories,
             gone=gone,
-            stopped=stopped,
+            asked=asked,
         )
         self.close(watcher)
         self.journal.close()

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from skippipe.runtime.coordinator import Watcher
+    from skippipe.runtime.surroundings import Asked
     from skippipe.training.assembly import Assembly
-    from skippipe.training.engines import Stopped
     from skippipe.training.run import Run
 
 STORE_PATIENCE = timedelta(minutes=5)
@@ -101,7 +101,7 @@ def train(
     run_job(wanted, partial(lead, rank=rank, tokens=tokens))
 
 
-def lead(assembly: Assembly, watcher: Watcher, stopped: Stopped, *, rank: Rank, tokens: Path | None = None) -> None:
+def lead(assembly: Assembly, watcher: Watcher, asked: Asked, *, rank: Rank, tokens: Path | None = None) -> None:
     """Rank 0: coordinate, with the first node as a child."""
     from skippipe.training.nursery import Nursery
     from skippipe.training.run import birth
@@ -126,7 +126,7 @@ def lead(assembly: Assembly, watcher: Watcher, stopped: Stopped, *, rank: Rank, 
                 store.set(f"invitation {each}", json.dumps({**told, "device": run.brief.device}))
             mine = {**run.told(run.names[0], desk, own, first), "device": run.brief.device}
             nursery.start(run.names[0], _at_home(mine, rank, tokens))
-            run.coordinate(desk, watcher, stopped, lambda: run.ended(nursery))
+            run.coordinate(desk, watcher, asked, lambda: run.ended(nursery))
         finally:
             desk.close()
     finally:

@@ -30,6 +30,7 @@ MEANINGS = {
     "checkpoint": "a checkpoint that was being made was given up",
     "checkpointed": "a checkpoint was complete",
     "recovered": "the coordinator was started again",
+    "ending": "somebody asked for the end of the run",
     "drill": "an exercise: a node was killed on purpose",
 }
 NODES_IN_WORDS = """Busy: forward, head, backward and weight gradients. Idle: the rest of the iteration, averaging
