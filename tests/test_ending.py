@@ -269,6 +269,8 @@ def test_a_stage_that_is_lost_in_the_last_iteration_is_in_the_last_checkpoint() 
     assert is_now(course.coordinator, State.PAUSED)
     learners = {node for node, stage, _ in course.room.logged("welcome")[6:] if stage == 1}
     (learner,) = learners
+    (pause,) = (event.text for event in course.room.events if event.kind == "paused")
+    assert pause.endswith(f"and 'n{learner}' will take the place")
     course.hear(learner, Ready(), Ready())
     assert is_now(course.coordinator, State.COLLECTING)
     assert KEPT in course.room.news()[learner]

@@ -125,7 +125,10 @@ class Progress:
 
     def pause(self, why: str) -> None:
         if self.lead.state is not State.PAUSED:
-            self.lead.happened("paused", f"{why}, and nobody can take the place; waiting for nodes to join")
+            coming = self.roster.of(Standing.BUILDING, Standing.READY, Standing.LEARNING)
+            names = ", ".join(f"'{self.roster.name(node)}'" for node in coming)
+            what = f"{names} will take the place" if coming else "nobody can take the place; waiting for nodes to join"
+            self.lead.happened("paused", f"{why}, and {what}")
             self.lead.enter(State.PAUSED)
         self.replanning.place_spares()
         self._teach_newcomers()
