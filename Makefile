@@ -17,6 +17,8 @@ demo: $(READY)
 	@echo
 	$(BIN)/skippipe generate demo/run "It is a truth universally acknowledged, that" --max-tokens 30 --keep 1/2
 	@echo
+	@echo "(So few iterations teach it some words and no sentences, with all of its stages or with half: docs/results.md has models that were trained.)"
+	@echo
 	@echo "Open demo/best.html (interactive) or demo/best.png; demo/run/traces in ui.perfetto.dev."
 
 test: lint

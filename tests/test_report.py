@@ -214,6 +214,7 @@ def test_lines_call_at_their_nodes_in_order_and_pass_all_others(paths: str) -> N
     plan, timeline = published(paths, Timing.CONTENTION_ONLY)
     drawn = path_map(Picture(plan, timeline))
     assert sorted(lane for line in drawn.lines for lane in line.lanes) == list(range(len(plan.lanes)))
+    assert all(0 <= y <= drawn.height for line in drawn.lines for leg in line.legs for _, y in leg.points)
     for line in drawn.lines:
         path = plan.lanes[line.lanes[0]].path
         visits = [*plan.visits(plan.lanes[line.lanes[0]]), len(plan.stages)]

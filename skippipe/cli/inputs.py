@@ -135,7 +135,7 @@ class SweepOptions:
     model: Annotated[
         str | None,
         typer.Option(
-            help="llama-30m, llama-500m, llama-1.5b, llama-8b, or a Hugging Face config.json.",
+            help="llama-tiny, llama-30m, llama-500m, llama-1.5b, llama-8b, or a Hugging Face config.json.",
             show_default="llama-1.5b",
             rich_help_panel=WORKLOAD,
         ),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from skippipe.training.reports import Figures
 
 LINES = 25  # of progress at most, where there is no terminal
+UNLIKE = 1.25  # times the promise, or less than that part of it: worth a word
 
 
 def job(
@@ -330,7 +331,7 @@ def _announce(assembly: Assembly) -> None:
         f"{plan.workload.model.name} with {parameters / 1e6:.1f}M weights on {len(plan.stage_of)} nodes of "
         f"'{plan.cluster.name}': {len(plan.stages)} stages, {plan.skipped:.0%} skipped{promise}"
     )
-    if assembly.job.recipe.phases:
+    if len(assembly.lengths) > 1:
         print(in_words(timetable(assembly.lengths, assembly.plans), len(plan.stages)))
 
 
@@ -343,6 +344,9 @@ def _sum_up(metrics: Path) -> None:
     typical_s = median(row["seconds"] for row in (rows[1:] or rows))  # the first one warms up
     promised = [row["promised_s"] for row in rows if "promised_s" in row]
     promise = f", {median(promised):.2f} s promised" if promised else ""
+    ratio = typical_s / median(promised) if promised else 1.0
+    if not 1 / UNLIKE < ratio < UNLIKE:
+        promise += f": {ratio:.2g} times that. Machines were busy, or are not as the cluster file has them"
     print(
         f"loss {rows[0]['loss']:.3f} to {rows[-1]['loss']:.3f} in {len(rows)} iterations; "
         f"{typical_s:.2f} s an iteration (median){promise}"

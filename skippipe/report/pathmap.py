@@ -142,9 +142,13 @@ class _Layout:
         ys = [[0.0] * len(line) for line in lines]
         for track, passing in on_track.items():
             room = (self.pitch(track.column) - HEIGHT) if track.gap else HEIGHT
-            apart = spacing(room, len(passing))
+            edge = track.gap and track.position in (0, len(self.columns[track.column]))
+            apart = spacing(room / 2 if edge else room, len(passing))
+            first = self.y(track) - apart * (len(passing) - 1) / 2
+            if edge:  # half a gap, and all of it inside the map
+                first = 0.0 if track.position == 0 else self.height - apart * (len(passing) - 1)
             for rank, (_, number, position) in enumerate(sorted(passing)):
-                ys[number][position] = self.y(track) + apart * (rank - (len(passing) - 1) / 2)
+                ys[number][position] = first + apart * rank
         return ys
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime
+from statistics import median
 from typing import Any
 
 from skippipe.report.figures import scaled
@@ -35,6 +36,7 @@ MEANINGS = {
 }
 NODES_IN_WORDS = """Busy: forward, head, backward and weight gradients. Idle: the rest of the iteration, averaging
 included. Collisions: the waiting of all tasks that were ready, added up. Seconds of an iteration."""
+UNLIKE = 2.0  # times what was planned, for all nodes
 MOST_NAMED = 3  # nodes that are slow or waited for
 
 
@@ -108,7 +110,8 @@ def _lost(losses: list[Loss]) -> str:
 def _conspicuous(history: History) -> list[tuple[str, str]]:
     """Those who are slow, those who were waited for, those in front of whom tasks queue."""
     uses = node_uses(history)
-    slow = sorted((use for use in uses if (use.slowdown or 0) > 1.05), key=lambda use: -(use.slowdown or 0))
+    usual = median([use.slowdown for use in uses if use.slowdown] or [1.0])  # if all are slow, it is the plan
+    slow = sorted((use for use in uses if (use.slowdown or 0) > 1.05 * usual), key=lambda use: -(use.slowdown or 0))
     waited = sorted((use for use in uses if use.waited_for), key=lambda use: -use.waited_for)
     queues = sorted((use for use in uses if _queue_s(use) > 0), key=lambda use: -_queue_s(use))
     told = [
@@ -116,7 +119,10 @@ def _conspicuous(history: History) -> list[tuple[str, str]]:
         ("waited for", [f"{use.name} ({use.waited_for} times)" for use in waited]),
         ("most tasks queue at", [f"{use.name} ({short_s(_queue_s(use))} s an iteration)" for use in queues]),
     ]
-    return [(name, ", ".join(nodes[:MOST_NAMED])) for name, nodes in told if nodes]
+    found = [(name, ", ".join(nodes[:MOST_NAMED])) for name, nodes in told if nodes]
+    if not 1 / UNLIKE < usual < UNLIKE:
+        found.insert(0, ("nodes", f"took {usual:.2g} times as long as planned, in the median: the plan is for others"))
+    return found
 
 
 def _queue_s(use: NodeUse) -> float:
