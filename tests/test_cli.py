@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from skippipe.cli.planning import Gains
 from skippipe.plan import Plan
 from tests.commands import Command
 
@@ -334,3 +335,13 @@ def test_prepare_text_once_for_training_and_once_to_measure_with(skippipe: Comma
     neither = skippipe("prepare", text, "--out", tmp_path / "other")
     assert neither.code != 0
     assert "--vocabulary" in neither.err
+
+
+def test_a_search_that_still_found_better_plans_says_so() -> None:
+    shown = []
+    gains = Gains(lambda *said: shown.append(said))
+    for share, best_s in ((0.0, None), (0.2, 9.0), (0.6, 8.0), (0.7, 7.0), (1.0, 6.0)):
+        gains("searching", share, best_s)
+    assert gains.late == 0.25, "of what it had after two thirds"
+    assert len(shown) == 5
+    assert Gains(print).late == 0.0

@@ -20,6 +20,8 @@ from skippipe.errors import Infeasible, UserError
 from skippipe.jsonfile import check_writable
 
 BOUND_SHARE = 0.2  # of the budget, for a proof of how good a plan could be
+LATE = 2 / 3  # of a search: from here on, it should not find much more
+WORTH_A_WORD = 0.01  # of the iteration
 
 if TYPE_CHECKING:
     from skippipe.jitter import Spread
@@ -220,7 +222,14 @@ class Search:
 
         began = time.monotonic()
         with self._request(strategy, placement, stopped) as request:
-            found = make_plan(problem, Strategy(strategy), request)
+            gains = Gains(request.progress)
+            found = make_plan(problem, Strategy(strategy), replace(request, progress=gains))
+        if gains.late > WORTH_A_WORD and not stopped:
+            print(
+                f"{strategy}: the last third of the search still took off {gains.late:.0%}; "
+                "with a longer --budget it would find more",
+                file=sys.stderr,
+            )
         return found, time.monotonic() - began
 
     def with_free_batch(
@@ -253,6 +262,25 @@ class Search:
             )
         if stopped:
             print("interrupted: this is the best plan so far", file=sys.stderr)
+
+
+@dataclass
+class Gains:
+    """How much better plans still became towards the end of a search."""
+
+    show: Progress
+    _early_s: float | None = None
+    _last_s: float | None = None
+
+    def __call__(self, what: str, share: float, best_s: float | None) -> None:
+        if best_s is not None:
+            self._early_s = best_s if share < LATE or self._early_s is None else self._early_s
+            self._last_s = best_s
+        self.show(what, share, best_s)
+
+    @property
+    def late(self) -> float:
+        return 1 - self._last_s / self._early_s if self._last_s and self._early_s else 0.0
 
 
 @contextmanager
