@@ -34,12 +34,12 @@ def piece(number: int, body: Any = None, *, kept: bool = False) -> Message:
     return Message(Kind.CHUNK, 0, 0, number, int(kept), body)
 
 
-def collecting(**others: Any) -> Course:
-    course = coordinating(1, **others)
-    course.iterate()
+def collecting(iterations: int = 1, **others: Any) -> Course:
+    course = coordinating(iterations, **others)
+    course.iterate(iterations)
     assert is_now(course.coordinator, State.STEPPING)
     for node in range(6):
-        course.hear(node, Stepped(0))
+        course.hear(node, Stepped(iterations - 1))
     assert is_now(course.coordinator, State.COLLECTING)
     return course
 
@@ -283,11 +283,7 @@ def test_a_stage_that_is_lost_in_the_last_iteration_is_in_the_last_checkpoint() 
 
 def test_an_earlier_checkpoint_is_completed_before_the_last_is_made() -> None:
     safe = Safe()
-    course = coordinating(3, kept_every=2, keeper=safe)
-    course.iterate(3)
-    for node in range(6):
-        course.hear(node, Stepped(2))
-    assert is_now(course.coordinator, State.COLLECTING)
+    course = collecting(3, kept_every=2, keeper=safe)
     last = replace(KEPT, iteration=2)
     assert not any(control == last for _, control in course.room.told)
     send(course, 0, 2, 3, kept=True)
@@ -349,10 +345,7 @@ def test_a_checkpoint_is_given_up_with_a_node_that_holds_its_copy(lost: int, aba
 
 def test_a_piece_of_a_checkpoint_that_was_given_up_is_not_taken_for_one_of_the_last() -> None:
     safe = Safe()
-    course = coordinating(3, kept_every=2, keeper=safe)
-    course.iterate(3)
-    for node in range(6):
-        course.hear(node, Stepped(2))
+    course = collecting(3, kept_every=2, keeper=safe)
     course.room.news()
     course.coordinator.lost(3, "its process ended")
     assert safe.abandoned == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -87,6 +88,19 @@ def check_plan(
         print(f"{plan}: holds (CC1, CC2, CC3, TC1, no deadlock, links, {promise})")
     if violations:
         raise typer.Exit(1)
+
+
+def simulated(path: Path) -> tuple[Plan, Timeline]:
+    """A plan, promising what it takes; if its file promises something else, that is said."""
+    from skippipe.plan import Plan
+    from skippipe.simulate import simulate
+    from skippipe.timeline import Timing
+
+    plan = Plan.load(path)
+    timeline = simulate(plan, plan.expected.timing if plan.expected else Timing.FULL)
+    if plan.expected not in (None, timeline):
+        print(f"warning: {path} promises another timeline than it has; see 'skippipe check'", file=sys.stderr)
+    return plan.promising(timeline), timeline
 
 
 def simulate_plan(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skippipe.cli import inputs
+from skippipe.cli import inputs, planning, reading
 from skippipe.errors import UserError
 from skippipe.jsonfile import check_writable
 
 if TYPE_CHECKING:
-    from skippipe.report.table import Table
     from skippipe.runs.history import History
 
 
@@ -56,19 +54,12 @@ def show(
 
 
 def _show_plan(plan: Path, html: Path | None, png: Path | None, trace: Path | None, as_json: bool) -> None:
-    from skippipe.plan import Plan
     from skippipe.report.grid import plan_grid
-    from skippipe.simulate import simulate
-    from skippipe.timeline import Timing
 
     for picture in (html, png, trace):
         if picture:
             check_writable(picture, plan)
-    found = Plan.load(plan)
-    timeline = simulate(found, found.expected.timing if found.expected else Timing.FULL)
-    if found.expected not in (None, timeline):
-        print(f"warning: {plan} promises another timeline than it has; see 'skippipe check'", file=sys.stderr)
-    found = found.promising(timeline)
+    found, timeline = reading.simulated(plan)
     print(json.dumps(found.to_json()) if as_json else plan_grid(found))
     if html:
         from skippipe.report.html import write_html
@@ -127,31 +118,19 @@ def _no_trace(history: History) -> str:
 
 def _print_run(history: History) -> None:
     from skippipe.report.run.words import brief_nodes_table, run_figures
-    from skippipe.runs.losses import losses_of
 
     print(f"{history.name}:")
     figures = run_figures(history)
     width = max(len(name) for name, _ in figures)
     for name, value in figures:
         print(f"  {name:{width}}  {value}")
-    for loss in losses_of(history):
+    for loss in history.lost:
         told = "; ".join(filter(None, (loss.why, loss.answer, loss.end)))
         print(f"iteration {loss.iteration + 1:5}  lost: '{loss.node}' {told}")
-    _print_table(brief_nodes_table(history))
+    table = brief_nodes_table(history)
+    print(f"\n{table.title}. {table.note}".rstrip())
+    planning.show(table)
     if history.missing:
         print("not on record:")
         for each in history.missing:
             print(f"  {each}")
-
-
-def _print_table(table: Table) -> None:
-    from rich.console import Console
-    from rich.table import Table as Drawn
-
-    print(f"\n{table.title}. {table.note}".rstrip())
-    drawn = Drawn()
-    for place, heading in enumerate(table.headings):
-        drawn.add_column(heading, justify="right" if place else "left")
-    for row in table.rows:
-        drawn.add_row(*row)
-    Console(markup=False).print(drawn)

@@ -141,6 +141,8 @@ def run_job(
 ) -> None:
     import torch
 
+    from skippipe.runs.listing import checkpoints_in
+
     torch.set_num_threads(wanted.compute.threads)
     with planning.interruptible(2) as stopped:
         assembly = assembled(wanted, stopped, nodes_here, resumed, drills)
@@ -153,8 +155,7 @@ def run_job(
     _sum_up(Path(wanted.output) / "metrics.jsonl")
     if stopped:
         output = Path(wanted.output)
-        kept = any((output / "checkpoints").glob("*/manifest.json"))
-        more = "--resume goes on" if kept else "there is no checkpoint to go on from"
+        more = "--resume goes on" if checkpoints_in(output) else "there is no checkpoint to go on from"
         print(f"stopped; the model as it was then is in {output}/model; {more}", file=sys.stderr)
         raise SystemExit(130)
     print(f"done; the model is in {wanted.output}/model, figures in {wanted.output}/metrics.jsonl")

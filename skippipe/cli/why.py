@@ -44,16 +44,9 @@ def why(
     """
     from skippipe.blame import blamed
     from skippipe.critical import critical_path
-    from skippipe.plan import Plan
     from skippipe.planner.advice import advice
-    from skippipe.simulate import simulate
-    from skippipe.timeline import Timing
 
-    found = Plan.load(plan)
-    timeline = simulate(found, found.expected.timing if found.expected else Timing.FULL)
-    if found.expected not in (None, timeline):
-        print(f"warning: {plan} promises another timeline than it has; see 'skippipe check'", file=sys.stderr)
-    found = found.promising(timeline)
+    found, timeline = reading.simulated(plan)
     path = critical_path(found, timeline)
     answer = None
     if changes:

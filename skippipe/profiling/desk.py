@@ -9,14 +9,13 @@ from datetime import UTC, datetime
 from skippipe.profiling.brief import ProfilingBrief
 from skippipe.profiling.conductor import Conductor, Deadlines, Watching
 from skippipe.profiling.survey import Survey
-from skippipe.runtime.control import Alive, Control
+from skippipe.runtime.control import Control
 from skippipe.runtime.member import THE_COORDINATOR
 from skippipe.runtime.reception import Attendance, Gone
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox, Security
 
 SILENT = 3  # times the heartbeat, after which a node counts as gone
-LOADING_S = 600.0  # that a node may take to import torch and build a layer, before it gives signs of life
 
 
 class ProfilingDesk:
@@ -35,9 +34,10 @@ class ProfilingDesk:
     ) -> None:
         self._brief = brief
         self._watching = watching or Watching()
-        self._loaded: set[str] = set()
         self._mailbox = Mailbox(THE_COORDINATOR, keys, listen=listen, security=security, depth=1024)
-        self._attendance = Attendance(self._mailbox, brief.names, publics, host=self, brief=brief.to_json())
+        self._attendance = Attendance(
+            self._mailbox, brief.names, publics, host=self, brief=brief.to_json(), silent_s=SILENT * brief.heartbeat_s
+        )
         self.conductor = Conductor(
             brief.names, brief.work, brief.workload, self, self._watching, brief.effort, deadlines or Deadlines()
         )
@@ -65,20 +65,13 @@ class ProfilingDesk:
 
     # Who is there
 
-    def patience_s(self, name: str) -> float:
-        silent_s = SILENT * self._brief.heartbeat_s
-        return silent_s if name in self._loaded else max(LOADING_S, silent_s)
-
     def joined(self, name: str) -> None:
         self.conductor.joined(self._brief.number[name])
 
     def heard(self, name: str, control: Control) -> None:
-        if not isinstance(control, Alive):  # which it also says before it begins to load
-            self._loaded.add(name)
         self.conductor.hear(self._brief.number[name], control)
 
     def lost(self, name: str, how: str) -> None:
-        self._loaded.discard(name)
         self.conductor.lost(self._brief.number[name], how)
 
     def refused(self, name: str, why: str) -> None:

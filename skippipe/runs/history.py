@@ -18,7 +18,9 @@ from skippipe.plan import Plan
 from skippipe.report.figures import ranges
 from skippipe.runs.chart import Chart, read_chart
 from skippipe.runs.listing import checkpoints_in, modified, traces_in
+from skippipe.runs.losses import Loss, losses_of
 from skippipe.runs.records import Happening, Noted, Row, checkpointed, happening_of, metrics_of
+from skippipe.runs.uses import NodeUse, node_uses
 
 MOST_CHARTS = 20  # recorded iterations that are read, the newest ones
 CLOCK_S = 2.0  # by which the time of a file may differ from the time in a line written with it
@@ -57,6 +59,14 @@ class History:
     def row(self) -> dict[int, Row]:
         """By iteration."""
         return {row.iteration: row for row in self.rows}
+
+    @cached_property
+    def uses(self) -> list[NodeUse]:
+        return node_uses(self)
+
+    @cached_property
+    def lost(self) -> list[Loss]:
+        return losses_of(self)
 
     @property
     def losses(self) -> list[float]:

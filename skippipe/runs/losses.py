@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from skippipe.runs.history import History
 from skippipe.runs.records import Happening
+
+if TYPE_CHECKING:
+    from skippipe.runs.history import History
 
 ANSWERS = ("rerouted", "restarted", "paused")
 

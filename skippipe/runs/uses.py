@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from skippipe.costs import seconds
 from skippipe.plan import Plan
 from skippipe.runs.chart import TASKS, Bar, Chart
-from skippipe.runs.history import History
+
+if TYPE_CHECKING:
+    from skippipe.runs.history import History
 
 
 class Use(NamedTuple):

@@ -27,7 +27,6 @@ from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox, Security
 
 log = logging.getLogger(__name__)
-LOADING_S = 600.0  # that a node may take for its weights
 
 Told = Callable[[Stream], None]
 """Called on the front's thread, with every token and with the ending; must not wait."""
@@ -72,7 +71,9 @@ class Front:
         self._watching = watching or Watching()
         self._names = {number: name for name, number in brief.number.items()}
         self._mailbox = Mailbox(THE_COORDINATOR, keys, listen=listen, security=security, depth=1024)
-        self._attendance = Attendance(self._mailbox, brief.stage_of, publics, host=self, brief=brief.to_json())
+        self._attendance = Attendance(
+            self._mailbox, brief.stage_of, publics, host=self, brief=brief.to_json(), silent_s=brief.heartbeat_s
+        )
         self.gateway = Gateway(len(brief.layers), self, settings or ServingSettings(), distance or Even())
         self.counted: Counter[str] = Counter()
         """What has happened how often, for whoever watches."""
@@ -161,11 +162,6 @@ class Front:
         return Seen(Share(there, gateway.stages), figures)
 
     # Who is there
-
-    def patience_s(self, name: str) -> float:
-        """While it loads its weights, a node says nothing."""
-        ready = self._brief.number[name] in self.gateway.stage_of
-        return self._brief.heartbeat_s if ready else max(LOADING_S, self._brief.heartbeat_s)
 
     def joined(self, name: str) -> None:
         """Nothing is asked of it before it has its weights."""

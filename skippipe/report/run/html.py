@@ -31,7 +31,6 @@ from skippipe.report.run.words import (
 from skippipe.runs.chart import Chart
 from skippipe.runs.curves import thinned
 from skippipe.runs.history import History
-from skippipe.runs.uses import node_uses
 from skippipe.simulate import simulate
 from skippipe.timeline import Timing
 
@@ -157,7 +156,7 @@ def _recorded(chart: Chart) -> list[str]:
 
 
 def _busy(history: History) -> go.Figure:
-    uses = node_uses(history)
+    uses = history.uses
     figure = go.Figure()
     for offset, which in ((-0.2, "planned"), (0.2, "measured")):
         known = [(at, use.name, getattr(use, which)) for at, use in enumerate(uses) if getattr(use, which)]
@@ -198,7 +197,7 @@ def _busy(history: History) -> go.Figure:
 def _links(history: History) -> list[str]:
     if not any(history.links.values()):
         return []
-    names = [use.name for use in node_uses(history) if use.sent_bytes or use.received_bytes]
+    names = [use.name for use in history.uses if use.sent_bytes or use.received_bytes]
     sent = {pair: count for pair, count in history.links.items() if count}
     steps = steps_of(sent.values())
     bar = {"tickvals": [math.log10(count) for count in steps], "ticktext": [amount(count) for count in steps]}

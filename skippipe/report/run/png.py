@@ -20,7 +20,6 @@ from skippipe.report.run.recorded import MEASURED_PLACE, PLANNED_PLACE, Recorded
 from skippipe.report.run.words import amount, short_count, steps_of, title, tokens_each
 from skippipe.runs.curves import thinned
 from skippipe.runs.history import History
-from skippipe.runs.uses import node_uses
 from skippipe.simulate import simulate
 
 PRINT_DPI = 300
@@ -72,7 +71,7 @@ def write_run_pngs(history: History, folder: Path) -> list[str]:
 
 
 def _nodes_in(history: History) -> float:
-    return min(HIGHEST_IN, max(3.2, ROW_IN * len(node_uses(history)) + 1.4))
+    return min(HIGHEST_IN, max(3.2, ROW_IN * len(history.uses) + 1.4))
 
 
 def _name_pt(rows: int) -> float:
@@ -134,7 +133,7 @@ def _draw_seconds(axes: Axes, history: History) -> None:
 
 
 def _draw_nodes(axes: Axes, history: History) -> None:
-    uses = node_uses(history)
+    uses = history.uses
     dress(axes, "Who computes, who waits", NODES_IN_WORDS)
     size = min(4.0, _name_pt(len(uses)) / 2)
     for which, below, tone in (("planned", -0.2, pale), ("measured", 0.2, str)):
@@ -155,7 +154,7 @@ def _draw_nodes(axes: Axes, history: History) -> None:
 
 def _draw_links(axes: Axes, history: History) -> None:
     axes.set_title("Bytes over every link, in all", loc="left", fontsize=12, color=INK, fontweight="bold")
-    names = [use.name for use in node_uses(history) if use.sent_bytes or use.received_bytes]
+    names = [use.name for use in history.uses if use.sent_bytes or use.received_bytes]
     if not names:
         _say_nothing(axes)
         return

@@ -11,9 +11,9 @@ from typing import Any
 from skippipe.report.figures import scaled
 from skippipe.report.table import NOTHING, Table
 from skippipe.runs.history import History
-from skippipe.runs.losses import Loss, losses_of
+from skippipe.runs.losses import Loss
 from skippipe.runs.records import Row
-from skippipe.runs.uses import NodeUse, Use, node_uses
+from skippipe.runs.uses import NodeUse, Use
 
 MEANINGS = {
     "gone": "a node was lost",
@@ -50,7 +50,7 @@ def run_figures(history: History) -> list[tuple[str, str]]:
         ("in all", _whole(history)),
         ("tokens", _tokens(history)),
         ("sent", f"{amount(history.sent_bytes)} of tensors" if history.sent_bytes else NOTHING),
-        ("nodes lost", _lost(losses_of(history))),
+        ("nodes lost", _lost(history.lost)),
         ("new plans", f"{sum(event.kind == 'replanned' for event in history.events)}"),
         *_conspicuous(history),
     ]
@@ -109,7 +109,7 @@ def _lost(losses: list[Loss]) -> str:
 
 def _conspicuous(history: History) -> list[tuple[str, str]]:
     """Those who are slow, those who were waited for, those in front of whom tasks queue."""
-    uses = node_uses(history)
+    uses = history.uses
     usual = median([use.slowdown for use in uses if use.slowdown] or [1.0])  # if all are slow, it is the plan
     slow = sorted((use for use in uses if (use.slowdown or 0) > 1.05 * usual), key=lambda use: -(use.slowdown or 0))
     waited = sorted((use for use in uses if use.waited_for), key=lambda use: -use.waited_for)
@@ -136,7 +136,7 @@ def nodes_table(history: History) -> Table:
     times = ("busy, planned", "measured", "idle, planned", "measured", "collisions, planned", "measured")
     others = ("tasks × planned, at the end", "sent", "received")
     rows = []
-    for use in node_uses(history):
+    for use in history.uses:
         pairs = [
             _seconds_of(of, name) for name in ("busy_s", "idle_s", "collision_s") for of in (use.planned, use.measured)
         ]
@@ -159,7 +159,7 @@ def brief_nodes_table(history: History) -> Table:
             ),
             _slowdown(use),
         ]
-        for use in node_uses(history)
+        for use in history.uses
     ]
     return Table("Seconds of an iteration, planned → measured", recorded_in_words(history), headings, rows)
 
@@ -186,7 +186,7 @@ def recorded_in_words(history: History) -> str:
 def losses_table(history: History) -> Table:
     rows = [
         [loss.node, f"{loss.iteration + 1}", moment(loss.time), loss.why, loss.answer or NOTHING, loss.end]
-        for loss in losses_of(history)
+        for loss in history.lost
     ]
     note = "" if rows else "None."
     return Table("Nodes that were lost", note, ("node", "iteration", "time", "why", "then", "in the end"), rows)
@@ -219,8 +219,8 @@ def run_json(history: History) -> dict[str, Any]:
         "bytes_sent": history.sent_bytes,
         "links": [[*pair, sent] for pair, sent in sorted(history.links.items())],
         "recorded": [chart.iteration for chart in history.charts],
-        "nodes": [_node_json(use) for use in node_uses(history)],
-        "losses": [loss._asdict() for loss in losses_of(history)],
+        "nodes": [_node_json(use) for use in history.uses],
+        "losses": [loss._asdict() for loss in history.lost],
         "events": [event._asdict() for event in history.events],
         "missing": list(history.missing),
     }
