@@ -7,6 +7,10 @@ Planner, runtime and studies ask here. The share of stages to skip is written as
     1/2 until 25%, 1/3 until 75%, 1/6 until 90%, 0
     9 x 1/3 + 0                  the whole model in every tenth iteration
     1/3 until 75%, 0 + 1/2       in the last quarter, whole model and half of it by turns
+    0 & 2 x 1/2                  a sandwich: in every iteration one microbatch goes whole for two that skip half
+    1/3 until 60%, 5 x 0 & 1/2   … and in the last phase five go whole for one that skips half
+
+"+" goes on to the next iteration, "&" stays within it.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -28,6 +32,10 @@ USUAL = "1/3 until 65%, 0"
 """What training skips if nobody says anything: a last phase with the whole model, begun while the learning rate is
 still high, wins most of the loss back (docs/results.md)."""
 LONGEST_TURN = 10_000  # iterations after which a turn begins again, at most
+LARGEST_MIX = 1000  # parts into which the microbatches of an iteration are divided, at most
+
+Mix = tuple[Fraction, ...]
+"""Shares of the stages to skip within one iteration, each by an equal part of the microbatches; mostly a single one."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +44,16 @@ class Phase:
 
     until: Fraction
     """Share of the run after which the next phase begins."""
-    turn: tuple[Fraction, ...]
-    """Share of the stages to skip, one iteration after another, and again from the start."""
+    turn: tuple[Mix, ...]
+    """What is skipped, one iteration after another, and again from the start."""
 
 
 @dataclass(frozen=True)
 class Recipe:
     skip: str = ""
     """The share of stages to skip over the run: "1/3"; "1/3 until 90%, 0" (the whole model in the end); "9 x 1/3 + 0"
-    (the whole model in every tenth iteration). Empty: the pipeline's own, all along."""
+    (the whole model in every tenth iteration); "0 & 2 x 1/2" (in every iteration a third of the microbatches goes
+    through the whole model, the others skip half). Empty: the pipeline's own, all along."""
     grow: str = ""
     """Until this share of the run, as in "65%", all microbatches skip the same stages; these are then made as copies of
     trained ones. So a smaller model is trained first, and grows. Empty: all stages are there from the start."""
@@ -60,14 +69,29 @@ class Recipe:
     """A stage follows the mean gradient over those who visited it, or over all microbatches, which makes it smaller."""
     early_exit: float = 0.0
     """Weight of a second loss, of what stage 0 alone predicts; 0: none. Costs the data nodes a second head."""
+    bridges: int = 0
+    """Rank of the bridges: a small residual map of its own for every hop that leaves stages out, in their place; 0:
+    there are none."""
+    heal: str = ""
+    """From this share of the run on, as in "95%", only bridges learn, all else is frozen: what is skipped from then on
+    makes a finished model robust. The learning rate comes down before, and again after. Empty: all learn all along."""
 
     def __post_init__(self) -> None:
         _ = self.phases
-        if self.grow and len({share for phase in self._before(self.grown_at) for share in phase.turn}) != 1:
+        young = {share for phase in self._before(self.grown_at) for mix in phase.turn for share in mix}
+        if self.grow and len(young) != 1:
             raise UserError(f"recipe.grow: until {self.grow} the same share must be skipped all along, and be said")
         for name, value in (("swaps", self.swaps), ("early_exit", self.early_exit)):
             if not 0 <= value <= 1:
                 raise UserError(f"recipe.{name}: {value} must lie between 0 and 1")
+        if self.bridges < 0:
+            raise UserError(f"recipe.bridges: {self.bridges} is a rank: write a number such as 32, or 0 for none")
+        if self.bridges and self.swaps:
+            raise UserError("recipe.bridges: they lead forward: leave out recipe.swaps, or the bridges")
+        if self.heal and not self.bridges:
+            raise UserError("recipe.heal: there are no bridges to train; add recipe.bridges, such as 32")
+        if self.heal and self.heal_at <= self.grown_at:
+            raise UserError(f"recipe.heal: {self.heal} must be more than 0, and after the model has grown")
         if self.exposure is not None and (not self.exposure or min(self.exposure) <= 0):
             raise UserError(
                 f"recipe.exposure: {self.exposure} must be numbers above 0, one for each stage but the first"
@@ -83,6 +107,19 @@ class Recipe:
         """Share of the run after which all stages are there."""
         return parse_share(self.grow, "recipe.grow") if self.grow else Fraction(0)
 
+    @cached_property
+    def heal_at(self) -> Fraction:
+        """Share of the run after which only bridges learn."""
+        return parse_share(self.heal, "recipe.heal") if self.heal else Fraction(1)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Are there iterations with paths of several lengths?"""
+        return any(len(set(mix)) > 1 for phase in self.phases for mix in phase.turn)
+
+    def heals(self, iteration: int, iterations: int) -> bool:
+        return iteration >= math.ceil(self.heal_at * iterations)
+
     def is_young(self, iteration: int, iterations: int) -> bool:
         return iteration < math.ceil(self.grown_at * iterations)
 
@@ -93,15 +130,26 @@ class Recipe:
 
     def visited(self, iteration: int, iterations: int, stages: int, usual: int) -> int:
         """Stages on a path in this iteration, stage 0 included; `usual` is the pipeline's own length."""
+        (length,) = set(self.mix(iteration, iterations, stages, usual))
+        return length
+
+    def mix(self, iteration: int, iterations: int, stages: int, usual: int) -> tuple[int, ...]:
+        """Stages on a path, for each of the equal parts into which this iteration's microbatches are divided."""
         for phase in self.phases:
             begins = math.ceil(phase.until * iterations)
             if iteration < begins:
-                return visited_of(phase.turn[iteration % len(phase.turn)], stages)
-        return usual if not self.phases else visited_of(self.phases[-1].turn[0], stages)
+                mix = phase.turn[iteration % len(phase.turn)]
+                return tuple(visited_of(share, stages) for share in mix)
+        return (usual,) if not self.phases else tuple(visited_of(each, stages) for each in self.phases[-1].turn[0])
 
     def lengths(self, iterations: int, stages: int, usual: int) -> Counter[int]:
-        """How many iterations have paths of which length."""
-        return Counter(self.visited(number, iterations, stages, usual) for number in range(iterations))
+        """How many iterations have paths of which length; one with several lengths counts for each by its part."""
+        exact: dict[int, Fraction] = {}
+        for number in range(iterations):
+            mix = self.mix(number, iterations, stages, usual)
+            for length in mix:
+                exact[length] = exact.get(length, Fraction(0)) + Fraction(1, len(mix))
+        return Counter({length: round(count) for length, count in exact.items()})
 
     def drive(self, stages: int, visited: int) -> float:
         """By what the contribution of a visited stage, other than stage 0, is multiplied."""
@@ -117,6 +165,13 @@ class Recipe:
 def visited_of(skipped: Fraction, stages: int) -> int:
     """Stages on a path that leaves out this share of them, as near as whole stages come."""
     return max(1, stages - math.floor(skipped * stages + Fraction(1, 2)))
+
+
+def dealt(mix: Sequence[int], microbatches: int) -> list[int]:
+    """The length of path of each microbatch; where parts do not come out even, the first ones have one more."""
+    share, rest = divmod(microbatches, len(mix))
+    counts = [share + (number < rest) for number in range(len(mix))]
+    return [length for length, count in zip(mix, counts, strict=True) for _ in range(count)]
 
 
 def young_stages(stages: int, visited: int) -> tuple[int, ...]:
@@ -152,14 +207,30 @@ def parse_skip(text: str) -> tuple[Phase, ...]:
     return tuple(phases)
 
 
-def _turn(pieces: Iterable[str]) -> list[Fraction]:
-    turn: list[Fraction] = []
+def _turn(pieces: Iterable[str]) -> list[Mix]:
+    turn: list[Mix] = []
     for piece in pieces:
-        times, share = re.fullmatch(r"\s*(?:(\d+)\s*x\s+)?(.*?)\s*", piece).groups()  # type: ignore[union-attr]
-        turn += [parse_share(share, "recipe.skip")] * int(times or 1)
+        if "&" in piece:
+            times, mix = 1, _mix(piece)
+        else:
+            times, share = _times(piece)
+            mix = (share,)
+        turn += [mix] * times
         if not 0 < len(turn) <= LONGEST_TURN:
             raise UserError(f"recipe.skip: '{piece.strip()}': a turn has from 1 to {LONGEST_TURN:,} iterations")
     return turn
+
+
+def _mix(piece: str) -> Mix:
+    parts = [_times(part) for part in piece.split("&")]
+    if min(times for times, _ in parts) < 1 or sum(times for times, _ in parts) > LARGEST_MIX:
+        raise UserError(f"recipe.skip: '{piece.strip()}': microbatches are divided into 1 to {LARGEST_MIX:,} parts")
+    return tuple(share for times, share in parts for _ in range(times))
+
+
+def _times(piece: str) -> tuple[int, Fraction]:
+    times, share = re.fullmatch(r"\s*(?:(\d+)\s*x\s+)?(.*?)\s*", piece).groups()  # type: ignore[union-attr]
+    return int(times or 1), parse_share(share, "recipe.skip")
 
 
 def parse_share(text: str, where: str) -> Fraction:

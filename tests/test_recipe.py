@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skippipe.errors import UserError
-from skippipe.recipe import Phase, Recipe, visited_of
+from skippipe.recipe import Phase, Recipe, dealt, visited_of
 from skippipe.simulate import simulate
 from skippipe.timeline import Timing
 from skippipe.training.job import Job, PipelineChoice
@@ -32,10 +32,15 @@ THIRD, HALF, WHOLE = Fraction(1, 3), Fraction(1, 2), Fraction(0)
         ("3 x 1/3 + 0", [(1, [THIRD, THIRD, THIRD, WHOLE])]),
         ("2x 1/3 + 2 x 0", [(1, [THIRD, THIRD, WHOLE, WHOLE])]),
         ("1/3 until 75%, 0 + 1/2", [(Fraction(3, 4), [THIRD]), (1, [WHOLE, HALF])]),
+        ("0 & 2 x 1/2", [(1, [(WHOLE, HALF, HALF)])]),
+        ("1/3 until 75%, 2x 0 & 1/2 + 1/3", [(Fraction(3, 4), [THIRD]), (1, [(WHOLE, WHOLE, HALF), THIRD])]),
     ],
 )
-def test_what_people_write(said: str, phases: list[tuple[Fraction, list[Fraction]]]) -> None:
-    assert Recipe(said).phases == tuple(Phase(Fraction(until), tuple(turn)) for until, turn in phases)
+def test_what_people_write(said: str, phases: list[tuple[Fraction, list[Fraction | tuple[Fraction, ...]]]]) -> None:
+    assert Recipe(said).phases == tuple(
+        Phase(Fraction(until), tuple(mix if isinstance(mix, tuple) else (mix,) for mix in turn))
+        for until, turn in phases
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,6 +57,9 @@ def test_what_people_write(said: str, phases: list[tuple[Fraction, list[Fraction
         ("1/3 +", "'' is not a share"),
         ("0 x 1/3", "a turn has from 1 to 10,000 iterations"),
         ("20000 x 1/3 + 0", "a turn has from 1 to 10,000 iterations"),
+        ("0 &", "'' is not a share"),
+        ("0 & 0 x 1/2", "microbatches are divided into 1 to 1,000 parts"),
+        ("0 & 1000 x 1/2", "microbatches are divided into 1 to 1,000 parts"),
     ],
 )
 def test_what_they_should_not(said: str, complaint: str) -> None:
@@ -85,7 +93,7 @@ def test_every_iteration_has_a_length_and_phases_come_in_order(recipe: Recipe, i
     start = 0
     for phase in recipe.phases:
         end = min(iterations, -(-phase.until.numerator * iterations // phase.until.denominator))
-        turn = [visited_of(share, stages) for share in phase.turn]
+        turn = [visited_of(share, stages) for (share,) in phase.turn]
         assert found[start:end] == [turn[number % len(turn)] for number in range(start, end)]
         start = end
     assert start == iterations
@@ -97,6 +105,31 @@ def test_nothing_said_is_the_usual_all_along(iterations: int, stages: int, usual
     assert recipe.lengths(iterations, stages, usual) == {usual: iterations}
     assert recipe.drive(stages, usual) == 1.0
     assert [recipe.divisor(visits, 9) for visits in (0, 4, 9)] == [0, 4, 9]
+
+
+def test_a_sandwich_has_the_same_lengths_in_every_iteration() -> None:
+    recipe = Recipe("1/3 until 50%, 0 & 2 x 1/2")
+    assert recipe.is_mixed
+    assert not Recipe("1/2 & 50%").is_mixed
+    assert recipe.mix(2, 6, 6, 0) == (4,)
+    assert recipe.mix(3, 6, 6, 0) == recipe.mix(5, 6, 6, 0) == (6, 3, 3)
+    assert recipe.lengths(6, 6, 0) == {4: 3, 6: 1, 3: 2}
+    assert dealt((6, 3, 3), 30) == [6] * 10 + [3] * 20
+    assert dealt((6, 3, 3), 31) == [6] * 11 + [3] * 20
+
+
+def test_bridges_that_cannot_be() -> None:
+    with pytest.raises(UserError, match=r"recipe\.bridges: they lead forward"):
+        Recipe("1/2", bridges=8, swaps=0.1)
+    with pytest.raises(UserError, match=r"recipe\.bridges: -1 is a rank"):
+        Recipe("1/2", bridges=-1)
+    with pytest.raises(UserError, match=r"recipe\.heal: there are no bridges"):
+        Recipe("0 until 90%, 1/2", heal="90%")
+    with pytest.raises(UserError, match=r"recipe\.heal: 40% must be more than 0, and after"):
+        Recipe("1/2", bridges=8, heal="40%", grow="50%")
+    recipe = Recipe("0 until 90%, 1/2", bridges=8, heal="90%")
+    assert [recipe.heals(number, 10) for number in (0, 8, 9)] == [False, False, True]
+    assert not Recipe("1/2", bridges=8).heals(9, 10)
 
 
 def test_what_makes_up_for_skipping() -> None:
@@ -115,6 +148,8 @@ def test_what_makes_up_for_skipping() -> None:
             "",
             "recipe.swaps: only studies draw paths by it; in training the plan decides",
         ),
+        (Recipe("0 & 1/2"), "skippipe", "", "recipe.skip: '&': only studies have it yet"),
+        (Recipe("1/2", bridges=8), "skippipe", "", "recipe.bridges: only studies have it yet"),
         (Recipe("1/3"), "skippipe", "1/3", "pipeline.skip and recipe.skip say the same thing"),
         (Recipe("0"), "dtfm", "", "pipeline.strategy: 'dtfm' skips nothing"),
     ],

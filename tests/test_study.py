@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import default_rng
+from torch import Tensor, nn
 
 from skippipe import rules
 from skippipe.errors import UserError
 from skippipe.inference.loading import load
 from skippipe.learning import Learning
-from skippipe.parts import drawn_parts
+from skippipe.model.weights import FlatWeights
+from skippipe.parts import Visits, drawn_parts
 from skippipe.plan import Lane
-from skippipe.recipe import Recipe, donors, young_stages
+from skippipe.recipe import Recipe, dealt, donors, young_stages
 from skippipe.study.engine import Engine
-from skippipe.study.paths import UNEVEN, drawn, together, turns
+from skippipe.study.paths import UNEVEN, drawn, drawn_for, together, turns
 from skippipe.study.runner import Device, Runner
 from skippipe.study.settings import Study, Variant, load_study, read_results
 from skippipe.training.oneprocess import OneProcess
@@ -123,6 +127,170 @@ def test_the_engine_is_one_process(lanes: tuple[Lane, ...], family: str, recipe:
     for stage in engine.stages:
         for name, each in stage.named_weights():
             torch.testing.assert_close(each.detach(), expected[name], rtol=1e-4, atol=1e-5)
+
+
+class Slow:
+    """What the engine does, microbatch by microbatch and in as few words: to hold it to."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.stages = deepcopy(engine.stages)
+        self.bridges = deepcopy(engine.bridges)
+        self._recipe = engine.recipe
+
+    def loss(self, inputs: Tensor, labels: Tensor, visits: Visits) -> Tensor:
+        total = len(self.stages)
+        hidden = self.stages[0].embed(inputs)
+        for stage, target in pairwise((*visits, total)):
+            made = self.stages[stage](hidden)
+            drive = self._recipe.drive(total, len(visits)) if stage else 1.0
+            hidden = hidden + drive * (made - hidden)
+            if self.bridges and target > stage + 1:
+                bridges, at = self.bridges[stage], target - stage - 2
+                width = hidden.shape[-1]
+                normed = hidden / (hidden.square().mean(-1, keepdim=True) + torch.finfo(hidden.dtype).eps).sqrt()
+                low = normed @ bridges.down[at].view(width, -1)
+                gain = bridges.gain.view(-1, width)[at]
+                hidden = hidden + gain * normed + low @ bridges.up[at].view(-1, width)
+        return self.stages[0].loss(hidden, labels)
+
+    def gradients(self, tokens: Tensor, visits: list[Visits], healing: bool) -> tuple[float, dict[str, Tensor]]:
+        """The mean loss, and of everything that learns the mean gradient over the visitors of its stage, clipped."""
+        losses = [self.loss(each, each, path) for each, path in zip(tokens.split(1), visits, strict=True)]
+        torch.stack(losses).sum().backward()
+        found: dict[str, Tensor] = {}
+        for kind, parts in (("stage", self.stages), ("bridges", self.bridges)):
+            for stage, part in enumerate(parts):
+                visitors = sum(stage in path for path in visits)
+                for name, each in part.named_parameters():
+                    if each.grad is not None and not (healing and kind == "stage"):
+                        found[f"{kind} {stage} {name}"] = each.grad / visitors
+        norm = torch.stack([each.square().sum() for each in found.values()]).sum().sqrt()
+        return float(torch.stack(losses).mean().detach()), {
+            name: each / norm.clamp(min=1) for name, each in found.items()
+        }
+
+
+MIXED = [(0, 1, 2, 3), (0, 1, 2, 3), (0, 2), (0, 1), (0, 3), (0, 1, 3)]
+HALVES = [(0, 2), (0, 1), (0, 3), (0, 2), (0, 1), (0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("visits", "recipe", "healing"),
+    [
+        (MIXED, Recipe("0 & 1/2"), False),
+        (MIXED, Recipe("0 & 1/2", residual="scaled"), False),
+        (HALVES, Recipe("1/2", bridges=3), False),
+        (MIXED, Recipe("0 & 1/2", residual="scaled", bridges=3), False),
+        (HALVES, Recipe("0 until 50%, 1/2", bridges=3, heal="50%"), True),
+    ],
+    ids=["sandwich", "scaled sandwich", "bridges", "scaled sandwich with bridges", "healing"],
+)
+def test_a_sandwich_and_bridges_follow_plain_gradients(visits: list[Visits], recipe: Recipe, healing: bool) -> None:
+    plan, blueprint = plan_of(FULL, (1, 1, 1, 1), config={"num_hidden_layers": 4})
+    engine = Engine(blueprint, plan.layers, COARSE, recipe)
+    chance = torch.Generator().manual_seed(3)
+    for weights in engine.bridge_weights:  # or those that are zero would hide what is wrong with the others
+        weights.values.add_(0.1 * torch.randn(weights.values.shape, generator=chance))
+    slow = Slow(engine)
+    tokens = torch.randint(0, 97, (len(visits), 6), generator=chance)
+    expected_loss, expected = slow.gradients(tokens, visits, healing)
+    found: dict[str, Tensor] = {}
+
+    def looked_at(kind: str, stage: int, part: nn.Module, weights: FlatWeights) -> None:
+        step = weights.step
+
+        def noted(rate: float, scale: float) -> None:
+            for name, each in part.named_parameters():
+                assert each.grad is not None
+                found[f"{kind} {stage} {name}"] = each.grad.clone()
+            step(rate, scale)
+
+        weights.step = noted  # type: ignore[method-assign, assignment]
+
+    for stage, (part, weights) in enumerate(zip(engine.stages, engine.weights, strict=True)):
+        looked_at("stage", stage, part, weights)
+    for stage, (bridges, weights) in enumerate(zip(engine.bridges, engine.bridge_weights, strict=True)):
+        looked_at("bridges", stage, bridges, weights)
+    before = [weights.values.clone() for weights in engine.weights]
+    loss = engine.iteration(0, tokens, tokens, visits, healing=healing)
+    assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        torch.testing.assert_close(
+            found[name], each, rtol=1e-3, atol=1e-6, msg=lambda said, name=name: f"{name}: {said}"
+        )
+    if healing:
+        assert all(torch.equal(weights.values, old) for weights, old in zip(engine.weights, before, strict=True))
+        assert not any(weights.gradient.any() for weights in engine.weights), "or the next step would follow them"
+    with torch.no_grad():
+        lossless = Slow(engine).loss(tokens[:1], tokens[:1], visits[-1])
+    drive = recipe.drive(4, len(visits[-1]))
+    assert float(engine.loss_of(tokens[:1], tokens[:1], visits[-1], drive)) == pytest.approx(float(lossless), rel=1e-5)
+
+
+def test_bridges_change_nothing_at_first_and_then_learn() -> None:
+    plan, blueprint = plan_of(FULL, (1, 1, 1, 1), config={"num_hidden_layers": 4})
+    tokens = torch.randint(0, 97, (4, 6), generator=torch.Generator().manual_seed(0))
+    halves = [(0, 2), (0, 1), (0, 3), (0, 2)]
+    without, engine = (Engine(blueprint, plan.layers, COARSE, Recipe("1/2", bridges=rank)) for rank in (0, 4))
+    assert engine.parameters == without.parameters + 6 * (2 * 4 + 1) * blueprint.shape.hidden, (
+        "a bridge for every hop past others"
+    )
+    assert torch.equal(engine.iteration(0, tokens, tokens, halves), without.iteration(0, tokens, tokens, halves)), (
+        "zero at the start"
+    )
+    parts: list[Visits] = [(0, 1, 2, 3), (0, 2)]
+    whole, half = (engine.loss_of(tokens, tokens, part, 1.0) for part in parts)
+    for number in range(1, 5):
+        engine.iteration(number, tokens, tokens, halves, healing=True)
+    assert engine.loss_of(tokens, tokens, parts[0], 1.0) == whole, "no other weight has learned"
+    assert engine.loss_of(tokens, tokens, parts[1], 1.0) < half - 0.01
+    trained = [weights.values.clone() for weights in engine.bridge_weights]
+    engine.iteration(4, tokens, tokens, [(0, 1, 2, 3)] * 4)
+    assert all(torch.equal(old, new.values) for old, new in zip(trained, engine.bridge_weights, strict=True))
+    engine.begin_again(blueprint, COARSE, Recipe("1/2", bridges=4))
+    assert not any(bridges.up.any() for bridges in engine.bridges)
+    engine.begin_again(blueprint, COARSE, Recipe("1/2"))
+    assert engine.parameters == without.parameters
+
+
+@given(st.integers(1, 40), st.integers(0, 99))
+def test_a_sandwich_keeps_the_rules(microbatches: int, seed: int) -> None:
+    recipe = Recipe("0 & 2 x 1/2")
+    lengths = dealt(recipe.mix(0, 1, 6, 6), microbatches)
+    visits = drawn_for(default_rng(seed), lengths, 6, recipe)
+    assert [len(each) for each in visits] == lengths
+    assert visits[: lengths.count(6)] == [tuple(range(6))] * lengths.count(6)
+    for each in visits:
+        assert rules.cc1_broken_at(each) is None
+        assert rules.cc2_broken_at(each) is None
+    counts = rules.exposure(visits, [1] * microbatches, 6)[1:]
+    assert max(counts) - min(counts) <= 1, "CC3, as far as it comes out even"
+
+
+def test_a_sandwich_that_comes_out_even_always_has_one_shape() -> None:
+    study = Study("sandwich", [Variant("one", Recipe("0 & 2 x 1/2"))], tokens=5 * 30_720)
+    shapes = {tuple((stage, len(rows)) for stage, rows in together(turn.visits)) for turn in turns(study.runs[0])}
+    assert shapes == {((0, 30), *((stage, 18) for stage in range(1, 6)))}
+
+
+def test_healing_has_a_schedule_of_its_own() -> None:
+    learning = Learning(rate=1e-3, warmup=10, hold=0.5, floor=0.1)
+    heal = Variant("heal", Recipe("0 until 80%, 1/2", bridges=8, heal="80%"), tokens=125 * 30_720)
+    study = Study("healing", [heal, Variant("full")], tokens=100 * 30_720, learning=learning)
+    healed, full = study.runs
+    assert [healed.rate(number) for number in range(100)] == [full.rate(number) for number in range(100)]
+    rates = [healed.rate(number) for number in range(100, 125)]
+    assert max(rates) == 1e-3
+    assert rates[-1] < 3e-4
+
+
+def test_results_from_before_bridges_are_still_known() -> None:
+    """Their key is that of a run without."""
+    study = Study("headline", [Variant("full"), Variant("bridged", Recipe("1/2", bridges=8))])
+    full, bridged = (run.settings["variant"]["recipe"] for run in study.runs)
+    assert not {"bridges", "heal"} & full.keys()
+    assert bridged["bridges"] == 8
 
 
 def test_a_model_that_grows() -> None:
@@ -240,6 +408,26 @@ def test_runs_are_done_once_and_give_the_same_again(study_file: Path, tmp_path: 
     kept = load(tmp_path / "models" / f"{study.name}-quarter-1")
     assert kept.layers == (1, 1, 1, 1)
     assert not torch.equal(*(kept.stages[stage].layers[0].self_attn.q_proj.weight for stage in (1, 2)))  # type: ignore[arg-type, union-attr]
+
+
+def test_a_run_that_would_not_end_in_time_is_not_begun(study_file: Path, tmp_path: Path) -> None:
+    study, results = load_study(study_file), tmp_path / "results.jsonl"
+    now = 100.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0  # a run asks when it begins and when it ends
+        return now
+
+    def done(limit_s: float) -> list[tuple[str, int]]:
+        runner = Runner(study, results, Device(), lambda run, share, how: None, ends_at=now + limit_s, clock=clock)
+        runner.run()
+        return [(run["variant"], run["seed"]) for run in read_results(results)]
+
+    assert done(2.0) == [("full", 0)], "of the first nobody knows how long it takes; the others would be too long"
+    first = ("full", 0), ("quarter", 0), ("smaller", 0), ("full", 1)
+    assert done(8.5) == [*first], "as many as fit, by what those before them took"
+    assert done(50.0) == [*first, ("quarter", 1)]
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:

@@ -5,8 +5,11 @@ python -m skippipe.study study.toml --results results.jsonl --device cuda --comp
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from argparse import ArgumentParser, RawTextHelpFormatter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,9 +37,19 @@ class Lines:
 
 
 def run_study(
-    study: Study, results: Path, device: str, compiled: bool, progress: Progress, models: Path | None = None
+    study: Study,
+    results: Path,
+    device: str,
+    compiled: bool,
+    progress: Progress,
+    models: Path | None = None,
+    minutes: float = math.inf,
 ) -> None:
-    """All runs that are not in the results yet; an interrupted one is done again from its start."""
+    """All runs that are not in the results yet; an interrupted one is done again from its start.
+
+    None is begun that would not be over after so many minutes, counted from now.
+    """
+    ends_at = time.monotonic() + 60 * minutes
     import torch
 
     from skippipe.study.runner import Device, Runner
@@ -51,11 +64,25 @@ def run_study(
 
     print(f"{study.name}: {left()} of {len(study.runs)} runs to do, on {device}", flush=True)
     try:
-        Runner(study, results, Device(device, compiled), progress, models).run()
+        Runner(study, results, Device(device, compiled), progress, models, ends_at=ends_at).run()
     except KeyboardInterrupt:
         print(f"stopped; {left()} runs are left, and the same command goes on with them", file=sys.stderr)
         raise SystemExit(130) from None
-    print(f"done; all {len(study.runs)} runs are in {results}")
+    if left():
+        print(f"{left()} runs are left: {minutes:g} minutes are too short for them; the same command goes on with them")
+    else:
+        print(f"done; all {len(study.runs)} runs are in {results}")
+
+
+def chosen(study: Study, names: list[str] | None) -> Study:
+    """The study with only these variants, in their order; None: with all."""
+    if names is None:
+        return study
+    variants = {each.name: each for each in study.variant}
+    for name in names:
+        if name not in variants:
+            raise UserError(f"--only: the study has no variant '{name}', but {', '.join(variants)}")
+    return replace(study, variant=[variants[name] for name in dict.fromkeys(names)])
 
 
 def main() -> None:
@@ -65,9 +92,26 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N; default: %(default)s")
     parser.add_argument("--compiled", action="store_true", help="compile layers: slow to start, faster from then on")
     parser.add_argument("--models", type=Path, help="folder to keep the trained models in")
+    parser.add_argument("--only", action="append", metavar="VARIANT", help="only this variant; may be said repeatedly")
+    parser.add_argument(
+        "--stop-after",
+        type=float,
+        default=math.inf,
+        metavar="MINUTES",
+        help="begin no run that would take longer than this from now on, by what runs before it took",
+    )
     said = parser.parse_args()
-    study = load_study(said.study)
-    politely(lambda: run_study(study, said.results, said.device, said.compiled, Lines(), said.models))
+    politely(
+        lambda: run_study(
+            chosen(load_study(said.study), said.only),
+            said.results,
+            said.device,
+            said.compiled,
+            Lines(),
+            said.models,
+            said.stop_after,
+        )
+    )
 
 
 if __name__ == "__main__":

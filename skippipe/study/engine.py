@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from skippipe.learning import Learning
 from skippipe.model.blueprint import Blueprint
+from skippipe.model.bridges import Bridges, bridges_of
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.model.weights import FlatWeights
 from skippipe.parts import Visits
@@ -36,8 +38,8 @@ class Step:
 
     stage: int
     visitors: int
-    drive: float
-    """By what the stage's contribution is multiplied."""
+    drives: tuple[tuple[float, int], ...]
+    """By what the stage's contribution is multiplied, and for how many of the visitors, one after another."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class Shape:
 
     microbatches: int
     steps: tuple[Step, ...]
+    bridged: bool = False
+    """Somebody goes over a bridge."""
+    healing: bool = False
+    """Only bridges learn."""
 
     @property
     def counts(self) -> Counter[int]:
@@ -74,6 +80,7 @@ class Engine:
         self._ranges = list(enumerate(layer_ranges(layers)))
         self.stages = [StageModel(blueprint, each, ends=index == 0).to(device) for index, each in self._ranges]
         self.weights = [FlatWeights(stage.named_weights(), learning) for stage in self.stages]
+        self._lay_bridges(self._new_bridges(blueprint))
         self._low_precision = low_precision
         self._loss: Callable[[Tensor, Tensor], Tensor] = self.stages[0].loss
         if compiled:
@@ -94,6 +101,21 @@ class Engine:
             new = FlatWeights(StageModel(blueprint, layers, ends=index == 0).named_weights(), learning)
             weights.values.copy_(new.values)
             weights.begin_again(learning)
+        bridges = self._new_bridges(blueprint)
+        if self._recorded_with != before:
+            self._lay_bridges(bridges)
+        else:  # where recordings know them to be
+            for each, weights in zip(bridges, self.bridge_weights, strict=True):
+                weights.values.copy_(FlatWeights(each.named_parameters(), learning).values)
+                weights.begin_again(learning)
+
+    def _new_bridges(self, blueprint: Blueprint) -> list[Bridges]:
+        return bridges_of(len(self.stages), blueprint.shape.hidden, self.recipe.bridges, blueprint.seed)
+
+    def _lay_bridges(self, bridges: list[Bridges]) -> None:
+        """Each is held by the stage at which it begins, beside its weights: so models are exported without them."""
+        self.bridges = [each.to(self.device) for each in bridges]
+        self.bridge_weights = [FlatWeights(each.named_parameters(), self.learning) for each in self.bridges]
 
     def grow(self, donors: Mapping[int, int]) -> None:
         """New stages as copies of others, with what the optimizer knows of them."""
@@ -103,55 +125,72 @@ class Engine:
             self.weights[new].steps = self.weights[old].steps
 
     @property
-    def _recorded_with(self) -> tuple[float, float, str]:
+    def _recorded_with(self) -> tuple[float, float, str, int]:
         """What recordings depend on beside their shape."""
-        return self.learning.clip, self.recipe.early_exit, self.recipe.gradients
+        return self.learning.clip, self.recipe.early_exit, self.recipe.gradients, self.recipe.bridges
 
     @property
     def parameters(self) -> int:
-        return sum(len(each.values) for each in self.weights)
+        return sum(len(each.values) for each in [*self.weights, *self.bridge_weights])
 
     def iteration(
-        self, number: int, inputs: Tensor, labels: Tensor, visits: Sequence[Visits], *, young: bool = False
+        self,
+        number: int,
+        inputs: Tensor,
+        labels: Tensor,
+        visits: Sequence[Visits],
+        *,
+        young: bool = False,
+        healing: bool = False,
+        rate: float | None = None,
     ) -> Tensor:
         """Inputs and labels are [microbatches × samples, sequence]; the loss before the step, still on its device.
 
-        `young`: the stages that are visited are the whole model yet, and stand for no others.
+        `young`: the stages that are visited are the whole model yet, and stand for no others. `healing`: only bridges
+        learn. `rate`: instead of the one that `learning` has for this iteration.
         """
         steps = together(visits)
-        drives = [1.0 if young else self._drive(stage, rows, visits) for stage, rows in steps]
+        next_stage = [dict(pairwise((*each, len(self.stages)))) for each in visits]
+        targets = [next_stage[row][stage] for stage, rows in steps for row in rows]
         shape = Shape(
             len(visits),
-            tuple(Step(stage, len(rows), drive) for (stage, rows), drive in zip(steps, drives, strict=True)),
+            tuple(Step(stage, len(rows), () if young else self._drives(stage, rows, visits)) for stage, rows in steps),
+            bridged=bool(self.bridges) and not young and any(len(each) < len(self.stages) for each in visits),
+            healing=healing,
         )
         samples = len(inputs) // len(visits)
         rows = [row * samples + sample for _, each in steps for row in each for sample in range(samples)]
-        given = inputs, labels, torch.tensor(rows).to(self.device, non_blocking=True)
+        places = torch.tensor([rows, [target for target in targets for _ in range(samples)]])
+        given = inputs, labels, places.to(self.device, non_blocking=True)
         if self._recordings is None:
             loss = self._gradients(shape, *given)
         else:
             loss = self._recordings.run(shape, self._gradients, given)
-        rate = self.learning.rate_at(number)
-        visited = shape.counts
-        for stage, weights in enumerate(self.weights):
-            if visited[stage]:
-                weights.step(rate, 1.0)
+        rate = self.learning.rate_at(number) if rate is None else rate
+        for weights, _ in self._learning_in(shape):
+            weights.step(rate, 1.0)
+        if healing:
+            for weights in self.weights:
+                weights.gradient.zero_()
         return loss
 
     @torch.no_grad()
     def loss_of(self, inputs: Tensor, labels: Tensor, visits: Visits, drive: float) -> Tensor:
-        """The mean loss of these samples through these stages, each but stage 0 driven so much."""
+        """The mean loss of these samples through these stages, each but stage 0 driven so much; over bridges, if there
+        are any, where stages are missing."""
         with self._autocast():
             hidden = self._embed(inputs)
-            for stage in visits:
+            for stage, target in pairwise((*visits, len(self.stages))):
                 made = self.stages[stage](hidden)
                 hidden = made if stage == 0 or drive == 1.0 else torch.lerp(hidden, made, drive)
+                if self.bridges and target > stage + 1:
+                    hidden = self.bridges[stage](hidden, torch.full((len(hidden),), target, device=self.device))
             return self._loss(hidden, labels)
 
-    def _gradients(self, shape: Shape, inputs: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
+    def _gradients(self, shape: Shape, inputs: Tensor, labels: Tensor, places: Tensor) -> Tensor:
         """Forward and backward; then the gradients are what a step follows: means, clipped."""
         with self._autocast():
-            hidden, balance, early = self._through(shape, inputs, rows)
+            hidden, balance, early = self._through(shape, inputs, places)
             loss = self._loss(hidden, labels)
             total = loss + balance
             if self.recipe.early_exit:
@@ -160,53 +199,77 @@ class Engine:
         self._clip(shape)
         return loss.detach()
 
-    def _through(self, shape: Shape, inputs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What comes out in the end, the balancing loss of routers on the way, and what stage 0 alone made of it."""
+    def _through(self, shape: Shape, inputs: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What comes out in the end, the balancing loss of routers on the way, and what stage 0 alone made of it.
+
+        `places` has two rows: who passes the stage of each step, and where it goes from there.
+        """
         hidden = early = self._embed(inputs)
         balance = torch.zeros((), device=self.device)
         samples = len(inputs) // shape.microbatches
-        visitors = torch.split(rows, [step.visitors * samples for step in shape.steps])
-        for step, here in zip(shape.steps, visitors, strict=True):
+        visitors = torch.split(places, [step.visitors * samples for step in shape.steps], dim=1)
+        for step, (here, targets) in zip(shape.steps, visitors, strict=True):
             model = self.stages[step.stage]
             everybody = step.visitors == shape.microbatches
             given = hidden if everybody else _chosen(hidden, here)
             made = model(given)
-            if step.drive != 1.0:
-                made = torch.lerp(given, made, step.drive)
+            made = _driven(given, made, step.drives, samples)
             added = model.balance()
             if added is not None:  # the mean over its microbatches, of which each counts as one of all
                 balance = balance + added * (step.visitors / shape.microbatches)
+            if step.stage == 0:
+                early = made if everybody else hidden.index_copy(0, here, made)
+            if shape.bridged and step.stage < len(self.bridges):
+                made = self.bridges[step.stage](made, targets)
             hidden = made if everybody else hidden.index_copy(0, here, made)
-            early = hidden if step.stage == 0 else early
         return hidden, balance, early
+
+    def _learning_in(self, shape: Shape) -> list[tuple[FlatWeights, float]]:
+        """What takes a step, and by what its gradient is multiplied to be the mean over those who visited its stage.
+
+        A bridge is its stage's: who visited that and went on another way counts with a gradient of zero.
+        """
+        by_visitors = self.recipe.gradients == "visitors"
+        means = {
+            stage: shape.microbatches / visitors if by_visitors else 1.0 for stage, visitors in shape.counts.items()
+        }
+        found = [] if shape.healing else [(self.weights[stage], mean) for stage, mean in sorted(means.items())]
+        if shape.bridged:
+            last = len(self.bridges)
+            found += [(self.bridge_weights[stage], mean) for stage, mean in sorted(means.items()) if stage < last]
+        return found
 
     def _clip(self, shape: Shape) -> None:
         """As `OneProcess` and nodes do; here gradients are sums over visitors, divided by all microbatches."""
-        visited = shape.counts
-        by_visitors = self.recipe.gradients == "visitors"
-        means = [
-            shape.microbatches / visited[stage] if by_visitors and visited[stage] else 1.0
-            for stage in range(len(self.stages))
-        ]
-        norms = [torch.linalg.vector_norm(each.gradient) * mean for each, mean in zip(self.weights, means, strict=True)]
+        learning = self._learning_in(shape)
+        norms = [torch.linalg.vector_norm(each.gradient) * mean for each, mean in learning]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         clip = self.learning.clip / (norm + 1e-6) if self.learning.clip else torch.ones_like(norm)
         clip = torch.where(torch.isfinite(norm), clip.clamp(max=1.0), 0.0)
-        for each, mean in zip(self.weights, means, strict=True):
+        for each, mean in learning:
             each.gradient.mul_(clip * mean)
 
     def _embed(self, inputs: Tensor) -> Tensor:
         hidden = self.stages[0].embed(inputs)
         return hidden.to(torch.bfloat16) if self._low_precision else hidden
 
-    def _drive(self, stage: int, rows: Sequence[int], visits: Sequence[Visits]) -> float:
-        if stage == 0:
-            return 1.0
-        (drive,) = {self.recipe.drive(len(self.stages), len(visits[row])) for row in rows}
-        return drive
+    def _drives(self, stage: int, rows: Sequence[int], visits: Sequence[Visits]) -> tuple[tuple[float, int], ...]:
+        """Of the rows at a stage, as many after one another as have the same; empty: nobody is driven."""
+        each = [self.recipe.drive(len(self.stages), len(visits[row])) for row in rows] if stage else []
+        return tuple((drive, len(list(same))) for drive, same in groupby(each)) if set(each) - {1.0} else ()
 
     def _autocast(self) -> Any:
         return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self._low_precision)
+
+
+def _driven(given: Tensor, made: Tensor, drives: tuple[tuple[float, int], ...], samples: int) -> Tensor:
+    if not drives:
+        return made
+    counts = [count * samples for _, count in drives]
+    pairs = zip(torch.split(given, counts), torch.split(made, counts), drives, strict=True)
+    return torch.cat(
+        [after if drive == 1.0 else torch.lerp(before, after, drive) for before, after, (drive, _) in pairs]
+    )
 
 
 class _Chosen(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import floor
 
 import numpy as np
@@ -37,14 +38,25 @@ def turns(run: Run) -> Iterator[Turn]:
     generator = default_rng([run.seed, 1])
     whole = there = tuple(range(stages))
     for number in range(run.iterations):
-        visited = run.visited(number)
+        lengths = run.path_lengths(number)
         if recipe.is_young(number, run.iterations):
-            there = young_stages(stages, visited)
+            there = young_stages(stages, lengths[0])
             yield Turn(there, {}, [there] * microbatches)
         else:
             born = donors(stages, len(there)) if there != whole else {}
             there = whole
-            yield Turn(whole, born, drawn(generator, microbatches, stages, visited, recipe, run.variant.breaks))
+            yield Turn(whole, born, drawn_for(generator, lengths, stages, recipe, run.variant.breaks))
+
+
+def drawn_for(
+    generator: Generator, lengths: Sequence[int], stages: int, recipe: Recipe, breaks: Rule = ""
+) -> list[Visits]:
+    """Paths of these lengths; those of one length keep CC3 among themselves, and so do all together."""
+    return [
+        visits
+        for length, group in groupby(lengths)
+        for visits in drawn(generator, len(list(group)), stages, length, recipe, breaks)
+    ]
 
 
 def drawn(

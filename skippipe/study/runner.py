@@ -10,6 +10,7 @@ every text in the end, `parts` that of parts of the model, `lengths` how many it
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from skippipe.text.tokens import HEADER, TokenFile
 from skippipe.training.export import ModelFolder
 from skippipe.workload import Workload
 
+Clock = Callable[[], float]
 Progress = Callable[[str, float, str], None]
 """Which run, what share of it is done, and how it goes."""
 
@@ -53,10 +55,21 @@ class Device:
 
 class Runner:
     def __init__(
-        self, study: Study, results: Path, device: Device, progress: Progress, models: Path | None = None
+        self,
+        study: Study,
+        results: Path,
+        device: Device,
+        progress: Progress,
+        models: Path | None = None,
+        *,
+        ends_at: float = math.inf,
+        clock: Clock = time.monotonic,
     ) -> None:
-        """Trained models are kept in a folder for each in `models`, if that is given."""
+        """Trained models are kept in a folder for each in `models`, if that is given. `ends_at`: when all must be over,
+        by the clock."""
         self._models = models
+        self._ends_at, self._clock = ends_at, clock
+        self._paces: list[float] = []
         self.study = study
         self.results = results
         self.device = device
@@ -70,16 +83,23 @@ class Runner:
         self._engines: dict[tuple[int, ...], Engine] = {}
 
     def run(self) -> None:
-        """All that is not done yet."""
+        """All that is not done yet; but no run that would not be over in time, by what those before it took."""
         done = {result["key"] for result in read_results(self.results)}
         for run in self.study.runs:
-            if run.key not in done:
+            began = self._clock()
+            if run.key not in done and began + self._pace * run.work <= self._ends_at:
                 result = self.one(run)
                 if self._models:
                     self._keep(run, self._models / f"{self.study.name}-{run.variant.name}-{run.seed}")
                 self.results.parent.mkdir(parents=True, exist_ok=True)
                 with self.results.open("a") as file:  # one line, when all of it is there
                     file.write(json.dumps(result) + "\n")
+                self._paces.append((self._clock() - began) / run.work)
+
+    @property
+    def _pace(self) -> float:
+        """Seconds that a token takes at a stage, all included, in the slowest run; but the first one also compiles."""
+        return max(self._paces[1:] or self._paces, default=0.0)
 
     def one(self, run: Run) -> dict[str, Any]:
         study, variant, measuring = run.study, run.variant, run.study.measuring
@@ -94,7 +114,15 @@ class Runner:
         for number, turn in enumerate(turns(run)):
             engine.grow(turn.born)
             young = len(turn.there) < variant.stages
-            losses.append(engine.iteration(number, *self._text.iteration(sampler, number), turn.visits, young=young))
+            loss = engine.iteration(
+                number,
+                *self._text.iteration(sampler, number),
+                turn.visits,
+                young=young,
+                healing=variant.recipe.heals(number, run.iterations),
+                rate=run.rate(number),
+            )
+            losses.append(loss)
             done = number + 1
             if done % measuring.every == 0 or done == run.iterations:
                 training = float(torch.stack(losses).double().mean())

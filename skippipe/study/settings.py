@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
 from skippipe.errors import UserError
 from skippipe.learning import Learning
-from skippipe.recipe import Recipe, parse_share, visited_of
+from skippipe.recipe import Recipe, dealt, parse_share, visited_of
 from skippipe.training.tomlfile import read_toml
 
+LATER = ("bridges", "heal")  # settings of recipes that older results do not know: left out where they say nothing
 Rule = Literal["", "CC1", "CC2", "CC3"]
 
 
@@ -78,6 +80,8 @@ class Variant:
     def __post_init__(self) -> None:
         if not self.recipe.phases:
             raise UserError(f"variant '{self.name}': recipe.skip: say which share of the stages is skipped; '0': none")
+        if self.breaks and self.recipe.bridges:
+            raise UserError(f"variant '{self.name}': bridges need the rules: leave out 'breaks', or recipe.bridges")
 
 
 @dataclass(frozen=True)
@@ -130,14 +134,30 @@ class Run:
 
     @property
     def learning(self) -> Learning:
-        chosen = self.study.learning
-        warmup = min(chosen.warmup, max(1, self.iterations // 10))
+        chosen, iterations = self.study.learning, self._heals_at
+        warmup = min(chosen.warmup, max(1, iterations // 10))
         rate = self.variant.rate or chosen.rate
-        return replace(chosen, rate=rate, warmup=warmup, iterations=max(self.iterations, warmup + 1))
+        return replace(chosen, rate=rate, warmup=warmup, iterations=max(iterations, warmup + 1))
 
-    def visited(self, iteration: int) -> int:
+    def rate(self, iteration: int) -> float:
+        """The learning rate; that of healing has a schedule of its own, over what it has of the run."""
+        heals_at = self._heals_at
+        if iteration < heals_at:
+            return self.learning.rate_at(iteration)
+        left = self.iterations - heals_at
+        warmup = min(self.learning.warmup, max(1, left // 10))
+        return replace(self.learning, warmup=warmup, iterations=max(left, warmup + 1)).rate_at(iteration - heals_at)
+
+    @property
+    def _heals_at(self) -> int:
+        """Iterations in which all of the model learns."""
+        return ceil(self.variant.recipe.heal_at * self.iterations)
+
+    def path_lengths(self, iteration: int) -> list[int]:
+        """Stages on the path of each microbatch."""
         stages = self.variant.stages
-        return self.variant.recipe.visited(iteration, self.iterations, stages, stages)
+        mix = self.variant.recipe.mix(iteration, self.iterations, stages, stages)
+        return dealt(mix, self.study.batch.microbatches)
 
     @property
     def lengths(self) -> dict[int, int]:
@@ -146,12 +166,22 @@ class Run:
         return dict(sorted(self.variant.recipe.lengths(self.iterations, stages, stages).items()))
 
     @property
+    def work(self) -> float:
+        """Tokens × stages that they visit."""
+        visits = sum(length * count for length, count in self.lengths.items())
+        return float(visits * self.study.batch.tokens)
+
+    @property
     def settings(self) -> dict[str, Any]:
         """All that the result depends on."""
         study = self.study
+        variant = asdict(replace(self.variant, seeds=None))
+        for name in LATER:
+            if not variant["recipe"][name]:
+                del variant["recipe"][name]
         return {
             "model": study.model,
-            "variant": asdict(replace(self.variant, seeds=None)),
+            "variant": variant,
             "iterations": self.iterations,
             "batch": asdict(study.batch),
             "learning": asdict(self.learning),

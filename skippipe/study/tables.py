@@ -15,7 +15,6 @@ A table for which there is nothing is None. Differences are taken seed by seed; 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 
 from skippipe.report.table import NOTHING, Table
 from skippipe.study.settings import Study
-from skippipe.study.times import Times, elapsed_s, legs_of, variant_of
+from skippipe.study.times import Times, counted, elapsed_s, legs_of, variant_of
 
 Result = Mapping[str, Any]
 Seeds = dict[int, Result]
@@ -310,12 +309,12 @@ def iterations(runs: Runs, times: Times) -> Table | None:
     for name, seeds in runs.items():
         one = next(iter(seeds.values()))
         variant = variant_of(one)
-        legs = Counter(legs_of(variant, one["settings"]["iterations"]))
+        legs = counted(legs_of(variant, one["settings"]["iterations"]))
         works = [times.works(variant, legs, moving=moving) for moving in (False, True)]
         for leg in sorted(legs, reverse=True):
             promises = [times.promises.get(each[leg]) for each in works]
             seconds = [f"{each.iteration_s:.2f}" if each and each.iteration_s else NOTHING for each in promises]
-            share = f"{legs[leg] / legs.total():.0%}"
+            share = f"{float(legs[leg] / sum(legs.values())):.0%}"
             stages = f"{leg.visited} of {leg.visited if leg.young else variant.stages}"
             rows.append((name, stages, share, *seconds, str(works[0][leg].placed_for)))
     headings = ("variant", "stages on a path", "iterations", "seconds", "seconds, nodes placed for it", "placed for")

@@ -251,6 +251,9 @@ class Job:
                 raise UserError(
                     f"recipe.{name}: only studies draw paths by it; in training the plan decides: leave it out"
                 )
+        for name, said in (("skip: '&'", recipe.is_mixed), ("bridges", recipe.bridges > 0)):
+            if said:
+                raise UserError(f"recipe.{name}: only studies have it yet, not training: leave it out")
         if recipe.grow:
             raise UserError(
                 "recipe.grow: a run keeps its model; train the smaller one by itself, then 'skippipe grow' makes the "
