@@ -156,7 +156,7 @@ class Slow:
     def gradients(self, tokens: Tensor, visits: list[Visits], healing: bool) -> tuple[float, dict[str, Tensor]]:
         """The mean loss, and of everything that learns the mean gradient over the visitors of its stage, clipped."""
         losses = [self.loss(each, each, path) for each, path in zip(tokens.split(1), visits, strict=True)]
-        torch.stack(losses).sum().backward()
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
         found: dict[str, Tensor] = {}
         for kind, parts in (("stage", self.stages), ("bridges", self.bridges)):
             for stage, part in enumerate(parts):
@@ -216,9 +216,7 @@ def test_a_sandwich_and_bridges_follow_plain_gradients(visits: list[Visits], rec
     assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
     assert found.keys() == expected.keys()
     for name, each in expected.items():
-        torch.testing.assert_close(
-            found[name], each, rtol=1e-3, atol=1e-6, msg=lambda said, name=name: f"{name}: {said}"
-        )
+        torch.testing.assert_close(found[name], each, rtol=1e-3, atol=1e-6, msg=name)
     if healing:
         assert all(torch.equal(weights.values, old) for weights, old in zip(engine.weights, before, strict=True))
         assert not any(weights.gradient.any() for weights in engine.weights), "or the next step would follow them"
