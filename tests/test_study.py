@@ -147,7 +147,7 @@ class Slow:
             if self.bridges and target > stage + 1:
                 bridges, at = self.bridges[stage], target - stage - 2
                 width = hidden.shape[-1]
-                normed = hidden / (hidden.square().mean(-1, keepdim=True) + torch.finfo(hidden.dtype).eps).sqrt()
+                normed = hidden / (hidden.square().mean(-1, keepdim=True) + 1e-6).sqrt()
                 low = normed @ bridges.down[at].view(width, -1)
                 gain = bridges.gain.view(-1, width)[at]
                 hidden = hidden + gain * normed + low @ bridges.up[at].view(-1, width)
@@ -155,7 +155,7 @@ class Slow:
 
     def gradients(self, tokens: Tensor, visits: list[Visits], healing: bool) -> tuple[float, dict[str, Tensor]]:
         """The mean loss, and of everything that learns the mean gradient over the visitors of its stage, clipped."""
-        losses = [self.loss(each, each, path) for each, path in zip(tokens.split(1), visits, strict=True)]
+        losses = [self.loss(each, each, path) for each, path in zip(torch.split(tokens, 1), visits, strict=True)]
         torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
         found: dict[str, Tensor] = {}
         for kind, parts in (("stage", self.stages), ("bridges", self.bridges)):

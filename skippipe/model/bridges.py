@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+EPSILON = 1e-6  # added to the mean square; what torch adds by itself depends on the precision and is large in bfloat16
+
 
 class Bridges(nn.Module):
     """All that begin at one stage."""
@@ -45,7 +47,7 @@ class Bridges(nn.Module):
         down = (chosen @ self.down).view(samples, self.width, -1)
         up = (chosen @ self.up).view(samples, -1, self.width)
         gain = (chosen @ self.gain.view(-1, self.width)).unsqueeze(1)
-        normed = functional.rms_norm(hidden, (self.width,))
+        normed = functional.rms_norm(hidden, (self.width,), eps=EPSILON)
         return (hidden + (normed @ down @ up + normed * gain)).to(hidden.dtype)
 
 

@@ -51,7 +51,7 @@ def turns(run: Run) -> Iterator[Turn]:
 def drawn_for(
     generator: Generator, lengths: Sequence[int], stages: int, recipe: Recipe, breaks: Rule = ""
 ) -> list[Visits]:
-    """Paths of these lengths; those of one length keep CC3 among themselves, and so do all together."""
+    """Paths of these lengths, in this order; those of each length keep CC3 among themselves."""
     return [
         visits
         for length, group in groupby(lengths)
