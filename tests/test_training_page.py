@@ -238,8 +238,8 @@ def test_the_worked_example() -> None:
     drawn = Blueprint(setting.config, 7).layer(2).state_dict()["self_attn.q_proj.weight"][0, :3].tolist()
     begins = ", ".join(f"{each:.5f}".replace("-", "−") for each in drawn)
     assert table["`model.layers.2.self_attn.q_proj.weight` begins with"] == [begins]
-    for each in (weights, second.named_weights()):
-        total = sum(float(weight.double().abs().sum()) for weight in each.values())
+    for trained in (weights, second.named_weights()):
+        total = sum(float(weight.double().abs().sum()) for weight in trained.values())
         assert [f"{total:.4f}"] == table["sum of the magnitudes of all weights, after the last step"]
 
 
