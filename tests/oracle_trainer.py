@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import blake2b, sha256
@@ -25,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 Json: TypeAlias = dict[str, Any]
 Ids: TypeAlias = npt.NDArray[np.generic]
 WORD = 2**64
-LEARNING = {
+LEARNING: Json = {
     "rate": 3e-4,
     "warmup": 20,
     "iterations": 0,
@@ -37,7 +36,7 @@ LEARNING = {
     "weight_decay": 0.1,
     "clip": 1.0,
 }
-RECIPE = {"skip": "", "residual": "plain", "gradients": "visitors", "early_exit": 0.0}
+RECIPE: Json = {"skip": "", "residual": "plain", "gradients": "visitors", "early_exit": 0.0}
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def fraction(text: str) -> Fraction:
 
 def keys(seed: int, epoch: int) -> list[int]:
     digest = blake2b(f"skippipe {seed} {epoch}".encode("ascii"), digest_size=48).digest()
-    return np.frombuffer(digest, "<u8").tolist()
+    return [int.from_bytes(digest[at : at + 8], "little") for at in range(0, 48, 8)]
 
 
 def permuted(seed: int, epoch: int, offset: int, windows: int) -> int:
@@ -120,7 +119,7 @@ def rounded(x: Tensor, dtype: str) -> Tensor:
         return x
     if dtype == "bf16":
         return x.bfloat16().float()
-    blocks = functional.pad(x.flatten(), (0, -x.numel() % 128)).view(-1, 128)
+    blocks = functional.pad(x.flatten(), [0, -x.numel() % 128]).view(-1, 128)
     scale = blocks.abs().amax(1, keepdim=True) / 127
     scale = torch.where(scale < 2.0**-126, 0.0, scale)
     whole = torch.where(scale > 0, blocks * (1 / scale), 0.0).round() * scale
@@ -181,7 +180,8 @@ class Trainer:
         plan = self.plan_of(i)
         stage_of = {node: s for s, stage in enumerate(plan["stages"]) for node in stage["nodes"]}
         self.model.zero_grad()
-        visitors, losses = [0] * len(self.weights), []
+        visitors = [0] * len(self.weights)
+        losses: list[float] = []
         for lane in plan["lanes"]:
             visits = [stage_of[node] for node in lane["path"]]
             for _ in range(lane["microbatches"]):
@@ -228,13 +228,13 @@ class Trainer:
                 total = total + exit_weight * self._loss(made, labels)
         for scores in self.scores:
             total = total + self._balance(scores)
-        total.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(total)
         return loss.item()
 
     def _entering(self, x: Tensor) -> Tensor:
         return x.bfloat16() if self.work["compute_dtype"] == "bf16" else x
 
-    def _precision(self) -> AbstractContextManager[Any]:
+    def _precision(self) -> Any:
         low = self.work["compute_dtype"] == "bf16"
         return torch.autocast("cpu", torch.bfloat16, enabled=low, cache_enabled=False)  # each use casts by itself
 

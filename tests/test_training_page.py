@@ -63,7 +63,7 @@ class Setting:
     @property
     def plans(self) -> list[Plan]:
         model = Blueprint(self.config).shape
-        exact = {"wire_dtype": "fp32", "compute_dtype": "fp32", **self.workload}
+        exact: Json = {"wire_dtype": "fp32", "compute_dtype": "fp32", **self.workload}
         microbatches = sum(count for _, count in self.paths[0])
         work = Workload(model, self.sequence, self.samples, microbatches, **exact)
         stages = tuple(Stage(count, (number,), (number,)) for number, count in enumerate(self.layers))
