@@ -23,7 +23,7 @@ class Learning:
     iterations: int = 0
     """Iterations until the cosine has brought the rate down to its floor; 0: as long as the run is."""
     hold: float = 0.6
-    """Share of the run for which the rate stays at its highest before the cosine brings it down."""
+    """Share of what follows the warm-up for which the rate stays at its highest before the cosine brings it down."""
     floor: float = 0.1
     """Share of the rate that is left in the end."""
     beta1: float = 0.9
