@@ -41,6 +41,8 @@ class Safe:
     saved_pieces: list[tuple[int, int, Any]] = field(default_factory=list)
     done: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     abandoned: int = 0
+    lacking: str = ""
+    moved: int = 0
 
     def save(self, stage: int, number: int, piece: Any) -> None:
         self.saved_pieces.append((stage, number, piece))
@@ -59,6 +61,12 @@ class Safe:
 
     def newest(self) -> int | None:
         return self.made
+
+    def lack(self) -> str:
+        return self.lacking
+
+    def move(self) -> None:
+        self.moved += 1
 
 
 @dataclass
