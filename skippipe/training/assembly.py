@@ -33,7 +33,7 @@ from skippipe.training.checkpoint import BYTES, PARTS
 from skippipe.training.job import Job, ReportChoice
 from skippipe.training.run import Run
 from skippipe.training.run_folder import make_folder
-from skippipe.training.storage import Rescue, check_room
+from skippipe.training.storage import Rescue, WriteFailures, check_room
 from skippipe.workload import Workload, model_named
 
 SEVERAL = 5
@@ -65,8 +65,15 @@ class Assembly:
         return [self.tokens.folder, *(Path(each) for each in named if each)]
 
     def save_plans(self) -> None:
+        """A run that is resumed has its plans, and goes on with them even if they cannot be written again."""
+        failures = WriteFailures()
         for length, plan in self.plans.items():
-            plan.save(_plan_file(self.job, None if plan is self.plan else length))
+            path = _plan_file(self.job, None if plan is self.plan else length)
+            if not self.resumed:
+                plan.save(path)
+                continue
+            with failures.tolerated(path, "it stays as it was"):
+                plan.save(path)
 
     @cached_property
     def brief(self) -> Brief:
@@ -133,13 +140,15 @@ class Assembly:
         )
 
     def check_room(self, rescue: Path | None = None) -> None:
-        """UserError unless there is room for the model and for all checkpoints that there will be at one time."""
+        """UserError unless there is room for the model and for all checkpoints that there will be at one time. A run
+        that is resumed with a rescue folder may have been resumed because the output folder has no room."""
         job = self.job
         model_bytes = BYTES * self.plan.workload.model.parameters
         made = (job.iterations - self.run.first) // job.checkpoint.every + 1 if job.checkpoint.every else 0
         there = len(self.run.checkpoints.complete())
         more = min(made, max(1, job.checkpoint.keep + 1 - there)) if made else 0
-        check_room(Path(job.output), "output", model_bytes, len(PARTS) * model_bytes, more)
+        if rescue is None or not self.resumed:
+            check_room(Path(job.output), "output", model_bytes, len(PARTS) * model_bytes, more)
         if rescue is not None:
             check_room(rescue, "--rescue", model_bytes, len(PARTS) * model_bytes, min(made, 1))
 

@@ -56,7 +56,7 @@ class RunFolder:
             if rescue is not None:
                 self._check_rescue(rescue)
         except BaseException:
-            self.close()
+            self.release()
             raise
 
     def begin(self, reads: Iterable[Path] = ()) -> Path | None:
@@ -93,15 +93,18 @@ class RunFolder:
         if run_id_of(folder) not in (None, self.run_id):
             raise UserError(f"--rescue: {folder} holds another run; name another folder")
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Let others train there. If nothing was begun, nothing is left behind."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor < 0:
-            return
         with suppress(OSError):
-            if not _is_run(self.path):
+            if self._descriptor >= 0 and not _is_run(self.path):
                 (self.path / LOCK_FILE).unlink()
-        os.close(descriptor)
+        self.close()
+
+    def close(self) -> None:
+        """The lock is left to a parent, if there is one that has it too."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 @contextmanager
@@ -112,7 +115,7 @@ def held_run_folder(
     try:
         yield folder
     finally:
-        folder.close()
+        folder.release()
 
 
 def tell_rescue(path: Path, rescue: Path) -> int | None:

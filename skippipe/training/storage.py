@@ -165,6 +165,6 @@ def check_room(folder: Path, what: str, model_bytes: int, checkpoint_bytes: int,
         kept = f" and {in_bytes(checkpoint_bytes)} for each of {checkpoints} checkpoints" if checkpoints else ""
         raise UserError(
             f"{what}: {folder} has {in_bytes(free)} free; {in_bytes(needed)} are needed, "
-            f"{in_bytes(model_bytes)} for the model{kept}; make room, keep fewer checkpoints (checkpoint.keep), or "
-            "name a folder on another disk"
+            f"{in_bytes(model_bytes)} for the model{kept}; make room, keep fewer checkpoints (checkpoint.keep), "
+            "name a folder on another disk, or resume with --rescue DIR"
         )
