@@ -50,9 +50,9 @@ def test_a_run_gets_an_id_and_keeps_it(tmp_path: Path) -> None:
 def test_one_process_at_a_time_whatever_it_wants_there(tmp_path: Path) -> None:
     with begun(tmp_path) as held:
         (tmp_path / "metrics.jsonl").write_text(ROW)
-        for how in ({}, {"resumed": True}, {"force": True}):
+        for resumed, force in ((False, False), (True, False), (False, True)):
             with pytest.raises(UserError, match=rf"a run is going on in {tmp_path} \(process {os.getpid()} of "):
-                RunFolder(tmp_path, **how)
+                RunFolder(tmp_path, resumed=resumed, force=force)
         assert run_id_of(tmp_path) == held.run_id
     with begun(tmp_path, resumed=True):
         pass
@@ -207,7 +207,8 @@ def test_checkpoints_of_another_run_are_neither_read_nor_removed(
     assert [place.name for place in ours.others()] == ["000009", "000008"]
     assert len(Checkpoints(tmp_path).complete()) == 5, "without an id, all count"
     ours.warn_of_others()
-    assert [record.args[0] for record in caplog.records if record.args] == [tmp_path / "000009", tmp_path / "000008"]
+    said = [record.getMessage().partition(": ")[0] for record in caplog.records]
+    assert said == [f"{tmp_path}/000009", f"{tmp_path}/000008"]
 
 
 def test_what_is_shown_is_of_this_run(tmp_path: Path) -> None:

@@ -142,8 +142,8 @@ class Follower:
             found = happening_of(line)
             if found is None:
                 state.unread["events.jsonl"] += 1
-            elif is_of(self._run_id, found.run):
-                self._take(found)
+            elif is_of(self._run_id, found[1]):
+                self._take(found[0])
         if look.lines or look.anew:
             state.versions["events"] += 1
         return look.more

@@ -177,7 +177,7 @@ def _say_gaps(rows: Sequence[Row], missing: list[str]) -> None:
 def _read_events(folder: Path, run_id: str | None, missing: list[str]) -> list[Happening]:
     found = [happening_of(line) for line in _lines(folder / "events.jsonl", missing)]
     _say_unread("events.jsonl", found.count(None), missing)
-    ours = [event for event in found if event is not None and is_of(run_id, event.run)]
+    ours = [each[0] for each in found if each is not None and is_of(run_id, each[1])]
     _say_others("events.jsonl", len(found) - found.count(None) - len(ours), missing)
     return ours
 

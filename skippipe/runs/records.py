@@ -52,8 +52,6 @@ class Happening(NamedTuple):
     text: str
     node: str
     time: float
-    run: str = ""
-    """The id of the run that it happened to."""
 
 
 def metrics_of(line: bytes) -> Metrics | None:
@@ -81,12 +79,13 @@ def metrics_of(line: bytes) -> Metrics | None:
     )
 
 
-def happening_of(line: bytes) -> Happening | None:
+def happening_of(line: bytes) -> tuple[Happening, str] | None:
+    """And the id of the run that it happened to."""
     found = object_of(line)
     if found is None or not isinstance(found.get("kind"), str):
         return None
     kind, text, node, run = (_text(found.get(key)) for key in ("kind", "text", "node", "run"))
-    return Happening(kind, count(found.get("iteration")) or 0, text, node, _number(found.get("time")) or 0.0, run)
+    return Happening(kind, count(found.get("iteration")) or 0, text, node, _number(found.get("time")) or 0.0), run
 
 
 def checkpointed(iterations: int, made: float) -> Happening:

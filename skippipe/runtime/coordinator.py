@@ -431,7 +431,7 @@ class Coordinator:
         harvest = self._harvest
         if self._patience.waits_for_room(harvest.unwritten):
             return
-        if harvest.over and not harvest.busy:
+        if harvest.over and (self._early or not harvest.busy):
             holders = {} if self._early else self.roster.holders(self.plan)
             if not harvest.keep_again(self._progress.end, self.trained.steps, holders):
                 self._done()

@@ -137,7 +137,7 @@ class ModelStore:
         return True
 
     def _told(self, error: Exception) -> str:
-        missing = in_bytes(self._folder.missing_bytes)
+        missing = in_bytes(self._folder.missing_bytes) if self._folder.missing_bytes else "the last files"
         free = free_bytes(self.place)
         there = "" if free is None else f", {in_bytes(free)} are free there"
         return f"{self.place}: {missing} of the model cannot be written: {reason(error)}{there}"
