@@ -16,6 +16,7 @@ from skippipe.learning import Learning
 from skippipe.model.blueprint import Blueprint
 from skippipe.model.weights import layout_of_stage
 from skippipe.plan import Lane, Plan
+from skippipe.runs.listing import model_run_id
 from skippipe.runtime.coordinator import Event, State, Watcher
 from skippipe.runtime.tensors import Tensors
 from skippipe.runtime.virtual import VirtualCluster
@@ -355,3 +356,16 @@ def test_export_is_what_transformers_loads(tmp_path: Path, tokenizer: TextTokeni
     expected = weights_of(computers)
     for name, each in model.named_parameters():
         assert torch.equal(each, expected[name]), name
+
+
+def test_an_export_that_cannot_be_written_leaves_nothing(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    plan, blueprint = plan_of(SKIPPED)
+    keeper = CheckpointKeeper(Checkpoints(tmp_path, run_id="one"), brief_of(plan, blueprint), blueprint, tokenizer)
+    keep(keeper, states_of(plan, blueprint, 1))
+    keeper.saved(6, (6,) * 4)
+    keeper.close()
+    with full_disk(16_000), pytest.raises(UserError, match="of the model cannot be written: File too large; make room"):
+        export(tmp_path / "000006", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    export(tmp_path / "000006", tmp_path / "model")
+    assert model_run_id(tmp_path / "model") == "one"

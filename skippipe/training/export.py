@@ -6,6 +6,7 @@ all, and one that the folder holds already stays until then.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -84,6 +85,12 @@ class ModelFolder:
             _sync(after / file)
         shutil.rmtree(before, ignore_errors=True)
         self.folder = folder
+
+    def discard(self) -> None:
+        """What there is of a model that is not whole."""
+        shutil.rmtree(self._unfinished, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()  # if there is nothing else
 
     @property
     def missing_bytes(self) -> int:

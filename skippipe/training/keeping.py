@@ -39,7 +39,7 @@ from skippipe.training.checkpoint import (
     verified,
 )
 from skippipe.training.export import ModelFolder
-from skippipe.training.storage import Rescue, WriteFailures
+from skippipe.training.storage import Rescue, WriteFailures, in_bytes, reason
 from skippipe.transport.packed import Packed, pack
 
 log = logging.getLogger(__name__)
@@ -321,11 +321,18 @@ def _essence(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def export(place: Path, folder: Path) -> Manifest:
-    """A checkpoint as a Hugging Face folder."""
+    """A checkpoint as a Hugging Face folder, or nothing; UserError if it cannot be written."""
     manifest = verified(place)
     blueprint = Blueprint(config_from(manifest.config), manifest.seed)
     reader = StateReader(Origin(place, manifest), manifest.layers, blueprint)
     model = ModelFolder(folder, manifest.layers, blueprint, TextTokenizer.load(place), run_id=manifest.run)
-    for stage in range(len(manifest.layers)):
-        model.store_flat(stage, reader.weights(stage))
+    try:
+        for stage in range(len(manifest.layers)):
+            model.store_flat(stage, reader.weights(stage))
+    except (OSError, UserError) as error:
+        missing = in_bytes(model.missing_bytes)
+        model.discard()
+        raise UserError(
+            f"{folder}: {missing} of the model cannot be written: {reason(error)}; make room, or name another folder"
+        ) from None
     return manifest
