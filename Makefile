@@ -11,7 +11,7 @@ demo: $(READY)
 	@echo
 	$(BIN)/skippipe show demo/best.json --html demo/best.html --png demo/best.png
 	@echo
-	$(BIN)/skippipe train examples/demo.toml --drill 12
+	$(BIN)/skippipe train examples/demo.toml --drill 12 --force
 	@echo
 	$(BIN)/skippipe generate demo/run "It is a truth universally acknowledged, that" --max-tokens 30
 	@echo

@@ -183,6 +183,12 @@ class Shelf:
     def steps(self, stage: int) -> int:
         return self.kept[-1][1][stage]
 
+    def lack(self) -> str:
+        return ""
+
+    def move(self) -> None:
+        pass
+
     def newest(self) -> int | None:
         return self.kept[-1][0] if self.kept else None
 

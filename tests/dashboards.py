@@ -55,12 +55,15 @@ def replace_name(node: Any, name: str) -> Any:
 class RunFolder:
     """What a run has written so far."""
 
-    def __init__(self, folder: Path, plan: Plan, *, iterations: int = 1000, resumed: bool = False) -> None:
+    def __init__(
+        self, folder: Path, plan: Plan, *, iterations: int = 1000, resumed: bool = False, run_id: str = ""
+    ) -> None:
         self.folder = folder
         self.plan = plan
         plan.save(folder / "plan.json")
-        self._metrics = MetricsFile(folder / "metrics.jsonl", Figures(plan), iterations, resumed=resumed)
-        self._events = EventsFile(folder / "events.jsonl", resumed=resumed)
+        self._run_id = run_id
+        self._metrics = MetricsFile(folder / "metrics.jsonl", Figures(plan), iterations, resumed=resumed, run_id=run_id)
+        self._events = EventsFile(folder / "events.jsonl", resumed=resumed, run_id=run_id)
 
     def iteration(self, number: int, loss: float = 3.0, *, recorded: bool = False) -> None:
         expected = self.plan.expected
@@ -81,7 +84,7 @@ class RunFolder:
             plan=self.plan,
         )
         self._metrics.iteration_done(report)
-        Traces(self.folder / "traces").iteration_done(report)
+        Traces(self.folder / "traces", self._run_id).iteration_done(report)
 
     def event(self, kind: EventKind, text: str = "", node: str = "", iteration: int = 0) -> None:
         self._events.happened(Event(kind, iteration, text, node))

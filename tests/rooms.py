@@ -25,6 +25,7 @@ from skippipe.runtime.control import (
     to_json,
 )
 from skippipe.runtime.coordinator import Coordinator, Event, IterationReport, State, Watcher
+from skippipe.runtime.surroundings import Unwritten
 from tests.benches import (
     AT_ONCE,
     LEARNING,
@@ -41,6 +42,8 @@ class Safe:
     saved_pieces: list[tuple[int, int, Any]] = field(default_factory=list)
     done: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     abandoned: int = 0
+    lacking: str = ""
+    moved: int = 0
 
     def save(self, stage: int, number: int, piece: Any) -> None:
         self.saved_pieces.append((stage, number, piece))
@@ -60,6 +63,12 @@ class Safe:
     def newest(self) -> int | None:
         return self.made
 
+    def lack(self) -> str:
+        return self.lacking
+
+    def move(self) -> None:
+        self.moved += 1
+
 
 @dataclass
 class Room(Watcher):
@@ -73,6 +82,8 @@ class Room(Watcher):
     stored: list[tuple[int, int, Any]] = field(default_factory=list)
     reports: list[IterationReport] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    unwritten: Unwritten | None = None
+    """Why no stage can be written at the moment."""
     epoch: int = 0
     heirs: dict[int, int] = field(default_factory=dict)
     """Lane → its data node, if that is another than planned."""
@@ -105,6 +116,8 @@ class Room(Watcher):
         self.log.append(("replan", node, plan))
 
     def store(self, stage: int, number: int, piece: Any) -> None:
+        if piece is None and self.unwritten is not None:
+            raise self.unwritten
         self.stored.append((stage, number, piece))
 
     def note(self, record: dict[str, Any]) -> None:

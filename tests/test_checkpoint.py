@@ -16,6 +16,7 @@ from skippipe.learning import Learning
 from skippipe.model.blueprint import Blueprint
 from skippipe.model.weights import layout_of_stage
 from skippipe.plan import Lane, Plan
+from skippipe.runs.listing import model_run_id
 from skippipe.runtime.coordinator import Event, State, Watcher
 from skippipe.runtime.tensors import Tensors
 from skippipe.runtime.virtual import VirtualCluster
@@ -25,6 +26,7 @@ from skippipe.training.checkpoint import MANIFEST, Checkpoints, verified
 from skippipe.training.keeping import CheckpointKeeper, Origin, export, origin_of
 from skippipe.training.run import Run
 from skippipe.transport.packed import pack, unpack
+from tests.disks import full_disk
 from tests.test_exact import FULL, SKIPPED, plan_of, tensors_of
 
 torch.set_num_threads(1)
@@ -246,12 +248,12 @@ def test_the_newest_sound_checkpoint_of_this_run(tmp_path: Path, tokenizer: Text
     plan, blueprint = plan_of(SKIPPED)
     brief = brief_of(plan, blueprint)
     states = {iterations: states_of(plan, blueprint, iterations) for iterations in (2, 4, 6, 8)}
-    before = CheckpointKeeper(Checkpoints(tmp_path, keep=9), brief, blueprint, tokenizer)
+    before = CheckpointKeeper(Checkpoints(tmp_path, keep=9, run_id="one"), brief, blueprint, tokenizer)
     keep(before, states[8])
     before.saved(8, (8,) * 4)
     before.close()
-    keeper = CheckpointKeeper(Checkpoints(tmp_path, keep=9), brief, blueprint, tokenizer)
-    assert keeper.newest() is None, "a run that starts over has no use for what an earlier one has made"
+    keeper = CheckpointKeeper(Checkpoints(tmp_path, keep=9, run_id="other"), brief, blueprint, tokenizer)
+    assert keeper.newest() is None, "a run has no use for what another one has made"
     for iterations in (2, 4, 6):
         keep(keeper, states[iterations])
         keeper.saved(iterations, (iterations,) * 4)
@@ -269,6 +271,79 @@ def test_the_newest_sound_checkpoint_of_this_run(tmp_path: Path, tokenizer: Text
     shutil.rmtree(tmp_path / "000004")  # newer ones have taken its place
     assert torch.equal(unpack(keeper.state(2, 10, 5000)), states[4][2][10:5010])
     keeper.close()
+    assert (tmp_path / "000008" / MANIFEST).exists()
+
+
+def test_the_checkpoints_of_another_run_are_not_removed_for_those_of_this_one(
+    tmp_path: Path, tokenizer: TextTokenizer
+) -> None:
+    plan, blueprint = plan_of(SKIPPED)
+    brief, states = brief_of(plan, blueprint), states_of(plan, blueprint, 1)
+    for run_id, made in (("one", (7, 9)), ("other", (2, 4, 6))):
+        keeper = CheckpointKeeper(Checkpoints(tmp_path, keep=1, run_id=run_id), brief, blueprint, tokenizer)
+        for iterations in made:
+            keep(keeper, states)
+            keeper.saved(iterations, (iterations,) * 4)
+            assert not keeper.lack()
+        keeper.close()
+    assert {place.name for place in tmp_path.iterdir()} == {"000009", "000006"}
+    assert origin_of(Checkpoints(tmp_path, run_id="other"), brief).manifest.iterations == 6
+    assert verified(tmp_path / "000009").run == "one"
+
+
+def test_a_checkpoint_does_not_take_the_place_of_one_of_another_run(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    plan, blueprint = plan_of(SKIPPED)
+    brief, states = brief_of(plan, blueprint), states_of(plan, blueprint, 1)
+    for run_id in ("one", "other"):
+        keeper = CheckpointKeeper(Checkpoints(tmp_path, run_id=run_id), brief, blueprint, tokenizer)
+        keep(keeper, states)
+        keeper.saved(4, (4,) * 4)
+        lacking = keeper.lack()
+        keeper.close()
+    assert "is a checkpoint of another run; move it away" in lacking
+    assert verified(tmp_path / "000004").run == "one"
+    assert [place.name for place in tmp_path.iterdir()] == ["000004"]
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_its_room_to_others_and_is_said_once(
+    tmp_path: Path, tokenizer: TextTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan, blueprint = plan_of(SKIPPED)
+    states = states_of(plan, blueprint, 1)
+    keeper = CheckpointKeeper(Checkpoints(tmp_path / "kept"), brief_of(plan, blueprint), blueprint, tokenizer)
+    with full_disk(16_000):
+        for iterations in (2, 4):
+            keep(keeper, states)
+            keeper.saved(iterations, (iterations,) * 4)
+            assert f"none after {iterations} iterations: OSError: " in keeper.lack()
+            assert list((tmp_path / "kept").iterdir()) == []
+    keep(keeper, states)
+    keeper.saved(6, (6,) * 4)
+    assert not keeper.lack()
+    keeper.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        f"{tmp_path}/kept: cannot be written: File too large; the checkpoints before stay, and training goes on; "
+        "make room, or mend it",
+        f"{tmp_path}/kept: can be written again",
+    ]
+    assert verified(tmp_path / "kept" / "000006").iterations == 6
+
+
+def test_the_last_checkpoint_goes_to_the_rescue_folder(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    plan, blueprint = plan_of(SKIPPED)
+    brief, states = brief_of(plan, blueprint), states_of(plan, blueprint, 1)
+    (tmp_path / "run").write_text("a file where a folder should be")
+    elsewhere = tmp_path / "elsewhere"
+    checkpoints = Checkpoints(tmp_path / "run", run_id="one")
+    keeper = CheckpointKeeper(checkpoints, brief, blueprint, tokenizer, rescue=lambda: elsewhere)
+    for lacks in (True, False):
+        keep(keeper, states)
+        keeper.saved(6, (6,) * 4)
+        assert bool(keeper.lack()) == lacks
+        keeper.move()
+    keeper.close()
+    assert verified(elsewhere / "checkpoints" / "000006").run == "one"
 
 
 def test_export_is_what_transformers_loads(tmp_path: Path, tokenizer: TextTokenizer) -> None:
@@ -281,3 +356,16 @@ def test_export_is_what_transformers_loads(tmp_path: Path, tokenizer: TextTokeni
     expected = weights_of(computers)
     for name, each in model.named_parameters():
         assert torch.equal(each, expected[name]), name
+
+
+def test_an_export_that_cannot_be_written_leaves_nothing(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    plan, blueprint = plan_of(SKIPPED)
+    keeper = CheckpointKeeper(Checkpoints(tmp_path, run_id="one"), brief_of(plan, blueprint), blueprint, tokenizer)
+    keep(keeper, states_of(plan, blueprint, 1))
+    keeper.saved(6, (6,) * 4)
+    keeper.close()
+    with full_disk(16_000), pytest.raises(UserError, match="of the model cannot be written: File too large; make room"):
+        export(tmp_path / "000006", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    export(tmp_path / "000006", tmp_path / "model")
+    assert model_run_id(tmp_path / "model") == "one"

@@ -19,6 +19,7 @@ from skippipe.runtime.control import (
     Want,
 )
 from skippipe.runtime.coordinator import Coordinator, Deadlines, State
+from skippipe.runtime.surroundings import Unwritten
 from skippipe.transport.message import Kind, Message
 from tests.benches import (
     AT_ONCE,
@@ -370,3 +371,82 @@ def test_a_run_that_goes_on_from_a_checkpoint_sends_nodes_there_first() -> None:
     for node in range(6):
         coordinator.hear(node, Ready())
     assert room.news()[0] == [Begin(4, 1, False)]
+
+
+# A disk that is full
+
+
+def test_weights_that_cannot_be_written_are_held_and_nodes_are_not_dismissed() -> None:
+    course = collecting(deadlines=Deadlines(room=timedelta(seconds=90), collect=timedelta(seconds=7)))
+    coordinator, room = course.coordinator, course.room
+    room.unwritten = Unwritten("run/model: 2 GB cannot be written", "ways on")
+    room.news()
+    send(course, 0, kept=False)
+    assert room.news() == {0: [Collect(1, False)]}, "nobody else is asked before there is room"
+    course.wait(60)
+    assert not coordinator.over
+    assert [event.text for event in room.events if event.kind == "storage"] == [
+        "run/model: 2 GB cannot be written; nodes keep their state, and room is waited for, 2 minutes at most"
+    ]
+    assert room.news() == {}
+    room.unwritten = None
+    course.wait(4)
+    assert room.news() == {2: [Collect(0, False)]}, "it is not fetched a second time"
+    assert [event.text for event in room.events][-1] == "the model can be written again"
+    send(course, 2, 3, kept=False)
+    assert is_now(coordinator, State.DONE)
+    assert [stage for stage, _, piece in room.stored if piece is None] == [0, 1, 2]
+
+
+def test_when_there_is_no_room_in_time_nodes_keep_their_state_for_the_next_coordinator() -> None:
+    course = collecting(deadlines=Deadlines(room=timedelta(seconds=90)))
+    course.room.unwritten = Unwritten("run/model: 2 GB cannot be written", "ways on")
+    send(course, 0, kept=False)
+    course.room.news()
+    course.wait(91)
+    assert is_now(course.coordinator, State.FAILED)
+    assert course.coordinator.failure == "run/model: 2 GB cannot be written; waited 90 s for room; ways on"
+    assert course.room.news() == {}, "nobody is told to stop"
+    assert not any("done" in record for record in course.room.notes)
+
+
+def test_whoever_asks_for_the_end_does_not_wait_for_room() -> None:
+    course = collecting()
+    course.room.unwritten = Unwritten("run/model: 2 GB cannot be written", "ways on")
+    send(course, 0, kept=False)
+    course.wait(10)
+    course.coordinator.asked_to_end(1)
+    course.wait(1)
+    assert is_now(course.coordinator, State.FAILED)
+
+
+def test_a_node_lost_while_room_is_waited_for_is_not_needed_if_its_weights_are_here() -> None:
+    course = collecting()
+    send(course, 0, 2, kept=False)
+    course.room.unwritten = Unwritten("run/model: 2 GB cannot be written", "ways on")
+    send(course, 3, kept=False)
+    for node in (3, 4, 5):
+        course.coordinator.lost(node, "its process ended")
+    assert is_now(course.coordinator, State.COLLECTING)
+    course.room.unwritten = None
+    course.wait(4)
+    assert is_now(course.coordinator, State.DONE)
+
+
+def test_a_last_checkpoint_that_could_not_be_written_is_made_once_more_when_the_model_is_on_disk() -> None:
+    safe = Safe()
+    course = collecting(kept_every=50, keeper=safe)
+    safe.lacking = "none after 1 iterations: no room"
+    send(course, 0, 2, 3, kept=True)
+    course.room.news()
+    send(course, 0, 2, 3, kept=False)
+    assert is_now(course.coordinator, State.COLLECTING)
+    assert safe.moved == 1
+    assert [each for each in course.room.news()[0] if each == KEPT or isinstance(each, Collect)][-2:] == [
+        KEPT,
+        Collect(0, True),
+    ]
+    send(course, 0, 2, 3, kept=True)
+    assert is_now(course.coordinator, State.DONE), "once, whatever comes of it"
+    assert safe.done == [(1, (1, 1, 1))] * 2
+    assert safe.moved == 1

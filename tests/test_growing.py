@@ -361,11 +361,13 @@ def test_checkpoints_that_are_there_stay_unless_forced(shop: Shop) -> None:
     checkpoints = Checkpoints(shop.folder / "taken" / "checkpoints")
     shutil.copytree(young / "checkpoints" / "000004", checkpoints.folder / "000005")
     said = shop.complaint(young, job)
-    assert "has checkpoints already, the newest after 5 iterations" in said
+    assert "taken holds a run, 5 iterations on; " in said
     assert "--force" in said
     code, said = shop.skippipe("grow", young, job, "--force")
     assert code == 0, said
     assert [place.name for place in checkpoints.complete()] == ["000004"], "one that went further would be gone on from"
+    (aside,) = shop.folder.glob("taken.old-*")
+    assert (aside / "checkpoints" / "000005" / MANIFEST).exists()
     batches = "an iteration had 4 microbatches of 1 x 16 tokens and now has 6 microbatches of 1 x 16 tokens"
     assert f"warning: {batches}: some text is left out or repeated" in said
 

@@ -11,6 +11,7 @@ import json
 import math
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
@@ -39,6 +40,7 @@ from skippipe.runtime.worker import Worker
 from skippipe.simulate import simulate
 from skippipe.text.prepare import prepare
 from skippipe.training.brief import Brief
+from skippipe.training.checkpoint import Checkpoints, verified
 from skippipe.training.export import ModelFolder
 from skippipe.training.nursery import Nursery
 from skippipe.training.oneprocess import OneProcess
@@ -53,6 +55,7 @@ from tests.plans import uniform_cluster
 PATIENCE_S = 60.0  # for a whole run on a machine that is busy with others
 ITERATIONS = 3
 LOST_ITERATIONS = 8
+FULL_BYTES = 20_000  # that a file may have on a full disk: enough for a journal, too little for a stage
 LEARNING = Learning(rate=3e-3, warmup=1, iterations=ITERATIONS)
 TEXT = "It is a truth universally acknowledged, that a node in possession of a good stage must be in want of a lane. "
 
@@ -154,6 +157,25 @@ def be_asked_to_end(folder: Path) -> None:
     watching = Watching(folder)
     run = replace(run_in(folder), kept_every=100)
     complain(folder, lambda: run.here(watching, watching.started, lambda: len(told(folder)) >= 2))
+
+
+def run_out_of_room(folder: Path) -> None:
+    """No file can grow from the second iteration on, until the run says that it waits for room."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(report: IterationReport) -> None:
+        if report.iteration == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, most))
+
+    class Freeing(Watching):
+        def happened(self, event: Event) -> None:
+            super().happened(event)
+            if event.kind == "storage":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+    watching = Freeing(folder, fill)
+    run = replace(run_in(folder, 4), kept_every=1, run_id="00c0ffee00c0ffee")
+    complain(folder, lambda: run.here(watching, watching.started))
 
 
 def lack_the_text(folder: Path) -> None:
@@ -287,6 +309,26 @@ def test_a_run_that_is_asked_to_end_completes_its_iteration_and_can_go_on(tmp_pa
     weights = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").named_parameters())
     for name, each in oracle.weights().items():
         torch.testing.assert_close(weights[name].detach(), each, rtol=1e-4, atol=1e-6)
+
+
+def test_a_disk_that_is_full_in_the_end_costs_nothing_but_the_wait(tmp_path: Path) -> None:
+    with owner(run_out_of_room, tmp_path) as process:
+        process.join(PATIENCE_S)
+        assert process.exitcode == 0
+    assert (tmp_path / "complaint").read_text() == "no complaint"
+    said = [text for kind, _, text in events(tmp_path) if kind == "storage"]
+    assert "of the model cannot be written: File too large, " in said[0]
+    assert said[1:] == ["the model can be written again"]
+    brief, blueprint = brief_in(tmp_path)
+    oracle = OneProcess(brief.plan, blueprint, LEARNING, brief.sampler())
+    for number in range(4):
+        oracle.iteration(number)
+    weights = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").named_parameters())
+    for name, each in oracle.weights().items():
+        torch.testing.assert_close(weights[name].detach(), each, rtol=1e-4, atol=1e-6)
+    kept = Checkpoints(tmp_path / "run" / "checkpoints", run_id="00c0ffee00c0ffee").complete()
+    assert kept[0].name == "000004", "it was made once more"
+    assert verified(kept[0]).steps == (4, 4, 4)
 
 
 def test_a_killed_node_ends_a_run_that_is_not_to_survive(tmp_path: Path) -> None:
@@ -425,7 +467,7 @@ def test_transformers_loads_the_folder_of_every_family(family: str, tmp_path: Pa
 
     class NoTokenizer:
         def save(self, folder: Path) -> None:
-            assert folder == tmp_path
+            assert folder == tmp_path / "unfinished"
 
     layers = tuple(stage.layers for stage in plan.stages)
     folder = ModelFolder(tmp_path, layers, blueprint, NoTokenizer())  # type: ignore[arg-type]

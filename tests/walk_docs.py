@@ -280,7 +280,7 @@ def test_one_machine(street: dict[str, Machine]) -> None:
     promises_s = {}
     for skip in ("1/4", "0"):
         changed(job, {'skip = "1/4"': f'skip = "{skip}"'})
-        ann.run("skippipe train first.toml")
+        ann.run("skippipe train first.toml --force")
         promises_s[skip] = promised_s(ann.folder / "first")
     assert promises_s["1/4"] < promises_s["0"]
     assert "skippipe" in ann.run(read.sentence())

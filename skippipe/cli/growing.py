@@ -20,7 +20,10 @@ def grow(
         typer.Argument(metavar="JOB", help="Job file of the deeper model; its output folder gets a checkpoint."),
     ],
     force: Annotated[
-        bool, typer.Option("--force", help="Replace the checkpoints that the job's output folder has already.")
+        bool,
+        typer.Option(
+            "--force", help="If the job's output folder holds a run already, rename that folder, to NAME.old-TIME."
+        ),
     ] = False,
 ) -> None:
     """Make a deeper model of a trained one, and go on with that.
@@ -53,15 +56,19 @@ def grow(
     """
     wanted = training.wanted_job(job, None, None)
     from skippipe.training import growing
+    from skippipe.training.run_folder import held_run_folder
 
     young = growing.young_of(run)
-    growing.check_job(young, wanted, force=force)
-    with planning.interruptible() as stopped:
-        assembly = training.assembled(wanted, stopped, nodes_here=False, resumed=False, drills=frozenset())
-    if stopped:
-        raise KeyboardInterrupt
-    grown = growing.grow(young, assembly.run)
-    assembly.save_plans()
+    growing.check_job(young, wanted)
+    with held_run_folder(Path(wanted.output), force=force) as folder:
+        with planning.interruptible() as stopped:
+            assembly = training.assembled(
+                wanted, stopped, nodes_here=False, resumed=False, drills=frozenset(), folder=folder
+            )
+        if stopped:
+            raise KeyboardInterrupt
+        grown = growing.grow(young, assembly.run, lambda: training.begin(folder, assembly))
+        assembly.save_plans()
     other = growing.other_batch(run, assembly.plan)
     if other:
         print(f"warning: {other}: some text is left out or repeated; say the same in [batch]", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from skippipe.training.engines import Engine
     from skippipe.training.job import Job
     from skippipe.training.reports import Figures
+    from skippipe.training.run_folder import RunFolder
 
 LINES = 25  # of progress at most, where there is no terminal
 UNLIKE = 1.25  # times the promise, or less than that part of it: worth a word
@@ -65,6 +65,18 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in the output folder.")
     ] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Begin anew where a run is already: its folder is renamed, to NAME.old-TIME."),
+    ] = False,
+    rescue: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where model and last checkpoint go if the output folder cannot be written in the end. While a run "
+            "waits for room, the same command with --rescue in another terminal tells it.",
+        ),
+    ] = None,
     drill: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Kill a node's process when so many iterations are done, to see the repair."),
@@ -88,6 +100,8 @@ def train(
 
     Nodes may be lost and come back: training goes on, and events.jsonl says what was done about it.
 
+    A folder that holds a run is not trained into: --resume goes on with that run, --force sets it aside whole.
+
     Ctrl-C stops, and keeps the model as far as it was trained. --resume goes on from the last checkpoint; or, if the
     coordinator was killed and its nodes still wait for it, from where they are.
 
@@ -104,9 +118,26 @@ def train(
         os.environ["RAY_ADDRESS"] = ray_address
     if drill and (engine != "processes" or wanted.transport.peers):
         raise UserError("--drill: is for nodes that are processes of this machine")
+    if resume and force:
+        raise UserError("--force: begins anew, and --resume goes on; give one of them")
+    if rescue is not None and _told_to_rescue(Path(wanted.output), rescue):
+        return
     nodes_here = engine != "ray" and not wanted.transport.peers
     with _shown(Path(wanted.output), dashboard, resume):
-        run_job(wanted, ENGINES[engine], nodes_here=nodes_here, resumed=resume, drills=frozenset(drill or ()))
+        drills = frozenset(drill or ())
+        run_job(
+            wanted, ENGINES[engine], nodes_here=nodes_here, resumed=resume, drills=drills, force=force, rescue=rescue
+        )
+
+
+def _told_to_rescue(output: Path, rescue: Path) -> bool:
+    """Whether a run is going on there, which now knows where its model may go."""
+    from skippipe.training.run_folder import tell_rescue
+
+    process = tell_rescue(output, rescue)
+    if process is not None:
+        print(f"{output}: the run that is going on (process {process}) was told; what it cannot write goes to {rescue}")
+    return process is not None
 
 
 def _shown(folder: Path, at: str | None, resumed: bool) -> AbstractContextManager[None]:
@@ -138,27 +169,43 @@ def run_job(
     nodes_here: bool = True,
     resumed: bool = False,
     drills: frozenset[int] = frozenset(),
+    force: bool = False,
+    rescue: Path | None = None,
 ) -> None:
     import torch
 
     from skippipe.runs.listing import checkpoints_in
+    from skippipe.training.run_folder import held_run_folder
 
     torch.set_num_threads(wanted.compute.threads)
-    with planning.interruptible(2) as stopped:
-        assembly = assembled(wanted, stopped, nodes_here, resumed, drills)
+    output = Path(wanted.output)
+    with (
+        planning.interruptible(2) as stopped,
+        held_run_folder(output, resumed=resumed, force=force, rescue=rescue) as folder,
+    ):
+        assembly = assembled(wanted, stopped, nodes_here, resumed, drills, folder)
         if stopped:
             raise KeyboardInterrupt
+        assembly.check_room(rescue)
+        begin(folder, assembly)
         assembly.save_plans()
         _announce(assembly)
         with _watching(assembly) as watcher:
             engine(assembly, watcher, lambda: len(stopped))
-    _sum_up(Path(wanted.output) / "metrics.jsonl")
+    _sum_up(output / "metrics.jsonl")
+    model = assembly.run.models.place
     if stopped:
-        output = Path(wanted.output)
         more = "--resume goes on" if checkpoints_in(output) else "there is no checkpoint to go on from"
-        print(f"stopped; the model as it was then is in {output}/model; {more}", file=sys.stderr)
+        print(f"stopped; the model as it was then is in {model}; {more}", file=sys.stderr)
         raise SystemExit(130)
-    print(f"done; the model is in {wanted.output}/model, figures in {wanted.output}/metrics.jsonl")
+    print(f"done; the model is in {model}, figures in {output}/metrics.jsonl")
+
+
+def begin(folder: RunFolder, assembly: Assembly) -> None:
+    """From here on the folder is the new run's; if it was another's, that one is told of."""
+    aside = folder.begin(assembly.read_while_training)
+    if aside is not None:
+        print(f"{folder.path}: the run that was there is in {aside}", file=sys.stderr)
 
 
 def node(
@@ -244,7 +291,9 @@ def export(
 
     place = checkpoint
     if not (checkpoint / MANIFEST).is_file():
-        found = Checkpoints(checkpoint / "checkpoints").complete()
+        checkpoints = Checkpoints.of_run(checkpoint)
+        checkpoints.warn_of_others()
+        found = checkpoints.complete()
         if not found:
             raise UserError(f"{checkpoint}: neither a checkpoint nor the output folder of a run that has one")
         place = found[0]
@@ -306,7 +355,9 @@ def _node_names(said: str) -> list[str]:
     return names
 
 
-def assembled(wanted: Job, stopped: list[bool], nodes_here: bool, resumed: bool, drills: frozenset[int]) -> Assembly:
+def assembled(
+    wanted: Job, stopped: list[bool], nodes_here: bool, resumed: bool, drills: frozenset[int], folder: RunFolder
+) -> Assembly:
     from skippipe.planner.strategies import Request, Strategy
     from skippipe.training.assembly import assemble
 
@@ -319,6 +370,8 @@ def assembled(wanted: Job, stopped: list[bool], nodes_here: bool, resumed: bool,
             nodes_here=nodes_here,
             resumed=resumed,
             drills=drills,
+            run_id=folder.run_id,
+            rescue=folder.rescue,
         )
 
 
@@ -338,18 +391,20 @@ def _announce(assembly: Assembly) -> None:
 
 def _sum_up(metrics: Path) -> None:
     """The run in a line."""
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    rows = [row for row in rows if row["loss"] is not None]
+    from skippipe.runs.records import metrics_of
+
+    found = [metrics_of(line) for line in metrics.read_bytes().split(b"\n")] if metrics.exists() else []
+    rows = [each.row for each in found if each is not None and each.row.loss is not None]
     if not rows:
         return
-    typical_s = median(row["seconds"] for row in (rows[1:] or rows))  # the first one warms up
-    promised = [row["promised_s"] for row in rows if "promised_s" in row]
+    typical_s = median(row.seconds or 0.0 for row in (rows[1:] or rows))  # the first one warms up
+    promised = [row.promised_s for row in rows if row.promised_s is not None]
     promise = f", {median(promised):.2f} s promised" if promised else ""
     ratio = typical_s / median(promised) if promised else 1.0
     if not 1 / UNLIKE < ratio < UNLIKE:
         promise += f": {ratio:.2g} times that. Machines were busy, or are not as the cluster file has them"
     print(
-        f"loss {rows[0]['loss']:.3f} to {rows[-1]['loss']:.3f} in {len(rows)} iterations; "
+        f"loss {rows[0].loss:.3f} to {rows[-1].loss:.3f} in {len(rows)} iterations; "
         f"{typical_s:.2f} s an iteration (median){promise}"
     )
 
@@ -375,10 +430,11 @@ def _watching(assembly: Assembly) -> Iterator[Watcher]:
     screen = _Screen(figures, assembly.job.iterations)
 
     def made() -> Watcher:
+        written: dict[str, Any] = {"resumed": assembly.resumed, "run_id": assembly.run_id}
         watchers: list[Watcher] = [
-            MetricsFile(folder / "metrics.jsonl", figures, assembly.job.iterations, resumed=assembly.resumed),
-            EventsFile(folder / "events.jsonl", resumed=assembly.resumed),
-            Traces(folder / "traces"),
+            MetricsFile(folder / "metrics.jsonl", figures, assembly.job.iterations, **written),
+            EventsFile(folder / "events.jsonl", **written),
+            Traces(folder / "traces", assembly.run_id),
             ClusterFile(folder / "cluster.json"),
         ]
         if asked.tensorboard:

@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.runs.chart import LARGEST_BYTES, Chart, read_chart
 from skippipe.runs.lines import Lines
-from skippipe.runs.listing import checkpoints_in, traces_in
+from skippipe.runs.listing import checkpoints_in, is_of, run_id_of, traces_in
 from skippipe.runs.records import Happening, Links, Noted, Row, count, happening_of, items, metrics_of, object_of
 
 MOST_EVENTS = 300  # kept; older ones are in the file
 SLOW_FOR = 1  # iterations after it was last waited for
 
 Source = Literal["plan", "metrics", "events", "trace"]
+SOURCES: tuple[Source, ...] = get_args(Source)
 Standing = Literal["lost", "here", "learning"]
 STANDINGS: dict[str, Standing | None] = {"gone": "lost", "joined": "here", "learning": "learning", "able": None}
 """What an event makes of a node; None: as the plan has it."""
@@ -64,9 +65,15 @@ class Follower:
         self.folder = folder
         self.state = State()
         self._since = since
-        self._metrics = Lines(folder / "metrics.jsonl", since)
-        self._events = Lines(folder / "events.jsonl", since)
-        self._journal = Lines(folder / "journal", since)
+        self._run_id: str | None = None
+        """What has another id is of another run, and is not shown; None: it is not known."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """With nothing read."""
+        self._metrics = Lines(self.folder / "metrics.jsonl", self._since)
+        self._events = Lines(self.folder / "events.jsonl", self._since)
+        self._journal = Lines(self.folder / "journal", self._since)
         self._noted = Noted()
         self._stood_at: dict[str, float] = {}
         """Node → the time of the last event that says where it stands."""
@@ -75,6 +82,11 @@ class Follower:
 
     def look(self) -> bool:
         """Take in what is new; whether there is more to read at once."""
+        run_id = run_id_of(self.folder)
+        if run_id != self._run_id:  # another run is there now: nothing that was read counts
+            versions = self.state.versions + Counter(dict.fromkeys(SOURCES, 1))
+            self._run_id, self.state = run_id, State(versions=versions)
+            self._begin()
         more = [self._look_at_events(), self._look_at_metrics(), self._look_at_journal()]
         if self._noted.last is None:
             self._look_at_plan_file()
@@ -91,6 +103,8 @@ class Follower:
             found = metrics_of(line)
             if found is None:
                 state.unread["metrics.jsonl"] += 1
+                continue
+            if not is_of(self._run_id, found.run):
                 continue
             while state.rows and state.rows[-1].iteration >= found.row.iteration:  # done again: the newer line counts
                 state.rows.pop()
@@ -128,8 +142,8 @@ class Follower:
             found = happening_of(line)
             if found is None:
                 state.unread["events.jsonl"] += 1
-            else:
-                self._take(found)
+            elif is_of(self._run_id, found[1]):
+                self._take(found[0])
         if look.lines or look.anew:
             state.versions["events"] += 1
         return look.more
@@ -160,7 +174,8 @@ class Follower:
         for line in look.lines:
             if not self._noted.take(line):
                 state.unread["journal"] += 1
-        last, state.done = self._noted.last, self._noted.done
+        ours = is_of(self._run_id, self._noted.run)
+        last, state.done = (self._noted.last, self._noted.done) if ours else (None, None)
         if (last, state.done) != before:
             if last is not None and last is not before[0]:
                 self._use(last.get("plan"), items(last.get("learning")), "journal")
@@ -218,7 +233,7 @@ class Follower:
             stamp = (path.name, status.st_mtime_ns, status.st_size)
             if stamp == self._trace_stamp:
                 return
-            state.chart = read_chart(path, iteration)
+            state.chart = read_chart(path, iteration, self._run_id)
         except (OSError, ValueError):  # being written: the next look will tell
             return
         self._trace_stamp = stamp

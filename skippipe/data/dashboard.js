@@ -11,6 +11,7 @@ const KINDS = {
   paused: ["paused", "bad"], slow: ["slow", "warn"], cut: ["link cut", "warn"], "not-finite": ["not finite", "warn"],
   refused: ["refused", "bad"], checkpoint: ["checkpoint given up", "warn"], checkpointed: ["checkpointed", "good"],
   recovered: ["coordinator is back", "good"], drill: ["drill", "warn"], ending: ["ending", "warn"],
+  storage: ["not written", "bad"],
 };
 
 const map = new RunMap();

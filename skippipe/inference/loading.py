@@ -24,6 +24,7 @@ from skippipe.model.blueprint import Blueprint, config_from, config_named
 from skippipe.model.rebuilding import LAYER
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.parts import whole_numbers
+from skippipe.runs.listing import model_run_id, run_id_of
 from skippipe.runtime.building import check_device
 from skippipe.training.checkpoint import MANIFEST, Checkpoints, Manifest, check_file, verified
 from skippipe.workload import Workload
@@ -125,12 +126,23 @@ def found_place(checkpoint: Path) -> Path:
     """A checkpoint, a Hugging Face folder, or what a run's output folder has: its newest checkpoint or its model."""
     if not exists(checkpoint):
         raise UserError(f"{checkpoint}: no such folder")
-    for place in (checkpoint, *Checkpoints(checkpoint / "checkpoints").complete()[:1], checkpoint / "model"):
+    checkpoints = Checkpoints.of_run(checkpoint)
+    for place in (checkpoint, *checkpoints.complete()[:1], checkpoint / "model"):
         if (place / MANIFEST).is_file() or (place / "config.json").is_file():
+            if place != checkpoint:
+                checkpoints.warn_of_others()
+                _check_model(place, checkpoint)
             return place
     raise UserError(
         f"{checkpoint}: neither a checkpoint, nor a run's output folder, nor a Hugging Face folder with a config.json"
     )
+
+
+def _check_model(place: Path, run: Path) -> None:
+    """UserError if the model in a run's output folder is of another run."""
+    run_id, found = run_id_of(run), model_run_id(place)
+    if run_id is not None and (place / INDEX).is_file() and found != run_id:
+        raise UserError(f"{place}: is the model of another run than {run}; name {place} if it is what you want")
 
 
 def layers_of(cut: str, blueprint: Blueprint) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from skippipe.report.picture import HUES, TASK_KINDS, Kind
+from skippipe.runs.listing import is_of
 
 KINDS = tuple(kind for kind in Kind if kind is not Kind.WAITING)
 """A bar's kind is a place in here."""
@@ -51,14 +52,22 @@ class Chart:
         return {lane: HUES[data_rows.index(row) % len(HUES)] for lane, row in starts.items()}
 
 
-def read_chart(path: Path, iteration: int) -> Chart:
-    """ValueError if this is no trace of ours."""
+def read_chart(path: Path, iteration: int, run_id: str | None = None) -> Chart:
+    """ValueError if this is no trace of ours, or not of the run with this id."""
     if path.stat().st_size > LARGEST_BYTES:
         raise ValueError(f"{path}: is too large")
     try:
-        return chart_of(json.loads(path.read_bytes()), iteration)
+        trace = json.loads(path.read_bytes())
+        if not is_of(run_id, _run_of(trace)):
+            raise ValueError("it is of another run")
+        return chart_of(trace, iteration)
     except RecursionError:
         raise ValueError(f"{path}: is nested too deeply") from None
+
+
+def _run_of(trace: Any) -> str | None:
+    about = trace.get("otherData", {}) if isinstance(trace, dict) else None
+    return str(about.get("run", "")) if isinstance(about, dict) else None
 
 
 def chart_of(trace: Any, iteration: int) -> Chart:

@@ -1,7 +1,8 @@
 """A run from its first iteration to its last, read once when it is over; what is not on record is said.
 
-Files may be missing, torn or of an earlier run in the same folder. Of lines for the same iteration the last one counts,
-and it voids those of later iterations before it: a run that is resumed from a checkpoint does some of them again.
+Files may be missing or torn, and may have lines of another run, which do not count. Of lines for the same iteration
+the last one counts, and it voids those of later iterations before it: a run that is resumed from a checkpoint does some
+of them again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.report.figures import ranges
 from skippipe.runs.chart import Chart, read_chart
-from skippipe.runs.listing import checkpoints_in, modified, traces_in
+from skippipe.runs.listing import checkpoints_in, is_of, modified, run_id_of, traces_in
 from skippipe.runs.losses import Loss, losses_of
 from skippipe.runs.records import Happening, Noted, Row, checkpointed, happening_of, metrics_of
 from skippipe.runs.uses import NodeUse, node_uses
@@ -100,15 +101,16 @@ class History:
 def read_history(folder: Path) -> History:
     """UserError if no run has done an iteration there."""
     missing: list[str] = []
-    rows, links, last_sent = _read_metrics(folder, missing)
+    run_id = run_id_of(folder)
+    rows, links, last_sent = _read_metrics(folder, run_id, missing)
     if not rows:
         raise UserError(_nothing(folder))
     _say_gaps(rows, missing)
     if not any(links.values()):
         missing.append("bytes between nodes: none were sent, as in a run in one process, or none were written down")
-    events = _read_events(folder, missing)
+    events = _read_events(folder, run_id, missing)
     began = rows[0].time or 0.0
-    noted = _read_journal(folder, began, missing)
+    noted = _read_journal(folder, run_id, began, missing)
     ended = True if noted.done is None and rows[-1].is_last else noted.done
     if ended is None:
         missing.append("whether the run ended in order: nothing is in its journal")
@@ -122,7 +124,7 @@ def read_history(folder: Path) -> History:
         measured=_read_cluster(folder, began, missing),
         ended=ended,
         events=tuple(sorted([*events, *_checkpoints(folder, began)], key=lambda event: event.time)),
-        charts=tuple(_read_charts(folder, {row.iteration: row for row in rows}, missing)),
+        charts=tuple(_read_charts(folder, run_id, {row.iteration: row for row in rows}, missing)),
         missing=tuple(missing),
     )
 
@@ -138,15 +140,20 @@ def _nothing(folder: Path) -> str:
     return f"{folder}: no run wrote this folder: there is no metrics.jsonl; name the output of a 'skippipe train'"
 
 
-def _read_metrics(folder: Path, missing: list[str]) -> tuple[list[Row], dict[tuple[str, str], int], dict[str, int]]:
+def _read_metrics(
+    folder: Path, run_id: str | None, missing: list[str]
+) -> tuple[list[Row], dict[tuple[str, str], int], dict[str, int]]:
     rows: list[Row] = []
     links: dict[tuple[str, str], int] = {}
     last_sent: dict[str, int] = {}
-    unread = 0
+    unread = others = 0
     for line in reversed(_lines(folder / "metrics.jsonl", missing)):  # from the end: what counts is known at once
         found = metrics_of(line)
         if found is None:
             unread += 1
+            continue
+        if not is_of(run_id, found.run):
+            others += 1
             continue
         if rows and found.row.iteration >= rows[-1].iteration:
             continue  # done again later
@@ -155,6 +162,7 @@ def _read_metrics(folder: Path, missing: list[str]) -> tuple[list[Row], dict[tup
             links[sender, receiver] = links.get((sender, receiver), 0) + sent_bytes
             last_sent.setdefault(sender, found.row.iteration)
     _say_unread("metrics.jsonl", unread, missing)
+    _say_others("metrics.jsonl", others, missing)
     return rows[::-1], links, last_sent
 
 
@@ -166,10 +174,12 @@ def _say_gaps(rows: Sequence[Row], missing: list[str]) -> None:
         missing.append("promised seconds: no plan with a promise was followed, as in a run in one process")
 
 
-def _read_events(folder: Path, missing: list[str]) -> list[Happening]:
+def _read_events(folder: Path, run_id: str | None, missing: list[str]) -> list[Happening]:
     found = [happening_of(line) for line in _lines(folder / "events.jsonl", missing)]
     _say_unread("events.jsonl", found.count(None), missing)
-    return [event for event in found if event is not None]
+    ours = [each[0] for each in found if each is not None and is_of(run_id, each[1])]
+    _say_others("events.jsonl", len(found) - found.count(None) - len(ours), missing)
+    return ours
 
 
 def _checkpoints(folder: Path, began: float) -> list[Happening]:
@@ -177,13 +187,16 @@ def _checkpoints(folder: Path, began: float) -> list[Happening]:
     return [checkpointed(iterations, made) for iterations, made in sorted(found.items())]
 
 
-def _read_journal(folder: Path, began: float, missing: list[str]) -> Noted:
+def _read_journal(folder: Path, run_id: str | None, began: float, missing: list[str]) -> Noted:
     """Engines without one leave that of an earlier run as it is."""
     noted = Noted()
     made = modified(folder / "journal")
     if made is not None and made >= began - CLOCK_S:
         lines = _lines(folder / "journal", missing)
         _say_unread("journal", sum(not noted.take(line) for line in lines), missing)
+    if noted.done is not None and not is_of(run_id, noted.run):
+        missing.append("journal: is of another run")
+        noted = Noted()
     if noted.done is None:
         missing.append("plans that were made on the way: nothing is in its journal")
     return noted
@@ -219,7 +232,7 @@ def _read_cluster(folder: Path, began: float, missing: list[str]) -> Cluster | N
         return None
 
 
-def _read_charts(folder: Path, row: dict[int, Row], missing: list[str]) -> list[Chart]:
+def _read_charts(folder: Path, run_id: str | None, row: dict[int, Row], missing: list[str]) -> list[Chart]:
     """Those of this run: written after the line of their iteration."""
     found = sorted(
         (
@@ -236,7 +249,7 @@ def _read_charts(folder: Path, row: dict[int, Row], missing: list[str]) -> list[
     charts = []
     for each in found[-MOST_CHARTS:]:
         try:
-            charts.append(read_chart(each.path, each.iteration))
+            charts.append(read_chart(each.path, each.iteration, run_id))
         except (OSError, ValueError) as error:
             missing.append(f"traces/{each.path.name} cannot be read: {error}")
     return charts
@@ -260,6 +273,11 @@ def _lines(path: Path, missing: list[str]) -> list[bytes]:
 def _say_unread(name: str, unread: int, missing: list[str]) -> None:
     if unread:
         missing.append(f"{name}: {unread} line{'s' * (unread > 1)} cannot be read")
+
+
+def _say_others(name: str, others: int, missing: list[str]) -> None:
+    if others:
+        missing.append(f"{name}: {others} line{'s' * (others > 1)} of another run are passed over")
 
 
 def _median(values: Sequence[float | None]) -> float | None:

@@ -42,6 +42,8 @@ class Metrics(NamedTuple):
     links: Links
     visits: list[int]
     """Microbatches in the gradient of each stage."""
+    run: str = ""
+    """The id of the run."""
 
 
 class Happening(NamedTuple):
@@ -73,15 +75,17 @@ def metrics_of(line: bytes) -> Metrics | None:
         row,
         _links(found.get("links")),
         [count(each) or 0 for each in items(found.get("visits"))],
+        _text(said("run")),
     )
 
 
-def happening_of(line: bytes) -> Happening | None:
+def happening_of(line: bytes) -> tuple[Happening, str] | None:
+    """And the id of the run that it happened to."""
     found = object_of(line)
     if found is None or not isinstance(found.get("kind"), str):
         return None
-    kind, text, node = (_text(found.get(key)) for key in ("kind", "text", "node"))
-    return Happening(kind, count(found.get("iteration")) or 0, text, node, _number(found.get("time")) or 0.0)
+    kind, text, node, run = (_text(found.get(key)) for key in ("kind", "text", "node", "run"))
+    return Happening(kind, count(found.get("iteration")) or 0, text, node, _number(found.get("time")) or 0.0), run
 
 
 def checkpointed(iterations: int, made: float) -> Happening:
@@ -97,6 +101,8 @@ class Noted:
         """The record of the plan that holds."""
         self.done: bool | None = None
         """None: nothing is noted."""
+        self.run: str = ""
+        """The id of the run."""
         self._newest: dict[int, dict[str, Any]] = {}
         """Length of paths → the newest record of a plan for it."""
 
@@ -108,6 +114,9 @@ class Noted:
         record = object_of(content) if content is not None else None
         if record is None:
             return False
+        if "run" in record:  # the first one, which decides nothing
+            self.run = _text(record["run"])
+            return True
         self.done = "done" in record
         if "plan" in record:
             self.last = self._newest[count(record.get("visited")) or 0] = record

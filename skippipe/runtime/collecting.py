@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skippipe.runtime.control import Collect, Control, Proceed
-from skippipe.runtime.surroundings import Keeper, Surroundings
+from skippipe.runtime.surroundings import Keeper, Surroundings, Unwritten
 from skippipe.transport.message import Message
 
 
@@ -20,9 +20,12 @@ class Collection:
     """The copies that were made for a checkpoint, instead of the weights as they are now."""
     tell: Callable[[int, Control], None]
     take: Callable[[int, int, Any], None]
-    """Stage, number of the piece, and the piece; None after the last. A stage that starts over has a first again."""
+    """Stage, number of the piece, and the piece; None after the last. A stage that starts over has a first again.
+    Unwritten if the stage is not on disk after its last: then it is held, and nobody needs to send it again."""
     stage: int = field(init=False, default=-1)
     over: bool = field(init=False, default=False)
+    unwritten: Unwritten | None = field(init=False, default=None)
+    """Why the stage that has come is not on disk."""
     given_up: bool = field(init=False, default=False)
     """Nothing more is asked for. What was asked last is waited for, lest it be taken for an answer to somebody else."""
     _piece: int = field(init=False, default=0)
@@ -36,6 +39,11 @@ class Collection:
         """Who has to answer now."""
         return self.holders[self.stage]
 
+    @property
+    def is_last(self) -> bool:
+        """Is this the last stage?"""
+        return self.stage + 1 >= len(self.holders)
+
     def receive(self, node: int, piece: int, body: Any) -> bool:
         """Whether it was asked for."""
         if self.over or not self._asked or node != self.holder or piece != self._piece:
@@ -43,13 +51,23 @@ class Collection:
         if self.given_up:
             self.over = True
             return True
-        self.take(self.stage, self._piece, body)
         if body is None:
-            self._next_stage()
+            self.end_stage()
         else:
+            self.take(self.stage, self._piece, body)
             self._piece += 1
             self.tell(node, Collect(self._piece, self.kept))
         return True
+
+    def end_stage(self) -> None:
+        """All of the stage has come; again, if it could not be written."""
+        try:
+            self.take(self.stage, self._piece, None)
+        except Unwritten as error:
+            self.unwritten, self._asked = error, False
+            return
+        self.unwritten, self._asked = None, True
+        self._next_stage()
 
     def lost(self, node: int) -> None:
         """Nothing more is taken from it, also not if it comes back, until it is asked `again`."""
@@ -59,6 +77,8 @@ class Collection:
     def again(self, holders: Mapping[int, int]) -> None:
         """Somebody is gone: from now on others are asked, for the stage that was on its way from its beginning."""
         self.holders = holders
+        if self.unwritten is not None:
+            return  # that stage is here
         self._asked = True
         if not self.over:
             self._piece = 0
@@ -83,6 +103,8 @@ class Harvest:
     weights: Collection | None = None
     _checkpoint: Collection | None = None
     _of: tuple[int, tuple[int, ...]] = (0, ())
+    _again: bool = False
+    """The last checkpoint was made a second time."""
 
     @property
     def busy(self) -> bool:
@@ -93,6 +115,21 @@ class Harvest:
     def over(self) -> bool:
         """Are all weights there?"""
         return self.weights is not None and self.weights.over
+
+    @property
+    def is_fetched(self) -> bool:
+        """Does nobody have to send weights any more, though they may not be on disk?"""
+        weights = self.weights
+        return self.over or (weights is not None and weights.unwritten is not None and weights.is_last)
+
+    @property
+    def unwritten(self) -> Unwritten | None:
+        """Why weights that have come are not on disk."""
+        return self.weights.unwritten if self.weights is not None else None
+
+    def store_again(self) -> None:
+        if self.weights is not None and self.weights.unwritten is not None:
+            self.weights.end_stage()
 
     @property
     def waits_for(self) -> list[int]:
@@ -120,6 +157,16 @@ class Harvest:
         self._of = iterations, tuple(steps)
         self._checkpoint = Collection(holders, True, self.surroundings.tell, self._keeper.save)
         self._checkpoint.begin()
+
+    def keep_again(self, iterations: int, steps: Sequence[int], holders: Mapping[int, int]) -> bool:
+        """The model is on disk. If the last checkpoint is not, make it once more: there may be room by now, or a rescue
+        folder. Whether that was begun."""
+        if self._again or not holders or self.made != iterations or not self._keeper.lack():
+            return False
+        self._again = True
+        self._keeper.move()
+        self.last_checkpoint(iterations, steps, holders)
+        return True
 
     def collect(self, holders: Mapping[int, int]) -> None:
         """Fetch the weights; what has come already is not fetched again."""

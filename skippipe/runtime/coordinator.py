@@ -213,10 +213,7 @@ class Coordinator:
             return
         if asked and not self._early:
             self._patience.renew()
-        if self._harvest.over:
-            self._done()
-        elif self._harvest.weights is None and not self._harvest.busy:
-            self._collect()
+        self._go_on_collecting()
 
     def complain(self, node: int, what: str) -> None:
         """A node sends what nobody understands; it is dropped."""
@@ -245,7 +242,7 @@ class Coordinator:
         if self._early or self.over:
             return
         self._early = True
-        self.deadlines = replace(self.deadlines, collect=self.deadlines.early)
+        self.deadlines = replace(self.deadlines, collect=self.deadlines.early, room=self.deadlines.early)
         if self.state is State.TRAINING:
             self.watcher.measured(self._replanning.measured.as_found())
             self._collect()
@@ -281,6 +278,10 @@ class Coordinator:
                 return sorted(set(self.nodes) - self._stepped)
             case _:
                 return self._iteration.missing
+
+    def leave(self, reason: str) -> None:
+        """Give up, but dismiss nobody: nodes that outlive their coordinator keep their state for the next one."""
+        self.failure, self.state = reason, State.FAILED
 
     def fail(self, reason: str) -> None:
         """Give up; the first reason counts."""
@@ -386,7 +387,7 @@ class Coordinator:
             case State.STEPPING:
                 self._collect_if_stepped()
             case State.COLLECTING:
-                self._collect()
+                self._go_on_collecting() if self._harvest.is_fetched else self._collect()
             case _:
                 pass
 
@@ -420,6 +421,22 @@ class Coordinator:
             self._harvest.collect(holders)
         elif not self._harvest.busy:
             self._harvest.last_checkpoint(self._progress.end, self.trained.steps, holders)
+
+    def store_again(self) -> None:
+        """What has come could not be written; perhaps there is room by now."""
+        self._harvest.store_again()
+        self._go_on_collecting()
+
+    def _go_on_collecting(self) -> None:
+        harvest = self._harvest
+        if self._patience.waits_for_room(harvest.unwritten):
+            return
+        if harvest.over and (self._early or not harvest.busy):
+            holders = {} if self._early else self.roster.holders(self.plan)
+            if not harvest.keep_again(self._progress.end, self.trained.steps, holders):
+                self._done()
+        elif harvest.weights is None and not harvest.busy:
+            self._collect()
 
     def _done(self) -> None:
         if self._stepped and self._harvest.lacks(self._progress.end):

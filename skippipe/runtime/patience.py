@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 from skippipe.costs import ns
 from skippipe.runtime.roster import Standing
 from skippipe.runtime.states import State
+from skippipe.runtime.surroundings import Unwritten
 
 if TYPE_CHECKING:
     from skippipe.runtime.coordinator import Coordinator
 
 SEVERAL = 4  # heartbeats, or promised iterations: how long nothing may come back after a repair
+ROOM_S = 2.0  # from one try to write the model to the next
 SLOW = 3  # promised iterations: then those who are waited for are slow
 
 
@@ -22,6 +24,7 @@ class Patience:
         self._since_ns = self._begun_ns = self._ticked_ns = self._tried_ns = now_ns
         self._again = 0
         self._slow: set[int] = set()
+        self._unwritten: Unwritten | None = None
 
     @property
     def iteration_s(self) -> float:
@@ -31,6 +34,16 @@ class Patience:
     def renew(self) -> None:
         """Something has happened that was waited for."""
         self._since_ns = self._now_ns
+
+    def waits_for_room(self, unwritten: Unwritten | None) -> bool:
+        """Whether weights cannot be written: nodes keep their state meanwhile."""
+        before, self._unwritten = self._unwritten, unwritten
+        if (before is None) != (unwritten is None):
+            self.renew()
+            wait = f"{self._of.deadlines.room.total_seconds() / 60:.0f} minutes"
+            waits = f"{unwritten}; nodes keep their state, and room is waited for, {wait} at most"
+            self._of.happened("storage", waits if unwritten else "the model can be written again")
+        return unwritten is not None
 
     def iteration_done(self) -> None:
         self._begun_ns, self._again = self._now_ns, 0
@@ -43,7 +56,7 @@ class Patience:
             State.JOINING: deadlines.join,
             State.PREPARING: deadlines.ready,
             State.PAUSED: deadlines.join,
-            State.COLLECTING: deadlines.collect,
+            State.COLLECTING: deadlines.room if self._unwritten else deadlines.collect,
             State.REUNITING: deadlines.reunion,
         }.get(self._of.state, deadlines.iteration)
         if self._of.state is State.TRAINING and self._of.is_disturbed and plan.expected:
@@ -67,6 +80,9 @@ class Patience:
         elif coordinator.state is State.PAUSED and now_ns > self._tried_ns + heartbeat_ns:  # a cut may be over by now
             self._tried_ns = now_ns
             coordinator.go_on_if_possible()
+        elif self._unwritten and coordinator.state is State.COLLECTING and now_ns > self._tried_ns + ns(ROOM_S):
+            self._tried_ns = now_ns
+            coordinator.store_again()
         elif coordinator.state is State.TRAINING:
             self._look_for_slow(now_ns)
 
@@ -92,6 +108,8 @@ class Patience:
         elif state is State.PREPARING and survives and coordinator.roster.able:
             for node in missing:
                 coordinator.lost(node, f"{waited} it {state.value}")
+        elif self._unwritten and state is State.COLLECTING:
+            coordinator.leave(f"{self._unwritten}; {waited} room; {self._unwritten.ways}")
         elif state is State.PAUSED:
             empty = ", ".join(map(str, coordinator.roster.empty(len(coordinator.plan.stages))))
             coordinator.fail(f"{waited} nodes {state.value}: stage {empty} has none")

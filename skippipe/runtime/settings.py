@@ -21,6 +21,8 @@ class Deadlines:
     """For the weights of a stage."""
     early: timedelta = timedelta(seconds=4)
     """The same, if somebody wants to stop at once."""
+    room: timedelta = timedelta(hours=1)
+    """For room on the disk, if the model cannot be written in the end."""
     heartbeat: timedelta = timedelta(seconds=5)
     """For a sign of life of a node; then it counts as gone."""
     reunion: timedelta = timedelta(seconds=20)

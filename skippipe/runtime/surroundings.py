@@ -28,7 +28,8 @@ class Surroundings(Protocol):
         """From its next iteration on, this is the plan."""
 
     def store(self, stage: int, number: int, piece: Any) -> None:
-        """Keep a piece of a stage's weights; None after the last. A stage may begin again with its first piece."""
+        """Keep a piece of a stage's weights; None after the last, and then they are on disk. A stage may begin again
+        with its first piece. Unwritten if it is not on disk yet: the same call may be made again."""
 
     def note(self, record: dict[str, Any]) -> None:
         """Write down what has been decided; it is safe when this returns."""
@@ -41,6 +42,15 @@ class Surroundings(Protocol):
 
     def part(self, node: int) -> None:
         """It is gone: nothing can be told to it any more."""
+
+
+class Unwritten(Exception):
+    """What was to be stored could not be written; it is held meanwhile."""
+
+    def __init__(self, what: str, ways: str) -> None:
+        """`ways`: what can still be done if it is given up."""
+        super().__init__(what)
+        self.ways = ways
 
 
 class Watcher:
@@ -74,6 +84,12 @@ class Keeper(Protocol):
     def steps(self, stage: int) -> int:
         """That the optimizer had taken by then."""
 
+    def lack(self) -> str:
+        """Why what was given last is not on disk; empty if all is well. Waits for what is being written."""
+
+    def move(self) -> None:
+        """From now on checkpoints go to the rescue folder, if there is one."""
+
     def newest(self) -> int | None:
         """Go on from the newest checkpoint there is: after how many iterations it was made; None: there is none."""
 
@@ -95,6 +111,7 @@ EventKind = Literal[
     "recovered",
     "drill",
     "ending",
+    "storage",
 ]
 
 Asked = Callable[[], int]

@@ -29,8 +29,11 @@ from skippipe.text.prepare import Progress, prepare
 from skippipe.text.tokens import TokenFile
 from skippipe.timeline import Timing
 from skippipe.training.brief import Brief
+from skippipe.training.checkpoint import BYTES, PARTS
 from skippipe.training.job import Job, ReportChoice
 from skippipe.training.run import Run
+from skippipe.training.run_folder import make_folder
+from skippipe.training.storage import Rescue, WriteFailures, check_room
 from skippipe.workload import Workload, model_named
 
 SEVERAL = 5
@@ -52,10 +55,25 @@ class Assembly:
     """Go on from the newest checkpoint in the output folder."""
     drills: frozenset[int] = frozenset()
     """After how many iterations a node is killed, for exercise."""
+    run_id: str = ""
+    rescue: Rescue = lambda: None
+
+    @property
+    def read_while_training(self) -> list[Path]:
+        """Files and folders that must stay where they are."""
+        named = (self.job.pipeline.plan, self.job.transport.peers, self.job.transport.key)
+        return [self.tokens.folder, *(Path(each) for each in named if each)]
 
     def save_plans(self) -> None:
+        """A run that is resumed has its plans, and goes on with them even if they cannot be written again."""
+        failures = WriteFailures()
         for length, plan in self.plans.items():
-            plan.save(_plan_file(self.job, None if plan is self.plan else length))
+            path = _plan_file(self.job, None if plan is self.plan else length)
+            if not self.resumed:
+                plan.save(path)
+                continue
+            with failures.tolerated(path, "it stays as it was"):
+                plan.save(path)
 
     @cached_property
     def brief(self) -> Brief:
@@ -117,7 +135,22 @@ class Assembly:
             restarts=job.survive.restarts,
             drills=self.drills,
             plans=self.plans,
+            run_id=self.run_id,
+            rescue=self.rescue,
         )
+
+    def check_room(self, rescue: Path | None = None) -> None:
+        """UserError unless there is room for the model and for all checkpoints that there will be at one time. A run
+        that is resumed with a rescue folder may have been resumed because the output folder has no room."""
+        job = self.job
+        model_bytes = BYTES * self.plan.workload.model.parameters
+        made = (job.iterations - self.run.first) // job.checkpoint.every + 1 if job.checkpoint.every else 0
+        there = len(self.run.checkpoints.complete())
+        more = min(made, max(1, job.checkpoint.keep + 1 - there)) if made else 0
+        if rescue is None or not self.resumed:
+            check_room(Path(job.output), "output", model_bytes, len(PARTS) * model_bytes, more)
+        if rescue is not None:
+            check_room(rescue, "--rescue", model_bytes, len(PARTS) * model_bytes, min(made, 1))
 
 
 def assemble(
@@ -128,6 +161,8 @@ def assemble(
     nodes_here: bool = True,
     resumed: bool = False,
     drills: frozenset[int] = frozenset(),
+    run_id: str = "",
+    rescue: Rescue = lambda: None,
 ) -> Assembly:
     """`request` says how hard to plan; none: as the job does. Nodes that run elsewhere look for their device there.
 
@@ -135,7 +170,7 @@ def assemble(
     """
     if nodes_here:
         check_device(job.compute.device)
-    _check_output(Path(job.output))
+    make_folder(Path(job.output))
     _check_report(job.report)
     given = Plan.load(Path(job.pipeline.plan)) if job.pipeline.plan else None
     cluster, example = cluster_named(job.cluster) if given is None else (given.cluster, None)
@@ -155,7 +190,7 @@ def assemble(
         plan = _planned(job, cluster, example, blueprint, request)
     lengths = _lengths(job, len(plan.stages), plan.visited)
     plans = by_length(job, plan, lengths, request, resumed=resumed)
-    assembly = Assembly(job, plans[_usual(lengths)], blueprint, tokens, plans, lengths, resumed, drills)
+    assembly = Assembly(job, plans[_usual(lengths)], blueprint, tokens, plans, lengths, resumed, drills, run_id, rescue)
     assembly.brief.sampler()  # is the text long enough?
     if resumed:
         _ = assembly.run.origin  # says so if there is no checkpoint to go on from
@@ -293,15 +328,6 @@ def _fitting(plan: Plan, job: Job, blueprint: Blueprint) -> Plan:
         plan, workload=replace(plan.workload, early_exit=job.recipe.early_exit > 0), expected=None, lower_bound_ns=None
     )
     return plan.promising(simulate(plan, Timing.FULL))
-
-
-def _check_output(folder: Path) -> None:
-    try:
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"output: {folder} is a file; name a folder")
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output: {folder} cannot be made: {error.strerror or error}") from None
 
 
 def _check_report(asked: ReportChoice) -> None:

@@ -9,13 +9,18 @@ disk: a folder without one, or with a file that does not match, is no checkpoint
     checkpoints/000100/stage-0.optimizer.safetensors
     checkpoints/000100/manifest.json
 
+The manifest also has the id of the run: a checkpoint of another run in the same folder, however it came there, is
+neither gone on from nor removed.
+
 Pieces come in as the nodes send them and go to disk at once: in safetensors, data lies in the order of its header, and
 a stage's flat tensor has that very order.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -27,7 +32,10 @@ from typing import Any
 from skippipe.errors import UserError
 from skippipe.jsonfile import Fields, json_text, read_as
 from skippipe.model.weights import Place
+from skippipe.runs.listing import checkpoint_run_id, is_of, run_id_of
 from skippipe.transport.packed import Buffer
+
+log = logging.getLogger(__name__)
 
 FORMAT, VERSION = "skippipe-checkpoint", 1
 MANIFEST = "manifest.json"
@@ -61,9 +69,12 @@ class Manifest:
     config: dict[str, Any]
     """Of the model."""
     files: tuple[StoredFile, ...]
+    run: str = ""
+    """The id of the run; empty: it was made before runs had one."""
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, "version": VERSION, **vars(self), "files": [vars(file) for file in self.files]}
+        fields = {name: value for name, value in vars(self).items() if name != "run" or value}
+        return {"format": FORMAT, "version": VERSION, **fields, "files": [vars(file) for file in self.files]}
 
     @classmethod
     def from_json(cls, value: Any) -> Manifest:
@@ -84,6 +95,7 @@ class Manifest:
             data=fields.text("data"),
             config=config,
             files=tuple(files),
+            run=fields.text("run") if fields.mentions("run") else "",
         )
         fields.close()
         return manifest
@@ -92,13 +104,13 @@ class Manifest:
 class StageWriter:
     """Takes the parts of one stage in order, piece by piece, and puts them on disk as they come."""
 
-    def __init__(self, folder: Path, stage: int, places: Sequence[Place]) -> None:
+    def __init__(self, folder: Path, stage: int, places: Sequence[Place], run_id: str = "") -> None:
         self._values = sum(place.size for place in places)
         weights = [(place.name, place) for place in places]
         means = [(f"{MEANS[part]}.{place.name}", place) for part in PARTS[1:] for place in places]
         self._files = [
-            _Growing(folder / f"stage-{stage}.weights.safetensors", weights),
-            _Growing(folder / f"stage-{stage}.optimizer.safetensors", means),
+            _Growing(folder / f"stage-{stage}.weights.safetensors", weights, run_id),
+            _Growing(folder / f"stage-{stage}.optimizer.safetensors", means, run_id),
         ]
         self._written = 0
 
@@ -125,8 +137,8 @@ class StageWriter:
 class _Growing:
     """A safetensors file of which the header is known and the data is still coming."""
 
-    def __init__(self, path: Path, tensors: Sequence[tuple[str, Place]]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    def __init__(self, path: Path, tensors: Sequence[tuple[str, Place]], run_id: str) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **({"run": run_id} if run_id else {})}}
         start = 0
         for name, place in tensors:
             end = start + place.size * BYTES
@@ -158,9 +170,16 @@ class _Growing:
 class Checkpoints:
     """The checkpoints of a run, in one folder; the newest few are kept."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
+    def __init__(self, folder: Path, keep: int = 2, run_id: str | None = None) -> None:
+        """Of the run with this id: others are neither read nor removed. None: of any."""
         self.folder = folder
         self.keep = keep
+        self.run_id = run_id
+
+    @classmethod
+    def of_run(cls, output: Path) -> Checkpoints:
+        """Of the run whose output folder this is."""
+        return cls(output / "checkpoints", run_id=run_id_of(output))
 
     def begin(self) -> Path:
         """An empty folder for a new one; remains of an earlier attempt go."""
@@ -170,24 +189,36 @@ class Checkpoints:
         return place
 
     def commit(self, unfinished: Path, manifest: Manifest) -> None:
-        """From here on it counts; older ones that are no longer wanted go."""
+        """From here on it counts; older ones of the run that are no longer wanted go."""
         place = self.folder / f"{manifest.iterations:06d}"
-        shutil.rmtree(place, ignore_errors=True)
-        unfinished.rename(place)
-        partial = place / (MANIFEST + ".partial")
-        with partial.open("w", encoding="utf-8") as file:
+        if place in self.others():
+            raise FileExistsError(errno.EEXIST, "is a checkpoint of another run; move it away", str(place))
+        with (unfinished / MANIFEST).open("w", encoding="utf-8") as file:
             file.write(json_text(manifest.to_json()) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(place / MANIFEST)
-        _fsync_folder(place)
+        _fsync_folder(unfinished)
+        shutil.rmtree(place, ignore_errors=True)
+        unfinished.rename(place)
         _fsync_folder(self.folder)
         for old in self.complete()[self.keep :]:
             (old / MANIFEST).unlink()  # first it stops being a checkpoint
             shutil.rmtree(old, ignore_errors=True)
 
     def complete(self) -> list[Path]:
-        """Those with a manifest, newest first."""
+        """Those of the run that have a manifest, newest first."""
+        return [place for place in self._all() if is_of(self.run_id, checkpoint_run_id(place))]
+
+    def others(self) -> list[Path]:
+        """Those of other runs, newest first."""
+        return [place for place in self._all() if not is_of(self.run_id, checkpoint_run_id(place))]
+
+    def warn_of_others(self) -> None:
+        """Say what is passed over: whoever put it there may count on it."""
+        for place in self.others():
+            log.warning("%s: is of another run than %s, and is passed over", place, self.folder.parent)
+
+    def _all(self) -> list[Path]:
         if not self.folder.is_dir():
             return []
         found = [path for path in self.folder.iterdir() if path.name.isdigit() and (path / MANIFEST).is_file()]
@@ -195,6 +226,7 @@ class Checkpoints:
 
     def newest_sound(self) -> Iterator[tuple[Path, Manifest | UserError]]:
         """Checkpoints, newest first, until one is sound; the others with what is wrong with them."""
+        self.warn_of_others()
         for place in self.complete():
             try:
                 manifest = verified(place)

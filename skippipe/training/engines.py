@@ -11,6 +11,7 @@ from skippipe.plan import Plan
 from skippipe.runtime.coordinator import IterationReport, Watcher
 from skippipe.runtime.surroundings import Asked
 from skippipe.training.assembly import Assembly
+from skippipe.transport.packed import pack
 
 Engine = Callable[[Assembly, Watcher, Asked], None]
 
@@ -50,9 +51,8 @@ def one_process(assembly: Assembly, watcher: Watcher, asked: Asked) -> None:
         watcher.iteration_done(report)
         if asked():
             break
-    folder = assembly.run.folder()
-    for index, stage in enumerate(oracle.stages):
-        folder.store_flat(index, stage.weights.values.cpu())
+    stages = ((index, [pack(stage.weights.values.cpu(), "fp32"), None]) for index, stage in enumerate(oracle.stages))
+    assembly.run.store(stages, watcher, asked)
 
 
 def virtual(assembly: Assembly, watcher: Watcher, asked: Asked) -> None:
@@ -89,10 +89,7 @@ def virtual(assembly: Assembly, watcher: Watcher, asked: Asked) -> None:
     run.close(watcher)
     if cluster.coordinator.failure:
         raise UserError(cluster.coordinator.failure)
-    folder = run.folder()
-    for stage, pieces in sorted(cluster.stored.items()):
-        for number, piece in enumerate(pieces):
-            folder.store(stage, number, piece)
+    run.store(sorted(cluster.stored.items()), watcher, asked)
 
 
 def ray(assembly: Assembly, watcher: Watcher, asked: Asked) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from skippipe.model.stage import layer_ranges
 from skippipe.model.weights import Place, layout_of_stage
 from skippipe.plan import Plan
 from skippipe.recipe import donors
-from skippipe.training.checkpoint import MANIFEST, PARTS, Checkpoints, Manifest, StageWriter, StoredFile
+from skippipe.training.checkpoint import PARTS, Checkpoints, Manifest, StageWriter, StoredFile
 from skippipe.training.job import Job
 from skippipe.training.keeping import Origin, StateReader
 from skippipe.training.run import Run
@@ -67,17 +66,18 @@ def donor_layers(young: Sequence[int], grown: Sequence[int]) -> tuple[int, ...]:
 
 def young_of(run: Path) -> Origin:
     """The newest sound checkpoint of a run."""
-    for place, found in Checkpoints(run / "checkpoints").newest_sound():
+    for place, found in Checkpoints.of_run(run).newest_sound():
         if isinstance(found, Manifest):
             return Origin(place, found)
         log.warning("%s; the checkpoint before it is used", found)
     raise UserError(f"{run}: has no sound checkpoint to grow from; name the output folder of a run that has one")
 
 
-def check_job(young: Origin, job: Job, *, force: bool = False) -> None:
+def check_job(young: Origin, job: Job) -> None:
     """Can a run of this job go on from there? What can be known before there is a plan."""
     made, output = young.manifest, Path(job.output)
-    _check_output(young, output, force)
+    if young.place.parent.parent.resolve() == output.resolve():
+        raise UserError(f"output: {output} is where {young.place} lies; name another folder in the job")
     if job.iterations <= made.iterations:
         raise UserError(
             f"iterations: {job.iterations} in the job, and {young.place} is {made.iterations} iterations on; "
@@ -96,8 +96,8 @@ def check_job(young: Origin, job: Job, *, force: bool = False) -> None:
         raise UserError(f"model '{job.model.config}': has {after} layers, {young.place} has {before}: it takes more")
 
 
-def grow(young: Origin, run: Run) -> Grown:
-    """Write what the run is to go on from, in the place of any checkpoints it has."""
+def grow(young: Origin, run: Run, begin: Callable[[], None] = lambda: None) -> Grown:
+    """Write what the run is to go on from; `begin` is called when all is checked, before anything is written."""
     made, brief = young.manifest, run.brief
     if made.data != brief.data_fingerprint:
         raise UserError(
@@ -111,12 +111,13 @@ def grow(young: Origin, run: Run) -> Grown:
     stages = [layout_of_stage(run.blueprint, brief.plan.layers, stage) for stage in range(len(brief.plan.layers))]
     for places in stages:
         state.check_shapes(places)
-    journal, checkpoints = run.journal, run.checkpoints  # the journal is open to nobody else: no run is going on there
+    begin()
+    checkpoints = run.checkpoints
     unfinished = checkpoints.begin()
     run.tokenizer.save(unfinished)
     files: list[StoredFile] = []
     for stage, places in enumerate(stages):
-        writer = StageWriter(unfinished, stage, places)
+        writer = StageWriter(unfinished, stage, places, run.run_id)
         state.copy_to(writer, places)
         files += writer.finish()
     manifest = Manifest(
@@ -127,12 +128,10 @@ def grow(young: Origin, run: Run) -> Grown:
         data=brief.data_fingerprint,
         config=brief.config,
         files=tuple(files),
+        run=run.run_id,
     )
-    journal.rewrite([])  # what it says would count for more than a checkpoint
-    journal.close()
-    for old in checkpoints.complete():  # one that went further would count for more, too
-        (old / MANIFEST).unlink()
-        shutil.rmtree(old)
+    assert not run.memories, "a run that begins has none"
+    run.journal.close()
     checkpoints.commit(unfinished, manifest)
     return Grown(checkpoints.complete()[0], copied)
 
@@ -202,17 +201,6 @@ class _YoungState:
         return UserError(
             f"{self._origin.place}: {ours} cannot be a copy of {theirs}; "
             "cut both models into equal stages, over which the kinds of layers repeat (pipeline.stages)"
-        )
-
-
-def _check_output(young: Origin, output: Path, force: bool) -> None:
-    if young.place.parent.parent.resolve() == output.resolve():
-        raise UserError(f"output: {output} is where {young.place} lies; name another folder in the job")
-    there = Checkpoints(output / "checkpoints").complete()
-    if there and not force:
-        raise UserError(
-            f"output: {output} has checkpoints already, the newest after {int(there[0].name)} iterations; "
-            "name another folder in the job, or give --force to replace them"
         )
 
 

@@ -22,7 +22,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from skippipe.errors import UserError
 
@@ -53,8 +53,8 @@ class Journal:
         self._descriptor = -1
         try:
             _make_folder(self.path.parent)
-            self._descriptor = _locked(self.path)
-            _open_journals.add(self)
+            self._descriptor = locked(self.path)
+            close_in_children(self)
             self._partial.unlink(missing_ok=True)
             self._take_up()
         except OSError as error:
@@ -103,7 +103,7 @@ class Journal:
         content = HEADER + b"".join(_line(record) for record in records)
         descriptor = -1
         try:
-            descriptor = _locked(self._partial)  # before it has the journal's name: nobody can come in between
+            descriptor = locked(self._partial)  # before it has the journal's name: nobody can come in between
             os.ftruncate(descriptor, 0)
             _put(descriptor, content, 0)
             self._sync(descriptor)
@@ -136,13 +136,21 @@ class Journal:
             os.close(descriptor)
 
 
-_open_journals: weakref.WeakSet[Journal] = weakref.WeakSet()
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_held: weakref.WeakSet[Closable] = weakref.WeakSet()
+
+
+def close_in_children(held: Closable) -> None:
+    """A forked child would share its lock, and keep it when the coordinator is dead and ought to be started again."""
+    _held.add(held)
 
 
 def _leave_to_parent() -> None:
-    """A forked child would share the lock, and keep it when the coordinator is dead and ought to be started again."""
-    for journal in list(_open_journals):
-        journal.close()
+    for each in list(_held):
+        each.close()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
@@ -194,8 +202,12 @@ def sound(line: bytes, start: int = 0) -> bytes | None:
     return text if line[start : start + 8] == b"%08x" % zlib.crc32(text) else None
 
 
-def _locked(path: Path) -> int:
-    """A descriptor of the file, new or not, that nobody else has locked."""
+class Held(UserError):
+    """Another process has locked the file."""
+
+
+def locked(path: Path) -> int:
+    """A descriptor of the file, new or not, that nobody else has locked; Held if somebody has."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -204,7 +216,7 @@ def _locked(path: Path) -> int:
                 return descriptor
         except BlockingIOError:
             os.close(descriptor)
-            raise UserError(f"{path}: another coordinator has it open; end that one first, or name another") from None
+            raise Held(f"{path}: another coordinator has it open; end that one first, or name another") from None
         except BaseException:
             os.close(descriptor)
             raise

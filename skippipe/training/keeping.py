@@ -1,7 +1,8 @@
 """Checkpoints of a run as it goes: what nodes send becomes files, and files become what nodes ask for.
 
 Writing happens on a thread of its own, so that training does not wait for a disk. A checkpoint that cannot be written
-(a full disk) is given up with a warning; the ones before it stay, and training goes on.
+(a full disk) is given up with a warning; the ones before it stay, and training goes on. What was written of it goes at
+once: others need the room.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from skippipe.training.checkpoint import (
     verified,
 )
 from skippipe.training.export import ModelFolder
+from skippipe.training.storage import Rescue, WriteFailures, in_bytes, reason
 from skippipe.transport.packed import Packed, pack
 
 log = logging.getLogger(__name__)
@@ -61,8 +63,11 @@ class CheckpointKeeper:
         blueprint: Blueprint,
         tokenizer: TextTokenizer,
         origin: Origin | None = None,
+        rescue: Rescue = lambda: None,
     ) -> None:
         self._checkpoints = checkpoints
+        self._rescue = rescue
+        self._warned = WriteFailures()
         self._brief = brief
         self._tokenizer = tokenizer
         self._blueprint = blueprint
@@ -71,8 +76,8 @@ class CheckpointKeeper:
         self._writer: StageWriter | None = None
         self._files: list[StoredFile] = []
         self._reader = StateReader(origin, brief.plan.layers, blueprint) if origin else None
-        self._ours = {origin.manifest.iterations} if origin else set()
-        """Iterations of the checkpoints of this run; the folder may hold those of another that went further."""
+        self._given_up = False
+        """What comes of the checkpoint that is being made is dropped."""
         self.failures: list[str] = []
         self.lacking = ""
         """Why there is none of what was given last; empty if all is well."""
@@ -88,6 +93,14 @@ class CheckpointKeeper:
     def abandon(self) -> None:
         """Whoever sent the checkpoint that is being made is gone; the next one starts clean."""
         self._writing.submit(self._abandon)
+
+    def lack(self) -> str:
+        """Why what was given last is not on disk; empty if all is well. Waits for what is being written."""
+        return self._writing.submit(lambda: self.lacking).result()
+
+    def move(self) -> None:
+        """From now on checkpoints go to the rescue folder, if there is one."""
+        self._writing.submit(self._move)
 
     def newest(self) -> int | None:
         """Of the checkpoints of this run, go on from the newest that is sound: its iterations, None if there is none.
@@ -115,6 +128,8 @@ class CheckpointKeeper:
         self._writing.shutdown(wait=True)
 
     def _save(self, stage: int, number: int, piece: Packed | None) -> None:
+        if self._given_up:
+            return
         try:
             if self._place is None:
                 self._place = self._checkpoints.begin()
@@ -122,20 +137,32 @@ class CheckpointKeeper:
             if number == 0:
                 self._stop_stage()
                 places = layout_of_stage(self._blueprint, self._brief.plan.layers, stage)
-                self._writer = StageWriter(self._place, stage, places)
-            if self._writer is None:
-                return  # it was given up
+                self._writer = StageWriter(self._place, stage, places, self._run_id)
+            assert self._writer is not None
             if piece is not None:
                 self._writer.write(piece.data)
             else:
                 self._files += self._writer.finish()
                 self._writer = None
         except Exception as error:  # whatever it is, training goes on
-            self._give_up(f"{type(error).__name__}: {error}")
+            self._give_up(error)
+
+    def _move(self) -> None:
+        try:
+            folder = self._rescue()
+        except UserError as error:
+            log.warning("%s", error)
+            return
+        if folder is not None:
+            self._checkpoints = Checkpoints(folder / "checkpoints", self._checkpoints.keep, self._checkpoints.run_id)
+
+    @property
+    def _run_id(self) -> str:
+        return self._checkpoints.run_id or ""
 
     def _saved(self, iterations: int, steps: tuple[int, ...]) -> None:
         place, files = self._place, self._files
-        self._place, self._files, self.lacking = None, [], ""
+        self._place, self._files, self.lacking, self._given_up = None, [], "", False
         if place is None or len(files) != 2 * len(self._brief.plan.layers):
             self._lack(iterations)
             return
@@ -148,28 +175,31 @@ class CheckpointKeeper:
             data=brief.data_fingerprint,
             config=brief.config,
             files=tuple(files),
+            run=self._run_id,
         )
         try:
             self._checkpoints.commit(place, manifest)
-            self._ours.add(iterations)
+            self._warned.works(self._checkpoints.folder)
         except OSError as error:
-            self._give_up(str(error))
+            self._place = place
+            self._give_up(error)
+            self._given_up = False
             self._lack(iterations)
 
     def _lack(self, iterations: int) -> None:
         self.lacking = f"none after {iterations} iterations: {'; '.join(self.failures[-1:])}"
-        log.warning("checkpoint: %s", self.lacking)
 
-    def _give_up(self, reason: str) -> None:
-        self.failures.append(reason)
-        self._stop_stage()
-        self._files = []
+    def _give_up(self, error: Exception) -> None:
+        self.failures.append(f"{type(error).__name__}: {error}")
+        self._warned.failed(self._checkpoints.folder, error, "the checkpoints before stay, and training goes on")
+        self._abandon()
+        self._given_up = True
 
     def _abandon(self) -> None:
         self._stop_stage()
         if self._place is not None:
             shutil.rmtree(self._place, ignore_errors=True)
-        self._place, self._files = None, []
+        self._place, self._files, self._given_up = None, [], False
 
     def _stop_stage(self) -> None:
         if self._writer is not None:
@@ -178,8 +208,6 @@ class CheckpointKeeper:
 
     def _newest(self) -> StateReader | None:
         for place in self._checkpoints.complete():
-            if int(place.name) not in self._ours:
-                continue
             try:
                 if self._reader is not None and self._reader.reads(place):
                     return self._reader  # verified before
@@ -293,11 +321,18 @@ def _essence(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def export(place: Path, folder: Path) -> Manifest:
-    """A checkpoint as a Hugging Face folder."""
+    """A checkpoint as a Hugging Face folder, or nothing; UserError if it cannot be written."""
     manifest = verified(place)
     blueprint = Blueprint(config_from(manifest.config), manifest.seed)
     reader = StateReader(Origin(place, manifest), manifest.layers, blueprint)
-    model = ModelFolder(folder, manifest.layers, blueprint, TextTokenizer.load(place))
-    for stage in range(len(manifest.layers)):
-        model.store_flat(stage, reader.weights(stage))
+    model = ModelFolder(folder, manifest.layers, blueprint, TextTokenizer.load(place), run_id=manifest.run)
+    try:
+        for stage in range(len(manifest.layers)):
+            model.store_flat(stage, reader.weights(stage))
+    except (OSError, UserError) as error:
+        missing = in_bytes(model.missing_bytes)
+        model.discard()
+        raise UserError(
+            f"{folder}: {missing} of the model cannot be written: {reason(error)}; make room, or name another folder"
+        ) from None
     return manifest

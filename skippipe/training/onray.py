@@ -12,7 +12,6 @@ import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -166,7 +165,7 @@ def _reachable(run: Run, met: Mapping[str, Mapping[str, Any]]) -> Run:
     far = next((host for host in hosts if not is_loopback(host)), hosts[0])
     listen = joined(own_address(far), split(run.listen)[1])
     meeting = joined(first["host"], first["port"]) if run.brief.rendezvous else None
-    return replace(run, brief=replace(run.brief, rendezvous=meeting), listen=listen)
+    return run.listening(listen, meeting)
 
 
 def _ended(lives: dict[str, Any]) -> list[tuple[str, str]]:

@@ -19,11 +19,14 @@ from typing import Any
 from skippipe.cluster import Cluster
 from skippipe.costs import ns
 from skippipe.errors import UserError
+from skippipe.jsonfile import write_text
 from skippipe.plan import Plan
 from skippipe.report.trace import merged, trace_events
+from skippipe.runs.records import metrics_of
 from skippipe.runtime.coordinator import Event, IterationReport, Watcher
 from skippipe.simulate import node_use
 from skippipe.timeline import LinkUse, Task, Timeline, Timing
+from skippipe.training.storage import LineFile, WriteFailures
 
 log = logging.getLogger(__name__)
 
@@ -53,30 +56,33 @@ class Everybody(Watcher):
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         self._watchers = watchers
+        self._said: set[str] = set()
 
     def iteration_done(self, report: IterationReport) -> None:
         for watcher in self._watchers:
-            with _tolerating(watcher):
+            with self._tolerating(watcher):
                 watcher.iteration_done(report)
 
     def happened(self, event: Event) -> None:
         for watcher in self._watchers:
-            with _tolerating(watcher):
+            with self._tolerating(watcher):
                 watcher.happened(event)
 
     def measured(self, cluster: Cluster) -> None:
         for watcher in self._watchers:
-            with _tolerating(watcher):
+            with self._tolerating(watcher):
                 watcher.measured(cluster)
 
-
-@contextmanager
-def _tolerating(watcher: Watcher) -> Iterator[None]:
-    """A full disk is no reason to stop training."""
-    try:
-        yield
-    except (OSError, UserError) as error:
-        log.warning("%s: %s", type(watcher).__name__, error)
+    @contextmanager
+    def _tolerating(self, watcher: Watcher) -> Iterator[None]:
+        """Whatever a watcher cannot do is no reason to stop training; it is said once."""
+        try:
+            yield
+        except (OSError, UserError) as error:
+            line = f"{type(watcher).__name__}: {error}"
+            if line not in self._said:
+                self._said.add(line)
+                log.warning("%s", line)
 
 
 class Late(Watcher):
@@ -129,30 +135,39 @@ class MetricsFile(Watcher):
     A run that goes on keeps the lines that there are; if it has to repeat iterations, the newer lines count.
     """
 
-    def __init__(self, path: Path, figures: Figures, iterations: int, *, resumed: bool = False) -> None:
+    def __init__(
+        self, path: Path, figures: Figures, iterations: int, *, resumed: bool = False, run_id: str = ""
+    ) -> None:
         """Of a run that is to do so many iterations."""
-        self._path = path
         self._figures = figures
         self._iterations = iterations
+        self._run = {"run": run_id} if run_id else {}
         self._names = [node.name for node in figures.plan.cluster.nodes]
-        lines = path.read_text(encoding="utf-8").splitlines() if resumed and path.exists() else []
-        self._rows = {row["iteration"]: line for line in lines if (row := _row(line))}
-        self._file = path.open("w", encoding="utf-8")
-        self._file.writelines(f"{line}\n" for line in self._rows.values())
-        self._file.flush()
+        self._starts: dict[int, int] = {}
+        """Iteration → where its line begins in the file."""
+        *lines, _ = path.read_bytes().split(b"\n") if resumed and path.exists() else [b""]
+        at = 0
+        for line in lines:
+            found = metrics_of(line)
+            if found is not None and found.run == run_id:
+                self._begin_row(found.row.iteration, at)
+                self._starts[found.row.iteration] = at
+            at += len(line) + 1
+        self._file = LineFile(path, at)  # what follows was torn
 
     def iteration_done(self, report: IterationReport) -> None:
         links = [[self._names[a], self._names[b], count] for (a, b), count in sorted(report.sent_bytes.items())]
         row: dict[str, Any] = {**self._figures.of(report), "iterations": self._iterations, "time": time.time()}
-        row |= {"links": links, "visits": list(report.visits)}
-        if self._rows and report.iteration <= max(self._rows):
-            self._rows = {number: line for number, line in self._rows.items() if number < report.iteration}
-            self._file.seek(0)
-            self._file.truncate()
-            self._file.writelines(f"{line}\n" for line in self._rows.values())
-        self._rows[report.iteration] = json.dumps({name: _plain(value) for name, value in row.items()})
-        self._file.write(self._rows[report.iteration] + "\n")
-        self._file.flush()
+        row |= {"links": links, "visits": list(report.visits), **self._run}
+        self._file.cut(self._begin_row(report.iteration, self._file.size))
+        self._file.add(json.dumps({name: _plain(value) for name, value in row.items()}))
+
+    def _begin_row(self, iteration: int, at: int) -> int:
+        """Where the line of an iteration begins: where the first stood that is done again, else at `at`."""
+        while self._starts and next(reversed(self._starts)) >= iteration:
+            _, at = self._starts.popitem()
+        self._starts[iteration] = at
+        return at
 
 
 def _plain(value: Any) -> Any:
@@ -160,24 +175,16 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _row(line: str) -> dict[str, Any] | None:
-    """None for a line that was torn."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and "iteration" in row else None
-
-
 class EventsFile(Watcher):
     """Everything out of the ordinary, one JSON object a line: who was lost, who came, what was done about it."""
 
-    def __init__(self, path: Path, *, resumed: bool = False) -> None:
-        self._file = path.open("a" if resumed else "w", encoding="utf-8")
+    def __init__(self, path: Path, *, resumed: bool = False, run_id: str = "") -> None:
+        self._run = {"run": run_id} if run_id else {}
+        kept = path.read_bytes().rfind(b"\n") + 1 if resumed and path.exists() else 0
+        self._file = LineFile(path, kept)
 
     def happened(self, event: Event) -> None:
-        self._file.write(json.dumps({**asdict(event), "time": time.time()}) + "\n")
-        self._file.flush()
+        self._file.add(json.dumps({**asdict(event), "time": time.time(), **self._run}))
 
 
 class ClusterFile(Watcher):
@@ -185,16 +192,20 @@ class ClusterFile(Watcher):
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._failures = WriteFailures()
 
     def measured(self, cluster: Cluster) -> None:
-        cluster.save(self._path)
+        with self._failures.tolerated(self._path, "it stays as it was"):
+            cluster.save(self._path)
 
 
 class Traces(Watcher):
     """Recorded iterations as Chrome traces, the plan and what became of it as two tracks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, run_id: str = "") -> None:
         self._folder = folder
+        self._run = {"run": run_id} if run_id else {}
+        self._failures = WriteFailures()
 
     def iteration_done(self, report: IterationReport) -> None:
         plan = report.plan
@@ -203,9 +214,11 @@ class Traces(Watcher):
         tracks = [trace_events(plan, measured(plan, report), "measured")]
         if plan.expected is not None:
             tracks.insert(0, trace_events(plan, plan.expected, "planned"))
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"iteration-{report.iteration:06d}.json"
-        path.write_text(json.dumps(merged(tracks), ensure_ascii=False) + "\n", encoding="utf-8")
+        trace = merged(tracks)
+        trace["otherData"] = {**trace.get("otherData", {}), **self._run}
+        with self._failures.tolerated(self._folder, "recorded iterations are left out"):
+            path = self._folder / f"iteration-{report.iteration:06d}.json"
+            write_text(path, json.dumps(trace, ensure_ascii=False) + "\n")
 
 
 class TensorBoard(Watcher):

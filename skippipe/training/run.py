@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from skippipe.plan import Plan
 from skippipe.runtime.coordinator import Deadlines, Event, Survival, Watcher
 from skippipe.runtime.desk import Desk
 from skippipe.runtime.member import Invitation, Member
+from skippipe.runtime.patience import ROOM_S
 from skippipe.runtime.reception import Gone
-from skippipe.runtime.surroundings import Asked
+from skippipe.runtime.surroundings import Asked, Unwritten
 from skippipe.text.tokenizer import TextTokenizer
 from skippipe.training.brief import Brief
 from skippipe.training.checkpoint import Checkpoints
@@ -28,10 +29,10 @@ from skippipe.training.journal import Journal
 from skippipe.training.keeping import CheckpointKeeper, Origin, origin_of
 from skippipe.training.nursery import Nursery, log_file
 from skippipe.training.reports import Everybody
+from skippipe.training.run_folder import journal_run_id
+from skippipe.training.storage import ModelStore, Rescue, WriteFailures
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from skippipe.transport.mailbox import Security
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,10 @@ class Run:
     """Go on from the newest checkpoint in the output folder."""
     plans: Mapping[int, Plan] = field(default_factory=dict)
     """For paths of the lengths that the recipe asks for."""
+    run_id: str = ""
+    """Every file of the run repeats it; what has another one is not touched."""
+    rescue: Rescue = lambda: None
+    """Where the model and the last checkpoint go if the output folder cannot be written."""
 
     @cached_property
     def origin(self) -> Origin | None:
@@ -91,7 +96,10 @@ class Run:
     def memories(self) -> list[dict[str, Any]]:
         """What an earlier coordinator has noted, if its nodes may still be there: those that join by themselves."""
         found = self.journal.records
-        if self.resumed and self.peers is not None and found and "done" not in found[-1]:
+        if self.resumed and found and journal_run_id(found) != self.run_id:
+            raise UserError(f"{self.journal.path}: was written by another run; move it away to go on from a checkpoint")
+        planned = any("plan" in record for record in found)
+        if self.resumed and self.peers is not None and planned and "done" not in found[-1]:
             noted = [
                 node["name"] for record in found if "plan" in record for node in record["plan"]["cluster"]["nodes"]
             ]
@@ -102,20 +110,23 @@ class Run:
                     "or remove the file to go on from a checkpoint"
                 )
             return list(found)
-        self.journal.rewrite([])
+        self.journal.rewrite([{"run": self.run_id}] if self.run_id else [])
         return []
 
-    def note(self, record: dict[str, Any]) -> None:
-        try:
-            self.journal.write(record)
-        except OSError as error:
-            log.warning(
-                "%s: %s; if the coordinator is killed now, it cannot go on where it was", self.journal.path, error
-            )
+    @cached_property
+    def noting(self) -> Noting:
+        return Noting(self.journal)
 
     @property
     def checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.output / "checkpoints", self.kept)
+        return Checkpoints(self.output / "checkpoints", self.kept, self.run_id)
+
+    def listening(self, listen: str, rendezvous: str | None) -> Run:
+        """The same, at another address; what was opened or read already stays so."""
+        other = replace(self, brief=replace(self.brief, rendezvous=rendezvous), listen=listen)
+        kept = ("journal", "memories", "origin")
+        vars(other).update({name: value for name, value in vars(self).items() if name in kept}, models=self.models)
+        return other
 
     @property
     def names(self) -> list[str]:
@@ -180,14 +191,14 @@ class Run:
             publics,
             listen=self.listen,
             security=self.security,
-            store=self.folder().store,
+            store=self.models.store,
             keeper=self.keeper,
-            note=self.note,
+            note=self.noting.note,
         )
 
     @cached_property
     def keeper(self) -> CheckpointKeeper:
-        return CheckpointKeeper(self.checkpoints, self.brief, self.blueprint, self.tokenizer, self.origin)
+        return CheckpointKeeper(self.checkpoints, self.brief, self.blueprint, self.tokenizer, self.origin, self.rescue)
 
     def coordinate(self, desk: Desk, watcher: Watcher, asked: Asked, gone: Gone = lambda: ()) -> None:
         from skippipe.planner.repair import compile_repair
@@ -217,8 +228,47 @@ class Run:
         if self.keeper.lacking:
             watcher.happened(Event("checkpoint", self.iterations - 1, self.keeper.lacking))
 
-    def folder(self) -> ModelFolder:
-        return ModelFolder(self.output / "model", self.brief.plan.layers, self.blueprint, self.tokenizer)
+    @cached_property
+    def models(self) -> ModelStore:
+        folder = ModelFolder(
+            self.output / "model", self.brief.plan.layers, self.blueprint, self.tokenizer, run_id=self.run_id
+        )
+        return ModelStore(folder, self.rescue, self._ways_on)
+
+    def _ways_on(self) -> str:
+        """When the model cannot be written in the end, and nobody has made room."""
+        if self.peers is not None:
+            return "nodes wait for a while: make room, or add --rescue DIR, and go on with --resume"
+        done = self.checkpoints.complete()
+        if not done:
+            return "there is no checkpoint to go on from; start anew with --rescue DIR, a folder on another disk"
+        return f"--resume goes on from {done[0]}; with --rescue DIR the model goes to a folder on another disk"
+
+    def store(self, stages: Iterable[tuple[int, Iterable[Any]]], watcher: Watcher, asked: Asked) -> None:
+        """The pieces of every stage, None after the last, from the memory of this process. Waits for room if need be,
+        unless somebody asks for the end meanwhile; UserError if there is none in the end."""
+        for stage, pieces in stages:
+            for number, piece in enumerate(pieces):
+                self._store_one(stage, number, piece, watcher, asked)
+
+    def _store_one(self, stage: int, number: int, piece: Any, watcher: Watcher, asked: Asked) -> None:
+        deadline, before, said = time.monotonic() + self.deadlines.room.total_seconds(), asked(), False
+        while True:
+            try:
+                self.models.store(stage, number, piece)
+            except Unwritten as error:
+                if asked() > before or time.monotonic() > deadline:
+                    raise UserError(f"{error}; {error.ways}") from None
+                if not said:
+                    minutes = f"{self.deadlines.room.total_seconds() / 60:.0f} minutes"
+                    text = f"{error}; room is waited for, {minutes} at most"
+                    watcher.happened(Event("storage", self.iterations - 1, text))
+                said = True
+                time.sleep(ROOM_S)  # a disk does not say when it has room
+            else:
+                break
+        if said:
+            watcher.happened(Event("storage", self.iterations - 1, "the model can be written again"))
 
     def ended(self, nursery: Nursery, told: Mapping[str, dict[str, Any]] | None = None) -> list[tuple[str, str]]:
         """Nodes that are no more, and how they ended; those in `told` are started again, a few times."""
@@ -232,6 +282,24 @@ class Run:
             if told and nursery.started[name] <= self.restarts:
                 nursery.start(name, told[name])
         return found
+
+
+class Noting:
+    """Records on their way to the journal. Those that cannot be written wait, so that none is ever left out between
+    others: a coordinator that is started again finds all up to some record, or goes on from a checkpoint."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._waiting: list[dict[str, Any]] = []
+        self._failures = WriteFailures()
+
+    def note(self, record: dict[str, Any]) -> None:
+        self._waiting.append(record)
+        meanwhile = "a coordinator that is killed now goes on from the newest checkpoint, not from where it was"
+        with self._failures.tolerated(self._journal.path, meanwhile):
+            while self._waiting:
+                self._journal.write(self._waiting[0])
+                del self._waiting[0]
 
 
 def birth(told: dict[str, Any]) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -84,6 +84,9 @@ def train(
     tokens: Annotated[
         Path | None, typer.Option(help="Where this machine keeps the token folder, if elsewhere than rank 0.")
     ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="As for 'skippipe train'.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="As for 'skippipe train'.")] = False,
+    rescue: Annotated[Path | None, typer.Option(help="As for 'skippipe train'.")] = None,
 ) -> None:
     """Train with one rank of torchrun a node.
 
@@ -98,7 +101,7 @@ def train(
     wanted = wanted_job(job, iterations, out)
     if wanted.transport.peers:
         raise UserError("transport.peers: is for nodes that join by themselves; torchrun's have keys made for the run")
-    run_job(wanted, partial(lead, rank=rank, tokens=tokens))
+    run_job(wanted, partial(lead, rank=rank, tokens=tokens), resumed=resume, force=force, rescue=rescue)
 
 
 def lead(assembly: Assembly, watcher: Watcher, asked: Asked, *, rank: Rank, tokens: Path | None = None) -> None:
@@ -138,7 +141,7 @@ def reachable(run: Run, host: str) -> Run:
     host = host or "127.0.0.1"
     meeting = joined(host, free_port(host)) if run.brief.rendezvous else None
     listen = joined(host, split(run.listen)[1])
-    return replace(run, brief=replace(run.brief, rendezvous=meeting), listen=listen)
+    return run.listening(listen, meeting)
 
 
 def follow(rank: Rank, tokens: Path | None) -> None:

@@ -32,6 +32,7 @@ MEANINGS = {
     "checkpointed": "a checkpoint was complete",
     "recovered": "the coordinator was started again",
     "ending": "somebody asked for the end of the run",
+    "storage": "the model could not be written, or could be in the end",
     "drill": "an exercise: a node was killed on purpose",
 }
 NODES_IN_WORDS = """Busy: forward, head, backward and weight gradients. Idle: the rest of the iteration, averaging

@@ -1,0 +1,283 @@
+"""The output folder of a run: whose it is, who may write there, and what becomes of a run that it holds already.
+
+    run/run.json    the id of the run, written before all else; every file of the run repeats it
+    run/run.lock    locked (flock) by the process that trains there, whatever its engine; the lock ends with the process
+
+A folder that holds a run is not trained into, unless the run is resumed or set aside. To set it aside is to rename the
+whole folder: nothing is ever deleted or mixed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from skippipe.errors import UserError
+from skippipe.jsonfile import json_text, write_text
+from skippipe.runs.listing import RUN_FILE, checkpoint_run_id, run_id_of
+from skippipe.runs.records import metrics_of, object_of
+from skippipe.training.checkpoint import Checkpoints
+from skippipe.training.journal import FORMAT as JOURNAL_FORMAT
+from skippipe.training.journal import Held, close_in_children, locked, sound
+
+FORMAT, VERSION = "skippipe-run", 1
+LOCK_FILE = "run.lock"
+LOCK_BYTES = 4096
+"""Of the lock file, all along: what a waiting run is told can be written over it even on a full disk."""
+ID_BYTES = 8
+WRITTEN = ("plan.json", "cluster.json", "metrics.jsonl", "events.jsonl", "journal")
+FOLDERS = ("checkpoints", "model", "traces", "tensorboard")
+
+
+class RunFolder:
+    """Held by one process at a time, from before anything is read until the run is over."""
+
+    def __init__(self, path: Path, *, resumed: bool = False, force: bool = False, rescue: Path | None = None) -> None:
+        """UserError if another process trains there, or if it holds what must not be overwritten."""
+        self.path = path
+        self._rescue = rescue
+        self._set_aside = False
+        make_folder(path)
+        self._descriptor = _hold(path)
+        close_in_children(self)
+        try:
+            if resumed:
+                self.run_id = run_id_of(path) or _adopted_id(path)
+            else:
+                self._set_aside = _must_be_set_aside(path, force)
+                self.run_id = secrets.token_hex(ID_BYTES)
+            if rescue is not None:
+                self._check_rescue(rescue)
+        except BaseException:
+            self.release()
+            raise
+
+    def begin(self, reads: Iterable[Path] = ()) -> Path | None:
+        """Write the id, before anything else is written; a run that is in the way is renamed, and to what is returned.
+
+        `reads`: files and folders that the new run needs.
+        """
+        aside = None
+        if self._set_aside:
+            aside = _renamed(self.path, reads)
+            old, self._descriptor = self._descriptor, -1
+            os.close(old)
+            make_folder(self.path)
+            self._descriptor = _hold(self.path)
+            self._set_aside = False
+        _write_id(self.path, self.run_id)
+        return aside
+
+    def rescue(self) -> Path | None:
+        """Where the model and the last checkpoint go if this folder cannot be written: as this process was told when
+        it was started, or as another one has told it since. It is made a run's folder like this one."""
+        found = _lock_content(self.path).get("rescue") or self._rescue
+        if not found:
+            return None
+        folder = Path(found)
+        self._check_rescue(folder)
+        _write_id(folder, self.run_id)
+        return folder
+
+    def _check_rescue(self, folder: Path) -> None:
+        make_folder(folder, "--rescue")
+        if folder.resolve() == self.path.resolve():
+            raise UserError(f"--rescue: {folder} is the output folder; name one on another disk")
+        if run_id_of(folder) not in (None, self.run_id):
+            raise UserError(f"--rescue: {folder} holds another run; name another folder")
+
+    def release(self) -> None:
+        """Let others train there. If nothing was begun, nothing is left behind."""
+        with suppress(OSError):
+            if self._descriptor >= 0 and not _is_run(self.path):
+                (self.path / LOCK_FILE).unlink()
+        self.close()
+
+    def close(self) -> None:
+        """The lock is left to a parent, if there is one that has it too."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+@contextmanager
+def held_run_folder(
+    path: Path, *, resumed: bool = False, force: bool = False, rescue: Path | None = None
+) -> Iterator[RunFolder]:
+    folder = RunFolder(path, resumed=resumed, force=force, rescue=rescue)
+    try:
+        yield folder
+    finally:
+        folder.release()
+
+
+def tell_rescue(path: Path, rescue: Path) -> int | None:
+    """Tell the run that is going on in a folder where its model may go; its process, None if there is no such run."""
+    try:
+        descriptor = locked(path / LOCK_FILE) if (path / LOCK_FILE).exists() else -1
+    except Held:
+        make_folder(rescue, "--rescue")
+        content = {**_lock_content(path), "rescue": str(rescue.resolve())}
+        with (path / LOCK_FILE).open("r+b", buffering=0) as file:
+            file.write(_padded(content))
+        return int(content.get("process", 0))
+    if descriptor >= 0:
+        os.close(descriptor)
+    return None
+
+
+def make_folder(folder: Path, what: str = "output") -> None:
+    """UserError if there can be no such folder."""
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{what}: {folder} is a file; name a folder")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{what}: {folder} cannot be made: {error.strerror or error}") from None
+
+
+def _hold(folder: Path) -> int:
+    try:
+        descriptor = locked(folder / LOCK_FILE)
+        os.pwrite(descriptor, _padded({"process": os.getpid(), "machine": socket.gethostname()}), 0)
+    except Held:
+        found = _lock_content(folder)
+        who = f" (process {found['process']} of {found.get('machine', '?')})" if "process" in found else ""
+        raise UserError(
+            f"output: a run is going on in {folder}{who}; wait for its end, or name another output folder"
+        ) from None
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written: {error.strerror or error}") from None
+    return descriptor
+
+
+def _padded(content: dict[str, Any]) -> bytes:
+    text = json.dumps(content).encode()
+    if len(text) >= LOCK_BYTES:
+        raise UserError("--rescue: this name is too long")
+    return text.ljust(LOCK_BYTES - 1) + b"\n"
+
+
+def _lock_content(folder: Path) -> dict[str, Any]:
+    try:
+        return object_of((folder / LOCK_FILE).read_bytes()) or {}
+    except OSError:
+        return {}
+
+
+def _write_id(folder: Path, run_id: str) -> None:
+    if run_id and run_id_of(folder) != run_id:
+        content = {"format": FORMAT, "version": VERSION, "id": run_id, "begun": round(time.time(), 3)}
+        write_text(folder / RUN_FILE, json_text(content) + "\n")
+
+
+def _adopted_id(folder: Path) -> str:
+    """Of a run that is resumed without its `run.json`: that of its newest checkpoint, or of its journal; empty for a
+    run from before there were ids."""
+    for place in Checkpoints(folder / "checkpoints").complete():
+        found = checkpoint_run_id(place)
+        if found is not None:
+            return found
+    return journal_run_id(_journal_records(folder))
+
+
+def journal_run_id(records: Iterable[dict[str, Any]]) -> str:
+    """The id of the run that wrote these records; empty: it had none."""
+    first = next(iter(records), {})
+    return str(first.get("run", ""))
+
+
+def _journal_records(folder: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = (folder / "journal").read_bytes().split(b"\n")
+    except OSError:
+        return
+    for line in lines:
+        text = sound(line)
+        record = object_of(text) if text is not None else None
+        if record is not None:
+            yield record
+
+
+def _is_run(folder: Path) -> bool:
+    """Has a run written here, or begun to?"""
+    with suppress(OSError):
+        if (folder / "journal").read_bytes().startswith(JOURNAL_FORMAT.encode()):
+            return True
+    known = (folder / RUN_FILE).exists() or bool(_iterations(folder))
+    return known or bool(Checkpoints(folder / "checkpoints").complete())
+
+
+def _iterations(folder: Path) -> int:
+    """That the metrics have, at least."""
+    try:
+        lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")
+    except OSError:
+        return 0
+    found = (metrics_of(line) for line in reversed(lines))
+    return next((each.row.iteration + 1 for each in found if each is not None), 0)
+
+
+def _done(folder: Path) -> str:
+    """What a run has done here, in words; empty: it has ended before it did anything that could be lost."""
+    checkpoints = Checkpoints(folder / "checkpoints").complete()
+    done = max([_iterations(folder), *(int(place.name) for place in checkpoints[:1])])
+    if done:
+        return f"{done} iteration{'s' * (done > 1)} on"
+    return "with a model" if (folder / "model" / "config.json").exists() else ""
+
+
+def _must_be_set_aside(folder: Path, force: bool) -> bool:
+    """UserError if something is in the way that nobody has said what to do about."""
+    if not _is_run(folder):
+        _check_others(folder)
+        return False
+    done = _done(folder)
+    if done and not force:
+        raise UserError(
+            f"output: {folder} holds a run, {done}; --resume goes on with it, --force sets it aside whole and begins "
+            "anew; or name another output folder"
+        )
+    return bool(done)
+
+
+def _check_others(folder: Path) -> None:
+    """Files of somebody else that have the names of ours."""
+    plans = sorted(path.name for path in folder.glob("plan-*.json"))
+    taken = [name for name in (*WRITTEN, *plans) if (folder / name).exists()]
+    taken += [name for name in FOLDERS if _is_taken(folder / name)]
+    if taken:
+        raise UserError(
+            f"output: {folder} holds no run, but {', '.join(taken)}, which a run would overwrite; move that away, or "
+            "name another output folder"
+        )
+
+
+def _is_taken(path: Path) -> bool:
+    return path.exists() and (not path.is_dir() or any(path.iterdir()))
+
+
+def _renamed(folder: Path, reads: Iterable[Path]) -> Path:
+    """The folder under a name of its own beside it."""
+    whole = folder.resolve()
+    for path in (Path.cwd(), *reads):
+        if path.resolve().is_relative_to(whole):
+            raise UserError(f"--force: {path} lies in {folder}, which is to be set aside; put it elsewhere")
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    names = (f"{whole.name}.old-{stamp}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 100))))
+    aside = next(whole.with_name(name) for name in names if not whole.with_name(name).exists())
+    try:
+        whole.rename(aside)
+    except OSError as error:
+        raise UserError(
+            f"--force: {folder} cannot be renamed to {aside.name}: {error.strerror or error}; move its content "
+            "yourself, or name another output folder"
+        ) from None
+    return folder.with_name(aside.name) if folder.name == whole.name else aside
