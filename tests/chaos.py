@@ -54,7 +54,8 @@ from skippipe.workload import Workload
 from tests import stricken
 from tests.chaos_virtual import check_visits
 from tests.plans import uniform_cluster
-from tests.stricken import LOOK_S, Scene, Wire, name_of, run_coordinator, run_nodes
+from tests.relay import Wire
+from tests.stricken import LOOK_S, Scene, name_of, run_coordinator, run_nodes
 
 PATIENCE_S = 60.0  # for a whole run
 GONE_S = 8.0  # for all processes to be gone after a run
@@ -192,7 +193,9 @@ class Chaos:
         joined = kills if self.joined is None else self.joined
         self._places = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)] if joined else []
         """Of the coordinator: whenever it is started again, it is at the other one."""
-        wires = {pair: Wire(self.folder / "at" / name_of(pair[1])) for pair in _failing(self.faults)}
+        wires = {
+            pair: Wire((self.folder / "at" / name_of(pair[1])).read_text) for pair in sorted(_failing(self.faults))
+        }
         self._wires = wires
         self._scene = Scene(
             self.folder,
@@ -260,7 +263,7 @@ class Chaos:
             if fault.kind == "slow link":
                 wire.times = fault.times
             else:
-                wire.cut()
+                wire.cut(silent=fault.silent)
 
     def _end(self, fault: Fault) -> None:
         if fault.kind == "freeze":

@@ -118,6 +118,22 @@ def test_a_cut_link_is_done_without_and_a_frozen_node_starts_over(play: Play) ->
     assert not outcome.said("gone", 4)
 
 
+def test_a_link_that_is_cut_without_a_word_is_done_without(play: Play) -> None:
+    outcome = play(
+        cut(0, 4, one_way=True, silent=True).at(iteration=1, during="forward").back_after(30),
+        cut(6, 7, silent=True).at(iteration=6, during="averaging").back_after(30),
+        iterations=9,
+    )
+    assert_struck(outcome)
+    assert outcome.said("cut", 0) == ["cannot reach 'n4'"], outcome.tale()
+    assert outcome.said("cut", 6) or outcome.said("cut", 7), outcome.tale()
+    assert not [text for text in outcome.said("restarted") if "waited" in text], "it is known before patience ends"
+    assert not outcome.said("slow"), "who waits for a link is not slow"
+    gone = [event["node"] for event in outcome.events if event["kind"] == "gone"]
+    assert len(gone) <= 1, "one of the two who cannot average any more"
+    assert set(gone) <= {"n6", "n7"}
+
+
 def test_two_at_once_for_good(play: Play) -> None:
     outcome = play(
         kill(node=1).at(iteration=2, during="forward"),
