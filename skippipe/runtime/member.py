@@ -52,6 +52,7 @@ LAST_WORK_S = 10.0  # for a pass that is being computed
 RETRY_S = 2.0  # from one try to reach the coordinator to the next
 SIGNS_A_DEADLINE = 5  # of life, within the time after which a node counts as gone
 CUT = 0.75  # heartbeats without an answer over a link that is asked about every fifth of one: then it is cut
+WATCHED = 4  # heartbeats, since a link was last needed: a lane that serves is needed for moments, again and again
 LARGEST_BYTES = 2**33  # a ring of two passes on half the gradient of a stage at a time
 
 
@@ -125,6 +126,8 @@ class Member:
         """Peer → the address it was last looked for at."""
         self._linked_at: dict[str, float] = {}
         self._broken_since: dict[str, float] = {}
+        self._needed_at: dict[str, float] = {}
+        """Peers that this node has to talk to, or had to not long ago."""
         self._complained_at: dict[str, float] = {}
         """Of links that are silent."""
         self._patient_from = 0.0
@@ -365,8 +368,16 @@ class Member:
     def _watch(self) -> None:
         """Links to the coordinator and to those whom this node talks to."""
         assert self._node is not None
-        peers = {self._names[other] for other in self._node.talks_to()}
-        self._mailbox.watch(peers | {THE_COORDINATOR}, self._heartbeat_s)
+        now = time.monotonic()
+        recent = {name: at for name, at in self._needed_at.items() if now < at + WATCHED * self._heartbeat_s}
+        self._needed_at = recent | {self._names[other]: now for other in self._node.talks_to()}
+        self._mailbox.watch({*self._needed_at, THE_COORDINATOR}, self._heartbeat_s)
+
+    def _coordinator_silent_since(self) -> float | None:
+        """None: it answers; or it never has, which may be because it is busy planning."""
+        if THE_COORDINATOR not in self._mailbox.watched:
+            return None
+        return self._mailbox.silent.get(THE_COORDINATOR)
 
     def _deliver(self, received: Received) -> None:
         assert self._node is not None
@@ -391,7 +402,6 @@ class Member:
                     self._forget(self._names[gone])
             for other in self._node.talks_to():
                 self._link(self._names[other])
-            self._watch()
 
     def _control(self, received: Received) -> Control | None:
         """What cannot be understood is counted."""
@@ -410,7 +420,7 @@ class Member:
         assert self._node is not None
         now, silent = time.monotonic(), self._mailbox.silent
         held_up, self._turned_at = now > self._turned_at + self._heartbeat_s / 2, now
-        if held_up or self._alone_since is not None or THE_COORDINATOR in silent:
+        if held_up or self._alone_since is not None or self._coordinator_silent_since() is not None:
             self._patient_from = now
         waited_for = {name: self._linked_at[name] for name in self._linked.keys() - self._mailbox.connected}
         for name, since in (waited_for | self._broken_since).items():
@@ -424,7 +434,7 @@ class Member:
                 self._complain(name)
         for name in silent.keys() & self._linked.keys() & self._mailbox.connected:
             since = max(silent[name], self._complained_at.get(name, 0.0), self._patient_from)
-            if now > since + CUT * self._heartbeat_s:
+            if now > since + (CUT if name in self._mailbox.watched else 1.0) * self._heartbeat_s:
                 self._complained_at[name] = now
                 self._complain(name)
 
@@ -447,7 +457,7 @@ class Member:
                 self._call_coordinator()
             elif self._alone_since is None:
                 raise Dismissed(self._without_coordinator(lost.reason))
-        silent_since = self._mailbox.silent.get(THE_COORDINATOR)
+        silent_since = self._coordinator_silent_since()
         if silent_since is not None and time.monotonic() > silent_since + self._heartbeat_s:
             self._alone_since = self._alone_since or time.monotonic()
             log.warning("the coordinator does not answer; waiting for it to come back")

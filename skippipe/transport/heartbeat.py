@@ -33,8 +33,8 @@ class LinkHeartbeat:
         self._unanswered_s = UNANSWERED * heartbeat_s
         self.answered = False
         """It has, once."""
-        self.silent_since: float | None = None
-        """By `time.monotonic`; none: it answers, or never has."""
+        self.silent_since: float | None = time.monotonic()
+        """By `time.monotonic`; none: it answers."""
         push = self._push = context.socket(zmq.PUSH)
         push.setsockopt(zmq.LINGER, 0)
         push.setsockopt(zmq.SNDHWM, 1)
