@@ -182,8 +182,9 @@ class Chaos:
     joined: bool | None = None
     """Nodes join by themselves; None: if the coordinator is to be killed."""
     step_s: float = 0.0
+    build_s: float = 0.0
     full_disk: tuple[int, int] | None = None
-    """Both as in `Scene`."""
+    """All three as in `Scene`."""
     patience_s: float = PATIENCE_S
     choices: Mapping[str, Any] = field(default_factory=dict)
     """For the job (see `Ground.job`)."""
@@ -205,6 +206,7 @@ class Chaos:
             tuple(self.faults),
             {pair: wire.address for pair, wire in wires.items()},
             self.step_s,
+            self.build_s,
             self.full_disk,
         )
         self._scene.lay_out()

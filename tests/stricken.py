@@ -62,6 +62,8 @@ class Scene:
     """From a node to a node → the address that leads there, if the link is to fail."""
     step_s: float = 0.0
     """That a step takes at least: nobody comes back in time on a machine that is done with everything by then."""
+    build_s: float = 0.0
+    """That a stage takes at least to be built."""
     full_disk: tuple[int, int] | None = None
     """While iterations from one to the other are done, no file can grow beyond a few kilobytes."""
 
@@ -216,6 +218,7 @@ def birth(scene: Scene, told: dict[str, Any]) -> int:
     build = skippipe.runtime.building.build_computer
 
     def build_shaky(number: int, brief: Brief, invitation: Invitation) -> Shaky:
+        time.sleep(scene.build_s)
         return Shaky(build(number, brief, invitation), number, scene)
 
     skippipe.runtime.building.build_computer = build_shaky  # type: ignore[assignment]

@@ -488,6 +488,28 @@ def test_a_worker_keeps_nothing_of_what_it_made() -> None:
     worker.stop()
 
 
+def test_a_worker_builds_on_its_own_thread_when_the_former_one_has_ended() -> None:
+    former_may, may, woken = threading.Event(), threading.Event(), threading.Event()
+    built: list[str] = []
+
+    def build(name: str, allowed: threading.Event) -> Echo:
+        assert allowed.wait(PATIENCE_S)
+        built.append(name)
+        return Echo()
+
+    former = Worker(lambda: build("former", former_may), lambda: None, None)
+    former.stop()
+    worker = Worker(lambda: build("worker", may), woken.set, None, former)
+    may.set()
+    assert not worker.built
+    assert not worker.fits(Message(Kind.HOP, 0, 0, 0, 1), 2, 3), "nobody can say yet"
+    former_may.set()
+    assert woken.wait(PATIENCE_S)
+    assert worker.built
+    assert built == ["former", "worker"]
+    worker.stop()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_loads_the_folder_of_every_family(family: str, tmp_path: Path) -> None:
     config = tiny(family)
