@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 THE_COORDINATOR = "coordinator"
 LAST_WORDS_S = 2.0
 LAST_WORK_S = 10.0  # for a pass that is being computed
+UNTOLD_S = 1.0  # taken for the heartbeat until somebody says what it is: one with no stage must not seem silent
 RETRY_S = 2.0  # from one try to reach the coordinator to the next
 SIGNS_A_DEADLINE = 5  # of life, within the time after which a node counts as gone
 CUT = 0.75  # heartbeats without an answer over a link that is asked about every fifth of one: then it is cut
@@ -105,6 +106,7 @@ class Member:
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {COORDINATOR: THE_COORDINATOR}
         self._shaper: Shaper | None = None
+        self._heartbeat_s = UNTOLD_S
         self._worker: Worker | None = None
         self._former: Worker | None = None
         """Of another stage; it may still be busy."""
@@ -138,7 +140,6 @@ class Member:
         self._alone_since: float | None = None
         self._retry_at = 0.0
         self._sign_at = 0.0
-        self._heartbeat_s = 5.0
 
     def run(self) -> str:
         """Until the coordinator says stop; its reason, empty if all is well."""

@@ -20,6 +20,8 @@ class Patience:
     def __init__(self, coordinator: Coordinator, now_ns: int) -> None:
         self._of = coordinator
         self._since_ns = self._begun_ns = self._ticked_ns = self._tried_ns = now_ns
+        self._patient_from_ns = now_ns
+        """Before that nobody could be heard."""
         self._again = 0
         self._slow: set[int] = set()
         self._idle_said = False
@@ -69,9 +71,8 @@ class Patience:
         coordinator, now_ns = self._of, self._now_ns
         heartbeat_ns = ns(coordinator.deadlines.heartbeat.total_seconds())
         held_up, self._ticked_ns = now_ns - self._ticked_ns > heartbeat_ns // 2, now_ns
-        if held_up:  # nobody could be heard meanwhile
-            for node in coordinator.roster:
-                coordinator.roster.heard(node, now_ns)
+        if held_up:
+            self._patient_from_ns = now_ns
         if coordinator.state not in (State.JOINING, State.REUNITING):  # then connections tell
             self._give_up_silent(now_ns, heartbeat_ns)
             self._look_at_complaints()
@@ -87,7 +88,8 @@ class Patience:
 
     def _give_up_silent(self, now_ns: int, heartbeat_ns: int) -> None:
         coordinator, deadlines = self._of, self._of.deadlines
-        for node in coordinator.roster.silent(now_ns - heartbeat_ns):
+        since_ns = now_ns - heartbeat_ns
+        for node in coordinator.roster.silent(since_ns) if self._patient_from_ns < since_ns else ():
             coordinator.lost(node, f"no sign of life for {deadlines.heartbeat.total_seconds():g} s")
         building = {(node, coordinator.roster[node].stage) for node in coordinator.roster.of(Standing.BUILDING)}
         self._building_since_ns = {each: self._building_since_ns.get(each, now_ns) for each in building}
