@@ -54,7 +54,8 @@ from skippipe.workload import Workload
 from tests import stricken
 from tests.chaos_virtual import check_visits
 from tests.plans import uniform_cluster
-from tests.stricken import LOOK_S, Scene, Wire, name_of, run_coordinator, run_nodes
+from tests.relay import Wire
+from tests.stricken import LOOK_S, Scene, name_of, run_coordinator, run_nodes
 
 PATIENCE_S = 60.0  # for a whole run
 GONE_S = 8.0  # for all processes to be gone after a run
@@ -181,8 +182,9 @@ class Chaos:
     joined: bool | None = None
     """Nodes join by themselves; None: if the coordinator is to be killed."""
     step_s: float = 0.0
+    build_s: float = 0.0
     full_disk: tuple[int, int] | None = None
-    """Both as in `Scene`."""
+    """All three as in `Scene`."""
     patience_s: float = PATIENCE_S
     choices: Mapping[str, Any] = field(default_factory=dict)
     """For the job (see `Ground.job`)."""
@@ -192,7 +194,9 @@ class Chaos:
         joined = kills if self.joined is None else self.joined
         self._places = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)] if joined else []
         """Of the coordinator: whenever it is started again, it is at the other one."""
-        wires = {pair: Wire(self.folder / "at" / name_of(pair[1])) for pair in _failing(self.faults)}
+        wires = {
+            pair: Wire((self.folder / "at" / name_of(pair[1])).read_text) for pair in sorted(_failing(self.faults))
+        }
         self._wires = wires
         self._scene = Scene(
             self.folder,
@@ -202,6 +206,7 @@ class Chaos:
             tuple(self.faults),
             {pair: wire.address for pair, wire in wires.items()},
             self.step_s,
+            self.build_s,
             self.full_disk,
         )
         self._scene.lay_out()
@@ -260,7 +265,7 @@ class Chaos:
             if fault.kind == "slow link":
                 wire.times = fault.times
             else:
-                wire.cut()
+                wire.cut(silent=fault.silent)
 
     def _end(self, fault: Fault) -> None:
         if fault.kind == "freeze":

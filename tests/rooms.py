@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -200,14 +200,14 @@ class Course:
     def everybody(self, control: Control) -> dict[int, list[Control]]:
         return {node: [control] for node in self.coordinator.nodes}
 
-    def wait(self, seconds: float, *silent: int, alive: bool = True) -> None:
-        """Ticks every second; all but some give signs of life."""
-        until = self.room.now_s + seconds
+    def wait(self, seconds: float, *silent: int, alive: bool = True, busy: Collection[int] = ()) -> None:
+        """Ticks every second; all but some give signs of life, and some have work all the time."""
+        since, until = self.room.now_s, self.room.now_s + seconds
         while self.room.now_s < until:
             self.room.now_s = min(until, self.room.now_s + 1.0)
             for node in self.coordinator.roster if alive else ():
                 if node not in silent:
-                    self.hear(node, Alive("something"))
+                    self.hear(node, Alive("something", self.room.now_s - since if node in busy else 0.0))
             self.coordinator.tick()
 
 

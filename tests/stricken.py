@@ -1,4 +1,4 @@
-"""The inside of a run under faults: nodes that strike themselves and each other, their owners, links that fail.
+"""The inside of a run under faults: nodes that strike themselves and each other, and their owners.
 
 A node looks before every work whether a fault begins now, and then kills or stops itself, or whoever it is meant for.
 What has struck stands in a file each, so every process knows, and a fault strikes once whatever lives and dies. A node
@@ -10,11 +10,8 @@ from __future__ import annotations
 import math
 import os
 import resource
-import selectors
 import signal
-import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -45,12 +42,9 @@ from skippipe.training.nursery import Nursery
 from skippipe.training.reports import MetricsFile
 from skippipe.transport.keys import KeyFile, KeyPair
 from skippipe.transport.message import Message
-from skippipe.transport.sockets import split
 
 LOOK_S = 0.01  # from one look at what has happened to the next
 FULL_BYTES = 2**16  # that a file may have while the disk is full: enough for a journal, too little for a checkpoint
-EACH_TIMES_S = 0.002  # that a slow link holds up a block of bytes, for every time that it is slower
-BLOCK_BYTES = 65536
 COMMON = ("forward", "backward", "averaging", "step")  # what every node does, if it does anything
 
 
@@ -68,6 +62,8 @@ class Scene:
     """From a node to a node → the address that leads there, if the link is to fail."""
     step_s: float = 0.0
     """That a step takes at least: nobody comes back in time on a machine that is done with everything by then."""
+    build_s: float = 0.0
+    """That a stage takes at least to be built."""
     full_disk: tuple[int, int] | None = None
     """While iterations from one to the other are done, no file can grow beyond a few kilobytes."""
 
@@ -222,6 +218,7 @@ def birth(scene: Scene, told: dict[str, Any]) -> int:
     build = skippipe.runtime.building.build_computer
 
     def build_shaky(number: int, brief: Brief, invitation: Invitation) -> Shaky:
+        time.sleep(scene.build_s)
         return Shaky(build(number, brief, invitation), number, scene)
 
     skippipe.runtime.building.build_computer = build_shaky  # type: ignore[assignment]
@@ -289,67 +286,3 @@ def run_nodes(scene: Scene, keys: Path, listen: str) -> None:
                 nursery.start(name, told[name])
         time.sleep(LOOK_S)
     nursery.close()
-
-
-# Links that fail
-
-
-class Wire:
-    """A relay from one node to another that can be cut, mended and slowed down."""
-
-    def __init__(self, target: Path) -> None:
-        self._target = target
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
-        self.times = 1.0
-        self._ends: list[socket.socket] = []
-        self._lock = threading.Lock()
-        self._serve()
-
-    def cut(self) -> None:
-        """Who is connected is hung up on, and nobody answers any more."""
-        with self._lock:
-            _hang_up(self._server, *self._ends)
-            self._ends.clear()
-
-    def mend(self) -> None:
-        self._server = socket.create_server(("127.0.0.1", split(self.address)[1]))
-        self._serve()
-
-    def _serve(self) -> None:
-        threading.Thread(target=self._accept, args=(self._server,), daemon=True).start()
-
-    def _accept(self, server: socket.socket) -> None:
-        with suppress(OSError):
-            while True:
-                near, _ = server.accept()
-                try:
-                    far = socket.create_connection(split(self._target.read_text()), 5.0)
-                except OSError:
-                    _hang_up(near)
-                    continue
-                far.settimeout(None)
-                with self._lock:
-                    self._ends += [near, far]
-                threading.Thread(target=self._pump, args=(near, far), daemon=True).start()
-
-    def _pump(self, near: socket.socket, far: socket.socket) -> None:
-        with suppress(OSError, ValueError), selectors.DefaultSelector() as selector:
-            selector.register(near, selectors.EVENT_READ, far)
-            selector.register(far, selectors.EVENT_READ, near)
-            while True:
-                for key, _ in selector.select():
-                    block = key.fileobj.recv(BLOCK_BYTES)  # type: ignore[union-attr]
-                    if not block:
-                        raise OSError
-                    if self.times > 1:
-                        time.sleep(EACH_TIMES_S * self.times)
-                    key.data.sendall(block)
-        _hang_up(near, far)
-
-
-def _hang_up(*sockets: socket.socket) -> None:
-    for each in sockets:
-        with suppress(OSError):
-            each.shutdown(socket.SHUT_RDWR)
-        each.close()

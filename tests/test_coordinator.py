@@ -434,7 +434,7 @@ def test_a_node_that_is_started_again_is_lost_and_new() -> None:
         Welcome({"plan": {"deep": [1]}}, {"n0": ["127.0.0.1:1", None]}, {"kind": "replica"}),
         Meet({"n0": ["127.0.0.1:1", None]}),
         Ready(),
-        Alive("averaging"),
+        Alive("averaging", 1.5),
         Begin(3, 2, True),
         Returned(2, 0, 1, float("nan")),
         Contributed(2, 5, [[0, 1], [1, 0]]),

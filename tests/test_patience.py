@@ -30,6 +30,7 @@ from skippipe.runtime.control import (
 )
 from skippipe.runtime.coordinator import Coordinator, Deadlines, Event, State, Survival
 from skippipe.runtime.node import Phase
+from skippipe.runtime.roster import Standing
 from skippipe.simulate import simulate
 from skippipe.timeline import Timing
 from skippipe.transport.message import Kind, Message
@@ -64,27 +65,61 @@ def test_nobody_is_gone_when_the_coordinator_itself_was_held_up() -> None:
     assert course.coordinator.nodes == [0, 1, 2, 4, 5], "but from then on they have to speak"
 
 
-def test_one_that_builds_its_stage_may_be_silent() -> None:
+def test_one_that_builds_its_stage_is_noticed_like_any_other() -> None:
     room = Room()
-    coordinator = Coordinator(small_plan(), LEARNING, room, room, 1)
+    coordinator = Coordinator(small_plan(), LEARNING, room, room, 1, survival=AT_ONCE)
     course = Course(coordinator, room)
     for node in range(6):
         course.hear(node, HELLO)
-    course.wait(30, 2)
+    course.wait(5, 2)
     assert not room.events
+    course.wait(1, 2)
+    assert room.events == [Event("gone", 0, "no sign of life for 5 s", "n2")]
+
+
+def test_one_that_is_told_to_build_while_it_is_cut_off_is_noticed_like_any_other() -> None:
+    course = coordinating(plan=even_plan())
+    course.hear(6, HELLO)
+    assert course.coordinator.roster[6].standing is Standing.BUILDING
+    course.wait(6, 6)
+    assert course.room.events[-1] == Event("gone", 0, "no sign of life for 5 s", "n6")
+
+
+def test_one_that_speaks_and_does_not_get_its_stage_built_is_given_up() -> None:
+    course = coordinating(plan=even_plan(), deadlines=Deadlines(ready=timedelta(seconds=30)))
+    course.hear(6, HELLO)
+    course.wait(31)
+    assert 6 in course.coordinator.roster
+    course.wait(1)
+    assert course.room.events[-1] == Event("gone", 0, "it has been building its stage for 30 s", "n6")
+
+
+def waited_for(*nodes: int) -> Course:
+    """All others have averaged."""
+    plan = small_plan()
+    course = coordinating(plan=plan.promising(simulate(plan, Timing.FULL)))
+    for node in set(range(6)) - set(nodes):
+        course.hear(node, course.averaged(node))
+    return course
 
 
 def test_slow_but_alive_is_an_event_and_nothing_else() -> None:
-    plan = small_plan()
-    plan = plan.promising(simulate(plan, Timing.FULL))
-    course = coordinating(plan=plan)
-    for node in (0, 1, 2, 3, 5):
-        course.hear(node, course.averaged(node))
-    course.wait(60)
-    assert course.room.events == [Event("slow", 0, "is slow, but there: something", "n4")], "once"
+    course = waited_for(4, 5)
+    course.wait(60, busy=[4])
+    assert course.room.events == [Event("slow", 0, "is slow, but there: something", "n4")], "once, and not who waits"
     assert not course.room.told
-    course.hear(4, course.averaged(4))
+    for node in (4, 5):
+        course.hear(node, course.averaged(node))
     assert course.coordinator.iteration == 1
+
+
+def test_if_all_wait_for_each_other_nobody_is_called_slow() -> None:
+    course = waited_for(4, 5)
+    course.wait(9)
+    assert not course.room.events, "a link that is cut is noticed before"
+    course.wait(60)
+    text = "no node computes, n4, n5 wait for what others send: a link is slow"
+    assert course.room.events == [Event("slow", 0, text, "")], "once"
 
 
 # Links
@@ -104,6 +139,26 @@ def test_a_broken_link_means_another_beginning_without_it() -> None:
     assert [event.kind for event in course.room.events][:1] == ["cut"]
     course.iterate()
     assert course.coordinator.iteration == 1
+
+
+def test_one_that_is_gone_is_no_broken_link() -> None:
+    course = coordinating()
+    course.wait(4, 3)
+    course.hear(2, Broken(3))
+    course.hear(4, Broken(3))
+    assert not course.room.events, "it has not been heard of here either"
+    course.wait(2, 3)
+    assert course.room.happenings()[0] == "gone"
+    course.wait(2)
+    assert "cut" not in course.room.happenings()
+
+
+def test_one_that_is_heard_of_again_has_a_broken_link() -> None:
+    course = coordinating()
+    course.wait(4, 3)
+    course.hear(2, Broken(3))
+    course.wait(1)
+    assert course.room.events[0] == Event("cut", 0, "cannot reach 'n3'", "n2")
 
 
 def test_two_of_a_stage_that_cannot_reach_each_other_cannot_average() -> None:

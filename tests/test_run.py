@@ -149,6 +149,19 @@ def lose_a_node_and_give_up(folder: Path) -> None:
     lose_a_node(folder, survival=Survival(survives=False))
 
 
+def lose_the_fork_server_and_a_node_of_it(folder: Path) -> None:
+    def kill(report: IterationReport) -> None:
+        assert watching.nursery is not None
+        if report.iteration == 1:
+            os.kill(watching.nursery.servers[0], signal.SIGKILL)
+        if report.iteration == 2:
+            os.kill(watching.nursery.pids["n3"], signal.SIGKILL)
+
+    watching = Watching(folder, kill)
+    run = replace(run_in(folder), restarts=1)
+    complain(folder, lambda: run.here(watching, watching.started, lambda: ("able", "n3") in who_did_what(folder)))
+
+
 def lose_a_node_and_start_it_again(folder: Path) -> None:
     lose_a_node(folder, restarts=1, iterations=10**6)
 
@@ -281,8 +294,11 @@ def test_a_run_goes_on_without_a_killed_node(tmp_path: Path) -> None:
     assert not any(alive(pid) for pid in pids_in(tmp_path))
 
 
-def test_a_killed_node_that_is_started_again_learns_and_takes_part(tmp_path: Path) -> None:
-    with owner(lose_a_node_and_start_it_again, tmp_path) as process:
+@pytest.mark.parametrize("losing", [lose_a_node_and_start_it_again, lose_the_fork_server_and_a_node_of_it])
+def test_a_killed_node_that_is_started_again_learns_and_takes_part(
+    losing: Callable[[Path], None], tmp_path: Path
+) -> None:
+    with owner(losing, tmp_path) as process:
         process.join(PATIENCE_S)
         assert process.exitcode == 0
     assert (tmp_path / "complaint").read_text() == "no complaint"
@@ -387,8 +403,9 @@ def misbehave(told: dict[str, Any]) -> int:
     print(f"told to {what}", flush=True)
     if what == "crash":
         raise ValueError("as I was told")
-    if what == "stay":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if what in ("stay", "wait"):
+        if what == "stay":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("staying", flush=True)
         while True:
             signal.pause()
@@ -429,6 +446,58 @@ def test_a_nursery_says_who_ended_how_and_ends_the_rest(tmp_path: Path) -> None:
     assert "ValueError: as I was told" in logs["a_crash.log"]
 
 
+def look_until(nursery: Nursery, done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < deadline, "waited in vain"
+        nursery.look()
+        time.sleep(0.01)
+
+
+def start_and_lose_its_parent(nursery: Nursery, name: str) -> None:
+    nursery.start(name, {"what": "wait"})
+    look_until(nursery, lambda: name in nursery.pids and len(nursery.servers) == 2)
+    lost = nursery.servers[0]
+    os.kill(lost, signal.SIGKILL)
+    look_until(nursery, lambda: lost not in nursery.servers)
+
+
+def lose_fork_servers(folder: Path) -> None:
+    """Whoever forks is killed, twice; then a node of each of them; what is left ends with the owner."""
+    nursery = Nursery(misbehave, folder / "logs")
+    for name in ("a0", "a1", "a2"):
+        start_and_lose_its_parent(nursery, name)
+    assert not nursery.ended, "they live on"
+    os.kill(nursery.pids["a1"], signal.SIGKILL)
+    look_until(nursery, lambda: "a1" in nursery.ended)
+    assert nursery.ended == {"a1": None}
+    before = nursery.pids["a1"]
+    nursery.start("a1", {"what": "wait"})
+    look_until(nursery, lambda: nursery.pids["a1"] != before and len(nursery.servers) == 2)
+    (folder / "found").write_text(json.dumps([list(nursery.pids.values()), nursery.servers]))
+    if (folder / "close").exists():
+        nursery.close()
+        return
+    while True:
+        time.sleep(PATIENCE_S)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_nodes_outlive_those_who_forked_them_but_not_their_owner(tmp_path: Path, closed: bool) -> None:
+    if closed:
+        (tmp_path / "close").touch()
+    with owner(lose_fork_servers, tmp_path) as process:
+        found = tmp_path / "found"
+        wait_for(lambda: found.exists() and found.read_text().endswith("]]"))
+        if closed:
+            process.join(PATIENCE_S)
+            assert process.exitcode == 0
+        else:
+            process.kill()
+        nodes, servers = json.loads(found.read_text())
+        wait_for(lambda: not any(alive(pid) for pid in (*nodes, *servers)), 10)
+
+
 # What is held, and for how long
 
 
@@ -445,9 +514,12 @@ class Echo:
 
 def test_a_worker_keeps_nothing_of_what_it_made() -> None:
     woken = threading.Event()
-    worker = Worker(Echo(), woken.set, None)
+    worker = Worker(Echo, woken.set, None)
     worker.start(Step(0.1, 1.0))
-    assert woken.wait(PATIENCE_S)
+    deadline = time.monotonic() + PATIENCE_S
+    while not worker.done:
+        assert woken.wait(deadline - time.monotonic())
+        woken.clear()
     _, made = worker.done.popleft()
     gone = weakref.ref(made)
     del made
@@ -455,6 +527,28 @@ def test_a_worker_keeps_nothing_of_what_it_made() -> None:
     assert gone() is None
     assert worker.fits(Message(Kind.HOP, 0, 0, 0, 1), 2, 3), "its computer says so"
     assert not worker.fits(Message(Kind.HOP, 0, 0, 0, 2), 2, 3)
+    worker.stop()
+
+
+def test_a_worker_builds_on_its_own_thread_when_the_former_one_has_ended() -> None:
+    former_may, may, woken = threading.Event(), threading.Event(), threading.Event()
+    built: list[str] = []
+
+    def build(name: str, allowed: threading.Event) -> Echo:
+        assert allowed.wait(PATIENCE_S)
+        built.append(name)
+        return Echo()
+
+    former = Worker(lambda: build("former", former_may), lambda: None, None)
+    former.stop()
+    worker = Worker(lambda: build("worker", may), woken.set, None, former)
+    may.set()
+    assert not worker.built
+    assert not worker.fits(Message(Kind.HOP, 0, 0, 0, 1), 2, 3), "nobody can say yet"
+    former_may.set()
+    assert woken.wait(PATIENCE_S)
+    assert worker.built
+    assert built == ["former", "worker"]
     worker.stop()
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from skippipe.runtime.faults import Fault, cut, freeze, kill, kill_coordinator, poison
 from skippipe.training.checkpoint import Checkpoints
-from tests.chaos import ONLY, Chaos, Ground, Outcome
+from tests.chaos import HEARTBEAT_S, ONLY, Chaos, Ground, Outcome
 
 Play = Callable[..., Outcome]
 STEP_S = 0.1
@@ -29,11 +29,23 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
 @pytest.fixture
 def play(ground: Ground, tmp_path: Path) -> Play:
     def played(
-        *faults: Fault, iterations: int, full_disk: tuple[int, int] | None = None, joined: bool = False, **choices: Any
+        *faults: Fault,
+        iterations: int,
+        build_s: float = 0.0,
+        full_disk: tuple[int, int] | None = None,
+        joined: bool = False,
+        **choices: Any,
     ) -> Outcome:
-        folder = tmp_path / "scene"
         chaos = Chaos(
-            ground, folder, faults, iterations, joined=joined, step_s=STEP_S, full_disk=full_disk, choices=choices
+            ground,
+            tmp_path / "scene",
+            faults,
+            iterations,
+            joined=joined,
+            step_s=STEP_S,
+            build_s=build_s,
+            full_disk=full_disk,
+            choices=choices,
         )
         outcome = chaos.run()
         outcome.check()
@@ -116,6 +128,23 @@ def test_a_cut_link_is_done_without_and_a_frozen_node_starts_over(play: Play) ->
     assert outcome.said("cut"), outcome.tale()
     assert not outcome.said("gone", 0)
     assert not outcome.said("gone", 4)
+
+
+def test_a_link_that_is_cut_without_a_word_is_done_without(play: Play) -> None:
+    outcome = play(
+        cut(0, 4, one_way=True, silent=True).at(iteration=1, during="forward").back_after(30),
+        cut(6, 7, silent=True).at(iteration=6, during="averaging").back_after(30),
+        iterations=9,
+        build_s=1.5 * HEARTBEAT_S,  # they speak meanwhile, or all would be gone
+    )
+    assert_struck(outcome)
+    assert outcome.said("cut", 0) == ["cannot reach 'n4'"], outcome.tale()
+    assert outcome.said("cut", 6) or outcome.said("cut", 7), outcome.tale()
+    assert not [text for text in outcome.said("restarted") if "waited" in text], "it is known before patience ends"
+    assert not outcome.said("slow"), "who waits for a link is not slow"
+    gone = [event["node"] for event in outcome.events if event["kind"] == "gone"]
+    assert len(gone) <= 1, "one of the two who cannot average any more"
+    assert set(gone) <= {"n6", "n7"}
 
 
 def test_two_at_once_for_good(play: Play) -> None:

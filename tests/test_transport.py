@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from skippipe.transport.packed import Packed, pack, unpack
 from skippipe.transport.shaping import Held, Link, Shaper
 from skippipe.workload import WIRE_DTYPES
 from tests.network import HELLO, KEYS, PATIENCE_S, Net, link, network
+from tests.relay import Wire
 
 
 @pytest.fixture(params=["curve", "none"])
@@ -212,6 +214,43 @@ def test_lost_when_the_peer_closes_and_back_when_it_returns(net: Net) -> None:
         assert net.delivered(again) == [Received("a", HELLO)]
     finally:
         again.close()
+
+
+@contextmanager
+def watched(net: Net, heartbeat_s: float) -> Iterator[tuple[Mailbox, Mailbox, Wire]]:
+    """From a to b, over a wire that can be cut."""
+    a, b = net.box("a"), net.box("b")
+    wire = Wire(lambda: b.address)
+    a.connect("b", wire.address, KEYS["b"].public)
+    net.until(lambda: "b" in a.connected)
+    a.watch({"b"}, heartbeat_s)
+    net.until(lambda: "b" in a.watched)
+    yield a, b, wire
+    wire.cut()
+
+
+def test_a_link_that_is_cut_without_a_word_is_silent_until_it_is_back(net: Net) -> None:
+    with watched(net, 0.5) as (a, _, wire):
+        assert not a.silent
+        wire.cut(silent=True)
+        net.until(lambda: "b" in a.silent)
+        assert "b" in a.connected, "the connection for messages has not noticed"
+        assert not a.lost()
+        wire.mend()
+        net.until(lambda: not a.silent)
+        a.watch(set(), 0.5)
+        assert not a.watched
+
+
+def test_a_link_that_is_busy_with_a_large_message_is_not_silent(net: Net) -> None:
+    with watched(net, 1.0) as (a, b, wire):
+        wire.times = 20.0
+        silent: dict[str, float] = {}
+        began = time.monotonic()
+        a.send("b", Message(Kind.HOP, 0, 0, 0, 0, Packed("fp32", (2**20,), bytes(2**22))))
+        net.until(lambda: silent.update(a.silent) or b.received_bytes["a"])
+        assert time.monotonic() > began + 1.0, "a heartbeat behind this message would have come too late"
+        assert not silent
 
 
 def test_close_lets_the_queue_leave(net: Net) -> None:

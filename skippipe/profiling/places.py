@@ -11,7 +11,7 @@ from skippipe.profiling.brief import ProfilingBrief
 from skippipe.profiling.conductor import Deadlines, Watching
 from skippipe.profiling.desk import ProfilingDesk
 from skippipe.profiling.survey import Survey
-from skippipe.training.nursery import Nursery, log_file
+from skippipe.training.nursery import Nursery, how_ended, log_file
 from skippipe.training.run import birth
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 
@@ -68,8 +68,7 @@ def _ended(nursery: Nursery, logs: Path) -> list[tuple[str, str]]:
     nursery.look()
     found = []
     for name, status in nursery.ended.items():
-        how = f"exit status {status}" if status >= 0 else f"signal {-status}"
-        found.append((name, f"it has ended ({how}): {_last_words(log_file(logs, name))}"))
+        found.append((name, f"it has ended ({how_ended(status)}): {_last_words(log_file(logs, name))}"))
     nursery.ended.clear()
     return found
 

@@ -41,6 +41,8 @@ class Alive:
 
     doing: str
     """What it is busy with, for people."""
+    busy_s: float = 0.0
+    """For how long it has had work all the time; 0: it waits for others."""
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ class Coordinator:
     def _told(self, node: int, peer: Peer, control: Control) -> None:
         match control:
             case Alive():
-                peer.doing = control.doing
+                peer.doing, peer.busy_s = control.doing, control.busy_s
             case Failed() if self.state in (State.JOINING, State.PREPARING):
                 self.fail(f"node '{self._name(node)}': {control.reason}")
             case Failed():
@@ -192,8 +192,7 @@ class Coordinator:
             case Learned() if peer.standing is Standing.LEARNING:
                 self._able(node, peer)
             case Broken() if control.peer in self.roster and control.peer != node:
-                if self.state in (State.TRAINING, State.PAUSED):
-                    self._progress.cut(node, control.peer)
+                self._patience.complained(node, control.peer)
             case Stepped() if self.state is State.STEPPING:
                 self._stepped.add(node)
                 self._collect_if_stepped()
@@ -366,6 +365,11 @@ class Coordinator:
     def restart(self, why: str) -> None:
         """Begin the iteration again, with a plan for those who are there; or wait for others."""
         self._progress.restart(why)
+
+    def cut(self, node: int, other: int) -> None:
+        """Two nodes that are there cannot reach each other."""
+        if self.state in (State.TRAINING, State.PAUSED):
+            self._progress.cut(node, other)
 
     # Going
 

@@ -35,6 +35,8 @@ class Fault:
     """Until it is over: a killed node is started again, a frozen one goes on, a link works; none: for ever."""
     times: float = 10.0
     """By which something slow takes longer."""
+    silent: bool = False
+    """A link that is cut drops what it is given, and nobody is told; no: connections are broken."""
 
     def at(self, iteration: int, during: During = "forward") -> Fault:
         return replace(self, iteration=iteration, during=during)
@@ -52,8 +54,8 @@ class Fault:
         what = {
             "kill": f"kill {who}",
             "freeze": f"freeze {who}",
-            "cut": f"cut the link between {who}",
-            "cut one way": f"cut the link from {who.replace(' and ', ' to ')}",
+            "cut": f"cut the link between {who}{' silently' if self.silent else ''}",
+            "cut one way": f"cut the link from {who.replace(' and ', ' to ')}{' silently' if self.silent else ''}",
             "slow node": f"make {who} {self.times:g} times slower",
             "slow link": f"make the link between {who} {self.times:g} times slower",
             "poison": f"spoil a gradient of {who}",
@@ -74,8 +76,8 @@ def freeze(node: int) -> Fault:
     return Fault("freeze", (node,))
 
 
-def cut(a: int, b: int, *, one_way: bool = False) -> Fault:
-    return Fault("cut one way" if one_way else "cut", (a, b))
+def cut(a: int, b: int, *, one_way: bool = False, silent: bool = False) -> Fault:
+    return Fault("cut one way" if one_way else "cut", (a, b), silent=silent)
 
 
 def slow_node(node: int, times: float = 10.0) -> Fault:

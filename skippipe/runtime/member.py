@@ -1,6 +1,10 @@
 """A node as a process: it joins, builds its stage, and runs the state machine over real sockets.
 
-One thread handles messages and decides, another computes, ZeroMQ's own send and receive: the three overlap.
+One thread handles messages and decides, another builds the stage and computes, ZeroMQ's own send and receive: the three
+overlap, so a node gives signs of life whatever it is busy with.
+
+A link to a peer that this node talks to is watched (`transport.heartbeat`). If it is silent, the coordinator is told
+before a heartbeat is over; unless the coordinator is silent as well, for then it is this node that is cut off.
 
 When the coordinator is gone, the node finishes what it can and waits for it to come back, at the same address or at
 another that it was given. When the coordinator took it for dead, it says hello again and starts over.
@@ -45,8 +49,11 @@ log = logging.getLogger(__name__)
 THE_COORDINATOR = "coordinator"
 LAST_WORDS_S = 2.0
 LAST_WORK_S = 10.0  # for a pass that is being computed
+UNTOLD_S = 1.0  # taken for the heartbeat until somebody says what it is: one with no stage must not seem silent
 RETRY_S = 2.0  # from one try to reach the coordinator to the next
 SIGNS_A_DEADLINE = 5  # of life, within the time after which a node counts as gone
+CUT = 0.75  # heartbeats without an answer over a link that is asked about every fifth of one: then it is cut
+WATCHED = 4  # heartbeats, since a link was last needed: a lane that serves is needed for moments, again and again
 LARGEST_BYTES = 2**33  # a ring of two passes on half the gradient of a stage at a time
 
 
@@ -99,32 +106,45 @@ class Member:
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {COORDINATOR: THE_COORDINATOR}
         self._shaper: Shaper | None = None
+        self._heartbeat_s = UNTOLD_S
         self._worker: Worker | None = None
+        self._former: Worker | None = None
+        """Of another stage; it may still be busy."""
         self.nonsense: Counter[str] = Counter()
         """Peer → control messages that were none."""
         self._start_over()
 
     def _start_over(self) -> None:
-        if self._worker is not None:
-            self._worker.stop()
+        self._dismiss_worker()
         for name in self._names.values():
             if name != THE_COORDINATOR:
                 self._mailbox.disconnect(name)
         self._held = Held()
         self._node: Machine | None = None
-        self._worker = None
+        self._origin: dict[str, Any] | None = None
+        """Of the stage that is being built."""
         self._peers: dict[str, tuple[str, str | None]] = {}
         self._linked: dict[str, str] = {}
         """Peer → the address it was last looked for at."""
         self._linked_at: dict[str, float] = {}
         self._broken_since: dict[str, float] = {}
+        self._needed_at: dict[str, float] = {}
+        """Peers that this node has to talk to, or had to not long ago."""
+        self._complained_at: dict[str, float] = {}
+        """Of links that are silent."""
+        self._patient_from = 0.0
+        """Until then this node was cut off or held up: others cannot be blamed for that time."""
+        self._turned_at = time.monotonic()
+        self._running = 0
+        self._busy_since: float | None = None
         self._alone_since: float | None = None
         self._retry_at = 0.0
         self._sign_at = 0.0
-        self._heartbeat_s = 5.0
 
     def run(self) -> str:
         """Until the coordinator says stop; its reason, empty if all is well."""
+        import torch  # noqa: F401  keeps all threads waiting for up to a second: before anybody counts on this node
+
         asked = self._invitation
         self._mailbox.allow(THE_COORDINATOR, asked.coordinator_public)
         self._call_coordinator()
@@ -174,6 +194,8 @@ class Member:
 
     def start(self, work: Any) -> None:
         assert self._worker is not None
+        self._running += 1
+        self._busy_since = self._busy_since or time.monotonic()
         self._worker.start(work)
 
     def fits(self, message: Message, at: int, size: int) -> bool:
@@ -237,13 +259,18 @@ class Member:
         self._heartbeat_s = post.heartbeat_s
         torch.set_num_threads(post.threads)
         self._meet(welcome.peers)
-        if self._worker is not None:
-            self._worker.stop()
+        self._dismiss_worker()
         self._node = post.machine
         if post.links:
             self._shaper = Shaper(dict(post.links), time.monotonic_ns)
-        self._worker = Worker(post.build(), self._mailbox.wake, post.pace)
-        self._node.welcomed(welcome.origin)
+        self._worker = Worker(post.build, self._mailbox.wake, post.pace, self._former)
+        self._origin = welcome.origin
+
+    def _dismiss_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+            self._former, self._worker = self._worker, None
+        self._running, self._busy_since = 0, None
 
     def _post_of(self, welcome: Welcome) -> Post:
         """To train, to serve, or to be measured."""
@@ -297,6 +324,8 @@ class Member:
         assert self._worker is not None
         due_ns = self._held.next_due_ns()
         timeout_s = max(0.0, min(1.0, self._sign_at - time.monotonic()))
+        if self._mailbox.silent:
+            timeout_s = min(timeout_s, self._heartbeat_s / 20)
         if due_ns is not None:
             left_ns = max(0, due_ns - time.monotonic_ns())
             timeout_s = min(timeout_s, left_ns // 10**6 / 1e3)  # a mailbox rounds up to milliseconds: it would be late
@@ -309,7 +338,11 @@ class Member:
                 self._deliver(received)
         for received in self._held.ready(time.monotonic_ns()):
             self._deliver(received)
+        if self._origin is not None and self._worker.built:
+            origin, self._origin = self._origin, None
+            self._node.welcomed(origin)
         while self._worker.done:
+            self._running -= 1
             self._node.finished(*self._worker.done.popleft())
         if self._worker.failure is not None:
             raise self._worker.failure
@@ -318,17 +351,34 @@ class Member:
                 raise Again(self._node.stopped.reason)
             raise Dismissed(self._node.stopped.reason)
         self._node.decide()
+        if not self._running:
+            self._busy_since = None
         self._check_coordinator()
         self._check_peers()
-        self._give_sign(self._node.doing)
+        self._give_sign(self._node.doing if self._origin is None else "building its stage")
 
     def _give_sign(self, doing: str) -> None:
         if time.monotonic() >= self._sign_at:
             self._sign_at = time.monotonic() + self._heartbeat_s / SIGNS_A_DEADLINE
             if self._alone_since is None:
-                self.say(Alive(doing))
+                self.say(Alive(doing, time.monotonic() - self._busy_since if self._busy_since else 0.0))
             if self._node is not None:
                 self._node.remind(int(2e9 * self._heartbeat_s))
+                self._watch()
+
+    def _watch(self) -> None:
+        """Links to the coordinator and to those whom this node talks to."""
+        assert self._node is not None
+        now = time.monotonic()
+        recent = {name: at for name, at in self._needed_at.items() if now < at + WATCHED * self._heartbeat_s}
+        self._needed_at = recent | {self._names[other]: now for other in self._node.talks_to()}
+        self._mailbox.watch({*self._needed_at, THE_COORDINATOR}, self._heartbeat_s)
+
+    def _coordinator_silent_since(self) -> float | None:
+        """None: it answers; or it never has, which may be because it is busy planning."""
+        if THE_COORDINATOR not in self._mailbox.watched:
+            return None
+        return self._mailbox.silent.get(THE_COORDINATOR)
 
     def _deliver(self, received: Received) -> None:
         assert self._node is not None
@@ -367,19 +417,32 @@ class Member:
             return None
 
     def _check_peers(self) -> None:
-        """Say which connections stay broken, or do not come about."""
+        """Say which connections stay broken, or do not come about, and which links are silent."""
         assert self._node is not None
+        now, silent = time.monotonic(), self._mailbox.silent
+        held_up, self._turned_at = now > self._turned_at + self._heartbeat_s / 2, now
+        if held_up or self._alone_since is not None or self._coordinator_silent_since() is not None:
+            self._patient_from = now
         waited_for = {name: self._linked_at[name] for name in self._linked.keys() - self._mailbox.connected}
         for name, since in (waited_for | self._broken_since).items():
             if name in self._mailbox.connected:
                 del self._broken_since[name]
                 self._node.lost(self._numbers[name])
-            elif time.monotonic() > since + self._heartbeat_s:
+            elif now > max(since, self._patient_from) + self._heartbeat_s:
                 if name in self._broken_since:
-                    self._broken_since[name] = time.monotonic()  # to say it again, if nothing was done about it
-                self._linked_at[name] = time.monotonic()
-                if self._numbers[name] in self._node.talks_to():
-                    self.say(Broken(self._numbers[name]))
+                    self._broken_since[name] = now  # to say it again, if nothing was done about it
+                self._linked_at[name] = now
+                self._complain(name)
+        for name in silent.keys() & self._linked.keys() & self._mailbox.connected:
+            since = max(silent[name], self._complained_at.get(name, 0.0), self._patient_from)
+            if now > since + (CUT if name in self._mailbox.watched else 1.0) * self._heartbeat_s:
+                self._complained_at[name] = now
+                self._complain(name)
+
+    def _complain(self, name: str) -> None:
+        assert self._node is not None
+        if self._numbers[name] in self._node.talks_to():
+            self.say(Broken(self._numbers[name]))
 
     def _check_coordinator(self) -> None:
         for lost in self._mailbox.lost():
@@ -395,6 +458,11 @@ class Member:
                 self._call_coordinator()
             elif self._alone_since is None:
                 raise Dismissed(self._without_coordinator(lost.reason))
+        silent_since = self._coordinator_silent_since()
+        if silent_since is not None and time.monotonic() > silent_since + self._heartbeat_s:
+            self._alone_since = self._alone_since or time.monotonic()
+            log.warning("the coordinator does not answer; waiting for it to come back")
+            self._call_coordinator()
         if self._alone_since is not None:
             self._look_for_coordinator()
 

@@ -22,9 +22,16 @@ class Patience:
     def __init__(self, coordinator: Coordinator, now_ns: int) -> None:
         self._of = coordinator
         self._since_ns = self._begun_ns = self._ticked_ns = self._tried_ns = now_ns
+        self._patient_from_ns = now_ns
+        """Before that nobody could be heard."""
         self._again = 0
         self._slow: set[int] = set()
         self._unwritten: Unwritten | None = None
+        self._idle_said = False
+        self._complaints: list[tuple[int, int]] = []
+        """Nodes that cannot reach another, which is silent here, too: it may be gone."""
+        self._building_since_ns: dict[tuple[int, int], int] = {}
+        """Node and stage."""
 
     @property
     def iteration_s(self) -> float:
@@ -48,6 +55,15 @@ class Patience:
     def iteration_done(self) -> None:
         self._begun_ns, self._again = self._now_ns, 0
         self._slow.clear()
+        self._idle_said = False
+
+    def complained(self, node: int, other: int) -> None:
+        """A node cannot reach another. If that one has not been heard of here either, it is not the link: then it
+        either speaks again before long, or counts as gone."""
+        if self._is_quiet(other):
+            self._complaints.append((node, other))
+        else:
+            self._of.cut(node, other)
 
     def deadline_ns(self) -> int:
         """When the state that the coordinator is in has lasted too long."""
@@ -68,11 +84,11 @@ class Patience:
         coordinator, now_ns = self._of, self._now_ns
         heartbeat_ns = ns(coordinator.deadlines.heartbeat.total_seconds())
         held_up, self._ticked_ns = now_ns - self._ticked_ns > heartbeat_ns // 2, now_ns
-        if held_up:  # nobody could be heard meanwhile
-            for node in coordinator.roster:
-                coordinator.roster.heard(node, now_ns)
+        if held_up:
+            self._patient_from_ns = now_ns
         if coordinator.state not in (State.JOINING, State.REUNITING):  # then connections tell
             self._give_up_silent(now_ns, heartbeat_ns)
+            self._look_at_complaints()
         if coordinator.over:
             return
         if now_ns >= self.deadline_ns():
@@ -88,11 +104,28 @@ class Patience:
 
     def _give_up_silent(self, now_ns: int, heartbeat_ns: int) -> None:
         coordinator, deadlines = self._of, self._of.deadlines
-        for node in coordinator.roster.silent(now_ns - heartbeat_ns):
+        since_ns = now_ns - heartbeat_ns
+        for node in coordinator.roster.silent(since_ns) if self._patient_from_ns < since_ns else ():
             coordinator.lost(node, f"no sign of life for {deadlines.heartbeat.total_seconds():g} s")
+        building = {(node, coordinator.roster[node].stage) for node in coordinator.roster.of(Standing.BUILDING)}
+        self._building_since_ns = {each: self._building_since_ns.get(each, now_ns) for each in building}
         if coordinator.state is State.TRAINING:
-            for node in coordinator.roster.building(now_ns - ns(deadlines.ready.total_seconds())):
-                coordinator.lost(node, f"it has been building its stage for {deadlines.ready.total_seconds():g} s")
+            for (node, _), since_ns in self._building_since_ns.items():
+                if since_ns < now_ns - ns(deadlines.ready.total_seconds()):
+                    coordinator.lost(node, f"it has been building its stage for {deadlines.ready.total_seconds():g} s")
+
+    def _look_at_complaints(self) -> None:
+        roster, complaints = self._of.roster, self._complaints
+        self._complaints = [pair for pair in complaints if pair[0] in roster and pair[1] in roster]
+        for pair in [pair for pair in self._complaints if not self._is_quiet(pair[1])]:
+            self._complaints.remove(pair)
+            if pair[0] in roster and pair[1] in roster:
+                self._of.cut(*pair)
+
+    def _is_quiet(self, node: int) -> bool:
+        """Has it missed signs of life?"""
+        missed_ns = ns(self._of.deadlines.heartbeat.total_seconds()) // 2
+        return self._of.roster[node].heard_ns < self._now_ns - missed_ns
 
     def _overdue(self) -> None:
         coordinator, state = self._of, self._of.state
@@ -117,17 +150,24 @@ class Patience:
             coordinator.fail(f"{waited} {names} {state.value}")
 
     def _look_for_slow(self, now_ns: int) -> None:
-        """Those who are waited for longer than the plan promises, though they give signs of life."""
+        """Those who are waited for longer than the plan promises and have had work all the time; who waits for others
+        is not slow. If nobody has work, that is said, because then it is a link."""
         coordinator, promised = self._of, self._of.plan.expected
         if promised is None or now_ns < self._begun_ns + SLOW * promised.iteration_ns:
             return
-        if now_ns < self._since_ns + ns(coordinator.deadlines.heartbeat.total_seconds()):
+        heartbeat_s = coordinator.deadlines.heartbeat.total_seconds()
+        if now_ns < self._since_ns + ns(heartbeat_s):
             return
-        for node in coordinator.missing():
-            if node not in self._slow and coordinator.roster[node].standing is not Standing.BUILDING:
+        missing = {node: coordinator.roster[node] for node in coordinator.missing()}
+        for node, peer in missing.items():
+            if node not in self._slow and peer.busy_s >= heartbeat_s:
                 self._slow.add(node)
-                doing = coordinator.roster[node].doing or "says nothing"
-                coordinator.happened("slow", f"is slow, but there: {doing}", node)
+                coordinator.happened("slow", f"is slow, but there: {peer.doing}", node)
+        idle = not any(peer.busy_s for peer in missing.values())
+        if idle and not self._idle_said and now_ns >= self._since_ns + 2 * ns(heartbeat_s):
+            self._idle_said = True
+            names = ", ".join(coordinator.roster.name(node) for node in missing)
+            coordinator.happened("slow", f"no node computes, {names} wait for what others send: a link is slow")
 
     @property
     def _now_ns(self) -> int:

@@ -17,14 +17,13 @@ from typing import Any, Protocol
 
 from skippipe import __version__
 from skippipe.errors import UserError
-from skippipe.runtime.control import Alive, Control, Hello, Meet, Stop, Welcome, from_json, to_json
+from skippipe.runtime.control import Control, Hello, Meet, Stop, Welcome, from_json, to_json
 from skippipe.transport.mailbox import Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Kind, Message, Received
 
 log = logging.getLogger(__name__)
 TURN_S = 0.2  # at most, from one look at the clock to the next
 GOODBYE_S = 1.0  # for last words to leave
-LOADING_S = 600.0  # that a node may take to import torch and get its weights; it is silent meanwhile
 AGAIN_S = 1.0  # from one answer to somebody who counts as gone to the next
 
 Gone = Callable[[], Iterable[tuple[str, str]]]
@@ -142,11 +141,9 @@ class Attendance(Reception):
     brief: dict[str, Any]
     """What nodes are told to do."""
     silent_s: float
-    """How long a node may give no sign of life, once it has loaded what it needs."""
+    """How long a node may give no sign of life."""
     _heard: dict[str, float] = field(init=False, default_factory=dict)
     """Node → when it last gave a sign of life."""
-    _loaded: set[str] = field(init=False, default_factory=set)
-    """Nodes that have said more than that they are alive, which they say before they begin to load."""
     _turned: float = field(init=False, default_factory=time.monotonic)
 
     def turn(self) -> None:
@@ -158,18 +155,16 @@ class Attendance(Reception):
         now, before = time.monotonic(), self._turned
         self._turned = now
         for name, heard in list(self._heard.items()):
-            patience_s = self.silent_s if name in self._loaded else max(LOADING_S, self.silent_s)
-            if now - before > patience_s / 2:  # we were held up, and it may have spoken
+            if now - before > self.silent_s / 2:  # we were held up, and it may have spoken
                 self._heard[name] = now
-            elif now - heard > patience_s:
-                self.lose(name, f"no sign of life for {patience_s:g} s")
+            elif now - heard > self.silent_s:
+                self.lose(name, f"no sign of life for {self.silent_s:g} s")
 
     def lose(self, name: str, how: str) -> bool:
         """Whether it was there."""
         if not self.part(name):
             return False
         del self._heard[name]
-        self._loaded.discard(name)
         self.host.lost(name, how)
         return True
 
@@ -185,8 +180,6 @@ class Attendance(Reception):
             self._greet(name, control)
         elif control is not None and name in self.addresses:
             self._heard[name] = time.monotonic()
-            if not isinstance(control, Alive):
-                self._loaded.add(name)
             self.host.heard(name, control)
         elif control is not None:
             self.answer_a_ghost(name)

@@ -27,6 +27,8 @@ class Peer:
     """That it holds or is about to; −1: none."""
     heard_ns: int
     doing: str = ""
+    busy_s: float = 0.0
+    """For how long it has had work all the time, as it said last."""
     sources: tuple[int, ...] = ()
     """The nodes that it learns from, or the coordinator; none: nobody yet."""
 
@@ -100,14 +102,8 @@ class Roster:
         return [stage for stage in range(stages) if stage not in held]
 
     def silent(self, since_ns: int) -> list[int]:
-        """Not heard of since then; one that builds its stage is too busy to speak."""
-        return [
-            node for node in self if self[node].heard_ns < since_ns and self[node].standing is not Standing.BUILDING
-        ]
-
-    def building(self, since_ns: int) -> list[int]:
-        """Those who have been at it since before then."""
-        return [node for node in self.of(Standing.BUILDING) if self[node].heard_ns < since_ns]
+        """Not heard of since then."""
+        return [node for node in self if self[node].heard_ns < since_ns]
 
     def heard(self, node: int, now_ns: int) -> None:
         if node in self.peers:

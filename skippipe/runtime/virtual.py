@@ -167,6 +167,10 @@ class VirtualCluster:
         self._heap: list[tuple[int, int, int, Callable[[], None]]] = []
         self._count = 0
         self._link_free_ns: dict[tuple[int, int, Kind], int] = {}
+        self._busy_ns: dict[int, int] = {}
+        """Node → since when it has had work all the time."""
+        self._idle_ns: dict[int, int] = {}
+        """Node → since when it has none."""
         self.frozen: dict[int, list[Callable[[], None]]] = {}
         """Node → what happened to it meanwhile."""
         self.broken: set[tuple[int, int]] = set()
@@ -266,8 +270,15 @@ class VirtualCluster:
         duration_ns = int(self.disturb(planned) * self.slowed.get(number, 1.0))
         if isinstance(work, Step):
             self.finished_ns = max(self.finished_ns, self.now_ns + duration_ns)
+        if self._idle_ns.pop(number, None) != self.now_ns:
+            self._busy_ns[number] = self.now_ns
         node = self.nodes[number]
-        self.reach(number, number, lambda: node.finished(work, result), duration_ns)
+
+        def finish() -> None:
+            self._idle_ns[number] = self.now_ns
+            node.finished(work, result)
+
+        self.reach(number, number, finish, duration_ns)
         for fault in [each for each in self._pending if self._strikes(each, number, work)]:
             self._pending.remove(fault)
             self.after(duration_ns // 2, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
@@ -424,6 +435,8 @@ class VirtualCluster:
     def _new_machine(self, node: int, plan: Plan) -> None:
         self.nodes[node] = Node(node, plan, _Place(self, node, self.lives[node]))
         self.machines[node] = self.builder(node, plan) if self.builder else Symbols(node, plan)
+        self._busy_ns.pop(node, None)
+        self._idle_ns.pop(node, None)
 
     def _greet(self, node: int) -> None:
         if node not in self.frozen:
@@ -441,7 +454,9 @@ class VirtualCluster:
         interval_ns = ns(self.deadlines.heartbeat.total_seconds()) // 5
         for node in list(self.lives):
             if node not in self.frozen:
-                self.say(_Place(self, node, self.lives[node]), Alive(self.nodes[node].doing), COORDINATOR)
+                busy_ns = self.now_ns - self._busy_ns.get(node, self.now_ns) if node not in self._idle_ns else 0
+                alive = Alive(self.nodes[node].doing, busy_ns / 1e9)
+                self.say(_Place(self, node, self.lives[node]), alive, COORDINATOR)
                 self.nodes[node].remind(10 * interval_ns)
         if not self.deposed:
             self.after(0, lambda: self._to_coordinator(lambda: self.coordinator.tick()))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from skippipe.errors import UserError
-from skippipe.training.nursery import Nursery, log_file
+from skippipe.training.nursery import Nursery, how_ended, log_file
 from skippipe.training.run import birth
 
 FIRST_S, LONGEST_S = 1.0, 60.0  # from an end to the next start; twice as long with every one that follows soon
@@ -50,7 +50,7 @@ class Crew:
         self._nursery.ended.clear()
         now = time.monotonic()
         for name, status in ended.items():
-            how = f"exit status {status}" if status >= 0 else f"signal {-status}"
+            how = how_ended(status)
             self._ends[name] = self._ends[name] + 1 if now - self._began[name] < SOON_S else 1
             if name not in self._served and self._ends[name] >= MOST_STILLBORN:
                 raise UserError(f"node '{name}' does not get to serve ({how}): {self._last_words(name)}")

@@ -27,7 +27,7 @@ from skippipe.training.drill import Drill
 from skippipe.training.export import ModelFolder
 from skippipe.training.journal import Journal
 from skippipe.training.keeping import CheckpointKeeper, Origin, origin_of
-from skippipe.training.nursery import Nursery, log_file
+from skippipe.training.nursery import Nursery, how_ended, log_file
 from skippipe.training.reports import Everybody
 from skippipe.training.run_folder import journal_run_id
 from skippipe.training.storage import ModelStore, Rescue, WriteFailures
@@ -275,8 +275,7 @@ class Run:
         nursery.look()
         found = []
         for name, status in nursery.ended.items():
-            how = f"exit status {status}" if status >= 0 else f"signal {-status}"
-            found.append((name, f"{how}; its last words are in {log_file(self.output / 'logs', name)}"))
+            found.append((name, f"{how_ended(status)}; its last words are in {log_file(self.output / 'logs', name)}"))
         nursery.ended.clear()
         for name, _ in found:
             if told and nursery.started[name] <= self.restarts:

@@ -29,6 +29,7 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Collection
 from typing import Literal, TypeAlias
 
 import zmq
@@ -48,7 +49,7 @@ __all__ = ["Lost", "Mailbox", "NotConnected", "QueueFull", "Reason"]
 Security: TypeAlias = Literal["curve", "none"]
 
 PIECE_BYTES = 2**20
-MOST_SOCKETS = 2**14  # of ZeroMQ; a connection takes three, with a fast lane each way seven
+MOST_SOCKETS = 2**14  # of ZeroMQ; a connection takes three, with a fast lane each way seven; two more if watched
 
 
 class Mailbox:
@@ -162,6 +163,26 @@ class Mailbox:
             outgoing.close()
             raise UserError(f"{address}: cannot connect there: {zmq.strerror(error.errno or 0)}; check it") from None
         self._outgoing[peer] = outgoing
+
+    def watch(self, peers: Collection[str], heartbeat_s: float) -> None:
+        """From now on `silent` says which of the links to these peers are cut, as far as we are connected to them."""
+        for peer, outgoing in self._outgoing.items():
+            if peer not in peers:
+                outgoing.unwatch()
+            elif outgoing.heartbeat is None and outgoing.connected:
+                outgoing.watch(heartbeat_s)
+
+    @property
+    def watched(self) -> frozenset[str]:
+        """Peers that have answered over a link that is watched."""
+        return frozenset(peer for peer, out in self._outgoing.items() if out.heartbeat and out.heartbeat.answered)
+
+    @property
+    def silent(self) -> dict[str, float]:
+        """Peers that do not answer over a link that is watched, and since when, by `time.monotonic`: whatever the
+        connection for messages looks like, nothing gets there, or nothing back."""
+        watched = {peer: outgoing.heartbeat for peer, outgoing in self._outgoing.items() if outgoing.heartbeat}
+        return {peer: each.silent_since for peer, each in watched.items() if each.silent_since is not None}
 
     def disconnect(self, peer: str, linger_s: float = 0.0) -> None:
         """Close the connection; what is still queued gets `linger_s` to leave (in the background)."""

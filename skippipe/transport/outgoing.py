@@ -9,10 +9,11 @@ from enum import StrEnum
 
 import zmq
 
+from skippipe.transport.heartbeat import LinkHeartbeat
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.lanes import LaneOut, Verb, Word, new_name
 from skippipe.transport.packed import Buffer
-from skippipe.transport.sockets import CONNECTION_EVENTS, Context, endpoint, heard, keep_alive
+from skippipe.transport.sockets import CONNECT_S, CONNECTION_EVENTS, Context, Socket, endpoint, heard, keep_alive
 
 RECONNECT_MS = 100
 RECONNECT_MOST_MS = 2000
@@ -60,7 +61,7 @@ class Wiring:
 
 
 class Outgoing:
-    """A PUSH socket and its monitor; beside it, for a while or never, a lane."""
+    """A PUSH socket and its monitor; beside it, for a while or never, a lane and a heartbeat."""
 
     def __init__(self, wiring: Wiring, peer: str, host: str) -> None:
         self._wiring = wiring
@@ -71,22 +72,40 @@ class Outgoing:
         self.push.setsockopt(zmq.SNDHWM, wiring.depth)
         self.push.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self.push.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
+        self.push.setsockopt(zmq.CONNECT_TIMEOUT, round(CONNECT_S * 1000))
         self.push.setsockopt(zmq.IPV6, int(":" in host))
         keep_alive(self.push)
         self.monitor = self.push.get_monitor_socket(CONNECTION_EVENTS)
         wiring.poller.register(self.monitor, zmq.POLLIN)
         self.connected = False
         self.lane: LaneOut | None = None
+        self.heartbeat: LinkHeartbeat | None = None
         self._asked: bytes | None = None
         self._lane_lost = False
         self._ask_from_s = 0.0
 
     def connect(self, port: int, keys: KeyPair | None, server: str | None) -> None:
-        if keys is not None and server is not None:
-            self.push.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
-            self.push.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-            self.push.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
+        self._port, self._keys, self._server = port, keys, server
+        self._secure(self.push)
         self.push.connect(endpoint(self._host, port))
+
+    def _secure(self, socket: Socket) -> None:
+        if self._keys is not None and self._server is not None:
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public.encode())
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self._server.encode())
+
+    def watch(self, heartbeat_s: float) -> None:
+        """From now on `heartbeat` says whether the link is silent."""
+        wiring = self._wiring
+        self.heartbeat = LinkHeartbeat(wiring.context, self._secure, endpoint(self._host, self._port), heartbeat_s)
+        wiring.poller.register(self.heartbeat.monitor, zmq.POLLIN)
+
+    def unwatch(self) -> None:
+        if self.heartbeat is not None:
+            self._wiring.poller.unregister(self.heartbeat.monitor)
+            self.heartbeat.close()
+            self.heartbeat = None
 
     def send(self, header: bytes, payload: Buffer) -> bool:
         """Queue all or nothing; False when there is no room. Large frames are not copied but held until they left."""
@@ -169,6 +188,8 @@ class Outgoing:
                 found = Reason.FOREIGN
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 found = found or Reason.HANDSHAKE
+        if self.heartbeat is not None and self.heartbeat.news():
+            self._wiring.wake()  # to have it noticed
         if self.lane is not None and self.lane.broken():
             self._lane_lost |= self.lane.in_use
             self.leave_lane()
@@ -179,6 +200,7 @@ class Outgoing:
 
     def close(self, linger_s: float = 0.0) -> None:
         self.leave_lane(linger_s)
+        self.unwatch()
         self._wiring.poller.unregister(self.monitor)
         self.push.disable_monitor()
         self.monitor.close(linger=0)

@@ -12,8 +12,9 @@ import zmq
 from skippipe.errors import UserError
 
 HANDSHAKE_S = 30.0
-KEEPALIVE_S = (2, 1, 3)  # silence before the first probe, between probes; and how many go unanswered: 5 s in all
-UNANSWERED_S = 10  # for what was sent until the other side's machine confirms it
+CONNECT_S = 5.0  # for an attempt to connect; then the next: TCP alone would wait longer each time it asks again
+KEEPALIVE_S = (2, 1, 3)  # silence before the first probe, between probes; and how many go unanswered
+UNANSWERED_S = 10  # for what was sent, and on Linux for probes, until the other side's machine confirms it
 EVENT = struct.Struct("=HI")
 CONNECTION_EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -51,8 +52,8 @@ def is_loopback(host: str) -> bool:
 def keep_alive(socket: Socket) -> None:
     """TCP's keepalive finds a peer that has vanished without a word.
 
-    ZeroMQ's own heartbeat is not used: its answer waits behind messages of many megabytes, and a healthy slow link
-    would count as dead.
+    ZeroMQ's own heartbeat is not used here: its answer waits behind messages of many megabytes, and a healthy slow
+    link would count as dead. Where a link must be known to be cut sooner, `heartbeat` has a connection of its own.
     """
     idle_s, interval_s, count = KEEPALIVE_S
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
