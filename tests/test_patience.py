@@ -116,7 +116,7 @@ def test_two_of_a_stage_that_cannot_reach_each_other_cannot_average() -> None:
 
 def test_of_two_that_cannot_average_the_one_leaves_of_whom_others_complain_too() -> None:
     course = coordinating()
-    course.hear(2, Broken(4, 1)).hear(3, Broken(4, 2))
+    course.hear(1, Broken(4, 1)).hear(5, Broken(4, 2))
     assert course.room.logged("part") == [(4,)]
 
 

@@ -92,7 +92,8 @@ class Progress:
     def complained(self, node: int, broken: Broken) -> None:
         """A node cannot reach another. One that has not heard of the last change says so again if it is still so."""
         heard = node not in self.now.nodes or broken.epoch >= self.now.epoch
-        if heard or self.lead.state is State.PAUSED:
+        needed = Standing.SPARE not in (self.roster[node].standing, self.roster[broken.peer].standing)
+        if needed and (heard or self.lead.state is State.PAUSED):
             self.cut(node, broken.peer)
 
     def cut(self, node: int, other: int) -> None:

@@ -255,7 +255,7 @@ class VirtualCluster:
 
     def reach(self, sender: int, node: int, happen: Callable[[], None], delay_ns: int = 0) -> None:
         """Something that happens to a node if it still lives the same life by then, and later if it is frozen."""
-        self.echo(sender, node, happen)
+        self.echo(sender, node, happen, delay_ns)
         life = self.lives.get(node)
         if life is None or (sender, node) in self.broken:
             return
@@ -270,8 +270,8 @@ class VirtualCluster:
 
         self.after(delay_ns, arrive, node)
 
-    def echo(self, sender: int, receiver: int, happen: Callable[[], None]) -> None:
-        """What is said may come again, in another life of either or to another coordinator."""
+    def echo(self, sender: int, receiver: int, happen: Callable[[], None], delay_ns: int = 0) -> None:
+        """What comes after a delay may come again, in another life of either or to another coordinator."""
 
         def arrive() -> None:
             if receiver in self.frozen:
@@ -280,8 +280,8 @@ class VirtualCluster:
                 happen()
 
         if sender != receiver:
-            for delay_ns in self._echoes.of(sender, receiver):
-                self.after(delay_ns, arrive, receiver)
+            for later_ns in self._echoes.of(sender, receiver):
+                self.after(delay_ns + later_ns, arrive, receiver)
 
     def say(self, place: _Place, control: Control, to: int) -> None:
         if not place.lives:
@@ -472,7 +472,7 @@ class VirtualCluster:
             if lies or receiver in node.talks_to():
                 self.say(_Place(self, sender, self.lives[sender]), Broken(receiver, node.epoch), COORDINATOR)
         heartbeat_ns = ns(self.deadlines.heartbeat.total_seconds())
-        self.after(heartbeat_ns, lambda: self._complain(sender, receiver))
+        self.after(heartbeat_ns // (1000 if lies else 1), lambda: self._complain(sender, receiver))
 
     def _new_machine(self, node: int, plan: Plan) -> None:
         self.nodes[node] = Node(node, plan, _Place(self, node, self.lives[node]))
