@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from random import Random
@@ -23,7 +23,7 @@ from skippipe.learning import Learning
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.recipe import Recipe
 from skippipe.runtime.coordinator import Deadlines, Event, IterationReport, State, Survival, Watcher
-from skippipe.runtime.faults import Fault, drawn, kill
+from skippipe.runtime.faults import Fault, accuse, drawn, kill, stale
 from skippipe.runtime.memory import plan_records
 from skippipe.runtime.symbols import Symbols
 from skippipe.runtime.virtual import VirtualCluster
@@ -136,7 +136,7 @@ def scenario(seed: int) -> Scenario:
     if random.random() < 0.2 and len(plan.stage_of) > len(plan.stages):  # and one that never comes back
         node = random.choice(sorted(plan.stage_of))
         faults.append(kill(node).at(random.randrange(iterations), random.choice(["forward", "backward", "averaging"])))
-    return Scenario(
+    found = Scenario(
         seed,
         plan,
         iterations,
@@ -146,6 +146,11 @@ def scenario(seed: int) -> Scenario:
         uneven=random.random() < 0.3,
         drift=random.choice([0.0, 0.0, 0.5]),
     )
+    faults.append(stale(*sorted(plan.stage_of), share=random.choice([0.02, 0.1, 0.4])))
+    if random.random() < 0.1:
+        accuser = accuse(random.choice(sorted(plan.stage_of))).at(random.randrange(iterations))
+        faults.append(accuser.back_after(random.choice([3.0, 40.0, 400.0])))
+    return replace(found, faults=tuple(faults))
 
 
 # Those who take notes

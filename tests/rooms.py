@@ -12,20 +12,24 @@ from skippipe.runtime.control import (
     Alive,
     Averaged,
     Begin,
+    Collect,
     Contributed,
     Control,
     Hello,
     Learn,
+    Learned,
     Proceed,
     Ready,
     Reroute,
     Returned,
     Settle,
+    Want,
     from_json,
     to_json,
 )
 from skippipe.runtime.coordinator import Coordinator, Event, IterationReport, State, Watcher
 from skippipe.runtime.surroundings import Unwritten
+from skippipe.transport.message import Message
 from tests.benches import (
     AT_ONCE,
     LEARNING,
@@ -87,6 +91,8 @@ class Room(Watcher):
     epoch: int = 0
     heirs: dict[int, int] = field(default_factory=dict)
     """Lane → its data node, if that is another than planned."""
+    collections: dict[int, int] = field(default_factory=dict)
+    """Node → the number under which it was last asked for a piece."""
 
     def now_ns(self) -> int:
         return int(self.now_s * 1e9)
@@ -100,6 +106,9 @@ class Room(Watcher):
 
     def tell(self, node: int, control: Control) -> None:
         assert from_json(to_json(control)) == control
+        if isinstance(control, Collect):
+            self.collections[node] = control.collection
+            control = replace(control, collection=ASKED)
         self.log.append(("tell", node, control))
         self.told.append((node, control))
         if isinstance(control, (Begin, Reroute, Settle)):
@@ -109,7 +118,7 @@ class Room(Watcher):
         elif isinstance(control, Reroute):
             self.heirs |= {lane: path[0] for lane, _, *path in control.lanes}
 
-    def welcome(self, node: int, plan: Plan, origin: dict[str, Any]) -> None:
+    def welcome(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:  # noqa: ARG002
         self.log.append(("welcome", node, plan.stage_of[node], origin))
 
     def replan(self, node: int, plan: Plan) -> None:
@@ -124,8 +133,8 @@ class Room(Watcher):
         self.log.append(("note", record))
         self.notes.append(record)
 
-    def give(self, node: int, stage: int, first: int, count: int) -> None:
-        self.log.append(("give", node, stage, first, count))
+    def give(self, node: int, stage: int, want: Want) -> None:
+        self.log.append(("give", node, stage, want.first, want.count))
 
     def iteration_done(self, report: IterationReport) -> None:
         self.reports.append(report)
@@ -150,6 +159,8 @@ class Room(Watcher):
         return [event.kind for event in self.events]
 
 
+ASKED = 0
+"""Stands for any number of a collection."""
 HELLO = Hello("127.0.0.1:1", __version__)
 
 
@@ -165,9 +176,16 @@ class Course:
     room: Room
 
     def hear(self, node: int, *controls: Control) -> Course:
+        """Ready and Learned answer what the node was told last."""
         for control in controls:
+            if isinstance(control, Ready | Learned) and node in self.coordinator.roster:
+                control = replace(control, assignment=self.coordinator.roster[node].assignment)
             self.coordinator.hear(node, control)
         return self
+
+    def receive(self, node: int, message: Message) -> None:
+        """A piece, under the number that it was asked for."""
+        self.coordinator.receive(node, replace(message, epoch=self.room.collections.get(node, 0)))
 
     def visits(self, node: int) -> list[list[int]]:
         lanes = enumerate(self.coordinator.plan.lanes)
@@ -185,7 +203,7 @@ class Course:
         for lane, way in enumerate(self.coordinator.plan.lanes):
             for microbatch in range(way.microbatches if not lanes or lane in lanes else 0):
                 home = self.room.heirs.get(lane, way.path[0])
-                self.hear(home, Returned(self.coordinator.iteration, lane, microbatch, loss))
+                self.hear(home, Returned(self.coordinator.iteration, self.room.epoch, lane, microbatch, loss))
 
     def average(self, **norms: float) -> None:
         """Everybody who is there; `n4=5.0`: node 4 finds another norm."""

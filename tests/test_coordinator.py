@@ -41,7 +41,7 @@ from tests.benches import (
     plan_of,
     small_plan,
 )
-from tests.rooms import HELLO, Room, Safe, assert_goes_on, coordinating, even_plan, is_now, learning_late
+from tests.rooms import HELLO, Course, Room, Safe, assert_goes_on, coordinating, even_plan, is_now, learning_late
 
 
 def test_nodes_join_build_and_begin_together() -> None:
@@ -55,10 +55,11 @@ def test_nodes_join_build_and_begin_together() -> None:
     assert is_now(coordinator, State.PREPARING)
     assert [each[0] for each in room.log[6:]] == ["note", *["welcome"] * 6], "noted before anybody is told"
     assert sorted(room.logged("welcome")) == [(node, coordinator.plan.stage_of[node], {}) for node in range(6)]
+    course = Course(coordinator, room)
     for node in (3, 1, 2, 5, 0):
-        coordinator.hear(node, Ready())
+        course.hear(node, Ready())
     assert not room.told
-    coordinator.hear(4, Ready())
+    course.hear(4, Ready())
     assert room.news() == {node: [Begin(0, 1, True)] for node in range(6)}
     assert is_now(coordinator, State.TRAINING)
 
@@ -177,7 +178,7 @@ def test_a_lost_node_and_how_the_iteration_ends_without_it() -> None:
     course = coordinating()
     coordinator, room = course.coordinator, course.room
     course.come_back(1)
-    course.hear(0, Returned(0, 0, 0, 1.0))
+    course.hear(0, Returned(0, 1, 0, 0, 1.0))
     for node in (3, 4):
         course.hear(node, course.averaged(node))
     coordinator.lost(3, "its process ended")
@@ -187,7 +188,7 @@ def test_a_lost_node_and_how_the_iteration_ends_without_it() -> None:
     assert room.happenings() == ["gone", "rerouted"]
     course.hear(4, course.averaged(4), course.contributed(4))
     assert not room.told, "averages of before are of no use, and nobody has asked for an account"
-    course.hear(0, Returned(0, 0, 1, 3.0))
+    course.hear(0, Returned(0, 1, 0, 1, 3.0))
     assert room.news() == course.everybody(Settle(0, 2, False))
     accounts = {0: None, 1: None, 2: None, 4: None, 5: [[0, 1]]}
     for node, visits in accounts.items():
@@ -208,13 +209,13 @@ def test_a_lost_node_and_how_the_iteration_ends_without_it() -> None:
 
 def test_a_lost_data_node_gets_an_heir_that_is_told_what_is_on_its_way() -> None:
     course = coordinating()
-    course.hear(0, Returned(0, 0, 0, 1.0))
+    course.hear(0, Returned(0, 1, 0, 0, 1.0))
     course.coordinator.lost(0, "its process ended")
     assert course.room.news() == course.everybody(Reroute(0, 2, [0], [[0, 1, 1, 2, 3]], []))
-    course.hear(0, Returned(0, 0, 1, 1.0))
+    course.hear(0, Returned(0, 1, 0, 1, 1.0))
     assert [type(each) for each in course.room.news()[0]] == [Stop], "it is not heard any more"
     course.come_back(1)
-    course.hear(1, Returned(0, 0, 1, 1.0))
+    course.hear(1, Returned(0, 1, 0, 1, 1.0))
     assert course.room.news() == course.everybody(Settle(0, 2, False))
 
 
@@ -328,7 +329,7 @@ def test_a_newcomer_averages_and_steps_and_learns_and_then_gets_microbatches() -
     course.iterate()
     assert course.coordinator.iteration == 2
     assert any(isinstance(each, Proceed) for each in course.room.news()[6])
-    course.hear(6, Learned(2))
+    course.hear(6, Learned(2, 0))
     assert course.room.happenings()[-1] == "able"
     assert [note["learning"] for note in course.room.notes if "plan" in note][-1] == [6]
     course.iterate()
@@ -377,8 +378,11 @@ def test_a_stage_that_nobody_holds_comes_from_a_checkpoint_if_there_is_one() -> 
     for node in even_plan().stages[stage].nodes:
         course.coordinator.lost(node, "its process ended")
     *_, learn = course.room.news()[6]
-    assert learn == Learn({"kind": "checkpoint", "sources": [], "stages": [stage], "shares": [1.0], "steps": 7 + stage})
-    course.hear(6, Want(0, 5, 10))
+    assert isinstance(learn, Learn)
+    assert learn.origin == {
+        "kind": "checkpoint", "sources": [], "stages": [stage], "shares": [1.0], "steps": 7 + stage
+    }  # fmt: skip
+    course.hear(6, Want(0, 5, 10, learn.assignment - 1), Want(0, 5, 10, learn.assignment))
     assert course.room.logged("give") == [(6, stage, 5, 10)]
 
 
@@ -395,7 +399,7 @@ def test_who_loses_its_teacher_when_nothing_goes_on_without_it_gets_another_too(
     assert is_now(course.coordinator, State.PAUSED)
     learns = [control for control in course.room.news()[2] if isinstance(control, Learn)]
     assert [learn.origin["kind"] for learn in learns] == ["neighbours"]
-    course.hear(2, Learned(1))
+    course.hear(2, Learned(1, 0))
     assert is_now(course.coordinator, State.TRAINING)
 
 
@@ -436,20 +440,20 @@ def test_a_node_that_is_started_again_is_lost_and_new() -> None:
         Ready(),
         Alive("averaging", 1.5),
         Begin(3, 2, True),
-        Returned(2, 0, 1, float("nan")),
+        Returned(2, 1, 0, 1, float("nan")),
         Contributed(2, 5, [[0, 1], [1, 0]]),
         Averaged(2, 1, float("inf"), [[0, 1]], [[0, 1, 2, 3, 4, 5]], [[1, 10**12]], [[0, 2, 99]], [[1.0, -0.5]]),
-        Learn({"kind": "checkpoint", "sources": []}),
-        Learned(2),
+        Learn({"kind": "checkpoint", "sources": []}, 6),
+        Learned(2, 0),
         Broken(4),
-        Want(0, 2**40, 5),
-        Seal(2**40, "ab12"),
+        Want(0, 2**40, 5, 6),
+        Seal(2**40, "ab12", 6),
         Reroute(2, 3, [4], [[0, 1, 0, 2, 5]], [[0, 1]]),
         Settle(2, 3, True),
         Average(2, 3, [4, 4, 3]),
         Replan({"lanes": []}),
         Proceed(3, 1e-4, 0.5, True, True, False),
-        Collect(0, kept=False),
+        Collect(0, kept=False, collection=6),
         Stepped(4),
         Stop(""),
         Stop("the run was ended", again=True),

@@ -26,7 +26,7 @@ from tests.benches import (
     LEARNING,
     small_plan,
 )
-from tests.rooms import HELLO, Course, Room, Safe, coordinating, is_now
+from tests.rooms import ASKED, HELLO, Course, Room, Safe, coordinating, is_now
 
 # The end
 
@@ -48,17 +48,17 @@ def collecting(iterations: int = 1, **others: Any) -> Course:
 def test_weights_come_from_one_node_of_each_stage_in_turn() -> None:
     course = collecting(deadlines=Deadlines(collect=timedelta(seconds=7)))
     coordinator, room = course.coordinator, course.room
-    assert [control for control in room.news()[0] if isinstance(control, Collect)] == [Collect(0, False)]
+    assert [control for control in room.news()[0] if isinstance(control, Collect)] == [Collect(0, False, ASKED)]
     course.wait(5)
-    coordinator.receive(0, piece(0, "some weights"))
-    assert room.news() == {0: [Collect(1, False)]}
+    course.receive(0, piece(0, "some weights"))
+    assert room.news() == {0: [Collect(1, False, ASKED)]}
     course.wait(6)
     assert not coordinator.over, "every piece gives it time"
-    coordinator.receive(0, piece(1))
-    assert room.news() == {2: [Collect(0, False)]}
-    coordinator.receive(2, piece(0))
-    assert room.news() == {3: [Collect(0, False)]}
-    coordinator.receive(3, piece(0))
+    course.receive(0, piece(1))
+    assert room.news() == {2: [Collect(0, False, ASKED)]}
+    course.receive(2, piece(0))
+    assert room.news() == {3: [Collect(0, False, ASKED)]}
+    course.receive(3, piece(0))
     assert is_now(coordinator, State.DONE)
     assert room.news() == {node: [Stop("")] for node in range(6)}
     assert room.notes[-1] == {"done": 0}
@@ -73,33 +73,33 @@ def test_weights_come_from_one_node_of_each_stage_in_turn() -> None:
 def test_weights_that_nobody_asked_for_are_not_stored(node: int, message: Message) -> None:
     course = collecting()
     course.room.news()
-    course.coordinator.receive(node, message)
+    course.receive(node, message)
     assert (course.room.stored, course.room.told) == ([], [])
     course = coordinating()
-    course.coordinator.receive(node, message)
+    course.receive(node, message)
     assert (course.room.stored, course.room.told) == ([], [])
 
 
 def test_when_the_holder_is_lost_the_stage_comes_from_another_from_its_beginning() -> None:
     course = collecting()
-    course.coordinator.receive(0, piece(0, "half of it"))
+    course.receive(0, piece(0, "half of it"))
     course.room.news()
     course.coordinator.lost(0, "its process ended")
-    assert course.room.news() == {1: [Collect(0, False)]}
-    course.coordinator.receive(0, piece(1, "too late"))
-    course.coordinator.receive(1, piece(0, "all of it"))
-    course.coordinator.receive(1, piece(1))
+    assert course.room.news() == {1: [Collect(0, False, ASKED)]}
+    course.receive(0, piece(1, "too late"))
+    course.receive(1, piece(0, "all of it"))
+    course.receive(1, piece(1))
     course.room.news()
     assert course.room.stored == [(0, 0, "half of it"), (0, 0, "all of it"), (0, 1, None)]
     for node in (2, 3):
-        course.coordinator.receive(node, piece(0))
+        course.receive(node, piece(0))
     assert is_now(course.coordinator, State.DONE)
     assert sorted(course.room.news()) == [1, 2, 3, 4, 5]
 
 
 def test_when_the_last_holder_is_lost_a_newcomer_may_still_bring_it() -> None:
     course = collecting()
-    course.coordinator.receive(0, piece(0))
+    course.receive(0, piece(0))
     course.room.news()
     course.coordinator.lost(2, "its process ended")
     assert is_now(course.coordinator, State.PAUSED)
@@ -114,7 +114,7 @@ def test_when_the_last_holder_is_lost_a_newcomer_may_still_bring_it() -> None:
     assert [each.origin["kind"] for each in learn] == ["neighbours"]
     course.hear(learner, Ready())
     assert is_now(course.coordinator, State.COLLECTING)
-    assert course.room.news() == {learner: [Collect(0, False)]}
+    assert course.room.news() == {learner: [Collect(0, False, ASKED)]}
 
 
 def test_a_node_lost_before_its_last_step_is_not_waited_for() -> None:
@@ -154,13 +154,13 @@ def test_to_finish_early_in_training_is_to_collect_what_there_is_at_once() -> No
     course.room.news()
     course.coordinator.finish_early()
     assert is_now(course.coordinator, State.COLLECTING)
-    assert course.room.news() == {0: [Collect(0, False)]}
+    assert course.room.news() == {0: [Collect(0, False, ASKED)]}
     course.hear(0, course.averaged(0))
     course.coordinator.finish_early()
     assert not course.room.told
     course.wait(3.9)
     assert not course.coordinator.over
-    course.coordinator.receive(0, piece(0, "half of it"))
+    course.receive(0, piece(0, "half of it"))
     course.wait(0.1)
     assert course.coordinator.failure == "waited 4 s for n0 to send its weights", "no more time for every piece"
 
@@ -184,7 +184,7 @@ def test_to_finish_early_after_the_last_iteration_is_to_finish() -> None:
     assert is_now(course.coordinator, State.COLLECTING)
     course.coordinator.finish_early()
     for node in (0, 2, 3):
-        course.coordinator.receive(node, piece(0))
+        course.receive(node, piece(0))
     assert is_now(course.coordinator, State.DONE)
 
 
@@ -192,9 +192,9 @@ def test_to_finish_early_does_not_wait_for_a_checkpoint() -> None:
     course = collecting(kept_every=1, keeper=Safe())
     course.room.news()
     course.coordinator.finish_early()
-    assert course.room.news() == {0: [Collect(0, False)]}
+    assert course.room.news() == {0: [Collect(0, False, ASKED)]}
     for node in (0, 2, 3):
-        course.coordinator.receive(node, piece(0))
+        course.receive(node, piece(0))
     assert is_now(course.coordinator, State.DONE)
     assert [event.text for event in course.room.events] == [
         "none of the last iteration: the run was ended before it was made"
@@ -218,19 +218,19 @@ KEPT = Proceed(0, 0.0, 0.0, last=True, kept=True, recorded=False)
 def send(course: Course, *nodes: int, kept: bool) -> None:
     """All that they have, in one piece."""
     for node in nodes:
-        course.coordinator.receive(node, piece(0, f"of {node}", kept=kept))
-        course.coordinator.receive(node, piece(1, kept=kept))
+        course.receive(node, piece(0, f"of {node}", kept=kept))
+        course.receive(node, piece(1, kept=kept))
 
 
 def test_a_run_ends_with_a_checkpoint_and_then_the_weights() -> None:
     safe = Safe()
     course = collecting(kept_every=50, keeper=safe)
     told = course.room.news()
-    assert [each for each in told[0] if each == KEPT or isinstance(each, Collect)] == [KEPT, Collect(0, True)]
+    assert [each for each in told[0] if each == KEPT or isinstance(each, Collect)] == [KEPT, Collect(0, True, ASKED)]
     assert {node for node, controls in told.items() if KEPT in controls} == {0, 2, 3}, "one of each stage"
     send(course, 0, 2, 3, kept=True)
     assert safe.done == [(1, (1, 1, 1))]
-    assert course.room.news()[0][-1] == Collect(0, False)
+    assert course.room.news()[0][-1] == Collect(0, False, ASKED)
     send(course, 0, 2, 3, kept=False)
     assert is_now(course.coordinator, State.DONE)
     assert safe.done == [(1, (1, 1, 1))]
@@ -320,14 +320,14 @@ def test_a_checkpoint_is_made_while_training_goes_on() -> None:
     told = course.room.news()
     kept = {node for node, controls in told.items() if any(isinstance(e, Proceed) and e.kept for e in controls)}
     assert kept == {0, 2, 3}, "one of each stage"
-    assert told[0][-1] == Collect(0, True)
-    assert Collect(0, True) not in told[2]
-    course.coordinator.receive(0, piece(0, "a copy", kept=True))
+    assert told[0][-1] == Collect(0, True, ASKED)
+    assert Collect(0, True, ASKED) not in told[2]
+    course.receive(0, piece(0, "a copy", kept=True))
     course.iterate()
-    course.coordinator.receive(0, piece(1, kept=True))
+    course.receive(0, piece(1, kept=True))
     for node in (2, 3):
         assert not safe.done
-        course.coordinator.receive(node, piece(0, kept=True))
+        course.receive(node, piece(0, kept=True))
     assert safe.done == [(2, (2, 2, 2))], "as of when it was made"
     assert safe.saved_pieces == [(0, 0, "a copy"), (0, 1, None), (1, 0, None), (2, 0, None)]
 
@@ -339,7 +339,7 @@ def test_a_checkpoint_is_given_up_with_a_node_that_holds_its_copy(lost: int, aba
     course.iterate()
     course.coordinator.lost(lost, "its process ended")
     assert safe.abandoned == abandoned
-    course.coordinator.receive(0, piece(0, "a copy", kept=True))
+    course.receive(0, piece(0, "a copy", kept=True))
     assert len(safe.saved_pieces) == 1 - abandoned
     assert not safe.done
 
@@ -351,8 +351,8 @@ def test_a_piece_of_a_checkpoint_that_was_given_up_is_not_taken_for_one_of_the_l
     course.coordinator.lost(3, "its process ended")
     assert safe.abandoned == 1
     assert not course.room.told, "node 0 has yet to answer"
-    course.coordinator.receive(0, piece(0, "after two iterations", kept=True))
-    assert course.room.news()[0] == [replace(KEPT, iteration=2), Collect(0, True)]
+    course.receive(0, piece(0, "after two iterations", kept=True))
+    assert course.room.news()[0] == [replace(KEPT, iteration=2), Collect(0, True, ASKED)]
     send(course, 0, 2, 4, kept=True)
     assert safe.saved_pieces[0] == (0, 0, "of 0")
     assert safe.done == [(3, (3, 3, 3))]
@@ -366,10 +366,11 @@ def test_a_run_that_goes_on_from_a_checkpoint_sends_nodes_there_first() -> None:
     for node, stage, origin in room.logged("welcome"):
         expected = {"kind": "checkpoint", "sources": [], "stages": [stage], "shares": [1.0], "steps": 7 + stage}
         assert origin == expected, node
-    coordinator.hear(3, Want(2, 0, 100))
+    course = Course(coordinator, room)
+    course.hear(3, Want(2, 0, 100, coordinator.roster[3].assignment))
     assert room.logged("give") == [(3, 2, 0, 100)]
     for node in range(6):
-        coordinator.hear(node, Ready())
+        course.hear(node, Ready())
     assert room.news()[0] == [Begin(4, 1, False)]
 
 

@@ -23,13 +23,13 @@ from skippipe.runtime.control import (
     from_json,
     to_json,
 )
+from skippipe.runtime.fencing import Life, stamped
 from skippipe.serving.brief import ServingBrief
 from skippipe.serving.front import Front, Watching
 from skippipe.serving.gateway import Full
 from skippipe.serving.streams import Ending, Request, Stream
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox
-from skippipe.transport.message import Kind, Message
 
 PATIENCE_S = 20.0
 NODES = {"ann": 0, "bob": 1, "cem": 0}
@@ -41,13 +41,14 @@ class Peer:
 
     def __init__(self, name: str, pair: KeyPair, front: Front, public: str) -> None:
         self.heard: list[Control] = []
+        self._life = Life(1)
         self._mailbox = Mailbox(name, pair)
         self._mailbox.allow("coordinator", public)
         self._mailbox.connect("coordinator", front.address, public)
 
     def say(self, said: Control | dict[str, Any]) -> None:
         body = said if isinstance(said, dict) else to_json(said)
-        self._mailbox.send("coordinator", Message(Kind.CONTROL, 0, 0, 0, 0, body))
+        self._mailbox.send("coordinator", stamped(body, self._life.stamp()))
 
     def hello(self, version: str = __version__) -> None:
         self.say(Hello(self._mailbox.address, version))

@@ -39,7 +39,7 @@ from tests.benches import (
     LEARNING,
     small_plan,
 )
-from tests.rooms import HELLO, Course, Room, assert_goes_on, coordinating, even_plan, is_now, learning_late
+from tests.rooms import ASKED, HELLO, Course, Room, assert_goes_on, coordinating, even_plan, is_now, learning_late
 
 # Silence
 
@@ -127,14 +127,14 @@ def test_if_all_wait_for_each_other_nobody_is_called_slow() -> None:
 
 def test_a_broken_link_means_another_beginning_without_it() -> None:
     course = coordinating()
-    course.hear(2, Broken(3))
+    course.hear(2, Broken(3, 1))
     told = course.room.news()
     assert all(begin == [Begin(0, 2, False)] for begin in told.values())
     assert sorted(told) == course.coordinator.nodes
     pairs = {frozenset(pair) for lane in course.coordinator.plan.lanes for pair in pairwise(lane.path)}
     assert frozenset({2, 3}) not in pairs
     assert course.coordinator.plan.cluster.bandwidth_bytes_per_s[2, 3] == 0
-    course.hear(3, Broken(2))
+    course.hear(3, Broken(2, 2))
     assert not course.room.told, "that is known"
     assert [event.kind for event in course.room.events][:1] == ["cut"]
     course.iterate()
@@ -163,10 +163,16 @@ def test_one_that_is_heard_of_again_has_a_broken_link() -> None:
 
 def test_two_of_a_stage_that_cannot_reach_each_other_cannot_average() -> None:
     course = coordinating()
-    course.hear(3, Broken(4))
+    course.hear(3, Broken(4, 1))
+    assert course.room.logged("part") == [(3,)], "a complaint is at the cost of whoever has it"
+    assert [type(each) for each in course.room.news()[3]] == [Stop]
+    assert_goes_on(course, 3)
+
+
+def test_of_two_that_cannot_average_the_one_leaves_of_whom_others_complain_too() -> None:
+    course = coordinating()
+    course.hear(1, Broken(4, 1)).hear(5, Broken(4, 2))
     assert course.room.logged("part") == [(4,)]
-    assert [type(each) for each in course.room.news()[4]] == [Stop]
-    assert_goes_on(course, 4)
 
 
 # Deadlines
@@ -249,15 +255,15 @@ NONSENSE: dict[str, Callable[[Course], Control]] = {
     "ready again": lambda course: Ready(),
     "an order": lambda course: Begin(0, 9, False),
     "a stop": lambda course: Stop("enough"),
-    "learned, though it never learned": lambda course: Learned(0),
+    "learned, though it never learned": lambda course: Learned(0, 0),
     "averaged in the next iteration": lambda course: course.averaged(3, iteration=1),
     "averaged in another epoch": lambda course: course.averaged(3, epoch=0),
     "an account that nobody asked for": lambda course: course.contributed(3),
-    "back on a lane that is not there": lambda course: Returned(0, 9, 0, 1.0),
-    "back on the lane of another": lambda course: Returned(0, 0, 0, 1.0),
+    "back on a lane that is not there": lambda course: Returned(0, 1, 9, 0, 1.0),
+    "back on the lane of another": lambda course: Returned(0, 1, 0, 0, 1.0),
     "a broken link to nobody": lambda course: Broken(10**9),
-    "state, though there is no checkpoint": lambda course: Want(0, 0, 10),
-    "a seal": lambda course: Seal(0, "x"),
+    "state, though there is no checkpoint": lambda course: Want(0, 0, 10, 0),
+    "a seal": lambda course: Seal(0, "x", 0),
 }
 
 
@@ -304,7 +310,7 @@ def test_norms_without_a_sum_end_nothing() -> None:
 
 def test_a_microbatch_that_is_not_there_does_not_come_back() -> None:
     course = coordinating()
-    course.hear(0, Returned(0, 0, 10**6, 1000.0))
+    course.hear(0, Returned(0, 1, 0, 10**6, 1000.0))
     course.iterate()
     assert course.room.reports[0].loss == 2.0
 
@@ -432,7 +438,7 @@ def test_a_coordinator_started_again_after_the_last_iteration_collects() -> None
     assert [type(each) for each in course.room.news()[4]] == [Proceed]
     course.hear(4, Stepped(1))
     assert is_now(course.coordinator, State.COLLECTING)
-    assert course.room.news() == {0: [Collect(0, False)]}
+    assert course.room.news() == {0: [Collect(0, False, ASKED)]}
 
 
 def test_one_that_was_learning_is_still_learning() -> None:

@@ -208,8 +208,8 @@ IN_THE_WRONG_PHASE: dict[str, Control] = {
     "a welcome that is not for the state machine": Welcome({}, {}),
     "an acquaintance that is not for the state machine": Meet({}),
     "a report": Stepped(0),
-    "a state from nowhere": Learn({"kind": "replica", "sources": [], "stages": [], "shares": [], "steps": 0}),
-    "a state of a kind that is not there": Learn({"kind": "heaven"}),
+    "a state from nowhere": Learn({"kind": "replica", "sources": [], "stages": [], "shares": [], "steps": 0}, 0),
+    "a state of a kind that is not there": Learn({"kind": "heaven"}, 0),
 }
 
 
@@ -256,7 +256,7 @@ def test_a_stop_ends_all() -> None:
     assert bench.node.stopped == Stop("enough")
 
 
-@pytest.mark.parametrize("control", [Seal(0, "sound"), Stop("from a friend"), Begin(0, 9, False), Ready()])
+@pytest.mark.parametrize("control", [Seal(0, "sound", 0), Stop("from a friend"), Begin(0, 9, False), Ready()])
 def test_what_nodes_say_to_each_other_is_of_no_use_unless_one_learns(control: Control) -> None:
     bench, twin = Bench(2).begin(), Bench(2).begin()
     bench.node.asked(0, control)
@@ -282,25 +282,25 @@ def test_a_change_of_an_iteration_whose_step_is_taken_is_dropped() -> None:
 
 # A node that learns, and one that lends
 
-FROM_3 = Learn({"kind": "replica", "sources": [3], "stages": [2], "shares": [1.0], "steps": 4})
+FROM_3 = Learn({"kind": "replica", "sources": [3], "stages": [2], "shares": [1.0], "steps": 4}, 0)
 
 
 def learning() -> Bench:
     """Node 5 has asked node 3."""
     bench = Bench(5).begin(4).hear(FROM_3)
     assert bench.work() == ["pass 0, 2 of 3", "study"]
-    assert bench.asked == [(3, Want(2, 0, 1))]
+    assert bench.asked == [(3, Want(2, 0, 1, 0))]
     bench.asked.clear()
     return bench
 
 
 def test_a_node_learns_what_its_teacher_has_sealed() -> None:
     bench = learning()
-    bench.node.asked(3, Seal(0, "sound"))
+    bench.node.asked(3, Seal(0, "sound", 0))
     bench.take(3, loan(iteration=4, body=(((9, 9),),)))
     assert bench.work() == ["load"]
     assert bench.symbols.state == [((9, 9),)]
-    assert bench.heard() == [Learned(4)]
+    assert bench.heard() == [Learned(4, 0)]
     bench.take(3, loan(iteration=4))
     assert bench.node.dropped == {(3, "state that was not asked for"): 1}, "it has all"
 
@@ -308,10 +308,10 @@ def test_a_node_learns_what_its_teacher_has_sealed() -> None:
 def test_an_answer_that_comes_twice_is_taken_once() -> None:
     bench = learning()
     for _ in range(2):
-        bench.node.asked(3, Seal(0, "sound"))
+        bench.node.asked(3, Seal(0, "sound", 0))
         bench.take(3, loan(iteration=4, body=(((9, 9),),)))
     assert bench.work() == ["load"]
-    assert bench.heard() == [Learned(4)]
+    assert bench.heard() == [Learned(4, 0)]
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_an_answer_that_comes_twice_is_taken_once() -> None:
 )
 def test_a_node_learns_nothing_else(sender: int, message: Message) -> None:
     bench = learning()
-    bench.node.asked(sender, Seal(message.lane, "sound"))
+    bench.node.asked(sender, Seal(message.lane, "sound", 0))
     bench.take(sender, message)
     assert bench.work() == []
     assert bench.symbols.state == []
@@ -330,19 +330,19 @@ def test_a_node_learns_nothing_else(sender: int, message: Message) -> None:
 
 def test_what_comes_too_late_is_asked_for_again() -> None:
     bench = learning()
-    bench.node.asked(3, Seal(0, "sound"))
+    bench.node.asked(3, Seal(0, "sound", 0))
     bench.take(3, loan(iteration=3))
-    assert bench.asked == [(3, Want(2, 0, 1))]
+    assert bench.asked == [(3, Want(2, 0, 1, 0))]
 
 
 def test_what_comes_too_early_is_of_the_next_iteration() -> None:
     bench = learning()
-    bench.node.asked(3, Seal(0, "sound"))
+    bench.node.asked(3, Seal(0, "sound", 0))
     bench.take(3, loan(iteration=5, body=(((9, 9),),)))
     assert bench.work() == [], "its own step is still to come, and would be one too many"
     bench.begin(5)
     assert "load" in bench.work()
-    assert bench.heard() == [Learned(5)]
+    assert bench.heard() == [Learned(5, 0)]
 
 
 def test_without_a_seal_nothing_is_believed() -> None:
@@ -353,10 +353,10 @@ def test_without_a_seal_nothing_is_believed() -> None:
 
 
 def test_another_teacher_is_asked_from_the_beginning() -> None:
-    bench = learning().hear(Learn({"kind": "replica", "sources": [4], "stages": [2], "shares": [1.0], "steps": 4}))
+    bench = learning().hear(Learn({"kind": "replica", "sources": [4], "stages": [2], "shares": [1.0], "steps": 4}, 0))
     assert bench.work() == ["study"]
-    assert bench.asked == [(4, Want(2, 0, 1))]
-    bench.node.asked(3, Seal(0, "sound"))
+    assert bench.asked == [(4, Want(2, 0, 1, 0))]
+    bench.node.asked(3, Seal(0, "sound", 0))
     bench.take(3, loan(iteration=4))
     assert bench.node.dropped == {(3, "Seal of no use here"): 1, (3, "state that was not asked for"): 1}
 
@@ -366,18 +366,18 @@ def test_a_broken_connection_to_the_teacher_makes_it_ask_again() -> None:
     bench.node.lost(4)
     assert bench.asked == []
     bench.node.lost(3)
-    assert bench.asked == [(3, Want(2, 0, 1))]
+    assert bench.asked == [(3, Want(2, 0, 1, 0))]
 
 
 def test_one_that_learns_itself_does_not_teach() -> None:
     bench = learning()
-    bench.node.asked(4, Want(2, 0, 1))
+    bench.node.asked(4, Want(2, 0, 1, 0))
     assert bench.work() == []
     assert bench.node.dropped == {(4, "Want of no use here"): 1}
     able = Bench(3).begin(4)
-    able.node.asked(5, Want(2, 0, 1))
+    able.node.asked(5, Want(2, 0, 1, 0))
     assert able.work() == ["lend"]
-    assert able.asked == [(5, Seal(0, "sound"))]
+    assert able.asked == [(5, Seal(0, "sound", 0))]
     assert [(to, message.microbatch, message.iteration) for to, message in able.posted] == [(5, LOAN, 4)]
 
 
@@ -386,16 +386,16 @@ def test_what_is_lent_after_the_last_step_before_a_pause_is_of_the_next_iteratio
     bench = Bench(2).begin(4)
     average_alone(bench)
     bench.hear(Proceed(4, 1.0, 1.0, True, False, False)).work()
-    bench.node.asked(6, Want(1, 0, 1))
+    bench.node.asked(6, Want(1, 0, 1, 0))
     assert bench.work() == ["lend"]
     assert [message.iteration for to, message in bench.posted if to == 6] == [5]
 
 
 def test_a_node_that_begins_with_a_checkpoint_is_ready_when_it_has_it() -> None:
     bench = Bench(2)
-    bench.node.welcomed({"kind": "checkpoint", "sources": [], "stages": [1], "shares": [1.0], "steps": 3})
+    bench.node.welcomed({"kind": "checkpoint", "sources": [], "stages": [1], "shares": [1.0], "steps": 3}, 0)
     assert bench.work() == ["study"]
-    assert bench.heard() == [Want(1, 0, 1)]
+    assert bench.heard() == [Want(1, 0, 1, 0)]
     bench.node.restore(loan(body=(((1, 1),),)))
     assert bench.work() == ["load"]
     assert bench.heard() == [Ready()]
@@ -404,7 +404,7 @@ def test_a_node_that_begins_with_a_checkpoint_is_ready_when_it_has_it() -> None:
 
 def test_a_node_without_an_origin_is_ready_at_once() -> None:
     bench = Bench(2)
-    bench.node.welcomed({})
+    bench.node.welcomed({}, 0)
     assert bench.heard() == [Ready()]
 
 

@@ -128,7 +128,7 @@ def test_a_new_data_node_sets_out_what_is_on_its_way() -> None:
     assert bench.work() == ["0/1 step 4"]
     bench.take(2, hop(0, 8, 1, epoch=1))
     assert bench.work() == ["0/1 step 8"]
-    assert bench.heard() == [Returned(0, 0, 1, 0.0)]
+    assert bench.heard() == [Returned(0, bench.node.epoch, 0, 1, 0.0)]
 
 
 def test_a_new_data_node_that_gets_the_gradient_before_the_head_does_not_know_the_loss() -> None:
@@ -169,7 +169,7 @@ def test_the_node_before_a_skipped_place_sends_to_the_next() -> None:
     bench.take(3, hop(0, 8, epoch=1))
     assert bench.work() == ["0/0 step 8", "0/1 step 0"]
     assert bench.sent() == ["0/0 step 5 → 5, epoch 1", "0/1 step 2 → 3, epoch 1"]
-    assert bench.heard() == [Returned(0, 0, 0, 0.0)]
+    assert bench.heard() == [Returned(0, bench.node.epoch, 0, 0, 0.0)]
 
 
 def test_the_head_runs_again_beyond_a_skipped_place_but_counts_once() -> None:

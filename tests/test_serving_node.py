@@ -122,7 +122,7 @@ class World:
 
     def begin(self, node: int) -> None:
         self.places[node] = Place(self, node)
-        self.places[node].node.welcomed({})
+        self.places[node].node.welcomed({}, 0)
 
     def kill(self, node: int, back_after_s: float) -> None:
         self.places[node].alive = False

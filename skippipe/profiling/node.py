@@ -28,6 +28,8 @@ class TakePasses:
 
 
 class ProfilingNode:
+    epoch = 0
+
     def __init__(self, number: int, nodes: int, effort: Effort, outside: Outside) -> None:
         self.stopped: Stop | None = None
         self.dropped: Counter[tuple[int, str]] = Counter()
@@ -55,7 +57,7 @@ class ProfilingNode:
         self._probe = None
         return Hello(address, version)
 
-    def welcomed(self, _origin: dict[str, Any]) -> None:
+    def welcomed(self, _origin: dict[str, Any], _assignment: int) -> None:
         self._computes = True
         self._outside.start(TakePasses())
 

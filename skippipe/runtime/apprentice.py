@@ -24,8 +24,9 @@ LOAN = 1  # the `microbatch` of a chunk that is lent; 0 in the ring
 
 
 class Apprentice:
-    def __init__(self, origin: Origin, ask: Callable[[int, Want], None]) -> None:
+    def __init__(self, origin: Origin, assignment: int, ask: Callable[[int, Want], None]) -> None:
         self.origin = origin
+        self.assignment = assignment
         self.complete = False
         self._ask = ask
         self._left: deque[Part] = deque()
@@ -110,13 +111,13 @@ class Apprentice:
         self._waiting = True
         part = self._left[0]
         stage = self.origin.stages[self.origin.sources.index(part.source)]
-        self._ask(part.source, Want(stage, part.first, part.count))
+        self._ask(part.source, Want(stage, part.first, part.count, self.assignment))
 
 
-def loan(first: int, payload: Any, iteration: int = 0, epoch: int = 0) -> Message:
+def loan(first: int, payload: Any, assignment: int, iteration: int = 0) -> Message:
     """Numbers of a state on their way to one that learns, as they were in an iteration."""
     high, low = divmod(first, 2**32)  # a large stage has more numbers than one field can count
-    return Message(Kind.CHUNK, iteration, low, LOAN, high, payload, epoch)
+    return Message(Kind.CHUNK, iteration, low, LOAN, high, payload, assignment)
 
 
 def is_loan(message: Message) -> bool:

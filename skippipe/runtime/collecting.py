@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from skippipe.runtime.control import Collect, Control, Proceed
@@ -22,6 +23,8 @@ class Collection:
     take: Callable[[int, int, Any], None]
     """Stage, number of the piece, and the piece; None after the last. A stage that starts over has a first again.
     Unwritten if the stage is not on disk after its last: then it is held, and nobody needs to send it again."""
+    numbers: Iterator[int]
+    """For what is asked: pieces that were asked for under another number are not taken."""
     stage: int = field(init=False, default=-1)
     over: bool = field(init=False, default=False)
     unwritten: Unwritten | None = field(init=False, default=None)
@@ -29,6 +32,7 @@ class Collection:
     given_up: bool = field(init=False, default=False)
     """Nothing more is asked for. What was asked last is waited for, lest it be taken for an answer to somebody else."""
     _piece: int = field(init=False, default=0)
+    _number: int = field(init=False, default=0)
     _asked: bool = field(init=False, default=True)
 
     def begin(self) -> None:
@@ -44,9 +48,10 @@ class Collection:
         """Is this the last stage?"""
         return self.stage + 1 >= len(self.holders)
 
-    def receive(self, node: int, piece: int, body: Any) -> bool:
+    def receive(self, node: int, number: int, piece: int, body: Any) -> bool:
         """Whether it was asked for."""
-        if self.over or not self._asked or node != self.holder or piece != self._piece:
+        asked = self._asked and (node, number, piece) == (self.holders.get(self.stage), self._number, self._piece)
+        if self.over or not asked:
             return False
         if self.given_up:
             self.over = True
@@ -56,7 +61,7 @@ class Collection:
         else:
             self.take(self.stage, self._piece, body)
             self._piece += 1
-            self.tell(node, Collect(self._piece, self.kept))
+            self._ask()
         return True
 
     def end_stage(self) -> None:
@@ -81,14 +86,17 @@ class Collection:
             return  # that stage is here
         self._asked = True
         if not self.over:
-            self._piece = 0
-            self.tell(self.holder, Collect(0, self.kept))
+            self._piece, self._number = 0, next(self.numbers)
+            self._ask()
 
     def _next_stage(self) -> None:
-        self.stage, self._piece = self.stage + 1, 0
+        self.stage, self._piece, self._number = self.stage + 1, 0, next(self.numbers)
         self.over = self.stage == len(self.holders)
         if not self.over:
-            self.tell(self.holder, Collect(0, self.kept))
+            self._ask()
+
+    def _ask(self) -> None:
+        self.tell(self.holder, Collect(self._piece, self.kept, self._number))
 
 
 @dataclass
@@ -100,6 +108,7 @@ class Harvest:
     """Iterations from one checkpoint to the next; 0: none are made."""
     made: int = -1
     """How many iterations were done when the newest checkpoint was made; −1: there is none."""
+    numbers: Iterator[int] = field(default_factory=lambda: count(1))
     weights: Collection | None = None
     _checkpoint: Collection | None = None
     _of: tuple[int, tuple[int, ...]] = (0, ())
@@ -155,7 +164,7 @@ class Harvest:
     def checkpoint(self, iterations: int, steps: Sequence[int], holders: Mapping[int, int]) -> None:
         """Fetch the copies that were kept after so many iterations."""
         self._of = iterations, tuple(steps)
-        self._checkpoint = Collection(holders, True, self.surroundings.tell, self._keeper.save)
+        self._checkpoint = Collection(holders, True, self.surroundings.tell, self._keeper.save, self.numbers)
         self._checkpoint.begin()
 
     def keep_again(self, iterations: int, steps: Sequence[int], holders: Mapping[int, int]) -> bool:
@@ -171,7 +180,7 @@ class Harvest:
     def collect(self, holders: Mapping[int, int]) -> None:
         """Fetch the weights; what has come already is not fetched again."""
         if self.weights is None:
-            self.weights = Collection(holders, False, self.surroundings.tell, self.surroundings.store)
+            self.weights = Collection(holders, False, self.surroundings.tell, self.surroundings.store, self.numbers)
             self.weights.begin()
         else:
             self.weights.again(holders)
@@ -179,7 +188,7 @@ class Harvest:
     def receive(self, node: int, message: Message) -> bool:
         """A piece; whether it was asked for."""
         collection = self._checkpoint if message.step else self.weights
-        asked = collection is not None and collection.receive(node, message.microbatch, message.body)
+        asked = collection is not None and collection.receive(node, message.epoch, message.microbatch, message.body)
         checkpoint = self._checkpoint
         if checkpoint is not None and checkpoint.over:
             self._checkpoint = None

@@ -32,7 +32,10 @@ class Hello:
 
 @dataclass(frozen=True)
 class Ready:
-    """The stage is built and the node can begin."""
+    """The stage is built and the node can begin; or, while nobody steps, it has its state."""
+
+    assignment: int = 0
+    """The number of the `Welcome` or `Learn` that this answers."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Returned:
     """A microbatch is back at its data node, all its backward passes are done."""
 
     iteration: int
+    epoch: int
     lane: int
     microbatch: int
     loss: float
@@ -90,6 +94,8 @@ class Learned:
     """A node that came late has the state of its stage, and is as good as any other."""
 
     iteration: int
+    assignment: int
+    """The number of the `Learn` that this answers."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,7 @@ class Broken:
     """The connection to a peer broke; it may be gone, or only the link."""
 
     peer: int
+    epoch: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,6 +170,8 @@ class Want:
     """That it is asked for; whoever was asked may hold another by now."""
     first: int
     count: int
+    assignment: int
+    """The number of the `Welcome` or `Learn` that it is for; what is lent has it as its epoch."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +180,8 @@ class Seal:
 
     first: int
     digest: str
+    assignment: int
+    """As in `Want`."""
 
 
 # The coordinator to a node
@@ -185,6 +196,8 @@ class Welcome:
     """Name → address, empty if it is not there, and public key."""
     origin: dict[str, Any] = field(default_factory=dict)
     """Where the state comes from before the node is ready (see `work.Origin`); empty: from the seed."""
+    assignment: int = 0
+    """Of the node to its stage: a number that no other `Welcome`, `Learn` or `Collect` of the run has."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +222,8 @@ class Learn:
     """Where a node that comes late gets its state from (see `work.Origin`), while the others go on."""
 
     origin: dict[str, Any]
+    assignment: int
+    """As in `Welcome`."""
 
 
 @dataclass(frozen=True)
@@ -274,6 +289,8 @@ class Collect:
     piece: int
     kept: bool
     """Of the copy that was made for a checkpoint, optimizer and all, instead of the weights as they are now."""
+    collection: int
+    """The number of what is collected; the piece has it as its epoch."""
 
 
 @dataclass(frozen=True)

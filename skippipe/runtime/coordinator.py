@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 from skippipe import __version__
 from skippipe.learning import Learning
@@ -34,6 +35,7 @@ from skippipe.runtime.control import (
     Stop,
     Want,
 )
+from skippipe.runtime.fencing import first_number
 from skippipe.runtime.gathering import Gathering
 from skippipe.runtime.iteration import Iteration
 from skippipe.runtime.lengths import Lengths
@@ -88,6 +90,8 @@ class Coordinator:
     state: State = field(init=False)
     failure: str = ""
     roster: Roster = field(init=False)
+    term: int = field(init=False)
+    """How many coordinators this run had before."""
     trained: Trained = field(init=False)
     _stepped: set[int] = field(init=False, default_factory=set)
     """Those who have taken the last step."""
@@ -100,10 +104,14 @@ class Coordinator:
         surroundings, cluster, happened = self.surroundings, self.planned.cluster, self.happened
         memory = Memory.of(self.journal) if self.journal else Memory.nothing(self.planned)
         self.state = State.REUNITING if self.journal else State.JOINING
-        self.roster = roster = Roster(cluster)
+        numbers = count(first_number(memory.term) + 1)
+        self.roster = roster = Roster(cluster, numbers=numbers)
+        self.term = memory.term
+        if self.journal:
+            surroundings.note({"term": self.term})
         self.trained = trained = memory.trained
         self._patience = Patience(self, surroundings.now_ns())
-        self._harvest = Harvest(surroundings, self.kept_every, self.first if self.resumed else -1)
+        self._harvest = Harvest(surroundings, self.kept_every, self.first if self.resumed else -1, numbers)
         measured = Measured(memory.plan, cluster, surroundings.now_ns())
         plans, end = {**self.plans, memory.visited: memory.plan}, self.first + self.iterations
         self._replanning = Replanning(
@@ -184,16 +192,16 @@ class Coordinator:
                 self.fail(f"node '{self._name(node)}': {control.reason}")
             case Failed():
                 self._lost(node, control.reason)
-            case Want() if self.surroundings.keeper is not None and peer.stage >= 0:
+            case Want() if self.surroundings.keeper is not None and control.assignment == peer.assignment:
                 self._patience.renew()
-                self.surroundings.give(node, peer.stage, control.first, control.count)
-            case Ready():
+                self.surroundings.give(node, peer.stage, control)
+            case Ready() if control.assignment == peer.assignment:
                 self._ready(node, peer)
-            case Learned() if peer.standing is Standing.LEARNING:
+            case Learned() if control.assignment == peer.assignment and peer.standing is Standing.LEARNING:
                 self._able(node, peer)
             case Broken() if control.peer in self.roster and control.peer != node:
-                self._patience.complained(node, control.peer)
-            case Stepped() if self.state is State.STEPPING:
+                self._patience.complained(node, control)
+            case Stepped() if self.state is State.STEPPING and control.iteration + 1 == self._progress.end:
                 self._stepped.add(node)
                 self._collect_if_stepped()
             case Returned() | Contributed() | Averaged() if self.state is State.TRAINING:
@@ -366,10 +374,10 @@ class Coordinator:
         """Begin the iteration again, with a plan for those who are there; or wait for others."""
         self._progress.restart(why)
 
-    def cut(self, node: int, other: int) -> None:
+    def cut(self, node: int, broken: Broken) -> None:
         """Two nodes that are there cannot reach each other."""
         if self.state in (State.TRAINING, State.PAUSED):
-            self._progress.cut(node, other)
+            self._progress.complained(node, broken)
 
     # Going
 

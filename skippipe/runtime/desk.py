@@ -11,7 +11,7 @@ from skippipe.errors import UserError
 from skippipe.learning import Learning
 from skippipe.plan import Plan
 from skippipe.runtime.apprentice import loan
-from skippipe.runtime.control import Control, Meet, Replan, Stop, Welcome
+from skippipe.runtime.control import Control, Meet, Replan, Stop, Want, Welcome
 from skippipe.runtime.coordinator import Coordinator, Deadlines, Keeper, Survival, Watcher
 from skippipe.runtime.member import THE_COORDINATOR
 from skippipe.runtime.reception import Gone, Reception
@@ -95,6 +95,7 @@ class Desk:
             survival=survival or Survival(),
             journal=journal,
         )
+        self._reception.fence.term = self.machine.term
         try:
             while not self.machine.over:
                 self._turn(self.machine, gone, patience.total_seconds())
@@ -152,9 +153,9 @@ class Desk:
         else:
             self._reception.tell(name, control)
 
-    def welcome(self, node: int, plan: Plan, origin: dict[str, Any]) -> None:
+    def welcome(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:
         brief = {**self._brief_json, "plan": self._told(plan)}
-        self.tell(node, Welcome(brief, self._reception.introduced(self._publics), origin))
+        self.tell(node, Welcome(brief, self._reception.introduced(self._publics), origin, assignment))
 
     def replan(self, node: int, plan: Plan) -> None:
         self.tell(node, Replan(self._told(plan)))
@@ -165,10 +166,11 @@ class Desk:
     def note(self, record: dict[str, Any]) -> None:
         self._note(record)
 
-    def give(self, node: int, stage: int, first: int, count: int) -> None:
+    def give(self, node: int, stage: int, want: Want) -> None:
         assert self.keeper is not None
         try:
-            message = loan(first, self.keeper.state(stage, first, min(count, MOST_LENT)))
+            state = self.keeper.state(stage, want.first, min(want.count, MOST_LENT))
+            message = loan(want.first, state, want.assignment)
         except (UserError, ValueError, AssertionError) as error:
             assert self.machine is not None
             self.machine.lost(node, f"it asked for state that is not there: {error}")

@@ -20,7 +20,7 @@ from skippipe.runtime.work import Drop, Inspect, Keep, Lend, Load, Measure, Pass
 is_weights = plain(dispatch.is_weights)
 
 During = Literal["forward", "head", "backward", "weights", "averaging", "step", "checkpoint", "joining", "repair"]
-Kind = Literal["kill", "freeze", "cut", "cut one way", "slow node", "slow link", "poison"]
+Kind = Literal["kill", "freeze", "cut", "cut one way", "slow node", "slow link", "poison", "stale", "accuse"]
 DURING: tuple[During, ...] = ("forward", "head", "backward", "averaging", "step", "checkpoint", "joining", "repair")
 
 
@@ -28,7 +28,7 @@ DURING: tuple[During, ...] = ("forward", "head", "backward", "averaging", "step"
 class Fault:
     kind: Kind
     nodes: tuple[int, ...]
-    """One; two for a link; the coordinator's number is −1."""
+    """One; two for a link; those whose messages come again; the coordinator's number is −1."""
     iteration: int = 0
     during: During = "forward"
     lasts_s: float | None = None
@@ -37,6 +37,8 @@ class Fault:
     """By which something slow takes longer."""
     silent: bool = False
     """A link that is cut drops what it is given, and nobody is told; no: connections are broken."""
+    share: float = 0.1
+    """Of messages that come again."""
 
     def at(self, iteration: int, during: During = "forward") -> Fault:
         return replace(self, iteration=iteration, during=during)
@@ -50,7 +52,8 @@ class Fault:
         return iteration >= self.iteration and here and phase_of(work) == self.during
 
     def __str__(self) -> str:
-        who = " and ".join("the coordinator" if node == COORDINATOR else f"node {node}" for node in self.nodes)
+        names = ["the coordinator" if node == COORDINATOR else f"node {node}" for node in self.nodes]
+        who = " and ".join(names) if len(names) < 3 else f"{len(names)} nodes"
         what = {
             "kill": f"kill {who}",
             "freeze": f"freeze {who}",
@@ -59,6 +62,8 @@ class Fault:
             "slow node": f"make {who} {self.times:g} times slower",
             "slow link": f"make the link between {who} {self.times:g} times slower",
             "poison": f"spoil a gradient of {who}",
+            "stale": f"let {self.share:.0%} of the messages from and to {who} come again later",
+            "accuse": f"have {who} complain of everybody",
         }[self.kind]
         end = "" if self.lasts_s is None else f", for {self.lasts_s:g} s"
         return f"{what} in iteration {self.iteration} during {self.during}{end}"
@@ -90,6 +95,16 @@ def slow_link(a: int, b: int, times: float = 10.0) -> Fault:
 
 def poison(node: int) -> Fault:
     return Fault("poison", (node,))
+
+
+def stale(*nodes: int, share: float = 0.1) -> Fault:
+    """Under virtual time only: copies of messages come later, whatever has become of sender and receiver."""
+    return Fault("stale", nodes, share=share)
+
+
+def accuse(node: int) -> Fault:
+    """Under virtual time only: it says again and again that it cannot reach anybody."""
+    return Fault("accuse", (node,))
 
 
 def phase_of(work: Work) -> During | None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from skippipe.runtime.apprentice import origin_to_json
 from skippipe.runtime.control import Hello
+from skippipe.runtime.fencing import first_number
 from skippipe.runtime.memory import Memory
 from skippipe.runtime.progress import Progress
 from skippipe.runtime.replanning import Replanning
@@ -47,7 +48,7 @@ class Gathering:
             origin = origin_to_json(self.teaching.from_checkpoint(index)) if self.resumed else {}
             for node in stage.nodes:
                 self.roster[node].standing, self.roster[node].stage = Standing.BUILDING, index
-                self.surroundings.welcome(node, self.replanning.plan, origin)
+                self.surroundings.welcome(node, self.replanning.plan, origin, self.roster.assign(node))
 
     # Coming back
 
@@ -61,7 +62,8 @@ class Gathering:
         """Whoever is where it should be takes part again, if need be after the last step that was noted."""
         places, self._places = self._places, {}
         memory, progress, stage_of = self.memory, self.progress, self.replanning.plan.stage_of
-        progress.epoch = max([progress.epoch, *(hello.epoch for hello in places.values())]) + 1
+        seen = [hello.epoch for hello in places.values()]  # others may have seen more, but none of this term
+        progress.epoch = max([progress.epoch, first_number(memory.term), *seen]) + 1
         stepped = set()
         for node, hello in places.items():
             behind = hello.iteration == memory.iteration and hello.phase == "AVERAGED"

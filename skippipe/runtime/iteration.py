@@ -44,19 +44,22 @@ class Iteration:
     reports: dict[int, Averaged] = field(default_factory=dict)
     spoiled: list[int] = field(default_factory=list)
     """Stages whose gradient was not finite."""
+    begun_epoch: int = field(init=False)
+    """In which it was begun, or begun again; what was said before is of an attempt that was given up."""
     _settling: Settling = Settling.NO
     _routes: list[Route] = field(init=False)
     _answered: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._routes = routes_of(self.plan)
+        self.begun_epoch = self.epoch
 
     def hear(self, node: int, control: Returned | Contributed | Averaged) -> bool:
         """Whether all is averaged, so that `norms` is final."""
         if control.iteration != self.number or node not in self.nodes:
             return False
         match control:
-            case Returned():
+            case Returned() if control.epoch >= self.begun_epoch:  # ways that change keep what has come back
                 self._returned(node, control)
             case Contributed() if control.epoch == self.epoch and self._settling is Settling.ASKED:
                 if self._accounted(node, control.visits):

@@ -24,9 +24,9 @@ class Ledger:
     """Node → lane and microbatch of what it has added up."""
 
     def back(self, lane: int, microbatch: int, loss: float) -> None:
-        """One is back; that it is back again, because nobody knew, changes nothing but that its loss may be known."""
-        if microbatch == self.returned.get(lane, 0):
-            self.returned[lane] = microbatch + 1
+        """One is back, and so are those before it on its lane, though word of them may be lost. That it is back again,
+        because nobody knew, changes nothing but that its loss may be known."""
+        self.returned[lane] = max(microbatch + 1, self.returned.get(lane, 0))
         if math.isnan(self.losses.get((lane, microbatch), math.nan)):
             self.losses[lane, microbatch] = loss
 

@@ -29,9 +29,6 @@ class Holder(Protocol):
     @property
     def iteration(self) -> int: ...
 
-    @property
-    def epoch(self) -> int: ...
-
     def drop(self, sender: int, what: str) -> None:
         """A message that is of no use."""
 
@@ -57,13 +54,13 @@ class Loans:
         """Does it learn while others step, so that what is lent is of an iteration?"""
         return self._learning is not None and self._learning.dated and not self._learning.complete
 
-    def learn(self, origin: dict[str, Any]) -> None:
+    def learn(self, origin: dict[str, Any], assignment: int) -> None:
         try:
             source = origin_from_json(origin)
         except UserError as error:
             self._holder.drop(COORDINATOR, str(error))
             return
-        self._study(source)
+        self._study(source, assignment)
 
     def begun(self, iteration: int) -> None:
         if self._learning is None or not self.goes_along:
@@ -72,7 +69,7 @@ class Loans:
             self._learning.goes_along()
             self._learning.begun()
         else:  # others have gone on while this one waited
-            self._study(self._learning.origin)
+            self._study(self._learning.origin, self._learning.assignment)
 
     def asked(self, sender: int, control: Control) -> None:
         """By a node that learns, or told by one that lends."""
@@ -80,8 +77,10 @@ class Loans:
         match control:
             case Want() if control.stage == self._holder.stage and (learning is None or learning.complete):
                 self.borrowers.add(sender)
-                self._agenda.add(Lend(control.first, control.count, sender))
-            case Seal() if learning is not None and sender in learning.origin.sources:
+                self._agenda.add(Lend(control.first, control.count, sender, control.assignment))
+            case Seal() if (
+                learning is not None and sender in learning.origin.sources and control.assignment == learning.assignment
+            ):
                 learning.sealed(control.first, control.digest)
             case _:
                 self._holder.drop(sender, f"{type(control).__name__} of no use here")
@@ -89,7 +88,7 @@ class Loans:
     def borrow(self, sender: int, message: Message) -> None:
         """What was asked for is taken over; what comes too late is asked for again."""
         learning, phase = self._learning, self._holder.phase
-        if learning is None or not is_loan(message):
+        if learning is None or not is_loan(message) or message.epoch != learning.assignment:
             self._holder.drop(sender, "state that was not asked for")
             return
         if phase is Phase.WAITING:  # so does everybody else
@@ -128,21 +127,21 @@ class Loans:
         if self._learning is not None and not self._learning.complete:
             self._learning.remind(self._outside.now_ns(), patience_ns)
 
-    def _study(self, source: Origin) -> None:
+    def _study(self, source: Origin, assignment: int) -> None:
         self._agenda.give_up(Study, Load)
-        self._learning = Apprentice(source, lambda lender, want: self._outside.say(want, lender))
+        self._learning = Apprentice(source, assignment, lambda lender, want: self._outside.say(want, lender))
         self._agenda.add(Study(source))
 
     def _say_if_learned(self, learning: Apprentice) -> None:
         if learning.complete:
-            waits = self._holder.phase is Phase.WAITING
-            self._outside.say(Ready() if waits else Learned(self._holder.iteration))
+            waits, number = self._holder.phase is Phase.WAITING, learning.assignment
+            self._outside.say(Ready(number) if waits else Learned(self._holder.iteration, number))
 
     def _lend(self, work: Lend, lent: Loan) -> None:
         if lent.payload is None:
             self._holder.drop(work.to, "asks for state that there is none of")
             return
-        self._outside.say(Seal(work.first, lent.digest), work.to)
+        self._outside.say(Seal(work.first, lent.digest, work.assignment), work.to)
         stepped = self._holder.phase is Phase.WAITING
         version = max(0, self._holder.iteration + stepped)  # after the step, it is the next one's
-        self._outside.send(work.to, loan(work.first, lent.payload, version, self._holder.epoch))
+        self._outside.send(work.to, loan(work.first, lent.payload, work.assignment, version))

@@ -14,6 +14,7 @@ import numpy as np
 
 from skippipe.cluster import Cluster
 from skippipe.plan import Plan
+from skippipe.runtime.accusations import Accusations
 from skippipe.runtime.control import Averaged
 
 FIRST_CUT_NS = 60 * 10**9
@@ -25,6 +26,7 @@ class Measured:
         """`whole` is the cluster with all its links; those that the plan has to do without are cut for a while."""
         self._cuts: dict[frozenset[int], tuple[int, int]] = {}
         """Two nodes → until when their link counts as cut, and for how long it did."""
+        self.accusations = Accusations()
         self._whole = whole
         missing = (plan.cluster.bandwidth_bytes_per_s == 0) & (whole.bandwidth_bytes_per_s > 0)
         self._was_cut = [(int(a), int(b)) for a, b in np.argwhere(missing)]

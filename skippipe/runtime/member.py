@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from skippipe.runtime.control import (
     from_json,
     to_json,
 )
+from skippipe.runtime.fencing import NO_STAMP, Life, stamp_of, stamped
 from skippipe.runtime.posts import PROFILING, SERVING, Machine, Post
 from skippipe.runtime.worker import Worker
 from skippipe.transport.keys import KeyPair
@@ -119,9 +121,10 @@ class Member:
         for name in self._names.values():
             if name != THE_COORDINATOR:
                 self._mailbox.disconnect(name)
+        self._life = Life(secrets.randbits(62) + 1)
         self._held = Held()
         self._node: Machine | None = None
-        self._origin: dict[str, Any] | None = None
+        self._welcome: Welcome | None = None
         """Of the stage that is being built."""
         self._peers: dict[str, tuple[str, str | None]] = {}
         self._linked: dict[str, str] = {}
@@ -190,7 +193,8 @@ class Member:
         self._post(name, message, due_ns)
 
     def say(self, control: Control, to: int = COORDINATOR) -> None:
-        self._post(self._names[to], Message(Kind.CONTROL, 0, 0, 0, 0, to_json(control)))
+        stamp = self._life.stamp() if to == COORDINATOR else NO_STAMP
+        self._post(self._names[to], stamped(to_json(control), stamp))
 
     def start(self, work: Any) -> None:
         assert self._worker is not None
@@ -264,7 +268,7 @@ class Member:
         if post.links:
             self._shaper = Shaper(dict(post.links), time.monotonic_ns)
         self._worker = Worker(post.build, self._mailbox.wake, post.pace, self._former)
-        self._origin = welcome.origin
+        self._welcome = welcome
 
     def _dismiss_worker(self) -> None:
         if self._worker is not None:
@@ -331,6 +335,8 @@ class Member:
             timeout_s = min(timeout_s, left_ns // 10**6 / 1e3)  # a mailbox rounds up to milliseconds: it would be late
             if left_ns < 10**6:
                 time.sleep(left_ns / 1e9)
+        for received in self._held.ready(time.monotonic_ns()):  # what came with a welcome was said first
+            self._deliver(received)
         for received in self._mailbox.receive(timeout_s):
             if self._shaper is not None and received.due_ns > time.monotonic_ns():
                 self._held.put(received)
@@ -338,9 +344,9 @@ class Member:
                 self._deliver(received)
         for received in self._held.ready(time.monotonic_ns()):
             self._deliver(received)
-        if self._origin is not None and self._worker.built:
-            origin, self._origin = self._origin, None
-            self._node.welcomed(origin)
+        if self._welcome is not None and self._worker.built:
+            welcome, self._welcome = self._welcome, None
+            self._node.welcomed(welcome.origin, welcome.assignment)
         while self._worker.done:
             self._running -= 1
             self._node.finished(*self._worker.done.popleft())
@@ -355,7 +361,7 @@ class Member:
             self._busy_since = None
         self._check_coordinator()
         self._check_peers()
-        self._give_sign(self._node.doing if self._origin is None else "building its stage")
+        self._give_sign(self._node.doing if self._welcome is None else "building its stage")
 
     def _give_sign(self, doing: str) -> None:
         if time.monotonic() >= self._sign_at:
@@ -405,16 +411,20 @@ class Member:
                 self._link(self._names[other])
 
     def _control(self, received: Received) -> Control | None:
-        """What cannot be understood is counted."""
+        """What cannot be understood is counted; what the coordinator said in the past is dropped."""
         try:
             if received.message.kind is not Kind.CONTROL:
                 raise UserError("a tensor where there should be none")
-            return from_json(received.message.body)
+            control = from_json(received.message.body)
         except UserError as error:
             self.nonsense[received.peer] += 1
             if self.nonsense[received.peer] == 1:
                 log.warning("nonsense from '%s' (later ones are only counted): %s", received.peer, error)
             return None
+        if received.peer == THE_COORDINATOR and not self._life.takes(stamp_of(received.message)):
+            log.debug("dropped a %s of the coordinator that is of the past", type(control).__name__)
+            return None
+        return control
 
     def _check_peers(self) -> None:
         """Say which connections stay broken, or do not come about, and which links are silent."""
@@ -442,7 +452,7 @@ class Member:
     def _complain(self, name: str) -> None:
         assert self._node is not None
         if self._numbers[name] in self._node.talks_to():
-            self.say(Broken(self._numbers[name]))
+            self.say(Broken(self._numbers[name], self._node.epoch))
 
     def _check_coordinator(self) -> None:
         for lost in self._mailbox.lost():

@@ -2,7 +2,7 @@
 
 Two kinds of record: a plan, with those who still learn under it; and the end of an iteration, which all nodes have
 averaged and which may be stepped. Both are written before anybody is told. A plan whose turn comes again is named by
-the length of its paths.
+the length of its paths. A coordinator that takes over notes its term first.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Memory:
     trained: Trained
     visited: int
     """Stages on a path, when none is missing."""
+    term: int = 0
+    """How many coordinators this run had before; each is noted before it says anything."""
 
     @property
     def iteration(self) -> int | None:
@@ -57,6 +59,7 @@ class Memory:
             commit=commits[-1] if commits else None,
             trained=Trained(list(newest["steps"]), list(newest["norms"])),
             visited=last["visited"],
+            term=max((record["term"] for record in journal if "term" in record), default=0) + 1,
         )
 
 

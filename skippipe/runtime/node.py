@@ -112,7 +112,7 @@ class Node:
                 else:
                     self._begin_as_told(control)
             case Learn():
-                self._loans.learn(control.origin)
+                self._loans.learn(control.origin, control.assignment)
             case Replan():
                 self.replan(Plan.from_json(control.plan))
             case Proceed() if self.phase is Phase.AVERAGED and control.iteration == self.iteration:
@@ -131,7 +131,7 @@ class Node:
                 else:
                     self.drop(COORDINATOR, f"{type(control).__name__} while {self.phase.value}")
             case Collect():  # after the step, if one was asked for
-                self._agenda.add(Show(control.piece, control.kept))
+                self._agenda.add(Show(control.piece, control.kept, control.collection))
             case Stop():
                 self.stopped = control
             case _:
@@ -145,12 +145,12 @@ class Node:
         """By a node that learns, or told by one that lends."""
         self._loans.asked(sender, control)
 
-    def welcomed(self, origin: dict[str, Any]) -> None:
+    def welcomed(self, origin: dict[str, Any], assignment: int) -> None:
         """The stage is built; its state is as the seed has it, or still to come."""
         if origin:
-            self._loans.learn(origin)
+            self._loans.learn(origin, assignment)
         else:
-            self._outside.say(Ready())
+            self._outside.say(Ready(assignment))
 
     def lost(self, peer: int) -> None:
         """The connection to a peer broke: what was sent last may not have arrived. It takes nothing twice."""
@@ -165,7 +165,8 @@ class Node:
 
     def receive(self, sender: int, message: Message) -> None:
         """From another node; what comes from one that is ahead is kept until this node gets there."""
-        ahead = message.iteration > self.iteration or self.phase is Phase.WAITING or message.epoch > self.epoch
+        epoch = 0 if is_loan(message) else message.epoch  # a loan has the number of what it is for
+        ahead = message.iteration > self.iteration or self.phase is Phase.WAITING or epoch > self.epoch
         waits = self.phase is Phase.WAITING or not self._loans.goes_along
         if not ahead or (is_loan(message) and waits):
             self._take(sender, message, self._outside.now_ns())
@@ -203,8 +204,8 @@ class Node:
             case Step():
                 self._stepped()
             case Show():
-                message = Message(Kind.CHUNK, max(0, self.iteration), self.stage, work.piece, int(work.kept), result)
-                self._outside.send(COORDINATOR, message)
+                at = max(0, self.iteration), self.stage, work.piece, int(work.kept)
+                self._outside.send(COORDINATOR, Message(Kind.CHUNK, *at, result, work.collection))
             case Lend() | Study() | Load():
                 self._loans.finished(work, result)
             case _:
@@ -282,7 +283,8 @@ class Node:
         early, self._early = self._early, {}
         for sender, messages in early.items():
             for message, arrived_ns in messages:
-                if (message.iteration, message.epoch) <= (self.iteration, self.epoch):
+                epoch = 0 if is_loan(message) else message.epoch
+                if (message.iteration, epoch) <= (self.iteration, self.epoch):
                     self._take(sender, message, arrived_ns)
                 else:
                     self._early.setdefault(sender, []).append((message, arrived_ns))

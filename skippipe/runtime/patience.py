@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from skippipe.costs import ns
+from skippipe.runtime.control import Broken
 from skippipe.runtime.roster import Standing
 from skippipe.runtime.states import State
 from skippipe.runtime.surroundings import Unwritten
@@ -28,7 +29,7 @@ class Patience:
         self._slow: set[int] = set()
         self._unwritten: Unwritten | None = None
         self._idle_said = False
-        self._complaints: list[tuple[int, int]] = []
+        self._complaints: list[tuple[int, Broken]] = []
         """Nodes that cannot reach another, which is silent here, too: it may be gone."""
         self._building_since_ns: dict[tuple[int, int], int] = {}
         """Node and stage."""
@@ -57,13 +58,13 @@ class Patience:
         self._slow.clear()
         self._idle_said = False
 
-    def complained(self, node: int, other: int) -> None:
+    def complained(self, node: int, broken: Broken) -> None:
         """A node cannot reach another. If that one has not been heard of here either, it is not the link: then it
         either speaks again before long, or counts as gone."""
-        if self._is_quiet(other):
-            self._complaints.append((node, other))
+        if self._is_quiet(broken.peer):
+            self._complaints.append((node, broken))
         else:
-            self._of.cut(node, other)
+            self._of.cut(node, broken)
 
     def deadline_ns(self) -> int:
         """When the state that the coordinator is in has lasted too long."""
@@ -116,11 +117,11 @@ class Patience:
 
     def _look_at_complaints(self) -> None:
         roster, complaints = self._of.roster, self._complaints
-        self._complaints = [pair for pair in complaints if pair[0] in roster and pair[1] in roster]
-        for pair in [pair for pair in self._complaints if not self._is_quiet(pair[1])]:
-            self._complaints.remove(pair)
-            if pair[0] in roster and pair[1] in roster:
-                self._of.cut(*pair)
+        self._complaints = [each for each in complaints if each[0] in roster and each[1].peer in roster]
+        for node, broken in [each for each in self._complaints if not self._is_quiet(each[1].peer)]:
+            self._complaints.remove((node, broken))
+            if node in roster and broken.peer in roster:
+                self._of.cut(node, broken)
 
     def _is_quiet(self, node: int) -> bool:
         """Has it missed signs of life?"""

@@ -24,7 +24,10 @@ class Machine(Protocol):
     def doing(self) -> str:
         """For people."""
 
-    def welcomed(self, origin: dict[str, Any]) -> None:
+    epoch: int
+    """The newest that it knows of; where there are none, 0."""
+
+    def welcomed(self, origin: dict[str, Any], assignment: int) -> None:
         """Its computer is there."""
 
     def hello(self, address: str, version: str) -> Hello:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from skippipe.learning import Learning
+from skippipe.runtime.accusations import MOST_BELIEVED
 from skippipe.runtime.collecting import Harvest
-from skippipe.runtime.control import Averaged, Begin, Contributed, Control, Proceed, Returned
+from skippipe.runtime.control import Averaged, Begin, Broken, Contributed, Control, Proceed, Returned
 from skippipe.runtime.iteration import Iteration
 from skippipe.runtime.memory import commit_record
 from skippipe.runtime.patience import Patience
@@ -88,10 +89,24 @@ class Progress:
         self.lead.happened("rerouted", text, node)
         self.teaching.teach_again()
 
+    def complained(self, node: int, broken: Broken) -> None:
+        """A node cannot reach another. One that has not heard of the last change says so again if it is still so."""
+        heard = node not in self.now.nodes or broken.epoch >= self.now.epoch
+        needed = Standing.SPARE not in (self.roster[node].standing, self.roster[broken.peer].standing)
+        if needed and (heard or self.lead.state is State.PAUSED):
+            self.cut(node, broken.peer)
+
     def cut(self, node: int, other: int) -> None:
-        """Two nodes cannot reach each other, though both are there: the iteration starts over without that link."""
+        """Two nodes cannot reach each other, though both are there: what needs that link goes on without it.
+
+        If work is lost by that, it is at the accuser's own cost (see `accusations`)."""
         now_ns, measured, roster = self.surroundings.now_ns(), self.replanning.measured, self.roster
-        if measured.is_cut(node, other, now_ns) and not self.now.uses(node, other):
+        used, together = self.now.uses(node, other), roster[node].stage == roster[other].stage
+        if measured.is_cut(node, other, now_ns) and not used:
+            return
+        measured.accusations.hear(node, other, now_ns)
+        paused = self.lead.state is State.PAUSED
+        if not paused and (used or together) and self._is_discredited(node, other, now_ns):
             return
         self.lead.happened("cut", f"cannot reach '{roster.name(other)}'", node)
         measured.cut(node, other, now_ns)
@@ -99,13 +114,26 @@ class Progress:
         for learner, lender in ((node, other), (other, node)):
             if lender in roster[learner].sources:
                 roster[learner].sources = ()
-        if self.lead.state is State.PAUSED:
-            self.teaching.teach_again()
-        elif roster[node].stage == roster[other].stage:  # they cannot average
-            leaves = node if roster[node].standing is not Standing.ABLE else other
+        if not paused and together:  # they cannot average
+            doubtful = measured.accusations.is_shared(node, other, now_ns) or other not in roster.able
+            leaves = other if doubtful and node in roster.able else node
             self.lead.throw_out(leaves, "it cannot average with the others of its stage")
-        else:
+        elif not paused and used:
             self.restart(f"'{roster.name(node)}' cannot reach '{roster.name(other)}'")
+        else:
+            self.teaching.teach_again()
+
+    def _is_discredited(self, node: int, other: int, now_ns: int) -> bool:
+        """Has it cost the others too much work by now? Then it leaves, and they go on."""
+        accusations = self.replanning.measured.accusations
+        charged = accusations.charge(node, other, now_ns)
+        if len(charged) <= MOST_BELIEVED:
+            return False
+        names = ", ".join(f"'{self.roster.name(each)}'" for each in charged)
+        bar_s = accusations.bar(node, now_ns) / 1e9
+        said = f"it says that it cannot reach {len(charged)} nodes of which nobody else complains ({names})"
+        self.lead.throw_out(node, f"{said}; it may take part again after {bar_s:g} s")
+        return True
 
     def restart(self, why: str) -> None:
         """Begin the iteration, or begin it again, with a plan for those who are there; or wait for others."""

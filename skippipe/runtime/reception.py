@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.runtime.control import Control, Hello, Meet, Stop, Welcome, from_json, to_json
+from skippipe.runtime.fencing import Fence, stamp_of, stamped
 from skippipe.transport.mailbox import Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Kind, Message, Received
 
@@ -42,12 +43,16 @@ class Reception:
     publics: Mapping[str, str | None]
     complain: Callable[[str, str], None] = _warn
     """Of a node's first message that nobody understands, and what is wrong with it."""
+    fence: Fence = field(default_factory=lambda: Fence(int(time.time())))
+    """Keeps messages of the past out. Where nothing says how many have been in this place, a clock is a good guess."""
     addresses: dict[str, str] = field(init=False, default_factory=dict)
     """Of those who are there."""
     nonsense: Counter[str] = field(init=False, default_factory=Counter)
     """Node → messages that nobody understands."""
     _parted: dict[str, tuple[str, float]] = field(init=False, default_factory=dict)
     """Where those who are gone were last, and from when on they may be told that they count as gone."""
+    _answered: dict[str, float] = field(init=False, default_factory=dict)
+    """When somebody who speaks in the name of one that is there was last told to say hello."""
     _stuck: set[str] = field(init=False, default_factory=set)
     """Nodes that do not take messages."""
 
@@ -61,6 +66,7 @@ class Reception:
         self._connect(name, address)
         self.addresses[name] = address
         self._parted.pop(name, None)
+        self.fence.met(name)
         for other in self.addresses:
             if other != name:
                 self.tell(other, Meet(self.introduced([name])))
@@ -70,6 +76,7 @@ class Reception:
         if name not in self.addresses:
             return False
         self._parted[name] = self.addresses.pop(name), time.monotonic()
+        self.fence.parted(name)
         self.mailbox.disconnect(name, linger_s)
         return True
 
@@ -77,7 +84,7 @@ class Reception:
         return {name: [self.addresses.get(name, ""), self.publics.get(name)] for name in names}
 
     def tell(self, name: str, control: Control) -> None:
-        self.send(name, Message(Kind.CONTROL, 0, 0, 0, 0, to_json(control)))
+        self.send(name, stamped(to_json(control), self.fence.stamp(name)))
 
     def send(self, name: str, message: Message) -> None:
         try:
@@ -97,16 +104,24 @@ class Reception:
             self.tell(name, Stop("you were taken for dead", again=True))
 
     def understood(self, received: Received) -> Control | None:
-        name = received.peer
+        """What it says, if it makes sense and is not of the past."""
+        name, stamp = received.peer, stamp_of(received.message)
         try:
             if received.message.kind is not Kind.CONTROL:
                 raise UserError("a tensor where there should be none")
-            return from_json(received.message.body)
+            control = from_json(received.message.body)
         except UserError as error:
             self.nonsense[name] += 1
             if self.nonsense[name] == 1:
                 self.complain(name, str(error))
             return None
+        if self.fence.takes(name, stamp, hello=isinstance(control, Hello)):
+            return control
+        if self.fence.is_ghost(name, stamp) and time.monotonic() > self._answered.get(name, -inf) + AGAIN_S:
+            self._answered[name] = time.monotonic()
+            again = Stop("another speaks in your name", again=True)
+            self.send(name, stamped(to_json(again), self.fence.stamp(name, stamp.life)))
+        return None
 
     def lost(self) -> list[tuple[str, str]]:
         """Who cannot be reached since it was last asked, and how that is known."""

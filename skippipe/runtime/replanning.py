@@ -137,7 +137,7 @@ class Replanning:
         stage = self._stage_for(node, now_ns)
         if stage is not None:
             self.roster.add(node, Standing.BUILDING, stage, now_ns)
-            self.surroundings.welcome(node, _with_node(self.plan, node, stage), {})
+            self.surroundings.welcome(node, _with_node(self.plan, node, stage), {}, self.roster.assign(node))
         elif node in self._unfit and not known:
             self.happened("refused", f"stays a spare: {self._unfit[node]}", node)
 
@@ -146,7 +146,8 @@ class Replanning:
         from skippipe.planner.staffing import move_for
 
         roster = self.roster
-        if roster.of(Standing.SPARE):
+        barred = self.measured.accusations.is_barred
+        if any(not barred(spare, now_ns) for spare in roster.of(Standing.SPARE)):
             return None
         found = move_for(self.plan, roster.expected(self.plan), roster.able)
         if found is None:
@@ -164,6 +165,8 @@ class Replanning:
         """Where a newcomer helps most; None if it is too small, or cannot reach the others there now."""
         from skippipe.planner.staffing import stage_for
 
+        if self.measured.accusations.is_barred(node, now_ns):
+            return None
         members = self.roster.expected(self.plan)
         try:
             stage = stage_for(self.plan, members, node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import count
 
 from skippipe.cluster import Cluster
 from skippipe.plan import Plan
@@ -31,12 +32,21 @@ class Peer:
     """For how long it has had work all the time, as it said last."""
     sources: tuple[int, ...] = ()
     """The nodes that it learns from, or the coordinator; none: nobody yet."""
+    assignment: int = 0
+    """The number of what it was told last: to build its stage, or where to learn its state."""
 
 
 @dataclass
 class Roster:
     cluster: Cluster
     peers: dict[int, Peer] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=lambda: count(1))
+    """For what is answered later: no two of a run are the same."""
+
+    def assign(self, node: int) -> int:
+        """A node is told to build or to learn: answers to what it was told before do not count any more."""
+        self.peers[node].assignment = next(self.numbers)
+        return self.peers[node].assignment
 
     def add(self, node: int, standing: Standing, stage: int, now_ns: int) -> None:
         self.peers[node] = Peer(standing, stage, now_ns)

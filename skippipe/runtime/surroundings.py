@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from skippipe.cluster import Cluster
 from skippipe.plan import Plan
-from skippipe.runtime.control import Control
+from skippipe.runtime.control import Control, Want
 
 
 class Surroundings(Protocol):
@@ -21,7 +21,7 @@ class Surroundings(Protocol):
 
     def tell(self, node: int, control: Control) -> None: ...
 
-    def welcome(self, node: int, plan: Plan, origin: dict[str, Any]) -> None:
+    def welcome(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:
         """Have a node build its stage of the plan; and fetch its state from there, if that is said."""
 
     def replan(self, node: int, plan: Plan) -> None:
@@ -37,7 +37,7 @@ class Surroundings(Protocol):
     @property
     def keeper(self) -> Keeper | None: ...
 
-    def give(self, node: int, stage: int, first: int, count: int) -> None:
+    def give(self, node: int, stage: int, want: Want) -> None:
         """Send a node numbers of a checkpoint's state."""
 
     def part(self, node: int) -> None:

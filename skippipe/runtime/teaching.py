@@ -52,7 +52,7 @@ class Teaching:
             return bool(self.roster.able)  # somebody who cannot be reached now
         peer.sources = origin.sources
         self.happened("learning", f"stage {peer.stage} {self._told(origin)}", node)
-        self.surroundings.tell(node, Learn(origin_to_json(origin)))
+        self.surroundings.tell(node, Learn(origin_to_json(origin), self.roster.assign(node)))
         return True
 
     def teach_again(self) -> None:

@@ -43,6 +43,9 @@ def _which(arrived: Arrived) -> Which:
 class Way(Protocol):
     """Out of the node."""
 
+    @property
+    def epoch(self) -> int: ...
+
     def now_ns(self) -> int: ...
 
     def post(self, receiver: int, message: Message) -> None: ...
@@ -252,7 +255,7 @@ class Traffic:
             self._send(lane, microbatch, step, payload)
             return
         loss = self._losses.get((lane, microbatch), float("nan"))
-        self._way.say(Returned(self._iteration, lane, microbatch, float(loss)))
+        self._way.say(Returned(self._iteration, self._way.epoch, lane, microbatch, float(loss)))
         if microbatch + 1 < route.microbatches:
             self._set_out(lane, microbatch + 1, self._way.now_ns())
 

@@ -23,10 +23,12 @@ from skippipe.learning import Learning
 from skippipe.plan import Plan
 from skippipe.recipe import Recipe
 from skippipe.runtime.apprentice import loan
-from skippipe.runtime.control import COORDINATOR, Alive, Broken, Control
+from skippipe.runtime.control import COORDINATOR, Alive, Broken, Control, Hello, Stop, Want
 from skippipe.runtime.coordinator import Coordinator, Deadlines, Event, IterationReport, Keeper, Survival, Watcher
 from skippipe.runtime.durations import planned_ns
+from skippipe.runtime.echoes import Echoes
 from skippipe.runtime.faults import Fault, phase_of
+from skippipe.runtime.fencing import Fence, Life, Stamp
 from skippipe.runtime.node import Node
 from skippipe.runtime.surroundings import Asked
 from skippipe.runtime.symbols import Symbols
@@ -73,6 +75,7 @@ class _Desk(Watcher):
 
     cluster: VirtualCluster
     life: int
+    fence: Fence = field(default_factory=Fence)
 
     def now_ns(self) -> int:
         return self.cluster.now_ns
@@ -81,20 +84,27 @@ class _Desk(Watcher):
     def keeper(self) -> Keeper | None:
         return self.cluster.keeper
 
+    def hear(self, node: int, control: Control, stamp: Stamp) -> None:
+        if self.fence.takes(node, stamp, hello=isinstance(control, Hello)):
+            self.cluster.coordinator.hear(node, control)
+        elif self.fence.is_ghost(node, stamp):
+            self.tell(node, Stop("another speaks in your name", again=True), stamp.life)
+
     def meet(self, node: int, address: str) -> bool:  # noqa: ARG002
+        self.fence.met(node)
         return True
 
     def part(self, node: int) -> None:
-        pass
+        self.fence.parted(node)
 
-    def tell(self, node: int, control: Control) -> None:
-        self._reach(node, lambda: self.cluster.nodes[node].hear(control))
+    def tell(self, node: int, control: Control, life: int | None = None) -> None:
+        self._say(node, lambda: self.cluster.nodes[node].hear(control), life)
 
-    def welcome(self, node: int, plan: Plan, origin: dict[str, Any]) -> None:
-        self._reach(node, lambda: self.cluster.build(node, plan, origin))
+    def welcome(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:
+        self._say(node, lambda: self.cluster.build(node, plan, origin, assignment))
 
     def replan(self, node: int, plan: Plan) -> None:
-        self._reach(node, lambda: self.cluster.nodes[node].replan(plan))
+        self._say(node, lambda: self.cluster.nodes[node].replan(plan))
 
     def store(self, stage: int, number: int, piece: Any) -> None:
         if number == 0:
@@ -105,9 +115,9 @@ class _Desk(Watcher):
         if self.life == self.cluster.reign:
             self.cluster.journal.append(record)
 
-    def give(self, node: int, stage: int, first: int, count: int) -> None:
+    def give(self, node: int, stage: int, want: Want) -> None:
         assert self.cluster.keeper is not None
-        message = loan(first, self.cluster.keeper.state(stage, first, count))
+        message = loan(want.first, self.cluster.keeper.state(stage, want.first, want.count), want.assignment)
         self._reach(node, lambda: self.cluster.nodes[node].restore(message))
 
     def iteration_done(self, report: IterationReport) -> None:
@@ -123,6 +133,10 @@ class _Desk(Watcher):
     def measured(self, cluster: Cluster) -> None:
         if self.cluster.watcher is not None:
             self.cluster.watcher.measured(cluster)
+
+    def _say(self, node: int, happen: Callable[[], None], life: int | None = None) -> None:
+        stamp = self.fence.stamp(node, life)
+        self._reach(node, lambda: happen() if self.cluster.born[node].takes(stamp) else None)
 
     def _reach(self, node: int, happen: Callable[[], None]) -> None:
         if self.life == self.cluster.reign:
@@ -183,6 +197,9 @@ class VirtualCluster:
         self._lived = 0
         self._pending = list(self.faults)
         self.lives = dict.fromkeys(self.plan.stage_of, 0)
+        self.born = {node: Life(1) for node in self.plan.stage_of}
+        self._echoes = Echoes()
+        self._accusers: set[int] = set()
         made = self.computers or {node: Symbols(node, self.plan) for node in self.plan.stage_of}
         self.machines = dict(made)
         self.nodes = {node: Node(node, self.plan, _Place(self, node, 0)) for node in self.plan.stage_of}
@@ -190,8 +207,8 @@ class VirtualCluster:
 
     def _appoint(self, journal: Any) -> Coordinator:
         self._appointed = self.reign
-        desk = _Desk(self, self.reign)
-        return Coordinator(
+        self._desk = desk = _Desk(self, self.reign)
+        coordinator = Coordinator(
             self.plan,
             self.learning,
             desk,
@@ -207,6 +224,8 @@ class VirtualCluster:
             survival=self.survival,
             journal=journal,
         )
+        desk.fence.term = coordinator.term
+        return coordinator
 
     def run(self) -> None:
         """Until everybody is done."""
@@ -240,6 +259,7 @@ class VirtualCluster:
 
     def reach(self, sender: int, node: int, happen: Callable[[], None], delay_ns: int = 0) -> None:
         """Something that happens to a node if it still lives the same life by then, and later if it is frozen."""
+        self.echo(sender, node, happen, delay_ns)
         life = self.lives.get(node)
         if life is None or (sender, node) in self.broken:
             return
@@ -254,14 +274,28 @@ class VirtualCluster:
 
         self.after(delay_ns, arrive, node)
 
+    def echo(self, sender: int, receiver: int, happen: Callable[[], None], delay_ns: int = 0) -> None:
+        """What comes after a delay may come again, in another life of either or to another coordinator."""
+
+        def arrive() -> None:
+            if receiver in self.frozen:
+                self.frozen[receiver].append(happen)
+            elif receiver in self.lives or receiver == COORDINATOR:
+                happen()
+
+        if sender != receiver:
+            for later_ns in self._echoes.of(sender, receiver):
+                self.after(delay_ns + later_ns, arrive, receiver)
+
     def say(self, place: _Place, control: Control, to: int) -> None:
         if not place.lives:
             return
         sender = place.number
         if to != COORDINATOR:
             self.reach(sender, to, lambda: self.nodes[to].asked(sender, control))
-        elif (sender, COORDINATOR) not in self.broken:
-            self.after(0, lambda: self._to_coordinator(lambda: self.coordinator.hear(sender, control)))
+        else:
+            stamp = self.born[sender].stamp()
+            self._reach_coordinator(sender, lambda: self._desk.hear(sender, control, stamp))
 
     def compute(self, place: _Place, work: Work) -> None:
         number = place.number
@@ -285,10 +319,10 @@ class VirtualCluster:
 
     def carry(self, place: _Place, receiver: int, message: Message) -> None:
         sender = place.number
-        if not place.lives or (sender, receiver) in self.broken:
+        if not place.lives:
             return
         if receiver == COORDINATOR:
-            self.after(0, lambda: self._to_coordinator(lambda: self.coordinator.receive(sender, message)))
+            self._reach_coordinator(sender, lambda: self.coordinator.receive(sender, message))
             return
         plan, costs = self.nodes[sender].plan, self.plan.costs
         if message.kind is Kind.CHUNK:
@@ -304,12 +338,12 @@ class VirtualCluster:
         delay_ns = arrival_ns - self.now_ns
         self.reach(sender, receiver, lambda: self.nodes[receiver].receive(sender, message), delay_ns)
 
-    def build(self, node: int, plan: Plan, origin: dict[str, Any]) -> None:
+    def build(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:
         """A node is told its stage; a node that had one forgets it."""
         if self.nodes[node].iteration >= 0 or self.nodes[node].stage != plan.stage_of[node]:
             self._new_machine(node, plan)
         self.nodes[node].replan(plan)
-        self.nodes[node].welcomed(origin)
+        self.nodes[node].welcomed(origin, assignment)
 
     # What goes wrong
 
@@ -341,6 +375,12 @@ class VirtualCluster:
             case "poison":
                 if isinstance(machine := self.machines[node], Symbols):
                     machine.poison = True
+            case "stale":
+                self._echoes.begin(fault)
+            case "accuse":
+                self._accusers.add(node)
+                for accused in sorted(self.plan.stage_of.keys() - {node}):
+                    self._complain(node, accused)
         if fault.lasts_s is not None:
             self.after(int(fault.lasts_s * 1e9), lambda: self._relent(fault, links))
 
@@ -361,6 +401,10 @@ class VirtualCluster:
             case "slow link":
                 for link in links:
                     self.delayed.pop(link, None)
+            case "stale":
+                self._echoes.end(fault)
+            case "accuse":
+                self._accusers.discard(node)
 
     def kill(self, node: int) -> None:
         if self.lives.pop(node, None) is None:
@@ -376,6 +420,7 @@ class VirtualCluster:
             return
         self._lived += 1
         self.lives[node] = self._lived
+        self.born[node] = Life(self.born[node].number + 1)
         self._new_machine(node, self.plan)
         self._greet(node)
 
@@ -414,6 +459,11 @@ class VirtualCluster:
     def deposed(self) -> bool:
         return self._appointed != self.reign
 
+    def _reach_coordinator(self, sender: int, happen: Callable[[], None]) -> None:
+        self.echo(sender, COORDINATOR, lambda: self._to_coordinator(happen))
+        if (sender, COORDINATOR) not in self.broken:
+            self.after(0, lambda: self._to_coordinator(happen))
+
     def _to_coordinator(self, happen: Callable[[], None]) -> None:
         """If it lives."""
         if not self.deposed:
@@ -424,13 +474,16 @@ class VirtualCluster:
             self.coordinator.lost(node, "its process ended")
 
     def _complain(self, sender: int, receiver: int) -> None:
-        if (sender, receiver) in self.broken and sender in self.lives and receiver in self.lives:
+        """Of a link that is cut and needed; an accuser complains of any."""
+        lies = sender in self._accusers
+        if not lies and (sender, receiver) not in self.broken:
+            return
+        if sender in self.lives and receiver in self.lives and sender not in self.frozen:
             node = self.nodes[sender]
-            if receiver in node.talks_to() and sender not in self.frozen:
-                self.say(_Place(self, sender, self.lives[sender]), Broken(receiver), COORDINATOR)
-        if (sender, receiver) in self.broken:
-            heartbeat_ns = ns(self.deadlines.heartbeat.total_seconds())
-            self.after(heartbeat_ns, lambda: self._complain(sender, receiver))
+            if lies or receiver in node.talks_to():
+                self.say(_Place(self, sender, self.lives[sender]), Broken(receiver, node.epoch), COORDINATOR)
+        heartbeat_ns = ns(self.deadlines.heartbeat.total_seconds())
+        self.after(heartbeat_ns // (1000 if lies else 1), lambda: self._complain(sender, receiver))
 
     def _new_machine(self, node: int, plan: Plan) -> None:
         self.nodes[node] = Node(node, plan, _Place(self, node, self.lives[node]))
@@ -446,6 +499,7 @@ class VirtualCluster:
         """One that was taken for dead says hello again, as if it were new."""
         stop = self.nodes[node].stopped
         if stop is not None and stop.again:
+            self.born[node] = Life(self.born[node].number + 1)
             self._new_machine(node, self.nodes[node].plan)
             self._greet(node)
 

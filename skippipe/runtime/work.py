@@ -98,6 +98,8 @@ class Show:
     piece: int
     kept: bool = False
     """Of the copy that was kept, with the optimizer's state, instead of the weights as they are now."""
+    collection: int = 0
+    """What the piece is for (see `control.Collect`)."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,8 @@ class Lend:
     count: int
     to: int
     """Who asked."""
+    assignment: int = 0
+    """What it is for (see `control.Want`)."""
 
 
 class Loan(NamedTuple):

@@ -23,6 +23,8 @@ MOST_STEPS = 1024  # that are told of and not done
 
 
 class ServingNode:
+    epoch = 0
+
     def __init__(self, seat: Seat, outside: Outside) -> None:
         self.number = seat.number
         self.stopped: Stop | None = None
@@ -43,7 +45,7 @@ class ServingNode:
         self._ready.clear()
         return Hello(address, version)
 
-    def welcomed(self, _origin: dict[str, Any]) -> None:
+    def welcomed(self, _origin: dict[str, Any], _assignment: int) -> None:
         self._outside.say(Ready())
 
     # What it is told

@@ -19,7 +19,7 @@ from skippipe.transport.packed import Buffer, Packed
 from skippipe.workload import WIRE_DTYPES, wire_bytes
 
 MAGIC = b"SKPP"
-VERSION = 2
+VERSION = 3
 MOST_DIMS = 4
 LARGEST_COUNT = 2**32 - 1
 LARGEST_NS = 2**63 - 1
