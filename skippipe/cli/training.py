@@ -334,6 +334,12 @@ def _announce(assembly: Assembly) -> None:
     )
     if len(assembly.lengths) > 1:
         print(in_words(timetable(assembly.lengths, assembly.plans), len(plan.stages)))
+    if assembly.backup is not None:
+        every, names = assembly.job.survive.backup_every, [plan.cluster.nodes[node].name for node in assembly.backup]
+        size = f"{plan.workload.backup_bytes / 1e6:.1f} MB"
+        print(f"every {every} iterations '{names[1]}' gets a copy of what only stage 0 holds: {size} from '{names[0]}'")
+    if assembly.risk:
+        print(f"warning: {assembly.risk}", file=sys.stderr)
 
 
 def _sum_up(metrics: Path) -> None:

@@ -93,8 +93,7 @@ class Patience:
             for node in missing:
                 coordinator.lost(node, f"{waited} it {state.value}")
         elif state is State.PAUSED:
-            empty = ", ".join(map(str, coordinator.roster.empty(len(coordinator.plan.stages))))
-            coordinator.fail(f"{waited} nodes {state.value}: stage {empty} has none")
+            coordinator.fail(f"{waited} nodes {state.value}: {coordinator.lacking}")
         else:
             coordinator.fail(f"{waited} {names} {state.value}")
 

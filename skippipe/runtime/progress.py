@@ -14,6 +14,7 @@ from typing import Protocol
 from skippipe.learning import Learning
 from skippipe.runtime.collecting import Harvest
 from skippipe.runtime.control import Averaged, Begin, Contributed, Control, Proceed, Returned
+from skippipe.runtime.ends_backup import LOST
 from skippipe.runtime.iteration import Iteration
 from skippipe.runtime.memory import commit_record
 from skippipe.runtime.patience import Patience
@@ -22,6 +23,8 @@ from skippipe.runtime.roster import Roster, Standing
 from skippipe.runtime.states import State
 from skippipe.runtime.surroundings import EventKind, Surroundings, Watcher
 from skippipe.runtime.teaching import Teaching
+
+WAYS_ON = "start anew, with checkpoint.every, survive.backup_every or a second data node"
 
 
 class Lead(Protocol):
@@ -56,6 +59,7 @@ class Progress:
     watcher: Watcher
     epoch: int = 0
     now: Iteration = field(init=False)
+    _said_lost: bool = field(init=False, default=False)
 
     @property
     def nodes(self) -> list[int]:
@@ -66,6 +70,7 @@ class Progress:
         """A new page of the book."""
         plan, nodes = self.replanning.plan, set(self.nodes)
         self.now = Iteration(number, plan, self.epoch, nodes, self._tell_all, self.lead.throw_out)
+        self.teaching.ends.done = number
 
     def hear(self, node: int, control: Returned | Contributed | Averaged) -> None:
         self.patience.renew()
@@ -96,15 +101,16 @@ class Progress:
         self.lead.happened("cut", f"cannot reach '{roster.name(other)}'", node)
         measured.cut(node, other, now_ns)
         self.replanning.changed = True
+        needed = self.now.uses(node, other)
         for learner, lender in ((node, other), (other, node)):
             if lender in roster[learner].sources:
-                roster[learner].sources = ()
+                roster[learner].sources, needed = (), True
         if self.lead.state is State.PAUSED:
             self.teaching.teach_again()
         elif roster[node].stage == roster[other].stage:  # they cannot average
             leaves = node if roster[node].standing is not Standing.ABLE else other
             self.lead.throw_out(leaves, "it cannot average with the others of its stage")
-        else:
+        elif needed:  # if not, only a copy of stage 0's ends went that way, which another node will keep
             self.restart(f"'{roster.name(node)}' cannot reach '{roster.name(other)}'")
 
     def restart(self, why: str) -> None:
@@ -124,7 +130,11 @@ class Progress:
         self._join_in()
 
     def pause(self, why: str) -> None:
-        if self.lead.state is not State.PAUSED:
+        lost, self._said_lost = self.teaching.ends.is_lost and not self._said_lost, self.teaching.ends.is_lost
+        if lost:
+            self.lead.happened("paused", f"{LOST}; training does not go on with new ones: {WAYS_ON}")
+            self.lead.enter(State.PAUSED)
+        elif self.lead.state is not State.PAUSED:
             coming = self.roster.of(Standing.BUILDING, Standing.READY, Standing.LEARNING)
             names = ", ".join(f"'{self.roster.name(node)}'" for node in coming)
             what = f"{names} will take the place" if coming else "nobody can take the place; waiting for nodes to join"
@@ -205,6 +215,8 @@ class Progress:
                 self._join_in()
             else:
                 self.pause("nodes are gone")
+        if possible and not last:
+            self.teaching.ends.committed(replanning.plan)
         if holders or last:
             self.watcher.measured(replanning.measured.as_found())
         if holders:

@@ -29,6 +29,8 @@ class Peer:
     doing: str = ""
     sources: tuple[int, ...] = ()
     """The nodes that it learns from, or the coordinator; none: nobody yet."""
+    backup: int = 0
+    """After how many iterations the copy of stage 0's ends was made that it keeps; 0: it keeps none."""
 
 
 @dataclass
