@@ -23,6 +23,8 @@ from skippipe.runtime.symbols import Symbols
 from skippipe.runtime.tensors import Tensors
 from skippipe.runtime.virtual import VirtualCluster
 from skippipe.runtime.work import CopyEnds, Lend, Load, OpenBackup, Origin, StoreBackup, Study, Task, Work
+from skippipe.training.assembly import Assembly
+from skippipe.training.job import CheckpointChoice, Job, SurviveChoice
 from skippipe.transport.packed import pack
 from tests import test_exact
 from tests.benches import Bench
@@ -315,6 +317,21 @@ def test_who_keeps_the_copy_has_room_for_it_and_if_possible_a_link_of_its_own() 
         small = replace(plan, cluster=cluster, expected=None)
         assert small.slots[1] == 3
         assert (best_pair(small, (0, 1, 2)) is not None) == found
+
+
+@pytest.mark.parametrize(("shape", "kept_every", "every", "warned"), [
+    (ONE, 0, 0, "so is the model; set checkpoint.every, survive.backup_every = 10, or plan two data nodes"),
+    (ONE, 0, 10, "go back some 10 iterations"),
+    (ONE, 50, 0, ""),
+    (TWO, 0, 0, ""),
+])  # fmt: skip
+def test_a_run_that_the_loss_of_one_node_would_set_back_is_warned_of(
+    shape: Any, kept_every: int, every: int, warned: str
+) -> None:
+    job = Job(checkpoint=CheckpointChoice(every=kept_every), survive=SurviveChoice(backup_every=every))
+    risk = Assembly(job, plan_over(*shape, False), None, None, {}, {}).risk  # type: ignore[arg-type]
+    assert warned in risk
+    assert bool(risk) == bool(warned)
 
 
 # Real tensors

@@ -142,6 +142,7 @@ def run_job(
     import torch
 
     from skippipe.runs.listing import checkpoints_in
+    from skippipe.training.engines import ENGINES
 
     torch.set_num_threads(wanted.compute.threads)
     with planning.interruptible(2) as stopped:
@@ -150,6 +151,8 @@ def run_job(
             raise KeyboardInterrupt
         assembly.save_plans()
         _announce(assembly)
+        if engine is not ENGINES["one-process"]:
+            _announce_backup(assembly)
         with _watching(assembly) as watcher:
             engine(assembly, watcher, lambda: len(stopped))
     _sum_up(Path(wanted.output) / "metrics.jsonl")
@@ -334,6 +337,11 @@ def _announce(assembly: Assembly) -> None:
     )
     if len(assembly.lengths) > 1:
         print(in_words(timetable(assembly.lengths, assembly.plans), len(plan.stages)))
+
+
+def _announce_backup(assembly: Assembly) -> None:
+    """Who keeps what only stage 0 holds a second time, or what is at risk."""
+    plan = assembly.plan
     if assembly.backup is not None:
         every, names = assembly.job.survive.backup_every, [plan.cluster.nodes[node].name for node in assembly.backup]
         size = f"{plan.workload.backup_bytes / 1e6:.1f} MB"
