@@ -89,14 +89,13 @@ class Teaching:
             busy = [source for node in self.roster for source in self.roster[node].sources]
             lender = min(holders, key=lambda node: (busy.count(node), node))
             return Origin("replica", (lender,), (stage,), (1.0,), self.trained.steps[stage])
-        has_checkpoint = self.ends.has_checkpoint
-        if self.survival.lost_stage == "checkpoint" and has_checkpoint:
+        if self.survival.lost_stage == "checkpoint" and self.ends.has_checkpoint:
             return self.from_checkpoint(stage)
         backup = None
         if stage == 0 and any(self.trained.steps):
             holder = self.ends.holder(able)
             if holder is None:
-                return self.from_checkpoint(stage) if has_checkpoint else None
+                return self.from_checkpoint(stage) if self.ends.has_checkpoint else None
             backup = holder, self.roster[holder].backup
         held = {self.roster[node].stage: node for node in reversed(able)}
         below, above = sorted(each for each in held if each < stage), sorted(each for each in held if each > stage)

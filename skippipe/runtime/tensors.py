@@ -20,6 +20,7 @@ from skippipe.model.rebuilding import ends_of, from_backup, from_neighbours
 from skippipe.model.tasks import StageTasks
 from skippipe.model.weights import layout, layout_of_stage
 from skippipe.recipe import Recipe
+from skippipe.runtime.apprentice import LEAST_VALUES
 from skippipe.runtime.ring import GradientRing
 from skippipe.runtime.work import (
     Clear,
@@ -50,7 +51,7 @@ from skippipe.transport.packed import Packed, pack, unpack
 from skippipe.workload import Workload
 
 SHOWN_VALUES = 2**22  # of a state in one message, 16 MiB
-BACKUP_VALUES = 2**20  # of a copy that is fetched while all go on: 4 MiB, so that a hop on the same link waits little
+BACKUP_VALUES = 2**20  # at most, of a copy that is fetched while all go on, 4 MiB; a hop that waits for it may be smaller
 NO_OUTCOME = Outcome(None)
 is_weights = plain(dispatch.is_weights)
 
@@ -89,6 +90,7 @@ class Tensors:
         """A copy of stage 0's ends, and after how many iterations it was made: its own, to lend it, or one to keep."""
         self._incoming: tuple[int, Tensor] | None = None
         """The next one to keep, as far as it has come."""
+        self._hop_values = workload.activation_bytes // 4
         self._wire_dtype = workload.wire_dtype
         self._shape = (workload.samples_per_microbatch, workload.sequence_tokens, workload.model.hidden)
 
@@ -220,7 +222,8 @@ class Tensors:
     def _open_backup(self, source: int, iterations: int) -> list[Part]:
         size = sum(place.size for place in ends_of(layout_of_stage(self._blueprint, self._layers, 0)))
         self._incoming = iterations, torch.empty(size)
-        return list(in_pieces(Part(source, 0, size, 0, backup=iterations), BACKUP_VALUES))
+        most = min(BACKUP_VALUES, max(LEAST_VALUES, self._hop_values))
+        return list(in_pieces(Part(source, 0, size, 0, backup=iterations), most))
 
     def _store_backup(self, part: Part, given: Any, digest: str) -> bool:
         assert self._incoming is not None
