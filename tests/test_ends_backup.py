@@ -326,7 +326,7 @@ def test_who_keeps_the_copy_has_room_for_it_and_if_possible_a_link_of_its_own() 
     (TWO, 0, 0, ""),
 ])  # fmt: skip
 def test_a_run_that_the_loss_of_one_node_would_set_back_is_warned_of(
-    shape: Any, kept_every: int, every: int, warned: str
+    shape: tuple[Any, Any], kept_every: int, every: int, warned: str
 ) -> None:
     job = Job(checkpoint=CheckpointChoice(every=kept_every), survive=SurviveChoice(backup_every=every))
     risk = Assembly(job, plan_over(*shape, False), None, None, {}, {}).risk  # type: ignore[arg-type]

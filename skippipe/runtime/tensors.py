@@ -51,7 +51,7 @@ from skippipe.transport.packed import Packed, pack, unpack
 from skippipe.workload import Workload
 
 SHOWN_VALUES = 2**22  # of a state in one message, 16 MiB
-BACKUP_VALUES = 2**20  # at most, of a copy that is fetched while all go on, 4 MiB; a hop that waits for it may be smaller
+BACKUP_VALUES = 2**20  # at most, of a copy that is fetched while all go on: 4 MiB
 NO_OUTCOME = Outcome(None)
 is_weights = plain(dispatch.is_weights)
 
@@ -222,7 +222,7 @@ class Tensors:
     def _open_backup(self, source: int, iterations: int) -> list[Part]:
         size = sum(place.size for place in ends_of(layout_of_stage(self._blueprint, self._layers, 0)))
         self._incoming = iterations, torch.empty(size)
-        most = min(BACKUP_VALUES, max(LEAST_VALUES, self._hop_values))
+        most = min(BACKUP_VALUES, max(LEAST_VALUES, self._hop_values))  # so that no hop waits longer than for a hop
         return list(in_pieces(Part(source, 0, size, 0, backup=iterations), most))
 
     def _store_backup(self, part: Part, given: Any, digest: str) -> bool:
