@@ -341,11 +341,13 @@ def _announce(assembly: Assembly) -> None:
 
 def _announce_backup(assembly: Assembly) -> None:
     """Who keeps what only stage 0 holds a second time, or what is at risk."""
-    plan = assembly.plan
+    plan, every = assembly.plan, assembly.job.survive.backup_every
+    size = f"{plan.workload.backup_bytes / 1e6:.1f} MB"
     if assembly.backup is not None:
-        every, names = assembly.job.survive.backup_every, [plan.cluster.nodes[node].name for node in assembly.backup]
-        size = f"{plan.workload.backup_bytes / 1e6:.1f} MB"
-        print(f"every {every} iterations '{names[1]}' gets a copy of what only stage 0 holds: {size} from '{names[0]}'")
+        source, target = (plan.cluster.nodes[node].name for node in assembly.backup)
+        print(f"every {every} iterations '{target}' gets a copy of what only stage 0 holds: {size} from '{source}'")
+    elif every and assembly.job.averaging.engine == "ring":
+        print(f"no node has memory for a copy of what only stage 0 holds ({size}), so none is kept")
     if assembly.risk:
         print(f"warning: {assembly.risk}", file=sys.stderr)
 
