@@ -130,8 +130,8 @@ class Progress:
         self._join_in()
 
     def pause(self, why: str) -> None:
-        lost, self._said_lost = self.teaching.ends.is_lost and not self._said_lost, self.teaching.ends.is_lost
-        if lost:
+        said, self._said_lost = self._said_lost, self.teaching.ends.is_lost
+        if self._said_lost and not said:
             self.lead.happened("paused", f"{LOST}; training does not go on with new ones: {WAYS_ON}")
             self.lead.enter(State.PAUSED)
         elif self.lead.state is not State.PAUSED:
