@@ -261,6 +261,17 @@ class Workload:
         slots = max(0, free // self.held_bytes(layers))
         return slots if self.max_slots is None else min(slots, self.max_slots)
 
+    @property
+    def backup_bytes(self) -> int:
+        """A copy of what only stage 0 holds, which a node of another stage keeps: fp32 weights, without the optimizer's
+        state."""
+        return 4 * self.model.end_parameters
+
+    def spare_bytes(self, memory_bytes: int, stage: int, layers: int, microbatches: int) -> int:
+        """What is left beside the stage and as many microbatches as a node of this memory has slots for, of so many."""
+        held = min(self.slots(memory_bytes, stage, layers), microbatches) * self.held_bytes(layers)
+        return memory_bytes - self.fixed_bytes(stage, layers) - held
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

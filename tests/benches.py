@@ -24,7 +24,7 @@ from skippipe.workload import Workload
 from tests.plans import TINY, uniform_cluster
 
 LEARNING = Learning(warmup=2, iterations=10)
-AT_ONCE = Survival(planning=timedelta(0))
+AT_ONCE = Survival(planning=timedelta(0), backup_every=0)
 
 
 def plan_of(nodes: int, stages: Sequence[tuple[int, ...]], lanes: Sequence[tuple[int, ...]], **others: Any) -> Plan:

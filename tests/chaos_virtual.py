@@ -23,7 +23,7 @@ from skippipe.learning import Learning
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.recipe import Recipe
 from skippipe.runtime.coordinator import Deadlines, Event, IterationReport, State, Survival, Watcher
-from skippipe.runtime.faults import Fault, accuse, drawn, kill, stale
+from skippipe.runtime.faults import DURING, Fault, accuse, drawn, kill, stale
 from skippipe.runtime.memory import plan_records
 from skippipe.runtime.symbols import Symbols
 from skippipe.runtime.virtual import VirtualCluster
@@ -36,6 +36,7 @@ from tests.plans import TINY, uniform_cluster
 PATIENCE_S = 20.0  # for one scenario; it takes a tenth of a second
 LEARNING = Learning(warmup=2, iterations=30)
 NOTHING_LEFT = "and there is no checkpoint"
+STAGE_0_LOST = "stage 0 is lost"
 LOST = "nobody holds it any more"
 
 Which = tuple[int, int]
@@ -110,11 +111,14 @@ class Scenario:
     drift: float
     """The plan is renewed when figures are off by this share; 0: never."""
     recipe: Recipe = field(default_factory=Recipe)
+    backup_every: int = 2
+    """Iterations from one copy of what only stage 0 holds to the next; 0: none."""
 
     def __str__(self) -> str:
         nodes = ", ".join(str(list(stage.nodes)) for stage in self.plan.stages)
         about = f"{self.iterations} iterations on {nodes}" + ", split backward" * self.plan.split_backward
         about += f", a checkpoint every {self.kept_every}" * bool(self.kept_every) + ", uneven" * self.uneven
+        about += f", a copy of the ends every {self.backup_every}" * bool(self.backup_every)
         about += f", a drift of {self.drift:g}" * bool(self.drift)
         about += f", skip {self.recipe.skip}" * bool(self.recipe.phases)
         return "\n  ".join((f"seed {self.seed}: {about}", *map(str, self.faults)))
@@ -136,6 +140,10 @@ def scenario(seed: int) -> Scenario:
     if random.random() < 0.2 and len(plan.stage_of) > len(plan.stages):  # and one that never comes back
         node = random.choice(sorted(plan.stage_of))
         faults.append(kill(node).at(random.randrange(iterations), random.choice(["forward", "backward", "averaging"])))
+    if random.random() < 0.25:  # all data nodes at once
+        struck = random.randrange(iterations), random.choice(DURING)
+        back_s = random.choice([0.01, 0.5, 12.0, 40.0])
+        faults += [kill(node).at(*struck).back_after(back_s) for node in plan.stages[0].nodes]
     found = Scenario(
         seed,
         plan,
@@ -145,6 +153,7 @@ def scenario(seed: int) -> Scenario:
         kept_every=random.choice([0, 2]),
         uneven=random.random() < 0.3,
         drift=random.choice([0.0, 0.0, 0.5]),
+        backup_every=random.choice([0, 1, 2]),
     )
     faults.append(stale(*sorted(plan.stage_of), share=random.choice([0.02, 0.1, 0.4])))
     if random.random() < 0.1:
@@ -273,8 +282,12 @@ class Played:
     @property
     def nothing_left(self) -> bool:
         """Did all who had any state go, before there was a checkpoint? Then there is nothing to go on from."""
-        coordinator = self.cluster.coordinator
-        return NOTHING_LEFT in coordinator.failure and not coordinator.roster.able and not self.shelf.kept
+        cluster, coordinator = self.cluster, self.cluster.coordinator
+        able, roster = coordinator.roster.able, coordinator.roster
+        if STAGE_0_LOST in coordinator.failure:
+            kept = any(cluster.machines[node].keeps for node in able if roster[node].stage != 0)  # type: ignore[attr-defined]
+            return not kept and not any(roster[node].stage == 0 for node in able) and not self.shelf.kept
+        return NOTHING_LEFT in coordinator.failure and not able and not self.shelf.kept
 
     def tale(self) -> str:
         """What happened, for people."""
@@ -300,7 +313,7 @@ def staged(what: Scenario) -> Played:
         recipe=what.recipe,
         disturb=disturb if what.uneven else lambda duration_ns: duration_ns,
         faults=what.faults,
-        survival=Survival(what.lost_stage, what.drift, planning=timedelta(0)),  # type: ignore[arg-type]
+        survival=Survival(what.lost_stage, what.drift, timedelta(0), what.backup_every),  # type: ignore[arg-type]
         kept_every=what.kept_every,
         keeper=shelf,
         watcher=story,
@@ -337,6 +350,7 @@ def check(played: Played) -> None:
     untouched = check_visits(cluster.journal, story.told)
     states = check_replicas(cluster)
     check_history(played, states, untouched)
+    check_ends(played, states[0])
     check_shelf(played, states)
 
 
@@ -431,6 +445,22 @@ def check_history(played: Played, states: Sequence[list[tuple[Which, ...]]], unt
                 assert list(found) == planned, where
             else:
                 assert set(found) <= set(planned), where
+
+
+def check_ends(played: Played, state: list[tuple[Which, ...]]) -> None:
+    """What only stage 0 holds was never made up: it has learned before it was lost, and in all iterations since."""
+    cluster, coordinator = played.cluster, played.cluster.coordinator
+    ends = list(cluster.stored[0][0].ends)
+    for node in coordinator.roster.able:
+        if coordinator.roster[node].stage == 0 and node in cluster.lives and node not in cluster.frozen:
+            machine = cluster.machines[node]
+            assert isinstance(machine, Counting)
+            assert machine.ends == ends, f"node {node} has other ends than were collected"
+    since = last_lost(played.story.told, 0)
+    taken = [record["commit"] for record in cluster.journal if "commit" in record and record["scale"] > 0]
+    steps = [iteration for iteration in taken if iteration >= since]
+    assert ends[len(ends) - len(steps) :] == state[len(state) - len(steps) :], "they have not stepped with their stage"
+    assert len(ends) > len(steps) or len(steps) == len(taken), "they began anew"
 
 
 def last_lost(told: Sequence[Event | IterationReport], stage: int) -> int:

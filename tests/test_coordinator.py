@@ -11,11 +11,13 @@ from skippipe.runtime.control import (
     Alive,
     Average,
     Averaged,
+    Backup,
     Begin,
     Broken,
     Collect,
     Contributed,
     Control,
+    Copied,
     Failed,
     Hello,
     Learn,
@@ -28,9 +30,11 @@ from skippipe.runtime.control import (
     Returned,
     Seal,
     Settle,
+    Snapshot,
     Stepped,
     Stop,
     Want,
+    WantBackup,
     Welcome,
     from_json,
     to_json,
@@ -395,6 +399,7 @@ def test_who_loses_its_teacher_when_nothing_goes_on_without_it_gets_another_too(
     (_, stage, _) = course.room.logged("welcome")[2]
     teacher = stage  # nodes 0 and 1 hold stages 0 and 1
     course.room.news()
+    course.hear(1 - teacher, Copied(1))  # of what only stage 0 holds, if that is lost
     course.coordinator.lost(teacher, "its process ended")
     assert is_now(course.coordinator, State.PAUSED)
     learns = [control for control in course.room.news()[2] if isinstance(control, Learn)]
@@ -448,6 +453,10 @@ def test_a_node_that_is_started_again_is_lost_and_new() -> None:
         Broken(4),
         Want(0, 2**40, 5, 6),
         Seal(2**40, "ab12", 6),
+        WantBackup(4, 2**40, 5, 6),
+        Snapshot(4),
+        Copied(4),
+        Backup(0, 4),
         Reroute(2, 3, [4], [[0, 1, 0, 2, 5]], [[0, 1]]),
         Settle(2, 3, True),
         Average(2, 3, [4, 4, 3]),

@@ -89,6 +89,12 @@ def test_the_last_replica_is_rebuilt_from_its_neighbours(play: Play) -> None:
     assert outcome.metrics[-1]["visits"][2] > 0, "it is visited again"
 
 
+def test_all_data_nodes_are_lost_and_their_embedding_comes_from_a_copy(play: Play) -> None:
+    outcome = play(*(kill(node).at(iteration=4, during="forward").back_after(0.2) for node in (0, 1, 2)), iterations=8)
+    assert_struck(outcome)
+    assert any("head from the copy that" in text for text in outcome.said("learning")), outcome.tale()
+
+
 def test_a_node_in_averaging_then_one_with_a_copy_for_a_checkpoint(play: Play) -> None:
     outcome = play(
         kill(node=7).at(iteration=1, during="averaging"),

@@ -175,6 +175,7 @@ def run_job(
     import torch
 
     from skippipe.runs.listing import checkpoints_in
+    from skippipe.training.engines import ENGINES
     from skippipe.training.run_folder import held_run_folder
 
     torch.set_num_threads(wanted.compute.threads)
@@ -190,6 +191,8 @@ def run_job(
         begin(folder, assembly)
         assembly.save_plans()
         _announce(assembly)
+        if engine is not ENGINES["one-process"]:
+            _announce_backup(assembly)
         with _watching(assembly) as watcher:
             engine(assembly, watcher, lambda: len(stopped))
     _sum_up(output / "metrics.jsonl")
@@ -387,6 +390,19 @@ def _announce(assembly: Assembly) -> None:
     )
     if len(assembly.lengths) > 1:
         print(in_words(timetable(assembly.lengths, assembly.plans), len(plan.stages)))
+
+
+def _announce_backup(assembly: Assembly) -> None:
+    """Who keeps what only stage 0 holds a second time, or what is at risk."""
+    plan, every = assembly.plan, assembly.job.survive.backup_every
+    size = f"{plan.workload.backup_bytes / 1e6:.1f} MB"
+    if assembly.backup is not None:
+        source, target = (plan.cluster.nodes[node].name for node in assembly.backup)
+        print(f"every {every} iterations '{target}' gets a copy of what only stage 0 holds: {size} from '{source}'")
+    elif every and assembly.job.averaging.engine == "ring":
+        print(f"no node has memory for a copy of what only stage 0 holds ({size}), so none is kept")
+    if assembly.risk:
+        print(f"warning: {assembly.risk}", file=sys.stderr)
 
 
 def _sum_up(metrics: Path) -> None:

@@ -3,6 +3,9 @@
 After CheckFree ("All is not lost: LLM recovery without checkpoints", 2025): neighbouring layers of a transformer are
 alike, so the weighted mean of the stages before and after is a start from which training soon recovers. The weights of
 the mean are the squared norms of the neighbours' gradients, so the stage that is further from done counts more.
+
+The ends (embedding, final norm and head, which only stage 0 has) are like nothing else. As in CheckFree+, a copy of
+them is kept on a node of another stage: the numbers of all ends, one weight after another.
 """
 
 from __future__ import annotations
@@ -44,6 +47,20 @@ def from_neighbours(
         begun |= mine.keys()
         found += _joined(parts)
     return found
+
+
+def from_backup(places: Iterable[Place], source: int, iterations: int) -> list[Part]:
+    """What to ask whoever keeps a copy of the ends for; `places` of stage 0."""
+    found, first = [], 0
+    for place in ends_of(places):
+        found.append(Part(source, first, place.size, place.start, backup=iterations))
+        first += place.size
+    return found
+
+
+def ends_of(places: Iterable[Place]) -> list[Place]:
+    """Of the weights of stage 0, those that are of no layer."""
+    return [place for place in places if LAYER.match(place.name) is None]
 
 
 def counterparts(blueprint: Blueprint, layers: tuple[int, ...], stage: int, other: int) -> list[tuple[Place, int]]:

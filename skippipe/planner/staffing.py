@@ -46,8 +46,11 @@ def stage_for(plan: Plan, members: Sequence[Collection[int]], node: int) -> int:
     return max(fits, key=rank)
 
 
-def move_for(plan: Plan, members: Sequence[Collection[int]], able: Collection[int]) -> tuple[int, int] | None:
-    """A node that should leave its stage, and the stage that ran short of nodes; None if all should stay.
+def move_for(
+    plan: Plan, members: Sequence[Collection[int]], able: Collection[int], staying: Collection[int] = ()
+) -> tuple[int, int] | None:
+    """A node that should leave its stage, and the stage that ran short of nodes; None if all should stay, as those in
+    `staying` do.
 
     A stage that nobody holds takes a node from where it is missed least; one with too few only if the largest load of
     all falls clearly. No stage gives its last able node, but for stage 0, without which nothing runs.
@@ -55,7 +58,8 @@ def move_for(plan: Plan, members: Sequence[Collection[int]], able: Collection[in
     empty = [stage for stage, nodes in enumerate(members) if not nodes]
     if empty:
         for stage in empty:
-            found = min(_offers(plan, members, able, stage), default=None)
+            offers = [offer for offer in _offers(plan, members, able, stage) if offer[-1] not in staying]
+            found = min(offers, default=None)
             if found:
                 return found[-1], stage
         return None

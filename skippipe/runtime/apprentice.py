@@ -15,16 +15,17 @@ from typing import Any
 
 from skippipe.errors import UserError
 from skippipe.jsonfile import Fields, as_integer, as_number
-from skippipe.runtime.control import COORDINATOR, Want
+from skippipe.runtime.control import COORDINATOR, Want, WantBackup
 from skippipe.runtime.work import Load, Origin, Part
 from skippipe.transport.message import Kind, Message
 
 LEAST_VALUES = 2**12  # in a part
 LOAN = 1  # the `microbatch` of a chunk that is lent; 0 in the ring
+BACKUP = 2  # the same, of a copy of stage 0's ends
 
 
 class Apprentice:
-    def __init__(self, origin: Origin, assignment: int, ask: Callable[[int, Want], None]) -> None:
+    def __init__(self, origin: Origin, assignment: int, ask: Callable[[int, Want | WantBackup], None]) -> None:
         self.origin = origin
         self.assignment = assignment
         self.complete = False
@@ -79,9 +80,11 @@ class Apprentice:
     def sealed(self, first: int, digest: str) -> None:
         self._seals = {first: digest}  # one is asked for at a time
 
-    def given(self, sender: int, first: int, payload: Any, *, in_time: bool) -> Load | None:
+    def given(self, sender: int, first: int, payload: Any, *, in_time: bool, backup: bool = False) -> Load | None:
         """What came, as work; None if it was not asked for, or comes too late: then less is asked for next time."""
         if self._loading or not self._left or (self._left[0].source, self._left[0].first) != (sender, first):
+            return None
+        if backup != bool(self._left[0].backup):
             return None
         self._waiting = False
         part = self._left[0]
@@ -110,18 +113,27 @@ class Apprentice:
             return
         self._waiting = True
         part = self._left[0]
-        stage = self.origin.stages[self.origin.sources.index(part.source)]
-        self._ask(part.source, Want(stage, part.first, part.count, self.assignment))
+        if part.backup:
+            self._ask(part.source, WantBackup(part.backup, part.first, part.count, self.assignment))
+        else:
+            stage = self.origin.stages[self.origin.sources.index(part.source)]
+            self._ask(part.source, Want(stage, part.first, part.count, self.assignment))
 
 
-def loan(first: int, payload: Any, assignment: int, iteration: int = 0) -> Message:
-    """Numbers of a state on their way to one that learns, as they were in an iteration."""
+def loan(first: int, payload: Any, assignment: int, iteration: int = 0, *, backup: bool = False) -> Message:
+    """Numbers of a state on their way to one that learns, as they were in an iteration; or of a copy of stage 0's ends,
+    which is of use at any time."""
     high, low = divmod(first, 2**32)  # a large stage has more numbers than one field can count
-    return Message(Kind.CHUNK, iteration, low, LOAN, high, payload, assignment)
+    return Message(Kind.CHUNK, iteration, low, BACKUP if backup else LOAN, high, payload, assignment)
 
 
 def is_loan(message: Message) -> bool:
-    return message.kind is Kind.CHUNK and message.microbatch == LOAN
+    return message.kind is Kind.CHUNK and message.microbatch in (LOAN, BACKUP)
+
+
+def is_backup(message: Message) -> bool:
+    """Is it a loan of a copy of stage 0's ends?"""
+    return message.kind is Kind.CHUNK and message.microbatch == BACKUP
 
 
 def first_of(message: Message) -> int:
@@ -137,6 +149,7 @@ def origin_to_json(origin: Origin) -> dict[str, Any]:
         "stages": list(origin.stages),
         "shares": list(origin.shares),
         "steps": origin.steps,
+        **({} if origin.backup is None else {"backup": list(origin.backup)}),
     }
 
 
@@ -152,8 +165,16 @@ def origin_from_json(value: dict[str, Any]) -> Origin:
         stages=tuple(as_integer(each, fields.at("stages")) for each in fields.items("stages")),
         shares=tuple(as_number(each, fields.at("shares")) for each in fields.items("shares")),
         steps=fields.integer("steps"),
+        backup=_backup_from_json(fields) if fields.mentions("backup") else None,
     )
     fields.close()
     if not len(origin.sources) == len(origin.stages) == len(origin.shares) > 0:
         raise UserError("origin: sources, stages and shares must be as many, and at least one")
     return origin
+
+
+def _backup_from_json(fields: Fields) -> tuple[int, int]:
+    found = [as_integer(each, fields.at("backup")) for each in fields.items("backup")]
+    if len(found) != 2:
+        raise UserError("origin.backup: expected a node and a number of iterations")
+    return found[0], found[1]

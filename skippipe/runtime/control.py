@@ -28,6 +28,8 @@ class Hello:
     """That it is in, or waits to begin."""
     phase: str = ""
     """The name of a `Phase`; empty: it is new."""
+    backup: int = 0
+    """After how many iterations the copy of stage 0's ends was made that it keeps; 0: it keeps none."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,14 @@ class Learned:
     iteration: int
     assignment: int
     """The number of the `Learn` that this answers."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A node has a whole copy of stage 0's ends: a data node that was told to make one, or one that fetched it."""
+
+    iterations: int
+    """That were done when it was made."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +185,18 @@ class Want:
 
 
 @dataclass(frozen=True)
+class WantBackup:
+    """Numbers of a copy of stage 0's ends: asked of the data node that made it, or of the node that keeps it."""
+
+    iterations: int
+    """That were done when it was made."""
+    first: int
+    count: int
+    assignment: int
+    """As in `Want`; for one that keeps the copy, `iterations`."""
+
+
+@dataclass(frozen=True)
 class Seal:
     """What a lender says before it sends: the SHA-256 of the numbers that come next."""
 
@@ -224,6 +246,22 @@ class Learn:
     origin: dict[str, Any]
     assignment: int
     """As in `Welcome`."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """To a data node: copy what only stage 0 holds, after the step that was told last."""
+
+    iterations: int
+    """That are done then."""
+
+
+@dataclass(frozen=True)
+class Backup:
+    """To a node of another stage: fetch this copy of stage 0's ends while the others go on, and keep it."""
+
+    source: int
+    iterations: int
 
 
 @dataclass(frozen=True)
@@ -344,6 +382,7 @@ Control = (
     | Contributed
     | Averaged
     | Learned
+    | Copied
     | Broken
     | Stepped
     | Failed
@@ -352,11 +391,14 @@ Control = (
     | Computed
     | Probed
     | Want
+    | WantBackup
     | Seal
     | Welcome
     | Meet
     | Begin
     | Learn
+    | Snapshot
+    | Backup
     | Reroute
     | Settle
     | Average

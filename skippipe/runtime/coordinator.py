@@ -26,6 +26,7 @@ from skippipe.runtime.control import (
     Broken,
     Contributed,
     Control,
+    Copied,
     Failed,
     Hello,
     Learned,
@@ -35,6 +36,7 @@ from skippipe.runtime.control import (
     Stop,
     Want,
 )
+from skippipe.runtime.ends_backup import LOST, EndsBackup
 from skippipe.runtime.fencing import first_number
 from skippipe.runtime.gathering import Gathering
 from skippipe.runtime.iteration import Iteration
@@ -113,6 +115,8 @@ class Coordinator:
         self._patience = Patience(self, surroundings.now_ns())
         self._harvest = Harvest(surroundings, self.kept_every, self.first if self.resumed else -1, numbers)
         measured = Measured(memory.plan, cluster, surroundings.now_ns())
+        every = self.survival.backup_every if self.survival.survives else 0
+        ends = EndsBackup(every, roster, surroundings, measured, trained)
         plans, end = {**self.plans, memory.visited: memory.plan}, self.first + self.iterations
         self._replanning = Replanning(
             memory.plan,
@@ -122,10 +126,12 @@ class Coordinator:
             roster,
             trained,
             self._harvest,
+            ends,
             surroundings,
             happened,
         )
-        teaching = Teaching(roster, surroundings, self.survival, measured, trained, happened)
+        teaching = Teaching(roster, surroundings, self.survival, measured, trained, ends, happened)
+        self._teaching = teaching
         self._progress = Progress(
             self,
             end,
@@ -199,6 +205,8 @@ class Coordinator:
                 self._ready(node, peer)
             case Learned() if control.assignment == peer.assignment and peer.standing is Standing.LEARNING:
                 self._able(node, peer)
+            case Copied():
+                self._teaching.copied(node, control)
             case Broken() if control.peer in self.roster and control.peer != node:
                 self._patience.complained(node, control)
             case Stepped() if self.state is State.STEPPING and control.iteration + 1 == self._progress.end:
@@ -271,6 +279,12 @@ class Coordinator:
     def deadline_ns(self) -> int:
         """When something happens even if nobody says anything."""
         return self._patience.deadline_ns()
+
+    @property
+    def lacking(self) -> str:
+        """What nobody has, so that nothing goes on."""
+        empty = ", ".join(map(str, self.roster.empty(len(self.plan.stages))))
+        return LOST if self._teaching.ends.is_lost else f"stage {empty} has none"
 
     def missing(self) -> list[int]:
         """Who is waited for."""

@@ -15,13 +15,33 @@ from skippipe import dispatch
 from skippipe.compiled import plain
 from skippipe.plan import Plan
 from skippipe.runtime.control import COORDINATOR
-from skippipe.runtime.work import Drop, Inspect, Keep, Lend, Load, Measure, Pass, Show, Step, Study, Task, Work
+from skippipe.runtime.work import (
+    CopyEnds,
+    Drop,
+    Inspect,
+    Keep,
+    Lend,
+    Load,
+    Measure,
+    OpenBackup,
+    Pass,
+    Show,
+    Step,
+    StoreBackup,
+    Study,
+    Task,
+    Work,
+)
 
 is_weights = plain(dispatch.is_weights)
 
-During = Literal["forward", "head", "backward", "weights", "averaging", "step", "checkpoint", "joining", "repair"]
+During = Literal[
+    "forward", "head", "backward", "weights", "averaging", "step", "checkpoint", "backup", "joining", "repair"
+]
 Kind = Literal["kill", "freeze", "cut", "cut one way", "slow node", "slow link", "poison", "stale", "accuse"]
-DURING: tuple[During, ...] = ("forward", "head", "backward", "averaging", "step", "checkpoint", "joining", "repair")
+DURING: tuple[During, ...] = (
+    "forward", "head", "backward", "averaging", "step", "checkpoint", "backup", "joining", "repair",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,8 +141,10 @@ def phase_of(work: Work) -> During | None:
             return "step"
         case Keep() | Show():
             return "checkpoint"
+        case CopyEnds() | OpenBackup() | StoreBackup():
+            return "backup"
         case Study() | Load() | Lend():
-            return "joining"
+            return "backup" if isinstance(work, Lend) and work.backup else "joining"
         case Drop() | Inspect():
             return "repair"
     return None

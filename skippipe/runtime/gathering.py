@@ -70,6 +70,7 @@ class Gathering:
             if node in stage_of and hello.phase and (behind or hello.iteration == progress.now.number):
                 standing = Standing.LEARNING if node in memory.learning else Standing.ABLE
                 self.roster.add(node, standing, stage_of[node], self.surroundings.now_ns())
+                self.roster[node].backup = hello.backup if hello.backup <= progress.now.number else 0
                 if behind:
                     self.surroundings.tell(node, memory.proceed)
                 else:

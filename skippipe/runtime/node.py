@@ -29,6 +29,7 @@ from skippipe.runtime.control import (
     COORDINATOR,
     Average,
     Averaged,
+    Backup,
     Begin,
     Collect,
     Contributed,
@@ -40,6 +41,7 @@ from skippipe.runtime.control import (
     Replan,
     Reroute,
     Settle,
+    Snapshot,
     Stepped,
     Stop,
 )
@@ -49,16 +51,19 @@ from skippipe.runtime.rounds import Rounds
 from skippipe.runtime.traffic import Duties, Traffic
 from skippipe.runtime.work import (
     Clear,
+    CopyEnds,
     Drop,
     Inspect,
     Keep,
     Lend,
     Load,
     Measure,
+    OpenBackup,
     Pass,
     Reduce,
     Show,
     Step,
+    StoreBackup,
     Study,
     Task,
     Work,
@@ -99,7 +104,7 @@ class Node:
         if self.iteration < 0:
             return Hello(address, version)
         stepped = self.phase in (Phase.STEPPING, Phase.WAITING)
-        return Hello(address, version, self.epoch, self.iteration + stepped, self.phase.name)
+        return Hello(address, version, self.epoch, self.iteration + stepped, self.phase.name, self._loans.backup)
 
     # What it is told
 
@@ -113,6 +118,10 @@ class Node:
                     self._begin_as_told(control)
             case Learn():
                 self._loans.learn(control.origin, control.assignment)
+            case Snapshot() if self.stage == 0:
+                self._agenda.add(CopyEnds(control.iterations))
+            case Backup() if self.stage != 0:
+                self._loans.fetch(control)
             case Replan():
                 self.replan(Plan.from_json(control.plan))
             case Proceed() if self.phase is Phase.AVERAGED and control.iteration == self.iteration:
@@ -206,7 +215,9 @@ class Node:
             case Show():
                 at = max(0, self.iteration), self.stage, work.piece, int(work.kept)
                 self._outside.send(COORDINATOR, Message(Kind.CHUNK, *at, result, work.collection))
-            case Lend() | Study() | Load():
+            case Lend() | Study() | Load() | CopyEnds() | OpenBackup() | StoreBackup():
+                if isinstance(work, Lend) and work.backup:
+                    self._traffic.sent_bytes[work.to] += getattr(result.payload, "nbytes", 0)
                 self._loans.finished(work, result)
             case _:
                 pass

@@ -145,8 +145,7 @@ class Patience:
         elif self._unwritten and state is State.COLLECTING:
             coordinator.leave(f"{self._unwritten}; {waited} room; {self._unwritten.ways}")
         elif state is State.PAUSED:
-            empty = ", ".join(map(str, coordinator.roster.empty(len(coordinator.plan.stages))))
-            coordinator.fail(f"{waited} nodes {state.value}: stage {empty} has none")
+            coordinator.fail(f"{waited} nodes {state.value}: {coordinator.lacking}")
         else:
             coordinator.fail(f"{waited} {names} {state.value}")
 

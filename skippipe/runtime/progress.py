@@ -15,6 +15,7 @@ from skippipe.learning import Learning
 from skippipe.runtime.accusations import MOST_BELIEVED
 from skippipe.runtime.collecting import Harvest
 from skippipe.runtime.control import Averaged, Begin, Broken, Contributed, Control, Proceed, Returned
+from skippipe.runtime.ends_backup import LOST
 from skippipe.runtime.iteration import Iteration
 from skippipe.runtime.memory import commit_record
 from skippipe.runtime.patience import Patience
@@ -23,6 +24,8 @@ from skippipe.runtime.roster import Roster, Standing
 from skippipe.runtime.states import State
 from skippipe.runtime.surroundings import EventKind, Surroundings, Watcher
 from skippipe.runtime.teaching import Teaching
+
+WAYS_ON = "start anew, with checkpoint.every, survive.backup_every or a second data node"
 
 
 class Lead(Protocol):
@@ -57,6 +60,7 @@ class Progress:
     watcher: Watcher
     epoch: int = 0
     now: Iteration = field(init=False)
+    _said_lost: bool = field(init=False, default=False)
 
     @property
     def nodes(self) -> list[int]:
@@ -67,6 +71,7 @@ class Progress:
         """A new page of the book."""
         plan, nodes = self.replanning.plan, set(self.nodes)
         self.now = Iteration(number, plan, self.epoch, nodes, self._tell_all, self.lead.throw_out)
+        self.teaching.ends.done = number
 
     def hear(self, node: int, control: Returned | Contributed | Averaged) -> None:
         self.patience.renew()
@@ -152,7 +157,11 @@ class Progress:
         self._join_in()
 
     def pause(self, why: str) -> None:
-        if self.lead.state is not State.PAUSED:
+        said, self._said_lost = self._said_lost, self.teaching.ends.is_lost
+        if self._said_lost and not said:
+            self.lead.happened("paused", f"{LOST}; training does not go on with new ones: {WAYS_ON}")
+            self.lead.enter(State.PAUSED)
+        elif self.lead.state is not State.PAUSED:
             coming = self.roster.of(Standing.BUILDING, Standing.READY, Standing.LEARNING)
             names = ", ".join(f"'{self.roster.name(node)}'" for node in coming)
             what = f"{names} will take the place" if coming else "nobody can take the place; waiting for nodes to join"
@@ -233,6 +242,8 @@ class Progress:
                 self._join_in()
             else:
                 self.pause("nodes are gone")
+        if possible and not last:
+            self.teaching.ends.committed(replanning.plan)
         if holders or last:
             self.watcher.measured(replanning.measured.as_found())
         if holders:

@@ -12,6 +12,7 @@ from skippipe.cluster import Cluster
 from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.runtime.collecting import Harvest
+from skippipe.runtime.ends_backup import EndsBackup
 from skippipe.runtime.lengths import Lengths
 from skippipe.runtime.measured import Measured
 from skippipe.runtime.memory import plan_record
@@ -33,6 +34,7 @@ class Replanning:
     roster: Roster
     trained: Trained
     harvest: Harvest
+    ends: EndsBackup
     surroundings: Surroundings
     happened: Happened
     changed: bool = False
@@ -147,12 +149,14 @@ class Replanning:
 
         roster = self.roster
         barred = self.measured.accusations.is_barred
-        if any(not barred(spare, now_ns) for spare in roster.of(Standing.SPARE)):
+        if self.ends.is_lost or any(not barred(spare, now_ns) for spare in roster.of(Standing.SPARE)):
             return None
-        found = move_for(self.plan, roster.expected(self.plan), roster.able)
+        found = move_for(self.plan, roster.expected(self.plan), roster.able, staying=self.ends.needed)
         if found is None:
             return None
         node, stage = found
+        if node in self.ends.needed:
+            return None
         holders = [other for other in roster.able if roster[other].stage == roster[node].stage]
         if finishing and len(holders) <= 1:  # nobody may take the last copy of a stage's weights away
             return None

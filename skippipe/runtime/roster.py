@@ -34,6 +34,8 @@ class Peer:
     """The nodes that it learns from, or the coordinator; none: nobody yet."""
     assignment: int = 0
     """The number of what it was told last: to build its stage, or where to learn its state."""
+    backup: int = 0
+    """After how many iterations the copy of stage 0's ends was made that it keeps; 0: it keeps none."""
 
 
 @dataclass

@@ -40,5 +40,8 @@ class Survival:
     planning: timedelta = timedelta(milliseconds=500)
     """For the search for a better plan when one has to be repaired, for every 20 nodes; 0: the first that is found,
     always the same."""
+    backup_every: int = 10
+    """Iterations from one copy of what only stage 0 holds (embedding, final norm, head), on a node of another stage, to
+    the next; 0: none are made."""
     survives: bool = True
     """Go on without lost nodes; no: a lost node ends the run."""

@@ -11,6 +11,7 @@ from skippipe.compiled import plain
 from skippipe.plan import Plan
 from skippipe.runtime.work import (
     Clear,
+    CopyEnds,
     Drop,
     Inspect,
     Keep,
@@ -18,12 +19,15 @@ from skippipe.runtime.work import (
     Load,
     Loan,
     Measure,
+    OpenBackup,
+    Origin,
     Outcome,
     Part,
     Pass,
     Reduce,
     Show,
     Step,
+    StoreBackup,
     Study,
     Task,
     Work,
@@ -54,9 +58,19 @@ class Gradient:
     nbytes: int = 0
 
 
+class Numbers(tuple[tuple[Which, ...], ...]):
+    """Stands for a stage's state that is lent or kept, with that of the ends."""
+
+    ends: tuple[tuple[Which, ...], ...] = ()
+
+
+PIECES = 2  # of a copy of the ends
+
+
 class Symbols:
     def __init__(self, node: int, plan: Plan) -> None:
         self._node = node
+        self._has_ends = plan.stage_of.get(node) == 0
         self._split = plan.split_backward
         self._slots = plan.slots[node]
         self._held: set[Which] = set()
@@ -66,9 +80,19 @@ class Symbols:
         self._mean: Counter[Which] = Counter()
         self.state: list[tuple[Which, ...]] = []
         """Stands for the weights: what was in the gradient of every step taken, from the first."""
+        self.ends: list[tuple[Which, ...]] = []
+        """The same for embedding, final norm and head; empty: as the seed has them, or on another stage than 0."""
+        self._rebuilt = False
+        self._backup: tuple[int, tuple[tuple[Which, ...], ...]] | None = None
+        self._incoming: list[tuple[Which, ...]] = []
         self.poison = False
         """The next gradient that is added up is not a number."""
         self._spoiled = False
+
+    @property
+    def keeps(self) -> bool:
+        """Has it a whole copy of the ends?"""
+        return self._backup is not None
 
     @property
     def history(self) -> list[int]:
@@ -103,29 +127,67 @@ class Symbols:
                 assert not self._held, "a microbatch is still here"
                 if work.scale > 0:
                     self.state.append(tuple(sorted(self._mean)))
+                    if self._has_ends:
+                        self.ends.append(self.state[-1])
                 self._sum.clear()
                 self._mean.clear()
                 self._spoiled = False
             case Show():
-                return None if work.piece else self._kept if work.kept else tuple(self.state)
+                return None if work.piece else self._kept if work.kept else self._numbers()
             case Study():
-                if work.origin.kind == "replica":
-                    return [Part(work.origin.sources[0], 0, 1, 0)]
-                return [Part(source, 0, 1, 0, added=at > 0) for at, source in enumerate(work.origin.sources)]
+                return self._study(work.origin)
             case Lend():
-                return Loan(tuple(self.state), "sound")
+                return self._lend(work)
             case Load():
-                if not work.part.added:
-                    self.state = list(work.given)
+                self._load(work)
                 return True
             case Keep():
-                self._kept = tuple(self.state)
+                self._kept = self._numbers()
+            case CopyEnds():
+                self._backup = work.iterations, tuple(self.ends)
+            case OpenBackup():
+                self._incoming = []
+                return _parts_of_backup(work.source, work.iterations)
+            case StoreBackup():
+                self._incoming += work.given
+                if work.part.at == PIECES - 1:
+                    self._backup = work.part.backup, tuple(self._incoming)
+                return True
             case Reduce():
                 raise AssertionError("symbols know no other way to average")
         return None
 
     def fits(self, message: Message, at: int, size: int) -> bool:  # noqa: ARG002
         return isinstance(message.body, Gradient if message.kind is Kind.CHUNK else Trail)
+
+    def _numbers(self) -> Numbers:
+        numbers = Numbers(self.state)
+        numbers.ends = tuple(self.ends)
+        return numbers
+
+    def _study(self, origin: Origin) -> list[Part]:
+        self._rebuilt = origin.kind == "neighbours"
+        if origin.kind == "replica":
+            return [Part(origin.sources[0], 0, 1, 0)]
+        parts = [Part(source, 0, 1, 0, added=at > 0) for at, source in enumerate(origin.sources)]
+        return parts if origin.backup is None else [*parts, *_parts_of_backup(*origin.backup)]
+
+    def _lend(self, work: Lend) -> Loan:
+        if not work.backup:
+            return Loan(self._numbers(), "sound")
+        if self._backup is None or self._backup[0] != work.backup:
+            return Loan(None, "")
+        whole = self._backup[1]
+        half = len(whole) // PIECES
+        return Loan(whole[half:] if work.first else whole[:half], "sound")
+
+    def _load(self, work: Load) -> None:
+        if work.part.backup:
+            self.ends = [*(self.ends if work.part.at else ()), *work.given]
+        elif not work.part.added:
+            self.state = list(work.given)
+            if self._has_ends and not self._rebuilt:
+                self.ends = list(getattr(work.given, "ends", work.given))
 
     def _task(self, task: Task) -> Outcome:
         which = task.lane, task.microbatch
@@ -163,3 +225,7 @@ class Symbols:
             return None
         outgoing = piece_sent(work.at, work.round, size)
         return Gradient(outgoing, self._pieces[outgoing].copy())
+
+
+def _parts_of_backup(source: int, iterations: int) -> list[Part]:
+    return [Part(source, piece, 1, piece, backup=iterations) for piece in range(PIECES)]

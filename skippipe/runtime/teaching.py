@@ -1,4 +1,8 @@
-"""How a node that came late gets the state of its stage: from a replica, a checkpoint, or the stages beside it."""
+"""How a node that came late gets the state of its stage: from a replica, a checkpoint, or the stages beside it.
+
+What only stage 0 holds no other stage can give: it comes from a copy that is kept for that (`ends_backup`). Where there
+is none, stage 0 is not made up: nothing goes on.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import math
 from dataclasses import dataclass
 
 from skippipe.runtime.apprentice import origin_to_json
-from skippipe.runtime.control import COORDINATOR, Learn
+from skippipe.runtime.control import COORDINATOR, Copied, Learn
+from skippipe.runtime.ends_backup import ENDS, EndsBackup
 from skippipe.runtime.measured import Measured
 from skippipe.runtime.roster import Roster, Standing
 from skippipe.runtime.settings import Survival
@@ -40,6 +45,7 @@ class Teaching:
     survival: Survival
     measured: Measured
     trained: Trained
+    ends: EndsBackup
     happened: Happened
 
     def teach(self, node: int) -> bool:
@@ -50,7 +56,7 @@ class Teaching:
         if origin is None:
             peer.sources = ()
             return bool(self.roster.able)  # somebody who cannot be reached now
-        peer.sources = origin.sources
+        peer.sources = origin.lenders
         self.happened("learning", f"stage {peer.stage} {self._told(origin)}", node)
         self.surroundings.tell(node, Learn(origin_to_json(origin), self.roster.assign(node)))
         return True
@@ -61,6 +67,13 @@ class Teaching:
             sources = self.roster[node].sources
             if not sources or not set(sources) <= {COORDINATOR, *self.roster.able}:
                 self.teach(node)
+
+    def copied(self, node: int, copied: Copied) -> None:
+        """A copy of stage 0's ends is there. Whoever learns from an older one of that node has to ask for this one."""
+        self.ends.copied(node, copied)
+        for learner in self.roster.of(Standing.LEARNING):
+            if self.roster[learner].stage == 0 and node in self.roster[learner].sources:
+                self.teach(learner)
 
     def from_checkpoint(self, stage: int) -> Origin:
         keeper = self.surroundings.keeper
@@ -76,9 +89,14 @@ class Teaching:
             busy = [source for node in self.roster for source in self.roster[node].sources]
             lender = min(holders, key=lambda node: (busy.count(node), node))
             return Origin("replica", (lender,), (stage,), (1.0,), self.trained.steps[stage])
-        keeper = self.surroundings.keeper
-        if self.survival.lost_stage == "checkpoint" and keeper is not None and keeper.newest() is not None:
+        if self.survival.lost_stage == "checkpoint" and self.ends.has_checkpoint:
             return self.from_checkpoint(stage)
+        backup = None
+        if stage == 0 and any(self.trained.steps):
+            holder = self.ends.holder(able)
+            if holder is None:
+                return self.from_checkpoint(stage) if self.ends.has_checkpoint else None
+            backup = holder, self.roster[holder].backup
         held = {self.roster[node].stage: node for node in reversed(able)}
         below, above = sorted(each for each in held if each < stage), sorted(each for each in held if each > stage)
         near = [*below[-1:], *above[:1]]
@@ -88,7 +106,7 @@ class Teaching:
         norms = [self.trained.norms[other] for other in near]
         total = sum(norms)
         shares = tuple(norm / total if total else 1 / len(near) for norm in norms)
-        return Origin("neighbours", tuple(held[other] for other in near), tuple(near), shares, 0)
+        return Origin("neighbours", tuple(held[other] for other in near), tuple(near), shares, 0, backup)
 
     def _told(self, origin: Origin) -> str:
         if origin.kind == "replica":
@@ -96,4 +114,9 @@ class Teaching:
         if origin.kind == "checkpoint":
             return "from the newest checkpoint, for nobody holds it any more"
         shares = " and ".join(f"{share:.2f} × stage {s}" for s, share in zip(origin.stages, origin.shares, strict=True))
-        return f"from its neighbours ({shares}), for nobody holds it any more"
+        if origin.backup is None:
+            return f"from its neighbours ({shares}), for nobody holds it any more"
+        holder, iterations = origin.backup
+        age = max(0, self.ends.done - iterations)
+        kept = f"{ENDS} from the copy that '{self.roster.name(holder)}' keeps, {age} iterations old"
+        return f"from its neighbours ({shares}), {kept}, for nobody holds it any more"

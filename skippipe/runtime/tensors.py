@@ -16,12 +16,15 @@ from torch import Tensor
 from skippipe import dispatch
 from skippipe.compiled import plain
 from skippipe.model.blueprint import Blueprint
-from skippipe.model.rebuilding import from_neighbours
+from skippipe.model.rebuilding import ends_of, from_backup, from_neighbours
 from skippipe.model.tasks import StageTasks
+from skippipe.model.weights import layout, layout_of_stage
 from skippipe.recipe import Recipe
+from skippipe.runtime.apprentice import LEAST_VALUES
 from skippipe.runtime.ring import GradientRing
 from skippipe.runtime.work import (
     Clear,
+    CopyEnds,
     Drop,
     Inspect,
     Keep,
@@ -29,6 +32,7 @@ from skippipe.runtime.work import (
     Load,
     Loan,
     Measure,
+    OpenBackup,
     Origin,
     Outcome,
     Part,
@@ -36,6 +40,7 @@ from skippipe.runtime.work import (
     Reduce,
     Show,
     Step,
+    StoreBackup,
     Study,
     Task,
     Work,
@@ -46,6 +51,7 @@ from skippipe.transport.packed import Packed, pack, unpack
 from skippipe.workload import Workload
 
 SHOWN_VALUES = 2**22  # of a state in one message, 16 MiB
+BACKUP_VALUES = 2**20  # at most, of a copy that is fetched while all go on: 4 MiB
 NO_OUTCOME = Outcome(None)
 is_weights = plain(dispatch.is_weights)
 
@@ -80,6 +86,11 @@ class Tensors:
         self._measured: tuple[int, Tensor | None] | None = None
         """What the sum of gradients is divided by, and that sum if it lies beside this node's own."""
         self._kept: Tensor | None = None
+        self._backup: tuple[int, Tensor] | None = None
+        """A copy of stage 0's ends, and after how many iterations it was made: its own, to lend it, or one to keep."""
+        self._incoming: tuple[int, Tensor] | None = None
+        """The next one to keep, as far as it has come."""
+        self._hop_values = workload.activation_bytes // 4
         self._wire_dtype = workload.wire_dtype
         self._shape = (workload.samples_per_microbatch, workload.sequence_tokens, workload.model.hidden)
 
@@ -111,9 +122,16 @@ class Tensors:
             case Study():
                 return self._study(work.origin)
             case Lend():
-                return self._lend(work.first, work.count)
+                return self._lend(work.first, work.count, work.backup)
             case Load():
                 return self._load(work.part, work.given, work.digest)
+            case CopyEnds():
+                self._backup = work.iterations, torch.cat([each.flatten().cpu() for each in self._ends()])
+                return None
+            case OpenBackup():
+                return self._open_backup(work.source, work.iterations)
+            case StoreBackup():
+                return self._store_backup(work.part, work.given, work.digest)
 
     def fits(self, message: Message, at: int, size: int) -> bool:
         body = message.body
@@ -166,8 +184,8 @@ class Tensors:
         return None
 
     def _study(self, origin: Origin) -> list[Part]:
-        """From neighbours come weights only: Adam's means begin at zero, and what they do not have (see `rebuilding`)
-        stays as it is, in a new process as the seed has it."""
+        """From neighbours come weights only: Adam's means begin at zero. What they do not have (see `rebuilding`) comes
+        from a copy that somebody keeps; without one it stays as it is, in a new process as the seed has it."""
         weights = self.tasks.weights
         weights.steps = origin.steps
         if origin.kind == "neighbours":
@@ -176,20 +194,49 @@ class Tensors:
             parts = from_neighbours(
                 self._blueprint, self._layers, self._stage, origin.sources, origin.stages, origin.shares
             )
+            if origin.backup is not None:
+                parts += from_backup(layout(self.tasks.model.named_weights()), *origin.backup)
         else:
             parts = [Part(origin.sources[0], 0, 3 * len(weights.values), 0)]
         return [piece for part in parts for piece in in_pieces(part)]
 
-    def _lend(self, first: int, count: int) -> Loan:
-        if first < 0 or not 0 < count <= SHOWN_VALUES or first + count > 3 * len(self.tasks.weights.values):
+    def _lend(self, first: int, count: int, backup: int) -> Loan:
+        """Of the state, or of a copy of the ends that was made after `backup` iterations."""
+        size = 3 * len(self.tasks.weights.values)
+        if backup:
+            size = len(self._backup[1]) if self._backup is not None and self._backup[0] == backup else 0
+        if first < 0 or not 0 < count <= SHOWN_VALUES or first + count > size:
             return Loan(None, "")
-        lent = pack(torch.cat(self.tasks.weights.stretch(first, count)), "fp32", share=True)
+        if backup:
+            assert self._backup is not None
+            lent = pack(self._backup[1][first : first + count], "fp32")
+        else:
+            lent = pack(torch.cat(self.tasks.weights.stretch(first, count)), "fp32", share=True)
         return Loan(lent, sha256(lent.data).hexdigest())
 
-    def _load(self, part: Part, given: Any, digest: str) -> bool:
-        if not isinstance(given, Packed) or given.dtype != "fp32" or given.shape != (part.count,):
+    def _ends(self) -> list[Tensor]:
+        values = self.tasks.weights.values
+        places = ends_of(layout(self.tasks.model.named_weights()))
+        return [values[place.start : place.start + place.size] for place in places]
+
+    def _open_backup(self, source: int, iterations: int) -> list[Part]:
+        size = sum(place.size for place in ends_of(layout_of_stage(self._blueprint, self._layers, 0)))
+        self._incoming = iterations, torch.empty(size)
+        most = min(BACKUP_VALUES, max(LEAST_VALUES, self._hop_values))  # so that no hop waits longer than for a hop
+        return list(in_pieces(Part(source, 0, size, 0, backup=iterations), most))
+
+    def _store_backup(self, part: Part, given: Any, digest: str) -> bool:
+        assert self._incoming is not None
+        if not _is_sound(part, given, digest):
             return False
-        if digest and sha256(given.data).hexdigest() != digest:
+        copy = self._incoming[1]
+        copy[part.at : part.at + part.count] = unpack(given)
+        if part.at + part.count == len(copy):  # pieces come in order
+            self._backup, self._incoming = self._incoming, None
+        return True
+
+    def _load(self, part: Part, given: Any, digest: str) -> bool:
+        if not _is_sound(part, given, digest):
             return False
         values = unpack(given, self.tasks.device)
         if part.share != 1:
@@ -245,10 +292,18 @@ class Tensors:
         return tensor.float()
 
 
-def in_pieces(part: Part) -> Iterator[Part]:
+def _is_sound(part: Part, given: Any, digest: str) -> bool:
+    """Is it what was asked for, and as it was sent?"""
+    if not isinstance(given, Packed) or given.dtype != "fp32" or given.shape != (part.count,):
+        return False
+    return not digest or sha256(given.data).hexdigest() == digest
+
+
+def in_pieces(part: Part, most: int | None = None) -> Iterator[Part]:
     """That fit into a message."""
-    for start in range(0, part.count, SHOWN_VALUES):
-        count = min(SHOWN_VALUES, part.count - start)
+    most = most or SHOWN_VALUES
+    for start in range(0, part.count, most):
+        count = min(most, part.count - start)
         yield replace(part, first=part.first + start, at=part.at + start, count=count)
 
 

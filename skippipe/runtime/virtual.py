@@ -22,7 +22,7 @@ from skippipe.costs import ns
 from skippipe.learning import Learning
 from skippipe.plan import Plan
 from skippipe.recipe import Recipe
-from skippipe.runtime.apprentice import loan
+from skippipe.runtime.apprentice import is_backup, loan
 from skippipe.runtime.control import COORDINATOR, Alive, Broken, Control, Hello, Stop, Want
 from skippipe.runtime.coordinator import Coordinator, Deadlines, Event, IterationReport, Keeper, Survival, Watcher
 from skippipe.runtime.durations import planned_ns
@@ -31,7 +31,7 @@ from skippipe.runtime.faults import Fault, phase_of
 from skippipe.runtime.fencing import Fence, Life, Stamp
 from skippipe.runtime.node import Node
 from skippipe.runtime.surroundings import Asked
-from skippipe.runtime.symbols import Symbols
+from skippipe.runtime.symbols import PIECES, Symbols
 from skippipe.runtime.work import Computer, Step, Work
 from skippipe.transport.message import Kind, Message
 
@@ -328,6 +328,9 @@ class VirtualCluster:
         if message.kind is Kind.CHUNK:
             stage = self.nodes[sender].stage
             transmit_ns = int(chunk_ns(costs, stage, max(1, len(plan.stages[stage].ring)))[sender, receiver])
+            if is_backup(message):
+                size = getattr(message.body, "nbytes", plan.workload.backup_bytes // PIECES)
+                transmit_ns = ns(size / costs.bandwidth_bytes_per_s[sender, receiver])
         else:
             transmit_ns = int(costs.transmit_ns[sender, receiver])
         link = sender, receiver, message.kind  # hops and pieces of gradients do not wait for each other

@@ -111,7 +111,8 @@ class Keep:
 class Origin:
     """Where a node gets the state of its stage from."""
 
-    kind: Literal["replica", "checkpoint", "neighbours"]
+    kind: Literal["replica", "checkpoint", "neighbours", "backup"]
+    """A backup is not the state of a stage: it is kept for another node (see `OpenBackup`)."""
     sources: tuple[int, ...]
     """Nodes to ask, the coordinator for a checkpoint."""
     stages: tuple[int, ...]
@@ -120,6 +121,14 @@ class Origin:
     """Of each in the mean; they add up to 1."""
     steps: int
     """That the optimizer has taken on this stage."""
+    backup: tuple[int, int] | None = None
+    """For stage 0 from its neighbours: who keeps a copy of what they do not have, and after how many iterations it was
+    made."""
+
+    @property
+    def lenders(self) -> tuple[int, ...]:
+        """All who are asked."""
+        return self.sources if self.backup is None else (*self.sources, self.backup[0])
 
 
 @dataclass(frozen=True)
@@ -136,6 +145,8 @@ class Part:
     """What comes is multiplied by this …"""
     added: bool = False
     """… and added to what is there, instead of taking its place."""
+    backup: int = 0
+    """Of the copy of stage 0's ends that its source made or keeps, of after so many iterations; 0: of its own state."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +166,8 @@ class Lend:
     """Who asked."""
     assignment: int = 0
     """What it is for (see `control.Want`)."""
+    backup: int = 0
+    """Of the copy of stage 0's ends of after so many iterations, instead of the state."""
 
 
 class Loan(NamedTuple):
@@ -174,7 +187,49 @@ class Load:
     """Empty: it was checked where it comes from."""
 
 
-Work = Task | Drop | Clear | Inspect | Pass | Reduce | Measure | Step | Show | Keep | Study | Lend | Load
+@dataclass(frozen=True)
+class CopyEnds:
+    """Copy the weights of stage 0's ends (embedding, final norm, head), for a node of another stage to keep."""
+
+    iterations: int
+    """That are done by now."""
+
+
+@dataclass(frozen=True)
+class OpenBackup:
+    """Make room for a copy of stage 0's ends beside the one that is kept; gives a list of `Part`s."""
+
+    source: int
+    iterations: int
+
+
+@dataclass(frozen=True)
+class StoreBackup:
+    """A piece of that copy; False if it does not have the digest. With the last one it takes the older one's place."""
+
+    part: Part
+    given: Any
+    digest: str
+
+
+Work = (
+    Task
+    | Drop
+    | Clear
+    | Inspect
+    | Pass
+    | Reduce
+    | Measure
+    | Step
+    | Show
+    | Keep
+    | Study
+    | Lend
+    | Load
+    | CopyEnds
+    | OpenBackup
+    | StoreBackup
+)
 
 
 class Computer(Protocol):

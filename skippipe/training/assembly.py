@@ -24,6 +24,7 @@ from skippipe.planner.strategies import Request, Strategy, make_plan
 from skippipe.planner.wishes import Wishes, cluster_named, problem_of, stages_of
 from skippipe.runtime.building import check_device
 from skippipe.runtime.coordinator import Deadlines, Survival
+from skippipe.runtime.ends_backup import ENDS, best_pair
 from skippipe.simulate import simulate
 from skippipe.text.prepare import Progress, prepare
 from skippipe.text.tokens import TokenFile
@@ -37,6 +38,7 @@ from skippipe.training.storage import Rescue, WriteFailures, check_room
 from skippipe.workload import Workload, model_named
 
 SEVERAL = 5
+CHECKPOINTS = "set checkpoint.every"
 LIKE = {"sequence_tokens": 4096, "samples_per_microbatch": 2, "wire_dtype": "bf16"}
 
 
@@ -108,8 +110,28 @@ class Assembly:
             lost_stage=asked.lost_stage,
             drift=asked.drift,
             planning=timedelta(seconds=asked.planning_s),
+            backup_every=asked.backup_every,
             survives=self.job.averaging.engine == "ring",  # torch.distributed does not get over a lost rank
         )
+
+    @property
+    def backup(self) -> tuple[int, int] | None:
+        """The data node that copies what only stage 0 holds, and the node that first keeps it; None: nobody does."""
+        survives = self.job.averaging.engine == "ring"
+        return best_pair(self.plan, self.plan.stage_of) if self.job.survive.backup_every and survives else None
+
+    @property
+    def risk(self) -> str:
+        """What the loss of a single node would cost, if that is much; empty: nothing that cannot be made up for."""
+        data_nodes, survive = self.plan.stages[0].nodes, self.job.survive
+        if self.job.checkpoint.every or len(data_nodes) > 1:
+            return ""
+        alone = f"'{self.plan.cluster.nodes[data_nodes[0]].name}' alone holds stage 0, and no checkpoints are made"
+        if self.backup is not None:
+            cost = f"if it is lost, {ENDS} go back some {survive.backup_every} iterations, its layers are made anew"
+            return f"{alone}: {cost} from another stage's; {CHECKPOINTS}, or plan two data nodes"
+        copies = "survive.backup_every = 10" if not survive.backup_every else "a node with memory for a copy of them"
+        return f"{alone}: if it is lost, so is the model; {CHECKPOINTS}, {copies}, or plan two data nodes"
 
     @cached_property
     def run(self) -> Run:

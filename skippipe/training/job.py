@@ -134,6 +134,10 @@ class SurviveChoice:
     lost_stage: Literal["checkpoint", "neighbours"] = "checkpoint"
     """Where the state of a stage comes from when all its nodes are gone: the newest checkpoint, or the mean of the
     stages before and after it, weighted by their gradients' squared norms. Without a checkpoint, always the latter."""
+    backup_every: int = 10
+    """Every so many iterations, a node of another stage gets a copy of what only stage 0 holds: embedding, final norm
+    and head. If all data nodes are lost and there is no checkpoint, training goes on with that copy; 0: none is made.
+    """
     drift: float = 0.0
     """Make a new plan when a node's tasks or a link take longer or shorter than planned by this share (0.5: half as
     long again); 0: never. For machines that are what the cluster file says they are."""
@@ -204,6 +208,7 @@ class Job:
             ("checkpoint.every", self.checkpoint.every, 0),
             ("checkpoint.keep", self.checkpoint.keep, 1),
             ("survive.restarts", self.survive.restarts, 0),
+            ("survive.backup_every", self.survive.backup_every, 0),
             ("survive.drift", self.survive.drift, 0),
             ("survive.planning_s", self.survive.planning_s, 0),
             ("learning.warmup", learning.warmup, 0),
