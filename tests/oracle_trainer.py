@@ -87,14 +87,15 @@ def keys(seed: int, epoch: int) -> list[int]:
 
 def permuted(seed: int, epoch: int, offset: int, windows: int) -> int:
     h = max(1, math.ceil((windows - 1).bit_length() / 2))
+    size: int = 2**h
     v = offset
     while True:
-        left, right = divmod(v, 2**h)
+        left, right = divmod(v, size)
         for key in keys(seed, epoch):
             x = (right ^ key) * 0xBF58476D1CE4E5B9 % WORD
             x = (x ^ x // 2**31) * 0x94D049BB133111EB % WORD
-            left, right = right, left ^ (x // 2**40 % 2**h)
-        v = left * 2**h + right
+            left, right = right, left ^ (x // 2**40 % size)
+        v = left * size + right
         if v < windows:
             return v
 
@@ -264,7 +265,8 @@ class Trainer:
         config, p = self.model.config, scores.float().softmax(-1)
         chosen = torch.zeros_like(p).scatter_(1, p.topk(config.num_experts_per_tok).indices, 1.0)
         balance: Tensor = p.shape[1] * (chosen.mean(0) * p.mean(0)).sum()
-        return balance * config.router_aux_loss_coef / len(self.routers)
+        weight: float = config.router_aux_loss_coef
+        return balance * weight / len(self.routers)
 
     def _step(self, visitors: list[int], rate: float) -> float:
         learning, stages = self.learning, [s for s, count in enumerate(visitors) if count]
