@@ -155,7 +155,8 @@ def scenario(seed: int) -> Scenario:
         drift=random.choice([0.0, 0.0, 0.5]),
         backup_every=random.choice([0, 1, 2]),
     )
-    faults.append(stale(*sorted(plan.stage_of), share=random.choice([0.02, 0.1, 0.4])))
+    again = random.choice([0.02, 0.1, 0.4])
+    faults.append(stale(*sorted(plan.stage_of), share=again, late_s=random.choice([0.0, 0.0, 0.005, 0.05])))
     if random.random() < 0.1:
         accuser = accuse(random.choice(sorted(plan.stage_of))).at(random.randrange(iterations))
         faults.append(accuser.back_after(random.choice([3.0, 40.0, 400.0])))

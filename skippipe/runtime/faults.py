@@ -59,6 +59,8 @@ class Fault:
     """A link that is cut drops what it is given, and nobody is told; no: connections are broken."""
     share: float = 0.1
     """Of messages that come again."""
+    late_s: float = 0.0
+    """The most that words between nodes and coordinator are on their way."""
 
     def at(self, iteration: int, during: During = "forward") -> Fault:
         return replace(self, iteration=iteration, during=during)
@@ -82,7 +84,8 @@ class Fault:
             "slow node": f"make {who} {self.times:g} times slower",
             "slow link": f"make the link between {who} {self.times:g} times slower",
             "poison": f"spoil a gradient of {who}",
-            "stale": f"let {self.share:.0%} of the messages from and to {who} come again later",
+            "stale": f"let {self.share:.0%} of the messages from and to {who} come again later"
+            + f", words to and from the coordinator up to {self.late_s:g} s late" * bool(self.late_s),
             "accuse": f"have {who} complain of everybody",
         }[self.kind]
         end = "" if self.lasts_s is None else f", for {self.lasts_s:g} s"
@@ -117,9 +120,9 @@ def poison(node: int) -> Fault:
     return Fault("poison", (node,))
 
 
-def stale(*nodes: int, share: float = 0.1) -> Fault:
+def stale(*nodes: int, share: float = 0.1, late_s: float = 0.0) -> Fault:
     """Under virtual time only: copies of messages come later, whatever has become of sender and receiver."""
-    return Fault("stale", nodes, share=share)
+    return Fault("stale", nodes, share=share, late_s=late_s)
 
 
 def accuse(node: int) -> Fault:

@@ -140,7 +140,7 @@ class _Desk(Watcher):
 
     def _reach(self, node: int, happen: Callable[[], None]) -> None:
         if self.life == self.cluster.reign:
-            self.cluster.reach(COORDINATOR, node, happen)
+            self.cluster.reach(COORDINATOR, node, happen, self.cluster.lateness_ns(COORDINATOR, node))
 
 
 @dataclass
@@ -259,33 +259,28 @@ class VirtualCluster:
 
     def reach(self, sender: int, node: int, happen: Callable[[], None], delay_ns: int = 0) -> None:
         """Something that happens to a node if it still lives the same life by then, and later if it is frozen."""
-        self.echo(sender, node, happen, delay_ns)
+        if sender != node:
+            self.echo(sender, node, happen, delay_ns)
         life = self.lives.get(node)
-        if life is None or (sender, node) in self.broken:
-            return
-
-        def arrive() -> None:
-            if self.lives.get(node) != life:
-                return
-            if node in self.frozen:
-                self.frozen[node].append(happen)
-            else:
-                happen()
-
-        self.after(delay_ns, arrive, node)
+        if life is not None and (sender, node) not in self.broken:
+            self.after(delay_ns, lambda: self._arrive(node, happen, life), node)
 
     def echo(self, sender: int, receiver: int, happen: Callable[[], None], delay_ns: int = 0) -> None:
         """What comes after a delay may come again, in another life of either or to another coordinator."""
+        for later_ns in self._echoes.of(sender, receiver):
+            self.after(delay_ns + later_ns, lambda: self._arrive(receiver, happen, None), receiver)
 
-        def arrive() -> None:
-            if receiver in self.frozen:
-                self.frozen[receiver].append(happen)
-            elif receiver in self.lives or receiver == COORDINATOR:
-                happen()
+    def _arrive(self, node: int, happen: Callable[[], None], life: int | None) -> None:
+        """At a node, in one of its lives or in any; or at the coordinator."""
+        if node in self.lives and life not in (None, self.lives[node]):
+            return
+        if node in self.frozen:
+            self.frozen[node].append(happen)
+        elif node in self.lives or node == COORDINATOR:
+            happen()
 
-        if sender != receiver:
-            for later_ns in self._echoes.of(sender, receiver):
-                self.after(delay_ns + later_ns, arrive, receiver)
+    def lateness_ns(self, sender: int, receiver: int) -> int:
+        return self._echoes.arrival_ns(sender, receiver, self.now_ns) - self.now_ns
 
     def say(self, place: _Place, control: Control, to: int) -> None:
         if not place.lives:
@@ -463,9 +458,10 @@ class VirtualCluster:
         return self._appointed != self.reign
 
     def _reach_coordinator(self, sender: int, happen: Callable[[], None]) -> None:
-        self.echo(sender, COORDINATOR, lambda: self._to_coordinator(happen))
+        delay_ns = self.lateness_ns(sender, COORDINATOR)
+        self.echo(sender, COORDINATOR, lambda: self._to_coordinator(happen), delay_ns)
         if (sender, COORDINATOR) not in self.broken:
-            self.after(0, lambda: self._to_coordinator(happen))
+            self.after(delay_ns, lambda: self._to_coordinator(happen))
 
     def _to_coordinator(self, happen: Callable[[], None]) -> None:
         """If it lives."""
