@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from skippipe import __version__
+from skippipe.cluster import Cluster
 from skippipe.plan import Plan
 from skippipe.runtime.control import (
     Alive,
@@ -31,6 +32,7 @@ from tests.benches import (
     plan_of,
     small_plan,
 )
+from tests.plans import uniform_cluster
 
 
 @dataclass
@@ -227,8 +229,15 @@ def assert_goes_on(course: Course, *lost: int) -> None:
 
 
 def even_plan() -> Plan:
-    """Two nodes on each of three stages; nobody needs node 6."""
-    return plan_of(7, ((0, 1), (2, 3), (4, 5)), ((0, 2, 4), (1, 3, 5)))
+    """Two nodes on each of three stages; the plan does without node 6, which is quicker than the others."""
+    plan = plan_of(7, ((0, 1), (2, 3), (4, 5)), ((0, 2, 4), (1, 3, 5)))
+    return replace(plan, cluster=with_a_quick_one(7))
+
+
+def with_a_quick_one(nodes: int) -> Cluster:
+    """Nodes that are slow, so that it counts who works, and the last one of them quicker."""
+    slow = uniform_cluster(nodes, flops_per_s=1e6)
+    return replace(slow, nodes=(*slow.nodes[:-1], replace(slow.nodes[-1], flops_per_s=4e6)))
 
 
 def learning_late() -> tuple[Course, int]:
