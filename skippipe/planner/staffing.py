@@ -112,7 +112,10 @@ class StageAssignment:
         return [stage for stage in range(len(self.members)) if self._could_hold(node, stage)]
 
     def carry_out(self, reassignment: Reassignment) -> None:
-        self.members = _moved(self.members, reassignment.node, reassignment.stage)
+        """From now on it is to be built."""
+        node = reassignment.node
+        self.members = _moved(self.members, node, reassignment.stage)
+        self.able, self.movable = set(self.able) - {node}, set(self.movable) - {node}
 
     # Real plans
 

@@ -246,7 +246,9 @@ class Replanning:
         self._no_help[node] = self._holding(now_ns)
         if known:
             return
-        if found is not None:
+        if found is not None and isinf(found.before_s):
+            why = "there is no plan for those who are here, and none with it either"
+        elif found is not None:
             whom = "it" if found.node == node else f"'{self.roster.name(found.node)}'"  # which would help more
             why = f"with {whom} an iteration takes {_seconds(found.after_s)}, without {_seconds(found.before_s)}"
         elif not self.plan.costs.slots[:, node].any():
