@@ -22,7 +22,8 @@ from skippipe.planner.repair import repaired, task_ns
 
 SPARE_GAIN = 0.02  # by which an iteration must become shorter, or a spare stays one
 MOVE_GAIN = 0.1  # by which it must, or nobody moves: whoever does works nowhere until it has fetched its state
-STEPS = 200  # of the search for each plan that is compared
+STEPS = 200  # of the search for each plan that is compared, with USUAL_NODES or fewer; fewer with more nodes
+USUAL_NODES = 20
 PLANNED = 3  # candidates that a plan is made for, of those with the best loads
 ESTIMATED = 12  # candidates whose averaging is looked at, of those with the best loads
 STATE_BYTES = 12  # of a weight that travels: itself and two Adam moments
@@ -134,8 +135,9 @@ class StageAssignment:
         which = tuple(frozenset(nodes) for nodes in members)
         if which not in self._plans:
             everybody = frozenset().union(*which)
+            steps = STEPS * USUAL_NODES // max(USUAL_NODES, len(everybody))
             self._plans[which] = repaired(
-                self.plan, which, everybody, budget_s=math.inf, steps=STEPS, visited=self.visited
+                self.plan, which, everybody, budget_s=math.inf, steps=steps, visited=self.visited
             )
         return self._plans[which]
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from skippipe.planner.staffing import Reassignment, StageAssignment
 
 USUAL_NODES = 20  # that the time for planning is meant for
+AT_ONCE = 3  # nodes that get another stage between two iterations, beside those for stages that nobody holds
 
 Cuts = frozenset[frozenset[int]]
 Holding = tuple[frozenset[tuple[int, int]], Cuts]
@@ -175,7 +176,7 @@ class Replanning:
             self._spare(node, found, now_ns)
 
     def _reassign(self, iteration: int, *, finishing: bool = False) -> None:
-        """Decide who holds which stage from now on, until no change makes the plan better.
+        """Decide who holds which stage from now on, until no change makes the plan better or a few have changed.
 
         A stage that nobody holds is filled at once. Beside that, nodes move only if somebody came or went since it was
         last decided, or links or speeds have changed; so after the last of these all stay where they are.
@@ -190,7 +191,10 @@ class Replanning:
             staff.carry_out(found)
         if finishing:
             return
-        while found := self._best(staff, iteration, now_ns):
+        for _ in range(AT_ONCE):
+            found = self._best(staff, iteration, now_ns)
+            if found is None:
+                break
             self._give(found, now_ns)
             staff.carry_out(found)
         self._settled = self._taking_part(now_ns)
