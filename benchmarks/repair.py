@@ -22,7 +22,7 @@ from skippipe.errors import Infeasible
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
 from skippipe.planner.repair import compile_repair, repaired
-from skippipe.planner.staffing import stage_for
+from skippipe.planner.staffing import StageAssignment
 from skippipe.planner.strategies import Request, Strategy, make_plan
 from skippipe.planner.wishes import Wishes, cluster_named, problem_of
 from skippipe.workload import MODELS, Workload
@@ -121,9 +121,18 @@ def main() -> None:
         able = set().union(*short)
         without = repaired(plan, short, able, budget_s=budget_s)
         assert without is not None
-        stage = stage_for(without, short, node)
-        joined = [each | {node} if index == stage else each for index, each in enumerate(short)]
-        row(name, "a node joins", [repair(without, joined, budget_s)], iteration_s(without), [])
+        staff = StageAssignment(without, visited, short, able, able)
+        began = time.monotonic()
+        best = staff.using([node])
+        decided_s = time.monotonic() - began
+        assert best is not None
+        joined = [each | {node} if index == best.stage else each for index, each in enumerate(short)]
+        used = "used" if best.helps else "a spare"
+        row(name, f"a node joins ({used})", [repair(without, joined, budget_s)], iteration_s(without), [])
+        began = time.monotonic()
+        moved = staff.moving(iterations=1000)
+        decisions = [Outcome(decided_s, best.after_s), Outcome(time.monotonic() - began, (moved or best).after_s)]
+        row(name, "decided: a newcomer, a move", decisions, iteration_s(without), [])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from skippipe import __version__
+from skippipe.cluster import Cluster
 from skippipe.plan import Plan
 from skippipe.runtime.control import (
     Alive,
@@ -36,6 +37,7 @@ from tests.benches import (
     plan_of,
     small_plan,
 )
+from tests.plans import uniform_cluster
 
 
 @dataclass
@@ -262,9 +264,15 @@ def even_plan() -> Plan:
     return plan_of(7, ((0, 1), (2, 3), (4, 5)), ((0, 2, 4), (1, 3, 5)))
 
 
+def with_a_quick_one(nodes: int) -> Cluster:
+    """Nodes that are slow, so that it counts who works, and the last one of them quicker."""
+    slow = uniform_cluster(nodes, flops_per_s=1e6)
+    return replace(slow, nodes=(*slow.nodes[:-1], replace(slow.nodes[-1], flops_per_s=4e6)))
+
+
 def learning_late() -> tuple[Course, int]:
     """Node 6 learns; and from whom."""
-    course = coordinating(5, even_plan())
+    course = coordinating(5, replace(even_plan(), cluster=with_a_quick_one(7)))
     course.hear(6, HELLO)
     assert course.room.logged("meet")[-1] == (6, HELLO.address)
     ((number, stage, origin),) = course.room.logged("welcome")[6:]

@@ -17,17 +17,16 @@ from skippipe.check import check
 from skippipe.cluster import Cluster
 from skippipe.errors import Infeasible
 from skippipe.examples import published20, published_plan
-from skippipe.plan import Lane, Plan, Stage
+from skippipe.plan import Plan
 from skippipe.planner.problem import Problem, lane_unit
 from skippipe.planner.repair import compile_repair, repaired
 from skippipe.planner.shares import even_shares, visit_sets
-from skippipe.planner.staffing import move_for, stage_for
 from skippipe.planner.strategies import Request, Strategy, make_plan
 from skippipe.presets import five_sites
 from skippipe.simulate import simulate
 from skippipe.timeline import Timing
 from skippipe.workload import MODELS, Workload
-from tests.plans import TINY, problems, uniform_cluster
+from tests.plans import problems
 
 Members = list[set[int]]
 
@@ -360,136 +359,3 @@ def test_shares_are_as_even_as_can_be(held: int, microbatches: int, lanes: int, 
             counts = [sum(n for n, visits in zip(sizes, chosen, strict=True) if stage in visits) for stage in stages]
             least = min(least, int(max(counts) - min(counts)))
     assert max(found) - min(found) == least
-
-
-# who goes where
-
-
-def small_plan(sizes: Sequence[int], nodes: int | None = None, microbatches: int = 12) -> Plan:
-    """Stages of these sizes, every path over all of them; more nodes in the cluster if asked for."""
-    numbers = iter(range(sum(sizes)))
-    members = [tuple(next(numbers) for _ in range(size)) for size in sizes]
-    model = replace(TINY, layers=2 * len(sizes))
-    work = Workload(model, sequence_tokens=16, microbatches=microbatches, max_slots=8)
-    layers = work.layer_split(len(sizes))
-    return Plan(
-        uniform_cluster(nodes or sum(sizes), latency_s=1e-6, bandwidth=1e9),  # averaging takes no time to speak of
-        work,
-        tuple(Stage(count, nodes, nodes) for count, nodes in zip(layers, members, strict=True)),
-        (Lane(tuple(nodes[0] for nodes in members), microbatches),),
-    )
-
-
-def test_a_newcomer_goes_where_nobody_is_and_to_stage_0_first() -> None:
-    plan = small_plan((2, 2, 2), nodes=7)
-    members, _ = without(plan)
-    assert stage_for(plan, [members[0], set(), members[2]], 6) == 1
-    assert stage_for(plan, [set(), set(), members[2]], 6) == 0
-
-
-def test_a_newcomer_goes_where_the_load_is_largest() -> None:
-    plan = small_plan((4, 2, 1, 2), nodes=10)
-    members, _ = without(plan)
-    assert stage_for(plan, members, 9) == 2
-    slow = replace(plan, cluster=with_speed(with_all_slow(plan, plan.stages[3].nodes), 0, 1.0))
-    assert stage_for(slow, members, 9) == 3
-
-
-def test_a_newcomer_stays_out_of_a_ring_that_it_would_slow_down() -> None:
-    plan = small_plan((4, 2, 1, 2), nodes=10)
-    members, _ = without(plan)
-    far = replace(plan, cluster=with_links(plan, [(9, node) for node in members[2]], 1e-5))
-    assert stage_for(far, members, 9) == 1
-
-
-def with_all_slow(plan: Plan, nodes: Collection[int]) -> Plan:
-    for node in nodes:
-        plan = replace(plan, cluster=with_speed(plan, node, 0.1))
-    return plan
-
-
-def test_a_newcomer_takes_a_stage_that_it_can_hold() -> None:
-    plan = small_plan((1, 2, 2), nodes=6)
-    work, layers = replace(plan.workload, model=replace(plan.workload.model, vocab=1024)), plan.layers
-    plan = replace(plan, workload=work)
-    need = max(work.fixed_bytes(stage, layers[stage]) + work.held_bytes(layers[stage]) for stage in (1, 2))
-    assert need < work.fixed_bytes(0, layers[0])
-    nodes = (*plan.cluster.nodes[:5], replace(plan.cluster.nodes[5], memory_bytes=need))
-    plan = replace(plan, cluster=replace(plan.cluster, nodes=nodes))
-    members, _ = without(plan)
-    assert stage_for(plan, members, 5) == 1
-    nodes = (*plan.cluster.nodes[:5], replace(plan.cluster.nodes[5], memory_bytes=1))
-    with pytest.raises(Infeasible, match="'n5' has too little memory for any stage"):
-        stage_for(replace(plan, cluster=replace(plan.cluster, nodes=nodes)), members, 5)
-
-
-def test_an_empty_stage_gets_a_node_from_where_it_is_missed_least() -> None:
-    plan = small_plan((3, 2, 4, 2))
-    members, able = without(plan, *plan.stages[1].nodes)
-    assert move_for(plan, members, able) == (5, 1)
-
-
-def test_nobody_gives_the_last_able_node_but_to_stage_0() -> None:
-    plan = small_plan((1, 1, 1, 1))
-    members, able = without(plan, 2)
-    assert move_for(plan, members, able) is None
-    members, able = without(plan, 0)
-    assert move_for(plan, members, able) == (1, 0)
-    plan = small_plan((1, 1))
-    members, able = without(plan, 0)
-    assert move_for(plan, members, able) is None  # nobody would be left to visit
-    plan = small_plan((2, 2, 2))
-    members, able = without(plan, 4, 5)
-    assert move_for(plan, members, able - {0}) in ((0, 2), (2, 2), (3, 2))  # not 1: who learns is no help yet
-    assert move_for(plan, members, able - {0, 2, 3}) == (0, 2)
-
-
-def test_a_move_that_would_slow_down_averaging_more_than_it_helps_is_not_made() -> None:
-    plan = small_plan((4, 1, 4))
-    members, able = without(plan)
-    assert move_for(plan, members, able) == (5, 1)
-    slow = replace(plan, cluster=with_links(plan, [(5, 7), (6, 8)], 1e-5))  # the ring of all four needs neither
-    assert move_for(slow, members, able) == (0, 1)
-
-
-def test_a_stage_that_ran_short_gets_help_only_if_that_helps_clearly() -> None:
-    for sizes, node in (((4, 1, 4), 5), ((5, 1, 3), 0)):
-        plan = small_plan(sizes)
-        members, able = without(plan)
-        assert move_for(plan, members, able) == (node, 1)
-    for sizes in ((3, 3, 3), (2, 1, 2), (3, 2, 4)):
-        plan = small_plan(sizes)
-        members, able = without(plan)
-        assert move_for(plan, members, able) is None
-    plan = small_plan((2, 1, 2))
-    members, able = without(plan)
-    for speed, move in ((1.15, None), (2.0, (3, 1))):  # the stage that gives comes to be the longest
-        quick = replace(plan, cluster=with_speed(plan, 3, speed))
-        quick = replace(quick, cluster=with_speed(quick, 4, speed))
-        assert move_for(quick, members, able) == move
-
-
-def test_a_node_with_a_bad_link_leaves_a_ring_that_can_no_longer_go_around_it() -> None:
-    """Four nodes average around a link that a ring of three cannot avoid."""
-    bandwidth = uniform_cluster(8).bandwidth_bytes_per_s.copy()
-    bandwidth[2, 3] = bandwidth[3, 2] = 10.0
-    cluster = replace(uniform_cluster(8), bandwidth_bytes_per_s=bandwidth)
-    stages = (Stage(2, (0, 1), (0, 1)), Stage(3, (2, 3, 4, 5), (2, 4, 3, 5)), Stage(3, (6, 7), (6, 7)))
-    lanes = tuple(Lane((at % 2, 2 + at % 4, 6 + at % 2), 1) for at in range(4))
-    plan = Plan(cluster, Workload(TINY, 16, 1, 4, max_slots=3), stages, lanes)
-    everybody = [set(stage.nodes) for stage in plan.stages]
-    assert move_for(plan, everybody, range(8)) is None
-    left = [{0, 1}, {2, 3, 5}, {6, 7}]
-    able = [0, 1, 2, 3, 5, 6, 7]
-    slow = repaired(plan, left, able, budget_s=0)
-    move = move_for(plan, left, able)
-    assert slow is not None
-    assert slow.expected is not None
-    assert move is not None
-    assert move[0] in (2, 3)
-    node, stage = move
-    members = [nodes - {node} | ({node} if index == stage else set()) for index, nodes in enumerate(left)]
-    fast = repaired(plan, members, able, budget_s=0)
-    assert fast is not None
-    assert fast.expected is not None
-    assert fast.expected.iteration_s < slow.expected.iteration_s / 2

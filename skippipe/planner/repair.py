@@ -26,7 +26,6 @@ from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.effort import Effort
 from skippipe.planner.rerouting import Ground, Lanes
 from skippipe.planner.shares import Share, Visits, even_shares, visit_sets
-from skippipe.planner.staffing import task_ns
 from skippipe.planner.tours import NO_WAY, best_path
 from skippipe.presets import datacentre
 from skippipe.simulate import Course, simulate
@@ -48,6 +47,7 @@ def repaired(
     *,
     cluster: Cluster | None = None,
     budget_s: float = 0.5,
+    steps: int = STEPS,
     visited: int | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Plan | None:
@@ -57,7 +57,7 @@ def repaired(
     weights). `cluster` has new figures for the same nodes. Lanes visit as many stages as those of the plan do, or
     `visited`: a plan that was repaired when stages were missing may visit fewer than one wants again.
     """
-    effort = Effort(STEPS, budget_s, clock)
+    effort = Effort(steps, budget_s, clock)
     if cluster is None:
         cluster = plan.cluster
     bare = replace(plan, cluster=cluster, expected=None, lower_bound_ns=None)  # the new costs are worked out once
@@ -103,6 +103,12 @@ def compile_repair() -> None:
     stages = (Stage(6, (0, 1), (0, 1)), Stage(6, (2, 3), (2, 3)))
     plan = Plan(datacentre(4), work, stages, (Lane((0, 2), 1), Lane((1, 3), 1)))
     repaired(plan, [{0}, {2, 3}], {0, 2, 3}, budget_s=2, clock=count().__next__)
+
+
+def task_ns(costs: Costs, stage: int, node: int) -> int:
+    """What one microbatch takes of the node's time."""
+    head_ns = int(costs.head_ns[node]) if stage == 0 else 0
+    return int(costs.forward_ns[stage, node] + costs.backward_ns[stage, node]) + head_ns
 
 
 def _usual_length(plan: Plan) -> int:

@@ -333,7 +333,7 @@ class Coordinator:
                 self._prepare_if_all_there()
             case State.TRAINING | State.PAUSED:
                 self.happened("joined", "is here", node)
-                self._replanning.place(node)
+                self._replanning.place(node, self.iteration)
             case _:
                 pass
 
@@ -493,7 +493,6 @@ class Coordinator:
             self._collect_if_stepped()
             return
         self._progress.restart("the coordinator was started again")
-        self._replanning.place_spares()
 
     def _begin_from_checkpoint(self) -> None:
         if self._gathering.rewind():

@@ -28,15 +28,15 @@ class Measured:
         """Two nodes → until when their link counts as cut, and for how long it did."""
         self.accusations = Accusations()
         self._whole = whole
-        missing = (plan.cluster.bandwidth_bytes_per_s == 0) & (whole.bandwidth_bytes_per_s > 0)
-        self._was_cut = [(int(a), int(b)) for a, b in np.argwhere(missing)]
+        self.planned(plan)
         for a, b in self._was_cut:
             self._cuts[frozenset({a, b})] = now_ns + FIRST_CUT_NS, FIRST_CUT_NS
-        self.planned(plan)
 
     def planned(self, plan: Plan) -> None:
         """There is a new plan; what has been measured is in its figures."""
         self._plan = plan
+        missing = (plan.cluster.bandwidth_bytes_per_s == 0) & (self._whole.bandwidth_bytes_per_s > 0)
+        self._was_cut = [(int(a), int(b)) for a, b in np.argwhere(missing)]
         self._nodes: dict[int, float] = {}
         self._links: dict[tuple[int, int], float] = {}
 
@@ -47,6 +47,10 @@ class Measured:
 
     def is_cut(self, a: int, b: int, now_ns: int) -> bool:
         return self._cuts.get(frozenset({a, b}), (0, 0))[0] > now_ns
+
+    def cuts(self, now_ns: int) -> frozenset[frozenset[int]]:
+        """Pairs of nodes whose link counts as cut."""
+        return frozenset(pair for pair, (until_ns, _) in self._cuts.items() if until_ns > now_ns)
 
     def update(self, reports: Mapping[int, Averaged]) -> None:
         costs = self._plan.costs
@@ -88,12 +92,10 @@ class Measured:
 
     def cluster(self, now_ns: int, *, speeds: bool) -> Cluster | None:
         """The cluster without links that are cut and, if asked for, as fast as measured; None: as the plan has it."""
-        cut = [tuple(pair) for pair, (until_ns, _) in self._cuts.items() if until_ns > now_ns]
+        cut = [tuple(pair) for pair in self.cuts(now_ns)]
         if not cut and not self._was_cut and not (speeds and (self._nodes or self._links)):
             return None
-        found = self._without(cut, speeds=speeds)
-        self._was_cut = [(a, b) for pair in cut for a, b in (pair, pair[::-1])]
-        return found
+        return self._without(cut, speeds=speeds)
 
     def as_found(self) -> Cluster:
         """The cluster as fast as measured, for whoever plans anew: also with links that are cut for a while."""

@@ -230,8 +230,11 @@ class Member:
         self._retry_at = time.monotonic() + RETRY_S
 
     def _welcomed(self) -> Welcome:
-        deadline = time.monotonic() + self._invitation.patience.total_seconds()
+        patience_s = self._invitation.patience.total_seconds()
+        deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
+            if THE_COORDINATOR in self._mailbox.connected:  # a spare may be needed later
+                deadline = time.monotonic() + patience_s
             self._give_sign("waiting for a stage")
             came = deque(self._mailbox.receive(min(self._heartbeat_s / SIGNS_A_DEADLINE, deadline - time.monotonic())))
             while came:
@@ -248,10 +251,7 @@ class Member:
                         raise Dismissed(control.reason)
                     self.say(Hello(self._invitation.address or self._mailbox.address, __version__))
             self._check_coordinator()
-        waited = f"waited {self._invitation.patience.total_seconds():g} s for the coordinator"
-        where = self._invitation.coordinator
-        if THE_COORDINATOR in self._mailbox.connected:
-            raise Dismissed(f"{waited}: it answers at {where}, but other nodes of the plan are still missing")
+        waited, where = f"waited {patience_s:g} s for the coordinator", self._invitation.coordinator
         raise Dismissed(f"{waited}: nobody answers at {where}; is it started, and does a firewall let us through?")
 
     def _prepare(self, welcome: Welcome) -> None:

@@ -167,7 +167,6 @@ class Progress:
             what = f"{names} will take the place" if coming else "nobody can take the place; waiting for nodes to join"
             self.lead.happened("paused", f"{why}, and {what}")
             self.lead.enter(State.PAUSED)
-        self.replanning.place_spares()
         self._teach_newcomers()
 
     def _begin(self, node: int) -> None:
@@ -217,12 +216,11 @@ class Progress:
         self.epoch = now.epoch
         self.patience.iteration_done()
         self.replanning.measured.update(now.reports)
-        self.replanning.place_spares()
         self._proceed(rate, scale, last=now.number + 1 == self.end)
 
     def _proceed(self, rate: float, scale: float, *, last: bool) -> None:
         replanning, done, before = self.replanning, self.now.number + 1, set(self.nodes)
-        outdated = not last and replanning.is_outdated()
+        outdated = not last and replanning.is_outdated(done)
         possible = not outdated or replanning.renew(done)
         new_plan = outdated or (not last and replanning.turn(done))
         due = not last and self.harvest.is_due(done)  # the last one is made when all have stepped

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from math import isinf
+from typing import TYPE_CHECKING
 
 from skippipe.cluster import Cluster
-from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.runtime.collecting import Harvest
 from skippipe.runtime.ends_backup import EndsBackup
@@ -21,7 +22,15 @@ from skippipe.runtime.settings import Survival
 from skippipe.runtime.surroundings import Happened, Surroundings
 from skippipe.runtime.teaching import Trained
 
+if TYPE_CHECKING:
+    from skippipe.planner.staffing import Reassignment, StageAssignment
+
 USUAL_NODES = 20  # that the time for planning is meant for
+AT_ONCE = 3  # nodes that get another stage between two iterations, beside those for stages that nobody holds
+
+Cuts = frozenset[frozenset[int]]
+Holding = tuple[frozenset[tuple[int, int]], Cuts]
+"""Who holds which stage or will before long, and which links are cut."""
 
 
 @dataclass
@@ -39,8 +48,15 @@ class Replanning:
     happened: Happened
     changed: bool = False
     """Somebody came or went: the plan is to be renewed."""
-    _unfit: dict[int, str] = field(default_factory=dict)
-    """Nodes that are too small for any stage, and what is missing."""
+    _settled: tuple[frozenset[int], Cuts] | None = field(init=False)
+    """Who had a stage, and which links were cut, when it was last decided who moves; None: to be decided anew."""
+    _no_help: dict[int, Holding | None] = field(default_factory=dict)
+    """Spares → where they were of no help: they are not looked at again until that changes; None: speeds have."""
+    _leaving: list[int] = field(default_factory=list)
+    """Nodes that are to build another stage when the plan without them is noted."""
+
+    def __post_init__(self) -> None:
+        self._settled = frozenset(self.plan.stage_of), self.measured.cuts(self.surroundings.now_ns())
 
     # Plans
 
@@ -59,7 +75,7 @@ class Replanning:
     def renew(self, iteration: int, *, finishing: bool = False) -> bool:
         """Make a plan for those who are there, from this iteration on; whether that is possible."""
         began_ns = self.surroundings.now_ns()
-        mover = self._freed(began_ns, finishing=finishing) if self.changed else None
+        self._reassign(iteration, finishing=finishing)
         length = self.lengths.at(iteration)
         found = self._for_those_there(length, began_ns)
         if found is not None:
@@ -70,15 +86,24 @@ class Replanning:
             took_s = (self.surroundings.now_ns() - began_ns) / 1e9
             self._note()
             self.happened("replanned", f"{len(self.roster.able)} nodes take microbatches; planned in {took_s:.2f} s")
-        if mover is not None:
-            self.place(mover)
+        for node in self._leaving:
+            self._build(node)
+        self._leaving.clear()
         return found is not None
 
-    def is_outdated(self) -> bool:
-        """Has somebody come or gone, or does something take much more or less time than planned?"""
+    def is_outdated(self, iteration: int) -> bool:
+        """Has somebody come or gone, or does something take much more or less time than planned?
+
+        Spares that have come to be of use get a stage on the way, from this iteration on, and nodes that help more
+        elsewhere leave theirs.
+        """
         drift = self.measured.drift(self.survival.drift) if self.survival.drift and not self.changed else ""
         if drift:
             self.happened("slow", drift)
+            self._settled = None
+            self._no_help = dict.fromkeys(self._no_help)
+        elif not self.changed:
+            self._reassign(iteration)
         return self.changed or bool(drift)
 
     def _for_those_there(self, length: int, now_ns: int) -> Plan | None:
@@ -88,8 +113,12 @@ class Replanning:
             [*ring, *(node for node in roster.of(Standing.READY) if roster[node].stage == stage)]
             for stage, ring in enumerate(roster.members(self.plan))
         ]
-        cluster = self.measured.cluster(now_ns, speeds=self.survival.drift > 0) or self.plan.cluster
-        return self._repaired(length, members, roster.able, cluster)
+        spent_s = (self.surroundings.now_ns() - now_ns) / 1e9
+        return self._repaired(length, members, roster.able, self._cluster(now_ns), spent_s)
+
+    def _cluster(self, now_ns: int) -> Cluster:
+        """As it is known to be by now."""
+        return self.measured.cluster(now_ns, speeds=self.survival.drift > 0) or self.plan.cluster
 
     def _turned(self, iteration: int, able: Collection[int]) -> bool:
         length = self.lengths.at(iteration)
@@ -103,16 +132,23 @@ class Replanning:
         return True
 
     def _repaired(
-        self, length: int, members: Sequence[Collection[int]], able: Collection[int], cluster: Cluster
+        self,
+        length: int,
+        members: Sequence[Collection[int]],
+        able: Collection[int],
+        cluster: Cluster,
+        spent_s: float = 0.0,
     ) -> Plan | None:
+        """The time for it is what is left when so many seconds are spent, but half of all of it at least."""
         from skippipe.planner.repair import repaired
 
+        whole_s = self.survival.planning.total_seconds() * max(1.0, len(able) / USUAL_NODES)
         return repaired(
             self.lengths.plans.get(length, self.plan),
             members,
             able,
             cluster=cluster,
-            budget_s=self.survival.planning.total_seconds() * max(1.0, len(able) / USUAL_NODES),
+            budget_s=max(whole_s - spent_s, whole_s / 2),
             visited=length,
         )
 
@@ -128,57 +164,132 @@ class Replanning:
 
     # Stages
 
-    def place_spares(self) -> None:
-        for node in self.roster.of(Standing.SPARE):
-            self.place(node)
-
-    def place(self, node: int) -> None:
-        """Give a node a stage, and have it built; if that cannot be now, it stays a spare."""
+    def place(self, node: int, iteration: int) -> None:
+        """A newcomer gets the stage where it helps most; if it is of no help, it stays a spare, and that is said."""
         now_ns = self.surroundings.now_ns()
-        known = node in self._unfit
-        stage = self._stage_for(node, now_ns)
-        if stage is not None:
-            self.roster.add(node, Standing.BUILDING, stage, now_ns)
-            self.surroundings.welcome(node, _with_node(self.plan, node, stage), {}, self.roster.assign(node))
-        elif node in self._unfit and not known:
-            self.happened("refused", f"stays a spare: {self._unfit[node]}", node)
-
-    def _freed(self, now_ns: int, *, finishing: bool) -> int | None:
-        """A node that had better move to a stage that ran short leaves its own."""
-        from skippipe.planner.staffing import move_for
-
-        roster = self.roster
-        barred = self.measured.accusations.is_barred
-        if self.ends.is_lost or any(not barred(spare, now_ns) for spare in roster.of(Standing.SPARE)):
-            return None
-        found = move_for(self.plan, roster.expected(self.plan), roster.able, staying=self.ends.needed)
-        if found is None:
-            return None
-        node, stage = found
-        if node in self.ends.needed:
-            return None
-        holders = [other for other in roster.able if roster[other].stage == roster[node].stage]
-        if finishing and len(holders) <= 1:  # nobody may take the last copy of a stage's weights away
-            return None
-        self.happened("replanned", f"moves to stage {stage}, which ran short", node)
-        roster.add(node, Standing.SPARE, -1, now_ns)
-        self.harvest.lost(node)
-        return node
-
-    def _stage_for(self, node: int, now_ns: int) -> int | None:
-        """Where a newcomer helps most; None if it is too small, or cannot reach the others there now."""
-        from skippipe.planner.staffing import stage_for
-
         if self.measured.accusations.is_barred(node, now_ns):
+            return
+        staff = self._staff(iteration)
+        self._no_help.pop(node, None)
+        found = staff.filling([node])
+        if found is not None and found.node != node:
+            return  # a better one moves there when the iteration is done
+        found = found or staff.using([node])
+        if found is not None and (found.helps or not staff.members[found.stage]):
+            self._give(found, now_ns)
+        else:
+            self._spare(node, found, now_ns)
+
+    def _reassign(self, iteration: int, *, finishing: bool = False) -> None:
+        """Decide who holds which stage from now on, until no change makes the plan better or a few have changed.
+
+        A stage that nobody holds is filled at once. Beside that, nodes move only if somebody came or went since it was
+        last decided, or links or speeds have changed; so after the last of these all stay where they are.
+        """
+        roster, now_ns = self.roster, self.surroundings.now_ns()
+        empty = not all(roster.expected(self.plan))
+        if not empty and not self._news(now_ns) and self._settled == self._taking_part(now_ns):
+            return
+        staff = self._staff(iteration)
+        while found := staff.filling(self._spares(now_ns), last=not finishing):
+            self._give(found, now_ns)
+            staff.carry_out(found)
+        if finishing:
+            return
+        for _ in range(AT_ONCE):
+            found = self._best(staff, iteration, now_ns)
+            if found is None:
+                break
+            self._give(found, now_ns)
+            staff.carry_out(found)
+        self._settled = self._taking_part(now_ns)
+
+    def _best(self, staff: StageAssignment, iteration: int, now_ns: int) -> Reassignment | None:
+        """The next spare to get a stage, or else the next node to move."""
+        if spares := self._news(now_ns):
+            found = staff.using(spares)
+            if found is not None and found.helps:
+                return found
+            for node in spares:
+                self._spare(node, found if staff.open_to(node) else None, now_ns)
+        if self._settled == self._taking_part(now_ns):
             return None
-        members = self.roster.expected(self.plan)
-        try:
-            stage = stage_for(self.plan, members, node)
-        except UserError as error:
-            self._unfit[node] = str(error)
-            return None
-        reachable = not any(self.measured.is_cut(node, other, now_ns) for other in members[stage])
-        return stage if reachable else None
+        return staff.moving(self.lengths.iterations - iteration)
+
+    def _staff(self, iteration: int) -> StageAssignment:
+        from skippipe.planner.staffing import StageAssignment
+
+        roster, now_ns, length = self.roster, self.surroundings.now_ns(), self.lengths.at(iteration)
+        plan, cluster = self.lengths.plans.get(length, self.plan), self._cluster(now_ns)
+        stay = roster.able if self.ends.is_lost else self.ends.needed
+        takes_part = roster.of(Standing.READY, Standing.LEARNING, Standing.ABLE)
+        return StageAssignment(
+            plan if plan.cluster is cluster else replace(plan, cluster=cluster, expected=None, lower_bound_ns=None),
+            length,
+            [set(nodes) for nodes in roster.expected(self.plan)],
+            roster.able,
+            [node for node in takes_part if node not in stay],
+            lambda a, b: self.measured.is_cut(a, b, now_ns),
+        )
+
+    def _give(self, found: Reassignment, now_ns: int) -> None:
+        """A node its stage: a spare builds it at once, one that has another when the plan without it is noted."""
+        node, stage = found.node, found.stage
+        spare = self.roster[node].standing is Standing.SPARE
+        empty = all(peer.stage != stage for peer in self.roster.peers.values())
+        why = ", which nobody holds" if empty else f": {_seconds(found.after_s)} instead of {_seconds(found.before_s)}"
+        self.happened("replanned", f"{'takes' if spare else 'moves to'} stage {stage}{why}", node)
+        self.roster.add(node, Standing.BUILDING, stage, now_ns)
+        self._no_help.pop(node, None)
+        if spare:
+            self._build(node)
+        else:
+            self.harvest.lost(node)
+            self._leaving.append(node)
+            self.changed = True
+
+    def _build(self, node: int) -> None:
+        plan = _with_node(self.plan, node, self.roster[node].stage)
+        self.surroundings.welcome(node, plan, {}, self.roster.assign(node))
+
+    def _spare(self, node: int, found: Reassignment | None, now_ns: int) -> None:
+        """It is of no help now, which is said once."""
+        known = node in self._no_help
+        self._no_help[node] = self._holding(now_ns)
+        if known:
+            return
+        if found is not None and isinf(found.before_s):
+            why = "there is no plan for those who are here, and none with it either"
+        elif found is not None:
+            whom = "it" if found.node == node else f"'{self.roster.name(found.node)}'"  # which would help more
+            why = f"with {whom} an iteration takes {_seconds(found.after_s)}, without {_seconds(found.before_s)}"
+        elif not self.plan.costs.slots[:, node].any():
+            why = f"'{self.roster.name(node)}' has too little memory for any stage and one microbatch: leave it out"
+        else:
+            why = "it cannot reach those who hold the stages that it has the memory for"
+        self.happened("refused", f"stays a spare: {why}", node)
+
+    def _news(self, now_ns: int) -> list[int]:
+        """Spares that are new, or for which something has changed since they were of no help."""
+        spares = self._spares(now_ns)
+        return [node for node in spares if self._no_help.get(node) != self._holding(now_ns)] if spares else []
+
+    def _spares(self, now_ns: int) -> list[int]:
+        """Those that may get a stage now."""
+        barred = self.measured.accusations.is_barred
+        return [node for node in self.roster.of(Standing.SPARE) if not barred(node, now_ns)]
+
+    def _holding(self, now_ns: int) -> Holding:
+        held = frozenset((node, peer.stage) for node, peer in self.roster.peers.items() if peer.stage >= 0)
+        return held, self.measured.cuts(now_ns)
+
+    def _taking_part(self, now_ns: int) -> tuple[frozenset[int], Cuts]:
+        held, cuts = self._holding(now_ns)
+        return frozenset(node for node, _ in held), cuts
+
+
+def _seconds(iteration_s: float) -> str:
+    return "for ever" if isinf(iteration_s) else f"{iteration_s:.3g} s"
 
 
 def _with_node(plan: Plan, node: int, stage: int) -> Plan:
