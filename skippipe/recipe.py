@@ -18,9 +18,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 from skippipe.errors import UserError
+from skippipe.ranges import SHARE, Range, check_ranges
 
 Residual = Literal["plain", "scaled"]
 Gradients = Literal["visitors", "all"]
@@ -28,6 +29,7 @@ USUAL = "1/3 until 65%, 0"
 """What training skips if nobody says anything: a last phase with the whole model, begun while the learning rate is
 still high, wins most of the loss back (docs/results.md)."""
 LONGEST_TURN = 10_000  # iterations after which a turn begins again, at most
+DIGITS = 20  # of a number in a recipe that are read
 
 
 @dataclass(frozen=True)
@@ -51,27 +53,23 @@ class Recipe:
     residual: Residual = "plain"
     """"scaled": what a visited stage adds counts for those that are skipped too, (S−1)/(L−1) times, so that the sum
     stays as large as the whole model's."""
-    exposure: list[float] | None = None
+    exposure: list[Annotated[float, Range(0, 10**6, above=True)]] | None = None
     """How often stages 1, 2, … are visited, relative to each other, as in [1.2, 1.1, 1, 0.9, 0.8]; left out: equally
     often (CC3)."""
-    swaps: float = 0.0
+    swaps: Annotated[float, SHARE] = 0.0
     """Share of the microbatches that visit two neighbouring stages in the other order."""
     gradients: Gradients = "visitors"
     """A stage follows the mean gradient over those who visited it, or over all microbatches, which makes it smaller."""
-    early_exit: float = 0.0
+    early_exit: Annotated[float, SHARE] = 0.0
     """Weight of a second loss, of what stage 0 alone predicts; 0: none. Costs the data nodes a second head."""
 
     def __post_init__(self) -> None:
         _ = self.phases
         if self.grow and len({share for phase in self._before(self.grown_at) for share in phase.turn}) != 1:
             raise UserError(f"recipe.grow: until {self.grow} the same share must be skipped all along, and be said")
-        for name, value in (("swaps", self.swaps), ("early_exit", self.early_exit)):
-            if not 0 <= value <= 1:
-                raise UserError(f"recipe.{name}: {value} must lie between 0 and 1")
-        if self.exposure is not None and (not self.exposure or min(self.exposure) <= 0):
-            raise UserError(
-                f"recipe.exposure: {self.exposure} must be numbers above 0, one for each stage but the first"
-            )
+        check_ranges(self, "recipe")
+        if self.exposure == []:
+            raise UserError("recipe.exposure: the list is empty; give a number for each stage but the first")
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
@@ -100,8 +98,19 @@ class Recipe:
         return usual if not self.phases else visited_of(self.phases[-1].turn[0], stages)
 
     def lengths(self, iterations: int, stages: int, usual: int) -> Counter[int]:
-        """How many iterations have paths of which length."""
-        return Counter(self.visited(number, iterations, stages, usual) for number in range(iterations))
+        """How many iterations have paths of which length; counted by turns, as there may be a thousand million."""
+        if not self.phases:
+            return Counter({usual: iterations})
+        found: Counter[int] = Counter()
+        begin = 0
+        for phase in self.phases:
+            end = math.ceil(phase.until * iterations)
+            for place, share in enumerate(phase.turn):  # iterations of this place in the turn, from begin to end
+                times = len(range(begin + (place - begin) % len(phase.turn), end, len(phase.turn)))
+                if times:
+                    found[visited_of(share, stages)] += times
+            begin = end
+        return found
 
     def drive(self, stages: int, visited: int) -> float:
         """By what the contribution of a visited stage, other than stage 0, is multiplied."""
@@ -156,7 +165,8 @@ def _turn(pieces: Iterable[str]) -> list[Fraction]:
     turn: list[Fraction] = []
     for piece in pieces:
         times, share = re.fullmatch(r"\s*(?:(\d+)\s*x\s+)?(.*?)\s*", piece).groups()  # type: ignore[union-attr]
-        turn += [parse_share(share, "recipe.skip")] * int(times or 1)
+        count = int((times or "1")[:DIGITS])  # more digits are out of range just as much
+        turn += [parse_share(share, "recipe.skip")] * min(count, LONGEST_TURN + 1)
         if not 0 < len(turn) <= LONGEST_TURN:
             raise UserError(f"recipe.skip: '{piece.strip()}': a turn has from 1 to {LONGEST_TURN:,} iterations")
     return turn
@@ -164,10 +174,14 @@ def _turn(pieces: Iterable[str]) -> list[Fraction]:
 
 def parse_share(text: str, where: str) -> Fraction:
     """0.33, 33% or 1/3."""
+    number = text.removesuffix("%").strip()
     try:
-        share = Fraction(text[:-1]) / 100 if text.endswith("%") else Fraction(text)
+        if "e" in number.lower() or len(number) > 2 * DIGITS:  # 1e999999999 takes minutes, and all memory
+            raise ValueError
+        share = Fraction(number) / (100 if text.endswith("%") else 1)
     except (ValueError, ZeroDivisionError):
-        raise UserError(f"{where}: '{text}' is not a share; write 0.33, 33% or 1/3") from None
+        shown = text if len(text) <= 2 * DIGITS else f"{text[:DIGITS]}…"
+        raise UserError(f"{where}: '{shown}' is not a share; write 0.33, 33% or 1/3") from None
     if not 0 <= share < 1:
         raise UserError(f"{where}: {text} is not between 0 and 1; write 0.33, 33% or 1/3")
     return share

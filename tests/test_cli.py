@@ -159,7 +159,7 @@ def test_options_change_the_problem(skippipe: Command, tmp_path: Path) -> None:
         (["plan", "x" * 300], "no such file"),
         (["plan", "regions:9", "--model", "x" * 300], "neither a preset"),
         (["plan", "regions:9", "--sequence", str(10**200)], "workload.sequence_tokens"),
-        (["plan", "regions:9", "-m", "-5"], "workload.microbatches: -5 must be 1 or more"),
+        (["plan", "regions:9", "-m", "-5"], "--microbatches: -5 is out of range; give 1 to 100,000"),
         (["plan", "published20", "--keep-stages", "published20", "--sizes", "1,2"], "give one of them"),
         (["simulate", "published20"], "--paths: say which"),
         (["sweep", "regions:6", "--stages", "6-4"], "stages: '6-4': give numbers from 2 to"),
