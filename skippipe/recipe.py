@@ -105,10 +105,9 @@ class Recipe:
         begin = 0
         for phase in self.phases:
             end = math.ceil(phase.until * iterations)
-            for place, share in enumerate(phase.turn):  # iterations of this place in the turn, from begin to end
-                times = len(range(begin + (place - begin) % len(phase.turn), end, len(phase.turn)))
-                if times:
-                    found[visited_of(share, stages)] += times
+            turn = len(phase.turn)
+            for first in range(begin, min(end, begin + turn)):  # each place in the turn, as often as it comes
+                found[visited_of(phase.turn[first % turn], stages)] += len(range(first, end, turn))
             begin = end
         return found
 

@@ -28,6 +28,7 @@ from skippipe.recipe import Recipe, parse_share, visited_of
 from skippipe.training.tomlfile import read_toml
 
 Rule = Literal["", "CC1", "CC2", "CC3"]
+MOST_ITERATIONS = Range(1, 10**6)  # of a run: reports look at every single one
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Study:
         if not names or len(set(names)) < len(names):
             raise UserError("variant: a study has one or more, each with a name of its own")
         for run in self.runs:
-            ITERATIONS.check(run.iterations, f"variant '{run.variant.name}': iterations that its tokens make")
+            MOST_ITERATIONS.check(run.iterations, f"variant '{run.variant.name}': iterations that its tokens make")
 
     @property
     def runs(self) -> list[Run]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -43,7 +43,7 @@ class Run:
     tokenizer: TextTokenizer
     output: Path
     iterations: int
-    recorded: frozenset[int] = frozenset()
+    recorded: Container[int] = frozenset()
     security: Security = "curve"
     listen: str = "127.0.0.1:0"
     peers: Path | None = None
