@@ -80,5 +80,5 @@ def _is_known_model(kind: Any) -> bool:
 def _is_known_tokenizer(kind: Any) -> bool:
     from transformers.models.auto import tokenization_auto
 
-    found: Any = tokenization_auto.tokenizer_class_from_name(kind) if isinstance(kind, str) else None  # type: ignore[no-untyped-call]
+    found: Any = tokenization_auto.tokenizer_class_from_name(kind) if isinstance(kind, str) else None
     return found is not None
