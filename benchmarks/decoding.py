@@ -63,7 +63,7 @@ def random_model(device: str) -> StagedModel:
 
 def theirs_of(staged: StagedModel, kind: Kind) -> Any:
     """The whole model in transformers, with the same weights; nothing ends a text."""
-    model: Any = AutoModelForCausalLM.from_config(staged.stages[0].blueprint.config)  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_config(staged.stages[0].blueprint.config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     weights = {name: each for stage in staged.stages for name, each in stage.named_weights()}
     with torch.no_grad():
         for name, each in model.named_parameters():

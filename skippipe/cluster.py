@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from skippipe.errors import UserError
 from skippipe.jsonfile import Fields, as_number, json_text, read_as, write_text
+from skippipe.ranges import NODES, POSITIVE, Range, check_ranges, range_of
 
 FORMAT = "skippipe-cluster"
 VERSION = 1
@@ -32,9 +33,9 @@ class Node:
     """Unique in the cluster."""
     location: str
     """Region, city or rack: for people, not for the arithmetic."""
-    flops_per_s: float
+    flops_per_s: Annotated[float, Range(1e-6, 1e30)]
     """Floating-point operations a second that a training step sustains (not the peak of the data sheet)."""
-    memory_bytes: int
+    memory_bytes: Annotated[int, POSITIVE]
     """What weights, gradients, optimizer state and activations may fill."""
 
 
@@ -44,16 +45,17 @@ class Cluster:
 
     name: str
     nodes: tuple[Node, ...]
-    latency_s: Matrix
+    latency_s: Annotated[Matrix, Range(0, 10**9)]
     """One way, from row to column. The diagonal is not used."""
-    bandwidth_bytes_per_s: Matrix
+    bandwidth_bytes_per_s: Annotated[Matrix, Range(0, 10**18)]
     """From row to column; 0 says that the row cannot reach the column. The diagonal is not used."""
-    hop_overhead_s: float = 0.0
+    hop_overhead_s: Annotated[float, Range(0, 10**9)] = 0.0
     """Fixed software cost of every hop, added to the latency."""
 
     def __post_init__(self) -> None:
         if not self.nodes:
             raise UserError("nodes: the list is empty; a cluster needs at least one node")
+        NODES.check(len(self.nodes), "nodes: their number")
         first: dict[str, int] = {}
         for index, node in enumerate(self.nodes):
             place = f"nodes[{index}]"
@@ -66,9 +68,8 @@ class Cluster:
                     f"{place}.name: {node.name!r} has odd white space or control characters; use a plain name"
                 )
             first[node.name] = index
-            as_number(node.flops_per_s, f"{place}.flops_per_s", above=0)
-            as_number(node.memory_bytes, f"{place}.memory_bytes", above=0)
-        as_number(self.hop_overhead_s, "hop_overhead_s", at_least=0)
+            check_ranges(node, place)
+        range_of(Cluster, "hop_overhead_s").check(self.hop_overhead_s, "hop_overhead_s")
         for name in ("latency_s", "bandwidth_bytes_per_s"):
             matrix = np.array(getattr(self, name), dtype=np.float64)
             self._check_matrix(name, matrix)
@@ -79,14 +80,13 @@ class Cluster:
         n = len(self.nodes)
         if matrix.shape != (n, n):
             raise UserError(f"{name}: {n} nodes need a {n} × {n} matrix, found {' × '.join(map(str, matrix.shape))}")
-        bad = np.argwhere(~np.isfinite(matrix) | (matrix < 0))
+        within = range_of(Cluster, name)
+        bad = np.argwhere(~((matrix >= within.least) & (matrix <= within.most)))  # NaN is no more than anything
         if len(bad):
             i, j = bad[0]
             pair = f"from '{self.nodes[i].name}' to '{self.nodes[j].name}'"
             meaning = " (0 says: no link)" if name.startswith("bandwidth") else ""
-            raise UserError(
-                f"{name}[{i}][{j}] ({pair}): {matrix[i, j]:g} is impossible; give a finite number, 0 or more{meaning}"
-            )
+            raise UserError(f"{name}[{i}][{j}] ({pair}): {matrix[i, j]:g} is out of range; give {within}{meaning}")
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -128,18 +128,18 @@ class Cluster:
 
     @classmethod
     def from_json(cls, value: Any, place: str = "") -> Cluster:
-        fields = Fields(value, place)
+        fields = Fields(value, place, of=cls)
         fields.header(FORMAT, VERSION)
         name = fields.text("name")
-        overhead_s = fields.number("hop_overhead_s", at_least=0) if fields.mentions("hop_overhead_s") else 0.0
+        overhead_s = fields.number("hop_overhead_s") if fields.mentions("hop_overhead_s") else 0.0
         nodes = []
-        for entry in fields.objects("nodes"):
+        for entry in fields.objects("nodes", of=Node):
             nodes.append(
                 Node(
                     name=entry.text("name"),
                     location=entry.text("location"),
-                    flops_per_s=entry.number("flops_per_s", above=0),
-                    memory_bytes=entry.integer("memory_bytes", at_least=1),
+                    flops_per_s=entry.number("flops_per_s"),
+                    memory_bytes=entry.integer("memory_bytes"),
                 )
             )
             entry.close()

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from skippipe.errors import UserError
+from skippipe.ranges import COUNT, Range, number_text, range_of
 
 Parsed = TypeVar("Parsed")
-LARGEST = 2**53  # beyond this JSON readers disagree about whole numbers
 
 
 def exists(path: Path) -> bool:
@@ -99,13 +99,17 @@ def json_text(value: Any, indent: int = 0) -> str:
 
 
 class Fields:
-    """One JSON object, taken field by field; `close` then refuses what nobody asked for."""
+    """One JSON object, taken field by field; `close` then refuses what nobody asked for.
 
-    def __init__(self, value: Any, place: str) -> None:
+    If it becomes an object `of` a dataclass, that says the ranges of its numbers.
+    """
+
+    def __init__(self, value: Any, place: str, of: type[Any] | None = None) -> None:
         if not isinstance(value, dict):
             raise UserError(f"{place or 'the file'}: expected an object {{…}}, found {_kind(value)}")
         self._left = dict(value)
         self._known: list[str] = []
+        self._of = of
         self.place = place
 
     def at(self, name: str) -> str:
@@ -134,11 +138,14 @@ class Fields:
             raise UserError(f"{self.at(name)}: '{value}' is none of {', '.join(choices)}")
         return value
 
-    def number(self, name: str, above: float | None = None, at_least: float | None = None) -> float:
-        return as_number(self.take(name), self.at(name), above, at_least)
+    def number(self, name: str, within: Range | None = None) -> float:
+        return as_number(self.take(name), self.at(name), within or self._range(name))
 
-    def integer(self, name: str, at_least: int = 0) -> int:
-        return as_integer(self.take(name), self.at(name), at_least)
+    def integer(self, name: str, within: Range | None = None) -> int:
+        return as_integer(self.take(name), self.at(name), within or self._range(name) or COUNT)
+
+    def _range(self, name: str) -> Range | None:
+        return range_of(self._of, name) if self._of else None
 
     def flag(self, name: str) -> bool:
         value = self.take(name)
@@ -152,16 +159,16 @@ class Fields:
             raise UserError(f"{self.at(name)}: expected a list […], found {_kind(value)}")
         return value
 
-    def objects(self, name: str) -> Iterator[Fields]:
+    def objects(self, name: str, of: type[Any] | None = None) -> Iterator[Fields]:
         for index, value in enumerate(self.items(name)):
-            yield Fields(value, f"{self.at(name)}[{index}]")
+            yield Fields(value, f"{self.at(name)}[{index}]", of)
 
     def header(self, kind: str, version: int) -> None:
         """Every file of ours starts by saying what it is."""
         found = self.text("format")
         if found != kind:
             raise UserError(f"{self.at('format')}: this is a '{found}' file; a '{kind}' file is needed here")
-        number = self.integer("version", at_least=1)
+        number = self.integer("version", COUNT)
         if number != version:
             raise UserError(f"{self.at('version')}: version {number} is not known here; this release reads {version}")
 
@@ -172,7 +179,7 @@ class Fields:
             raise UserError(f"{self.at(name)}: unknown field; {hint}")
 
 
-def as_number(value: Any, place: str, above: float | None = None, at_least: float | None = None) -> float:
+def as_number(value: Any, place: str, within: Range | None = None) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise UserError(f"{place}: expected a number, found {_kind(value)}")
     try:
@@ -181,22 +188,19 @@ def as_number(value: Any, place: str, above: float | None = None, at_least: floa
         number = math.inf
     if not math.isfinite(number):
         raise UserError(f"{place}: {number} is not a finite number; measure it again or give an estimate")
-    if above is not None and number <= above:
-        raise UserError(f"{place}: {value} must be greater than {above:g}")
-    if at_least is not None and number < at_least:
-        raise UserError(f"{place}: {value} must be {at_least:g} or more")
+    if within is not None:
+        within.check(value, place)
     return number
 
 
-def as_integer(value: Any, place: str, at_least: int = 0) -> int:
-    number = as_number(value, place, at_least=at_least)
+def as_integer(value: Any, place: str, within: Range = COUNT) -> int:
+    number = as_number(value, place)
     if number != int(number):
-        raise UserError(f"{place}: expected a whole number, found {value}")
-    if number > LARGEST:
-        raise UserError(f"{place}: {number:g} is too large; at most {LARGEST:g}")
+        raise UserError(f"{place}: expected a whole number, found {number_text(value)}")
+    within.check(value, place)
     return int(value)
 
 
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: f"the text '{value}'", type(None): "null", bool: "true or false"}
-    return names.get(type(value), f"the number {value}")
+    return names.get(type(value)) or f"the number {number_text(value)}"

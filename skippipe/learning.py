@@ -8,38 +8,39 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
 from skippipe.errors import UserError
+from skippipe.ranges import BELOW_ONE, ITERATIONS_OR_NONE, SHARE, Range, check_ranges
 
 
 @dataclass(frozen=True)
 class Learning:
     """Settings of the optimizer."""
 
-    rate: float = 3e-4
+    rate: Annotated[float, Range(0, 100, above=True)] = 3e-4
     """The highest learning rate, reached after the warm-up."""
-    warmup: int = 20
+    warmup: Annotated[int, Range(0, ITERATIONS_OR_NONE.most - 1)] = 20
     """Iterations over which the rate rises from 0."""
-    iterations: int = 0
+    iterations: Annotated[int, ITERATIONS_OR_NONE] = 0
     """Iterations until the cosine has brought the rate down to its floor; 0: as long as the run is."""
-    hold: float = 0.6
+    hold: Annotated[float, BELOW_ONE] = 0.6
     """Share of what follows the warm-up for which the rate stays at its highest before the cosine brings it down."""
-    floor: float = 0.1
+    floor: Annotated[float, SHARE] = 0.1
     """Share of the rate that is left in the end."""
-    beta1: float = 0.9
+    beta1: Annotated[float, BELOW_ONE] = 0.9
     """Of the mean of gradients."""
-    beta2: float = 0.95
+    beta2: Annotated[float, BELOW_ONE] = 0.95
     """Of the mean of their squares."""
-    epsilon: float = 1e-8
+    epsilon: Annotated[float, Range(0, 1, above=True)] = 1e-8
     """Added to the root of the latter."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, Range(0, 100)] = 0.1
     """Of matrices; norms and biases do not decay."""
-    clip: float = 1.0
+    clip: Annotated[float, Range(0, 10**9)] = 1.0
     """Largest norm of the whole model's gradient; 0: not clipped."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.hold < 1:
-            raise UserError(f"learning.hold: {self.hold} must be 0 or more and below 1")
+        check_ranges(self, "learning")
         if 0 < self.iterations <= self.warmup:
             raise UserError(
                 f"learning.warmup: {self.warmup} iterations of warm-up leave none of {self.iterations} to decay; "

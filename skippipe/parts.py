@@ -13,11 +13,13 @@ import numpy as np
 from numpy.random import default_rng
 
 from skippipe.errors import UserError
+from skippipe.ranges import DRIVE
 from skippipe.recipe import Recipe, Residual, parse_share, visited_of
 
 Visits = tuple[int, ...]
 """Stages, in the order in which they are visited."""
 
+DIGITS = 9  # of a stage's number, or of how many layers it has
 WHOLE = {"1", "100%"}
 """Ways to say that nothing is left out."""
 
@@ -77,8 +79,7 @@ def drive_of(text: str, total: int, visited: int) -> float:
         drive = float(text)
     except ValueError:
         raise UserError(f"--drive: '{text}' is neither a number nor one of {', '.join(get_args(Residual))}") from None
-    if not (math.isfinite(drive) and drive > 0):
-        raise UserError(f"--drive: {text} must be a number above 0")
+    DRIVE.check(drive, "--drive")
     return drive if visited < total else 1.0
 
 
@@ -86,6 +87,10 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() for word in words):
         raise UserError(f"{option}: '{text}' is not a list of whole numbers; write it as 0,2,3")
+    if max(map(len, words)) > DIGITS:
+        raise UserError(
+            f"{option}: '{max(words, key=len)[:DIGITS]}…' is out of range; a number here has up to {DIGITS} digits"
+        )
     return tuple(map(int, words))
 
 

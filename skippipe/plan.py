@@ -18,6 +18,7 @@ from skippipe.costs import Costs, costs_of, ns, seconds
 from skippipe.dispatch import Dispatch
 from skippipe.errors import UserError
 from skippipe.jsonfile import Fields, json_text, read_as, write_text
+from skippipe.ranges import CENTURY_S, LAYERS, MICROBATCHES
 from skippipe.timeline import Timeline
 from skippipe.workload import Workload
 
@@ -202,11 +203,11 @@ class Plan:
 
         stages = []
         for entry in fields.objects("stages"):
-            stages.append(Stage(entry.integer("layers", at_least=1), nodes(entry, "nodes"), nodes(entry, "ring")))
+            stages.append(Stage(entry.integer("layers", LAYERS), nodes(entry, "nodes"), nodes(entry, "ring")))
             entry.close()
         lanes = []
         for entry in fields.objects("lanes"):
-            lanes.append(Lane(nodes(entry, "path"), entry.integer("microbatches", at_least=1)))
+            lanes.append(Lane(nodes(entry, "path"), entry.integer("microbatches", MICROBATCHES)))
             entry.close()
         expected = fields.take("expected")
         plan = cls(
@@ -218,7 +219,7 @@ class Plan:
             split_backward=fields.flag("split_backward") if fields.mentions("split_backward") else False,
             strategy=fields.text("strategy"),
             expected=None if expected is None else Timeline.from_json(expected, cluster.number),
-            lower_bound_ns=ns(fields.number("lower_bound_s")) if fields.mentions("lower_bound_s") else None,
+            lower_bound_ns=ns(fields.number("lower_bound_s", CENTURY_S)) if fields.mentions("lower_bound_s") else None,
         )
         fields.close()
         return plan

@@ -12,9 +12,11 @@ import numpy as np
 
 from skippipe.cluster import Cluster, Matrix, Node
 from skippipe.errors import UserError
+from skippipe.ranges import NODES, SEED
 from skippipe.workload import MODELS
 
 GIB = 2**30
+DIGITS = 40  # of a number that are read: more are out of range just as much
 REFERENCE_MODEL, REFERENCE_TOKENS = MODELS["llama-1.5b"], 4096
 
 
@@ -125,7 +127,7 @@ def preset(text: str) -> Cluster:
         )
     if len(numbers) > most or not all(number.isascii() and number.isdigit() for number in numbers):
         raise UserError(f"'{text}': write {name}:NODES{':SEED' if most == 2 else ''}, as in {name}:20")
-    nodes, *seed = map(int, numbers or ["20"])
-    if not 1 <= nodes <= 10_000:
-        raise UserError(f"'{text}': {nodes} nodes; give 1 to 10000")
+    nodes, *seed = (int(number[:DIGITS]) for number in numbers or ["20"])
+    NODES.check(nodes, f"'{text[:DIGITS]}': number of nodes")
+    SEED.check(seed[0] if seed else 0, f"'{text[:DIGITS]}': seed")
     return PRESETS[name](nodes, *seed)

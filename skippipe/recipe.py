@@ -22,9 +22,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 from skippipe.errors import UserError
+from skippipe.ranges import SHARE, Range, check_ranges
 
 Residual = Literal["plain", "scaled"]
 Gradients = Literal["visitors", "all"]
@@ -33,6 +34,7 @@ USUAL = "1/3 until 65%, 0"
 still high, wins most of the loss back (docs/results.md)."""
 LONGEST_TURN = 10_000  # iterations after which a turn begins again, at most
 LARGEST_MIX = 1000  # parts into which the microbatches of an iteration are divided, at most
+DIGITS = 20  # of a number in a recipe that are read
 
 Mix = tuple[Fraction, ...]
 """Shares of the stages to skip within one iteration, each by an equal part of the microbatches; mostly a single one."""
@@ -60,16 +62,16 @@ class Recipe:
     residual: Residual = "plain"
     """"scaled": what a visited stage adds counts for those that are skipped too, (S−1)/(L−1) times, so that the sum
     stays as large as the whole model's."""
-    exposure: list[float] | None = None
+    exposure: list[Annotated[float, Range(0, 10**6, above=True)]] | None = None
     """How often stages 1, 2, … are visited, relative to each other, as in [1.2, 1.1, 1, 0.9, 0.8]; left out: equally
     often (CC3)."""
-    swaps: float = 0.0
+    swaps: Annotated[float, SHARE] = 0.0
     """Share of the microbatches that visit two neighbouring stages in the other order."""
     gradients: Gradients = "visitors"
     """A stage follows the mean gradient over those who visited it, or over all microbatches, which makes it smaller."""
-    early_exit: float = 0.0
+    early_exit: Annotated[float, SHARE] = 0.0
     """Weight of a second loss, of what stage 0 alone predicts; 0: none. Costs the data nodes a second head."""
-    bridges: int = 0
+    bridges: Annotated[int, Range(0, 100_000)] = 0
     """Rank of the bridges: a small residual map of its own for every hop that leaves stages out, in their place; 0:
     there are none."""
     heal: str = ""
@@ -81,21 +83,15 @@ class Recipe:
         young = {share for phase in self._before(self.grown_at) for mix in phase.turn for share in mix}
         if self.grow and len(young) != 1:
             raise UserError(f"recipe.grow: until {self.grow} the same share must be skipped all along, and be said")
-        for name, value in (("swaps", self.swaps), ("early_exit", self.early_exit)):
-            if not 0 <= value <= 1:
-                raise UserError(f"recipe.{name}: {value} must lie between 0 and 1")
-        if self.bridges < 0:
-            raise UserError(f"recipe.bridges: {self.bridges} is a rank: write a number such as 32, or 0 for none")
+        check_ranges(self, "recipe")
         if self.bridges and self.swaps:
             raise UserError("recipe.bridges: they lead forward: leave out recipe.swaps, or the bridges")
         if self.heal and not self.bridges:
             raise UserError("recipe.heal: there are no bridges to train; add recipe.bridges, such as 32")
         if self.heal and self.heal_at <= self.grown_at:
             raise UserError(f"recipe.heal: {self.heal} must be more than 0, and after the model has grown")
-        if self.exposure is not None and (not self.exposure or min(self.exposure) <= 0):
-            raise UserError(
-                f"recipe.exposure: {self.exposure} must be numbers above 0, one for each stage but the first"
-            )
+        if self.exposure == []:
+            raise UserError("recipe.exposure: the list is empty; give a number for each stage but the first")
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
@@ -143,12 +139,22 @@ class Recipe:
         return (usual,) if not self.phases else tuple(visited_of(each, stages) for each in self.phases[-1].turn[0])
 
     def lengths(self, iterations: int, stages: int, usual: int) -> Counter[int]:
-        """How many iterations have paths of which length; one with several lengths counts for each by its part."""
+        """How many iterations have paths of which length; one with several lengths counts for each by its part.
+
+        Counted by turns, as there may be a thousand million."""
+        if not self.phases:
+            return Counter({usual: iterations})
         exact: dict[int, Fraction] = {}
-        for number in range(iterations):
-            mix = self.mix(number, iterations, stages, usual)
-            for length in mix:
-                exact[length] = exact.get(length, Fraction(0)) + Fraction(1, len(mix))
+        begin = 0
+        for phase in self.phases:
+            end = math.ceil(phase.until * iterations)
+            turn = len(phase.turn)
+            for first in range(begin, min(end, begin + turn)):  # each place in the turn, as often as it comes
+                mix, times = phase.turn[first % turn], len(range(first, end, turn))
+                for share in mix:
+                    length = visited_of(share, stages)
+                    exact[length] = exact.get(length, Fraction(0)) + Fraction(times, len(mix))
+            begin = end
         return Counter({length: round(count) for length, count in exact.items()})
 
     def drive(self, stages: int, visited: int) -> float:
@@ -215,7 +221,7 @@ def _turn(pieces: Iterable[str]) -> list[Mix]:
         else:
             times, share = _times(piece)
             mix = (share,)
-        turn += [mix] * times
+        turn += [mix] * min(times, LONGEST_TURN + 1)
         if not 0 < len(turn) <= LONGEST_TURN:
             raise UserError(f"recipe.skip: '{piece.strip()}': a turn has from 1 to {LONGEST_TURN:,} iterations")
     return turn
@@ -230,15 +236,19 @@ def _mix(piece: str) -> Mix:
 
 def _times(piece: str) -> tuple[int, Fraction]:
     times, share = re.fullmatch(r"\s*(?:(\d+)\s*x\s+)?(.*?)\s*", piece).groups()  # type: ignore[union-attr]
-    return int(times or 1), parse_share(share, "recipe.skip")
+    return int((times or "1")[:DIGITS]), parse_share(share, "recipe.skip")  # more digits are out of range as much
 
 
 def parse_share(text: str, where: str) -> Fraction:
     """0.33, 33% or 1/3."""
+    number = text.removesuffix("%").strip()
     try:
-        share = Fraction(text[:-1]) / 100 if text.endswith("%") else Fraction(text)
+        if "e" in number.lower() or len(number) > 2 * DIGITS:  # 1e999999999 takes minutes, and all memory
+            raise ValueError
+        share = Fraction(number) / (100 if text.endswith("%") else 1)
     except (ValueError, ZeroDivisionError):
-        raise UserError(f"{where}: '{text}' is not a share; write 0.33, 33% or 1/3") from None
+        shown = text if len(text) <= 2 * DIGITS else f"{text[:DIGITS]}…"
+        raise UserError(f"{where}: '{shown}' is not a share; write 0.33, 33% or 1/3") from None
     if not 0 <= share < 1:
         raise UserError(f"{where}: {text} is not between 0 and 1; write 0.33, 33% or 1/3")
     return share

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from skippipe.errors import UserError
 from skippipe.jsonfile import Fields, exists, read_json
+from skippipe.ranges import COUNT, LAYERS, MICROBATCHES, SAMPLES, SEQUENCE, SLOTS, WIDTH, Range, check_ranges, range_of
 
 WIRE_DTYPES = ("fp32", "bf16", "int8")  # the largest first
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
@@ -28,19 +29,20 @@ class ModelShape:
     """The sizes of a decoder-only transformer (Llama, Qwen3, Mistral, Mixtral, …)."""
 
     name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
+    layers: Annotated[int, LAYERS]
+    hidden: Annotated[int, WIDTH]
+    heads: Annotated[int, WIDTH]
+    kv_heads: Annotated[int, WIDTH]
+    head_dim: Annotated[int, WIDTH]
+    intermediate: Annotated[int, WIDTH]
     """Width of the feed-forward block; of one expert in a mixture."""
-    vocab: int
+    vocab: Annotated[int, Range(1, 10**9)]
     tied_embeddings: bool = False
-    experts: int = 1
-    experts_active: int = 1
+    experts: Annotated[int, Range(1, 10**5)] = 1
+    experts_active: Annotated[int, Range(1, 10**5)] = 1
 
     def __post_init__(self) -> None:
+        check_ranges(self, "model")
         if self.experts_active > self.experts:
             raise UserError(f"model {self.name}: {self.experts_active} of {self.experts} experts cannot be active")
 
@@ -87,9 +89,9 @@ class ModelShape:
 
     @classmethod
     def from_json(cls, value: Any, place: str) -> ModelShape:
-        entry = Fields(value, place)
+        entry = Fields(value, place, of=cls)
         sizes = {
-            field.name: entry.integer(field.name, at_least=1)
+            field.name: entry.integer(field.name)
             for field in fields(cls)
             if field.name not in ("name", "tied_embeddings")
         }
@@ -109,33 +111,33 @@ class ModelShape:
         if not isinstance(config, dict):
             raise UserError(f"{place}: expected a Hugging Face configuration object")
 
-        def size(*names: str, default: int | None = None) -> int:
+        def size(ours: str, *names: str, default: int | None = None) -> int:
             for name in names:
                 if config.get(name) is not None:
-                    return Fields(config, place).integer(name, at_least=1)
+                    return Fields(config, place).integer(name, range_of(cls, ours))
             if default is None:
                 raise UserError(f"{place}: none of {', '.join(names)} is there; is this a decoder-only model's config?")
             return default
 
-        heads = size("num_attention_heads")
-        hidden = size("hidden_size")
-        experts = size("num_local_experts", "num_experts", "n_routed_experts", default=1)
+        heads = size("heads", "num_attention_heads")
+        hidden = size("hidden", "hidden_size")
+        experts = size("experts", "num_local_experts", "num_experts", "n_routed_experts", default=1)
         tied = config.get("tie_word_embeddings") or False
         if not isinstance(tied, bool):
             raise UserError(f"{place}.tie_word_embeddings: expected true or false, found {tied!r}")
         width = ("moe_intermediate_size", "intermediate_size") if experts > 1 else ("intermediate_size",)
         return cls(
             name=str(config.get("model_type") or "model"),
-            layers=size("num_hidden_layers"),
+            layers=size("layers", "num_hidden_layers"),
             hidden=hidden,
             heads=heads,
-            kv_heads=size("num_key_value_heads", default=heads),
-            head_dim=size("head_dim", default=max(1, hidden // heads)),
-            intermediate=size(*width),
-            vocab=size("vocab_size"),
+            kv_heads=size("kv_heads", "num_key_value_heads", default=heads),
+            head_dim=size("head_dim", "head_dim", default=max(1, hidden // heads)),
+            intermediate=size("intermediate", *width),
+            vocab=size("vocab", "vocab_size"),
             tied_embeddings=tied,
             experts=experts,
-            experts_active=size("num_experts_per_tok", default=1) if experts > 1 else 1,
+            experts_active=size("experts_active", "num_experts_per_tok", default=1) if experts > 1 else 1,
         )
 
 
@@ -165,9 +167,9 @@ class Workload:
     """What one iteration computes."""
 
     model: ModelShape
-    sequence_tokens: int = 4096
-    samples_per_microbatch: int = 2
-    microbatches: int = 30
+    sequence_tokens: Annotated[int, SEQUENCE] = 4096
+    samples_per_microbatch: Annotated[int, SAMPLES] = 2
+    microbatches: Annotated[int, MICROBATCHES] = 30
     """In one iteration, over all data nodes."""
     wire_dtype: str = "bf16"
     """Of activations and their gradients on a hop."""
@@ -176,27 +178,21 @@ class Workload:
     compute_dtype: str = "bf16"
     """Of the activations a node keeps for the backward pass."""
     activation_checkpointing: bool = False
-    backward_ratio: float = 2.0
+    backward_ratio: Annotated[float, Range(0, 1_000, above=True)] = 2.0
     """Backward seconds for each forward second of a stage."""
-    weight_share: float = 0.5
+    weight_share: Annotated[float, Range(0, 1, above=True, below=True)] = 0.5
     """Of a backward: what a split one leaves to the task that computes weight gradients."""
-    head_ratio: float | None = None
+    head_ratio: Annotated[float | None, Range(0, 10**6)] = None
     """Head and loss as a share of stage 0's forward seconds; None: from the operations of head and loss."""
-    header_bytes: int = 0
+    header_bytes: Annotated[int, COUNT] = 0
     """What a hop's message carries beside the tensor."""
-    max_slots: int | None = None
+    max_slots: Annotated[int | None, SLOTS] = None
     """At most this many microbatches in flight on a node, however much memory it has."""
     early_exit: bool = False
     """The head runs twice: also on what stage 0 alone has made of a microbatch."""
 
     def __post_init__(self) -> None:
-        for name, most in (("sequence_tokens", 10**8), ("samples_per_microbatch", 10**6), ("microbatches", 10**6)):
-            if not 1 <= getattr(self, name) <= most:
-                raise UserError(f"workload.{name}: {getattr(self, name)} must be 1 or more and {most} at most")
-        if not 0 < self.weight_share < 1:
-            raise UserError(f"workload.weight_share: {self.weight_share} must lie between 0 and 1; 0.5 is usual")
-        if self.max_slots is not None and self.max_slots < 1:
-            raise UserError(f"workload.max_slots: {self.max_slots} must be 1 or more")
+        check_ranges(self, "workload")
         for name, choices in (
             ("wire_dtype", WIRE_DTYPES),
             ("gradient_dtype", WIRE_DTYPES),
@@ -277,21 +273,21 @@ class Workload:
 
     @classmethod
     def from_json(cls, value: Any, place: str = "workload") -> Workload:
-        entry = Fields(value, place)
+        entry = Fields(value, place, of=cls)
         workload = cls(
             model=ModelShape.from_json(entry.take("model"), entry.at("model")),
-            sequence_tokens=entry.integer("sequence_tokens", at_least=1),
-            samples_per_microbatch=entry.integer("samples_per_microbatch", at_least=1),
-            microbatches=entry.integer("microbatches", at_least=1),
+            sequence_tokens=entry.integer("sequence_tokens"),
+            samples_per_microbatch=entry.integer("samples_per_microbatch"),
+            microbatches=entry.integer("microbatches"),
             wire_dtype=entry.text("wire_dtype"),
             gradient_dtype=entry.text("gradient_dtype"),
             compute_dtype=entry.text("compute_dtype"),
             activation_checkpointing=entry.flag("activation_checkpointing"),
-            backward_ratio=entry.number("backward_ratio", above=0),
+            backward_ratio=entry.number("backward_ratio"),
             weight_share=entry.number("weight_share") if entry.mentions("weight_share") else cls.weight_share,
-            head_ratio=entry.number("head_ratio", at_least=0) if entry.has("head_ratio") else entry.take("head_ratio"),
+            head_ratio=entry.number("head_ratio") if entry.has("head_ratio") else entry.take("head_ratio"),
             header_bytes=entry.integer("header_bytes"),
-            max_slots=entry.integer("max_slots", at_least=1) if entry.has("max_slots") else entry.take("max_slots"),
+            max_slots=entry.integer("max_slots") if entry.has("max_slots") else entry.take("max_slots"),
             early_exit=entry.flag("early_exit") if entry.mentions("early_exit") else False,
         )
         entry.close()

@@ -154,12 +154,12 @@ def test_options_change_the_problem(skippipe: Command, tmp_path: Path) -> None:
         (["plan", "published18", "--keep-stages", "published20"], "is for the cluster 'published20'"),
         (["plan", "published18", "--keep-stages", "published18"], "were not published"),
         (["plan", "regions:6", "--model", "llama-8b", "--samples", "8"], "GiB"),
-        (["plan", "published20", "-s", "0"], "0 stages make no pipeline"),
+        (["plan", "published20", "-s", "0"], "--stages: 0 is out of range; give 1 to 10,000"),
         (["plan", "published20", "-o", "."], "this is a folder"),
         (["plan", "x" * 300], "no such file"),
         (["plan", "regions:9", "--model", "x" * 300], "neither a preset"),
-        (["plan", "regions:9", "--sequence", str(10**200)], "workload.sequence_tokens"),
-        (["plan", "regions:9", "-m", "-5"], "workload.microbatches: -5 must be 1 or more"),
+        (["plan", "regions:9", "--sequence", str(10**200)], "--sequence: a number of some 201 digits is out of range"),
+        (["plan", "regions:9", "-m", "-5"], "--microbatches: -5 is out of range; give 1 to 100,000"),
         (["plan", "published20", "--keep-stages", "published20", "--sizes", "1,2"], "give one of them"),
         (["simulate", "published20"], "--paths: say which"),
         (["sweep", "regions:6", "--stages", "6-4"], "stages: '6-4': give numbers from 2 to"),
@@ -199,7 +199,7 @@ def test_a_promise_that_is_not_true_is_neither_drawn_nor_believed(skippipe: Comm
     assert skippipe("check", file).code == 1
     raw["expected"]["iteration_s"] = 1e305
     file.write_text(json.dumps(raw))
-    assert "more than a century" in skippipe("check", file).err
+    assert "expected.iteration_s: 1e+305 is out of range; give 0 to 3,200,000,000" in skippipe("check", file).err
 
 
 def test_output_never_replaces_its_own_input(skippipe: Command, tmp_path: Path) -> None:

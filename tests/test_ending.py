@@ -383,7 +383,7 @@ def test_weights_that_cannot_be_written_are_held_and_nodes_are_not_dismissed() -
     room.unwritten = Unwritten("run/model: 2 GB cannot be written", "ways on")
     room.news()
     send(course, 0, kept=False)
-    assert room.news() == {0: [Collect(1, False)]}, "nobody else is asked before there is room"
+    assert room.news() == {0: [Collect(1, False, ASKED)]}, "nobody else is asked before there is room"
     course.wait(60)
     assert not coordinator.over
     assert [event.text for event in room.events if event.kind == "storage"] == [
@@ -392,7 +392,7 @@ def test_weights_that_cannot_be_written_are_held_and_nodes_are_not_dismissed() -
     assert room.news() == {}
     room.unwritten = None
     course.wait(4)
-    assert room.news() == {2: [Collect(0, False)]}, "it is not fetched a second time"
+    assert room.news() == {2: [Collect(0, False, ASKED)]}, "it is not fetched a second time"
     assert [event.text for event in room.events][-1] == "the model can be written again"
     send(course, 2, 3, kept=False)
     assert is_now(coordinator, State.DONE)
@@ -445,7 +445,7 @@ def test_a_last_checkpoint_that_could_not_be_written_is_made_once_more_when_the_
     assert safe.moved == 1
     assert [each for each in course.room.news()[0] if each == KEPT or isinstance(each, Collect)][-2:] == [
         KEPT,
-        Collect(0, True),
+        Collect(0, True, ASKED),
     ]
     send(course, 0, 2, 3, kept=True)
     assert is_now(course.coordinator, State.DONE), "once, whatever comes of it"

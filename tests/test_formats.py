@@ -27,7 +27,7 @@ FLOPS = [
     123456789.0,
     1024.0**3,
     1e-3,
-    1e-300,
+    1e-6,
 ]  # 4e9 and the like: durations that end in a half
 LATENCIES_S = [0, 0, 1e-9, 2.5e-9, 1e-6, 3e-5, 0.0123]
 BANDWIDTHS = [1e9, 1e9, 2e9, 8e9, 1e6, 3e8, 12345.678, 1024.0**3, 0]

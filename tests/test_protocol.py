@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from skippipe.cli.training import _Screen
 from skippipe.runtime.apprentice import LOAN
 from skippipe.runtime.control import (
     COORDINATOR,
@@ -28,7 +29,7 @@ from skippipe.runtime.control import (
     Want,
     Welcome,
 )
-from skippipe.runtime.coordinator import State
+from skippipe.runtime.coordinator import Event, State
 from skippipe.runtime.node import MOST_EARLY, Phase
 from skippipe.runtime.symbols import Symbols
 from skippipe.runtime.virtual import VirtualCluster
@@ -451,3 +452,17 @@ def test_a_beginning_during_the_step_waits_for_it_and_brings_the_new_plan() -> N
     assert bench.end() == "step"
     assert bench.work() == ["0/0 step 2"]
     assert not any(isinstance(each, Stepped) for each in bench.heard())
+
+
+def test_screen_and_text_of_an_event_have_the_same_number(capsys: pytest.CaptureFixture[str]) -> None:
+    """Files count iterations from 0; whatever people read counts from 1."""
+    bench = Bench(2).begin(4)
+    idle = bench.node.doing
+    bench.take(0, hop(0, 1, iteration=4)).decide()
+    figures: Any = None
+    screen = _Screen(figures, 10)
+    for doing in (idle, bench.node.doing):
+        assert doing.endswith(", iteration 5"), doing
+        screen.happened(Event("slow", 4, f"is slow, but there: {doing}", "iowa-0"))
+        assert capsys.readouterr().err.startswith("iteration     5  slow: ")
+    assert idle != bench.node.doing

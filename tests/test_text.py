@@ -378,7 +378,7 @@ def test_damaged_token_files(story: Path, bpe: TextTokenizer, tmp_path: Path) ->
     [
         ("format", "skippipe-plan", "a 'skippipe-tokens' file is needed"),
         ("version", 2, "this release reads 1"),
-        ("tokens", -1, "tokens: -1 must be"),
+        ("tokens", -1, "tokens: -1 is out of range"),
         ("type", "uint8", "none of uint16, uint32"),
         ("vocabulary", 10**6, "does not go with uint16"),
         ("data", "../tokens.bin", "not the name of a file in this folder"),

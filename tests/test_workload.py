@@ -87,7 +87,7 @@ def test_weight_gradients_are_a_share_of_the_backward_and_nothing_takes_no_time(
 
 @pytest.mark.parametrize("share", [0, 1, -0.5, float("nan")])
 def test_weight_share_is_a_share(share: float) -> None:
-    with pytest.raises(UserError, match=r"workload\.weight_share: .* between 0 and 1"):
+    with pytest.raises(UserError, match=r"workload\.weight_share: .* is out of range; give above 0 to below 1"):
         replace(published20().workload, weight_share=share)
 
 

@@ -25,6 +25,7 @@ from skippipe.cli import (
     training,
     why,
 )
+from skippipe.cli.inputs import ranged
 
 app = typer.Typer(
     name="skippipe",
@@ -49,25 +50,25 @@ def _about(
     del version
 
 
-app.command("cluster")(reading.cluster)
-app.command("profile")(profiling.profile)
-app.command("plan")(planning.plan)
-app.command("check")(reading.check_plan)
-app.command("simulate")(reading.simulate_plan)
-app.command("compare")(planning.compare)
-app.command("sweep")(sweeping.sweep)
-app.command("show")(showing.show)
-app.command("why")(why.why)
-app.command("prepare")(text.prepare)
-app.command("job")(training.job)
-app.command("train")(training.train)
-app.command("dashboard")(dashboard.dashboard)
-app.command("grow")(growing.grow)
-app.command("export")(training.export)
-app.command("score")(scoring.score)
-app.command("eval")(evaluating.evaluate)
-app.command("generate")(generating.generate)
-app.command("serve")(serving.serve)
-app.command("node")(training.node)
-app.command("keys")(training.keys)
+app.command("cluster")(ranged(reading.cluster))
+app.command("profile")(ranged(profiling.profile))
+app.command("plan")(ranged(planning.plan))
+app.command("check")(ranged(reading.check_plan))
+app.command("simulate")(ranged(reading.simulate_plan))
+app.command("compare")(ranged(planning.compare))
+app.command("sweep")(ranged(sweeping.sweep))
+app.command("show")(ranged(showing.show))
+app.command("why")(ranged(why.why))
+app.command("prepare")(ranged(text.prepare))
+app.command("job")(ranged(training.job))
+app.command("train")(ranged(training.train))
+app.command("dashboard")(ranged(dashboard.dashboard))
+app.command("grow")(ranged(growing.grow))
+app.command("export")(ranged(training.export))
+app.command("score")(ranged(scoring.score))
+app.command("eval")(ranged(evaluating.evaluate))
+app.command("generate")(ranged(generating.generate))
+app.command("serve")(ranged(serving.serve))
+app.command("node")(ranged(training.node))
+app.command("keys")(ranged(training.keys))
 app.add_typer(study.commands, name="study")

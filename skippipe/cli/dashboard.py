@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from skippipe.errors import UserError
+from skippipe.ranges import PORT
 
 FILES = ("plan.json", "metrics.jsonl", "events.jsonl", "journal")
 
@@ -19,7 +20,7 @@ def dashboard(
     host: Annotated[
         str, typer.Option(help="Address to listen at; other than loopback: with SKIPPIPE_DASHBOARD_TOKEN set only.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any.")] = 8090,
+    port: Annotated[int, PORT, typer.Option(help="0: any.")] = 8090,
 ) -> None:
     """Show a run in the browser: nodes, links, paths, Gantt chart, loss, events.
 

@@ -14,6 +14,7 @@ import typer
 from skippipe.cli import inputs
 from skippipe.errors import UserError
 from skippipe.jsonfile import check_writable, json_text, write_text
+from skippipe.ranges import CONTEXT, SEED, TOKENS, Range
 
 if TYPE_CHECKING:
     from skippipe.inference.evaluation import Evaluation, Progress
@@ -34,12 +35,12 @@ def evaluate(
         ),
     ],
     tokens: Annotated[
-        int, typer.Option(min=1, help="Of each text, at most; spread evenly over it.", rich_help_panel=inputs.WORK)
+        int, TOKENS, typer.Option(help="Of each text, at most; spread evenly over it.", rich_help_panel=inputs.WORK)
     ] = 65_536,
     context: Annotated[
         int | None,
+        Range(1, CONTEXT.most),
         typer.Option(
-            min=1,
             help="Tokens of a window, which is all that the model sees at a time.",
             show_default="as in the run's plan, or else 512; at most what the model's config allows",
             rich_help_panel=inputs.WORK,
@@ -48,7 +49,7 @@ def evaluate(
     stages: inputs.SeveralStages = None,
     keep: inputs.SeveralKeep = None,
     draws: inputs.Draws = 10,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same parts.", rich_help_panel=inputs.PART)] = 0,
+    seed: Annotated[int, SEED, typer.Option(help="Same seed, same parts.", rich_help_panel=inputs.PART)] = 0,
     everything: Annotated[
         bool,
         typer.Option(

@@ -13,6 +13,7 @@ import typer
 
 from skippipe.cli import inputs
 from skippipe.errors import UserError
+from skippipe.ranges import CONTEXT, SEED, Range
 
 if TYPE_CHECKING:
     from skippipe.inference.decoding import Decoder
@@ -35,12 +36,14 @@ def generate(
         ),
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens to write, at most, after each prompt.", rich_help_panel=CHOICE)
+        int,
+        Range(1, CONTEXT.most),
+        typer.Option(help="Tokens to write, at most, after each prompt.", rich_help_panel=CHOICE),
     ] = 128,
     temperature: Annotated[
         float,
+        Range(0, 1_000),
         typer.Option(
-            min=0,
             help="0: always the likeliest word. 1: as likely as the model finds it. Between: likelier words get "
             "likelier.",
             rich_help_panel=CHOICE,
@@ -48,22 +51,20 @@ def generate(
     ] = 0.8,
     top_k: Annotated[
         int,
-        typer.Option(
-            min=0, help="Only from so many of the likeliest tokens.", show_default="0: all", rich_help_panel=CHOICE
-        ),
+        Range(0, 10**9),
+        typer.Option(help="Only from so many of the likeliest tokens.", show_default="0: all", rich_help_panel=CHOICE),
     ] = 0,
     top_p: Annotated[
         float,
+        Range(0, 1, above=True),
         typer.Option(
-            min=0,
-            max=1,
             help="Only from the likeliest ones that together have this share.",
             show_default="1: all",
             rich_help_panel=CHOICE,
         ),
     ] = 1.0,
     seed: Annotated[
-        int, typer.Option(min=0, help="Same seed and prompt, same text (and same --keep).", rich_help_panel=CHOICE)
+        int, SEED, typer.Option(help="Same seed and prompt, same text (and same --keep).", rich_help_panel=CHOICE)
     ] = 0,
     stop: Annotated[
         list[str] | None,
@@ -86,20 +87,20 @@ def generate(
     ] = None,
     draft_tokens: Annotated[
         int | None,
+        Range(1, 10**4),
         typer.Option(
-            min=1,
             help="Tokens of a draft.",
             show_default="as many as pay, by how many were right",
             rich_help_panel=DRAFT,
         ),
     ] = None,
     together: Annotated[
-        int, typer.Option(min=1, help="Prompts that are worked on at a time.", rich_help_panel=inputs.WORK)
+        int, Range(1, 10**4), typer.Option(help="Prompts that are worked on at a time.", rich_help_panel=inputs.WORK)
     ] = 8,
     context: Annotated[
         int | None,
+        CONTEXT,
         typer.Option(
-            min=2,
             help="Tokens of prompt and text together, at most. Say it if the model was trained on shorter samples "
             "than its config allows.",
             show_default="as the model's config says",

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from skippipe.errors import UserError
+from skippipe.ranges import (
+    BUDGET_S,
+    DRAWS,
+    MICROBATCHES,
+    SAMPLES,
+    SEED,
+    SEQUENCE,
+    SLOTS,
+    STAGES,
+    Range,
+    split_hint,
+)
 
 if TYPE_CHECKING:
     from skippipe.planner.problem import Placement, Problem
@@ -19,6 +33,7 @@ if TYPE_CHECKING:
 
 PIPELINE, WORKLOAD, SEARCH = "Pipeline", "Workload", "Search"
 PART, WORK, NODES = "Part of the model", "Work", "Nodes"
+LONGEST_SHOWN = 30  # characters of what is refused
 
 ClusterName = Annotated[
     str,
@@ -44,11 +59,13 @@ ContentionOnly = Annotated[
 ]
 Budget = Annotated[
     float,
-    typer.Option(min=0, help="Seconds of planning at most (for each strategy).", rich_help_panel=SEARCH),
+    Range(0, BUDGET_S.most),
+    typer.Option(help="Seconds of planning at most (for each strategy).", rich_help_panel=SEARCH),
 ]
 Seed = Annotated[
     int,
-    typer.Option(min=0, help="Same seed, same plan, unless the budget cuts the search short.", rich_help_panel=SEARCH),
+    SEED,
+    typer.Option(help="Same seed, same plan, unless the budget cuts the search short.", rich_help_panel=SEARCH),
 ]
 
 
@@ -78,7 +95,7 @@ SeveralStages = Annotated[
 SeveralKeep = Annotated[
     list[str] | None, typer.Option(help=f"{_KEEP} Also several times.", show_default="all", rich_help_panel=PART)
 ]
-Draws = Annotated[int, typer.Option(min=1, help="Different parts to draw for every share.", rich_help_panel=PART)]
+Draws = Annotated[int, DRAWS, typer.Option(help="Different parts to draw for every share.", rich_help_panel=PART)]
 Drive = Annotated[str, _drive("or a number to multiply by.")]
 DriveOrBest = Annotated[
     str,
@@ -141,13 +158,14 @@ class SweepOptions:
         ),
     ] = None
     sequence: Annotated[
-        int | None, typer.Option(help="Tokens of a sample.", show_default="4096", rich_help_panel=WORKLOAD)
+        int | None, SEQUENCE, typer.Option(help="Tokens of a sample.", show_default="4096", rich_help_panel=WORKLOAD)
     ] = None
     samples: Annotated[
-        int | None, typer.Option(help="Of a microbatch.", show_default="2", rich_help_panel=WORKLOAD)
+        int | None, SAMPLES, typer.Option(help="Of a microbatch.", show_default="2", rich_help_panel=WORKLOAD)
     ] = None
     microbatches: Annotated[
         int | None,
+        MICROBATCHES,
         typer.Option(
             "-m", "--microbatches", help="Of an iteration.", show_default="6 a data node", rich_help_panel=WORKLOAD
         ),
@@ -166,6 +184,7 @@ class SweepOptions:
     ] = None
     max_slots: Annotated[
         int | None,
+        SLOTS,
         typer.Option(
             help="At most so many microbatches in flight on a node.",
             show_default="what its memory holds; the examples: 3",
@@ -184,12 +203,14 @@ class StageOptions:
 
     stages: Annotated[
         int | None,
+        STAGES,
         typer.Option(
             "-s", "--stages", help="Of the pipeline.", show_default="6, or 4 under 12 nodes", rich_help_panel=PIPELINE
         ),
     ] = None
     visit: Annotated[
         int | None,
+        STAGES,
         typer.Option("-l", "--visit", help="Stages on a path, stage 0 included.", rich_help_panel=PIPELINE),
     ] = None
     skip: Annotated[
@@ -235,6 +256,71 @@ def takes(options_type: type[Any]) -> Callable[[Callable[..., None]], Callable[.
         return called
 
     return spread
+
+
+def ranged(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, with its numbers read and checked before it begins: what is wrong is one line, as in files."""
+    parameters = list(inspect.signature(command, eval_str=True).parameters.values())
+    numbers = {each.name: each.annotation for each in parameters if _number_in(each.annotation)}
+
+    @wraps(command)
+    def called(**said: Any) -> None:
+        for name, hint in numbers.items():
+            said[name] = _read_number(hint, said[name], _option_name(name, hint))
+        command(**said)
+
+    called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [each.replace(annotation=_as_text(each.annotation)) for each in parameters]
+    )
+    called.__annotations__ = {each.name: _as_text(each.annotation) for each in parameters}
+    return called
+
+
+def _number_in(hint: Any) -> type[Any] | None:
+    """int or float, if an option takes such numbers."""
+    inner = split_hint(hint)[0]
+    inner = get_args(inner)[0] if get_origin(inner) is list else inner
+    return inner if inner in (int, float) else None
+
+
+def _as_text(hint: Any) -> Any:
+    """What the parser of options takes for it: texts, so that numbers are read here; the help says the range."""
+    number = _number_in(hint)
+    if number is None:
+        return hint
+    inner, within = split_hint(hint)
+    shown = copy.copy(_option_in(hint))
+    shown.help = f"{shown.help} {str(within).capitalize()}."
+    shown.metavar = shown.metavar or ("INTEGER" if number is int else "NUMBER")
+    taken: Any = list[str] if get_origin(inner) is list else str
+    return Annotated[taken | None if type(None) in get_args(get_args(hint)[0]) else taken, shown]
+
+
+def _option_in(hint: Any) -> Any:
+    return next(note for note in get_args(hint) if isinstance(note, OptionInfo))
+
+
+def _option_name(name: str, hint: Any) -> str:
+    said = [each for each in _option_in(hint).param_decls or () if each.startswith("--")]
+    return said[0] if said else f"--{name.replace('_', '-')}"
+
+
+def _read_number(hint: Any, said: Any, place: str) -> Any:
+    if said is None:
+        return None
+    if isinstance(said, list):
+        return [_read_number(hint, each, place) for each in said]
+    number, within = _number_in(hint), split_hint(hint)[1]
+    assert number is not None
+    assert within is not None
+    try:
+        found = number(said)
+    except ValueError:
+        kind = "whole number" if number is int else "number"
+        shown = said if len(said) <= LONGEST_SHOWN else f"{said[:LONGEST_SHOWN]}…"
+        raise UserError(f"{place}: '{shown}' is not a {kind}; give {within}") from None
+    within.check(found, place)
+    return found
 
 
 def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:

@@ -18,6 +18,7 @@ import typer
 from skippipe.cli import inputs
 from skippipe.errors import Infeasible, UserError
 from skippipe.jsonfile import check_writable
+from skippipe.ranges import MICROBATCHES, POSITIVE, Range
 
 BOUND_SHARE = 0.2  # of the budget, for a proof of how good a plan could be
 LATE = 2 / 3  # of a search: from here on, it should not find much more
@@ -60,8 +61,8 @@ def plan(
     budget: inputs.Budget = 30,
     changes: Annotated[
         int | None,
+        POSITIVE,
         typer.Option(
-            min=1,
             help="End after so many changes tried, whatever time that takes: the same plan every time (best only).",
             show_default="no limit",
             rich_help_panel=inputs.SEARCH,
@@ -70,8 +71,8 @@ def plan(
     seed: inputs.Seed = 0,
     most_microbatches: Annotated[
         int | None,
+        MICROBATCHES,
         typer.Option(
-            min=1,
             help="The batch is open: from --microbatches to so many, as many as train the most samples a second (best "
             "only).",
             show_default="as many as --microbatches says",
@@ -87,10 +88,9 @@ def plan(
     ] = None,
     robust: Annotated[
         float,
+        Range(0, 2),
         typer.Option(
             metavar="JITTER",
-            min=0,
-            max=2,
             help="Of the plans found, take the one that is best in 95 of 100 iterations when nodes and links are now "
             "and then slower: 0.2 is a standard deviation of 20% (best only; see 'skippipe simulate --jitter').",
             show_default="no jitter",

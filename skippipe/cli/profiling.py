@@ -15,6 +15,7 @@ import typer
 from skippipe.cli import inputs, planning
 from skippipe.errors import UserError
 from skippipe.jsonfile import check_writable
+from skippipe.ranges import NODES, SAMPLES, SEQUENCE, THREADS, WAIT_S, Range
 
 if TYPE_CHECKING:
     from skippipe.cluster import Cluster
@@ -29,8 +30,8 @@ NAMED = 8  # outliers and pairs that are printed; the files have all of them
 
 def profile(
     local: Annotated[
-        int | None,
-        typer.Option(min=1, help="So many nodes, as processes of this machine.", rich_help_panel=inputs.NODES),
+        int | None, NODES,
+        typer.Option(help="So many nodes, as processes of this machine.", rich_help_panel=inputs.NODES),
     ] = None,
     keys: inputs.Keys = None,
     listen: Annotated[
@@ -38,9 +39,9 @@ def profile(
         typer.Option(help="host:port where nodes join.", show_default="0.0.0.0:5555", rich_help_panel=inputs.NODES),
     ] = None,
     patience: Annotated[
-        float,
+        float, Range(1, WAIT_S.most),
         typer.Option(
-            min=1, help="Seconds to wait for nodes; then it goes on without them.", rich_help_panel=inputs.NODES
+            help="Seconds to wait for nodes; then it goes on without them.", rich_help_panel=inputs.NODES
         ),
     ] = 600,
     output: Annotated[Path, typer.Option("--output", "-o", help="The cluster file.")] = Path("cluster.json"),
@@ -75,11 +76,11 @@ def profile(
         ),
     ] = None,
     sequence: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens of a sample.", show_default="4096", rich_help_panel=inputs.WORKLOAD),
+        int | None, SEQUENCE,
+        typer.Option(help="Tokens of a sample.", show_default="4096", rich_help_panel=inputs.WORKLOAD),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Of a microbatch.", show_default="2", rich_help_panel=inputs.WORKLOAD)
+        int | None, SAMPLES, typer.Option(help="Of a microbatch.", show_default="2", rich_help_panel=inputs.WORKLOAD)
     ] = None,
     checkpointing: Annotated[
         bool,
@@ -95,11 +96,11 @@ def profile(
         typer.Option(help="What layers compute in.", show_default="fp32", rich_help_panel=inputs.WORK),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Of a node.", show_default="1", rich_help_panel=inputs.WORK)
+        int | None, THREADS, typer.Option(help="Of a node.", show_default="1", rich_help_panel=inputs.WORK)
     ] = None,
     transfer: Annotated[
-        float,
-        typer.Option(min=0.01, max=10, help="Seconds that a transfer takes: longer is more exact.",
+        float, Range(0.01, 10),
+        typer.Option(help="Seconds that a transfer takes: longer is more exact.",
                      rich_help_panel=inputs.WORK),
     ] = 0.25,
     as_json: inputs.Json = False,

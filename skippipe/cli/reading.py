@@ -11,6 +11,7 @@ import typer
 
 from skippipe.cli import inputs
 from skippipe.errors import UserError
+from skippipe.ranges import DRAWS, MICROBATCHES, SEED, Range
 
 if TYPE_CHECKING:
     from skippipe.cluster import Cluster
@@ -114,6 +115,7 @@ def simulate_plan(
     ] = None,
     microbatches: Annotated[
         int | None,
+        MICROBATCHES,
         typer.Option(
             "--microbatches", "-m", help="Of the published paths, dealt out over their lanes. [default: as published]"
         ),
@@ -121,17 +123,16 @@ def simulate_plan(
     contention_only: inputs.ContentionOnly = None,
     jitter: Annotated[
         float | None,
+        Range(0, 2),
         typer.Option(
-            min=0,
-            max=2,
             help="Also: how iterations vary if nodes and links do. 0.2: what a node computes, the latency and the "
             "bandwidth of a link each take a random number of times as long, with a standard deviation of 20%.",
             show_default="none",
             rich_help_panel=JITTER,
         ),
     ] = None,
-    draws: Annotated[int, typer.Option(min=1, help="Iterations to draw.", rich_help_panel=JITTER)] = 200,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same draws.", rich_help_panel=JITTER)] = 0,
+    draws: Annotated[int, DRAWS, typer.Option(help="Iterations to draw.", rich_help_panel=JITTER)] = 200,
+    seed: Annotated[int, SEED, typer.Option(help="Same seed, same draws.", rich_help_panel=JITTER)] = 0,
     trace: inputs.Trace = None,
     as_json: inputs.Json = False,
 ) -> None:

@@ -14,6 +14,7 @@ import typer
 
 from skippipe.cli import inputs
 from skippipe.jsonfile import check_writable, json_text, write_text
+from skippipe.ranges import CONTEXT, SEED, Range
 
 if TYPE_CHECKING:
     from skippipe.parts import Part
@@ -48,15 +49,15 @@ def score(
     drive: inputs.Drive = "plain",
     cut: inputs.Cut = None,
     limit: Annotated[
-        int, typer.Option(min=1, help="Questions of each task, at most.", rich_help_panel=inputs.WORK)
+        int, Range(1, 10**6), typer.Option(help="Questions of each task, at most.", rich_help_panel=inputs.WORK)
     ] = 500,
     seed: Annotated[
-        int, typer.Option(min=0, help="Same seed, same questions and same parts.", rich_help_panel=inputs.WORK)
+        int, SEED, typer.Option(help="Same seed, same questions and same parts.", rich_help_panel=inputs.WORK)
     ] = 0,
     context: Annotated[
         int | None,
+        CONTEXT,
         typer.Option(
-            min=2,
             help="Tokens that the model looks at, at most; longer texts lose their beginning. Say it if the model was "
             "trained on shorter samples than a passage, about 200 tokens.",
             show_default="as the model's config says",

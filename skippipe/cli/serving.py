@@ -15,6 +15,7 @@ import typer
 
 from skippipe.cli import inputs
 from skippipe.errors import UserError
+from skippipe.ranges import CONTEXT, NODES, PORT, THREADS, WAIT_S, Range
 
 if TYPE_CHECKING:
     from skippipe.cluster import Cluster
@@ -29,7 +30,7 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address to answer at; other than loopback: with a token only.", rich_help_panel=WHERE)
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any.", rich_help_panel=WHERE)] = 8000,
+    port: Annotated[int, PORT, typer.Option(help="0: any.", rich_help_panel=WHERE)] = 8000,
     token_file: Annotated[
         Path | None,
         typer.Option(
@@ -40,8 +41,8 @@ def serve(
     ] = None,
     nodes: Annotated[
         int | None,
+        NODES,
         typer.Option(
-            min=1,
             help="Processes of this machine that stages are dealt to, one after another.",
             show_default="two for every stage; one, if there are more than 8 stages",
             rich_help_panel=inputs.NODES,
@@ -64,7 +65,7 @@ def serve(
         Literal["fp32", "bf16", "int8"] | None,
         typer.Option(help="Hidden states between nodes.", show_default="like --dtype", rich_help_panel=inputs.WORK),
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Of a node.", rich_help_panel=inputs.WORK)] = 1,
+    threads: Annotated[int, THREADS, typer.Option(help="Of a node.", rich_help_panel=inputs.WORK)] = 1,
     logs: Annotated[
         Path | None,
         typer.Option(
@@ -86,30 +87,39 @@ def serve(
     ] = None,
     context: Annotated[
         int | None,
+        CONTEXT,
         typer.Option(
-            min=2,
             help="Tokens of prompt and answer together, at most.",
             show_default="as the model's config says",
             rich_help_panel=LIMITS,
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.", rich_help_panel=LIMITS)] = 4096,
+    max_tokens: Annotated[
+        int, Range(1, CONTEXT.most), typer.Option(help="Of an answer.", rich_help_panel=LIMITS)
+    ] = 4096,
     timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds in which an answer has to be complete.", rich_help_panel=LIMITS)
+        float,
+        Range(1, WAIT_S.most),
+        typer.Option(help="Seconds in which an answer has to be complete.", rich_help_panel=LIMITS),
     ] = 600,
-    requests_a_minute: Annotated[int, typer.Option(min=1, help="With one token.", rich_help_panel=LIMITS)] = 600,
-    at_once: Annotated[int, typer.Option(min=1, help="Requests with one token.", rich_help_panel=LIMITS)] = 64,
+    requests_a_minute: Annotated[
+        int, Range(1, 10**6), typer.Option(help="With one token.", rich_help_panel=LIMITS)
+    ] = 600,
+    at_once: Annotated[
+        int, Range(1, 10**6), typer.Option(help="Requests with one token.", rich_help_panel=LIMITS)
+    ] = 64,
     queue: Annotated[
-        int, typer.Option(min=1, help="Answers that wait for a place; beyond: 503.", rich_help_panel=LIMITS)
+        int, Range(1, 10**6), typer.Option(help="Answers that wait for a place; beyond: 503.", rich_help_panel=LIMITS)
     ] = 256,
     patience: Annotated[
         float,
-        typer.Option(min=0, help="Seconds that requests wait for lost stages before 503.", rich_help_panel=LIMITS),
+        WAIT_S,
+        typer.Option(help="Seconds that requests wait for lost stages before 503.", rich_help_panel=LIMITS),
     ] = 30,
     cache_tokens: Annotated[
         int | None,
+        Range(2, 10**9),
         typer.Option(
-            min=2,
             help="That a lane of up to 16 answers has room for, on every node.",
             show_default="65,536, or the context if that is more",
             rich_help_panel=LIMITS,

@@ -12,6 +12,7 @@ import typer
 from skippipe.cli import inputs, planning
 from skippipe.errors import Infeasible
 from skippipe.jsonfile import check_writable
+from skippipe.ranges import Range
 
 if TYPE_CHECKING:
     from skippipe.plan import Plan
@@ -37,8 +38,8 @@ def sweep(
     ] = None,
     penalty: Annotated[
         float,
+        Range(0, 1_000),
         typer.Option(
-            min=0,
             metavar="NATS",
             help="Loss that skipping adds per share of the stages, for the same tokens: with 0.3, a third skipped "
             "costs 0.1 nats. 0: only time counts. 'skippipe study' measures it.",
@@ -47,8 +48,8 @@ def sweep(
     ] = 0.0,
     doubling: Annotated[
         float,
+        Range(0.001, 1_000),
         typer.Option(
-            min=0.001,
             metavar="NATS",
             help="Loss that twice as many tokens take off. With 0.1 and a penalty of 0.3, a third skipped takes twice "
             "as many tokens to the same loss, so it has to be twice as fast.",

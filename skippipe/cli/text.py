@@ -9,12 +9,15 @@ from typing import Annotated
 import typer
 
 from skippipe.errors import UserError
+from skippipe.ranges import VOCABULARY
 
 
 def prepare(
     texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="Text files (.txt, .xz), or 'classics'.")],
     out: Annotated[Path, typer.Option(help="The folder to make.")],
-    vocabulary: Annotated[int | None, typer.Option(help="Train a byte-level BPE of this size on the texts.")] = None,
+    vocabulary: Annotated[
+        int | None, VOCABULARY, typer.Option(help="Train a byte-level BPE of this size on the texts.")
+    ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Use this tokenizer: a Hugging Face folder, or a folder of tokens.")
     ] = None,

@@ -16,6 +16,7 @@ import typer
 
 from skippipe.cli import planning
 from skippipe.errors import UserError
+from skippipe.ranges import ITERATIONS, WAIT_S
 
 if TYPE_CHECKING:
     from skippipe.cluster import Cluster
@@ -52,7 +53,7 @@ def job(
 
 def train(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="A job file; 'skippipe job' prints one.")],
-    iterations: Annotated[int | None, typer.Option(min=1, help="Instead of the job's.")] = None,
+    iterations: Annotated[int | None, ITERATIONS, typer.Option(help="Instead of the job's.")] = None,
     out: Annotated[str | None, typer.Option(help="Output folder, instead of the job's.")] = None,
     engine: Annotated[
         str,
@@ -79,7 +80,8 @@ def train(
     ] = None,
     drill: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Kill a node's process when so many iterations are done, to see the repair."),
+        ITERATIONS,
+        typer.Option(help="Kill a node's process when so many iterations are done, to see the repair."),
     ] = None,
     ray_address: Annotated[
         str | None,
@@ -239,7 +241,9 @@ def node(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N, instead of the job's.")] = None,
     patience: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for the coordinator, before training and whenever it is gone.")
+        float,
+        WAIT_S,
+        typer.Option(help="Seconds to wait for the coordinator, before training and whenever it is gone."),
     ] = 900,
 ) -> None:
     """Join a run, or a gateway that serves, from another machine and work until it is over.

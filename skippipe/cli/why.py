@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from skippipe.cli import inputs, planning, reading
+from skippipe.ranges import Range
 
 if TYPE_CHECKING:
     from skippipe.blame import Limit, What
@@ -22,7 +23,9 @@ SHOWN = 6  # causes, the largest
 
 def why(
     plan: reading.PlanFile,
-    changes: Annotated[int, typer.Option(min=0, help="List so many changes that help at most; 0: try none.")] = 5,
+    changes: Annotated[
+        int, Range(0, 10**6), typer.Option(help="List so many changes that help at most; 0: try none.")
+    ] = 5,
     replanning: Annotated[
         bool,
         typer.Option(

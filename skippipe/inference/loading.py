@@ -19,10 +19,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skippipe.errors import UserError
-from skippipe.jsonfile import exists, read_as, read_json
+from skippipe.jsonfile import exists, read_as
 from skippipe.model.blueprint import Blueprint, config_from, config_named
 from skippipe.model.rebuilding import LAYER
 from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.model_files import INDEX, check_model_folder, weight_map_of
 from skippipe.parts import whole_numbers
 from skippipe.runs.listing import model_run_id, run_id_of
 from skippipe.runtime.building import check_device
@@ -31,7 +32,6 @@ from skippipe.workload import Workload
 
 _Language: Any = AutoModelForCausalLM  # untyped
 _Tokenizer: Any = AutoTokenizer
-INDEX = "model.safetensors.index.json"
 WEIGHTS = ".weights.safetensors"  # how files of a checkpoint end that have weights
 PROBES, PROBE_BYTES = 16, 2**16  # of a file of weights, that its fingerprint looks at
 
@@ -89,11 +89,12 @@ def load(checkpoint: Path, cut: str | None = None, device: str = "cpu", context:
 def outlined(checkpoint: Path, cut: str | None = None) -> Outline:
     """`cut` as in `load`."""
     place = found_place(checkpoint)
+    check_model_folder(place)
     if (place / MANIFEST).is_file():
         manifest = _manifest(place)
         config, known = config_from(manifest.config), manifest.layers
     else:
-        config, known = config_named(str(place.resolve())), exported_layers(_weight_map(place))
+        config, known = config_named(str(place.resolve())), exported_layers(weight_map_of(place))
     blueprint = Blueprint(config)
     return Outline(place, blueprint, layers_of(cut, blueprint) if cut is not None else known or (blueprint.layers,))
 
@@ -112,7 +113,7 @@ def fingerprint(place: Path) -> str:
     if (place / MANIFEST).is_file():  # it has a hash of every file
         digest.update((place / MANIFEST).read_bytes())
         return digest.hexdigest()
-    for file in sorted(each for each in place.iterdir() if each.suffix in (".safetensors", ".bin")):
+    for file in sorted(each for each in place.iterdir() if each.suffix == ".safetensors"):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as opened:
@@ -176,13 +177,6 @@ def _manifest(place: Path) -> Manifest:
     return read_as(Manifest.from_json, place / MANIFEST)
 
 
-def _weight_map(place: Path) -> dict[str, str]:
-    """Name of a weight → the file that holds it, if there is an index."""
-    index = read_json(place / INDEX) if (place / INDEX).is_file() else {}
-    found: dict[str, str] = index.get("weight_map", {})
-    return found
-
-
 def _of_checkpoint(place: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for file in verified(place).files:
@@ -192,10 +186,19 @@ def _of_checkpoint(place: Path) -> dict[str, Tensor]:
 
 
 def _of_folder(place: Path, config: Any) -> dict[str, Tensor]:
-    """Through transformers, which knows in how many ways weights have been stored."""
+    """Through transformers, which knows in how many ways weights have been stored; of safetensors files alone."""
+    weight_map_of(place)  # refuses an index that names files elsewhere
+    if not any(place.glob("*.safetensors")):
+        raise UserError(f"{place}: has no weights in safetensors files, and others (pickle) are not read; convert them")
     try:
         model, said = _Language.from_pretrained(
-            place, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            place,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            output_loading_info=True,
+            trust_remote_code=False,
+            use_safetensors=True,
         )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise UserError(f"{place}: transformers cannot load it: {str(error).strip().splitlines()[0]}") from None
@@ -215,8 +218,8 @@ def _some(outline: Outline, names: set[str]) -> dict[str, Tensor]:
                 weights |= found
         return weights
     weights = {}
-    for name in sorted(set(_weight_map(place).values())) or ["model.safetensors"]:
-        if Path(name).name == name and (place / name).is_file():
+    for name in sorted(set(weight_map_of(place).values())) or ["model.safetensors"]:
+        if (place / name).is_file():
             weights |= _picked(place / name, names)
     return weights if weights.keys() >= names else _of_folder(place, outline.blueprint.config)
 
@@ -231,7 +234,7 @@ def _picked(file: Path, names: set[str]) -> dict[str, Tensor]:
 
 def _tokenizer(place: Path, vocabulary: int) -> Any:
     try:
-        found = _Tokenizer.from_pretrained(place, local_files_only=True)
+        found = _Tokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever any of its hundred tokenizers raises
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"{place}: no tokenizer that transformers reads: {reason}") from None

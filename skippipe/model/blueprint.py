@@ -18,9 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from skippipe.errors import UserError
+from skippipe.model_files import CODE_FIELD, check_model_folder
 from skippipe.workload import MODELS, ModelShape, model_named
 
 _Language: Any = AutoModelForCausalLM  # untyped
+ATTENTION = ("sdpa", "eager")  # torch's own; other names in a folder's config are kernels to be fetched
 TESTED = ("llama", "qwen3", "mistral", "qwen3_moe")
 MASKS: dict[str, Callable[..., Any]] = {
     "full_attention": create_causal_mask,
@@ -34,10 +36,13 @@ def config_named(name: str, vocabulary: int | None = None) -> Any:
         config = llama_config(MODELS[name])
     else:
         model_named(name)  # says what is missing, in one line
+        path = Path(name)
+        check_model_folder(path if path.is_dir() else path.parent)
         try:
-            config = AutoConfig.from_pretrained(Path(name))
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"model '{name}': {str(error).splitlines()[0]}") from None
+        config.__dict__.pop(CODE_FIELD, None)  # neither followed nor handed on
     if vocabulary is not None:
         config.vocab_size = vocabulary
         for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -48,7 +53,8 @@ def config_named(name: str, vocabulary: int | None = None) -> Any:
 
 def config_from(fields: dict[str, Any]) -> Any:
     """The configuration that these fields were written from."""
-    said = {name: value for name, value in fields.items() if name not in ("model_type", "transformers_version")}
+    left_out = ("model_type", "transformers_version", CODE_FIELD)
+    said = {name: value for name, value in fields.items() if name not in left_out}
     return AutoConfig.for_model(fields["model_type"], **said)
 
 
@@ -74,11 +80,11 @@ class Blueprint:
     def __init__(self, config: Any, seed: int = 0) -> None:
         self.config = config
         self.seed = seed
-        if getattr(config, "_attn_implementation", None) is None:
+        if getattr(config, "_attn_implementation", None) not in ATTENTION:
             config._attn_implementation = "sdpa"
         try:
             with torch.device("meta"):
-                self.skeleton: Any = _Language.from_config(config)
+                self.skeleton: Any = _Language.from_config(config, trust_remote_code=False)
         except (ValueError, KeyError, AttributeError) as error:
             raise UserError(f"transformers makes no language model of this: {str(error).splitlines()[0]}") from None
         self._base: Any = getattr(self.skeleton, self.skeleton.base_model_prefix, None)

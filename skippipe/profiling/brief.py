@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from skippipe.cluster import Cluster
 from skippipe.errors import UserError
 from skippipe.jsonfile import Fields
 from skippipe.profiling.probing import Effort
+from skippipe.ranges import HEARTBEAT_S, THREADS, WAIT_S
 from skippipe.runtime.posts import PROFILING
 from skippipe.training.tomlfile import from_table
 from skippipe.workload import Workload
@@ -24,13 +25,13 @@ class ProfilingBrief:
     """Of it, the size of a microbatch and how it is computed."""
     device: str = "cpu"
     compiled: bool = False
-    threads: int = 1
-    compute_s: float = 1.0
+    threads: Annotated[int, THREADS] = 1
+    compute_s: Annotated[float, WAIT_S] = 1.0
     """For the passes that are measured; what runs then is the last."""
     effort: Effort = field(default_factory=Effort)
     emulated: Cluster | None = None
     """Links take what they take in this cluster of the same nodes; none: they are as they are."""
-    heartbeat_s: float = 5.0
+    heartbeat_s: Annotated[float, HEARTBEAT_S] = 5.0
     """Within which a node gives several signs of life."""
 
     @property
@@ -57,7 +58,7 @@ class ProfilingBrief:
 
     @classmethod
     def from_json(cls, value: Any) -> ProfilingBrief:
-        fields = Fields(value, "brief")
+        fields = Fields(value, "brief", of=cls)
         fields.text("kind", (PROFILING,))
         config = fields.take("config")
         if not isinstance(config, dict):
@@ -69,11 +70,11 @@ class ProfilingBrief:
             workload=Workload.from_json(fields.take("workload")),
             device=fields.text("device"),
             compiled=fields.flag("compiled"),
-            threads=fields.integer("threads", at_least=1),
-            compute_s=fields.number("compute_s", at_least=0),
+            threads=fields.integer("threads"),
+            compute_s=fields.number("compute_s"),
             effort=from_table(Effort, fields.take("effort"), "brief.effort"),
             emulated=Cluster.from_json(emulated) if emulated is not None else None,
-            heartbeat_s=fields.number("heartbeat_s", above=0),
+            heartbeat_s=fields.number("heartbeat_s"),
         )
         fields.close()
         return brief

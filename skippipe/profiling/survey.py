@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skippipe.cluster import Cluster
+from skippipe.cluster import Cluster, Node
 from skippipe.errors import UserError
 from skippipe.jsonfile import Fields, as_number, exists, json_text, read_as, write_text
 from skippipe.profiling.figures import LinkFigures, NodeFigures
+from skippipe.ranges import COUNT, WAIT_S, range_of
 
 FORMAT = "skippipe-profile"
 VERSION = 1
@@ -65,18 +66,19 @@ class Survey:
         for entry in fields.objects("nodes"):
             nodes[entry.text("name")] = NodeFigures(
                 location=entry.text("location"),
-                memory_bytes=entry.integer("memory_bytes", at_least=1),
-                flops_per_s=entry.number("flops_per_s", above=0),
-                forward_s=entry.number("forward_s", at_least=0),
-                backward_s=entry.number("backward_s", at_least=0),
-                spread=entry.number("spread", at_least=0),
+                memory_bytes=entry.integer("memory_bytes", range_of(Node, "memory_bytes")),
+                flops_per_s=entry.number("flops_per_s", range_of(Node, "flops_per_s")),
+                forward_s=entry.number("forward_s", WAIT_S),
+                backward_s=entry.number("backward_s", WAIT_S),
+                spread=entry.number("spread", COUNT),
             )
             entry.close()
         links: dict[Ends, LinkFigures | None] = {}
         for index, row in enumerate(fields.items("links")):
             at = f"{fields.at('links')}[{index}]"
             ends, figures = _ends(row, at, 5)
-            latency_s, bandwidth, spread = (as_number(each, at, at_least=0) for each in figures)
+            within = (range_of(Cluster, "latency_s"), range_of(Cluster, "bandwidth_bytes_per_s"), COUNT)
+            latency_s, bandwidth, spread = (as_number(each, at, its) for each, its in zip(figures, within, strict=True))
             links[ends] = LinkFigures(latency_s, bandwidth, spread)
         for index, row in enumerate(fields.items("unreachable")):
             links[_ends(row, f"{fields.at('unreachable')}[{index}]", 2)[0]] = None

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from skippipe.model_files import INDEX
+
 RUN_FILE = "run.json"
 TRACE = re.compile(r"iteration-(\d{1,12})\.json")
 
@@ -62,7 +64,7 @@ def checkpoint_run_id(place: Path) -> str | None:
 
 def model_run_id(folder: Path) -> str:
     """The id of the run that wrote a Hugging Face folder; empty: nothing says so."""
-    metadata = _object(folder / "model.safetensors.index.json").get("metadata")
+    metadata = _object(folder / INDEX).get("metadata")
     found = metadata.get("run", "") if isinstance(metadata, dict) else ""
     return found if isinstance(found, str) else ""
 

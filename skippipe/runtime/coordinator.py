@@ -11,7 +11,7 @@ they repeat at most one iteration.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -79,7 +79,7 @@ class Coordinator:
     """Says how long paths are in which iteration."""
     plans: Mapping[int, Plan] = field(default_factory=dict)
     """For paths of these lengths, on the same stages; one that is missing is made when its turn comes."""
-    recorded: frozenset[int] = frozenset()
+    recorded: Container[int] = frozenset()
     """The iterations of which every task is reported."""
     kept_every: int = 0
     """Iterations from one checkpoint to the next; 0: none are made."""

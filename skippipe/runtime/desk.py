@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -69,7 +69,7 @@ class Desk:
         first: int = 0,
         plans: Mapping[int, Plan] | None = None,
         resumed: bool = False,
-        recorded: frozenset[int] = frozenset(),
+        recorded: Container[int] = frozenset(),
         kept_every: int = 0,
         deadlines: Deadlines | None = None,
         survival: Survival | None = None,

@@ -239,10 +239,11 @@ class Node:
         """For people."""
         work = self._agenda.doing
         if isinstance(work, Task):
-            return f"step {work.step} of microbatch {work.microbatch} on lane {work.lane}, iteration {work.iteration}"
+            at = f"step {work.step} of microbatch {work.microbatch} on lane {work.lane}"
+            return f"{at}, iteration {work.iteration + 1}"
         if work is not None:
-            return f"{type(work).__name__.strip('_').lower()}, iteration {self.iteration}"
-        return f"{self.phase.value}, iteration {self.iteration}"
+            return f"{type(work).__name__.strip('_').lower()}, iteration {self.iteration + 1}"
+        return f"{self.phase.value}, iteration {self.iteration + 1}"
 
     def talks_to(self) -> set[int]:
         """The nodes before and after this one on its lanes and in its ring; whom it learns from, and who learns."""

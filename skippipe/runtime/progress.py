@@ -8,6 +8,7 @@ for those who are there, training pauses until somebody comes.
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,7 +50,7 @@ class Progress:
     end: int
     """The number of iterations from the very first, when all are done."""
     learning: Learning
-    recorded: frozenset[int]
+    recorded: Container[int]
     """The iterations of which every task is reported."""
     roster: Roster
     replanning: Replanning

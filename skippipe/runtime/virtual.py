@@ -11,7 +11,7 @@ what sockets and processes would do, without the seconds.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,7 +154,7 @@ class VirtualCluster:
     plans: Mapping[int, Plan] = field(default_factory=dict)
     """For paths of other lengths."""
     disturb: Disturb = lambda duration_ns: duration_ns
-    recorded: frozenset[int] = frozenset()
+    recorded: Container[int] = frozenset()
     watcher: Watcher | None = None
     first: int = 0
     kept_every: int = 0

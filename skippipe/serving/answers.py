@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from skippipe.errors import UserError
@@ -16,6 +18,9 @@ from skippipe.serving.answering import Refused, Said, Share
 from skippipe.serving.front import Front
 from skippipe.serving.streams import Ending, Request, Stream
 
+TEMPLATE_S = 5.0
+"""For a chat template to make a text of a conversation: it comes with the model, and may loop for ever."""
+TEMPLATE_CHARACTERS = 2**24
 _News = tuple[list[int], int, Ending | None] | Exception
 ENDINGS = {Ending.STOP: "stop", Ending.LENGTH: "length"}
 REFUSALS = {
@@ -23,6 +28,24 @@ REFUSALS = {
     Ending.SPOILED: "no node could compute it",
     Ending.CANCELLED: "the server is being stopped",
 }
+
+
+@contextmanager
+def _bounded(seconds: float) -> Iterator[None]:
+    """A deadline for Python code that loops: no thread can be stopped from outside, so this one looks at every line."""
+    end = time.monotonic() + seconds
+
+    def look(_frame: Any, _event: str, _argument: Any) -> Any:
+        if time.monotonic() > end:
+            raise TimeoutError(f"it is not done after {seconds:g} s")
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 class Answers:
@@ -58,9 +81,17 @@ class Answers:
     def chat_tokens(self, messages: Sequence[dict[str, str]]) -> list[int]:
         if getattr(self._tokenizer, "chat_template", None):
             try:
-                text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+                with _bounded(TEMPLATE_S):
+                    text = self._tokenizer.apply_chat_template(
+                        list(messages), tokenize=False, add_generation_prompt=True
+                    )
             except Exception as error:  # a template is a program of its own
                 raise UserError(f"messages: the model's chat template does not take them: {error}") from None
+            if len(text) > TEMPLATE_CHARACTERS:
+                raise UserError(
+                    f"messages: the model's chat template makes {len(text):,} characters of them; "
+                    f"{TEMPLATE_CHARACTERS:,} at most are read"
+                )
             found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
             return found
         said = "".join(f"{message['role'].capitalize()}: {message['content']}\n" for message in messages)

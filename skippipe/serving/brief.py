@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from skippipe.errors import UserError
 from skippipe.jsonfile import Fields, as_integer
+from skippipe.ranges import DRIVE, HEARTBEAT_S, POSITIVE, THREADS
 from skippipe.runtime.posts import SERVING
 
 
@@ -18,7 +19,7 @@ class ServingBrief:
     """Of each stage."""
     stage_of: dict[str, int]
     """Name of a node → the stage it holds."""
-    vocabulary: int
+    vocabulary: Annotated[int, POSITIVE]
     """Tokens that the model knows: ids are below it."""
     fingerprint: str
     """Of the checkpoint."""
@@ -27,12 +28,12 @@ class ServingBrief:
     """What stages compute in."""
     wire_dtype: str = "bf16"
     """Of hidden states between nodes."""
-    lane_tokens: int = 2**16
+    lane_tokens: Annotated[int, POSITIVE] = 2**16
     """That the cache of a lane has room for, on every node."""
-    drive: float = 1.0
+    drive: Annotated[float, DRIVE] = 1.0
     """By what stages count while others are missing."""
-    threads: int = 1
-    heartbeat_s: float = 5.0
+    threads: Annotated[int, THREADS] = 1
+    heartbeat_s: Annotated[float, HEARTBEAT_S] = 5.0
     """Within which a node gives several signs of life."""
 
     @property
@@ -45,7 +46,7 @@ class ServingBrief:
 
     @classmethod
     def from_json(cls, value: Any) -> ServingBrief:
-        fields = Fields(value, "brief")
+        fields = Fields(value, "brief", of=cls)
         fields.text("kind", (SERVING,))
         layers = tuple(as_integer(each, "brief.layers") for each in fields.items("layers"))
         held = fields.take("stage_of")
@@ -55,15 +56,15 @@ class ServingBrief:
             checkpoint=fields.text("checkpoint"),
             layers=layers,
             stage_of=held,
-            vocabulary=fields.integer("vocabulary", at_least=1),
+            vocabulary=fields.integer("vocabulary"),
             fingerprint=fields.text("fingerprint"),
             device=fields.text("device"),
             dtype=fields.text("dtype", ("fp32", "bf16")),
             wire_dtype=fields.text("wire_dtype", ("fp32", "bf16", "int8")),
-            lane_tokens=fields.integer("lane_tokens", at_least=1),
-            drive=fields.number("drive", above=0),
-            threads=fields.integer("threads", at_least=1),
-            heartbeat_s=fields.number("heartbeat_s", above=0),
+            lane_tokens=fields.integer("lane_tokens"),
+            drive=fields.number("drive"),
+            threads=fields.integer("threads"),
+            heartbeat_s=fields.number("heartbeat_s"),
         )
         fields.close()
         return brief

@@ -7,24 +7,39 @@ from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from skippipe.errors import UserError
 from skippipe.learning import Learning
+from skippipe.ranges import (
+    BUDGET_S,
+    DRAWS,
+    ITERATIONS,
+    LAYERS,
+    MICROBATCHES,
+    SAMPLES,
+    SEED,
+    SEQUENCE,
+    STAGES,
+    TOKENS,
+    VOCABULARY,
+    Range,
+)
 from skippipe.recipe import Recipe, dealt, parse_share, visited_of
 from skippipe.training.tomlfile import read_toml
 
 LATER = ("bridges", "heal")  # settings of recipes that older results do not know: left out where they say nothing
 Rule = Literal["", "CC1", "CC2", "CC3"]
+MOST_ITERATIONS = Range(1, 10**6)  # of a run: reports look at every single one
 
 
 @dataclass(frozen=True)
 class Batch:
-    sequence: int = 512
+    sequence: Annotated[int, SEQUENCE] = 512
     """Tokens of a sample."""
-    samples: int = 2
+    samples: Annotated[int, SAMPLES] = 2
     """Of a microbatch."""
-    microbatches: int = 30
+    microbatches: Annotated[int, MICROBATCHES] = 30
     """Of an iteration."""
 
     @property
@@ -34,17 +49,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class Measuring:
-    every: int = 50
+    every: Annotated[int, ITERATIONS] = 50
     """Iterations from one look at the held-out text to the next."""
-    tokens: int = 131_072
+    tokens: Annotated[int, TOKENS] = 131_072
     """Of the first text, at each look."""
-    final_tokens: int = 1_048_576
+    final_tokens: Annotated[int, TOKENS] = 1_048_576
     """Of every text in the end, for the whole model."""
-    part_tokens: int = 131_072
+    part_tokens: Annotated[int, TOKENS] = 131_072
     """Of every text, for each part of the model."""
     keep: list[str] = field(default_factory=lambda: ["5/6", "2/3", "1/2"])
     """Shares of the stages to measure in the end, as fractions of the whole."""
-    draws: int = 12
+    draws: Annotated[int, DRAWS] = 12
     """Parts to draw of each share; all there are, if that is fewer."""
 
 
@@ -55,7 +70,7 @@ class Planned:
     cluster: str = "published20"
     """A built-in example, a preset, or a cluster file."""
     timing: Literal["contention-only", "full"] = "contention-only"
-    budget_s: float = 30.0
+    budget_s: Annotated[float, BUDGET_S] = 30.0
     """Seconds of planning for each plan."""
 
 
@@ -64,17 +79,17 @@ class Variant:
     name: str
     recipe: Recipe = field(default_factory=lambda: Recipe(skip="0"))
     """How stages are skipped and what makes up for it."""
-    stages: int = 6
-    layers: int = 0
+    stages: Annotated[int, STAGES] = 6
+    layers: Annotated[int, Range(0, LAYERS.most)] = 0
     """Of the model; 0: as the configuration has it. Fewer make the smaller dense rival."""
-    tokens: int = 0
+    tokens: Annotated[int, Range(0, TOKENS.most)] = 0
     """To train on; 0: the study's."""
-    rate: float = 0.0
+    rate: Annotated[float, Range(0, 100)] = 0.0
     """The highest learning rate; 0: the study's."""
     breaks: Rule = ""
     """A rule to break on purpose: CC1 (stage 0 is skipped like any other), CC2 (stages come in one of several random
     orders), CC3 (some stages are visited often, others seldom)."""
-    seeds: list[int] | None = None
+    seeds: list[Annotated[int, SEED]] | None = None
     """Instead of the study's."""
 
     def __post_init__(self) -> None:
@@ -94,11 +109,11 @@ class Study:
     """Texts (.txt, .xz), or one folder with prepared tokens."""
     tests: list[str] = field(default_factory=lambda: ["classics-val"])
     """Held-out texts, likewise, as 'name=folder'; the first is looked at while training."""
-    vocabulary: int = 2048
+    vocabulary: Annotated[int, VOCABULARY] = 2048
     """Of a tokenizer to train, if `train` is not a folder of tokens."""
-    tokens: int = 100_000_000
+    tokens: Annotated[int, TOKENS] = 100_000_000
     """To train on."""
-    seeds: list[int] = field(default_factory=lambda: [0])
+    seeds: list[Annotated[int, SEED]] = field(default_factory=lambda: [0])
     batch: Batch = Batch()
     learning: Learning = field(default_factory=lambda: Learning(rate=1e-3, warmup=100))
     measuring: Measuring = Measuring()
@@ -108,6 +123,8 @@ class Study:
         names = [each.name for each in self.variant]
         if not names or len(set(names)) < len(names):
             raise UserError("variant: a study has one or more, each with a name of its own")
+        for run in self.runs:
+            MOST_ITERATIONS.check(run.iterations, f"variant '{run.variant.name}': iterations that its tokens make")
 
     @property
     def runs(self) -> list[Run]:

@@ -27,6 +27,7 @@ from skippipe.jsonfile import Fields, json_text, read_as, write_text
 from skippipe.planner.problem import Placement, Problem, lane_unit
 from skippipe.planner.strategies import Request, Strategy, make_plan
 from skippipe.planner.wishes import Wishes, cluster_named, problem_of
+from skippipe.ranges import CENTURY_S, LAYERS, POSITIVE, Range
 from skippipe.recipe import Recipe
 from skippipe.simulate import simulate
 from skippipe.study.settings import Planned, Study, Variant
@@ -36,6 +37,7 @@ from skippipe.workload import MODELS, Workload, model_named
 
 FORMAT, VERSION = "skippipe-study-times", 2
 SEED = 0  # of the planner
+TIME_S = Range(0, CENTURY_S.most, above=True)
 Progress = Callable[[str, float], None]
 """What is planned, and what share of all plans is done."""
 
@@ -83,8 +85,9 @@ class Promise:
 
     @classmethod
     def from_json(cls, entry: Fields) -> Promise:
+        said = entry.has("iteration_s")
         return cls(
-            iteration_s=entry.number("iteration_s", above=0) if entry.has("iteration_s") else entry.take("iteration_s"),
+            iteration_s=entry.number("iteration_s", TIME_S) if said else entry.take("iteration_s"),
             strategy=entry.take("strategy"),
             placement=tuple(tuple(nodes) for nodes in entry.items("placement")),
             refusal=entry.take("refusal"),
@@ -138,16 +141,16 @@ class Times:
         fields.header(FORMAT, VERSION)
         promises = {}
         for entry in fields.objects("iterations"):
-            sizes = {name: entry.integer(name, at_least=1) for name in ("stages", "layers", "visited", "placed_for")}
+            sizes = {name: entry.integer(name, POSITIVE) for name in ("stages", "layers", "visited", "placed_for")}
             promises[Work(**sizes, early_exit=entry.flag("early_exit"))] = Promise.from_json(entry)
             entry.close()
         has_published = fields.has("published_s")
         times = cls(
             planned=from_table(Planned, fields.take("planned"), "planned"),
             seed=fields.integer("seed"),
-            model_layers=fields.integer("model_layers", at_least=1),
-            workload_layers=fields.integer("workload_layers", at_least=1),
-            published_s=fields.number("published_s", above=0) if has_published else fields.take("published_s"),
+            model_layers=fields.integer("model_layers", LAYERS),
+            workload_layers=fields.integer("workload_layers", LAYERS),
+            published_s=fields.number("published_s", TIME_S) if has_published else fields.take("published_s"),
             promises=promises,
         )
         fields.close()

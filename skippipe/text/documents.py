@@ -27,6 +27,8 @@ BUILT_IN = {"classics": "classics-train.txt.xz", "classics-val": "classics-val.t
 PIECE_CHARACTERS = 2**16
 LOOK_BACK = 2**12  # characters of a piece to look for a good end in
 BLOCK_BYTES = 2**20
+MOST_UNPACKED = 1_000  # times the size on disk: text becomes some five times smaller
+MOST_UNPACKER_BYTES = 2**30  # xz -9 asks for 65 MiB
 
 
 class Piece(NamedTuple):
@@ -127,15 +129,36 @@ def _opened(path: Path) -> BinaryIO:
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
+def _unpacked(file: BinaryIO) -> Iterator[bytes]:
+    """What an .xz file holds, block by block, in bounded memory whatever its headers ask for."""
+    left = b""
+    while True:
+        decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=MOST_UNPACKER_BYTES)
+        while not decoder.eof:
+            if decoder.needs_input and not left and not (left := file.read(BLOCK_BYTES)):
+                raise EOFError("it ends in the middle")
+            block, left = decoder.decompress(left, BLOCK_BYTES), b""
+            if block:
+                yield block
+        left = decoder.unused_data.lstrip(b"\0") or file.read(BLOCK_BYTES).lstrip(b"\0")  # streams may be padded
+        if not left:
+            return
+
+
 def _blocks(path: Path, on_read: Callable[[int], None]) -> Iterator[str]:
     utf8 = codecs.getincrementaldecoder("utf-8-sig")()
     decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
     read_bytes = 0  # of the text, where the file is compressed
     try:
-        with _opened(path) as file, lzma.LZMAFile(file) if path.suffix == ".xz" else file as text:
-            on_disk = 0
-            while block := text.read(BLOCK_BYTES):
+        with _opened(path) as file:
+            on_disk, most = 0, MOST_UNPACKED * max(BLOCK_BYTES, path.stat().st_size)
+            for block in _unpacked(file) if path.suffix == ".xz" else iter(lambda: file.read(BLOCK_BYTES), b""):
                 read_bytes += len(block)
+                if read_bytes > most:
+                    raise UserError(
+                        f"{path}: is more than {MOST_UNPACKED:,} times as large without compression, which no text is; "
+                        "if it is meant so, unpack it first"
+                    )
                 yield decoder.decode(block)
                 on_read(file.tell() - on_disk)
                 on_disk = file.tell()

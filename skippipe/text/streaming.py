@@ -43,12 +43,12 @@ def stream_text(
 
 
 def _texts(datasets: Any, name: str, field: str, asked: dict[str, Any]) -> Iterator[str]:
-    try:
+    try:  # a dataset that is a script is refused with a RuntimeError: from version 4 on the library runs none
         for row in datasets.load_dataset(**asked):
             if not isinstance(row.get(field), str):
                 known = ", ".join(key for key, value in row.items() if isinstance(value, str))
                 raise UserError(f"{name}: no text in field '{field}'; fields with text: {known or 'none'}")
             yield row[field]
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{name}: the dataset cannot be read: {reason}") from None

@@ -14,6 +14,7 @@ from typing import Any
 
 from skippipe.errors import UserError
 from skippipe.jsonfile import exists, json_text, read_json, write_text
+from skippipe.model_files import check_model_folder
 from skippipe.text.documents import END
 from skippipe.text.packages import need
 
@@ -87,6 +88,7 @@ class TextTokenizer:
         if not exists(path):
             raise UserError(f"{path}: no such tokenizer; name a folder with a {FILE}, or such a file")
         folder, file = (path, path / FILE) if path.is_dir() else (path.parent, path)
+        check_model_folder(folder)
         if not file.is_file():
             return _converted(folder)
         try:
@@ -128,7 +130,9 @@ def _converted(folder: Path) -> TextTokenizer:
     """A folder in one of the older forms (vocab.json and merges.txt, a sentencepiece model), through transformers."""
     transformers = need("transformers", EXTRA, f"{folder}: reading a tokenizer without a {FILE}")
     try:
-        found: Any = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        found: Any = transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
         text: str = found.backend_tokenizer.to_str()
     except Exception as error:  # whatever any of its hundred tokenizers raises
         reason = str(error).strip().partition("\n")[0]

@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from skippipe.errors import UserError
 from skippipe.jsonfile import Fields, json_text, read_as
+from skippipe.ranges import POSITIVE
 from skippipe.text.documents import Source
 from skippipe.text.tokenizer import FILE, TextTokenizer
 
@@ -129,14 +130,14 @@ class TokenFile:
         fields.header(FORMAT, VERSION)
         sources = []
         for each in fields.objects("sources"):
-            sources.append((each.text("name"), each.integer("bytes", at_least=1), each.text("sha256")))
+            sources.append((each.text("name"), each.integer("bytes", POSITIVE), each.text("sha256")))
             each.close()
         found = cls(
             folder=folder,
             data=fields.text("data"),
             type=fields.text("type", tuple(WIDTHS)),
-            tokens=fields.integer("tokens", at_least=1),
-            vocabulary=fields.integer("vocabulary", at_least=1),
+            tokens=fields.integer("tokens", POSITIVE),
+            vocabulary=fields.integer("vocabulary", POSITIVE),
             end_id=fields.integer("end_id"),
             content_sha256=fields.text("content_sha256"),
             tokenizer_sha256=fields.text("tokenizer_sha256"),

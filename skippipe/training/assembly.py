@@ -144,7 +144,7 @@ class Assembly:
             tokenizer=self.tokens.tokenizer(),
             output=Path(job.output),
             iterations=job.iterations,
-            recorded=frozenset(range(min(every, job.iterations) - 1, job.iterations, every) if every else ()),
+            recorded=range(min(every, job.iterations) - 1, job.iterations, every) if every else (),
             kept_every=job.checkpoint.every,
             kept=job.checkpoint.keep,
             resumed=self.resumed,
@@ -196,7 +196,7 @@ def assemble(
     _check_report(job.report)
     given = Plan.load(Path(job.pipeline.plan)) if job.pipeline.plan else None
     cluster, example = cluster_named(job.cluster) if given is None else (given.cluster, None)
-    model_named(job.model.config)  # cheap, and says what is missing before text is read
+    config_named(job.model.config)  # cheap, and says what is wrong before text is read
     tokens = prepare(
         job.data.texts,
         job.data.tokenizer or job.data.vocabulary,

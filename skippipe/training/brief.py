@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from skippipe.errors import UserError
 from skippipe.jsonfile import Fields
 from skippipe.learning import Learning
 from skippipe.plan import Plan
+from skippipe.ranges import HEARTBEAT_S, SEED, THREADS
 from skippipe.recipe import Recipe
 from skippipe.training.tomlfile import from_table
 
@@ -23,17 +24,17 @@ class Brief:
     plan: Plan
     config: dict[str, Any]
     """Of the model, as Hugging Face writes it."""
-    seed: int
+    seed: Annotated[int, SEED]
     learning: Learning
     data_folder: str
     """The token file, as it is called on the coordinator's machine."""
     data_fingerprint: str
     device: str = "cpu"
     compiled: bool = False
-    threads: int = 1
+    threads: Annotated[int, THREADS] = 1
     averaging: str = "ring"
     emulated: bool = False
-    heartbeat_s: float = 5.0
+    heartbeat_s: Annotated[float, HEARTBEAT_S] = 5.0
     """Within which a node gives several signs of life."""
     rendezvous: str | None = None
     """host:port at which torch.distributed meets, if it averages."""
@@ -65,7 +66,7 @@ class Brief:
 
     @classmethod
     def from_json(cls, value: Any) -> Brief:
-        fields = Fields(value, "brief")
+        fields = Fields(value, "brief", of=cls)
         config = fields.take("config")
         if not isinstance(config, dict):
             raise UserError("brief.config: expected an object")
@@ -78,10 +79,10 @@ class Brief:
             data_fingerprint=fields.text("data_fingerprint"),
             device=fields.text("device"),
             compiled=fields.flag("compiled"),
-            threads=fields.integer("threads", at_least=1),
+            threads=fields.integer("threads"),
             averaging=fields.text("averaging", ("ring", "torch")),
             emulated=fields.flag("emulated"),
-            heartbeat_s=fields.number("heartbeat_s", above=0),
+            heartbeat_s=fields.number("heartbeat_s"),
             rendezvous=fields.text("rendezvous") if fields.has("rendezvous") else fields.take("rendezvous"),
             recipe=from_table(Recipe, fields.take("recipe"), "brief.recipe"),
         )

@@ -32,6 +32,7 @@ from typing import Any
 from skippipe.errors import UserError
 from skippipe.jsonfile import Fields, json_text, read_as
 from skippipe.model.weights import Place
+from skippipe.model_files import check_plain_name
 from skippipe.runs.listing import checkpoint_run_id, is_of, run_id_of
 from skippipe.transport.packed import Buffer
 
@@ -83,6 +84,7 @@ class Manifest:
         files = []
         for each in fields.objects("files"):
             files.append(StoredFile(each.text("name"), each.integer("size"), each.text("sha256")))
+            check_plain_name(files[-1].name, each.at("name"))
             each.close()
         config = fields.take("config")
         if not isinstance(config, dict):

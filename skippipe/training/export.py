@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 
 from skippipe.model.blueprint import Blueprint
 from skippipe.model.weights import layout_of_stage
+from skippipe.model_files import INDEX
 from skippipe.text.tokenizer import TextTokenizer
 from skippipe.transport.packed import unpack
 
 UNFINISHED = "unfinished"
-INDEX = "model.safetensors.index.json"
 
 
 class ModelFolder:

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from skippipe.errors import UserError
 from skippipe.learning import Learning
+from skippipe.ranges import (
+    BUDGET_S,
+    HEARTBEAT_S,
+    ITERATIONS,
+    ITERATIONS_OR_NONE,
+    MICROBATCHES,
+    PORT,
+    SAMPLES,
+    SEED,
+    SEQUENCE,
+    SLOTS,
+    STAGES,
+    THREADS,
+    VOCABULARY,
+    Range,
+    check_ranges,
+)
 from skippipe.recipe import USUAL, Recipe
 from skippipe.training.tomlfile import read_toml
 
@@ -29,7 +46,7 @@ class DataChoice:
     """Text files (.txt, .xz); "classics" is the text that comes with SkipPipe, Jane Austen's novels."""
     tokenizer: str = ""
     """A Hugging Face tokenizer folder; empty: a byte-level BPE is trained on the texts."""
-    vocabulary: int = 2048
+    vocabulary: Annotated[int, VOCABULARY] = 2048
     """Size of the vocabulary to train; not used with a tokenizer."""
     folder: str = ""
     """Where the tokens are kept; empty: in the cache."""
@@ -37,11 +54,11 @@ class DataChoice:
 
 @dataclass(frozen=True)
 class BatchChoice:
-    sequence: int = 128
+    sequence: Annotated[int, SEQUENCE] = 128
     """Tokens of a sample."""
-    samples: int = 4
+    samples: Annotated[int, SAMPLES] = 4
     """Of a microbatch."""
-    microbatches: int = 0
+    microbatches: Annotated[int, Range(0, MICROBATCHES.most)] = 0
     """Of an iteration, over all data nodes; 0: some six a data node."""
 
 
@@ -54,18 +71,18 @@ class PipelineChoice:
     strategy: Strategies = "best"
     """How to plan: with all freedoms (best); by the study's method (skippipe); the same without avoiding collisions;
     blind to the network; the full pipeline."""
-    stages: int = 0
+    stages: Annotated[int, Range(0, STAGES.most)] = 0
     """Of the pipeline; 0: 6, or 4 under 12 nodes."""
     skip: str = ""
     """The share of stages that a microbatch leaves out, all along: "1/3", "25%". Where it changes over the run,
     recipe.skip says it instead; if neither says anything: a third until 65% of the run, then nothing."""
     layers: str = ""
     """Layers of each stage, as in "3,5,4"; empty: as even as can be."""
-    max_slots: int = 3
+    max_slots: Annotated[int, SLOTS] = 3
     """Microbatches in flight on a node at most."""
     split_backward: bool = False
     """Compute weight gradients when a node has nothing more urgent to do."""
-    budget_s: float = 10.0
+    budget_s: Annotated[float, BUDGET_S] = 10.0
     """Seconds of planning at most; again for every other length of paths that recipe.skip asks for."""
 
 
@@ -101,7 +118,7 @@ class ComputeChoice:
     """What layers compute in; weights and optimizer stay fp32."""
     compiled: bool = False
     """torch.compile the layers of each stage."""
-    threads: int = 1
+    threads: Annotated[int, THREADS] = 1
     """Of each node, on a CPU."""
 
 
@@ -113,45 +130,45 @@ class EmulationChoice:
     """Delay every message as its link would, and end no task before the time the plan gives it."""
     like: str = "llama-1.5b"
     """Make links and nodes as slow as they would be for this model (at 4096 tokens, 2 samples)."""
-    time: float = 0.1
+    time: Annotated[float, Range(1e-6, 1_000)] = 0.1
     """… times this: 0.1 turns ten seconds into one."""
 
 
 @dataclass(frozen=True)
 class CheckpointChoice:
-    every: int = 50
+    every: Annotated[int, ITERATIONS_OR_NONE] = 50
     """Iterations from one checkpoint to the next; there is one at the end too. 0: none are made."""
-    keep: int = 2
+    keep: Annotated[int, Range(1, 10**6)] = 2
     """How many stay on disk, the newest."""
 
 
 @dataclass(frozen=True)
 class SurviveChoice:
-    heartbeat_s: float = 5.0
+    heartbeat_s: Annotated[float, HEARTBEAT_S] = 5.0
     """Seconds without a sign of life after which a node counts as gone."""
-    restarts: int = 3
+    restarts: Annotated[int, Range(0, 10**6)] = 3
     """How often a node that was started here is started again when it ends before its time."""
     lost_stage: Literal["checkpoint", "neighbours"] = "checkpoint"
     """Where the state of a stage comes from when all its nodes are gone: the newest checkpoint, or the mean of the
     stages before and after it, weighted by their gradients' squared norms. Without a checkpoint, always the latter."""
-    backup_every: int = 10
+    backup_every: Annotated[int, ITERATIONS_OR_NONE] = 10
     """Every so many iterations, a node of another stage gets a copy of what only stage 0 holds: embedding, final norm
     and head. If all data nodes are lost and there is no checkpoint, training goes on with that copy; 0: none is made.
     """
-    drift: float = 0.0
+    drift: Annotated[float, Range(0, 1_000)] = 0.0
     """Make a new plan when a node's tasks or a link take longer or shorter than planned by this share (0.5: half as
     long again); 0: never. For machines that are what the cluster file says they are."""
-    planning_s: float = 0.5
+    planning_s: Annotated[float, Range(0, 3_600)] = 0.5
     """Seconds to look for a better plan whenever one has to be repaired, for every 20 nodes."""
 
 
 @dataclass(frozen=True)
 class ReportChoice:
-    recorded: int = 50
+    recorded: Annotated[int, ITERATIONS_OR_NONE] = 50
     """Every so many iterations, keep what every node did when, as a Chrome trace; 0: never."""
     tensorboard: bool = False
     """Write TensorBoard files too (needs the extra skippipe[tensorboard])."""
-    prometheus: int = 0
+    prometheus: Annotated[int, PORT] = 0
     """Serve metrics on this port of 127.0.0.1 (needs the extra skippipe[prometheus]); 0: not."""
 
 
@@ -159,9 +176,9 @@ class ReportChoice:
 class Job:
     output: str = "run"
     """Folder for plan, metrics, traces and the trained model."""
-    iterations: int = 100
+    iterations: Annotated[int, ITERATIONS] = 100
     """How long to train."""
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Of weights, data and plan: the same seed gives the same run."""
     cluster: str = "regions:9"
     """A cluster file, a built-in example (published20) or a preset with a number of nodes (regions:9)."""
@@ -194,47 +211,7 @@ class Job:
     """What is written down while training."""
 
     def __post_init__(self) -> None:
-        learning = self.learning
-        for name, value, least in (
-            ("iterations", self.iterations, 1),
-            ("seed", self.seed, 0),
-            ("batch.sequence", self.batch.sequence, 1),
-            ("batch.samples", self.batch.samples, 1),
-            ("batch.microbatches", self.batch.microbatches, 0),
-            ("data.vocabulary", self.data.vocabulary, 257),
-            ("pipeline.max_slots", self.pipeline.max_slots, 1),
-            ("compute.threads", self.compute.threads, 1),
-            ("report.recorded", self.report.recorded, 0),
-            ("checkpoint.every", self.checkpoint.every, 0),
-            ("checkpoint.keep", self.checkpoint.keep, 1),
-            ("survive.restarts", self.survive.restarts, 0),
-            ("survive.backup_every", self.survive.backup_every, 0),
-            ("survive.drift", self.survive.drift, 0),
-            ("survive.planning_s", self.survive.planning_s, 0),
-            ("learning.warmup", learning.warmup, 0),
-            ("learning.iterations", learning.iterations, 0),
-            ("learning.floor", learning.floor, 0),
-            ("learning.beta1", learning.beta1, 0),
-            ("learning.beta2", learning.beta2, 0),
-            ("learning.weight_decay", learning.weight_decay, 0),
-            ("learning.clip", learning.clip, 0),
-        ):
-            if value < least:
-                raise UserError(f"{name}: {value} must be {least} or more")
-        for name, value in (
-            ("learning.rate", learning.rate),
-            ("learning.epsilon", learning.epsilon),
-            ("pipeline.budget_s", self.pipeline.budget_s),
-            ("emulation.time", self.emulation.time),
-            ("survive.heartbeat_s", self.survive.heartbeat_s),
-        ):
-            if value <= 0:
-                raise UserError(f"{name}: {value} must be above 0")
-        for name, value in (("learning.beta1", learning.beta1), ("learning.beta2", learning.beta2)):
-            if value >= 1:
-                raise UserError(f"{name}: {value} must be below 1")
-        if learning.floor > 1:
-            raise UserError(f"learning.floor: {learning.floor} must be 1 or less")
+        check_ranges(self)
         self._check_recipe()
         if self.emulation.enabled and self.transport.peers:
             raise UserError("emulation.enabled: nodes that join from other machines cannot be emulated on this one")

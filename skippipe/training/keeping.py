@@ -26,6 +26,7 @@ from skippipe.jsonfile import read_as
 from skippipe.model.blueprint import Blueprint, config_from
 from skippipe.model.stage import layer_ranges
 from skippipe.model.weights import Place, layout_of_stage
+from skippipe.model_files import CODE_FIELD
 from skippipe.text.tokenizer import TextTokenizer
 from skippipe.training.brief import Brief
 from skippipe.training.checkpoint import (
@@ -316,8 +317,9 @@ def origin_of(checkpoints: Checkpoints, brief: Brief) -> Origin:
 
 def _essence(config: dict[str, Any]) -> dict[str, Any]:
     """What the weights depend on; versions and paths do not count."""
+    left_out = ("transformers_version", "_name_or_path", CODE_FIELD)
     plain: dict[str, Any] = json.loads(json.dumps(config))  # as it looks after a file: lists, not tuples
-    return {name: value for name, value in plain.items() if name not in ("transformers_version", "_name_or_path")}
+    return {name: value for name, value in plain.items() if name not in left_out}
 
 
 def export(place: Path, folder: Path) -> Manifest:

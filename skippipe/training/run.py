@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -44,7 +44,7 @@ class Run:
     tokenizer: TextTokenizer
     output: Path
     iterations: int
-    recorded: frozenset[int] = frozenset()
+    recorded: Container[int] = frozenset()
     security: Security = "curve"
     listen: str = "127.0.0.1:0"
     peers: Path | None = None

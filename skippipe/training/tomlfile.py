@@ -1,7 +1,7 @@
 """TOML files into frozen dataclasses, and back into an example with every field explained.
 
-A field's type says what it takes, its default what happens without it, the text under it what it is for. Unknown
-fields and wrong types are one line that names the place.
+A field's type says what it takes, the range beside it which numbers, its default what happens without it, the text
+under it what it is for. Unknown fields, wrong types and numbers out of range are one line that names the place.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import textwrap
 import tomllib
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from skippipe.errors import UserError
+from skippipe.ranges import hints_of, number_text, split_hint
 
 Tree = TypeVar("Tree")
 WORDS: dict[Any, str] = {
@@ -37,7 +37,7 @@ def read_toml(kind: type[Tree], path: Path) -> Tree:
         raise UserError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # bad syntax, a number of thousands of digits, endless nesting
         raise UserError(f"{path}: not valid TOML: {error}") from None
     try:
         return from_table(kind, found)
@@ -49,7 +49,7 @@ def from_table(kind: type[Tree], table: Any, place: str = "") -> Tree:
     """An object of a dataclass from a table; what is not said keeps its default."""
     if not isinstance(table, dict):
         raise UserError(f"{place}: expected a table, written [{place}]")
-    hints = get_type_hints(kind)
+    hints = hints_of(kind)
     for name in table:
         if name not in hints:
             near = difflib.get_close_matches(name, hints, 1)
@@ -63,17 +63,23 @@ def _at(place: str, name: str) -> str:
 
 
 def _value(hint: Any, value: Any, at: str) -> Any:
+    hint, within = split_hint(hint)  # of an optional field too: TOML has no null, so it is said or left out
+    found = _typed(hint, value, at)
+    if within is not None:
+        within.check(found, at)
+    return found
+
+
+def _typed(hint: Any, value: Any, at: str) -> Any:
     if is_dataclass(hint):
         return from_table(hint, value, at)  # type: ignore[arg-type]
-    if get_origin(hint) in (Union, UnionType):  # an optional field: TOML has no null, so it is said or left out
-        (hint,) = (each for each in get_args(hint) if each is not type(None))
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise UserError(f"{at}: {value!r} is none of {', '.join(get_args(hint))}")
         return value
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         if not abs(value) <= sys.float_info.max:  # nor is a whole number of a thousand digits
-            raise UserError(f"{at}: {value} is not a finite number")
+            raise UserError(f"{at}: {number_text(value)} is not a finite number")
         return float(value)
     if get_origin(hint) is list:
         (kind,) = get_args(hint)
@@ -83,24 +89,30 @@ def _value(hint: Any, value: Any, at: str) -> Any:
             raise UserError(f"{at}: expected a list, found {value!r}")
         return [_value(kind, each, f"{at}[{index}]") for index, each in enumerate(value)]
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise UserError(f"{at}: expected {WORDS[hint]}, found {value!r}")
+        found = number_text(value) if type(value) is int else repr(value)
+        raise UserError(f"{at}: expected {WORDS[hint]}, found {found}")
     return value
 
 
 def example(kind: type[Any], place: str = "") -> str:
     """All fields with their defaults and what they are for; those without a default are left out as comments."""
-    hints, texts = get_type_hints(kind), field_texts(kind)
+    hints, texts = hints_of(kind), field_texts(kind)
     plain, tables = [], []
     for field in fields(kind):
         at = _at(place, field.name)
-        if is_dataclass(hints[field.name]):
+        hint, within = split_hint(hints[field.name])
+        if is_dataclass(hint):
             about = textwrap.fill(texts.get(field.name, ""), 100, initial_indent="# ", subsequent_indent="# ")
-            tables.append(f"\n{about}\n[{at}]\n{example(hints[field.name], at)}")
+            tables.append(f"\n{about}\n[{at}]\n{example(hint, at)}")  # type: ignore[arg-type]
             continue
+        if get_origin(hint) is list:
+            within = within or split_hint(get_args(hint)[0])[1]
         default = field.default_factory() if field.default_factory is not MISSING else field.default
-        if get_origin(hints[field.name]) is Literal:
-            choices = " | ".join(f'"{each}"' for each in get_args(hints[field.name]))
+        if get_origin(hint) is Literal:
+            choices = " | ".join(f'"{each}"' for each in get_args(hint))
             texts[field.name] = f"{choices}. {texts.get(field.name, '')}"
+        elif within is not None:
+            texts[field.name] = f"{within}. {texts.get(field.name, '')}"
         about = textwrap.fill(texts.get(field.name, ""), 100, initial_indent="# ", subsequent_indent="# ")
         line = f"# {field.name} =" if default in (None, MISSING) else f"{field.name} = {_written(default)}"
         plain.append("\n".join(part for part in (about if texts.get(field.name) else "", line) if part))

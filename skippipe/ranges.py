@@ -1,0 +1,142 @@
+"""Ranges of the numbers that people give.
+
+A range stands where the number does, in its type: `iterations: Annotated[int, ITERATIONS]`. The readers of job, study,
+cluster and plan files and the command line look it up there and refuse what lies outside, before anything else is done;
+`skippipe job` and `--help` show it, and docs/formats.md has them all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from skippipe.errors import UserError
+
+LARGEST = 2**53  # beyond this JSON readers disagree about whole numbers
+SHOWN_DIGITS = 30  # of a number that is refused
+_hints: dict[type[Any], dict[str, Any]] = {}  # found once, as workloads and clusters are made by the thousand
+
+
+@dataclass(frozen=True)
+class Range:
+    least: float
+    most: float
+    above: bool = False
+    """`least` itself lies outside."""
+    below: bool = False
+    """`most` itself lies outside."""
+
+    def __contains__(self, value: float) -> bool:
+        """NaN lies in no range."""
+        enough = self.least < value if self.above else self.least <= value
+        return enough and (value < self.most if self.below else value <= self.most)
+
+    def __str__(self) -> str:
+        above, below = "above " * self.above, "below " * self.below
+        return f"{above}{number_text(self.least)} to {below}{number_text(self.most)}"
+
+    def check(self, value: float, place: str) -> None:
+        if value not in self:
+            raise UserError(f"{place}: {number_text(value)} is out of range; give {self}")
+
+
+COUNT = Range(0, LARGEST)
+POSITIVE = Range(1, LARGEST)
+SEED = Range(0, LARGEST)
+PORT = Range(0, 65_535)
+ITERATIONS = Range(1, 10**9)
+ITERATIONS_OR_NONE = Range(0, 10**9)
+SEQUENCE = Range(1, 10**7)
+SAMPLES = Range(1, 10**6)
+MICROBATCHES = Range(1, 10**5)
+SLOTS = Range(1, 10**6)
+STAGES = Range(1, 10_000)
+LAYERS = Range(1, 10_000)
+WIDTH = Range(1, 10**7)
+THREADS = Range(1, 1024)
+VOCABULARY = Range(257, 10**7)  # the bytes, so that any text can be spelled, and the end of a document
+TOKENS = Range(1, 10**15)
+DRAWS = Range(1, 10**6)
+CONTEXT = Range(2, 10**7)
+NODES = Range(1, 10_000)
+BUDGET_S = Range(0.001, 7 * 86_400)
+HEARTBEAT_S = Range(0.1, 3_600)
+WAIT_S = Range(0, 365 * 86_400)
+CENTURY_S = Range(0, 3.2e9)
+DRIVE = Range(0, 1_000, above=True)
+SHARE = Range(0, 1)
+BELOW_ONE = Range(0, 1, below=True)
+
+
+def number_text(value: float) -> str:
+    """A number for people; one of a thousand digits only by their number, as Python writes no more than some."""
+    if isinstance(value, int) and abs(value) >= 10**SHOWN_DIGITS:
+        return f"a number of some {int(value.bit_length() * math.log10(2)) + 1:,} digits"
+    if value in (math.inf, -math.inf) or value != value:
+        return str(value)
+    if isinstance(value, int) or (value == int(value) and abs(value) < 10**16):
+        return f"{int(value):,}"
+    return f"{value:g}"
+
+
+def hints_of(kind: type[Any]) -> dict[str, Any]:
+    """The types of a dataclass's fields, with what is noted beside them."""
+    if kind not in _hints:
+        _hints[kind] = get_type_hints(kind, include_extras=True)
+    return _hints[kind]
+
+
+def split_hint(hint: Any) -> tuple[Any, Range | None]:
+    """A type without its notes, and the range that is noted beside it; of an optional one, what it is if it is said."""
+    within = None
+    if get_origin(hint) is Annotated:
+        hint, *notes = get_args(hint)
+        within = next((note for note in notes if isinstance(note, Range)), None)
+    if get_origin(hint) in (Union, UnionType):
+        (hint,) = (each for each in get_args(hint) if each is not type(None))
+        inner, noted = split_hint(hint)
+        return inner, within or noted
+    return hint, within
+
+
+def range_of(kind: type[Any], name: str) -> Range:
+    """The range of a field."""
+    within = split_hint(hints_of(kind)[name])[1]
+    assert within is not None, f"{kind.__name__}.{name} has no range"
+    return within
+
+
+def check_ranges(found: Any, place: str = "") -> None:
+    """Every number in an object of a dataclass, and in those inside it, lies in the range of its field."""
+    for name, hint in hints_of(type(found)).items():
+        _check(hint, getattr(found, name), f"{place}.{name}" if place else name)
+
+
+def _check(hint: Any, value: Any, at: str) -> None:
+    inner, within = split_hint(hint)
+    if value is None:
+        return
+    if is_dataclass(inner):
+        check_ranges(value, at)
+    elif within is not None:
+        within.check(value, at)
+    elif get_origin(inner) is list:
+        for index, each in enumerate(value):
+            _check(get_args(inner)[0], each, f"{at}[{index}]")
+
+
+def ranges_in(kind: type[Any], place: str = "") -> Iterator[tuple[str, type[Any], Range | None]]:
+    """Every field of a dataclass that takes numbers, and of those inside it: its place, int or float, its range."""
+    for name, hint in hints_of(kind).items():
+        at = f"{place}.{name}" if place else name
+        inner, within = split_hint(hint)
+        if get_origin(inner) is list:
+            at, (inner, noted) = f"{at}[]", split_hint(get_args(inner)[0])
+            within = within or noted
+        if is_dataclass(inner):
+            yield from ranges_in(inner, at)  # type: ignore[arg-type]
+        elif inner in (int, float):
+            yield at, inner, within
