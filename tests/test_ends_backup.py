@@ -15,7 +15,7 @@ from skippipe.cluster import Cluster
 from skippipe.model.blueprint import Blueprint
 from skippipe.plan import Lane, Plan
 from skippipe.runtime import tensors
-from skippipe.runtime.control import Backup, Copied, Learn, Ready, Seal, Snapshot, WantBackup
+from skippipe.runtime.control import Backup, Copied, Learn, Learned, Ready, Seal, Snapshot, Want, WantBackup
 from skippipe.runtime.coordinator import State, Survival
 from skippipe.runtime.ends_backup import best_pair
 from skippipe.runtime.faults import Fault, kill, kill_coordinator
@@ -30,7 +30,7 @@ from tests import test_exact
 from tests.benches import Bench
 from tests.chaos_virtual import LEARNING, Shelf, plan_over
 from tests.computers import computer_of, noise, stepped
-from tests.rooms import coordinating, is_now
+from tests.rooms import HELLO, coordinating, is_now
 from tests.test_exact import plan_of, tensors_of
 
 torch.set_num_threads(1)
@@ -432,3 +432,29 @@ def with_tensors(
     )
     cluster.run()
     return cluster, matches
+
+
+def test_who_is_told_to_learn_while_it_steps_has_learned_nothing_yet() -> None:
+    bench = Bench(3)
+    bench.begin(0)
+    bench.hear(Learn({"kind": "replica", "sources": [4], "stages": [2], "shares": [1.0], "steps": 0}))
+    bench.begin(1)
+    assert not any(isinstance(each, Learned) for each in bench.heard())
+    bench.work()
+    assert bench.asked == [(4, Want(2, 0, 1))]
+
+
+def test_of_two_that_come_for_a_lost_stage_one_rebuilds_it_and_the_other_learns_from_that_one() -> None:
+    course = coordinating(9, plan_over(*ONE, False), survival=survival(1))
+    course.iterate()
+    course.coordinator.lost(1, "its process ended")
+    course.coordinator.lost(2, "its process ended")
+    course.coordinator.lost(0, "its process ended")
+    course.hear(3, Copied(1))
+    for node in (0, 1, 2):
+        course.hear(node, HELLO)
+        course.hear(node, Ready())
+    stages = [course.coordinator.roster[node].stage for node in (0, 1, 2)]
+    learns = [each for _, each in course.room.told if isinstance(each, Learn)]
+    rebuilt = [each.origin["kind"] for each in learns if each.origin["kind"] != "replica"]
+    assert len(rebuilt) == len({stage for stage in stages if stage in (0, 1)}), (stages, learns)

@@ -32,6 +32,7 @@ class Apprentice:
         self._ask = ask
         self._left: deque[Part] = deque()
         self._seals: dict[int, str] = {}
+        self._studied = False
         self._waiting = False
         self._loading = False
         self._iteration: int | None = None
@@ -44,12 +45,13 @@ class Apprentice:
         return self.origin.kind == "replica"
 
     def studied(self, parts: Sequence[Part]) -> None:
+        self._studied = True
         self._left.extend(parts)
         self._go_on()
 
     def begun(self) -> None:
         """Another iteration, or an answer that came too late: ask again, unless an answer is still to come."""
-        if not self._waiting:
+        if self._studied and not self._waiting:  # before, nobody knows what there is to ask for
             self._go_on()
 
     def lost(self, source: int) -> None:

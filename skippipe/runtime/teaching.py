@@ -89,6 +89,9 @@ class Teaching:
             busy = [source for node in self.roster for source in self.roster[node].sources]
             lender = min(holders, key=lambda node: (busy.count(node), node))
             return Origin("replica", (lender,), (stage,), (1.0,), self.trained.steps[stage])
+        learners = [node for node in self.roster.of(Standing.LEARNING) if node != learner]
+        if any(self.roster[node].stage == stage and self.roster[node].sources for node in learners):
+            return None  # one rebuilds the stage, the others learn from it: two that rebuild it would not be alike
         if self.survival.lost_stage == "checkpoint" and self.ends.has_checkpoint:
             return self.from_checkpoint(stage)
         backup = None
