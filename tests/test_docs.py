@@ -81,7 +81,7 @@ def test_commands_are_found_at_all() -> None:
     ("line", "error"),
     [
         ("skippipe plan cluster.json --bugdet 3", "--bugdet"),
-        ("skippipe plan cluster.json --budget much", "valid number"),
+        ("skippipe plan cluster.json --budget much", "is not a number"),
         ("skippipe plane cluster.json", "no command 'plane'"),
         ("cat a.txt | skippipe generate", "checkpoint"),
         ("skippipe --verzion", "--verzion"),

@@ -259,20 +259,18 @@ def takes(options_type: type[Any]) -> Callable[[Callable[..., None]], Callable[.
 
 
 def ranged(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, with its numbers read and checked before it begins: what is wrong is one line, as in files."""
-    parameters = list(inspect.signature(command, eval_str=True).parameters.values())
-    numbers = {each.name: each.annotation for each in parameters if _number_in(each.annotation)}
+    """The command, with its numbers checked while the command line is read: what is wrong is one line, as in files."""
+    parameters = [
+        each.replace(annotation=_checked(each.name, each.annotation))
+        for each in inspect.signature(command, eval_str=True).parameters.values()
+    ]
 
     @wraps(command)
     def called(**said: Any) -> None:
-        for name, hint in numbers.items():
-            said[name] = _read_number(hint, said[name], _option_name(name, hint))
         command(**said)
 
-    called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [each.replace(annotation=_as_text(each.annotation)) for each in parameters]
-    )
-    called.__annotations__ = {each.name: _as_text(each.annotation) for each in parameters}
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {each.name: each.annotation for each in parameters}
     return called
 
 
@@ -283,17 +281,17 @@ def _number_in(hint: Any) -> type[Any] | None:
     return inner if inner in (int, float) else None
 
 
-def _as_text(hint: Any) -> Any:
-    """What the parser of options takes for it: texts, so that numbers are read here; the help says the range."""
+def _checked(name: str, hint: Any) -> Any:
+    """An option that takes numbers, with a reader that knows their range, and help that says it."""
     number = _number_in(hint)
     if number is None:
         return hint
-    inner, within = split_hint(hint)
     shown = copy.copy(_option_in(hint))
-    shown.help = f"{shown.help} {str(within).capitalize()}."
+    place = _option_name(name, hint)
+    shown.parser = lambda said: _read_number(hint, said, place)
+    shown.help = f"{shown.help} {str(split_hint(hint)[1]).capitalize()}."
     shown.metavar = shown.metavar or ("INTEGER" if number is int else "NUMBER")
-    taken: Any = list[str] if get_origin(inner) is list else str
-    return Annotated[taken | None if type(None) in get_args(get_args(hint)[0]) else taken, shown]
+    return Annotated[get_args(hint)[0], shown]
 
 
 def _option_in(hint: Any) -> Any:
@@ -306,10 +304,6 @@ def _option_name(name: str, hint: Any) -> str:
 
 
 def _read_number(hint: Any, said: Any, place: str) -> Any:
-    if said is None:
-        return None
-    if isinstance(said, list):
-        return [_read_number(hint, each, place) for each in said]
     number, within = _number_in(hint), split_hint(hint)[1]
     assert number is not None
     assert within is not None
