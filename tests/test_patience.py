@@ -39,7 +39,18 @@ from tests.benches import (
     LEARNING,
     small_plan,
 )
-from tests.rooms import ASKED, HELLO, Course, Room, assert_goes_on, coordinating, even_plan, is_now, learning_late
+from tests.rooms import (
+    ASKED,
+    HELLO,
+    Course,
+    Room,
+    assert_goes_on,
+    coordinating,
+    even_plan,
+    is_now,
+    learning_late,
+    with_a_quick_one,
+)
 
 # Silence
 
@@ -78,7 +89,7 @@ def test_one_that_builds_its_stage_is_noticed_like_any_other() -> None:
 
 
 def test_one_that_is_told_to_build_while_it_is_cut_off_is_noticed_like_any_other() -> None:
-    course = coordinating(plan=even_plan())
+    course = coordinating(plan=replace(even_plan(), cluster=with_a_quick_one(7)))
     course.hear(6, HELLO)
     assert course.coordinator.roster[6].standing is Standing.BUILDING
     course.wait(6, 6)
@@ -86,7 +97,8 @@ def test_one_that_is_told_to_build_while_it_is_cut_off_is_noticed_like_any_other
 
 
 def test_one_that_speaks_and_does_not_get_its_stage_built_is_given_up() -> None:
-    course = coordinating(plan=even_plan(), deadlines=Deadlines(ready=timedelta(seconds=30)))
+    plan = replace(even_plan(), cluster=with_a_quick_one(7))
+    course = coordinating(plan=plan, deadlines=Deadlines(ready=timedelta(seconds=30)))
     course.hear(6, HELLO)
     course.wait(31)
     assert 6 in course.coordinator.roster
@@ -144,8 +156,8 @@ def test_a_broken_link_means_another_beginning_without_it() -> None:
 def test_one_that_is_gone_is_no_broken_link() -> None:
     course = coordinating()
     course.wait(4, 3)
-    course.hear(2, Broken(3))
-    course.hear(4, Broken(3))
+    course.hear(2, Broken(3, 1))
+    course.hear(4, Broken(3, 1))
     assert not course.room.events, "it has not been heard of here either"
     course.wait(2, 3)
     assert course.room.happenings()[0] == "gone"
@@ -156,7 +168,7 @@ def test_one_that_is_gone_is_no_broken_link() -> None:
 def test_one_that_is_heard_of_again_has_a_broken_link() -> None:
     course = coordinating()
     course.wait(4, 3)
-    course.hear(2, Broken(3))
+    course.hear(2, Broken(3, 1))
     course.wait(1)
     assert course.room.events[0] == Event("cut", 0, "cannot reach 'n3'", "n2")
 

@@ -279,7 +279,10 @@ def drawn_run(seed: int, iterations: int = 10) -> Open:
     assert plan is not None
     assert plan.expected is not None
     faults: list[Fault] = []
-    for node in random.sample(used, random.randint(1, 2)):
+    losses = random.sample(used, random.randint(1, 2))
+    if stages[0] <= set(losses):  # then nobody has what only stage 0 holds, and the run cannot go on
+        losses.pop()
+    for node in losses:
         fault = kill(node).at(random.randint(1, 4), random.choice(["forward", "backward", "averaging"]))
         lasts_s = random.choice([None, 0.1, 2.0]) if faults else None
         faults.append(fault if lasts_s is None else fault.back_after(lasts_s))

@@ -112,7 +112,9 @@ class Progress:
             return
         measured.accusations.hear(node, other, now_ns)
         paused = self.lead.state is State.PAUSED
-        if not paused and (used or together) and self._is_discredited(node, other, now_ns):
+        charged = measured.accusations.charge(node, other, now_ns) if not paused and (used or together) else []
+        if len(charged) > MOST_BELIEVED:
+            self._discredit(node, charged, now_ns)
             return
         self.lead.happened("cut", f"cannot reach '{roster.name(other)}'", node)
         measured.cut(node, other, now_ns)
@@ -121,7 +123,8 @@ class Progress:
             if lender in roster[learner].sources:
                 roster[learner].sources = ()
         if not paused and together:  # they cannot average
-            doubtful = measured.accusations.is_shared(node, other, now_ns) or other not in roster.able
+            newcomer = other not in roster.able and len(charged) <= 1  # whoever complains again is doubted more
+            doubtful = measured.accusations.is_shared(node, other, now_ns) or newcomer
             leaves = other if doubtful and node in roster.able else node
             self.lead.throw_out(leaves, "it cannot average with the others of its stage")
         elif not paused and used:
@@ -129,17 +132,12 @@ class Progress:
         else:
             self.teaching.teach_again()
 
-    def _is_discredited(self, node: int, other: int, now_ns: int) -> bool:
-        """Has it cost the others too much work by now? Then it leaves, and they go on."""
-        accusations = self.replanning.measured.accusations
-        charged = accusations.charge(node, other, now_ns)
-        if len(charged) <= MOST_BELIEVED:
-            return False
+    def _discredit(self, node: int, charged: list[int], now_ns: int) -> None:
+        """It has cost the others too much work by now: it leaves, and they go on."""
         names = ", ".join(f"'{self.roster.name(each)}'" for each in charged)
-        bar_s = accusations.bar(node, now_ns) / 1e9
+        bar_s = self.replanning.measured.accusations.bar(node, now_ns) / 1e9
         said = f"it says that it cannot reach {len(charged)} nodes of which nobody else complains ({names})"
         self.lead.throw_out(node, f"{said}; it may take part again after {bar_s:g} s")
-        return True
 
     def restart(self, why: str) -> None:
         """Begin the iteration, or begin it again, with a plan for those who are there; or wait for others."""

@@ -197,7 +197,7 @@ class VirtualCluster:
         self._lived = 0
         self._pending = list(self.faults)
         self.lives = dict.fromkeys(self.plan.stage_of, 0)
-        self.born = {node: Life(1) for node in self.plan.stage_of}
+        self.born = {node: Life(1) for node in range(len(self.plan.cluster.nodes))}
         self._echoes = Echoes()
         self._accusers: set[int] = set()
         made = self.computers or {node: Symbols(node, self.plan) for node in self.plan.stage_of}
