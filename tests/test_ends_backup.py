@@ -437,11 +437,11 @@ def with_tensors(
 def test_who_is_told_to_learn_while_it_steps_has_learned_nothing_yet() -> None:
     bench = Bench(3)
     bench.begin(0)
-    bench.hear(Learn({"kind": "replica", "sources": [4], "stages": [2], "shares": [1.0], "steps": 0}))
+    bench.hear(Learn({"kind": "replica", "sources": [4], "stages": [2], "shares": [1.0], "steps": 0}, 1))
     bench.begin(1)
     assert not any(isinstance(each, Learned) for each in bench.heard())
     bench.work()
-    assert bench.asked == [(4, Want(2, 0, 1))]
+    assert bench.asked == [(4, Want(2, 0, 1, 1))]
 
 
 def test_of_two_that_come_for_a_lost_stage_one_rebuilds_it_and_the_other_learns_from_that_one() -> None:

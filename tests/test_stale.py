@@ -199,9 +199,7 @@ def scene(plan: Plan, *faults: object) -> Scenario:
 @pytest.mark.parametrize("plan", [wide(False), thin(True)])
 def test_a_run_in_which_every_message_comes_again_is_the_same_run(plan: Plan) -> None:
     nodes = sorted(plan.stage_of)
-    quiet = play(
-        staged(replace(scene(plan, stale(*nodes, share=0.0)), backup_every=0))
-    )  # it is sent when there is time
+    quiet = play(staged(replace(scene(plan, stale(*nodes, share=0.0)), backup_every=0)))
     loud = play(staged(replace(scene(plan, *[stale(*nodes, share=1.0).at(0)] * 2), backup_every=0)))
     assert loud.cluster.reports == quiet.cluster.reports
     assert loud.cluster.journal == quiet.cluster.journal

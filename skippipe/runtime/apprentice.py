@@ -80,7 +80,8 @@ class Apprentice:
             self._go_on()
 
     def sealed(self, first: int, digest: str) -> None:
-        self._seals = {first: digest}  # one is asked for at a time
+        if self._left and self._left[0].first == first:  # one is asked for at a time; others were asked for before
+            self._seals = {first: digest}
 
     def given(self, sender: int, first: int, payload: Any, *, in_time: bool, backup: bool = False) -> Load | None:
         """What came, as work; None if it was not asked for, or comes too late: then less is asked for next time."""
@@ -88,16 +89,16 @@ class Apprentice:
             return None
         if backup != bool(self._left[0].backup):
             return None
-        self._waiting = False
         part = self._left[0]
         digest = self._seals.pop(first, "")
+        if not digest and sender != COORDINATOR:  # its seal did not come: it is asked for again before long
+            return None
+        self._waiting = False
         if not in_time:
             half = part.count // 2
             if half >= LEAST_VALUES:
                 self._left[0] = replace(part, first=part.first + half, at=part.at + half, count=part.count - half)
                 self._left.appendleft(replace(part, count=half))
-            return None
-        if not digest and sender != COORDINATOR:
             return None
         self._loading = True
         return Load(part, payload, digest)

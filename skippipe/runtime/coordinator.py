@@ -116,7 +116,7 @@ class Coordinator:
         self._harvest = Harvest(surroundings, self.kept_every, self.first if self.resumed else -1, numbers)
         measured = Measured(memory.plan, cluster, surroundings.now_ns())
         every = self.survival.backup_every if self.survival.survives else 0
-        ends = EndsBackup(every, roster, surroundings, measured, trained)
+        ends = EndsBackup(every, roster, surroundings, measured)
         plans, end = {**self.plans, memory.visited: memory.plan}, self.first + self.iterations
         self._replanning = Replanning(
             memory.plan,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from skippipe.costs import NEVER_NS
 from skippipe.plan import Plan
@@ -23,9 +22,6 @@ from skippipe.runtime.control import Backup, Copied, Snapshot
 from skippipe.runtime.measured import Measured
 from skippipe.runtime.roster import Peer, Roster, Standing
 from skippipe.runtime.surroundings import Surroundings
-
-if TYPE_CHECKING:
-    from skippipe.runtime.teaching import Trained
 
 COPIES = 2  # that a node makes room for: the one that is kept, and the next one while it comes
 ENDS = "embedding, final norm and head"
@@ -50,7 +46,6 @@ class EndsBackup:
     roster: Roster
     surroundings: Surroundings
     measured: Measured
-    trained: Trained
     done: int = 0
     """Iterations, by now."""
     _transfer: Transfer | None = field(init=False, default=None)
@@ -90,7 +85,12 @@ class EndsBackup:
     @property
     def is_lost(self) -> bool:
         """Has nobody what only stage 0 holds, though something was learned?"""
-        return not (self._is_held or self._holders() or self.has_checkpoint) and any(self.trained.steps)
+        return not (self._is_held or self._holders() or self.has_checkpoint) and self.are_trained
+
+    @property
+    def are_trained(self) -> bool:
+        """Are they other than the seed has them? A stage that is rebuilt counts its steps anew, so these do not tell."""
+        return self.done > 0
 
     @property
     def has_checkpoint(self) -> bool:

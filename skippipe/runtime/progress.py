@@ -107,11 +107,11 @@ class Progress:
 
         If work is lost by that, it is at the accuser's own cost (see `accusations`)."""
         now_ns, measured, roster = self.surroundings.now_ns(), self.replanning.measured, self.roster
-        used, together = self.now.uses(node, other), roster[node].stage == roster[other].stage
+        paused = self.lead.state is State.PAUSED
+        used, together = not paused and self.now.uses(node, other), roster[node].stage == roster[other].stage
         if measured.is_cut(node, other, now_ns) and not used:
             return
         measured.accusations.hear(node, other, now_ns)
-        paused = self.lead.state is State.PAUSED
         charged = measured.accusations.charge(node, other, now_ns) if not paused and (used or together) else []
         if len(charged) > MOST_BELIEVED:
             self._discredit(node, charged, now_ns)
@@ -127,7 +127,7 @@ class Progress:
             doubtful = measured.accusations.is_shared(node, other, now_ns) or newcomer
             leaves = other if doubtful and node in roster.able else node
             self.lead.throw_out(leaves, "it cannot average with the others of its stage")
-        elif not paused and used:
+        elif used:
             self.restart(f"'{roster.name(node)}' cannot reach '{roster.name(other)}'")
         else:
             self.teaching.teach_again()

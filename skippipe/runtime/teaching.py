@@ -95,7 +95,7 @@ class Teaching:
         if self.survival.lost_stage == "checkpoint" and self.ends.has_checkpoint:
             return self.from_checkpoint(stage)
         backup = None
-        if stage == 0 and any(self.trained.steps):
+        if stage == 0 and self.ends.are_trained:
             holder = self.ends.holder(able)
             if holder is None:
                 return self.from_checkpoint(stage) if self.ends.has_checkpoint else None
