@@ -89,7 +89,7 @@ class EndsBackup:
 
     @property
     def are_trained(self) -> bool:
-        """Are they other than the seed has them? A stage that is rebuilt counts its steps anew, so these do not tell."""
+        """Are they other than the seed has them? Steps do not tell: a stage that is rebuilt counts anew."""
         return self.done > 0
 
     @property
