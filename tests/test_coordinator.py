@@ -439,8 +439,9 @@ def test_a_teacher_that_is_lost_in_a_pause_is_replaced_too() -> None:
 def test_a_node_that_is_started_again_is_lost_and_new() -> None:
     course = coordinating()
     course.hear(3, HELLO)
-    assert course.room.happenings() == ["gone", "rerouted", "joined", "refused"]
-    assert course.room.events[-1].text.startswith("stays a spare: with it an iteration takes "), "two others suffice"
+    assert course.room.happenings() == ["gone", "rerouted", "joined", "replanned"]
+    assert course.room.events[-1].text.endswith(", and its state is held a second time")
+    assert course.room.logged("welcome")[-1][0] == 3
     assert 3 not in course.coordinator.nodes
 
 

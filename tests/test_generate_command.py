@@ -103,7 +103,7 @@ def test_ctrl_c_keeps_what_was_said(
         (("--stages", "0", "--keep", "1/2"), "say one of the two"),
         (("--draft-tokens", "2"), "say with --draft which stages"),
         (("--draft", "0,7"), "some of the stages 0,1,2"),
-        (("--top-p", "0"), "leaves no token"),
+        (("--top-p", "0"), "give above 0 to 1"),
         (("some words " * 100,), "the model looks at 128"),
         (("\udcff",), "not text in UTF-8"),
         (("--device", "tpu"), "device 'tpu'"),

@@ -238,7 +238,7 @@ def moves(events: Sequence[Event]) -> list[Event]:
 
 
 def assert_rest(run: VirtualCluster, about: str) -> None:
-    """Every move made the plan better, and none came more than two iterations after the last event."""
+    """Every move made the plan better, or safer and no slower; none came two iterations after the last event or later."""
     events = [event for _, event in run.events]
     last = max((event.iteration for event in events if event.kind in EXTERNAL), default=0)
     for event in moves(events):
@@ -247,7 +247,8 @@ def assert_rest(run: VirtualCluster, about: str) -> None:
             found = NUMBERS.search(event.text)
             assert found, event.text
             before_s = inf if found["before"] == "for ever" else float(found["before"].removesuffix(" s"))
-            assert float(found["after"]) < before_s, f"{about}: {event.text}"
+            after_s, second = float(found["after"]), event.text.endswith(" a second time")
+            assert after_s < before_s or (second and after_s == before_s), f"{about}: {event.text}"
 
 
 def drawn_cluster(random: np.random.Generator, nodes: int) -> Cluster:

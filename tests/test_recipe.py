@@ -121,7 +121,7 @@ def test_a_sandwich_has_the_same_lengths_in_every_iteration() -> None:
 def test_bridges_that_cannot_be() -> None:
     with pytest.raises(UserError, match=r"recipe\.bridges: they lead forward"):
         Recipe("1/2", bridges=8, swaps=0.1)
-    with pytest.raises(UserError, match=r"recipe\.bridges: -1 is a rank"):
+    with pytest.raises(UserError, match=r"recipe\.bridges: -1 is out of range; give 0 to 100,000"):
         Recipe("1/2", bridges=-1)
     with pytest.raises(UserError, match=r"recipe\.heal: there are no bridges"):
         Recipe("0 until 90%, 1/2", heal="90%")

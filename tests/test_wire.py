@@ -27,6 +27,7 @@ from skippipe.transport.lanes import LANE_DOMAIN, Verb, Word
 from skippipe.transport.message import (
     BOUNDS,
     HEADER,
+    VERSION,
     Body,
     Kind,
     Limits,
@@ -183,7 +184,7 @@ PLACES = ("iteration", "lane", "microbatch", "step", "epoch", "sent_ns", "due_ns
 
 def frames_with(**changes: Any) -> list[bytes]:
     """The frames of a good message, with some fields of its header or its payload replaced."""
-    fields: dict[str, Any] = {"magic": b"SKPP", "version": 2, "kind": 1, "body": 2, "ndim": 1} | dict.fromkeys(
+    fields: dict[str, Any] = {"magic": b"SKPP", "version": VERSION, "kind": 1, "body": 2, "ndim": 1} | dict.fromkeys(
         PLACES, 0
     )
     fields |= {"dims": (2, 0, 0, 0), "payload": bytes(8)} | changes
@@ -197,7 +198,7 @@ def test_every_field_has_its_place() -> None:
     assert from_frames(frames, LIMITS) == (message, 7)
     assert list(to_frames(message, 7)) == frames
     assert frames[0] == bytes.fromhex(
-        "534b5050 02 01 02 01 0100000000000000 02000000 03000000 04000000 05000000"
+        "534b5050 03 01 02 01 0100000000000000 02000000 03000000 04000000 05000000"
         "0600000000000000 0700000000000000 02000000 00000000 00000000 00000000"
     )
 
@@ -206,7 +207,7 @@ MALFORMED: dict[str, tuple[list[bytes], str]] = {
     "no payload": (frames_with()[:1], "1 frames instead of"),
     "short header": ([b"SKPP", b""], "a header of 4 bytes"),
     "magic": (frames_with(magic=b"SKIP"), "does not start like"),
-    "version": (frames_with(version=1), "version 1 is not known here; this release speaks 2"),
+    "version": (frames_with(version=1), "version 1 is not known here; this release speaks 3"),
     "header of version 1": ([frames_with(version=1)[0][:52], bytes(8)], "a header of 52 bytes instead of 64"),
     "kind": (frames_with(kind=9), "kind 9 is unknown"),
     "body": (frames_with(body=5), "body 5 is unknown"),

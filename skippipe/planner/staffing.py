@@ -20,7 +20,7 @@ from skippipe.averaging import best_ring, ring_ns
 from skippipe.plan import Plan
 from skippipe.planner.repair import repaired, task_ns
 
-SPARE_GAIN = 0.02  # by which an iteration must become shorter, or a spare stays one
+SPARE_GAIN = 0.02  # by which an iteration must become shorter, or a spare stays one, where two hold the stage already
 MOVE_GAIN = 0.1  # by which it must, or nobody moves: whoever does works nowhere until it has fetched its state
 STEPS = 200  # of the search for each plan that is compared, with USUAL_NODES or fewer; fewer with more nodes
 USUAL_NODES = 20
@@ -43,6 +43,8 @@ class Reassignment:
     after_s: float
     works: bool
     """Lanes of the plan afterwards use the node."""
+    seconds: bool = False
+    """Only one node holds the stage without it: its state would be lost with that one."""
 
     @property
     def gain(self) -> float:
@@ -53,7 +55,9 @@ class Reassignment:
 
     @property
     def helps(self) -> bool:
-        return self.works and self.gain >= (SPARE_GAIN if self.leaves < 0 else MOVE_GAIN)
+        if self.leaves >= 0:
+            return self.works and self.gain >= MOVE_GAIN
+        return self.works and self.gain >= (0.0 if self.seconds else SPARE_GAIN)
 
 
 @dataclass
@@ -125,7 +129,8 @@ class StageAssignment:
         after = _moved(self.members, node, stage)
         plan = self._plan_for(after)
         works = plan is not None and any(node in lane.path for lane in plan.lanes)
-        return Reassignment(node, stage, leaves, self._promise_s(self.members), self._promise_s(after), works)
+        seconds = len(self.members[stage]) == 1
+        return Reassignment(node, stage, leaves, self._promise_s(self.members), self._promise_s(after), works, seconds)
 
     def _promise_s(self, members: Members) -> float:
         plan = self._plan_for(members)

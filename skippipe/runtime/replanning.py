@@ -238,6 +238,7 @@ class Replanning:
         spare = self.roster[node].standing is Standing.SPARE
         empty = all(peer.stage != stage for peer in self.roster.peers.values())
         why = ", which nobody holds" if empty else f": {_seconds(found.after_s)} instead of {_seconds(found.before_s)}"
+        why += ", and its state is held a second time" if found.seconds else ""
         self.happened("replanned", f"{'takes' if spare else 'moves to'} stage {stage}{why}", node)
         self.roster.add(node, Standing.BUILDING, stage, now_ns)
         self._no_help.pop(node, None)
