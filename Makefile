@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint types docs kernels search-kernels unit test-all test-package test-docs test-ray test-harness test-browser chaos bench \
+.PHONY: demo test lint types docs kernels search-kernels unit test-slow test-all test-package test-docs test-ray test-harness test-browser chaos bench \
 	bench-train bench-serve clean
 
 demo: $(READY)
@@ -42,7 +42,10 @@ search-kernels: $(READY)
 	$(BIN)/python -c 'from skippipe.planner.strategies import compile_search; compile_search()'
 
 unit: kernels search-kernels
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+
+test-slow: kernels search-kernels  # what takes many seconds each: long random searches, more fault plans
+	$(BIN)/pytest -n 2 --dist load -m slow
 
 test-package: $(READY)
 	$(BIN)/pytest tests/package.py

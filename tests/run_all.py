@@ -37,6 +37,7 @@ class Suite:
 
 SUITES = (
     Suite("test", "linter, types, documentation, tests"),
+    Suite("test-slow", "tests that take many seconds each"),
     Suite("test-package", "wheel and sdist in an empty environment"),
     Suite("test-browser", "the dashboard in a real browser", ("chromium",)),
     Suite("test-harness", "scores beside lm-evaluation-harness's own"),

@@ -193,6 +193,7 @@ def partitions(total: int) -> list[tuple[int, ...]]:
     return [chosen for chosen in every if sum(chosen) == total]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "split", "timing"), [(0, True, Timing.FULL), (1, False, Timing.CONTENTION_ONLY)])
 def test_bound_and_search_meet_at_the_optimum_of_tiny_problems(seed: int, split: bool, timing: Timing) -> None:
     work = Workload(MODELS["llama-30m"], microbatches=4, max_slots=2)

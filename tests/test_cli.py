@@ -63,6 +63,7 @@ def test_check_names_violations_and_exits_with_1(skippipe: Command, tmp_path: Pa
     assert {"CC3", "microbatches", "promise"} <= rules
 
 
+@pytest.mark.slow
 def test_compare_all_strategies(skippipe: Command, tmp_path: Path) -> None:
     ran = skippipe("compare", "published20", "--contention-only", "--budget", "2", "--out", tmp_path, "--json")
     rows = {row["strategy"]: row for row in ran.json}

@@ -123,6 +123,7 @@ def test_the_walk_goes_through_all_there_is() -> None:
     assert set(NOT_RUN) <= {line for text in written for line in lines(text)}
 
 
+@pytest.mark.slow
 def test_tutorial_on_one_machine(skippipe: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes seconds, with little to train; `make test-docs` walks through all of it."""
     part = sections(TUTORIAL.read_text())["One machine"]

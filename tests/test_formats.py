@@ -197,6 +197,7 @@ def test_the_same_rules_are_broken(plan: Json, timing: Timing | None) -> None:
     assert "promise" not in broken
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(plan=plans(), timing=st.sampled_from(Timing), data=st.data())
 def test_no_figure_of_a_promise_can_be_changed(plan: Json, timing: Timing, data: st.DataObject) -> None:

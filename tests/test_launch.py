@@ -263,6 +263,7 @@ def test_every_rank_takes_its_own_gpu() -> None:
     assert [rank.device(asked) for asked in ("cuda", "cuda:0", "cpu")] == ["cuda:1", "cuda:0", "cpu"]
 
 
+@pytest.mark.slow
 def test_torchrun(place: Place) -> None:
     job = place.job("ranks", nodes=3, stages=3)
     words = ("--standalone", "--nproc-per-node", 3, "-m", "skippipe.training.torchrun", job)

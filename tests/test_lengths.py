@@ -228,6 +228,7 @@ def test_an_heir_that_runs_the_head_before_its_own_forward_pass(monkeypatch: pyt
     assert [event.kind for _, event in cluster.events] == ["gone", "rerouted", "replanned"]
 
 
+@pytest.mark.slow
 def test_any_few_faults_are_survived_by_turns() -> None:
     recipes = ("1/4 + 0", "1/4 until 50%, 0", "1/3 until 30%, 1/4 + 0", "0 + 1/3")
     for seed in range(1000, 1030):

@@ -30,6 +30,7 @@ def published() -> Plan:
     return plan.promising(simulate(plan, Timing.FULL))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.booleans().flatmap(plans), st.sampled_from([None, *Timing]))
 def test_file_and_back_unchanged(plan: Plan, timing: Timing | None) -> None:

@@ -52,6 +52,7 @@ def counted(strategy: Strategy, seed: int = 0) -> Request:
     return Request(seed=seed, changes=2_000) if strategy is Strategy.BEST else quick(seed)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.sampled_from(list(Strategy)), st.integers(0, 3))
 def test_every_plan_of_every_strategy_holds(problem: Problem, strategy: Strategy, seed: int) -> None:
@@ -79,6 +80,7 @@ def test_same_seed_same_plan(problem: Problem, strategy: Strategy) -> None:
     assert make_plan(problem, strategy, counted(strategy, 5)) == first
 
 
+@pytest.mark.slow
 def test_plenty_of_memory_is_always_feasible() -> None:
     """The property above would also hold for a planner that always gives up."""
     for nodes, stages in product((6, 20), (2, 3, 5)):
@@ -98,6 +100,7 @@ def test_published_stages_reach_the_published_time() -> None:
     assert {frozenset(stage.nodes) for stage in plan.stages} == {frozenset(nodes) for nodes in example.placement or ()}
 
 
+@pytest.mark.slow
 def test_strategies_rank_as_published() -> None:
     seconds = {}
     for strategy in Strategy:
@@ -170,6 +173,7 @@ def test_sizes_and_layers_stay_where_they_were_asked_for() -> None:
     assert {tuple(map(len, placement)) for placement in placements} == {problem.sizes}
 
 
+@pytest.mark.slow
 def test_the_search_does_not_look_at_the_same_paths_twice() -> None:
     problem = Problem(random_cluster(12, 3), Workload(MODELS["llama-1.5b"], microbatches=24, max_slots=3), 4, 3)
     collided = make_plan(problem, Strategy.SKIPPIPE, quick(looks=2000)).expected

@@ -238,7 +238,7 @@ def moves(events: Sequence[Event]) -> list[Event]:
 
 
 def assert_rest(run: VirtualCluster, about: str) -> None:
-    """Every move made the plan better, or safer and no slower; none came two iterations after the last event or later."""
+    """Every move made the plan better, or safer and no slower; none came over two iterations after the last event."""
     events = [event for _, event in run.events]
     last = max((event.iteration for event in events if event.kind in EXTERNAL), default=0)
     for event in moves(events):

@@ -284,6 +284,7 @@ def usable(plan: Plan, members: Members, able: Collection[int]) -> list[list[int
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(changes())
 def test_always_a_sound_plan_or_none_where_there_can_be_none(change: tuple[Plan, Members, set[int]]) -> None:

@@ -408,6 +408,7 @@ def test_runs_are_done_once_and_give_the_same_again(study_file: Path, tmp_path: 
     assert not torch.equal(*(kept.stages[stage].layers[0].self_attn.q_proj.weight for stage in (1, 2)))  # type: ignore[arg-type, union-attr]
 
 
+@pytest.mark.slow
 def test_a_run_that_would_not_end_in_time_is_not_begun(study_file: Path, tmp_path: Path) -> None:
     study, results = load_study(study_file), tmp_path / "results.jsonl"
     now = 100.0

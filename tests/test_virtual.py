@@ -76,6 +76,7 @@ def test_the_published_plans_take_what_they_promise() -> None:
         assert cluster.finished_ns == simulate(plan, Timing.FULL).iteration_ns
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(plans(), st.integers(0, 2**32 - 1), st.integers(2, 4))
 def test_every_iteration_completes_however_long_things_take(plan: Plan, seed: int, iterations: int) -> None:
