@@ -1,47 +1,36 @@
 """A second trainer, written from docs/formats.md#training alone: the package's own must agree with it.
 
-It shares no line with the package. The whole model lies in one piece, a microbatch is one graph from its tokens to its
-loss, and the optimizer is spelled out. `plans` are parsed plan files, the usual one first; `job` is a parsed job file.
+It follows the page sentence by sentence and is made to be read, not to be fast: one microbatch after another.
 """
 
-from __future__ import annotations
-
+import copy
+import hashlib
 import json
 import math
+import re
 from dataclasses import dataclass
 from fractions import Fraction
-from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 Json: TypeAlias = dict[str, Any]
-Ids: TypeAlias = npt.NDArray[np.generic]
-WORD = 2**64
-LEARNING: Json = {
-    "rate": 3e-4,
-    "warmup": 20,
-    "iterations": 0,
-    "hold": 0.6,
-    "floor": 0.1,
-    "beta1": 0.9,
-    "beta2": 0.95,
-    "epsilon": 1e-8,
-    "weight_decay": 0.1,
-    "clip": 1.0,
-}
+
+LEARNING: Json = {"rate": 0.0003, "warmup": 20, "iterations": 0, "hold": 0.6, "floor": 0.1}
+LEARNING |= {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "clip": 1.0}
 RECIPE: Json = {"skip": "", "residual": "plain", "gradients": "visitors", "early_exit": 0.0}
+USUAL_SKIP = "1/3 until 65%, 0"  # of a job that says nothing about paths
+
+BLOCK = 128  # values that share a scale in an int8 hop
 
 
 @dataclass(frozen=True)
 class Done:
-    """What is reported of an iteration."""
+    """What one iteration reports."""
 
     length: int  # stages on the longest path
     loss: float
@@ -50,256 +39,296 @@ class Done:
 
 
 def learning_rate(learning: Json, iterations: int, i: int) -> float:
-    peak, warmup, floor, hold = (learning[name] for name in ("rate", "warmup", "floor", "hold"))
+    """Return the learning rate of iteration i: a warm-up, a plateau and half a cosine down to the floor."""
+    rate, warmup, hold, floor = (learning[name] for name in ("rate", "warmup", "hold", "floor"))
     if i < warmup:
-        return float(peak * (i + 1) / (warmup + 1))
-    whole = learning["iterations"] or max(iterations, warmup + 1)
-    p = min(1.0, (i - warmup) / (whole - warmup))
-    u = max(0.0, p - hold) / (1 - hold)
-    return float(peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * u))))
+        return float(rate * (i + 1) / (warmup + 1))
+    end = learning["iterations"] or max(iterations, warmup + 1)
+    progress = min(1.0, (i - warmup) / (end - warmup))
+    beyond = max(0.0, progress - hold)
+    turned = beyond / (1 - hold) if beyond > 0 else 0.0
+    return float(rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * turned))))
 
 
 def clipping_factor(clip: float, norm: float) -> float:
-    return min(1.0, clip / (norm + 1e-6)) if clip else 1.0
-
-
-def path_length(skip: str, iterations: int, stages: int, i: int) -> int:
-    for phase in skip.split(","):
-        turn, _, end = phase.partition(" until ")
-        if i < math.ceil((fraction(end) if end else 1) * iterations):
-            break
-    shares: list[Fraction] = []
-    for part in turn.split("+"):
-        times, _, share = part.rpartition("x ")
-        shares += int(times or 1) * [fraction(share)]
-    return stages - math.floor(shares[i % len(shares)] * stages + Fraction(1, 2))
+    """Return what gradients of this norm are multiplied by; a clip of 0 leaves them as they are."""
+    return 1.0 if clip == 0 else min(1.0, clip / (norm + 1e-6))
 
 
 def fraction(text: str) -> Fraction:
+    """Read a share or an end, written as 0.35, 35% or 7/20, as an exact fraction."""
     text = text.strip()
-    return Fraction(text[:-1]) / 100 if text.endswith("%") else Fraction(text)
+    return Fraction(text[:-1].strip()) / 100 if text.endswith("%") else Fraction(text.replace(" ", ""))
+
+
+def shares(turn: str) -> list[Fraction]:
+    """Read a turn: shares with + between them, each perhaps with a number of times before it."""
+    found: list[Fraction] = []
+    for item in turn.split("+"):
+        times, _, share = item.rpartition("x")
+        found += [fraction(share)] * (int(times) if times else 1)
+    return found
+
+
+def path_length(skip: str, iterations: int, stages: int, i: int) -> int:
+    """Return how many stages a path visits in iteration i, by the text of a recipe that is not empty."""
+    *phases, turn = skip.split(",")
+    for phase in phases:
+        head, end = re.split(r"\buntil\b", phase)
+        if i < math.ceil(fraction(end) * iterations):
+            turn = head
+            break
+    choices = shares(turn)
+    length = stages - math.floor(choices[i % len(choices)] * stages + Fraction(1, 2))
+    if length < 2:
+        raise ValueError(f"{skip!r} leaves paths of {length} of {stages} stages")
+    return length
 
 
 def keys(seed: int, epoch: int) -> list[int]:
-    digest = blake2b(f"skippipe {seed} {epoch}".encode("ascii"), digest_size=48).digest()
+    """Return the six keys of the permutation that belongs to this seed and epoch."""
+    digest = hashlib.blake2b(f"skippipe {seed} {epoch}".encode("ascii"), digest_size=48).digest()
     return [int.from_bytes(digest[at : at + 8], "little") for at in range(0, 48, 8)]
 
 
 def permuted(seed: int, epoch: int, offset: int, windows: int) -> int:
-    h = max(1, math.ceil((windows - 1).bit_length() / 2))
-    size: int = 2**h
-    v = offset
+    """Return the window at this offset of an epoch: a Feistel network, walked until it is inside the range."""
+    half = max(1, ((windows - 1).bit_length() + 1) // 2)
+    low = (1 << half) - 1
+    value = offset
     while True:
-        left, right = divmod(v, size)
+        left, right = value >> half, value & low
         for key in keys(seed, epoch):
-            x = (right ^ key) * 0xBF58476D1CE4E5B9 % WORD
-            x = (x ^ x // 2**31) * 0x94D049BB133111EB % WORD
-            left, right = right, left ^ (x // 2**40 % size)
-        v = left * size + right
-        if v < windows:
-            return v
+            mixed = ((right ^ key) * 0xBF58476D1CE4E5B9) % 2**64
+            mixed = ((mixed ^ (mixed >> 31)) * 0x94D049BB133111EB) % 2**64
+            left, right = right, left ^ ((mixed >> 40) & low)
+        value = (left << half) | right
+        if value < windows:
+            return value
 
 
 def generator_seed(seed: int, part: str) -> int:
-    return int.from_bytes(sha256(f"{seed}/{part}".encode("ascii")).digest()[:8], "little") // 2
+    """Return what seeds torch before the weights of this part of the model are drawn."""
+    digest = hashlib.sha256(f"{seed}/{part}".encode("ascii")).digest()
+    return int.from_bytes(digest[:8], "little") // 2
 
 
-def draw(part: nn.Module, seed: int, name: str, std: float) -> None:
-    generator = torch.Generator().manual_seed(generator_seed(seed, name))
-    with torch.no_grad():
-        for module in part.modules():
-            for kind, each in module.named_parameters(recurse=False):
-                if each.dim() >= 2:
-                    each.normal_(0, std, generator=generator)
-                else:
-                    each.fill_(0.0 if kind == "bias" else 1.0)
-
-
-def rounded(x: Tensor, dtype: str) -> Tensor:
-    if dtype == "fp32":
-        return x
-    if dtype == "bf16":
-        return x.bfloat16().float()
-    blocks = functional.pad(x.flatten(), [0, -x.numel() % 128]).view(-1, 128)
-    scale = blocks.abs().amax(1, keepdim=True) / 127
-    scale = torch.where(scale < 2.0**-126, 0.0, scale)
-    whole = torch.where(scale > 0, blocks * (1 / scale), 0.0).round() * scale
-    return whole.flatten()[: x.numel()].view(x.shape)
+def rounded(values: Tensor, wire: str) -> Tensor:
+    """Return what a hop makes of a tensor; with int8, each block of the flattened tensor has a scale of its own."""
+    if wire == "fp32":
+        return values.clone()
+    if wire == "bf16":
+        return values.to(torch.bfloat16).float()
+    blocks = nn.functional.pad(values.reshape(-1), (0, -values.numel() % BLOCK)).reshape(-1, BLOCK)
+    scale = blocks.abs().amax(dim=1, keepdim=True) / 127
+    result = torch.where(scale < 2.0**-126, 0.0, torch.round(blocks * (1 / scale)) * scale)
+    return result.reshape(-1)[: values.numel()].reshape(values.shape)
 
 
 class Hop(torch.autograd.Function):
-    """Rounds what passes, in both directions."""
+    """H of the page: rounds what goes forward and the gradient that comes back; itself it is not differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: str) -> Tensor:
-        ctx.dtype = dtype
-        return rounded(x, dtype)
+    def forward(ctx: Any, values: Tensor, wire: str) -> Tensor:
+        ctx.wire = wire
+        return rounded(values, wire)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return rounded(gradients[0], ctx.dtype), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return rounded(gradients[0], ctx.wire), None
+
+
+hop: Any = Hop.apply
 
 
 class Trainer:
-    def __init__(self, job: Json, plans: list[Json], ids: Ids, config: Any) -> None:
-        self.recipe = {**RECIPE, **job.get("recipe", {})}
-        self.learning = {**LEARNING, **job.get("learning", {})}
-        self.iterations, self.seed = job.get("iterations", 100), job.get("seed", 0)
-        pipeline = job.get("pipeline", {})
-        if not (pipeline.get("skip") or pipeline.get("plan") or pipeline.get("strategy") == "dtfm"):
-            self.recipe["skip"] = self.recipe["skip"] or "1/3 until 65%, 0"
-        self.plans = {max(len(lane["path"]) for lane in plan["lanes"]): plan for plan in reversed(plans)}
-        self.usual = plans[0]
-        self.ids, self.work = ids.astype(np.int64), self.usual["workload"]
-        self.microbatches = sum(lane["microbatches"] for lane in self.usual["lanes"])
-        self.model: Any = self._drawn(config)
-        base, counts = self.model.model, [stage["layers"] for stage in self.usual["stages"]]
-        self.layers = [list(range(sum(counts[:s]), sum(counts[: s + 1]))) for s in range(len(counts))]
-        owned = [[base.layers[number] for number in stage] for stage in self.layers]
-        owned[0] = [base.embed_tokens, *owned[0], base.norm, self.model.lm_head]
-        self.weights = [list(nn.ModuleList(parts).parameters()) for parts in owned]  # a tied one once
-        self.means = [[(torch.zeros_like(w), torch.zeros_like(w)) for w in stage] for stage in self.weights]
-        self.steps = [0] * len(counts)
-        self.scores: list[Tensor] = []
-        self.routers = [layer.mlp.gate for layer in base.layers if hasattr(layer.mlp, "experts")]
-        for router in self.routers:
-            router.register_forward_hook(lambda module, given, made: self.scores.append(made[0]))
+    """All weights, the state of the optimizer and the plans of one run."""
 
-    def _drawn(self, config: Any) -> Any:
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-        base, std = model.model, config.initializer_range
-        for number, layer in enumerate(base.layers):
-            draw(layer, self.seed, f"layer {number}", std)
-        draw(base.norm, self.seed, "norm", std)
-        draw(model.lm_head, self.seed, "head", std)
-        draw(base.embed_tokens, self.seed, "embedding", std)  # after the head, which may be the same
-        if config.pad_token_id is not None:
-            base.embed_tokens.weight.data[config.pad_token_id] = 0
-        return model.train()
+    def __init__(self, job: Json, plans: list[Json], ids: np.ndarray, config: Any) -> None:
+        """Take a parsed job, its plans (the usual one first), the ids of the text and a transformers configuration."""
+        self.iterations = int(job.get("iterations", 100))
+        self.seed = int(job.get("seed", 0))
+        self.recipe: Json = RECIPE | job.get("recipe", {})
+        self.learning: Json = LEARNING | job.get("learning", {})
+        pipeline = job.get("pipeline", {})
+        unsaid = not pipeline.get("skip") and not pipeline.get("plan") and pipeline.get("strategy") != "dtfm"
+        self.skip: str = self.recipe["skip"] or (USUAL_SKIP if unsaid else "")
+        self.plans = plans
+        self.workload: Json = plans[0]["workload"]
+        self.microbatches = int(self.workload["microbatches"])
+        self.samples = int(self.workload["samples_per_microbatch"])
+        self.tokens = int(self.workload["sequence_tokens"])
+        self.wire: str = self.workload["wire_dtype"]
+        self.dtype = torch.bfloat16 if self.workload["compute_dtype"] == "bf16" else torch.float32
+        self.ids = torch.from_numpy(np.asarray(ids).astype(np.int64))
+        self.windows = (len(self.ids) - 1) // self.tokens
+        self.config = copy.deepcopy(config)
+        self._build()
+
+    def _build(self) -> None:
+        """Make the model, draw its weights part by part, and share its layers out to the stages."""
+        attention = "eager" if self.config._attn_implementation == "eager" else "sdpa"
+        with torch.random.fork_rng(devices=[]):
+            make: Any = AutoModelForCausalLM.from_config
+            self.model: Any = make(self.config, dtype=torch.float32, attn_implementation=attention)
+            body = self.model.model
+            parts: dict[str, nn.Module] = {"embedding": body.embed_tokens, "norm": body.norm}
+            parts |= {f"layer {number}": layer for number, layer in enumerate(body.layers)}
+            if not self.config.tie_word_embeddings:
+                parts["head"] = self.model.lm_head
+            for name, part in parts.items():
+                torch.manual_seed(generator_seed(self.seed, name))
+                for module in part.modules():
+                    self.model._init_weights(module)
+        self.model.train()
+        self.layers: list[list[tuple[nn.Module, Tensor | None]]] = []  # of each stage, with their masks
+        masks, first = self._masks(), 0
+        for stage in self.plans[0]["stages"]:
+            span = range(first, first + stage["layers"])
+            self.layers.append([(body.layers[number], masks[number]) for number in span])
+            first = span.stop
+        self.weights: list[list[Any]] = [[w for layer, _ in stage for w in layer.parameters()] for stage in self.layers]
+        # Of a tied weight, the keys of a dictionary keep one.
+        self.weights[0] += dict.fromkeys([body.embed_tokens.weight, *body.norm.parameters(), self.model.lm_head.weight])
+        self.steps = [0] * len(self.layers)
+        self.moments = {w: (torch.zeros_like(w), torch.zeros_like(w)) for w in self.model.parameters()}
+        self._watch_routers()
+
+    def _masks(self) -> list[Tensor | None]:
+        """Return the mask of each layer: none where the kernel's own will do, a band where a window slides."""
+        count, window = self.config.num_hidden_layers, getattr(self.config, "sliding_window", None)
+        kinds = getattr(self.config, "layer_types", None)
+        sliding = [kind == "sliding_attention" for kind in kinds] if kinds else [bool(window)] * count
+        distance = torch.arange(self.tokens)[:, None] - torch.arange(self.tokens)
+        causal = (distance >= 0)[None, None]
+        band = causal & (distance < (window or self.tokens))
+        if self.model.config._attn_implementation == "eager":
+            added = [torch.where(seen, 0.0, torch.finfo(self.dtype).min).to(self.dtype) for seen in (causal, band)]
+            return [added[slides] for slides in sliding]
+        return [band if slides and self.tokens >= (window or 0) else None for slides in sliding]
+
+    def _watch_routers(self) -> None:
+        """Let every router leave its part of the balancing loss in a list when it runs."""
+        self.balance: list[Tensor] = []
+        factor = getattr(self.config, "router_aux_loss_coef", None) or 0.0
+        routers = [layer.mlp.gate for layer in self.model.model.layers if hasattr(layer.mlp, "gate")]
+
+        def watch(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
+            """Add one visit's loss; the first output of a router is its logits."""
+            p = torch.softmax(outputs[0].float(), dim=-1)
+            chosen = p.detach().topk(self.config.num_experts_per_tok, dim=-1).indices
+            q = torch.zeros_like(p).scatter(-1, chosen, 1.0)
+            self.balance.append(factor / len(routers) * p.shape[-1] * (q.mean(dim=0) * p.mean(dim=0)).sum())
+
+        if factor > 0:
+            for router in routers:
+                router.register_forward_hook(watch)
+
+    def plan_of(self, i: int) -> Json:
+        """Return the plan of iteration i."""
+        if not self.skip:
+            return self.plans[0]
+        length = path_length(self.skip, self.iterations, len(self.layers), i)
+        return next(plan for plan in self.plans if longest(plan) == length)
+
+    def batch(self, i: int, number: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and labels of a microbatch, one row for each sample."""
+        rows = []
+        for sample in range(self.samples):
+            epoch, offset = divmod((i * self.microbatches + number) * self.samples + sample, self.windows)
+            start = permuted(self.seed, epoch, offset, self.windows) * self.tokens
+            rows.append(self.ids[start : start + self.tokens + 1])
+        text = torch.stack(rows)
+        return text[:, :-1], text[:, 1:]
+
+    def _stage(self, stage: int, x: Tensor) -> Tensor:
+        """Send a tensor through the layers of a stage; what comes in and what goes out has the dtype of compute."""
+        x, positions = x.to(self.dtype), torch.arange(self.tokens)[None]
+        turns = self.model.model.rotary_emb(x, positions)
+        for layer, mask in self.layers[stage]:
+            x = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=turns)
+        return x.to(self.dtype)
+
+    def _loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean cross entropy of the final norm and the head."""
+        logits = self.model.lm_head(self.model.model.norm(x)).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def microbatch(self, visits: list[int], inputs: Tensor, labels: Tensor) -> float:
+        """Send one microbatch forward and backward, add to the gradients, and return its loss."""
+        scaled, c = self.recipe["residual"] == "scaled", (len(self.layers) - 1) / max(1, len(visits) - 1)
+        self.balance.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16, cache_enabled=False):
+            h = self._stage(0, self.model.model.embed_tokens(inputs)).float()
+            x = hop(h, self.wire)
+            for stage in visits[1:]:
+                x = x.to(self.dtype)
+                y = self._stage(stage, x)
+                x = hop((torch.lerp(x, y, c) if scaled else y).float(), self.wire)
+            loss = self._loss(x, labels)
+            total = sum(self.balance, start=loss)
+            if self.recipe["early_exit"] > 0:
+                total = total + self.recipe["early_exit"] * self._loss(h, labels)
+        torch.autograd.backward(total)
+        return float(loss.detach())
 
     def iteration(self, i: int) -> Done:
+        """Train for one iteration; iterations have to come in their order."""
         plan = self.plan_of(i)
-        stage_of = {node: s for s, stage in enumerate(plan["stages"]) for node in stage["nodes"]}
-        self.model.zero_grad()
-        visitors = [0] * len(self.weights)
+        stage_of = {node: number for number, stage in enumerate(plan["stages"]) for node in stage["nodes"]}
+        visitors = [0] * len(self.layers)
         losses: list[float] = []
+        for weight in self.model.parameters():
+            weight.grad = torch.zeros_like(weight)
         for lane in plan["lanes"]:
             visits = [stage_of[node] for node in lane["path"]]
             for _ in range(lane["microbatches"]):
-                losses.append(self._there_and_back(visits, *self.batch(i, len(losses))))
-                for s in visits:
-                    visitors[s] += 1
-        if self.recipe["gradients"] == "all":
-            visitors = [self.microbatches if count else 0 for count in visitors]
+                losses.append(self.microbatch(visits, *self.batch(i, len(losses))))
+                for stage in visits:
+                    visitors[stage] += 1
+        divisors = [self.microbatches if self.recipe["gradients"] == "all" else count for count in visitors]
+        visited = [stage for stage, count in enumerate(visitors) if count]
+        squares = [sum(float(w.grad.double().square().sum()) for w in self.weights[s]) for s in visited]
+        norm = math.sqrt(sum(square / divisors[s] ** 2 for s, square in zip(visited, squares, strict=True)))
         rate = learning_rate(self.learning, self.iterations, i)
-        norm = self._step(visitors, rate)
-        longest = max(len(lane["path"]) for lane in plan["lanes"])
-        return Done(longest, sum(losses) / len(losses), norm, rate)
+        factor = clipping_factor(self.learning["clip"], norm)
+        for stage in visited:
+            self._step(stage, factor / divisors[stage], rate)
+        return Done(longest(plan), math.fsum(losses) / len(losses), norm, rate)
 
-    def plan_of(self, i: int) -> Json:
-        if not self.recipe["skip"].strip():
-            return self.usual
-        return self.plans[path_length(self.recipe["skip"], self.iterations, len(self.weights), i)]
-
-    def windows(self, i: int, g: int) -> list[int]:
-        n, count = self.work["samples_per_microbatch"], (len(self.ids) - 1) // self.work["sequence_tokens"]
-        positions = [(i * self.microbatches + g) * n + j for j in range(n)]
-        return [permuted(self.seed, p // count, p % count, count) for p in positions]
-
-    def batch(self, i: int, g: int) -> tuple[Tensor, Tensor]:
-        length = self.work["sequence_tokens"]
-        rows = np.stack([self.ids[a * length : (a + 1) * length + 1] for a in self.windows(i, g)])
-        return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
-
-    def _there_and_back(self, visits: list[int], inputs: Tensor, labels: Tensor) -> float:
-        wire, exit_weight = self.work["wire_dtype"], self.recipe["early_exit"]
-        drive = (len(self.weights) - 1) / (len(visits) - 1) if self.recipe["residual"] == "scaled" else 1.0
-        self.scores.clear()
-        with self._precision():
-            made = self._through(0, self._entering(self.model.model.embed_tokens(inputs))).float()
-            x = Hop.apply(made, wire)  # type: ignore[no-untyped-call]
-            for s in visits[1:]:
-                given = self._entering(x)
-                y = self._through(s, given)
-                y = y if drive == 1 else torch.lerp(given, y, drive)
-                x = Hop.apply(y.float(), wire)  # type: ignore[no-untyped-call]
-            loss = self._loss(x, labels)
-            total = loss
-            if exit_weight:
-                total = total + exit_weight * self._loss(made, labels)
-        for scores in self.scores:
-            total = total + self._balance(scores)
-        torch.autograd.backward(total)
-        return loss.item()
-
-    def _entering(self, x: Tensor) -> Tensor:
-        return x.bfloat16() if self.work["compute_dtype"] == "bf16" else x
-
-    def _precision(self) -> Any:
-        low = self.work["compute_dtype"] == "bf16"
-        return torch.autocast("cpu", torch.bfloat16, enabled=low, cache_enabled=False)  # each use casts by itself
-
-    def _through(self, stage: int, x: Tensor) -> Tensor:
-        positions = torch.arange(x.shape[1])
-        rotation = self.model.model.rotary_emb(x, positions[None])
-        behind = positions[:, None] - positions[None, :]
-        for number in self.layers[stage]:
-            window = self._window(number)
-            mask = ((behind >= 0) & (behind < window))[None, None] if window else None
-            x = self.model.model.layers[number](
-                x, attention_mask=mask, position_ids=positions[None], position_embeddings=rotation
-            )
-        return x
-
-    def _window(self, layer: int) -> int | None:
-        config = self.model.config
-        kinds = getattr(config, "layer_types", None)
-        window: int | None = getattr(config, "sliding_window", None)
-        return window if kinds is None or kinds[layer] == "sliding_attention" else None
-
-    def _loss(self, x: Tensor, labels: Tensor) -> Tensor:
-        logits = self.model.lm_head(self.model.model.norm(x)).float()
-        return functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
-
-    def _balance(self, scores: Tensor) -> Tensor:
-        config, p = self.model.config, scores.float().softmax(-1)
-        chosen = torch.zeros_like(p).scatter_(1, p.topk(config.num_experts_per_tok).indices, 1.0)
-        balance: Tensor = p.shape[1] * (chosen.mean(0) * p.mean(0)).sum()
-        weight: float = config.router_aux_loss_coef
-        return balance * weight / len(self.routers)
-
-    def _step(self, visitors: list[int], rate: float) -> float:
-        learning, stages = self.learning, [s for s, count in enumerate(visitors) if count]
-        squares = [
-            sum(float(w.grad.double().square().sum()) for w in self.weights[s] if w.grad is not None) / visitors[s] ** 2
-            for s in stages
-        ]
-        norm = math.sqrt(sum(squares))
-        factor = clipping_factor(learning["clip"], norm)
-        for s in stages:
-            self.steps[s] += 1
-            for weight, means in zip(self.weights[s], self.means[s], strict=True):
-                gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                self._adam(weight.data, gradient * (factor / visitors[s]), *means, self.steps[s], rate)
-        return norm
-
-    def _adam(self, weight: Tensor, g: Tensor, mean: Tensor, square: Tensor, t: int, rate: float) -> None:
-        beta1, beta2 = self.learning["beta1"], self.learning["beta2"]
-        if weight.dim() >= 2:
-            weight.mul_(1 - rate * self.learning["weight_decay"])
-        mean.mul_(beta1).add_(g, alpha=1 - beta1)
-        square.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        root = square.sqrt() / math.sqrt(1 - beta2**t) + self.learning["epsilon"]
-        weight.sub_(rate * (mean / (1 - beta1**t)) / root)
+    @torch.no_grad()
+    def _step(self, stage: int, factor: float, rate: float) -> None:
+        """Let a stage take one step of AdamW, with the factor times its sum of gradients."""
+        self.steps[stage] += 1
+        beta1, beta2, epsilon = (self.learning[name] for name in ("beta1", "beta2", "epsilon"))
+        slow1, slow2 = 1 - beta1 ** self.steps[stage], 1 - beta2 ** self.steps[stage]
+        for weight in self.weights[stage]:
+            gradient, (m, v) = weight.grad * factor, self.moments[weight]
+            if weight.dim() >= 2:
+                weight.mul_(1 - rate * self.learning["weight_decay"])
+            m.mul_(beta1).add_(gradient, alpha=1 - beta1)
+            v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            weight.addcdiv_(m, (v.sqrt() / math.sqrt(slow2)).add_(epsilon), value=-rate / slow1)
 
     def named_weights(self) -> dict[str, Tensor]:
-        return {name: each.detach() for name, each in self.model.named_parameters()}
+        """Return all weights under the names that transformers gives them; a tied one has the embedding's."""
+        return {name: weight.detach() for name, weight in self.model.named_parameters()}
+
+
+def longest(plan: Json) -> int:
+    """Return the number of nodes on the longest path of a plan."""
+    return max(len(lane["path"]) for lane in plan["lanes"])
 
 
 def trainer_of(job: Json, output: Path, tokens: Path) -> Trainer:
-    """From the files that a run has, and leaves behind."""
+    """Make the trainer of a run from its job, the folder it has written and its folder of tokens."""
+    plans = [json.loads(path.read_text()) for path in (output / "plan.json", *sorted(output.glob("plan-*.json")))]
     header = json.loads((tokens / "tokens.json").read_text())
-    ids = np.fromfile(tokens / header["data"], {"uint16": "<u2", "uint32": "<u4"}[header["type"]])
-    files = [output / "plan.json", *sorted(output.glob("plan-*.json"))]
-    plans = [json.loads(file.read_text()) for file in files]
-    return Trainer(job, plans, ids, AutoConfig.from_pretrained(output / "model"))
+    ids = np.fromfile(tokens / header["data"], dtype="<u2" if header["type"] == "uint16" else "<u4")
+    config = AutoConfig.from_pretrained(output / "model")
+    config.vocab_size = header["vocabulary"]
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value >= header["vocabulary"]:
+            setattr(config, name, None)
+    return Trainer(job, plans, ids, config)

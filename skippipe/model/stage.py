@@ -39,6 +39,8 @@ class StageModel(nn.Module):
         return hidden
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """What is made is of the type that came in: under autocast, layers with experts give fp32."""
+        came_in = hidden.dtype
         positions, rotation, masks = self._surroundings(hidden)
         for layer, kind in zip(self.layers, self._kinds, strict=True):
             said = {"attention_mask": masks[kind], "position_ids": positions, "position_embeddings": rotation}
@@ -46,7 +48,7 @@ class StageModel(nn.Module):
                 hidden = checkpoint(layer, hidden, use_reentrant=False, **said)
             else:
                 hidden = layer(hidden, **said)
-        return hidden
+        return hidden.to(came_in)
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Of the next token, the mean over all tokens of the microbatch."""
