@@ -29,6 +29,7 @@ def test_no_size_divides() -> None:
         batch_sizes(31, 34, 5)
 
 
+@pytest.mark.slow
 def test_where_averaging_takes_long_the_largest_batch_trains_most_a_second() -> None:
     work = Workload(TINY, sequence_tokens=16, microbatches=6, max_slots=2)
     problem = Problem(uniform_cluster(9, bandwidth=1e6), work, 4, 3)

@@ -298,6 +298,7 @@ def test_ctrl_c_keeps_the_best_plan(tmp_path: Path) -> None:
     assert Plan.load(file).microbatches == 42
 
 
+@pytest.mark.slow
 def test_commands_of_the_readme(skippipe: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As written, but with no time to search and little to train."""
     readme = (Path(__file__).parent.parent / "README.md").read_text()

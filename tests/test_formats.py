@@ -188,6 +188,7 @@ def test_times_agree_to_the_nanosecond(timing: Timing, plan: Json) -> None:
     assert our_times(plan, timing) == oracle_times(plan, timing)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(plan=st.booleans().flatmap(lambda wild: plans(wild)), timing=st.sampled_from([None, *Timing]))
 def test_the_same_rules_are_broken(plan: Json, timing: Timing | None) -> None:

@@ -91,6 +91,7 @@ def test_plenty_of_memory_is_always_feasible() -> None:
                 assert check(make_plan(problem, strategy, counted(strategy))) == []
 
 
+@pytest.mark.slow
 def test_published_stages_reach_the_published_time() -> None:
     example = published20()
     request = Request(seed=0, budget_s=30, placement=example.placement)

@@ -275,6 +275,7 @@ def test_a_node_drops_what_it_did_not_ask_for() -> None:
 # Processes
 
 
+@pytest.mark.slow
 def test_emulated_links_and_a_node_that_is_killed(tmp_path: Path) -> None:
     """A shared machine is noisy: the benchmark asks for more (`benchmarks/profile.py`)."""
     assert in_a_process(emulated, tmp_path) == 0

@@ -324,6 +324,7 @@ def test_a_second_run_does_not_destroy_the_first(shop: Path) -> None:
     assert written == contents(shop / "twice")
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_written_is_waited_for_and_given_up_in_one_line(shop: Path) -> None:
     """The disk is as good as full all along; somebody gives up with Ctrl-C."""
     run = train(shop, "--engine", "virtual", "--out", "full", program=("-c", FULL_DISK))
@@ -349,6 +350,7 @@ def test_a_model_that_cannot_be_written_is_waited_for_and_given_up_in_one_line(s
     assert len((shop / "full" / "metrics.jsonl").read_text().splitlines()) == 4
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_written_goes_to_the_rescue_folder(shop: Path) -> None:
     first = train(shop, "--engine", "virtual", "--out", "blocked", "--iterations", "2")
     assert first.wait(120) == 0
