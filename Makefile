@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Modules are compiled when they are first imported, and kept: most that are installed never are.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test lint types docs kernels search-kernels unit test-slow test-all test-package test-docs test-ray test-harness test-browser chaos bench \
 	bench-train bench-serve clean
