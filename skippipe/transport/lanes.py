@@ -33,7 +33,15 @@ import zmq
 from skippipe.transport.message import HEADER, Malformed
 from skippipe.transport.packed import Buffer
 from skippipe.transport.sealing import TAG_BYTES, Forged, Opener, Sealer
-from skippipe.transport.sockets import CONNECTION_EVENTS, Context, endpoint, heard, keep_alive, pull_socket
+from skippipe.transport.sockets import (
+    CONNECTION_EVENTS,
+    Context,
+    close_sending,
+    endpoint,
+    heard,
+    keep_alive,
+    pull_socket,
+)
 
 LARGE_BYTES = 2**18  # a tensor of this size is worth a lane
 PIECE_BYTES = 2**18  # stays in a processor's cache between sealing and sending
@@ -161,7 +169,7 @@ class LaneOut:
         self._queued.clear()
         self.push.disable_monitor()
         self.monitor.close(linger=0)
-        self.push.close(linger=round(linger_s * 1000))
+        close_sending(self.push, linger_s)
 
 
 class LaneIn:

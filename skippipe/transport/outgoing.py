@@ -13,7 +13,16 @@ from skippipe.transport.heartbeat import LinkHeartbeat
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.lanes import LaneOut, Verb, Word, new_name
 from skippipe.transport.packed import Buffer
-from skippipe.transport.sockets import CONNECT_S, CONNECTION_EVENTS, Context, Socket, endpoint, heard, keep_alive
+from skippipe.transport.sockets import (
+    CONNECT_S,
+    CONNECTION_EVENTS,
+    Context,
+    Socket,
+    close_sending,
+    endpoint,
+    heard,
+    keep_alive,
+)
 
 RECONNECT_MS = 100
 RECONNECT_MOST_MS = 2000
@@ -204,4 +213,4 @@ class Outgoing:
         self._wiring.poller.unregister(self.monitor)
         self.push.disable_monitor()
         self.monitor.close(linger=0)
-        self.push.close(linger=round(linger_s * 1000))
+        close_sending(self.push, linger_s)

@@ -12,6 +12,10 @@ import zmq
 from skippipe.errors import UserError
 
 HANDSHAKE_S = 30.0
+LEAST_LINGER_S = 0.1
+"""For what is queued when a socket is closed. With none, a message of several parts may be cut off between them, and
+libzmq ends the process (session_base.cpp, clean_pipes: "Resource temporarily unavailable") if the connection breaks
+at that moment."""
 CONNECT_S = 5.0  # for an attempt to connect; then the next: TCP alone would wait longer each time it asks again
 KEEPALIVE_S = (2, 1, 3)  # silence before the first probe, between probes; and how many go unanswered
 UNANSWERED_S = 10  # for what was sent, and on Linux for probes, until the other side's machine confirms it
@@ -82,3 +86,8 @@ def heard(monitor: Socket) -> Iterator[int]:
         except zmq.Again:
             return
         yield event
+
+
+def close_sending(socket: Socket, linger_s: float) -> None:
+    """Close a socket that sends; what is queued gets that long to leave, and never less than LEAST_LINGER_S."""
+    socket.close(linger=round(max(linger_s, LEAST_LINGER_S) * 1000))
