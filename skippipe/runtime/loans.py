@@ -43,8 +43,7 @@ class Loans:
         self._agenda = agenda
         self._learning: Apprentice | None = None
         self._fetching: Apprentice | None = None
-        """A copy of stage 0's ends, to keep it."""
-        self._fetched = 0
+        """A copy of stage 0's ends, to keep it; its assignment is after how many iterations that was made."""
         self.backup = 0
         """After how many iterations the whole copy was made that this node keeps; 0: it keeps none."""
 
@@ -89,10 +88,11 @@ class Loans:
             case WantBackup():
                 self.borrowers.add(sender)
                 self._agenda.add(Lend(control.first, control.count, sender, control.assignment, control.iterations))
-            case Seal() if any(self._expects(sender, control.assignment, each) for each in self._borrowing):
-                for each in self._borrowing:
-                    if self._expects(sender, control.assignment, each):
-                        each.sealed(control.first, control.digest)
+            case Seal() if asking := [
+                each for each in self._borrowing if self._expects(sender, control.assignment, each)
+            ]:
+                for each in asking:
+                    each.sealed(control.first, control.digest)
             case _:
                 self._holder.drop(sender, f"{type(control).__name__} of no use here")
 
@@ -102,7 +102,6 @@ class Loans:
         source = Origin("backup", (backup.source,), (0,), (1.0,), 0)
         ask = self._outside.say
         self._fetching = Apprentice(source, backup.iterations, lambda lender, want: ask(want, lender))
-        self._fetched = backup.iterations
         self._agenda.add(OpenBackup(backup.source, backup.iterations))
 
     def borrow(self, sender: int, message: Message) -> None:
@@ -142,7 +141,7 @@ class Loans:
                 else:
                     self._fetching.loaded(result)
                 if self._fetching.complete:
-                    self.backup = self._fetched
+                    self.backup = self._fetching.assignment
                     self._outside.say(Copied(self.backup))
             case Study() if self._learning is not None:
                 self._learning.studied(result)
