@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import random
 import socket
+from contextlib import suppress
 
 from skippipe.errors import UserError
 from skippipe.transport.sockets import split
 
+SERVER_PORTS = range(10_000, 32_768)  # Linux gives 32768 and up to outgoing connections, others 49152 and up
+FREE_PORT_TRIES = 20
 ANY_PORT = 9  # connecting a datagram socket sends nothing, but wants a port
 
 
@@ -32,9 +37,13 @@ def place_to_listen(asked: str, coordinator: str, address: str | None) -> str:
 
 
 def free_port(host: str) -> int:
-    """Another process could take it in between; then whoever wanted it says so."""
-    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
-        return int(server.getsockname()[1])
+    """A port to listen on later. It lies below those that systems give to outgoing connections, so that none of these
+    takes it in between; another server could, and then whoever wanted it says so."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in (*random.Random(os.urandom(8)).sample(SERVER_PORTS, FREE_PORT_TRIES), 0):
+        with suppress(OSError), socket.create_server((host, port), family=family) as server:
+            return int(server.getsockname()[1])
+    raise UserError(f"'{host}': no port is free there; check the address")
 
 
 def joined(host: str, port: int) -> str:
