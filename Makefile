@@ -38,7 +38,7 @@ docs: $(READY)  # a link that leads nowhere, or a page that is not in the naviga
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 kernels: $(READY)  # compiled once and kept: or a timed test would wait for it
-	$(BIN)/python -c 'from skippipe.planner.repair import compile_repair; compile_repair()'
+	$(BIN)/python -c 'from skippipe.planner.repair.repair import compile_repair; compile_repair()'
 
 search-kernels: $(READY)
 	$(BIN)/python -c 'from skippipe.planner.strategies import compile_search; compile_search()'

@@ -17,20 +17,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from skippipe.errors import Infeasible
-from skippipe.examples import EXAMPLES, Example
 from skippipe.plan import Plan
-from skippipe.planner.problem import Freedoms, Problem, lane_unit
-from skippipe.planner.strategies import Request, Strategy, compile_kernels, compile_search, make_plan
+from skippipe.planner.problem import DecisionVariables, Problem, lane_unit
+from skippipe.planner.published import EXAMPLES, Example
+from skippipe.planner.strategies import PlanRequest, Strategy, compile_kernels, compile_search, make_plan
 from skippipe.presets import preset, random_cluster
 from skippipe.timeline import Timing
 from skippipe.workload import MODELS, Workload
 
 RIVALS = (Strategy.SKIPPIPE, Strategy.NO_TC2, Strategy.DTFM_SKIP, Strategy.DTFM)
-ALL = Freedoms()
-WHOLE_BACKWARD = Freedoms(split_backward=False)
+ALL = DecisionVariables()
+WHOLE_BACKWARD = DecisionVariables(split_backward=False)
 
 
-def problem_of(example: Example, freedoms: Freedoms = ALL) -> Problem:
+def problem_of(example: Example, freedoms: DecisionVariables = ALL) -> Problem:
     return Problem(
         example.cluster,
         example.workload,
@@ -47,7 +47,7 @@ def full(problem: Problem) -> Problem:
 
 
 def planned(problem: Problem, strategy: Strategy, budget_s: float, seed: int = 0, bound_s: float = 0) -> Plan:
-    return make_plan(problem, strategy, Request(seed=seed, budget_s=budget_s, bound_s=bound_s))
+    return make_plan(problem, strategy, PlanRequest(seed=seed, budget_s=budget_s, bound_s=bound_s))
 
 
 def iteration_s(plan: Plan) -> float:

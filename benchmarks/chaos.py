@@ -37,8 +37,8 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from benchmarks.detection import detection
 from skippipe.plan import Plan
-from skippipe.runtime.control import COORDINATOR
-from skippipe.runtime.faults import DURING, During, Fault, drawn, kill
+from skippipe.runtime.messages import COORDINATOR
+from skippipe.runtime.simulation.fault_injection import DURING, During, Fault, drawn, kill
 from tests.chaos import HEARTBEAT_S, NODES, ONLY, Broke, Chaos, Ground, Outcome
 from tests.chaos_virtual import Hang, plans_of, play, scenario, staged
 
@@ -256,7 +256,7 @@ def losses_of(seed: int, iterations: int) -> list[Fault]:
 def missing(outcome: Outcome) -> Counter[int]:
     """Stage → microbatches that were planned to count there, and did not."""
     found: Counter[int] = Counter()
-    for plan, row in zip(plans_of(outcome.journal), outcome.metrics, strict=True):
+    for plan, row in zip(plans_of(outcome.wal), outcome.metrics, strict=True):
         found.update(
             {stage: most - count for stage, (most, count) in enumerate(zip(plan.exposure, row["visits"], strict=True))}
         )

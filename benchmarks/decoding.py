@@ -21,25 +21,24 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from skippipe.inference.decoding import Decoder, TokenByToken
-from skippipe.inference.drafts import parse_draft, pick_draft
-from skippipe.inference.generating import Generator
-from skippipe.inference.loading import StagedModel, load
-from skippipe.inference.replies import Request
-from skippipe.inference.sampling import Sampling
-from skippipe.inference.speculating import Speculator
-from skippipe.inference.stage import DTYPES, Kind, convert
-from skippipe.model.blueprint import Blueprint, llama_config
+from skippipe.data.documents import source
+from skippipe.inference.cached_stage import DTYPES, DtypeName, convert
+from skippipe.inference.checkpoint_loader import StagedModel, load
+from skippipe.inference.decoder import Decoder, TokenByToken
+from skippipe.inference.draft_policy import parse_draft, pick_draft
+from skippipe.inference.engine import GenerationEngine
+from skippipe.inference.request import GenerationRequest, SamplingParams
+from skippipe.inference.speculative import Speculator
+from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.model.stage import StageModel, layer_ranges
-from skippipe.parts import Part
-from skippipe.text.documents import source
+from skippipe.stage_subset import StageSubset
 from skippipe.workload import ModelShape, Workload
 
 STAGES = 6
 SAMPLE_TOKENS = 48  # by which 'auto' picks a draft
 PASSAGE = 20_000  # characters from one prompt to the next
 SMALL = ModelShape("small", layers=12, hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=688, vocab=4096)
-GREEDY = Sampling(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 Prompts = Sequence[tuple[int, ...]]
 Work = Callable[[int], object]
 """So many tokens for each prompt."""
@@ -55,15 +54,15 @@ class NoText:
 
 
 def random_model(device: str) -> StagedModel:
-    blueprint = Blueprint(llama_config(SMALL, initializer_range=0.1), seed=0)
+    spec = ModelSpec(llama_config(SMALL, initializer_range=0.1), seed=0)
     ranges = enumerate(layer_ranges(Workload(SMALL).layer_split(STAGES)))
-    stages = [StageModel(blueprint, each, ends=number == 0).eval().to(device) for number, each in ranges]
+    stages = [StageModel(spec, each, ends=number == 0).eval().to(device) for number, each in ranges]
     return StagedModel(stages, NoText(), 0, 8192, device)
 
 
-def theirs_of(staged: StagedModel, kind: Kind) -> Any:
+def theirs_of(staged: StagedModel, kind: DtypeName) -> Any:
     """The whole model in transformers, with the same weights; nothing ends a text."""
-    model: Any = AutoModelForCausalLM.from_config(staged.stages[0].blueprint.config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_config(staged.stages[0].spec.config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     weights = {name: each for stage in staged.stages for name, each in stage.named_weights()}
     with torch.no_grad():
         for name, each in model.named_parameters():
@@ -82,13 +81,15 @@ def theirs(model: Any, prompts: Prompts, tokens: int) -> list[list[int]]:
 
 
 def ours(
-    staged: StagedModel, decoder: Decoder, prompts: Prompts, tokens: int, how: Sampling = GREEDY
+    staged: StagedModel, decoder: Decoder, prompts: Prompts, tokens: int, how: SamplingParams = GREEDY
 ) -> list[list[int]]:
-    generator = Generator(staged, decoder, len(prompts), ends=frozenset())
-    return [reply.said for reply in generator.run(Request(prompt, tokens, how) for prompt in prompts)]
+    generator = GenerationEngine(staged, decoder, len(prompts), ends=frozenset())
+    return [reply.said for reply in generator.run(GenerationRequest(prompt, tokens, how) for prompt in prompts)]
 
 
-def one_by_one(staged: StagedModel, how: Sampling, prompts: Prompts, decoder: Decoder, tokens: int) -> list[list[int]]:
+def one_by_one(
+    staged: StagedModel, how: SamplingParams, prompts: Prompts, decoder: Decoder, tokens: int
+) -> list[list[int]]:
     return [said for prompt in prompts for said in ours(staged, decoder, [prompt], tokens, how)]
 
 
@@ -148,7 +149,7 @@ def main() -> None:
 
 def against_transformers(staged: StagedModel, asked: argparse.Namespace) -> None:
     model = theirs_of(staged, asked.dtype)
-    whole = Part(tuple(range(len(staged.stages))), len(staged.stages))
+    whole = StageSubset(tuple(range(len(staged.stages))), len(staged.stages))
     for name, lengths in (("1 text", [32]), ("8 texts", [32] * 8), ("8 texts, unequal", range(4, 68, 8))):
         prompts = prompts_of(staged, lengths, asked)
         decoder = TokenByToken(staged, whole, 2**20)
@@ -171,15 +172,15 @@ def drafts(staged: StagedModel, asked: argparse.Namespace) -> None:
         return
     if not asked.checkpoint:
         print("drafts: the weights are random, so what drafts get right says nothing about trained models")
-    whole = Part(tuple(range(total)), total)
+    whole = StageSubset(tuple(range(total)), total)
     prompts = prompts_of(staged, [32] * asked.prompts, asked)
     plain = TokenByToken(staged, whole, 2**20)
-    texts = partial(one_by_one, staged, Sampling(temperature=asked.temperature), prompts)
+    texts = partial(one_by_one, staged, SamplingParams(temperature=asked.temperature), prompts)
     expected = texts(plain, asked.tokens)
     auto = pick_draft(staged, whole, [*prompts[0], *expected[0][:SAMPLE_TOKENS]], clock=clock)
     print(f"'auto' picks {auto.name if auto else 'none'}", flush=True)
-    tried = [Part(tuple(range(kept)), total) for kept in range(1, total)]
-    tried += [Part((*range(kept), total - 1), total) for kept in range(1, total - 1)]
+    tried = [StageSubset(tuple(range(kept)), total) for kept in range(1, total)]
+    tried += [StageSubset((*range(kept), total - 1), total) for kept in range(1, total - 1)]
     for draft in [parse_draft(each, whole) for each in asked.draft] if asked.draft else tried:
         decoder = Speculator(staged, whole, draft, 2**20, clock=clock)
         works = partial(texts, plain), partial(texts, decoder)
@@ -203,7 +204,7 @@ def prompts_of(staged: StagedModel, lengths: Sequence[int], asked: argparse.Name
             for passage, length in zip(passages, lengths, strict=True)
         ]
     chance = torch.Generator().manual_seed(0)
-    vocabulary = staged.stages[0].blueprint.config.vocab_size
+    vocabulary = staged.stages[0].spec.config.vocab_size
     return [tuple(torch.randint(1, vocabulary, (length,), generator=chance).tolist()) for length in lengths]
 
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from skippipe.cli.training import run_job
-from skippipe.runtime.member import Invitation, Member
-from skippipe.training.engines import ENGINES
+from skippipe.cli.train import run_job
+from skippipe.runtime.node.agent import JoinConfig, NodeAgent
+from skippipe.training.backends import BACKENDS
 from skippipe.transport.keys import KeyFile
 from tests.chaos import NODES, Ground
 from tests.machines import Machine, neighbours
@@ -170,14 +170,14 @@ def _node(ground: Ground, node: int) -> Callable[[], None]:
     def run() -> None:
         file = KeyFile.load(ground.keys / f"n{node}.key")
         where, lead = f"{address(node)}:{PORT}", f"{address(LEADS)}:{PORT}"
-        Member(Invitation(file.node, lead, file.keys, file.coordinator, listen=where)).run()
+        NodeAgent(JoinConfig(file.node, lead, file.keys, file.coordinator, listen=where)).run()
 
     return run
 
 
 def _coordinator(ground: Ground, folder: Path, heartbeat_s: float) -> Callable[[], None]:
     job = ground.job(folder / "run", 10**6, heartbeat_s=heartbeat_s, listen=f"{address(LEADS)}:{PORT}")
-    return lambda: run_job(job, ENGINES["processes"])
+    return lambda: run_job(job, BACKENDS["processes"])
 
 
 def _forked(machine: Machine, folder: Path, run: Callable[[], None]) -> int:

@@ -25,21 +25,21 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from skippipe.check import check
 from skippipe.cluster import Cluster, Node
-from skippipe.learning import Learning
-from skippipe.model.blueprint import Blueprint, config_named
+from skippipe.data.prepare import prepare
+from skippipe.data.token_file import TokenFile
+from skippipe.model.model_spec import ModelSpec, config_named
+from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.coordinator import IterationReport, Watcher
-from skippipe.text.prepare import prepare
-from skippipe.text.tokens import TokenFile
-from skippipe.training.brief import Brief
-from skippipe.training.oneprocess import OneProcess
+from skippipe.runtime.coordinator.state_machine import Callback, IterationReport
+from skippipe.runtime.node_config import NodeConfig
+from skippipe.training.reference import ReferenceTrainer
 from skippipe.training.run import Run
+from skippipe.validate import validate
 from skippipe.workload import Workload
 
 ITERATIONS = 20
-LEARNING = Learning(warmup=5, iterations=ITERATIONS)
+LEARNING = OptimConfig(warmup=5, iterations=ITERATIONS)
 RTOL = 1e-4
 REPLICAS = (2, 1, 2, 1, 1, 1)
 EVEN, UNEVEN = (2, 2, 2, 2, 2, 2), (1, 3, 2, 1, 4, 1)
@@ -71,7 +71,7 @@ CASES = (
 
 
 @dataclass
-class Losses(Watcher):
+class Losses(Callback):
     """What a run told of every iteration."""
 
     found: list[float] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Losses(Watcher):
         self.found.append(report.loss)
 
 
-def plan_of(case: Case, blueprint: Blueprint) -> Plan:
+def plan_of(case: Case, spec: ModelSpec) -> Plan:
     """Eight nodes; every lane goes to the next replica of each stage on its way."""
     count = sum(REPLICAS)
     machines = tuple(Node(f"n{index}", "here", 1e10, 2**34) for index in range(count))
@@ -90,19 +90,19 @@ def plan_of(case: Case, blueprint: Blueprint) -> Plan:
     turns = [cycle(each) for each in members]
     lanes = tuple(Lane(tuple(next(turns[stage]) for stage in visits), 1) for visits in case.visits)
     stages = tuple(Stage(layers, each, each) for layers, each in zip(case.layers, members, strict=True))
-    workload = Workload(blueprint.shape, 64, 2, len(lanes), wire_dtype="fp32", compute_dtype="fp32")
+    workload = Workload(spec.shape, 64, 2, len(lanes), wire_dtype="fp32", compute_dtype="fp32")
     plan = Plan(cluster, workload, stages, lanes, split_backward=case.split)
-    assert not check(plan)
+    assert not validate(plan)
     return plan
 
 
-def brief_of(case: Case, plan: Plan, blueprint: Blueprint, tokens: TokenFile) -> Brief:
+def brief_of(case: Case, plan: Plan, spec: ModelSpec, tokens: TokenFile) -> NodeConfig:
     with socket.create_server(("127.0.0.1", 0)) as server:
         free = f"127.0.0.1:{server.getsockname()[1]}"
-    return Brief(
+    return NodeConfig(
         plan,
-        blueprint.config.to_dict(),
-        blueprint.seed,
+        spec.config.to_dict(),
+        spec.seed,
         LEARNING,
         str(tokens.folder),
         tokens.fingerprint,
@@ -138,21 +138,21 @@ class Differences:
 def main() -> None:
     torch.set_num_threads(1)
     tokens = prepare("classics", 2048)
-    blueprint = Blueprint(config_named("llama-tiny", tokens.vocabulary))
+    spec = ModelSpec(config_named("llama-tiny", tokens.vocabulary))
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         runs = []
         cases = [case for case in CASES if case.engine == "ring" or torch.distributed.is_available()]
         for index, case in enumerate(cases):  # all of them first: a process that has computed gradients may not fork
-            plan, losses, output = plan_of(case, blueprint), Losses(), Path(name) / str(index)
-            brief = brief_of(case, plan, blueprint, tokens)
-            Run(brief, blueprint, tokens.tokenizer(), output, ITERATIONS).here(losses)
+            plan, losses, output = plan_of(case, spec), Losses(), Path(name) / str(index)
+            node_config = brief_of(case, plan, spec, tokens)
+            Run(node_config, spec, tokens.tokenizer(), output, ITERATIONS).here(losses)
             files = sorted((output / "model").glob("*.safetensors"))
             weights = {name: each for file in files for name, each in load_file(file).items()}
-            runs.append((case, brief, losses.found, weights))
+            runs.append((case, node_config, losses.found, weights))
     print(f"{'largest difference':<38} {'losses':>9} {'weights':>9} {'single':>9} {'of RMS':>9}")
-    for case, brief, found, weights in runs:
-        oracle = OneProcess(brief.plan, blueprint, LEARNING, brief.sampler())
+    for case, node_config, found, weights in runs:
+        oracle = ReferenceTrainer(node_config.plan, spec, LEARNING, node_config.sampler())
         expected = [oracle.iteration(number).loss for number in range(ITERATIONS)]
         off = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
         weights_off = Differences.between(weights, oracle.weights())

@@ -31,24 +31,32 @@ import zmq
 from zmq.utils import z85
 
 from skippipe.errors import UserError
-from skippipe.runtime import control
-from skippipe.transport.admission import ZAP_DOMAIN, Admission
-from skippipe.transport.lanes import LANE_DOMAIN, LENGTH, PIECE_BYTES, LaneIn, Verb, Word, between
+from skippipe.runtime import messages
+from skippipe.transport.addresses import Context
+from skippipe.transport.aead import KEY_BYTES, Forged, Sealer
+from skippipe.transport.fast_path import (
+    LANE_DOMAIN,
+    LENGTH,
+    PIECE_BYTES,
+    FastPathMessage,
+    FastPathReceiver,
+    FastPathVerb,
+    between,
+)
 from skippipe.transport.message import (
     HEADER,
     LARGEST_COUNT,
     LARGEST_NS,
     MOST_DIMS,
-    Kind,
     Limits,
     Malformed,
     Message,
+    MessageKind,
     from_frames,
     to_frames,
 )
-from skippipe.transport.packed import Buffer, Packed, unpack
-from skippipe.transport.sealing import KEY_BYTES, Forged, Sealer
-from skippipe.transport.sockets import Context
+from skippipe.transport.wire_codec import Buffer, EncodedTensor, decode
+from skippipe.transport.zap_auth import ZAP_DOMAIN, ZapAuth
 from skippipe.workload import WIRE_DTYPES, wire_bytes
 
 LIMITS = Limits(payload_bytes=2**28, json_bytes=2**17)
@@ -89,8 +97,8 @@ def good_message(rng: random.Random) -> list[bytes]:
     if rng.random() < 0.9:
         shape = tuple(rng.randint(1, 7) for _ in range(rng.randrange(5)))
         dtype = rng.choice(WIRE_DTYPES)
-        body = Packed(dtype, shape, rng.randbytes(wire_bytes(prod(shape), dtype)))
-    kind = rng.choice((Kind.HOP, Kind.CHUNK))
+        body = EncodedTensor(dtype, shape, rng.randbytes(wire_bytes(prod(shape), dtype)))
+    kind = rng.choice((MessageKind.HOP, MessageKind.CHUNK))
     message = Message(kind, *some_counts(rng), body, rng.randrange(LARGEST_COUNT), rng.randrange(LARGEST_NS))
     header, payload = to_frames(message, rng.randrange(LARGEST_NS))
     return [header, bytes(payload)]
@@ -121,15 +129,17 @@ def good_value(rng: random.Random, hint: Any) -> Any:
 
 def good_control(rng: random.Random) -> dict[str, Any]:
     """Of any kind that there is, whatever the kinds are by now."""
-    say = rng.choice(list(control.KINDS))
+    say = rng.choice(list(messages.MESSAGE_TYPES))
     return {"say": say} | {name: good_value(rng, hint) for name, hint in HINTS[say].items()}
 
 
-HINTS = {say: get_type_hints(kind) for say, kind in control.KINDS.items()}
+HINTS = {say: get_type_hints(kind) for say, kind in messages.MESSAGE_TYPES.items()}
 
 
 def good_word(rng: random.Random) -> bytes:
-    return Word(rng.choice(list(Verb)), rng.randbytes(16), rng.randint(1, 65535), rng.randbytes(32)).to_bytes()
+    return FastPathMessage(
+        rng.choice(list(FastPathVerb)), rng.randbytes(16), rng.randint(1, 65535), rng.randbytes(32)
+    ).to_bytes()
 
 
 # Bad ones
@@ -227,7 +237,7 @@ def bad_control(rng: random.Random) -> list[bytes]:
         text = odd_json(rng, good_control(rng)).encode(errors="surrogatepass")
     elif way < 9:
         text = spoiled(rng, text, json.dumps(good_control(rng)).encode())
-    header, _ = to_frames(Message(Kind.CONTROL, *some_counts(rng), {}))
+    header, _ = to_frames(Message(MessageKind.CONTROL, *some_counts(rng), {}))
     return [header, *in_pieces(rng, text)]
 
 
@@ -282,7 +292,7 @@ REQUESTS = {
         PASSWORD.hex().encode(),
     ],
 }
-ADMISSION = Admission()
+ADMISSION = ZapAuth()
 
 
 def bad_request(rng: random.Random) -> list[bytes]:
@@ -308,22 +318,22 @@ def read_message(frames: list[bytes]) -> bool:
     message, due_ns = from_frames(views, LIMITS)
     header, payload = to_frames(message, due_ns)
     assert header == frames[0], "the header says something that the message does not"
-    if isinstance(message.body, Packed):
+    if isinstance(message.body, EncodedTensor):
         assert bytes(payload) == b"".join(frames[1:]), "other bytes than those that came"
-        tensor = unpack(message.body)
+        tensor = decode(message.body)
         assert tuple(tensor.shape) == message.body.shape and tensor.dtype == torch.float32
     return True
 
 
 def read_control(frames: list[bytes]) -> bool:
     message, _ = from_frames(frames, LIMITS)
-    said = control.to_json(control.from_json(message.body))
+    said = messages.to_json(messages.from_json(message.body))
     json.dumps(said, allow_nan=False)  # what a node has heard it can say
     return True
 
 
 def read_word(frames: list[bytes]) -> bool:
-    return bool(Word.from_bytes(frames[0]))
+    return bool(FastPathMessage.from_bytes(frames[0]))
 
 
 class Replayed:
@@ -351,7 +361,7 @@ class Replayed:
 
 
 def read_lane(frames: list[bytes]) -> bool:
-    lane = LaneIn(cast(Context, Replayed(frames[1:])), "127.0.0.1", LANE, LIMITS.payload_bytes, 16)
+    lane = FastPathReceiver(cast(Context, Replayed(frames[1:])), "127.0.0.1", LANE, LIMITS.payload_bytes, 16)
     lane.open(frames[0], "a", "b")
     taken = [read_message([bytes(frame) for frame in found]) for found in lane.messages()]
     return bool(taken)

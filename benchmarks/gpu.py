@@ -22,16 +22,16 @@ import numpy as np
 import torch
 
 from skippipe.cluster import Cluster, Node
-from skippipe.learning import Learning
-from skippipe.model.blueprint import Blueprint, llama_config
+from skippipe.data.batch_sampler import BatchSampler
+from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.model.stage import layer_ranges
-from skippipe.model.tasks import StageTasks
+from skippipe.model.stage_step import StageStep
+from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.coordinator import IterationReport, Watcher
-from skippipe.runtime.tensors import Tensors
-from skippipe.runtime.virtual import VirtualCluster
-from skippipe.text.sampler import Sampler
-from skippipe.training.oneprocess import OneProcess
+from skippipe.runtime.coordinator.state_machine import Callback, IterationReport
+from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.runtime.stage_executor import StageExecutor
+from skippipe.training.reference import ReferenceTrainer
 from skippipe.workload import MODELS, Workload
 
 STAGES = 6
@@ -94,16 +94,16 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     plan = full_pipeline(asked.samples, asked.sequence)
     work = plan.workload
-    blueprint = Blueprint(llama_config(work.model), seed=0)
-    learning = Learning(rate=3e-4, warmup=10, iterations=1000)
+    spec = ModelSpec(llama_config(work.model), seed=0)
+    learning = OptimConfig(rate=3e-4, warmup=10, iterations=1000)
     tokens = np.random.default_rng(0).integers(0, work.model.vocab, 4_000_000)
-    sampler = Sampler(tokens, work.sequence_tokens, 0, plan.microbatches, work.samples_per_microbatch)
+    sampler = BatchSampler(tokens, work.sequence_tokens, 0, plan.microbatches, work.samples_per_microbatch)
     per_iteration = plan.microbatches * work.samples_per_microbatch * work.sequence_tokens
     operations = plan.microbatches * (3 * work.forward_flops(work.model.layers) + work.head_flops(1))
     rate = matrix_rate()
     print(f"{torch.cuda.get_device_name()}: bf16 product of 8192 x 8192 at {rate / 1e12:.0f} TFLOP/s", flush=True)
 
-    oracle = OneProcess(plan, blueprint, learning, sampler, device="cuda", compiled=True)
+    oracle = ReferenceTrainer(plan, spec, learning, sampler, device="cuda", compiled=True)
     losses = [oracle.iteration(number).loss for number in range(3)]
     alone_s = seconds_each(oracle.iteration, asked.seconds)
     share = operations / alone_s / rate
@@ -118,13 +118,13 @@ def main() -> None:
 
     ranges = layer_ranges(tuple(stage.layers for stage in plan.stages))
     computers = {
-        node: Tensors(
+        node: StageExecutor(
             stage,
             plan.layers,
             plan.workload,
-            blueprint,
-            StageTasks(
-                blueprint, ranges[stage], learning, ends=stage == 0, device="cuda", compute_dtype="bf16", compiled=True
+            spec,
+            StageStep(
+                spec, ranges[stage], learning, ends=stage == 0, device="cuda", compute_dtype="bf16", compiled=True
             ),
             sampler,
             packing=False,
@@ -133,13 +133,13 @@ def main() -> None:
     }
     done: list[float] = []
 
-    class Clock(Watcher):
+    class Clock(Callback):
         def iteration_done(self, report: IterationReport) -> None:  # noqa: ARG002
             torch.cuda.synchronize()
             done.append(time.perf_counter())
 
     count = max(8, round(asked.seconds / alone_s))
-    nodes = VirtualCluster(plan, learning, count, computers, watcher=Clock())
+    nodes = VirtualCluster(plan, learning, count, computers, callback=Clock())
     nodes.run()
     assert not nodes.coordinator.failure, nodes.coordinator.failure
     taken = sorted(b - a for a, b in pairwise(done[2:]))
@@ -153,25 +153,25 @@ def main() -> None:
 
 def as_processes(asked: argparse.Namespace) -> None:
     """Forked before this process touches the card."""
-    from skippipe.text.prepare import prepare
-    from skippipe.training.brief import Brief
+    from skippipe.data.prepare import prepare
+    from skippipe.runtime.node_config import NodeConfig
     from skippipe.training.run import Run
 
     plan = full_pipeline(asked.samples, asked.sequence)
-    blueprint = Blueprint(llama_config(plan.workload.model), seed=0)
+    spec = ModelSpec(llama_config(plan.workload.model), seed=0)
     tokens = prepare("classics", 2048)
-    learning = Learning(rate=3e-4, warmup=10, iterations=1000)
-    brief = Brief(
-        plan, blueprint.config.to_dict(), 0, learning, str(tokens.folder), tokens.fingerprint, "cuda", compiled=True
+    learning = OptimConfig(rate=3e-4, warmup=10, iterations=1000)
+    node_config = NodeConfig(
+        plan, spec.config.to_dict(), 0, learning, str(tokens.folder), tokens.fingerprint, "cuda", compiled=True
     )
     taken: list[float] = []
 
-    class Clock(Watcher):
+    class Clock(Callback):
         def iteration_done(self, report: IterationReport) -> None:
             taken.append(report.seconds)
 
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(brief, blueprint, tokens.tokenizer(), Path(folder), max(8, round(asked.seconds)), security="none")
+        run = Run(node_config, spec, tokens.tokenizer(), Path(folder), max(8, round(asked.seconds)), security="none")
         run.here(Clock())
     per_iteration = plan.microbatches * asked.samples * asked.sequence
     each_s = median(taken[3:])

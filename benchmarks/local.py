@@ -24,39 +24,39 @@ import numpy as np
 import torch
 
 from skippipe.cluster import Cluster, Node
-from skippipe.learning import Learning
-from skippipe.model.blueprint import Blueprint, llama_config
+from skippipe.data.prepare import prepare
+from skippipe.data.token_file import TokenFile
+from skippipe.launch.fork_server import ProcessPool
+from skippipe.model.model_spec import ModelSpec, llama_config
+from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.coordinator import IterationReport, Watcher
-from skippipe.text.prepare import prepare
-from skippipe.text.tokens import TokenFile
-from skippipe.training.brief import Brief
-from skippipe.training.nursery import Nursery
-from skippipe.training.oneprocess import OneProcess
+from skippipe.runtime.coordinator.state_machine import Callback, IterationReport
+from skippipe.runtime.node_config import NodeConfig
+from skippipe.training.reference import ReferenceTrainer
 from skippipe.training.run import Run
 from skippipe.workload import STATE_BYTES_PER_PARAMETER, ModelShape, Workload
 
-LEARNING = Learning(warmup=2, iterations=1000)
+LEARNING = OptimConfig(warmup=2, iterations=1000)
 
 
 @dataclass
-class Watch(Watcher):
+class Watch(Callback):
     began: float = field(default_factory=time.monotonic)
     ready_s: float = 0.0
     """From the start until the first iteration began."""
     seconds: list[float] = field(default_factory=list)
-    nursery: Nursery | None = None
+    pool: ProcessPool | None = None
     private_bytes: dict[str, int] = field(default_factory=dict)
 
-    def started(self, nursery: Nursery) -> None:
-        self.nursery = nursery
+    def started(self, pool: ProcessPool) -> None:
+        self.pool = pool
 
     def iteration_done(self, report: IterationReport) -> None:
         if not self.seconds:
             self.ready_s = time.monotonic() - self.began - report.seconds
         self.seconds.append(report.seconds)
-        if self.nursery is not None:
-            self.private_bytes = {name: private_bytes(pid) for name, pid in self.nursery.pids.items()}
+        if self.pool is not None:
+            self.private_bytes = {name: private_bytes(pid) for name, pid in self.pool.pids.items()}
 
 
 def private_bytes(pid: int) -> int:
@@ -69,9 +69,9 @@ def cluster_of(nodes: int) -> Cluster:
     return Cluster("this machine", machines, np.full((nodes, nodes), 1e-5), np.full((nodes, nodes), 1e9))
 
 
-def brief_of(plan: Plan, blueprint: Blueprint, tokens: TokenFile) -> Brief:
-    config = blueprint.config.to_dict()
-    return Brief(plan, config, 0, LEARNING, str(tokens.folder), tokens.fingerprint)
+def brief_of(plan: Plan, spec: ModelSpec, tokens: TokenFile) -> NodeConfig:
+    config = spec.config.to_dict()
+    return NodeConfig(plan, config, 0, LEARNING, str(tokens.folder), tokens.fingerprint)
 
 
 def speed(tokens: TokenFile, rounds: int, iterations: int) -> None:
@@ -79,8 +79,8 @@ def speed(tokens: TokenFile, rounds: int, iterations: int) -> None:
     workload = Workload(shape, 256, 2, 16, wire_dtype="bf16", compute_dtype="fp32", max_slots=4)
     stages = tuple(Stage(2, (index,), (index,)) for index in range(4))
     plan = Plan(cluster_of(4), workload, stages, tuple(Lane((0, 1, 2, 3), 4) for _ in range(4)))
-    blueprint = Blueprint(llama_config(shape))
-    brief = brief_of(plan, blueprint, tokens)
+    spec = ModelSpec(llama_config(shape))
+    node_config = brief_of(plan, spec, tokens)
     per_iteration = plan.microbatches * 2 * 256
     alone: dict[int, list[float]] = {threads: [] for threads in sorted({1, os.cpu_count() or 1})}
     nodes = []
@@ -88,11 +88,11 @@ def speed(tokens: TokenFile, rounds: int, iterations: int) -> None:
         torch.set_num_threads(1)  # what is forked must not have threads
         watch = Watch()
         with tempfile.TemporaryDirectory() as folder:
-            Run(brief, blueprint, tokens.tokenizer(), Path(folder), iterations).here(watch)
+            Run(node_config, spec, tokens.tokenizer(), Path(folder), iterations).here(watch)
         nodes += watch.seconds[1:]
         for threads, taken in alone.items():
             torch.set_num_threads(threads)
-            oracle = OneProcess(plan, blueprint, LEARNING, brief.sampler())
+            oracle = ReferenceTrainer(plan, spec, LEARNING, node_config.sampler())
             for number in range(iterations):
                 began = time.monotonic()
                 oracle.iteration(number)
@@ -121,11 +121,11 @@ def start_and_memory(tokens: TokenFile) -> None:
     ]
     stages = tuple(Stage(1, nodes, nodes) for nodes in members)
     plan = Plan(cluster_of(20), workload, stages, tuple(lanes))
-    blueprint = Blueprint(llama_config(shape))
-    brief = brief_of(plan, blueprint, tokens)
+    spec = ModelSpec(llama_config(shape))
+    node_config = brief_of(plan, spec, tokens)
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
-        Run(brief, blueprint, tokens.tokenizer(), Path(folder), 5).here(watch, watch.started)
+        Run(node_config, spec, tokens.tokenizer(), Path(folder), 5).here(watch, watch.started)
     print(f"20 nodes ready after {watch.ready_s:.1f} s (goal 15)")
     beyond = {}
     for name, private in watch.private_bytes.items():

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 import time
 
-from skippipe.examples import published20
 from skippipe.planner.problem import Placement, Problem
-from skippipe.planner.strategies import Request, Strategy, make_plan
+from skippipe.planner.published import published20
+from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
 from skippipe.timeline import Timing
 
 GOAL_S = 32.8
@@ -29,7 +29,7 @@ def planned(placement: Placement | None, seed: int, budget_s: float) -> tuple[fl
         if best_s is not None and best_s <= GOAL_S and not reached:
             reached.append(time.monotonic() - began)
 
-    plan = make_plan(problem, Strategy.SKIPPIPE, Request(seed, budget_s, placement, progress))
+    plan = make_plan(problem, Strategy.SKIPPIPE, PlanRequest(seed, budget_s, placement, progress))
     took_s = time.monotonic() - began
     assert plan.expected is not None
     if plan.expected.iteration_s <= GOAL_S and not reached:

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 
 from skippipe.cluster import Cluster, Node
-from skippipe.model.blueprint import Blueprint, llama_config
-from skippipe.profiling.brief import ProfilingBrief
-from skippipe.profiling.conductor import Watching
-from skippipe.profiling.merging import doubts, merged
-from skippipe.profiling.places import here
-from skippipe.profiling.probing import Effort
+from skippipe.model.model_spec import ModelSpec, llama_config
+from skippipe.profiling.coordinator import ProfilingCallback
+from skippipe.profiling.launcher import here
+from skippipe.profiling.link_probe import ProbeSettings
+from skippipe.profiling.merge import merge_results, outliers
+from skippipe.profiling.role import ProfilingConfig
 from skippipe.workload import MODELS, Workload
 
 LATENCY_S = 0.0005, 0.12
@@ -34,7 +34,7 @@ BANDWIDTH = 5e5, 6e7
 SHARE, ABSOLUTE_S = 0.1, 0.001
 
 
-class Told(Watching):
+class Told(ProfilingCallback):
     def happened(self, text: str) -> None:
         print(text)
 
@@ -48,11 +48,11 @@ def unequal(nodes: int, seed: int) -> Cluster:
     return Cluster("unequal", machines, np.triu(drawn_s, 1) + np.triu(drawn_s, 1).T, bandwidth)
 
 
-def brief_of(true: Cluster, effort: Effort) -> ProfilingBrief:
+def brief_of(true: Cluster, effort: ProbeSettings) -> ProfilingConfig:
     shape = MODELS["llama-tiny"]
-    return ProfilingBrief(
+    return ProfilingConfig(
         names=tuple(node.name for node in true.nodes),
-        config=Blueprint(llama_config(shape)).config.to_dict(),
+        config=ModelSpec(llama_config(shape)).config.to_dict(),
         workload=Workload(shape, 64, 2, compute_dtype="fp32"),
         compute_s=0.5,
         effort=effort,
@@ -63,15 +63,15 @@ def brief_of(true: Cluster, effort: Effort) -> ProfilingBrief:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, default=6)
-    parser.add_argument("--transfer", type=float, default=Effort.transfer_s)
+    parser.add_argument("--transfer", type=float, default=ProbeSettings.transfer_s)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     true = unequal(asked.nodes, asked.seed)
     began = time.monotonic()
-    survey = here(brief_of(true, Effort(transfer_s=asked.transfer)), Told())
+    survey = here(brief_of(true, ProbeSettings(transfer_s=asked.transfer)), Told())
     took_s = time.monotonic() - began
-    found = merged([survey], "measured")
+    found = merge_results([survey], "measured")
     print(f"{'link':<12} {'latency, ms':>21} {'bandwidth, MB/s':>23}")
     print(f"{'':<12} {'true':>8} {'found':>8} {'off':>6} {'true':>8} {'found':>8} {'off':>6}")
     late_s, share, missed = [], [], 0
@@ -99,7 +99,7 @@ def main() -> None:
     print(f"{len(late_s)} of {len(true) * (len(true) - 1)} links in {took_s:.1f} s, start and computing included")
     print(f"worst latency {1e3 * max(late_s, key=abs):+.2f} ms; worst bandwidth {max(share, key=abs):+.1%}")
     print(f"{missed} links miss a goal (latency within 10% or 1 ms, bandwidth within 10%)")
-    print("\n".join(f"outlier: {each}" for each in doubts([survey])))
+    print("\n".join(f"outlier: {each}" for each in outliers([survey])))
 
 
 if __name__ == "__main__":

@@ -18,15 +18,15 @@ from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from skippipe.runtime.coordinator import IterationReport, Watcher
-from skippipe.training.assembly import assemble
-from skippipe.training.job import BatchChoice, DataChoice, EmulationChoice, Job, PipelineChoice, Strategies
+from skippipe.runtime.coordinator.state_machine import Callback, IterationReport
+from skippipe.training.build_run import build_run
+from skippipe.training.job_config import BatchConfig, DataConfig, EmulationConfig, JobConfig, PipelineConfig, Strategies
 
 STRATEGIES: tuple[Strategies, ...] = ("dtfm", "dtfm-skip", "no-tc2", "skippipe")
 
 
 @dataclass
-class Taken(Watcher):
+class Taken(Callback):
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
@@ -46,23 +46,23 @@ def main() -> None:
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    job = Job(
+    job = JobConfig(
         cluster=asked.cluster,
         iterations=asked.iterations,
-        data=DataChoice(vocabulary=512),
-        batch=BatchChoice(sequence=64, samples=2),
-        emulation=EmulationChoice(enabled=True, time=asked.time),
+        data=DataConfig(vocabulary=512),
+        batch=BatchConfig(sequence=64, samples=2),
+        emulation=EmulationConfig(enabled=True, time=asked.time),
     )
     print(f"{'strategy':<10} {'promised':>9} {'measured':>9} {'ratio':>6}   spread")
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for strategy in asked.strategies.split(","):
-            pipeline = PipelineChoice(strategy=strategy, budget_s=10, split_backward=asked.split_backward)
-            assembly = assemble(replace(job, pipeline=pipeline, output=str(Path(folder) / strategy)))
-            assert assembly.plan.expected is not None
-            promised_s = assembly.plan.expected.iteration_s
+            pipeline = PipelineConfig(strategy=strategy, budget_s=10, split_backward=asked.split_backward)
+            run_setup = build_run(replace(job, pipeline=pipeline, output=str(Path(folder) / strategy)))
+            assert run_setup.plan.expected is not None
+            promised_s = run_setup.plan.expected.iteration_s
             taken = Taken()
-            assembly.run.here(taken)
+            run_setup.run.here(taken)
             measured_s = median(taken.seconds[1:])
             results[strategy] = promised_s, measured_s
             print(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 
-from skippipe.examples import Example, published18, published20, published42
 from skippipe.planner.problem import Problem
-from skippipe.planner.strategies import Request, Strategy, make_plan
+from skippipe.planner.published import Example, published18, published20, published42
+from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
 from skippipe.timeline import Timing
 
 ORDER = (Strategy.DTFM, Strategy.DTFM_SKIP, Strategy.NO_TC2, Strategy.SKIPPIPE)
@@ -48,7 +48,7 @@ def main() -> None:
                     example.cluster, example.workload, example.stages, example.visited, example.sizes, timing=timing
                 )
                 for strategy in ORDER:
-                    plan = make_plan(problem, strategy, Request(seed=0, budget_s=budget_s))
+                    plan = make_plan(problem, strategy, PlanRequest(seed=0, budget_s=budget_s))
                     assert plan.expected is not None
                     ours[key][timing].append(plan.expected.iteration_s)
         print(f"| | ours, contention-only | {row(ours[key][Timing.CONTENTION_ONLY])} |")

@@ -16,15 +16,15 @@ from statistics import mean
 
 import numpy as np
 
-from skippipe.check import check
 from skippipe.cluster import Cluster
 from skippipe.errors import Infeasible
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
-from skippipe.planner.repair import compile_repair, repaired
-from skippipe.planner.staffing import StageAssignment
-from skippipe.planner.strategies import Request, Strategy, make_plan
-from skippipe.planner.wishes import Wishes, cluster_named, problem_of
+from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of
+from skippipe.planner.repair.repair import compile_repair, repaired
+from skippipe.planner.repair.stage_assignment import StageAssignment
+from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
+from skippipe.validate import validate
 from skippipe.workload import MODELS, Workload
 
 SETTINGS = (
@@ -50,7 +50,7 @@ def repair(plan: Plan, members: Sequence[set[int]], budget_s: float) -> Outcome:
     found = repaired(plan, members, able, budget_s=budget_s)
     took_s = time.monotonic() - began
     assert found is not None
-    assert {violation.rule for violation in check(found)} <= {"CC3", "stages"}
+    assert {violation.rule for violation in validate(found)} <= {"CC3", "stages"}
     return Outcome(took_s, iteration_s(found))
 
 
@@ -72,7 +72,7 @@ def scratch_s(plan: Plan, lost: set[int], stages: int, visited: int, budget_s: f
     )
     try:
         problem = Problem(cluster, plan.workload, stages, visited)
-        return iteration_s(make_plan(problem, Strategy.SKIPPIPE, Request(budget_s=budget_s)))
+        return iteration_s(make_plan(problem, Strategy.SKIPPIPE, PlanRequest(budget_s=budget_s)))
     except Infeasible:
         return None
 
@@ -80,7 +80,7 @@ def scratch_s(plan: Plan, lost: set[int], stages: int, visited: int, budget_s: f
 def made(name: str) -> Plan:
     cluster, example = cluster_named(name)
     work = example.workload if example else Workload(MODELS["llama-1.5b"], max_slots=3)
-    return make_plan(problem_of(cluster, work, Wishes(), example), Strategy.SKIPPIPE, Request(budget_s=MADE_S))
+    return make_plan(problem_of(cluster, work, PlanSpec(), example), Strategy.SKIPPIPE, PlanRequest(budget_s=MADE_S))
 
 
 def row(name: str, what: str, outcomes: Sequence[Outcome], before_s: float, scratch: Sequence[float | None]) -> None:

@@ -28,12 +28,12 @@ from typing import Any
 
 import httpx2
 
-from skippipe.learning import Learning
-from skippipe.model.blueprint import Blueprint, llama_config
+from skippipe.checkpoint.hf_export import ModelFolder
+from skippipe.data.tokenizer import train_bpe
+from skippipe.model.flat_params import FlatParams
+from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.model.stage import StageModel, layer_ranges
-from skippipe.model.weights import FlatWeights
-from skippipe.text.tokenizer import train_bpe
-from skippipe.training.export import ModelFolder
+from skippipe.optim_config import OptimConfig
 from skippipe.workload import ModelShape
 from tests.served import Server
 
@@ -369,11 +369,11 @@ def table(rows: Sequence[Row]) -> str:
 def random_model(folder: Path) -> None:
     tokenizer = train_bpe(iter([TEXT * 50]), 400)
     shape = ModelShape("small", sum(LAYERS), 128, 4, 2, 32, 344, tokenizer.size)
-    blueprint = Blueprint(llama_config(shape, initializer_range=0.1, max_position_embeddings=1024), seed=0)
-    made = ModelFolder(folder, LAYERS, blueprint, tokenizer)
+    spec = ModelSpec(llama_config(shape, initializer_range=0.1, max_position_embeddings=1024), seed=0)
+    made = ModelFolder(folder, LAYERS, spec, tokenizer)
     for number, each in enumerate(layer_ranges(LAYERS)):
-        stage = StageModel(blueprint, each, ends=number == 0)
-        made.store_flat(number, FlatWeights(stage.named_weights(), Learning()).values.clone())
+        stage = StageModel(spec, each, ends=number == 0)
+        made.store_flat(number, FlatParams(stage.named_weights(), OptimConfig()).values.clone())
 
 
 def main() -> int:

@@ -11,10 +11,10 @@ from itertools import product
 
 import numpy as np
 
-from skippipe import eventloop
+from skippipe import event_loop
 from skippipe.dispatch import all_steps
-from skippipe.examples import published20, published_plan
-from skippipe.simulate import NO_HURRY, NO_RECORD, Course, as_arrays
+from skippipe.planner.published import published20, published_plan
+from skippipe.simulator import NO_HURRY, NO_RECORD, Course, as_arrays
 from skippipe.timeline import Timing
 
 
@@ -45,7 +45,7 @@ def main() -> None:
         out = (NO_HURRY, np.empty(len(plan.cluster), np.int64), NO_RECORD)
         hops = (course.slots, course.flight_ns, course.transmit_ns, timing is Timing.FULL)
         rest = (course.order, split, *out)
-        plain = eventloop.run.py_func  # type: ignore[attr-defined]
+        plain = event_loop.run.py_func  # type: ignore[attr-defined]
         return compiled, per_second(lambda: plain(paths, lengths, microbatches, *tasks, *hops, *rest))
 
     for timing, split in product(Timing, (False, True)):

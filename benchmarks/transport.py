@@ -19,16 +19,16 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
 from skippipe.transport.keys import KeyPair
+from skippipe.transport.link_emulation import DelayQueue, EmulatedLink, LinkEmulator
 from skippipe.transport.mailbox import Mailbox, QueueFull, Security
-from skippipe.transport.message import Kind, Message
-from skippipe.transport.packed import Packed
-from skippipe.transport.shaping import Held, Link, Shaper
+from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.wire_codec import EncodedTensor
 
 SIZE = 2**23
 DEADLINE_S = 30.0
 ROUNDS = 5
 SHAPED_ROUNDS = 2
-LINK = Link(latency_s=0.02, bandwidth_bytes_per_s=100e6)
+LINK = EmulatedLink(latency_s=0.02, bandwidth_bytes_per_s=100e6)
 
 Speed: TypeAlias = tuple[float, float]  # bytes a second, bytes for each second of CPU time
 
@@ -68,7 +68,7 @@ def tcp_sender(pipe: Connection, count: int) -> None:
 
 def mailbox_receiver(pipe: Connection, count: int, security: Security, fast_lane: bool) -> Speed:
     """From the second message to the last, each delivered when it is due; with the first there is no fast lane yet."""
-    box, held = opened("receiver", pipe, security, fast_lane), Held()
+    box, held = opened("receiver", pipe, security, fast_lane), DelayQueue()
     arrivals: list[tuple[float, float]] = []
     deadline = time.perf_counter() + DEADLINE_S
     while len(arrivals) < count + 1 and time.perf_counter() < deadline:
@@ -82,10 +82,12 @@ def mailbox_receiver(pipe: Connection, count: int, security: Security, fast_lane
     return speed(count, ended - began, busy_until_s - busy_s)
 
 
-def mailbox_sender(pipe: Connection, count: int, security: Security, fast_lane: bool, link: Link | None) -> None:
+def mailbox_sender(
+    pipe: Connection, count: int, security: Security, fast_lane: bool, link: EmulatedLink | None
+) -> None:
     box = opened("sender", pipe, security, fast_lane)
-    shaper = Shaper({"receiver": link} if link else {}, time.monotonic_ns)
-    message = Message(Kind.HOP, 0, 0, 0, 0, Packed("fp32", (SIZE // 4,), bytes(SIZE)))
+    shaper = LinkEmulator({"receiver": link} if link else {}, time.monotonic_ns)
+    message = Message(MessageKind.HOP, 0, 0, 0, 0, EncodedTensor("fp32", (SIZE // 4,), bytes(SIZE)))
     deadline = time.perf_counter() + DEADLINE_S
     box.send("receiver", message)
     while fast_lane and not box.in_fast_lane and time.perf_counter() < deadline:

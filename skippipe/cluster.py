@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skippipe.errors import UserError
-from skippipe.jsonfile import Fields, as_number, json_text, read_as, write_text
-from skippipe.ranges import NODES, POSITIVE, Range, check_ranges, range_of
+from skippipe.json_fields import Fields, as_number, json_text, read_as, write_text
+from skippipe.value_ranges import NODES, POSITIVE, Range, check_ranges, range_of
 
 FORMAT = "skippipe-cluster"
 VERSION = 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from skippipe.compiled import kernel
+from skippipe.jit import kernel
 
 
 class Dispatch(StrEnum):

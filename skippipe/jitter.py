@@ -15,11 +15,11 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from skippipe.costs import NEVER_NS, Costs, Ns, seconds
+from skippipe.constraints import circle
+from skippipe.cost_model import NEVER_NS, CostModel, Ns, seconds
 from skippipe.errors import UserError
 from skippipe.plan import LONGEST_NS, Plan
-from skippipe.rules import circle
-from skippipe.simulate import Course, as_arrays, simulate
+from skippipe.simulator import Course, as_arrays, simulate
 from skippipe.timeline import Timing
 
 DRAWS = 200
@@ -96,7 +96,7 @@ def _links(plan: Plan) -> tuple[Ns, Ns]:
     return senders, receivers
 
 
-def _jittered(costs: Costs, spread: float, draw: np.random.Generator, links: tuple[Ns, Ns]) -> Costs:
+def _jittered(costs: CostModel, spread: float, draw: np.random.Generator, links: tuple[Ns, Ns]) -> CostModel:
     """The costs as they come out in one iteration, on the links in use."""
     compute = _factors(spread, draw.standard_normal(costs.nodes))
     latency = _factors(spread, draw.standard_normal((costs.nodes, costs.nodes))[links])

@@ -12,14 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from skippipe import rules
+from skippipe import constraints
 from skippipe.cluster import Cluster
-from skippipe.costs import Costs, costs_of, ns, seconds
+from skippipe.cost_model import CostModel, cost_model_of, ns, seconds
 from skippipe.dispatch import Dispatch
 from skippipe.errors import UserError
-from skippipe.jsonfile import Fields, json_text, read_as, write_text
-from skippipe.ranges import CENTURY_S, LAYERS, MICROBATCHES
+from skippipe.json_fields import Fields, json_text, read_as, write_text
 from skippipe.timeline import Timeline
+from skippipe.value_ranges import CENTURY_S, LAYERS, MICROBATCHES
 from skippipe.workload import Workload
 
 FORMAT = "skippipe-plan"
@@ -105,8 +105,8 @@ class Plan:
         return {node: index for index, stage in enumerate(self.stages) for node in stage.nodes}
 
     @cached_property
-    def costs(self) -> Costs:
-        return costs_of(self.cluster, self.workload, self.layers)
+    def costs(self) -> CostModel:
+        return cost_model_of(self.cluster, self.workload, self.layers)
 
     @cached_property
     def slots(self) -> dict[int, int]:
@@ -122,7 +122,7 @@ class Plan:
     def exposure(self) -> list[int]:
         """How many microbatches of an iteration visit each stage."""
         visits = [self.visits(lane) for lane in self.lanes]
-        return rules.exposure(visits, [lane.microbatches for lane in self.lanes], len(self.stages))
+        return constraints.exposure(visits, [lane.microbatches for lane in self.lanes], len(self.stages))
 
     def visits(self, lane: Lane) -> tuple[int, ...]:
         """The stages along a lane's path."""

@@ -1,9 +1,17 @@
-"""Clusters to start from: the published regions, a data centre, five sites, random unequal machines."""
+"""Clusters to start from: the published regions, a data centre, five sites, random unequal machines.
+
+A cluster that is to a small model what the real one is to a large one, at a fraction of the time.
+
+One machine can then be a continent: the same ratios between computing, sending and waiting, in seconds instead of
+minutes. Only the cluster changes; plan, simulator and runtime know nothing of it.
+
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -12,8 +20,8 @@ import numpy as np
 
 from skippipe.cluster import Cluster, Matrix, Node
 from skippipe.errors import UserError
-from skippipe.ranges import NODES, SEED
-from skippipe.workload import MODELS
+from skippipe.value_ranges import NODES, SEED
+from skippipe.workload import MODELS, Workload
 
 GIB = 2**30
 DIGITS = 40  # of a number that are read: more are out of range just as much
@@ -131,3 +139,17 @@ def preset(text: str) -> Cluster:
     NODES.check(nodes, f"'{text[:DIGITS]}': number of nodes")
     SEED.check(seed[0] if seed else 0, f"'{text[:DIGITS]}': seed")
     return PRESETS[name](nodes, *seed)
+
+
+def emulated_cluster(cluster: Cluster, like: Workload, small: Workload, time: float) -> Cluster:
+    """Forward passes and hops of `small` take here what those of `like` take on the real cluster, times `time`."""
+    compute = small.forward_flops(small.model.layers) / (like.forward_flops(like.model.layers) * time)
+    carry = small.activation_bytes / (like.activation_bytes * time)
+    return replace(
+        cluster,
+        name=f"{cluster.name} as if for {like.model.name}, {time:g} of the time",
+        nodes=tuple(replace(node, flops_per_s=node.flops_per_s * compute) for node in cluster.nodes),
+        latency_s=cluster.latency_s * time,
+        bandwidth_bytes_per_s=cluster.bandwidth_bytes_per_s * carry,
+        hop_overhead_s=cluster.hop_overhead_s * time,
+    )

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from skippipe.costs import ns, seconds
+from skippipe.cost_model import ns, seconds
 from skippipe.errors import UserError
-from skippipe.jsonfile import Fields, as_integer, as_number
-from skippipe.ranges import CENTURY_S
+from skippipe.json_fields import Fields, as_integer, as_number
+from skippipe.value_ranges import CENTURY_S
 
 
 class Timing(StrEnum):

@@ -12,8 +12,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from skippipe.errors import UserError
-from skippipe.jsonfile import Fields, exists, read_json
-from skippipe.ranges import COUNT, LAYERS, MICROBATCHES, SAMPLES, SEQUENCE, SLOTS, WIDTH, Range, check_ranges, range_of
+from skippipe.json_fields import Fields, exists, read_json
+from skippipe.value_ranges import (
+    COUNT,
+    LAYERS,
+    MICROBATCHES,
+    SAMPLES,
+    SEQUENCE,
+    SLOTS,
+    WIDTH,
+    Range,
+    check_ranges,
+    range_of,
+)
 
 WIRE_DTYPES = ("fp32", "bf16", "int8")  # the largest first
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}

@@ -7,24 +7,20 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from skippipe.learning import Learning
+from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.apprentice import LOAN
-from skippipe.runtime.control import (
-    COORDINATOR,
-    Begin,
-    Control,
-)
-from skippipe.runtime.coordinator import Survival
-from skippipe.runtime.node import Node, Phase
-from skippipe.runtime.symbols import Gradient, Symbols, Trail
-from skippipe.runtime.work import Drop, Measure, Pass, Task, Work
-from skippipe.transport.message import Kind, Message
+from skippipe.runtime.coordinator.state_machine import RecoverySettings
+from skippipe.runtime.messages import COORDINATOR, Begin, ControlMessage
+from skippipe.runtime.node.ops import DropMicrobatch, GradNorm, Op, RingStep, StageTask
+from skippipe.runtime.node.state_machine import Node, NodePhase
+from skippipe.runtime.node.state_transfer import STATE
+from skippipe.runtime.simulation.symbolic_executor import Gradient, SymbolicExecutor, Trail
+from skippipe.transport.message import Message, MessageKind
 from skippipe.workload import Workload
 from tests.plans import TINY, uniform_cluster
 
-LEARNING = Learning(warmup=2, iterations=10)
-AT_ONCE = Survival(planning=timedelta(0), backup_every=0)
+LEARNING = OptimConfig(warmup=2, iterations=10)
+AT_ONCE = RecoverySettings(planning=timedelta(0), backup_every=0)
 
 
 def plan_of(nodes: int, stages: Sequence[tuple[int, ...]], lanes: Sequence[tuple[int, ...]], **others: Any) -> Plan:
@@ -55,12 +51,12 @@ class Bench:
         plan = plan or small_plan()
         self.now = 0
         self.posted: list[tuple[int, Message]] = []
-        self.said: list[Control] = []
-        self.asked: list[tuple[int, Control]] = []
+        self.said: list[ControlMessage] = []
+        self.asked: list[tuple[int, ControlMessage]] = []
         self.shown: list[Any] = []
-        self.misfits: set[Kind] = set()
-        self.doing: Work | None = None
-        self.symbols = Symbols(number, plan)
+        self.misfits: set[MessageKind] = set()
+        self.doing: Op | None = None
+        self.symbols = SymbolicExecutor(number, plan)
         self.node = Node(number, plan, self)
 
     # what the node sees
@@ -71,13 +67,13 @@ class Bench:
     def send(self, receiver: int, message: Message) -> None:
         (self.shown if receiver == COORDINATOR else self.posted).append((receiver, message))
 
-    def say(self, control: Control, to: int = COORDINATOR) -> None:
+    def say(self, control: ControlMessage, to: int = COORDINATOR) -> None:
         if to == COORDINATOR:
             self.said.append(control)
         else:
             self.asked.append((to, control))
 
-    def start(self, work: Work) -> None:
+    def start(self, work: Op) -> None:
         assert self.doing is None, "one work at a time"
         self.doing = work
 
@@ -96,7 +92,7 @@ class Bench:
             self.node.receive(sender, message)
         return self
 
-    def hear(self, *controls: Control) -> Bench:
+    def hear(self, *controls: ControlMessage) -> Bench:
         for control in controls:
             self.node.hear(control)
         return self
@@ -125,43 +121,43 @@ class Bench:
         posted, self.posted = self.posted, []
         return [f"{_called(message)} → {receiver}, epoch {message.epoch}" for receiver, message in posted]
 
-    def heard(self) -> list[Control]:
+    def heard(self) -> list[ControlMessage]:
         """What the coordinator was told since it was last asked."""
         said, self.said = self.said, []
         return said
 
 
 def _called(message: Message) -> str:
-    if message.kind is Kind.CHUNK:
+    if message.kind is MessageKind.CHUNK:
         return f"chunk {message.step}"
     return f"{message.lane}/{message.microbatch} step {message.step}"
 
 
-def words(work: Work) -> str:
+def words(work: Op) -> str:
     match work:
-        case Task():
+        case StageTask():
             return f"{work.lane}/{work.microbatch} step {work.step}{'' if work.counts else ', counts not'}"
-        case Drop():
+        case DropMicrobatch():
             return f"drop {work.lane}/{work.microbatch}"
-        case Pass():
+        case RingStep():
             return f"pass {work.round}, {work.at} of {work.size}"
-        case Measure():
+        case GradNorm():
             return f"measure {work.visits}{' alone' if work.alone else ''}"
     return type(work).__name__.lower()
 
 
 def hop(lane: int, step: int, microbatch: int = 0, *, iteration: int = 0, epoch: int = 0) -> Message:
     trail: Any = Trail(lane, microbatch, step)
-    return Message(Kind.HOP, iteration, lane, microbatch, step, trail, epoch)
+    return Message(MessageKind.HOP, iteration, lane, microbatch, step, trail, epoch)
 
 
 def chunk(round_: int, *, stage: int = 2, iteration: int = 0, epoch: int = 0, piece: int = 0) -> Message:
     gradient: Any = Gradient(piece, Counter())
-    return Message(Kind.CHUNK, iteration, stage, 0, round_, gradient, epoch)
+    return Message(MessageKind.CHUNK, iteration, stage, 0, round_, gradient, epoch)
 
 
 def loan(first: int = 0, *, iteration: int = 0, body: Any = ()) -> Message:
-    return Message(Kind.CHUNK, iteration, first, LOAN, 0, body)
+    return Message(MessageKind.CHUNK, iteration, first, STATE, 0, body)
 
 
 A_HOP, A_CHUNK = "a hop that does not come here from there", "a chunk that does not come here from there"
@@ -175,5 +171,5 @@ def average_alone(bench: Bench) -> None:
             at = {"iteration": iteration, "epoch": bench.node.epoch}
             bench.take(lane, hop(lane, 1, microbatch, **at)).work()
             bench.take(3 + lane, hop(lane, 5, microbatch, **at)).work()
-    assert bench.node.phase is Phase.AVERAGED
+    assert bench.node.phase is NodePhase.AVERAGED
     bench.heard()

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from skippipe.blame import What
 from skippipe.cluster import Cluster
+from skippipe.critical_path import CauseGroup
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.planner.ideas import Sort
+from skippipe.planner.whatif.candidates import EditKind
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
 from tests.plans import TINY, uniform_cluster
@@ -67,10 +67,10 @@ def with_speed(cluster: Cluster, factor: float, node: int) -> Cluster:
 @dataclass(frozen=True)
 class Case:
     plan: Plan
-    limit: What
+    limit: CauseGroup
     where: set[int] | set[tuple[int, int]]
     """Its node, or its links."""
-    sort: Sort
+    sort: EditKind
     what: str
     """The change that helps most."""
     changed: Plan | None
@@ -87,7 +87,9 @@ def one_slow_link_on_the_only_way() -> Case:
     plan = planned(cluster, [(0,), (1,)], [((0, 1), 4)])
     better = on(plan, with_bandwidth(cluster, 2e4, (0, 1), (1, 0)))
     links = {(0, 1), (1, 0)}
-    return Case(plan, What.TRANSFERS, links, Sort.BANDWIDTH, "twice the bandwidth between 'n0' and 'n1'", better)
+    return Case(
+        plan, CauseGroup.TRANSFERS, links, EditKind.BANDWIDTH, "twice the bandwidth between 'n0' and 'n1'", better
+    )
 
 
 def a_slow_link_one_way() -> Case:
@@ -95,7 +97,9 @@ def a_slow_link_one_way() -> Case:
     cluster = with_bandwidth(close(3), 1e4, (2, 1))
     plan = planned(cluster, [(0,), (1,), (2,)], [((0, 1, 2), 3)])
     better = on(plan, with_bandwidth(cluster, 2e4, (2, 1)))
-    return Case(plan, What.TRANSFERS, {(2, 1)}, Sort.BANDWIDTH, "twice the bandwidth from 'n2' to 'n1'", better)
+    return Case(
+        plan, CauseGroup.TRANSFERS, {(2, 1)}, EditKind.BANDWIDTH, "twice the bandwidth from 'n2' to 'n1'", better
+    )
 
 
 def a_long_link() -> Case:
@@ -103,7 +107,7 @@ def a_long_link() -> Case:
     plan = planned(cluster, [(0,), (1,), (2,)], [((0, 1, 2), 3)])
     better = on(plan, with_latency(cluster, 0.1, (0, 1), (1, 0)))
     links = {(0, 1), (1, 0)}
-    return Case(plan, What.TRANSFERS, links, Sort.LATENCY, "half the latency between 'n0' and 'n1'", better)
+    return Case(plan, CauseGroup.TRANSFERS, links, EditKind.LATENCY, "half the latency between 'n0' and 'n1'", better)
 
 
 def every_message_costs() -> Case:
@@ -112,34 +116,34 @@ def every_message_costs() -> Case:
     plan = planned(cluster, [(0,), (1,), (2,)], [((0, 1, 2), 2)])
     better = on(plan, replace(cluster, hop_overhead_s=0.05))
     links = {(0, 1), (1, 0)}
-    return Case(plan, What.TRANSFERS, links, Sort.OVERHEAD, "half the overhead of every hop, 0.05 s", better)
+    return Case(plan, CauseGroup.TRANSFERS, links, EditKind.OVERHEAD, "half the overhead of every hop, 0.05 s", better)
 
 
 def one_slow_node() -> Case:
     cluster = with_speed(close(3), 0.1, 1)
     plan = planned(cluster, [(0,), (1,), (2,)], [((0, 1, 2), 3)])
     better = on(plan, with_speed(cluster, 2, 1))
-    return Case(plan, What.COMPUTING, {1}, Sort.SPEED, "'n1' twice as fast", better)
+    return Case(plan, CauseGroup.COMPUTING, {1}, EditKind.SPEED, "'n1' twice as fast", better)
 
 
 def a_stage_with_too_few_nodes() -> Case:
     """Its only node is at work all the time, for a lane that the others could do twice."""
     cluster = with_speed(close(3), 0.1, 2)
     plan = planned(cluster, [(0, 1), (2,)], [((0, 2), 4)])
-    return Case(plan, What.COMPUTING, {2}, Sort.MORE, "one more node like 'n2' on stage 1", None)
+    return Case(plan, CauseGroup.COMPUTING, {2}, EditKind.MORE, "one more node like 'n2' on stage 1", None)
 
 
 def collisions_at_a_popular_node() -> Case:
     cluster = close(4)
     plan = planned(cluster, [(0, 1, 2), (3,)], [((0, 3), 3), ((1, 3), 3), ((2, 3), 3)], max_slots=3)
     better = on(plan, with_speed(cluster, 2, 3))
-    return Case(plan, What.COLLISIONS, {3}, Sort.SPEED, "'n3' twice as fast", better)
+    return Case(plan, CauseGroup.COLLISIONS, {3}, EditKind.SPEED, "'n3' twice as fast", better)
 
 
 def a_popular_node_with_idle_ones_beside_it() -> Case:
     plan = planned(close(6), [(0, 1, 2), (3, 4, 5)], [((0, 3), 3), ((1, 3), 3), ((2, 3), 3)], max_slots=3)
     what = "other paths over the same nodes, searched a little longer"
-    return Case(plan, What.COLLISIONS, {3}, Sort.SEARCH, what, None)
+    return Case(plan, CauseGroup.COLLISIONS, {3}, EditKind.SEARCH, what, None)
 
 
 def too_small_a_memory() -> Case:
@@ -152,7 +156,7 @@ def too_small_a_memory() -> Case:
         replace(cluster, nodes=(*cluster.nodes[:4], replace(cluster.nodes[4], memory_bytes=each))) for each in need
     )
     what = "one more memory slot on 'n4'"
-    return Case(on(plan, small), What.MEMORY, {4}, Sort.SLOT, what, on(plan, large))
+    return Case(on(plan, small), CauseGroup.MEMORY, {4}, EditKind.SLOT, what, on(plan, large))
 
 
 def a_slow_ring() -> Case:
@@ -161,7 +165,7 @@ def a_slow_ring() -> Case:
     plan = planned(cluster, [(0, 1), (2, 3)], lanes, max_slots=2)
     better = on(plan, with_bandwidth(cluster, 4e6, (2, 3)))
     what = "twice the bandwidth from 'n2' to 'n3'"
-    return Case(plan, What.AVERAGING, {(2, 3)}, Sort.BANDWIDTH, what, better, Timing.FULL)
+    return Case(plan, CauseGroup.AVERAGING, {(2, 3)}, EditKind.BANDWIDTH, what, better, Timing.FULL)
 
 
 def a_ring_in_a_bad_order() -> Case:
@@ -170,7 +174,9 @@ def a_ring_in_a_bad_order() -> Case:
     lanes = [((0, 4), 2), ((1, 5), 2), ((2, 6), 2), ((3, 7), 2)]
     plan = planned(cluster, stages, lanes, rings=[stages[0], (4, 6, 5, 7)])
     better = planned(cluster, stages, lanes)
-    return Case(plan, What.AVERAGING, {(4, 6)}, Sort.RING, "another averaging order on stage 1", better, Timing.FULL)
+    return Case(
+        plan, CauseGroup.AVERAGING, {(4, 6)}, EditKind.RING, "another averaging order on stage 1", better, Timing.FULL
+    )
 
 
 def a_far_data_node() -> Case:
@@ -179,13 +185,13 @@ def a_far_data_node() -> Case:
     cluster = with_latency(cluster, 0.1, *far)
     plan = planned(cluster, [(0, 1), (2, 3), (4, 5)], [((0, 2, 4), 2), ((1, 3, 5), 2)], max_slots=2)
     links = {(1, 3), (3, 1), (1, 5), (5, 1)}
-    return Case(plan, What.TRANSFERS, links, Sort.LESS, "without 'n1'", None, Timing.FULL)
+    return Case(plan, CauseGroup.TRANSFERS, links, EditKind.LESS, "without 'n1'", None, Timing.FULL)
 
 
 def a_lane_with_too_many_microbatches() -> Case:
     plan = planned(close(4), [(0, 1), (2, 3)], [((0, 2), 3), ((1, 3), 1)])
     better = planned(plan.cluster, [(0, 1), (2, 3)], [((0, 2), 2), ((1, 3), 2)])
-    return Case(plan, What.COMPUTING, {0}, Sort.MICROBATCHES, "a microbatch of lane 0 on lane 1", better)
+    return Case(plan, CauseGroup.COMPUTING, {0}, EditKind.MICROBATCHES, "a microbatch of lane 0 on lane 1", better)
 
 
 CASES: list[Callable[[], Case]] = [

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
+from skippipe.transport.addresses import free_port
 from skippipe.transport.keys import PeerList
-from skippipe.transport.route import free_port
 from tests.dashboards import HOSTILE, RunFolder, noted, plan_of, shown
 from tests.served import Command
 from tests.test_launch import NODES, Place
@@ -148,7 +148,7 @@ def background(tab: Tab) -> str:
 def test_usable_at(browser: Any, tmp_path: Path, nodes: int, stages: int, width: int) -> None:
     plan = plan_of(nodes, stages)
     run = RunFolder(tmp_path, plan)
-    run.journal(noted(plan))
+    run.wal(noted(plan))
     for number in range(4):
         run.iteration(number, 4.0 - number / 5, recorded=number == 3)
     run.event("gone", "no sign of life for 5 s", "node-3")

@@ -26,30 +26,29 @@ from typing import Any, Literal
 import torch
 from transformers import LlamaForCausalLM
 
-from skippipe.learning import Learning
-from skippipe.model.blueprint import Blueprint, config_named
+from skippipe.data.prepare import prepare
+from skippipe.model.model_spec import ModelSpec, config_named
+from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.control import COORDINATOR
-from skippipe.runtime.coordinator import Event, IterationReport
-from skippipe.runtime.faults import Fault
-from skippipe.runtime.member import THE_COORDINATOR
-from skippipe.simulate import simulate
-from skippipe.text.prepare import prepare
+from skippipe.runs.wal import WriteAheadLog
+from skippipe.runtime.coordinator.state_machine import Event, IterationReport
+from skippipe.runtime.messages import COORDINATOR
+from skippipe.runtime.node.agent import THE_COORDINATOR
+from skippipe.runtime.simulation.fault_injection import Fault
+from skippipe.simulator import simulate
 from skippipe.timeline import Timing
-from skippipe.training.job import (
-    CheckpointChoice,
-    DataChoice,
-    Job,
-    ModelChoice,
-    PipelineChoice,
-    ReportChoice,
-    SurviveChoice,
-    TransportChoice,
+from skippipe.training.job_config import (
+    CheckpointConfig,
+    DataConfig,
+    JobConfig,
+    ModelConfig,
+    PipelineConfig,
+    RecoveryConfig,
+    ReportConfig,
+    TransportConfig,
 )
-from skippipe.training.journal import Journal
+from skippipe.transport.addresses import free_port, split_address
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
-from skippipe.transport.route import free_port
-from skippipe.transport.sockets import split
 from skippipe.workload import Workload
 from tests import stricken
 from tests.chaos_virtual import check_visits
@@ -102,7 +101,7 @@ class Ground:
             text = str(own)
         ground = cls(folder, text)
         tokens = prepare(text, VOCABULARY, ground.tokens)
-        shape = Blueprint(config_named(str(folder), tokens.vocabulary), 0).shape
+        shape = ModelSpec(config_named(str(folder), tokens.vocabulary), 0).shape
         workload = Workload(
             shape, sequence, samples, 2 * len(PATHS), wire_dtype="fp32", compute_dtype="fp32", max_slots=4
         )
@@ -143,24 +142,24 @@ class Ground:
         heartbeat_s: float = HEARTBEAT_S,
         lost_stage: Literal["checkpoint", "neighbours"] = "checkpoint",
         listen: str | None = None,
-    ) -> Job:
+    ) -> JobConfig:
         """`listen`: nodes join there by themselves."""
-        transport = TransportChoice()
+        transport = TransportConfig()
         if listen is not None:
             keys = str(self.keys / "peers.json"), str(self.keys / "coordinator.key")
-            transport = TransportChoice(listen=listen, peers=keys[0], key=keys[1])
-        return Job(
+            transport = TransportConfig(listen=listen, peers=keys[0], key=keys[1])
+        return JobConfig(
             output=str(output),
             iterations=iterations,
             seed=seed,
-            model=ModelChoice(config=str(self.folder)),
-            data=DataChoice([self.text], vocabulary=VOCABULARY, folder=str(self.tokens)),
-            pipeline=PipelineChoice(plan=str(self.plan_file)),
-            learning=Learning(rate=3e-3, warmup=2),
+            model=ModelConfig(config=str(self.folder)),
+            data=DataConfig([self.text], vocabulary=VOCABULARY, folder=str(self.tokens)),
+            pipeline=PipelineConfig(plan=str(self.plan_file)),
+            learning=OptimConfig(rate=3e-3, warmup=2),
             transport=transport,
-            checkpoint=CheckpointChoice(every=kept_every),
-            survive=SurviveChoice(heartbeat_s, RESTARTS, lost_stage, planning_s=0.05),
-            report=ReportChoice(recorded=0),
+            checkpoint=CheckpointConfig(every=kept_every),
+            survive=RecoveryConfig(heartbeat_s, RESTARTS, lost_stage, planning_s=0.05),
+            report=ReportConfig(recorded=0),
         )
 
 
@@ -326,10 +325,10 @@ class Outcome:
         return self._lines("events.jsonl")
 
     @cached_property
-    def journal(self) -> list[dict[str, Any]]:
-        journal = Journal(Path(self.scene.job.output) / "journal")
-        journal.close()
-        return journal.records
+    def wal(self) -> list[dict[str, Any]]:
+        wal = WriteAheadLog(Path(self.scene.job.output) / "journal")
+        wal.close()
+        return wal.records
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         path = Path(self.scene.job.output) / name
@@ -397,14 +396,14 @@ class Outcome:
     def _check(self) -> None:
         wanted = list(range(self.iterations))
         assert [row["iteration"] for row in self.metrics] == wanted, "metrics of every iteration, once"
-        commits = [record["commit"] for record in self.journal if "commit" in record]
+        commits = [record["commit"] for record in self.wal if "commit" in record]
         assert commits == wanted, f"noted were {commits}"
-        assert "done" in self.journal[-1]
+        assert "done" in self.wal[-1]
         told: list[tuple[float, Event | IterationReport]] = [(row["time"], _report(row)) for row in self.metrics]
         told += [
             (each["time"], Event(each["kind"], each["iteration"], each["text"], each["node"])) for each in self.events
         ]
-        check_visits(self.journal, [each for _, each in sorted(told, key=lambda pair: pair[0])])
+        check_visits(self.wal, [each for _, each in sorted(told, key=lambda pair: pair[0])])
         model = LlamaForCausalLM.from_pretrained(Path(self.scene.job.output) / "model")
         tokens = torch.arange(32).reshape(2, 16) % VOCABULARY
         with torch.no_grad():
@@ -416,7 +415,7 @@ class Outcome:
         pids = {int(pid) for _, pid, *_ in rows} | {
             int(parent) for name, _, parent, *_ in rows if name != THE_COORDINATOR
         }
-        ports = {split(address)[1] for _, _, _, *at in rows for address in at}
+        ports = {split_address(address)[1] for _, _, _, *at in rows for address in at}
         pids -= {os.getpid()}
         deadline = time.monotonic() + GONE_S
         while (left := [pid for pid in pids if _is_there(pid)]) and time.monotonic() < deadline:

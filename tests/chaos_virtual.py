@@ -17,24 +17,31 @@ from functools import cache
 from random import Random
 from typing import Any
 
-from skippipe import rules
-from skippipe.examples import published20, published_plan
-from skippipe.learning import Learning
+from skippipe import constraints
+from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.recipe import Recipe
-from skippipe.runtime.coordinator import Deadlines, Event, IterationReport, State, Survival, Watcher
-from skippipe.runtime.faults import DURING, Fault, accuse, drawn, kill, stale
-from skippipe.runtime.memory import plan_records
-from skippipe.runtime.symbols import Symbols
-from skippipe.runtime.virtual import VirtualCluster
-from skippipe.runtime.work import Measure, Step, Study, Work
-from skippipe.simulate import simulate
+from skippipe.planner.published import published20, published_plan
+from skippipe.runtime.coordinator.state_machine import (
+    Callback,
+    CoordinatorState,
+    Deadlines,
+    Event,
+    IterationReport,
+    RecoverySettings,
+)
+from skippipe.runtime.coordinator.wal_records import plan_records
+from skippipe.runtime.node.ops import GradNorm, Op, OptimizerStep, PlanTransfer
+from skippipe.runtime.simulation.fault_injection import DURING, Fault, accuse, drawn, kill, replay_messages
+from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
+from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.simulator import simulate
+from skippipe.skip_schedule import SkipSchedule
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
 from tests.plans import TINY, uniform_cluster
 
 PATIENCE_S = 20.0  # for one scenario; it takes a tenth of a second
-LEARNING = Learning(warmup=2, iterations=30)
+LEARNING = OptimConfig(warmup=2, iterations=30)
 NOTHING_LEFT = "and there is no checkpoint"
 STAGE_0_LOST = "stage 0 is lost"
 LOST = "nobody holds it any more"
@@ -94,7 +101,7 @@ def drawn_plan(random: Random) -> Plan:
                 visits[at], visits[at + 1] = visits[at + 1], visits[at]
             lanes.append((tuple(random.choice(stages[stage]) for stage in visits), random.randint(1, 3)))
         slots = dict.fromkeys(range(sum(sizes)), 3)
-        if rules.deadlock_cycle([path for path, _ in lanes], slots) is None:
+        if constraints.deadlock_cycle([path for path, _ in lanes], slots) is None:
             return plan_over(stages, lanes, random.random() < 0.3)
 
 
@@ -110,7 +117,7 @@ class Scenario:
     """Tasks and hops take between nothing and three times what is planned."""
     drift: float
     """The plan is renewed when figures are off by this share; 0: never."""
-    recipe: Recipe = field(default_factory=Recipe)
+    recipe: SkipSchedule = field(default_factory=SkipSchedule)
     backup_every: int = 2
     """Iterations from one copy of what only stage 0 holds to the next; 0: none."""
 
@@ -156,7 +163,7 @@ def scenario(seed: int) -> Scenario:
         backup_every=random.choice([0, 1, 2]),
     )
     again = random.choice([0.02, 0.1, 0.4])
-    faults.append(stale(*sorted(plan.stage_of), share=again, late_s=random.choice([0.0, 0.0, 0.005, 0.05])))
+    faults.append(replay_messages(*sorted(plan.stage_of), share=again, late_s=random.choice([0.0, 0.0, 0.005, 0.05])))
     if random.random() < 0.1:
         accuser = accuse(random.choice(sorted(plan.stage_of))).at(random.randrange(iterations))
         faults.append(accuser.back_after(random.choice([3.0, 40.0, 400.0])))
@@ -208,7 +215,7 @@ class Shelf:
         return self.kept[-1][0] if self.kept else None
 
 
-class Story(Watcher):
+class Story(Callback):
     """Events and reports, in the order in which they came."""
 
     def __init__(self) -> None:
@@ -221,7 +228,7 @@ class Story(Watcher):
         self.told.append(event)
 
 
-class Counting(Symbols):
+class Counting(SymbolicExecutor):
     """Counts its steps as Adam does, which corrects its means by them: replicas that count differently drift apart."""
 
     def __init__(self, node: int, plan: Plan) -> None:
@@ -229,13 +236,13 @@ class Counting(Symbols):
         self.steps = 0
         self._visited = False
 
-    def run(self, work: Work) -> Any:
+    def run(self, work: Op) -> Any:
         match work:
-            case Study():
+            case PlanTransfer():
                 self.steps = work.origin.steps
-            case Measure():
+            case GradNorm():
                 self._visited = work.visits > 0
-            case Step() if work.scale > 0 and self._visited:
+            case OptimizerStep() if work.scale > 0 and self._visited:
                 self.steps += 1
         return super().run(work)
 
@@ -284,10 +291,10 @@ class Played:
     def nothing_left(self) -> bool:
         """Did all who had any state go, before there was a checkpoint? Then there is nothing to go on from."""
         cluster, coordinator = self.cluster, self.cluster.coordinator
-        able, roster = coordinator.roster.able, coordinator.roster
+        able, membership = coordinator.membership.able, coordinator.membership
         if STAGE_0_LOST in coordinator.failure:
-            kept = any(cluster.machines[node].keeps for node in able if roster[node].stage != 0)  # type: ignore[attr-defined]
-            return not kept and not any(roster[node].stage == 0 for node in able) and not self.shelf.kept
+            kept = any(cluster.machines[node].keeps for node in able if membership[node].stage != 0)  # type: ignore[attr-defined]
+            return not kept and not any(membership[node].stage == 0 for node in able) and not self.shelf.kept
         return NOTHING_LEFT in coordinator.failure and not able and not self.shelf.kept
 
     def tale(self) -> str:
@@ -314,13 +321,13 @@ def staged(what: Scenario) -> Played:
         recipe=what.recipe,
         disturb=disturb if what.uneven else lambda duration_ns: duration_ns,
         faults=what.faults,
-        survival=Survival(what.lost_stage, what.drift, timedelta(0), what.backup_every),  # type: ignore[arg-type]
+        survival=RecoverySettings(what.lost_stage, what.drift, timedelta(0), what.backup_every),  # type: ignore[arg-type]
         kept_every=what.kept_every,
         keeper=shelf,
-        watcher=story,
+        callback=story,
         deadlines=Deadlines(iteration=timedelta(seconds=900 if long else 60)),
         builder=Counting,
-        journal=book,
+        wal=book,
     )
     book.cluster = cluster
     return Played(what, cluster, story, shelf)
@@ -344,33 +351,33 @@ def check(played: Played) -> None:
     coordinator = cluster.coordinator
     if played.nothing_left:
         return
-    assert coordinator.state is State.DONE, coordinator.failure or coordinator.state
+    assert coordinator.state is CoordinatorState.DONE, coordinator.failure or coordinator.state
     wanted = list(range(played.scenario.iterations))
     assert [report.iteration for report in cluster.reports] == wanted, "reported"
-    assert [record["commit"] for record in cluster.journal if "commit" in record] == wanted, "noted"
-    untouched = check_visits(cluster.journal, story.told)
+    assert [record["commit"] for record in cluster.wal if "commit" in record] == wanted, "noted"
+    untouched = check_visits(cluster.wal, story.told)
     states = check_replicas(cluster)
     check_history(played, states, untouched)
     check_ends(played, states[0])
     check_shelf(played, states)
 
 
-def plans_of(journal: Sequence[Mapping[str, Any]]) -> list[Plan]:
+def plans_of(wal: Sequence[Mapping[str, Any]]) -> list[Plan]:
     """Of every iteration: the last that was noted before it was committed."""
     found: list[Plan] = []
     known: dict[int, Plan] = {}
-    for number, record in enumerate(journal):
+    for number, record in enumerate(wal):
         if "commit" in record:
-            noted = plan_records(journal[:number])[-1]
+            noted = plan_records(wal[:number])[-1]
             if id(noted) not in known:
                 known[id(noted)] = Plan.from_json(noted["plan"])
             found.append(known[id(noted)])
     return found
 
 
-def check_visits(journal: Sequence[Mapping[str, Any]], told: Sequence[Event | IterationReport]) -> set[int]:
+def check_visits(wal: Sequence[Mapping[str, Any]], told: Sequence[Event | IterationReport]) -> set[int]:
     """How many microbatches are in every gradient; the iterations that went as planned, perhaps at a second try."""
-    plans = plans_of(journal)
+    plans = plans_of(wal)
     untouched: set[int] = set()
     touched = data_lost = spoiled = False
     for each in told:
@@ -402,13 +409,13 @@ def check_visits(journal: Sequence[Mapping[str, Any]], told: Sequence[Event | It
 def check_replicas(cluster: VirtualCluster) -> list[list[tuple[Which, ...]]]:
     """All who hold a stage have the same state, and that is what was collected; the state of each stage."""
     coordinator, found = cluster.coordinator, []
-    there = [node for node in coordinator.roster.able if node in cluster.lives and node not in cluster.frozen]
+    there = [node for node in coordinator.membership.able if node in cluster.lives and node not in cluster.frozen]
     for stage in range(len(coordinator.plan.stages)):
         states: list[list[tuple[Which, ...]]] = []
         for node in there:
             machine = cluster.machines[node]
             assert isinstance(machine, Counting)
-            if coordinator.roster[node].stage != stage:
+            if coordinator.membership[node].stage != stage:
                 continue
             states.append(machine.state)
             assert machine.state == states[0], f"stage {stage}: node {node} has {machine.state}, others {states[0]}"
@@ -424,8 +431,8 @@ def check_replicas(cluster: VirtualCluster) -> list[list[tuple[Which, ...]]]:
 def check_history(played: Played, states: Sequence[list[tuple[Which, ...]]], untouched: set[int]) -> None:
     """Every step that a stage has taken since its state was last lost was along the gradient that was reported."""
     cluster = played.cluster
-    plans = plans_of(cluster.journal)
-    taken = [record["commit"] for record in cluster.journal if "commit" in record and record["scale"] > 0]
+    plans = plans_of(cluster.wal)
+    taken = [record["commit"] for record in cluster.wal if "commit" in record and record["scale"] > 0]
     for stage, state in enumerate(states):
         since = last_lost(played.story.told, stage)
         steps = [iteration for iteration in taken if iteration >= since]
@@ -452,13 +459,13 @@ def check_ends(played: Played, state: list[tuple[Which, ...]]) -> None:
     """What only stage 0 holds was never made up: it has learned before it was lost, and in all iterations since."""
     cluster, coordinator = played.cluster, played.cluster.coordinator
     ends = list(cluster.stored[0][0].ends)
-    for node in coordinator.roster.able:
-        if coordinator.roster[node].stage == 0 and node in cluster.lives and node not in cluster.frozen:
+    for node in coordinator.membership.able:
+        if coordinator.membership[node].stage == 0 and node in cluster.lives and node not in cluster.frozen:
             machine = cluster.machines[node]
             assert isinstance(machine, Counting)
             assert machine.ends == ends, f"node {node} has other ends than were collected"
     since = last_lost(played.story.told, 0)
-    taken = [record["commit"] for record in cluster.journal if "commit" in record and record["scale"] > 0]
+    taken = [record["commit"] for record in cluster.wal if "commit" in record and record["scale"] > 0]
     steps = [iteration for iteration in taken if iteration >= since]
     assert ends[len(ends) - len(steps) :] == state[len(state) - len(steps) :], "they have not stepped with their stage"
     assert len(ends) > len(steps) or len(steps) == len(taken), "they began anew"
@@ -480,7 +487,7 @@ def last_lost(told: Sequence[Event | IterationReport], stage: int) -> int:
 def check_shelf(played: Played, states: Sequence[list[tuple[Which, ...]]]) -> None:
     """A checkpoint of a stage that was never lost is what the stage was after so many iterations; one is of the end."""
     cluster = played.cluster
-    taken = [record["commit"] for record in cluster.journal if "commit" in record and record["scale"] > 0]
+    taken = [record["commit"] for record in cluster.wal if "commit" in record and record["scale"] > 0]
     if played.scenario.kept_every:
         assert played.shelf.newest() == played.scenario.iterations, "there is no checkpoint of the end"
         final = [list(played.shelf.kept[-1][2][stage]) for stage in range(len(states))]

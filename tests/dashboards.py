@@ -11,19 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from skippipe.dashboard import hosting
-from skippipe.dashboard.endpoints import application
-from skippipe.dashboard.following import Follower
-from skippipe.dashboard.page import Page
+from skippipe.dashboard import server as dashboard_server
+from skippipe.dashboard.panels import Panels
+from skippipe.dashboard.routes import application
+from skippipe.dashboard.run_state import RunFollower
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.memory import commit_record, plan_record
-from skippipe.runtime.surroundings import Event, EventKind, IterationReport
-from skippipe.runtime.teaching import Trained
-from skippipe.serving import api
-from skippipe.serving.limits import ApiSettings
-from skippipe.simulate import simulate
-from skippipe.training.journal import Journal
-from skippipe.training.reports import EventsFile, Figures, MetricsFile, Traces
+from skippipe.runs.wal import WriteAheadLog
+from skippipe.runtime.coordinator.interfaces import Event, EventKind, IterationReport
+from skippipe.runtime.coordinator.recovery import StageProgress
+from skippipe.runtime.coordinator.wal_records import commit_record, plan_record
+from skippipe.simulator import simulate
+from skippipe.training.metrics import EventsFile, IterationMetrics, MetricsFile, TraceFiles
+from skippipe.web import server as web_server
+from skippipe.web.auth import ApiSettings
 from skippipe.workload import Workload
 from tests.plans import TINY, uniform_cluster
 
@@ -62,7 +62,9 @@ class RunFolder:
         self.plan = plan
         plan.save(folder / "plan.json")
         self._run_id = run_id
-        self._metrics = MetricsFile(folder / "metrics.jsonl", Figures(plan), iterations, resumed=resumed, run_id=run_id)
+        self._metrics = MetricsFile(
+            folder / "metrics.jsonl", IterationMetrics(plan), iterations, resumed=resumed, run_id=run_id
+        )
         self._events = EventsFile(folder / "events.jsonl", resumed=resumed, run_id=run_id)
 
     def iteration(self, number: int, loss: float = 3.0, *, recorded: bool = False) -> None:
@@ -84,17 +86,17 @@ class RunFolder:
             plan=self.plan,
         )
         self._metrics.iteration_done(report)
-        Traces(self.folder / "traces", self._run_id).iteration_done(report)
+        TraceFiles(self.folder / "traces", self._run_id).iteration_done(report)
 
     def event(self, kind: EventKind, text: str = "", node: str = "", iteration: int = 0) -> None:
         self._events.happened(Event(kind, iteration, text, node))
 
-    def journal(self, *records: dict[str, Any]) -> None:
+    def wal(self, *records: dict[str, Any]) -> None:
         """Adds them to the journal."""
-        journal = Journal(self.folder / "journal")
+        wal = WriteAheadLog(self.folder / "journal")
         for record in records:
-            journal.write(record)
-        journal.close()
+            wal.write(record)
+        wal.close()
 
     def checkpoint(self, iterations: int) -> None:
         place = self.folder / "checkpoints" / f"{iterations:06d}"
@@ -103,22 +105,22 @@ class RunFolder:
 
 
 def noted(plan: Plan, learning: Sequence[int] = ()) -> dict[str, Any]:
-    return plan_record(plan, learning, Trained.nothing(len(plan.stages)), plan.visited)
+    return plan_record(plan, learning, StageProgress.nothing(len(plan.stages)), plan.visited)
 
 
 def committed(plan: Plan, iteration: int) -> dict[str, Any]:
-    return commit_record(iteration, 1e-3, 1.0, 3.0, plan.exposure, Trained.nothing(len(plan.stages)))
+    return commit_record(iteration, 1e-3, 1.0, 3.0, plan.exposure, StageProgress.nothing(len(plan.stages)))
 
 
 def panels(folder: Path) -> dict[str, Any]:
     """What the page shows, after looking at everything."""
-    page = Page(Follower(folder))
+    page = Panels(RunFollower(folder))
     while page.look():
         pass
     return parsed(page)
 
 
-def parsed(page: Page) -> dict[str, Any]:
+def parsed(page: Panels) -> dict[str, Any]:
     return {name: json.loads(text) for name, text in page.texts.items()}
 
 
@@ -126,10 +128,10 @@ def parsed(page: Page) -> dict[str, Any]:
 def shown(folder: Path, token: str = "") -> Iterator[str]:
     """The page's address."""
     settings = ApiSettings(tokens=(token,) if token else (), loopback=True)
-    with hosting.listening("127.0.0.1", 0, "--port") as listens:
+    with dashboard_server.listening("127.0.0.1", 0, "--port") as listens:
         port = listens.getsockname()[1]
-        app = application(Page(Follower(folder)), settings, over=lambda: server.should_exit)
-        server = api.server(app, "127.0.0.1", port)
+        app = application(Panels(RunFollower(folder)), settings, over=lambda: server.should_exit)
+        server = web_server.server(app, "127.0.0.1", port)
         thread = threading.Thread(target=asyncio.run, args=(server.serve([listens]),), daemon=True)
         thread.start()
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 
-from skippipe.serving.limits import ApiSettings
+from skippipe.web.auth import ApiSettings
 from tests.mirror import CHAT, COMPLETIONS, MODEL, Caller, complaint, valid
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from skippipe.errors import UserError
-from skippipe.runtime.coordinator import Watcher
+from skippipe.runtime.coordinator.state_machine import Callback
 from tests.served import Command
 from tests.test_launch import Place, end, only_error, start
 
@@ -51,20 +51,20 @@ def test_trains(place: Place, machines: Any) -> None:
 
 
 def test_no_room(place: Place, machines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from skippipe.training import onray
-    from skippipe.training.assembly import assemble
-    from skippipe.training.job import load_job
+    from skippipe.training import launch_ray
+    from skippipe.training.build_run import build_run
+    from skippipe.training.job_config import load_job
 
-    assembly = assemble(load_job(place.job("crowd", nodes=4, stages=4)))
-    monkeypatch.setattr(onray, "PLACE_PATIENCE", timedelta(seconds=2))
+    run_setup = build_run(load_job(place.job("crowd", nodes=4, stages=4)))
+    monkeypatch.setattr(launch_ray, "PLACE_PATIENCE", timedelta(seconds=2))
     monkeypatch.setenv("RAY_ADDRESS", machines.address)
     with pytest.raises(
         UserError, match=r"waited 2 s for Ray to find room for 4 nodes of 1 CPU each; free are \d of 3 CPU"
     ):
-        onray.train_on_ray(assembly, Nobody(), lambda: False)
+        launch_ray.train_on_ray(run_setup, Nobody(), lambda: False)
 
 
-class Nobody(Watcher):
+class Nobody(Callback):
     def iteration_done(self, report: Any) -> None:
         del report
 

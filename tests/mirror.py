@@ -13,10 +13,10 @@ from typing import Any
 import httpx2
 
 from skippipe.errors import UserError
-from skippipe.inference.sampling import Sampling
-from skippipe.serving import api
-from skippipe.serving.answering import Refused, Said, Share
-from skippipe.serving.limits import ApiSettings
+from skippipe.inference.request import SamplingParams
+from skippipe.serving.engine_client import RequestOutput, RequestRefused, StageCoverage
+from skippipe.web import server as web_server
+from skippipe.web.auth import ApiSettings
 
 MODEL = "org/mirror"
 STAGES = 6
@@ -46,13 +46,13 @@ class Mirror:
         self.failure: Exception = RuntimeError("node 7 of 10.0.0.9 sent nonsense")
         self.ends = True
         """Does it say that it is over?"""
-        self.asked: list[tuple[tuple[int, ...], int, Sampling, tuple[str, ...]]] = []
+        self.asked: list[tuple[tuple[int, ...], int, SamplingParams, tuple[str, ...]]] = []
         self.conversations: list[list[dict[str, str]]] = []
         self.begun = threading.Event()
         self.cancelled = threading.Event()
 
-    def share(self) -> Share:
-        return Share(self.stages, STAGES)
+    def share(self) -> StageCoverage:
+        return StageCoverage(self.stages, STAGES)
 
     def figures(self) -> dict[str, float]:
         return {"steps_total": 12, "streams": 1.5}
@@ -70,12 +70,12 @@ class Mirror:
         return self.tokens(messages[-1]["content"])
 
     async def answer(
-        self, prompt: Sequence[int], most: int, sampling: Sampling, stops: Sequence[str]
-    ) -> AsyncGenerator[Said, None]:
+        self, prompt: Sequence[int], most: int, sampling: SamplingParams, stops: Sequence[str]
+    ) -> AsyncGenerator[RequestOutput, None]:
         self.asked.append((tuple(prompt), most, sampling, tuple(stops)))
         self.begun.set()
         if self.refusal is not None:
-            raise Refused(self.refusal)
+            raise RequestRefused(self.refusal)
         whole = self.text(prompt)[::-1]
         found = [(whole.index(stop), whole.index(stop) + len(stop)) for stop in stops if stop in whole]
         shown, until = min(found, default=(len(whole), len(whole)))
@@ -87,10 +87,10 @@ class Mirror:
                     raise self.failure
                 self.stages = self.lost.get(count, self.stages)
                 if not self.stages:
-                    raise Refused("no stage is left")
+                    raise RequestRefused("no stage is left")
                 visited = min(visited, self.stages)
                 ending = "stop" if count == until else "length" if count == most else None
-                yield Said(each if count <= shown else "", count, visited, ending if self.ends else None)
+                yield RequestOutput(each if count <= shown else "", count, visited, ending if self.ends else None)
                 if ending is not None:
                     return
         except (asyncio.CancelledError, GeneratorExit):
@@ -103,7 +103,7 @@ class Caller:
 
     def __init__(self, mirror: Mirror | None = None, settings: ApiSettings = OPEN) -> None:
         self.mirror = mirror or Mirror()
-        self.app = api.app(self.mirror, settings)
+        self.app = web_server.app(self.mirror, settings)
 
     def __call__(self, method: str, path: str, **how: Any) -> httpx2.Response:
         return asyncio.run(self.asked(method, path, **how))
@@ -149,7 +149,7 @@ def events(response: httpx2.Response) -> list[Any]:
 def serving(mirror: Mirror, settings: ApiSettings = OPEN) -> Iterator[str]:
     """The address of a server on loopback, in a thread of its own."""
     with socket.create_server(("127.0.0.1", 0)) as listening:  # who connects before it has begun just waits a bit
-        server = api.server(api.app(mirror, settings), "127.0.0.1", 0)
+        server = web_server.server(web_server.app(mirror, settings), "127.0.0.1", 0)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])), daemon=True)
         thread.start()
         try:

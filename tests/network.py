@@ -9,11 +9,11 @@ from typing import Any
 
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Lost, Mailbox, Security
-from skippipe.transport.message import Kind, Message, Received
+from skippipe.transport.message import Message, MessageKind, Received
 
 PATIENCE_S = 10.0  # the deadline of every wait here
 KEYS = {name: KeyPair.new() for name in ("a", "b", "stranger")}
-HELLO = Message(Kind.CONTROL, 1, 2, 3, 4, {"hello": [1, 2.5, "ü"]})
+HELLO = Message(MessageKind.CONTROL, 1, 2, 3, 4, {"hello": [1, 2.5, "ü"]})
 
 
 class Net:

@@ -10,7 +10,7 @@ from skippipe.cluster import Cluster, Node
 from skippipe.dispatch import Dispatch
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Problem, lane_unit
-from skippipe.simulate import Deadlock, simulate
+from skippipe.simulator import Deadlock, simulate
 from skippipe.timeline import Timeline, Timing
 from skippipe.workload import ModelShape, Workload
 

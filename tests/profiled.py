@@ -20,20 +20,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skippipe.cli import main, profiling
+from skippipe.cli import main, profile
 from skippipe.cluster import Cluster, Node
-from skippipe.learning import Learning
-from skippipe.model.blueprint import Blueprint
-from skippipe.profiling import places
-from skippipe.profiling.brief import ProfilingBrief
-from skippipe.profiling.conductor import Conductor, Deadlines, Watching
-from skippipe.profiling.node import ProfilingNode
-from skippipe.profiling.probing import Effort
-from skippipe.profiling.survey import Survey, save_surveys
-from skippipe.runtime.control import Broken, Computed, Control, Probe, Probed
-from skippipe.runtime.coordinator import Survival, Watcher
-from skippipe.runtime.virtual import VirtualCluster
-from skippipe.training.nursery import Nursery
+from skippipe.launch.fork_server import ProcessPool
+from skippipe.model.model_spec import ModelSpec
+from skippipe.optim_config import OptimConfig
+from skippipe.profiling import launcher
+from skippipe.profiling.coordinator import ProfilingCallback, ProfilingCoordinator, ProfilingDeadlines
+from skippipe.profiling.link_probe import ProbeSettings
+from skippipe.profiling.results import ProfileResult, save_results
+from skippipe.profiling.role import ProfilingConfig
+from skippipe.profiling.state_machine import ProfilingNode
+from skippipe.runtime.coordinator.state_machine import Callback, RecoverySettings
+from skippipe.runtime.messages import Computed, ControlMessage, LinkDown, Probe, Probed
+from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.transport.message import Message
 from skippipe.workload import Workload
 from tests.models import tiny
@@ -42,18 +42,18 @@ from tests.test_measured import wide_plan
 
 PATIENCE_S = 60.0  # for processes, on a machine that is busy with others
 WORK = Workload(TINY, 16, 2, compute_dtype="fp32")
-QUICK = Effort(round_trips=5, transfers=3, transfer_s=0.06)
+QUICK = ProbeSettings(round_trips=5, transfers=3, transfer_s=0.06)
 
 forked = multiprocessing.get_context("forkserver")
 forked.set_forkserver_preload([__name__])
 
 
 @dataclass
-class Net(Watching):
+class Net(ProfilingCallback):
     """A conductor and its nodes over links of a cluster; a bandwidth of 0 swallows everything."""
 
     true: Cluster
-    deadlines: Deadlines = field(default_factory=Deadlines)
+    deadlines: ProfilingDeadlines = field(default_factory=ProfilingDeadlines)
     now: int = 0
     heard: list[str] = field(default_factory=list)
     most_at_once: int = 0
@@ -64,7 +64,7 @@ class Net(Watching):
         self.alive: dict[int, ProfilingNode] = {}
         self.busy: dict[int, set[int]] = {}
         self.names = tuple(node.name for node in self.true.nodes)
-        self.conductor = Conductor(self.names, "tiny", WORK, self, self, QUICK, self.deadlines)
+        self.conductor = ProfilingCoordinator(self.names, "tiny", WORK, self, self, QUICK, self.deadlines)
 
     def now_ns(self) -> int:
         return self.now
@@ -75,7 +75,7 @@ class Net(Watching):
     def later(self, seconds: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now + round(seconds * 1e9), next(self._order), what))
 
-    def tell(self, node: int, control: Control) -> None:
+    def tell(self, node: int, control: ControlMessage) -> None:
         if isinstance(control, Probe):
             for other in self.busy.values():
                 assert not other & {node, control.peer}, "measured twice at once"
@@ -93,7 +93,7 @@ class Net(Watching):
         self.busy = {probe: nodes for probe, nodes in self.busy.items() if node not in nodes}
         self.conductor.lost(node, "it was killed")
 
-    def run(self, until: Callable[[], bool] | None = None) -> Survey:
+    def run(self, until: Callable[[], bool] | None = None) -> ProfileResult:
         while not (until or (lambda: self.conductor.over))():
             assert self.now < 3600e9, "no end"
             if not self._events:
@@ -121,16 +121,16 @@ class Door:
         assert message.body is not None and not isinstance(message.body, dict)
         bandwidth = self.net.true.bandwidth_bytes_per_s[self.node, receiver]
         if not bandwidth:
-            self.net.later(5, lambda: self.say(Broken(receiver)))
+            self.net.later(5, lambda: self.say(LinkDown(receiver)))
             return
         took_s = float(self.net.true.latency_s[self.node, receiver] + message.body.nbytes / bandwidth)
         net, sender = self.net, self.node
         net.later(took_s, lambda: net.alive[receiver].receive(sender, message) if receiver in net.alive else None)
 
-    def say(self, control: Control, _to: int = -1) -> None:
+    def say(self, control: ControlMessage, _to: int = -1) -> None:
         if isinstance(control, Probed):
             self.net.busy.pop(control.probe, None)
-        if isinstance(control, Broken):
+        if isinstance(control, LinkDown):
             self.net.busy = {
                 probe: nodes for probe, nodes in self.net.busy.items() if nodes != {self.node, control.peer}
             }
@@ -164,7 +164,7 @@ def agrees(found: Cluster, true: Cluster, share: float, absolute_s: float) -> No
 # Processes
 
 
-class Notes(Watching):
+class Notes(ProfilingCallback):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.done = 0
@@ -177,29 +177,29 @@ class Notes(Watching):
             print(text, file=file)
 
 
-def brief_of(true: Cluster, **others: Any) -> ProfilingBrief:
-    blueprint = Blueprint(tiny("llama"))
-    workload = Workload(blueprint.shape, 16, 2, compute_dtype="fp32")
-    names, config = tuple(node.name for node in true.nodes), blueprint.config.to_dict()
-    brief = ProfilingBrief(names, config, workload, compute_s=0.1, effort=QUICK, emulated=true)
-    return replace(brief, **others)
+def brief_of(true: Cluster, **others: Any) -> ProfilingConfig:
+    spec = ModelSpec(tiny("llama"))
+    workload = Workload(spec.shape, 16, 2, compute_dtype="fp32")
+    names, config = tuple(node.name for node in true.nodes), spec.config.to_dict()
+    node_config = ProfilingConfig(names, config, workload, compute_s=0.1, effort=QUICK, emulated=true)
+    return replace(node_config, **others)
 
 
 def emulated(folder: Path) -> None:
     """Four nodes, and a fifth that is killed when all have computed."""
     true = far_apart(5, 0.03)
     notes = Notes(folder)
-    nurseries: list[Nursery] = []
+    nurseries: list[ProcessPool] = []
 
     def stopped() -> bool:
         if notes.done >= 5 and nurseries:
-            nursery = nurseries.pop()
-            nursery.look()
-            os.kill(nursery.pids["n4"], signal.SIGKILL)
+            pool = nurseries.pop()
+            pool.look()
+            os.kill(pool.pids["n4"], signal.SIGKILL)
         return False
 
-    found = places.here(brief_of(true), notes, stopped, nurseries.append)
-    save_surveys(folder / "cluster.json", [found])
+    found = launcher.here(brief_of(true), notes, stopped, nurseries.append)
+    save_results(folder / "cluster.json", [found])
 
 
 def stopped_early(folder: Path) -> None:
@@ -209,7 +209,7 @@ def stopped_early(folder: Path) -> None:
         if done == 4:
             os.kill(os.getpid(), signal.SIGINT)
 
-    vars(profiling)["_Screen"].progressed = progressed
+    vars(profile)["_Screen"].progressed = progressed
     command(folder, "profile", "--local", "3", "--model", "llama-tiny", "--sequence", "16", "-o", "c.json")
 
 
@@ -238,7 +238,7 @@ def in_a_process(target: Callable[..., None], *more: Any) -> int | None:
 # Training
 
 
-class Last(Watcher):
+class Last(Callback):
     def __init__(self) -> None:
         self.clusters: list[Cluster] = []
 
@@ -246,8 +246,8 @@ class Last(Watcher):
         self.clusters.append(cluster)
 
 
-def trained(watcher: Watcher, *faults: Any) -> Cluster:
-    learning, survival = Learning(warmup=1, iterations=10), Survival(drift=0.0)
-    cluster = VirtualCluster(wide_plan(), learning, 4, faults=list(faults), survival=survival, watcher=watcher)
+def trained(callback: Callback, *faults: Any) -> Cluster:
+    learning, survival = OptimConfig(warmup=1, iterations=10), RecoverySettings(drift=0.0)
+    cluster = VirtualCluster(wide_plan(), learning, 4, faults=list(faults), survival=survival, callback=callback)
     cluster.run()
     return wide_plan().cluster

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 
-from skippipe.transport.lanes import LaneIn, Verb, Word
-from skippipe.transport.sockets import split
+from skippipe.transport.addresses import split_address
+from skippipe.transport.fast_path import FastPathMessage, FastPathReceiver, FastPathVerb
 
 GREETING_BYTES = 64  # of ZMTP 3 (rfc.zeromq.org/spec/23); then frames: flags, length in 1 or 8 bytes, body
 LONG, COMMAND = 2, 4
@@ -30,16 +30,16 @@ class Relay:
         self._tamper = tamper
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
-        self.offers: list[Word] = []
+        self.offers: list[FastPathMessage] = []
         """What was said under CURVE."""
 
-    def offer(self, lane: LaneIn) -> Word:
+    def offer(self, lane: FastPathReceiver) -> FastPathMessage:
         """Instead of LaneIn.offer."""
-        self.offers.append(Word(Verb.OFFER, lane.name, lane.port, lane.token))
+        self.offers.append(FastPathMessage(FastPathVerb.OFFER, lane.name, lane.port, lane.token))
         server = socket.create_server(("127.0.0.1", 0))
         server.settimeout(DEADLINE_S)
         self._start(partial(self._serve, lane.port), server)
-        return Word(Verb.OFFER, lane.name, server.getsockname()[1], lane.token)
+        return FastPathMessage(FastPathVerb.OFFER, lane.name, server.getsockname()[1], lane.token)
 
     def cut(self) -> None:
         self._hang_up(*self._sockets)
@@ -121,7 +121,7 @@ class Wire:
             self._hang_up()  # something is missing in what these connections have carried
             self._swallows = False
             return
-        self._server = socket.create_server(("127.0.0.1", split(self.address)[1]))
+        self._server = socket.create_server(("127.0.0.1", split_address(self.address)[1]))
         self._serve()
 
     def _hang_up(self, *servers: socket.socket) -> None:
@@ -137,7 +137,7 @@ class Wire:
             while True:
                 near, _ = server.accept()
                 try:
-                    far = socket.create_connection(split(self._target()), 5.0)
+                    far = socket.create_connection(split_address(self._target()), 5.0)
                 except OSError:
                     _hang_up(near)
                     continue

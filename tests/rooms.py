@@ -9,34 +9,29 @@ from typing import Any
 from skippipe import __version__
 from skippipe.cluster import Cluster
 from skippipe.plan import Plan
-from skippipe.runtime.control import (
-    Alive,
+from skippipe.runtime.coordinator.interfaces import WriteFailed
+from skippipe.runtime.coordinator.state_machine import Callback, Coordinator, CoordinatorState, Event, IterationReport
+from skippipe.runtime.messages import (
     Averaged,
     Begin,
-    Collect,
-    Contributed,
-    Control,
+    Commit,
+    ControlMessage,
+    Drain,
+    DrainAck,
+    GatherState,
+    Heartbeat,
     Hello,
-    Learn,
-    Learned,
-    Proceed,
+    MicrobatchDone,
     Ready,
+    Recover,
+    Recovered,
     Reroute,
-    Returned,
-    Settle,
-    Want,
+    StateRequest,
     from_json,
     to_json,
 )
-from skippipe.runtime.coordinator import Coordinator, Event, IterationReport, State, Watcher
-from skippipe.runtime.surroundings import Unwritten
 from skippipe.transport.message import Message
-from tests.benches import (
-    AT_ONCE,
-    LEARNING,
-    plan_of,
-    small_plan,
-)
+from tests.benches import AT_ONCE, LEARNING, plan_of, small_plan
 from tests.plans import uniform_cluster
 
 
@@ -77,18 +72,18 @@ class Safe:
 
 
 @dataclass
-class Room(Watcher):
+class Room(Callback):
     """What a coordinator does to the world, in the order in which it does it."""
 
     now_s: float = 0.0
     keeper: Safe | None = None
     log: list[tuple[Any, ...]] = field(default_factory=list)
-    told: list[tuple[int, Control]] = field(default_factory=list)
+    told: list[tuple[int, ControlMessage]] = field(default_factory=list)
     notes: list[dict[str, Any]] = field(default_factory=list)
     stored: list[tuple[int, int, Any]] = field(default_factory=list)
     reports: list[IterationReport] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    unwritten: Unwritten | None = None
+    unwritten: WriteFailed | None = None
     """Why no stage can be written at the moment."""
     epoch: int = 0
     heirs: dict[int, int] = field(default_factory=dict)
@@ -106,16 +101,16 @@ class Room(Watcher):
     def part(self, node: int) -> None:
         self.log.append(("part", node))
 
-    def tell(self, node: int, control: Control) -> None:
+    def tell(self, node: int, control: ControlMessage) -> None:
         assert from_json(to_json(control)) == control
-        if isinstance(control, Collect):
+        if isinstance(control, GatherState):
             self.collections[node] = control.collection
             control = replace(control, collection=ASKED)
         self.log.append(("tell", node, control))
         self.told.append((node, control))
-        if isinstance(control, (Begin, Reroute, Settle)):
+        if isinstance(control, (Begin, Reroute, Drain)):
             self.epoch = control.epoch
-        if isinstance(control, (Begin, Proceed)):
+        if isinstance(control, (Begin, Commit)):
             self.heirs.clear()
         elif isinstance(control, Reroute):
             self.heirs |= {lane: path[0] for lane, _, *path in control.lanes}
@@ -135,7 +130,7 @@ class Room(Watcher):
         self.log.append(("note", record))
         self.notes.append(record)
 
-    def give(self, node: int, stage: int, want: Want) -> None:
+    def give(self, node: int, stage: int, want: StateRequest) -> None:
         self.log.append(("give", node, stage, want.first, want.count))
 
     def iteration_done(self, report: IterationReport) -> None:
@@ -146,9 +141,9 @@ class Room(Watcher):
 
     # what a test asks
 
-    def news(self) -> dict[int, list[Control]]:
+    def news(self) -> dict[int, list[ControlMessage]]:
         """What was told since it was last asked, node by node."""
-        found: dict[int, list[Control]] = {}
+        found: dict[int, list[ControlMessage]] = {}
         for node, control in self.told:
             found.setdefault(node, []).append(control)
         self.told.clear()
@@ -166,7 +161,7 @@ ASKED = 0
 HELLO = Hello("127.0.0.1:1", __version__)
 
 
-def is_now(coordinator: Coordinator, state: State) -> bool:
+def is_now(coordinator: Coordinator, state: CoordinatorState) -> bool:
     return coordinator.state is state
 
 
@@ -177,11 +172,11 @@ class Course:
     coordinator: Coordinator
     room: Room
 
-    def hear(self, node: int, *controls: Control) -> Course:
+    def hear(self, node: int, *controls: ControlMessage) -> Course:
         """Ready and Learned answer what the node was told last."""
         for control in controls:
-            if isinstance(control, Ready | Learned) and node in self.coordinator.roster:
-                control = replace(control, assignment=self.coordinator.roster[node].assignment)
+            if isinstance(control, Ready | Recovered) and node in self.coordinator.membership:
+                control = replace(control, assignment=self.coordinator.membership[node].assignment)
             self.coordinator.hear(node, control)
         return self
 
@@ -197,15 +192,15 @@ class Course:
         said = Averaged(self.coordinator.iteration, self.room.epoch, 4.0, self.visits(node), [], [], [], [])
         return replace(said, **others)
 
-    def contributed(self, node: int, visits: list[list[int]] | None = None) -> Contributed:
-        return Contributed(self.coordinator.iteration, self.room.epoch, self.visits(node) if visits is None else visits)
+    def contributed(self, node: int, visits: list[list[int]] | None = None) -> DrainAck:
+        return DrainAck(self.coordinator.iteration, self.room.epoch, self.visits(node) if visits is None else visits)
 
     def come_back(self, *lanes: int, loss: float = 2.0) -> None:
         """All microbatches, or those of some lanes, at their data node."""
         for lane, way in enumerate(self.coordinator.plan.lanes):
             for microbatch in range(way.microbatches if not lanes or lane in lanes else 0):
                 home = self.room.heirs.get(lane, way.path[0])
-                self.hear(home, Returned(self.coordinator.iteration, self.room.epoch, lane, microbatch, loss))
+                self.hear(home, MicrobatchDone(self.coordinator.iteration, self.room.epoch, lane, microbatch, loss))
 
     def average(self, **norms: float) -> None:
         """Everybody who is there; `n4=5.0`: node 4 finds another norm."""
@@ -217,7 +212,7 @@ class Course:
             self.come_back()
             self.average()
 
-    def everybody(self, control: Control) -> dict[int, list[Control]]:
+    def everybody(self, control: ControlMessage) -> dict[int, list[ControlMessage]]:
         return {node: [control] for node in self.coordinator.nodes}
 
     def wait(self, seconds: float, *silent: int, alive: bool = True, busy: Collection[int] = ()) -> None:
@@ -225,9 +220,9 @@ class Course:
         since, until = self.room.now_s, self.room.now_s + seconds
         while self.room.now_s < until:
             self.room.now_s = min(until, self.room.now_s + 1.0)
-            for node in self.coordinator.roster if alive else ():
+            for node in self.coordinator.membership if alive else ():
                 if node not in silent:
-                    self.hear(node, Alive("something", self.room.now_s - since if node in busy else 0.0))
+                    self.hear(node, Heartbeat("something", self.room.now_s - since if node in busy else 0.0))
             self.coordinator.tick()
 
 
@@ -241,7 +236,7 @@ def coordinating(iterations: int = 2, plan: Plan | None = None, keeper: Safe | N
         for said in (HELLO, Ready()):
             for node in sorted(coordinator.plan.stage_of):
                 course.hear(node, said)
-        assert is_now(coordinator, State.TRAINING)
+        assert is_now(coordinator, CoordinatorState.TRAINING)
         room.news()
     return course
 
@@ -249,14 +244,14 @@ def coordinating(iterations: int = 2, plan: Plan | None = None, keeper: Safe | N
 def assert_goes_on(course: Course, *lost: int) -> None:
     """To the end, without some of the nodes."""
     coordinator, room = course.coordinator, course.room
-    assert is_now(coordinator, State.TRAINING), coordinator.failure
+    assert is_now(coordinator, CoordinatorState.TRAINING), coordinator.failure
     assert not set(lost) & set(coordinator.nodes)
     course.come_back()
     for answer in (course.contributed, course.averaged):
         for node in list(coordinator.nodes):
             course.hear(node, answer(node))
     assert any(report.iteration == 0 for report in room.reports)
-    assert coordinator.iteration == 1 or is_now(coordinator, State.STEPPING)
+    assert coordinator.iteration == 1 or is_now(coordinator, CoordinatorState.STEPPING)
 
 
 def even_plan() -> Plan:
@@ -282,7 +277,7 @@ def learning_late() -> tuple[Course, int]:
     course.iterate()
     begin, learn = course.room.news()[6]
     assert begin == Begin(1, 1, False)
-    assert isinstance(learn, Learn)
+    assert isinstance(learn, Recover)
     assert learn.origin["kind"] == "replica"
     assert learn.origin["stages"] == [stage]
     assert [each[0] for each in course.room.logged("replan")] == list(range(7))

@@ -17,14 +17,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skippipe.cli import main
-from skippipe.cli.scoring import ENVIRONMENT
+from skippipe.cli.score import ENVIRONMENT
+from skippipe.data.documents import source
+from skippipe.data.tokenizer import train_bpe
 from skippipe.errors import UserError
-from skippipe.inference.loading import StagedModel, load
-from skippipe.parts import Part
-from skippipe.scoring.passages import Prose
-from skippipe.scoring.tasks import KINDS, Task, build_tasks, write_tasks
-from skippipe.text.documents import source
-from skippipe.text.tokenizer import train_bpe
+from skippipe.inference.checkpoint_loader import StagedModel, load
+from skippipe.lm_harness.passages import Prose
+from skippipe.lm_harness.tasks import TASK_KINDS, Task, build_tasks, write_tasks
+from skippipe.stage_subset import StageSubset
 from tests import test_scoring
 
 pytest.importorskip("lm_eval")
@@ -32,10 +32,10 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
-from skippipe.scoring.harness import PartLM, Score, score
+from skippipe.lm_harness.adapter import Score, SubsetLM, score
 
 torch.set_num_threads(1)
-WHOLE, PART = Part((0, 1, 2), 3), Part((0, 2), 3, 1.7)
+WHOLE, PART = StageSubset((0, 1, 2), 3), StageSubset((0, 2), 3, 1.7)
 QUESTIONS = 24
 
 
@@ -70,7 +70,7 @@ def staged(folder: Path) -> StagedModel:
 
 @pytest.fixture(scope="module")
 def tasks() -> list[Task]:
-    return build_tasks(list(KINDS), Prose("classics-val"), limit=QUESTIONS)
+    return build_tasks(list(TASK_KINDS), Prose("classics-val"), limit=QUESTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +91,12 @@ def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
 
 
 def test_the_harness_gives_the_same_scores_to_its_own_model(staged: StagedModel, folder: Path, questions: Path) -> None:
-    ours = evaluated(PartLM(staged, WHOLE), questions)
+    ours = evaluated(SubsetLM(staged, WHOLE), questions)
     theirs = evaluated(
         "hf", questions, model_args={"pretrained": str(folder), "dtype": "float32"}, device="cpu", batch_size=8
     )
-    assert set(ours["results"]) == {f"skippipe_{name}" for name in KINDS}
-    for kind in KINDS:
+    assert set(ours["results"]) == {f"skippipe_{name}" for name in TASK_KINDS}
+    for kind in TASK_KINDS:
         name = f"skippipe_{kind}"
         assert len(theirs["samples"][name]) == QUESTIONS
         for one, other in zip(ours["samples"][name], theirs["samples"][name], strict=True):
@@ -104,7 +104,7 @@ def test_the_harness_gives_the_same_scores_to_its_own_model(staged: StagedModel,
             for (log, greedy), (expected, likewise) in zip(one["filtered_resps"], other["filtered_resps"], strict=True):
                 assert log == pytest.approx(expected, abs=1e-4)
                 assert greedy == likewise
-        for metric in KINDS[kind].metrics:
+        for metric in TASK_KINDS[kind].metrics:
             value, expected = (each["results"][name][f"{metric},none"] for each in (ours, theirs))
             assert value == pytest.approx(expected, rel=1e-4 if metric == "perplexity" else 0)
 
@@ -132,7 +132,7 @@ def test_likelihoods_are_those_of_transformers(staged: StagedModel, folder: Path
     pairs = pairs_of(tasks)
     seen = [as_tokens(tokenizer, *pair) for pair in pairs]
     assert max(len(row) for row, _ in seen) == 160, "some are too long for the model"
-    found = PartLM(staged, WHOLE).loglikelihood(requests("loglikelihood", *pairs))
+    found = SubsetLM(staged, WHOLE).loglikelihood(requests("loglikelihood", *pairs))
     for (row, said), (log, greedy) in zip(seen, found, strict=True):
         with torch.no_grad():
             expected = test_scoring.plainly(model(torch.tensor([row])).logits[0], said)
@@ -145,8 +145,8 @@ def test_a_part_is_what_its_stages_make(staged: StagedModel, tasks: list[Task]) 
     assert first.norm is not None
     assert first.head is not None
     pairs = pairs_of(tasks)
-    found = PartLM(staged, PART).loglikelihood(requests("loglikelihood", *pairs))
-    whole = PartLM(staged, WHOLE).loglikelihood(requests("loglikelihood", *pairs))
+    found = SubsetLM(staged, PART).loglikelihood(requests("loglikelihood", *pairs))
+    whole = SubsetLM(staged, WHOLE).loglikelihood(requests("loglikelihood", *pairs))
     for pair, (log, greedy), (other, _) in zip(pairs, found, whole, strict=True):
         row, said = as_tokens(staged.tokenizer, *pair)
         with torch.no_grad():
@@ -161,7 +161,7 @@ def test_a_part_is_what_its_stages_make(staged: StagedModel, tasks: list[Task]) 
 def test_whole_texts_and_generated_ones_are_those_of_the_harness(staged: StagedModel, folder: Path) -> None:
     from lm_eval.models.huggingface import HFLM
 
-    ours = PartLM(staged, WHOLE)
+    ours = SubsetLM(staged, WHOLE)
     theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1)
     long = " ".join(sentence.text for sentence in Prose("classics-val").documents[0][:40])
     texts = requests("loglikelihood_rolling", (long,), ("Emma laughed.",), (long[:900],))
@@ -189,19 +189,19 @@ def test_a_text_ends_where_the_model_ends_it(staged: StagedModel) -> None:
     asked = requests("generate_until", ("Emma", {"until": [], "max_gen_toks": 8}))
     row = staged.tokenizer.encode("Emma")
     for _ in range(5):
-        row += PartLM(staged, PART).part.most_likely([row])
+        row += SubsetLM(staged, PART).part.most_likely([row])
     *said, end = row[len(row) - 5 :]
     assert end not in said
 
-    class Ending(PartLM):
+    class Ending(SubsetLM):
         eot_token_id = end
 
     assert Ending(staged, PART).generate_until(asked) == [staged.tokenizer.decode(said)]
 
 
 def test_our_way_to_ask_is_the_harness_own(staged: StagedModel, tasks: list[Task], questions: Path) -> None:
-    expected = evaluated(PartLM(staged, PART), questions)["results"]
-    found = score(PartLM(staged, PART), tasks, questions)
+    expected = evaluated(SubsetLM(staged, PART), questions)["results"]
+    found = score(SubsetLM(staged, PART), tasks, questions)
     assert {name: [each.metric for each in scores] for name, scores in found.items()} == {
         "cloze": ["acc", "perplexity"],
         "choice": ["acc", "acc_norm", "acc_mutual_info"],
@@ -241,7 +241,7 @@ def test_the_command(
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert [(part["stages"], part["drive"]) for part in scores["parts"]] == [([0, 1, 2], 1.0), ([0, 2], 2.0)]
     asked = build_tasks(["cloze", "order"], Prose("classics-val"), limit=6)
-    again = score(PartLM(load(folder), Part((0, 2), 3, 2.0)), asked, tmp_path / "t")
+    again = score(SubsetLM(load(folder), StageSubset((0, 2), 3, 2.0)), asked, tmp_path / "t")
     for name, found in scores["parts"][1]["tasks"].items():
         assert found["questions"] == 6
         assert [Score(**each) for each in found["scores"]] == again[name]

@@ -18,10 +18,10 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "transformers.tokenization_utils_fast",
     "skippipe.cli.app",
-    "skippipe.serving.house",
-    "skippipe.serving.building",
-    "skippipe.serving.endpoints",
-    "skippipe.serving.tensors",
+    "skippipe.serving.launcher",
+    "skippipe.serving.node.role",
+    "skippipe.serving.http.routes",
+    "skippipe.serving.node.executor",
 ]
 
 

@@ -24,22 +24,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from transformers import LlamaForCausalLM  # noqa: F401  imported once, before owners are forked
 
-import skippipe.runtime.building
+import skippipe.runtime.train_role
 import skippipe.training.run
-from skippipe.cli.training import run_job
+from skippipe.cli.train import run_job
 from skippipe.errors import UserError
-from skippipe.runtime.control import COORDINATOR
-from skippipe.runtime.coordinator import IterationReport
-from skippipe.runtime.faults import Fault, phase_of
-from skippipe.runtime.member import THE_COORDINATOR, Invitation, Member
-from skippipe.runtime.node import Node
-from skippipe.runtime.tensors import Tensors
-from skippipe.runtime.work import Step, Task, Work
-from skippipe.training.brief import Brief
-from skippipe.training.engines import ENGINES
-from skippipe.training.job import Job
-from skippipe.training.nursery import Nursery
-from skippipe.training.reports import MetricsFile
+from skippipe.launch.fork_server import ProcessPool
+from skippipe.runtime.coordinator.state_machine import IterationReport
+from skippipe.runtime.messages import COORDINATOR
+from skippipe.runtime.node.agent import THE_COORDINATOR, JoinConfig, NodeAgent
+from skippipe.runtime.node.ops import Op, OptimizerStep, StageTask
+from skippipe.runtime.node.state_machine import Node
+from skippipe.runtime.node_config import NodeConfig
+from skippipe.runtime.simulation.fault_injection import Fault, phase_of
+from skippipe.runtime.stage_executor import StageExecutor
+from skippipe.training.backends import BACKENDS
+from skippipe.training.job_config import JobConfig
+from skippipe.training.metrics import MetricsFile
 from skippipe.transport.keys import KeyFile, KeyPair
 from skippipe.transport.message import Message
 
@@ -56,7 +56,7 @@ class Scene:
     """One run: its faults, and a folder in which processes leave word for each other."""
 
     folder: Path
-    job: Job
+    job: JobConfig
     faults: tuple[Fault, ...] = ()
     wires: Mapping[tuple[int, int], str] = field(default_factory=dict)
     """From a node to a node → the address that leads there, if the link is to fail."""
@@ -103,7 +103,7 @@ class Scene:
         began, lasts_s = self.struck_at(index), self.faults[index].lasts_s
         return began is not None and (lasts_s is None or time.time() < began + lasts_s)
 
-    def look(self, number: int, work: Work, iteration: int) -> None:
+    def look(self, number: int, work: Op, iteration: int) -> None:
         """Does anything begin now?"""
         phase = phase_of(work)
         anybody = phase not in COMMON
@@ -146,21 +146,21 @@ def _put(path: Path, text: str) -> None:
 # Nodes
 
 
-class Stricken(Member):
+class Stricken(NodeAgent):
     """A node that looks for faults before all it does, and takes detours where links are to fail."""
 
-    def __init__(self, invitation: Invitation, scene: Scene) -> None:
-        super().__init__(invitation)
+    def __init__(self, join_config: JoinConfig, scene: Scene) -> None:
+        super().__init__(join_config)
         self._scene = scene
-        scene.born(invitation.name, self._mailbox.address)
+        scene.born(join_config.name, self._mailbox.address)
 
-    def start(self, work: Work) -> None:
+    def start(self, work: Op) -> None:
         assert isinstance(self._node, Node)
         self._scene.look(self._node.number, work, self._node.iteration)
         super().start(work)
 
     def _meet(self, peers: dict[str, Any]) -> None:
-        own = int(self._invitation.name[1:])
+        own = int(self._join_config.name[1:])
         detours = {name_of(there): address for (here, there), address in self._scene.wires.items() if here == own}
         super()._meet(
             {
@@ -173,28 +173,28 @@ class Stricken(Member):
 class Shaky:
     """A computer that is slow or spoils a gradient when it is told to."""
 
-    def __init__(self, computer: Tensors, number: int, scene: Scene) -> None:
-        self._computer = computer
+    def __init__(self, executor: StageExecutor, number: int, scene: Scene) -> None:
+        self._executor = executor
         self._scene = scene
         self._slow, self._poison = (
             [index for index, fault in enumerate(scene.faults) if fault.kind == kind and number in fault.nodes]
             for kind in ("slow node", "poison")
         )
 
-    def run(self, work: Work) -> Any:
+    def run(self, work: Op) -> Any:
         began = time.monotonic()
-        result = self._computer.run(work)
+        result = self._executor.run(work)
         for index in self._slow:
             if self._scene.lasts(index):
                 time.sleep((time.monotonic() - began) * (self._scene.faults[index].times - 1))
-        if isinstance(work, Step):
+        if isinstance(work, OptimizerStep):
             time.sleep(max(0.0, began + self._scene.step_s - time.monotonic()))
-        if isinstance(work, Task) and work.counts and phase_of(work) in ("backward", "weights"):
+        if isinstance(work, StageTask) and work.counts and phase_of(work) in ("backward", "weights"):
             self._spoil()
         return result
 
     def fits(self, message: Message, at: int, size: int) -> bool:
-        return self._computer.fits(message, at, size)
+        return self._executor.fits(message, at, size)
 
     def _spoil(self) -> None:
         for index in list(self._poison):
@@ -203,7 +203,7 @@ class Shaky:
                 done = self._scene.path("struck", f"{index}.done")
                 if not done.exists():  # another life of this node may have
                     done.touch()
-                    self._computer.tasks.weights.gradient[0] = math.nan
+                    self._executor.tasks.weights.gradient[0] = math.nan
 
 
 def birth(scene: Scene, told: dict[str, Any]) -> int:
@@ -215,15 +215,15 @@ def birth(scene: Scene, told: dict[str, Any]) -> int:
     for index, fault in enumerate(scene.faults):
         while fault.kind == "kill" and number in fault.nodes and scene.lasts(index):
             time.sleep(LOOK_S)  # until it may be back; whoever started it ends it if the run is over before
-    build = skippipe.runtime.building.build_computer
+    build = skippipe.runtime.train_role.build_executor
 
-    def build_shaky(number: int, brief: Brief, invitation: Invitation) -> Shaky:
+    def build_shaky(number: int, node_config: NodeConfig, join_config: JoinConfig) -> Shaky:
         time.sleep(scene.build_s)
-        return Shaky(build(number, brief, invitation), number, scene)
+        return Shaky(build(number, node_config, join_config), number, scene)
 
-    skippipe.runtime.building.build_computer = build_shaky  # type: ignore[assignment]
+    skippipe.runtime.train_role.build_executor = build_shaky  # type: ignore[assignment]
     keys = told["keys"]
-    reason = Stricken(Invitation(**{**told, "keys": KeyPair(*keys)}), scene).run()
+    reason = Stricken(JoinConfig(**{**told, "keys": KeyPair(*keys)}), scene).run()
     if reason:
         print(reason)
     return 1 if reason else 0
@@ -238,11 +238,11 @@ def run_coordinator(scene: Scene, resumed: bool) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     scene.born(THE_COORDINATOR, scene.job.transport.listen if scene.joined else "")
-    skippipe.training.run.birth = partial(birth, scene)
+    skippipe.training.run.node_process = partial(birth, scene)
     if scene.full_disk is not None:
         _fill_disk(scene)
     try:
-        run_job(scene.job, ENGINES["processes"], resumed=resumed)
+        run_job(scene.job, BACKENDS["processes"], resumed=resumed)
     except UserError as error:
         print(f"UserError: {error}", file=sys.stderr, flush=True)
         os._exit(2)
@@ -265,7 +265,7 @@ def _fill_disk(scene: Scene) -> None:
 
 def run_nodes(scene: Scene, keys: Path, listen: str) -> None:
     """Nodes that join by themselves. Whoever is killed is started again, until the harness says that it is over."""
-    nursery = Nursery(partial(birth, scene), Path(scene.job.output) / "logs")
+    pool = ProcessPool(partial(birth, scene), Path(scene.job.output) / "logs")
     told = {}
     for path in sorted(keys.glob("n*.key")):
         file = KeyFile.load(path)
@@ -277,12 +277,12 @@ def run_nodes(scene: Scene, keys: Path, listen: str) -> None:
             "security": "curve",
         }
     for name, each in told.items():
-        nursery.start(name, each)
+        pool.start(name, each)
     while not scene.path("over").exists():
-        nursery.look()
-        for name, status in list(nursery.ended.items()):
-            del nursery.ended[name]
+        pool.look()
+        for name, status in list(pool.ended.items()):
+            del pool.ended[name]
             if status != 0:
-                nursery.start(name, told[name])
+                pool.start(name, told[name])
         time.sleep(LOOK_S)
-    nursery.close()
+    pool.close()

@@ -17,9 +17,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from skippipe.errors import UserError
-from skippipe.inference.sampling import Sampling
-from skippipe.serving import api
-from skippipe.serving.limits import ApiSettings
+from skippipe.inference.request import SamplingParams
+from skippipe.web import server as web_server
+from skippipe.web.auth import ApiSettings
 from tests.junk import junk_answered
 from tests.mirror import (
     CHAT,
@@ -59,7 +59,7 @@ def test_openai_client() -> None:
         assert text.model_extra == {"skippipe": {"stages": 6, "of": 6}}
         assert text.usage is not None
         assert (text.usage.prompt_tokens, text.usage.completion_tokens, text.usage.total_tokens) == (5, 5, 10)
-        assert mirror.asked[-1] == (tuple(map(ord, "hello")), 16, Sampling(0.5, 0, 1.0, 5), ())
+        assert mirror.asked[-1] == (tuple(map(ord, "hello")), 16, SamplingParams(0.5, 0, 1.0, 5), ())
 
         answer = ask.chat.completions.create(
             model=MODEL,
@@ -176,7 +176,7 @@ def test_answer_is_cancelled_when_the_client_is_gone(stream: bool) -> None:
 
 
 def test_client_that_does_not_read_gives_up_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skippipe.serving.bookkeeping.LAST_WORDS_S", 0.1)
+    monkeypatch.setattr("skippipe.serving.http.middleware.LAST_WORDS_S", 0.1)
     mirror = Mirror()
     mirror.context = 1_000_000
     settings = ApiSettings(loopback=True, at_once=1, answer=timedelta(seconds=1))
@@ -417,9 +417,9 @@ def test_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(name: str) -> None:
         raise ImportError(f"No module named '{name}'", name=name)
 
-    monkeypatch.setattr("skippipe.text.packages.import_module", nothing)
+    monkeypatch.setattr("skippipe.optional_deps.import_module", nothing)
     with pytest.raises(UserError, match=r"fastapi.*pip install 'skippipe\[serve\]'"):
-        api.app(Mirror(), OPEN)
+        web_server.app(Mirror(), OPEN)
 
 
 def test_junk() -> None:

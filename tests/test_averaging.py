@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skippipe.runtime.tensors import Tensors
-from skippipe.runtime.work import Measure, Reduce, Step
+from skippipe.runtime.node.ops import AllReduce, GradNorm, OptimizerStep
+from skippipe.runtime.stage_executor import StageExecutor
 from tests.computers import RATE, computer_of, gradient_of, noise, ring, state_of, stepped
 
 torch.set_num_threads(1)
 
 
-def replicas(count: int, dtype: str = "fp32") -> list[Tensors]:
+def replicas(count: int, dtype: str = "fp32") -> list[StageExecutor]:
     """With gradients of their own."""
     made = [computer_of(1, gradient_dtype=dtype) for _ in range(count)]
     for number, each in enumerate(made):
@@ -29,7 +29,7 @@ def test_a_ring_begun_again_is_a_ring_that_did_not_break(dtype: str, rounds: int
     ring(broken, rounds)
     if rounds == 5:
         for each in broken:
-            each.run(Measure(9, alone=False))
+            each.run(GradNorm(9, alone=False))
     for each, own in zip(broken, before, strict=True):
         assert torch.equal(gradient_of(each), own)
     ends = []
@@ -56,7 +56,7 @@ def test_after_a_broken_ring_the_remainder_of_rounding_is_dropped_and_sums_stay_
         each.tasks.weights.gradient.copy_(gradient)
     ring(members, 3)
     ring(members[:2])
-    norms = [each.run(Measure(1, alone=False)) for each in members[:2]]
+    norms = [each.run(GradNorm(1, alone=False)) for each in members[:2]]
     assert norms[0] == norms[1]
     assert norms[0] == pytest.approx(float((own[0] + own[1]).double().square().sum()), rel=1e-3)
 
@@ -69,9 +69,9 @@ def test_measuring_twice_is_measuring_once(size: int) -> None:
         ring(computers)
         ring(once)
     own = gradient_of(computers[0])
-    whole = computers[0].run(Measure(1, alone))
-    assert computers[0].run(Measure(3, alone)) == pytest.approx(whole / 9)
-    assert computers[0].run(Measure(1, alone)) == whole
+    whole = computers[0].run(GradNorm(1, alone))
+    assert computers[0].run(GradNorm(3, alone)) == pytest.approx(whole / 9)
+    assert computers[0].run(GradNorm(1, alone)) == whole
     assert torch.equal(gradient_of(computers[0]), own)
     for each, other in zip(computers, once, strict=True):
         assert stepped(each, 4, alone=alone)[0] == pytest.approx(whole / 16)
@@ -83,21 +83,21 @@ def test_two_then_alone_then_two_again() -> None:
     one, other = replicas(2)
     own = gradient_of(one).double().square().sum()
     ring([one, other])
-    both = one.run(Measure(4, alone=False))
-    assert one.run(Measure(2, alone=True)) == pytest.approx(float(own) / 4)
+    both = one.run(GradNorm(4, alone=False))
+    assert one.run(GradNorm(2, alone=True)) == pytest.approx(float(own) / 4)
     ring([one, other])
-    assert one.run(Measure(4, alone=False)) == both
-    assert other.run(Measure(4, alone=False)) == both
+    assert one.run(GradNorm(4, alone=False)) == both
+    assert other.run(GradNorm(4, alone=False)) == both
     ring([one, other], rounds=2)
     with pytest.raises(AssertionError, match="not complete"):
-        one.run(Measure(4, alone=False))
+        one.run(GradNorm(4, alone=False))
 
 
 def test_gradients_summed_by_other_means_are_measured_where_they_are() -> None:
-    computer = computer_of(1, reduce=lambda gradient: gradient.mul_(2))
-    computer.tasks.weights.gradient.fill_(1.0)
-    computer.run(Reduce())
-    assert computer.run(Measure(2, alone=False)) == len(gradient_of(computer))
+    executor = computer_of(1, reduce=lambda gradient: gradient.mul_(2))
+    executor.tasks.weights.gradient.fill_(1.0)
+    executor.run(AllReduce())
+    assert executor.run(GradNorm(2, alone=False)) == len(gradient_of(executor))
 
 
 def test_a_step_is_along_the_mean() -> None:
@@ -122,13 +122,13 @@ def test_no_step_leaves_all_but_the_gradient(visits: int, scale: float) -> None:
     before = state_of(computers[0])
     ring(computers)
     for each in computers:
-        each.run(Measure(visits, alone=False))
-        each.run(Step(RATE, scale))
+        each.run(GradNorm(visits, alone=False))
+        each.run(OptimizerStep(RATE, scale))
         assert not gradient_of(each).any()
         assert each.tasks.weights.steps == 1
     assert torch.equal(state_of(computers[0]), before)
     for each in computers:
         each.tasks.weights.gradient.fill_(1.0)
     ring(computers)
-    norm = computers[0].run(Measure(2, alone=False))
+    norm = computers[0].run(GradNorm(2, alone=False))
     assert norm == pytest.approx(len(before) / 3), "what was not finite lives on in the remainder"

@@ -11,23 +11,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skippipe.averaging import best_ring, ring_after_ns
-from skippipe.check import check
 from skippipe.cluster import Cluster
-from skippipe.costs import NEVER_NS
+from skippipe.constraints import cc2_broken_at
+from skippipe.cost_model import NEVER_NS
 from skippipe.dispatch import Dispatch
 from skippipe.errors import UserError
-from skippipe.examples import published20, published_plan
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.planner.bounds import lower_bound, lower_bound_of_both
-from skippipe.planner.kinds import Kinds, all_tours, shortest_rounds_ns
-from skippipe.planner.load_bound import averaging_by_size_ns
-from skippipe.planner.problem import Freedoms, Placement, Problem, lane_unit
-from skippipe.planner.strategies import Request, Strategy, iteration_ns, make_plan
+from skippipe.planner.bounds.load_relaxation import averaging_by_size_ns
+from skippipe.planner.bounds.lower_bound import lower_bound, lower_bound_of_both
+from skippipe.planner.bounds.node_classes import NodeClasses, all_tours, shortest_rounds_ns
+from skippipe.planner.problem import DecisionVariables, Placement, Problem, lane_unit
+from skippipe.planner.published import published20, published_plan
+from skippipe.planner.strategies import PlanRequest, Strategy, iteration_ns, make_plan
 from skippipe.presets import GIB, datacentre, random_cluster, regions
-from skippipe.rules import cc2_broken_at
-from skippipe.simulate import simulate
+from skippipe.ring_timing import best_ring, ring_after_ns
+from skippipe.simulator import simulate
 from skippipe.timeline import Timing
+from skippipe.validate import validate
 from skippipe.workload import MODELS, Workload
 
 BUDGET_S = 0.15
@@ -107,7 +107,7 @@ def random_plans(problem: Problem, seed: int, attempts: int) -> Iterator[Plan]:
                 left -= count
         dispatch = Dispatch(draw.choice(list(Dispatch)))
         plan = plan_of(replace(problem, dispatch=dispatch), placement, lanes)
-        if not check(plan):
+        if not validate(plan):
             yield plan
 
 
@@ -130,7 +130,7 @@ def test_no_strategy_beats_it(seed: int) -> None:
         return
     for strategy in (Strategy.SKIPPIPE, Strategy.DTFM_SKIP):
         try:
-            plan = make_plan(problem, strategy, Request(seed, budget_s=0.2))
+            plan = make_plan(problem, strategy, PlanRequest(seed, budget_s=0.2))
         except UserError:
             continue
         assert plan.expected is not None
@@ -183,7 +183,7 @@ def every_plan(problem: Problem) -> Iterator[Plan]:
                 orders = permutations(found) if dispatch is Dispatch.LANES_IN_ORDER else [found]
                 for order in orders:
                     plan = plan_of(replace(problem, dispatch=dispatch), placement, list(order))
-                    if not check(plan):
+                    if not validate(plan):
                         yield plan
 
 
@@ -201,8 +201,8 @@ def test_bound_and_search_meet_at_the_optimum_of_tiny_problems(seed: int, split:
     optimum_ns = min(simulate(plan, timing).iteration_ns for plan in every_plan(problem))
     bound = lower_bound(problem, 20.0)  # takes half a second
     assert 0.9 * optimum_ns <= bound.ns <= optimum_ns
-    fixed = replace(problem, freedoms=Freedoms(layers=False, split_backward=False))
-    found_ns = iteration_ns(make_plan(fixed, Strategy.BEST, Request(changes=30_000)))
+    fixed = replace(problem, freedoms=DecisionVariables(layers=False, split_backward=False))
+    found_ns = iteration_ns(make_plan(fixed, Strategy.BEST, PlanRequest(changes=30_000)))
     assert bound.ns <= found_ns <= optimum_ns  # other rings than those tried here may be better still
 
 
@@ -224,7 +224,7 @@ def test_one_room_is_limited_by_work() -> None:
 
 def test_tours_of_kinds_are_tours_of_nodes() -> None:
     problem = Problem(regions(14), Workload(MODELS["llama-1.5b"]), 4, 3)
-    kinds = Kinds.of(problem)
+    kinds = NodeClasses.of(problem)
     assert sorted(kinds.count.tolist()) == [1] * 10 + [2] * 2
     tours = all_tours(kinds, 3)
     assert tours is not None

@@ -42,5 +42,5 @@ def test_a_seed_is_the_whole_story() -> None:
         played = [play(staged(scenario(seed))) for _ in range(2)]
         tales.append({each.tale() for each in played})
         assert played[0].cluster.reports == played[1].cluster.reports
-        assert played[0].cluster.journal == played[1].cluster.journal
+        assert played[0].cluster.wal == played[1].cluster.wal
     assert all(len(each) == 1 for each in tales)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from skippipe.cli.planning import Gains
+from skippipe.cli.plan import Gains
 from skippipe.plan import Plan
 from tests.commands import Command
 
@@ -261,8 +261,8 @@ def test_the_core_works_without_numba() -> None:
     code = (
         "import sys; sys.modules['numba'] = None\n"
         "from skippipe import rules, dispatch\n"
-        "from skippipe.examples import published20, published_plan\n"
-        "from skippipe.simulate import simulate\n"
+        "from skippipe.planner.published import published20, published_plan\n"
+        "from skippipe.simulator import simulate\n"
         "from skippipe.timeline import Timing\n"
         "print(simulate(published_plan(published20(), 'skippipe'), Timing.CONTENTION_ONLY).iteration_ns)"
     )

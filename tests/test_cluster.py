@@ -14,7 +14,7 @@ from hypothesis import given
 
 from skippipe.cluster import Cluster
 from skippipe.errors import UserError
-from skippipe.jsonfile import json_text
+from skippipe.json_fields import json_text
 from skippipe.presets import PRESETS, data, preset, random_cluster, regions
 from tests.plans import clusters, uniform_cluster
 

@@ -7,44 +7,40 @@ from dataclasses import replace
 
 import pytest
 
-from skippipe.runtime.control import (
-    Alive,
+from skippipe.runtime.coordinator.state_machine import Coordinator, CoordinatorState, Event, RecoverySettings
+from skippipe.runtime.messages import (
     Average,
     Averaged,
     Backup,
+    BackupRequest,
+    BackupStored,
     Begin,
-    Broken,
-    Collect,
-    Contributed,
-    Control,
-    Copied,
+    Commit,
+    ControlMessage,
+    Drain,
+    DrainAck,
     Failed,
+    GatherState,
+    Heartbeat,
     Hello,
-    Learn,
-    Learned,
-    Meet,
-    Proceed,
+    LinkDown,
+    MicrobatchDone,
+    NewPlan,
+    PeerUpdate,
     Ready,
-    Replan,
+    Recover,
+    Recovered,
     Reroute,
-    Returned,
-    Seal,
-    Settle,
     Snapshot,
+    StateDigest,
+    StateRequest,
     Stepped,
     Stop,
-    Want,
-    WantBackup,
     Welcome,
     from_json,
     to_json,
 )
-from skippipe.runtime.coordinator import Coordinator, Event, State, Survival
-from tests.benches import (
-    LEARNING,
-    plan_of,
-    small_plan,
-)
+from tests.benches import LEARNING, plan_of, small_plan
 from tests.rooms import (
     HELLO,
     Course,
@@ -64,10 +60,10 @@ def test_nodes_join_build_and_begin_together() -> None:
     coordinator = Coordinator(small_plan(), LEARNING, room, room, 2, recorded=frozenset({0}))
     for node in (3, 1, 2, 5, 0):
         coordinator.hear(node, HELLO)
-    assert is_now(coordinator, State.JOINING)
+    assert is_now(coordinator, CoordinatorState.JOINING)
     assert [each[0] for each in room.log] == ["meet"] * 5
     coordinator.hear(4, HELLO)
-    assert is_now(coordinator, State.PREPARING)
+    assert is_now(coordinator, CoordinatorState.PREPARING)
     assert [each[0] for each in room.log[6:]] == ["note", *["welcome"] * 6], "noted before anybody is told"
     assert sorted(room.logged("welcome")) == [(node, coordinator.plan.stage_of[node], {}) for node in range(6)]
     course = Course(coordinator, room)
@@ -76,7 +72,7 @@ def test_nodes_join_build_and_begin_together() -> None:
     assert not room.told
     course.hear(4, Ready())
     assert room.news() == {node: [Begin(0, 1, True)] for node in range(6)}
-    assert is_now(coordinator, State.TRAINING)
+    assert is_now(coordinator, CoordinatorState.TRAINING)
 
 
 def test_one_version_for_all() -> None:
@@ -84,12 +80,12 @@ def test_one_version_for_all() -> None:
     coordinator = Coordinator(small_plan(), LEARNING, room, room, 1)
     coordinator.hear(2, HELLO)
     coordinator.hear(4, Hello("127.0.0.1:1", "0.0.0"))
-    assert is_now(coordinator, State.FAILED)
+    assert is_now(coordinator, CoordinatorState.FAILED)
     assert "node 'n4' runs skippipe 0.0.0" in coordinator.failure
     assert room.news() == {2: [Stop(coordinator.failure)]}
     course = coordinating()
     course.hear(6, Hello("127.0.0.1:1", "0.0.0"))
-    assert is_now(course.coordinator, State.TRAINING), "later it is told to leave, and that is all"
+    assert is_now(course.coordinator, CoordinatorState.TRAINING), "later it is told to leave, and that is all"
     (stop,) = course.room.news()[6]
     assert isinstance(stop, Stop)
     assert not stop.again
@@ -104,12 +100,12 @@ def test_what_is_decided_is_noted_before_anybody_is_told() -> None:
     assert (note["commit"], note["visits"], note["steps"]) == (0, [4, 4, 4], [1, 1, 1])
     assert [each[0] for each in course.room.log] == ["note", *["tell"] * 6]
     rate, scale = LEARNING.rate_at(0), LEARNING.clipping([4.0] * 3)[1]
-    assert course.room.news() == {node: [Proceed(0, rate, scale, False, False, False)] for node in range(6)}
+    assert course.room.news() == {node: [Commit(0, rate, scale, False, False, False)] for node in range(6)}
     (report,) = course.room.reports
     assert (report.iteration, report.loss, report.norm) == (0, 2.0, math.sqrt(12))
     course.iterate()
-    assert course.room.news()[3] == [Proceed(1, LEARNING.rate_at(1), scale, True, False, False)], "the last waits"
-    assert is_now(course.coordinator, State.STEPPING)
+    assert course.room.news()[3] == [Commit(1, LEARNING.rate_at(1), scale, True, False, False)], "the last waits"
+    assert is_now(course.coordinator, CoordinatorState.STEPPING)
 
 
 @pytest.mark.parametrize(
@@ -156,14 +152,14 @@ def test_a_gradient_that_is_not_finite_is_inspected_once() -> None:
     course = coordinating()
     course.come_back()
     course.average(n2=math.nan)
-    assert course.room.news() == course.everybody(Settle(0, 2, True))
+    assert course.room.news() == course.everybody(Drain(0, 2, True))
     for node in range(6):
         course.hear(node, course.contributed(node, [] if node == 2 else None))
     assert course.room.news() == course.everybody(Average(0, 2, [4, 0, 4]))
     for node in range(6):
         course.hear(node, course.averaged(node, **{"visits": []} if node == 2 else {}))
     (proceed,) = course.room.news()[0]
-    assert isinstance(proceed, Proceed)
+    assert isinstance(proceed, Commit)
     assert proceed.scale > 0
     assert course.room.notes[-1]["steps"] == [1, 0, 1], "a stage without a gradient takes no step"
 
@@ -176,7 +172,7 @@ def test_a_gradient_that_is_of_no_use_even_so_is_not_followed() -> None:
         course.hear(node, course.contributed(node))
     course.room.news()
     course.average(n2=math.nan)
-    assert course.room.news() == course.everybody(Proceed(0, LEARNING.rate_at(0), 0.0, False, False, False))
+    assert course.room.news() == course.everybody(Commit(0, LEARNING.rate_at(0), 0.0, False, False, False))
     assert course.room.notes[-1]["steps"] == [0, 0, 0]
     assert course.room.happenings() == ["not-finite"] * 2
     assert math.isnan(course.room.reports[0].norm)
@@ -186,14 +182,14 @@ def test_replicas_that_disagree_whether_it_is_finite_are_asked() -> None:
     course = coordinating()
     course.come_back()
     course.average(n4=math.nan)
-    assert course.room.news() == course.everybody(Settle(0, 2, True))
+    assert course.room.news() == course.everybody(Drain(0, 2, True))
 
 
 def test_a_lost_node_and_how_the_iteration_ends_without_it() -> None:
     course = coordinating()
     coordinator, room = course.coordinator, course.room
     course.come_back(1)
-    course.hear(0, Returned(0, 1, 0, 0, 1.0))
+    course.hear(0, MicrobatchDone(0, 1, 0, 0, 1.0))
     for node in (3, 4):
         course.hear(node, course.averaged(node))
     coordinator.lost(3, "its process ended")
@@ -203,8 +199,8 @@ def test_a_lost_node_and_how_the_iteration_ends_without_it() -> None:
     assert room.happenings() == ["gone", "rerouted"]
     course.hear(4, course.averaged(4), course.contributed(4))
     assert not room.told, "averages of before are of no use, and nobody has asked for an account"
-    course.hear(0, Returned(0, 1, 0, 1, 3.0))
-    assert room.news() == course.everybody(Settle(0, 2, False))
+    course.hear(0, MicrobatchDone(0, 1, 0, 1, 3.0))
+    assert room.news() == course.everybody(Drain(0, 2, False))
     accounts = {0: None, 1: None, 2: None, 4: None, 5: [[0, 1]]}
     for node, visits in accounts.items():
         assert not room.told
@@ -214,7 +210,7 @@ def test_a_lost_node_and_how_the_iteration_ends_without_it() -> None:
     for node, visits in accounts.items():
         course.hear(node, course.averaged(node, visits=course.visits(node) if visits is None else visits))
     told = room.news()
-    assert all([type(each) for each in told[node]] == [Proceed] for node in accounts)
+    assert all([type(each) for each in told[node]] == [Commit] for node in accounts)
     assert [each[0] for each in room.log] == ["note", "note", *["replan", "tell"] * 5]
     assert coordinator.iteration == 1
     assert 3 not in coordinator.plan.stage_of
@@ -224,14 +220,14 @@ def test_a_lost_node_and_how_the_iteration_ends_without_it() -> None:
 
 def test_a_lost_data_node_gets_an_heir_that_is_told_what_is_on_its_way() -> None:
     course = coordinating()
-    course.hear(0, Returned(0, 1, 0, 0, 1.0))
+    course.hear(0, MicrobatchDone(0, 1, 0, 0, 1.0))
     course.coordinator.lost(0, "its process ended")
     assert course.room.news() == course.everybody(Reroute(0, 2, [0], [[0, 1, 1, 2, 3]], []))
-    course.hear(0, Returned(0, 1, 0, 1, 1.0))
+    course.hear(0, MicrobatchDone(0, 1, 0, 1, 1.0))
     assert [type(each) for each in course.room.news()[0]] == [Stop], "it is not heard any more"
     course.come_back(1)
-    course.hear(1, Returned(0, 1, 0, 1, 1.0))
-    assert course.room.news() == course.everybody(Settle(0, 2, False))
+    course.hear(1, MicrobatchDone(0, 1, 0, 1, 1.0))
+    assert course.room.news() == course.everybody(Drain(0, 2, False))
 
 
 def test_a_lost_stage_is_skipped() -> None:
@@ -264,7 +260,7 @@ def test_nobody_averages_or_accounts_before_it_is_asked() -> None:
             course.hear(node, answer(node))
     assert not course.room.told
     course.come_back()
-    assert course.room.news() == course.everybody(Settle(0, 2, False))
+    assert course.room.news() == course.everybody(Drain(0, 2, False))
     for node in course.coordinator.nodes:
         course.hear(node, course.averaged(node))
     assert not course.room.told
@@ -284,7 +280,7 @@ def test_all_microbatches_were_back_when_a_node_was_lost() -> None:
     course = coordinating()
     course.come_back()
     course.coordinator.lost(5, "its process ended")
-    assert course.room.news()[0] == [Reroute(0, 2, [5], [], []), Settle(0, 2, False)]
+    assert course.room.news()[0] == [Reroute(0, 2, [5], [], []), Drain(0, 2, False)]
 
 
 def test_a_node_lost_while_accounts_are_given_has_all_asked_again() -> None:
@@ -295,16 +291,16 @@ def test_a_node_lost_while_accounts_are_given_has_all_asked_again() -> None:
         course.hear(node, course.contributed(node))
     course.room.news()
     course.coordinator.lost(4, "its process ended")
-    assert course.room.news()[0] == [Reroute(0, 3, [4], [], []), Settle(0, 3, False)]
+    assert course.room.news()[0] == [Reroute(0, 3, [4], [], []), Drain(0, 3, False)]
     for node in range(4):
         course.hear(node, course.contributed(node))
     assert course.room.news() == course.everybody(Average(0, 3, [4, 4, 2]))
 
 
 def test_without_survival_a_lost_node_ends_the_run() -> None:
-    course = coordinating(survival=Survival(survives=False))
+    course = coordinating(survival=RecoverySettings(survives=False))
     course.coordinator.lost(3, "its process ended")
-    assert is_now(course.coordinator, State.FAILED)
+    assert is_now(course.coordinator, CoordinatorState.FAILED)
     assert "node 'n3' is gone (its process ended)" in course.coordinator.failure
     assert course.room.news() == {node: [Stop(course.coordinator.failure)] for node in range(6)}
 
@@ -326,13 +322,13 @@ def test_nobody_left_to_go_on_with_means_a_pause() -> None:
     course = coordinating()
     course.coordinator.lost(0, "its process ended")
     course.coordinator.lost(1, "its process ended")
-    assert is_now(course.coordinator, State.PAUSED)
+    assert is_now(course.coordinator, CoordinatorState.PAUSED)
     assert course.room.happenings()[-1] == "paused"
     course.room.news()
     course.wait(599)
-    assert is_now(course.coordinator, State.PAUSED)
+    assert is_now(course.coordinator, CoordinatorState.PAUSED)
     course.wait(1)
-    assert is_now(course.coordinator, State.FAILED)
+    assert is_now(course.coordinator, CoordinatorState.FAILED)
     assert "waited 600 s for nodes to take the places of those who are gone: stage 0" in course.coordinator.failure
 
 
@@ -343,8 +339,8 @@ def test_a_newcomer_averages_and_steps_and_learns_and_then_gets_microbatches() -
     course, _ = learning_late()
     course.iterate()
     assert course.coordinator.iteration == 2
-    assert any(isinstance(each, Proceed) for each in course.room.news()[6])
-    course.hear(6, Learned(2, 0))
+    assert any(isinstance(each, Commit) for each in course.room.news()[6])
+    course.hear(6, Recovered(2, 0))
     assert course.room.happenings()[-1] == "able"
     assert [note["learning"] for note in course.room.notes if "plan" in note][-1] == [6]
     course.iterate()
@@ -360,7 +356,7 @@ def test_an_iteration_waits_for_a_learner_and_not_for_a_lost_one() -> None:
     course.room.news()
     course.coordinator.lost(6, "its process ended")
     assert course.room.news() == course.everybody(Reroute(1, 2, [6], [], [])) | {
-        node: [Reroute(1, 2, [6], [], []), Settle(1, 2, False)] for node in range(6)
+        node: [Reroute(1, 2, [6], [], []), Drain(1, 2, False)] for node in range(6)
     }
     for answer in (course.contributed, course.averaged):
         for node in range(6):
@@ -373,14 +369,14 @@ def test_who_loses_its_teacher_gets_another() -> None:
     course.coordinator.lost(teacher, "its process ended")
     reroute, learn = course.room.news()[6]
     assert isinstance(reroute, Reroute)
-    assert isinstance(learn, Learn)
+    assert isinstance(learn, Recover)
     (other,) = learn.origin["sources"]
     stage = even_plan().stage_of[teacher]
     assert learn.origin["kind"] == "replica"
     assert {teacher, other} == set(even_plan().stages[stage].nodes)
     course.coordinator.lost(other, "its process ended")
     *_, learn = course.room.news()[6]
-    assert isinstance(learn, Learn)
+    assert isinstance(learn, Recover)
     assert learn.origin["kind"] == "neighbours", "nobody is left who holds the stage"
     assert stage not in learn.origin["stages"]
     assert sum(learn.origin["shares"]) == pytest.approx(1)
@@ -393,11 +389,11 @@ def test_a_stage_that_nobody_holds_comes_from_a_checkpoint_if_there_is_one() -> 
     for node in even_plan().stages[stage].nodes:
         course.coordinator.lost(node, "its process ended")
     *_, learn = course.room.news()[6]
-    assert isinstance(learn, Learn)
+    assert isinstance(learn, Recover)
     assert learn.origin == {
         "kind": "checkpoint", "sources": [], "stages": [stage], "shares": [1.0], "steps": 7 + stage
     }  # fmt: skip
-    course.hear(6, Want(0, 5, 10, learn.assignment - 1), Want(0, 5, 10, learn.assignment))
+    course.hear(6, StateRequest(0, 5, 10, learn.assignment - 1), StateRequest(0, 5, 10, learn.assignment))
     assert course.room.logged("give") == [(6, stage, 5, 10)]
 
 
@@ -411,28 +407,28 @@ def test_who_loses_its_teacher_when_nothing_goes_on_without_it_gets_another_too(
     (_, stage, _) = course.room.logged("welcome")[2]
     teacher = stage  # nodes 0 and 1 hold stages 0 and 1
     course.room.news()
-    course.hear(1 - teacher, Copied(1))  # of what only stage 0 holds, if that is lost
+    course.hear(1 - teacher, BackupStored(1))  # of what only stage 0 holds, if that is lost
     course.coordinator.lost(teacher, "its process ended")
-    assert is_now(course.coordinator, State.PAUSED)
-    learns = [control for control in course.room.news()[2] if isinstance(control, Learn)]
+    assert is_now(course.coordinator, CoordinatorState.PAUSED)
+    learns = [control for control in course.room.news()[2] if isinstance(control, Recover)]
     assert [learn.origin["kind"] for learn in learns] == ["neighbours"]
-    course.hear(2, Learned(1, 0))
-    assert is_now(course.coordinator, State.TRAINING)
+    course.hear(2, Recovered(1, 0))
+    assert is_now(course.coordinator, CoordinatorState.TRAINING)
 
 
 def test_a_teacher_that_is_lost_in_a_pause_is_replaced_too() -> None:
     """Stage 0 is lost, so all wait for one that moves there and learns it from its neighbours; one of them is lost."""
     course = coordinating(5, plan_of(5, ((0,), (1, 2), (3, 4)), ((0, 1, 3),)))
     course.coordinator.lost(0, "its process ended")
-    assert is_now(course.coordinator, State.PAUSED)
+    assert is_now(course.coordinator, CoordinatorState.PAUSED)
     moved, stage, _ = course.room.logged("welcome")[-1]
     assert stage == 0
     course.hear(moved, Ready())
-    (learn,) = (control for control in course.room.news()[moved] if isinstance(control, Learn))
+    (learn,) = (control for control in course.room.news()[moved] if isinstance(control, Recover))
     course.coordinator.lost(learn.origin["sources"][0], "its process ended")
     course.wait(7)
-    assert is_now(course.coordinator, State.PAUSED)
-    (again,) = (control for control in course.room.news()[moved] if isinstance(control, Learn))
+    assert is_now(course.coordinator, CoordinatorState.PAUSED)
+    (again,) = (control for control in course.room.news()[moved] if isinstance(control, Recover))
     assert again.origin["sources"] != learn.origin["sources"]
 
 
@@ -454,28 +450,28 @@ def test_a_node_that_is_started_again_is_lost_and_new() -> None:
         Hello("[::1]:5", "1.0"),
         Hello("[::1]:5", "1.0", 3, 4, "RUNNING"),
         Welcome({"plan": {"deep": [1]}}, {"n0": ["127.0.0.1:1", None]}, {"kind": "replica"}),
-        Meet({"n0": ["127.0.0.1:1", None]}),
+        PeerUpdate({"n0": ["127.0.0.1:1", None]}),
         Ready(),
-        Alive("averaging", 1.5),
+        Heartbeat("averaging", 1.5),
         Begin(3, 2, True),
-        Returned(2, 1, 0, 1, float("nan")),
-        Contributed(2, 5, [[0, 1], [1, 0]]),
+        MicrobatchDone(2, 1, 0, 1, float("nan")),
+        DrainAck(2, 5, [[0, 1], [1, 0]]),
         Averaged(2, 1, float("inf"), [[0, 1]], [[0, 1, 2, 3, 4, 5]], [[1, 10**12]], [[0, 2, 99]], [[1.0, -0.5]]),
-        Learn({"kind": "checkpoint", "sources": []}, 6),
-        Learned(2, 0),
-        Broken(4),
-        Want(0, 2**40, 5, 6),
-        Seal(2**40, "ab12", 6),
-        WantBackup(4, 2**40, 5, 6),
+        Recover({"kind": "checkpoint", "sources": []}, 6),
+        Recovered(2, 0),
+        LinkDown(4),
+        StateRequest(0, 2**40, 5, 6),
+        StateDigest(2**40, "ab12", 6),
+        BackupRequest(4, 2**40, 5, 6),
         Snapshot(4),
-        Copied(4),
+        BackupStored(4),
         Backup(0, 4),
         Reroute(2, 3, [4], [[0, 1, 0, 2, 5]], [[0, 1]]),
-        Settle(2, 3, True),
+        Drain(2, 3, True),
         Average(2, 3, [4, 4, 3]),
-        Replan({"lanes": []}),
-        Proceed(3, 1e-4, 0.5, True, True, False),
-        Collect(0, kept=False, collection=6),
+        NewPlan({"lanes": []}),
+        Commit(3, 1e-4, 0.5, True, True, False),
+        GatherState(0, kept=False, collection=6),
         Stepped(4),
         Stop(""),
         Stop("the run was ended", again=True),
@@ -483,7 +479,7 @@ def test_a_node_that_is_started_again_is_lost_and_new() -> None:
     ],
     ids=lambda control: type(control).__name__,
 )
-def test_control_there_and_back(control: Control) -> None:
+def test_control_there_and_back(control: ControlMessage) -> None:
     assert repr(from_json(to_json(control))) == repr(control)  # a NaN is no other's equal
 
 
@@ -494,19 +490,19 @@ def test_reasons_of_many_lines_arrive_in_one() -> None:
 def test_a_checkpoint_of_the_end_is_not_trained_past() -> None:
     course = coordinating(2)
     course.iterate(2)
-    again = coordinating(2, keeper=Safe(made=2), journal=list(course.room.notes))
+    again = coordinating(2, keeper=Safe(made=2), wal=list(course.room.notes))
     for said in (HELLO, Ready()):
         for node in range(6):
             again.hear(node, said)
-    assert again.coordinator.state is State.COLLECTING
+    assert again.coordinator.state is CoordinatorState.COLLECTING
     assert again.coordinator.iteration == 2
 
 
 def test_a_run_that_failed_at_the_reunion_stays_so() -> None:
     course = coordinating(3)
     course.iterate(1)
-    again = coordinating(3, journal=list(course.room.notes), survival=Survival(survives=False))
+    again = coordinating(3, wal=list(course.room.notes), survival=RecoverySettings(survives=False))
     for node in range(6):
         again.hear(node, replace(HELLO, epoch=1, iteration=1 if node else 7, phase="RUNNING"))
-    assert again.coordinator.state is State.FAILED
+    assert again.coordinator.state is CoordinatorState.FAILED
     assert again.coordinator.failure

@@ -16,9 +16,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from skippipe.dashboard import hosting
-from skippipe.dashboard.beside import page_beside
-from skippipe.dashboard.endpoints import ASSETS
+from skippipe.dashboard import server as dashboard_server
+from skippipe.dashboard.routes import ASSETS
+from skippipe.dashboard.side_process import dashboard_process
 from skippipe.errors import UserError
 from tests.commands import Command
 from tests.dashboards import HOSTILE, PATIENCE_S, RunFolder, panels, plan_of, shown
@@ -145,29 +145,29 @@ def test_with_a_token_only(run: RunFolder) -> None:
 
 
 def test_bad_input(skippipe: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(hosting.TOKEN, raising=False)
+    monkeypatch.delenv(dashboard_server.TOKEN, raising=False)
     monkeypatch.setenv("SKIPPIPE_PURE_PYTHON", "")  # the command sets it if it is not set, and that must not stay
     ran = skippipe("dashboard", tmp_path / "nowhere")
     assert ran.code == 2 and "is no folder" in ran.err
     ran = skippipe("dashboard", tmp_path, "--host", "0.0.0.0")
     assert ran.code == 2 and "others can reach that address" in ran.err
-    monkeypatch.setenv(hosting.TOKEN, "short")
+    monkeypatch.setenv(dashboard_server.TOKEN, "short")
     ran = skippipe("dashboard", tmp_path, "--host", "0.0.0.0")
     assert ran.code == 2 and "hard to guess" in ran.err and "short" not in ran.err
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.delenv(hosting.TOKEN)
+        monkeypatch.delenv(dashboard_server.TOKEN)
         ran = skippipe("dashboard", tmp_path, "--port", str(taken.getsockname()[1]))
     assert ran.code == 2 and "cannot listen there" in ran.err
 
 
 @pytest.mark.parametrize("asked", ["", "x", "70000", "127.0.0.1:", "127.0.0.1:x"])
 def test_a_place_that_is_none(asked: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="expected a port"), page_beside(tmp_path, asked, resumed=False):
+    with pytest.raises(UserError, match="expected a port"), dashboard_process(tmp_path, asked, resumed=False):
         pass
 
 
 def test_beside_a_run(run: RunFolder, capfd: pytest.CaptureFixture[str]) -> None:
-    with page_beside(run.folder, "0", resumed=True):
+    with dashboard_process(run.folder, "0", resumed=True):
         address = re.search(r"http://\S+", capfd.readouterr().err)
         assert address is not None
         assert get(f"{address[0]}state").json() == panels(run.folder)
@@ -179,7 +179,7 @@ def test_beside_a_run(run: RunFolder, capfd: pytest.CaptureFixture[str]) -> None
 OWNER = """
 import sys
 from pathlib import Path
-from skippipe.dashboard.beside import page_beside
+from skippipe.dashboard.side_process import page_beside
 with page_beside(Path(sys.argv[1]), "0", resumed=False):
     sys.stdin.read()
 """

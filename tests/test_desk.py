@@ -8,10 +8,10 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from skippipe.model.blueprint import Blueprint, config_named
-from skippipe.runtime.control import Control, Meet, Stop, from_json
-from skippipe.runtime.desk import Desk
-from skippipe.runtime.member import THE_COORDINATOR
+from skippipe.model.model_spec import ModelSpec, config_named
+from skippipe.runtime.coordinator.server import CoordinatorServer
+from skippipe.runtime.messages import ControlMessage, PeerUpdate, Stop, from_json
+from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.transport.mailbox import Mailbox
 from tests.benches import small_plan
 from tests.test_checkpoint import brief_of
@@ -20,14 +20,14 @@ WITHIN_S = 10.0
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    brief = brief_of(small_plan(), Blueprint(config_named("llama-tiny", 300), 0))
-    publics = {node.name: None for node in brief.plan.cluster.nodes}
-    with closing(Desk(brief, None, publics, security="none", store=lambda *_: None)) as found:
+def desk() -> Iterator[CoordinatorServer]:
+    node_config = brief_of(small_plan(), ModelSpec(config_named("llama-tiny", 300), 0))
+    publics = {node.name: None for node in node_config.plan.cluster.nodes}
+    with closing(CoordinatorServer(node_config, None, publics, security="none", store=lambda *_: None)) as found:
         yield found
 
 
-def heard(mailbox: Mailbox, within_s: float) -> Iterator[Control]:
+def heard(mailbox: Mailbox, within_s: float) -> Iterator[ControlMessage]:
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         for received in mailbox.receive(0.1):
@@ -37,12 +37,12 @@ def heard(mailbox: Mailbox, within_s: float) -> Iterator[Control]:
 def introduced(mailbox: Mailbox, name: str) -> str:
     """Where this node is, as the coordinator says."""
     for control in heard(mailbox, WITHIN_S):
-        if isinstance(control, Meet) and name in control.peers:
+        if isinstance(control, PeerUpdate) and name in control.peers:
             return str(control.peers[name][0])
     raise AssertionError(f"nobody has said where '{name}' is")
 
 
-def test_whoever_comes_and_whoever_is_there_hear_of_each_other(desk: Desk) -> None:
+def test_whoever_comes_and_whoever_is_there_hear_of_each_other(desk: CoordinatorServer) -> None:
     with ExitStack() as stack:
         first, second = (stack.enter_context(closing(Mailbox(name, None, security="none"))) for name in ("n0", "n1"))
         for number, mailbox in enumerate((first, second)):
@@ -52,7 +52,7 @@ def test_whoever_comes_and_whoever_is_there_hear_of_each_other(desk: Desk) -> No
         assert introduced(second, "n0") == first.address  # it may have moved while there was no coordinator
 
 
-def test_whoever_talks_on_though_it_counts_as_gone_is_told_now_and_then(desk: Desk) -> None:
+def test_whoever_talks_on_though_it_counts_as_gone_is_told_now_and_then(desk: CoordinatorServer) -> None:
     stop = Stop("you were taken for dead", again=True)
     with closing(Mailbox("n0", None, security="none")) as mailbox:
         mailbox.allow(THE_COORDINATOR, None)

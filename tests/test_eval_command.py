@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from skippipe.cli import main
-from skippipe.inference.findings import number
-from skippipe.inference.loading import load
-from skippipe.inference.perplexity import Meter
-from skippipe.inference.windows import Windows
-from skippipe.text.prepare import prepare
+from skippipe.data.prepare import prepare
+from skippipe.inference.checkpoint_loader import load
+from skippipe.inference.eval.perplexity import PerplexityMeter
+from skippipe.inference.eval.tables import number
+from skippipe.inference.eval.windows import Windows
 from tests.test_evaluating import by_itself, part
 from tests.test_exact import FULL, plan_of
 from tests.test_scoring import TOKENIZER, checkpoint_in, export_to
@@ -94,16 +94,16 @@ def test_a_run_is_measured_on_windows_of_its_plan(
 def test_ctrl_c_shows_what_is_done(
     folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    walk, calls = Meter._walked, 0
+    walk, calls = PerplexityMeter._walked, 0
 
-    def interrupted(self: Meter, *given: Any) -> Any:
+    def interrupted(self: PerplexityMeter, *given: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise KeyboardInterrupt
         return walk(self, *given)
 
-    monkeypatch.setattr(Meter, "_walked", interrupted)
+    monkeypatch.setattr(PerplexityMeter, "_walked", interrupted)
     text.write_text(TEXT * 20)
     assert run(monkeypatch, folder, "--text", text, "--tokens", 10_240, "--all") == 130
     printed = capsys.readouterr().out

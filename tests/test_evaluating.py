@@ -16,15 +16,23 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from skippipe.errors import UserError
-from skippipe.inference.evaluation import Driving, Evaluation, Selection, evaluate
-from skippipe.inference.findings import as_json, notes, number, tables
-from skippipe.inference.loading import StagedModel, load
-from skippipe.inference.losing import Drop, all_parts, best_of_every_size, dropping_order
-from skippipe.inference.perplexity import EXPONENTS, Meter, best_exponents
-from skippipe.inference.pictures import EXACT, MEAN, ORDER, Panel, Point, panels, ticks
-from skippipe.inference.windows import Windows
-from skippipe.parts import Part, Visits, drive_of
-from skippipe.scoring.model import PartModel
+from skippipe.inference.checkpoint_loader import StagedModel, load
+from skippipe.inference.eval.evaluate import (
+    Evaluation,
+    ResidualScaling,
+    Selection,
+    StageAblation,
+    ablation_order,
+    all_parts,
+    best_of_every_size,
+    evaluate,
+)
+from skippipe.inference.eval.perplexity import EXPONENTS, PerplexityMeter, best_exponents
+from skippipe.inference.eval.plots import EXACT, MEAN, ORDER, Panel, Point, panels, ticks
+from skippipe.inference.eval.tables import as_json, notes, number, tables
+from skippipe.inference.eval.windows import Windows
+from skippipe.inference.likelihood import SubsetModel
+from skippipe.stage_subset import StageSubset, Visits, residual_scale_of
 from tests.models import FAMILIES
 from tests.test_scoring import TOKENIZER, export_to
 
@@ -50,12 +58,14 @@ def windows() -> Windows:
     return Windows.of("random", IDS, context=16, tokens=200)
 
 
-def part(*stages: int, drive: float = 1.0, total: int = 5) -> Part:
-    return Part(stages, total, drive)
+def part(*stages: int, drive: float = 1.0, total: int = 5) -> StageSubset:
+    return StageSubset(stages, total, drive)
 
 
-def losses(staged: StagedModel, windows: Windows, parts: Sequence[Part], **others: Any) -> dict[Part, float]:
-    meter = Meter(staged, [windows], **others)
+def losses(
+    staged: StagedModel, windows: Windows, parts: Sequence[StageSubset], **others: Any
+) -> dict[StageSubset, float]:
+    meter = PerplexityMeter(staged, [windows], **others)
     meter.measure(parts)
     return {part: found[windows.text].mean for part, found in meter.losses.items()}
 
@@ -77,9 +87,9 @@ def test_the_whole_model_is_that_of_transformers(tmp_path: Path, family: str) ->
     assert found == pytest.approx(float(total) / windows.tokens, abs=1e-5)
 
 
-def by_itself(staged: StagedModel, wanted: Part, windows: Windows) -> float:
+def by_itself(staged: StagedModel, wanted: StageSubset, windows: Windows) -> float:
     """As the scoring of parts has it."""
-    model = PartModel(staged, wanted)
+    model = SubsetModel(staged, wanted)
     rows = windows.rows(windows.numbers)
     logits = model.logits(model.hidden(rows[:, :-1]))
     return float(functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
@@ -87,7 +97,7 @@ def by_itself(staged: StagedModel, wanted: Part, windows: Windows) -> float:
 
 @pytest.mark.parametrize("drive", ["plain", "scaled", "0.7"])
 def test_every_part_is_what_its_stages_make(staged: StagedModel, windows: Windows, drive: str) -> None:
-    parts = [Part(stages, 5, drive_of(drive, 5, len(stages))) for stages in all_parts(5)]
+    parts = [StageSubset(stages, 5, residual_scale_of(drive, 5, len(stages))) for stages in all_parts(5)]
     found = losses(staged, windows, [*parts, part(0, 4, 2, drive=1.3)])
     assert len(found) == 17
     assert len(set(found.values())) == 17
@@ -154,9 +164,11 @@ def test_values_without_bounds(staged: StagedModel, windows: Windows) -> None:
 
 def test_the_best_drive_is_the_best(staged: StagedModel, windows: Windows) -> None:
     sizes: dict[int, list[Visits]] = {4: [(0, 1, 2, 3), (0, 2, 3, 4)], 2: [(0, 4)]}
-    for kept, exponent in best_exponents(Meter(staged, [windows]), sizes, 5).items():
+    for kept, exponent in best_exponents(PerplexityMeter(staged, [windows]), sizes, 5).items():
         tried = {
-            each: sum(by_itself(staged, Part(stages, 5, (4 / (kept - 1)) ** each), windows) for stages in sizes[kept])
+            each: sum(
+                by_itself(staged, StageSubset(stages, 5, (4 / (kept - 1)) ** each), windows) for stages in sizes[kept]
+            )
             for each in EXPONENTS
         }
         assert exponent == min(tried, key=tried.__getitem__)
@@ -176,8 +188,8 @@ def test_greedy_may_be_beaten() -> None:
         (0, 3): 1.9,
         (0,): 3.0,
     }
-    order = list(dropping_order(4, lambda parts: [known[stages] for stages in parts]))
-    assert order == [Drop(1, (0, 2, 3)), Drop(3, (0, 2)), Drop(2, (0,))]
+    order = list(ablation_order(4, lambda parts: [known[stages] for stages in parts]))
+    assert order == [StageAblation(1, (0, 2, 3)), StageAblation(3, (0, 2)), StageAblation(2, (0,))]
     assert best_of_every_size(known) == {4: (0, 1, 2, 3), 3: (0, 2, 3), 2: (0, 1), 1: (0,)}
 
 
@@ -200,7 +212,7 @@ def weighted(folder: Path) -> StagedModel:
 @pytest.fixture(scope="module")
 def spoken(weighted: StagedModel) -> Windows:
     """A text by the model itself, so that nothing predicts it better than the whole of it."""
-    model, generator = PartModel(weighted, part(0, 1, 2, 3, 4)), torch.Generator().manual_seed(2)
+    model, generator = SubsetModel(weighted, part(0, 1, 2, 3, 4)), torch.Generator().manual_seed(2)
     rows = torch.full((64, 1), TOKENIZER.end_id)
     for _ in range(24):
         chances: Tensor = model.logits(model.hidden(rows)[:, -1]).softmax(-1)
@@ -226,7 +238,7 @@ def test_stages_go_by_what_they_add(lost: Evaluation) -> None:
 def test_many_stages_are_dropped_without_measuring_all(
     weighted: StagedModel, spoken: Windows, lost: Evaluation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skippipe.inference.evaluation.EXACT_PARTS", 8)
+    monkeypatch.setattr("skippipe.inference.eval.evaluate.EXACT_PARTS", 8)
     found = evaluate(weighted, [spoken], Selection(losing=True))
     assert found.drops == lost.drops
     assert found.alone() == lost.alone()
@@ -299,7 +311,7 @@ def test_an_interruption_leaves_what_was_found(staged: StagedModel, windows: Win
 def test_an_interruption_while_dropping(
     weighted: StagedModel, spoken: Windows, lost: Evaluation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skippipe.inference.evaluation.EXACT_PARTS", 8)
+    monkeypatch.setattr("skippipe.inference.eval.evaluate.EXACT_PARTS", 8)
     found = evaluate(weighted, [spoken], Selection(losing=True), progress=stop_after(1 + 4 + 3 + 1))
     assert found.interrupted
     assert found.drops == lost.drops[:2]
@@ -330,10 +342,10 @@ def test_perplexities_are_short() -> None:
 
 
 def test_parts_without_a_drive_of_their_own() -> None:
-    assert Driving(5, "best", {3: 0.5}).part((0, 1, 2)).drive == 2**0.5
-    assert Driving(5, "best").part((0, 1, 2)).drive == 1.0
-    assert Driving(5, "scaled").part((0, 1, 2)).drive == 2.0
-    assert Driving(5, "1.4").part((0, 1, 2, 3, 4)).drive == 1.0
+    assert ResidualScaling(5, "best", {3: 0.5}).part((0, 1, 2)).drive == 2**0.5
+    assert ResidualScaling(5, "best").part((0, 1, 2)).drive == 1.0
+    assert ResidualScaling(5, "scaled").part((0, 1, 2)).drive == 2.0
+    assert ResidualScaling(5, "1.4").part((0, 1, 2, 3, 4)).drive == 1.0
 
 
 def test_too_many_parts() -> None:

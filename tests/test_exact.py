@@ -13,20 +13,20 @@ import pytest
 import torch
 from torch.nn import functional
 
-from skippipe.learning import Learning
-from skippipe.model.blueprint import Blueprint
+from skippipe.data.batch_sampler import BatchSampler
+from skippipe.model.flat_params import FlatParams
+from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
-from skippipe.model.tasks import StageTasks
-from skippipe.model.weights import FlatWeights
+from skippipe.model.stage_step import StageStep
+from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.recipe import Recipe
-from skippipe.runtime.coordinator import State
-from skippipe.runtime.ring import GradientRing
-from skippipe.runtime.tensors import Tensors
-from skippipe.runtime.virtual import VirtualCluster
-from skippipe.text.sampler import Sampler
-from skippipe.training.oneprocess import OneProcess
-from skippipe.transport.packed import Packed, pack
+from skippipe.runtime.allreduce import GradientRing
+from skippipe.runtime.coordinator.state_machine import CoordinatorState
+from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.runtime.stage_executor import StageExecutor
+from skippipe.skip_schedule import SkipSchedule
+from skippipe.training.reference import ReferenceTrainer
+from skippipe.transport.wire_codec import EncodedTensor, encode
 from skippipe.workload import Workload
 from tests.models import tiny, whole_model
 from tests.plans import uniform_cluster
@@ -34,7 +34,7 @@ from tests.plans import uniform_cluster
 torch.set_num_threads(1)
 
 ITERATIONS = 5
-LEARNING = Learning(rate=3e-3, warmup=2, iterations=ITERATIONS, clip=1.0)
+LEARNING = OptimConfig(rate=3e-3, warmup=2, iterations=ITERATIONS, clip=1.0)
 SEQUENCE, SAMPLES = 12, 2
 TEXT = np.random.default_rng(5).integers(0, 97, 3000)
 
@@ -54,32 +54,32 @@ def plan_of(
     stages: Sequence[tuple[int, ...]] = STAGES,
     config: dict[str, Any] | None = None,
     **workload: Any,
-) -> tuple[Plan, Blueprint]:
-    blueprint = Blueprint(tiny(family, **(config or {})), seed=11)
+) -> tuple[Plan, ModelSpec]:
+    spec = ModelSpec(tiny(family, **(config or {})), seed=11)
     said = {"wire_dtype": "fp32", "compute_dtype": "fp32", **workload}
-    work = Workload(blueprint.shape, SEQUENCE, SAMPLES, sum(lane.microbatches for lane in lanes), **said)
+    work = Workload(spec.shape, SEQUENCE, SAMPLES, sum(lane.microbatches for lane in lanes), **said)
     cluster = uniform_cluster(max(max(nodes) for nodes in stages) + 1)
     made = tuple(Stage(count, tuple(sorted(ring)), ring) for count, ring in zip(layers, stages, strict=True))
-    return Plan(cluster, work, made, tuple(lanes), split_backward=split), blueprint
+    return Plan(cluster, work, made, tuple(lanes), split_backward=split), spec
 
 
-def sampler_of(plan: Plan) -> Sampler:
-    return Sampler(TEXT, SEQUENCE, 3, plan.microbatches, SAMPLES)
+def sampler_of(plan: Plan) -> BatchSampler:
+    return BatchSampler(TEXT, SEQUENCE, 3, plan.microbatches, SAMPLES)
 
 
 def tensors_of(
-    plan: Plan, blueprint: Blueprint, learning: Learning = LEARNING, recipe: Recipe | None = None
-) -> dict[int, Tensors]:
+    plan: Plan, spec: ModelSpec, learning: OptimConfig = LEARNING, recipe: SkipSchedule | None = None
+) -> dict[int, StageExecutor]:
     ranges = layer_ranges(tuple(stage.layers for stage in plan.stages))
     work = plan.workload
     return {
-        node: Tensors(
+        node: StageExecutor(
             stage,
             plan.layers,
             work,
-            blueprint,
-            StageTasks(
-                blueprint,
+            spec,
+            StageStep(
+                spec,
                 ranges[stage],
                 learning,
                 ends=stage == 0,
@@ -95,13 +95,17 @@ def tensors_of(
 
 
 def trained(
-    plan: Plan, blueprint: Blueprint, learning: Learning = LEARNING, recipe: Recipe | None = None, *others: Plan
-) -> tuple[VirtualCluster, dict[int, Tensors], OneProcess, list[float]]:
+    plan: Plan,
+    spec: ModelSpec,
+    learning: OptimConfig = LEARNING,
+    recipe: SkipSchedule | None = None,
+    *others: Plan,
+) -> tuple[VirtualCluster, dict[int, StageExecutor], ReferenceTrainer, list[float]]:
     """Many nodes under disturbed time; one process; and the losses of the latter. The recipe also takes other plans."""
     random = np.random.default_rng(1)
-    recipe, plans = recipe or Recipe(), {other.visited: other for other in others}
-    computers = tensors_of(plan, blueprint, learning, recipe)
-    before = {node: computer.tasks.weights.values.clone() for node, computer in computers.items()}
+    recipe, plans = recipe or SkipSchedule(), {other.visited: other for other in others}
+    computers = tensors_of(plan, spec, learning, recipe)
+    before = {node: executor.tasks.weights.values.clone() for node, executor in computers.items()}
     cluster = VirtualCluster(
         plan,
         learning,
@@ -112,8 +116,8 @@ def trained(
         disturb=lambda ns: int(ns * random.uniform(0.2, 2)),
     )
     cluster.run()
-    assert cluster.coordinator.state is State.DONE, cluster.coordinator.failure
-    oracle = OneProcess(plan, blueprint, learning, sampler_of(plan), recipe=recipe, plans=plans, iterations=ITERATIONS)
+    assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
+    oracle = ReferenceTrainer(plan, spec, learning, sampler_of(plan), recipe=recipe, plans=plans, iterations=ITERATIONS)
     done = [oracle.iteration(number) for number in range(ITERATIONS)]
     visited = {stage for lane in plan.lanes for stage in plan.visits(lane)}
     for node, stage in plan.stage_of.items():
@@ -124,7 +128,7 @@ def trained(
     return cluster, computers, oracle, [one.loss for one in done]
 
 
-def assert_replicas_alike(plan: Plan, computers: dict[int, Tensors]) -> None:
+def assert_replicas_alike(plan: Plan, computers: dict[int, StageExecutor]) -> None:
     """To the last bit."""
     for stage in plan.stages:
         for node in stage.nodes[1:]:
@@ -132,9 +136,13 @@ def assert_replicas_alike(plan: Plan, computers: dict[int, Tensors]) -> None:
 
 
 def assert_exact(
-    plan: Plan, blueprint: Blueprint, learning: Learning = LEARNING, recipe: Recipe | None = None, *others: Plan
+    plan: Plan,
+    spec: ModelSpec,
+    learning: OptimConfig = LEARNING,
+    recipe: SkipSchedule | None = None,
+    *others: Plan,
 ) -> VirtualCluster:
-    cluster, computers, oracle, losses = trained(plan, blueprint, learning, recipe, *others)
+    cluster, computers, oracle, losses = trained(plan, spec, learning, recipe, *others)
     assert [report.loss for report in cluster.reports] == pytest.approx(losses, rel=1e-4)
     assert_replicas_alike(plan, computers)
     expected = oracle.weights()
@@ -149,7 +157,7 @@ def _named(name: str, text: str) -> str:
     return f"{name}: {text}"
 
 
-def weights_of(plan: Plan, computers: dict[int, Tensors]) -> dict[str, torch.Tensor]:
+def weights_of(plan: Plan, computers: dict[int, StageExecutor]) -> dict[str, torch.Tensor]:
     return {
         name: each.detach()
         for stage in plan.stages
@@ -177,10 +185,10 @@ def test_every_family(family: str) -> None:
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_hops_are_rounded_alike(wire: str) -> None:
     """To the bit in the first forward; then sums in another order now and then tip a value over to the next step."""
-    plan, blueprint = plan_of(SWAPPED, wire_dtype=wire)
-    cluster, computers, oracle, losses = trained(plan, blueprint)
-    exact = OneProcess(
-        replace(plan, workload=replace(plan.workload, wire_dtype="fp32")), blueprint, LEARNING, sampler_of(plan)
+    plan, spec = plan_of(SWAPPED, wire_dtype=wire)
+    cluster, computers, oracle, losses = trained(plan, spec)
+    exact = ReferenceTrainer(
+        replace(plan, workload=replace(plan.workload, wire_dtype="fp32")), spec, LEARNING, sampler_of(plan)
     )
     unrounded = [exact.iteration(number).loss for number in range(ITERATIONS)]
     found = [report.loss for report in cluster.reports]
@@ -199,8 +207,8 @@ def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> 
 
 @pytest.mark.parametrize(("paths", "dtype"), [("full", "bf16"), ("skipped", "int8")])
 def test_gradients_rounded_on_the_wire_stay_close_and_replicas_alike(paths: str, dtype: str) -> None:
-    plan, blueprint = plan_of(PATHS[paths], gradient_dtype=dtype)
-    cluster, computers, oracle, losses = trained(plan, blueprint)
+    plan, spec = plan_of(PATHS[paths], gradient_dtype=dtype)
+    cluster, computers, oracle, losses = trained(plan, spec)
     assert [report.loss for report in cluster.reports] == pytest.approx(losses, rel=5e-3)
     assert_replicas_alike(plan, computers)
     off = distance(weights_of(plan, computers), oracle.weights())
@@ -215,18 +223,18 @@ def test_clipping_is_by_the_norm_of_the_whole_model() -> None:
 
 def test_a_stage_that_nobody_visits_stays_as_it_is() -> None:
     """Also one of three nodes, whose ring has nothing to round; `trained` sees to it."""
-    plan, blueprint = plan_of((Lane((0, 6), 2), Lane((1, 7), 1)), gradient_dtype="int8")
-    _, computers, oracle, _ = trained(plan, blueprint)
+    plan, spec = plan_of((Lane((0, 6), 2), Lane((1, 7), 1)), gradient_dtype="int8")
+    _, computers, oracle, _ = trained(plan, spec)
     for node, stage in ((3, 1), (5, 2)):
         assert torch.equal(computers[node].tasks.weights.values, oracle.stages[stage].weights.values)
 
 
-def mean_gradients(plan: Plan, blueprint: Blueprint) -> list[torch.Tensor]:
+def mean_gradients(plan: Plan, spec: ModelSpec) -> list[torch.Tensor]:
     """By hand, from whole transformers models that lack the layers a microbatch skips: the mean over visitors."""
-    config = blueprint.config
+    config = spec.config
     counts = tuple(stage.layers for stage in plan.stages)
     ranges = layer_ranges(counts)
-    parts = [StageTasks(blueprint, layers, LEARNING, ends=index == 0) for index, layers in enumerate(ranges)]
+    parts = [StageStep(spec, layers, LEARNING, ends=index == 0) for index, layers in enumerate(ranges)]
     sums: list[dict[str, torch.Tensor]] = [{} for _ in counts]
     visitors = [0] * len(counts)
     place = 0
@@ -263,17 +271,17 @@ def mean_gradients(plan: Plan, blueprint: Blueprint) -> list[torch.Tensor]:
 
 def test_gradients_are_means_over_the_microbatches_that_came() -> None:
     """Not over all microbatches, not over nodes: the stages see 5, 3, 3 and 4 of 5 microbatches."""
-    plan, blueprint = plan_of(SKIPPED)
-    expected = mean_gradients(plan, blueprint)
-    computers = tensors_of(plan, blueprint)
+    plan, spec = plan_of(SKIPPED)
+    expected = mean_gradients(plan, spec)
+    computers = tensors_of(plan, spec)
     found: dict[int, torch.Tensor] = {}
 
-    def noted(node: int, weights: FlatWeights, step: Any, rate: float, scale: float, summed: Any) -> None:
+    def noted(node: int, weights: FlatParams, step: Any, rate: float, scale: float, summed: Any) -> None:
         found[node] = (weights.gradient if summed is None else summed) / plan.exposure[plan.stage_of[node]]
         step(rate, scale, summed)
 
-    for node, computer in computers.items():
-        weights = computer.tasks.weights
+    for node, executor in computers.items():
+        weights = executor.tasks.weights
         weights.step = partial(noted, node, weights, weights.step)  # type: ignore[method-assign]
     cluster = VirtualCluster(plan, LEARNING, 1, computers=computers)
     cluster.run()
@@ -289,7 +297,7 @@ def test_gradients_are_means_over_the_microbatches_that_came() -> None:
 def averaged(rings: Sequence[GradientRing]) -> list[torch.Tensor]:
     """Drive all rounds by hand, everybody in step."""
     size = len(rings)
-    passed: list[Packed | None] = [None] * size
+    passed: list[EncodedTensor | None] = [None] * size
     for number in range(2 * (size - 1) + 1):
         passed = [ring.turn(number, at, size, passed[at - 1]) for at, ring in enumerate(rings)]
     assert passed == [None] * size
@@ -336,9 +344,9 @@ def test_what_rounding_takes_away_is_given_back(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [pack(torch.ones(1), "fp32"), pack(torch.ones(34), "fp32"), pack(torch.ones(50), "bf16")]
+    "wrong", [encode(torch.ones(1), "fp32"), encode(torch.ones(34), "fp32"), encode(torch.ones(50), "bf16")]
 )
-def test_a_piece_of_another_shape_is_not_added(wrong: Packed) -> None:
+def test_a_piece_of_another_shape_is_not_added(wrong: EncodedTensor) -> None:
     gradient = torch.zeros(100)
     ring = GradientRing(gradient, "fp32")
     ring.turn(0, 0, 2, None)

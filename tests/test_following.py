@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skippipe.dashboard.following import Follower
-from skippipe.dashboard.page import MOST_POINTS, Page
-from skippipe.runs.lines import MOST_BYTES, Lines
+from skippipe.dashboard.panels import MOST_POINTS, Panels
+from skippipe.dashboard.run_state import RunFollower
+from skippipe.runs.tail import MOST_BYTES, FileTail
 from tests.dashboards import RunFolder, committed, noted, panels, parsed, plan_of
 
 # Lines
@@ -23,7 +23,7 @@ from tests.dashboards import RunFolder, committed, noted, panels, parsed, plan_o
 
 def test_a_line_counts_once_its_end_is_there(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    lines = Lines(path)
+    lines = FileTail(path)
     assert lines.look().lines == ()
     path.write_bytes(b"one\ntw")
     assert lines.look().lines == (b"one",)
@@ -37,7 +37,7 @@ def test_a_line_counts_once_its_end_is_there(tmp_path: Path) -> None:
 def test_however_it_is_written_the_lines_are_those_of_the_file(pieces: list[bytes]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file"
-        lines = Lines(path)
+        lines = FileTail(path)
         found: list[bytes] = []
         for piece in pieces:
             with path.open("ab") as file:
@@ -52,7 +52,7 @@ def test_however_it_is_written_the_lines_are_those_of_the_file(pieces: list[byte
 def test_what_was_rewritten_is_read_anew(tmp_path: Path, after: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"1 a\n2 b\n")
-    lines = Lines(path)
+    lines = FileTail(path)
     assert len(lines.look().lines) == 2
     path.write_bytes(after)
     look = lines.look()
@@ -63,7 +63,7 @@ def test_what_was_rewritten_is_read_anew(tmp_path: Path, after: bytes) -> None:
 def test_another_file_in_its_place_and_none(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"1\n")
-    lines = Lines(path)
+    lines = FileTail(path)
     lines.look()
     (tmp_path / "next").write_bytes(b"1\n2\n")
     (tmp_path / "next").replace(path)
@@ -77,7 +77,7 @@ def test_long_files_come_in_pieces_and_no_line_is_too_long(tmp_path: Path) -> No
     path = tmp_path / "file"
     wanted = [b"x" * 100_000] * 60 + [b"y" * (MOST_BYTES + 1)] + [b"z"]
     path.write_bytes(b"".join(line + b"\n" for line in wanted))
-    lines = Lines(path)
+    lines = FileTail(path)
     found: list[bytes] = []
     looks = 0
     more = True
@@ -104,7 +104,7 @@ def test_an_empty_folder_is_a_run_that_has_not_begun(tmp_path: Path) -> None:
 def test_a_run_from_its_plan_to_its_end(tmp_path: Path) -> None:
     plan = plan_of()
     run = RunFolder(tmp_path, plan)
-    page = Page(Follower(tmp_path))
+    page = Panels(RunFollower(tmp_path))
     page.look()
     found = parsed(page)
     assert [node["standing"] for node in found["map"]["nodes"]] == ["works"] * 8
@@ -124,7 +124,7 @@ def test_a_run_from_its_plan_to_its_end(tmp_path: Path) -> None:
     assert sum(there + back for _, _, there, back in found["load"]["links"]) == plan.expected.bytes_moved
     assert all(a < b for a, b, _, _ in found["load"]["links"])
 
-    run.journal(noted(plan), committed(plan, 0), committed(plan, 1), {"done": 1})
+    run.wal(noted(plan), committed(plan, 0), committed(plan, 1), {"done": 1})
     page.look()
     assert parsed(page)["run"]["done"]
 
@@ -150,12 +150,12 @@ def test_planned_over_measured(tmp_path: Path) -> None:
 def test_a_repaired_plan_is_in_the_journal(tmp_path: Path) -> None:
     plan, repaired = plan_of(), plan_of(stages=2)
     run = RunFolder(tmp_path, plan)
-    run.journal(noted(plan), committed(plan, 0), noted(repaired, learning=[3]))
-    page = Page(Follower(tmp_path))
+    run.wal(noted(plan), committed(plan, 0), noted(repaired, learning=[3]))
+    page = Panels(RunFollower(tmp_path))
     page.look()
     assert len(parsed(page)["map"]["stages"]) == 2
     assert parsed(page)["map"]["nodes"][3]["standing"] == "learning"
-    run.journal({"turn": plan.visited})
+    run.wal({"turn": plan.visited})
     page.look()
     assert len(parsed(page)["map"]["stages"]) == 4
     with (tmp_path / "journal").open("ab") as torn:
@@ -166,7 +166,7 @@ def test_a_repaired_plan_is_in_the_journal(tmp_path: Path) -> None:
 
 def test_what_happened_to_nodes(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, plan_of())
-    page = Page(Follower(tmp_path))
+    page = Panels(RunFollower(tmp_path))
 
     def standing() -> str:
         page.look()
@@ -203,7 +203,7 @@ def test_whoever_sends_is_there(tmp_path: Path) -> None:
 def test_slow_is_not_forever(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, plan_of())
     run.event("slow", "is slow, but there", "node-1", iteration=3)
-    page = Page(Follower(tmp_path))
+    page = Panels(RunFollower(tmp_path))
     for number, wanted in ((3, "slow"), (4, "slow"), (5, "works")):
         run.iteration(number)
         page.look()
@@ -213,7 +213,7 @@ def test_slow_is_not_forever(tmp_path: Path) -> None:
 def test_a_coordinator_that_is_started_again(tmp_path: Path) -> None:
     """It writes its metrics anew, and does some iterations a second time."""
     run = RunFolder(tmp_path, plan_of())
-    page = Page(Follower(tmp_path))
+    page = Panels(RunFollower(tmp_path))
     for number in range(5):
         run.iteration(number, 5.0 - number)
     run.event("gone", "its connection: disconnected", "node-1")
@@ -233,7 +233,7 @@ def test_a_new_run_in_the_same_folder(tmp_path: Path) -> None:
     for number in range(5):
         run.iteration(number, recorded=number == 4)
     run.event("gone", "signal 9", "node-1")
-    page = Page(Follower(tmp_path))
+    page = Panels(RunFollower(tmp_path))
     page.look()
     assert parsed(page)["chart"]["iteration"] == 4
     run = RunFolder(tmp_path, plan_of(nodes=12))
@@ -249,11 +249,11 @@ def test_a_new_run_in_the_same_folder(tmp_path: Path) -> None:
 def test_what_an_earlier_run_has_left_is_not_shown(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, plan_of())
     run.iteration(0, recorded=True)
-    run.journal(noted(run.plan), {"done": 0})
+    run.wal(noted(run.plan), {"done": 0})
     past = time.time() - 60
     for path in tmp_path.rglob("*"):
         os.utime(path, (past, past))
-    page = Page(Follower(tmp_path, since=time.time() - 30))
+    page = Panels(RunFollower(tmp_path, since=time.time() - 30))
     page.look()
     assert parsed(page)["run"]["iterations"] == 0
     assert parsed(page)["map"]["nodes"] == []
@@ -277,7 +277,7 @@ def test_junk_is_counted_and_passed_over(tmp_path: Path, file: str) -> None:
         run.iteration(number)
     run.event("joined", "is here", "node-1")
     run.event("gone", "signal 9", "node-1")
-    run.journal(noted(run.plan), committed(run.plan, 0))
+    run.wal(noted(run.plan), committed(run.plan, 0))
     *before, last = (tmp_path / file).read_bytes().splitlines(keepends=True)
     (tmp_path / file).write_bytes(b"".join([*before, *(line + b"\n" for line in JUNK), last]))
     found = panels(tmp_path)
@@ -309,7 +309,7 @@ def test_a_trace_that_is_being_written(tmp_path: Path, content: bytes) -> None:
     run.iteration(0, recorded=True)
     run.iteration(1)
     (tmp_path / "traces" / "iteration-000001.json").write_bytes(content)
-    page = Page(Follower(tmp_path))
+    page = Panels(RunFollower(tmp_path))
     page.look()
     run.iteration(1, recorded=True)
     page.look()
@@ -338,7 +338,7 @@ def test_long_runs_have_short_curves(tmp_path: Path) -> None:
 def test_only_what_has_changed_is_made_anew(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, plan_of())
     run.iteration(0, recorded=True)
-    page = Page(Follower(tmp_path))
+    page = Panels(RunFollower(tmp_path))
     page.look()
     before = page.texts
     run.iteration(1)

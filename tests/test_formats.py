@@ -9,11 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from skippipe.check import check
-from skippipe.examples import published20, published_plan
 from skippipe.plan import Plan
-from skippipe.simulate import Deadlock, simulate
+from skippipe.planner.published import published20, published_plan
+from skippipe.simulator import Deadlock, simulate
 from skippipe.timeline import Timing
+from skippipe.validate import validate
 from tests import oracle
 from tests.oracle import Json
 
@@ -178,7 +178,7 @@ def promise(plan: Json, timing: Timing) -> Json | None:
 
 
 def our_rules(plan: Json) -> set[str]:
-    return {violation.rule for violation in check(Plan.from_json(plan))}
+    return {violation.rule for violation in validate(Plan.from_json(plan))}
 
 
 @pytest.mark.parametrize("timing", Timing)

@@ -13,10 +13,24 @@ from random import Random
 import pytest
 
 from skippipe.errors import UserError
-from skippipe.serving.gateway import Full, Gateway, ServingSettings, Step
-from skippipe.serving.lanes import Even, Lane, fastest, links
-from skippipe.serving.placing import Mapped, dealt, names_here
-from skippipe.serving.streams import Ending, Request, Stream
+from skippipe.serving.routing import (
+    ClusterCost,
+    ServingRoute,
+    UniformCost,
+    assign_stages,
+    fastest_route,
+    links,
+    local_node_names,
+)
+from skippipe.serving.scheduler import (
+    EngineFull,
+    FinishReason,
+    Scheduler,
+    SequenceRequest,
+    SequenceState,
+    ServingSettings,
+    ServingStep,
+)
 from skippipe.workload import MODELS
 from tests.plans import uniform_cluster
 
@@ -34,7 +48,7 @@ def next_token(tokens: list[int], seed: int) -> int:
     return found % VOCABULARY
 
 
-def answer(request: Request) -> list[int]:
+def answer(request: SequenceRequest) -> list[int]:
     tokens = list(request.prompt)
     while len(tokens) < len(request.prompt) + request.most:
         tokens.append(next_token(tokens, request.sampling.seed))
@@ -53,12 +67,12 @@ class World:
         """Node, lane, slot → tokens."""
         self.alive = {node for nodes in PLACES.values() for node in nodes}
         self.cut: set[frozenset[int]] = set()
-        self.said_of: list[Stream] = []
+        self.said_of: list[SequenceState] = []
         self.closed: set[int] = set()
-        self.steps: list[Step] = []
+        self.steps: list[ServingStep] = []
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
-        self.gateway = Gateway(len(PLACES), self, settings or ServingSettings())
+        self.gateway = Scheduler(len(PLACES), self, settings or ServingSettings())
         for stage, nodes in PLACES.items():
             for node in nodes:
                 self.gateway.joined(node, stage)
@@ -69,12 +83,12 @@ class World:
     def at(self, delay_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.clock_ns + int(delay_s * 1e9), next(self._order), what))
 
-    def step(self, step: Step) -> None:
+    def step(self, step: ServingStep) -> None:
         self.steps.append(step)
         assert len({row.slot for row in step.rows}) == len(step.rows)
         self.at(self.random.uniform(0.01, 0.05), lambda: self._run(step))
 
-    def _run(self, step: Step) -> None:
+    def _run(self, step: ServingStep) -> None:
         path = step.lane.path
         if not set(path) <= self.alive or self.cut & links(path) or step.lane.number in self.closed:
             return  # it never comes back
@@ -90,12 +104,12 @@ class World:
             made.append(next_token(cache, row.stream.request.sampling.seed))
         self.gateway.sampled(step.number, made, path[0])
 
-    def close_lane(self, lane: Lane) -> None:
+    def close_lane(self, lane: ServingRoute) -> None:
         self.closed.add(lane.number)
         for key in [key for key in self.caches if key[1] == lane.number]:
             del self.caches[key]
 
-    def said(self, stream: Stream) -> None:
+    def said(self, stream: SequenceState) -> None:
         self.said_of.append(stream)
 
     def kill(self, node: int, back_after_s: float | None = None) -> None:
@@ -119,10 +133,10 @@ class World:
             if not self._events:
                 self.at(1.0, lambda: None)
 
-    def request(self) -> Request:
+    def request(self) -> SequenceRequest:
         prompt = tuple(self.random.randrange(VOCABULARY) for _ in range(self.random.randint(1, 40)))
         ends = frozenset({END}) if self.random.random() < 0.5 else frozenset()
-        request = Request(prompt, self.random.randint(1, 30), ends)
+        request = SequenceRequest(prompt, self.random.randint(1, 30), ends)
         return replace(request, sampling=replace(request.sampling, seed=self.random.randrange(1000)))
 
 
@@ -130,7 +144,7 @@ class World:
 def test_answers_are_right_whoever_is_lost(seed: int) -> None:
     world = World(seed, ServingSettings(streams=3, lanes=1, prompt_tokens=16, step=timedelta(seconds=2)))
     random = world.random
-    streams: list[Stream] = []
+    streams: list[SequenceState] = []
     for _ in range(20):
         world.at(random.uniform(0, 3), lambda: streams.append(world.gateway.submit(world.request())))
     cancelled: set[int] = set()
@@ -157,10 +171,10 @@ def test_answers_are_right_whoever_is_lost(seed: int) -> None:
     assert not world.gateway.streams
     for stream in streams:
         if stream.number in cancelled:
-            assert stream.ending is Ending.CANCELLED
+            assert stream.ending is FinishReason.CANCELLED
             assert stream.answer == answer(stream.request)[: len(stream.answer)]
         else:
-            assert stream.ending in (Ending.STOP, Ending.LENGTH)
+            assert stream.ending in (FinishReason.STOP, FinishReason.LENGTH)
             assert stream.answer == answer(stream.request)
             assert 2 <= stream.visited <= 4
     assert {each.number for each in world.said_of if each.ending} == {each.number for each in streams}
@@ -177,7 +191,7 @@ def test_many_share_a_step() -> None:
 
 def test_prompts_are_fed_in_pieces() -> None:
     world = World(0, ServingSettings(lanes=1, prompt_tokens=8))
-    stream = world.gateway.submit(Request(tuple(range(30)), 3))
+    stream = world.gateway.submit(SequenceRequest(tuple(range(30)), 3))
     world.run()
     assert [len(step.rows[0].tokens) for step in world.steps] == [8, 8, 8, 6, 1, 1]
     assert stream.answer == answer(stream.request)
@@ -185,7 +199,7 @@ def test_prompts_are_fed_in_pieces() -> None:
 
 def test_a_stage_that_nobody_holds_is_done_without() -> None:
     world = World(1)
-    stream = world.gateway.submit(Request((1, 2, 3), 40))
+    stream = world.gateway.submit(SequenceRequest((1, 2, 3), 40))
     world.at(0.3, lambda: world.kill(6))
     world.run()
     assert stream.answer == answer(stream.request)
@@ -196,22 +210,22 @@ def test_a_stage_that_nobody_holds_is_done_without() -> None:
 
 def test_below_the_floor_nobody_is_answered() -> None:
     world = World(1, ServingSettings(floor=Fraction(1), patience=timedelta(seconds=5)))
-    begun = world.gateway.submit(Request((1, 2, 3), 40))
+    begun = world.gateway.submit(SequenceRequest((1, 2, 3), 40))
     world.at(0.3, lambda: world.kill(6))
-    late: list[Stream] = []
-    world.at(0.5, lambda: late.append(world.gateway.submit(Request((1,), 2))))
+    late: list[SequenceState] = []
+    world.at(0.5, lambda: late.append(world.gateway.submit(SequenceRequest((1,), 2))))
     world.run()
-    assert begun.ending is Ending.NO_WAY
-    assert late[0].ending is Ending.NO_WAY
+    assert begun.ending is FinishReason.NO_WAY
+    assert late[0].ending is FinishReason.NO_WAY
     assert late[0].answer == []
 
 
 def test_who_waits_is_answered_when_nodes_come_back() -> None:
     world = World(2, ServingSettings(floor=Fraction(1)))
-    stream = world.gateway.submit(Request((1, 2, 3), 20))
+    stream = world.gateway.submit(SequenceRequest((1, 2, 3), 20))
     world.at(0.2, lambda: world.kill(6, back_after_s=4))
     world.run()
-    assert stream.ending is Ending.LENGTH
+    assert stream.ending is FinishReason.LENGTH
     assert stream.answer == answer(stream.request)
     assert stream.visited == 4
 
@@ -219,34 +233,34 @@ def test_who_waits_is_answered_when_nodes_come_back() -> None:
 def test_the_queue_is_bounded() -> None:
     world = World(3, ServingSettings(streams=1, lanes=1, waiting=2))
     for _ in range(4):
-        world.gateway.submit(Request((1,), 5))
-    with pytest.raises(Full):
-        world.gateway.submit(Request((1,), 5))
+        world.gateway.submit(SequenceRequest((1,), 5))
+    with pytest.raises(EngineFull):
+        world.gateway.submit(SequenceRequest((1,), 5))
 
 
 def test_lanes_take_the_fastest_way_and_spread() -> None:
-    class Far(Even):
+    class Far(UniformCost):
         def hop_s(self, sender: int, receiver: int) -> float:
             return 10.0 if 2 in (sender, receiver) else super().hop_s(sender, receiver)
 
     holders = [list(nodes) for nodes in PLACES.values()]
-    assert fastest(holders, Far(), {}, 0) == (0, 3, 4, 6)
-    assert fastest(holders, Even(), {3: 1, 4: 2}, 1) == (1, 2, 5, 6)
-    assert fastest([[0], [], [4]], Even(), {}, 0) == (0, 4)
+    assert fastest_route(holders, Far(), {}, 0) == (0, 3, 4, 6)
+    assert fastest_route(holders, UniformCost(), {3: 1, 4: 2}, 1) == (1, 2, 5, 6)
+    assert fastest_route([[0], [], [4]], UniformCost(), {}, 0) == (0, 4)
 
-    class Nowhere(Even):
+    class Nowhere(UniformCost):
         def hop_s(self, sender: int, receiver: int) -> float:
             return float("inf") if 6 in (sender, receiver) else super().hop_s(sender, receiver)
 
-    assert fastest(holders, Nowhere(), {}, 0) is None
+    assert fastest_route(holders, Nowhere(), {}, 0) is None
 
 
 def test_streams_share_a_lane_only_as_far_as_its_caches_go() -> None:
     world = World(4, ServingSettings(streams=8, lanes=1, lane_tokens=60))
-    short = [world.gateway.submit(Request((1, 2), 8)) for _ in range(8)]
-    long = world.gateway.submit(Request(tuple(range(30)), 30))
-    with pytest.raises(Full, match="61 tokens"):
-        world.gateway.submit(Request(tuple(range(30)), 31))
+    short = [world.gateway.submit(SequenceRequest((1, 2), 8)) for _ in range(8)]
+    long = world.gateway.submit(SequenceRequest(tuple(range(30)), 30))
+    with pytest.raises(EngineFull, match="61 tokens"):
+        world.gateway.submit(SequenceRequest(tuple(range(30)), 31))
     world.run()
     for stream in (*short, long):
         assert stream.answer == answer(stream.request)
@@ -257,19 +271,19 @@ def test_streams_share_a_lane_only_as_far_as_its_caches_go() -> None:
 
 def test_nobody_is_answered_before_every_stage_was_there_once() -> None:
     world = World(5, ServingSettings(gathering=timedelta(seconds=100), patience=timedelta(seconds=200)))
-    world.gateway = Gateway(len(PLACES), world, world.gateway.settings)
+    world.gateway = Scheduler(len(PLACES), world, world.gateway.settings)
     for node in (0, 2, 4):
         world._back(node)
-    stream = world.gateway.submit(Request((1, 2), 3))
+    stream = world.gateway.submit(SequenceRequest((1, 2), 3))
     assert not world.gateway.is_open
     world.at(5, lambda: world._back(6))
     world.run()
     assert (stream.answer, stream.visited) == (answer(stream.request), 4)
 
     world = World(5, world.gateway.settings)
-    world.gateway = Gateway(len(PLACES), world, world.gateway.settings)
+    world.gateway = Scheduler(len(PLACES), world, world.gateway.settings)
     world._back(0)
-    stream = world.gateway.submit(Request((1, 2), 3))
+    stream = world.gateway.submit(SequenceRequest((1, 2), 3))
     world.at(1, lambda: None)
     world.run()
     assert (stream.answer, stream.visited) == (answer(stream.request), 1), "those who are there after a while will do"
@@ -278,22 +292,22 @@ def test_nobody_is_answered_before_every_stage_was_there_once() -> None:
 def test_a_stream_that_cannot_be_done_ends() -> None:
     world = World(6, ServingSettings(lanes=1))
     world.step = world.steps.append  # type: ignore[method-assign, assignment]
-    stream = world.gateway.submit(Request((1, 2), 3))
+    stream = world.gateway.submit(SequenceRequest((1, 2), 3))
     for tried in range(3):
         step = world.steps[-1]
         assert world.gateway.spoiled(step.number, 77) == (), "not on its path"
         assert world.gateway.spoiled(step.number, step.lane.path[1]) == step.lane.path
         assert world.gateway.spoiled(step.number, step.lane.path[1]) == (), "said twice"
         assert len(world.steps) == min(tried + 2, 3)
-    assert stream.ending is Ending.SPOILED
+    assert stream.ending is FinishReason.SPOILED
     assert not world.gateway.streams
 
 
 def test_whoever_waits_is_told_when_all_is_over() -> None:
     world = World(7, ServingSettings(streams=1, lanes=1))
-    streams = [world.gateway.submit(Request((1, 2), 30)) for _ in range(6)]
+    streams = [world.gateway.submit(SequenceRequest((1, 2), 30)) for _ in range(6)]
     world.gateway.close()
-    assert [stream.ending for stream in streams] == [Ending.CANCELLED] * 6
+    assert [stream.ending for stream in streams] == [FinishReason.CANCELLED] * 6
     assert world.said_of == streams
 
 
@@ -303,16 +317,16 @@ def test_the_cluster_file_says_what_is_near() -> None:
     latency_s[0, 1] = 5.0
     bandwidth = cluster.bandwidth_bytes_per_s.copy()
     bandwidth[3, 0] = 0.0
-    near = Mapped.of(replace(cluster, latency_s=latency_s), MODELS["llama-tiny"], (6, 6), "bf16")
-    assert dealt(["a", "b", "c", "d"], 2) == {"a": 0, "b": 1, "c": 0, "d": 1}
-    assert fastest([[0, 2], [1, 3]], near, {}, 0) == (0, 3)
+    near = ClusterCost.of(replace(cluster, latency_s=latency_s), MODELS["llama-tiny"], (6, 6), "bf16")
+    assert assign_stages(["a", "b", "c", "d"], 2) == {"a": 0, "b": 1, "c": 0, "d": 1}
+    assert fastest_route([[0, 2], [1, 3]], near, {}, 0) == (0, 3)
     assert near.hop_s(2, 2) == 0.0
     assert near.hop_s(0, 1) == pytest.approx(5.0 + 128 / 1e6)
     assert near.task_s(0, 0) > near.task_s(1, 0) > 0, "stage 0 has the head"
     cut = replace(near, cluster=replace(cluster, bandwidth_bytes_per_s=bandwidth))
-    assert fastest([[0], [3]], cut, {}, 0) is None
-    assert names_here(3, 4) == ["stage0.0", "stage1.0", "stage2.0", "stage0.1"]
-    assert len(names_here(3, None)) == 6
-    assert len(names_here(20, None)) == 20
+    assert fastest_route([[0], [3]], cut, {}, 0) is None
+    assert local_node_names(3, 4) == ["stage0.0", "stage1.0", "stage2.0", "stage0.1"]
+    assert len(local_node_names(3, None)) == 6
+    assert len(local_node_names(20, None)) == 20
     with pytest.raises(UserError, match="2 nodes cannot hold 3 stages"):
-        dealt(["a", "b"], 3)
+        assign_stages(["a", "b"], 3)

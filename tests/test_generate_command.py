@@ -11,16 +11,15 @@ import pytest
 import torch
 
 from skippipe.cli import main
-from skippipe.inference.decoding import TokenByToken
-from skippipe.inference.generating import Generator
-from skippipe.inference.loading import load
-from skippipe.inference.replies import Piece, Request
-from skippipe.inference.sampling import Sampling
-from skippipe.parts import Part
+from skippipe.inference.checkpoint_loader import load
+from skippipe.inference.decoder import TokenByToken
+from skippipe.inference.engine import GenerationEngine
+from skippipe.inference.request import GenerationRequest, OutputPiece, SamplingParams
+from skippipe.stage_subset import StageSubset
 from tests.test_scoring import export_to
 
 torch.set_num_threads(1)
-WHOLE = Part((0, 1, 2), 3)
+WHOLE = StageSubset((0, 1, 2), 3)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,7 @@ def test_the_command(generate: Callable[..., tuple[str, str, int]], folder: Path
     model = load(folder)
     prompt = tuple(model.tokenizer("some words")["input_ids"])
     decoder = TokenByToken(model, WHOLE, 1000)
-    (reply,) = Generator(model, decoder).run([Request(prompt, 20, Sampling(0.8, seed=3))])
+    (reply,) = GenerationEngine(model, decoder).run([GenerationRequest(prompt, 20, SamplingParams(0.8, seed=3))])
     options = ("--max-tokens", "20", "--seed", "3")
     assert generate("some words", *options) == (reply.text + "\n", "", 0)
     text, stats, _ = generate("some words", *options, "--draft", "0,1", "--draft-tokens", "2", "--stats")
@@ -81,14 +80,14 @@ def test_ctrl_c_keeps_what_was_said(
 ) -> None:
     options = ("some words", "Emma", "--max-tokens", "9", "--temperature", "0", "--stats")
     whole = generate(*options)[0]
-    step, steps = Generator.step, iter([True, True, True, False])
+    step, steps = GenerationEngine.step, iter([True, True, True, False])
 
-    def impatient(self: Generator) -> list[Piece]:
+    def impatient(self: GenerationEngine) -> list[OutputPiece]:
         if not next(steps):
             raise KeyboardInterrupt
         return step(self)
 
-    monkeypatch.setattr(Generator, "step", impatient)
+    monkeypatch.setattr(GenerationEngine, "step", impatient)
     text, stats, code = generate(*options)
     first, second = text.split("\n\n==> Emma <==\n")
     assert whole.startswith(first)

@@ -20,21 +20,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from skippipe.checkpoint.format import MANIFEST, Checkpoints, verified
+from skippipe.checkpoint.manager import CheckpointManager, CheckpointOrigin
 from skippipe.cli import main
+from skippipe.data.tokenizer import TextTokenizer, train_bpe
 from skippipe.errors import UserError
-from skippipe.jsonfile import json_text
-from skippipe.learning import Learning
-from skippipe.model.blueprint import Blueprint
-from skippipe.model.weights import layout_of_stage
+from skippipe.json_fields import json_text
+from skippipe.model.flat_params import layout_of_stage
+from skippipe.model.model_spec import ModelSpec
+from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.text.tokenizer import TextTokenizer, train_bpe
-from skippipe.training.brief import Brief
-from skippipe.training.checkpoint import MANIFEST, Checkpoints, verified
-from skippipe.training.growing import check_job, donor_layers, grow, young_of
-from skippipe.training.job import load_job
-from skippipe.training.keeping import CheckpointKeeper, Origin
+from skippipe.runtime.node_config import NodeConfig
+from skippipe.training.depth_growth import check_job, donor_layers, grow, young_of
+from skippipe.training.job_config import load_job
 from skippipe.training.run import Run
-from skippipe.transport.packed import pack
+from skippipe.transport.wire_codec import encode
 from skippipe.workload import Workload
 from tests.models import tiny
 from tests.plans import uniform_cluster
@@ -107,21 +107,21 @@ def tokenizer() -> TextTokenizer:
 
 def run_of(folder: Path, tokenizer: TextTokenizer, layers: Sequence[int], config: Any) -> Run:
     """Full paths over one node a stage."""
-    blueprint = Blueprint(config, seed=11)
-    workload = Workload(blueprint.shape, 12, 2, 3)
+    spec = ModelSpec(config, seed=11)
+    workload = Workload(spec.shape, 12, 2, 3)
     stages = tuple(Stage(count, (node,), (node,)) for node, count in enumerate(layers))
     plan = Plan(uniform_cluster(len(layers)), workload, stages, (Lane(tuple(range(len(layers))), 3),))
-    brief = Brief(plan, config.to_dict(), 11, Learning(warmup=2, iterations=20), "tokens", "0" * 64)
-    return Run(brief, blueprint, tokenizer, folder, 20)
+    node_config = NodeConfig(plan, config.to_dict(), 11, OptimConfig(warmup=2, iterations=20), "tokens", "0" * 64)
+    return Run(node_config, spec, tokenizer, folder, 20)
 
 
-def made_up(run: Run, steps: Sequence[int]) -> Origin:
+def made_up(run: Run, steps: Sequence[int]) -> CheckpointOrigin:
     """A checkpoint after 9 iterations, in which every number is another one."""
-    keeper = CheckpointKeeper(run.checkpoints, run.brief, run.blueprint, run.tokenizer)
-    layers = run.brief.plan.layers
+    keeper = CheckpointManager(run.checkpoints, run.node_config, run.spec, run.tokenizer)
+    layers = run.node_config.plan.layers
     for stage in range(len(layers)):
-        size = sum(place.size for place in layout_of_stage(run.blueprint, layers, stage))
-        keeper.save(stage, 0, pack(torch.rand(3 * size), "fp32"))
+        size = sum(place.size for place in layout_of_stage(run.spec, layers, stage))
+        keeper.save(stage, 0, encode(torch.rand(3 * size), "fp32"))
         keeper.save(stage, 1, None)
     keeper.saved(9, steps)
     keeper.close()

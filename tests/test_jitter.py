@@ -9,16 +9,16 @@ from functools import cache
 import numpy as np
 import pytest
 
-from skippipe.check import check
 from skippipe.errors import UserError
-from skippipe.examples import published20, published_plan
 from skippipe.jitter import Jitter, Spread, spread_of
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
-from skippipe.planner.strategies import CHOOSING_DRAWS, CHOOSING_SEED, Request, Strategy, make_plan
+from skippipe.planner.published import published20, published_plan
+from skippipe.planner.strategies import CHOOSING_DRAWS, CHOOSING_SEED, PlanRequest, Strategy, make_plan
 from skippipe.presets import random_cluster
-from skippipe.simulate import simulate
+from skippipe.simulator import simulate
 from skippipe.timeline import Timing
+from skippipe.validate import validate
 from skippipe.workload import MODELS, Workload
 
 
@@ -82,10 +82,10 @@ def test_impossible_jitter(spread: float) -> None:
 
 def test_a_robust_plan_holds_and_promises_what_it_takes_without_jitter() -> None:
     problem = Problem(random_cluster(8, 3), Workload(MODELS["llama-1.5b"], microbatches=12), 4, 3)
-    request = Request(budget_s=math.inf, changes=8_000)
+    request = PlanRequest(budget_s=math.inf, changes=8_000)
     plans = {robust: make_plan(problem, Strategy.BEST, replace(request, robust=robust)) for robust in (0.0, 0.3)}
     for plan in plans.values():
-        assert check(plan) == []
+        assert validate(plan) == []
         assert plan.expected == simulate(plan, problem.timing)
     assert plans[0.3].expected and plans[0.0].expected
     assert plans[0.3].expected.iteration_ns >= plans[0.0].expected.iteration_ns

@@ -10,30 +10,30 @@ from typing import Any
 
 import pytest
 
-from skippipe.check import check
 from skippipe.errors import UserError
-from skippipe.jsonfile import json_text
-from skippipe.learning import Learning
-from skippipe.model.blueprint import Blueprint
+from skippipe.json_fields import json_text
+from skippipe.model.model_spec import ModelSpec
+from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.planner.strategies import Request
+from skippipe.planner.strategies import PlanRequest
 from skippipe.presets import preset
-from skippipe.recipe import Recipe
-from skippipe.runtime.coordinator import IterationReport, Watcher
-from skippipe.training.assembly import Assembly, assemble, by_length
-from skippipe.training.brief import Brief
-from skippipe.training.engines import one_process, virtual
-from skippipe.training.job import Job, load_job
-from skippipe.training.tomlfile import example, field_texts, from_table
+from skippipe.runtime.coordinator.state_machine import Callback, IterationReport
+from skippipe.runtime.node_config import NodeConfig
+from skippipe.skip_schedule import SkipSchedule
+from skippipe.toml_config import example, field_texts, from_table
+from skippipe.training.backends import one_process, virtual
+from skippipe.training.build_run import RunSetup, build_run, by_length
+from skippipe.training.job_config import JobConfig, load_job
+from skippipe.validate import validate
 from skippipe.workload import Workload
 from tests.models import tiny
 from tests.plans import uniform_cluster
 
-QUICK = Request(seed=0, budget_s=0.2)
+QUICK = PlanRequest(seed=0, budget_s=0.2)
 WORDS = "It was the best of links, it was the worst of links, it was the age of wisdom and of foolishness. "
 
 
-def job_in(folder: Path, text: str) -> Job:
+def job_in(folder: Path, text: str) -> JobConfig:
     file = folder / "job.toml"
     file.write_text(text, encoding="utf-8")
     return load_job(file)
@@ -139,24 +139,24 @@ def test_whole_numbers_are_numbers_and_a_text_is_a_list_of_one(tmp_path: Path) -
 
 
 def test_the_example_is_the_default_job_with_every_field_explained() -> None:
-    text = example(Job)
-    assert from_table(Job, tomllib.loads(text)) == Job()
+    text = example(JobConfig)
+    assert from_table(JobConfig, tomllib.loads(text)) == JobConfig()
     said = tomllib.loads(text)
-    for field in fields(Job):
+    for field in fields(JobConfig):
         assert field.name in said
-        inner = getattr(Job(), field.name)
+        inner = getattr(JobConfig(), field.name)
         if isinstance(said[field.name], dict):
             names = {each.name for each in fields(inner)}
             assert set(said[field.name]) == {name for name in names if getattr(inner, name) is not None}
             assert field_texts(type(inner)).keys() == names, f"[{field.name}] has unexplained fields"
-    assert field_texts(Job).keys() == said.keys()
+    assert field_texts(JobConfig).keys() == said.keys()
     assert max(len(line) for line in text.splitlines()) <= 100
 
 
 def test_the_rate_falls_over_the_run_unless_it_is_told_otherwise() -> None:
-    assert Job(iterations=300).schedule.iterations == 300
-    assert Job(iterations=5).schedule.iterations == Job().learning.warmup + 1
-    assert Job(iterations=5, learning=Learning(iterations=70)).schedule.iterations == 70
+    assert JobConfig(iterations=300).schedule.iterations == 300
+    assert JobConfig(iterations=5).schedule.iterations == JobConfig().learning.warmup + 1
+    assert JobConfig(iterations=5, learning=OptimConfig(iterations=70)).schedule.iterations == 70
 
 
 # Beyond the file: what it names
@@ -171,7 +171,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def assembled(folder: Path, text: str = "", **pipeline: Any) -> Assembly:
+def assembled(folder: Path, text: str = "", **pipeline: Any) -> RunSetup:
     """A small job with some fields said otherwise."""
     said: dict[str, Any] = {
         "output": str(folder / "run"),
@@ -183,7 +183,7 @@ def assembled(folder: Path, text: str = "", **pipeline: Any) -> Assembly:
     }
     for name, value in tomllib.loads(text).items():
         said[name] = {**said.get(name, {}), **value} if isinstance(value, dict) else value
-    return assemble(from_table(Job, said), request=QUICK)
+    return build_run(from_table(JobConfig, said), request=QUICK)
 
 
 def complaint_of(folder: Path, text: str = "", **pipeline: Any) -> str:
@@ -278,17 +278,17 @@ def saved_cluster(folder: Path, plan: Plan) -> Path:
 def test_a_job_becomes_a_brief(folder: Path) -> None:
     text = "seed = 7\n[averaging]\ndtype = 'int8'\n[transport]\nwire = 'fp32'\n[emulation]\nenabled = true\ntime = 0.5"
     made = assembled(folder, text, split_backward=True)
-    brief = made.brief
-    assert brief.seed == 7
-    assert brief.plan.workload.gradient_dtype == "int8"
-    assert brief.plan.workload.wire_dtype == "fp32"
-    assert brief.plan.split_backward
-    assert brief.emulated
-    assert brief.plan.cluster.fingerprint != preset("regions:4").fingerprint
-    assert brief.config["vocab_size"] == made.tokens.vocabulary
-    assert brief.sampler().seed == 7
-    assert brief.learning.iterations == 100
-    assert brief.blueprint().shape == made.blueprint.shape
+    node_config = made.node_config
+    assert node_config.seed == 7
+    assert node_config.plan.workload.gradient_dtype == "int8"
+    assert node_config.plan.workload.wire_dtype == "fp32"
+    assert node_config.plan.split_backward
+    assert node_config.emulated
+    assert node_config.plan.cluster.fingerprint != preset("regions:4").fingerprint
+    assert node_config.config["vocab_size"] == made.tokens.vocabulary
+    assert node_config.sampler().seed == 7
+    assert node_config.learning.iterations == 100
+    assert node_config.spec().shape == made.spec.shape
 
 
 # Paths that change their length
@@ -317,8 +317,8 @@ def test_a_recipe_becomes_plans_on_the_same_stages(folder: Path) -> None:
         assert plan.workload == made.plan.workload
         assert plan.workload.early_exit
         assert {len(lane.path) for lane in plan.lanes} == {length}
-        assert check(plan) == []
-    assert made.brief.recipe == made.run.brief.recipe == made.job.recipe
+        assert validate(plan) == []
+    assert made.node_config.recipe == made.run.node_config.recipe == made.job.recipe
     assert made.run.plans == made.plans
     for name in ("plan.json", "plan-3.json"):
         (Path(made.job.output) / name).unlink(missing_ok=True)
@@ -351,7 +351,7 @@ def saved_plan(folder: Path, plan: Plan) -> str:
     return str(folder / "given.json")
 
 
-class Losses(Watcher):
+class Losses(Callback):
     def __init__(self) -> None:
         self.found: list[tuple[float, tuple[int, ...]]] = []
 
@@ -375,14 +375,14 @@ def test_nodes_follow_the_recipe_of_a_job(folder: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_moe"])
 def test_a_brief_there_and_back(family: str) -> None:
-    blueprint = Blueprint(tiny(family), seed=5)
+    spec = ModelSpec(tiny(family), seed=5)
     stages = (Stage(3, (0,), (0,)), Stage(2, (1, 2), (2, 1)))
-    plan = Plan(uniform_cluster(3), Workload(blueprint.shape, 16, 2, 3), stages, (Lane((0, 1), 2), Lane((0, 2), 1)))
-    brief = Brief(
+    plan = Plan(uniform_cluster(3), Workload(spec.shape, 16, 2, 3), stages, (Lane((0, 1), 2), Lane((0, 2), 1)))
+    node_config = NodeConfig(
         plan,
-        blueprint.config.to_dict(),
+        spec.config.to_dict(),
         5,
-        Learning(rate=1.0, iterations=40),
+        OptimConfig(rate=1.0, iterations=40),
         "/some/where",
         "0123",
         device="cuda:1",
@@ -391,21 +391,21 @@ def test_a_brief_there_and_back(family: str) -> None:
         averaging="torch",
         emulated=True,
         rendezvous="127.0.0.1:5",
-        recipe=Recipe("1/3 until 90%, 0", residual="scaled", early_exit=0.1),
+        recipe=SkipSchedule("1/3 until 90%, 0", residual="scaled", early_exit=0.1),
     )
-    for each in (brief, replace(brief, rendezvous=None)):
+    for each in (node_config, replace(node_config, rendezvous=None)):
         text = json.dumps(each.to_json(), allow_nan=False)
-        back = Brief.from_json(json.loads(text))
+        back = NodeConfig.from_json(json.loads(text))
         assert json.dumps(back.to_json()) == text
         assert replace(back, plan=plan, config=each.config) == each
-        assert back.blueprint().config.to_dict() == blueprint.config.to_dict()
+        assert back.spec().config.to_dict() == spec.config.to_dict()
 
 
 def test_a_brief_that_is_none(folder: Path) -> None:
-    good = assembled(folder).brief.to_json()
+    good = assembled(folder).node_config.to_json()
     for name in good:
         with pytest.raises(UserError, match=name):
-            Brief.from_json({key: value for key, value in good.items() if key != name})
+            NodeConfig.from_json({key: value for key, value in good.items() if key != name})
     for name, value in (
         ("config", 3),
         ("seed", -1),
@@ -415,12 +415,12 @@ def test_a_brief_that_is_none(folder: Path) -> None:
         ("recipe", {"skip": 1}),
     ):
         with pytest.raises(UserError, match=name):
-            Brief.from_json({**good, name: value})
+            NodeConfig.from_json({**good, name: value})
     with pytest.raises(UserError, match="nonsense"):
-        Brief.from_json({**good, "nonsense": 1})
+        NodeConfig.from_json({**good, "nonsense": 1})
 
 
 def test_other_tokens_than_the_jobs_are_refused(folder: Path) -> None:
-    brief = replace(assembled(folder).brief, data_fingerprint="f" * 64)
+    node_config = replace(assembled(folder).node_config, data_fingerprint="f" * 64)
     with pytest.raises(UserError, match=r"other tokens .* than the job's"):
-        brief.sampler()
+        node_config.sampler()

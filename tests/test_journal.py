@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skippipe.errors import UserError
-from skippipe.training.journal import HEADER, Journal
+from skippipe.runs.wal import HEADER, WriteAheadLog
 
 RECORDS: list[dict[str, Any]] = [
     {"say": "hired", "node": 3, "name": "Zürich\n"},
@@ -38,25 +38,25 @@ def unsynced(_: int) -> None:
 
 
 @contextmanager
-def opened(path: Path, sync: Callable[[int], None] = unsynced) -> Iterator[Journal]:
-    journal = Journal(path, sync=sync)
+def opened(path: Path, sync: Callable[[int], None] = unsynced) -> Iterator[WriteAheadLog]:
+    wal = WriteAheadLog(path, sync=sync)
     try:
-        yield journal
+        yield wal
     finally:
-        journal.close()
+        wal.close()
 
 
 def filled(path: Path, records: list[dict[str, Any]] = RECORDS) -> bytes:
-    with opened(path) as journal:
-        assert journal.records == [] and not journal.torn_bytes
+    with opened(path) as wal:
+        assert wal.records == [] and not wal.torn_bytes
         for record in records:
-            journal.write(record)
+            wal.write(record)
     return path.read_bytes()
 
 
 def found(path: Path) -> list[dict[str, Any]]:
-    with opened(path) as journal:
-        return journal.records
+    with opened(path) as wal:
+        return wal.records
 
 
 def test_layout(tmp_path: Path) -> None:
@@ -71,10 +71,10 @@ def test_cut_off_at_every_length(tmp_path: Path) -> None:
     for length in range(len(whole) + 1):
         path.write_bytes(whole[:length])
         there = sum(end <= length for end in ends[1:])
-        with opened(path) as journal:
-            assert journal.records == RECORDS[:there]
-            assert journal.torn_bytes == length - max((end for end in ends if end <= length), default=0)
-            journal.write({"more": length})
+        with opened(path) as wal:
+            assert wal.records == RECORDS[:there]
+            assert wal.torn_bytes == length - max((end for end in ends if end <= length), default=0)
+            wal.write({"more": length})
         assert found(path) == [*RECORDS[:there], {"more": length}]
 
 
@@ -84,8 +84,8 @@ def test_zeros_where_a_record_was_to_be(tmp_path: Path) -> None:
     whole = filled(path)
     for room in (1, 100, 5000):
         path.write_bytes(whole + bytes(room))
-        with opened(path) as journal:
-            assert journal.records == RECORDS and journal.torn_bytes == room
+        with opened(path) as wal:
+            assert wal.records == RECORDS and wal.torn_bytes == room
         assert path.read_bytes() == whole
     path.write_bytes(bytes(len(HEADER)))
     assert found(path) == []
@@ -157,13 +157,13 @@ def test_any_records_and_back(tmp_path: Path, records: list[dict[str, Any]]) -> 
 
 
 def test_what_json_cannot_say_is_not_written(tmp_path: Path) -> None:
-    with opened(tmp_path / "journal") as journal:
-        journal.write({"a": 1})
+    with opened(tmp_path / "journal") as wal:
+        wal.write({"a": 1})
         with pytest.raises(ValueError, match="not JSON compliant"):
-            journal.write({"loss": float("nan")})
+            wal.write({"loss": float("nan")})
         with pytest.raises(ValueError, match="not JSON compliant"):
-            journal.rewrite([{"loss": float("inf")}])
-        journal.write({"b": 2})
+            wal.rewrite([{"loss": float("inf")}])
+        wal.write({"b": 2})
     assert found(tmp_path / "journal") == [{"a": 1}, {"b": 2}]
 
 
@@ -172,9 +172,9 @@ def test_what_json_cannot_say_is_not_written(tmp_path: Path) -> None:
 
 def test_synced_before_write_returns(tmp_path: Path) -> None:
     path, seen = tmp_path / "deep" / "er" / "journal", list[bytes]()
-    with opened(path, lambda _: seen.append(path.read_bytes())) as journal:
+    with opened(path, lambda _: seen.append(path.read_bytes())) as wal:
         assert seen == [HEADER]
-        journal.write({"a": 1})
+        wal.write({"a": 1})
         assert len(seen) == 2 and seen[-1].endswith(b'{"a": 1}\n')
     with opened(path, lambda _: seen.append(path.read_bytes())):
         assert len(seen) == 3  # a killed predecessor may have written what it did not sync
@@ -183,7 +183,7 @@ def test_synced_before_write_returns(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from skippipe.training.journal import Journal
+from skippipe.runs.wal import Journal
 journal = Journal(Path(sys.argv[1]))
 for number in range(10**9):
     journal.write({"number": number, "padding": "x" * (number * 37 % 5000)})
@@ -226,18 +226,18 @@ def test_a_full_disk_leaves_what_was_written(tmp_path: Path) -> None:
     def fill() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # a write across it is cut short, the next one fails
-        with opened(path) as journal:
+        with opened(path) as wal:
             for number in range(3):
-                journal.write({"number": number})
+                wal.write({"number": number})
             before = path.read_bytes()
             too_long = {"long": "x" * 2000}
-            changes = (partial(journal.write, too_long), partial(journal.rewrite, [too_long]))
+            changes = (partial(wal.write, too_long), partial(wal.rewrite, [too_long]))
             for change in changes:
                 with pytest.raises(OSError) as caught:
                     change()
                 assert caught.value.errno == errno.EFBIG
                 assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-            journal.write({"number": 3})
+            wal.write({"number": 3})
 
     assert in_child(fill) == 0
     assert [record["number"] for record in found(path)] == [0, 1, 2, 3]
@@ -253,21 +253,21 @@ def test_a_failed_sync_takes_the_record_back(tmp_path: Path, monkeypatch: pytest
     def truncate(_: int, __: int) -> None:
         raise OSError(errno.EIO, "broken")
 
-    with opened(path, sync) as journal:
-        journal.write({"a": 1})
+    with opened(path, sync) as wal:
+        wal.write({"a": 1})
         before = path.read_bytes()
         failing.append(True)
         with pytest.raises(OSError, match="broken"):
-            journal.write({"b": 2})
+            wal.write({"b": 2})
         assert path.read_bytes() == before
         with monkeypatch.context() as patched:  # and if it cannot be taken back, nothing goes behind it
             patched.setattr(os, "ftruncate", truncate)
             for _ in range(2):
                 with pytest.raises(OSError, match="broken"):
-                    journal.write({"c": 3})
+                    wal.write({"c": 3})
                 assert path.read_bytes().count(b'{"c"') == 1
         failing.clear()
-        journal.write({"d": 4})
+        wal.write({"d": 4})
     assert found(path) == [{"a": 1}, {"d": 4}]
 
 
@@ -277,11 +277,11 @@ def test_a_failed_sync_takes_the_record_back(tmp_path: Path, monkeypatch: pytest
 def test_rewrite(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     filled(path)
-    with opened(path) as journal:
-        journal.rewrite([*RECORDS[:1], {"rest": 3}])
-        journal.write({"more": 1})
+    with opened(path) as wal:
+        wal.rewrite([*RECORDS[:1], {"rest": 3}])
+        wal.write({"more": 1})
         with pytest.raises(UserError, match="another coordinator"):
-            Journal(path)
+            WriteAheadLog(path)
     assert found(path) == [*RECORDS[:1], {"rest": 3}, {"more": 1}]
 
 
@@ -295,14 +295,14 @@ def test_rewrite_killed_at_each_step(tmp_path: Path, step: str, monkeypatch: pyt
         os.kill(os.getpid(), signal.SIGKILL)
 
     def rewrite() -> None:
-        with opened(path, unsynced) as journal:
+        with opened(path, unsynced) as wal:
             if step == "sync":
-                journal._sync = die
+                wal._sync = die
             elif step == "rename":
                 monkeypatch.setattr(Path, "replace", die)
             else:
                 monkeypatch.setattr(os, {"write": "pwrite", "folder": "fsync"}[step], die)
-            journal.rewrite(new)
+            wal.rewrite(new)
 
     assert in_child(rewrite) == -signal.SIGKILL
     assert (tmp_path / "journal.partial").exists() == (step != "folder")
@@ -313,8 +313,8 @@ def test_rewrite_killed_at_each_step(tmp_path: Path, step: str, monkeypatch: pyt
 def test_rewrite_follows_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "journal")
     filled(tmp_path / "link")
-    with opened(tmp_path / "link") as journal:
-        journal.rewrite([{"a": 1}])
+    with opened(tmp_path / "link") as wal:
+        wal.rewrite([{"a": 1}])
     assert (tmp_path / "link").is_symlink() and found(tmp_path / "journal") == [{"a": 1}]
 
 
@@ -323,13 +323,13 @@ def test_rewrite_follows_a_link(tmp_path: Path) -> None:
 
 def test_one_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    with opened(path) as journal:
-        journal.write({"a": 1})
+    with opened(path) as wal:
+        wal.write({"a": 1})
         with pytest.raises(UserError, match=rf"{path}: another coordinator has it open; end that one first"):
-            Journal(path)
-        journal.write({"b": 2})
+            WriteAheadLog(path)
+        wal.write({"b": 2})
     with pytest.raises(OSError, match="Bad file descriptor"):
-        journal.write({"c": 3})
+        wal.write({"c": 3})
     assert found(path) == [{"a": 1}, {"b": 2}]
 
 
@@ -339,8 +339,8 @@ def test_a_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     waits, says = os.pipe()
     is_up, comes_up = os.pipe()
-    with opened(path) as journal:
-        journal.write({"a": 1})
+    with opened(path) as wal:
+        wal.write({"a": 1})
         child = os.fork()
         if child == 0:
             os.close(says)
@@ -358,11 +358,11 @@ def test_a_child_does_not_keep_the_lock(tmp_path: Path) -> None:
 
 def test_a_journal_that_was_taken_away_is_not_written_to(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    with opened(path) as journal:
+    with opened(path) as wal:
         path.rename(tmp_path / "elsewhere")
         for _ in range(2):
             with pytest.raises(OSError, match="moved or replaced"):
-                journal.write({"a": 1})
+                wal.write({"a": 1})
             path.write_bytes(HEADER)
     assert found(tmp_path / "elsewhere") == []
 
@@ -371,4 +371,4 @@ def test_bad_places(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file" / "journal"):
         with pytest.raises(UserError, match=rf"^{path}: cannot be opened: "):
-            Journal(path)
+            WriteAheadLog(path)

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import zmq
 
-from skippipe.transport import outgoing
-from skippipe.transport.lanes import LARGE_BYTES, LaneIn, Verb, Word
-from skippipe.transport.mailbox import Lost, Mailbox, QueueFull, Reason
-from skippipe.transport.message import HEADER, Kind, Message, Received
-from skippipe.transport.packed import Packed
-from skippipe.transport.sealing import TAG_BYTES
+from skippipe.transport import sender
+from skippipe.transport.aead import TAG_BYTES
+from skippipe.transport.fast_path import LARGE_BYTES, FastPathMessage, FastPathReceiver, FastPathVerb
+from skippipe.transport.mailbox import LossReason, Lost, Mailbox, QueueFull
+from skippipe.transport.message import HEADER, Message, MessageKind, Received
+from skippipe.transport.wire_codec import EncodedTensor
 from tests.network import HELLO, KEYS, PATIENCE_S, Net, link, network
 from tests.relay import Relay, Tamper
 
@@ -33,15 +33,22 @@ def net() -> Iterator[Net]:
 def numbered(number: int, nbytes: int) -> Message:
     """A message that can be told from others by its payload, too."""
     if not nbytes:
-        return Message(Kind.HOP, number, 0, 0, 0)
-    return Message(Kind.HOP, number, 0, 0, 0, Packed("bf16", (nbytes // 2,), bytes([number % 251]) * (nbytes // 2 * 2)))
+        return Message(MessageKind.HOP, number, 0, 0, 0)
+    return Message(
+        MessageKind.HOP,
+        number,
+        0,
+        0,
+        0,
+        EncodedTensor("bf16", (nbytes // 2,), bytes([number % 251]) * (nbytes // 2 * 2)),
+    )
 
 
 def check(received: list[Received]) -> list[int]:
     """Numbers of the messages, which are as they were sent."""
     for each in received:
         body = each.message.body
-        assert each.message == numbered(each.message.iteration, body.nbytes if isinstance(body, Packed) else 0)
+        assert each.message == numbered(each.message.iteration, body.nbytes if isinstance(body, EncodedTensor) else 0)
     return [each.message.iteration for each in received]
 
 
@@ -71,7 +78,7 @@ def later(box: Mailbox) -> None:
 
 
 def relayed(monkeypatch: pytest.MonkeyPatch, relay: Relay) -> None:
-    monkeypatch.setattr(LaneIn, "offer", lambda self: relay.offer(self))
+    monkeypatch.setattr(FastPathReceiver, "offer", lambda self: relay.offer(self))
 
 
 # Order
@@ -109,7 +116,7 @@ def test_order_across_lanes(net: Net, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_order_stays_when_lanes_break(net: Net, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Some messages are gone, each time with a loss; none comes twice, none too late, and it goes on."""
-    monkeypatch.setattr(outgoing, "ASK_AGAIN_S", 0.5)
+    monkeypatch.setattr(sender, "ASK_AGAIN_S", 0.5)
     rng, relay = random.Random(seed), Relay()
     relayed(monkeypatch, relay)
     a, b = both_ways(net, depth=4)
@@ -172,7 +179,7 @@ def test_tampering_ends_the_lane_and_nothing_else(net: Net, monkeypatch: pytest.
         for number in range(1, 6):
             a.send("b", numbered(number, LARGE_BYTES))
         found = net.until(lambda: not a.in_fast_lane)
-        assert a.lost() == [Lost("b", Reason.DISCONNECTED)] and a.connected == {"b"}
+        assert a.lost() == [Lost("b", LossReason.DISCONNECTED)] and a.connected == {"b"}
         assert set(check(found["b"])) <= ({1, 2} if how == "replayed" else {1})
         assert b.refused == (how != "too long") and not b.malformed  # libzmq itself hangs up on a frame too long
         if b.refused:
@@ -206,7 +213,7 @@ def test_payload_is_not_readable_on_the_wire(net: Net, monkeypatch: pytest.Monke
 
 
 @contextmanager
-def stranger(offer: Word) -> Iterator[zmq.Socket[bytes]]:
+def stranger(offer: FastPathMessage) -> Iterator[zmq.Socket[bytes]]:
     """Somebody who has read name and password off the wire."""
     with zmq.Context() as context, context.socket(zmq.PUSH) as push:
         push.setsockopt(zmq.LINGER, 0)
@@ -232,10 +239,10 @@ def test_name_and_password_are_good_for_once(net: Net, monkeypatch: pytest.Monke
 
 
 def test_stranger_who_comes_first_keeps_out_of_the_lane_and_no_more(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    offers: list[Word] = []
-    real, came = LaneIn.offer, ExitStack()
+    offers: list[FastPathMessage] = []
+    real, came = FastPathReceiver.offer, ExitStack()
 
-    def raced(lane: LaneIn) -> Word:
+    def raced(lane: FastPathReceiver) -> FastPathMessage:
         """The offer goes to a when the stranger is in."""
         offers.append(real(lane))
         if len(offers) == 1:
@@ -246,7 +253,7 @@ def test_stranger_who_comes_first_keeps_out_of_the_lane_and_no_more(net: Net, mo
                 b._incoming.answer_strangers()
         return offers[-1]
 
-    monkeypatch.setattr(LaneIn, "offer", raced)
+    monkeypatch.setattr(FastPathReceiver, "offer", raced)
     with came:
         a, b = both_ways(net)
         a.send("b", LARGE)
@@ -267,7 +274,7 @@ def test_peer_that_returns_gets_a_new_lane(net: Net) -> None:
     b.close()
     net.forget(b)
     net.until(lambda: not a.connected)
-    assert set(a.lost()) == {Lost("b", Reason.DISCONNECTED)} and not a.in_fast_lane
+    assert set(a.lost()) == {Lost("b", LossReason.DISCONNECTED)} and not a.in_fast_lane
     again = net.box("b", listen=address)
     link(again, a)
     for number in range(3):
@@ -322,7 +329,7 @@ def test_forbidden_in_the_lane_too(net: Net) -> None:
     a, b = fast(net)
     b.forbid("a")
     a.send("b", LARGE)
-    assert net.loss(a) == Lost("b", Reason.DISCONNECTED)
+    assert net.loss(a) == Lost("b", LossReason.DISCONNECTED)
     a.send("b", LARGE)
     assert not net.until(lambda: b.refused)["b"]
     b.allow("a", KEYS["a"].public)
@@ -338,7 +345,7 @@ def test_oversize_ends_the_lane(net: Net) -> None:
     a.send("b", LARGE)
     net.until(lambda: a.in_fast_lane)
     a.send("b", numbered(1, 2**20 + 2))
-    assert net.loss(a) == Lost("b", Reason.DISCONNECTED) and b.malformed == {"a": 1}
+    assert net.loss(a) == Lost("b", LossReason.DISCONNECTED) and b.malformed == {"a": 1}
     a.send("b", HELLO)
     assert net.delivered(b) == [Received("a", HELLO)]
 
@@ -358,15 +365,15 @@ def test_lane_needs_both_ways(net: Net) -> None:
 def test_offer_for_a_question_of_the_past(net: Net) -> None:
     a, _ = both_ways(net)
     a.send("b", LARGE)
-    a._outgoing["b"].take_lane(Word(Verb.OFFER, bytes(16), 5555))
+    a._outgoing["b"].take_lane(FastPathMessage(FastPathVerb.OFFER, bytes(16), 5555))
     assert a._outgoing["b"].lane is None
     net.until(lambda: a.in_fast_lane)
 
 
 def test_control_messages_ask_for_no_lane(net: Net) -> None:
     a, b = both_ways(net, json_bytes=2**20)
-    a.send("b", Message(Kind.CONTROL, 0, 0, 0, 0, {"brief": "x" * LARGE_BYTES}))
-    a.send("b", Message(Kind.CONTROL, 0, 0, 0, 0, {"brief": "x" * 2**20}))
+    a.send("b", Message(MessageKind.CONTROL, 0, 0, 0, 0, {"brief": "x" * LARGE_BYTES}))
+    a.send("b", Message(MessageKind.CONTROL, 0, 0, 0, 0, {"brief": "x" * 2**20}))
     assert len(net.until(lambda: b.malformed)["b"]) == 1
     assert a._outgoing["b"]._asked is None
 
@@ -388,11 +395,11 @@ def test_unreachable_port_is_not_tried_all_the_time(net: Net, monkeypatch: pytes
         port = nobody.getsockname()[1]
         offers: list[bytes] = []
 
-        def wrong_offer(lane: LaneIn) -> Word:
+        def wrong_offer(lane: FastPathReceiver) -> FastPathMessage:
             offers.append(lane.name)
-            return Word(Verb.OFFER, lane.name, port, lane.token)
+            return FastPathMessage(FastPathVerb.OFFER, lane.name, port, lane.token)
 
-        monkeypatch.setattr(LaneIn, "offer", wrong_offer)
+        monkeypatch.setattr(FastPathReceiver, "offer", wrong_offer)
         a, b = both_ways(net)
         for number in range(6):
             if number == 4:

@@ -21,11 +21,11 @@ from skippipe.cli import main
 from skippipe.cli.app import app
 from skippipe.cluster import Cluster
 from skippipe.errors import UserError
-from skippipe.training import torchrun
-from skippipe.training.job import load_job
-from skippipe.training.torchrun import Rank
+from skippipe.training import launch_torchrun
+from skippipe.training.job_config import load_job
+from skippipe.training.launch_torchrun import Rank
+from skippipe.transport.addresses import free_port, listen_address, own_address
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
-from skippipe.transport.route import free_port, own_address, place_to_listen
 
 END_S = 120.0  # for a run to end on a busy machine; each takes some 10 s on an idle one
 NODES = 4
@@ -247,12 +247,12 @@ def test_the_coordinator_cannot_start(place: Place, names: list[str], skippipe: 
 
 def test_where_a_node_listens() -> None:
     assert own_address("127.0.0.1") == "127.0.0.1"
-    assert place_to_listen("5556", "127.0.0.1:5555", None) == "127.0.0.1:5556"
-    assert place_to_listen("5556", "localhost:5555", None) == "127.0.0.1:5556"
-    assert place_to_listen("10.0.0.7:5556", "10.0.0.1:5555", None) == "10.0.0.7:5556"
-    assert place_to_listen("0.0.0.0:5556", "10.0.0.1:5555", "home.example:5556") == "0.0.0.0:5556"
+    assert listen_address("5556", "127.0.0.1:5555", None) == "127.0.0.1:5556"
+    assert listen_address("5556", "localhost:5555", None) == "127.0.0.1:5556"
+    assert listen_address("10.0.0.7:5556", "10.0.0.1:5555", None) == "10.0.0.7:5556"
+    assert listen_address("0.0.0.0:5556", "10.0.0.1:5555", "home.example:5556") == "0.0.0.0:5556"
     with pytest.raises(UserError, match=r"'no\.such\.host\.invalid': no way there"):
-        place_to_listen("0", "no.such.host.invalid:5555", None)
+        listen_address("0", "no.such.host.invalid:5555", None)
 
 
 # torchrun
@@ -266,7 +266,7 @@ def test_every_rank_takes_its_own_gpu() -> None:
 @pytest.mark.slow
 def test_torchrun(place: Place) -> None:
     job = place.job("ranks", nodes=3, stages=3)
-    words = ("--standalone", "--nproc-per-node", 3, "-m", "skippipe.training.torchrun", job)
+    words = ("--standalone", "--nproc-per-node", 3, "-m", "skippipe.training.launch_torchrun", job)
     code, out, err = end(start(*words, module="torch.distributed.run"))
     assert code == 0, f"{out}{err}"
     assert "on 3 nodes of 'regions:3'" in out
@@ -295,7 +295,7 @@ def test_torchrun_cannot_start(
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(sys, "argv", ["torchrun", str(place.job("cannot", nodes=3, stages=3, more=more))])
     with pytest.raises(SystemExit) as ended:
-        torchrun.main()
+        launch_torchrun.main()
     assert ended.value.code == 2
     assert only_error(capsys.readouterr().err).startswith(wrong)
 

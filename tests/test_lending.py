@@ -8,30 +8,38 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from skippipe.model.rebuilding import same_depth
-from skippipe.runtime import tensors
-from skippipe.runtime.tensors import Tensors
-from skippipe.runtime.work import Lend, Load, Measure, Origin, Part, Step, Study
-from skippipe.transport.packed import Packed, pack
+from skippipe.runtime import stage_executor
+from skippipe.runtime.neighbour_init import layer_at_same_depth
+from skippipe.runtime.node.ops import (
+    GradNorm,
+    OptimizerStep,
+    PlanTransfer,
+    ReadState,
+    StateSlice,
+    StateSource,
+    WriteState,
+)
+from skippipe.runtime.stage_executor import StageExecutor
+from skippipe.transport.wire_codec import EncodedTensor, encode
 from tests.computers import RATE, computer_of, noise, ring, state_of, stepped
 
 torch.set_num_threads(1)
 
 
-def learn(learner: Tensors, parts: Sequence[Part], sources: dict[int, Tensors]) -> None:
+def learn(learner: StageExecutor, parts: Sequence[StateSlice], sources: dict[int, StageExecutor]) -> None:
     for part in parts:
-        loan = sources[part.source].run(Lend(part.first, part.count, to=0))
-        assert learner.run(Load(part, *loan)) is True
+        loan = sources[part.source].run(ReadState(part.first, part.count, to=0))
+        assert learner.run(WriteState(part, *loan)) is True
 
 
 def test_a_learner_that_steps_along_ends_as_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "SHOWN_VALUES", 5000)
+    monkeypatch.setattr(stage_executor, "SHOWN_VALUES", 5000)
     replica, learner = computer_of(1), computer_of(1, seed=8)
     size = len(replica.tasks.weights.gradient)
     for number in range(3):
         replica.tasks.weights.gradient.copy_(noise(number, size))
         stepped(replica, 2)
-    parts = learner.run(Study(Origin("replica", (4,), (1,), (1.0,), replica.tasks.weights.steps)))
+    parts = learner.run(PlanTransfer(StateSource("replica", (4,), (1,), (1.0,), replica.tasks.weights.steps)))
     assert sum(part.count for part in parts) == 3 * size
     assert max(part.count for part in parts) == 5000
     assert size % 5000, "a part should hold the end of the weights and the beginning of the means"
@@ -39,17 +47,17 @@ def test_a_learner_that_steps_along_ends_as_the_replica(monkeypatch: pytest.Monk
     for number, part in enumerate(reversed(parts)):
         replica.tasks.weights.gradient.copy_(noise(50 + number, size))
         ring([replica, learner])
-        norms = [each.run(Measure(2, alone=False)) for each in (replica, learner)]
+        norms = [each.run(GradNorm(2, alone=False)) for each in (replica, learner)]
         assert norms[0] == norms[1]
         learn(learner, [part], {4: replica})
         for each in (replica, learner):
-            each.run(Step(RATE, 0.5))
+            each.run(OptimizerStep(RATE, 0.5))
     assert torch.equal(state_of(replica), state_of(learner))
     assert replica.tasks.weights.steps == learner.tasks.weights.steps == 3 + len(parts)
 
 
-def named(computer: Tensors) -> dict[str, torch.Tensor]:
-    return {name: each.detach().clone() for name, each in computer.tasks.model.named_weights()}
+def named(executor: StageExecutor) -> dict[str, torch.Tensor]:
+    return {name: each.detach().clone() for name, each in executor.tasks.model.named_weights()}
 
 
 def rebuilt(
@@ -61,7 +69,7 @@ def rebuilt(
     for part in (learner.tasks.weights.mean, learner.tasks.weights.square):
         part.fill_(1.0)
     before = named(learner)
-    parts = learner.run(Study(Origin("neighbours", tuple(others), stages, shares, 6)))
+    parts = learner.run(PlanTransfer(StateSource("neighbours", tuple(others), stages, shares, 6)))
     learn(learner, parts, others)
     assert learner.tasks.weights.steps == 6
     assert not learner.tasks.weights.mean.any()
@@ -81,7 +89,7 @@ DEPTHS: dict[int, tuple[tuple[int, ...], dict[int, tuple[int, ...]]]] = {
 @pytest.mark.parametrize("stage", DEPTHS)
 @pytest.mark.parametrize("shown", [2**22, 777])
 def test_a_stage_is_the_mean_of_its_neighbours(stage: int, shown: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "SHOWN_VALUES", shown)
+    monkeypatch.setattr(stage_executor, "SHOWN_VALUES", shown)
     stages, depths = DEPTHS[stage]
     shares = (0.3, 0.7)[: len(stages)] if len(stages) > 1 else (1.0,)
     before, found, neighbours = rebuilt(stage, stages, shares, (2, 1, 3, 2))
@@ -113,10 +121,10 @@ def test_layers_of_another_kind_stay_and_the_rest_is_the_mean_of_those_that_have
 
 
 def test_the_same_depth() -> None:
-    assert [same_depth(layer, 4, 4) for layer in range(4)] == [0, 1, 2, 3]
-    assert [same_depth(layer, 3, 5) for layer in range(3)] == [0, 2, 4]
-    assert [same_depth(layer, 5, 2) for layer in range(5)] == [0, 0, 0, 1, 1]
-    assert [same_depth(0, 1, count) for count in (1, 2, 3, 4)] == [0, 0, 1, 1]
+    assert [layer_at_same_depth(layer, 4, 4) for layer in range(4)] == [0, 1, 2, 3]
+    assert [layer_at_same_depth(layer, 3, 5) for layer in range(3)] == [0, 2, 4]
+    assert [layer_at_same_depth(layer, 5, 2) for layer in range(5)] == [0, 0, 0, 1, 1]
+    assert [layer_at_same_depth(0, 1, count) for count in (1, 2, 3, 4)] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("kind", ["replica", "checkpoint"])
@@ -124,22 +132,22 @@ def test_all_of_a_state_comes_from_one(kind: Literal["replica", "checkpoint"]) -
     learner, source = computer_of(0, seed=8), computer_of(0)
     source.tasks.weights.gradient.copy_(noise(0, len(source.tasks.weights.gradient)))
     stepped(source, 1)
-    learn(learner, learner.run(Study(Origin(kind, (-1,), (0,), (1.0,), 1))), {-1: source})
+    learn(learner, learner.run(PlanTransfer(StateSource(kind, (-1,), (0,), (1.0,), 1))), {-1: source})
     assert torch.equal(state_of(learner), state_of(source))
 
 
 def test_what_was_not_asked_for_is_not_taken_over() -> None:
-    computer = computer_of(1)
-    size = len(state_of(computer))
-    before = state_of(computer)
-    for wrong in (pack(torch.ones(9), "fp32"), pack(torch.ones(10), "bf16"), None):
-        assert computer.run(Load(Part(0, 0, 10, 0), wrong)) is False
+    executor = computer_of(1)
+    size = len(state_of(executor))
+    before = state_of(executor)
+    for wrong in (encode(torch.ones(9), "fp32"), encode(torch.ones(10), "bf16"), None):
+        assert executor.run(WriteState(StateSlice(0, 0, 10, 0), wrong)) is False
     for first, count in ((size, 1), (size - 1, 2), (-1, 1), (0, 0)):
-        assert computer.run(Lend(first, count, to=0)).payload is None
+        assert executor.run(ReadState(first, count, to=0)).payload is None
     with pytest.raises(ValueError, match="of a state of"):
-        computer.run(Load(Part(0, 0, 10, size - 5), pack(torch.ones(10), "fp32")))
-    loan = computer.run(Lend(0, 10, to=0))
+        executor.run(WriteState(StateSlice(0, 0, 10, size - 5), encode(torch.ones(10), "fp32")))
+    loan = executor.run(ReadState(0, 10, to=0))
     bent = bytearray(loan.payload.data)
     bent[3] ^= 1
-    assert computer.run(Load(Part(0, 0, 10, 20), Packed("fp32", (10,), bent), loan.digest)) is False
-    assert torch.equal(state_of(computer), before)
+    assert executor.run(WriteState(StateSlice(0, 0, 10, 20), EncodedTensor("fp32", (10,), bent), loan.digest)) is False
+    assert torch.equal(state_of(executor), before)

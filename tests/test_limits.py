@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 
 from skippipe.errors import UserError
-from skippipe.serving.complaints import Complaint
-from skippipe.serving.limits import ApiSettings, Turnstile
+from skippipe.web.auth import ApiSettings, RateLimiter
+from skippipe.web.errors import APIError
 from tests.mirror import CHAT, COMPLETIONS, Caller, complaint, valid
 
 TOKEN, OTHER = "a-token-that-is-long", "another-token-as-long"
@@ -64,14 +64,14 @@ def test_without_tokens_only_this_machine_is_answered() -> None:
 
 def test_turnstile_lets_so_many_pass_a_minute() -> None:
     now_s, waits = 0.0, list[str]()
-    turnstile = Turnstile(ApiSettings(loopback=True, requests_a_minute=30), lambda: now_s)
+    turnstile = RateLimiter(ApiSettings(loopback=True, requests_a_minute=30), lambda: now_s)
 
     def passed(token: int) -> int:
         for count in range(1000):
             try:
                 with turnstile.passing(token):
                     pass
-            except Complaint as refused:
+            except APIError as refused:
                 waits.append(refused.headers["Retry-After"])
                 return count
         return 1000

@@ -7,19 +7,19 @@ from datetime import timedelta
 
 import pytest
 
-from skippipe.learning import Learning
+from skippipe.constraints import lanes_through
+from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.rules import lanes_through
-from skippipe.runtime.coordinator import State, Survival
-from skippipe.runtime.faults import Fault, slow_link, slow_node
-from skippipe.runtime.measured import FIRST_CUT_NS, Measured
-from skippipe.runtime.virtual import VirtualCluster
-from skippipe.simulate import simulate
+from skippipe.runtime.coordinator.state_machine import CoordinatorState, RecoverySettings
+from skippipe.runtime.simulation.fault_injection import Fault, slow_link, slow_node
+from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.runtime.task_timing import FIRST_CUT_NS, ClusterEstimator
+from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
 from tests.plans import TINY, uniform_cluster
 
-LEARNING = Learning(warmup=1, iterations=10)
+LEARNING = OptimConfig(warmup=1, iterations=10)
 
 
 def wide_plan() -> Plan:
@@ -31,10 +31,10 @@ def wide_plan() -> Plan:
 
 
 def run(fault: Fault, drift: float, iterations: int = 6) -> VirtualCluster:
-    survival = Survival(drift=drift, planning=timedelta(seconds=0.2))
+    survival = RecoverySettings(drift=drift, planning=timedelta(seconds=0.2))
     cluster = VirtualCluster(wide_plan(), LEARNING, iterations, faults=[fault], survival=survival)
     cluster.run()
-    assert cluster.coordinator.state is State.DONE, cluster.coordinator.failure
+    assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
     return cluster
 
 
@@ -67,14 +67,14 @@ def test_without_drift_nothing_changes() -> None:
 
 
 def test_what_is_as_planned_does_not_drift() -> None:
-    cluster = VirtualCluster(wide_plan(), LEARNING, 4, survival=Survival(drift=0.05))
+    cluster = VirtualCluster(wide_plan(), LEARNING, 4, survival=RecoverySettings(drift=0.05))
     cluster.run()
     assert not cluster.events
 
 
 def test_a_cut_is_forgotten_after_a_while_and_later_each_time() -> None:
     plan = wide_plan()
-    measured = Measured(plan, plan.cluster, 0)
+    measured = ClusterEstimator(plan, plan.cluster, 0)
     assert measured.cluster(0, speeds=False) is None
     measured.cut(3, 6, 0)
     assert measured.is_cut(6, 3, FIRST_CUT_NS - 1)
@@ -92,11 +92,11 @@ def test_a_cut_is_forgotten_after_a_while_and_later_each_time() -> None:
 
 def test_a_plan_from_before_a_restart_says_which_links_were_cut() -> None:
     plan = wide_plan()
-    before = Measured(plan, plan.cluster, 0)
+    before = ClusterEstimator(plan, plan.cluster, 0)
     before.cut(0, 2, 0)
     cut = before.cluster(0, speeds=False)
     assert cut is not None
-    after = Measured(replace(plan, cluster=cut, expected=None), plan.cluster, 5)
+    after = ClusterEstimator(replace(plan, cluster=cut, expected=None), plan.cluster, 5)
     assert after.is_cut(0, 2, 6)
     assert not after.is_cut(0, 3, 6)
     assert not after.is_cut(0, 2, FIRST_CUT_NS + 5)

@@ -12,11 +12,11 @@ import torch
 from torch.nn import functional
 
 from skippipe.errors import UserError
-from skippipe.learning import Learning
-from skippipe.model.blueprint import Blueprint, config_named
+from skippipe.model.flat_params import FlatParams
+from skippipe.model.model_spec import ModelSpec, config_named
 from skippipe.model.stage import StageModel, layer_ranges
-from skippipe.model.tasks import StageTasks
-from skippipe.model.weights import FlatWeights
+from skippipe.model.stage_step import StageStep
+from skippipe.optim_config import OptimConfig
 from skippipe.workload import MODELS
 from tests.models import FAMILIES, tiny, whole_model
 
@@ -25,21 +25,19 @@ TOKENS = torch.arange(40).reshape(2, 20) * 7 % 97
 LABELS = TOKENS.roll(-1, 1)
 
 
-def stages_of(blueprint: Blueprint, counts: tuple[int, ...] = LAYERS, **options: bool) -> list[StageModel]:
-    return [
-        StageModel(blueprint, layers, ends=index == 0, **options) for index, layers in enumerate(layer_ranges(counts))
-    ]
+def stages_of(spec: ModelSpec, counts: tuple[int, ...] = LAYERS, **options: bool) -> list[StageModel]:
+    return [StageModel(spec, layers, ends=index == 0, **options) for index, layers in enumerate(layer_ranges(counts))]
 
 
-def tasks_of(blueprint: Blueprint, **options: Any) -> list[StageTasks]:
+def tasks_of(spec: ModelSpec, **options: Any) -> list[StageStep]:
     return [
-        StageTasks(blueprint, layers, Learning(), ends=index == 0, **options)
+        StageStep(spec, layers, OptimConfig(), ends=index == 0, **options)
         for index, layers in enumerate(layer_ranges(LAYERS))
     ]
 
 
 def train_once(
-    tasks: list[StageTasks],
+    tasks: list[StageStep],
     path: tuple[int, ...] = (0, 1, 2),
     split: bool = False,
     drive: float = 1.0,
@@ -69,7 +67,7 @@ def train_once(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stages_together_give_the_logits_of_transformers(family: str) -> None:
     config = tiny(family)
-    stages = stages_of(Blueprint(config, seed=3))
+    stages = stages_of(ModelSpec(config, seed=3))
     with torch.no_grad():
         hidden = stages[0].embed(TOKENS)
         for stage in stages:
@@ -86,7 +84,7 @@ def test_stages_together_give_the_logits_of_transformers(family: str) -> None:
 def test_gradients_are_those_of_the_whole_model(family: str, option: str) -> None:
     config = tiny(family)
     options = {} if option == "plain" else {option: True}
-    tasks = tasks_of(Blueprint(config, seed=3), **options)
+    tasks = tasks_of(ModelSpec(config, seed=3), **options)
     model = whole_model(config, [each.model for each in tasks])
     loss = train_once(tasks, split=option == "split_backward")
     logits = model(input_ids=TOKENS).logits
@@ -105,9 +103,9 @@ def test_driven_stages_and_an_early_exit_have_the_gradients_of_one_graph(
     family: str, option: str, again: bool, drive: float
 ) -> None:
     """Also where the head comes to a node that has yet to do the forward pass, in place of one that was lost."""
-    blueprint = Blueprint(tiny(family), seed=3)
+    spec = ModelSpec(tiny(family), seed=3)
     options = {} if option == "plain" else {option: True}
-    tasks, stages = tasks_of(blueprint, **options), stages_of(blueprint)
+    tasks, stages = tasks_of(spec, **options), stages_of(spec)
     loss = train_once(tasks, (0, 2), split=option == "split_backward", drive=drive, early=0.4, again=again)
     alone = stages[0](stages[0].embed(TOKENS))
     final = stages[0].loss(alone + drive * (stages[2](alone) - alone), LABELS)
@@ -119,7 +117,7 @@ def test_driven_stages_and_an_early_exit_have_the_gradients_of_one_graph(
 
 
 def test_an_early_exit_of_a_microbatch_that_came_before_adds_nothing() -> None:
-    tasks = tasks_of(Blueprint(tiny("llama"), seed=3))[0]
+    tasks = tasks_of(ModelSpec(tiny("llama"), seed=3))[0]
     hidden = tasks.begin((0, 0), TOKENS)
     tasks.head((0, 0), hidden, LABELS, early=0.4, counts=False)
     assert not tasks.weights.gradient.any()
@@ -127,8 +125,8 @@ def test_an_early_exit_of_a_microbatch_that_came_before_adds_nothing() -> None:
 
 
 def test_driven_stages_and_an_early_exit_in_bf16() -> None:
-    blueprint = Blueprint(tiny("llama"), seed=3)
-    exact, coarse = tasks_of(blueprint), tasks_of(blueprint, compute_dtype="bf16")
+    spec = ModelSpec(tiny("llama"), seed=3)
+    exact, coarse = tasks_of(spec), tasks_of(spec, compute_dtype="bf16")
     for tasks in (exact, coarse):
         train_once(tasks, (0, 2), drive=2.0, early=0.5)
     for stage in (0, 2):
@@ -140,9 +138,9 @@ def test_driven_stages_and_an_early_exit_in_bf16() -> None:
 def test_the_balancing_loss_of_one_layer_is_that_of_transformers() -> None:
     config = tiny("qwen3_moe", num_hidden_layers=3)
     config.mlp_only_layers = [0, 2]  # one mixture: their loss over all layers and ours by layer say the same
-    blueprint = Blueprint(config, seed=1)
-    assert blueprint.routers(range(3)) == 1
-    stages = stages_of(blueprint, (1, 1, 1))
+    spec = ModelSpec(config, seed=1)
+    assert spec.routers(range(3)) == 1
+    stages = stages_of(spec, (1, 1, 1))
     hidden = stages[0].embed(TOKENS)
     balances = []
     for stage in stages:
@@ -158,7 +156,7 @@ def test_the_balancing_loss_of_one_layer_is_that_of_transformers() -> None:
 def test_the_balancing_loss_reaches_the_router() -> None:
     found = []
     for weight in (0.0, 0.5):
-        tasks = tasks_of(Blueprint(tiny("qwen3_moe", router_aux_loss_coef=weight), seed=2))
+        tasks = tasks_of(ModelSpec(tiny("qwen3_moe", router_aux_loss_coef=weight), seed=2))
         train_once(tasks)
         gate = next(each for name, each in tasks[1].model.named_weights() if "gate.weight" in name)
         assert gate.grad is not None
@@ -167,19 +165,19 @@ def test_the_balancing_loss_reaches_the_router() -> None:
 
 
 def test_a_layer_is_the_same_whatever_stage_it_is_in() -> None:
-    blueprint = Blueprint(tiny("llama"), seed=5)
-    one = dict(pair for stage in stages_of(blueprint, (5,)) for pair in stage.named_weights())
-    cut = dict(pair for stage in stages_of(blueprint, (1, 3, 1)) for pair in stage.named_weights())
+    spec = ModelSpec(tiny("llama"), seed=5)
+    one = dict(pair for stage in stages_of(spec, (5,)) for pair in stage.named_weights())
+    cut = dict(pair for stage in stages_of(spec, (1, 3, 1)) for pair in stage.named_weights())
     assert one.keys() == cut.keys()
     assert all(torch.equal(one[name], cut[name]) for name in one)
-    other = dict(stages_of(Blueprint(tiny("llama"), seed=6), (5,))[0].named_weights())
+    other = dict(stages_of(ModelSpec(tiny("llama"), seed=6), (5,))[0].named_weights())
     assert not torch.equal(one["model.layers.2.mlp.up_proj.weight"], other["model.layers.2.mlp.up_proj.weight"])
     ups = [one[f"model.layers.{layer}.mlp.up_proj.weight"] for layer in (1, 2)]
     assert not torch.equal(ups[0], ups[1])
 
 
 def test_a_node_makes_only_its_own_layers() -> None:
-    stage = stages_of(Blueprint(tiny("llama")))[1]
+    stage = stages_of(ModelSpec(tiny("llama")))[1]
     assert {name.split(".")[2] for name, _ in stage.named_weights()} == {"2"}
     assert stage.embedding is None
     assert stage.head is None
@@ -187,7 +185,7 @@ def test_a_node_makes_only_its_own_layers() -> None:
 
 
 def test_several_microbatches_in_flight_do_not_mix() -> None:
-    one, both = (tasks_of(Blueprint(tiny("llama")))[1] for _ in range(2))
+    one, both = (tasks_of(ModelSpec(tiny("llama")))[1] for _ in range(2))
     first, second = torch.randn(2, 2, 20, 32, generator=torch.Generator().manual_seed(1))
     for key, hidden in (((0, 0), first), ((1, 0), second)):
         one.forward(key, hidden)
@@ -201,13 +199,13 @@ def test_several_microbatches_in_flight_do_not_mix() -> None:
 
 
 def test_flat_weights_follow_torch_adamw_and_clip() -> None:
-    learning = Learning(rate=1e-2, warmup=1, iterations=10, clip=0.5)
+    learning = OptimConfig(rate=1e-2, warmup=1, iterations=10, clip=0.5)
     modules = []
     for _ in range(2):
         torch.manual_seed(0)
         modules.append(torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 1)))
     plain, flat = modules
-    weights = FlatWeights(flat.named_parameters(), learning)
+    weights = FlatParams(flat.named_parameters(), learning)
     decayed = [each for each in plain.parameters() if each.dim() > 1]
     others = [each for each in plain.parameters() if each.dim() < 2]
     adam = torch.optim.AdamW(
@@ -231,7 +229,7 @@ def test_flat_weights_follow_torch_adamw_and_clip() -> None:
 
 
 def test_rate_rises_then_falls_to_its_floor() -> None:
-    at_once = Learning(rate=1.0, warmup=4, iterations=20, hold=0.0, floor=0.1)
+    at_once = OptimConfig(rate=1.0, warmup=4, iterations=20, hold=0.0, floor=0.1)
     held = replace(at_once, hold=0.5)
     for learning, falls_from in ((at_once, 4), (held, 12)):
         rates = [learning.rate_at(iteration) for iteration in range(30)]
@@ -240,15 +238,15 @@ def test_rate_rises_then_falls_to_its_floor() -> None:
         assert all(a > b for a, b in pairwise(rates[falls_from:21]))
         assert rates[20:] == pytest.approx([0.1] * 10)
     with pytest.raises(UserError, match="warm-up"):
-        Learning(warmup=20, iterations=20)
+        OptimConfig(warmup=20, iterations=20)
 
 
 def test_presets_become_configurations() -> None:
     config = config_named("llama-30m", vocabulary=512)
-    shape = Blueprint(config).shape
+    shape = ModelSpec(config).shape
     assert (shape.vocab, shape.hidden, shape.layers) == (512, 288, 12)
-    assert sum(each.numel() for stage in stages_of(Blueprint(tiny("llama"))) for each in stage.parameters()) == (
-        Blueprint(tiny("llama")).shape.parameters
+    assert sum(each.numel() for stage in stages_of(ModelSpec(tiny("llama"))) for each in stage.parameters()) == (
+        ModelSpec(tiny("llama")).shape.parameters
     )
     assert MODELS["llama-30m"].layer_parameters == shape.layer_parameters
 
@@ -257,4 +255,4 @@ def test_other_models_are_refused_in_one_line() -> None:
     from transformers import GPT2Config
 
     with pytest.raises(UserError, match="embed_tokens"):
-        Blueprint(GPT2Config(n_layer=2, n_embd=32, n_head=2))
+        ModelSpec(GPT2Config(n_layer=2, n_embd=32, n_head=2))

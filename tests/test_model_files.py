@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-from skippipe import model_files
+from skippipe.checkpoint.format import Manifest
+from skippipe.checkpoint.hf_export import ModelFolder
+from skippipe.data import documents
+from skippipe.data.prepare import prepare
+from skippipe.data.tokenizer import TextTokenizer, train_bpe
 from skippipe.errors import UserError
-from skippipe.inference.loading import load, load_stage, outlined
-from skippipe.model.blueprint import Blueprint, config_from, config_named
+from skippipe.inference.checkpoint_loader import load, load_stage, read_outline
+from skippipe.model import model_files
+from skippipe.model.flat_params import layout_of_stage
+from skippipe.model.model_spec import ModelSpec, config_from, config_named
 from skippipe.model.stage import StageModel, layer_ranges
-from skippipe.model.weights import layout_of_stage
-from skippipe.serving import answers
-from skippipe.text import documents
-from skippipe.text.prepare import prepare
-from skippipe.text.tokenizer import TextTokenizer, train_bpe
-from skippipe.training.checkpoint import Manifest
-from skippipe.training.export import ModelFolder
+from skippipe.serving import async_engine
 from skippipe.workload import model_named
 from tests.commands import Command
 from tests.models import tiny
@@ -42,11 +42,11 @@ CUSTOM = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.EvilModel", "
 def folder(tmp_path: Path) -> Path:
     """A sound model."""
     place = tmp_path / "model"
-    blueprint = Blueprint(tiny("llama", vocab_size=TOKENIZER.size), 5)
-    model = ModelFolder(place, LAYERS, blueprint, TOKENIZER)
+    spec = ModelSpec(tiny("llama", vocab_size=TOKENIZER.size), 5)
+    model = ModelFolder(place, LAYERS, spec, TOKENIZER)
     for number, layers in enumerate(layer_ranges(LAYERS)):
-        weights = dict(StageModel(blueprint, layers, ends=number == 0).named_weights())
-        names = [each.name for each in layout_of_stage(blueprint, LAYERS, number)]
+        weights = dict(StageModel(spec, layers, ends=number == 0).named_weights())
+        names = [each.name for each in layout_of_stage(spec, LAYERS, number)]
         model.store_flat(number, torch.cat([weights[name].detach().flatten() for name in names]))
     return place
 
@@ -128,12 +128,12 @@ def test_where_transformers_has_a_class_of_its_own_that_one_is_used(folder: Path
     assert load(folder).layers == LAYERS
     assert TextTokenizer.load(folder).size == TOKENIZER.size
     told = {**config.to_dict(), "auto_map": CUSTOM}
-    assert Blueprint(config_from(told)).layers == sum(LAYERS)
+    assert ModelSpec(config_from(told)).layers == sum(LAYERS)
 
 
 def test_attention_is_torchs_own(folder: Path) -> None:
     change(folder / "config.json", attn_implementation="somebody/kernel", _attn_implementation="somebody/kernel")
-    assert Blueprint(config_named(str(folder))).config._attn_implementation == "sdpa"
+    assert ModelSpec(config_named(str(folder))).config._attn_implementation == "sdpa"
 
 
 def test_every_call_into_transformers_says_that_no_code_is_trusted() -> None:
@@ -173,13 +173,13 @@ def test_an_index_names_files_of_its_folder_only(name: str, folder: Path) -> Non
         change(index, weight_map=[1])
     else:
         change(index, weight_map={**weights, min(weights): name})
-    for read in (load, outlined):
+    for read in (load, read_outline):
         with pytest.raises(UserError, match="weight_map"):
             read(folder)
 
 
 def test_a_stage_alone_is_read_from_its_folder_only(folder: Path, tmp_path: Path) -> None:
-    outline = outlined(folder)
+    outline = read_outline(folder)
     index = folder / model_files.INDEX
     shutil.copy(next(folder.glob("*.safetensors")), tmp_path / "elsewhere.safetensors")
     change(index, weight_map=dict.fromkeys(json.loads(index.read_text())["weight_map"], "../elsewhere.safetensors"))
@@ -260,8 +260,8 @@ def test_unpacking_takes_bounded_memory(tmp_path: Path, monkeypatch: pytest.Monk
 def chat(folder: Path, template: str) -> list[int]:
     change(folder / "tokenizer_config.json", chat_template=template)
     front: Any = None
-    answering = answers.Answers(
-        front, outlined(folder).tokenizer(), "m", context=64, vocabulary=TOKENIZER.size, ends=frozenset()
+    answering = async_engine.AsyncEngine(
+        front, read_outline(folder).tokenizer(), "m", context=64, vocabulary=TOKENIZER.size, ends=frozenset()
     )
     return answering.chat_tokens([{"role": "user", "content": "best"}])
 
@@ -290,13 +290,13 @@ def test_a_template_gets_nowhere(template: str, folder: Path, monkeypatch: pytes
 
 
 def test_a_template_that_never_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "TEMPLATE_S", 0.05)
+    monkeypatch.setattr(async_engine, "TEMPLATE_S", 0.05)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a %}{% endfor %}{% endfor %}"
     with pytest.raises(UserError, match=r"does not take them: it is not done after 0\.05 s"):
         chat(folder, loop)
 
 
 def test_a_template_that_says_too_much(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "TEMPLATE_CHARACTERS", 1000)
+    monkeypatch.setattr(async_engine, "TEMPLATE_CHARACTERS", 1000)
     with pytest.raises(UserError, match="makes 2,000 characters of them; 1,000 at most"):
         chat(folder, "{{ 'a' * 2000 }}")

@@ -11,34 +11,30 @@ from typing import Any
 
 import pytest
 
-from skippipe.runtime.control import (
-    Alive,
+from skippipe.runtime.coordinator.membership import MemberState
+from skippipe.runtime.coordinator.state_machine import Coordinator, CoordinatorState, Deadlines, Event, RecoverySettings
+from skippipe.runtime.messages import (
     Begin,
-    Broken,
-    Collect,
-    Control,
+    Commit,
+    ControlMessage,
+    GatherState,
+    Heartbeat,
     Hello,
-    Learn,
-    Learned,
-    Proceed,
+    LinkDown,
+    MicrobatchDone,
     Ready,
-    Returned,
-    Seal,
+    Recover,
+    Recovered,
+    StateDigest,
+    StateRequest,
     Stepped,
     Stop,
-    Want,
 )
-from skippipe.runtime.coordinator import Coordinator, Deadlines, Event, State, Survival
-from skippipe.runtime.node import Phase
-from skippipe.runtime.roster import Standing
-from skippipe.simulate import simulate
+from skippipe.runtime.node.state_machine import NodePhase
+from skippipe.simulator import simulate
 from skippipe.timeline import Timing
-from skippipe.transport.message import Kind, Message
-from tests.benches import (
-    AT_ONCE,
-    LEARNING,
-    small_plan,
-)
+from skippipe.transport.message import Message, MessageKind
+from tests.benches import AT_ONCE, LEARNING, small_plan
 from tests.rooms import (
     ASKED,
     HELLO,
@@ -91,7 +87,7 @@ def test_one_that_builds_its_stage_is_noticed_like_any_other() -> None:
 def test_one_that_is_told_to_build_while_it_is_cut_off_is_noticed_like_any_other() -> None:
     course = coordinating(plan=replace(even_plan(), cluster=with_a_quick_one(7)))
     course.hear(6, HELLO)
-    assert course.coordinator.roster[6].standing is Standing.BUILDING
+    assert course.coordinator.membership[6].standing is MemberState.BUILDING
     course.wait(6, 6)
     assert course.room.events[-1] == Event("gone", 0, "no sign of life for 5 s", "n6")
 
@@ -101,7 +97,7 @@ def test_one_that_speaks_and_does_not_get_its_stage_built_is_given_up() -> None:
     course = coordinating(plan=plan, deadlines=Deadlines(ready=timedelta(seconds=30)))
     course.hear(6, HELLO)
     course.wait(31)
-    assert 6 in course.coordinator.roster
+    assert 6 in course.coordinator.membership
     course.wait(1)
     assert course.room.events[-1] == Event("gone", 0, "it has been building its stage for 30 s", "n6")
 
@@ -139,14 +135,14 @@ def test_if_all_wait_for_each_other_nobody_is_called_slow() -> None:
 
 def test_a_broken_link_means_another_beginning_without_it() -> None:
     course = coordinating()
-    course.hear(2, Broken(3, 1))
+    course.hear(2, LinkDown(3, 1))
     told = course.room.news()
     assert all(begin == [Begin(0, 2, False)] for begin in told.values())
     assert sorted(told) == course.coordinator.nodes
     pairs = {frozenset(pair) for lane in course.coordinator.plan.lanes for pair in pairwise(lane.path)}
     assert frozenset({2, 3}) not in pairs
     assert course.coordinator.plan.cluster.bandwidth_bytes_per_s[2, 3] == 0
-    course.hear(3, Broken(2, 2))
+    course.hear(3, LinkDown(2, 2))
     assert not course.room.told, "that is known"
     assert [event.kind for event in course.room.events][:1] == ["cut"]
     course.iterate()
@@ -156,8 +152,8 @@ def test_a_broken_link_means_another_beginning_without_it() -> None:
 def test_one_that_is_gone_is_no_broken_link() -> None:
     course = coordinating()
     course.wait(4, 3)
-    course.hear(2, Broken(3, 1))
-    course.hear(4, Broken(3, 1))
+    course.hear(2, LinkDown(3, 1))
+    course.hear(4, LinkDown(3, 1))
     assert not course.room.events, "it has not been heard of here either"
     course.wait(2, 3)
     assert course.room.happenings()[0] == "gone"
@@ -168,14 +164,14 @@ def test_one_that_is_gone_is_no_broken_link() -> None:
 def test_one_that_is_heard_of_again_has_a_broken_link() -> None:
     course = coordinating()
     course.wait(4, 3)
-    course.hear(2, Broken(3, 1))
+    course.hear(2, LinkDown(3, 1))
     course.wait(1)
     assert course.room.events[0] == Event("cut", 0, "cannot reach 'n3'", "n2")
 
 
 def test_two_of_a_stage_that_cannot_reach_each_other_cannot_average() -> None:
     course = coordinating()
-    course.hear(3, Broken(4, 1))
+    course.hear(3, LinkDown(4, 1))
     assert course.room.logged("part") == [(3,)], "a complaint is at the cost of whoever has it"
     assert [type(each) for each in course.room.news()[3]] == [Stop]
     assert_goes_on(course, 3)
@@ -183,21 +179,24 @@ def test_two_of_a_stage_that_cannot_reach_each_other_cannot_average() -> None:
 
 def test_of_two_that_cannot_average_the_one_leaves_of_whom_others_complain_too() -> None:
     course = coordinating()
-    course.hear(1, Broken(4, 1)).hear(5, Broken(4, 2))
+    course.hear(1, LinkDown(4, 1)).hear(5, LinkDown(4, 2))
     assert course.room.logged("part") == [(4,)]
 
 
 # Deadlines
 
 
-@pytest.mark.parametrize("state", [State.JOINING, State.PREPARING, State.STEPPING, State.COLLECTING])
-def test_a_deadline_that_passes_names_those_who_are_missing(state: State) -> None:
+@pytest.mark.parametrize(
+    "state",
+    [CoordinatorState.JOINING, CoordinatorState.PREPARING, CoordinatorState.STEPPING, CoordinatorState.COLLECTING],
+)
+def test_a_deadline_that_passes_names_those_who_are_missing(state: CoordinatorState) -> None:
     room = Room()
     deadlines = Deadlines(*(timedelta(seconds=7) for _ in range(4)))
-    survival = Survival(survives=state is not State.PREPARING)
+    survival = RecoverySettings(survives=state is not CoordinatorState.PREPARING)
     coordinator = Coordinator(small_plan(), LEARNING, room, room, 1, deadlines=deadlines, survival=survival)
     course = Course(coordinator, room)
-    said: list[Callable[[int], Control]] = [
+    said: list[Callable[[int], ControlMessage]] = [
         lambda node: HELLO,
         lambda node: Ready(),
         lambda node: course.averaged(node),
@@ -209,13 +208,13 @@ def test_a_deadline_that_passes_names_those_who_are_missing(state: State) -> Non
         for node in range(6):
             course.hear(node, what(node))
     assert is_now(coordinator, state)
-    if state is not State.COLLECTING:
+    if state is not CoordinatorState.COLLECTING:
         for node in (0, 1, 3, 5):
             course.hear(node, what(node))
     course.wait(6.9)
     assert not coordinator.over
     course.wait(0.1)
-    names = "n0" if state is State.COLLECTING else "n2, n4"
+    names = "n0" if state is CoordinatorState.COLLECTING else "n2, n4"
     assert coordinator.failure == f"waited 7 s for {names} {state.value}"
 
 
@@ -255,27 +254,27 @@ def test_one_that_does_not_get_ready_is_left_behind() -> None:
     for node in (0, 1, 2, 4, 5):
         course.hear(node, Ready())
     course.wait(300)
-    assert is_now(coordinator, State.TRAINING)
+    assert is_now(coordinator, CoordinatorState.TRAINING)
     assert coordinator.nodes == [0, 1, 2, 4, 5]
     assert all(3 not in lane.path for lane in coordinator.plan.lanes)
 
 
 # Nonsense
 
-NONSENSE: dict[str, Callable[[Course], Control]] = {
+NONSENSE: dict[str, Callable[[Course], ControlMessage]] = {
     "a step out of place": lambda course: Stepped(0),
     "ready again": lambda course: Ready(),
     "an order": lambda course: Begin(0, 9, False),
     "a stop": lambda course: Stop("enough"),
-    "learned, though it never learned": lambda course: Learned(0, 0),
+    "learned, though it never learned": lambda course: Recovered(0, 0),
     "averaged in the next iteration": lambda course: course.averaged(3, iteration=1),
     "averaged in another epoch": lambda course: course.averaged(3, epoch=0),
     "an account that nobody asked for": lambda course: course.contributed(3),
-    "back on a lane that is not there": lambda course: Returned(0, 1, 9, 0, 1.0),
-    "back on the lane of another": lambda course: Returned(0, 1, 0, 0, 1.0),
-    "a broken link to nobody": lambda course: Broken(10**9),
-    "state, though there is no checkpoint": lambda course: Want(0, 0, 10, 0),
-    "a seal": lambda course: Seal(0, "x", 0),
+    "back on a lane that is not there": lambda course: MicrobatchDone(0, 1, 9, 0, 1.0),
+    "back on the lane of another": lambda course: MicrobatchDone(0, 1, 0, 0, 1.0),
+    "a broken link to nobody": lambda course: LinkDown(10**9),
+    "state, though there is no checkpoint": lambda course: StateRequest(0, 0, 10, 0),
+    "a seal": lambda course: StateDigest(0, "x", 0),
 }
 
 
@@ -322,7 +321,7 @@ def test_norms_without_a_sum_end_nothing() -> None:
 
 def test_a_microbatch_that_is_not_there_does_not_come_back() -> None:
     course = coordinating()
-    course.hear(0, Returned(0, 1, 0, 10**6, 1000.0))
+    course.hear(0, MicrobatchDone(0, 1, 0, 10**6, 1000.0))
     course.iterate()
     assert course.room.reports[0].loss == 2.0
 
@@ -350,7 +349,7 @@ def test_what_comes_after_the_end_changes_nothing() -> None:
     course.coordinator.lost(2, "late")
     course.coordinator.fail("later")
     course.coordinator.finish_early()
-    course.coordinator.receive(3, Message(Kind.CHUNK, 0, 0, 0, 0))
+    course.coordinator.receive(3, Message(MessageKind.CHUNK, 0, 0, 0, 0))
     course.wait(10_000)
     assert not course.room.told
     assert course.coordinator.failure == "enough"
@@ -359,7 +358,7 @@ def test_what_comes_after_the_end_changes_nothing() -> None:
 # A coordinator that is started again
 
 
-def at(iteration: int, phase: Phase, epoch: int = 1) -> Hello:
+def at(iteration: int, phase: NodePhase, epoch: int = 1) -> Hello:
     return replace(HELLO, epoch=epoch, iteration=iteration, phase=phase.name)
 
 
@@ -367,20 +366,20 @@ def started_again(iterations: int = 5, done: int = 2, **others: Any) -> Course:
     """With the notes of one that had done so many iterations."""
     before = coordinating(iterations, even_plan())
     before.iterate(done)
-    return coordinating(iterations, journal=before.room.notes, **others)
+    return coordinating(iterations, wal=before.room.notes, **others)
 
 
 def test_a_coordinator_that_is_started_again_waits_for_all_and_begins_with_a_higher_epoch() -> None:
     course = started_again()
-    assert is_now(course.coordinator, State.REUNITING)
+    assert is_now(course.coordinator, CoordinatorState.REUNITING)
     assert course.coordinator.iteration == 2
-    course.hear(2, course.averaged(2), Alive("a step"))
+    course.hear(2, course.averaged(2), Heartbeat("a step"))
     assert not course.room.told, "they have to say hello first, but are not sent away for it"
     for node in range(5):
-        course.hear(node, at(2, Phase.RUNNING, epoch=3))
+        course.hear(node, at(2, NodePhase.RUNNING, epoch=3))
     assert not course.room.told
-    course.hear(5, at(2, Phase.WAITING))
-    assert is_now(course.coordinator, State.TRAINING)
+    course.hear(5, at(2, NodePhase.WAITING))
+    assert is_now(course.coordinator, CoordinatorState.TRAINING)
     begins = {node: controls[-1] for node, controls in course.room.news().items()}
     assert list(begins) == list(range(6))
     epochs = {begin.epoch for begin in begins.values() if isinstance(begin, Begin)}
@@ -396,10 +395,10 @@ def test_a_coordinator_that_is_started_again_waits_for_all_and_begins_with_a_hig
 def test_those_who_have_not_heard_of_the_last_step_are_told_again() -> None:
     course = started_again()
     for node in range(6):
-        course.hear(node, at(1, Phase.AVERAGED) if node == 4 else at(2, Phase.RUNNING))
+        course.hear(node, at(1, NodePhase.AVERAGED) if node == 4 else at(2, NodePhase.RUNNING))
     told = course.room.news()
     proceed, begin = told[4]
-    assert proceed == Proceed(1, LEARNING.rate_at(1), LEARNING.clipping([4.0] * 3)[1], True, False, False)
+    assert proceed == Commit(1, LEARNING.rate_at(1), LEARNING.clipping([4.0] * 3)[1], True, False, False)
     assert isinstance(begin, Begin)
     assert [type(each) for each in told[3]] == [Begin]
 
@@ -407,32 +406,32 @@ def test_those_who_have_not_heard_of_the_last_step_are_told_again() -> None:
 def test_who_does_not_come_back_is_not_waited_for() -> None:
     course = started_again()
     for node in (0, 1, 2, 3, 4):
-        course.hear(node, at(2, Phase.RUNNING))
+        course.hear(node, at(2, NodePhase.RUNNING))
     course.wait(19.9)
-    assert is_now(course.coordinator, State.REUNITING)
+    assert is_now(course.coordinator, CoordinatorState.REUNITING)
     course.wait(0.1)
-    assert is_now(course.coordinator, State.TRAINING)
+    assert is_now(course.coordinator, CoordinatorState.TRAINING)
     assert course.coordinator.nodes == [0, 1, 2, 3, 4]
 
 
 def test_who_is_lost_again_before_all_are_back_is_not_counted_in() -> None:
     course = started_again()
     for node in (0, 1, 2, 3, 4):
-        course.hear(node, at(2, Phase.RUNNING))
+        course.hear(node, at(2, NodePhase.RUNNING))
     course.coordinator.lost(3, "its process ended")
-    course.hear(5, at(2, Phase.RUNNING))
+    course.hear(5, at(2, NodePhase.RUNNING))
     course.wait(20)
-    assert is_now(course.coordinator, State.TRAINING)
+    assert is_now(course.coordinator, CoordinatorState.TRAINING)
     assert course.coordinator.nodes == [0, 1, 2, 4, 5]
 
 
 def test_newcomers_are_placed_and_those_who_are_elsewhere_start_over() -> None:
     course = started_again()
     for node in (0, 1, 2, 3):
-        course.hear(node, at(2, Phase.RUNNING))
+        course.hear(node, at(2, NodePhase.RUNNING))
     course.hear(4, HELLO)
-    course.hear(5, at(0, Phase.RUNNING))
-    assert is_now(course.coordinator, State.TRAINING)
+    course.hear(5, at(0, NodePhase.RUNNING))
+    assert is_now(course.coordinator, CoordinatorState.TRAINING)
     assert course.coordinator.nodes == [0, 1, 2, 3]
     assert course.room.logged("welcome")[-1][0] == 4
     (stop,) = course.room.news()[5]
@@ -445,18 +444,18 @@ def test_newcomers_are_placed_and_those_who_are_elsewhere_start_over() -> None:
 def test_a_coordinator_started_again_after_the_last_iteration_collects() -> None:
     course = started_again(2, 2)
     for node in range(6):
-        course.hear(node, at(1, Phase.AVERAGED) if node == 4 else at(2, Phase.WAITING))
-    assert is_now(course.coordinator, State.STEPPING)
-    assert [type(each) for each in course.room.news()[4]] == [Proceed]
+        course.hear(node, at(1, NodePhase.AVERAGED) if node == 4 else at(2, NodePhase.WAITING))
+    assert is_now(course.coordinator, CoordinatorState.STEPPING)
+    assert [type(each) for each in course.room.news()[4]] == [Commit]
     course.hear(4, Stepped(1))
-    assert is_now(course.coordinator, State.COLLECTING)
-    assert course.room.news() == {0: [Collect(0, False, ASKED)]}
+    assert is_now(course.coordinator, CoordinatorState.COLLECTING)
+    assert course.room.news() == {0: [GatherState(0, False, ASKED)]}
 
 
 def test_one_that_was_learning_is_still_learning() -> None:
     before, _ = learning_late()
-    course = coordinating(5, journal=before.room.notes)
+    course = coordinating(5, wal=before.room.notes)
     for node in range(7):
-        course.hear(node, at(1, Phase.RUNNING))
-    assert [type(each) for each in course.room.news()[6]] == [Begin, Learn]
+        course.hear(node, at(1, NodePhase.RUNNING))
+    assert [type(each) for each in course.room.news()[6]] == [Begin, Recover]
     assert all(6 not in lane.path for lane in course.coordinator.plan.lanes)

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skippipe.check import check
 from skippipe.errors import UserError
-from skippipe.examples import published20, published_plan
-from skippipe.jsonfile import json_text
+from skippipe.json_fields import json_text
 from skippipe.plan import Lane, Plan
+from skippipe.planner.published import published20, published_plan
 from skippipe.presets import data
-from skippipe.simulate import Deadlock, simulate
+from skippipe.simulator import Deadlock, simulate
 from skippipe.timeline import Timing
+from skippipe.validate import validate
 from tests.plans import plans
 
 
@@ -50,7 +50,7 @@ def test_file_and_back_unchanged(plan: Plan, timing: Timing | None) -> None:
 def test_save_and_load(published: Plan, tmp_path: Path) -> None:
     published.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == published
-    assert check(Plan.load(tmp_path / "plan.json")) == []
+    assert validate(Plan.load(tmp_path / "plan.json")) == []
 
 
 def test_files_from_before_the_split_backward_mean_the_same(published: Plan) -> None:
@@ -65,14 +65,14 @@ def test_files_from_before_the_split_backward_mean_the_same(published: Plan) -> 
 def test_a_promise_with_a_split_backward_is_another_one(published: Plan) -> None:
     split = replace(published, split_backward=True)
     assert {rule for rule, _ in found(split)} == {"promise"}
-    assert check(split.promising(simulate(split, Timing.FULL))) == []
+    assert validate(split.promising(simulate(split, Timing.FULL))) == []
 
 
 @pytest.mark.parametrize("paths", ["skippipe", "skippipe_no_tc2", "dtfm_skip", "full_pipeline"])
 def test_published_plans_hold(paths: str) -> None:
     plan = published_plan(published20(), paths)
     for timing in Timing:
-        assert check(plan.promising(simulate(plan, timing))) == []
+        assert validate(plan.promising(simulate(plan, timing))) == []
 
 
 def with_path(plan: Plan, lane: int, *path: str) -> Plan:
@@ -83,7 +83,7 @@ def with_path(plan: Plan, lane: int, *path: str) -> Plan:
 
 
 def found(plan: Plan) -> list[tuple[str, str]]:
-    return [(each.rule, each.where) for each in check(plan)]
+    return [(each.rule, each.where) for each in validate(plan)]
 
 
 def test_cc1_is_named_with_lane_and_hop(published: Plan) -> None:
@@ -144,7 +144,7 @@ def test_an_unreachable_hop_is_named(published: Plan) -> None:
 def test_a_false_promise_is_named(published: Plan, field: str, change: Callable[[Any], Any]) -> None:
     raw = published.to_json()
     raw["expected"][field] = change(raw["expected"][field])
-    (violation,) = check(Plan.from_json(raw))
+    (violation,) = validate(Plan.from_json(raw))
     assert violation.rule == "promise"
     assert violation.where.startswith(f"expected.{field.removesuffix('_s')}")
 

@@ -10,19 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skippipe import rules
-from skippipe.check import check
+from skippipe import constraints
 from skippipe.errors import Infeasible
-from skippipe.examples import published20
-from skippipe.planner.allocate import allocate, best_tour
-from skippipe.planner.blind import blind_paths
-from skippipe.planner.cbs import Group, Limits, PathSearch, Way
-from skippipe.planner.effort import Effort
-from skippipe.planner.problem import Problem, lane_unit, stage_sizes
-from skippipe.planner.strategies import Request, Strategy, make_plan
-from skippipe.planner.tours import NO_WAY, best_path
+from skippipe.planner.astar import NO_WAY, best_path
+from skippipe.planner.cbs import AgentPath, LaneAgent, PathConstraints, PathSearch
+from skippipe.planner.genetic_allocation import allocate, best_tour
+from skippipe.planner.problem import Budget, Problem, lane_unit, stage_sizes
+from skippipe.planner.published import published20
+from skippipe.planner.strategies import PlanRequest, Strategy, make_plan, round_robin_paths
 from skippipe.presets import datacentre, random_cluster, regions
 from skippipe.timeline import Timing
+from skippipe.validate import validate
 from skippipe.workload import MODELS, Workload
 from tests.plans import TINY, problems, uniform_cluster
 
@@ -43,13 +41,13 @@ class Ticks:
         return self.now
 
 
-def quick(seed: int = 0, looks: int = 160) -> Request:
-    return Request(seed=seed, budget_s=looks, clock=Ticks())
+def quick(seed: int = 0, looks: int = 160) -> PlanRequest:
+    return PlanRequest(seed=seed, budget_s=looks, clock=Ticks())
 
 
-def counted(strategy: Strategy, seed: int = 0) -> Request:
+def counted(strategy: Strategy, seed: int = 0) -> PlanRequest:
     """`best` searches on several threads, and who looks at a clock when is not for us to say."""
-    return Request(seed=seed, changes=2_000) if strategy is Strategy.BEST else quick(seed)
+    return PlanRequest(seed=seed, changes=2_000) if strategy is Strategy.BEST else quick(seed)
 
 
 @pytest.mark.slow
@@ -60,7 +58,7 @@ def test_every_plan_of_every_strategy_holds(problem: Problem, strategy: Strategy
         plan = make_plan(problem, strategy, counted(strategy, seed))
     except Infeasible:
         return
-    assert check(plan) == []
+    assert validate(plan) == []
     assert plan.expected is not None
     assert plan.expected.timing is problem.timing
     assert strategy is Strategy.BEST or plan.split_backward == problem.split_backward
@@ -88,13 +86,13 @@ def test_plenty_of_memory_is_always_feasible() -> None:
             work = Workload(TINY, sequence_tokens=16, microbatches=2 * lane_unit(stages, visited), max_slots=8)
             problem = Problem(uniform_cluster(nodes), work, stages, visited)
             for strategy in Strategy:
-                assert check(make_plan(problem, strategy, counted(strategy))) == []
+                assert validate(make_plan(problem, strategy, counted(strategy))) == []
 
 
 @pytest.mark.slow
 def test_published_stages_reach_the_published_time() -> None:
     example = published20()
-    request = Request(seed=0, budget_s=30, placement=example.placement)
+    request = PlanRequest(seed=0, budget_s=30, placement=example.placement)
     plan = make_plan(published_problem(), Strategy.SKIPPIPE, request)
     assert plan.expected is not None
     assert plan.expected.iteration_s <= 32.8
@@ -116,14 +114,14 @@ def test_strategies_rank_as_published() -> None:
 @given(problems(), st.integers(0, 2**32))
 def test_no_iteration_is_shorter_than_its_bound(problem: Problem, seed: int) -> None:
     try:
-        (placement,) = allocate(problem, Effort(1, 1e9, Ticks()), seed, keep=1)
+        (placement,) = allocate(problem, Budget(1, 1e9, Ticks()), seed, keep=1)
         lanes = problem.lanes_of(placement)
     except Infeasible:
         return
-    paths = blind_paths(problem, placement, lanes, [seed])
-    search = PathSearch(problem, placement, [Group(node, (count,), 0) for node, count in lanes])
+    paths = round_robin_paths(problem, placement, lanes, [seed])
+    search = PathSearch(problem, placement, [LaneAgent(node, (count,), 0) for node, count in lanes])
     alone = [search.course.alone_ns(path) for path in paths]
-    ways = tuple(Way(Limits(), path, each, each) for path, each in zip(paths, alone, strict=True))
+    ways = tuple(AgentPath(PathConstraints(), path, each, each) for path, each in zip(paths, alone, strict=True))
     bound_ns = search._branch(ways).bound_ns
     assert bound_ns <= search._simulated(paths)
     assert bound_ns <= search._estimated(ways)
@@ -131,7 +129,7 @@ def test_no_iteration_is_shorter_than_its_bound(problem: Problem, seed: int) -> 
 
 def test_no_budget_still_gives_a_plan() -> None:
     for strategy in Strategy:
-        assert check(make_plan(published_problem(Timing.FULL), strategy, Request(budget_s=0))) == []
+        assert validate(make_plan(published_problem(Timing.FULL), strategy, PlanRequest(budget_s=0))) == []
 
 
 def test_stopping_keeps_the_best_so_far() -> None:
@@ -141,15 +139,15 @@ def test_stopping_keeps_the_best_so_far() -> None:
         looks.append(1)
         return len(looks) > 5
 
-    plan = make_plan(published_problem(), Strategy.SKIPPIPE, Request(budget_s=600, stopped=stopped))
-    assert check(plan) == []
+    plan = make_plan(published_problem(), Strategy.SKIPPIPE, PlanRequest(budget_s=600, stopped=stopped))
+    assert validate(plan) == []
     assert len(looks) < 1000
 
 
 def test_unequal_memory_gives_unequal_lanes() -> None:
     problem = Problem(random_cluster(16, 3), Workload(MODELS["llama-1.5b"], samples_per_microbatch=1), 4, 3)
     plan = make_plan(problem, Strategy.SKIPPIPE, quick())
-    assert check(plan) == []
+    assert validate(plan) == []
     lanes = [sum(lane.path[0] == node for lane in plan.lanes) for node in plan.stages[0].nodes]
     assert len(set(lanes)) > 1
 
@@ -161,7 +159,7 @@ def test_missing_links_are_avoided() -> None:
     bandwidth[np.random.default_rng(1).random(bandwidth.shape) < 0.1] = 0
     cluster = replace(whole, bandwidth_bytes_per_s=bandwidth)
     problem = Problem(cluster, Workload(TINY, sequence_tokens=16, microbatches=12, max_slots=3), 4, 3)
-    assert check(make_plan(problem, Strategy.SKIPPIPE, quick(looks=2000))) == []
+    assert validate(make_plan(problem, Strategy.SKIPPIPE, quick(looks=2000))) == []
 
 
 def test_sizes_and_layers_stay_where_they_were_asked_for() -> None:
@@ -170,7 +168,7 @@ def test_sizes_and_layers_stay_where_they_were_asked_for() -> None:
     plan = make_plan(problem, Strategy.SKIPPIPE, quick())
     assert [stage.layers for stage in plan.stages] == [2, 3, 6, 1]
     assert all(len(stage.nodes) <= size for stage, size in zip(plan.stages, problem.sizes, strict=True))
-    placements = allocate(problem, Effort(50, 1e9, Ticks()), seed=0)
+    placements = allocate(problem, Budget(50, 1e9, Ticks()), seed=0)
     assert {tuple(map(len, placement)) for placement in placements} == {problem.sizes}
 
 
@@ -288,7 +286,7 @@ def test_the_best_path_is_the_best_of_all_paths(seed: int, visited: int, busy: b
     np.fill_diagonal(hop, 0)
     candidates = []
     for order in permutations(range(1, stages), visited - 1):
-        if rules.cc2_broken_at((0, *order)) is None and all(s in order for s in np.flatnonzero(required)):
+        if constraints.cc2_broken_at((0, *order)) is None and all(s in order for s in np.flatnonzero(required)):
             choices = [[n for n in range(nodes) if stage_of[n] == s and allowed[n]] for s in order]
             candidates += [(0, *rest) for rest in product(*choices)]
     best = min(map(back_at, candidates), default=NO_WAY)
@@ -297,7 +295,7 @@ def test_the_best_path_is_the_best_of_all_paths(seed: int, visited: int, busy: b
     found = best_path(
         0,
         visited,
-        rules.MAX_SWAPS,
+        constraints.MAX_SWAPS,
         stage_of,
         allowed,
         required,
@@ -348,7 +346,7 @@ def test_breeding_beats_chance() -> None:
         hop = problem.costs.hop_ns / 1e9
         return max(float(hop[a, b]) for nodes in placement for a, b in combinations(nodes, 2))
 
-    bred = allocate(problem, Effort(500, 1e9, Ticks()), seed=0)
+    bred = allocate(problem, Budget(500, 1e9, Ticks()), seed=0)
     assert len(bred) == len(set(bred))
     draw = np.random.default_rng(0)
     chance = []

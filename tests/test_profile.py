@@ -18,24 +18,23 @@ from hypothesis import strategies as st
 
 from skippipe.cli import main
 from skippipe.cluster import Cluster, Node
-from skippipe.costs import costs_of
-from skippipe.planner.wishes import Wishes, cluster_named, problem_of
-from skippipe.profiling import places
-from skippipe.profiling.bench import free_bytes
-from skippipe.profiling.conductor import Deadlines
-from skippipe.profiling.figures import link_figures, node_figures, spread
-from skippipe.profiling.merging import merged, unreachable
-from skippipe.profiling.node import ProfilingNode
-from skippipe.profiling.probing import SMALL_BYTES, Effort, Probing
-from skippipe.profiling.rounds import rounds
-from skippipe.profiling.survey import Survey, load_surveys
-from skippipe.runtime.control import Computed, Failed, Hello, Probe, Stop
-from skippipe.runtime.faults import slow_link, slow_node
-from skippipe.runtime.member import Invitation, Member
-from skippipe.training.reports import ClusterFile, Everybody, Late
+from skippipe.cost_model import cost_model_of
+from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of
+from skippipe.profiling import launcher
+from skippipe.profiling.compute_bench import free_bytes
+from skippipe.profiling.coordinator import ProfilingDeadlines, round_robin_pairs
+from skippipe.profiling.estimators import estimate_link, estimate_node, spread
+from skippipe.profiling.link_probe import SMALL_BYTES, LinkProbe, ProbeSettings
+from skippipe.profiling.merge import merge_results, unreachable
+from skippipe.profiling.results import ProfileResult, load_results
+from skippipe.profiling.state_machine import ProfilingNode
+from skippipe.runtime.messages import Computed, Failed, Hello, Probe, Stop
+from skippipe.runtime.node.agent import JoinConfig, NodeAgent
+from skippipe.runtime.simulation.fault_injection import slow_link, slow_node
+from skippipe.training.metrics import CallbackList, ClusterFile, LazyCallback
+from skippipe.transport.addresses import free_port
 from skippipe.transport.keys import KeyFile
-from skippipe.transport.message import Kind, Message
-from skippipe.transport.route import free_port
+from skippipe.transport.message import Message, MessageKind
 from skippipe.workload import MODELS, Workload
 from tests.pages import documented
 from tests.profiled import (
@@ -61,7 +60,7 @@ from tests.profiled import (
 
 @given(st.integers(1, 60))
 def test_everybody_meets_everybody_once(nodes: int) -> None:
-    schedule = rounds(nodes)
+    schedule = round_robin_pairs(nodes)
     for matches in schedule:
         taking_part = [node for match in matches for node in match]
         assert len(taking_part) == len(set(taking_part)), "nobody is measured twice at once"
@@ -73,9 +72,9 @@ def test_everybody_meets_everybody_once(nodes: int) -> None:
 # One link
 
 
-def probed(took_s: Callable[[int], float], effort: Effort = QUICK) -> Probing:
+def probed(took_s: Callable[[int], float], effort: ProbeSettings = QUICK) -> LinkProbe:
     """All that is sent over a link, on which so many bytes take so long, there and back."""
-    probing = Probing(effort)
+    probing = LinkProbe(effort)
     while (size := probing.next_bytes()) is not None:
         probing.took(took_s(size))
     return probing
@@ -84,7 +83,7 @@ def probed(took_s: Callable[[int], float], effort: Effort = QUICK) -> Probing:
 @given(st.floats(0, 0.5), st.floats(1e4, 1e9))
 def test_a_link_is_what_it_takes(latency_s: float, bandwidth: float) -> None:
     probing = probed(lambda size: 2 * latency_s + size / bandwidth)
-    found = link_figures(probing.samples)
+    found = estimate_link(probing.samples)
     assert found is not None
     assert found.latency_s == pytest.approx(latency_s, abs=SMALL_BYTES / bandwidth)
     assert found.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=1e-3)
@@ -99,7 +98,7 @@ def test_one_transfer_that_is_held_up_does_not_count() -> None:
     samples = probed(
         lambda size: 0.02 + size / 1e6 * (next(disturbed) if size > SMALL_BYTES else 1), replace(QUICK, transfers=5)
     ).samples
-    found = link_figures(samples)
+    found = estimate_link(samples)
     assert found is not None
     assert found.bandwidth_bytes_per_s == pytest.approx(1e6, rel=0.01)
     assert found.is_steady
@@ -107,7 +106,7 @@ def test_one_transfer_that_is_held_up_does_not_count() -> None:
 
 def test_transfers_that_disagree_are_marked() -> None:
     speeds = itertools.cycle([1e6, 3e6, 2e6, 5e5])
-    found = link_figures(probed(lambda size: 0.02 + size / next(speeds), replace(QUICK, transfers=5)).samples)
+    found = estimate_link(probed(lambda size: 0.02 + size / next(speeds), replace(QUICK, transfers=5)).samples)
     assert found is not None
     assert not found.is_steady
 
@@ -115,7 +114,7 @@ def test_transfers_that_disagree_are_marked() -> None:
 def test_a_slow_link_takes_no_longer_than_it_may() -> None:
     probing = probed(lambda size: 0.1 + size / 4000, replace(QUICK, transfers=50, most_s=10))
     assert sum(took_s for _, took_s in probing.samples) < 10 + 2 * 4.2
-    assert link_figures(probing.samples) is not None
+    assert estimate_link(probing.samples) is not None
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def test_a_slow_link_takes_no_longer_than_it_may() -> None:
     ],
 )
 def test_too_little_is_no_figure(rows: list[list[float]]) -> None:
-    assert link_figures(rows) is None
+    assert estimate_link(rows) is None
 
 
 def test_spread_is_that_of_the_middle_half() -> None:
@@ -142,10 +141,10 @@ def test_spread_is_that_of_the_middle_half() -> None:
 
 def test_the_planner_counts_on_what_a_layer_took() -> None:
     rows = [[0.02, 0.05], [0.02, 0.06], [9.0, 9.0]]
-    figures = node_figures(rows, "here", 2**30, WORK)
+    figures = estimate_node(rows, "here", 2**30, WORK)
     assert (figures.forward_s, figures.backward_s) == (0.02, 0.06)
-    cluster = merged([Survey("", "", {"n0": figures}, {})], "one")
-    costs = costs_of(cluster, WORK, (1, 1))
+    cluster = merge_results([ProfileResult("", "", {"n0": figures}, {})], "one")
+    costs = cost_model_of(cluster, WORK, (1, 1))
     assert (costs.forward_ns[0, 0] + costs.backward_ns[0, 0]) / 1e9 == pytest.approx(0.08)
 
 
@@ -159,7 +158,7 @@ def test_what_is_measured_is_what_is_there(nodes: int) -> None:
         net.join(node)
     found = net.run()
     assert len(found.links) == nodes * (nodes - 1)
-    agrees(merged([found], "found"), net.true, 1e-3, 1e-5)
+    agrees(merge_results([found], "found"), net.true, 1e-3, 1e-5)
     assert net.most_at_once == nodes // 2
     assert not net.heard
     assert not found.missing
@@ -175,7 +174,7 @@ def test_those_who_cannot_reach_each_other_have_no_link() -> None:
     found = net.run()
     assert {ends for ends, link in found.links.items() if link is None} == {("n1", "n2"), ("n2", "n1")}
     assert net.heard == ["'n1' does not reach 'n2': they have no link"]
-    cluster = merged([found], "found")
+    cluster = merge_results([found], "found")
     assert cluster.bandwidth_bytes_per_s[1, 2] == cluster.bandwidth_bytes_per_s[2, 1] == 0
     assert (cluster.bandwidth_bytes_per_s > 0).sum() == 10
     assert sorted(unreachable([found])) == [("n1", "n2"), ("n2", "n1")]
@@ -201,7 +200,7 @@ def test_a_node_that_dies_is_left_out() -> None:
     assert net.heard == ["'n3' is left out: it was killed"]
     assert found.missing == ("n3",)
     assert len(found.links) == 4 * 3
-    agrees(merged([found], "found"), net.true, 1e-3, 1e-5)
+    agrees(merge_results([found], "found"), net.true, 1e-3, 1e-5)
 
 
 def test_a_node_that_comes_back_is_measured_after_all() -> None:
@@ -212,11 +211,11 @@ def test_a_node_that_comes_back_is_measured_after_all() -> None:
     net.later(2.6, lambda: net.join(3))
     found = net.run()
     assert not found.missing
-    agrees(merged([found], "found"), net.true, 1e-3, 1e-5)
+    agrees(merge_results([found], "found"), net.true, 1e-3, 1e-5)
 
 
 def test_nodes_that_do_not_come_are_not_waited_for_for_ever() -> None:
-    net = Net(far_apart(3), Deadlines(joining=timedelta(seconds=30)))
+    net = Net(far_apart(3), ProfilingDeadlines(joining=timedelta(seconds=30)))
     net.join(0)
     net.join(2)
     found = net.run()
@@ -226,7 +225,7 @@ def test_nodes_that_do_not_come_are_not_waited_for_for_ever() -> None:
 
 
 def test_a_node_that_cannot_compute_is_left_out() -> None:
-    net = Net(far_apart(3), Deadlines(computing=timedelta(seconds=20)))
+    net = Net(far_apart(3), ProfilingDeadlines(computing=timedelta(seconds=20)))
     net.join(0)
     net.join(1, Computed([[0.0, -1.0]], 2**30, "cpu", "m1"))
     net.alive[2] = ProfilingNode(2, 3, QUICK, Door(net, 2))
@@ -251,7 +250,7 @@ def test_what_was_measured_when_it_was_stopped() -> None:
     for node in range(4):
         net.join(node)
     found = net.run(lambda: len(net.conductor.survey("").links) == 3)
-    cluster = merged([found], "part of it")
+    cluster = merge_results([found], "part of it")
     assert (cluster.bandwidth_bytes_per_s > 0).sum() == 3
     assert not unreachable([found]), "nobody knows"
 
@@ -260,8 +259,8 @@ def test_a_node_drops_what_it_did_not_ask_for() -> None:
     net = Net(far_apart(3))
     net.join(0)
     node = net.alive[0]
-    node.receive(1, Message(Kind.CHUNK, 0, 0, 0, 0))
-    node.receive(1, Message(Kind.HOP, 7, 1, 0, 0, None))
+    node.receive(1, Message(MessageKind.CHUNK, 0, 0, 0, 0))
+    node.receive(1, Message(MessageKind.HOP, 7, 1, 0, 0, None))
     node.asked(1, Stop(""))
     for peer in (0, 3):
         node.hear(Probe(1, peer))
@@ -279,10 +278,10 @@ def test_a_node_drops_what_it_did_not_ask_for() -> None:
 def test_emulated_links_and_a_node_that_is_killed(tmp_path: Path) -> None:
     """A shared machine is noisy: the benchmark asks for more (`benchmarks/profile.py`)."""
     assert in_a_process(emulated, tmp_path) == 0
-    (found,) = load_surveys(tmp_path / "cluster.json")
+    (found,) = load_results(tmp_path / "cluster.json")
     assert found.missing == ("n4",)
     assert "'n4' is left out: " in (tmp_path / "happened").read_text()
-    cluster = merged([found], "found")
+    cluster = merge_results([found], "found")
     assert len(cluster) == 4
     assert len(found.links) == 4 * 3
     agrees(cluster, far_apart(5, 0.03), 0.25, 0.005)
@@ -314,11 +313,11 @@ def test_the_command_and_the_plan_that_follows(tmp_path: Path) -> None:
     both = Cluster.load(tmp_path / "c.json")
     assert both.name == "mine"
     assert {node.location for node in both.nodes} == {"attic"}
-    assert len(load_surveys(tmp_path / "c.json")) == 2
+    assert len(load_results(tmp_path / "c.json")) == 2
     said = (tmp_path / "said").read_text()
     assert "written to c.json; 2 measurements put together; next: skippipe plan c.json" in said
     workload = Workload(MODELS["llama-tiny"], 16, 2)
-    problem = problem_of(cluster_named(str(tmp_path / "c.json"))[0], workload, Wishes(stages=2, visit=2))
+    problem = problem_of(cluster_named(str(tmp_path / "c.json"))[0], workload, PlanSpec(stages=2, visit=2))
     assert problem.cluster == both
 
 
@@ -329,13 +328,15 @@ def test_nodes_that_join(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture
     members = []
     for name in ("ann", "bob"):
         mine = KeyFile.load(keys / f"{name}.key")
-        invitation = Invitation(name, where, mine.keys, mine.coordinator, patience=timedelta(seconds=PATIENCE_S))
-        members.append(threading.Thread(target=Member(invitation).run, daemon=True))
+        join_config = JoinConfig(name, where, mine.keys, mine.coordinator, patience=timedelta(seconds=PATIENCE_S))
+        members.append(threading.Thread(target=NodeAgent(join_config).run, daemon=True))
         members[-1].start()
     nodes = tuple(Node(name, "there", 1.0, 1) for name in ("ann", "bob", "carol"))
-    brief = brief_of(replace(far_apart(3, 0.01), nodes=nodes))
-    deadlines = Deadlines(joining=timedelta(seconds=3))
-    found = places.joined(brief, keys / "coordinator.key", keys / "peers.json", where, Notes(tmp_path), deadlines)
+    node_config = brief_of(replace(far_apart(3, 0.01), nodes=nodes))
+    deadlines = ProfilingDeadlines(joining=timedelta(seconds=3))
+    found = launcher.joined(
+        node_config, keys / "coordinator.key", keys / "peers.json", where, Notes(tmp_path), deadlines
+    )
     for member in members:
         member.join(PATIENCE_S)
         assert not member.is_alive(), "they are dismissed"
@@ -388,7 +389,7 @@ def test_memory_is_what_is_free_within_the_limit(tmp_path: Path, monkeypatch: py
     assert 2**20 < machine < 2**50
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.current").write_text("1000000\n")
-    monkeypatch.setattr("skippipe.profiling.bench.CGROUP", tmp_path)
+    monkeypatch.setattr("skippipe.profiling.compute_bench.CGROUP", tmp_path)
     assert free_bytes(torch.device("cpu")) == 2_000_000
 
 
@@ -398,7 +399,7 @@ def test_memory_is_what_is_free_within_the_limit(tmp_path: Path, monkeypatch: py
 def test_training_finds_out_what_nodes_and_links_take(tmp_path: Path) -> None:
     last = Last()
     planned = trained(
-        Late(lambda: Everybody([last, ClusterFile(tmp_path / "cluster.json")])),
+        LazyCallback(lambda: CallbackList([last, ClusterFile(tmp_path / "cluster.json")])),
         slow_node(3, 4.0).at(iteration=1),
         slow_link(0, 2).at(iteration=1),
     )
@@ -421,4 +422,4 @@ def test_a_run_that_takes_what_was_planned_finds_the_cluster_as_it_was() -> None
 
 def test_a_disk_that_is_full_does_not_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").mkdir()
-    Everybody([ClusterFile(tmp_path / "cluster.json")]).measured(far_apart(2))
+    CallbackList([ClusterFile(tmp_path / "cluster.json")]).measured(far_apart(2))

@@ -7,34 +7,34 @@ from typing import Any
 
 import pytest
 
-from skippipe.cli.training import _Screen
-from skippipe.runtime.apprentice import LOAN
-from skippipe.runtime.control import (
+from skippipe.cli.train import _Screen
+from skippipe.runtime.coordinator.state_machine import CoordinatorState, Event
+from skippipe.runtime.messages import (
     COORDINATOR,
     Average,
     Begin,
-    Control,
+    Commit,
+    ControlMessage,
+    Drain,
     Hello,
-    Learn,
-    Learned,
-    Meet,
-    Proceed,
+    NewPlan,
+    PeerUpdate,
     Ready,
-    Replan,
+    Recover,
+    Recovered,
     Reroute,
-    Seal,
-    Settle,
+    StateDigest,
+    StateRequest,
     Stepped,
     Stop,
-    Want,
     Welcome,
 )
-from skippipe.runtime.coordinator import Event, State
-from skippipe.runtime.node import MOST_EARLY, Phase
-from skippipe.runtime.symbols import Symbols
-from skippipe.runtime.virtual import VirtualCluster
-from skippipe.runtime.work import Work
-from skippipe.transport.message import Kind, Message
+from skippipe.runtime.node.ops import Op
+from skippipe.runtime.node.state_machine import MOST_EARLY, NodePhase
+from skippipe.runtime.node.state_transfer import STATE
+from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
+from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.transport.message import Message, MessageKind
 from tests.benches import (
     A_CHUNK,
     A_HOP,
@@ -58,8 +58,8 @@ VIOLATIONS: dict[str, tuple[int, int, Message, str]] = {
     "a step past all": (2, 3, hop(0, 10**6), A_HOP),
     "a lane that is not there": (2, 0, hop(7, 1), A_HOP),
     "a microbatch that is not there": (2, 0, hop(0, 1, 2), A_HOP),
-    "an empty hop": (2, 0, Message(Kind.HOP, 0, 0, 0, 1), "an empty hop"),
-    "an empty chunk": (4, 3, Message(Kind.CHUNK, 0, 2, 0, 0), "an empty chunk"),
+    "an empty hop": (2, 0, Message(MessageKind.HOP, 0, 0, 0, 1), "an empty hop"),
+    "an empty chunk": (4, 3, Message(MessageKind.CHUNK, 0, 2, 0, 0), "an empty chunk"),
     "a hop that is no activation": (2, 0, replace(hop(0, 1), body=chunk(0).body), "a hop of another shape or type"),
     "a chunk that is no gradient": (4, 3, replace(chunk(0), body=hop(0, 1).body), "a chunk of another shape or type"),
     "a chunk from a stranger": (4, 2, chunk(0), A_CHUNK),
@@ -68,7 +68,7 @@ VIOLATIONS: dict[str, tuple[int, int, Message, str]] = {
     "a chunk past the last round": (4, 3, chunk(4), A_CHUNK),
     "a chunk where there is no ring": (2, 3, chunk(0, stage=1), A_CHUNK),
     "control between nodes": (
-        2, 0, Message(Kind.CONTROL, 0, 0, 0, 1, {"say": "stop"}), "a control that does not come here from there"
+        2, 0, Message(MessageKind.CONTROL, 0, 0, 0, 1, {"say": "stop"}), "a control that does not come here from there"
     ),
     "state that nobody asked for": (2, 0, loan(), "state that was not asked for"),
 }  # fmt: skip
@@ -201,16 +201,16 @@ def test_what_another_knows_first_waits_for_the_news() -> None:
     assert not bench.node.dropped
 
 
-IN_THE_WRONG_PHASE: dict[str, Control] = {
-    "a step before gradients are averaged": Proceed(0, 1.0, 1.0, False, False, False),
+IN_THE_WRONG_PHASE: dict[str, ControlMessage] = {
+    "a step before gradients are averaged": Commit(0, 1.0, 1.0, False, False, False),
     "averaging that nobody has settled": Average(0, 0, [4, 4, 4]),
     "of a node": Ready(),
     "a greeting": Hello("127.0.0.1:1", "1"),
     "a welcome that is not for the state machine": Welcome({}, {}),
-    "an acquaintance that is not for the state machine": Meet({}),
+    "an acquaintance that is not for the state machine": PeerUpdate({}),
     "a report": Stepped(0),
-    "a state from nowhere": Learn({"kind": "replica", "sources": [], "stages": [], "shares": [], "steps": 0}, 0),
-    "a state of a kind that is not there": Learn({"kind": "heaven"}, 0),
+    "a state from nowhere": Recover({"kind": "replica", "sources": [], "stages": [], "shares": [], "steps": 0}, 0),
+    "a state of a kind that is not there": Recover({"kind": "heaven"}, 0),
 }
 
 
@@ -227,12 +227,12 @@ def test_control_in_the_wrong_phase_is_dropped(wrong: str) -> None:
     [
         Reroute(1, 1, [3], [[0, 0, 0, 2, 4]], []),
         Reroute(2, 0, [3], [[0, 0, 0, 2, 4]], []),
-        Settle(1, 5, False),
-        Settle(2, 0, False),
+        Drain(1, 5, False),
+        Drain(2, 0, False),
         Average(2, 0, [1, 1, 1]),
     ],
 )
-def test_a_change_of_another_iteration_or_epoch_changes_nothing(old: Control) -> None:
+def test_a_change_of_another_iteration_or_epoch_changes_nothing(old: ControlMessage) -> None:
     bench, twin = Bench(0).begin(2, 1), Bench(0).begin(2, 1)
     assert_alike(bench.hear(old), twin)
 
@@ -240,14 +240,14 @@ def test_a_change_of_another_iteration_or_epoch_changes_nothing(old: Control) ->
 def test_a_step_is_taken_once_and_only_of_this_iteration() -> None:
     bench = Bench(5, plan_of(6, ((0, 1), (2,), (3, 4), (5,)), ((0, 2, 3), (1, 2, 4)))).begin(1)
     assert bench.work() == ["measure 0 alone"], "nobody comes here"
-    bench.hear(Proceed(0, 1.0, 1.0, True, False, False))
+    bench.hear(Commit(0, 1.0, 1.0, True, False, False))
     assert bench.work() == []
-    bench.hear(*[Proceed(1, 1.0, 1.0, True, False, False)] * 2)
+    bench.hear(*[Commit(1, 1.0, 1.0, True, False, False)] * 2)
     assert bench.work() == ["step"]
     assert bench.heard()[-1] == Stepped(1)
-    bench.hear(Proceed(1, 1.0, 1.0, True, False, False))
+    bench.hear(Commit(1, 1.0, 1.0, True, False, False))
     assert bench.work() == []
-    assert [what.split(" while ")[0] for _, what in bench.node.dropped] == ["Proceed"] * 3
+    assert [what.split(" while ")[0] for _, what in bench.node.dropped] == ["Commit"] * 3
     assert bench.node.dropped.total() == 3
 
 
@@ -257,8 +257,8 @@ def test_a_stop_ends_all() -> None:
     assert bench.node.stopped == Stop("enough")
 
 
-@pytest.mark.parametrize("control", [Seal(0, "sound", 0), Stop("from a friend"), Begin(0, 9, False), Ready()])
-def test_what_nodes_say_to_each_other_is_of_no_use_unless_one_learns(control: Control) -> None:
+@pytest.mark.parametrize("control", [StateDigest(0, "sound", 0), Stop("from a friend"), Begin(0, 9, False), Ready()])
+def test_what_nodes_say_to_each_other_is_of_no_use_unless_one_learns(control: ControlMessage) -> None:
     bench, twin = Bench(2).begin(), Bench(2).begin()
     bench.node.asked(0, control)
     assert bench.node.dropped == {(0, f"{type(control).__name__} of no use here"): 1}
@@ -276,32 +276,32 @@ def test_state_from_a_checkpoint_that_nobody_asked_for_is_dropped() -> None:
 def test_a_change_of_an_iteration_whose_step_is_taken_is_dropped() -> None:
     bench = Bench(2).begin()
     average_alone(bench)
-    bench.hear(Proceed(0, 1.0, 1.0, True, False, False)).work()
+    bench.hear(Commit(0, 1.0, 1.0, True, False, False)).work()
     bench.hear(Reroute(0, 1, [3], [[0, 1, 0, 2, 4]], []))
-    assert bench.node.phase is Phase.WAITING
+    assert bench.node.phase is NodePhase.WAITING
 
 
 # A node that learns, and one that lends
 
-FROM_3 = Learn({"kind": "replica", "sources": [3], "stages": [2], "shares": [1.0], "steps": 4}, 0)
+FROM_3 = Recover({"kind": "replica", "sources": [3], "stages": [2], "shares": [1.0], "steps": 4}, 0)
 
 
 def learning() -> Bench:
     """Node 5 has asked node 3."""
     bench = Bench(5).begin(4).hear(FROM_3)
     assert bench.work() == ["pass 0, 2 of 3", "study"]
-    assert bench.asked == [(3, Want(2, 0, 1, 0))]
+    assert bench.asked == [(3, StateRequest(2, 0, 1, 0))]
     bench.asked.clear()
     return bench
 
 
 def test_a_node_learns_what_its_teacher_has_sealed() -> None:
     bench = learning()
-    bench.node.asked(3, Seal(0, "sound", 0))
+    bench.node.asked(3, StateDigest(0, "sound", 0))
     bench.take(3, loan(iteration=4, body=(((9, 9),),)))
     assert bench.work() == ["load"]
     assert bench.symbols.state == [((9, 9),)]
-    assert bench.heard() == [Learned(4, 0)]
+    assert bench.heard() == [Recovered(4, 0)]
     bench.take(3, loan(iteration=4))
     assert bench.node.dropped == {(3, "state that was not asked for"): 1}, "it has all"
 
@@ -309,10 +309,10 @@ def test_a_node_learns_what_its_teacher_has_sealed() -> None:
 def test_an_answer_that_comes_twice_is_taken_once() -> None:
     bench = learning()
     for _ in range(2):
-        bench.node.asked(3, Seal(0, "sound", 0))
+        bench.node.asked(3, StateDigest(0, "sound", 0))
         bench.take(3, loan(iteration=4, body=(((9, 9),),)))
     assert bench.work() == ["load"]
-    assert bench.heard() == [Learned(4, 0)]
+    assert bench.heard() == [Recovered(4, 0)]
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_an_answer_that_comes_twice_is_taken_once() -> None:
 )
 def test_a_node_learns_nothing_else(sender: int, message: Message) -> None:
     bench = learning()
-    bench.node.asked(sender, Seal(message.lane, "sound", 0))
+    bench.node.asked(sender, StateDigest(message.lane, "sound", 0))
     bench.take(sender, message)
     assert bench.work() == []
     assert bench.symbols.state == []
@@ -331,19 +331,19 @@ def test_a_node_learns_nothing_else(sender: int, message: Message) -> None:
 
 def test_what_comes_too_late_is_asked_for_again() -> None:
     bench = learning()
-    bench.node.asked(3, Seal(0, "sound", 0))
+    bench.node.asked(3, StateDigest(0, "sound", 0))
     bench.take(3, loan(iteration=3))
-    assert bench.asked == [(3, Want(2, 0, 1, 0))]
+    assert bench.asked == [(3, StateRequest(2, 0, 1, 0))]
 
 
 def test_what_comes_too_early_is_of_the_next_iteration() -> None:
     bench = learning()
-    bench.node.asked(3, Seal(0, "sound", 0))
+    bench.node.asked(3, StateDigest(0, "sound", 0))
     bench.take(3, loan(iteration=5, body=(((9, 9),),)))
     assert bench.work() == [], "its own step is still to come, and would be one too many"
     bench.begin(5)
     assert "load" in bench.work()
-    assert bench.heard() == [Learned(5, 0)]
+    assert bench.heard() == [Recovered(5, 0)]
 
 
 def test_without_a_seal_nothing_is_believed() -> None:
@@ -354,10 +354,10 @@ def test_without_a_seal_nothing_is_believed() -> None:
 
 
 def test_another_teacher_is_asked_from_the_beginning() -> None:
-    bench = learning().hear(Learn({"kind": "replica", "sources": [4], "stages": [2], "shares": [1.0], "steps": 4}, 0))
+    bench = learning().hear(Recover({"kind": "replica", "sources": [4], "stages": [2], "shares": [1.0], "steps": 4}, 0))
     assert bench.work() == ["study"]
-    assert bench.asked == [(4, Want(2, 0, 1, 0))]
-    bench.node.asked(3, Seal(0, "sound", 0))
+    assert bench.asked == [(4, StateRequest(2, 0, 1, 0))]
+    bench.node.asked(3, StateDigest(0, "sound", 0))
     bench.take(3, loan(iteration=4))
     assert bench.node.dropped == {(3, "Seal of no use here"): 1, (3, "state that was not asked for"): 1}
 
@@ -367,27 +367,27 @@ def test_a_broken_connection_to_the_teacher_makes_it_ask_again() -> None:
     bench.node.lost(4)
     assert bench.asked == []
     bench.node.lost(3)
-    assert bench.asked == [(3, Want(2, 0, 1, 0))]
+    assert bench.asked == [(3, StateRequest(2, 0, 1, 0))]
 
 
 def test_one_that_learns_itself_does_not_teach() -> None:
     bench = learning()
-    bench.node.asked(4, Want(2, 0, 1, 0))
+    bench.node.asked(4, StateRequest(2, 0, 1, 0))
     assert bench.work() == []
     assert bench.node.dropped == {(4, "Want of no use here"): 1}
     able = Bench(3).begin(4)
-    able.node.asked(5, Want(2, 0, 1, 0))
+    able.node.asked(5, StateRequest(2, 0, 1, 0))
     assert able.work() == ["lend"]
-    assert able.asked == [(5, Seal(0, "sound", 0))]
-    assert [(to, message.microbatch, message.iteration) for to, message in able.posted] == [(5, LOAN, 4)]
+    assert able.asked == [(5, StateDigest(0, "sound", 0))]
+    assert [(to, message.microbatch, message.iteration) for to, message in able.posted] == [(5, STATE, 4)]
 
 
 def test_what_is_lent_after_the_last_step_before_a_pause_is_of_the_next_iteration() -> None:
     """Or one that learns, and has not taken that step yet, takes it twice."""
     bench = Bench(2).begin(4)
     average_alone(bench)
-    bench.hear(Proceed(4, 1.0, 1.0, True, False, False)).work()
-    bench.node.asked(6, Want(1, 0, 1, 0))
+    bench.hear(Commit(4, 1.0, 1.0, True, False, False)).work()
+    bench.node.asked(6, StateRequest(1, 0, 1, 0))
     assert bench.work() == ["lend"]
     assert [message.iteration for to, message in bench.posted if to == 6] == [5]
 
@@ -396,7 +396,7 @@ def test_a_node_that_begins_with_a_checkpoint_is_ready_when_it_has_it() -> None:
     bench = Bench(2)
     bench.node.welcomed({"kind": "checkpoint", "sources": [], "stages": [1], "shares": [1.0], "steps": 3}, 0)
     assert bench.work() == ["study"]
-    assert bench.heard() == [Want(1, 0, 1, 0)]
+    assert bench.heard() == [StateRequest(1, 0, 1, 0)]
     bench.node.restore(loan(body=(((1, 1),),)))
     assert bench.work() == ["load"]
     assert bench.heard() == [Ready()]
@@ -413,15 +413,15 @@ def test_weights_are_shown_after_the_step_that_was_asked_for() -> None:
     plan = small_plan()
     order: list[str] = []
 
-    class Noted(Symbols):
-        def run(self, work: Work) -> Any:
+    class Noted(SymbolicExecutor):
+        def run(self, work: Op) -> Any:
             order.append(type(work).__name__)
             return super().run(work)
 
-    computers = {node: (Noted if node == 0 else Symbols)(node, plan) for node in plan.stage_of}
+    computers = {node: (Noted if node == 0 else SymbolicExecutor)(node, plan) for node in plan.stage_of}
     cluster = VirtualCluster(plan, LEARNING, 50, computers=computers, asked=lambda: 2 * (len(cluster.reports) == 2))
     cluster.run()
-    assert cluster.coordinator.state is State.DONE, cluster.coordinator.failure
+    assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
     assert len(cluster.reports) == 2
     first = order.index("Show")
     assert order[:first].count("Step") == 2, "shown as of the last step that everybody was told to take"
@@ -435,7 +435,7 @@ def test_a_node_says_how_far_it_is() -> None:
     assert bench.node.hello("here", "1") == Hello("here", "1", 3, 4, "RUNNING")
     average_alone(bench)
     assert bench.node.hello("here", "1") == Hello("here", "1", 3, 4, "AVERAGED")
-    bench.hear(Proceed(4, 1.0, 1.0, True, False, False))
+    bench.hear(Commit(4, 1.0, 1.0, True, False, False))
     assert bench.node.hello("here", "1") == Hello("here", "1", 3, 5, "STEPPING")
     bench.work()
     assert bench.node.hello("here", "1") == Hello("here", "1", 3, 5, "WAITING")
@@ -444,10 +444,10 @@ def test_a_node_says_how_far_it_is() -> None:
 def test_a_beginning_during_the_step_waits_for_it_and_brings_the_new_plan() -> None:
     bench = Bench(5, plan_of(6, ((0, 1), (2,), (3, 4), (5,)), ((0, 2, 3), (1, 2, 4)))).begin()
     bench.work()
-    bench.hear(Proceed(0, 1.0, 1.0, True, False, False))
+    bench.hear(Commit(0, 1.0, 1.0, True, False, False))
     bench.decide()
     changed = plan_of(6, ((0, 1), (2,), (3, 4), (5,)), ((0, 2, 5), (1, 2, 4)))
-    bench.hear(Replan(changed.to_json()), Begin(1, 4, False))
+    bench.hear(NewPlan(changed.to_json()), Begin(1, 4, False))
     bench.take(2, hop(0, 2, iteration=1, epoch=4))
     assert bench.end() == "step"
     assert bench.work() == ["0/0 step 2"]

@@ -16,18 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skippipe.cli.app import app
-from skippipe.cli.inputs import ranged
+from skippipe.cli.options import check_ranges_of
 from skippipe.cluster import Node
 from skippipe.errors import UserError
-from skippipe.jsonfile import as_integer, as_number
-from skippipe.learning import Learning
-from skippipe.parts import wanted_parts
+from skippipe.json_fields import as_integer, as_number
+from skippipe.optim_config import OptimConfig
 from skippipe.presets import preset
-from skippipe.ranges import ITERATIONS, Range, hints_of, number_text, range_of, ranges_in, split_hint
-from skippipe.recipe import Recipe, parse_share
-from skippipe.study.settings import Study, load_study
-from skippipe.training.job import Job, load_job
-from skippipe.training.tomlfile import example
+from skippipe.skip_schedule import SkipSchedule, parse_share
+from skippipe.stage_subset import parse_subsets
+from skippipe.study.config import Study, load_study
+from skippipe.toml_config import example
+from skippipe.training.job_config import JobConfig, load_job
+from skippipe.value_ranges import ITERATIONS, Range, hints_of, number_text, range_of, ranges_in, split_hint
 from skippipe.workload import ModelShape, Workload
 from tests.commands import Command
 
@@ -36,7 +36,7 @@ HUGE = 10**5000
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-def outside(within: Range, kind: type[Any]) -> Iterator[Any]:
+def env(within: Range, kind: type[Any]) -> Iterator[Any]:
     """Numbers on either side, near and far."""
     step = 1 if kind is int else max(abs(within.most), abs(within.least)) * 1e-9
     yield within.least if within.above else within.least - step
@@ -63,7 +63,7 @@ def file_with(place: str, said: str, of_study: bool) -> str:
     return f'name = "s"\n{place} = {said}\n{variant}'
 
 
-FIELDS = [(kind, *each) for kind in (Job, Study) for each in ranges_in(kind)]
+FIELDS = [(kind, *each) for kind in (JobConfig, Study) for each in ranges_in(kind)]
 
 
 @pytest.mark.parametrize(("of", "at", "kind", "within"), FIELDS, ids=[f"{of.__name__} {at}" for of, at, *_ in FIELDS])
@@ -72,7 +72,7 @@ def test_every_number_in_a_job_or_study_has_a_range_and_is_held_to_it(
 ) -> None:
     assert within is not None, f"{at} has no range"
     file = tmp_path / "file.toml"
-    read: Callable[[Path], Any] = load_job if of is Job else load_study
+    read: Callable[[Path], Any] = load_job if of is JobConfig else load_study
 
     def complaint(value: Any) -> str:
         file.write_text(file_with(at, toml(value), of is Study))
@@ -84,15 +84,15 @@ def test_every_number_in_a_job_or_study_has_a_range_and_is_held_to_it(
         assert at.removesuffix("[]").split(".")[-1] in said
         return said
 
-    for value in outside(within, kind):
+    for value in env(within, kind):
         assert str(within) in (said := complaint(value)) or "not a finite number" in said
     for value in (True, "1", *([1.5, math.nan] if kind is int else [])):
         assert "expected a" in complaint(value)
 
 
 def test_what_a_job_allows_by_default_lies_inside() -> None:
-    for at, _, within in ranges_in(Job):
-        value: Any = Job()
+    for at, _, within in ranges_in(JobConfig):
+        value: Any = JobConfig()
         for name in at.removesuffix("[]").split("."):
             value = getattr(value, name)
         assert within is not None
@@ -129,7 +129,7 @@ def test_every_number_on_the_command_line_has_a_range_and_is_held_to_it(
     assert within is not None, f"{command}: --{option} has no range"
     words = [command, *["nothing-here"] * ARGUMENTS.get(command, 1), *REQUIRED.get(command, [])]
     name = f"--{option.replace('_', '-')}"
-    wrong = [repr(value) for value in outside(within, kind) if not isinstance(value, int) or abs(value) < HUGE]
+    wrong = [repr(value) for value in env(within, kind) if not isinstance(value, int) or abs(value) < HUGE]
     for value in [*wrong, "9" * 5000, "nan", "true", "", *(["1.5", "1e3"] if kind is int else [])]:
         ran = skippipe(*words, f"{name}={value}")
         assert ran.code == 2
@@ -148,14 +148,14 @@ def test_a_command_that_takes_a_number_without_a_range_is_a_mistake_of_ours() ->
         del number
 
     with pytest.raises(StopIteration):
-        ranged(careless)
+        check_ranges_of(careless)
 
 
 def test_the_example_of_a_job_shows_ranges() -> None:
-    text = example(Job)
-    for _, _, within in ranges_in(Job):
+    text = example(JobConfig)
+    for _, _, within in ranges_in(JobConfig):
         assert f"# {within}." in text
-    assert tomllib.loads(text)["iterations"] == Job().iterations
+    assert tomllib.loads(text)["iterations"] == JobConfig().iterations
 
 
 # legal numbers do not hang
@@ -163,11 +163,11 @@ def test_the_example_of_a_job_shows_ranges() -> None:
 
 def test_the_longest_run_is_counted_at_once() -> None:
     most = int(ITERATIONS.most)
-    recipe = Recipe(skip="1/2 until 25%, 9 x 1/3 + 0 until 90%, 0")
+    recipe = SkipSchedule(skip="1/2 until 25%, 9 x 1/3 + 0 until 90%, 0")
     found = recipe.lengths(most, 6, 6)
     assert sum(found.values()) == most
     assert found[3] == most // 4
-    assert Recipe().lengths(most, 6, 4) == {4: most}
+    assert SkipSchedule().lengths(most, 6, 4) == {4: most}
 
 
 @given(
@@ -178,7 +178,7 @@ def test_the_longest_run_is_counted_at_once() -> None:
     ),
 )
 def test_iterations_are_counted_as_they_come(iterations: int, stages: int, skip: str) -> None:
-    recipe = Recipe(skip=skip)
+    recipe = SkipSchedule(skip=skip)
     one_by_one = [recipe.visited(number, iterations, stages, stages) for number in range(iterations)]
     counted = recipe.lengths(iterations, stages, stages)
     assert counted == {each: one_by_one.count(each) for each in one_by_one}
@@ -194,7 +194,7 @@ def test_shares_that_take_for_ever_to_read(text: str) -> None:
 @pytest.mark.parametrize("times", ["0", "10001", "9" * 12, "9" * 5000])
 def test_turns_that_fill_the_memory(times: str) -> None:
     with pytest.raises(UserError, match="a turn has from 1 to 10,000 iterations"):
-        Recipe(skip=f"{times} x 1/3 + 0")
+        SkipSchedule(skip=f"{times} x 1/3 + 0")
 
 
 @pytest.mark.parametrize("text", ["regions:0", "regions:10001", f"regions:{'9' * 5000}", f"random:3:{2**53 + 1}"])
@@ -206,9 +206,9 @@ def test_presets(text: str) -> None:
 
 def test_lists_of_numbers() -> None:
     with pytest.raises(UserError, match="--stages: '999999999…' is out of range"):
-        wanted_parts(4, ["0," + "9" * 5000], [])
+        parse_subsets(4, ["0," + "9" * 5000], [])
     with pytest.raises(UserError, match="--drive: inf is out of range; give above 0 to 1,000"):
-        wanted_parts(4, ["0,1"], [], "inf")
+        parse_subsets(4, ["0,1"], [], "inf")
 
 
 # files of JSON
@@ -222,9 +222,9 @@ def test_every_number_of_clusters_and_workloads_has_a_range(kind: type[Any]) -> 
 
 def test_programs_are_held_to_ranges_too() -> None:
     with pytest.raises(UserError, match="iterations: 0 is out of range"):
-        replace(Job(), iterations=0)
+        replace(JobConfig(), iterations=0)
     with pytest.raises(UserError, match=r"learning\.rate: nan is out of range"):
-        Learning(rate=math.nan)
+        OptimConfig(rate=math.nan)
     with pytest.raises(UserError, match=r"workload\.microbatches: 100,001 is out of range"):
         Workload(ModelShape("m", 1, 1, 1, 1, 1, 1, 1), microbatches=100_001)
 
@@ -255,7 +255,7 @@ def test_the_docs_have_the_ranges_of_files() -> None:
     of_study = text[text.index("| field of a study") : text.index("In cluster and plan files")]
     ranges = text[text.index("## Ranges") :].replace(of_study, "")
     table = dict(re.findall(r"^\| `([\w.\[\]]+)` \| ([^|]+?) \|$", ranges, re.MULTILINE))
-    expected = {at: str(within) for at, _, within in ranges_in(Job)}
+    expected = {at: str(within) for at, _, within in ranges_in(JobConfig)}
     assert {at: said for at, said in table.items() if at in expected} == expected
     for kind, place in ((Node, "nodes[]"), (ModelShape, "workload.model"), (Workload, "workload")):
         for name in hints_of(kind):

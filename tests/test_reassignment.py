@@ -14,11 +14,11 @@ import pytest
 
 from skippipe.cluster import Cluster, Node
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.planner.repair import repaired
-from skippipe.planner.staffing import MOVE_GAIN, Reassignment, StageAssignment
-from skippipe.runtime.coordinator import Event
-from skippipe.runtime.faults import Fault, kill
-from skippipe.runtime.virtual import VirtualCluster
+from skippipe.planner.repair.repair import repaired
+from skippipe.planner.repair.stage_assignment import MOVE_GAIN, Reassignment, StageAssignment
+from skippipe.runtime.coordinator.state_machine import Event
+from skippipe.runtime.simulation.fault_injection import Fault, kill
+from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.workload import Workload
 from tests.benches import AT_ONCE, LEARNING
 from tests.plans import TINY, uniform_cluster

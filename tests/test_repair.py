@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skippipe import rules
-from skippipe.check import check
+from skippipe import constraints
 from skippipe.cluster import Cluster
 from skippipe.errors import Infeasible
-from skippipe.examples import published20, published_plan
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem, lane_unit
-from skippipe.planner.repair import compile_repair, repaired
-from skippipe.planner.shares import even_shares, visit_sets
-from skippipe.planner.strategies import Request, Strategy, make_plan
+from skippipe.planner.published import published20, published_plan
+from skippipe.planner.repair.exposure_milp import even_exposure, visit_sets
+from skippipe.planner.repair.repair import compile_repair, repaired
+from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
 from skippipe.presets import five_sites
-from skippipe.simulate import simulate
+from skippipe.simulator import simulate
 from skippipe.timeline import Timing
+from skippipe.validate import validate
 from skippipe.workload import MODELS, Workload
 from tests.plans import problems
 
@@ -59,7 +59,7 @@ def without(plan: Plan, *lost: int) -> tuple[Members, set[int]]:
 
 
 def broken(plan: Plan) -> set[str]:
-    return {violation.rule for violation in check(plan)}
+    return {violation.rule for violation in validate(plan)}
 
 
 def spread(plan: Plan, able: Collection[int]) -> int:
@@ -94,7 +94,7 @@ def sites() -> Plan:
     """A plan of which averaging is not the larger part."""
     work = Workload(MODELS["llama-1.5b"], microbatches=24, max_slots=4)
     problem = Problem(five_sites(16), work, 4, 3)
-    return make_plan(problem, Strategy.SKIPPIPE, Request(budget_s=300, clock=ticks()))
+    return make_plan(problem, Strategy.SKIPPIPE, PlanRequest(budget_s=300, clock=ticks()))
 
 
 # losses
@@ -104,7 +104,7 @@ def test_the_loss_of_any_single_node(published: Plan) -> None:
     for node in published.stage_of:
         members, able = without(published, node)
         plan = surely(repair(published, members, able))
-        assert check(plan) == []
+        assert validate(plan) == []
         assert_sound(published, plan, members, able)
         assert {len(lane.path) for lane in plan.lanes} == {4}
 
@@ -153,7 +153,7 @@ def test_no_data_node_or_nobody_else_leaves_no_lane(published: Plan) -> None:
 
 def test_without_any_time_there_is_a_plan_all_the_same(published: Plan) -> None:
     members, able = without(published, 1)
-    assert check(surely(repaired(published, members, able, budget_s=0))) == []
+    assert validate(surely(repaired(published, members, able, budget_s=0))) == []
 
 
 def test_untouched_lanes_are_where_it_begins(published: Plan) -> None:
@@ -173,7 +173,7 @@ def test_a_node_that_has_learned_its_weights_is_put_to_work(published: Plan, nod
     members, able = without(published)
     before = surely(repair(published, members, able - {node}, looks=150))
     after = surely(repair(before, members, able, looks=150))
-    assert check(before) == check(after) == []
+    assert validate(before) == validate(after) == []
     assert node not in {each for lane in before.lanes for each in lane.path}
     assert iteration_s(after) <= iteration_s(before) * 1.002  # less travel may cost a trifle
 
@@ -214,7 +214,7 @@ def test_a_slow_node_is_avoided(sites: Plan) -> None:
     suffered = simulate(replace(sites, cluster=cluster), Timing.FULL).iteration_s
     members, able = without(sites)
     plan = surely(repair(sites, members, able, cluster, looks=150))
-    assert check(plan) == []
+    assert validate(plan) == []
     assert plan.cluster == cluster
     assert microbatches_on(plan, node) < microbatches_on(sites, node) / 2
     assert iteration_s(plan) < 0.7 * suffered
@@ -222,14 +222,14 @@ def test_a_slow_node_is_avoided(sites: Plan) -> None:
 
 def test_a_slow_link_is_avoided(sites: Plan) -> None:
     """The first hop of the busiest lane, where it is no edge of a ring."""
-    edges = {frozenset(edge) for stage in sites.stages for edge in rules.circle(stage.ring)}
-    hops = [hop for lane in sites.lanes for hop in rules.circle(lane.path) if frozenset(hop) not in edges]
+    edges = {frozenset(edge) for stage in sites.stages for edge in constraints.circle(stage.ring)}
+    hops = [hop for lane in sites.lanes for hop in constraints.circle(lane.path) if frozenset(hop) not in edges]
     cluster = with_links(sites, [hops[0]], 0.02)
     suffered = simulate(replace(sites, cluster=cluster), Timing.FULL).iteration_s
     members, able = without(sites)
     plan = surely(repair(sites, members, able, cluster, looks=150))
-    assert check(plan) == []
-    used = {frozenset(hop) for lane in plan.lanes for hop in rules.circle(lane.path)}
+    assert validate(plan) == []
+    used = {frozenset(hop) for lane in plan.lanes for hop in constraints.circle(lane.path)}
     assert frozenset(hops[0]) not in used
     assert iteration_s(plan) < suffered
 
@@ -264,7 +264,7 @@ def changes(draw: st.DrawFn) -> tuple[Plan, Members, set[int]]:
         problem = draw(problems())
         strategy = draw(st.sampled_from(list(Strategy)))
         try:
-            plan = make_plan(problem, strategy, Request(budget_s=8, clock=ticks()))
+            plan = make_plan(problem, strategy, PlanRequest(budget_s=8, clock=ticks()))
             break
         except Infeasible:
             continue
@@ -323,7 +323,7 @@ def test_links_that_are_not_there_are_not_used(
     if plan is None:
         assert not any(linked[a, b] for a, b in product(there[0], [node for nodes in there[1:] for node in nodes]))
         return
-    lanes = [violation for violation in check(plan) if violation.where.startswith("lane")]
+    lanes = [violation for violation in validate(plan) if violation.where.startswith("lane")]
     assert lanes == []  # a ring may need a link that is not there
     assert broken(plan) <= {"CC3", "stages", "link"}
     assert {node for lane in plan.lanes for node in lane.path} <= able
@@ -335,7 +335,7 @@ def test_links_that_are_not_there_are_not_used(
 def test_four_uneven_lanes_can_visit_evenly_what_three_cannot() -> None:
     stages = [1, 2, 3, 4, 5]
     for lanes, even in ((4, True), (3, False)):
-        shares = even_shares(visit_sets(stages, 3), stages, 30, dict.fromkeys(range(6), 9) | {0: lanes}, {})
+        shares = even_exposure(visit_sets(stages, 3), stages, 30, dict.fromkeys(range(6), 9) | {0: lanes}, {})
         counts = {sum(share.microbatches for share in shares if stage in share.visits) for stage in stages}
         assert (counts == {18}) is even
         assert sum(share.microbatches for share in shares) == 30
@@ -349,7 +349,7 @@ def test_shares_are_as_even_as_can_be(held: int, microbatches: int, lanes: int, 
     length = data.draw(st.integers(1, held))
     room = {stage: data.draw(st.integers(1, 3)) for stage in stages} | {0: lanes}
     sets = visit_sets(stages, length)
-    shares = even_shares(sets, stages, microbatches, room, {})
+    shares = even_exposure(sets, stages, microbatches, room, {})
     found = [sum(share.microbatches for share in shares if stage in share.visits) for stage in stages]
     least = microbatches + 1
     for chosen in (each for n in range(1, lanes + 1) for each in combinations_with_replacement(sets, n)):

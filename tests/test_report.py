@@ -14,28 +14,28 @@ from typing import Any
 
 import pytest
 
-from skippipe.averaging import best_ring
 from skippipe.cluster import Cluster
-from skippipe.costs import costs_of
+from skippipe.cost_model import cost_model_of
 from skippipe.errors import UserError
-from skippipe.examples import published20
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.report import grid
-from skippipe.report.figures import ranges
-from skippipe.report.grid import plan_grid
+from skippipe.planner.published import published20
+from skippipe.report import text
+from skippipe.report.chrome_trace import trace_events, write_trace
+from skippipe.report.gantt import HUES, TASK_KINDS, Bar, BarKind, Gantt, shade
 from skippipe.report.html import write_html
-from skippipe.report.pathmap import HALF_WIDTH, HEIGHT, path_map
-from skippipe.report.picture import HUES, TASK_KINDS, Bar, Kind, Picture, shade
+from skippipe.report.path_map import HALF_WIDTH, HEIGHT, path_map
 from skippipe.report.png import write_png
-from skippipe.report.trace import trace_events, write_trace
-from skippipe.simulate import simulate
+from skippipe.report.summary import ranges
+from skippipe.report.text import plan_grid
+from skippipe.ring_timing import best_ring
+from skippipe.simulator import simulate
 from skippipe.timeline import Timeline, Timing
 
 
 def published(paths: str, timing: Timing, split: bool = False) -> tuple[Plan, Timeline]:
     example = published20()
     assert example.placement is not None
-    costs = costs_of(example.cluster, example.workload, (4,) * 6)
+    costs = cost_model_of(example.cluster, example.workload, (4,) * 6)
     stages = tuple(Stage(4, nodes, best_ring(costs, index, nodes)) for index, nodes in enumerate(example.placement))
     lanes = tuple(Lane(path, microbatches) for path, microbatches in example.paths[paths])
     plan = Plan(example.cluster, example.workload, stages, lanes, split_backward=split)
@@ -93,7 +93,7 @@ def test_grid_folds_equal_lanes_and_marks_swaps() -> None:
 def test_grid_shows_the_order_of_visits_of_every_lane_even_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grid, "WIDTH", 50)
+    monkeypatch.setattr(text, "WIDTH", 50)
     plan, _ = published("dtfm_skip", Timing.CONTENTION_ONLY)
     blocks = plan_grid(plan).split("order of visits")[1].split("promise")[0].split("\n\n")
     found: dict[int, tuple[int, ...]] = {}
@@ -101,7 +101,7 @@ def test_grid_shows_the_order_of_visits_of_every_lane_even_on_a_narrow_terminal(
         header, *rows = block.splitlines()[-1 - len(plan.stages) :]
         cells = [row.split()[2:] for row in rows]
         for column, lane in enumerate(map(int, header.split())):
-            orders = {int(row[column]): stage for stage, row in enumerate(cells) if row[column] != grid.SKIPPED}
+            orders = {int(row[column]): stage for stage, row in enumerate(cells) if row[column] != text.SKIPPED}
             found[lane] = tuple(orders[hop] for hop in sorted(orders))
     assert found == {number: plan.visits(lane) for number, lane in enumerate(plan.lanes)}
 
@@ -119,7 +119,7 @@ def test_a_stage_that_nobody_holds_is_shown(tmp_path: Path) -> None:
     (line,) = [line for line in plan_grid(plan).splitlines() if "nobody" in line]
     assert line.split() == ["1", "4", "nobody", "holds", "it"]
     timeline = simulate(plan, Timing.FULL)
-    assert {station.stage for station in path_map(Picture(plan, timeline)).stations} == {0, 2}
+    assert {station.stage for station in path_map(Gantt(plan, timeline)).stations} == {0, 2}
     write_png(plan, timeline, tmp_path / "plan.png")
     write_html(plan, timeline, tmp_path / "plan.html")
     write_trace(plan, timeline, tmp_path / "plan.trace")
@@ -135,7 +135,7 @@ def test_grid_says_which_node_is_overfull() -> None:
 # the bars and the map
 
 
-def by_row(bars: tuple[Bar, ...], *kinds: Kind) -> dict[int, list[Bar]]:
+def by_row(bars: tuple[Bar, ...], *kinds: BarKind) -> dict[int, list[Bar]]:
     rows = defaultdict(list)
     for bar in sorted(bars, key=lambda bar: bar.start_ns):
         if bar.kind in kinds:
@@ -145,7 +145,7 @@ def by_row(bars: tuple[Bar, ...], *kinds: Kind) -> dict[int, list[Bar]]:
 
 def test_bars_tell_every_task_once_and_never_overlap_on_a_row(shown: tuple[Plan, Timeline]) -> None:
     plan, timeline = shown
-    picture = Picture(plan, timeline)
+    picture = Gantt(plan, timeline)
     told = Counter(
         (bar.lane, bar.microbatch, bar.step, picture.rows[bar.row].node, bar.start_ns, bar.end_ns)
         for bar in picture.bars
@@ -153,54 +153,54 @@ def test_bars_tell_every_task_once_and_never_overlap_on_a_row(shown: tuple[Plan,
     )
     expected = [(t.lane, t.microbatch, t.step, t.node, t.start_ns, t.end_ns) for t in timeline.tasks]
     assert told == Counter(expected)
-    for bars in by_row(picture.bars, *TASK_KINDS, Kind.AVERAGING, Kind.OPTIMIZER).values():
+    for bars in by_row(picture.bars, *TASK_KINDS, BarKind.AVERAGING, BarKind.OPTIMIZER).values():
         assert all(a.end_ns <= b.start_ns for a, b in pairwise(bars))
 
 
 def test_bars_add_up_to_what_the_timeline_says_of_every_node(shown: tuple[Plan, Timeline]) -> None:
     plan, timeline = shown
-    picture = Picture(plan, timeline)
+    picture = Gantt(plan, timeline)
     for use in timeline.nodes:
         (row,) = [index for index, row in enumerate(picture.rows) if row.node == use.node]
-        lasting: Counter[Kind] = Counter()
+        lasting: Counter[BarKind] = Counter()
         for bar in picture.bars:
             if bar.row == row:
                 lasting[bar.kind] += bar.end_ns - bar.start_ns
         assert sum(lasting[kind] for kind in TASK_KINDS) == use.busy_ns
-        assert lasting[Kind.WAITING] == use.collision_ns
+        assert lasting[BarKind.WAITING] == use.collision_ns
     assert max(bar.end_ns for bar in picture.bars) == timeline.iteration_ns
-    steps = {bar.start_ns for bar in picture.bars if bar.kind is Kind.OPTIMIZER}
+    steps = {bar.start_ns for bar in picture.bars if bar.kind is BarKind.OPTIMIZER}
     assert steps == {max(end for _, end in timeline.averaging_ns)} if timeline.averaging_ns else not steps
 
 
 def test_long_averaging_does_not_squeeze_the_passes() -> None:
     plan, timeline = published("skippipe", Timing.FULL)
     assert timeline.iteration_ns > 5 * timeline.last_backward_ns
-    picture = Picture(plan, timeline)
+    picture = Gantt(plan, timeline)
     assert 1 < picture.shown_until_s / (timeline.last_backward_ns / 1e9) < 1.2
     assert f"{timeline.iteration_s:.2f} s" in picture.beyond
-    whole = Picture(*published("skippipe", Timing.CONTENTION_ONLY))
+    whole = Gantt(*published("skippipe", Timing.CONTENTION_ONLY))
     assert whole.shown_until_s == whole.timeline.iteration_s
     assert whole.beyond == ""
 
 
 def test_lanes_of_a_data_node_share_its_hue_and_backward_is_darker() -> None:
     plan, timeline = published("skippipe", Timing.CONTENTION_ONLY)
-    picture = Picture(plan, timeline)
+    picture = Gantt(plan, timeline)
     hues = {plan.lanes[lane].path[0]: picture.hue(lane) for lane in range(len(plan.lanes))}
     assert len(set(hues.values())) == len(hues) == 5
     for hue in HUES:
-        kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHTS)
+        kinds = (BarKind.FORWARD, BarKind.BACKWARD, BarKind.WEIGHTS)
         light, dark, darkest = (sum(bytes.fromhex(shade(hue, kind)[1:])) for kind in kinds)
         assert light > sum(bytes.fromhex(hue[1:])) > dark > darkest
 
 
 def test_weight_gradients_are_shown_where_the_backward_is_split(shown: tuple[Plan, Timeline]) -> None:
     plan, timeline = shown
-    picture = Picture(plan, timeline)
+    picture = Gantt(plan, timeline)
     lasting = Counter({row.node: 0 for row in picture.rows})
     for bar in picture.bars:
-        if bar.kind is Kind.WEIGHTS:
+        if bar.kind is BarKind.WEIGHTS:
             lasting[picture.rows[bar.row].node] += bar.end_ns - bar.start_ns
     visits = Counter(dict.fromkeys(plan.stage_of, 0))
     for lane in plan.lanes:
@@ -212,7 +212,7 @@ def test_weight_gradients_are_shown_where_the_backward_is_split(shown: tuple[Pla
 @pytest.mark.parametrize("paths", ["skippipe", "dtfm_skip", "full_pipeline"])
 def test_lines_call_at_their_nodes_in_order_and_pass_all_others(paths: str) -> None:
     plan, timeline = published(paths, Timing.CONTENTION_ONLY)
-    drawn = path_map(Picture(plan, timeline))
+    drawn = path_map(Gantt(plan, timeline))
     assert sorted(lane for line in drawn.lines for lane in line.lanes) == list(range(len(plan.lanes)))
     assert all(0 <= y <= drawn.height for line in drawn.lines for leg in line.legs for _, y in leg.points)
     for line in drawn.lines:
@@ -304,7 +304,7 @@ def test_image_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path) -> No
 
 def test_text_and_trace_do_not_load_the_drawing_libraries() -> None:
     code = (
-        "import sys, skippipe.report, skippipe.report.grid, skippipe.report.pathmap, skippipe.report.trace\n"
+        "import sys, skippipe.report, skippipe.report.text, skippipe.report.path_map, skippipe.report.chrome_trace\n"
         "sys.exit(bool({'plotly', 'matplotlib'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

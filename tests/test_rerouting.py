@@ -5,25 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from skippipe.runtime.control import (
-    Average,
-    Averaged,
-    Contributed,
-    Proceed,
-    Reroute,
-    Returned,
-    Settle,
-)
-from skippipe.runtime.node import Phase
-from tests.benches import (
-    A_HOP,
-    Bench,
-    average_alone,
-    chunk,
-    hop,
-    long_plan,
-    plan_of,
-)
+from skippipe.runtime.messages import Average, Averaged, Commit, Drain, DrainAck, MicrobatchDone, Reroute
+from skippipe.runtime.node.state_machine import NodePhase
+from tests.benches import A_HOP, Bench, average_alone, chunk, hop, long_plan, plan_of
 
 # Repair inside an iteration, node by node, on `long_plan`: lane 0 goes 0 → 2 → 3 → 5 → (head at 0) → 5 → 3 → 2 → 0
 
@@ -128,7 +112,7 @@ def test_a_new_data_node_sets_out_what_is_on_its_way() -> None:
     assert bench.work() == ["0/1 step 4"]
     bench.take(2, hop(0, 8, 1, epoch=1))
     assert bench.work() == ["0/1 step 8"]
-    assert bench.heard() == [Returned(0, bench.node.epoch, 0, 1, 0.0)]
+    assert bench.heard() == [MicrobatchDone(0, bench.node.epoch, 0, 1, 0.0)]
 
 
 def test_a_new_data_node_that_gets_the_gradient_before_the_head_does_not_know_the_loss() -> None:
@@ -137,7 +121,7 @@ def test_a_new_data_node_that_gets_the_gradient_before_the_head_does_not_know_th
     bench.hear(Reroute(0, 1, [0], [[0, 1, 1, 2, 3, 5]], [])).take(2, hop(0, 8, 1, epoch=1))
     assert bench.work() == ["0/1 step 0", "0/1 step 8"]
     (returned,) = bench.heard()
-    assert isinstance(returned, Returned)
+    assert isinstance(returned, MicrobatchDone)
     assert math.isnan(returned.loss)
 
 
@@ -169,7 +153,7 @@ def test_the_node_before_a_skipped_place_sends_to_the_next() -> None:
     bench.take(3, hop(0, 8, epoch=1))
     assert bench.work() == ["0/0 step 8", "0/1 step 0"]
     assert bench.sent() == ["0/0 step 5 → 5, epoch 1", "0/1 step 2 → 3, epoch 1"]
-    assert bench.heard() == [Returned(0, bench.node.epoch, 0, 0, 0.0)]
+    assert bench.heard() == [MicrobatchDone(0, bench.node.epoch, 0, 0, 0.0)]
 
 
 def test_the_head_runs_again_beyond_a_skipped_place_but_counts_once() -> None:
@@ -216,8 +200,8 @@ def test_what_has_been_added_up_beyond_a_skipped_place_is_run_again_and_counts_o
     bench.take(0, hop(0, 5, epoch=1))
     assert bench.work() == ["0/0 step 5, counts not"]
     assert bench.sent() == ["0/0 step 4 → 0, epoch 1", "0/0 step 6 → 3, epoch 1"]
-    bench.hear(Settle(0, 1, False)).work()
-    assert bench.heard() == [Contributed(0, 1, [[0, 0]])]
+    bench.hear(Drain(0, 1, False)).work()
+    assert bench.heard() == [DrainAck(0, 1, [[0, 0]])]
 
 
 def test_what_was_sent_beyond_a_skipped_place_before_is_stale() -> None:
@@ -341,12 +325,12 @@ def test_averaging_that_is_under_way_is_given_up_and_begun_again_with_those_who_
     assert bench.work() == []
     bench.take(3, chunk(1, epoch=0))
     assert bench.node.dropped == {(3, "a chunk of a ring that was given up"): 1}
-    bench.hear(Settle(0, 1, False))
+    bench.hear(Drain(0, 1, False))
     assert bench.work() == []
-    assert bench.heard() == [Contributed(0, 1, [])]
-    bench.hear(Settle(0, 1, False), Average(0, 0, [4, 4, 3]))
+    assert bench.heard() == [DrainAck(0, 1, [])]
+    bench.hear(Drain(0, 1, False), Average(0, 0, [4, 4, 3]))
     assert bench.work() == []
-    assert bench.heard() == [Contributed(0, 1, [])], "averaging of another epoch does not begin"
+    assert bench.heard() == [DrainAck(0, 1, [])], "averaging of another epoch does not begin"
     bench.hear(Average(0, 1, [4, 4, 0]))
     assert bench.work() == ["pass 0, 1 of 2"]
     bench.take(3, chunk(0, epoch=1, piece=0))
@@ -361,7 +345,7 @@ def test_averaging_that_is_under_way_is_given_up_and_begun_again_with_those_who_
 
 def test_one_that_is_left_alone_averages_alone() -> None:
     bench = on_lane_0(5, 3, 5).hear(Reroute(0, 1, [6], [[1, 0, 1, 2, 4, 5]], []))
-    bench.hear(Settle(0, 1, False)).work()
+    bench.hear(Drain(0, 1, False)).work()
     bench.hear(Average(0, 1, [4, 4, 4, 1]))
     assert bench.work() == ["measure 1 alone"]
 
@@ -371,33 +355,33 @@ def test_after_a_change_nobody_averages_by_counting() -> None:
     for microbatch in range(2):
         bench.take(4, hop(0, 3, microbatch, epoch=1)).work()
         bench.take(0, hop(0, 5, microbatch, epoch=1)).work()
-    assert bench.node.phase is Phase.RUNNING
+    assert bench.node.phase is NodePhase.RUNNING
     undisturbed = Bench(5, long_plan()).begin()
     for microbatch in range(2):
         undisturbed.take(3, hop(0, 3, microbatch)).work()
         undisturbed.take(0, hop(0, 5, microbatch)).work()
-    assert undisturbed.node.phase is Phase.AVERAGING
+    assert undisturbed.node.phase is NodePhase.AVERAGING
 
 
 def test_a_node_that_has_averaged_averages_again() -> None:
     bench = Bench(2).begin()
     average_alone(bench)
-    bench.hear(Reroute(0, 1, [3], [], []), Settle(0, 1, False))
+    bench.hear(Reroute(0, 1, [3], [], []), Drain(0, 1, False))
     assert bench.work() == []
     every = [[0, 0], [0, 1], [1, 0], [1, 1]]
-    assert bench.heard() == [Contributed(0, 1, every)]
+    assert bench.heard() == [DrainAck(0, 1, every)]
     bench.hear(Average(0, 1, [4, 4, 2]))
     assert bench.work() == ["measure 4 alone"], "what it has added up is still there"
-    assert bench.node.phase is Phase.AVERAGED
+    assert bench.node.phase is NodePhase.AVERAGED
 
 
 def test_what_is_half_done_when_all_is_settled_is_let_go() -> None:
     """A replica that ran a microbatch again for nothing: the gradient had passed already."""
     bench = on_lane_0(4).hear(THREE_BY_FOUR).take(2, hop(0, 2, epoch=1))
     assert bench.work() == ["0/0 step 2"]
-    bench.hear(Settle(0, 1, False))
+    bench.hear(Drain(0, 1, False))
     assert bench.work() == ["drop 0/0"]
-    assert bench.heard() == [Contributed(0, 1, [])]
+    assert bench.heard() == [DrainAck(0, 1, [])]
 
 
 def test_weight_gradients_that_were_put_off_are_added_before_the_account() -> None:
@@ -405,10 +389,10 @@ def test_weight_gradients_that_were_put_off_are_added_before_the_account() -> No
     assert bench.decide() == "0/0 step 6"
     bench.hear(Reroute(0, 1, [6], [[1, 0, 1, 2, 4, 5]], []))
     bench.end()
-    bench.hear(Settle(0, 1, False))
+    bench.hear(Drain(0, 1, False))
     assert bench.heard() == []
     assert bench.work() == ["0/0 step 11"]
-    assert bench.heard() == [Contributed(0, 1, [[0, 0]])]
+    assert bench.heard() == [DrainAck(0, 1, [[0, 0]])]
 
 
 def test_weight_gradients_that_were_put_off_beyond_a_skipped_place_are_added_once() -> None:
@@ -420,9 +404,9 @@ def test_weight_gradients_that_were_put_off_beyond_a_skipped_place_are_added_onc
     bench.take(0, hop(0, 2, epoch=1)).work()
     bench.take(5, hop(0, 6, epoch=1))
     assert bench.work() == ["0/0 step 6, counts not", "0/0 step 11, counts not"]
-    bench.hear(Settle(0, 1, False))
+    bench.hear(Drain(0, 1, False))
     assert bench.work() == []
-    assert bench.heard() == [Contributed(0, 1, [[0, 0]])]
+    assert bench.heard() == [DrainAck(0, 1, [[0, 0]])]
 
 
 def test_a_microbatch_that_comes_again_before_its_weight_gradients_were_added_goes_on() -> None:
@@ -441,9 +425,9 @@ def test_a_gradient_that_is_not_finite_is_left_out_by_the_one_who_has_made_it() 
         bench = on_lane_0(5, 3)
         bench.symbols.poison = poison
         bench.take(0, hop(0, 5)).work()
-        bench.hear(Settle(0, 1, True))
+        bench.hear(Drain(0, 1, True))
         assert bench.work() == ["inspect"]
-        assert bench.heard() == [Contributed(0, 1, visits)]
+        assert bench.heard() == [DrainAck(0, 1, visits)]
 
 
 def test_a_change_while_a_gradient_is_inspected_forgets_nothing() -> None:
@@ -451,14 +435,14 @@ def test_a_change_while_a_gradient_is_inspected_forgets_nothing() -> None:
     bench = on_lane_0(5, 3)
     bench.symbols.poison = True
     bench.take(0, hop(0, 5)).work()
-    bench.hear(Settle(0, 1, True))
+    bench.hear(Drain(0, 1, True))
     assert bench.decide() == "inspect"
     bench.hear(Reroute(0, 2, [6], [[1, 2, 1, 2, 4, 6]], []))
     bench.end()
-    bench.hear(Settle(0, 2, False))
+    bench.hear(Drain(0, 2, False))
     bench.work()
     bench.hear(Average(0, 2, [4, 4, 4, 0]))
-    assert bench.heard() == [Contributed(0, 2, [])]
+    assert bench.heard() == [DrainAck(0, 2, [])]
     assert bench.work() == ["measure 0 alone"]
 
 
@@ -467,7 +451,7 @@ def test_a_change_of_the_next_iteration_waits_for_it() -> None:
     for microbatch in range(2):
         bench.take(3, hop(0, 3, microbatch)).work()
         bench.take(0, hop(0, 5, microbatch)).work()
-    bench.hear(Proceed(0, 1.0, 1.0, False, False, False), Reroute(1, 1, [3], [[0, 0, 0, 2, 4, 5]], []))
+    bench.hear(Commit(0, 1.0, 1.0, False, False, False), Reroute(1, 1, [3], [[0, 0, 0, 2, 4, 5]], []))
     bench.take(4, hop(0, 3, iteration=1, epoch=1))
     assert bench.work() == ["step", "0/0 step 3"]
     assert not bench.node.dropped

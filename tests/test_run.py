@@ -29,25 +29,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import skippipe.training.nursery
+import skippipe.launch.fork_server
+from skippipe.checkpoint.format import Checkpoints, verified
+from skippipe.checkpoint.hf_export import ModelFolder
+from skippipe.data.prepare import prepare
 from skippipe.errors import UserError
-from skippipe.learning import Learning
-from skippipe.model.blueprint import Blueprint
+from skippipe.launch.fork_server import ProcessPool
+from skippipe.model.model_spec import ModelSpec
+from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.coordinator import Event, IterationReport, Survival, Watcher
-from skippipe.runtime.work import Step, Work
-from skippipe.runtime.worker import Worker
-from skippipe.simulate import simulate
-from skippipe.text.prepare import prepare
-from skippipe.training.brief import Brief
-from skippipe.training.checkpoint import Checkpoints, verified
-from skippipe.training.export import ModelFolder
-from skippipe.training.nursery import Nursery
-from skippipe.training.oneprocess import OneProcess
+from skippipe.runtime.coordinator.state_machine import Callback, Event, IterationReport, RecoverySettings
+from skippipe.runtime.node.ops import Op, OpThread, OptimizerStep
+from skippipe.runtime.node_config import NodeConfig
+from skippipe.simulator import simulate
+from skippipe.training.reference import ReferenceTrainer
 from skippipe.training.run import Run
 from skippipe.transport.mailbox import Security
-from skippipe.transport.message import Kind, Message
-from skippipe.transport.packed import pack
+from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.wire_codec import encode
 from skippipe.workload import Workload
 from tests.models import FAMILIES, tiny
 from tests.plans import uniform_cluster
@@ -56,45 +55,45 @@ PATIENCE_S = 60.0  # for a whole run on a machine that is busy with others
 ITERATIONS = 3
 LOST_ITERATIONS = 8
 FULL_BYTES = 20_000  # that a file may have on a full disk: enough for a journal, too little for a stage
-LEARNING = Learning(rate=3e-3, warmup=1, iterations=ITERATIONS)
+LEARNING = OptimConfig(rate=3e-3, warmup=1, iterations=ITERATIONS)
 TEXT = "It is a truth universally acknowledged, that a node in possession of a good stage must be in want of a lane. "
 
 forked = multiprocessing.get_context("forkserver")
 forked.set_forkserver_preload([__name__])
 
 
-def brief_in(folder: Path, **others: Any) -> tuple[Brief, Blueprint]:
+def brief_in(folder: Path, **others: Any) -> tuple[NodeConfig, ModelSpec]:
     """Five nodes: stage 0 on two, stage 1 on one, stage 2 on two. One lane skips stage 1, one swaps 1 and 2."""
     text = folder / "text.txt"
     if not text.exists():
         text.write_text(" ".join(f"{number} {TEXT}" for number in range(200)))
     tokens = prepare(text, 300, folder / "tokens")
-    blueprint = Blueprint(tiny("llama", vocab_size=tokens.vocabulary), seed=4)
-    workload = Workload(blueprint.shape, 16, 2, 4, wire_dtype="fp32", compute_dtype="fp32")
+    spec = ModelSpec(tiny("llama", vocab_size=tokens.vocabulary), seed=4)
+    workload = Workload(spec.shape, 16, 2, 4, wire_dtype="fp32", compute_dtype="fp32")
     stages = (Stage(2, (0, 1), (0, 1)), Stage(1, (2,), (2,)), Stage(2, (3, 4), (4, 3)))
     lanes = (Lane((0, 2, 3), 2), Lane((1, 4), 1), Lane((1, 3, 2), 1))
     cluster = uniform_cluster(5, latency_s=0.002, bandwidth=1e8, flops_per_s=1e9)
     plan = Plan(cluster, workload, stages, lanes)
-    brief = Brief(plan, blueprint.config.to_dict(), 4, LEARNING, str(tokens.folder), tokens.fingerprint)
-    return replace(brief, **others), blueprint
+    node_config = NodeConfig(plan, spec.config.to_dict(), 4, LEARNING, str(tokens.folder), tokens.fingerprint)
+    return replace(node_config, **others), spec
 
 
-class Watching(Watcher):
+class Watching(Callback):
     """Notes what it is told in a file, then does something."""
 
     def __init__(self, folder: Path, then: Callable[[IterationReport], None] = lambda report: None) -> None:
-        self.nursery: Nursery | None = None
+        self.pool: ProcessPool | None = None
         self._folder = folder
         self._then = then
 
-    def started(self, nursery: Nursery) -> None:
-        self.nursery = nursery
+    def started(self, pool: ProcessPool) -> None:
+        self.pool = pool
 
     def iteration_done(self, report: IterationReport) -> None:
-        assert self.nursery is not None
-        self.nursery.look()
+        assert self.pool is not None
+        self.pool.look()
         with (self._folder / "iterations").open("a") as file:
-            print(json.dumps([report.loss, report.seconds, len(report.tasks), self.nursery.pids]), file=file)
+            print(json.dumps([report.loss, report.seconds, len(report.tasks), self.pool.pids]), file=file)
         self._then(report)
 
     def happened(self, event: Event) -> None:
@@ -120,9 +119,9 @@ def who_did_what(folder: Path) -> list[tuple[str, str]]:
 
 
 def run_in(folder: Path, iterations: int = 10**6, security: Security = "none", **others: Any) -> Run:
-    brief, blueprint = brief_in(folder, **others)
+    node_config, spec = brief_in(folder, **others)
     tokenizer = prepare(folder / "text.txt", 300, folder / "tokens").tokenizer()
-    return Run(brief, blueprint, tokenizer, folder / "run", iterations, frozenset({1}), security)
+    return Run(node_config, spec, tokenizer, folder / "run", iterations, frozenset({1}), security)
 
 
 # What owners do, each in a process of its own
@@ -137,8 +136,8 @@ def train(folder: Path) -> None:
 def lose_a_node(folder: Path, **others: Any) -> None:
     def kill(report: IterationReport) -> None:
         if report.iteration == 1:
-            assert watching.nursery is not None
-            os.kill(watching.nursery.pids["n3"], signal.SIGKILL)
+            assert watching.pool is not None
+            os.kill(watching.pool.pids["n3"], signal.SIGKILL)
 
     watching = Watching(folder, kill)
     run = replace(run_in(folder, LOST_ITERATIONS), **others)
@@ -146,16 +145,16 @@ def lose_a_node(folder: Path, **others: Any) -> None:
 
 
 def lose_a_node_and_give_up(folder: Path) -> None:
-    lose_a_node(folder, survival=Survival(survives=False))
+    lose_a_node(folder, survival=RecoverySettings(survives=False))
 
 
 def lose_the_fork_server_and_a_node_of_it(folder: Path) -> None:
     def kill(report: IterationReport) -> None:
-        assert watching.nursery is not None
+        assert watching.pool is not None
         if report.iteration == 1:
-            os.kill(watching.nursery.servers[0], signal.SIGKILL)
+            os.kill(watching.pool.servers[0], signal.SIGKILL)
         if report.iteration == 2:
-            os.kill(watching.nursery.pids["n3"], signal.SIGKILL)
+            os.kill(watching.pool.pids["n3"], signal.SIGKILL)
 
     watching = Watching(folder, kill)
     run = replace(run_in(folder), restarts=1)
@@ -257,13 +256,13 @@ def test_processes_train_what_one_process_does(tmp_path: Path) -> None:
     with owner(train, tmp_path) as process:
         process.join(PATIENCE_S)
         assert process.exitcode == 0
-    brief, blueprint = brief_in(tmp_path)
-    oracle = OneProcess(brief.plan, blueprint, LEARNING, brief.sampler())
+    node_config, spec = brief_in(tmp_path)
+    oracle = ReferenceTrainer(node_config.plan, spec, LEARNING, node_config.sampler())
     expected = [oracle.iteration(number).loss for number in range(ITERATIONS)]
     found = told(tmp_path)
     assert [row[0] for row in found] == pytest.approx(expected, rel=1e-4)
     assert [row[2] for row in found] == [0, 5, 0], "the second was to be recorded"
-    promised_s = simulate(brief.plan).iteration_s
+    promised_s = simulate(node_config.plan).iteration_s
     assert all(row[1] >= 0.95 * promised_s for row in found[1:]), "faster than the nodes and links that it emulates"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     weights = dict(model.named_parameters())
@@ -318,8 +317,8 @@ def test_a_run_that_is_asked_to_end_completes_its_iteration_and_can_go_on(tmp_pa
     done = len(told(tmp_path))
     assert done < 100
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"{done:06d}"]
-    brief, blueprint = brief_in(tmp_path)
-    oracle = OneProcess(brief.plan, blueprint, LEARNING, brief.sampler())
+    node_config, spec = brief_in(tmp_path)
+    oracle = ReferenceTrainer(node_config.plan, spec, LEARNING, node_config.sampler())
     for number in range(done):
         oracle.iteration(number)
     weights = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").named_parameters())
@@ -335,8 +334,8 @@ def test_a_disk_that_is_full_in_the_end_costs_nothing_but_the_wait(tmp_path: Pat
     said = [text for kind, _, text in events(tmp_path) if kind == "storage"]
     assert "of the model cannot be written: File too large, " in said[0]
     assert said[1:] == ["the model can be written again"]
-    brief, blueprint = brief_in(tmp_path)
-    oracle = OneProcess(brief.plan, blueprint, LEARNING, brief.sampler())
+    node_config, spec = brief_in(tmp_path)
+    oracle = ReferenceTrainer(node_config.plan, spec, LEARNING, node_config.sampler())
     for number in range(4):
         oracle.iteration(number)
     weights = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").named_parameters())
@@ -416,20 +415,18 @@ def tend(folder: Path) -> None:
     assert isinstance(sys.stdout, TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=False, write_through=False)
     print("not for the nodes", end="")  # stands in the buffer when the nursery forks
-    skippipe.training.nursery.STOP_S = 1.0
-    nursery = Nursery(misbehave, folder / "logs")
+    skippipe.launch.fork_server.STOP_S = 1.0
+    pool = ProcessPool(misbehave, folder / "logs")
     for what in ("0", "7", "crash", "stay"):
-        nursery.start(f"a/{what}", {"what": what})
+        pool.start(f"a/{what}", {"what": what})
     deadline = time.monotonic() + PATIENCE_S
     log = folder / "logs" / "a_stay.log"
-    while (
-        len(nursery.ended) < 3 or not log.exists() or "staying" not in log.read_text()
-    ) and time.monotonic() < deadline:
-        nursery.look()
+    while (len(pool.ended) < 3 or not log.exists() or "staying" not in log.read_text()) and time.monotonic() < deadline:
+        pool.look()
         time.sleep(0.01)
     began = time.monotonic()
-    nursery.close()
-    found = {"ended": nursery.ended, "pids": nursery.pids, "closed_s": time.monotonic() - began}
+    pool.close()
+    found = {"ended": pool.ended, "pids": pool.pids, "closed_s": time.monotonic() - began}
     (folder / "found").write_text(json.dumps(found))
 
 
@@ -446,37 +443,37 @@ def test_a_nursery_says_who_ended_how_and_ends_the_rest(tmp_path: Path) -> None:
     assert "ValueError: as I was told" in logs["a_crash.log"]
 
 
-def look_until(nursery: Nursery, done: Callable[[], object]) -> None:
+def look_until(pool: ProcessPool, done: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not done():
         assert time.monotonic() < deadline, "waited in vain"
-        nursery.look()
+        pool.look()
         time.sleep(0.01)
 
 
-def start_and_lose_its_parent(nursery: Nursery, name: str) -> None:
-    nursery.start(name, {"what": "wait"})
-    look_until(nursery, lambda: name in nursery.pids and len(nursery.servers) == 2)
-    lost = nursery.servers[0]
+def start_and_lose_its_parent(pool: ProcessPool, name: str) -> None:
+    pool.start(name, {"what": "wait"})
+    look_until(pool, lambda: name in pool.pids and len(pool.servers) == 2)
+    lost = pool.servers[0]
     os.kill(lost, signal.SIGKILL)
-    look_until(nursery, lambda: lost not in nursery.servers)
+    look_until(pool, lambda: lost not in pool.servers)
 
 
 def lose_fork_servers(folder: Path) -> None:
     """Whoever forks is killed, twice; then a node of each of them; what is left ends with the owner."""
-    nursery = Nursery(misbehave, folder / "logs")
+    pool = ProcessPool(misbehave, folder / "logs")
     for name in ("a0", "a1", "a2"):
-        start_and_lose_its_parent(nursery, name)
-    assert not nursery.ended, "they live on"
-    os.kill(nursery.pids["a1"], signal.SIGKILL)
-    look_until(nursery, lambda: "a1" in nursery.ended)
-    assert nursery.ended == {"a1": None}
-    before = nursery.pids["a1"]
-    nursery.start("a1", {"what": "wait"})
-    look_until(nursery, lambda: nursery.pids["a1"] != before and len(nursery.servers) == 2)
-    (folder / "found").write_text(json.dumps([list(nursery.pids.values()), nursery.servers]))
+        start_and_lose_its_parent(pool, name)
+    assert not pool.ended, "they live on"
+    os.kill(pool.pids["a1"], signal.SIGKILL)
+    look_until(pool, lambda: "a1" in pool.ended)
+    assert pool.ended == {"a1": None}
+    before = pool.pids["a1"]
+    pool.start("a1", {"what": "wait"})
+    look_until(pool, lambda: pool.pids["a1"] != before and len(pool.servers) == 2)
+    (folder / "found").write_text(json.dumps([list(pool.pids.values()), pool.servers]))
     if (folder / "close").exists():
-        nursery.close()
+        pool.close()
         return
     while True:
         time.sleep(PATIENCE_S)
@@ -504,8 +501,8 @@ def test_nodes_outlive_those_who_forked_them_but_not_their_owner(tmp_path: Path,
 class Echo:
     """A computer that gives back something that can be waited for to be gone."""
 
-    def run(self, work: Work) -> Any:
-        assert isinstance(work, Step)
+    def run(self, work: Op) -> Any:
+        assert isinstance(work, OptimizerStep)
         return torch.full((3,), work.rate)
 
     def fits(self, message: Message, at: int, size: int) -> bool:
@@ -514,8 +511,8 @@ class Echo:
 
 def test_a_worker_keeps_nothing_of_what_it_made() -> None:
     woken = threading.Event()
-    worker = Worker(Echo, woken.set, None)
-    worker.start(Step(0.1, 1.0))
+    worker = OpThread(Echo, woken.set, None)
+    worker.start(OptimizerStep(0.1, 1.0))
     deadline = time.monotonic() + PATIENCE_S
     while not worker.done:
         assert woken.wait(deadline - time.monotonic())
@@ -525,8 +522,8 @@ def test_a_worker_keeps_nothing_of_what_it_made() -> None:
     del made
     gc.collect()
     assert gone() is None
-    assert worker.fits(Message(Kind.HOP, 0, 0, 0, 1), 2, 3), "its computer says so"
-    assert not worker.fits(Message(Kind.HOP, 0, 0, 0, 2), 2, 3)
+    assert worker.fits(Message(MessageKind.HOP, 0, 0, 0, 1), 2, 3), "its computer says so"
+    assert not worker.fits(Message(MessageKind.HOP, 0, 0, 0, 2), 2, 3)
     worker.stop()
 
 
@@ -539,12 +536,12 @@ def test_a_worker_builds_on_its_own_thread_when_the_former_one_has_ended() -> No
         built.append(name)
         return Echo()
 
-    former = Worker(lambda: build("former", former_may), lambda: None, None)
+    former = OpThread(lambda: build("former", former_may), lambda: None, None)
     former.stop()
-    worker = Worker(lambda: build("worker", may), woken.set, None, former)
+    worker = OpThread(lambda: build("worker", may), woken.set, None, former)
     may.set()
     assert not worker.built
-    assert not worker.fits(Message(Kind.HOP, 0, 0, 0, 1), 2, 3), "nobody can say yet"
+    assert not worker.fits(Message(MessageKind.HOP, 0, 0, 0, 1), 2, 3), "nobody can say yet"
     former_may.set()
     assert woken.wait(PATIENCE_S)
     assert worker.built
@@ -555,24 +552,24 @@ def test_a_worker_builds_on_its_own_thread_when_the_former_one_has_ended() -> No
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_loads_the_folder_of_every_family(family: str, tmp_path: Path) -> None:
     config = tiny(family)
-    blueprint = Blueprint(config, seed=8)
+    spec = ModelSpec(config, seed=8)
     stages = (Stage(2, (0,), (0,)), Stage(1, (1,), (1,)), Stage(2, (2,), (2,)))
-    plan = Plan(uniform_cluster(3), Workload(blueprint.shape, 16, 2, 1), stages, (Lane((0, 1), 1),))
+    plan = Plan(uniform_cluster(3), Workload(spec.shape, 16, 2, 1), stages, (Lane((0, 1), 1),))
 
     class NoTokenizer:
         def save(self, folder: Path) -> None:
             assert folder == tmp_path / "unfinished"
 
     layers = tuple(stage.layers for stage in plan.stages)
-    folder = ModelFolder(tmp_path, layers, blueprint, NoTokenizer())  # type: ignore[arg-type]
-    oracle = OneProcess(plan, blueprint, LEARNING, None)  # type: ignore[arg-type]
+    folder = ModelFolder(tmp_path, layers, spec, NoTokenizer())  # type: ignore[arg-type]
+    oracle = ReferenceTrainer(plan, spec, LEARNING, None)  # type: ignore[arg-type]
     for number, stage in enumerate(oracle.stages):
         pieces = [*torch.split(stage.weights.values, 1000), None]
-        folder.store(number, 0, pack(torch.ones(1000), "fp32"))  # from one that was lost: the stage begins again
+        folder.store(number, 0, encode(torch.ones(1000), "fp32"))  # from one that was lost: the stage begins again
         for index, piece in enumerate(pieces):
-            folder.store(number, index, None if piece is None else pack(piece, "fp32"))
+            folder.store(number, index, None if piece is None else encode(piece, "fp32"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(loaded).__name__ == type(blueprint.skeleton).__name__
+    assert type(loaded).__name__ == type(spec.skeleton).__name__
     found = dict(loaded.named_parameters())
     assert found.keys() == oracle.weights().keys()
     for name, each in oracle.weights().items():

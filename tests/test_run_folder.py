@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from skippipe.checkpoint.format import MANIFEST, Checkpoints
 from skippipe.errors import UserError
-from skippipe.inference.loading import found_place
+from skippipe.inference.checkpoint_loader import found_place
 from skippipe.runs.history import read_history
-from skippipe.runs.listing import checkpoints_in, run_id_of
-from skippipe.training.checkpoint import MANIFEST, Checkpoints
-from skippipe.training.journal import Journal
+from skippipe.runs.tail import checkpoints_in, run_id_of
+from skippipe.runs.wal import WriteAheadLog
 from skippipe.training.run_folder import LOCK_FILE, RunFolder, held_run_folder, tell_rescue
 from tests.dashboards import RunFolder as Written
 from tests.dashboards import noted, panels, plan_of
@@ -126,18 +126,18 @@ def test_a_resumed_run_that_has_lost_its_id_has_that_of_its_files(tmp_path: Path
         assert found.run_id == run_id_of(tmp_path) == "00c0ffee00c0ffee"
     shutil.rmtree(tmp_path / "checkpoints")
     (tmp_path / "run.json").unlink()
-    journal = Journal(tmp_path / "journal")
-    journal.rewrite([{"run": "00c0ffee00c0ffff"}])
-    journal.close()
+    wal = WriteAheadLog(tmp_path / "journal")
+    wal.rewrite([{"run": "00c0ffee00c0ffff"}])
+    wal.close()
     with begun(tmp_path, resumed=True) as found:
         assert found.run_id == "00c0ffee00c0ffff"
 
 
 def test_a_run_that_has_done_nothing_is_begun_anew(tmp_path: Path) -> None:
     with begun(tmp_path) as first:
-        journal = Journal(tmp_path / "journal")
-        journal.write(noted(plan_of()))
-        journal.close()
+        wal = WriteAheadLog(tmp_path / "journal")
+        wal.write(noted(plan_of()))
+        wal.close()
         (tmp_path / "events.jsonl").write_text("{}\n")
     with begun(tmp_path) as second:
         pass
@@ -218,8 +218,8 @@ def test_what_is_shown_is_of_this_run(tmp_path: Path) -> None:
     other.iteration(7, 9.0)
     other.event("gone", "of another run")
     other.checkpoint(8)
-    Journal(tmp_path / "journal").close()
-    other.journal(noted(plan), {"done": 7})
+    WriteAheadLog(tmp_path / "journal").close()
+    other.wal(noted(plan), {"done": 7})
     (tmp_path / "run.json").write_text('{"id": "a"}')
     ours = Written(tmp_path, plan, resumed=True, run_id="a")
     ours.iteration(0, 4.0)

@@ -14,13 +14,12 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from skippipe.errors import UserError
-from skippipe.inference.choosing import choose
-from skippipe.inference.sampling import Sampling
-from skippipe.inference.text import BROKEN, TextStream
+from skippipe.inference.request import BROKEN, SamplingParams, TextStream
+from skippipe.inference.sampler import sample
 from tests.test_scoring import TOKENIZER
 
 torch.set_num_threads(1)
-GREEDY = Sampling(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 _Tokenizer: Any = PreTrainedTokenizerFast  # untyped
 TEXT = _Tokenizer(tokenizer_object=Tokenizer.from_str(TOKENIZER.text))
 
@@ -28,9 +27,9 @@ TEXT = _Tokenizer(tokenizer_object=Tokenizer.from_str(TOKENIZER.text))
 # ---- chance
 
 
-def drawn(values: Sequence[float], how: Sampling, count: int = 4000) -> torch.Tensor:
+def drawn(values: Sequence[float], how: SamplingParams, count: int = 4000) -> torch.Tensor:
     """How often each token comes, at so many positions."""
-    chosen = choose(torch.tensor([list(values)] * count), [how] * count, range(count))
+    chosen = sample(torch.tensor([list(values)] * count), [how] * count, range(count))
     return torch.bincount(torch.tensor(chosen), minlength=len(values))
 
 
@@ -40,14 +39,17 @@ VALUES = (1.0, 0.5, 0.0, 2.0, -1.0, 1.5, 0.2, -0.3)
 @pytest.mark.parametrize(
     ("how", "shares"),
     [
-        (Sampling(1.0), torch.tensor(VALUES).softmax(-1)),
-        (Sampling(0.5, seed=9), (2 * torch.tensor(VALUES)).softmax(-1)),
-        (Sampling(1.0, top_k=3), torch.tensor([2.0, 1.5, 1.0]).softmax(-1)),
-        (Sampling(1.0, top_p=0.65), torch.tensor([2.0, 1.5, 1.0]).softmax(-1)),  # 0.38 and 0.23 are too little
-        (Sampling(1.0, top_k=3, top_p=0.7), torch.tensor([2.0, 1.5]).softmax(-1)),  # of what top_k leaves: 0.51, 0.31
+        (SamplingParams(1.0), torch.tensor(VALUES).softmax(-1)),
+        (SamplingParams(0.5, seed=9), (2 * torch.tensor(VALUES)).softmax(-1)),
+        (SamplingParams(1.0, top_k=3), torch.tensor([2.0, 1.5, 1.0]).softmax(-1)),
+        (SamplingParams(1.0, top_p=0.65), torch.tensor([2.0, 1.5, 1.0]).softmax(-1)),  # 0.38 and 0.23 are too little
+        (
+            SamplingParams(1.0, top_k=3, top_p=0.7),
+            torch.tensor([2.0, 1.5]).softmax(-1),
+        ),  # of what top_k leaves: 0.51, 0.31
     ],
 )
-def test_tokens_come_as_often_as_they_should(how: Sampling, shares: torch.Tensor) -> None:
+def test_tokens_come_as_often_as_they_should(how: SamplingParams, shares: torch.Tensor) -> None:
     found = drawn(VALUES, how).sort(descending=True).values[: len(shares)]
     expected = shares.double().sort(descending=True).values * 4000
     assert int(found.sum()) == 4000
@@ -56,7 +58,7 @@ def test_tokens_come_as_often_as_they_should(how: Sampling, shares: torch.Tensor
 
 def test_positions_and_seeds_are_independent() -> None:
     flat = torch.zeros(1000, 10)
-    one, other = (choose(flat, [Sampling(seed=seed)] * 1000, range(1000)) for seed in (0, 1))
+    one, other = (sample(flat, [SamplingParams(seed=seed)] * 1000, range(1000)) for seed in (0, 1))
     pairs = torch.bincount(10 * torch.tensor(one) + torch.tensor(other), minlength=100)
     assert chisquare(pairs).pvalue > 0.01
     neighbours = torch.bincount(10 * torch.tensor(one[1:]) + torch.tensor(one[:-1]), minlength=100)
@@ -66,20 +68,26 @@ def test_positions_and_seeds_are_independent() -> None:
 def test_limits_that_limit_nothing_or_all() -> None:
     chance = torch.Generator().manual_seed(0)
     many = torch.randn(50, 300, generator=chance)
-    free = choose(many, [Sampling()] * 50, range(50))
-    for same in (Sampling(top_k=300), Sampling(top_k=10**6), Sampling(top_p=1.0, top_k=300)):
-        assert choose(many, [same] * 50, range(50)) == free
+    free = sample(many, [SamplingParams()] * 50, range(50))
+    for same in (SamplingParams(top_k=300), SamplingParams(top_k=10**6), SamplingParams(top_p=1.0, top_k=300)):
+        assert sample(many, [same] * 50, range(50)) == free
     likeliest = many.argmax(-1).tolist()
     assert free != likeliest
-    for only in (GREEDY, Sampling(top_k=1), Sampling(top_p=1e-9), Sampling(temperature=1e-30)):
-        assert choose(many, [only] * 50, range(50)) == likeliest
+    for only in (GREEDY, SamplingParams(top_k=1), SamplingParams(top_p=1e-9), SamplingParams(temperature=1e-30)):
+        assert sample(many, [only] * 50, range(50)) == likeliest
 
 
 def test_each_row_has_its_own_settings() -> None:
     many = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
-    how = [GREEDY, Sampling(), Sampling(0.7, top_k=5), Sampling(2.0, top_p=0.5, seed=3), Sampling(1.0, 7, 0.9)]
-    alone = [choose(many[row : row + 1], how[row : row + 1], [row]) for row in range(5)]
-    assert choose(many, how, range(5)) == [token for (token,) in alone]
+    how = [
+        GREEDY,
+        SamplingParams(),
+        SamplingParams(0.7, top_k=5),
+        SamplingParams(2.0, top_p=0.5, seed=3),
+        SamplingParams(1.0, 7, 0.9),
+    ]
+    alone = [sample(many[row : row + 1], how[row : row + 1], [row]) for row in range(5)]
+    assert sample(many, how, range(5)) == [token for (token,) in alone]
 
 
 @pytest.mark.parametrize(
@@ -94,13 +102,13 @@ def test_each_row_has_its_own_settings() -> None:
 )
 def test_settings_that_cannot_be(how: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        Sampling(**how)
+        SamplingParams(**how)
 
 
-@pytest.mark.parametrize("how", [GREEDY, Sampling(), Sampling(top_k=3)])
-def test_values_that_are_not_finite(how: Sampling) -> None:
+@pytest.mark.parametrize("how", [GREEDY, SamplingParams(), SamplingParams(top_k=3)])
+def test_values_that_are_not_finite(how: SamplingParams) -> None:
     with pytest.raises(UserError, match="not finite"):
-        choose(torch.tensor([[0.0, 1.0, 2.0, 3.0], [0.0, torch.nan, 1.0, 2.0]]), [how] * 2, [0, 1])
+        sample(torch.tensor([[0.0, 1.0, 2.0, 3.0], [0.0, torch.nan, 1.0, 2.0]]), [how] * 2, [0, 1])
 
 
 # ---- text

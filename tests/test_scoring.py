@@ -13,20 +13,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from skippipe.checkpoint.format import Checkpoints, Manifest, StageWriter
+from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.cli import main
-from skippipe.cli.scoring import ENVIRONMENT
+from skippipe.cli.score import ENVIRONMENT
+from skippipe.data.tokenizer import train_bpe
 from skippipe.errors import UserError
-from skippipe.inference.loading import exported_layers, found_place, load
-from skippipe.model.blueprint import Blueprint
+from skippipe.inference.checkpoint_loader import exported_layers, found_place, load
+from skippipe.inference.likelihood import LikelihoodRequest, SubsetModel
+from skippipe.lm_harness.passages import Prose, sentences_of
+from skippipe.lm_harness.tasks import TASK_KINDS, Task, build_tasks, parse_names, write_tasks
+from skippipe.model.flat_params import layout_of_stage
+from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import StageModel, layer_ranges
-from skippipe.model.weights import layout_of_stage
-from skippipe.parts import Part, wanted_parts
-from skippipe.scoring.model import PartModel, Question
-from skippipe.scoring.passages import Prose, sentences_of
-from skippipe.scoring.tasks import KINDS, Task, build_tasks, parse_names, write_tasks
-from skippipe.text.tokenizer import train_bpe
-from skippipe.training.checkpoint import Checkpoints, Manifest, StageWriter
-from skippipe.training.export import ModelFolder
+from skippipe.stage_subset import StageSubset, parse_subsets
 from tests.models import FAMILIES, tiny
 
 torch.set_num_threads(1)
@@ -34,39 +34,39 @@ LAYERS = (2, 1, 2)
 TOKENIZER = train_bpe(['some words, and some more words.\n\n"Of what?" said Emma.'] * 20, 300)
 
 
-def made(family: str = "llama", **others: Any) -> tuple[Blueprint, list[StageModel]]:
+def made(family: str = "llama", **others: Any) -> tuple[ModelSpec, list[StageModel]]:
     """A model with weights so large that its parts differ a lot."""
-    blueprint = Blueprint(tiny(family, vocab_size=TOKENIZER.size, initializer_range=0.2, **others), seed=5)
+    spec = ModelSpec(tiny(family, vocab_size=TOKENIZER.size, initializer_range=0.2, **others), seed=5)
     ranges = layer_ranges(LAYERS)
-    return blueprint, [StageModel(blueprint, each, ends=index == 0) for index, each in enumerate(ranges)]
+    return spec, [StageModel(spec, each, ends=index == 0) for index, each in enumerate(ranges)]
 
 
-def flat(blueprint: Blueprint, stages: list[StageModel], number: int) -> torch.Tensor:
+def flat(spec: ModelSpec, stages: list[StageModel], number: int) -> torch.Tensor:
     weights = dict(stages[number].named_weights())
-    return torch.cat([weights[place.name].detach().flatten() for place in layout_of_stage(blueprint, LAYERS, number)])
+    return torch.cat([weights[place.name].detach().flatten() for place in layout_of_stage(spec, LAYERS, number)])
 
 
-def export_to(folder: Path, family: str = "llama", **others: Any) -> tuple[Blueprint, list[StageModel]]:
-    blueprint, stages = made(family, **others)
-    model = ModelFolder(folder, LAYERS, blueprint, TOKENIZER)
+def export_to(folder: Path, family: str = "llama", **others: Any) -> tuple[ModelSpec, list[StageModel]]:
+    spec, stages = made(family, **others)
+    model = ModelFolder(folder, LAYERS, spec, TOKENIZER)
     for number in range(len(LAYERS)):
-        model.store_flat(number, flat(blueprint, stages, number))
-    return blueprint, stages
+        model.store_flat(number, flat(spec, stages, number))
+    return spec, stages
 
 
 def checkpoint_in(run: Path) -> list[StageModel]:
     """As a run leaves it behind."""
-    blueprint, stages = made()
+    spec, stages = made()
     checkpoints = Checkpoints(run / "checkpoints")
     place = checkpoints.begin()
     TOKENIZER.save(place)
     files = []
     for number in range(len(LAYERS)):
-        writer = StageWriter(place, number, layout_of_stage(blueprint, LAYERS, number))
-        weights = flat(blueprint, stages, number)
+        writer = StageWriter(place, number, layout_of_stage(spec, LAYERS, number))
+        weights = flat(spec, stages, number)
         writer.write(torch.cat([weights, torch.zeros(2 * len(weights))]).numpy().tobytes())
         files += writer.finish()
-    checkpoints.commit(place, Manifest(7, LAYERS, (7, 7, 7), 5, "0" * 64, blueprint.config.to_dict(), tuple(files)))
+    checkpoints.commit(place, Manifest(7, LAYERS, (7, 7, 7), 5, "0" * 64, spec.config.to_dict(), tuple(files)))
     return stages
 
 
@@ -84,17 +84,17 @@ def prose() -> Prose:
 
 @pytest.fixture(scope="module")
 def tasks(prose: Prose) -> dict[str, Task]:
-    return {task.name: task for task in build_tasks(list(KINDS), prose, seed=3, limit=60)}
+    return {task.name: task for task in build_tasks(list(TASK_KINDS), prose, seed=3, limit=60)}
 
 
 # ---- parts
 
 
 def test_parts_by_share_and_by_stages() -> None:
-    parts = wanted_parts(6, ["0,2,3"], ["1", "1/2", "50%"], "scaled")
+    parts = parse_subsets(6, ["0,2,3"], ["1", "1/2", "50%"], "scaled")
     assert parts[0].name == "all 6"
     assert parts[0].drive == 1.0
-    assert parts[-1] == Part((0, 2, 3), 6, 2.5)
+    assert parts[-1] == StageSubset((0, 2, 3), 6, 2.5)
     assert parts[-1].name == "0,2,3 ×2.5"
     halves = parts[1:-1]
     assert len(halves) == 1, "the same share and seed give the same part, and it is wanted once"
@@ -103,14 +103,14 @@ def test_parts_by_share_and_by_stages() -> None:
 
 
 def test_shares_are_drawn_by_seed() -> None:
-    drawn = [wanted_parts(9, [], ["1/2"], draws=4, seed=seed) for seed in (0, 0, 1)]
+    drawn = [parse_subsets(9, [], ["1/2"], draws=4, seed=seed) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(set(drawn[0])) == 4
-    assert wanted_parts(3, [], ["2/3"], draws=50) == [Part((0, 1), 3), Part((0, 2), 3)], "all there are"
+    assert parse_subsets(3, [], ["2/3"], draws=50) == [StageSubset((0, 1), 3), StageSubset((0, 2), 3)], "all there are"
 
 
 def test_a_number_drives_only_what_misses_something() -> None:
-    whole, part = wanted_parts(4, ["0,3,1"], ["100%"], "1.4")
+    whole, part = parse_subsets(4, ["0,3,1"], ["100%"], "1.4")
     assert (whole.drive, part.drive, part.stages) == (1.0, 1.4, (0, 3, 1))
 
 
@@ -130,7 +130,7 @@ def test_a_number_drives_only_what_misses_something() -> None:
 )
 def test_parts_that_cannot_be(total: int, stages: str | None, keep: str | None, drive: str, complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        wanted_parts(total, [stages] if stages else [], [keep] if keep else [], drive)
+        parse_subsets(total, [stages] if stages else [], [keep] if keep else [], drive)
 
 
 # ---- questions
@@ -148,9 +148,11 @@ def test_sentences() -> None:
 
 
 def test_the_same_text_and_seed_give_the_same_questions(prose: Prose, tasks: dict[str, Task]) -> None:
-    again = build_tasks(list(KINDS), Prose("classics-val"), seed=3, limit=60)
+    again = build_tasks(list(TASK_KINDS), Prose("classics-val"), seed=3, limit=60)
     assert again == list(tasks.values())
-    for fewer, other in zip(build_tasks(list(KINDS), prose, 3, 9), build_tasks(list(KINDS), prose, 4, 9), strict=True):
+    for fewer, other in zip(
+        build_tasks(list(TASK_KINDS), prose, 3, 9), build_tasks(list(TASK_KINDS), prose, 4, 9), strict=True
+    ):
         assert fewer.items == tasks[fewer.name].items[:9]
         assert fewer.items != other.items
 
@@ -287,7 +289,7 @@ def test_without_the_harness(folder: Path, monkeypatch: pytest.MonkeyPatch, caps
     for name in ENVIRONMENT:
         monkeypatch.setenv(name, "1")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "skippipe.scoring.harness", raising=False)
+    monkeypatch.delitem(sys.modules, "skippipe.lm_harness.adapter", raising=False)
     monkeypatch.setattr(sys, "argv", ["skippipe", "score", str(folder), "--text", "classics-val"])
     with pytest.raises(SystemExit) as end:
         main()
@@ -300,10 +302,10 @@ def test_without_the_harness(folder: Path, monkeypatch: pytest.MonkeyPatch, caps
 # ---- likelihoods
 
 
-def asked(count: int = 12) -> list[Question]:
+def asked(count: int = 12) -> list[LikelihoodRequest]:
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(TOKENIZER.size, (4 + 3 * index,), generator=generator).tolist() for index in range(count)]
-    return [Question(row[: -1 - index % 3], row[-1 - index % 3 :]) for index, row in enumerate(rows)]
+    return [LikelihoodRequest(row[: -1 - index % 3], row[-1 - index % 3 :]) for index, row in enumerate(rows)]
 
 
 def plainly(logits: torch.Tensor, tokens: Sequence[int]) -> tuple[float, bool]:
@@ -316,7 +318,7 @@ def plainly(logits: torch.Tensor, tokens: Sequence[int]) -> tuple[float, bool]:
 def test_likelihoods_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     export_to(tmp_path, family)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    part = PartModel(load(tmp_path), Part((0, 1, 2), 3), batch_tokens=64)
+    part = SubsetModel(load(tmp_path), StageSubset((0, 1, 2), 3), batch_tokens=64)
     for question, found in zip(asked(), part.likelihoods(asked()), strict=True):
         row = [*question.context, *question.continuation[:-1]]
         with torch.no_grad():
@@ -327,8 +329,8 @@ def test_likelihoods_are_those_of_transformers(tmp_path: Path, family: str) -> N
 
 def test_a_part_is_what_its_stages_make(folder: Path) -> None:
     staged = load(folder)
-    part = PartModel(staged, Part((0, 2), 3, 1.7), batch_tokens=64)
-    whole = PartModel(staged, Part((0, 1, 2), 3)).likelihoods(asked())
+    part = SubsetModel(staged, StageSubset((0, 2), 3, 1.7), batch_tokens=64)
+    whole = SubsetModel(staged, StageSubset((0, 1, 2), 3)).likelihoods(asked())
     first, _, last = staged.stages
     assert first.norm is not None
     assert first.head is not None
@@ -343,20 +345,24 @@ def test_a_part_is_what_its_stages_make(folder: Path) -> None:
 
 
 def test_long_contexts_lose_their_beginning(folder: Path) -> None:
-    (short,) = PartModel(load(folder, context=8), Part((0, 1, 2), 3)).likelihoods([Question(range(20), [7, 8])])
-    (fitting,) = PartModel(load(folder), Part((0, 1, 2), 3)).likelihoods([Question(range(13, 20), [7, 8])])
+    (short,) = SubsetModel(load(folder, context=8), StageSubset((0, 1, 2), 3)).likelihoods(
+        [LikelihoodRequest(range(20), [7, 8])]
+    )
+    (fitting,) = SubsetModel(load(folder), StageSubset((0, 1, 2), 3)).likelihoods(
+        [LikelihoodRequest(range(13, 20), [7, 8])]
+    )
     assert short.log == pytest.approx(fitting.log, abs=1e-5)
     with pytest.raises(UserError, match="looks at 8 tokens"):
-        PartModel(load(folder, context=8), Part((0, 1, 2), 3)).likelihoods([Question([1], range(9))])
+        SubsetModel(load(folder, context=8), StageSubset((0, 1, 2), 3)).likelihoods([LikelihoodRequest([1], range(9))])
 
 
 def test_values_that_are_not_finite(folder: Path) -> None:
     with pytest.raises(UserError, match="stages 0,1 ×1e\\+38 of the model make values that are not finite"):
-        PartModel(load(folder), Part((0, 1), 3, 1e38)).likelihoods(asked())
+        SubsetModel(load(folder), StageSubset((0, 1), 3, 1e38)).likelihoods(asked())
 
 
 def test_the_most_likely_token(folder: Path) -> None:
-    part = PartModel(load(folder), Part((0, 1), 3), batch_tokens=32)
+    part = SubsetModel(load(folder), StageSubset((0, 1), 3), batch_tokens=32)
     rows = [list(question.context) for question in asked()]
     for row, token in zip(rows, part.most_likely(rows), strict=True):
-        assert part.likelihoods([Question(row, [token])])[0].greedy
+        assert part.likelihoods([LikelihoodRequest(row, [token])])[0].greedy

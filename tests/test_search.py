@@ -10,28 +10,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skippipe import compiled
-from skippipe.check import check
+from skippipe import jit
 from skippipe.cluster import Cluster, Node
+from skippipe.constraints import cc3_uneven
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible, UserError
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.planner.leftout import left_out
-from skippipe.planner.problem import NO_FREEDOMS, Freedoms, Problem
-from skippipe.planner.search.best import Limits, improved
-from skippipe.planner.search.laying import lay_lifted
-from skippipe.planner.search.moves import DRAWS, SHARES, change
-from skippipe.planner.search.score import score
+from skippipe.planner.astar import NO_WAY
+from skippipe.planner.problem import NOTHING_FREE, DecisionVariables, Problem
+from skippipe.planner.search.annealing import SearchLimits, improved
+from skippipe.planner.search.moves import DRAWS, SHARES, propose
+from skippipe.planner.search.objective import objective
+from skippipe.planner.search.reinsertion import recreate
 from skippipe.planner.search.state import State, assign, copy_of, costs_by_layers, state_of, tables_of
-from skippipe.planner.strategies import Request, Strategy, make_plan
-from skippipe.planner.tours import NO_WAY
-from skippipe.rules import cc3_uneven
-from skippipe.simulate import simulate
+from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
+from skippipe.planner.whatif.advisor import left_out
+from skippipe.simulator import simulate
 from skippipe.timeline import Timing
+from skippipe.validate import validate
 from skippipe.workload import Workload
 from tests.plans import TINY, problems, uniform_cluster
 
-FEW = Request(changes=6_000)
+FEW = PlanRequest(changes=6_000)
 
 
 def plan_as_is(problem: Problem, state: State) -> Plan:
@@ -55,7 +55,7 @@ def plan_as_is(problem: Problem, state: State) -> Plan:
 @given(problems(), st.integers(0, 2**32 - 1))
 def test_the_score_is_what_the_simulator_says(problem: Problem, seed: int) -> None:
     try:
-        first = make_plan(problem, Strategy.DTFM_SKIP, Request(budget_s=0))
+        first = make_plan(problem, Strategy.DTFM_SKIP, PlanRequest(budget_s=0))
     except Infeasible:
         return
     tables = tables_of(problem, costs_by_layers(problem, problem.workload.model.layers - problem.stages + 1))
@@ -64,17 +64,17 @@ def test_the_score_is_what_the_simulator_says(problem: Problem, seed: int) -> No
     draw = np.random.default_rng(seed)
     for _ in range(60):
         trial, row = copy_of(state), draw.integers(0, 2**31, DRAWS)
-        if not change(row, trial, tables, shares) or not lay_lifted(row, trial, tables):
+        if not propose(row, trial, tables, shares) or not recreate(row, trial, tables):
             continue
         assert trial.counts.min() >= 0
         assert trial.counts.sum() == first.microbatches
-        scored, uneven, iteration_ns = score(trial, NO_WAY, tables)
+        scored, uneven, iteration_ns = objective(trial, NO_WAY, tables)
         if iteration_ns == NO_WAY:
             continue
-        assert score(trial, iteration_ns, tables) == (scored, uneven, iteration_ns)
-        assert score(trial, iteration_ns - 1, tables)[2] in (iteration_ns, NO_WAY)
+        assert objective(trial, iteration_ns, tables) == (scored, uneven, iteration_ns)
+        assert objective(trial, iteration_ns - 1, tables)[2] in (iteration_ns, NO_WAY)
         plan = plan_as_is(problem, trial)
-        assert {violation.rule for violation in check(plan)} <= {"CC3", "link"}
+        assert {violation.rule for violation in validate(plan)} <= {"CC3", "link"}
         assert (uneven > 0) == bool(cc3_uneven(plan.exposure))
         assert simulate(plan, problem.timing).iteration_ns == iteration_ns
         assign(state, trial)
@@ -85,16 +85,16 @@ def unequal(nodes: int, speeds: list[float]) -> Cluster:
     return replace(uniform_cluster(nodes), nodes=machines)
 
 
-ALL_FREEDOMS = Freedoms()
+ALL_FREEDOMS = DecisionVariables()
 
 
-def problem_on(cluster: Cluster, freedoms: Freedoms = ALL_FREEDOMS, **other: object) -> Problem:
+def problem_on(cluster: Cluster, freedoms: DecisionVariables = ALL_FREEDOMS, **other: object) -> Problem:
     work = Workload(TINY, sequence_tokens=16, microbatches=12, max_slots=4)
     return replace(Problem(cluster, work, 4, 3, freedoms=freedoms), **other)  # type: ignore[arg-type]
 
 
 def test_what_is_not_free_stays() -> None:
-    problem = problem_on(unequal(9, [1e9, 4e9]), NO_FREEDOMS, sizes=(3, 2, 2, 2))
+    problem = problem_on(unequal(9, [1e9, 4e9]), NOTHING_FREE, sizes=(3, 2, 2, 2))
     plan = make_plan(problem, Strategy.BEST, FEW)
     assert [len(stage.nodes) for stage in plan.stages] <= [3, 2, 2, 2]
     assert plan.layers == problem.layers
@@ -110,7 +110,7 @@ def test_layers_follow_unequal_compute() -> None:
     slow = 3
     cluster = unequal(4, [4e6, 4e6, 4e6, 1e6])
     fixed, free = (
-        make_plan(problem_on(cluster, replace(NO_FREEDOMS, layers=layers)), Strategy.BEST, FEW)
+        make_plan(problem_on(cluster, replace(NOTHING_FREE, layers=layers)), Strategy.BEST, FEW)
         for layers in (False, True)
     )
     assert fixed.layers == (2, 2, 2, 2)
@@ -137,12 +137,12 @@ def test_nodes_that_do_not_help_are_left_out_with_a_reason() -> None:
 
 def test_begins_with_a_plan() -> None:
     problem = problem_on(uniform_cluster(8), timing=Timing.FULL)
-    first = make_plan(problem, Strategy.DTFM_SKIP, Request(budget_s=0))
+    first = make_plan(problem, Strategy.DTFM_SKIP, PlanRequest(budget_s=0))
     better = make_plan(problem, Strategy.BEST, replace(FEW, start=first))
     assert first.expected is not None
     assert better.expected is not None
     assert better.expected.iteration_ns <= first.expected.iteration_ns
-    assert make_plan(problem, Strategy.BEST, Request(changes=1, start=better)).expected == better.expected
+    assert make_plan(problem, Strategy.BEST, PlanRequest(changes=1, start=better)).expected == better.expected
     with pytest.raises(UserError, match="other nodes"):
         make_plan(problem_on(uniform_cluster(9)), Strategy.BEST, replace(FEW, start=first))
     with pytest.raises(UserError, match="12 microbatches, and 24"):
@@ -151,9 +151,9 @@ def test_begins_with_a_plan() -> None:
 
 
 def test_is_no_worse_than_any_plan_to_begin_with() -> None:
-    problem = problem_on(unequal(9, [1e9, 4e9]), NO_FREEDOMS)
-    never = Limits(0, 1, over=lambda: True, on_round=lambda done, best_ns: None)
-    starts = [make_plan(problem, Strategy.DTFM_SKIP, Request(seed=seed, budget_s=0)) for seed in range(3)]
+    problem = problem_on(unequal(9, [1e9, 4e9]), NOTHING_FREE)
+    never = SearchLimits(0, 1, over=lambda: True, on_round=lambda done, best_ns: None)
+    starts = [make_plan(problem, Strategy.DTFM_SKIP, PlanRequest(seed=seed, budget_s=0)) for seed in range(3)]
     promised = [plan.expected.iteration_ns for plan in starts if plan.expected]
     assert len(set(promised)) > 1
     for order in (starts, starts[::-1]):
@@ -169,13 +169,13 @@ def test_a_plan_says_how_good_any_could_be() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.expected is not None
     boasting = replace(plan, lower_bound_ns=plan.expected.iteration_ns + 1)
-    assert [(each.rule, each.where) for each in check(boasting)] == [("promise", "lower_bound_s")]
+    assert [(each.rule, each.where) for each in validate(boasting)] == [("promise", "lower_bound_s")]
 
 
 def test_another_process_compiles_only_where_nothing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_folder", tmp_path)
+    monkeypatch.setattr(jit, "_folder", tmp_path)
     for name in ("first", "second"):
-        with compiled.beside(f"open({str(tmp_path / name)!r}, 'w')"):
+        with jit.beside(f"open({str(tmp_path / name)!r}, 'w')"):
             pass
         (tmp_path / "kernel.nbi").touch()
     assert (tmp_path / "first").exists()

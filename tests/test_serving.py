@@ -22,9 +22,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skippipe.cli import main
-from skippipe.inference.text import TextStream
+from skippipe.inference.request import TextStream
+from skippipe.transport.addresses import free_port
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
-from skippipe.transport.route import free_port
 from tests.served import Command, Server
 from tests.test_scoring import export_to
 

@@ -12,16 +12,39 @@ from typing import Any
 
 import pytest
 
-from skippipe.inference.sampling import Sampling
-from skippipe.runtime.control import COORDINATOR, Close, Control, Feed, Ready, Sampled, Spoiled, from_json, to_json
-from skippipe.serving.early import MOST, Early
-from skippipe.serving.feeding import Seat, feeds
-from skippipe.serving.gateway import Gateway, ServingSettings, Step
-from skippipe.serving.lanes import Lane
-from skippipe.serving.node import ServingNode
-from skippipe.serving.streams import Ending, Request, Stream
-from skippipe.serving.work import Choose, FedRow, Forget, Pass, ServingWork, Unable
-from skippipe.transport.message import Kind, Message
+from skippipe.inference.request import SamplingParams
+from skippipe.runtime.messages import (
+    COORDINATOR,
+    ControlMessage,
+    EndSequences,
+    Ready,
+    RunStep,
+    Sampled,
+    StepFailed,
+    from_json,
+    to_json,
+)
+from skippipe.serving.node.state_machine import MOST, EarlyMessages, ServingNode
+from skippipe.serving.routing import ServingRoute
+from skippipe.serving.scheduler import (
+    FinishReason,
+    Scheduler,
+    SequenceRequest,
+    SequenceState,
+    ServingSettings,
+    ServingStep,
+)
+from skippipe.serving.step_protocol import (
+    ForwardStep,
+    FreeSlots,
+    InputRow,
+    NodeInfo,
+    SampleTokens,
+    ServingWork,
+    StepRefused,
+    step_messages,
+)
+from skippipe.transport.message import Message, MessageKind
 from tests.test_gateway import PLACES, VOCABULARY, answer, next_token
 
 STAGE_OF = {node: stage for stage, nodes in PLACES.items() for node in nodes}
@@ -38,19 +61,19 @@ class Symbols:
 
     def run(self, work: ServingWork) -> Any:
         match work:
-            case Pass():
+            case ForwardStep():
                 return self._pass(work)
-            case Choose():
+            case SampleTokens():
                 ends = [sum(row.count for row in work.rows[: at + 1]) for at in range(len(work.rows))]
                 return [
                     next_token(list(work.given[end - 1]), sampling.seed)
                     for end, sampling in zip(ends, work.how, strict=True)
                 ]
-            case Forget():
+            case FreeSlots():
                 self.caches = {key: each for key, each in self.caches.items() if key[0] != work.lane}
                 return None
 
-    def _pass(self, work: Pass) -> Prefixes:
+    def _pass(self, work: ForwardStep) -> Prefixes:
         for slot in work.freed:
             self.caches.pop((work.lane, slot), None)
         made: Prefixes = []
@@ -67,7 +90,7 @@ class Symbols:
             assert made == work.given
         return made
 
-    def _new(self, given: Any, number: int, row: FedRow, at: int) -> Sequence[int]:
+    def _new(self, given: Any, number: int, row: InputRow, at: int) -> Sequence[int]:
         if self.stage == 0:
             tokens: Sequence[int] = given[number]
             assert len(tokens) == row.count
@@ -81,8 +104,8 @@ class Place:
     def __init__(self, world: World, number: int) -> None:
         self.world = world
         self.number = number
-        self.computer = Symbols(STAGE_OF[number])
-        self.node = ServingNode(Seat(number, STAGE_OF[number], len(STAGE_OF), VOCABULARY, 2**16), self)
+        self.executor = Symbols(STAGE_OF[number])
+        self.node = ServingNode(NodeInfo(number, STAGE_OF[number], len(STAGE_OF), VOCABULARY, 2**16), self)
         self.alive = True
 
     def now_ns(self) -> int:
@@ -91,7 +114,7 @@ class Place:
     def send(self, receiver: int, message: Message) -> None:
         self.world.between(self.number, receiver, lambda place: place.node.receive(self.number, message))
 
-    def say(self, control: Control, to: int = COORDINATOR) -> None:
+    def say(self, control: ControlMessage, to: int = COORDINATOR) -> None:
         assert to == COORDINATOR
         self.world.to_gateway(self, from_json(to_json(control)))
 
@@ -103,7 +126,7 @@ class Place:
 
     def _done(self, work: ServingWork) -> None:
         if self.alive:
-            self.node.finished(work, self.computer.run(work))
+            self.node.finished(work, self.executor.run(work))
             self.node.decide()
 
 
@@ -113,10 +136,10 @@ class World:
         self.clock_ns = 0
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
-        self.gateway = Gateway(len(PLACES), self, settings)
+        self.gateway = Scheduler(len(PLACES), self, settings)
         self.places: dict[int, Place] = {}
-        self.over: list[Stream] = []
-        self.spoiled: list[Spoiled] = []
+        self.over: list[SequenceState] = []
+        self.spoiled: list[StepFailed] = []
         for node in STAGE_OF:
             self.begin(node)
 
@@ -144,7 +167,7 @@ class World:
         assert sender in self.places
         self.at(self.random.uniform(0.001, 0.02), arrive)
 
-    def to_gateway(self, place: Place, control: Control) -> None:
+    def to_gateway(self, place: Place, control: ControlMessage) -> None:
         def arrive() -> None:
             if not place.alive:
                 return
@@ -153,7 +176,7 @@ class World:
                     self.gateway.joined(place.number, STAGE_OF[place.number])
                 case Sampled():
                     self.gateway.sampled(control.step, control.tokens, place.number)
-                case Spoiled():
+                case StepFailed():
                     self.spoiled.append(control)
                     self.gateway.spoiled(control.step, place.number)
                 case _:
@@ -166,19 +189,19 @@ class World:
     def now_ns(self) -> int:
         return self.clock_ns
 
-    def step(self, step: Step) -> None:
-        for node, feed in feeds(step).items():
+    def step(self, step: ServingStep) -> None:
+        for node, feed in step_messages(step).items():
             self._tell(node, feed)
 
-    def close_lane(self, lane: Lane) -> None:
+    def close_lane(self, lane: ServingRoute) -> None:
         for node in lane.path:
-            self._tell(node, Close(lane.number))
+            self._tell(node, EndSequences(lane.number))
 
-    def said(self, stream: Stream) -> None:
+    def said(self, stream: SequenceState) -> None:
         if stream.ending is not None:
             self.over.append(stream)
 
-    def _tell(self, node: int, control: Feed | Close) -> None:
+    def _tell(self, node: int, control: RunStep | EndSequences) -> None:
         heard = from_json(to_json(control))
         there = self.places[node]
 
@@ -205,43 +228,43 @@ def test_streams_go_on_whoever_is_lost(seed: int) -> None:
     random = world.random
     world.at(1, lambda: None)
     world.run(lambda: len(world.gateway.stage_of) == len(STAGE_OF))
-    streams: list[Stream] = []
+    streams: list[SequenceState] = []
     for _ in range(12):
         prompt = tuple(random.randrange(50) for _ in range(random.randint(1, 30)))
-        request = Request(prompt, random.randint(1, 12), sampling=Sampling(seed=random.randrange(2**40)))
+        request = SequenceRequest(prompt, random.randint(1, 12), sampling=SamplingParams(seed=random.randrange(2**40)))
         world.at(random.uniform(0, 2), lambda request=request: streams.append(world.gateway.submit(request)))  # type: ignore[misc]
     for _ in range(4):
         node = random.randrange(1, 7)
         world.at(random.uniform(0, 2), lambda node=node: world.kill(node, random.uniform(0.1, 1)))  # type: ignore[misc]
     world.run(lambda: len(streams) == 12 and not world.gateway.streams)
     for stream in streams:
-        assert stream.ending is Ending.LENGTH
+        assert stream.ending is FinishReason.LENGTH
         assert stream.answer == answer(stream.request)
     assert len(world.over) == 12
     world.at(1, lambda: None)
     done_ns = world.clock_ns + int(1e9)
     world.run(lambda: world.clock_ns >= done_ns)
-    assert not any(place.computer.caches for place in world.places.values() if place.alive), "lanes are closed"
+    assert not any(place.executor.caches for place in world.places.values() if place.alive), "lanes are closed"
 
 
 def test_what_no_step_foresees_is_dropped() -> None:
     world = World(0, ServingSettings())
     place = world.places[2]
-    feed = Feed(1, 1, [0, 2], [[0, 0, 1]], [], [], [], [])
+    feed = RunStep(1, 1, [0, 2], [[0, 0, 1]], [], [], [], [])
     place.node.hear(feed)
-    hop = Message(Kind.HOP, 1, 1, 0, 1)
+    hop = Message(MessageKind.HOP, 1, 1, 0, 1)
     for sender, body in ((4, [(1,)]), (0, [(1,), (2,)]), (0, "nonsense")):
-        place.node.receive(sender, Message(Kind.HOP, 1, 1, 0, 1, body))  # type: ignore[arg-type]
+        place.node.receive(sender, Message(MessageKind.HOP, 1, 1, 0, 1, body))  # type: ignore[arg-type]
     place.node.receive(0, hop)
-    place.node.receive(0, Message(Kind.CHUNK, 1, 1, 0, 1))
+    place.node.receive(0, Message(MessageKind.CHUNK, 1, 1, 0, 1))
     assert sum(place.node.dropped.values()) == 5
-    place.node.hear(Feed(2, 1, [0, 4], [[0, 0, 1]], [], [], [], []))
+    place.node.hear(RunStep(2, 1, [0, 4], [[0, 0, 1]], [], [], [], []))
     assert sum(place.node.dropped.values()) == 6
-    place.node.receive(0, Message(Kind.HOP, 1, 1, 0, 1, [(1,)]))  # type: ignore[arg-type]
+    place.node.receive(0, Message(MessageKind.HOP, 1, 1, 0, 1, [(1,)]))  # type: ignore[arg-type]
     assert sum(place.node.dropped.values()) == 6
 
 
-GOOD = Feed(1, 1, [0, 2], [[0, 0, 2], [1, 4, 1]], [3], [[5, 6], [7]], [[0.5, 3.0, 0.9], [0.0, 0.0, 1.0]], [1, 2])
+GOOD = RunStep(1, 1, [0, 2], [[0, 0, 2], [1, 4, 1]], [3], [[5, 6], [7]], [[0.5, 3.0, 0.9], [0.0, 0.0, 1.0]], [1, 2])
 
 
 @pytest.mark.parametrize(
@@ -283,7 +306,7 @@ def test_steps_that_cannot_be_are_dropped(changed: dict[str, Any], why: str) -> 
 
 
 def test_tensors_that_nobody_told_of_make_room_for_others() -> None:
-    early = Early()
+    early = EarlyMessages()
     for step in range(3 * MOST):
         early.put(4, (step, 1), step)
     early.put(5, (0, 1), "another's")
@@ -295,9 +318,9 @@ def test_tensors_that_nobody_told_of_make_room_for_others() -> None:
 
 def test_a_tensor_from_elsewhere_does_not_take_the_place_of_the_one_that_is_waited_for() -> None:
     place = World(0, ServingSettings()).places[2]
-    place.node.receive(0, Message(Kind.HOP, 1, 1, 0, 1, [(1,)]))  # type: ignore[arg-type]
-    place.node.receive(4, Message(Kind.HOP, 1, 1, 0, 1, [(9,)]))  # type: ignore[arg-type]
-    place.node.hear(Feed(1, 1, [0, 2], [[0, 0, 1]], [], [], [], []))
+    place.node.receive(0, Message(MessageKind.HOP, 1, 1, 0, 1, [(1,)]))  # type: ignore[arg-type]
+    place.node.receive(4, Message(MessageKind.HOP, 1, 1, 0, 1, [(9,)]))  # type: ignore[arg-type]
+    place.node.hear(RunStep(1, 1, [0, 2], [[0, 0, 1]], [], [], [], []))
     place.node.decide()
     assert place.node.doing == "serving, pass"
 
@@ -306,17 +329,17 @@ class Sick(Symbols):
     """Gets nothing that it can use."""
 
     def run(self, work: ServingWork) -> Any:
-        return super().run(work) if isinstance(work, Forget) else Unable("not finite", given=True)
+        return super().run(work) if isinstance(work, FreeSlots) else StepRefused("not finite", given=True)
 
 
 def test_whoever_sends_what_is_of_no_use_is_named() -> None:
     world = World(0, ServingSettings(lanes=1))
     for node in PLACES[2]:
-        world.places[node].computer = Sick(2)
+        world.places[node].executor = Sick(2)
     world.at(1, lambda: None)
     world.run(lambda: len(world.gateway.stage_of) == len(STAGE_OF))
-    stream = world.gateway.submit(Request((1, 2), 3))
+    stream = world.gateway.submit(SequenceRequest((1, 2), 3))
     world.run(lambda: not world.gateway.streams)
-    assert stream.ending is Ending.SPOILED
+    assert stream.ending is FinishReason.SPOILED
     assert len(world.spoiled) == 3
     assert {STAGE_OF[control.node] for control in world.spoiled} == {1}

@@ -19,22 +19,21 @@ from typing import Any, get_args
 
 import pytest
 
+from skippipe.report.run.gantt import MARK_KINDS
 from skippipe.report.run.html import write_run_html
-from skippipe.report.run.marks import SORTS
 from skippipe.report.run.png import PRINT_DPI, WIDTH_IN
-from skippipe.report.run.words import MEANINGS, amount, run_json
-from skippipe.runs.curves import thinned
-from skippipe.runs.history import MOST_CHARTS, History, read_history
-from skippipe.runs.losses import losses_of
-from skippipe.runs.records import CHECKPOINTED, Row
-from skippipe.runs.uses import node_uses
-from skippipe.runtime.coordinator import IterationReport, Survival
-from skippipe.runtime.faults import kill
-from skippipe.runtime.surroundings import EventKind
-from skippipe.runtime.virtual import VirtualCluster
-from skippipe.simulate import simulate
-from skippipe.training.journal import Journal
-from skippipe.training.reports import ClusterFile, EventsFile, Everybody, Figures, MetricsFile, Traces
+from skippipe.report.run.summary import MEANINGS, amount, run_json
+from skippipe.runs.history import MOST_CHARTS, RunHistory, read_history
+from skippipe.runs.node_outages import node_outages
+from skippipe.runs.records import CHECKPOINTED, MetricsRow, thinned
+from skippipe.runs.utilization import node_utilization
+from skippipe.runs.wal import WriteAheadLog
+from skippipe.runtime.coordinator.interfaces import EventKind
+from skippipe.runtime.coordinator.state_machine import IterationReport, RecoverySettings
+from skippipe.runtime.simulation.fault_injection import kill
+from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.simulator import simulate
+from skippipe.training.metrics import CallbackList, ClusterFile, EventsFile, IterationMetrics, MetricsFile, TraceFiles
 from tests.commands import Command
 from tests.dashboards import HOSTILE, RunFolder, noted, plan_of
 from tests.test_exact import FULL, LEARNING, tensors_of
@@ -53,33 +52,33 @@ class Ran:
     """A virtual cluster on real tensors that loses a node; tasks take a quarter longer than planned."""
 
     def __init__(self, folder: Path) -> None:
-        plan, blueprint = exact_plan(FULL)
+        plan, spec = exact_plan(FULL)
         plan = plan.promising(simulate(plan))
         plan.save(folder / "plan.json")
         cluster = VirtualCluster(
             plan,
             LEARNING,
             ITERATIONS,
-            tensors_of(plan, blueprint),
+            tensors_of(plan, spec),
             disturb=lambda duration_ns: duration_ns * 5 // 4,
             recorded=frozenset(RECORDED),
-            builder=lambda node, plan: tensors_of(plan, blueprint)[node],
-            survival=Survival(planning=timedelta(0)),
+            builder=lambda node, plan: tensors_of(plan, spec)[node],
+            survival=RecoverySettings(planning=timedelta(0)),
             faults=[kill(node=LOST_NODE).at(iteration=LOST_IN, during="backward").back_after(0.5)],
-            watcher=Everybody(
+            callback=CallbackList(
                 [
-                    MetricsFile(folder / "metrics.jsonl", Figures(plan), ITERATIONS),
+                    MetricsFile(folder / "metrics.jsonl", IterationMetrics(plan), ITERATIONS),
                     EventsFile(folder / "events.jsonl"),
-                    Traces(folder / "traces"),
+                    TraceFiles(folder / "traces"),
                     ClusterFile(folder / "cluster.json"),
                 ]
             ),
         )
         cluster.run()
-        journal = Journal(folder / "journal")
-        for record in cluster.journal:
-            journal.write(record)
-        journal.close()
+        wal = WriteAheadLog(folder / "journal")
+        for record in cluster.wal:
+            wal.write(record)
+        wal.close()
         self.folder = folder
         self.name = plan.cluster.nodes[LOST_NODE].name
         self.names = [node.name for node in plan.cluster.nodes]
@@ -112,7 +111,7 @@ def test_bytes_add_up(ran: Ran) -> None:
         wanted.update({(ran.names[a], ran.names[b]): count for (a, b), count in report.sent_bytes.items()})
     assert history.links == dict(wanted)
     assert sum(history.links.values()) == history.sent_bytes > 0
-    uses = node_uses(history)
+    uses = node_utilization(history)
     assert sum(use.sent_bytes for use in uses) == sum(use.received_bytes for use in uses) == history.sent_bytes
 
 
@@ -120,7 +119,7 @@ def test_busy_and_idle_are_the_recorded_iterations(ran: Ran) -> None:
     history = read_history(ran.folder)
     assert [chart.iteration for chart in history.charts] == list(RECORDED)
     reports = [ran.reports[number] for number in RECORDED]
-    for use in node_uses(history):
+    for use in node_utilization(history):
         node = ran.names.index(use.name)
         there = [report for report in reports if report.plan and node in report.plan.stage_of]
         assert there
@@ -142,18 +141,18 @@ def test_planned_idle_and_busy_are_the_promise(folder: Path) -> None:
     assert history.plan is not None
     expected = history.plan.expected
     assert expected is not None
-    for use in node_uses(history):
+    for use in node_utilization(history):
         assert use.measured is None
         assert use.planned is not None
         assert use.planned.busy_s + use.planned.idle_s == pytest.approx(expected.iteration_s)
-    assert sum(use.planned.collision_s for use in node_uses(history) if use.planned) == pytest.approx(
+    assert sum(use.planned.collision_s for use in node_utilization(history) if use.planned) == pytest.approx(
         expected.collision_s
     )
     assert any("no iteration was recorded" in each for each in history.missing)
 
 
 def test_what_became_of_the_lost_node(ran: Ran) -> None:
-    (loss,) = losses_of(read_history(ran.folder))
+    (loss,) = node_outages(read_history(ran.folder))
     able = next(event for event in ran.events if event.kind == "able")
     assert (loss.node, loss.iteration) == (ran.name, LOST_IN)
     assert loss.answer.startswith("rerouted: ")
@@ -167,7 +166,7 @@ def test_every_event_is_there_and_has_a_meaning(ran: Ran) -> None:
     wanted = [(event.kind, event.iteration, event.text, event.node) for event in ran.events]
     assert told == wanted
     assert set(MEANINGS) == {*get_args(EventKind), CHECKPOINTED}
-    assert all(kind in MEANINGS for sort in SORTS for kind in sort.kinds)
+    assert all(kind in MEANINGS for sort in MARK_KINDS for kind in sort.kinds)
 
 
 def test_the_summary_and_json_say_the_same(ran: Ran, skippipe: Command) -> None:
@@ -225,11 +224,11 @@ def test_gaps_are_said(folder: Path) -> None:
 
 
 def test_broken_off(folder: Path) -> None:
-    journal = folder / "journal"
-    lines = journal.read_bytes().splitlines(keepends=True)
-    journal.write_bytes(b"".join(lines[:-1]))
+    wal = folder / "journal"
+    lines = wal.read_bytes().splitlines(keepends=True)
+    wal.write_bytes(b"".join(lines[:-1]))
     assert read_history(folder).ended is False
-    journal.unlink()
+    wal.unlink()
     assert read_history(folder).ended is True, "all iterations are done"
 
 
@@ -281,11 +280,11 @@ def test_a_node_that_is_back_without_a_word(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, plan_of())
     run.iteration(0)
     run.event("gone", "signal 9", "node-2", iteration=0)
-    assert losses_of(read_history(tmp_path))[0].end == "did not come back"
+    assert node_outages(read_history(tmp_path))[0].end == "did not come back"
     run.checkpoint(1)
     RunFolder(tmp_path, plan_of(), resumed=True).iteration(1)
     history = read_history(tmp_path)
-    assert losses_of(history)[0].end.startswith("at work again, as late as iteration 2;")
+    assert node_outages(history)[0].end.startswith("at work again, as late as iteration 2;")
     assert [event.kind for event in history.events] == ["gone", CHECKPOINTED]
 
 
@@ -303,7 +302,7 @@ def test_ends_of_a_loss(tmp_path: Path, then: list[EventKind], end: str) -> None
     run.iteration(0)
     for kind in ("gone", *then):
         run.event(kind, "", "" if kind == "recovered" else "node-2")
-    assert losses_of(read_history(tmp_path))[0].end == end
+    assert node_outages(read_history(tmp_path))[0].end == end
 
 
 def test_no_more_traces_are_read_than_anybody_looks_at(folder: Path) -> None:
@@ -319,7 +318,7 @@ def test_no_more_traces_are_read_than_anybody_looks_at(folder: Path) -> None:
 
 
 def test_thinned_curves_keep_means_and_ends() -> None:
-    rows = [Row(number, float(number), None, 2.0, 1.0, 1.0, number, 10.0 * number) for number in range(10)]
+    rows = [MetricsRow(number, float(number), None, 2.0, 1.0, 1.0, number, 10.0 * number) for number in range(10)]
     size, found = thinned(rows, 4)
     assert size == 3
     assert [row.iteration for row in found] == [2, 5, 8, 9]
@@ -341,7 +340,7 @@ def only_plan(folder: Path) -> None:
 
 def no_iteration(folder: Path) -> None:
     run = RunFolder(folder, plan_of())
-    run.journal(noted(run.plan))
+    run.wal(noted(run.plan))
 
 
 @pytest.mark.parametrize(
@@ -403,7 +402,7 @@ class Page(HTMLParser):
             self.cells.append(data)
 
 
-def page_of(history: History, path: Path) -> Page:
+def page_of(history: RunHistory, path: Path) -> Page:
     write_run_html(history, path)
     return Page(path.read_text())
 
@@ -421,7 +420,7 @@ def test_the_page_of_a_run_in_one_process_says_what_is_missing(tmp_path: Path) -
     run.mkdir()
     plan = plan_of()
     plan.save(run / "plan.json")
-    metrics = MetricsFile(run / "metrics.jsonl", Figures(plan), 5)
+    metrics = MetricsFile(run / "metrics.jsonl", IterationMetrics(plan), 5)
     for number in range(3):
         metrics.iteration_done(IterationReport(number, float("nan"), 1.0, 1e-3, 0.5, {}, {}))
     history = read_history(run)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skippipe import eventloop
-from skippipe.averaging import averaged_ns, best_ring, ring_after_ns, ring_ns
-from skippipe.examples import published20, published_plan
+from skippipe import event_loop
 from skippipe.plan import Lane, Plan
-from skippipe.simulate import NO_HURRY, NO_RECORD, Course, as_arrays, simulate
+from skippipe.planner.published import published20, published_plan
+from skippipe.ring_timing import averaged_ns, best_ring, ring_after_ns, ring_ns
+from skippipe.simulator import NO_HURRY, NO_RECORD, Course, as_arrays, simulate
 from skippipe.timeline import Task, Timeline, Timing
 from tests.plans import clusters, plans, simulated
 
@@ -211,7 +211,7 @@ def test_compiled_and_plain_python_agree(plan: Plan, timing: Timing) -> None:
         )  # fmt: skip
         return tuple(map(int, result)), done.tolist()
 
-    assert outcome(eventloop.run) == outcome(eventloop.run.py_func)  # type: ignore[attr-defined]
+    assert outcome(event_loop.run) == outcome(event_loop.run.py_func)  # type: ignore[attr-defined]
 
 
 @settings(max_examples=40, deadline=None)
@@ -220,23 +220,23 @@ def test_the_ring_is_the_best_there_is(cluster: object) -> None:
     from itertools import permutations
 
     from skippipe.cluster import Cluster
-    from skippipe.costs import costs_of
+    from skippipe.cost_model import cost_model_of
     from skippipe.workload import Workload
     from tests.plans import TINY
 
     assert isinstance(cluster, Cluster)
-    costs = costs_of(cluster, Workload(TINY, sequence_tokens=16), (4, 4))
+    costs = cost_model_of(cluster, Workload(TINY, sequence_tokens=16), (4, 4))
     members = tuple(range(len(cluster)))
     fastest = min(ring_ns(costs, 1, (0, *rest)) for rest in permutations(members[1:]))
     assert ring_ns(costs, 1, best_ring(costs, 1, members)) == fastest
 
 
 def test_large_rings_are_better_than_the_order_they_come_in() -> None:
-    from skippipe.costs import costs_of
+    from skippipe.cost_model import cost_model_of
     from skippipe.presets import regions
     from skippipe.workload import MODELS, Workload
 
-    costs = costs_of(regions(24), Workload(MODELS["llama-1.5b"]), (12, 12))
+    costs = cost_model_of(regions(24), Workload(MODELS["llama-1.5b"]), (12, 12))
     ring = best_ring(costs, 1, range(24))
     assert sorted(ring) == list(range(24))
     assert ring_ns(costs, 1, ring) < 0.8 * ring_ns(costs, 1, range(24))

@@ -9,18 +9,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from skippipe.checkpoint.hf_export import ModelFolder
+from skippipe.data.tokenizer import TextTokenizer, train_bpe
 from skippipe.errors import UserError
-from skippipe.model.blueprint import Blueprint
+from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
-from skippipe.model.tasks import StageTasks
-from skippipe.runs.listing import model_run_id
-from skippipe.runtime.surroundings import Unwritten
-from skippipe.text.tokenizer import TextTokenizer, train_bpe
-from skippipe.training.export import ModelFolder
-from skippipe.training.journal import Journal
-from skippipe.training.run import Noting
+from skippipe.model.stage_step import StageStep
+from skippipe.runs.tail import model_run_id
+from skippipe.runs.wal import WriteAheadLog
+from skippipe.runtime.coordinator.interfaces import WriteFailed
+from skippipe.training.run import WalWriter
 from skippipe.training.storage import LineFile, ModelStore, check_room
-from skippipe.transport.packed import pack
+from skippipe.transport.wire_codec import encode
 from tests.benches import LEARNING
 from tests.dashboards import RunFolder, plan_of
 from tests.disks import full_disk
@@ -81,15 +81,15 @@ def test_metrics_of_a_resumed_run_lose_only_what_is_done_again(tmp_path: Path) -
 def test_no_record_is_left_out_of_the_journal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A plan that is missing between commits would be the wrong one for a coordinator that is started again."""
     path = tmp_path / "journal"
-    journal = Journal(path)
-    noting = Noting(journal)
+    wal = WriteAheadLog(path)
+    noting = WalWriter(wal)
     noting.note({"commit": 0})
     with full_disk(path.stat().st_size + 10):
         for record in ({"plan": 1}, {"commit": 1}, {"commit": 2}):
             noting.note(record)
     noting.note({"commit": 3})
-    journal.close()
-    found = Journal(path)
+    wal.close()
+    found = WriteAheadLog(path)
     found.close()
     assert found.records == [{"commit": 0}, {"plan": 1}, {"commit": 1}, {"commit": 2}, {"commit": 3}]
     assert len(caplog.records) == 2
@@ -108,17 +108,17 @@ class Weights:
     """Of a small model, and a folder for it."""
 
     def __init__(self, folder: Path, tokenizer: TextTokenizer, seed: int = 8) -> None:
-        self.blueprint = Blueprint(tiny("llama"), seed)
+        self.spec = ModelSpec(tiny("llama"), seed)
         self.stages = [
-            StageTasks(self.blueprint, layers, LEARNING, ends=number == 0).weights.values
+            StageStep(self.spec, layers, LEARNING, ends=number == 0).weights.values
             for number, layers in enumerate(layer_ranges(LAYERS))
         ]
-        self.folder = ModelFolder(folder, LAYERS, self.blueprint, tokenizer, run_id="a")
+        self.folder = ModelFolder(folder, LAYERS, self.spec, tokenizer, run_id="a")
 
     def into(self, store: ModelStore, *stages: int) -> None:
         for stage in stages:
             for number, piece in enumerate(torch.split(self.stages[stage], 5000)):
-                store.store(stage, number, pack(piece, "fp32"))
+                store.store(stage, number, encode(piece, "fp32"))
             store.store(stage, 99, None)
 
     def assert_in(self, folder: Path) -> None:
@@ -139,10 +139,10 @@ def test_a_model_that_cannot_be_written_is_held_until_it_can(tmp_path: Path, tok
     store = ModelStore(weights.folder, no_rescue, lambda: WAYS)
     weights.into(store, 0)
     with full_disk(20_000):
-        with pytest.raises(Unwritten, match=r"/model: .* of the model cannot be written: File too large, ") as caught:
+        with pytest.raises(WriteFailed, match=r"/model: .* of the model cannot be written: File too large, ") as caught:
             weights.into(store, 1)
         assert caught.value.ways == WAYS
-        with pytest.raises(Unwritten):
+        with pytest.raises(WriteFailed):
             store.store(1, 99, None)
     assert [path.name for path in (tmp_path / "model" / "unfinished").iterdir()] == ["model-00001-of-00003.safetensors"]
     store.store(1, 99, None)
@@ -165,7 +165,7 @@ def test_a_model_goes_whole_to_the_rescue_folder(tmp_path: Path, tokenizer: Text
     rescue = tmp_path / "rescue"
     store = ModelStore(weights.folder, lambda: rescue, lambda: WAYS)
     weights.into(store, 0)
-    with full_disk(20_000), pytest.raises(Unwritten):
+    with full_disk(20_000), pytest.raises(WriteFailed):
         weights.into(store, 1)
     assert store.place == tmp_path / "run" / "model", "there was no room for the stage before"
     (tmp_path / "run" / "model" / "unfinished" / "model-00002-of-00003.safetensors").mkdir()  # cannot be written

@@ -16,23 +16,23 @@ from hypothesis import strategies as st
 from numpy.random import default_rng
 from torch import Tensor, nn
 
-from skippipe import rules
+from skippipe import constraints
 from skippipe.errors import UserError
-from skippipe.inference.loading import load
-from skippipe.learning import Learning
-from skippipe.model.weights import FlatWeights
-from skippipe.parts import Visits, drawn_parts
+from skippipe.inference.checkpoint_loader import load
+from skippipe.model.flat_params import FlatParams
+from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane
-from skippipe.recipe import Recipe, dealt, donors, young_stages
+from skippipe.skip_schedule import SkipSchedule, deal_lengths, donors, young_stages
+from skippipe.stage_subset import Visits, draw_subsets
+from skippipe.study.config import Study, Variant, load_study, read_results
 from skippipe.study.engine import Engine
-from skippipe.study.paths import UNEVEN, drawn, drawn_for, together, turns
+from skippipe.study.path_sampling import UNEVEN, drawn, drawn_for, together, turns
 from skippipe.study.runner import Device, Runner
-from skippipe.study.settings import Study, Variant, load_study, read_results
-from skippipe.training.oneprocess import OneProcess
+from skippipe.training.reference import ReferenceTrainer
 from tests.models import tiny
 from tests.test_exact import FULL, SKIPPED, SWAPPED, plan_of, sampler_of
 
-COARSE = Learning(
+COARSE = OptimConfig(
     rate=3e-3, warmup=2, iterations=5, clip=1.0, epsilon=1e-3
 )  # so that Adam sees how large gradients are
 shapes = st.integers(2, 9).flatmap(lambda stages: st.tuples(st.just(stages), st.integers(2, stages)))
@@ -41,12 +41,12 @@ shapes = st.integers(2, 9).flatmap(lambda stages: st.tuples(st.just(stages), st.
 @given(shapes, st.integers(1, 40), st.integers(0, 99), st.sampled_from([0.0, 0.4, 1.0]))
 def test_drawn_paths_keep_the_rules(shape: tuple[int, int], microbatches: int, seed: int, swaps: float) -> None:
     stages, visited = shape
-    visits = drawn(default_rng(seed), microbatches, stages, visited, Recipe("1/3", swaps=swaps))
+    visits = drawn(default_rng(seed), microbatches, stages, visited, SkipSchedule("1/3", swaps=swaps))
     assert [len(each) for each in visits] == [visited] * microbatches
     for each in visits:
-        assert rules.cc1_broken_at(each) is None
-        assert rules.cc2_broken_at(each) is None
-    counts = rules.exposure(visits, [1] * microbatches, stages)[1:]
+        assert constraints.cc1_broken_at(each) is None
+        assert constraints.cc2_broken_at(each) is None
+    counts = constraints.exposure(visits, [1] * microbatches, stages)[1:]
     assert max(counts) - min(counts) <= 1, "CC3, as far as it comes out even"
     if swaps == 0:
         assert visits == [tuple(sorted(each)) for each in visits]
@@ -56,28 +56,28 @@ def test_chance_evens_out_what_does_not_come_out_even() -> None:
     generator = default_rng(0)
     seen: Counter[int] = Counter()
     for _ in range(300):
-        for each in drawn(generator, 4, 6, 4, Recipe("1/3")):
+        for each in drawn(generator, 4, 6, 4, SkipSchedule("1/3")):
             seen.update(each[1:])
     assert max(seen.values()) / min(seen.values()) < 1.1
 
 
 def test_swaps_are_as_many_as_asked_for() -> None:
-    visits = drawn(default_rng(1), 30, 6, 6, Recipe("0", swaps=0.3))
+    visits = drawn(default_rng(1), 30, 6, 6, SkipSchedule("0", swaps=0.3))
     assert sum(list(each) != sorted(each) for each in visits) == 9
 
 
 @pytest.mark.parametrize("rule", ["CC1", "CC2", "CC3"])
 def test_a_rule_is_broken_on_purpose(rule: Any) -> None:
-    visits = drawn(default_rng(2), 30, 6, 4, Recipe("1/3"), rule)
-    assert any(rules.cc1_broken_at(each) is not None for each in visits) == (rule == "CC1")
-    assert any(rules.cc2_broken_at(each) is not None for each in visits) == (rule == "CC2")
-    counts = rules.exposure(visits, [1] * 30, 6)[1:]
+    visits = drawn(default_rng(2), 30, 6, 4, SkipSchedule("1/3"), rule)
+    assert any(constraints.cc1_broken_at(each) is not None for each in visits) == (rule == "CC1")
+    assert any(constraints.cc2_broken_at(each) is not None for each in visits) == (rule == "CC2")
+    counts = constraints.exposure(visits, [1] * 30, 6)[1:]
     assert (max(counts) / min(counts) > UNEVEN / 2) == (rule == "CC3")
 
 
 def test_exposure_follows_its_weights() -> None:
-    visits = drawn(default_rng(3), 60, 6, 4, Recipe("1/3", exposure=[3, 1, 1, 1, 1]))
-    assert rules.exposure(visits, [1] * 60, 6) == [60, 60, 30, 30, 30, 30], "nobody visits a stage twice"
+    visits = drawn(default_rng(3), 60, 6, 4, SkipSchedule("1/3", exposure=[3, 1, 1, 1, 1]))
+    assert constraints.exposure(visits, [1] * 60, 6) == [60, 60, 30, 30, 30, 30], "nobody visits a stage twice"
 
 
 @given(st.lists(st.permutations(range(5)).map(lambda each: tuple(each[:3])), min_size=1, max_size=8))
@@ -92,32 +92,32 @@ def test_together_everybody_keeps_its_own_order(visits: list[tuple[int, ...]]) -
 @pytest.mark.parametrize("breaks", ["", "CC1", "CC2", "CC3"])
 def test_without_swaps_every_stage_comes_once(breaks: Any) -> None:
     for seed in range(20):
-        steps = together(drawn(default_rng(seed), 12, 6, 4, Recipe("1/3"), breaks))
+        steps = together(drawn(default_rng(seed), 12, 6, 4, SkipSchedule("1/3"), breaks))
         assert sorted(stage for stage, _ in steps) == list(range(6))
 
 
 @pytest.mark.parametrize(
     ("lanes", "family", "recipe"),
     [
-        (FULL, "llama", Recipe("0")),
-        (SKIPPED, "llama", Recipe("1/4", residual="scaled", early_exit=0.4)),
-        (SKIPPED, "llama-tied", Recipe("1/4", gradients="all")),
-        (SWAPPED, "mistral", Recipe("0")),
+        (FULL, "llama", SkipSchedule("0")),
+        (SKIPPED, "llama", SkipSchedule("1/4", residual="scaled", early_exit=0.4)),
+        (SKIPPED, "llama-tied", SkipSchedule("1/4", gradients="all")),
+        (SWAPPED, "mistral", SkipSchedule("0")),
     ],
     ids=["full", "scaled with an early exit", "gradients over all", "swapped"],
 )
-def test_the_engine_is_one_process(lanes: tuple[Lane, ...], family: str, recipe: Recipe) -> None:
-    plan, blueprint = plan_of(lanes, family=family)
+def test_the_engine_is_one_process(lanes: tuple[Lane, ...], family: str, recipe: SkipSchedule) -> None:
+    plan, spec = plan_of(lanes, family=family)
     sampler = sampler_of(plan)
     visits = [plan.visits(lane) for lane in plan.lanes for _ in range(lane.microbatches)]
-    alone = OneProcess(
+    alone = ReferenceTrainer(
         plan,
-        blueprint,
+        spec,
         COARSE,
         sampler,
-        recipe=Recipe(residual=recipe.residual, gradients=recipe.gradients, early_exit=recipe.early_exit),
+        recipe=SkipSchedule(residual=recipe.residual, gradients=recipe.gradients, early_exit=recipe.early_exit),
     )
-    engine = Engine(blueprint, plan.layers, COARSE, recipe)
+    engine = Engine(spec, plan.layers, COARSE, recipe)
     for number in range(4):
         batches = [sampler.batch(number, microbatch) for microbatch in range(plan.microbatches)]
         inputs, labels = (torch.cat([torch.from_numpy(batch[side]) for batch in batches]) for side in (0, 1))
@@ -177,17 +177,19 @@ HALVES = [(0, 2), (0, 1), (0, 3), (0, 2), (0, 1), (0, 3)]
 @pytest.mark.parametrize(
     ("visits", "recipe", "healing"),
     [
-        (MIXED, Recipe("0 & 1/2"), False),
-        (MIXED, Recipe("0 & 1/2", residual="scaled"), False),
-        (HALVES, Recipe("1/2", bridges=3), False),
-        (MIXED, Recipe("0 & 1/2", residual="scaled", bridges=3), False),
-        (HALVES, Recipe("0 until 50%, 1/2", bridges=3, heal="50%"), True),
+        (MIXED, SkipSchedule("0 & 1/2"), False),
+        (MIXED, SkipSchedule("0 & 1/2", residual="scaled"), False),
+        (HALVES, SkipSchedule("1/2", bridges=3), False),
+        (MIXED, SkipSchedule("0 & 1/2", residual="scaled", bridges=3), False),
+        (HALVES, SkipSchedule("0 until 50%, 1/2", bridges=3, heal="50%"), True),
     ],
     ids=["sandwich", "scaled sandwich", "bridges", "scaled sandwich with bridges", "healing"],
 )
-def test_a_sandwich_and_bridges_follow_plain_gradients(visits: list[Visits], recipe: Recipe, healing: bool) -> None:
-    plan, blueprint = plan_of(FULL, (1, 1, 1, 1), config={"num_hidden_layers": 4})
-    engine = Engine(blueprint, plan.layers, COARSE, recipe)
+def test_a_sandwich_and_bridges_follow_plain_gradients(
+    visits: list[Visits], recipe: SkipSchedule, healing: bool
+) -> None:
+    plan, spec = plan_of(FULL, (1, 1, 1, 1), config={"num_hidden_layers": 4})
+    engine = Engine(spec, plan.layers, COARSE, recipe)
     chance = torch.Generator().manual_seed(3)
     for weights in engine.bridge_weights:  # or those that are zero would hide what is wrong with the others
         weights.values.add_(0.1 * torch.randn(weights.values.shape, generator=chance))
@@ -196,7 +198,7 @@ def test_a_sandwich_and_bridges_follow_plain_gradients(visits: list[Visits], rec
     expected_loss, expected = slow.gradients(tokens, visits, healing)
     found: dict[str, Tensor] = {}
 
-    def looked_at(kind: str, stage: int, part: nn.Module, weights: FlatWeights) -> None:
+    def looked_at(kind: str, stage: int, part: nn.Module, weights: FlatParams) -> None:
         step = weights.step
 
         def noted(rate: float, scale: float) -> None:
@@ -227,11 +229,11 @@ def test_a_sandwich_and_bridges_follow_plain_gradients(visits: list[Visits], rec
 
 
 def test_bridges_change_nothing_at_first_and_then_learn() -> None:
-    plan, blueprint = plan_of(FULL, (1, 1, 1, 1), config={"num_hidden_layers": 4})
+    plan, spec = plan_of(FULL, (1, 1, 1, 1), config={"num_hidden_layers": 4})
     tokens = torch.randint(0, 97, (4, 6), generator=torch.Generator().manual_seed(0))
     halves = [(0, 2), (0, 1), (0, 3), (0, 2)]
-    without, engine = (Engine(blueprint, plan.layers, COARSE, Recipe("1/2", bridges=rank)) for rank in (0, 4))
-    assert engine.parameters == without.parameters + 6 * (2 * 4 + 1) * blueprint.shape.hidden, (
+    without, engine = (Engine(spec, plan.layers, COARSE, SkipSchedule("1/2", bridges=rank)) for rank in (0, 4))
+    assert engine.parameters == without.parameters + 6 * (2 * 4 + 1) * spec.shape.hidden, (
         "a bridge for every hop past others"
     )
     assert torch.equal(engine.iteration(0, tokens, tokens, halves), without.iteration(0, tokens, tokens, halves)), (
@@ -246,35 +248,35 @@ def test_bridges_change_nothing_at_first_and_then_learn() -> None:
     trained = [weights.values.clone() for weights in engine.bridge_weights]
     engine.iteration(4, tokens, tokens, [(0, 1, 2, 3)] * 4)
     assert all(torch.equal(old, new.values) for old, new in zip(trained, engine.bridge_weights, strict=True))
-    engine.begin_again(blueprint, COARSE, Recipe("1/2", bridges=4))
+    engine.begin_again(spec, COARSE, SkipSchedule("1/2", bridges=4))
     assert not any(bridges.up.any() for bridges in engine.bridges)
-    engine.begin_again(blueprint, COARSE, Recipe("1/2"))
+    engine.begin_again(spec, COARSE, SkipSchedule("1/2"))
     assert engine.parameters == without.parameters
 
 
 @given(st.integers(1, 40), st.integers(0, 99))
 def test_a_sandwich_keeps_the_rules(microbatches: int, seed: int) -> None:
-    recipe = Recipe("0 & 2 x 1/2")
-    lengths = dealt(recipe.mix(0, 1, 6, 6), microbatches)
+    recipe = SkipSchedule("0 & 2 x 1/2")
+    lengths = deal_lengths(recipe.mix(0, 1, 6, 6), microbatches)
     visits = drawn_for(default_rng(seed), lengths, 6, recipe)
     assert [len(each) for each in visits] == lengths
     assert visits[: lengths.count(6)] == [tuple(range(6))] * lengths.count(6)
     for each in visits:
-        assert rules.cc1_broken_at(each) is None
-        assert rules.cc2_broken_at(each) is None
-    counts = rules.exposure(visits, [1] * microbatches, 6)[1:]
+        assert constraints.cc1_broken_at(each) is None
+        assert constraints.cc2_broken_at(each) is None
+    counts = constraints.exposure(visits, [1] * microbatches, 6)[1:]
     assert max(counts) - min(counts) <= 1, "CC3, as far as it comes out even"
 
 
 def test_a_sandwich_that_comes_out_even_always_has_one_shape() -> None:
-    study = Study("sandwich", [Variant("one", Recipe("0 & 2 x 1/2"))], tokens=5 * 30_720)
+    study = Study("sandwich", [Variant("one", SkipSchedule("0 & 2 x 1/2"))], tokens=5 * 30_720)
     shapes = {tuple((stage, len(rows)) for stage, rows in together(turn.visits)) for turn in turns(study.runs[0])}
     assert shapes == {((0, 30), *((stage, 18) for stage in range(1, 6)))}
 
 
 def test_healing_has_a_schedule_of_its_own() -> None:
-    learning = Learning(rate=1e-3, warmup=10, hold=0.5, floor=0.1)
-    heal = Variant("heal", Recipe("0 until 80%, 1/2", bridges=8, heal="80%"), tokens=125 * 30_720)
+    learning = OptimConfig(rate=1e-3, warmup=10, hold=0.5, floor=0.1)
+    heal = Variant("heal", SkipSchedule("0 until 80%, 1/2", bridges=8, heal="80%"), tokens=125 * 30_720)
     study = Study("healing", [heal, Variant("full")], tokens=100 * 30_720, learning=learning)
     healed, full = study.runs
     assert [healed.rate(number) for number in range(100)] == [full.rate(number) for number in range(100)]
@@ -285,7 +287,7 @@ def test_healing_has_a_schedule_of_its_own() -> None:
 
 def test_results_from_before_bridges_are_still_known() -> None:
     """Their key is that of a run without."""
-    study = Study("headline", [Variant("full"), Variant("bridged", Recipe("1/2", bridges=8))])
+    study = Study("headline", [Variant("full"), Variant("bridged", SkipSchedule("1/2", bridges=8))])
     full, bridged = (run.settings["variant"]["recipe"] for run in study.runs)
     assert not {"bridges", "heal"} & full.keys()
     assert bridged["bridges"] == 8
@@ -297,7 +299,7 @@ def test_a_model_that_grows() -> None:
     assert donors(9, 4) == {3: 1, 4: 2, 5: 1, 6: 2, 7: 1}
     with pytest.raises(UserError, match="none between"):
         donors(6, 2)
-    recipe = Recipe("1/3 until 75%, 0", grow="50%")
+    recipe = SkipSchedule("1/3 until 75%, 0", grow="50%")
     study = Study("growing", [Variant("grown", recipe)], tokens=8 * 30_720)
     (run,) = study.runs
     each = list(turns(run))
@@ -306,12 +308,12 @@ def test_a_model_that_grows() -> None:
     assert set(each[0].visits) == {(0, 1, 2, 5)}
     assert [len(turn.visits[0]) for turn in each] == [4] * 6 + [6] * 2
     with pytest.raises(UserError, match=r"recipe\.grow"):
-        Recipe("1/2 until 25%, 1/3 until 75%, 0", grow="50%")
+        SkipSchedule("1/2 until 25%, 1/3 until 75%, 0", grow="50%")
 
 
 def test_new_stages_are_copies() -> None:
-    plan, blueprint = plan_of(FULL, (1, 1, 1, 1), config={"num_hidden_layers": 4})
-    engine = Engine(blueprint, plan.layers, COARSE, Recipe("1/4", grow="50%", residual="scaled"))
+    plan, spec = plan_of(FULL, (1, 1, 1, 1), config={"num_hidden_layers": 4})
+    engine = Engine(spec, plan.layers, COARSE, SkipSchedule("1/4", grow="50%", residual="scaled"))
     tokens = torch.randint(0, 97, (4, 6))
     young = young_stages(4, 3)
     engine.iteration(0, tokens, tokens, [young] * 4, young=True)
@@ -328,7 +330,7 @@ def test_new_stages_are_copies() -> None:
 @settings(max_examples=50)
 def test_parts_keep_stage_0_and_differ(shape: tuple[int, int], draws: int, seed: int) -> None:
     stages, visited = shape
-    found = drawn_parts(stages, visited, draws, seed)
+    found = draw_subsets(stages, visited, draws, seed)
     assert len(set(found)) == len(found) <= draws or visited == stages
     for each in found:
         assert each[0] == 0

@@ -13,38 +13,46 @@ import pytest
 
 from skippipe.cli import main
 from skippipe.errors import UserError
-from skippipe.recipe import Recipe
 from skippipe.report.table import Table
+from skippipe.skip_schedule import SkipSchedule
 from skippipe.study import tables
+from skippipe.study.config import EvalSettings, PlanSettings, Study, StudyBatch, StudyRun, Variant
+from skippipe.study.planned_time import (
+    PlannedIteration,
+    PlannedTime,
+    TimedPhase,
+    Times,
+    elapsed_s,
+    most_frequent,
+    planned_times,
+)
 from skippipe.study.plots import bands, charts, looks, squeezed
-from skippipe.study.settings import Batch, Measuring, Planned, Run, Study, Variant
 from skippipe.study.tables import Runs, first_reach, increases, loss_at, runs_of, spread, strangers
-from skippipe.study.times import Leg, Promise, Times, Work, elapsed_s, most_frequent, planned_times
 
 FULL = Variant("full", stages=6)
-THIRD = Variant("third", Recipe("1/3 until 75%, 0"), stages=6)
+THIRD = Variant("third", SkipSchedule("1/3 until 75%, 0"), stages=6)
 SMALL = Variant("small", stages=4, layers=8)
 STUDY = Study(
     "by hand",
     [FULL, THIRD, SMALL],
     tokens=8_000_000,
     seeds=[0, 1],
-    batch=Batch(sequence=1000, samples=10, microbatches=100),
-    measuring=Measuring(every=2),
-    planned=Planned(budget_s=0.5),
+    batch=StudyBatch(sequence=1000, samples=10, microbatches=100),
+    measuring=EvalSettings(every=2),
+    planned=PlanSettings(budget_s=0.5),
 )
 PROMISES = {
-    Work(stages=6, layers=24, visited=6, placed_for=6, early_exit=False): Promise(100.0),
-    Work(stages=6, layers=24, visited=4, placed_for=4, early_exit=False): Promise(50.0),
-    Work(stages=6, layers=24, visited=6, placed_for=4, early_exit=False): Promise(120.0),
-    Work(stages=4, layers=16, visited=4, placed_for=4, early_exit=False): Promise(60.0),
+    PlannedIteration(stages=6, layers=24, visited=6, placed_for=6, early_exit=False): PlannedTime(100.0),
+    PlannedIteration(stages=6, layers=24, visited=4, placed_for=4, early_exit=False): PlannedTime(50.0),
+    PlannedIteration(stages=6, layers=24, visited=6, placed_for=4, early_exit=False): PlannedTime(120.0),
+    PlannedIteration(stages=4, layers=16, visited=4, placed_for=4, early_exit=False): PlannedTime(60.0),
 }
 TIMES = Times(STUDY.planned, seed=0, model_layers=12, workload_layers=24, published_s=200.0, promises=PROMISES)
 
 
 def result(variant: Variant, seed: int, losses: list[float], **changes: Any) -> dict[str, Any]:
     """Of eight iterations, looked at after 2, 4, 6 and 8 of them."""
-    run = Run(STUDY, variant, seed)
+    run = StudyRun(STUDY, variant, seed)
     made = {
         "variant": variant.name,
         "seed": seed,
@@ -90,17 +98,19 @@ def test_elapsed_follows_the_recipe_on_one_placement_or_on_the_best_for_each_len
 
 
 def test_what_was_not_planned_has_no_time() -> None:
-    refused = {work: Promise(None, refusal="too little memory") for work in PROMISES if work.placed_for < work.visited}
+    refused = {
+        work: PlannedTime(None, refusal="too little memory") for work in PROMISES if work.placed_for < work.visited
+    }
     assert elapsed_s(RESULTS[1], replace(TIMES, promises={**PROMISES, **refused})) is None
     assert elapsed_s(RESULTS[0], replace(TIMES, promises={})) is None
-    exiting = replace(FULL, recipe=Recipe("0", early_exit=0.1))
+    exiting = replace(FULL, recipe=SkipSchedule("0", early_exit=0.1))
     assert elapsed_s(result(exiting, 0, [5.0, 4.0, 3.5, 3.0]), TIMES) is None
 
 
 def test_the_longest_of_the_most_frequent_lengths() -> None:
-    assert most_frequent({Leg(4): 5, Leg(5): 3, Leg(6): 5}) == Leg(6)
-    assert most_frequent({Leg(4): 6, Leg(5): 3, Leg(6): 5}) == Leg(4)
-    assert most_frequent({Leg(4, young=True): 9, Leg(6): 5}) == Leg(6)
+    assert most_frequent({TimedPhase(4): 5, TimedPhase(5): 3, TimedPhase(6): 5}) == TimedPhase(6)
+    assert most_frequent({TimedPhase(4): 6, TimedPhase(5): 3, TimedPhase(6): 5}) == TimedPhase(4)
+    assert most_frequent({TimedPhase(4, young=True): 9, TimedPhase(6): 5}) == TimedPhase(6)
 
 
 def test_headline(runs: Runs) -> None:
@@ -278,7 +288,7 @@ def test_small_increases_are_drawn_as_they_are() -> None:
 
 @pytest.fixture(scope="module")
 def little() -> Study:
-    return replace(STUDY, model="llama-tiny", planned=Planned("datacentre:8", budget_s=0.2))
+    return replace(STUDY, model="llama-tiny", planned=PlanSettings("datacentre:8", budget_s=0.2))
 
 
 def test_times_are_planned_once_and_kept(little: Study, tmp_path: Path) -> None:
@@ -299,7 +309,7 @@ def test_times_are_planned_once_and_kept(little: Study, tmp_path: Path) -> None:
     )
     assert [len(nodes) for nodes in settled] == [len(nodes) for nodes in own]
     assert planned_times(little, file, lambda what, share: pytest.fail(what)) == times
-    more = replace(little, variant=[*little.variant, Variant("steps", Recipe("1/2 until 50%, 1/3"), stages=6)])
+    more = replace(little, variant=[*little.variant, Variant("steps", SkipSchedule("1/2 until 50%, 1/3"), stages=6)])
     planned_times(more, file, lambda what, share: said.append(what))
     assert said[4:] == ["3 of 6 stages, 24 layers", "3 of 6 stages, 24 layers, nodes placed for 4"]
     other = replace(little, planned=replace(little.planned, timing="full"))

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from skippipe.runtime.faults import Fault, cut, freeze, kill, kill_coordinator, poison
-from skippipe.training.checkpoint import Checkpoints
+from skippipe.checkpoint.format import Checkpoints
+from skippipe.runtime.simulation.fault_injection import Fault, cut, freeze, kill, kill_coordinator, poison
 from tests.chaos import HEARTBEAT_S, ONLY, Chaos, Ground, Outcome
 
 Play = Callable[..., Outcome]

@@ -8,24 +8,24 @@ from fractions import Fraction
 
 import pytest
 
-from skippipe.check import check
 from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
-from skippipe.planner.strategies import Request, Strategy, make_plan
-from skippipe.planner.sweep import Point, Refusal, Trade, best, efficient, stage_counts, sweep
-from skippipe.planner.wishes import Wishes, problem_of
+from skippipe.planner.problem_spec import PlanSpec, problem_of
+from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
+from skippipe.planner.sweep import InfeasiblePoint, SweepPoint, Trade, best, efficient, stage_counts, sweep
 from skippipe.presets import five_sites
+from skippipe.validate import validate
 from skippipe.workload import MODELS, Workload
 
 ROWS = [
-    Point(6, 6, 60, 30),  # 2.0 s, 0%
-    Point(4, 4, 66, 30),  # 2.2 s, 0%: beaten by the one before
-    Point(6, 5, 51, 30),  # 1.7 s, 17%
-    Point(4, 3, 45, 30),  # 1.5 s, 25%
-    Point(6, 4, 45, 30),  # 1.5 s, 33%: as fast as the one before, and skips more
-    Point(3, 2, 27, 30),  # 0.9 s, 33%
-    Point(6, 3, 33, 30),  # 1.1 s, 50%: beaten in both
+    SweepPoint(6, 6, 60, 30),  # 2.0 s, 0%
+    SweepPoint(4, 4, 66, 30),  # 2.2 s, 0%: beaten by the one before
+    SweepPoint(6, 5, 51, 30),  # 1.7 s, 17%
+    SweepPoint(4, 3, 45, 30),  # 1.5 s, 25%
+    SweepPoint(6, 4, 45, 30),  # 1.5 s, 33%: as fast as the one before, and skips more
+    SweepPoint(3, 2, 27, 30),  # 0.9 s, 33%
+    SweepPoint(6, 3, 33, 30),  # 1.1 s, 50%: beaten in both
 ]
 
 
@@ -34,7 +34,7 @@ def test_efficient_is_what_nothing_beats_in_both() -> None:
 
 
 def test_equal_points_are_both_efficient() -> None:
-    assert efficient([Point(6, 4, 45, 30), Point(3, 2, 30, 20)]) == [True, True]
+    assert efficient([SweepPoint(6, 4, 45, 30), SweepPoint(3, 2, 30, 20)]) == [True, True]
 
 
 def test_a_penalty_changes_the_choice() -> None:
@@ -72,19 +72,19 @@ def test_several_stage_counts_and_what_cannot_be() -> None:
     asked: list[Problem] = []
 
     def ask(stages: int, visited: int, microbatches: int | None) -> Problem:
-        wishes = Wishes(stages=stages, visit=visited, microbatches=microbatches)
-        return problem_of(big, Workload(MODELS["llama-8b"], samples_per_microbatch=1, sequence_tokens=512), wishes)
+        plan_spec = PlanSpec(stages=stages, visit=visited, microbatches=microbatches)
+        return problem_of(big, Workload(MODELS["llama-8b"], samples_per_microbatch=1, sequence_tokens=512), plan_spec)
 
     def planned(problem: Problem) -> Plan:
         asked.append(problem)
-        plan = make_plan(problem, Strategy.BEST, Request(budget_s=math.inf, changes=1))
-        assert check(plan) == []
+        plan = make_plan(problem, Strategy.BEST, PlanRequest(budget_s=math.inf, changes=1))
+        assert validate(plan) == []
         return plan
 
     found = sweep([2, 4, 10], 7, ask, planned)
-    refused = {(each.stages, each.reason.split(" ")[0]) for each in found if isinstance(each, Refusal)}
+    refused = {(each.stages, each.reason.split(" ")[0]) for each in found if isinstance(each, InfeasiblePoint)}
     assert refused == {(2, "stage"), (10, "10")}
-    points = [each for each in found if isinstance(each, Point)]
+    points = [each for each in found if isinstance(each, SweepPoint)]
     assert [(point.stages, point.visited) for point in points] == [(4, 4), (4, 3), (4, 2)]
     assert [problem.workload.microbatches for problem in asked] == [7, 9, 9], "rounded up where CC3 needs it"
 
@@ -93,11 +93,11 @@ def test_a_sweep_that_is_stopped_keeps_what_it_has() -> None:
     stop: list[bool] = []
 
     def ask(stages: int, visited: int, microbatches: int | None) -> Problem:
-        wishes = Wishes(stages=stages, visit=visited, microbatches=microbatches)
-        return problem_of(five_sites(6), Workload(MODELS["llama-30m"]), wishes)
+        plan_spec = PlanSpec(stages=stages, visit=visited, microbatches=microbatches)
+        return problem_of(five_sites(6), Workload(MODELS["llama-30m"]), plan_spec)
 
     def planned(problem: Problem) -> Plan:
         stop.append(True)
-        return make_plan(problem, Strategy.BEST, Request(budget_s=math.inf, changes=1))
+        return make_plan(problem, Strategy.BEST, PlanRequest(budget_s=math.inf, changes=1))
 
     assert len(sweep([3, 4], None, ask, planned, lambda: bool(stop))) == 1

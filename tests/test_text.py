@@ -19,12 +19,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skippipe import optional_deps
+from skippipe.data import hf_stream, prepare
+from skippipe.data.batch_sampler import BatchSampler, permute, validation_batches
+from skippipe.data.documents import END, PIECE_CHARACTERS, Piece, cut, source
+from skippipe.data.token_file import HEADER, TokenFile, cache_folder
+from skippipe.data.tokenizer import FILE, SETTINGS, TextTokenizer, train_bpe
 from skippipe.errors import UserError
-from skippipe.text import packages, prepare, streaming
-from skippipe.text.documents import END, PIECE_CHARACTERS, Piece, cut, source
-from skippipe.text.sampler import Sampler, permute, validation_batches
-from skippipe.text.tokenizer import FILE, SETTINGS, TextTokenizer, train_bpe
-from skippipe.text.tokens import HEADER, TokenFile, cache_folder
 
 pytest.importorskip("tokenizers")
 
@@ -86,7 +87,7 @@ def test_every_epoch_takes_every_window_once(
     tokens: int, sequence: int, microbatches: int, samples: int, seed: int
 ) -> None:
     sequence = min(sequence, tokens - 1)
-    sampler = Sampler(np.arange(tokens), sequence, seed, microbatches, samples)
+    sampler = BatchSampler(np.arange(tokens), sequence, seed, microbatches, samples)
     assert sampler.windows == (tokens - 1) // sequence
     iterations = -(-3 * sampler.windows // (microbatches * samples))
     taken = [
@@ -104,18 +105,18 @@ def test_every_epoch_takes_every_window_once(
 @settings(max_examples=30, deadline=None)
 def test_it_does_not_matter_who_asks_when(order: list[int], seed: int, iteration: int) -> None:
     tokens = np.arange(1000)
-    one = Sampler(tokens, 7, seed, microbatches=12, samples=2)
+    one = BatchSampler(tokens, 7, seed, microbatches=12, samples=2)
     expected = [one.batch(iteration, microbatch) for microbatch in range(12)]
     for microbatch in order:  # another process each, in any order
-        inputs, labels = Sampler(list(tokens), 7, seed, 12, 2).batch(iteration, microbatch)
+        inputs, labels = BatchSampler(list(tokens), 7, seed, 12, 2).batch(iteration, microbatch)
         assert np.array_equal(inputs, expected[microbatch][0])
         assert np.array_equal(labels, expected[microbatch][1])
-    half = Sampler(tokens, 7, seed, microbatches=24, samples=1)  # the same stream of samples, cut otherwise
+    half = BatchSampler(tokens, 7, seed, microbatches=24, samples=1)  # the same stream of samples, cut otherwise
     assert np.array_equal(half.batch(iteration, 5)[0][0], expected[2][0][1])
 
 
 def test_batch_is_a_window_and_its_successors() -> None:
-    sampler = Sampler(np.arange(100, dtype=np.uint16), 8, 0, 3, 4)
+    sampler = BatchSampler(np.arange(100, dtype=np.uint16), 8, 0, 3, 4)
     inputs, labels = sampler.batch(2, 1)
     assert inputs.shape == labels.shape == (4, 8)
     assert inputs.dtype == labels.dtype == np.int64
@@ -124,13 +125,13 @@ def test_batch_is_a_window_and_its_successors() -> None:
 
 
 def test_sampler_refuses() -> None:
-    assert Sampler(np.arange(9), 8, 0, 1, 1).windows == 1
+    assert BatchSampler(np.arange(9), 8, 0, 1, 1).windows == 1
     with pytest.raises(UserError, match=r"8 tokens is too short for a sequence of 8, which takes 9.* of 7 or less"):
-        Sampler(np.arange(8), 8, 0, 1, 1)
+        BatchSampler(np.arange(8), 8, 0, 1, 1)
     with pytest.raises(UserError, match="samples: 0 must be 1 or more"):
-        Sampler(np.arange(9), 8, 0, 1, 0)
+        BatchSampler(np.arange(9), 8, 0, 1, 0)
     with pytest.raises(ValueError, match="microbatch 3 of 3"):
-        Sampler(np.arange(9), 8, 0, 3, 1).batch(0, 3)
+        BatchSampler(np.arange(9), 8, 0, 3, 1).batch(0, 3)
 
 
 def test_validation_takes_windows_in_order() -> None:
@@ -194,7 +195,7 @@ def test_any_text_comes_back(bpe: TextTokenizer, text: str) -> None:
 
 def test_training_is_deterministic(bpe: TextTokenizer) -> None:
     code = (
-        "from skippipe.text.documents import source\nfrom skippipe.text.tokenizer import train_bpe\n"
+        "from skippipe.data.documents import source\nfrom skippipe.data.tokenizer import train_bpe\n"
         "print(train_bpe((piece.text for piece in source('classics-val').pieces()), 512).fingerprint)"
     )
     for threads in ("1", "4"):
@@ -452,8 +453,8 @@ def test_sampling_needs_numpy_alone(story: Path, bpe: TextTokenizer, tmp_path: P
     prepare.prepare(story, bpe, tmp_path / "tokens")
     code = (
         "import sys; from pathlib import Path\n"
-        "from skippipe.text import prepare, streaming\n"
-        "from skippipe.text.sampler import Sampler; from skippipe.text.tokens import TokenFile\n"
+        "from skippipe.data import prepare, streaming\n"
+        "from skippipe.data.batch_sampler import Sampler; from skippipe.data.token_file import TokenFile\n"
         "Sampler(TokenFile.open(Path(sys.argv[1])).ids, 4, 0, 1, 1).batch(0, 0)\n"
         "print({'torch', 'tokenizers', 'transformers', 'datasets', 'numba'} & set(sys.modules))"
     )
@@ -468,9 +469,9 @@ def test_missing_packages_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 
-    monkeypatch.setattr(packages, "import_module", missing)
+    monkeypatch.setattr(optional_deps, "import_module", missing)
     with pytest.raises(UserError, match=r"needs the package 'datasets': .*skippipe\[datasets\]"):
-        streaming.stream_text("some/dataset")
+        hf_stream.stream_text("some/dataset")
     with pytest.raises(UserError, match=r"needs the package 'tokenizers': .*skippipe\[train\]"):
         train_bpe(["text"], 300)
 
@@ -481,18 +482,18 @@ def test_stream_of_a_local_file(bpe: TextTokenizer, tmp_path: Path, monkeypatch:
     path = tmp_path / "some.jsonl"
     documents = [f"{STORY} {number}" for number in range(20)]
     path.write_text("".join(json.dumps({"n": 1, "body": text}) + "\n" for text in documents))
-    assert list(streaming.stream_text(path, field="body")) == documents
-    found = prepare.prepare(streaming.stream_text(path, field="body", documents=7), bpe, tmp_path / "tokens")
+    assert list(hf_stream.stream_text(path, field="body")) == documents
+    found = prepare.prepare(hf_stream.stream_text(path, field="body", documents=7), bpe, tmp_path / "tokens")
     assert found.tokenizer().decode(found.ids.tolist()) == "".join(text + END for text in documents[:7])
     with pytest.raises(UserError, match="no text in field 'text'; fields with text: body"):
-        list(streaming.stream_text(path))
+        list(hf_stream.stream_text(path))
     with pytest.raises(UserError, match="give a text file to 'prepare'"):
-        streaming.stream_text(__file__)
+        hf_stream.stream_text(__file__)
     with pytest.raises(UserError, match="no such file"):
-        streaming.stream_text(tmp_path / "none.jsonl")
+        hf_stream.stream_text(tmp_path / "none.jsonl")
     (tmp_path / "folder").mkdir()
     path.write_text('{"body": \n')
     with pytest.raises(UserError, match="cannot be read"):
-        list(streaming.stream_text(path, field="body"))
+        list(hf_stream.stream_text(path, field="body"))
     with pytest.raises(UserError, match="cannot be read"):
-        list(streaming.stream_text(tmp_path / "folder"))
+        list(hf_stream.stream_text(tmp_path / "folder"))

@@ -16,18 +16,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from skippipe.learning import Learning
-from skippipe.model.blueprint import Blueprint, config_from, config_named
+from skippipe.data.batch_sampler import BatchSampler, permute
+from skippipe.data.prepare import prepare
+from skippipe.model.model_spec import ModelSpec, config_from, config_named
+from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.recipe import USUAL, Recipe
-from skippipe.text.prepare import prepare
-from skippipe.text.sampler import Sampler, permute
+from skippipe.skip_schedule import USUAL, SkipSchedule
 from skippipe.timeline import Timeline, Timing
-from skippipe.training.assembly import Assembly
-from skippipe.training.engines import one_process
-from skippipe.training.job import Job, load_job
-from skippipe.training.oneprocess import OneProcess, Progress
-from skippipe.training.reports import Figures, MetricsFile
+from skippipe.training.backends import one_process
+from skippipe.training.build_run import RunSetup
+from skippipe.training.job_config import JobConfig, load_job
+from skippipe.training.metrics import IterationMetrics, MetricsFile
+from skippipe.training.reference import ReferenceState, ReferenceTrainer
 from skippipe.workload import Workload
 from tests import oracle_trainer as oracle
 from tests.models import tiny
@@ -65,7 +65,7 @@ class Setting:
 
     @property
     def plans(self) -> list[Plan]:
-        model = Blueprint(self.config).shape
+        model = ModelSpec(self.config).shape
         exact: Json = {"wire_dtype": "fp32", "compute_dtype": "fp32", **self.workload}
         microbatches = sum(count for _, count in self.paths[0])
         return plans_of(Workload(model, self.sequence, self.samples, microbatches, **exact), self.layers, self.paths)
@@ -78,19 +78,19 @@ def plans_of(work: Workload, layers: tuple[int, ...], paths: tuple[Visits, ...])
     return [Plan(uniform_cluster(len(stages)), work, stages, each) for each in lanes]
 
 
-def by_package(setting: Setting) -> tuple[list[Progress], dict[str, torch.Tensor]]:
+def by_package(setting: Setting) -> tuple[list[ReferenceState], dict[str, torch.Tensor]]:
     said, plans = setting.job, setting.plans
-    job = Job(
+    job = JobConfig(
         iterations=said["iterations"],
         seed=said["seed"],
-        recipe=Recipe(**said.get("recipe", {})),
-        learning=Learning(**said.get("learning", {})),
+        recipe=SkipSchedule(**said.get("recipe", {})),
+        learning=OptimConfig(**said.get("learning", {})),
     )
-    one = OneProcess(
+    one = ReferenceTrainer(
         plans[0],
-        Blueprint(setting.config, job.seed),
+        ModelSpec(setting.config, job.seed),
         job.schedule,
-        Sampler(setting.tokens, setting.sequence, job.seed, plans[0].microbatches, setting.samples),
+        BatchSampler(setting.tokens, setting.sequence, job.seed, plans[0].microbatches, setting.samples),
         recipe=job.recipe,
         plans={plan.visited: plan for plan in plans},
         iterations=job.iterations,
@@ -205,15 +205,15 @@ checkpoint.every = 0
     (tmp_path / "job.toml").write_text(job)
     asked = load_job(tmp_path / "job.toml")
     tokens = prepare([text], 300, tmp_path / "tokens")
-    blueprint = Blueprint(config_named(asked.model.config, tokens.vocabulary), asked.seed)
-    work = Workload(blueprint.shape, 8, 2, 4, wire_dtype="fp32", compute_dtype="fp32")
+    spec = ModelSpec(config_named(asked.model.config, tokens.vocabulary), asked.seed)
+    work = Workload(spec.shape, 8, 2, 4, wire_dtype="fp32", compute_dtype="fp32")
     promise = Timeline(Timing.FULL, 10**9, 10**9, (), (), (), ())
     paths = (((0, 2), 3), ((0, 1), 1)), (((0, 2, 1), 1), ((0, 1, 2), 3))
     two, three = (plan.promising(promise) for plan in plans_of(work, (1, 2, 1), paths))
-    assembly = Assembly(asked, two, blueprint, tokens, {2: two, 3: three}, {2: 4, 3: 1})
+    run_setup = RunSetup(asked, two, spec, tokens, {2: two, 3: three}, {2: 4, 3: 1})
     output.mkdir()
-    assembly.save_plans()
-    one_process(assembly, MetricsFile(output / "metrics.jsonl", Figures(two), asked.iterations), lambda: 0)
+    run_setup.save_plans()
+    one_process(run_setup, MetricsFile(output / "metrics.jsonl", IterationMetrics(two), asked.iterations), lambda: 0)
     again = oracle.trainer_of(tomllib.loads(job), output, tmp_path / "tokens")
     done = [again.iteration(number) for number in range(5)]
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -252,7 +252,7 @@ def test_the_worked_example() -> None:
     found, weights = by_package(setting)
     second = trainer(setting)
     table = rows(EXAMPLE)
-    sampler = Sampler(setting.tokens, 8, 7, 4, 2)
+    sampler = BatchSampler(setting.tokens, 8, 7, 4, 2)
     for number, one in enumerate(found):
         windows = [sampler.window(number, 0, sample) for sample in range(2)]
         for ours, theirs in zip(sampler.batch(number, 0), second.batch(number, 0), strict=True):
@@ -265,7 +265,7 @@ def test_the_worked_example() -> None:
     assert table["first key of epoch 0"] == [f"`{oracle.keys(7, 0)[0]:#x}`"]
     assert table["where offsets 0 to 9 of epoch 0 go"] == [", ".join(str(permute(7, 0, k, 37)) for k in range(10))]
     assert table["`7/layer 2` seeds torch with"] == [str(oracle.generator_seed(7, "layer 2"))]
-    drawn = Blueprint(setting.config, 7).layer(2).state_dict()["self_attn.q_proj.weight"][0, :3].tolist()
+    drawn = ModelSpec(setting.config, 7).layer(2).state_dict()["self_attn.q_proj.weight"][0, :3].tolist()
     begins = ", ".join(f"{each:.5f}".replace("-", "−") for each in drawn)
     assert table["`model.layers.2.self_attn.q_proj.weight` begins with"] == [begins]
     for trained in (weights, second.named_weights()):
@@ -274,7 +274,7 @@ def test_the_worked_example() -> None:
 
 
 def test_fields_and_their_defaults() -> None:
-    job = asdict(Job())
+    job = asdict(JobConfig())
     flat = {name: value for name, value in job.items() if name in ("iterations", "seed")}
     flat |= {f"learning.{name}": value for name, value in job["learning"].items()}
     studies = ("grow", "exposure", "swaps", "bridges", "heal")  # refused in training
@@ -288,15 +288,15 @@ def test_fields_and_their_defaults() -> None:
 def test_clipping(clip: float) -> None:
     """Where the norm is next to nothing, too."""
     for norm in (0.0, 1e-9, 1e-6, 0.3, 1.0, 7.0):
-        (found, factor) = Learning(clip=clip).clipping([norm**2])
+        (found, factor) = OptimConfig(clip=clip).clipping([norm**2])
         assert factor == pytest.approx(oracle.clipping_factor(clip, found), rel=1e-12)
 
 
 @pytest.mark.parametrize("iterations", [0, 31])
 @pytest.mark.parametrize(("warmup", "hold"), [(0, 0.0), (4, 0.6), (4, 0.0), (30, 0.9)])
 def test_learning_rates(warmup: int, hold: float, iterations: int) -> None:
-    said = Learning(warmup=warmup, hold=hold, iterations=iterations)
-    job = Job(iterations=20, learning=said)
+    said = OptimConfig(warmup=warmup, hold=hold, iterations=iterations)
+    job = JobConfig(iterations=20, learning=said)
     expected = [oracle.learning_rate(asdict(said), 20, number) for number in range(20)]
     assert [job.schedule.rate_at(number) for number in range(20)] == pytest.approx(expected, rel=1e-14)
 
@@ -305,7 +305,7 @@ def test_learning_rates(warmup: int, hold: float, iterations: int) -> None:
     "skip", ["1/3", "33% until 0.5, 0", USUAL, "9 x 1/3 + 0", "1/2 until 25%, 2x 1/3 + 1/6 until 7/9, 0 + 1/2"]
 )
 def test_lengths_of_paths(skip: str) -> None:
-    recipe = Recipe(skip)
+    recipe = SkipSchedule(skip)
     for iterations, stages in product((1, 7, 20, 101), (4, 5, 6, 9)):
         found = [recipe.visited(number, iterations, stages, 0) for number in range(iterations)]
         assert found == [oracle.path_length(skip, iterations, stages, number) for number in range(iterations)]

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skippipe.errors import UserError
-from skippipe.transport.mailbox import PIECE_BYTES, Lost, Mailbox, NotConnected, QueueFull, Reason
-from skippipe.transport.message import Kind, Message, Received, to_frames
-from skippipe.transport.packed import Packed, pack, unpack
-from skippipe.transport.shaping import Held, Link, Shaper
+from skippipe.transport.link_emulation import DelayQueue, EmulatedLink, LinkEmulator
+from skippipe.transport.mailbox import PIECE_BYTES, LossReason, Lost, Mailbox, NotConnected, QueueFull
+from skippipe.transport.message import Message, MessageKind, Received, to_frames
+from skippipe.transport.wire_codec import EncodedTensor, decode, encode
 from skippipe.workload import WIRE_DTYPES
 from tests.network import HELLO, KEYS, PATIENCE_S, Net, link, network
 from tests.relay import Wire
@@ -42,14 +42,14 @@ def test_delivery_in_order(net: Net, dtype: str) -> None:
     link(a, b)
     tensor = torch.randn(3, PIECE_BYTES // 2 + 7)  # several pieces, and a rest
     sizes = [a.send("b", HELLO)]
-    sizes.append(a.send("b", Message(Kind.HOP, 5, 1, 2, 3, pack(tensor, dtype)), due_ns=99))
-    sizes.append(a.send("b", Message(Kind.CHUNK, 5, 0, 1, 2)))
+    sizes.append(a.send("b", Message(MessageKind.HOP, 5, 1, 2, 3, encode(tensor, dtype)), due_ns=99))
+    sizes.append(a.send("b", Message(MessageKind.CHUNK, 5, 0, 1, 2)))
     first, second, third = net.delivered(b, 3)
     assert first == Received("a", HELLO, 0)
     assert (second.peer, second.due_ns, second.message.microbatch) == ("a", 99, 2)
-    assert isinstance(second.message.body, Packed)
-    assert torch.equal(unpack(second.message.body), unpack(pack(tensor, dtype)))
-    assert third.message == Message(Kind.CHUNK, 5, 0, 1, 2)
+    assert isinstance(second.message.body, EncodedTensor)
+    assert torch.equal(decode(second.message.body), decode(encode(tensor, dtype)))
+    assert third.message == Message(MessageKind.CHUNK, 5, 0, 1, 2)
     assert a.sent_bytes["b"] == b.received_bytes["a"] == sum(sizes)
     assert not a.lost() and a.connected == {"b"}
 
@@ -58,7 +58,7 @@ def test_stranger_is_refused_and_counted(curve: Net, caplog: pytest.LogCaptureFi
     b, stranger = curve.box("b"), curve.box("stranger")
     link(stranger, b)
     stranger.send("b", HELLO)
-    assert curve.loss(stranger) == Lost("b", Reason.REFUSED)
+    assert curve.loss(stranger) == Lost("b", LossReason.REFUSED)
     assert b.refused == 1 and not b.received_bytes
     assert b.last_refused == f"key {KEYS['stranger'].public[:8]}…" and b.last_refused in caplog.text
     with pytest.raises(NotConnected):
@@ -74,7 +74,7 @@ def test_wrong_server_key_gets_nothing(curve: Net) -> None:
     link(a, b, key_of="stranger")
     a.send("b", HELLO)
     for _ in range(2):
-        assert curve.loss(a) == Lost("b", Reason.HANDSHAKE)
+        assert curve.loss(a) == Lost("b", LossReason.HANDSHAKE)
     assert not a.connected and not b.received_bytes
 
 
@@ -84,7 +84,7 @@ def test_security_must_agree(curve: Net) -> None:
         b = plain.box("b")
         link(b, a)
         b.send("a", HELLO)
-        assert plain.loss(b).reason in (Reason.FOREIGN, Reason.HANDSHAKE)  # whoever of the two notices first
+        assert plain.loss(b).reason in (LossReason.FOREIGN, LossReason.HANDSHAKE)  # whoever of the two notices first
         assert not a.receive(0) and not b.connected
 
 
@@ -101,7 +101,7 @@ def test_forbidden_at_once_and_after_reconnecting(net: Net) -> None:
     a.send("b", HELLO)
     assert not net.until(lambda: b.refused == 2)["b"]
     if net.security == "curve":
-        assert net.loss(a) == Lost("b", Reason.REFUSED)
+        assert net.loss(a) == Lost("b", LossReason.REFUSED)
 
 
 def test_name_must_go_with_the_key(curve: Net, caplog: pytest.LogCaptureFixture) -> None:
@@ -136,9 +136,9 @@ def test_noise_is_counted_and_the_connection_stands(caplog: pytest.LogCaptureFix
 def test_oversize_is_refused(net: Net) -> None:
     a, b = net.box("a"), net.box("b", largest_bytes=2**16)
     link(a, b)
-    large = Message(Kind.HOP, 0, 0, 0, 0, pack(torch.zeros(2**16), "fp32"))
+    large = Message(MessageKind.HOP, 0, 0, 0, 0, encode(torch.zeros(2**16), "fp32"))
     a.send("b", large)
-    assert net.loss(a) == Lost("b", Reason.DISCONNECTED)
+    assert net.loss(a) == Lost("b", LossReason.DISCONNECTED)
     assert not b.received_bytes
     net.until(lambda: "b" in a.connected)
     a.send("b", HELLO)
@@ -151,7 +151,7 @@ def test_oversize_is_refused(net: Net) -> None:
 def test_oversize_in_pieces_is_malformed(curve: Net) -> None:
     a, b = curve.box("a"), curve.box("b", largest_bytes=PIECE_BYTES)
     link(a, b)
-    a.send("b", Message(Kind.HOP, 0, 0, 0, 0, pack(torch.zeros(PIECE_BYTES), "fp32")))
+    a.send("b", Message(MessageKind.HOP, 0, 0, 0, 0, encode(torch.zeros(PIECE_BYTES), "fp32")))
     assert not curve.until(lambda: b.malformed["a"])["b"]
 
 
@@ -166,10 +166,10 @@ def test_full_queue_is_an_error_and_loses_nothing(net: Net) -> None:
     with pytest.raises(NotConnected, match="nobody"):
         a.send("nobody", HELLO)
     assert net.delivered(b, greetings) == [Received("a", HELLO)] * greetings
-    sent, body = 0, pack(torch.zeros(2**20), "fp32")  # larger than what TCP takes on its own
+    sent, body = 0, encode(torch.zeros(2**20), "fp32")  # larger than what TCP takes on its own
     while True:
         try:
-            a.send("b", Message(Kind.HOP, sent, 0, 0, 0, body))
+            a.send("b", Message(MessageKind.HOP, sent, 0, 0, 0, body))
         except QueueFull:
             break
         sent += 1
@@ -208,7 +208,7 @@ def test_lost_when_the_peer_closes_and_back_when_it_returns(net: Net) -> None:
     while not (lost := a.lost()):
         assert time.monotonic() - began < PATIENCE_S
         a.receive(PATIENCE_S)
-    assert lost == [Lost("b", Reason.DISCONNECTED)] and not a.lost() and not a.connected
+    assert lost == [Lost("b", LossReason.DISCONNECTED)] and not a.lost() and not a.connected
     again = Mailbox("b", KEYS["b"], listen=address, security=net.security)
     try:
         again.allow("a", KEYS["a"].public)
@@ -249,7 +249,7 @@ def test_a_link_that_is_busy_with_a_large_message_is_not_silent(net: Net) -> Non
         wire.times = 20.0
         silent: dict[str, float] = {}
         began = time.monotonic()
-        a.send("b", Message(Kind.HOP, 0, 0, 0, 0, Packed("fp32", (2**20,), bytes(2**22))))
+        a.send("b", Message(MessageKind.HOP, 0, 0, 0, 0, EncodedTensor("fp32", (2**20,), bytes(2**22))))
         net.until(lambda: silent.update(a.silent) or b.received_bytes["a"])
         assert time.monotonic() > began + 1.0, "a heartbeat behind this message would have come too late"
         assert not silent
@@ -291,12 +291,12 @@ def test_bad_addresses_and_keys() -> None:
 
 
 def at(due_ns: int, number: int = 0, peer: str = "a") -> Received:
-    return Received(peer, Message(Kind.HOP, number, 0, 0, 0), due_ns)
+    return Received(peer, Message(MessageKind.HOP, number, 0, 0, 0), due_ns)
 
 
 def test_transfers_queue_on_a_link() -> None:
     now = [1000]
-    shaper = Shaper({"b": Link(0.5, 1e9), "c": Link(0.0, 2e9)}, lambda: now[0])
+    shaper = LinkEmulator({"b": EmulatedLink(0.5, 1e9), "c": EmulatedLink(0.0, 2e9)}, lambda: now[0])
     half_ns = 500_000_000
     assert shaper.due_ns("b", 100) == 1100 + half_ns
     assert shaper.due_ns("b", 50) == 1150 + half_ns  # after the first
@@ -305,13 +305,13 @@ def test_transfers_queue_on_a_link() -> None:
     now[0] = 5000
     assert shaper.due_ns("b", 100) == 5100 + half_ns  # free again
     with pytest.raises(ValueError, match="no link has"):
-        Link(0.1, 0.0)
+        EmulatedLink(0.1, 0.0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.integers(1, 10**8)), min_size=1), st.floats(1e3, 1e10))
 def test_order_and_rate_of_a_link(sends: list[tuple[int, int]], bandwidth: float) -> None:
     now = [0]
-    shaper, held = Shaper({"b": Link(0.01, bandwidth)}, lambda: now[0]), Held()
+    shaper, held = LinkEmulator({"b": EmulatedLink(0.01, bandwidth)}, lambda: now[0]), DelayQueue()
     for number, (pause_ns, nbytes) in enumerate(sends):
         now[0] += pause_ns
         held.put(at(shaper.due_ns("b", nbytes), number))
@@ -324,7 +324,7 @@ def test_order_and_rate_of_a_link(sends: list[tuple[int, int]], bandwidth: float
 
 
 def test_held_until_due() -> None:
-    held = Held()
+    held = DelayQueue()
     for received in (at(30, 1), at(10, 2), at(10, 3), at(0, 4)):
         held.put(received)
     assert held.next_due_ns() == 0

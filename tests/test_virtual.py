@@ -11,26 +11,21 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from skippipe.constraints import deadlock_cycle, exposure
 from skippipe.dispatch import Dispatch
-from skippipe.examples import published20, published_plan
-from skippipe.learning import Learning
+from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.rules import deadlock_cycle, exposure
-from skippipe.runtime.control import (
-    Averaged,
-    Stop,
-    from_json,
-    to_json,
-)
-from skippipe.runtime.coordinator import State, Survival
-from skippipe.runtime.symbols import Symbols
-from skippipe.runtime.virtual import VirtualCluster
-from skippipe.simulate import Deadlock, simulate
+from skippipe.planner.published import published20, published_plan
+from skippipe.runtime.coordinator.state_machine import CoordinatorState, RecoverySettings
+from skippipe.runtime.messages import Averaged, Stop, from_json, to_json
+from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
+from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.simulator import Deadlock, simulate
 from skippipe.timeline import Timeline, Timing
 from skippipe.workload import Workload
 from tests.plans import TINY, plans, uniform_cluster
 
-LEARNING = Learning(warmup=2, iterations=10)
+LEARNING = OptimConfig(warmup=2, iterations=10)
 
 
 def promised(plan: Plan) -> Timeline:
@@ -62,7 +57,7 @@ def test_an_iteration_takes_what_the_simulator_promises(plan: Plan, dispatch: Di
     cluster = VirtualCluster(plan, LEARNING, 1, recorded=frozenset({0}))
     cluster.run()
     assert cluster.finished_ns == timeline.iteration_ns
-    assert cluster.coordinator.state is State.DONE
+    assert cluster.coordinator.state is CoordinatorState.DONE
     (report,) = cluster.reports
     found = sorted((*row[:3], node, *row[3:]) for node, rows in report.tasks.items() for row in rows)
     assert found == sorted(timeline.tasks)
@@ -88,15 +83,15 @@ def test_every_iteration_completes_however_long_things_take(plan: Plan, seed: in
     for cluster in runs:
         cluster.run()
     cluster, again = runs
-    assert cluster.coordinator.state is State.DONE, cluster.coordinator.failure
+    assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
     assert [report.iteration for report in cluster.reports] == list(range(iterations))
     assert cluster.reports == again.reports
     assert cluster.finished_ns == again.finished_ns
     assert cluster.machines
     expected = visits_by_stage(plan)
-    for node, computer in cluster.machines.items():  # Symbols also watch slots, order and what is handed over
-        assert isinstance(computer, Symbols)
-        assert computer.history == [expected[plan.stage_of[node]]] * iterations
+    for node, executor in cluster.machines.items():  # Symbols also watch slots, order and what is handed over
+        assert isinstance(executor, SymbolicExecutor)
+        assert executor.history == [expected[plan.stage_of[node]]] * iterations
     assert sorted(cluster.stored) == list(range(len(plan.stages)))
     for report in cluster.reports[:-1]:
         assert not report.tasks
@@ -127,20 +122,20 @@ def test_a_plan_that_locks_up_is_put_right_when_patience_ends() -> None:
     (at_ns, restarted) = next((at_ns, event) for at_ns, event in run.events if event.kind == "restarted")
     assert restarted.text == "waited 600 s for n1, n2 to average gradients"
     assert 600e9 <= at_ns < 601e9
-    assert run.coordinator.state is State.DONE
+    assert run.coordinator.state is CoordinatorState.DONE
     assert [report.iteration for report in run.reports] == [0, 1]
     found = run.coordinator.plan
     assert deadlock_cycle([lane.path for lane in found.lanes], found.slots) is None
     assert run.finished_ns - at_ns == 2 * simulate(found, Timing.FULL).iteration_ns
     for node, stage in found.stage_of.items():  # of the first attempt nothing is left
-        assert isinstance(computer := run.machines[node], Symbols)
-        assert computer.history == [visits_by_stage(found)[stage]] * 2
+        assert isinstance(executor := run.machines[node], SymbolicExecutor)
+        assert executor.history == [visits_by_stage(found)[stage]] * 2
 
 
 def test_a_plan_that_locks_up_ends_a_run_that_is_not_to_survive_with_the_names_of_those_waited_for() -> None:
-    run = VirtualCluster(plan_that_locks_up(), LEARNING, 1, survival=Survival(survives=False))
+    run = VirtualCluster(plan_that_locks_up(), LEARNING, 1, survival=RecoverySettings(survives=False))
     run.run()
-    assert run.coordinator.state is State.FAILED
+    assert run.coordinator.state is CoordinatorState.FAILED
     assert run.coordinator.failure == "waited 600 s for n1, n2 to average gradients"
     assert all(node.stopped == Stop(run.coordinator.failure) for node in run.nodes.values())
 

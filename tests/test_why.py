@@ -14,17 +14,27 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from skippipe.blame import What, blamed, busiest_link, busiest_node, limits, shares, slowest_lane
-from skippipe.check import check
-from skippipe.critical import Cause, Kind, critical_path
-from skippipe.examples import published20, published_plan
+from skippipe.constraints import circle, tc1_overfull
+from skippipe.critical_path import (
+    Cause,
+    CauseGroup,
+    CauseKind,
+    bottlenecks,
+    busiest_link,
+    busiest_node,
+    critical_path,
+    slowest_lane,
+    time_by_cause,
+    time_by_group,
+)
 from skippipe.plan import Plan
-from skippipe.planner.advice import Advice, advice
-from skippipe.planner.ideas import Sort
-from skippipe.planner.otherwise import one_more_slot, with_twin, without_node
-from skippipe.rules import circle, tc1_overfull
-from skippipe.simulate import simulate
+from skippipe.planner.published import published20, published_plan
+from skippipe.planner.whatif.advisor import Advice, advise
+from skippipe.planner.whatif.candidates import EditKind
+from skippipe.planner.whatif.edits import one_more_slot, with_twin, without_node
+from skippipe.simulator import simulate
 from skippipe.timeline import Timing
+from skippipe.validate import validate
 from tests.bottlenecks import (
     CASES,
     Case,
@@ -56,10 +66,10 @@ def test_causes_add_up_to_the_iteration(plan: Plan, timing: Timing) -> None:
     assert path[-1].end_ns == timeline.iteration_ns
     assert all(piece.took_ns > 0 for piece in path)
     assert all(before.end_ns == after.start_ns for before, after in pairwise(path))
-    causes = blamed(path)
+    causes = time_by_cause(path)
     assert sum(causes.values()) == timeline.iteration_ns
-    assert sum(shares(causes).values()) == timeline.iteration_ns
-    named = limits(causes)
+    assert sum(time_by_group(causes).values()) == timeline.iteration_ns
+    named = bottlenecks(causes)
     assert sum(limit.ns for limit in named) == timeline.iteration_ns
     assert sorted(cause for limit in named for cause in limit.causes) == sorted(causes)
 
@@ -78,19 +88,19 @@ def test_causes_are_where_they_can_be(plan: Plan, timing: Timing) -> None:
             for task in timeline.tasks
         )
         match kind:
-            case Kind.COMPUTING:
+            case CauseKind.COMPUTING:
                 assert at_work
-            case Kind.SLOT:
+            case CauseKind.SLOT:
                 assert plan.split_backward or node in overfull
-            case Kind.BUSY:
+            case CauseKind.BUSY:
                 assert sum(node in path for path in paths) > 1 or plan.split_backward
-            case Kind.LATENCY | Kind.BANDWIDTH:
+            case CauseKind.LATENCY | CauseKind.BANDWIDTH:
                 assert (node, to) in hops
-            case Kind.QUEUE:
+            case CauseKind.QUEUE:
                 assert (node, to) in hops and timing is Timing.FULL
-            case Kind.AVERAGING_LATENCY | Kind.AVERAGING_BANDWIDTH:
+            case CauseKind.AVERAGING_LATENCY | CauseKind.AVERAGING_BANDWIDTH:
                 assert stage is not None and (node, to) in circle(plan.stages[stage].ring)
-            case Kind.OPTIMIZER:
+            case CauseKind.OPTIMIZER:
                 assert piece.end_ns == timeline.iteration_ns
 
 
@@ -100,17 +110,19 @@ def test_a_lane_by_itself_is_its_own_path(plan: Plan, timing: Timing) -> None:
     """No wait, and every task and hop of the lane is on it."""
     plan = replace(plan, lanes=plan.lanes[:1], split_backward=False)
     timeline = simulated(plan, timing)
-    causes = blamed(piece for piece in critical_path(plan, timeline) if piece.end_ns <= timeline.last_backward_ns)
+    causes = time_by_cause(
+        piece for piece in critical_path(plan, timeline) if piece.end_ns <= timeline.last_backward_ns
+    )
     assume(sum(causes.values()) == timeline.last_backward_ns)  # a slow ring may have begun before
-    busy = {Cause(Kind.COMPUTING, use.node): use.busy_ns for use in timeline.nodes if use.busy_ns}
-    assert {cause: ns for cause, ns in causes.items() if cause.kind is Kind.COMPUTING} == busy
+    busy = {Cause(CauseKind.COMPUTING, use.node): use.busy_ns for use in timeline.nodes if use.busy_ns}
+    assert {cause: ns for cause, ns in causes.items() if cause.kind is CauseKind.COMPUTING} == busy
     count = plan.lanes[0].microbatches
     for a, b in circle(plan.lanes[0].path):
         twice = 2 if len(plan.lanes[0].path) == 2 else 1  # there and back over the same link
         for link in ((a, b), (b, a)):
-            assert causes.get(Cause(Kind.LATENCY, *link), 0) == twice * count * plan.costs.flight_ns[link]
-            assert causes.get(Cause(Kind.BANDWIDTH, *link), 0) == twice * count * plan.costs.transmit_ns[link]
-    assert {cause.kind for cause in causes} <= {Kind.COMPUTING, Kind.LATENCY, Kind.BANDWIDTH}
+            assert causes.get(Cause(CauseKind.LATENCY, *link), 0) == twice * count * plan.costs.flight_ns[link]
+            assert causes.get(Cause(CauseKind.BANDWIDTH, *link), 0) == twice * count * plan.costs.transmit_ns[link]
+    assert {cause.kind for cause in causes} <= {CauseKind.COMPUTING, CauseKind.LATENCY, CauseKind.BANDWIDTH}
 
 
 def test_a_wait_for_a_busy_node_by_hand() -> None:
@@ -121,11 +133,11 @@ def test_a_wait_for_a_busy_node_by_hand() -> None:
     """
     plan = planned(uniform_cluster(3), [(0, 1), (2,)], [((0, 2), 1), ((1, 2), 1)], max_slots=2)
     plan = replace(plan, split_backward=False)
-    causes = blamed(critical_path(plan, simulate(plan, Timing.CONTENTION_ONLY)))
+    causes = time_by_cause(critical_path(plan, simulate(plan, Timing.CONTENTION_ONLY)))
     forward_ns, backward_ns = (int(each[1, 2]) for each in (plan.costs.forward_ns, plan.costs.backward_ns))
     assert backward_ns == 2 * forward_ns
-    assert causes[Cause(Kind.BUSY, 2)] == forward_ns
-    assert causes[Cause(Kind.COMPUTING, 2)] == forward_ns + forward_ns + backward_ns
+    assert causes[Cause(CauseKind.BUSY, 2)] == forward_ns
+    assert causes[Cause(CauseKind.COMPUTING, 2)] == forward_ns + forward_ns + backward_ns
 
 
 # clusters whose bottleneck is known
@@ -133,14 +145,14 @@ def test_a_wait_for_a_busy_node_by_hand() -> None:
 
 @cache
 def advised(case: Callable[[], Case]) -> Advice:
-    return advice(case().plan, simulate(case().plan, case().timing))
+    return advise(case().plan, simulate(case().plan, case().timing))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_the_bottleneck_is_named_first_and_its_cure_is_the_best_advice(case: Callable[[], Case]) -> None:
     known = case()
     timeline = simulate(known.plan, known.timing)
-    first = limits(blamed(critical_path(known.plan, timeline)))[0]
+    first = bottlenecks(time_by_cause(critical_path(known.plan, timeline)))[0]
     assert first.what is known.limit
     assert known.where == (set(first.links) if first.links else {first.node})
 
@@ -151,21 +163,21 @@ def test_the_bottleneck_is_named_first_and_its_cure_is_the_best_advice(case: Cal
     assert best.after_ns == after_ns < timeline.iteration_ns
     assert best.gain == 1 - after_ns / timeline.iteration_ns > 0.1
     if best.replanned:
-        assert check(best.plan) == []
-        extra = {Sort.MORE: 1, Sort.LESS: -1}.get(best.sort, 0)
+        assert validate(best.plan) == []
+        extra = {EditKind.MORE: 1, EditKind.LESS: -1}.get(best.sort, 0)
         assert len(best.plan.cluster) == len(known.plan.cluster) + extra
 
 
 def test_where_all_is_equal_no_single_change_helps() -> None:
     plan = planned(uniform_cluster(4), [(0, 1), (2, 3)], [((0, 2), 1), ((1, 3), 1)], wire_dtype="int8")
-    answer = advice(plan, simulate(plan, Timing.CONTENTION_ONLY))
+    answer = advise(plan, simulate(plan, Timing.CONTENTION_ONLY))
     assert [change.what for change in answer.changes] == []
     assert answer.tried > 10
 
 
 def test_without_replanning_paths_stay_as_they_are() -> None:
     plan = a_popular_node_with_idle_ones_beside_it().plan
-    answer = advice(plan, simulate(plan, Timing.CONTENTION_ONLY), replanning=False)
+    answer = advise(plan, simulate(plan, Timing.CONTENTION_ONLY), replanning=False)
     assert answer.not_replanned
     assert answer.changes[0].what == "'n3' twice as fast"
     assert not any(change.replanned for change in answer.changes)
@@ -181,7 +193,7 @@ def test_what_other_paths_do_by_themselves_is_not_put_down_to_a_change() -> None
     timeline = simulate(a_far_data_node().plan, Timing.FULL)
     answer = advised(a_far_data_node)
     assert answer.searched_ns is not None and answer.searched_ns < timeline.iteration_ns
-    others = [change for change in answer.changes if change.replanned and change.sort is not Sort.LESS]
+    others = [change for change in answer.changes if change.replanned and change.sort is not EditKind.LESS]
     assert others
     assert {change.before_ns for change in others} == {answer.searched_ns}
 
@@ -190,7 +202,7 @@ def test_interrupted_it_keeps_what_was_found() -> None:
     plan = a_popular_node_with_idle_ones_beside_it().plan
     timeline = simulate(plan, Timing.CONTENTION_ONLY)
     asked: list[str] = []
-    answer = advice(
+    answer = advise(
         plan, timeline, progress=lambda what, share, best_s: asked.append(what), stopped=lambda: len(asked) > 3
     )
     assert answer.tried == 3
@@ -201,7 +213,7 @@ def test_interrupted_it_keeps_what_was_found() -> None:
 @given(st.one_of(plans(), plans(lost=True)), timings)
 def test_any_plan_gets_advice_that_its_simulation_bears_out(plan: Plan, timing: Timing) -> None:
     timeline = simulated(plan, timing)
-    answer = advice(plan, timeline, replanning=False)
+    answer = advise(plan, timeline, replanning=False)
     gains = [change.gain for change in answer.changes]
     assert gains == sorted(gains, reverse=True)
     for change in answer.changes:
@@ -238,7 +250,7 @@ def test_without_a_node_the_others_keep_their_names_stages_and_links() -> None:
     plan = published_plan(published20(), "skippipe")
     node = plan.lanes[0].path[0]
     changed = without_node(plan, node)
-    assert check(changed) == []
+    assert validate(changed) == []
     left = [each for each in range(len(plan.cluster)) if each != node]
     assert [each.name for each in changed.cluster.nodes] == [plan.cluster.nodes[each].name for each in left]
     assert {changed.stage_of[new]: 0 for new in changed.stage_of}.keys() == {*range(len(plan.stages))}
@@ -274,7 +286,7 @@ def test_why_in_words_and_as_data(skippipe: Command, tmp_path: Path) -> None:
     assert said.code == 0
     lines = said.out.splitlines()
     assert lines[0].startswith("iteration 32.704 s (contention-only)")
-    first = limits(blamed(critical_path(plan, timeline)))[0]
+    first = bottlenecks(time_by_cause(critical_path(plan, timeline)))[0]
     assert plan.cluster.nodes[first.node if first.node is not None else first.links[0][0]].name in lines[4]
     assert "slowest lane: " in said.out
     assert "no plan can take less than 20 s (proven); this one is 63.5% above that" in lines
@@ -309,7 +321,7 @@ def test_why_as_data_is_as_documented(skippipe: Command, tmp_path: Path) -> None
         {"from", "to", "sending_s"},
     ]
     text = (ROOT / "docs" / "formats.md").read_text()
-    assert [word for kind in (Kind, What, Sort) for word in kind if f"`{word}`" not in text] == []
+    assert [word for kind in (CauseKind, CauseGroup, EditKind) for word in kind if f"`{word}`" not in text] == []
 
 
 def test_why_with_other_paths(skippipe: Command, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 from numpy.random import default_rng
 
 from skippipe.errors import UserError
-from skippipe.inference.loading import load
-from skippipe.inference.windows import Windows, beginning_of, labels, usual_context
+from skippipe.inference.checkpoint_loader import load
+from skippipe.inference.eval.windows import Windows, beginning_of, labels, usual_context
 from tests.test_exact import FULL, plan_of
 from tests.test_scoring import export_to
 

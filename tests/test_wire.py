@@ -19,25 +19,25 @@ from hypothesis import strategies as st
 
 from benchmarks.fuzz import good_control
 from skippipe.errors import UserError
-from skippipe.runtime import control
-from skippipe.transport import sealing
-from skippipe.transport.admission import Admission
+from skippipe.runtime import messages as control_messages
+from skippipe.transport import aead
+from skippipe.transport.aead import TAG_BYTES, Forged, Opener, Sealer
+from skippipe.transport.fast_path import LANE_DOMAIN, FastPathMessage, FastPathVerb
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
-from skippipe.transport.lanes import LANE_DOMAIN, Verb, Word
 from skippipe.transport.message import (
     BOUNDS,
     HEADER,
     VERSION,
     Body,
-    Kind,
     Limits,
     Malformed,
     Message,
+    MessageKind,
     from_frames,
     to_frames,
 )
-from skippipe.transport.packed import Packed, pack, unpack
-from skippipe.transport.sealing import TAG_BYTES, Forged, Opener, Sealer
+from skippipe.transport.wire_codec import EncodedTensor, decode, encode
+from skippipe.transport.zap_auth import ZapAuth
 from skippipe.workload import INT8_BLOCK, WIRE_DTYPES, wire_bytes
 
 LIMITS = Limits(payload_bytes=2**24)
@@ -61,9 +61,9 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 @example(torch.zeros(300), "int8")
 @example(torch.tensor(-3.5), "int8")
 def test_packed_and_back(tensor: torch.Tensor, dtype: str) -> None:
-    packed = pack(tensor, dtype)
+    packed = encode(tensor, dtype)
     assert packed.nbytes == wire_bytes(tensor.numel(), dtype)
-    back = unpack(packed)
+    back = decode(packed)
     assert back.shape == tensor.shape and back.dtype == torch.float32
     if dtype == "fp32":
         assert torch.equal(back, tensor)
@@ -81,7 +81,7 @@ def test_packed_and_back(tensor: torch.Tensor, dtype: str) -> None:
 def test_what_is_not_finite_does_not_become_a_number(bad: float, dtype: str) -> None:
     tensor = torch.ones(3 * INT8_BLOCK + 5)
     tensor[INT8_BLOCK + 3] = bad
-    back = unpack(pack(tensor, dtype))
+    back = decode(encode(tensor, dtype))
     hurt = ~back.isfinite()
     if dtype == "int8":
         assert back[INT8_BLOCK : 2 * INT8_BLOCK].isnan().all() and hurt.sum() == INT8_BLOCK
@@ -92,28 +92,28 @@ def test_what_is_not_finite_does_not_become_a_number(bad: float, dtype: str) -> 
 def test_int8_layout() -> None:
     """All values, then all scales, little-endian; the last block is short."""
     tensor = torch.cat([torch.full((INT8_BLOCK,), 127.0), torch.tensor([-254.0])])
-    data = bytes(pack(tensor, "int8").data)
+    data = bytes(encode(tensor, "int8").data)
     assert data == b"\x7f" * INT8_BLOCK + b"\x81" + b"\x00\x00\x80\x3f" + b"\x00\x00\x00\x40"
 
 
 def test_packed_bytes_are_their_own_unless_shared() -> None:
     tensor = torch.ones(4, 4)
-    own, shared = pack(tensor, "fp32"), pack(tensor, "fp32", share=True)
+    own, shared = encode(tensor, "fp32"), encode(tensor, "fp32", share=True)
     tensor.zero_()
-    assert unpack(own).sum() == 16 and unpack(shared).sum() == 0
-    back = unpack(shared)
+    assert decode(own).sum() == 16 and decode(shared).sum() == 0
+    back = decode(shared)
     tensor.fill_(7)
     assert back.sum() == 0
 
 
 def test_pack_takes_any_layout_and_float() -> None:
     tensor = torch.arange(12, dtype=torch.float64).reshape(3, 4).t()[1:]
-    assert torch.equal(unpack(pack(tensor, "fp32")), tensor.float())
-    assert unpack(pack(tensor.half(), "bf16"), dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert torch.equal(decode(encode(tensor, "fp32")), tensor.float())
+    assert decode(encode(tensor.half(), "bf16"), dtype=torch.bfloat16).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="tensor of floats"):
-        pack(torch.arange(3), "fp32")
+        encode(torch.arange(3), "fp32")
     with pytest.raises(ValueError, match="not empty"):
-        pack(torch.empty(0), "fp32")
+        encode(torch.empty(0), "fp32")
 
 
 # Messages
@@ -135,18 +135,18 @@ objects = st.dictionaries(
 
 @st.composite
 def messages(draw: st.DrawFn) -> Message:
-    kind = draw(st.sampled_from(Kind))
+    kind = draw(st.sampled_from(MessageKind))
     places = (draw(times), draw(counts), draw(counts), draw(counts))
     body: Body = None
-    if draw(st.booleans()) and kind is Kind.CONTROL:
+    if draw(st.booleans()) and kind is MessageKind.CONTROL:
         body = draw(objects)
-    elif draw(st.booleans()) and kind is not Kind.CONTROL:
+    elif draw(st.booleans()) and kind is not MessageKind.CONTROL:
         dtype, shape = draw(st.sampled_from(WIRE_DTYPES)), draw(shapes)
-        body = Packed(dtype, shape, b"\x5a" * wire_bytes(math.prod(shape), dtype))
+        body = EncodedTensor(dtype, shape, b"\x5a" * wire_bytes(math.prod(shape), dtype))
     return Message(kind, *places, body, epoch=draw(counts), sent_ns=draw(times))
 
 
-MOST = Message(Kind.CHUNK, 2**63 - 1, 2**32 - 1, 2**32 - 1, 2**32 - 1, epoch=2**32 - 1, sent_ns=2**63 - 1)
+MOST = Message(MessageKind.CHUNK, 2**63 - 1, 2**32 - 1, 2**32 - 1, 2**32 - 1, epoch=2**32 - 1, sent_ns=2**63 - 1)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
@@ -176,7 +176,7 @@ def test_damaged_messages_are_messages_or_malformed(message: Message, at: int, b
         back, _ = from_frames([damaged, payload if other is None else other], LIMITS)
     except Malformed:
         return
-    assert not isinstance(back.body, Packed) or back.body.nbytes == wire_bytes(back.body.values, back.body.dtype)
+    assert not isinstance(back.body, EncodedTensor) or back.body.nbytes == wire_bytes(back.body.values, back.body.dtype)
 
 
 PLACES = ("iteration", "lane", "microbatch", "step", "epoch", "sent_ns", "due_ns")
@@ -194,7 +194,7 @@ def frames_with(**changes: Any) -> list[bytes]:
 
 def test_every_field_has_its_place() -> None:
     frames = frames_with(iteration=1, lane=2, microbatch=3, step=4, epoch=5, sent_ns=6, due_ns=7)
-    message = Message(Kind.HOP, 1, 2, 3, 4, Packed("fp32", (2,), bytes(8)), epoch=5, sent_ns=6)
+    message = Message(MessageKind.HOP, 1, 2, 3, 4, EncodedTensor("fp32", (2,), bytes(8)), epoch=5, sent_ns=6)
     assert from_frames(frames, LIMITS) == (message, 7)
     assert list(to_frames(message, 7)) == frames
     assert frames[0] == bytes.fromhex(
@@ -256,16 +256,16 @@ def test_malformed_json_says_why(payload: bytes) -> None:
 
 def test_messages_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="lane -1 does not fit"):
-        Message(Kind.HOP, 0, -1, 0, 0)
+        Message(MessageKind.HOP, 0, -1, 0, 0)
     for field, most in BOUNDS:
         for beyond in (-1, most + 1):
-            fields: dict[str, Any] = dict.fromkeys(PLACES[:6], 0) | {"kind": Kind.HOP, field: beyond}
+            fields: dict[str, Any] = dict.fromkeys(PLACES[:6], 0) | {"kind": MessageKind.HOP, field: beyond}
             with pytest.raises(ValueError, match=f"{field} {beyond} does not fit"):
                 Message(**fields)
     with pytest.raises(ValueError, match="a HOP message cannot carry dict"):
-        Message(Kind.HOP, 0, 0, 0, 0, {})
+        Message(MessageKind.HOP, 0, 0, 0, 0, {})
     with pytest.raises(ValueError, match="3 bytes are no fp32 tensor"):
-        to_frames(Message(Kind.HOP, 0, 0, 0, 0, Packed("fp32", (1,), b"abc")))
+        to_frames(Message(MessageKind.HOP, 0, 0, 0, 0, EncodedTensor("fp32", (1,), b"abc")))
 
 
 def test_a_shape_alone_takes_no_memory() -> None:
@@ -301,17 +301,17 @@ def test_a_few_thousand_broken_inputs() -> None:
 def test_broken_control_messages_start_from_sound_ones() -> None:
     """Of every kind: otherwise nobody gets to the checks behind the first."""
     rng, taken = random.Random(0), set()
-    for _ in range(50 * len(control.KINDS)):
+    for _ in range(50 * len(control_messages.MESSAGE_TYPES)):
         body = good_control(rng)
         with contextlib.suppress(UserError):
-            control.from_json(body)
+            control_messages.from_json(body)
             taken.add(body["say"])
-    assert taken == set(control.KINDS)
+    assert taken == set(control_messages.MESSAGE_TYPES)
 
 
 def test_messages_and_tensors_need_no_sockets() -> None:
     """GPU machines may lack pyzmq."""
-    program = "import sys; sys.modules['zmq'] = None; import skippipe.transport.message, skippipe.transport.packed"
+    program = "import sys; sys.modules['zmq'] = None; import skippipe.transport.message, skippipe.transport.wire_codec"
     subprocess.run([sys.executable, "-c", program + "; assert 'torch' not in sys.modules"], check=True, timeout=60)
 
 
@@ -392,14 +392,14 @@ def test_names_are_sealed_in() -> None:
 
 
 def test_keys_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealing, "RENEWED_AFTER", 3)
+    monkeypatch.setattr(aead, "RENEWED_AFTER", 3)
     sealer = Sealer(b"")
     frames, into = [sealer.seal(bytes([number])) for number in range(10)], bytearray(1)
     opener = Opener(sealer.key, b"")
     for number, frame in enumerate(frames):
         opener.open_into(frame, into)
         assert into == bytes([number])
-    monkeypatch.setattr(sealing, "RENEWED_AFTER", 100)
+    monkeypatch.setattr(aead, "RENEWED_AFTER", 100)
     opener = Opener(sealer.key, b"")
     for frame in frames[:3]:
         opener.open_into(frame, into)
@@ -408,7 +408,7 @@ def test_keys_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_questions_about_strangers_always_get_an_answer() -> None:
-    admission, name, password = Admission(), bytes(16), bytes(32)
+    admission, name, password = ZapAuth(), bytes(16), bytes(32)
     admission.expect(name, password)
     question = [b"1.0", b"7", LANE_DOMAIN, b"", b"", b"PLAIN", name.hex().encode(), password.hex().encode()]
     for bad in (*(question[:end] for end in range(8)), [*question, b""]):
@@ -418,8 +418,12 @@ def test_questions_about_strangers_always_get_an_answer() -> None:
 
 
 def test_words_about_lanes() -> None:
-    word = Word(Verb.OFFER, secrets.token_bytes(16), 5555, secrets.token_bytes(32))
-    assert Word.from_bytes(word.to_bytes()) == word
-    for bad in (word.to_bytes()[:-1], Word(Verb.OFFER, bytes(16)).to_bytes(), b"SKPL\x09" + word.to_bytes()[5:]):
+    word = FastPathMessage(FastPathVerb.OFFER, secrets.token_bytes(16), 5555, secrets.token_bytes(32))
+    assert FastPathMessage.from_bytes(word.to_bytes()) == word
+    for bad in (
+        word.to_bytes()[:-1],
+        FastPathMessage(FastPathVerb.OFFER, bytes(16)).to_bytes(),
+        b"SKPL\x09" + word.to_bytes()[5:],
+    ):
         with pytest.raises(Malformed, match="fast lane"):
-            Word.from_bytes(bad)
+            FastPathMessage.from_bytes(bad)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from skippipe.costs import costs_of, ns, seconds
+from skippipe.cost_model import cost_model_of, ns, seconds
 from skippipe.errors import UserError
-from skippipe.examples import published20
 from skippipe.plan import LONGEST_NS
+from skippipe.planner.published import published20
 from skippipe.workload import MODELS, ModelShape, Workload, model_named, wire_bytes
 
 
@@ -62,7 +62,7 @@ def test_unknown_model_lists_the_known_ones() -> None:
 def test_published_costs() -> None:
     """0.055 s a layer and sample, backward 1.5 times that, head a quarter of a stage, 3 slots."""
     example = published20()
-    costs = costs_of(example.cluster, example.workload, (4,) * 6)
+    costs = cost_model_of(example.cluster, example.workload, (4,) * 6)
     assert set(costs.forward_ns.ravel()) == {440_000_000}
     assert set(costs.backward_ns.ravel()) == {660_000_000}
     assert set(costs.head_ns) == {110_000_000}
@@ -77,11 +77,11 @@ def test_published_costs() -> None:
 def test_weight_gradients_are_a_share_of_the_backward_and_nothing_takes_no_time() -> None:
     example = published20()
     for share, weight_ns, input_ns in ((0.5, 330_000_000, 330_000_000), (0.2, 132_000_000, 528_000_000)):
-        costs = costs_of(example.cluster, replace(example.workload, weight_share=share), (4,) * 6)
+        costs = cost_model_of(example.cluster, replace(example.workload, weight_share=share), (4,) * 6)
         assert set(costs.weight_ns.ravel()) == {weight_ns}
         assert set(costs.input_ns.ravel()) == {input_ns}
     fast = tuple(replace(node, flops_per_s=1e30) for node in example.cluster.nodes)
-    costs = costs_of(replace(example.cluster, nodes=fast), example.workload, (4,) * 6)
+    costs = cost_model_of(replace(example.cluster, nodes=fast), example.workload, (4,) * 6)
     assert set(costs.backward_ns.ravel()) == set(costs.weight_ns.ravel()) == set(costs.input_ns.ravel()) == {1}
 
 

@@ -8,24 +8,11 @@ from typing import Annotated
 import typer
 
 import skippipe
-from skippipe.cli import (
-    dashboard,
-    evaluating,
-    generating,
-    growing,
-    planning,
-    profiling,
-    reading,
-    scoring,
-    serving,
-    showing,
-    study,
-    sweeping,
-    text,
-    training,
-    why,
-)
-from skippipe.cli.inputs import ranged
+from skippipe.cli import dashboard, eval, generate, grow, prepare, profile, score, serve, show, study, sweep, why
+from skippipe.cli import inspect as inspect_command
+from skippipe.cli import plan as plan_command
+from skippipe.cli import train as train_command
+from skippipe.cli.options import check_ranges_of
 
 app = typer.Typer(
     name="skippipe",
@@ -50,25 +37,25 @@ def _about(
     del version
 
 
-app.command("cluster")(ranged(reading.cluster))
-app.command("profile")(ranged(profiling.profile))
-app.command("plan")(ranged(planning.plan))
-app.command("check")(ranged(reading.check_plan))
-app.command("simulate")(ranged(reading.simulate_plan))
-app.command("compare")(ranged(planning.compare))
-app.command("sweep")(ranged(sweeping.sweep))
-app.command("show")(ranged(showing.show))
-app.command("why")(ranged(why.why))
-app.command("prepare")(ranged(text.prepare))
-app.command("job")(ranged(training.job))
-app.command("train")(ranged(training.train))
-app.command("dashboard")(ranged(dashboard.dashboard))
-app.command("grow")(ranged(growing.grow))
-app.command("export")(ranged(training.export))
-app.command("score")(ranged(scoring.score))
-app.command("eval")(ranged(evaluating.evaluate))
-app.command("generate")(ranged(generating.generate))
-app.command("serve")(ranged(serving.serve))
-app.command("node")(ranged(training.node))
-app.command("keys")(ranged(training.keys))
+app.command("cluster")(check_ranges_of(inspect_command.cluster))
+app.command("profile")(check_ranges_of(profile.profile))
+app.command("plan")(check_ranges_of(plan_command.plan))
+app.command("check")(check_ranges_of(inspect_command.check_plan))
+app.command("simulate")(check_ranges_of(inspect_command.simulate_plan))
+app.command("compare")(check_ranges_of(plan_command.compare))
+app.command("sweep")(check_ranges_of(sweep.sweep))
+app.command("show")(check_ranges_of(show.show))
+app.command("why")(check_ranges_of(why.why))
+app.command("prepare")(check_ranges_of(prepare.prepare))
+app.command("job")(check_ranges_of(train_command.job))
+app.command("train")(check_ranges_of(train_command.train))
+app.command("dashboard")(check_ranges_of(dashboard.dashboard))
+app.command("grow")(check_ranges_of(grow.grow))
+app.command("export")(check_ranges_of(train_command.export))
+app.command("score")(check_ranges_of(score.score))
+app.command("eval")(check_ranges_of(eval.evaluate))
+app.command("generate")(check_ranges_of(generate.generate))
+app.command("serve")(check_ranges_of(serve.serve))
+app.command("node")(check_ranges_of(train_command.node))
+app.command("keys")(check_ranges_of(train_command.keys))
 app.add_typer(study.commands, name="study")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from skippipe.errors import UserError
-from skippipe.ranges import PORT
+from skippipe.value_ranges import PORT
 
 FILES = ("plan.json", "metrics.jsonl", "events.jsonl", "journal")
 
@@ -31,14 +31,14 @@ def dashboard(
     Example: skippipe dashboard run
     """
     os.environ.setdefault("SKIPPIPE_PURE_PYTHON", "1")  # nothing is simulated here: no compiler needed
-    from skippipe.dashboard import hosting
+    from skippipe.dashboard import server as dashboard_server
 
     if not run.is_dir():
         raise UserError(f"{run}: is no folder; name the output folder of a run")
-    hosting.check_installed()
-    settings = hosting.who_may_look(host)
-    with hosting.listening(host, port, "--port") as listens:
+    dashboard_server.check_installed()
+    settings = dashboard_server.who_may_look(host)
+    with dashboard_server.listening(host, port, "--port") as listens:
         if not any((run / file).exists() for file in FILES):
             print(f"{run}: there is nothing of a run yet; the page fills when there is", file=sys.stderr)
-        print(f"{run} is shown at {hosting.address(listens)}; Ctrl-C ends it", flush=True)
-        hosting.run(run, listens, settings)
+        print(f"{run} is shown at {dashboard_server.address(listens)}; Ctrl-C ends it", flush=True)
+        dashboard_server.run(run, listens, settings)

@@ -13,7 +13,7 @@ import typer
 from skippipe.errors import UserError
 
 if TYPE_CHECKING:
-    from skippipe.study import runner, times
+    from skippipe.study import planned_time, runner
 
 commands = typer.Typer(
     help="What skipping does to the model: train variants with several seeds, and compare them.\n\n"
@@ -60,7 +60,7 @@ def run(
     Example: skippipe study run study.toml --results results.jsonl
     """
     from skippipe.study.__main__ import run_study
-    from skippipe.study.settings import load_study
+    from skippipe.study.config import load_study
 
     wanted = load_study(study)
     with _runs_bar() as progress:
@@ -84,11 +84,11 @@ def report(
 
     Example: skippipe study report results.jsonl --study study.toml --out report
     """
-    from skippipe.jsonfile import write_text
+    from skippipe.json_fields import write_text
+    from skippipe.study.config import load_study, read_results
+    from skippipe.study.planned_time import planned_times
     from skippipe.study.plots import write_page, write_pictures
-    from skippipe.study.settings import load_study, read_results
     from skippipe.study.tables import all_tables, runs_of, strangers
-    from skippipe.study.times import planned_times
 
     wanted = load_study(study)
     missing = [path for path in results if not path.exists()]
@@ -116,12 +116,12 @@ def report(
 
 
 @contextmanager
-def _runs_bar() -> Iterator[runner.Progress]:
+def _runs_bar() -> Iterator[runner.RunProgress]:
     """A bar for every run on a terminal, lines elsewhere."""
-    from skippipe.study.__main__ import Lines
+    from skippipe.study.__main__ import LineProgress
 
     if not sys.stderr.isatty():
-        yield Lines()
+        yield LineProgress()
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -139,7 +139,7 @@ def _runs_bar() -> Iterator[runner.Progress]:
 
 
 @contextmanager
-def _plans_bar() -> Iterator[times.Progress]:
+def _plans_bar() -> Iterator[planned_time.PlanningProgress]:
     """One bar for all plans on a terminal, a line for each elsewhere."""
     if not sys.stderr.isatty():
         yield lambda what, share: print(f"planning {what} ({share:.0%} done)", file=sys.stderr, flush=True)

@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from skippipe.cli import inputs, planning, reading
-from skippipe.ranges import Range
+from skippipe.cli import inspect as inspect_command
+from skippipe.cli import options as cli_options
+from skippipe.cli import plan as plan_command
+from skippipe.value_ranges import Range
 
 if TYPE_CHECKING:
-    from skippipe.blame import Limit, What
-    from skippipe.critical import Cause
+    from skippipe.critical_path import Bottleneck, Cause, CauseGroup
     from skippipe.plan import Plan
-    from skippipe.planner.advice import Advice, Change
+    from skippipe.planner.whatif.advisor import Advice, Change
     from skippipe.timeline import Timeline
 
 SHOWN = 6  # causes, the largest
 
 
 def why(
-    plan: reading.PlanFile,
+    plan: inspect_command.PlanFile,
     changes: Annotated[
         int, Range(0, 10**6), typer.Option(help="List so many changes that help at most; 0: try none.")
     ] = 5,
@@ -34,7 +35,7 @@ def why(
             "search; or only those that leave paths as they are.",
         ),
     ] = True,
-    as_json: inputs.Json = False,
+    as_json: cli_options.Json = False,
 ) -> None:
     """Say what limits a plan, and which one change would help most.
 
@@ -45,24 +46,23 @@ def why(
 
     Example: skippipe why plan.json
     """
-    from skippipe.blame import blamed
-    from skippipe.critical import critical_path
-    from skippipe.planner.advice import advice
+    from skippipe.critical_path import critical_path, time_by_cause
+    from skippipe.planner.whatif.advisor import advise
 
-    found, timeline = reading.simulated(plan)
+    found, timeline = inspect_command.simulated(plan)
     path = critical_path(found, timeline)
     answer = None
     if changes:
-        with planning.interruptible() as stopped, planning.progress_bar("why") as progress:
-            answer = advice(found, timeline, replanning, progress, lambda: bool(stopped))
+        with plan_command.interruptible() as stopped, plan_command.progress_bar("why") as progress:
+            answer = advise(found, timeline, replanning, progress, lambda: bool(stopped))
         if stopped:
             print("interrupted: not all changes were tried", file=sys.stderr)
     if as_json:
         names = [node.name for node in found.cluster.nodes]
         pieces = [{**_cause(each.cause, names), **_span(each.start_ns, each.end_ns)} for each in path]
-        print(json.dumps({**_figures(found, timeline, blamed(path), answer, changes), "path": pieces}))
+        print(json.dumps({**_figures(found, timeline, time_by_cause(path), answer, changes), "path": pieces}))
         return
-    print("\n".join(_words(found, timeline, blamed(path))))
+    print("\n".join(_words(found, timeline, time_by_cause(path))))
     if answer:
         print("\n".join(["", *_advice_in_words(answer, changes)]))
 
@@ -76,13 +76,13 @@ def _s(ns: int) -> str:
 
 
 def _words(plan: Plan, timeline: Timeline, causes: dict[Cause, int]) -> list[str]:
-    from skippipe.blame import busiest_link, busiest_node, limits, shares, slowest_lane
+    from skippipe.critical_path import bottlenecks, busiest_link, busiest_node, slowest_lane, time_by_group
 
     whole_ns = timeline.iteration_ns
-    found = limits(causes)
+    found = bottlenecks(causes)
     lines = [
         f"iteration {timeline.iteration_s:.3f} s ({timeline.timing})",
-        "critical path: " + ", ".join(f"{what} {ns / whole_ns:.0%}" for what, ns in shares(causes).items()),
+        "critical path: " + ", ".join(f"{what} {ns / whole_ns:.0%}" for what, ns in time_by_group(causes).items()),
         "",
         "what limits it, in the simulation:",
         *(f"{_s(limit.ns):>11} {limit.ns / whole_ns:6.1%}  {_named(limit, plan)}" for limit in found[:SHOWN]),
@@ -108,31 +108,30 @@ def _words(plan: Plan, timeline: Timeline, causes: dict[Cause, int]) -> list[str
     return lines
 
 
-def _named(limit: Limit, plan: Plan) -> str:
+def _named(limit: Bottleneck, plan: Plan) -> str:
     """Who or what it is, and if it is a link, what about it."""
-    from skippipe.blame import What
-    from skippipe.critical import Kind
+    from skippipe.critical_path import CauseGroup, CauseKind
 
     at = "" if limit.node is None else _name(plan, limit.node)
     stage = "" if limit.node is None else f" (stage {plan.stage_of[limit.node]})"
     match limit.what:
-        case What.COMPUTING:
+        case CauseGroup.COMPUTING:
             return f"computing on {at}{stage}"
-        case What.COLLISIONS:
+        case CauseGroup.COLLISIONS:
             return f"waiting for {at}{stage}, busy with other microbatches"
-        case What.MEMORY:
+        case CauseGroup.MEMORY:
             return f"waiting for a memory slot on {at}{stage}"
-        case What.OPTIMIZER:
+        case CauseGroup.OPTIMIZER:
             return f"optimizer step of {at}{stage}, the slowest"
-        case What.AVERAGING:
+        case CauseGroup.AVERAGING:
             link = limit.links[0]
             over_ns = sum(ns for cause, ns in limit.causes.items() if (cause.node, cause.to) == link)
             over = f"{_name(plan, link[0])} → {_name(plan, link[1])}"
             return f"averaging gradients of stage {limit.stage}, {over_ns / limit.ns:.0%} of it over {over}"
     parts = {
-        "sending": limit.of(Kind.BANDWIDTH),
-        "queue": limit.of(Kind.QUEUE),
-        "latency": limit.of(Kind.LATENCY),
+        "sending": limit.of(CauseKind.BANDWIDTH),
+        "queue": limit.of(CauseKind.QUEUE),
+        "latency": limit.of(CauseKind.LATENCY),
     }
     split = ", ".join(f"{word} {_s(ns)}" for word, ns in parts.items() if ns)
     (a, b), *others = limit.links
@@ -178,8 +177,8 @@ def _line(change: Change) -> str:
 def _figures(
     plan: Plan, timeline: Timeline, causes: dict[Cause, int], answer: Advice | None, most: int
 ) -> dict[str, Any]:
-    from skippipe.blame import busiest_link, busiest_node, limits, shares, slowest_lane
-    from skippipe.costs import seconds
+    from skippipe.cost_model import seconds
+    from skippipe.critical_path import bottlenecks, busiest_link, busiest_node, slowest_lane, time_by_group
 
     names = [node.name for node in plan.cluster.nodes]
     slowest = slowest_lane(plan, timeline)
@@ -188,7 +187,7 @@ def _figures(
     return {
         "timing": str(timeline.timing),
         "iteration_s": timeline.iteration_s,
-        "shares_s": _seconds(shares(causes)),
+        "shares_s": _seconds(time_by_group(causes)),
         "limits": [
             {
                 "what": str(limit.what),
@@ -196,7 +195,7 @@ def _figures(
                 "seconds": seconds(limit.ns),
                 "causes": [{**_cause(cause, names), "seconds": seconds(ns)} for cause, ns in limit.causes.items()],
             }
-            for limit in limits(causes)
+            for limit in bottlenecks(causes)
         ],
         "slowest_lane": {
             "lane": slowest.lane,
@@ -223,8 +222,8 @@ def _figures(
     }
 
 
-def _seconds(found: dict[What, int]) -> dict[str, float]:
-    from skippipe.costs import seconds
+def _seconds(found: dict[CauseGroup, int]) -> dict[str, float]:
+    from skippipe.cost_model import seconds
 
     return {str(what): seconds(ns) for what, ns in found.items()}
 
@@ -239,6 +238,6 @@ def _cause(cause: Cause, names: list[str]) -> dict[str, Any]:
 
 
 def _span(start_ns: int, end_ns: int) -> dict[str, float]:
-    from skippipe.costs import seconds
+    from skippipe.cost_model import seconds
 
     return {"start_s": seconds(start_ns), "end_s": seconds(end_ns)}

@@ -1,8 +1,21 @@
-"""A stage: consecutive layers of a model as one module. Stage 0 also has the embedding, the final norm and the head."""
+"""A stage: consecutive layers of a model as one module. Stage 0 also has the embedding, the final norm and the head.
+
+Bridges: what a hop that leaves stages out does in their place.
+
+A stage holds one for each later stage that a hop may lead to past others, and one for the head. It adds to what passes
+a small map of its own: a gain for every channel, and a matrix of low rank,
+
+    h + gain · n + up(down(n)),  n = h / rms(h)
+
+Gain and `up` are zero at the start, so an untrained bridge changes nothing. Both are linear in n: what layers add on
+average is close to that, and it costs a few thousandths of a stage's work.
+
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import sqrt
 from typing import Any
 
 import torch
@@ -10,24 +23,24 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from skippipe.model.blueprint import Blueprint
+from skippipe.model.model_spec import ModelSpec
 
 
 class StageModel(nn.Module):
     """Only these layers are ever made; fp32 master weights, whatever is computed in."""
 
-    def __init__(self, blueprint: Blueprint, layers: range, *, ends: bool, recompute: bool = False) -> None:
+    def __init__(self, spec: ModelSpec, layers: range, *, ends: bool, recompute: bool = False) -> None:
         super().__init__()
         self.numbers = layers
         self.recompute = recompute
-        self.blueprint = blueprint
-        self._kinds = [blueprint.mask_kind(index) for index in layers]
-        self.layers = nn.ModuleList(blueprint.layer(index) for index in layers)
-        self.rotary = blueprint.rotary()
-        self.embedding = blueprint.embedding() if ends else None
-        self.norm = blueprint.norm() if ends else None
-        self.head = blueprint.head() if ends else None
-        if self.embedding is not None and self.head is not None and blueprint.tied:
+        self.spec = spec
+        self._kinds = [spec.mask_kind(index) for index in layers]
+        self.layers = nn.ModuleList(spec.layer(index) for index in layers)
+        self.rotary = spec.rotary()
+        self.embedding = spec.embedding() if ends else None
+        self.norm = spec.norm() if ends else None
+        self.head = spec.head() if ends else None
+        if self.embedding is not None and self.head is not None and spec.tied:
             self.head.weight = self.embedding.weight
         self._around: dict[Any, tuple[Tensor, Any, dict[str, Tensor | None]]] = {}
         self._scores: list[Tensor] = []
@@ -41,7 +54,7 @@ class StageModel(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """What is made is of the type that came in: under autocast, layers with experts give fp32."""
         came_in = hidden.dtype
-        positions, rotation, masks = self._surroundings(hidden)
+        positions, rotation, masks = self._env(hidden)
         for layer, kind in zip(self.layers, self._kinds, strict=True):
             said = {"attention_mask": masks[kind], "position_ids": positions, "position_embeddings": rotation}
             if self.recompute and torch.is_grad_enabled():
@@ -71,11 +84,11 @@ class StageModel(nn.Module):
         for each in scores:
             share = each.float().softmax(-1)
             experts = share.shape[-1]
-            chosen = share.topk(self.blueprint.experts_active, -1).indices
+            chosen = share.topk(self.spec.experts_active, -1).indices
             used = functional.one_hot(chosen, experts).sum(-2).float().mean(0)
             total = total + experts * (used * share.mean(0)).sum()
-        everywhere = self.blueprint.routers(range(self.blueprint.layers))
-        return self.blueprint.balance_weight * total / everywhere
+        everywhere = self.spec.routers(range(self.spec.layers))
+        return self.spec.balance_weight * total / everywhere
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Under the names that they have in the whole model."""
@@ -85,23 +98,23 @@ class StageModel(nn.Module):
             yield from ((f"model.layers.{number}.{name}", each) for name, each in layer.named_parameters())
         if self.norm is not None and self.head is not None:
             yield from ((f"model.norm.{name}", each) for name, each in self.norm.named_parameters())
-            if not self.blueprint.tied:
+            if not self.spec.tied:
                 yield from ((f"lm_head.{name}", each) for name, each in self.head.named_parameters())
 
-    def _surroundings(self, hidden: Tensor) -> tuple[Tensor, Any, dict[str, Tensor | None]]:
+    def _env(self, hidden: Tensor) -> tuple[Tensor, Any, dict[str, Tensor | None]]:
         """Positions, their rotations and the masks: the same for every microbatch of a shape."""
         key = hidden.shape[1], hidden.dtype, hidden.device
         if key not in self._around:
             with torch.no_grad():
                 positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
                 one = hidden[:1]  # masks are the same for every sample, however many there are
-                masks = {kind: self.blueprint.mask(kind, one, positions) for kind in dict.fromkeys(self._kinds)}
+                masks = {kind: self.spec.mask(kind, one, positions) for kind in dict.fromkeys(self._kinds)}
                 self._around[key] = positions, self.rotary(hidden, positions), masks
         return self._around[key]
 
     def _watch_routers(self) -> None:
-        found = self.blueprint.router
-        if found is None or self.blueprint.balance_weight == 0:
+        found = self.spec.router
+        if found is None or self.spec.balance_weight == 0:
             return
         kind, index = found
 
@@ -118,3 +131,42 @@ def layer_ranges(counts: tuple[int, ...]) -> list[range]:
     """The layers of each stage."""
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+
+EPSILON = 1e-6  # added to the mean square; what torch adds by itself depends on the precision and is large in bfloat16
+
+
+class Bridges(nn.Module):
+    """All that begin at one stage."""
+
+    def __init__(self, stage: int, stages: int, width: int, rank: int, seed: int) -> None:
+        """Of `stages` in all, which is also the number that the head goes by; `width` channels."""
+        super().__init__()
+        targets = torch.arange(stage + 2, stages + 1)
+        self.targets: Tensor
+        self.register_buffer("targets", targets, persistent=False)
+        count = len(targets)
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + stage)
+        self.down = nn.Parameter(torch.randn(count, width * rank, generator=generator) / sqrt(width))
+        self.up = nn.Parameter(torch.zeros(count, rank * width))
+        self.gain = nn.Parameter(torch.zeros(count * width))  # flat, as what is no matrix does not decay
+        self.width = width
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """`hidden` is [samples, sequence, width]; `targets` says where each sample goes next, and those that go to the
+        next stage pass unchanged.
+
+        Which bridge is whose is data, not shape: all samples go through one product of matrices, with their own ones.
+        """
+        chosen = (targets[:, None] == self.targets).to(self.down.dtype)
+        samples = len(hidden)
+        down = (chosen @ self.down).view(samples, self.width, -1)
+        up = (chosen @ self.up).view(samples, -1, self.width)
+        gain = (chosen @ self.gain.view(-1, self.width)).unsqueeze(1)
+        normed = functional.rms_norm(hidden, (self.width,), eps=EPSILON)
+        return (hidden + (normed @ down @ up + normed * gain)).to(hidden.dtype)
+
+
+def bridges_of(stages: int, width: int, rank: int, seed: int) -> list[Bridges]:
+    """Of every stage but the last, which has nothing to leave out after it; none at all with rank 0."""
+    return [Bridges(stage, stages, width, rank, seed) for stage in range(stages - 1)] if rank else []

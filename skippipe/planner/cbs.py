@@ -16,14 +16,13 @@ from itertools import count, pairwise
 
 import numpy as np
 
-from skippipe import rules
-from skippipe.averaging import ring_after_ns
-from skippipe.costs import NEVER_NS
+from skippipe import constraints
+from skippipe.cost_model import NEVER_NS
 from skippipe.dispatch import all_steps, is_weights, place
-from skippipe.planner.effort import Effort
-from skippipe.planner.problem import Placement, Problem, rings, stage_of
-from skippipe.planner.tours import NO_WAY, TOO_MANY, best_path
-from skippipe.simulate import Course, as_arrays
+from skippipe.planner.astar import NO_WAY, TOO_MANY, best_path
+from skippipe.planner.problem import Budget, Placement, Problem, rings, stage_of
+from skippipe.ring_timing import ring_after_ns
+from skippipe.simulator import Course, as_arrays
 from skippipe.timeline import Timing
 
 Path = tuple[int, ...]
@@ -32,7 +31,7 @@ Interval = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Group:
+class LaneAgent:
     """Lanes of one data node that share a path: the agents of the search."""
 
     data_node: int
@@ -47,7 +46,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Limits:
+class PathConstraints:
     """What the conflicts solved so far demand of a group's path."""
 
     banned: frozenset[int] = frozenset()
@@ -59,10 +58,10 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Way:
+class AgentPath:
     """The path of a group: the best one that its limits leave."""
 
-    limits: Limits
+    limits: PathConstraints
     path: Path
     alone_ns: int
     """A round trip without other traffic."""
@@ -71,10 +70,10 @@ class Way:
 
 
 @dataclass(frozen=True, eq=False)
-class Branch:
+class CbsNode:
     """A node of the search tree."""
 
-    ways: tuple[Way, ...]
+    ways: tuple[AgentPath, ...]
     """One for each group."""
     bound_ns: int
     """No iteration with these limits is shorter."""
@@ -95,23 +94,23 @@ class _Tree:
 
     PATIENCE = 100  # branches
 
-    def __init__(self, root: Branch) -> None:
-        self._near: list[tuple[int, int, int, int, Branch]] = []
-        self._far: list[tuple[int, int, Branch]] = []
+    def __init__(self, root: CbsNode) -> None:
+        self._near: list[tuple[int, int, int, int, CbsNode]] = []
+        self._far: list[tuple[int, int, CbsNode]] = []
         self._order = count()
         self._least_ns = root.bound_ns
         self._aim_ns = self._best_ns = 0
         self._taken = 0
         self.add(root)
 
-    def add(self, branch: Branch) -> None:
+    def add(self, branch: CbsNode) -> None:
         if branch.bound_ns <= self._aim_ns:
             total = sum(way.alone_ns for way in branch.ways)
             heapq.heappush(self._near, (branch.excess, branch.bound_ns, total, -next(self._order), branch))
         else:
             heapq.heappush(self._far, (branch.bound_ns, -next(self._order), branch))
 
-    def take(self, best_ns: int) -> Branch | None:
+    def take(self, best_ns: int) -> CbsNode | None:
         """The next branch that may lead to less than the best time so far."""
         if best_ns != self._best_ns:
             self._best_ns = best_ns
@@ -145,7 +144,7 @@ Better = Callable[[tuple[Path, ...], int], None]
 class PathSearch:
     """Conflict-based search over the paths of one placement."""
 
-    def __init__(self, problem: Problem, placement: Placement, groups: Sequence[Group]) -> None:
+    def __init__(self, problem: Problem, placement: Placement, groups: Sequence[LaneAgent]) -> None:
         costs = problem.costs
         self.problem = problem
         self.placement = placement
@@ -162,9 +161,9 @@ class PathSearch:
         self.share = problem.workload.microbatches * (problem.visited - 1) // (problem.stages - 1)
         self.microbatches = [count for group in groups for count in group.lanes]
         self.group_of = [index for index, group in enumerate(groups) for _ in group.lanes]
-        self.found: dict[tuple[int, int, Limits], Way | None] = {}
+        self.found: dict[tuple[int, int, PathConstraints], AgentPath | None] = {}
 
-    def run(self, effort: Effort, better: Better, best_ns: int, avoid_collisions: bool) -> None:
+    def run(self, effort: Budget, better: Better, best_ns: int, avoid_collisions: bool) -> None:
         """Search until nothing better can exist or the effort is spent.
 
         With `avoid_collisions` paths are judged by the simulator; without (the study's ablation) by their length.
@@ -197,18 +196,18 @@ class PathSearch:
 
     # the path of one group
 
-    def _way(self, group: Group, limits: Limits) -> Way | None:
+    def _way(self, group: LaneAgent, limits: PathConstraints) -> AgentPath | None:
         """The group's best path under its limits; None if they leave none."""
         key = (group.data_node, group.begin_ns, limits)
         if key not in self.found:
             path = self._best_path(group, limits)
             alone_ns = self.course.alone_ns(path) if path else NEVER_NS
             free = self._way(group, replace(limits, busy=())) if limits.busy else None
-            way = Way(limits, path, alone_ns, free.least_ns if free else alone_ns)
+            way = AgentPath(limits, path, alone_ns, free.least_ns if free else alone_ns)
             self.found[key] = way if alone_ns < NEVER_NS else None  # longer: it goes over a link that is not there
         return self.found[key]
 
-    def _best_path(self, group: Group, limits: Limits) -> Path:
+    def _best_path(self, group: LaneAgent, limits: PathConstraints) -> Path:
         allowed = np.ones(len(self.stage_array), np.bool_)
         allowed[list(limits.banned)] = False
         required = np.zeros(self.problem.stages, np.bool_)
@@ -246,49 +245,49 @@ class PathSearch:
             late_ns = ring_after_ns(self.problem.costs, 0, ring, data_node)
         return int(self.course.weight_ns[data_node]) + late_ns + self.course.step_ns
 
-    def _root(self) -> Branch | None:
-        ways = [way for group in self.groups if (way := self._way(group, Limits())) is not None]
+    def _root(self) -> CbsNode | None:
+        ways = [way for group in self.groups if (way := self._way(group, PathConstraints())) is not None]
         return self._branch(tuple(ways)) if len(ways) == len(self.groups) else None
 
-    def _branch(self, ways: tuple[Way, ...]) -> Branch:
+    def _branch(self, ways: tuple[AgentPath, ...]) -> CbsNode:
         lanes_ns = [max(group.lanes) * way.least_ns for group, way in zip(self.groups, ways, strict=True)]
         bound_ns = max(ns + self.after_ns[group.data_node] for ns, group in zip(lanes_ns, self.groups, strict=True))
         visits = [[self.stage[node] for node in way.path] for way in ways]
-        exposure = rules.exposure(visits, [group.microbatches for group in self.groups], self.problem.stages)
-        lanes = rules.lanes_through(self._paths(ways))
+        exposure = constraints.exposure(visits, [group.microbatches for group in self.groups], self.problem.stages)
+        lanes = constraints.lanes_through(self._paths(ways))
         excess = sum(max(0, count - self.share) for count in exposure[1:])
         excess += sum(max(0, len(each) - self.slots[node]) for node, each in lanes.items())
-        return Branch(ways, bound_ns, exposure, lanes, excess)
+        return CbsNode(ways, bound_ns, exposure, lanes, excess)
 
-    def _with(self, branch: Branch, index: int, limits: Limits) -> Branch | None:
+    def _with(self, branch: CbsNode, index: int, limits: PathConstraints) -> CbsNode | None:
         """The branch with other limits for one group."""
         way = self._way(self.groups[index], limits)
         return None if way is None else self._branch(_put(branch.ways, index, way))
 
-    def _paths(self, ways: Sequence[Way]) -> tuple[Path, ...]:
+    def _paths(self, ways: Sequence[AgentPath]) -> tuple[Path, ...]:
         """One for each lane."""
         return tuple(ways[index].path for index in self.group_of)
 
     # conflicts
 
-    def _crowded_stage(self, branch: Branch) -> tuple[int, frozenset[int]] | None:
+    def _crowded_stage(self, branch: CbsNode) -> tuple[int, frozenset[int]] | None:
         """CC3: the stage most over its share, and its nodes."""
         stage = max(range(1, self.problem.stages), key=lambda each: branch.exposure[each])
         return (stage, frozenset(self.placement[stage])) if branch.exposure[stage] > self.share else None
 
-    def _crowded_node(self, branch: Branch) -> tuple[int, frozenset[int]] | None:
+    def _crowded_node(self, branch: CbsNode) -> tuple[int, frozenset[int]] | None:
         """TC1: the node most over its slots, with its stage."""
         node = max(branch.lanes, key=lambda each: (len(branch.lanes[each]) - self.slots[each], -each))
         over = len(branch.lanes[node]) > self.slots[node]
         return (self.stage[node], frozenset([node])) if over else None
 
-    def _split(self, branch: Branch, stage: int, nodes: frozenset[int]) -> list[Branch]:
+    def _split(self, branch: CbsNode, stage: int, nodes: frozenset[int]) -> list[CbsNode]:
         """One group must not use these nodes of a stage; or it must, and the conflict is left to the others.
 
         The group is the one that gives way at the least cost.
         """
         others = frozenset(self.placement[stage]) - nodes
-        cheapest: tuple[tuple[int, int], int, Branch | None] | None = None
+        cheapest: tuple[tuple[int, int], int, CbsNode | None] | None = None
         for index, way in enumerate(branch.ways):
             pledged = stage in way.limits.required and others <= way.limits.banned
             if pledged or nodes.isdisjoint(way.path):
@@ -308,7 +307,7 @@ class PathSearch:
         held = replace(branch, ways=_put(branch.ways, index, replace(way, limits=stay)))
         return [child for child in (away, held) if child is not None and self._can_end(child)]
 
-    def _can_end(self, branch: Branch) -> bool:
+    def _can_end(self, branch: CbsNode) -> bool:
         """Do those who must visit a stage or a node fit into it, and can every stage still get its share?"""
         pledged = [0] * self.problem.stages
         open_to = [0] * self.problem.stages
@@ -332,7 +331,7 @@ class PathSearch:
         rows, lengths = as_arrays(paths)
         return self.course.run(rows, lengths, np.array(self.microbatches)).iteration_ns
 
-    def _estimated(self, ways: Sequence[Way]) -> int:
+    def _estimated(self, ways: Sequence[AgentPath]) -> int:
         """Without the simulator: no lane waits for another, and the slowest ring starts when the last one is back."""
         ends_ns = [
             max(group.lanes) * way.least_ns + int(self.course.weight_ns[group.data_node])
@@ -340,7 +339,7 @@ class PathSearch:
         ]
         return max(ends_ns) + max(self.course.ring_ns) + self.course.step_ns
 
-    def _apart(self, branch: Branch) -> list[Branch]:
+    def _apart(self, branch: CbsNode) -> list[CbsNode]:
         """TC2: for the longest wait of a first microbatch behind another group's, each of the two keeps away.
 
         From the node at that time; or, if that would only make it wait there, from the node.
@@ -380,5 +379,5 @@ class PathSearch:
         return found
 
 
-def _put(ways: tuple[Way, ...], index: int, way: Way) -> tuple[Way, ...]:
+def _put(ways: tuple[AgentPath, ...], index: int, way: AgentPath) -> tuple[AgentPath, ...]:
     return (*ways[:index], way, *ways[index + 1 :])

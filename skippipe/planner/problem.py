@@ -2,22 +2,25 @@
 
 Also the arithmetic that every strategy shares: how many nodes a stage needs, how many lanes there can be, and, where
 a demand cannot be met, which one nearby can.
+
+
+How long a search may go on: a number of steps, which makes it repeatable, and seconds, which makes it end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from math import gcd
 
-from skippipe.averaging import best_ring
 from skippipe.cluster import Cluster
-from skippipe.costs import Costs, costs_of
+from skippipe.constraints import MAX_SWAPS
+from skippipe.cost_model import CostModel, cost_model_of
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible
-from skippipe.rules import MAX_SWAPS
+from skippipe.ring_timing import best_ring
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
 
@@ -26,7 +29,7 @@ Placement = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Freedoms:
+class DecisionVariables:
     """What the strategy `best` may settle by itself. Other strategies take the problem as it is."""
 
     sizes: bool = True
@@ -36,7 +39,7 @@ class Freedoms:
     split_backward: bool = True
 
 
-NO_FREEDOMS = Freedoms(sizes=False, layers=False, dispatch=False, split_backward=False)
+NOTHING_FREE = DecisionVariables(sizes=False, layers=False, dispatch=False, split_backward=False)
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Problem:
     """Weight gradients become tasks of their own, which fill idle time."""
     layers: tuple[int, ...] = field(default=(), repr=False)
     """Of each stage; empty: as even as can be."""
-    freedoms: Freedoms = Freedoms()
+    freedoms: DecisionVariables = DecisionVariables()
 
     def __post_init__(self) -> None:
         nodes = len(self.cluster)
@@ -128,8 +131,8 @@ class Problem:
         return "use a smaller microbatch, activation checkpointing, or nodes with more memory"
 
     @cached_property
-    def costs(self) -> Costs:
-        return costs_of(self.cluster, self.workload, self.layers)
+    def costs(self) -> CostModel:
+        return cost_model_of(self.cluster, self.workload, self.layers)
 
     @property
     def lane_unit(self) -> int:
@@ -209,3 +212,38 @@ def rings(problem: Problem, placement: Placement) -> Placement:
 
 def stage_of(placement: Sequence[Sequence[int]]) -> dict[int, int]:
     return {node: stage for stage, nodes in enumerate(placement) for node in nodes}
+
+
+LOOK_EVERY = 4  # steps between two looks at the clock
+
+
+class Budget:
+    """Counts steps against its limits; the clock and the wish to stop are passed in."""
+
+    def __init__(
+        self,
+        steps: int,
+        seconds: float,
+        clock: Callable[[], float],
+        stopped: Callable[[], bool] = lambda: False,
+        on_step: Callable[[int, int], None] = lambda spent, steps: None,
+    ) -> None:
+        self.steps = steps
+        self.spent = 0
+        self._over = False
+        self._deadline = clock() + seconds
+        self._clock = clock
+        self._stopped = stopped
+        self._on_step = on_step
+
+    def spend(self) -> bool:
+        """Take one step, if there is one left."""
+        if self._over or self.spent >= self.steps:
+            return False
+        if self.spent % LOOK_EVERY == 0:
+            self._on_step(self.spent, self.steps)
+            self._over = self._stopped() or self._clock() >= self._deadline
+            if self._over:
+                return False
+        self.spent += 1
+        return True

@@ -5,6 +5,15 @@ skippipe    the study's method: genetic allocation, then conflict-based search t
 no-tc2      the same without TC2: every lane takes the shortest path that the other rules leave
 dtfm-skip   skips as many stages and keeps the rules, but is blind to the network
 dtfm        the full pipeline: all stages in order, one path a data node, for the same number of microbatches
+
+
+Paths that keep every rule and know nothing of the network: the study's DT-FM-skip, and everybody's first answer.
+
+Lane after lane takes the next L−1 stages of a circle over stages 1 … S−1. Lanes come in multiples of the unit, so the
+circle closes and every stage is visited equally often; inside a stage, lanes are dealt out over the free slots.
+
+
+The same nodes on the same stages, with paths of another length.
 """
 
 from __future__ import annotations
@@ -19,24 +28,24 @@ from functools import cache
 
 import numpy as np
 
-from skippipe.averaging import best_ring
-from skippipe.check import check
-from skippipe.compiled import beside
-from skippipe.costs import NEVER_NS, costs_of, seconds
+from skippipe.constraints import circle
+from skippipe.cost_model import NEVER_NS, cost_model_of, seconds
 from skippipe.errors import Infeasible, UserError
+from skippipe.jit import beside
 from skippipe.jitter import Jitter
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.planner.allocate import allocate
-from skippipe.planner.blind import blind_paths
-from skippipe.planner.bounds import lower_bound, lower_bound_of_both
-from skippipe.planner.cbs import Group, PathSearch
-from skippipe.planner.effort import Effort
-from skippipe.planner.problem import Placement, Problem, rings
-from skippipe.planner.search.best import Limits, compile_moves, improved
-from skippipe.planner.tours import NO_WAY
+from skippipe.planner.astar import NO_WAY
+from skippipe.planner.bounds.lower_bound import lower_bound, lower_bound_of_both
+from skippipe.planner.cbs import LaneAgent, PathSearch
+from skippipe.planner.genetic_allocation import allocate
+from skippipe.planner.problem import NOTHING_FREE, Budget, Placement, Problem, rings
+from skippipe.planner.repair.repair import repaired
+from skippipe.planner.search.annealing import SearchLimits, compile_moves, improved
 from skippipe.presets import datacentre
-from skippipe.rules import circle
-from skippipe.simulate import Course, as_arrays, simulate
+from skippipe.ring_timing import best_ring
+from skippipe.simulator import Course, as_arrays, simulate
+from skippipe.timeline import Timing
+from skippipe.validate import validate
 from skippipe.workload import MODELS, Workload
 
 TRIALS = 8_000  # of the genetic search, as in the study
@@ -51,7 +60,7 @@ FIRST_SHARE = 0.05  # of the seconds, for each of the plans that `best` can begi
 FIRST_TRIALS = 400  # divided by the number of nodes, for the same where changes are counted
 CHOOSING_DRAWS = 400  # iterations with jitter, to tell plans apart by their 95th percentile
 CHOOSING_SEED = 2**31  # draws other than those by which people judge the plan
-BLIND_ATTEMPTS = 50  # to deal out paths without a missing link
+ROUND_ROBIN_ATTEMPTS = 50  # to deal out paths without a missing link
 
 
 class Strategy(StrEnum):
@@ -62,19 +71,19 @@ class Strategy(StrEnum):
     DTFM = "dtfm"
 
 
-Progress = Callable[[str, float, float | None], None]
+PlanProgress = Callable[[str, float, float | None], None]
 """What is being done, which share of it is done, and the best iteration so far, in seconds."""
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """How hard to try. Steps are counted, so the same seed gives the same plan; seconds only cut the search short."""
 
     seed: int = 0
     budget_s: float = 60.0
     placement: Placement | None = None
     """Keep these nodes on these stages, and search paths only."""
-    progress: Progress = lambda what, share, best_s: None
+    progress: PlanProgress = lambda what, share, best_s: None
     clock: Callable[[], float] = time.monotonic
     stopped: Callable[[], bool] = lambda: False
     """Asked between steps; once it says yes, the best plan so far is the answer."""
@@ -98,7 +107,7 @@ class _Best:
     paths: tuple[tuple[int, ...], ...]
 
 
-def make_plan(problem: Problem, strategy: Strategy, request: Request) -> Plan:
+def make_plan(problem: Problem, strategy: Strategy, request: PlanRequest) -> Plan:
     """A plan that passes `check`, with its promised timeline; Infeasible if there is none."""
     if strategy is Strategy.DTFM:
         problem = full_pipeline(problem)
@@ -114,7 +123,7 @@ def make_plan(problem: Problem, strategy: Strategy, request: Request) -> Plan:
     return _bounded(problem, plan, request) if request.bound_s else plan
 
 
-def _bounded(problem: Problem, plan: Plan, request: Request) -> Plan:
+def _bounded(problem: Problem, plan: Plan, request: PlanRequest) -> Plan:
     """For plans with the same layers; with any backward and dispatch that `best` could have chosen."""
     request.progress("proving what no plan can beat", 1.0, seconds(iteration_ns(plan)))
     same = replace(problem, layers=plan.layers)
@@ -128,9 +137,9 @@ def compile_kernels() -> None:
     """Some ten seconds on a new machine, a fraction of one later; so that a budget is spent on the search alone."""
     work = Workload(MODELS["llama-30m"], microbatches=2)
     problem = Problem(datacentre(3), work, 3, 2)
-    best_ring(costs_of(datacentre(9), work, (6, 6)), 1, range(9))  # small rings come below
-    allocate(problem, Effort(1, math.inf, time.monotonic), seed=0)
-    once = Request(budget_s=math.inf, placement=((0,), (1,), (2,)))
+    best_ring(cost_model_of(datacentre(9), work, (6, 6)), 1, range(9))  # small rings come below
+    allocate(problem, Budget(1, math.inf, time.monotonic), seed=0)
+    once = PlanRequest(budget_s=math.inf, placement=((0,), (1,), (2,)))
     _Planning(problem, Strategy.SKIPPIPE, once).plan()
 
 
@@ -139,22 +148,22 @@ def compile_search() -> None:
     """The same for `best`, which needs fewer of them, and others. Half of them by a process of its own."""
     with beside(f"from {__name__} import compile_first_plan; compile_first_plan()"):
         compile_moves(_small_problem())
-        _best(_small_problem(), Request(budget_s=math.inf, changes=1, placement=((0,), (1,), (2, 3))))
+        _best(_small_problem(), PlanRequest(budget_s=math.inf, changes=1, placement=((0,), (1,), (2, 3))))
     compile_first_plan()
 
 
 @cache
 def compile_first_plan() -> None:
     """Without the moves: simulation and score, then the allocation."""
-    _best(_small_problem(), Request(budget_s=math.inf, changes=0, placement=((0,), (1,), (2, 3))))
-    allocate(_small_problem(), Effort(1, math.inf, time.monotonic), seed=0)
+    _best(_small_problem(), PlanRequest(budget_s=math.inf, changes=0, placement=((0,), (1,), (2, 3))))
+    allocate(_small_problem(), Budget(1, math.inf, time.monotonic), seed=0)
 
 
 def _small_problem() -> Problem:
     return Problem(datacentre(4), Workload(MODELS["llama-30m"], microbatches=2), 3, 2)
 
 
-def _best(problem: Problem, request: Request) -> Plan:
+def _best(problem: Problem, request: PlanRequest) -> Plan:
     until = request.clock() + request.budget_s
     began = request.clock()
     starts = [_started(problem, request.start)] if request.start else _first_plans(problem, request, until)
@@ -168,13 +177,13 @@ def _best(problem: Problem, request: Request) -> Plan:
         request.progress("searching", share, None if best_ns is None else best_ns / 1e9)
 
     jitter = Jitter(request.robust, CHOOSING_DRAWS, CHOOSING_SEED) if request.robust else None
-    limits = Limits(
+    limits = SearchLimits(
         request.seed, request.changes, over, on_round, keep_stages=request.placement is not None, jitter=jitter
     )
     return improved(problem, starts, limits)
 
 
-def _is_studied(problem: Problem, request: Request) -> bool:
+def _is_studied(problem: Problem, request: PlanRequest) -> bool:
     """Whether `best` begins with what the study's method finds."""
     slots = int(problem.costs.slots.max(axis=0).sum())
     lanes = min(problem.workload.microbatches, slots // problem.visited)  # for which there is memory
@@ -182,7 +191,7 @@ def _is_studied(problem: Problem, request: Request) -> bool:
     return in_time and len(problem.cluster) * lanes > MANY
 
 
-def _first_plans(problem: Problem, request: Request, until: float) -> list[Plan]:
+def _first_plans(problem: Problem, request: PlanRequest, until: float) -> list[Plan]:
     """Plans that `best` can begin with, the best of them first.
 
     On the stages of a full pipeline, too: these are fewer nodes, which averages sooner. And by the study's method, if
@@ -213,7 +222,7 @@ def _started(problem: Problem, plan: Plan) -> Plan:
         if found != wanted:
             raise UserError(f"the plan to begin with has {found} {what}, and {wanted} are asked for; plan without it")
     plan = replace(plan, cluster=problem.cluster, workload=problem.workload, expected=None, lower_bound_ns=None)
-    broken = check(plan)
+    broken = validate(plan)
     if broken:
         raise UserError(f"the plan to begin with does not hold here: {broken[0]}")
     return plan
@@ -226,7 +235,7 @@ def full_pipeline(problem: Problem) -> Problem:
 
 
 class _Planning:
-    def __init__(self, problem: Problem, strategy: Strategy, request: Request, trials: int = TRIALS) -> None:
+    def __init__(self, problem: Problem, strategy: Strategy, request: PlanRequest, trials: int = TRIALS) -> None:
         self.problem = problem
         self.trials = trials
         self.strategy = strategy
@@ -249,11 +258,11 @@ class _Planning:
         effort = self._effort("placing nodes on stages", self.trials, share * self.request.budget_s)
         return allocate(self.problem, effort, self.request.seed, SHORTLIST)
 
-    def _effort(self, what: str, steps: int, budget_s: float) -> Effort:
+    def _effort(self, what: str, steps: int, budget_s: float) -> Budget:
         def on_step(spent: int, steps: int) -> None:
             self.request.progress(what, spent / steps, seconds(self.best.value_ns) if self.best else None)
 
-        return Effort(steps, budget_s, self.request.clock, self.request.stopped, on_step)
+        return Budget(steps, budget_s, self.request.clock, self.request.stopped, on_step)
 
     def _try_blind(self, placement: Placement) -> None:
         """A valid answer at once, whatever the search brings.
@@ -262,8 +271,8 @@ class _Planning:
         """
         problem = self.problem
         lanes = problem.lanes_of(placement)
-        for attempt in range(BLIND_ATTEMPTS):
-            paths = blind_paths(problem, placement, lanes, [self.request.seed, attempt])
+        for attempt in range(ROUND_ROBIN_ATTEMPTS):
+            paths = round_robin_paths(problem, placement, lanes, [self.request.seed, attempt])
             if all_reachable(problem, paths):
                 break
         else:
@@ -294,7 +303,7 @@ class _Planning:
         placement = self.best.placement
         self._search_paths(placement, self._groupings(placement), BRANCHES, "searching paths")
 
-    def _search_paths(self, placement: Placement, groupings: list[list[Group]], branches: int, what: str) -> None:
+    def _search_paths(self, placement: Placement, groupings: list[list[LaneAgent]], branches: int, what: str) -> None:
         for groups in groupings:
             lanes = [(group.data_node, count) for group in groups for count in group.lanes]
 
@@ -306,7 +315,7 @@ class _Planning:
             search = PathSearch(self.problem, placement, groups)
             search.run(effort, better, self.best.value_ns, avoid_collisions=self.strategy is not Strategy.NO_TC2)
 
-    def _groupings(self, placement: Placement) -> list[list[Group]]:
+    def _groupings(self, placement: Placement) -> list[list[LaneAgent]]:
         """All lanes of a data node on one path, which makes a small search; then every lane by itself.
 
         Without TC2 the study gives every lane its own path from the start; a full pipeline has one path by definition.
@@ -318,10 +327,10 @@ class _Planning:
         by_node: dict[int, list[int]] = {}
         for node, microbatches in lanes:
             by_node.setdefault(node, []).append(microbatches)
-        together = [Group(node, tuple(each), 0) for node, each in by_node.items()]
+        together = [LaneAgent(node, tuple(each), 0) for node, each in by_node.items()]
         forward_ns = self.problem.costs.forward_ns[0]
         apart = [
-            Group(node, (microbatches,), nth * int(forward_ns[node]))
+            LaneAgent(node, (microbatches,), nth * int(forward_ns[node]))
             for node, each in by_node.items()
             for nth, microbatches in enumerate(each)
         ]
@@ -338,11 +347,11 @@ class _Planning:
         used = {node for path in best.paths for node in path}
         at_work = tuple(tuple(node for node in nodes if node in used) for nodes in best.placement)
         plan = self._as_plan(best, best.placement)
-        broken = check(plan)
+        broken = validate(plan)
         if broken:
             raise Infeasible(f"no plan was found that keeps every rule; the best one breaks {broken[0]}")
         candidates = [plan] if at_work == best.placement else [plan, self._as_plan(best, at_work)]
-        promised = [each.promising(simulate(each, problem.timing)) for each in candidates if not check(each)]
+        promised = [each.promising(simulate(each, problem.timing)) for each in candidates if not validate(each)]
         return min(promised, key=lambda each: (iteration_ns(each), len(each.stage_of)))
 
     def _as_plan(self, best: _Best, members: Placement) -> Plan:
@@ -369,3 +378,60 @@ def all_reachable(problem: Problem, paths: Sequence[Sequence[int]]) -> bool:
     transmit_ns = problem.costs.transmit_ns
     hops = [hop for path in paths for hop in circle(path)]
     return all(max(transmit_ns[a, b], transmit_ns[b, a]) < NEVER_NS for a, b in hops)
+
+
+Path = tuple[int, ...]
+
+
+def round_robin_paths(
+    problem: Problem, placement: Placement, lanes: list[tuple[int, int]], seed: list[int]
+) -> tuple[Path, ...]:
+    """One path for each (data node, microbatches)."""
+    draw = np.random.default_rng(seed)
+    others, visits = problem.stages - 1, problem.visited - 1
+    slots = np.minimum(problem.costs.slots, len(lanes))
+    free = [
+        draw.permutation(np.repeat(nodes, slots[stage, list(nodes)])).tolist() for stage, nodes in enumerate(placement)
+    ]
+    paths: dict[int, Path] = {}
+    # lanes that carry one microbatch more are a multiple of the unit too: each kind goes around the circle by itself
+    order = sorted(range(len(lanes)), key=lambda lane: lanes[lane][1])
+    start = 0
+    for lane in order:
+        stages = sorted((start + offset) % others + 1 for offset in range(visits))
+        start = (start + visits) % others
+        paths[lane] = (lanes[lane][0], *(free[stage].pop() for stage in stages))
+    return tuple(paths[lane] for lane in range(len(lanes)))
+
+
+def with_paths_of(plan: Plan, length: int, strategy: Strategy, request: PlanRequest) -> Plan:
+    """The faster of two: one that is made as plans are, and one that is made as plans are repaired.
+
+    Infeasible if neither keeps every rule.
+    """
+    members = tuple(stage.nodes for stage in plan.stages)
+    problem = Problem(
+        plan.cluster,
+        plan.workload,
+        len(plan.stages),
+        length,
+        sizes=tuple(map(len, members)),
+        dispatch=plan.dispatch,
+        split_backward=plan.split_backward,
+        layers=plan.layers,
+        freedoms=NOTHING_FREE,
+    )
+    other = repaired(plan, members, plan.stage_of, budget_s=request.budget_s, visited=length, clock=request.clock)
+    rivals = [other] if other is not None and {len(lane.path) for lane in other.lanes} == {length} else []
+    reason = None
+    try:
+        rivals.append(make_plan(problem, strategy, replace(request, placement=members)))
+    except Infeasible as error:
+        reason = error
+    same = [
+        replace(each, stages=plan.stages, expected=None, lower_bound_ns=None) for each in rivals
+    ]  # also nodes that no lane uses
+    promised = [each.promising(simulate(each, Timing.FULL)) for each in same if not validate(each)]
+    if not promised:
+        raise reason or Infeasible(f"no paths of {length} stages were found that keep every rule")
+    return min(promised, key=iteration_ns)

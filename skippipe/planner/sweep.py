@@ -3,17 +3,25 @@
 Skipping makes an iteration shorter and teaches the model a little less in it. Both are put into one figure, the time to
 the same loss: what skipping adds to the loss has to be made up by more tokens. How much it adds, and what tokens take
 off, is for whoever asks to say; `skippipe study` measures the first.
+
+
+How many microbatches an iteration should have, where that is open: as many as train the most samples a second.
+
+A longer iteration spreads its beginning, its end and the averaging of gradients over more samples, until memory or slow
+lanes hold it up. A few numbers get a look each, and the best of them the rest of the effort.
+
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem, lane_unit
+from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
 
 MOST_STAGES = 1_000
 
@@ -37,7 +45,7 @@ class Trade:
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One answer: so many stages, of which a path visits so many."""
 
     stages: int
@@ -64,7 +72,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class InfeasiblePoint:
     """There is no plan for so many stages, of which a path visits so many."""
 
     stages: int
@@ -96,13 +104,13 @@ def sweep(
     ask: Ask,
     planned: Callable[[Problem], Plan],
     stopped: Callable[[], bool] = lambda: False,
-) -> list[Point | Refusal]:
+) -> list[SweepPoint | InfeasiblePoint]:
     """A plan for every number of stages, visited by paths of every length, from all of them to two.
 
     All iterations have about as many microbatches: what was asked for, or what is usual for the first problem that can
     be made; rounded up to where all stages can be visited equally often (CC3).
     """
-    found: list[Point | Refusal] = []
+    found: list[SweepPoint | InfeasiblePoint] = []
     for count, visited in [(each, visited) for each in stages for visited in range(each, 1, -1)]:
         if stopped():
             break
@@ -112,17 +120,17 @@ def sweep(
             unit = lane_unit(count, visited)
             plan = planned(ask(count, visited, -(-microbatches // unit) * unit))
         except UserError as error:  # too many stages for the model, the cluster or its memory
-            found.append(Refusal(count, visited, str(error)))
+            found.append(InfeasiblePoint(count, visited, str(error)))
             continue
         assert plan.expected is not None
-        found.append(Point(count, visited, plan.expected.iteration_s, plan.microbatches))
+        found.append(SweepPoint(count, visited, plan.expected.iteration_s, plan.microbatches))
     return found
 
 
-def efficient(points: Sequence[Point]) -> list[bool]:
+def efficient(points: Sequence[SweepPoint]) -> list[bool]:
     """For each: is there none that skips no more and takes no longer, and is better in one of the two?"""
 
-    def beaten(point: Point) -> bool:
+    def beaten(point: SweepPoint) -> bool:
         return any(
             other.skipped <= point.skipped
             and other.microbatch_s <= point.microbatch_s
@@ -133,6 +141,54 @@ def efficient(points: Sequence[Point]) -> list[bool]:
     return [not beaten(point) for point in points]
 
 
-def best(points: Sequence[Point], trade: Trade) -> Point:
+def best(points: Sequence[SweepPoint], trade: Trade) -> SweepPoint:
     """The soonest at the same loss; of equals the one that skips least."""
     return min(points, key=lambda point: (point.same_loss_s(trade), point.skipped))
+
+
+MOST_LOOKS = 6
+LOOKING = 0.5  # of the effort, for all looks together
+
+
+def batch_sizes(fewest: int, most: int, unit: int) -> list[int]:
+    """Some from the fewest to the most, evenly apart; multiples of the unit, so that all stages are visited equally."""
+    first, last = -(-fewest // unit), most // unit
+    if first > last:
+        raise UserError(
+            f"from {fewest} to {most} microbatches: none can visit all stages equally often (CC3); "
+            f"multiples of {unit} can"
+        )
+    looks = min(MOST_LOOKS, last - first + 1)
+    steps = [round(first + (last - first) * look / max(1, looks - 1)) for look in range(looks)]
+    return [unit * step for step in dict.fromkeys(steps)]
+
+
+def free_batch(problem: Problem, most: int, request: PlanRequest) -> tuple[Plan, list[Plan]]:
+    """The plan that trains the most samples a second, and those of a first look at each size, smallest first.
+
+    The problem's own number of microbatches is the fewest. The plans are of the strategy `best`.
+    """
+    sizes = batch_sizes(problem.workload.microbatches, most, problem.lane_unit)
+    part = LOOKING / len(sizes)
+    looks: list[Plan] = []
+    for number, size in enumerate(sizes):
+        if request.stopped() and looks:
+            break
+
+        def progress(what: str, share: float, best_s: float | None, number: int = number, size: int = size) -> None:
+            request.progress(f"{size} microbatches: {what}", (number + share) * part, best_s)
+
+        look = replace(_share(request, part), progress=progress)
+        looks.append(make_plan(_with(problem, size), Strategy.BEST, look))
+    chosen = max(looks, key=lambda each: each.samples_per_s)
+    rest = replace(_share(request, 1 - LOOKING), bound_s=request.bound_s, start=chosen, robust=request.robust)
+    return make_plan(_with(problem, chosen.microbatches), Strategy.BEST, rest), looks
+
+
+def _with(problem: Problem, microbatches: int) -> Problem:
+    return replace(problem, workload=replace(problem.workload, microbatches=microbatches))
+
+
+def _share(request: PlanRequest, share: float) -> PlanRequest:
+    """That much of the effort, without a bound and by what is promised."""
+    return replace(request, budget_s=share * request.budget_s, changes=share * request.changes, bound_s=0.0, robust=0.0)

@@ -9,13 +9,13 @@ from typing import Any
 
 from plotly import graph_objects as go
 
-from skippipe.costs import seconds
-from skippipe.jsonfile import write_text
+from skippipe.cost_model import seconds
+from skippipe.json_fields import write_text
 from skippipe.plan import Plan
-from skippipe.report.figures import lanes_named, plan_figures, timeline_figures
-from skippipe.report.page import figure_html, page, section, table_html
-from skippipe.report.pathmap import HALF_WIDTH, HEIGHT, path_map
-from skippipe.report.picture import NEUTRAL, TASK_KINDS, Bar, Kind, Picture
+from skippipe.report.gantt import NEUTRAL, TASK_KINDS, Bar, BarKind, Gantt
+from skippipe.report.path_map import HALF_WIDTH, HEIGHT, path_map
+from skippipe.report.plotly_utils import figure_html, page, section, table_html
+from skippipe.report.summary import lanes_named, plan_figures, timeline_figures
 from skippipe.report.table import Table
 from skippipe.timeline import Timeline
 
@@ -36,7 +36,7 @@ LINKS_IN_WORDS = "In one iteration, from the node of the row to the node of the 
 
 
 def write_html(plan: Plan, timeline: Timeline, path: Path) -> None:
-    picture = Picture(plan, timeline)
+    picture = Gantt(plan, timeline)
     title = f"{plan.cluster.name}: an iteration of {timeline.iteration_s:.1f} s, {plan.strategy}"
     sections = [
         key_figures([*plan_figures(plan), *timeline_figures(timeline)]),
@@ -47,7 +47,7 @@ def write_html(plan: Plan, timeline: Timeline, path: Path) -> None:
     write_text(path, page(title, sections))
 
 
-def picture_sections(picture: Picture) -> list[str]:
+def picture_sections(picture: Gantt) -> list[str]:
     """The Gantt chart and the path map."""
     beyond = f"<p>The picture opens on the passes: {picture.beyond}.</p>\n" if picture.beyond else ""
     return [
@@ -56,13 +56,13 @@ def picture_sections(picture: Picture) -> list[str]:
     ]
 
 
-def _gantt(picture: Picture) -> go.Figure:
+def _gantt(picture: Gantt) -> go.Figure:
     figure = go.Figure()
     named = picture.plan.cluster.nodes
     for node in picture.data_nodes:
         lanes = {number for number, lane in enumerate(picture.plan.lanes) if lane.path[0] == node}
         bars = [bar for bar in picture.bars if bar.kind in TASK_KINDS and bar.lane in lanes]
-        bars.sort(key=lambda bar: bar.kind is not Kind.BACKWARD)  # the legend takes the colour of the first
+        bars.sort(key=lambda bar: bar.kind is not BarKind.BACKWARD)  # the legend takes the colour of the first
         figure.add_trace(bar_trace(bars, _places(picture, bars), f"from {escape(named[node].name)}"))
     for kind in NEUTRAL:
         bars = [bar for bar in picture.bars if bar.kind is kind]
@@ -88,14 +88,14 @@ def _gantt(picture: Picture) -> go.Figure:
     return figure
 
 
-def _places(picture: Picture, bars: Sequence[Bar]) -> list[Place]:
-    strip = {Kind.WAITING: (0.44, 0.16)}  # (below the middle of its row, height)
+def _places(picture: Gantt, bars: Sequence[Bar]) -> list[Place]:
+    strip = {BarKind.WAITING: (0.44, 0.16)}  # (below the middle of its row, height)
     offsets = (strip.get(bar.kind, (-0.06, 0.78)) for bar in bars)
     return [(picture.rows[bar.row].y + low, high) for bar, (low, high) in zip(bars, offsets, strict=True)]
 
 
 def bar_trace(bars: Sequence[Bar], places: Sequence[Place], name: str) -> go.Bar:
-    patterns = [{Kind.HEAD: "/", Kind.AVERAGING: "."}.get(bar.kind, "") for bar in bars]
+    patterns = [{BarKind.HEAD: "/", BarKind.AVERAGING: "."}.get(bar.kind, "") for bar in bars]
     return go.Bar(
         orientation="h",
         name=name,
@@ -107,9 +107,9 @@ def bar_trace(bars: Sequence[Bar], places: Sequence[Place], name: str) -> go.Bar
             "color": [bar.colour for bar in bars],
             "pattern": {"shape": patterns, "fgcolor": "white", "size": 5},
             "line": {"width": 0.5, "color": "white"},
-            "opacity": 0.55 if bars[0].kind is Kind.WAITING else 1,
+            "opacity": 0.55 if bars[0].kind is BarKind.WAITING else 1,
         },
-        text=["" if bar.lane is None or bar.kind in (Kind.HEAD, Kind.WAITING) else bar.lane for bar in bars],
+        text=["" if bar.lane is None or bar.kind in (BarKind.HEAD, BarKind.WAITING) else bar.lane for bar in bars],
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
@@ -119,7 +119,7 @@ def bar_trace(bars: Sequence[Bar], places: Sequence[Place], name: str) -> go.Bar
     )
 
 
-def _map(picture: Picture) -> go.Figure:
+def _map(picture: Gantt) -> go.Figure:
     figure = go.Figure()
     paths = path_map(picture)
     for line in paths.lines:
@@ -158,7 +158,7 @@ def _map(picture: Picture) -> go.Figure:
     return figure
 
 
-def _links(picture: Picture) -> go.Figure:
+def _links(picture: Gantt) -> go.Figure:
     sent = {(use.sender, use.receiver): use.sent_bytes / 1e6 for use in picture.timeline.links}
     table = [[sent.get((a.node, b.node)) for b in picture.rows] for a in picture.rows]
     told = "from %{y}<br>to %{x}<br>%{z:,.1f} MB<extra></extra>"
@@ -181,7 +181,7 @@ def key_figures(figures: Sequence[tuple[str, str]]) -> str:
     return f"<table>{''.join(rows)}</table>"
 
 
-def _busy(picture: Picture) -> Table:
+def _busy(picture: Gantt) -> Table:
     whole_ns = max(1, picture.timeline.iteration_ns)
     uses = {use.node: use for use in picture.timeline.nodes}
     headings = ("node", "busy, s", "idle, s", "busy, % of the iteration", "collisions, s", "memory slots")

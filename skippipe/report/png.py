@@ -8,12 +8,12 @@ from textwrap import wrap
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Patch
 
-from skippipe.costs import seconds
+from skippipe.cost_model import seconds
 from skippipe.plan import Plan
-from skippipe.report.figures import ranges
-from skippipe.report.image import GRID, INK, blank, literal, write_image
-from skippipe.report.pathmap import HALF_WIDTH, HEIGHT, Line, PathMap, Station, path_map, spacing
-from skippipe.report.picture import NEUTRAL, TASK_KINDS, Bar, Kind, Picture, shade
+from skippipe.report.gantt import NEUTRAL, TASK_KINDS, Bar, BarKind, Gantt, shade
+from skippipe.report.matplotlib_utils import GRID, INK, blank, literal, write_image
+from skippipe.report.path_map import HALF_WIDTH, HEIGHT, Line, PathMap, Station, path_map, spacing
+from skippipe.report.summary import ranges
 from skippipe.timeline import Timeline
 
 WIDTH_IN = 17.0
@@ -27,7 +27,7 @@ PLOT_SHARE = 0.78  # of the width, left to the plots beside names and legend
 
 def write_png(plan: Plan, timeline: Timeline, path: Path) -> None:
     """The Gantt chart above the path map."""
-    picture = Picture(plan, timeline)
+    picture = Gantt(plan, timeline)
     paths = path_map(picture)
     gantt_in = max(1.6, ROW_IN * (picture.rows[-1].y + 2))
     map_in = max(1.8, STATION_IN * (paths.height + 1))
@@ -46,7 +46,7 @@ def _title(plan: Plan, timeline: Timeline) -> str:
     )
 
 
-def _draw_gantt(axes: Axes, picture: Picture) -> None:
+def _draw_gantt(axes: Axes, picture: Gantt) -> None:
     rows, until_s = picture.rows, picture.shown_until_s
     axes.set_xlim(0, 1.005 * until_s)
     axes.set_ylim(rows[-1].y + 0.75, rows[0].y - 0.75)
@@ -68,7 +68,7 @@ def _draw_gantt(axes: Axes, picture: Picture) -> None:
     axes.legend(handles=_legend(picture), loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
 
 
-def _draw_stages(axes: Axes, picture: Picture) -> None:
+def _draw_stages(axes: Axes, picture: Gantt) -> None:
     """A band behind the rows of every stage, with its number to the left of the names."""
     names_pt = 5.2 * max(len(row.name) for row in picture.rows) + 16
     for stage in range(len(picture.plan.stages)):
@@ -89,9 +89,9 @@ def _draw_stages(axes: Axes, picture: Picture) -> None:
         )
 
 
-def _draw_bar(axes: Axes, picture: Picture, bar: Bar) -> None:
+def _draw_bar(axes: Axes, picture: Gantt, bar: Bar) -> None:
     y, width_s = picture.rows[bar.row].y, bar.end_s - bar.start_s
-    if bar.kind is Kind.WAITING:  # see-through: the more tasks wait, the darker the strip
+    if bar.kind is BarKind.WAITING:  # see-through: the more tasks wait, the darker the strip
         axes.barh(y + 0.44, width_s, 0.16, bar.start_s, color=bar.colour, alpha=0.55, linewidth=0)
     else:
         draw_task(axes, bar, (y - 0.06, 0.78), PLOT_SHARE * WIDTH_IN / picture.shown_until_s)
@@ -100,40 +100,40 @@ def _draw_bar(axes: Axes, picture: Picture, bar: Bar) -> None:
 def draw_task(axes: Axes, bar: Bar, place: tuple[float, float], in_per_s: float, ink: str = "white") -> None:
     """At its middle and height; with its lane in ink, which light bars have dark, if there is room."""
     (middle, height), width_s = place, bar.end_s - bar.start_s
-    hatch = {Kind.HEAD: "////", Kind.AVERAGING: "...."}.get(bar.kind)
+    hatch = {BarKind.HEAD: "////", BarKind.AVERAGING: "...."}.get(bar.kind)
     axes.barh(middle, width_s, height, bar.start_s, color=bar.colour, hatch=hatch, edgecolor="white", linewidth=0.5)
-    if bar.lane is None or bar.kind is Kind.HEAD:
+    if bar.lane is None or bar.kind is BarKind.HEAD:
         return
     if width_s * in_per_s > DIGIT_IN * len(str(bar.lane)):
-        ink = INK if bar.kind is Kind.FORWARD else ink
+        ink = INK if bar.kind is BarKind.FORWARD else ink
         where = (bar.start_s + width_s / 2, middle + 0.02)
         axes.text(*where, str(bar.lane), fontsize=5.5, color=ink, ha="center", va="center_baseline")
 
 
-def _legend(picture: Picture) -> list[Patch]:
+def _legend(picture: Gantt) -> list[Patch]:
     named = picture.plan.cluster.nodes
     hues = [Patch(color=picture.hue_of(node), label=literal(f"from {named[node].name}")) for node in picture.data_nodes]
     grey = "#808080"
     words = {
-        Kind.FORWARD: "forward (with its lane)",
-        Kind.HEAD: "head and loss",
-        Kind.BACKWARD: "backward (with its lane)",
-        Kind.WEIGHTS: "its weight gradients",
+        BarKind.FORWARD: "forward (with its lane)",
+        BarKind.HEAD: "head and loss",
+        BarKind.BACKWARD: "backward (with its lane)",
+        BarKind.WEIGHTS: "its weight gradients",
     }
-    tasks = [kind for kind in TASK_KINDS if kind is not Kind.WEIGHTS or picture.plan.split_backward]
+    tasks = [kind for kind in TASK_KINDS if kind is not BarKind.WEIGHTS or picture.plan.split_backward]
     kinds = [
         Patch(
             facecolor=shade(grey, kind),
             edgecolor="white",
-            hatch="////" if kind is Kind.HEAD else None,
+            hatch="////" if kind is BarKind.HEAD else None,
             label=words[kind],
         )
         for kind in tasks
     ]
-    kinds.append(Patch(facecolor=NEUTRAL[Kind.WAITING], alpha=0.55, label="ready, but waits (collision)"))
+    kinds.append(Patch(facecolor=NEUTRAL[BarKind.WAITING], alpha=0.55, label="ready, but waits (collision)"))
     if picture.timeline.averaging_ns:
-        dots = Patch(facecolor=NEUTRAL[Kind.AVERAGING], edgecolor="white", hatch="....", label="gradient averaging")
-        kinds += [dots, Patch(facecolor=NEUTRAL[Kind.OPTIMIZER], label="optimizer step")]
+        dots = Patch(facecolor=NEUTRAL[BarKind.AVERAGING], edgecolor="white", hatch="....", label="gradient averaging")
+        kinds += [dots, Patch(facecolor=NEUTRAL[BarKind.OPTIMIZER], label="optimizer step")]
     return [*hues, *kinds]
 
 

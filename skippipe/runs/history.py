@@ -16,12 +16,12 @@ from statistics import median
 from skippipe.cluster import Cluster
 from skippipe.errors import UserError
 from skippipe.plan import Plan
-from skippipe.report.figures import ranges
-from skippipe.runs.chart import Chart, read_chart
-from skippipe.runs.listing import checkpoints_in, is_of, modified, run_id_of, traces_in
-from skippipe.runs.losses import Loss, losses_of
-from skippipe.runs.records import Happening, Noted, Row, checkpointed, happening_of, metrics_of
-from skippipe.runs.uses import NodeUse, node_uses
+from skippipe.report.summary import ranges
+from skippipe.runs.gantt_data import GanttData, read_gantt
+from skippipe.runs.node_outages import NodeOutage, node_outages
+from skippipe.runs.records import EventRecord, MetricsRow, WalSummary, checkpointed, event_of, metrics_of
+from skippipe.runs.tail import checkpoints_in, is_of, modified, run_id_of, traces_in
+from skippipe.runs.utilization import NodeUtilization, node_utilization
 
 MOST_CHARTS = 20  # recorded iterations that are read, the newest ones
 CLOCK_S = 2.0  # by which the time of a file may differ from the time in a line written with it
@@ -29,9 +29,9 @@ FILES = ("metrics.jsonl", "events.jsonl", "journal")
 
 
 @dataclass(frozen=True)
-class History:
+class RunHistory:
     folder: Path
-    rows: tuple[Row, ...]
+    rows: tuple[MetricsRow, ...]
     """Iterations that were done, in order; at least one."""
     links: dict[tuple[str, str], int]
     """Sender and receiver → bytes of tensors, over the whole run."""
@@ -45,9 +45,9 @@ class History:
     """What nodes and links really took, by the end."""
     ended: bool | None
     """In order, and not broken off; None: nothing says so. It may have been asked to end early."""
-    events: tuple[Happening, ...]
+    events: tuple[EventRecord, ...]
     """In the order in which they happened, complete checkpoints among them."""
-    charts: tuple[Chart, ...]
+    charts: tuple[GanttData, ...]
     """Recorded iterations, in order."""
     missing: tuple[str, ...]
     """What is not on record or could not be read, in words."""
@@ -57,17 +57,17 @@ class History:
         return self.folder.resolve().name
 
     @cached_property
-    def row(self) -> dict[int, Row]:
+    def row(self) -> dict[int, MetricsRow]:
         """By iteration."""
         return {row.iteration: row for row in self.rows}
 
     @cached_property
-    def uses(self) -> list[NodeUse]:
-        return node_uses(self)
+    def uses(self) -> list[NodeUtilization]:
+        return node_utilization(self)
 
     @cached_property
-    def lost(self) -> list[Loss]:
-        return losses_of(self)
+    def lost(self) -> list[NodeOutage]:
+        return node_outages(self)
 
     @property
     def losses(self) -> list[float]:
@@ -98,7 +98,7 @@ class History:
         return _median([row.tokens_per_s for row in self.rows[1:] or self.rows])
 
 
-def read_history(folder: Path) -> History:
+def read_history(folder: Path) -> RunHistory:
     """UserError if no run has done an iteration there."""
     missing: list[str] = []
     run_id = run_id_of(folder)
@@ -114,7 +114,7 @@ def read_history(folder: Path) -> History:
     ended = True if noted.done is None and rows[-1].is_last else noted.done
     if ended is None:
         missing.append("whether the run ended in order: nothing is in its journal")
-    return History(
+    return RunHistory(
         folder=folder,
         rows=tuple(rows),
         links=links,
@@ -142,8 +142,8 @@ def _nothing(folder: Path) -> str:
 
 def _read_metrics(
     folder: Path, run_id: str | None, missing: list[str]
-) -> tuple[list[Row], dict[tuple[str, str], int], dict[str, int]]:
-    rows: list[Row] = []
+) -> tuple[list[MetricsRow], dict[tuple[str, str], int], dict[str, int]]:
+    rows: list[MetricsRow] = []
     links: dict[tuple[str, str], int] = {}
     last_sent: dict[str, int] = {}
     unread = others = 0
@@ -166,7 +166,7 @@ def _read_metrics(
     return rows[::-1], links, last_sent
 
 
-def _say_gaps(rows: Sequence[Row], missing: list[str]) -> None:
+def _say_gaps(rows: Sequence[MetricsRow], missing: list[str]) -> None:
     gaps = set(range(rows[-1].iteration)) - {row.iteration for row in rows}
     if gaps:
         missing.append(f"iterations {ranges(number + 1 for number in gaps)}: metrics.jsonl has no line of them")
@@ -174,35 +174,35 @@ def _say_gaps(rows: Sequence[Row], missing: list[str]) -> None:
         missing.append("promised seconds: no plan with a promise was followed, as in a run in one process")
 
 
-def _read_events(folder: Path, run_id: str | None, missing: list[str]) -> list[Happening]:
-    found = [happening_of(line) for line in _lines(folder / "events.jsonl", missing)]
+def _read_events(folder: Path, run_id: str | None, missing: list[str]) -> list[EventRecord]:
+    found = [event_of(line) for line in _lines(folder / "events.jsonl", missing)]
     _say_unread("events.jsonl", found.count(None), missing)
     ours = [each[0] for each in found if each is not None and is_of(run_id, each[1])]
     _say_others("events.jsonl", len(found) - found.count(None) - len(ours), missing)
     return ours
 
 
-def _checkpoints(folder: Path, began: float) -> list[Happening]:
+def _checkpoints(folder: Path, began: float) -> list[EventRecord]:
     found = checkpoints_in(folder, began - CLOCK_S)
     return [checkpointed(iterations, made) for iterations, made in sorted(found.items())]
 
 
-def _read_journal(folder: Path, run_id: str | None, began: float, missing: list[str]) -> Noted:
+def _read_journal(folder: Path, run_id: str | None, began: float, missing: list[str]) -> WalSummary:
     """Engines without one leave that of an earlier run as it is."""
-    noted = Noted()
+    noted = WalSummary()
     made = modified(folder / "journal")
     if made is not None and made >= began - CLOCK_S:
         lines = _lines(folder / "journal", missing)
         _say_unread("journal", sum(not noted.take(line) for line in lines), missing)
     if noted.done is not None and not is_of(run_id, noted.run):
         missing.append("journal: is of another run")
-        noted = Noted()
+        noted = WalSummary()
     if noted.done is None:
         missing.append("plans that were made on the way: nothing is in its journal")
     return noted
 
 
-def _last_plan(noted: Noted, missing: list[str]) -> Plan | None:
+def _last_plan(noted: WalSummary, missing: list[str]) -> Plan | None:
     if noted.last is None:
         return None
     try:
@@ -232,7 +232,7 @@ def _read_cluster(folder: Path, began: float, missing: list[str]) -> Cluster | N
         return None
 
 
-def _read_charts(folder: Path, run_id: str | None, row: dict[int, Row], missing: list[str]) -> list[Chart]:
+def _read_charts(folder: Path, run_id: str | None, row: dict[int, MetricsRow], missing: list[str]) -> list[GanttData]:
     """Those of this run: written after the line of their iteration."""
     found = sorted(
         (
@@ -249,7 +249,7 @@ def _read_charts(folder: Path, run_id: str | None, row: dict[int, Row], missing:
     charts = []
     for each in found[-MOST_CHARTS:]:
         try:
-            charts.append(read_chart(each.path, each.iteration, run_id))
+            charts.append(read_gantt(each.path, each.iteration, run_id))
         except (OSError, ValueError) as error:
             missing.append(f"traces/{each.path.name} cannot be read: {error}")
     return charts

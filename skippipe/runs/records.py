@@ -1,12 +1,16 @@
-"""What the lines of a run's files mean. A line that makes no sense is None, and whoever reads on passes over it."""
+"""What the lines of a run's files mean. A line that makes no sense is None, and whoever reads on passes over it.
+
+Long runs as short curves.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from skippipe.training.journal import HEADER, sound
+from skippipe.runs.wal import HEADER, sound
 
 LONGEST_TEXT = 400
 CHECKPOINTED = "checkpointed"  # an event that nobody writes: the checkpoint says so
@@ -15,7 +19,7 @@ Links = list[tuple[str, str, int]]
 """Sender, receiver and bytes."""
 
 
-class Row(NamedTuple):
+class MetricsRow(NamedTuple):
     """An iteration, as the metrics have it; None for what is missing or not finite."""
 
     iteration: int
@@ -38,7 +42,7 @@ class Row(NamedTuple):
 class Metrics(NamedTuple):
     """A whole line."""
 
-    row: Row
+    row: MetricsRow
     links: Links
     visits: list[int]
     """Microbatches in the gradient of each stage."""
@@ -46,7 +50,7 @@ class Metrics(NamedTuple):
     """The id of the run."""
 
 
-class Happening(NamedTuple):
+class EventRecord(NamedTuple):
     kind: str
     iteration: int
     text: str
@@ -60,7 +64,7 @@ def metrics_of(line: bytes) -> Metrics | None:
     if found is None or iteration is None:
         return None
     said = found.get
-    row = Row(
+    row = MetricsRow(
         iteration,
         loss=_number(said("loss")),
         seconds=_number(said("seconds")),
@@ -79,21 +83,21 @@ def metrics_of(line: bytes) -> Metrics | None:
     )
 
 
-def happening_of(line: bytes) -> tuple[Happening, str] | None:
+def event_of(line: bytes) -> tuple[EventRecord, str] | None:
     """And the id of the run that it happened to."""
     found = object_of(line)
     if found is None or not isinstance(found.get("kind"), str):
         return None
     kind, text, node, run = (_text(found.get(key)) for key in ("kind", "text", "node", "run"))
-    return Happening(kind, count(found.get("iteration")) or 0, text, node, _number(found.get("time")) or 0.0), run
+    return EventRecord(kind, count(found.get("iteration")) or 0, text, node, _number(found.get("time")) or 0.0), run
 
 
-def checkpointed(iterations: int, made: float) -> Happening:
+def checkpointed(iterations: int, made: float) -> EventRecord:
     """After so many iterations, a checkpoint was complete."""
-    return Happening(CHECKPOINTED, iterations - 1, "state of all stages on disk", "", made)
+    return EventRecord(CHECKPOINTED, iterations - 1, "state of all stages on disk", "", made)
 
 
-class Noted:
+class WalSummary:
     """What a journal says, line after line: which plan holds, and whether the run has ended."""
 
     def __init__(self) -> None:
@@ -161,3 +165,28 @@ def _links(value: Any) -> Links:
             case [str() as sender, str() as receiver, sent] if (sent_bytes := count(sent)) is not None:
                 found.append((sender, receiver, sent_bytes))
     return found
+
+
+MEANS = tuple(
+    MetricsRow._fields.index(name) for name in ("loss", "seconds", "promised_s", "tokens_per_s", "sent_bytes")
+)
+
+
+def thinned(rows: Sequence[MetricsRow], most: int) -> tuple[int, list[MetricsRow]]:
+    """How many neighbours stand together, and their means; the rest is the last one's."""
+    size = max(1, -(-len(rows) // most))
+    if size == 1:
+        return size, list(rows)
+    groups = [rows[at : at + size] for at in range(0, len(rows), size)]
+    return size, [_together(group) for group in groups]
+
+
+def _together(rows: Sequence[MetricsRow]) -> MetricsRow:
+    last = rows[-1]
+    return MetricsRow(*(_mean([row[at] for row in rows]) if at in MEANS else last[at] for at in range(len(last))))  # type: ignore[arg-type]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    mean = math.fsum(found) / len(found) if found else math.nan
+    return mean if math.isfinite(mean) else None

@@ -17,7 +17,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from skippipe.transport.message import LARGEST_COUNT, Kind, Message
+from skippipe.transport.message import LARGEST_COUNT, Message, MessageKind
 
 RETIRED = 64  # former lives of a node that are remembered, so that a late hello of one is not taken for a new one
 NUMBERS_A_TERM = 2**16  # epochs and other numbers that a coordinator has for itself before it meets its successor's
@@ -111,7 +111,7 @@ class Fence:
 
 def stamped(body: dict[str, Any], stamp: Stamp) -> Message:
     """A word on the wire: of the fields that tell tensors apart, three carry the stamp."""
-    return Message(Kind.CONTROL, stamp.life, stamp.term, 0, 0, body, stamp.number)
+    return Message(MessageKind.CONTROL, stamp.life, stamp.term, 0, 0, body, stamp.number)
 
 
 def stamp_of(message: Message) -> Stamp:

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 
 from skippipe.cli import politely
 from skippipe.errors import UserError
-from skippipe.study.settings import Study, load_study
+from skippipe.study.config import Study, load_study
 
 if TYPE_CHECKING:
-    from skippipe.study.runner import Progress
+    from skippipe.study.runner import RunProgress
 
 PARTS = 10  # of a run, with a line for each
 
 
-class Lines:
+class LineProgress:
     """A line for every tenth of a run."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ def run_study(
     results: Path,
     device: str,
     compiled: bool,
-    progress: Progress,
+    progress: RunProgress,
     models: Path | None = None,
     minutes: float = math.inf,
 ) -> None:
@@ -52,8 +52,8 @@ def run_study(
     ends_at = time.monotonic() + 60 * minutes
     import torch
 
+    from skippipe.study.config import read_results
     from skippipe.study.runner import Device, Runner
-    from skippipe.study.settings import read_results
 
     if not device.startswith("cpu") and not torch.cuda.is_available():
         raise UserError(f"--device: there is no '{device}' that torch could use here; use cpu")
@@ -107,7 +107,7 @@ def main() -> None:
             said.results,
             said.device,
             said.compiled,
-            Lines(),
+            LineProgress(),
             said.models,
             said.stop_after,
         )

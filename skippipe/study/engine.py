@@ -1,7 +1,7 @@
 """Training in one process, fast: all microbatches of an iteration in one batch, those at the same stage together.
 
 The stages and weights are the ones that nodes train; so are the rules for gradients and steps. What differs is the
-order of sums: a test holds this to `OneProcess`, microbatch by microbatch, and that to real nodes.
+order of sums: a test holds this to `ReferenceTrainer`, microbatch by microbatch, and that to real nodes.
 
 Nothing in the loop waits for the device: the loss comes back when somebody asks for it. On a GPU, how many visit which
 stage decides which kernels run, and who they are is data: so passes of one shape are recorded once and then replayed
@@ -19,21 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skippipe.learning import Learning
-from skippipe.model.blueprint import Blueprint
-from skippipe.model.bridges import Bridges, bridges_of
-from skippipe.model.stage import StageModel, layer_ranges
-from skippipe.model.weights import FlatWeights
-from skippipe.parts import Visits
-from skippipe.recipe import Recipe
-from skippipe.study.paths import together
+from skippipe.model.flat_params import FlatParams
+from skippipe.model.model_spec import ModelSpec
+from skippipe.model.stage import Bridges, StageModel, bridges_of, layer_ranges
+from skippipe.optim_config import OptimConfig
+from skippipe.skip_schedule import SkipSchedule
+from skippipe.stage_subset import Visits
+from skippipe.study.path_sampling import together
 
 WARM = 3  # passes of a shape before it is recorded: they compile, and claim what memory libraries want
 MOST_SHAPES = 32  # recorded; what comes in ever new shapes is not worth it
 
 
 @dataclass(frozen=True)
-class Step:
+class StudyStep:
     """Some microbatches pass a stage together."""
 
     stage: int
@@ -43,11 +42,11 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Shape:
+class StudyShape:
     """All that kernels depend on, of the paths of an iteration."""
 
     microbatches: int
-    steps: tuple[Step, ...]
+    steps: tuple[StudyStep, ...]
     bridged: bool = False
     """Somebody goes over a bridge."""
     healing: bool = False
@@ -65,10 +64,10 @@ class Shape:
 class Engine:
     def __init__(
         self,
-        blueprint: Blueprint,
+        spec: ModelSpec,
         layers: tuple[int, ...],
-        learning: Learning,
-        recipe: Recipe,
+        learning: OptimConfig,
+        recipe: SkipSchedule,
         *,
         device: str = "cpu",
         low_precision: bool = False,
@@ -78,9 +77,9 @@ class Engine:
         self.learning = learning
         self.device = device
         self._ranges = list(enumerate(layer_ranges(layers)))
-        self.stages = [StageModel(blueprint, each, ends=index == 0).to(device) for index, each in self._ranges]
-        self.weights = [FlatWeights(stage.named_weights(), learning) for stage in self.stages]
-        self._lay_bridges(self._new_bridges(blueprint))
+        self.stages = [StageModel(spec, each, ends=index == 0).to(device) for index, each in self._ranges]
+        self.weights = [FlatParams(stage.named_weights(), learning) for stage in self.stages]
+        self._lay_bridges(self._new_bridges(spec))
         self._low_precision = low_precision
         self._loss: Callable[[Tensor, Tensor], Tensor] = self.stages[0].loss
         if compiled:
@@ -88,34 +87,34 @@ class Engine:
                 for layer in stage.layers:
                     layer.compile()
             self._loss = torch.compile(self.stages[0].loss)
-        can_record = device.startswith("cuda") and blueprint.router is None  # who goes to which expert is not data
+        can_record = device.startswith("cuda") and spec.router is None  # who goes to which expert is not data
         self._recordings = _Recordings(device) if can_record else None
 
-    def begin_again(self, blueprint: Blueprint, learning: Learning, recipe: Recipe) -> None:
+    def begin_again(self, spec: ModelSpec, learning: OptimConfig, recipe: SkipSchedule) -> None:
         """As new, with another seed or recipe; what was compiled stays."""
         before = self._recorded_with
         self.recipe, self.learning = recipe, learning
         if self._recordings and self._recorded_with != before:
             self._recordings = _Recordings(self.device)
         for (index, layers), weights in zip(self._ranges, self.weights, strict=True):
-            new = FlatWeights(StageModel(blueprint, layers, ends=index == 0).named_weights(), learning)
+            new = FlatParams(StageModel(spec, layers, ends=index == 0).named_weights(), learning)
             weights.values.copy_(new.values)
             weights.begin_again(learning)
-        bridges = self._new_bridges(blueprint)
+        bridges = self._new_bridges(spec)
         if self._recorded_with != before:
             self._lay_bridges(bridges)
         else:  # where recordings know them to be
             for each, weights in zip(bridges, self.bridge_weights, strict=True):
-                weights.values.copy_(FlatWeights(each.named_parameters(), learning).values)
+                weights.values.copy_(FlatParams(each.named_parameters(), learning).values)
                 weights.begin_again(learning)
 
-    def _new_bridges(self, blueprint: Blueprint) -> list[Bridges]:
-        return bridges_of(len(self.stages), blueprint.shape.hidden, self.recipe.bridges, blueprint.seed)
+    def _new_bridges(self, spec: ModelSpec) -> list[Bridges]:
+        return bridges_of(len(self.stages), spec.shape.hidden, self.recipe.bridges, spec.seed)
 
     def _lay_bridges(self, bridges: list[Bridges]) -> None:
         """Each is held by the stage at which it begins, beside its weights: so models are exported without them."""
         self.bridges = [each.to(self.device) for each in bridges]
-        self.bridge_weights = [FlatWeights(each.named_parameters(), self.learning) for each in self.bridges]
+        self.bridge_weights = [FlatParams(each.named_parameters(), self.learning) for each in self.bridges]
 
     def grow(self, donors: Mapping[int, int]) -> None:
         """New stages as copies of others, with what the optimizer knows of them."""
@@ -152,9 +151,11 @@ class Engine:
         steps = together(visits)
         next_stage = [dict(pairwise((*each, len(self.stages)))) for each in visits]
         targets = [next_stage[row][stage] for stage, rows in steps for row in rows]
-        shape = Shape(
+        shape = StudyShape(
             len(visits),
-            tuple(Step(stage, len(rows), () if young else self._drives(stage, rows, visits)) for stage, rows in steps),
+            tuple(
+                StudyStep(stage, len(rows), () if young else self._drives(stage, rows, visits)) for stage, rows in steps
+            ),
             bridged=bool(self.bridges) and not young and any(len(each) < len(self.stages) for each in visits),
             healing=healing,
         )
@@ -187,7 +188,7 @@ class Engine:
                     hidden = self.bridges[stage](hidden, torch.full((len(hidden),), target, device=self.device))
             return self._loss(hidden, labels)
 
-    def _gradients(self, shape: Shape, inputs: Tensor, labels: Tensor, places: Tensor) -> Tensor:
+    def _gradients(self, shape: StudyShape, inputs: Tensor, labels: Tensor, places: Tensor) -> Tensor:
         """Forward and backward; then the gradients are what a step follows: means, clipped."""
         with self._autocast():
             hidden, balance, early = self._through(shape, inputs, places)
@@ -199,7 +200,7 @@ class Engine:
         self._clip(shape)
         return loss.detach()
 
-    def _through(self, shape: Shape, inputs: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _through(self, shape: StudyShape, inputs: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What comes out in the end, the balancing loss of routers on the way, and what stage 0 alone made of it.
 
         `places` has two rows: who passes the stage of each step, and where it goes from there.
@@ -224,7 +225,7 @@ class Engine:
             hidden = made if everybody else hidden.index_copy(0, here, made)
         return hidden, balance, early
 
-    def _learning_in(self, shape: Shape) -> list[tuple[FlatWeights, float]]:
+    def _learning_in(self, shape: StudyShape) -> list[tuple[FlatParams, float]]:
         """What takes a step, and by what its gradient is multiplied to be the mean over those who visited its stage.
 
         A bridge is its stage's: who visited that and went on another way counts with a gradient of zero.
@@ -239,8 +240,8 @@ class Engine:
             found += [(self.bridge_weights[stage], mean) for stage, mean in sorted(means.items()) if stage < last]
         return found
 
-    def _clip(self, shape: Shape) -> None:
-        """As `OneProcess` and nodes do; here gradients are sums over visitors, divided by all microbatches."""
+    def _clip(self, shape: StudyShape) -> None:
+        """As `ReferenceTrainer` and nodes do; here gradients are sums over visitors, divided by all microbatches."""
         learning = self._learning_in(shape)
         norms = [torch.linalg.vector_norm(each.gradient) * mean for each, mean in learning]
         norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -302,17 +303,17 @@ class _Recordings:
 
     def __init__(self, device: str) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # one for all: autograd remembers it
-        self._seen: Counter[Shape] = Counter()
-        self._recorded: dict[Shape, tuple[Any, Given, Tensor]] = {}
+        self._seen: Counter[StudyShape] = Counter()
+        self._recorded: dict[StudyShape, tuple[Any, Given, Tensor]] = {}
 
-    def run(self, shape: Shape, passes: Passes, given: Given) -> Tensor:
+    def run(self, shape: StudyShape, passes: Passes, given: Given) -> Tensor:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             loss = self._run(shape, passes, given)
         torch.cuda.current_stream().wait_stream(self._stream)
         return loss
 
-    def _run(self, shape: Shape, passes: Passes, given: Given) -> Tensor:
+    def _run(self, shape: StudyShape, passes: Passes, given: Given) -> Tensor:
         self._seen[shape] += 1
         if shape not in self._recorded:
             if self._seen[shape] <= WARM or len(self._recorded) >= MOST_SHAPES:
@@ -326,7 +327,7 @@ class _Recordings:
         graph.replay()
         return loss.clone()
 
-    def _record(self, shape: Shape, passes: Passes, given: Given) -> None:
+    def _record(self, shape: StudyShape, passes: Passes, given: Given) -> None:
         places = tuple(each.clone() for each in given)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream):

@@ -20,20 +20,20 @@ from typing import Any
 
 import torch
 
-from skippipe.model.blueprint import Blueprint, config_named
+from skippipe.checkpoint.hf_export import ModelFolder
+from skippipe.data.batch_sampler import BatchSampler
+from skippipe.data.prepare import prepare
+from skippipe.data.token_file import HEADER, TokenFile
+from skippipe.model.model_spec import ModelSpec, config_named
+from skippipe.study.config import Study, StudyRun, kept_stages, read_results
 from skippipe.study.engine import Engine
-from skippipe.study.measure import Text, mean_loss, part_losses
-from skippipe.study.paths import turns
-from skippipe.study.routers import router_use
-from skippipe.study.settings import Run, Study, kept_stages, read_results
-from skippipe.text.prepare import prepare
-from skippipe.text.sampler import Sampler
-from skippipe.text.tokens import HEADER, TokenFile
-from skippipe.training.export import ModelFolder
+from skippipe.study.evaluate import EvalText, mean_loss, part_losses
+from skippipe.study.moe_stats import router_use
+from skippipe.study.path_sampling import turns
 from skippipe.workload import Workload
 
 Clock = Callable[[], float]
-Progress = Callable[[str, float, str], None]
+RunProgress = Callable[[str, float, str], None]
 """Which run, what share of it is done, and how it goes."""
 
 
@@ -59,7 +59,7 @@ class Runner:
         study: Study,
         results: Path,
         device: Device,
-        progress: Progress,
+        progress: RunProgress,
         models: Path | None = None,
         *,
         ends_at: float = math.inf,
@@ -78,8 +78,8 @@ class Runner:
         tests = [each.rpartition("=") for each in study.tests]
         folders = {name or Path(where).name: _tokens([where], self.train.folder) for name, _, where in tests}
         sequence = study.batch.sequence
-        self.texts = {name: Text(each.ids, sequence, device.name) for name, each in folders.items()}
-        self._text = Text(self.train.ids, sequence, device.name)
+        self.texts = {name: EvalText(each.ids, sequence, device.name) for name, each in folders.items()}
+        self._text = EvalText(self.train.ids, sequence, device.name)
         self._engines: dict[tuple[int, ...], Engine] = {}
 
     def run(self) -> None:
@@ -101,11 +101,11 @@ class Runner:
         """Seconds that a token takes at a stage, all included, in the slowest run; but the first one also compiles."""
         return max(self._paces[1:] or self._paces, default=0.0)
 
-    def one(self, run: Run) -> dict[str, Any]:
+    def one(self, run: StudyRun) -> dict[str, Any]:
         study, variant, measuring = run.study, run.variant, run.study.measuring
         engine = self._engine(run)
         batch = study.batch
-        sampler = Sampler(self.train.ids, batch.sequence, run.seed, batch.microbatches, batch.samples)
+        sampler = BatchSampler(self.train.ids, batch.sequence, run.seed, batch.microbatches, batch.samples)
         first = next(iter(self.texts.values()))
         curve: list[list[float]] = []
         losses: list[torch.Tensor] = []
@@ -160,14 +160,14 @@ class Runner:
             "date": datetime.now(UTC).date().isoformat(),
         }
 
-    def _keep(self, run: Run, folder: Path) -> None:
+    def _keep(self, run: StudyRun, folder: Path) -> None:
         """In bfloat16, as transformers and `skippipe score` load it."""
-        blueprint, layers = self._made_of(run)
-        kept = ModelFolder(folder, layers, blueprint, self.train.tokenizer(), torch.bfloat16)
+        spec, layers = self._made_of(run)
+        kept = ModelFolder(folder, layers, spec, self.train.tokenizer(), torch.bfloat16)
         for stage, weights in enumerate(self._engines[layers].weights):
             kept.store_flat(stage, weights.values.cpu())
 
-    def _made_of(self, run: Run) -> tuple[Blueprint, tuple[int, ...]]:
+    def _made_of(self, run: StudyRun) -> tuple[ModelSpec, tuple[int, ...]]:
         """The model, and the layers of each of its stages."""
         variant = run.variant
         config = config_named(self.study.model, self.train.vocabulary)
@@ -175,18 +175,18 @@ class Runner:
             config.num_hidden_layers = variant.layers
             if getattr(config, "layer_types", None):
                 config.layer_types = config.layer_types[: variant.layers]
-        blueprint = Blueprint(config, run.seed)
-        return blueprint, Workload(blueprint.shape).layer_split(variant.stages)
+        spec = ModelSpec(config, run.seed)
+        return spec, Workload(spec.shape).layer_split(variant.stages)
 
-    def _engine(self, run: Run) -> Engine:
+    def _engine(self, run: StudyRun) -> Engine:
         """Models of the same shape are trained in the same place, one after another: compiled once."""
         variant = run.variant
-        blueprint, layers = self._made_of(run)
+        spec, layers = self._made_of(run)
         if layers in self._engines:
-            self._engines[layers].begin_again(blueprint, run.learning, variant.recipe)
+            self._engines[layers].begin_again(spec, run.learning, variant.recipe)
         else:
             self._engines[layers] = Engine(
-                blueprint,
+                spec,
                 layers,
                 run.learning,
                 variant.recipe,

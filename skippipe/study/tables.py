@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skippipe.report.table import NOTHING, Table
-from skippipe.study.settings import Study
-from skippipe.study.times import Times, counted, elapsed_s, legs_of, variant_of
+from skippipe.study.config import Study
+from skippipe.study.planned_time import Times, counted, elapsed_s, legs_of, variant_of
 
 Result = Mapping[str, Any]
 Seeds = dict[int, Result]

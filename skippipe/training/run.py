@@ -1,34 +1,39 @@
-"""A run on this machine: start every node, coordinate, collect the model."""
+"""A run on this machine: start every node, coordinate, collect the model.
+
+An exercise: a node's process is killed in the middle of training, to see what becomes of it.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from skippipe.checkpoint.format import Checkpoints
+from skippipe.checkpoint.hf_export import ModelFolder
+from skippipe.checkpoint.manager import CheckpointManager, CheckpointOrigin, origin_of
+from skippipe.constraints import lanes_through
+from skippipe.data.tokenizer import TextTokenizer
 from skippipe.errors import UserError
-from skippipe.model.blueprint import Blueprint
+from skippipe.launch.fork_server import ProcessPool, how_ended, log_file
+from skippipe.model.model_spec import ModelSpec
 from skippipe.plan import Plan
-from skippipe.runtime.coordinator import Deadlines, Event, Survival, Watcher
-from skippipe.runtime.desk import Desk
-from skippipe.runtime.member import Invitation, Member
-from skippipe.runtime.patience import ROOM_S
-from skippipe.runtime.reception import Gone
-from skippipe.runtime.surroundings import Asked, Unwritten
-from skippipe.text.tokenizer import TextTokenizer
-from skippipe.training.brief import Brief
-from skippipe.training.checkpoint import Checkpoints
-from skippipe.training.drill import Drill
-from skippipe.training.export import ModelFolder
-from skippipe.training.journal import Journal
-from skippipe.training.keeping import CheckpointKeeper, Origin, origin_of
-from skippipe.training.nursery import Nursery, how_ended, log_file
-from skippipe.training.reports import Everybody
+from skippipe.runs.wal import WriteAheadLog
+from skippipe.runtime.coordinator.failure_detector import ROOM_S
+from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport, StopRequests, WriteFailed
+from skippipe.runtime.coordinator.server import CoordinatorServer
+from skippipe.runtime.coordinator.state_machine import Deadlines, RecoverySettings
+from skippipe.runtime.node.agent import JoinConfig, NodeAgent
+from skippipe.runtime.node_config import NodeConfig
+from skippipe.runtime.rendezvous import Gone
+from skippipe.training.metrics import CallbackList
 from skippipe.training.run_folder import journal_run_id
 from skippipe.training.storage import ModelStore, Rescue, WriteFailures
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
@@ -39,8 +44,8 @@ from skippipe.transport.mailbox import Security
 class Run:
     """What it takes, beside the brief that nodes get."""
 
-    brief: Brief
-    blueprint: Blueprint
+    node_config: NodeConfig
+    spec: ModelSpec
     tokenizer: TextTokenizer
     output: Path
     iterations: int
@@ -52,7 +57,7 @@ class Run:
     key: Path | None = None
     """… the coordinator's own key, if nodes join by themselves."""
     deadlines: Deadlines = field(default_factory=Deadlines)
-    survival: Survival = field(default_factory=Survival)
+    survival: RecoverySettings = field(default_factory=RecoverySettings)
     drills: frozenset[int] = frozenset()
     """After how many iterations a node is killed, for exercise."""
     restarts: int = 0
@@ -71,11 +76,11 @@ class Run:
     """Where the model and the last checkpoint go if the output folder cannot be written."""
 
     @cached_property
-    def origin(self) -> Origin | None:
+    def origin(self) -> CheckpointOrigin | None:
         """Where to go on from; found, and checked, when it is first asked for."""
         if not self.resumed or (self.memories and not self.checkpoints.complete()):
             return None
-        origin = origin_of(self.checkpoints, self.brief)
+        origin = origin_of(self.checkpoints, self.node_config)
         if origin.manifest.iterations >= self.iterations and not self.memories:
             raise UserError(
                 f"{origin.place}: is {origin.manifest.iterations} iterations on already; "
@@ -89,33 +94,33 @@ class Run:
         return self.origin.manifest.iterations if self.origin else 0
 
     @cached_property
-    def journal(self) -> Journal:
-        return Journal(self.output / "journal")
+    def wal(self) -> WriteAheadLog:
+        return WriteAheadLog(self.output / "journal")
 
     @cached_property
     def memories(self) -> list[dict[str, Any]]:
         """What an earlier coordinator has noted, if its nodes may still be there: those that join by themselves."""
-        found = self.journal.records
+        found = self.wal.records
         if self.resumed and found and journal_run_id(found) != self.run_id:
-            raise UserError(f"{self.journal.path}: was written by another run; move it away to go on from a checkpoint")
+            raise UserError(f"{self.wal.path}: was written by another run; move it away to go on from a checkpoint")
         planned = any("plan" in record for record in found)
         if self.resumed and self.peers is not None and planned and "done" not in found[-1]:
             noted = [
                 node["name"] for record in found if "plan" in record for node in record["plan"]["cluster"]["nodes"]
             ]
-            ours = [node.name for node in self.brief.plan.cluster.nodes]
+            ours = [node.name for node in self.node_config.plan.cluster.nodes]
             if noted[: len(ours)] != ours or len(noted) % len(ours):
                 raise UserError(
-                    f"{self.journal.path}: was written for another cluster; give the job that one, "
+                    f"{self.wal.path}: was written for another cluster; give the job that one, "
                     "or remove the file to go on from a checkpoint"
                 )
             return list(found)
-        self.journal.rewrite([{"run": self.run_id}] if self.run_id else [])
+        self.wal.rewrite([{"run": self.run_id}] if self.run_id else [])
         return []
 
     @cached_property
-    def noting(self) -> Noting:
-        return Noting(self.journal)
+    def noting(self) -> WalWriter:
+        return WalWriter(self.wal)
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -123,20 +128,22 @@ class Run:
 
     def listening(self, listen: str, rendezvous: str | None) -> Run:
         """The same, at another address; what was opened or read already stays so."""
-        other = replace(self, brief=replace(self.brief, rendezvous=rendezvous), listen=listen)
-        kept = ("journal", "memories", "origin")
+        other = replace(self, node_config=replace(self.node_config, rendezvous=rendezvous), listen=listen)
+        kept = ("wal", "memories", "origin")
         vars(other).update({name: value for name, value in vars(self).items() if name in kept}, models=self.models)
         return other
 
     @property
     def names(self) -> list[str]:
         """Of the nodes that the plan uses, in its order."""
-        return [self.brief.plan.cluster.nodes[number].name for number in sorted(self.brief.plan.stage_of)]
+        return [self.node_config.plan.cluster.nodes[number].name for number in sorted(self.node_config.plan.stage_of)]
 
     def new_keys(self) -> KeyPair | None:
         return KeyPair.new() if self.security == "curve" else None
 
-    def told(self, name: str, desk: Desk, own: KeyPair | None, pair: KeyPair | None = None) -> dict[str, Any]:
+    def told(
+        self, name: str, desk: CoordinatorServer, own: KeyPair | None, pair: KeyPair | None = None
+    ) -> dict[str, Any]:
         """A node's invitation as JSON, for `birth`; without `pair` it has keys of its own."""
         return {
             "name": name,
@@ -148,12 +155,12 @@ class Run:
 
     def here(
         self,
-        watcher: Watcher,
-        started: Callable[[Nursery], None] = lambda nursery: None,
-        asked: Asked = lambda: 0,
+        callback: Callback,
+        started: Callable[[ProcessPool], None] = lambda pool: None,
+        asked: StopRequests = lambda: 0,
     ) -> None:
         """Every node as a process of this machine. Forks first, so call it before threads are started."""
-        nursery = Nursery(birth, self.output / "logs")
+        pool = ProcessPool(node_process, self.output / "logs")
         desk = None
         try:
             pairs = {name: self.new_keys() for name in self.names}
@@ -162,17 +169,17 @@ class Run:
             desk = self.desk(own, publics)
             told = {name: self.told(name, desk, own, pair) for name, pair in pairs.items()}
             for name in told:
-                nursery.start(name, told[name])
-            started(nursery)
+                pool.start(name, told[name])
+            started(pool)
             if self.drills:
-                watcher = Everybody([watcher, Drill(self.brief.plan, self.drills, nursery, watcher)])
-            self.coordinate(desk, watcher, asked, lambda: self.ended(nursery, told))
+                callback = CallbackList([callback, KillDrill(self.node_config.plan, self.drills, pool, callback)])
+            self.coordinate(desk, callback, asked, lambda: self.ended(pool, told))
         finally:
-            nursery.close()
+            pool.close()
             if desk is not None:
                 desk.close()
 
-    def joined(self, watcher: Watcher, asked: Asked = lambda: 0) -> None:
+    def joined(self, callback: Callback, asked: StopRequests = lambda: 0) -> None:
         """Nodes come from wherever they are, if their keys are on the list."""
         assert self.peers is not None
         assert self.key is not None
@@ -182,11 +189,11 @@ class Run:
             raise UserError(f"{self.peers}: has no key of {', '.join(unknown)}, which the plan uses")
         desk = self.desk(KeyFile.load(self.key).keys, publics)
         print(f"waiting for {len(self.names)} nodes to join {desk.address}: {', '.join(self.names)}", file=sys.stderr)
-        self.coordinate(desk, watcher, asked)
+        self.coordinate(desk, callback, asked)
 
-    def desk(self, own: KeyPair | None, publics: Mapping[str, str | None]) -> Desk:
-        return Desk(
-            self.brief,
+    def desk(self, own: KeyPair | None, publics: Mapping[str, str | None]) -> CoordinatorServer:
+        return CoordinatorServer(
+            self.node_config,
             own,
             publics,
             listen=self.listen,
@@ -197,17 +204,21 @@ class Run:
         )
 
     @cached_property
-    def keeper(self) -> CheckpointKeeper:
-        return CheckpointKeeper(self.checkpoints, self.brief, self.blueprint, self.tokenizer, self.origin, self.rescue)
+    def keeper(self) -> CheckpointManager:
+        return CheckpointManager(
+            self.checkpoints, self.node_config, self.spec, self.tokenizer, self.origin, self.rescue
+        )
 
-    def coordinate(self, desk: Desk, watcher: Watcher, asked: Asked, gone: Gone = lambda: ()) -> None:
-        from skippipe.planner.repair import compile_repair
+    def coordinate(
+        self, desk: CoordinatorServer, callback: Callback, asked: StopRequests, gone: Gone = lambda: ()
+    ) -> None:
+        from skippipe.planner.repair.repair import compile_repair
 
         threading.Thread(target=compile_repair, name="compile", daemon=True).start()  # before it is needed in a hurry
         desk.run(
-            self.brief.learning,
+            self.node_config.learning,
             self.iterations - self.first,
-            watcher,
+            callback,
             first=self.first,
             plans=self.plans,
             resumed=self.origin is not None,
@@ -215,23 +226,23 @@ class Run:
             kept_every=self.kept_every,
             deadlines=self.deadlines,
             survival=self.survival,
-            journal=self.memories,
+            wal=self.memories,
             gone=gone,
             asked=asked,
         )
-        self.close(watcher)
-        self.journal.close()
+        self.close(callback)
+        self.wal.close()
 
-    def close(self, watcher: Watcher) -> None:
+    def close(self, callback: Callback) -> None:
         """When checkpoints are on disk; if the last one could not be written, that is said."""
         self.keeper.close()
         if self.keeper.lacking:
-            watcher.happened(Event("checkpoint", self.iterations - 1, self.keeper.lacking))
+            callback.happened(Event("checkpoint", self.iterations - 1, self.keeper.lacking))
 
     @cached_property
     def models(self) -> ModelStore:
         folder = ModelFolder(
-            self.output / "model", self.brief.plan.layers, self.blueprint, self.tokenizer, run_id=self.run_id
+            self.output / "model", self.node_config.plan.layers, self.spec, self.tokenizer, run_id=self.run_id
         )
         return ModelStore(folder, self.rescue, self._ways_on)
 
@@ -244,73 +255,95 @@ class Run:
             return "there is no checkpoint to go on from; start anew with --rescue DIR, a folder on another disk"
         return f"--resume goes on from {done[0]}; with --rescue DIR the model goes to a folder on another disk"
 
-    def store(self, stages: Iterable[tuple[int, Iterable[Any]]], watcher: Watcher, asked: Asked) -> None:
+    def store(self, stages: Iterable[tuple[int, Iterable[Any]]], callback: Callback, asked: StopRequests) -> None:
         """The pieces of every stage, None after the last, from the memory of this process. Waits for room if need be,
         unless somebody asks for the end meanwhile; UserError if there is none in the end."""
         for stage, pieces in stages:
             for number, piece in enumerate(pieces):
-                self._store_one(stage, number, piece, watcher, asked)
+                self._store_one(stage, number, piece, callback, asked)
 
-    def _store_one(self, stage: int, number: int, piece: Any, watcher: Watcher, asked: Asked) -> None:
+    def _store_one(self, stage: int, number: int, piece: Any, callback: Callback, asked: StopRequests) -> None:
         deadline, before, said = time.monotonic() + self.deadlines.room.total_seconds(), asked(), False
         while True:
             try:
                 self.models.store(stage, number, piece)
-            except Unwritten as error:
+            except WriteFailed as error:
                 if asked() > before or time.monotonic() > deadline:
                     raise UserError(f"{error}; {error.ways}") from None
                 if not said:
                     minutes = f"{self.deadlines.room.total_seconds() / 60:.0f} minutes"
                     text = f"{error}; room is waited for, {minutes} at most"
-                    watcher.happened(Event("storage", self.iterations - 1, text))
+                    callback.happened(Event("storage", self.iterations - 1, text))
                 said = True
                 time.sleep(ROOM_S)  # a disk does not say when it has room
             else:
                 break
         if said:
-            watcher.happened(Event("storage", self.iterations - 1, "the model can be written again"))
+            callback.happened(Event("storage", self.iterations - 1, "the model can be written again"))
 
-    def ended(self, nursery: Nursery, told: Mapping[str, dict[str, Any]] | None = None) -> list[tuple[str, str]]:
+    def ended(self, pool: ProcessPool, told: Mapping[str, dict[str, Any]] | None = None) -> list[tuple[str, str]]:
         """Nodes that are no more, and how they ended; those in `told` are started again, a few times."""
-        nursery.look()
+        pool.look()
         found = []
-        for name, status in nursery.ended.items():
+        for name, status in pool.ended.items():
             found.append((name, f"{how_ended(status)}; its last words are in {log_file(self.output / 'logs', name)}"))
-        nursery.ended.clear()
+        pool.ended.clear()
         for name, _ in found:
-            if told and nursery.started[name] <= self.restarts:
-                nursery.start(name, told[name])
+            if told and pool.started[name] <= self.restarts:
+                pool.start(name, told[name])
         return found
 
 
-class Noting:
+class WalWriter:
     """Records on their way to the journal. Those that cannot be written wait, so that none is ever left out between
     others: a coordinator that is started again finds all up to some record, or goes on from a checkpoint."""
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+    def __init__(self, wal: WriteAheadLog) -> None:
+        self._wal = wal
         self._waiting: list[dict[str, Any]] = []
         self._failures = WriteFailures()
 
     def note(self, record: dict[str, Any]) -> None:
         self._waiting.append(record)
         meanwhile = "a coordinator that is killed now goes on from the newest checkpoint, not from where it was"
-        with self._failures.tolerated(self._journal.path, meanwhile):
+        with self._failures.tolerated(self._wal.path, meanwhile):
             while self._waiting:
-                self._journal.write(self._waiting[0])
+                self._wal.write(self._waiting[0])
                 del self._waiting[0]
 
 
-def birth(told: dict[str, Any]) -> int:
+def node_process(told: dict[str, Any]) -> int:
     """A node's life in its own process."""
-    reason = life(told)
+    reason = node_main(told)
     if reason:
         print(reason)
     return 1 if reason else 0
 
 
-def life(told: dict[str, Any]) -> str:
+def node_main(told: dict[str, Any]) -> str:
     """A node from its invitation to its end; why it ended, empty if all is well."""
     keys = told["keys"]
     folders = {each: Path(told[each]) for each in ("data_folder", "checkpoint") if told.get(each)}
-    return Member(Invitation(**{**told, **folders, "keys": KeyPair(*keys) if keys else None})).run()
+    return NodeAgent(JoinConfig(**{**told, **folders, "keys": KeyPair(*keys) if keys else None})).run()
+
+
+class KillDrill(Callback):
+    """Strikes when so many iterations are done; each time another node, those with the most lanes first."""
+
+    def __init__(self, plan: Plan, done: Collection[int], pool: ProcessPool, told: Callback) -> None:
+        self._done = set(done)
+        self._pool = pool
+        self._told = told
+        lanes = lanes_through([lane.path for lane in plan.lanes])
+        inner = [node for node, stage in plan.stage_of.items() if stage > 0]
+        ranked = sorted(inner, key=lambda node: (-len(lanes.get(node, ())), node))
+        self._names = [plan.cluster.nodes[node].name for node in ranked]
+
+    def iteration_done(self, report: IterationReport) -> None:
+        if report.iteration + 1 not in self._done:
+            return
+        self._pool.look()
+        name = self._names.pop(0)
+        self._names.append(name)
+        self._told.happened(Event("drill", report.iteration + 1, "is killed, for exercise", name))
+        os.kill(self._pool.pids[name], signal.SIGKILL)

@@ -19,13 +19,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from skippipe.checkpoint.format import Checkpoints
 from skippipe.errors import UserError
-from skippipe.jsonfile import json_text, write_text
-from skippipe.runs.listing import RUN_FILE, checkpoint_run_id, run_id_of
+from skippipe.json_fields import json_text, write_text
 from skippipe.runs.records import metrics_of, object_of
-from skippipe.training.checkpoint import Checkpoints
-from skippipe.training.journal import FORMAT as JOURNAL_FORMAT
-from skippipe.training.journal import Held, close_in_children, locked, sound
+from skippipe.runs.tail import RUN_FILE, checkpoint_run_id, run_id_of
+from skippipe.runs.wal import FORMAT as JOURNAL_FORMAT
+from skippipe.runs.wal import AlreadyLocked, close_in_children, lock_file, sound
 
 FORMAT, VERSION = "skippipe-run", 1
 LOCK_FILE = "run.lock"
@@ -121,8 +121,8 @@ def held_run_folder(
 def tell_rescue(path: Path, rescue: Path) -> int | None:
     """Tell the run that is going on in a folder where its model may go; its process, None if there is no such run."""
     try:
-        descriptor = locked(path / LOCK_FILE) if (path / LOCK_FILE).exists() else -1
-    except Held:
+        descriptor = lock_file(path / LOCK_FILE) if (path / LOCK_FILE).exists() else -1
+    except AlreadyLocked:
         make_folder(rescue, "--rescue")
         content = {**_lock_content(path), "rescue": str(rescue.resolve())}
         with (path / LOCK_FILE).open("r+b", buffering=0) as file:
@@ -145,9 +145,9 @@ def make_folder(folder: Path, what: str = "output") -> None:
 
 def _hold(folder: Path) -> int:
     try:
-        descriptor = locked(folder / LOCK_FILE)
+        descriptor = lock_file(folder / LOCK_FILE)
         os.pwrite(descriptor, _padded({"process": os.getpid(), "machine": socket.gethostname()}), 0)
-    except Held:
+    except AlreadyLocked:
         found = _lock_content(folder)
         who = f" (process {found['process']} of {found.get('machine', '?')})" if "process" in found else ""
         raise UserError(

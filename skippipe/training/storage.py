@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skippipe.errors import UserError
-from skippipe.report.figures import scaled
-from skippipe.runtime.surroundings import Unwritten
+from skippipe.report.summary import scaled
+from skippipe.runtime.coordinator.interfaces import WriteFailed
 
 if TYPE_CHECKING:
-    from skippipe.training.export import ModelFolder  # and with it torch
+    from skippipe.checkpoint.hf_export import ModelFolder  # and with it torch
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class ModelStore:
             self._folder.store(stage, number, piece)
         except (OSError, UserError) as error:
             if not self._store_elsewhere(stage, number, piece):
-                raise Unwritten(self._told(error), self._ways()) from None
+                raise WriteFailed(self._told(error), self._ways()) from None
 
     def _store_elsewhere(self, stage: int, number: int, piece: Any) -> bool:
         """Take all that there is to the rescue folder. Whether that worked."""

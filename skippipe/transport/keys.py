@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from skippipe.errors import UserError
-from skippipe.jsonfile import Fields, check_writable, exists, json_text, read_as, write_text
+from skippipe.json_fields import Fields, check_writable, exists, json_text, read_as, write_text
 
 KEY_FORMAT = "skippipe-key"
 PEERS_FORMAT = "skippipe-peers"

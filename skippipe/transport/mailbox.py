@@ -35,16 +35,16 @@ from typing import Literal, TypeAlias
 import zmq
 
 from skippipe.errors import UserError
-from skippipe.transport import sealing
-from skippipe.transport.incoming import LONGEST_NAME, Incoming
+from skippipe.transport import aead
+from skippipe.transport.addresses import is_loopback, split_address
+from skippipe.transport.fast_path import LARGE_BYTES
 from skippipe.transport.keys import KeyPair, check_key
-from skippipe.transport.lanes import LARGE_BYTES
 from skippipe.transport.message import Limits, Message, Received, to_frames
-from skippipe.transport.outgoing import Lost, NotConnected, Outgoing, QueueFull, Reason, Wiring
-from skippipe.transport.packed import Packed
-from skippipe.transport.sockets import is_loopback, split
+from skippipe.transport.receiver import LONGEST_NAME, Receiver
+from skippipe.transport.sender import LossReason, Lost, NotConnected, QueueFull, Sender, SocketSettings
+from skippipe.transport.wire_codec import EncodedTensor
 
-__all__ = ["Lost", "Mailbox", "NotConnected", "QueueFull", "Reason"]
+__all__ = ["LossReason", "Lost", "Mailbox", "NotConnected", "QueueFull"]
 
 Security: TypeAlias = Literal["curve", "none"]
 
@@ -80,29 +80,29 @@ class Mailbox:
             raise UserError(f"'{name}': security 'curve' needs a key pair; make one or choose 'none' on one machine")
         if not 0 < len(name.encode()) <= LONGEST_NAME:
             raise UserError(f"'{name}': a node's name has 1 to {LONGEST_NAME} bytes")
-        host, port = split(listen)
+        host, port = split_address(listen)
         self.name = name
         self.security = security
         self._keys = keys if security == "curve" else None
         self._check_loopback(host)
         self._limits = Limits(payload_bytes=largest_bytes, json_bytes=json_bytes)
-        self._outgoing: dict[str, Outgoing] = {}
-        self._lost: dict[str, Reason] = {}
+        self._outgoing: dict[str, Sender] = {}
+        self._lost: dict[str, LossReason] = {}
         self.sent_bytes: Counter[str] = Counter()
 
         self._context = zmq.Context(io_threads)
         self._context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)
         self._poller = zmq.Poller()
-        self._wiring = Wiring(
+        self._wiring = SocketSettings(
             self._context,
             self._poller,
             name,
             depth,
             piece_bytes=PIECE_BYTES if security == "curve" else largest_bytes,
-            fast_lane=fast_lane and security == "curve" and sealing.AVAILABLE,
+            fast_lane=fast_lane and security == "curve" and aead.AVAILABLE,
             wake=self.wake,
         )
-        self._incoming = Incoming(self._wiring, self._keys, host, port, self._limits, trusted)
+        self._incoming = Receiver(self._wiring, self._keys, host, port, self._limits, trusted)
         self.address = self._incoming.address
         self.malformed = self._incoming.malformed
         self.received_bytes = self._incoming.received_bytes
@@ -149,14 +149,14 @@ class Mailbox:
 
     def connect(self, peer: str, address: str, public: str | None = None) -> None:
         """Start to connect, and to reconnect whenever the connection breaks; an earlier connection is given up."""
-        host, port = split(address)
+        host, port = split_address(address)
         self._check_loopback(host)
         if self._keys is not None:
             if public is None:
                 raise UserError(f"key of '{peer}': missing; under CURVE the other side must prove who it is")
             check_key(public, f"key of '{peer}'")
         self.disconnect(peer)
-        outgoing = Outgoing(self._wiring, peer, host)
+        outgoing = Sender(self._wiring, peer, host)
         try:
             outgoing.connect(port, self._keys, public)
         except zmq.ZMQError as error:
@@ -202,10 +202,10 @@ class Mailbox:
             raise ValueError(f"{len(payload)} bytes for '{peer}'; at most {self._limits.payload_bytes} can be sent")
         try:
             queued = outgoing.send(header, payload)
-            if self._wiring.fast_lane and isinstance(message.body, Packed) and len(payload) >= LARGE_BYTES:
+            if self._wiring.fast_lane and isinstance(message.body, EncodedTensor) and len(payload) >= LARGE_BYTES:
                 outgoing.ask_for_lane()
         except ConnectionError:
-            self._lose(peer, Reason.REFUSED)
+            self._lose(peer, LossReason.REFUSED)
             raise NotConnected(peer) from None
         if not queued:
             if outgoing.lane is None or not outgoing.lane.in_use:  # a lane calls `wake`
@@ -269,12 +269,12 @@ class Mailbox:
                 self._lose(peer, reason)
         return any(news.values())
 
-    def _forget(self, outgoing: Outgoing) -> None:
+    def _forget(self, outgoing: Sender) -> None:
         """Nobody waits for room in this queue (any more)."""
         with contextlib.suppress(KeyError):
             self._poller.unregister(outgoing.push)
 
-    def _lose(self, peer: str, reason: Reason) -> None:
-        if reason in (Reason.REFUSED, Reason.FOREIGN):
+    def _lose(self, peer: str, reason: LossReason) -> None:
+        if reason in (LossReason.REFUSED, LossReason.FOREIGN):
             self.disconnect(peer)  # libzmq does not try again, and would take messages for nobody
         self._lost[peer] = reason

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Never, TypeAlias
 
-from skippipe.transport.packed import Buffer, Packed
+from skippipe.transport.wire_codec import Buffer, EncodedTensor
 from skippipe.workload import WIRE_DTYPES, wire_bytes
 
 MAGIC = b"SKPP"
@@ -35,14 +35,14 @@ BOUNDS = (
     *((name, LARGEST_COUNT) for name in ("lane", "microbatch", "step", "epoch")),
 )
 
-Body: TypeAlias = Packed | dict[str, Any] | None
+Body: TypeAlias = EncodedTensor | dict[str, Any] | None
 
 
 class Malformed(Exception):
     """Bytes that are no message of ours, and why."""
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     HOP = 1
     """An activation, or the gradient of one, along the path of a lane."""
     CHUNK = 2
@@ -53,7 +53,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    kind: Kind
+    kind: MessageKind
     iteration: int
     lane: int
     microbatch: int
@@ -68,7 +68,7 @@ class Message:
         for name, most in BOUNDS:
             if not 0 <= getattr(self, name) <= most:
                 raise ValueError(f"{name} {getattr(self, name)} does not fit into a message")
-        if self.body is not None and isinstance(self.body, dict) != (self.kind is Kind.CONTROL):
+        if self.body is not None and isinstance(self.body, dict) != (self.kind is MessageKind.CONTROL):
             raise ValueError(f"a {self.kind.name} message cannot carry {type(self.body).__name__}")
 
 
@@ -97,7 +97,7 @@ def to_frames(message: Message, due_ns: int = 0) -> tuple[bytes, Buffer]:
     shape: tuple[int, ...] = ()
     payload: Buffer = b""
     number = 0
-    if isinstance(body, Packed):
+    if isinstance(body, EncodedTensor):
         shape, payload = body.shape, body.data
         number = BODIES.index(body.dtype)
         if len(shape) > MOST_DIMS or body.nbytes != wire_bytes(body.values, body.dtype):
@@ -121,14 +121,14 @@ def from_frames(frames: Sequence[Buffer], limits: Limits) -> tuple[Message, int]
         raise Malformed("the header does not start like one of ours")
     if version != VERSION:
         raise Malformed(f"version {version} is not known here; this release speaks {VERSION}")
-    if kind not in tuple(Kind):
+    if kind not in tuple(MessageKind):
         raise Malformed(f"kind {kind} is unknown")
     if number >= len(BODIES):
         raise Malformed(f"body {number} is unknown")
     if max(iteration, sent_ns, due_ns) > LARGEST_NS:
         raise Malformed("iteration or time out of range")
-    if BODIES[number] != "nothing" and (BODIES[number] == "json") != (kind == Kind.CONTROL):
-        raise Malformed(f"a {Kind(kind).name} message with a body of {BODIES[number]}")
+    if BODIES[number] != "nothing" and (BODIES[number] == "json") != (kind == MessageKind.CONTROL):
+        raise Malformed(f"a {MessageKind(kind).name} message with a body of {BODIES[number]}")
     size = sum(len(frame) for frame in frames[1:])
     if size > limits.payload_bytes:
         raise Malformed(f"{size} bytes; at most {limits.payload_bytes} are taken")
@@ -144,17 +144,17 @@ def from_frames(frames: Sequence[Buffer], limits: Limits) -> tuple[Message, int]
     else:
         body = None
     lane, microbatch, step, epoch = places
-    return Message(Kind(kind), iteration, lane, microbatch, step, body, epoch, sent_ns), due_ns
+    return Message(MessageKind(kind), iteration, lane, microbatch, step, body, epoch, sent_ns), due_ns
 
 
-def _tensor(dtype: str, dims: tuple[int, ...], ndim: int, payload: Sequence[Buffer], size: int) -> Packed:
+def _tensor(dtype: str, dims: tuple[int, ...], ndim: int, payload: Sequence[Buffer], size: int) -> EncodedTensor:
     shape = dims[:ndim]
     if ndim > MOST_DIMS or not all(shape) or any(dims[ndim:]):
         raise Malformed(f"{ndim} dimensions {list(dims)} are no shape")
     needed = wire_bytes(math.prod(shape), dtype)  # Python's whole numbers cannot overflow
     if size != needed:
         raise Malformed(f"{size} bytes; a {dtype} tensor of shape {list(shape)} has {needed}")
-    return Packed(dtype, shape, _joined(payload))
+    return EncodedTensor(dtype, shape, _joined(payload))
 
 
 def _joined(payload: Sequence[Buffer]) -> Buffer:

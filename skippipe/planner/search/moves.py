@@ -8,17 +8,25 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from skippipe.compiled import kernel
 from skippipe.dispatch import LANES_IN_ORDER, Dispatch
-from skippipe.planner.lanework import move_microbatches, put_in_order, visits
-from skippipe.planner.search.state import Ints, State, Tables, lanes_through, slots_of
+from skippipe.jit import kernel
+from skippipe.planner.search.state import (
+    Ints,
+    State,
+    Tables,
+    lanes_through,
+    move_microbatches,
+    put_in_order,
+    slots_of,
+    visits,
+)
 
 DRAWS = 16  # numbers in a row
-MOST_LIFTED = 4  # of the lanes through a node, fewer than this are laid anew together
+MOST_REMOVED = 4  # of the lanes through a node, fewer than this are laid anew together
 DISPATCHES = len(Dispatch)
 
 
-class Kind(IntEnum):
+class Move(IntEnum):
     """What can be changed."""
 
     NODE = 0
@@ -38,26 +46,26 @@ class Kind(IntEnum):
 
 
 SHARES = {
-    Kind.NODE: 14,
-    Kind.NODES_OF_TWO: 10,
-    Kind.STAGES_OF_TWO: 10,
-    Kind.ORDER: 6,
-    Kind.MICROBATCHES: 10,
-    Kind.NEW_LANE: 8,
-    Kind.WAYS: 12,
-    Kind.STAGE: 12,
-    Kind.RING: 4,
-    Kind.ROLES_OF_TWO: 14,
-    Kind.ROLE: 8,
-    Kind.LAYERS: 4,
-    Kind.DISPATCH: 1,
-    Kind.RANKS: 6,
+    Move.NODE: 14,
+    Move.NODES_OF_TWO: 10,
+    Move.STAGES_OF_TWO: 10,
+    Move.ORDER: 6,
+    Move.MICROBATCHES: 10,
+    Move.NEW_LANE: 8,
+    Move.WAYS: 12,
+    Move.STAGE: 12,
+    Move.RING: 4,
+    Move.ROLES_OF_TWO: 14,
+    Move.ROLE: 8,
+    Move.LAYERS: 4,
+    Move.DISPATCH: 1,
+    Move.RANKS: 6,
 }
 """How often each is drawn, relative to each other, where it is open."""
 
 
 @kernel
-def change(draw: Ints, state: State, tables: Tables, shares: Ints) -> bool:
+def propose(draw: Ints, state: State, tables: Tables, shares: Ints) -> bool:
     """One kind of change. Lanes that are to be laid anew then are lifted; `lay_lifted` of `laying` has to follow."""
     drawn = draw[0] % shares[-1]
     kind = 0
@@ -65,34 +73,34 @@ def change(draw: Ints, state: State, tables: Tables, shares: Ints) -> bool:
         kind += 1
     lanes = len(state.counts)
     a, b = _there(draw[1] % lanes, state), _there(draw[2] % lanes, state)
-    if kind == Kind.NODE:
+    if kind == Move.NODE:
         return _other_node(a, draw, state, tables)
-    if kind == Kind.NODES_OF_TWO:
+    if kind == Move.NODES_OF_TWO:
         return _exchange_nodes(a, b, draw, state)
-    if kind == Kind.STAGES_OF_TWO:
+    if kind == Move.STAGES_OF_TWO:
         return _exchange_stages(a, b, draw, state)
-    if kind == Kind.ORDER:
+    if kind == Move.ORDER:
         return _swap_neighbours(a, draw, state)
-    if kind == Kind.MICROBATCHES:
+    if kind == Move.MICROBATCHES:
         if a != b:
             moved = state.counts[a] if draw[3] % 4 == 0 else 1
             move_microbatches(a, b, moved, draw[4], draw[5], state.paths, state.counts, state.stage_of)
         return a != b
-    if kind == Kind.NEW_LANE:
+    if kind == Move.NEW_LANE:
         return _split_lane(a, draw, state)
-    if kind == Kind.WAYS:
+    if kind == Move.WAYS:
         return _lift_some(a, b, draw, state)
-    if kind == Kind.STAGE:
+    if kind == Move.STAGE:
         return _replace_stage(a, draw, state)
-    if kind == Kind.RING:
+    if kind == Move.RING:
         return _turn_ring(draw, state)
-    if kind == Kind.ROLES_OF_TWO:
+    if kind == Move.ROLES_OF_TWO:
         return _exchange_roles(draw, state)
-    if kind == Kind.ROLE:
+    if kind == Move.ROLE:
         return _change_role(draw, state, tables)
-    if kind == Kind.LAYERS:
+    if kind == Move.LAYERS:
         return _move_layer(draw, state, tables)
-    if kind == Kind.DISPATCH:
+    if kind == Move.DISPATCH:
         state.order[0] = draw[3] % DISPATCHES
         return True
     return _exchange_ranks(a, b, state)
@@ -143,7 +151,7 @@ def _lift_through(node: int, most: int, drawn: int, state: State) -> None:
 @kernel
 def _lift_some(a: int, b: int, draw: Ints, state: State) -> bool:
     """A lane, by itself, with others that share a node with it, or with any other."""
-    together = draw[3] % MOST_LIFTED
+    together = draw[3] % MOST_REMOVED
     if draw[4] % 2:
         put_in_order(state.paths[a], state.stage_of)
     _lift(a, state)
@@ -272,8 +280,8 @@ def _exchange_roles(draw: Ints, state: State) -> bool:
     for lane in range(len(state.counts)):
         _exchange(state.paths, lane, state.paths.shape[1], x, y)
     state.stage_of[x], state.stage_of[y] = state.stage_of[y], state.stage_of[x]
-    _lift_through(x, draw[5] % MOST_LIFTED, draw[6], state)
-    _lift_through(y, draw[7] % MOST_LIFTED, draw[8], state)
+    _lift_through(x, draw[5] % MOST_REMOVED, draw[6], state)
+    _lift_through(y, draw[7] % MOST_REMOVED, draw[8], state)
     return True
 
 

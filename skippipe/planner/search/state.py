@@ -2,6 +2,9 @@
 
 Everything is open at once: who holds which stage or none, the order of rings, how many layers a stage has, the path of
 every lane and its microbatches, who goes next on a node and which lane before which.
+
+
+What searches do to lanes, whatever else they change: kernels over paths and microbatches.
 """
 
 from __future__ import annotations
@@ -13,13 +16,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from skippipe.averaging import best_ring
-from skippipe.compiled import kernel
-from skippipe.costs import NEVER_NS, Costs, costs_of
+from skippipe.constraints import MAX_SWAPS
+from skippipe.cost_model import NEVER_NS, CostModel, cost_model_of
 from skippipe.dispatch import Dispatch
+from skippipe.jit import kernel
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Problem
-from skippipe.rules import MAX_SWAPS
+from skippipe.ring_timing import best_ring
 from skippipe.timeline import Timing
 
 Ints = NDArray[np.int64]
@@ -70,15 +73,15 @@ class Tables(NamedTuple):
     """Swaps that count as used before a path begins."""
 
 
-def costs_by_layers(problem: Problem, most_layers: int) -> list[Costs]:
+def costs_by_layers(problem: Problem, most_layers: int) -> list[CostModel]:
     """Of two stages, the first and another, with 1 to so many layers; the entry for 0 is not used."""
     shape = replace(problem.workload.model, layers=2 * most_layers)
     work = replace(problem.workload, model=shape)
-    found = [costs_of(problem.cluster, work, (count, count)) for count in range(1, most_layers + 1)]
+    found = [cost_model_of(problem.cluster, work, (count, count)) for count in range(1, most_layers + 1)]
     return [found[0], *found]
 
 
-def tables_of(problem: Problem, each: Sequence[Costs]) -> Tables:
+def tables_of(problem: Problem, each: Sequence[CostModel]) -> Tables:
     full = problem.timing is Timing.FULL
     costs = each[0]
     reachable = costs.transmit_ns < NEVER_NS
@@ -193,7 +196,7 @@ def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
     rings as they are and in the best order for nodes that are done at the same time. Some may break a rule."""
     used = set(state.paths[state.counts > 0].ravel().tolist())
     layers = tuple(state.layers.tolist())
-    costs = costs_of(problem.cluster, problem.workload, layers)
+    costs = cost_model_of(problem.cluster, problem.workload, layers)
     everybody = [tuple(row[:size].tolist()) for row, size in zip(state.ring, state.size, strict=True)]
     at_work = [tuple(node for node in ring if node in used) for ring in everybody]
     lanes = tuple(
@@ -215,3 +218,51 @@ def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
         )
         for rings in [*in_order, *members]
     ]
+
+
+@kernel
+def visits(path: Ints, stage: int, stage_of: Ints) -> bool:
+    for node in path:  # noqa: SIM110, numba has no `any` over a generator
+        if stage_of[node] == stage:
+            return True
+    return False
+
+
+@kernel
+def put_in_order(path: Ints, stage_of: Ints) -> None:
+    """By stage."""
+    for end in range(1, len(path)):
+        hop = end
+        while hop > 0 and stage_of[path[hop]] < stage_of[path[hop - 1]]:
+            path[hop], path[hop - 1] = path[hop - 1], path[hop]
+            hop -= 1
+
+
+@kernel
+def move_microbatches(
+    a: int, b: int, moved: int, from_: int, to: int, paths: Ints, counts: Ints, stage_of: Ints
+) -> None:
+    """From lane a to b. If these visit other stages, as many go where they make up for it, if there is such a pair:
+    looked for from lanes `from_` and `to` on."""
+    counts[a] -= moved
+    counts[b] += moved
+    lanes = len(counts)
+    sets = np.zeros(lanes, np.int64)
+    for lane in range(lanes):
+        if counts[lane] > 0 or lane == a:
+            for node in paths[lane]:
+                sets[lane] |= 1 << stage_of[node]
+    lost, won = sets[a] & ~sets[b], sets[b] & ~sets[a]
+    if lost == 0 and won == 0:
+        return
+    for nth in range(lanes):
+        c = (from_ + nth) % lanes
+        if counts[c] < moved or won & ~sets[c] or lost & sets[c]:
+            continue
+        for other in range(lanes):
+            d = (to + other) % lanes
+            back = c == b and d == a
+            if counts[d] > 0 and not back and sets[c] & ~sets[d] == won and sets[d] & ~sets[c] == lost:
+                counts[c] -= moved
+                counts[d] += moved
+                return

@@ -9,15 +9,13 @@ from pathlib import Path
 
 from plotly import graph_objects as go
 
-from skippipe.jsonfile import write_text
+from skippipe.json_fields import write_text
 from skippipe.plan import Plan
-from skippipe.report.figures import plan_figures, timeline_figures
+from skippipe.report.gantt import HUES, Gantt, pale
 from skippipe.report.html import ROW_PX, bar_trace, heat_figure, key_figures, picture_sections
-from skippipe.report.page import figure_html, page, section, table_html
-from skippipe.report.picture import HUES, Picture, pale
-from skippipe.report.run.marks import marks_of
-from skippipe.report.run.recorded import MEASURED_PLACE, PLANNED_PLACE, Recorded
-from skippipe.report.run.words import (
+from skippipe.report.plotly_utils import figure_html, page, section, table_html
+from skippipe.report.run.gantt import MEASURED_PLACE, PLANNED_PLACE, RecordedGantt, marks_of
+from skippipe.report.run.summary import (
     amount,
     events_table,
     losses_table,
@@ -28,10 +26,11 @@ from skippipe.report.run.words import (
     title,
     tokens_each,
 )
-from skippipe.runs.chart import Chart
-from skippipe.runs.curves import thinned
-from skippipe.runs.history import History
-from skippipe.simulate import simulate
+from skippipe.report.summary import plan_figures, timeline_figures
+from skippipe.runs.gantt_data import GanttData
+from skippipe.runs.history import RunHistory
+from skippipe.runs.records import thinned
+from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 
 MOST_POINTS = 3000  # of a curve
@@ -49,7 +48,7 @@ LINKS_IN_WORDS = """Over the whole run, from the node of the row to the node of 
 Steps of colour are even on a logarithmic scale."""
 
 
-def write_run_html(history: History, path: Path) -> None:
+def write_run_html(history: RunHistory, path: Path) -> None:
     sections = [
         key_figures(run_figures(history)),
         _missing(history),
@@ -66,14 +65,14 @@ def write_run_html(history: History, path: Path) -> None:
     write_text(path, page(title(history), sections))
 
 
-def _missing(history: History) -> str:
+def _missing(history: RunHistory) -> str:
     if not history.missing:
         return ""
     items = "".join(f"<li>{escape(each)}</li>" for each in history.missing)
     return f"<h2>What is not on record</h2>\n<ul>{items}</ul>"
 
 
-def _loss(history: History) -> go.Figure:
+def _loss(history: RunHistory) -> go.Figure:
     size, rows = thinned(history.rows, MOST_POINTS)
     figure = go.Figure()
     tokens = ["" if row.tokens is None else f"<br>{row.tokens:,.0f} tokens" for row in rows]
@@ -105,7 +104,7 @@ def _round_ticks(last: float) -> list[float]:
     return [step * number for number in range(1, math.floor(last / step) + 1)]
 
 
-def _seconds(history: History) -> go.Figure:
+def _seconds(history: RunHistory) -> go.Figure:
     size, rows = thinned(history.rows, MOST_POINTS)
     figure = go.Figure()
     at = [row.iteration + 1 for row in rows]
@@ -134,10 +133,10 @@ def _seconds(history: History) -> go.Figure:
     return figure
 
 
-def _recorded(chart: Chart) -> list[str]:
+def _recorded(chart: GanttData) -> list[str]:
     if not (chart.planned or chart.measured):
         return []
-    recorded, figure = Recorded(chart), go.Figure()
+    recorded, figure = RecordedGantt(chart), go.Figure()
     planned, measured = recorded.planned, recorded.measured
     for name, bars, place in (("planned", planned, PLANNED_PLACE), ("measured", measured, MEASURED_PLACE)):
         if bars:
@@ -155,7 +154,7 @@ def _recorded(chart: Chart) -> list[str]:
     return [section(f"Iteration {chart.iteration + 1}, planned and measured", RECORDED_IN_WORDS, figure_html(figure))]
 
 
-def _busy(history: History) -> go.Figure:
+def _busy(history: RunHistory) -> go.Figure:
     uses = history.uses
     figure = go.Figure()
     for offset, which in ((-0.2, "planned"), (0.2, "measured")):
@@ -194,7 +193,7 @@ def _busy(history: History) -> go.Figure:
     return figure
 
 
-def _links(history: History) -> list[str]:
+def _links(history: RunHistory) -> list[str]:
     if not any(history.links.values()):
         return []
     names = [use.name for use in history.uses if use.sent_bytes or use.received_bytes]
@@ -208,7 +207,7 @@ def _links(history: History) -> list[str]:
     return [section("How much every link carried", LINKS_IN_WORDS, figure_html(figure))]
 
 
-def _plans(history: History) -> list[str]:
+def _plans(history: RunHistory) -> list[str]:
     """As it began and, if that is another, as it ended."""
     found: list[str] = []
     if history.plan is not None:
@@ -223,7 +222,7 @@ def _plans(history: History) -> list[str]:
 def _plan(title: str, note: str, plan: Plan) -> list[str]:
     timeline = plan.expected or simulate(plan, Timing.FULL)
     figures = key_figures([*plan_figures(plan), *timeline_figures(timeline)])
-    return [section(title, note, figures), *picture_sections(Picture(plan, timeline))]
+    return [section(title, note, figures), *picture_sections(Gantt(plan, timeline))]
 
 
 def _mode(rows: Sequence[object]) -> str:

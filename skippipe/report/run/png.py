@@ -12,15 +12,14 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from skippipe.report.image import GRID, INK, blank, dress, literal, write_image
-from skippipe.report.picture import HUES, pale
+from skippipe.report.gantt import HUES, pale
+from skippipe.report.matplotlib_utils import GRID, INK, blank, dress, literal, write_image
 from skippipe.report.png import draw_task, write_png
-from skippipe.report.run.marks import marks_of
-from skippipe.report.run.recorded import MEASURED_PLACE, PLANNED_PLACE, Recorded
-from skippipe.report.run.words import amount, short_count, steps_of, title, tokens_each
-from skippipe.runs.curves import thinned
-from skippipe.runs.history import History
-from skippipe.simulate import simulate
+from skippipe.report.run.gantt import MEASURED_PLACE, PLANNED_PLACE, RecordedGantt, marks_of
+from skippipe.report.run.summary import amount, short_count, steps_of, title, tokens_each
+from skippipe.runs.history import RunHistory
+from skippipe.runs.records import thinned
+from skippipe.simulator import simulate
 
 PRINT_DPI = 300
 WIDTH_IN, CURVES_IN = 11.0, 3.6
@@ -32,10 +31,10 @@ MEASURED, PROMISED, IDLE, BUSY, COLLISIONS = HUES[0], HUES[1], "#D9D9D9", HUES[0
 NODES_IN_WORDS = "seconds of an iteration, planned above measured:\nblue computes, grey idles, a diamond is collisions"
 NOT_RECORDED = "not on record"
 
-Panel = Callable[[Axes, History], None]
+Panel = Callable[[Axes, RunHistory], None]
 
 
-def write_run_png(history: History, path: Path) -> None:
+def write_run_png(history: RunHistory, path: Path) -> None:
     """Loss, seconds, nodes and links in one picture."""
     nodes_in = _nodes_in(history)
     figure = blank(WIDTH_IN, CURVES_IN + nodes_in + 0.4)
@@ -46,7 +45,7 @@ def write_run_png(history: History, path: Path) -> None:
     write_image(figure, path, PRINT_DPI)
 
 
-def write_run_pngs(history: History, folder: Path) -> list[str]:
+def write_run_pngs(history: RunHistory, folder: Path) -> list[str]:
     """Every panel by itself, a recorded iteration and the plan; the names of the files."""
     nodes_in = _nodes_in(history)
     panels: dict[str, tuple[Panel, float]] = {
@@ -62,7 +61,7 @@ def write_run_pngs(history: History, folder: Path) -> list[str]:
     written = list(panels)
     charts = [chart for chart in history.charts if chart.planned or chart.measured]
     if charts:
-        write_image(_gantt(Recorded(charts[-1])), folder / "recorded.png", PRINT_DPI)
+        write_image(_gantt(RecordedGantt(charts[-1])), folder / "recorded.png", PRINT_DPI)
         written.append("recorded.png")
     if history.plan is not None:
         write_png(history.plan, history.plan.expected or simulate(history.plan), folder / "plan.png")
@@ -70,7 +69,7 @@ def write_run_pngs(history: History, folder: Path) -> list[str]:
     return written
 
 
-def _nodes_in(history: History) -> float:
+def _nodes_in(history: RunHistory) -> float:
     return min(HIGHEST_IN, max(3.2, ROW_IN * len(history.uses) + 1.4))
 
 
@@ -79,7 +78,7 @@ def _name_pt(rows: int) -> float:
     return min(8.0, 0.85 * 72 * HIGHEST_IN / rows)
 
 
-def _draw_loss(axes: Axes, history: History) -> None:
+def _draw_loss(axes: Axes, history: RunHistory) -> None:
     dress(axes, "Loss", "iteration", "training loss")
     if not history.losses:
         _say_nothing(axes)
@@ -96,7 +95,7 @@ def _draw_loss(axes: Axes, history: History) -> None:
         above.spines["top"].set_visible(False)
 
 
-def _draw_curve(axes: Axes, history: History, name: str) -> None:
+def _draw_curve(axes: Axes, history: RunHistory, name: str) -> None:
     size, means = thinned(history.rows, MOST_POINTS)
     for rows, colour, width, label in (
         *(((history.rows, pale(MEASURED), 0.4, "every iteration"),) if size > 1 else ()),
@@ -106,7 +105,7 @@ def _draw_curve(axes: Axes, history: History, name: str) -> None:
         axes.plot([row.iteration + 1 for row in rows], values, color=colour, linewidth=width, label=label)
 
 
-def _draw_seconds(axes: Axes, history: History) -> None:
+def _draw_seconds(axes: Axes, history: RunHistory) -> None:
     dress(axes, "Seconds, promised and measured", "iteration", "seconds")
     rows = history.rows
     at = [row.iteration + 1 for row in rows]
@@ -132,7 +131,7 @@ def _draw_seconds(axes: Axes, history: History) -> None:
     axes.legend(fontsize=7.5, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=3, labelcolor=INK)
 
 
-def _draw_nodes(axes: Axes, history: History) -> None:
+def _draw_nodes(axes: Axes, history: RunHistory) -> None:
     uses = history.uses
     dress(axes, "Who computes, who waits", NODES_IN_WORDS)
     size = min(4.0, _name_pt(len(uses)) / 2)
@@ -152,7 +151,7 @@ def _draw_nodes(axes: Axes, history: History) -> None:
         axes.set_title(f"measured: {NOT_RECORDED}", loc="right", fontsize=9, color=INK)
 
 
-def _draw_links(axes: Axes, history: History) -> None:
+def _draw_links(axes: Axes, history: RunHistory) -> None:
     axes.set_title("Bytes over every link, in all", loc="left", fontsize=12, color=INK, fontweight="bold")
     names = [use.name for use in history.uses if use.sent_bytes or use.received_bytes]
     if not names:
@@ -180,7 +179,7 @@ def _draw_links(axes: Axes, history: History) -> None:
     bar.outline.set_visible(False)
 
 
-def _gantt(recorded: Recorded) -> Figure:
+def _gantt(recorded: RecordedGantt) -> Figure:
     labels, ys = zip(*recorded.rows, strict=True)
     figure = blank(GANTT_IN, 1.4 + 0.36 * (ys[-1] + 1))
     axes = figure.subplots()

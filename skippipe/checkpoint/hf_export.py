@@ -1,0 +1,140 @@
+"""Weights that come in from the nodes, stage by stage, into a Hugging Face folder that transformers loads.
+
+Files lie in `unfinished` within the folder until all are there and on the disk. So a model is there whole or not at
+all, and one that the folder holds already stays until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from skippipe.data.tokenizer import TextTokenizer
+from skippipe.model.flat_params import layout_of_stage
+from skippipe.model.model_files import INDEX
+from skippipe.model.model_spec import ModelSpec
+from skippipe.transport.wire_codec import decode
+
+UNFINISHED = "unfinished"
+
+
+class ModelFolder:
+    """Takes the flat weights of one stage after another; holds one stage at a time."""
+
+    def __init__(
+        self,
+        folder: Path,
+        layers: tuple[int, ...],
+        spec: ModelSpec,
+        tokenizer: TextTokenizer,
+        dtype: torch.dtype = torch.float32,
+        run_id: str = "",
+    ) -> None:
+        """`layers` of each stage; `dtype` of what is written; the id of the run that trained it, if it has one."""
+        self.folder = folder
+        self._dtype = dtype
+        self._run = {"run": run_id} if run_id else {}
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._layers = layers
+        self._pieces: list[torch.Tensor] = []
+        self._where: dict[str, str] = {}
+        self._bytes = 0
+
+    def store(self, stage: int, number: int, piece: Any) -> None:
+        """A piece of the stage; None ends it: OSError if it cannot be written, and then it may be ended again. With
+        number 0 the stage begins, perhaps again."""
+        if piece is not None:
+            self._pieces = [*(self._pieces if number else ()), decode(piece)]
+            return
+        self.store_flat(stage, torch.cat(self._pieces))
+        self._pieces = []
+
+    def store_flat(self, stage: int, flat: torch.Tensor) -> None:
+        """A whole stage; OSError if it cannot be written."""
+        if not self._where:
+            shutil.rmtree(self._unfinished, ignore_errors=True)  # of one that was cut short
+        self._unfinished.mkdir(parents=True, exist_ok=True)
+        weights = {
+            place.name: flat[place.start : place.start + place.size].view(place.shape).to(self._dtype).contiguous()
+            for place in layout_of_stage(self._spec, self._layers, stage)
+        }
+        file = f"model-{stage + 1:05d}-of-{len(self._layers):05d}.safetensors"
+        if self._where.get(next(iter(weights))) != file:  # else it is there: what failed came after it
+            _save(weights, self._unfinished / file, {"format": "pt", **self._run})
+            self._where |= dict.fromkeys(weights, file)
+            self._bytes += self._dtype.itemsize * len(flat)
+        if stage + 1 == len(self._layers):
+            self._finish()
+
+    def move(self, folder: Path) -> None:
+        """Go on in another folder, with the stages that are written already; OSError if they cannot be copied there."""
+        before, after = self._unfinished, folder / UNFINISHED
+        after.mkdir(parents=True, exist_ok=True)
+        for file in set(self._where.values()):
+            shutil.copyfile(before / file, after / file)
+            _sync(after / file)
+        shutil.rmtree(before, ignore_errors=True)
+        self.folder = folder
+
+    def discard(self) -> None:
+        """What there is of a model that is not whole."""
+        shutil.rmtree(self._unfinished, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()  # if there is nothing else
+
+    @property
+    def missing_bytes(self) -> int:
+        """That are not written yet."""
+        stages = (layout_of_stage(self._spec, self._layers, stage) for stage in range(len(self._layers)))
+        return self._dtype.itemsize * sum(place.size for places in stages for place in places) - self._bytes
+
+    @property
+    def _unfinished(self) -> Path:
+        return self.folder / UNFINISHED
+
+    def _finish(self) -> None:
+        index = {"metadata": {"total_size": self._bytes, **self._run}, "weight_map": self._where}
+        config = self._spec.config
+        config.architectures = [type(self._spec.skeleton).__name__]
+        config.dtype = self._dtype
+        config.save_pretrained(self._unfinished)
+        self._tokenizer.save(self._unfinished)
+        (self._unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        for path in self._unfinished.iterdir():
+            _sync(path)
+        for path in sorted(self._unfinished.iterdir()):
+            path.replace(self.folder / path.name)
+        self._unfinished.rmdir()
+        _sync(self.folder)
+
+
+def _save(weights: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    try:
+        save_file(weights, path, metadata=metadata)
+        _sync(path)
+    except (SafetensorError, OSError) as error:
+        path.unlink(missing_ok=True)  # others need the room
+        if isinstance(error, OSError):
+            raise
+        number = re.search(r"os error (\d+)", str(error))  # of the system, in the words of the library
+        code = int(number[1]) if number else 0
+        raise OSError(code, os.strerror(code) if code else str(error), str(path)) from None
+
+
+def _sync(path: Path) -> None:
+    """Returns when its content is on the disk, and not only promised to be."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,276 @@
+"""The command that writes: generate."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from skippipe.cli import options as cli_options
+from skippipe.errors import UserError
+from skippipe.value_ranges import CONTEXT, SEED, Range
+
+if TYPE_CHECKING:
+    from skippipe.inference.checkpoint_loader import StagedModel
+    from skippipe.inference.decoder import Decoder
+    from skippipe.inference.request import GenerationRequest, OutputPiece
+    from skippipe.stage_subset import StageSubset
+
+CHOICE, DRAFT = "Which words", "Drafts"
+SAMPLE_TOKENS = 48  # that the model writes before 'auto' compares drafts
+
+
+def generate(
+    checkpoint: cli_options.Checkpoint,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PROMPT|-",
+            help="How the text begins; several are written together. '-': read it from stdin.",
+            show_default="a new text",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int,
+        Range(1, CONTEXT.most),
+        typer.Option(help="Tokens to write, at most, after each prompt.", rich_help_panel=CHOICE),
+    ] = 128,
+    temperature: Annotated[
+        float,
+        Range(0, 1_000),
+        typer.Option(
+            help="0: always the likeliest word. 1: as likely as the model finds it. Between: likelier words get "
+            "likelier.",
+            rich_help_panel=CHOICE,
+        ),
+    ] = 0.8,
+    top_k: Annotated[
+        int,
+        Range(0, 10**9),
+        typer.Option(help="Only from so many of the likeliest tokens.", show_default="0: all", rich_help_panel=CHOICE),
+    ] = 0,
+    top_p: Annotated[
+        float,
+        Range(0, 1, above=True),
+        typer.Option(
+            help="Only from the likeliest ones that together have this share.",
+            show_default="1: all",
+            rich_help_panel=CHOICE,
+        ),
+    ] = 1.0,
+    seed: Annotated[
+        int, SEED, typer.Option(help="Same seed and prompt, same text (and same --keep).", rich_help_panel=CHOICE)
+    ] = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="End before this string; \\n is a new line. May be given several times.", rich_help_panel=CHOICE
+        ),
+    ] = None,
+    stages: cli_options.Stages = None,
+    keep: cli_options.Keep = None,
+    drive: cli_options.ResidualScale = "plain",
+    cut: cli_options.Cut = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Stages that draft, as in 0,1, driven as --drive says; then all verify the drafted tokens in one "
+            "pass. The text stays the same. Fastest are those that the others go on from: 0,1 rather than 0,3. 'auto' "
+            "tries some and picks.",
+            rich_help_panel=DRAFT,
+        ),
+    ] = None,
+    draft_tokens: Annotated[
+        int | None,
+        Range(1, 10**4),
+        typer.Option(
+            help="Tokens of a draft.",
+            show_default="as many as pay, by how many were right",
+            rich_help_panel=DRAFT,
+        ),
+    ] = None,
+    together: Annotated[
+        int,
+        Range(1, 10**4),
+        typer.Option(help="Prompts that are worked on at a time.", rich_help_panel=cli_options.WORK),
+    ] = 8,
+    context: Annotated[
+        int | None,
+        CONTEXT,
+        typer.Option(
+            help="Tokens of prompt and text together, at most. Say it if the model was trained on shorter samples "
+            "than its config allows.",
+            show_default="as the model's config says",
+            rich_help_panel=cli_options.WORK,
+        ),
+    ] = None,
+    device: cli_options.Device = "cpu",
+    dtype: cli_options.Dtype = "fp32",
+    stats: Annotated[
+        bool,
+        typer.Option("--stats", help="Say at the end, on stderr, how fast it was.", rich_help_panel=cli_options.WORK),
+    ] = False,
+) -> None:
+    """Let a trained model write, whole or with stages missing.
+
+    Text goes to stdout as it is made, without the prompt. Ctrl-C ends it; what was said stays.
+
+    \b
+        skippipe generate run "It is a truth"
+        skippipe generate run "It is a truth" --keep 1/2 --drive scaled
+        skippipe generate run "It is a truth" --draft auto --stats
+        cat letter.txt | skippipe generate model/ - --cut 6 --stages 0,1,3,5
+        skippipe generate run Emma Elinor --temperature 0 --stop "\\n\\n"
+
+    Example: skippipe generate run "It is a truth" --max-tokens 40
+    """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers would draw a bar for every folder that it loads
+    if stages and keep:
+        raise UserError("--stages names the stages and --keep draws them: say one of the two")
+    if draft_tokens and not draft:
+        raise UserError("--draft-tokens: say with --draft which stages draft, as in --draft 0,1 or --draft auto")
+    if top_p == 0:
+        raise UserError("--top-p 0 leaves no token to take: say a share above 0, or --temperature 0 for the likeliest")
+    texts = [_read(prompt) for prompt in prompts or [""]]
+    from skippipe.inference.cached_stage import convert
+    from skippipe.inference.checkpoint_loader import load
+    from skippipe.inference.engine import GenerationEngine
+    from skippipe.inference.request import GenerationRequest, SamplingParams
+    from skippipe.stage_subset import parse_subsets
+
+    staged = load(checkpoint, cut, device, context)
+    convert(staged, dtype)
+    part = parse_subsets(len(staged.stages), [stages] if stages else [], [keep] if keep else [], drive, 1, seed)[0]
+    ends = tuple(text.replace("\\n", "\n") for text in stop or ())
+    sampling = SamplingParams(temperature, top_k, top_p, seed)
+    requests = [GenerationRequest(_tokens(staged, text), max_tokens, sampling, ends) for text in texts]
+    room = min(together, len(requests)) * max(request.longest(staged.context) for request in requests)
+    decoder = _decoder(staged, part, room, requests[0], draft, drive, draft_tokens)
+    generator = GenerationEngine(staged, decoder, together)
+    printer, clock = _Printer(texts), _Clock()
+
+    def hear(piece: OutputPiece) -> None:
+        clock.hear()
+        printer.hear(piece)
+
+    try:
+        generator.run(requests, hear)
+    finally:  # Ctrl-C too
+        printer.close()
+        if stats:
+            _report(part, decoder, requests, clock)
+
+
+def _decoder(
+    staged: StagedModel,
+    part: StageSubset,
+    room: int,
+    first: GenerationRequest,
+    draft: str | None,
+    drive: str,
+    draft_tokens: int | None,
+) -> Decoder:
+    from skippipe.inference.decoder import TokenByToken
+
+    plain = TokenByToken(staged, part, room)
+    if draft is None:
+        return plain
+    from skippipe.inference.draft_policy import parse_draft, pick_draft
+    from skippipe.inference.engine import GenerationEngine
+    from skippipe.inference.request import GenerationRequest, SamplingParams
+    from skippipe.inference.speculative import Speculator
+
+    if draft != "auto":
+        return Speculator(staged, part, parse_draft(draft, part, drive), room, draft_tokens)
+    likeliest = GenerationRequest(first.prompt, min(SAMPLE_TOKENS, first.max_tokens), SamplingParams(temperature=0))
+    (sample,) = GenerationEngine(staged, plain, ends=frozenset()).run([likeliest])
+    picked = pick_draft(staged, part, sample.tokens, drive)
+    return Speculator(staged, part, picked, room, draft_tokens) if picked else plain
+
+
+def _read(prompt: str) -> str:
+    try:
+        text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+        text.encode()
+    except UnicodeError:
+        raise UserError("the prompt is not text in UTF-8") from None
+    return text
+
+
+def _tokens(staged: StagedModel, text: str) -> tuple[int, ...]:
+    """As the tokenizer makes them; of nothing, the one that begins a text."""
+    return tuple(staged.tokenizer(text)["input_ids"]) or (staged.prefix,)
+
+
+class _Printer:
+    """One text after another, each as it is made; of those whose turn has not come, what there is is kept."""
+
+    def __init__(self, prompts: Sequence[str]) -> None:
+        self._prompts = prompts
+        self._kept = [""] * len(prompts)
+        self._ended = [False] * len(prompts)
+        self._turn = 0
+        self._begin()
+
+    def hear(self, piece: OutputPiece) -> None:
+        self._kept[piece.request] += piece.text
+        self._ended[piece.request] = piece.ending is not None
+        self._say()
+        while self._ended[self._turn] and self._turn + 1 < len(self._prompts):
+            self._next()
+            self._say()
+
+    def close(self) -> None:
+        while any(self._kept[self._turn + 1 :]):
+            self._next()
+            self._say()
+        print(flush=True)
+
+    def _next(self) -> None:
+        print("\n")
+        self._turn += 1
+        self._begin()
+
+    def _begin(self) -> None:
+        if len(self._prompts) > 1:  # as head(1) does for files
+            line = " ".join(self._prompts[self._turn].split())
+            print(f"==> {line if len(line) <= 60 else line[:59] + '…'} <==")
+
+    def _say(self) -> None:
+        print(self._kept[self._turn], end="", flush=True)
+        self._kept[self._turn] = ""
+
+
+@dataclass
+class _Clock:
+    began: float = field(default_factory=time.monotonic)
+    first: float | None = None
+    tokens: int = 0
+
+    def hear(self) -> None:
+        self.first = self.first or time.monotonic()
+        self.tokens += 1
+
+
+def _report(part: StageSubset, decoder: Decoder, requests: Sequence[GenerationRequest], clock: _Clock) -> None:
+    from skippipe.inference.speculative import Speculator
+
+    if clock.first is None:
+        return
+    read, now = sum(len(request.prompt) for request in requests), time.monotonic()
+    lines = [
+        f"stages {part.name}: {read:,} tokens read, {clock.tokens:,} written; the first after "
+        f"{clock.first - clock.began:.2f} s, then {(clock.tokens - 1) / max(now - clock.first, 1e-9):,.1f} a second"
+    ]
+    if isinstance(decoder, Speculator):
+        found = decoder.record
+        lines += [
+            f"drafts by stages {decoder.draft.name}: {found.acceptance:.0%} of {found.tested:,} tokens right, "
+            f"{found.tokens_per_pass:.2f} tokens a pass"
+        ]
+    print(*lines, sep="\n", file=sys.stderr)

@@ -1,0 +1,387 @@
+"""Commands that search: plan, compare; and what others need that do."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from skippipe.cli import options as cli_options
+from skippipe.errors import Infeasible, UserError
+from skippipe.json_fields import check_writable
+from skippipe.value_ranges import MICROBATCHES, POSITIVE, Range
+
+BOUND_SHARE = 0.2  # of the budget, for a proof of how good a plan could be
+LATE = 2 / 3  # of a search: from here on, it should not find much more
+WORTH_A_WORD = 0.01  # of the iteration
+
+if TYPE_CHECKING:
+    from skippipe.jitter import Spread
+    from skippipe.plan import Plan
+    from skippipe.planner.problem import Placement, Problem
+    from skippipe.planner.strategies import PlanProgress, PlanRequest
+    from skippipe.report.table import Table
+
+StrategyName = Annotated[
+    Literal["best", "skippipe", "no-tc2", "dtfm-skip", "dtfm"],
+    typer.Option(
+        help="best (all freedoms at once), skippipe (the study's method), no-tc2 (the same, blind to collisions), "
+        "dtfm-skip (blind to the network), dtfm (full pipeline, nothing skipped).",
+        rich_help_panel=cli_options.SEARCH,
+    ),
+]
+SkippingStrategy = Annotated[
+    Literal["best", "skippipe", "no-tc2", "dtfm-skip"],
+    typer.Option(help="As in 'skippipe plan'.", rich_help_panel=cli_options.SEARCH),
+]
+KeepStages = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FROM",
+        help="Keep the nodes on the stages of this plan file or example (published20) and search paths only.",
+        rich_help_panel=cli_options.SEARCH,
+    ),
+]
+
+
+@cli_options.takes(cli_options.ProblemOptions)
+def plan(
+    cluster: cli_options.ClusterName,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
+    strategy: StrategyName = "best",
+    budget: cli_options.Budget = 30,
+    changes: Annotated[
+        int | None,
+        POSITIVE,
+        typer.Option(
+            help="End after so many changes tried, whatever time that takes: the same plan every time (best only).",
+            show_default="no limit",
+            rich_help_panel=cli_options.SEARCH,
+        ),
+    ] = None,
+    seed: cli_options.Seed = 0,
+    most_microbatches: Annotated[
+        int | None,
+        MICROBATCHES,
+        typer.Option(
+            help="The batch is open: from --microbatches to so many, as many as train the most samples a second (best "
+            "only).",
+            show_default="as many as --microbatches says",
+            rich_help_panel=cli_options.WORKLOAD,
+        ),
+    ] = None,
+    keep_stages: KeepStages = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN",
+            help="Begin with this plan and make it better (best only).",
+            rich_help_panel=cli_options.SEARCH,
+        ),
+    ] = None,
+    robust: Annotated[
+        float,
+        Range(0, 2),
+        typer.Option(
+            metavar="JITTER",
+            help="Of the plans found, take the one that is best in 95 of 100 iterations when nodes and links are now "
+            "and then slower: 0.2 is a standard deviation of 20% (best only; see 'skippipe simulate --jitter').",
+            show_default="no jitter",
+            rich_help_panel=cli_options.SEARCH,
+        ),
+    ] = 0.0,
+    as_json: cli_options.Json = False,
+    *,
+    options: cli_options.ProblemOptions,
+) -> None:
+    """Place nodes on stages and find a path for every microbatch.
+
+    Ctrl-C ends the search and keeps the best plan so far.
+
+    Example: skippipe plan published20 --budget 30 -o plan.json
+    """
+    if output:
+        check_writable(output, Path(cluster))
+    if robust and strategy != "best":
+        raise UserError(f"--robust chooses among plans of the strategy best, and {strategy} has one: leave one out")
+    if most_microbatches and (strategy != "best" or start):
+        raise UserError(
+            "--most-microbatches asks the strategy best for several plans: leave out --strategy and --start"
+        )
+    placement, options = cli_options.with_stages_of(keep_stages, cluster, options)
+    problem = cli_options.problem_from(cluster, options)
+    search = Search(seed, math.inf if changes else budget, changes or math.inf, start, BOUND_SHARE * budget, robust)
+    looks: list[Plan] = []
+    with interruptible() as stopped:
+        if most_microbatches:
+            found, looks, took_s = search.with_free_batch(problem, most_microbatches, placement, stopped)
+        else:
+            found, took_s = search.planned(problem, strategy, placement, stopped)
+    if output:
+        found.save(output)
+    if as_json:
+        more: dict[str, Any] = {"jitter": _spread(found, robust).to_json()} if robust else {}
+        if looks:
+            more["batches"] = {str(each.microbatches): each.samples_per_s for each in looks}
+        print(json.dumps({**summary(found, took_s), **more, "plan": found.to_json()}))
+        return
+    from skippipe.cost_model import seconds
+    from skippipe.planner.whatif.advisor import left_out
+    from skippipe.report.text import plan_grid
+
+    print(plan_grid(found))
+    if looks:
+        print("\nsamples a second, at a first look: "
+              + ", ".join(f"{each.samples_per_s:.3g} with {each.microbatches} microbatches" for each in looks)
+              + f"; in the end {found.samples_per_s:.3g} with {found.microbatches}")  # fmt: skip
+    names = [node.name for node in found.cluster.nodes]
+    for reason, nodes in left_out(found).items():
+        print(f"\nwithout {', '.join(repr(names[node]) for node in nodes)}: {reason}")
+    if found.gap is not None and found.lower_bound_ns is not None:
+        bound_s = seconds(found.lower_bound_ns)
+        print(f"\nno plan can take less than {bound_s:.2f} s (proven); this one is {found.gap:.1%} above that")
+    if robust:
+        print(f"\nwith a jitter of {robust:.0%}: {_spread(found, robust)}")
+    print(f"\nplanned in {took_s:.1f} s" + (f"; written to {output}" if output else "; -o FILE keeps it"))
+
+
+@cli_options.takes(cli_options.ProblemOptions)
+def compare(
+    cluster: cli_options.ClusterName,
+    out: Annotated[Path | None, typer.Option(help="Write each strategy's plan into this folder.")] = None,
+    budget: cli_options.Budget = 30,
+    seed: cli_options.Seed = 0,
+    keep_stages: KeepStages = None,
+    as_json: cli_options.Json = False,
+    *,
+    options: cli_options.ProblemOptions,
+) -> None:
+    """Plan with every strategy and put them side by side: seconds, bytes moved, collisions.
+
+    Example: skippipe compare published20 --contention-only
+    """
+    placement, options = cli_options.with_stages_of(keep_stages, cluster, options)
+    problem = cli_options.problem_from(cluster, options)
+    from skippipe.planner.strategies import Strategy
+
+    search = Search(seed, budget)
+    full = replace(problem, visited=problem.stages, sizes=(), swaps=0)
+    rivals = [(str(each), problem, each) for each in reversed(Strategy)]
+    rivals.insert(1, ("best-full", full, Strategy.BEST))  # so that what planning gives and what skipping gives differ
+    rows: list[dict[str, Any]] = []
+    with interruptible() as stopped:
+        for name, asked, each in rivals:
+            nothing_skipped = each is Strategy.DTFM or asked is full  # stages of other sizes
+            try:
+                found, took_s = search.planned(asked, each, None if nothing_skipped else placement, stopped)
+            except Infeasible as error:
+                print(f"{name}: {error}", file=sys.stderr)
+                continue
+            if out:
+                found.save(out / f"{name}.json")
+            rows.append({**summary(found, took_s), "strategy": name})
+            if stopped:
+                break
+    if not rows:
+        raise Infeasible("no strategy has a plan, for the reasons above")
+    for row in rows:
+        row["ratio"] = row["iteration_s"] / rows[0]["iteration_s"]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    print(f"{problem.cluster.name}: {len(problem.cluster)} nodes, {problem.stages} stages, "
+          f"{problem.workload.microbatches} microbatches, {problem.timing} timing")  # fmt: skip
+    show(_table(rows))
+    if out:
+        print(f"plans written to {out}/")
+
+
+@dataclass(frozen=True)
+class Search:
+    """How hard to try."""
+
+    seed: int
+    budget_s: float
+    changes: float = math.inf
+    start: Path | None = None
+    bound_s: float = 0.0
+    robust: float = 0.0
+
+    def planned(
+        self, problem: Problem, strategy: str, placement: Placement | None, stopped: list[bool]
+    ) -> tuple[Plan, float]:
+        """The plan, and the seconds it took to find."""
+        from skippipe.planner.strategies import Strategy, make_plan
+
+        began = time.monotonic()
+        with self._request(strategy, placement, stopped) as request:
+            gains = Gains(request.progress)
+            found = make_plan(problem, Strategy(strategy), replace(request, progress=gains))
+        if gains.late > WORTH_A_WORD and not stopped:
+            print(
+                f"{strategy}: the last third of the search still took off {gains.late:.0%}; "
+                "with a longer --budget it would find more",
+                file=sys.stderr,
+            )
+        return found, time.monotonic() - began
+
+    def with_free_batch(
+        self, problem: Problem, most: int, placement: Placement | None, stopped: list[bool]
+    ) -> tuple[Plan, list[Plan], float]:
+        """The same, for as many microbatches as are best; and what others came to."""
+        from skippipe.planner.sweep import free_batch
+
+        began = time.monotonic()
+        with self._request("best", placement, stopped) as request:
+            found, looks = free_batch(problem, most, request)
+        return found, looks, time.monotonic() - began
+
+    @contextmanager
+    def _request(self, strategy: str, placement: Placement | None, stopped: list[bool]) -> Iterator[PlanRequest]:
+        from skippipe.plan import Plan
+        from skippipe.planner.strategies import PlanRequest
+
+        with progress_bar(strategy) as progress:
+            yield PlanRequest(
+                seed=self.seed,
+                budget_s=self.budget_s,
+                changes=self.changes,
+                bound_s=self.bound_s,
+                robust=self.robust,
+                placement=placement,
+                start=Plan.load(self.start) if self.start else None,
+                progress=progress,
+                stopped=lambda: bool(stopped),
+            )
+        if stopped:
+            print("interrupted: this is the best plan so far", file=sys.stderr)
+
+
+@dataclass
+class Gains:
+    """How much better plans still became towards the end of a search."""
+
+    show: PlanProgress
+    _early_s: float | None = None
+    _last_s: float | None = None
+
+    def __call__(self, what: str, share: float, best_s: float | None) -> None:
+        if best_s is not None:
+            self._early_s = best_s if share < LATE or self._early_s is None else self._early_s
+            self._last_s = best_s
+        self.show(what, share, best_s)
+
+    @property
+    def late(self) -> float:
+        return 1 - self._last_s / self._early_s if self._last_s and self._early_s else 0.0
+
+
+@contextmanager
+def interruptible(times: int = 1) -> Iterator[list[bool]]:
+    """Ctrl-C, so many times, makes the list longer, which ends what goes on; once more ends the program."""
+    stopped: list[bool] = []
+
+    def stop(*_: object) -> None:
+        if len(stopped) == times:
+            raise KeyboardInterrupt
+        stopped.append(True)
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def progress_bar(strategy: str) -> Iterator[PlanProgress]:
+    """On a terminal; elsewhere long work is silent."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda what, share, best_s: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.fields[strategy]:>9}"), TextColumn("{task.description:<32}"), BarColumn())
+    figures = (TextColumn("{task.fields[best]}"), TimeElapsedColumn())
+    with Progress(*columns, *figures, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=1.0, strategy=str(strategy), best="")
+
+        def show(what: str, share: float, best_s: float | None) -> None:
+            best = "" if best_s is None else f"best {best_s:.2f} s"
+            bar.update(task, description=what, completed=share, best=best)
+
+        yield show
+
+
+def summary(plan: Plan, took_s: float) -> dict[str, Any]:
+    from skippipe.cost_model import seconds
+    from skippipe.planner.whatif.advisor import left_out
+    from skippipe.simulator import simulate
+    from skippipe.timeline import Timing
+
+    assert plan.expected is not None
+    expected = plan.expected
+    plain = expected if expected.timing is Timing.CONTENTION_ONLY else simulate(plan, Timing.CONTENTION_ONLY)
+    return {
+        "strategy": plan.strategy,
+        "timing": str(expected.timing),
+        "skipped": plan.skipped,
+        "microbatches": plan.microbatches,
+        "iteration_s": expected.iteration_s,
+        "samples_per_s": plan.samples_per_s,
+        "last_backward_s": seconds(expected.last_backward_ns),
+        "contention_only_s": plain.iteration_s,
+        "collision_s": expected.collision_s,
+        "bytes_moved": expected.bytes_moved,
+        "nodes_used": len(plan.stage_of),
+        "left_out": {plan.cluster.nodes[node].name: why for why, nodes in left_out(plan).items() for node in nodes},
+        "lower_bound_s": None if plan.lower_bound_ns is None else seconds(plan.lower_bound_ns),
+        "planning_s": took_s,
+    }
+
+
+def _spread(plan: Plan, jitter: float) -> Spread:
+    from skippipe.jitter import Jitter, spread_of
+
+    assert plan.expected is not None
+    return spread_of(plan, plan.expected.timing, Jitter(jitter))
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    from skippipe.report.table import Table
+
+    headings = ("strategy", "skipped", "micro-\nbatches", "last\nbackward", "iteration",
+                f"against\n{rows[0]['strategy']}", "moved\nGB", "collisions", "nodes", "planned\nin")  # fmt: skip
+    cells = [
+        [
+            *(row["strategy"], f"{row['skipped']:.0%}", str(row["microbatches"]), f"{row['last_backward_s']:.2f} s"),
+            *(f"{row['iteration_s']:.2f} s", f"{row['ratio']:.2f}", f"{row['bytes_moved'] / 1e9:.2f}"),
+            *(f"{row['collision_s']:.1f} s", str(row["nodes_used"]), f"{row['planning_s']:.1f} s"),
+        ]
+        for row in rows
+    ]
+    return Table("", "", headings, cells)
+
+
+def show(table: Table) -> None:
+    """On the terminal: a name, then figures."""
+    from rich import table as rich
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+
+    shown = rich.Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for index, heading in enumerate(table.headings):
+        shown.add_column(heading, justify="right" if index else "left")
+    for row in table.rows:
+        shown.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 110, markup=False).print(shown)

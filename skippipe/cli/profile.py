@@ -1,0 +1,328 @@
+"""The command that measures: profile."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import typer
+
+from skippipe.cli import options as cli_options
+from skippipe.cli import plan as plan_command
+from skippipe.errors import UserError
+from skippipe.json_fields import check_writable
+from skippipe.value_ranges import NODES, SAMPLES, SEQUENCE, THREADS, WAIT_S, Range
+
+if TYPE_CHECKING:
+    from skippipe.cluster import Cluster
+    from skippipe.profiling.coordinator import ProfilingCallback
+    from skippipe.profiling.results import ProfileResult
+    from skippipe.profiling.role import ProfilingConfig
+    from skippipe.training.job_config import JobConfig
+
+MERGING = "Merging"
+NAMED = 8  # outliers and pairs that are printed; the files have all of them
+
+
+def profile(
+    local: Annotated[
+        int | None, NODES,
+        typer.Option(help="So many nodes, as processes of this machine.", rich_help_panel=cli_options.NODES),
+    ] = None,
+    keys: cli_options.Keys = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            help="host:port where nodes join.", show_default="0.0.0.0:5555", rich_help_panel=cli_options.NODES
+        ),
+    ] = None,
+    patience: Annotated[
+        float, Range(1, WAIT_S.most),
+        typer.Option(
+            help="Seconds to wait for nodes; then it goes on without them.", rich_help_panel=cli_options.NODES
+        ),
+    ] = 600,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The cluster file.")] = Path("cluster.json"),
+    merge: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Put together with this cluster file: with all that was measured for it, if that is kept beside it.",
+            rich_help_panel=MERGING,
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh", help="Forget what was measured before for the output file.", rich_help_panel=MERGING
+        ),
+    ] = False,
+    job: Annotated[
+        Path | None,
+        typer.Option(
+            help="A job file, for model, batch, device, threads, and where nodes join; what else is said here counts "
+            "instead.",
+            rich_help_panel=cli_options.WORKLOAD,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A preset, a Hugging Face config.json, or its folder.",
+            show_default="llama-1.5b",
+            rich_help_panel=cli_options.WORKLOAD,
+        ),
+    ] = None,
+    sequence: Annotated[
+        int | None, SEQUENCE,
+        typer.Option(help="Tokens of a sample.", show_default="4096", rich_help_panel=cli_options.WORKLOAD),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        SAMPLES,
+        typer.Option(help="Of a microbatch.", show_default="2", rich_help_panel=cli_options.WORKLOAD),
+    ] = None,
+    checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--checkpointing", help="Recompute activations in the backward pass.", rich_help_panel=cli_options.WORKLOAD
+        ),
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="cpu", rich_help_panel=cli_options.WORK)
+    ] = None,
+    dtype: Annotated[
+        Literal["fp32", "bf16"] | None,
+        typer.Option(help="What layers compute in.", show_default="fp32", rich_help_panel=cli_options.WORK),
+    ] = None,
+    threads: Annotated[
+        int | None, THREADS, typer.Option(help="Of a node.", show_default="1", rich_help_panel=cli_options.WORK)
+    ] = None,
+    transfer: Annotated[
+        float, Range(0.01, 10),
+        typer.Option(help="Seconds that a transfer takes: longer is more exact.",
+                     rich_help_panel=cli_options.WORK),
+    ] = 0.25,
+    as_json: cli_options.Json = False,
+) -> None:  # fmt: skip
+    """Measure nodes and links, and write the cluster file that 'skippipe plan' reads.
+
+    Every node computes one layer of the model, forward and backward, and says how much memory it has. Then every two
+    nodes measure latency and bandwidth in both directions, over the connections that training uses; no node is measured
+    twice at once. What takes part is started here (--local), or joins from other machines as for training:
+
+    \b
+        skippipe keys ann,bob,carol keys/
+        skippipe profile --keys keys/ --model llama-1.5b -o cluster.json
+        skippipe node --join 10.0.0.1:5555 --key ann.key          # on every machine
+
+    Run it again, and the figures are put together: cluster.profile.json, beside the cluster file, has them all. What
+    repeats do not agree on, and what is far from what it was, is printed. Ctrl-C keeps what was measured so far.
+
+    Example: skippipe profile --local 4 --model llama-tiny --sequence 128 -o cluster.json
+    """
+    check_writable(output)
+    wanted = _job(job, model, sequence, samples, checkpointing, device, dtype, threads)
+    if local is not None and keys is not None:
+        raise UserError("--local says that nodes are processes of this machine, --keys that they join: leave one out")
+    peers, key = (None, None) if local is not None else _keys(keys, wanted)
+    os.environ.setdefault("OMP_NUM_THREADS", str(wanted.compute.threads))
+    import torch
+
+    torch.set_num_threads(1)  # nodes are forked from here
+    from skippipe.profiling import launcher
+    from skippipe.profiling.coordinator import ProfilingDeadlines
+    from skippipe.profiling.results import ProfileResult, load_results
+    from skippipe.runtime.train_role import check_device
+
+    known = [_cluster(path) for path in (output, merge) if path is not None and (path is merge or path.exists())]
+    before = [] if fresh else load_results(output)
+    if merge is not None:
+        before = _put_in(load_results(merge) or [ProfileResult.of_cluster(known[-1])], before)
+    if local is not None:
+        check_device(wanted.compute.device)
+    node_config = _node_config(wanted, _names(local, peers), transfer)
+    screen = _Screen()
+    with plan_command.interruptible() as stopped:
+        if peers is None or key is None:
+            found = launcher.here(node_config, cast("ProfilingCallback", screen), lambda: bool(stopped))
+        else:
+            where = listen or (wanted.transport.listen if job and wanted.transport.peers else "0.0.0.0:5555")
+            deadlines = ProfilingDeadlines(joining=timedelta(seconds=patience))
+            found = launcher.joined(
+                node_config, key, peers, where, cast("ProfilingCallback", screen), deadlines, lambda: bool(stopped)
+            )
+    screen.close()
+    if stopped and not found.nodes:
+        raise KeyboardInterrupt
+    surveys = [*before, _located(found, known)]
+    cluster = _saved(output, surveys, known[0].name if known else output.stem)
+    _say(output, cluster, surveys, as_json=as_json)
+    if stopped:
+        print(f"stopped; what was measured so far is in {output}", file=sys.stderr)
+        raise SystemExit(130)
+
+
+def _job(
+    path: Path | None,
+    model: str | None,
+    sequence: int | None,
+    samples: int | None,
+    checkpointing: bool,
+    device: str | None,
+    dtype: Literal["fp32", "bf16"] | None,
+    threads: int | None,
+) -> JobConfig:
+    """What a job says, or what 'skippipe plan' takes to be usual; and instead of it, what was said."""
+    from skippipe.training.job_config import BatchConfig, JobConfig, ModelConfig, load_job
+
+    usual = JobConfig(model=ModelConfig("llama-1.5b"), batch=BatchConfig(sequence=4096, samples=2))
+    base = load_job(path) if path else usual
+    return replace(
+        base,
+        model=ModelConfig(model or base.model.config, checkpointing or base.model.checkpointing),
+        batch=replace(base.batch, sequence=sequence or base.batch.sequence, samples=samples or base.batch.samples),
+        compute=replace(
+            base.compute,
+            device=device or base.compute.device,
+            dtype=dtype or base.compute.dtype,
+            threads=threads or base.compute.threads,
+        ),
+    )
+
+
+def _keys(folder: Path | None, job: JobConfig) -> tuple[Path, Path]:
+    """The list of peers and the coordinator's own key."""
+    if folder is not None:
+        return folder / "peers.json", folder / "coordinator.key"
+    if job.transport.peers:
+        return Path(job.transport.peers), Path(job.transport.key)
+    raise UserError("say where nodes are: --local N for processes of this machine, --keys FOLDER if they join")
+
+
+def _names(local: int | None, peers: Path | None) -> tuple[str, ...]:
+    if peers is None:
+        return tuple(f"node-{number}" for number in range(local or 0))
+    from skippipe.transport.keys import PeerList
+
+    return tuple(PeerList.load(peers).peers)
+
+
+def _node_config(job: JobConfig, names: tuple[str, ...], transfer_s: float) -> ProfilingConfig:
+    from skippipe.model.model_spec import ModelSpec, config_named
+    from skippipe.profiling.link_probe import ProbeSettings
+    from skippipe.profiling.role import ProfilingConfig
+    from skippipe.workload import Workload, model_named
+
+    shape = model_named(job.model.config)
+    workload = Workload(
+        shape,
+        sequence_tokens=job.batch.sequence,
+        samples_per_microbatch=job.batch.samples,
+        compute_dtype=job.compute.dtype,
+        activation_checkpointing=job.model.checkpointing,
+    )
+    return ProfilingConfig(
+        names=names,
+        config=ModelSpec(config_named(job.model.config)).config.to_dict(),
+        workload=workload,
+        device=job.compute.device,
+        compiled=job.compute.compiled,
+        threads=job.compute.threads,
+        effort=ProbeSettings(transfer_s=transfer_s),
+    )
+
+
+def _put_in(others: list[ProfileResult], own: list[ProfileResult]) -> list[ProfileResult]:
+    """Of both, the oldest first; those that are in both once."""
+    return sorted([*own, *(each for each in others if each not in own)], key=lambda survey: survey.when)
+
+
+def _cluster(path: Path) -> Cluster:
+    from skippipe.cluster import Cluster
+
+    return Cluster.load(path)
+
+
+def _located(survey: ProfileResult, known: list[Cluster]) -> ProfileResult:
+    """Nodes are where an earlier file says that they are: machines only know their own names."""
+    locations = {node.name: node.location for cluster in reversed(known) for node in cluster.nodes}
+    nodes = {name: replace(node, location=locations.get(name, node.location)) for name, node in survey.nodes.items()}
+    return replace(survey, nodes=nodes)
+
+
+def _saved(output: Path, surveys: list[ProfileResult], name: str) -> Cluster:
+    from skippipe.profiling.merge import merge_results
+    from skippipe.profiling.results import save_results
+
+    cluster = merge_results(surveys, name)
+    cluster.save(output)
+    save_results(output, surveys)
+    return cluster
+
+
+def _say(output: Path, cluster: Cluster, surveys: list[ProfileResult], *, as_json: bool) -> None:
+    from skippipe.profiling.merge import outliers, unreachable
+
+    odd, apart = outliers(surveys), unreachable(surveys)
+    if as_json:
+        found = {"output": str(output), "surveys": len(surveys), "unreachable": apart, "outliers": odd}
+        print(json.dumps({**found, "cluster": cluster.to_json()}))
+        return
+    newest = surveys[-1]
+    print(f"{'node':<20} {'GFLOP/s':>9} {'forward':>10} {'backward':>10} {'memory':>9}   of one layer: {newest.work}")
+    for name, node in newest.nodes.items():
+        print(
+            f"{name:<20} {node.flops_per_s / 1e9:>9,.1f} {1000 * node.forward_s:>7,.1f} ms "
+            f"{1000 * node.backward_s:>7,.1f} ms {node.memory_bytes / 2**30:>5,.1f} GiB"
+        )
+    links = cluster.bandwidth_bytes_per_s > 0
+    if links.any():
+        latency_ms, carried = 1000 * cluster.latency_s[links], cluster.bandwidth_bytes_per_s[links] / 1e6
+        print(
+            f"{links.sum()} links: latency {latency_ms.min():.2f} to {latency_ms.max():.2f} ms, "
+            f"bandwidth {carried.min():,.1f} to {carried.max():,.1f} MB/s"
+        )
+    lines = [f"no link: '{sender}' to '{receiver}'" for sender, receiver in apart]
+    for some in (lines, [f"outlier: {each}" for each in odd]):
+        print("".join(f"{line}\n" for line in some[:NAMED]), end="")
+        if len(some) > NAMED:
+            print(f"… and {len(some) - NAMED} more of these")
+    together = f"; {len(surveys)} measurements put together" if len(surveys) > 1 else ""
+    print(f"written to {output}{together}; next: skippipe plan {output}")
+
+
+class _Screen:
+    """A bar on a terminal; elsewhere only what is out of the ordinary."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+
+    def progressed(self, done: int, of: int, doing: str) -> None:
+        if sys.stderr is None or not sys.stderr.isatty():
+            return
+        if self._bar is None:  # by now nodes are forked, and threads may start
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("", total=of)
+        self._bar.update(self._task, completed=done, total=of, description=doing)
+
+    def happened(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,172 @@
+"""The command that scores: score."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from skippipe.cli import options as cli_options
+from skippipe.json_fields import check_writable, json_text, write_text
+from skippipe.value_ranges import CONTEXT, SEED, Range
+
+if TYPE_CHECKING:
+    from skippipe.lm_harness.adapter import Score
+    from skippipe.lm_harness.tasks import Task
+    from skippipe.stage_subset import StageSubset
+
+ENVIRONMENT = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TQDM_DISABLE", "DISABLE_MULTIPROC")
+"""No network; no progress bars but our own; no process for each core to draw samples in."""
+
+
+def score(
+    checkpoint: cli_options.Checkpoint,
+    text: Annotated[
+        str,
+        typer.Option(
+            help="Text file that the questions are made of, plain or .xz; or 'classics-val', which comes with the "
+            "package. Take one that the model was not trained on.",
+            rich_help_panel=cli_options.WORK,
+        ),
+    ],
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="cloze: say the last word of a passage, which occurred before. choice: which of four sentences goes "
+            "on with a passage. order: which of four sentences has its words in order.",
+            rich_help_panel=cli_options.WORK,
+        ),
+    ] = "cloze,choice,order",
+    stages: cli_options.SeveralStages = None,
+    keep: cli_options.SeveralKeep = None,
+    draws: cli_options.Draws = 1,
+    drive: cli_options.ResidualScale = "plain",
+    cut: cli_options.Cut = None,
+    limit: Annotated[
+        int, Range(1, 10**6), typer.Option(help="Questions of each task, at most.", rich_help_panel=cli_options.WORK)
+    ] = 500,
+    seed: Annotated[
+        int, SEED, typer.Option(help="Same seed, same questions and same parts.", rich_help_panel=cli_options.WORK)
+    ] = 0,
+    context: Annotated[
+        int | None,
+        CONTEXT,
+        typer.Option(
+            help="Tokens that the model looks at, at most; longer texts lose their beginning. Say it if the model was "
+            "trained on shorter samples than a passage, about 200 tokens.",
+            show_default="as the model's config says",
+            rich_help_panel=cli_options.WORK,
+        ),
+    ] = None,
+    device: cli_options.Device = "cpu",
+    json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the scores to this file, as JSON.")] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Keep the tasks' files: 'lm_eval --include_path FOLDER --tasks skippipe' runs them on any model.",
+        ),
+    ] = None,
+) -> None:
+    """Score a model, whole or with stages missing, on questions made of a text.
+
+    The lm-evaluation-harness asks (pip install 'skippipe\\[harness]'); nothing is downloaded. Every value comes with
+    its standard error, and with what guessing would get; every part has a column.
+
+    n: questions. acc: share of right answers, where the likeliest one counts as the answer. acc_norm: the same by
+    likelihood per character, fairer to long answers. acc_mutual_info: the same by how much likelier the passage makes
+    an answer, the first to rise above chance. perplexity: of the word to be said; lower is better.
+
+    Example: skippipe score run --text classics-val --keep 1 --keep 1/2 --drive scaled
+    """
+    for name in ENVIRONMENT:
+        os.environ.setdefault(name, "1")  # most are read when a library is imported
+    if json:
+        check_writable(json)
+    from skippipe.inference.checkpoint_loader import load
+    from skippipe.lm_harness.adapter import SubsetLM
+    from skippipe.lm_harness.adapter import score as scored
+    from skippipe.lm_harness.passages import Prose
+    from skippipe.lm_harness.tasks import build_tasks, parse_names, write_tasks
+    from skippipe.stage_subset import parse_subsets
+
+    asked = build_tasks(parse_names(tasks), Prose(text), seed, limit)
+    staged = load(checkpoint, cut, device, context)
+    parts = parse_subsets(len(staged.stages), stages or (), keep or (), drive, draws, seed)
+    with TemporaryDirectory() as scratch, _progress() as progress:
+        folder = write or Path(scratch)
+        write_tasks(asked, folder)
+        found = {part: scored(SubsetLM(staged, part, progress(part)), asked, folder) for part in parts}
+    _show(asked, found)
+    if json:
+        said = {"checkpoint": str(checkpoint), "text": text, "seed": seed, "layers": list(staged.layers)}
+        write_text(json, json_text({**said, "parts": _as_json(asked, found)}) + "\n")
+
+
+Found = dict["StageSubset", dict[str, list["Score"]]]
+
+
+def _show(tasks: list[Task], found: Found) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for heading in ("task", "metric", "n", "chance"):
+        table.add_column(heading, justify="left" if heading in ("task", "metric") else "right", no_wrap=True)
+    for part in found:
+        table.add_column(part.name, justify="right")
+    for task in tasks:
+        columns = [scores[task.name] for scores in found.values()]
+        for first, *others in zip(*columns, strict=True):
+            chance = "–" if first.metric == "perplexity" else f"{task.chance:.3f}"
+            values = [_value(each) for each in (first, *others)]
+            table.add_row(task.name, first.metric, str(len(task.items)), chance, *values)
+    Console(markup=False).print(table)
+
+
+def _value(score: Score) -> str:
+    value, error = (".3g", ".2g") if score.metric == "perplexity" else (".3f", ".3f")
+    return f"{score.value:{value}}" + ("" if score.error is None else f" ± {score.error:{error}}")
+
+
+def _as_json(tasks: list[Task], found: Found) -> list[dict[str, Any]]:
+    return [
+        {
+            "stages": list(part.stages),
+            "drive": part.drive,
+            "tasks": {
+                task.name: {
+                    "questions": len(task.items),
+                    "chance": task.chance,
+                    "scores": [each._asdict() for each in scores[task.name]],
+                }
+                for task in tasks
+            },
+        }
+        for part, scores in found.items()
+    ]
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """On a terminal; elsewhere long work is silent."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda part: lambda done, of: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+
+        def of_part(part: StageSubset) -> Any:
+            task = bar.add_task(part.name, total=None)
+            return lambda done, of: bar.update(task, completed=done, total=of)
+
+        yield of_part

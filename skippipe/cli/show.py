@@ -1,0 +1,138 @@
+"""The command that shows what is there: a plan, or a run that is over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from skippipe.cli import inspect as inspect_command
+from skippipe.cli import options as cli_options
+from skippipe.cli import plan as plan_command
+from skippipe.errors import UserError
+from skippipe.json_fields import check_writable
+
+if TYPE_CHECKING:
+    from skippipe.runs.history import RunHistory
+
+
+def show(
+    shown: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PLAN|RUN",
+            help="A plan file, as 'skippipe plan -o' writes it; or the output folder of 'skippipe train'.",
+        ),
+    ],
+    html: Annotated[Path | None, typer.Option(help="Write an interactive page that needs no other file.")] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of a plan: write the Gantt chart and the path map as a picture. Of a run: NAME.png gets loss, "
+            "seconds, nodes and links in one picture; any other name is a folder of single ones, for papers."
+        ),
+    ] = None,
+    trace: cli_options.Trace = None,
+    as_json: cli_options.Json = False,
+) -> None:
+    """Show a plan, or what became of a run.
+
+    A plan is printed as a grid; its Gantt chart and its path map can be drawn.
+
+    Of a run that is over, stopped or broken off, it shows what it took against what was promised, loss, bytes, lost
+    nodes and what became of them, and how busy every node was. To watch a run that goes on: 'skippipe dashboard'.
+
+    \b
+        skippipe show run --html report.html --png report.png
+
+    Example: skippipe show plan.json --html plan.html --png plan.png
+    """
+    if shown.is_dir():
+        _show_run(shown, html, png, trace, as_json)
+    else:
+        _show_plan(shown, html, png, trace, as_json)
+
+
+def _show_plan(plan: Path, html: Path | None, png: Path | None, trace: Path | None, as_json: bool) -> None:
+    from skippipe.report.text import plan_grid
+
+    for picture in (html, png, trace):
+        if picture:
+            check_writable(picture, plan)
+    found, timeline = inspect_command.simulated(plan)
+    print(json.dumps(found.to_json()) if as_json else plan_grid(found))
+    if html:
+        from skippipe.report.html import write_html
+
+        write_html(found, timeline, html)
+    if png:
+        from skippipe.report.png import write_png
+
+        write_png(found, timeline, png)
+    if trace:
+        from skippipe.report.chrome_trace import write_trace
+
+        write_trace(found, timeline, trace)
+
+
+def _show_run(folder: Path, html: Path | None, png: Path | None, trace: Path | None, as_json: bool) -> None:
+    from skippipe.report.run.summary import run_json
+    from skippipe.runs.history import read_history
+
+    if html:
+        check_writable(html)
+    single = png is not None and png.suffix.lower() == ".png"
+    if png and single:
+        check_writable(png)
+    if png and not single and png.exists() and not png.is_dir():
+        raise UserError(f"{png}: is a file; name a picture that ends with .png, or a folder")
+    history = read_history(folder)
+    if trace:
+        raise UserError(_no_trace(history))
+    if as_json:
+        print(json.dumps(run_json(history), allow_nan=False))
+    else:
+        _print_run(history)
+    if html:
+        from skippipe.report.run.html import write_run_html
+
+        write_run_html(history, html)
+    if png and single:
+        from skippipe.report.run.png import write_run_png
+
+        write_run_png(history, png)
+    elif png:
+        from skippipe.report.run.png import write_run_pngs
+
+        written = write_run_pngs(history, png)
+        if not as_json:
+            print(f"written to {png}: {', '.join(written)}")
+
+
+def _no_trace(history: RunHistory) -> str:
+    if not history.charts:
+        return f"--trace: no iteration of {history.folder} was recorded; 'recorded' under [report] in the job says when"
+    last = history.folder / "traces" / f"iteration-{history.charts[-1].iteration:06d}.json"
+    return f"--trace: recorded iterations are such files already; open {last}"
+
+
+def _print_run(history: RunHistory) -> None:
+    from skippipe.report.run.summary import brief_nodes_table, run_figures
+
+    print(f"{history.name}:")
+    figures = run_figures(history)
+    width = max(len(name) for name, _ in figures)
+    for name, value in figures:
+        print(f"  {name:{width}}  {value}")
+    for loss in history.lost:
+        told = "; ".join(filter(None, (loss.why, loss.answer, loss.end)))
+        print(f"iteration {loss.iteration + 1:5}  lost: '{loss.node}' {told}")
+    table = brief_nodes_table(history)
+    print(f"\n{table.title}. {table.note}".rstrip())
+    plan_command.show(table)
+    if history.missing:
+        print("not on record:")
+        for each in history.missing:
+            print(f"  {each}")

@@ -1,0 +1,115 @@
+"""Workload and cluster together: what every task and every hop costs, in whole nanoseconds.
+
+Whole numbers make simulated time exact: sums do not depend on their order, two events at the same time are really at
+the same time, and another program that follows docs/formats.md gets the very same figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skippipe.cluster import Cluster
+from skippipe.workload import OPTIMIZER_FLOPS_PER_PARAMETER, Workload
+
+Ns = NDArray[np.int64]
+
+NEVER_NS = 10**15  # about eleven days: what a hop over no link takes, and the most that any task or hop can
+
+
+def ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def seconds(nanoseconds: int) -> float:
+    """The nearest float; up to forty-eight days `ns` gives the same whole number back."""
+    return int(nanoseconds) / 1e9
+
+
+@dataclass(frozen=True, eq=False)
+class CostModel:
+    """What the planner and the simulator compute with. Rows of two-dimensional task arrays are stages."""
+
+    layers: tuple[int, ...]
+    forward_ns: Ns
+    """[stage, node]: forward pass of one microbatch."""
+    backward_ns: Ns
+    """[stage, node]: backward pass of one microbatch, weight gradients included."""
+    weight_ns: Ns
+    """[stage, node]: the weight gradients of a split backward."""
+    optimizer_ns: Ns
+    """[stage, node]: one optimizer step."""
+    head_ns: Ns
+    """[node]: head and loss, if the node is a data node."""
+    slots: Ns
+    """[stage, node]: microbatches the node can hold at once; 0 where it cannot hold the stage at all."""
+    flight_ns: Ns
+    """[from, to]: latency and overhead of a hop; other messages may follow at once."""
+    transmit_ns: Ns
+    """[from, to]: time for which one activation keeps the link busy."""
+    bandwidth_bytes_per_s: NDArray[np.float64]
+    activation_bytes: int
+    gradient_bytes: tuple[int, ...]
+
+    @property
+    def nodes(self) -> int:
+        return len(self.head_ns)
+
+    @property
+    def input_ns(self) -> Ns:
+        """[stage, node]: what a split backward leaves without its weight gradients."""
+        left: Ns = self.backward_ns - self.weight_ns
+        return left.clip(min=1)
+
+    @cached_property
+    def hop_ns(self) -> Ns:
+        """[from, to]: a hop over an idle link."""
+        return self.flight_ns + self.transmit_ns
+
+
+def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...]) -> CostModel:
+    """Every node on every stage, so that a planner can ask before it places anybody."""
+    speed = [node.flops_per_s for node in cluster.nodes]
+
+    def task_ns(flops: float, speed: float) -> int:
+        return max(1, round(min(flops / speed * 1e9, NEVER_NS)))  # not 0: a task ends after it starts
+
+    def stage_by_node(flops_of_stage: list[float]) -> Ns:
+        return np.array([[task_ns(flops, s) for s in speed] for flops in flops_of_stage], dtype=np.int64)
+
+    forward = [float(workload.forward_flops(k)) for k in layers]
+    step = [
+        float(OPTIMIZER_FLOPS_PER_PARAMETER * workload.stage_parameters(stage, k)) for stage, k in enumerate(layers)
+    ]
+    backward_ns = stage_by_node([workload.backward_ratio * flops for flops in forward])
+    reachable = cluster.bandwidth_bytes_per_s > 0
+    bandwidth = np.where(reachable, cluster.bandwidth_bytes_per_s, 1.0)
+    with np.errstate(over="ignore"):
+        transmit = np.where(reachable, np.rint(workload.activation_bytes / bandwidth * 1e9), NEVER_NS)
+        flight = np.rint((cluster.latency_s + cluster.hop_overhead_s) * 1e9)
+    return CostModel(
+        layers=layers,
+        forward_ns=stage_by_node(forward),
+        backward_ns=backward_ns,
+        weight_ns=np.maximum(1, np.rint(workload.weight_share * backward_ns).astype(np.int64)),
+        optimizer_ns=stage_by_node(step),
+        head_ns=np.array([task_ns(workload.head_flops(layers[0]), s) for s in speed], dtype=np.int64),
+        slots=np.array(
+            [[workload.slots(node.memory_bytes, stage, k) for node in cluster.nodes] for stage, k in enumerate(layers)],
+            dtype=np.int64,
+        ),
+        flight_ns=_without_diagonal(flight),
+        transmit_ns=_without_diagonal(transmit),
+        bandwidth_bytes_per_s=cluster.bandwidth_bytes_per_s,
+        activation_bytes=workload.activation_bytes,
+        gradient_bytes=tuple(workload.gradient_bytes(stage, k) for stage, k in enumerate(layers)),
+    )
+
+
+def _without_diagonal(values: NDArray[np.float64]) -> Ns:
+    whole = np.minimum(values, NEVER_NS).astype(np.int64)
+    np.fill_diagonal(whole, 0)
+    return whole

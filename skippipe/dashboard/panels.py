@@ -1,0 +1,199 @@
+"""The state of a run as the page shows it: JSON, a panel at a time, so that only what has changed is sent.
+
+Names and texts go out as they are. The page puts them in as text, never as markup.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from skippipe.dashboard.run_state import RunFollower, RunState, Source
+from skippipe.plan import Plan
+from skippipe.report.gantt import HUES
+from skippipe.runs.gantt_data import KINDS, GanttBar
+from skippipe.runs.records import checkpointed, thinned
+
+MOST_POINTS = 300  # of a curve; more cannot be told apart on a screen
+MOST_LINKS = 5000  # of a map; those with the fewest bytes are left out
+
+Panel = dict[str, Any]
+
+
+class Panels:
+    """The panels as text, made anew where their sources have changed."""
+
+    def __init__(self, follower: RunFollower) -> None:
+        self.follower = follower
+        self.texts: dict[str, str] = {}
+        """Panel → its JSON, in one line."""
+        self._made_of: dict[str, tuple[int, ...]] = {}
+
+    def look(self) -> bool:
+        """At the files; whether there is more to read at once."""
+        more = self.follower.look()
+        state, texts = self.follower.state, dict(self.texts)
+        for name, (made, sources) in PANELS.items():
+            made_of = tuple(state.versions[source] for source in sources)
+            if self._made_of.get(name) != made_of:
+                text = json.dumps(made(state, self.follower.folder), allow_nan=False)
+                if text != texts.get(name):
+                    texts[name] = text
+                self._made_of[name] = made_of
+        self.texts = texts  # at once: others may be reading
+        return more
+
+
+def run_panel(state: RunState, folder: Path) -> Panel:
+    """What is trained, and how far it is."""
+    last = state.rows[-1] if state.rows else None
+    return {
+        "folder": folder.name or str(folder),
+        "done": last is not None and last.is_last if state.done is None else state.done,
+        "iterations": last.iteration + 1 if last else 0,
+        "asked": last.asked if last else None,
+        "loss": last.loss if last else None,
+        "seconds": last.seconds if last else None,
+        "promised_s": last.promised_s if last else None,
+        "tokens_per_s": last.tokens_per_s if last else None,
+        "sent_bytes": last.sent_bytes if last else None,
+        "time": last.time if last else None,
+        "tokens": last.tokens if last else None,
+        "unread": {file: count for file, count in sorted(state.unread.items()) if count},
+        **(_plan_figures(state.plan) if state.plan else {}),
+    }
+
+
+def _plan_figures(plan: Plan) -> Panel:
+    return {
+        "model": plan.workload.model.name,
+        "parameters": plan.workload.model.parameters,
+        "cluster": plan.cluster.name,
+        "nodes": len(plan.stage_of),
+        "stages": len(plan.stages),
+        "visited": plan.visited,
+        "microbatches": plan.microbatches,
+        "strategy": plan.strategy,
+    }
+
+
+def map_panel(state: RunState, _folder: Path) -> Panel:
+    """The nodes on their stages, and the lanes. Places in `nodes` stand for nodes, here and in `load_panel`."""
+    plan = state.plan
+    if plan is None:
+        return {"nodes": [], "stages": [], "lanes": []}
+    lanes_of = [0] * len(plan.cluster.nodes)
+    for lane in plan.lanes:
+        for node in lane.path:
+            lanes_of[node] += 1
+    data_nodes = list(dict.fromkeys(lane.path[0] for lane in plan.lanes))
+    return {
+        "nodes": [
+            {
+                "name": node.name,
+                "location": node.location,
+                "stage": plan.stage_of.get(number),
+                "lanes": lanes_of[number],
+                "slots": plan.slots.get(number),
+                "standing": _standing(state, node.name, number in plan.stage_of),
+            }
+            for number, node in enumerate(plan.cluster.nodes)
+        ],
+        "stages": [{"layers": stage.layers, "nodes": list(stage.nodes)} for stage in plan.stages],
+        "lanes": [
+            {
+                "path": list(lane.path),
+                "stages": list(plan.visits(lane)),
+                "microbatches": lane.microbatches,
+                "hue": HUES[data_nodes.index(lane.path[0]) % len(HUES)],
+            }
+            for lane in plan.lanes
+        ],
+    }
+
+
+def _standing(state: RunState, name: str, planned: bool) -> str:
+    """lost, here (has joined and waits for a stage), learning, slow, works, or spare (nobody has heard of it)."""
+    told = state.standing.get(name)
+    if told is not None:
+        return told
+    if not planned:
+        return "spare"
+    if name in state.learning:
+        return "learning"
+    return "slow" if name in state.slow else "works"
+
+
+def load_panel(state: RunState, _folder: Path) -> Panel:
+    """Bytes between nodes in the last iteration; both directions of a link stand together."""
+    numbers = state.plan.cluster.number if state.plan else {}
+    pairs: dict[tuple[int, int], list[int]] = {}
+    for sender, receiver, sent in state.links:
+        if sender in numbers and receiver in numbers and sent:
+            a, b = numbers[sender], numbers[receiver]
+            pairs.setdefault((min(a, b), max(a, b)), [0, 0])[int(a > b)] += sent
+    links = sorted(([a, b, *sent] for (a, b), sent in pairs.items()), key=lambda link: -link[2] - link[3])
+    return {
+        "iteration": state.rows[-1].iteration if state.rows else None,
+        "links": links[:MOST_LINKS],
+        "left_out": max(0, len(links) - MOST_LINKS),
+        "visits": state.visits,
+    }
+
+
+def curves_panel(state: RunState, _folder: Path) -> Panel:
+    """What iterations took and gave; of long runs, the mean of neighbours."""
+    size, rows = thinned(state.rows, MOST_POINTS)
+    return {
+        "mean_of": size,
+        "iteration": [row.iteration for row in rows],
+        **{name: [_short(getattr(row, name)) for row in rows] for name in CURVES},
+    }
+
+
+CURVES = ("loss", "tokens_per_s", "sent_bytes", "seconds", "promised_s")
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.7g}")
+
+
+def chart_panel(state: RunState, _folder: Path) -> Panel:
+    chart = state.chart
+    if chart is None:
+        return {"iteration": None}
+    return {
+        "iteration": chart.iteration,
+        "kinds": [str(kind) for kind in KINDS],
+        "rows": [{"stage": stage, "name": name} for stage, name in chart.rows],
+        "hues": chart.hues,
+        "planned": [_plain(bar) for bar in chart.planned],
+        "measured": [_plain(bar) for bar in chart.measured],
+    }
+
+
+def _plain(bar: GanttBar) -> list[float]:
+    start_s, end_s = (round(time, 6) if math.isfinite(time) else 0.0 for time in (bar.start_s, bar.end_s))
+    return [bar.row, bar.kind, start_s, end_s, bar.lane, bar.microbatch, bar.step]
+
+
+def events_panel(state: RunState, _folder: Path) -> Panel:
+    """Newest first; checkpoints that are complete are among them."""
+    made = [checkpointed(number, time) for number, time in state.checkpoints.items()]
+    shown = [event._asdict() for event in (*state.events, *made)]
+    shown.sort(key=lambda event: float(event["time"]), reverse=True)
+    return {"events": shown, "in_all": state.happened + len(made)}
+
+
+PANELS: dict[str, tuple[Callable[[RunState, Path], Panel], tuple[Source, ...]]] = {
+    "run": (run_panel, ("plan", "metrics", "events")),
+    "map": (map_panel, ("plan", "events")),
+    "load": (load_panel, ("plan", "metrics")),
+    "chart": (chart_panel, ("trace",)),
+    "curves": (curves_panel, ("metrics",)),
+    "events": (events_panel, ("events",)),
+}
+"""What makes a panel, and of which sources."""

@@ -1,0 +1,163 @@
+"""The page over HTTP: `/`, its panels as JSON (`/state`), and a stream of those that change (`/stream`).
+
+Only GET, only the files that are named here, no cookies, nothing that could be changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from importlib.resources import files
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from skippipe import __version__
+from skippipe.dashboard.panels import Panels
+from skippipe.web.auth import ApiSettings, BearerAuth
+from skippipe.web.errors import APIError
+
+LOOK_S = 0.5  # between two looks at the files: no system tells of changes on all kinds of disks
+SIGN_OF_LIFE_S = 10.0  # or a proxy takes the stream for dead
+MOST_STREAMS = 64
+ASSETS = {
+    "": ("dashboard.html", "text/html; charset=utf-8"),
+    "dashboard.css": ("dashboard.css", "text/css; charset=utf-8"),
+    "dashboard.js": ("dashboard.js", "text/javascript; charset=utf-8"),
+    "dashboard-map.js": ("dashboard-map.js", "text/javascript; charset=utf-8"),
+    "dashboard-words.js": ("dashboard-words.js", "text/javascript; charset=utf-8"),
+    "dashboard-charts.js": ("dashboard-charts.js", "text/javascript; charset=utf-8"),
+}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def application(page: Panels, settings: ApiSettings, over: Callable[[], bool] = lambda: False) -> FastAPI:
+    """Streams end when `over` says so."""
+    watched = SharedPage(page, over)
+    return FastAPI(
+        title="SkipPipe",
+        version=__version__,
+        openapi_url=None,
+        redirect_slashes=False,
+        routes=[
+            *(Route(f"/{path}", partial(asset, *named)) for path, named in ASSETS.items()),
+            Route("/state", watched.state),
+            Route("/stream", watched.stream),
+        ],
+        middleware=[Middleware(AuthMiddleware, settings=settings)],
+    )
+
+
+async def asset(name: str, kind: str, _request: Request) -> Response:
+    return Response(files("skippipe.data").joinpath(name).read_bytes(), media_type=kind)
+
+
+class SharedPage:
+    """A page that is looked after while somebody watches, once for all who do."""
+
+    def __init__(self, page: Panels, over: Callable[[], bool]) -> None:
+        self._page = page
+        self._over = over
+        self._looking = asyncio.Lock()
+        self._looked_s = -LOOK_S
+        self._streams = 0
+
+    async def state(self, _request: Request) -> Response:
+        await self._look()
+        body = ", ".join(f'"{name}": {text}' for name, text in self._page.texts.items())
+        return Response(f"{{{body}}}", media_type="application/json")
+
+    async def stream(self, _request: Request) -> Response:
+        if self._streams >= MOST_STREAMS:
+            return PlainTextResponse(f"{MOST_STREAMS} pages are open already\n", 503, {"Retry-After": "30"})
+        return StreamingResponse(
+            self._changes(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"}
+        )  # fmt: skip
+
+    async def _changes(self) -> AsyncIterator[bytes]:
+        """Every panel, and then those that are no longer what was sent."""
+        sent: dict[str, str] = {}
+        said_s = time.monotonic()
+        self._streams += 1
+        try:
+            yield b"retry: 1000\n\n"
+            while not self._over():
+                more = await self._look()
+                for name, text in list(self._page.texts.items()):
+                    if sent.get(name) is not text:
+                        sent[name], said_s = text, time.monotonic()
+                        yield f"event: {name}\ndata: {text}\n\n".encode()
+                if time.monotonic() - said_s > SIGN_OF_LIFE_S:
+                    said_s = time.monotonic()
+                    yield b": here\n\n"
+                await asyncio.sleep(0 if more else LOOK_S)
+        finally:
+            self._streams -= 1
+
+    async def _look(self) -> bool:
+        """On another thread, so that a large plan holds up nobody's answer."""
+        async with self._looking:
+            if time.monotonic() - self._looked_s < LOOK_S / 2:
+                return False
+            more = await asyncio.to_thread(self._page.look)
+            self._looked_s = -LOOK_S if more else time.monotonic()
+            return more
+
+
+class AuthMiddleware:
+    """Lets in whoever may look, and says to browsers what the page may do: nothing but show itself."""
+
+    def __init__(self, app: ASGIApp, settings: ApiSettings) -> None:
+        self._app = app
+        self._door = BearerAuth(settings)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def sealed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        if scope["type"] != "http":
+            return
+        refusal = self._refusal(scope["method"], Headers(scope=scope))
+        await (refusal or self._app)(scope, receive, sealed)
+
+    def _refusal(self, method: str, headers: Headers) -> Response | None:
+        try:
+            self._door.admit(bearer(headers.get("authorization")), headers.get("host"))
+        except APIError as complaint:
+            asked = {"WWW-Authenticate": 'Basic realm="SkipPipe: any name, the token as password"'}
+            return PlainTextResponse(
+                f"{complaint.message}\n", complaint.status, asked if complaint.status == 401 else None
+            )
+        if method != "GET":
+            return PlainTextResponse("this page can only be looked at\n", 405, {"Allow": "GET"})
+        return None
+
+
+def bearer(authorization: str | None) -> str | None:
+    """Browsers ask for a name and a password: the password is the token."""
+    scheme, _, given = (authorization or "").partition(" ")
+    if scheme.lower() != "basic":
+        return authorization
+    try:
+        token = base64.b64decode(given.strip(), validate=True).decode("latin-1").partition(":")[2]
+    except (binascii.Error, ValueError):
+        return None
+    return f"Bearer {token}"

@@ -1,0 +1,192 @@
+"""The token file: a text as ids on disk, made once, memory-mapped by whoever trains on it.
+
+It is a folder:
+
+    tokens.json              the header, written last
+    tokens-<content>.bin     the ids, nothing else: little-endian, 2 bytes each (up to 65,536 tokens) or 4
+    tokenizer.json           the tokenizer that made them, with
+    tokenizer_config.json    its settings, in the form of Hugging Face
+
+Header: `format` "skippipe-tokens", `version` 1, `data` (the name of the file with the ids), `type` "uint16" or
+"uint32", `tokens` (how many), `vocabulary` (ids are below it), `end_id` (ends every document), `content_sha256` (of the
+file with the ids), `tokenizer_sha256` (of tokenizer.json), `fingerprint` (SHA-256 of those two in hexadecimal, joined
+by a space), `tokenizer` (what was asked for: "bpe 2048", or a SHA-256) and `sources` (name, bytes and SHA-256 of every
+text file; none for a stream).
+
+Two machines have the same data if they have the same fingerprint; where the text came from does not enter into it.
+A new file of ids has a new name and the header is replaced in one step, so that a reader sees the old or the new.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from skippipe.data.documents import Source
+from skippipe.data.tokenizer import FILE, TextTokenizer
+from skippipe.errors import UserError
+from skippipe.json_fields import Fields, json_text, read_as
+from skippipe.value_ranges import POSITIVE
+
+HEADER, FORMAT, VERSION = "tokens.json", "skippipe-tokens", 1
+WIDTHS = {"uint16": "<u2", "uint32": "<u4"}
+AGAIN = "prepare the text again"
+
+Ids = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+
+
+def cache_folder(name: str) -> Path:
+    """Where prepared text is kept unless somebody says otherwise."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return root / "skippipe" / "tokens" / name
+
+
+def width(vocabulary: int) -> str:
+    return "uint16" if vocabulary <= 2**16 else "uint32"
+
+
+def fingerprint(content_sha256: str, tokenizer_sha256: str) -> str:
+    return sha256(f"{content_sha256} {tokenizer_sha256}".encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a token file is made from: the same inputs need no second making."""
+
+    tokenizer: str
+    """What was asked for: "bpe 2048" to be trained on the text, or the fingerprint of one that is there."""
+    sources: tuple[tuple[str, int, str], ...]
+    """Name, size in bytes and SHA-256 of every text file; none for a stream."""
+
+    @classmethod
+    def of(cls, sources: Iterable[Source], tokenizer: TextTokenizer | int) -> Inputs:
+        asked = f"bpe {tokenizer}" if isinstance(tokenizer, int) else tokenizer.fingerprint
+        return cls(asked, tuple((each.path.name, each.size_bytes, each.sha256) for each in sources))
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A prepared text; `ids` maps it into memory."""
+
+    folder: Path
+    data: str
+    type: str
+    tokens: int
+    vocabulary: int
+    end_id: int
+    content_sha256: str
+    tokenizer_sha256: str
+    inputs: Inputs
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on two machines if ids and tokenizer are."""
+        return fingerprint(self.content_sha256, self.tokenizer_sha256)
+
+    @cached_property
+    def ids(self) -> Ids:
+        mapped: Ids = np.memmap(self.folder / self.data, WIDTHS[self.type], mode="r", shape=(self.tokens,))
+        return mapped
+
+    def tokenizer(self) -> TextTokenizer:
+        return TextTokenizer.load(self.folder)
+
+    def check_content(self) -> None:
+        """Read all of it: are these the ids that were written?"""
+        if _sha256(self.folder / self.data) != self.content_sha256:
+            raise UserError(f"{self.folder / self.data}: the ids are not those that were written; {AGAIN}")
+
+    @classmethod
+    def open(cls, folder: Path, tokenizer: TextTokenizer | None = None) -> TokenFile:
+        """Check what can be checked without reading the ids. With a tokenizer: that the ids are of that one."""
+        header = folder / HEADER
+        if not header.is_file():
+            raise UserError(
+                f"{folder}: no token file here ({HEADER} is missing); prepare a text into this folder first"
+            )
+        found = read_as(lambda raw: cls._parse(folder, raw), header)
+        if tokenizer and tokenizer.fingerprint != found.tokenizer_sha256:
+            raise UserError(
+                f"{folder}: made with another tokenizer ({found.tokenizer_sha256[:12]}, "
+                f"not {tokenizer.fingerprint[:12]}); {AGAIN} with this one"
+            )
+        found._check_files()
+        return found
+
+    @classmethod
+    def _parse(cls, folder: Path, raw: Any) -> TokenFile:
+        fields = Fields(raw, "")
+        fields.header(FORMAT, VERSION)
+        sources = []
+        for each in fields.objects("sources"):
+            sources.append((each.text("name"), each.integer("bytes", POSITIVE), each.text("sha256")))
+            each.close()
+        found = cls(
+            folder=folder,
+            data=fields.text("data"),
+            type=fields.text("type", tuple(WIDTHS)),
+            tokens=fields.integer("tokens", POSITIVE),
+            vocabulary=fields.integer("vocabulary", POSITIVE),
+            end_id=fields.integer("end_id"),
+            content_sha256=fields.text("content_sha256"),
+            tokenizer_sha256=fields.text("tokenizer_sha256"),
+            inputs=Inputs(fields.text("tokenizer"), tuple(sources)),
+        )
+        stated = fields.text("fingerprint")
+        fields.close()
+        if stated != found.fingerprint:
+            raise UserError(f"fingerprint: not the one of content_sha256 and tokenizer_sha256; {AGAIN}")
+        if found.type != width(found.vocabulary) or found.end_id >= found.vocabulary:
+            raise UserError(f"vocabulary: {found.vocabulary} does not go with {found.type} and end_id {found.end_id}")
+        if Path(found.data).name != found.data:
+            raise UserError(f"data: '{found.data}' is not the name of a file in this folder")
+        return found
+
+    def _check_files(self) -> None:
+        data = self.folder / self.data
+        if not data.is_file():
+            raise UserError(f"{data}: missing; {AGAIN}, or copy the whole folder")
+        expected = self.tokens * np.dtype(WIDTHS[self.type]).itemsize
+        if data.stat().st_size != expected:
+            raise UserError(f"{data}: {data.stat().st_size:,} bytes instead of {expected:,}; copy it or {AGAIN}")
+        if not (self.folder / FILE).is_file():
+            raise UserError(f"{self.folder / FILE}: missing; {AGAIN}, or copy the whole folder")
+        if _sha256(self.folder / FILE) != self.tokenizer_sha256:
+            raise UserError(f"{self.folder / FILE}: another tokenizer than the one that made the ids; {AGAIN}")
+
+    def header_text(self) -> str:
+        return json_text(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "data": self.data,
+                "type": self.type,
+                "tokens": self.tokens,
+                "vocabulary": self.vocabulary,
+                "end_id": self.end_id,
+                "content_sha256": self.content_sha256,
+                "tokenizer_sha256": self.tokenizer_sha256,
+                "fingerprint": self.fingerprint,
+                "tokenizer": self.inputs.tokenizer,
+                "sources": [{"name": name, "bytes": size, "sha256": sha} for name, size, sha in self.inputs.sources],
+            }
+        )
+
+
+def _sha256(path: Path) -> str:
+    digest = sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()

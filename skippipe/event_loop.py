@@ -1,0 +1,242 @@
+"""The event loop of the simulator: one pass over the events of an iteration, in the order of time.
+
+A lane has one microbatch in flight, so it has one pending event at most: its next task becomes ready. A node needs
+an event of its own only when somebody waits for it. Everything that happens at one time is taken in before any node
+decides, so the outcome does not depend on the order in which simultaneous events are looked at.
+
+Weight gradients of a split backward need no events either: they wait on their node, in the order in which its
+backwards ran, for a moment when it could start nothing else.
+
+Sends need no events: a node's tasks end one after another, so the transfers on a directed link are known in their
+order when the task that feeds them starts.
+
+
+A binary heap in two arrays, for kernels: the smallest key with its value is at index 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skippipe.dispatch import all_steps, frees_slot, goes_before, may_start, place, steps, urgency, weights_after
+from skippipe.jit import kernel
+
+Ints = NDArray[np.int64]
+
+
+@kernel
+def run(
+    paths: Ints,  # [lane, hop] node; rows are padded at the end
+    lengths: Ints,  # [lane]
+    microbatches: Ints,  # [lane]
+    forward_ns: Ints,  # [node], as are the next four
+    backward_ns: Ints,
+    weight_ns: Ints,
+    head_ns: Ints,
+    slots: Ints,
+    flight_ns: Ints,  # [from, to]
+    transmit_ns: Ints,  # [from, to]
+    queued: bool,  # transfers on one directed link wait for each other
+    order: int,  # of dispatch
+    split: bool,  # weight gradients are tasks of their own
+    spare_ns: Ints,  # in, out: [lane] by how much it may still wait, or the run ends at once; empty: for ever
+    done_ns: Ints,  # out: [node] end of its last task
+    record: Ints,  # out: [task, (ready, start, end)]; no rows: do not record
+) -> tuple[int, int]:
+    """The end of the last task, and how many microbatches did not come back; if any, a deadlock or a lane too late."""
+    lanes = len(lengths)
+    nodes = len(forward_ns)
+    recording = len(record) > 0
+    hurried = len(spare_ns) > 0
+
+    step = np.zeros(lanes, np.int64)
+    microbatch = np.zeros(lanes, np.int64)
+    ready_ns = np.zeros(lanes, np.int64)
+    first_task = np.zeros(lanes, np.int64)
+
+    waiting = np.full(nodes, -1, np.int64)  # first lane of a linked list of those that are ready
+    behind = np.full(lanes, -1, np.int64)  # the next in that list
+    free_ns = np.zeros(nodes, np.int64)
+    held = np.zeros(nodes, np.int64)
+    will_wake = np.zeros(nodes, np.bool_)
+    undone = np.zeros(nodes, np.int64)  # weight gradients of the microbatches whose backward has been there
+    link_free_ns = np.zeros((nodes, nodes) if queued else (1, 1), np.int64)
+
+    times = np.empty(lanes + nodes, np.int64)  # a heap of events: (time, code)
+    codes = np.empty(lanes + nodes, np.int64)  # a lane whose next task is ready, or −1 − a node that comes free
+    deciding = np.empty(lanes + nodes, np.int64)
+    size = 0
+    tasks = 0
+    left = 0
+    for lane in range(lanes):
+        first_task[lane] = tasks
+        tasks += microbatches[lane] * all_steps(lengths[lane], split)
+        left += microbatches[lane]
+        if microbatches[lane] > 0:
+            size = push(times, codes, size, 0, lane)
+    oldest = np.empty(nodes, np.int64)  # the first task of a linked list of undone weight gradients, if recorded
+    newest = np.empty(nodes, np.int64)
+    after = np.empty(tasks if split and recording else 0, np.int64)  # the next in that list
+    done_ns[:] = 0
+    last_ns = 0
+
+    while size > 0:
+        now = times[0]
+        decisions = 0
+        while size > 0 and times[0] == now:
+            code = codes[0]
+            size = drop_first(times, codes, size)
+            if code < 0:
+                node = -1 - code
+                will_wake[node] = False
+            else:
+                node = paths[code, place(step[code], lengths[code])]
+                ready_ns[code] = now
+                behind[code] = waiting[node]
+                waiting[node] = code
+                if free_ns[node] > now:
+                    if not will_wake[node]:
+                        will_wake[node] = True
+                        size = push(times, codes, size, free_ns[node], -1 - node)
+                    continue
+            deciding[decisions] = node
+            decisions += 1
+
+        for decision in range(decisions):
+            node = deciding[decision]
+            if free_ns[node] > now:
+                continue  # decided already
+            best = -1
+            before_best = -1
+            best_urgency = 0
+            previous = -1
+            lane = waiting[node]
+            while lane >= 0:
+                length = lengths[lane]
+                if may_start(step[lane], length, held[node], slots[node]):
+                    lane_urgency = urgency(step[lane], length, lane, order)
+                    if best < 0 or goes_before(lane_urgency, ready_ns[lane], lane, best_urgency, ready_ns[best], best):
+                        best = lane
+                        before_best = previous
+                        best_urgency = lane_urgency
+                previous = lane
+                lane = behind[lane]
+            lane = best
+            if lane >= 0:
+                if before_best < 0:
+                    waiting[node] = behind[lane]
+                else:
+                    behind[before_best] = behind[lane]
+                length = lengths[lane]
+                at = step[lane]
+                if at < length:
+                    end = now + forward_ns[node]
+                    held[node] += 1
+                elif at == length:
+                    end = now + head_ns[node]
+                else:
+                    end = now + backward_ns[node]
+                    if frees_slot(at, length, split):
+                        held[node] -= 1  # the node is busy until the slot is really free
+                    else:
+                        if recording:
+                            first = first_task[lane] + microbatch[lane] * all_steps(length, split)
+                            weights = first + weights_after(at, length)
+                            record[weights, 0] = end
+                            if undone[node] > 0:
+                                after[newest[node]] = weights
+                            else:
+                                oldest[node] = weights
+                            newest[node] = weights
+                        undone[node] += 1
+                if hurried:
+                    spare_ns[lane] -= now - ready_ns[lane]
+                    if spare_ns[lane] < 0:
+                        return last_ns, left
+                if recording:
+                    task = first_task[lane] + microbatch[lane] * all_steps(length, split) + at
+                    record[task, 0] = ready_ns[lane]
+            elif undone[node] > 0:  # of all urgencies theirs comes last
+                end = now + weight_ns[node]
+                held[node] -= 1
+                undone[node] -= 1
+                if recording:
+                    task = oldest[node]
+                    oldest[node] = after[task]
+            else:
+                continue
+            free_ns[node] = end
+            done_ns[node] = end
+            last_ns = max(last_ns, end)
+            if (waiting[node] >= 0 or undone[node] > 0) and not will_wake[node]:
+                will_wake[node] = True
+                size = push(times, codes, size, end, -1 - node)
+            if recording:
+                record[task, 1] = now
+                record[task, 2] = end
+            if lane < 0:
+                continue
+
+            arrival = end
+            at += 1
+            if at == steps(length):
+                at = 0
+                microbatch[lane] += 1
+                left -= 1
+                if microbatch[lane] == microbatches[lane]:
+                    continue
+            else:
+                target = paths[lane, place(at, length)]
+                if target != node:
+                    if queued:
+                        if hurried:
+                            spare_ns[lane] -= max(0, link_free_ns[node, target] - end)
+                        arrival = max(end, link_free_ns[node, target]) + transmit_ns[node, target]
+                        link_free_ns[node, target] = arrival
+                        arrival += flight_ns[node, target]
+                    else:
+                        arrival = end + transmit_ns[node, target] + flight_ns[node, target]
+            step[lane] = at
+            size = push(times, codes, size, arrival, lane)
+
+    return last_ns, left
+
+
+@kernel
+def push(keys: Ints, values: Ints, size: int, key: int, value: int) -> int:
+    """The new size."""
+    child = size
+    while child > 0:
+        parent = (child - 1) >> 1
+        if keys[parent] <= key:
+            break
+        keys[child] = keys[parent]
+        values[child] = values[parent]
+        child = parent
+    keys[child] = key
+    values[child] = value
+    return size + 1
+
+
+@kernel
+def drop_first(keys: Ints, values: Ints, size: int) -> int:
+    """The new size."""
+    size -= 1
+    key = keys[size]
+    value = values[size]
+    parent = 0
+    while True:
+        child = 2 * parent + 1
+        if child >= size:
+            break
+        if child + 1 < size and keys[child + 1] < keys[child]:
+            child += 1
+        if keys[child] >= key:
+            break
+        keys[parent] = keys[child]
+        values[parent] = values[child]
+        parent = child
+    keys[parent] = key
+    values[parent] = value
+    return size

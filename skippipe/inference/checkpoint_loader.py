@@ -1,0 +1,254 @@
+"""A trained model from disk, cut into stages: a checkpoint, a run's output folder or any Hugging Face folder.
+
+A checkpoint knows its stages. So does a folder that `skippipe export` wrote: it has one file for each, and the first
+one holds both ends. Weights lie under the names that they have in the whole model, so another cut is as good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from skippipe.checkpoint.format import MANIFEST, Checkpoints, Manifest, check_file, verified
+from skippipe.errors import UserError
+from skippipe.json_fields import exists, read_as
+from skippipe.model.model_files import INDEX, check_model_folder, weight_map_of
+from skippipe.model.model_spec import ModelSpec, config_from, config_named
+from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.runs.tail import model_run_id, run_id_of
+from skippipe.runtime.neighbour_init import LAYER
+from skippipe.runtime.train_role import check_device
+from skippipe.stage_subset import whole_numbers
+from skippipe.workload import Workload
+
+_Language: Any = AutoModelForCausalLM  # untyped
+_Tokenizer: Any = AutoTokenizer
+WEIGHTS = ".weights.safetensors"  # how files of a checkpoint end that have weights
+PROBES, PROBE_BYTES = 16, 2**16  # of a file of weights, that its fingerprint looks at
+
+
+@dataclass(frozen=True)
+class StagedModel:
+    stages: list[StageModel]
+    tokenizer: Any
+    """Of transformers: whatever it adds to a text, the harness's own models get too."""
+    prefix: int
+    """The token that stands before a text without context: the one that begins a text, or else that ends one."""
+    context: int
+    """Tokens that it looks at, at most."""
+    device: str
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Of each stage."""
+        return tuple(len(stage.layers) for stage in self.stages)
+
+
+@dataclass(frozen=True)
+class CheckpointOutline:
+    """A model on disk: all but its weights."""
+
+    place: Path
+    spec: ModelSpec
+    layers: tuple[int, ...]
+    """Of each stage."""
+
+    def tokenizer(self) -> Any:
+        return _tokenizer(self.place, self.spec.config.vocab_size)
+
+
+def load(checkpoint: Path, cut: str | None = None, device: str = "cpu", context: int | None = None) -> StagedModel:
+    """`cut` into so many stages ("6"), or into stages of so many layers ("4,4,6"); None: as it was trained.
+
+    `context`: look at so many tokens instead of those that the configuration allows.
+    """
+    check_device(device)
+    outline = read_outline(checkpoint, cut)
+    place, spec, tokenizer = outline.place, outline.spec, outline.tokenizer()
+    prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if prefix is None:
+        raise UserError(f"{place}: its tokenizer names no token that begins or ends a text ('eos_token')")
+    weights = _of_checkpoint(place) if (place / MANIFEST).is_file() else _of_folder(place, spec.config)
+    stages = []
+    for number, each in enumerate(layer_ranges(outline.layers)):
+        stage = StageModel(spec, each, ends=number == 0).eval()
+        _fill(stage, weights, place)
+        stages.append(stage.to(device))
+    return StagedModel(stages, tokenizer, prefix, context or spec.config.max_position_embeddings, device)
+
+
+def read_outline(checkpoint: Path, cut: str | None = None) -> CheckpointOutline:
+    """`cut` as in `load`."""
+    place = found_place(checkpoint)
+    check_model_folder(place)
+    if (place / MANIFEST).is_file():
+        manifest = _manifest(place)
+        config, known = config_from(manifest.config), manifest.layers
+    else:
+        config, known = config_named(str(place.resolve())), exported_layers(weight_map_of(place))
+    spec = ModelSpec(config)
+    return CheckpointOutline(place, spec, layers_of(cut, spec) if cut is not None else known or (spec.layers,))
+
+
+def load_stage(outline: CheckpointOutline, number: int, device: str = "cpu") -> StageModel:
+    """One stage alone: of the other stages' weights none are read, if they lie under the names that they have here."""
+    check_device(device)
+    stage = StageModel(outline.spec, layer_ranges(outline.layers)[number], ends=number == 0).eval()
+    _fill(stage, _some(outline, {name for name, _ in stage.named_weights()}), outline.place)
+    return stage.to(device)
+
+
+def fingerprint(place: Path) -> str:
+    """Of a checkpoint or a folder: tells one set of weights from another, without reading all of them."""
+    digest = sha256()
+    if (place / MANIFEST).is_file():  # it has a hash of every file
+        digest.update((place / MANIFEST).read_bytes())
+        return digest.hexdigest()
+    for file in sorted(each for each in place.iterdir() if each.suffix == ".safetensors"):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as opened:
+            for probe in range(PROBES):
+                opened.seek(probe * max(0, size - PROBE_BYTES) // (PROBES - 1))
+                digest.update(opened.read(PROBE_BYTES))
+    return digest.hexdigest()
+
+
+def found_place(checkpoint: Path) -> Path:
+    """A checkpoint, a Hugging Face folder, or what a run's output folder has: its newest checkpoint or its model."""
+    if not exists(checkpoint):
+        raise UserError(f"{checkpoint}: no such folder")
+    checkpoints = Checkpoints.of_run(checkpoint)
+    for place in (checkpoint, *checkpoints.complete()[:1], checkpoint / "model"):
+        if (place / MANIFEST).is_file() or (place / "config.json").is_file():
+            if place != checkpoint:
+                checkpoints.warn_of_others()
+                _check_model(place, checkpoint)
+            return place
+    raise UserError(
+        f"{checkpoint}: neither a checkpoint, nor a run's output folder, nor a Hugging Face folder with a config.json"
+    )
+
+
+def _check_model(place: Path, run: Path) -> None:
+    """UserError if the model in a run's output folder is of another run."""
+    run_id, found = run_id_of(run), model_run_id(place)
+    if run_id is not None and (place / INDEX).is_file() and found != run_id:
+        raise UserError(f"{place}: is the model of another run than {run}; name {place} if it is what you want")
+
+
+def layers_of(cut: str, spec: ModelSpec) -> tuple[int, ...]:
+    """Layers of each stage."""
+    counts = whole_numbers(cut, "--cut")
+    if len(counts) == 1:
+        if not counts[0]:
+            raise UserError("--cut: a model has 1 stage or more")
+        return Workload(spec.shape).layer_split(counts[0])
+    if 0 in counts or sum(counts) != spec.layers:
+        raise UserError(f"--cut {cut}: the model has {spec.layers} layers, and every stage 1 or more of them")
+    return counts
+
+
+def exported_layers(weight_map: Mapping[str, str]) -> tuple[int, ...]:
+    """Layers of each stage, if the files that hold the weights are stages; else nothing."""
+    held: dict[str, set[int]] = {file: set() for file in sorted(set(weight_map.values()))}
+    first = next(iter(held), None)
+    for name, file in weight_map.items():
+        layer = LAYER.match(name)
+        if layer is not None:
+            held[file].add(int(layer[1]))
+        elif file != first:  # transformers puts the last norm into the last file
+            return ()
+    counts = tuple(map(len, held.values()))
+    in_order = [sorted(numbers) for numbers in held.values()] == [list(each) for each in layer_ranges(counts)]
+    return counts if in_order and 0 not in counts else ()
+
+
+def _manifest(place: Path) -> Manifest:
+    return read_as(Manifest.from_json, place / MANIFEST)
+
+
+def _of_checkpoint(place: Path) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    for file in verified(place).files:
+        if file.name.endswith(WEIGHTS):
+            weights |= load_file(place / file.name)
+    return weights
+
+
+def _of_folder(place: Path, config: Any) -> dict[str, Tensor]:
+    """Through transformers, which knows in how many ways weights have been stored; of safetensors files alone."""
+    weight_map_of(place)  # refuses an index that names files elsewhere
+    if not any(place.glob("*.safetensors")):
+        raise UserError(f"{place}: has no weights in safetensors files, and others (pickle) are not read; convert them")
+    try:
+        model, said = _Language.from_pretrained(
+            place,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            output_loading_info=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise UserError(f"{place}: transformers cannot load it: {str(error).strip().splitlines()[0]}") from None
+    if said["missing_keys"]:
+        raise UserError(f"{place}: has no tensor '{min(said['missing_keys'])}'")
+    return dict(model.named_parameters())
+
+
+def _some(outline: CheckpointOutline, names: set[str]) -> dict[str, Tensor]:
+    """The weights of these names; more of them, if they cannot be had by themselves."""
+    place = outline.place
+    if (place / MANIFEST).is_file():
+        weights: dict[str, Tensor] = {}
+        for file in _manifest(place).files:
+            if file.name.endswith(WEIGHTS) and (found := _picked(place / file.name, names)):
+                check_file(place, file)
+                weights |= found
+        return weights
+    weights = {}
+    for name in sorted(set(weight_map_of(place).values())) or ["model.safetensors"]:
+        if (place / name).is_file():
+            weights |= _picked(place / name, names)
+    return weights if weights.keys() >= names else _of_folder(place, outline.spec.config)
+
+
+def _picked(file: Path, names: set[str]) -> dict[str, Tensor]:
+    try:
+        with safe_open(file, "pt") as opened:
+            return {name: opened.get_tensor(name) for name in set(opened.keys()) & names}
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from None
+
+
+def _tokenizer(place: Path, vocabulary: int) -> Any:
+    try:
+        found = _Tokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever any of its hundred tokenizers raises
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{place}: no tokenizer that transformers reads: {reason}") from None
+    if len(found) > vocabulary:
+        raise UserError(f"{place}: its tokenizer has {len(found):,} tokens, the model {vocabulary:,}")
+    return found
+
+
+@torch.no_grad()
+def _fill(stage: StageModel, weights: Mapping[str, Tensor], place: Path) -> None:
+    for name, each in stage.named_weights():
+        stored = weights.get(name)
+        if stored is None:
+            raise UserError(f"{place}: has no tensor '{name}'")
+        if stored.shape != each.shape:
+            raise UserError(f"{place}: '{name}' has the shape {list(stored.shape)}, not {list(each.shape)}")
+        each.copy_(stored)

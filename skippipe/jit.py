@@ -1,0 +1,85 @@
+"""Kernels: plain Python functions over arrays, compiled by numba where numba is there.
+
+The simulator and the search run them compiled. The training runtime calls the same functions (who goes next, which
+stage may follow) a few times a second, on machines that need not have numba, and takes them as they are written.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+COMPILED_WITHIN_S = 120.0  # by a process beside this one; from then on this one compiles for itself
+
+
+def kernel(function: Function) -> Function:
+    """Compile at the first call and keep the machine code on disk for the next process."""
+    if os.environ.get("SKIPPIPE_PURE_PYTHON"):
+        return function
+    try:
+        import numba
+    except ImportError:
+        return function
+    settings: Any = numba.config
+    before = settings.CACHE_DIR
+    settings.CACHE_DIR = str(_cache_folder())
+    try:
+        return cast(Function, numba.njit(cache=True, nogil=True)(function))
+    except (RuntimeError, OSError):  # nowhere to write: compile anew in every process
+        return cast(Function, numba.njit(nogil=True)(function))
+    finally:
+        settings.CACHE_DIR = before
+
+
+@contextmanager
+def beside(code: str) -> Iterator[None]:
+    """Where nothing is compiled yet, a process of its own runs this meanwhile: what it compiles is in the cache then.
+
+    numba compiles one kernel at a time in a process. If the other one fails, all is compiled here when it is needed.
+    """
+    cold = _folder is not None and _folder.is_dir() and not any(_folder.rglob("*.nbi"))
+    if not cold:
+        yield
+        return
+    null = subprocess.DEVNULL
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=null, stdout=null, stderr=null)
+    try:
+        yield
+        other.wait(COMPILED_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        other.kill()
+        other.wait(COMPILED_WITHIN_S)
+
+
+def python_version(function: Function) -> Function:
+    """The function as it is written, for those who call it now and then and should not have to compile it."""
+    return cast(Function, getattr(function, "py_func", function))
+
+
+_folder: Path | None = None
+
+
+def _cache_folder() -> Path:
+    """One folder for each state of our sources.
+
+    numba notices a change of the file a kernel stands in, but not of the kernels it calls from other files.
+    """
+    global _folder
+    if _folder is None:
+        package = Path(__file__).parent
+        sources = sha256()
+        for file in sorted([*package.glob("*.py"), *package.glob("planner/**/*.py")]):
+            sources.update(file.read_bytes())
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+        _folder = root / "skippipe" / sources.hexdigest()[:12]
+    return _folder

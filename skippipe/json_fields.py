@@ -1,0 +1,206 @@
+"""JSON files that people write: every complaint names the place and the fix."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from skippipe.errors import UserError
+from skippipe.value_ranges import COUNT, Range, number_text, range_of
+
+Parsed = TypeVar("Parsed")
+
+
+def exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # no file can have this name
+        return False
+
+
+def read_json(path: Path) -> Any:
+    """The parsed file; NaN is let through here, so that whoever reads the field can say where it stands."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as text: {error}") from None
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:  # bad syntax, a number of thousands of digits, endless nesting
+        raise UserError(f"{path}: not valid JSON: {error}") from None
+
+
+def read_as(parse: Callable[[Any], Parsed], path: Path) -> Parsed:
+    """The file as something of ours; complaints start with the file's name."""
+    raw = read_json(path)
+    try:
+        return parse(raw)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"field '{twice}' is given twice in one object: keep one of them")
+    return found
+
+
+def check_writable(path: Path, *sources: Path) -> None:
+    """Say before hours of work, not after them, that its result has nowhere to go."""
+    if path.is_dir() or not path.name:
+        raise UserError(f"{path}: this is a folder; name a file in it")
+    if any(source.exists() and path.exists() and path.samefile(source) for source in sources):
+        raise UserError(f"{path}: this is the input; write to another file")
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: an interrupted run leaves the old one."""
+    check_writable(path)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():  # a pipe or a device
+            path.write_bytes(content)
+            return
+        try:
+            partial.write_bytes(content)
+            partial.replace(path.resolve())
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def json_text(value: Any, indent: int = 0) -> str:
+    """JSON with one line for every list that holds no objects or lists of lists, so that matrices read as rows."""
+    pad = " " * (indent + 1)
+    if isinstance(value, dict) and value:
+        rows = [f"{pad}{json.dumps(str(key))}: {json_text(item, indent + 1)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(rows) + "\n" + " " * indent + "}"
+    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+        rows = [pad + json_text(item, indent + 1) for item in value]
+        return "[\n" + ",\n".join(rows) + "\n" + " " * indent + "]"
+    return json.dumps(value, allow_nan=False)
+
+
+class Fields:
+    """One JSON object, taken field by field; `close` then refuses what nobody asked for.
+
+    If it becomes an object `of` a dataclass, that says the ranges of its numbers.
+    """
+
+    def __init__(self, value: Any, place: str, of: type[Any] | None = None) -> None:
+        if not isinstance(value, dict):
+            raise UserError(f"{place or 'the file'}: expected an object {{…}}, found {_kind(value)}")
+        self._left = dict(value)
+        self._known: list[str] = []
+        self._of = of
+        self.place = place
+
+    def at(self, name: str) -> str:
+        return f"{self.place}.{name}" if self.place else name
+
+    def has(self, name: str) -> bool:
+        """Is it there, and not null?"""
+        return self._left.get(name) is not None
+
+    def mentions(self, name: str) -> bool:
+        return name in self._left
+
+    def take(self, name: str) -> Any:
+        self._known.append(name)
+        if name not in self._left:
+            raise UserError(f"{self.at(name)}: missing; add it")
+        return self._left.pop(name)
+
+    def text(self, name: str, choices: tuple[str, ...] = ()) -> str:
+        value = self.take(name)
+        if not isinstance(value, str) or not value.strip():
+            raise UserError(f"{self.at(name)}: expected a text that is not empty, found {_kind(value)}")
+        if not value.isprintable():
+            raise UserError(f"{self.at(name)}: {value!a} has characters that cannot be printed; use plain ones")
+        if choices and value not in choices:
+            raise UserError(f"{self.at(name)}: '{value}' is none of {', '.join(choices)}")
+        return value
+
+    def number(self, name: str, within: Range | None = None) -> float:
+        return as_number(self.take(name), self.at(name), within or self._range(name))
+
+    def integer(self, name: str, within: Range | None = None) -> int:
+        return as_integer(self.take(name), self.at(name), within or self._range(name) or COUNT)
+
+    def _range(self, name: str) -> Range | None:
+        return range_of(self._of, name) if self._of else None
+
+    def flag(self, name: str) -> bool:
+        value = self.take(name)
+        if not isinstance(value, bool):
+            raise UserError(f"{self.at(name)}: expected true or false, found {_kind(value)}")
+        return value
+
+    def items(self, name: str) -> list[Any]:
+        value = self.take(name)
+        if not isinstance(value, list):
+            raise UserError(f"{self.at(name)}: expected a list […], found {_kind(value)}")
+        return value
+
+    def objects(self, name: str, of: type[Any] | None = None) -> Iterator[Fields]:
+        for index, value in enumerate(self.items(name)):
+            yield Fields(value, f"{self.at(name)}[{index}]", of)
+
+    def header(self, kind: str, version: int) -> None:
+        """Every file of ours starts by saying what it is."""
+        found = self.text("format")
+        if found != kind:
+            raise UserError(f"{self.at('format')}: this is a '{found}' file; a '{kind}' file is needed here")
+        number = self.integer("version", COUNT)
+        if number != version:
+            raise UserError(f"{self.at('version')}: version {number} is not known here; this release reads {version}")
+
+    def close(self) -> None:
+        for name in self._left:
+            near = difflib.get_close_matches(name, self._known, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(self._known)}"
+            raise UserError(f"{self.at(name)}: unknown field; {hint}")
+
+
+def as_number(value: Any, place: str, within: Range | None = None) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise UserError(f"{place}: expected a number, found {_kind(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise UserError(f"{place}: {number} is not a finite number; measure it again or give an estimate")
+    if within is not None:
+        within.check(value, place)
+    return number
+
+
+def as_integer(value: Any, place: str, within: Range = COUNT) -> int:
+    number = as_number(value, place)
+    if number != int(number):
+        raise UserError(f"{place}: expected a whole number, found {number_text(value)}")
+    within.check(value, place)
+    return int(value)
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: f"the text '{value}'", type(None): "null", bool: "true or false"}
+    return names.get(type(value)) or f"the number {number_text(value)}"

@@ -1,0 +1,224 @@
+"""Questions made of a text, and the files from which the lm-evaluation-harness reads them.
+
+    cloze   the last word of a passage, which has occurred in it before (after LAMBADA)
+    choice  which of four sentences goes on with a passage: the true one, and three from elsewhere in the text
+    order   which of four sentences is as it was: in the others, two neighbouring words have changed places
+
+The same text and seed give the same questions; a smaller number of them is the beginning of a larger one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import Any, TypeVar
+
+from skippipe.errors import UserError
+from skippipe.json_fields import json_text, write_text
+from skippipe.lm_harness.passages import Passage, Prose, Sentence
+
+Anything = TypeVar("Anything")
+Item = dict[str, Any]
+CHOICES = 4
+PREFIX = "skippipe_"
+"""Of the tasks' names in the harness, which has thousands of others."""
+DRAWS = 200  # until three sentences are found that suit
+FAR = 20  # sentences between a passage and what is taken from elsewhere
+FEWEST_WORDS, MOST_WORDS = 6, 40  # of a sentence to choose from
+
+_LAST_WORD = re.compile(r"""(.+) ([^\W\d_]{4,})[.!?]+["'’”)\]]*""", re.DOTALL)
+_LONG_WORD = re.compile(r"[^\W\d_]{4,}")
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str
+    items: list[Item]
+    chance: float
+    """Share of right answers that a guess gets; for cloze, one among the passage's words of four letters or more."""
+
+    @property
+    def harness_name(self) -> str:
+        return PREFIX + self.name
+
+
+def build_tasks(names: list[str], prose: Prose, seed: int = 0, limit: int | None = None) -> list[Task]:
+    """With at most `limit` questions each."""
+    return [_build(name, prose, seed, limit) for name in names]
+
+
+def parse_names(text: str) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in TASK_KINDS:
+            raise UserError(f"--tasks: '{name}' is none of {', '.join(TASK_KINDS)}")
+    return names
+
+
+def write_tasks(tasks: list[Task], folder: Path) -> None:
+    """A file with the questions and one that tells the harness about them, for each task."""
+    for task in tasks:
+        questions = folder.resolve() / f"{task.harness_name}.jsonl"
+        write_text(questions, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in task.items))
+        write_text(questions.with_suffix(".yaml"), json_text(config_of(task, questions)) + "\n")  # YAML holds all JSON
+
+
+def config_of(task: Task, questions: Path) -> dict[str, Any]:
+    """What the harness wants to know."""
+    return {
+        "task": task.harness_name,
+        "tag": "skippipe",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(questions)}, "cache_dir": str(questions.parent / "cache")},
+        "test_split": "test",
+        "num_fewshot": 0,
+        **TASK_KINDS[task.name].settings,
+        "metadata": {"version": 1.0, "chance": task.chance},
+    }
+
+
+def _build(name: str, prose: Prose, seed: int, limit: int | None) -> Task:
+    kind, items = TASK_KINDS[name], []
+    for item in kind.items(prose, Random(f"{seed}/{name}")):
+        items.append(item)
+        if len(items) == limit:
+            break
+    if not items:
+        raise UserError(f"no question of the kind '{name}' can be made of this text: give a longer one, in sentences")
+    return Task(name, items, fmean(map(kind.chance, items)))
+
+
+def _cloze_items(prose: Prose, generator: Random) -> Iterator[Item]:
+    for passage in _shuffled(prose.passages(), generator):
+        found = _LAST_WORD.fullmatch(passage.text)
+        if found is not None and re.search(rf"\b{found[2]}\b", found[1]):
+            yield {"context": found[1], "target": " " + found[2]}
+
+
+def _choice_items(prose: Prose, generator: Random) -> Iterator[Item]:
+    """All four stand within a paragraph: the first sentence of one begins in another way, often with a quote."""
+    within = [
+        (number, place)
+        for number, document in enumerate(prose.documents)
+        for place in range(1, len(document))
+        if document[place - 1].paragraph == document[place].paragraph and _suits(document[place])
+    ]
+    allowed = set(within)
+    for passage in _shuffled(prose.passages(), generator):
+        if (passage.document, passage.last + 1) not in allowed:
+            continue
+        true = prose.documents[passage.document][passage.last + 1]
+        others = _from_elsewhere(prose, within, passage, true, generator)
+        if others:
+            yield {"context": passage.text, **_among(true.text, others, generator)}
+
+
+def _from_elsewhere(
+    prose: Prose, places: list[tuple[int, int]], passage: Passage, true: Sentence, generator: Random
+) -> list[str]:
+    """Three sentences about as long as the true one, or none if they are not found soon."""
+    found: list[str] = []
+    for number, place in generator.choices(places, k=DRAWS):
+        sentence = prose.documents[number][place]
+        near = number == passage.document and passage.first - FAR <= place <= passage.last + FAR
+        alike = abs(sentence.words - true.words) <= max(2, true.words // 4)
+        if alike and not near and sentence.text not in (true.text, *found):
+            found.append(sentence.text)
+            if len(found) == CHOICES - 1:
+                return found
+    return []
+
+
+def _order_items(prose: Prose, generator: Random) -> Iterator[Item]:
+    """Words with a mark at them stay where they are, and so do the first and the last: a comma would give it away."""
+    sentences = dict.fromkeys(each.text for document in prose.documents for each in document if _suits(each))
+    for text in _shuffled(sentences, generator):
+        words = text.split()
+        pairs = [
+            place
+            for place in range(1, len(words) - 2)
+            if words[place].isalpha() and words[place + 1].isalpha() and words[place] != words[place + 1]
+        ]
+        if len(pairs) >= CHOICES - 1:
+            others = [_swapped(words, place) for place in generator.sample(pairs, CHOICES - 1)]
+            yield _among(text, others, generator)
+
+
+def _swapped(words: list[str], place: int) -> str:
+    return " ".join([*words[:place], words[place + 1], words[place], *words[place + 2 :]])
+
+
+def _suits(sentence: Sentence) -> bool:
+    return FEWEST_WORDS <= sentence.words <= MOST_WORDS
+
+
+def _among(true: str, others: list[str], generator: Random) -> Item:
+    label = generator.randrange(CHOICES)
+    return {"choices": [*others[:label], true, *others[label:]], "label": label}
+
+
+def _shuffled(each: Iterable[Anything], generator: Random) -> list[Anything]:
+    found = list(each)
+    return generator.sample(found, len(found))
+
+
+def _guess_a_word(item: Item) -> float:
+    return 1 / len(set(_LONG_WORD.findall(item["context"])))
+
+
+def _metric(name: str, aggregation: str = "mean") -> dict[str, Any]:
+    return {"metric": name, "aggregation": aggregation, "higher_is_better": aggregation == "mean"}
+
+
+@dataclass(frozen=True)
+class TaskKind:
+    items: Callable[[Prose, Random], Iterator[Item]]
+    chance: Callable[[Item], float]
+    settings: dict[str, Any]
+    """Of the harness, for all tasks of this kind."""
+
+    @property
+    def metrics(self) -> list[str]:
+        return [each["metric"] for each in self.settings["metric_list"]]
+
+
+TASK_KINDS = {
+    "cloze": TaskKind(
+        _cloze_items,
+        _guess_a_word,
+        {
+            "output_type": "loglikelihood",
+            "doc_to_text": "context",
+            "doc_to_target": "target",
+            "metric_list": [_metric("acc"), _metric("perplexity", "perplexity")],
+        },
+    ),
+    "choice": TaskKind(
+        _choice_items,
+        lambda item: 1 / CHOICES,
+        {
+            "output_type": "multiple_choice",
+            "doc_to_text": "context",
+            "doc_to_choice": "choices",
+            "doc_to_target": "label",
+            "metric_list": [_metric("acc"), _metric("acc_norm"), _metric("acc_mutual_info")],
+        },
+    ),
+    "order": TaskKind(
+        _order_items,
+        lambda item: 1 / CHOICES,
+        {
+            "output_type": "multiple_choice",
+            "doc_to_text": "",
+            "doc_to_choice": "choices",
+            "doc_to_target": "label",
+            "target_delimiter": "",
+            "metric_list": [_metric("acc")],
+        },
+    ),
+}

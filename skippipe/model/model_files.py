@@ -1,0 +1,84 @@
+"""What is read of a model folder that somebody else has made: data, and never code.
+
+Hugging Face folders can ask for classes of their own (`auto_map`), which transformers would import from the folder's
+Python files, or fetch. Nothing of that kind is run here, whatever is answered to whom: every command that reads a model
+or a tokenizer asks `check_model_folder` first, and every call into transformers says `trust_remote_code=False` as well.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from skippipe.errors import UserError
+from skippipe.json_fields import read_json
+
+CONFIG, TOKENIZER, ADAPTER = "config.json", "tokenizer_config.json", "adapter_config.json"
+INDEX = "model.safetensors.index.json"
+READ_WHOLE = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # how files end that are read into memory at once
+MOST_BYTES = 2**28  # of such a file; the largest tokenizers that are published have an eighth of it
+CODE_FIELD = "auto_map"
+
+
+def check_model_folder(folder: Path) -> None:
+    """Refuse a folder that only works with code of its own, or with files that no model needs.
+
+    Where transformers has a class of its own for what the folder holds, that one is used and the folder's is not.
+    """
+    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if file.suffix in READ_WHOLE and file.is_file() and file.stat().st_size > MOST_BYTES:
+            raise UserError(f"{file}: has {file.stat().st_size:,} bytes; up to {MOST_BYTES:,} are read of such a file")
+    config, tokenizer = _fields(folder / CONFIG), _fields(folder / TOKENIZER)
+    if config.get(CODE_FIELD) and not _is_known_model(config.get("model_type")):
+        raise _wants_code(folder / CONFIG, config, f"model_type '{config.get('model_type')}'")
+    if tokenizer.get(CODE_FIELD) and not _is_known_tokenizer(tokenizer.get("tokenizer_class")):
+        raise _wants_code(folder / TOKENIZER, tokenizer, f"tokenizer_class '{tokenizer.get('tokenizer_class')}'")
+    if (folder / ADAPTER).is_file():
+        raise UserError(
+            f"{folder / ADAPTER}: is an adapter to another model; merge it into that one, and name the result"
+        )
+
+
+def weight_map_of(folder: Path) -> dict[str, str]:
+    """Name of a weight → the file that holds it, if there is an index. Files lie in the folder, whatever it says."""
+    file = folder / INDEX
+    found = _fields(file).get("weight_map", {})
+    if not isinstance(found, dict):
+        raise UserError(f"{file}: weight_map: expected an object, with the name of a file for every weight")
+    for name in set(map(str, found.values())):
+        check_plain_name(name, f"{file}: weight_map")
+    return {str(weight): str(name) for weight, name in found.items()}
+
+
+def check_plain_name(name: str, place: str) -> None:
+    """A file is named in a file beside it: by its name, and not by a way to elsewhere."""
+    if Path(name).name != name or name in (".", "..") or "\\" in name:
+        raise UserError(f"{place}: '{name}' is not the name of a file in this folder")
+
+
+def _fields(file: Path) -> dict[str, Any]:
+    """Of a JSON file, if there is one; that it is no object will be said by whoever needs it."""
+    found = read_json(file) if file.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _wants_code(file: Path, fields: dict[str, Any], kind: str) -> UserError:
+    asked = fields[CODE_FIELD]
+    names = [str(each) for each in (asked.values() if isinstance(asked, dict) else [asked])]
+    return UserError(
+        f"{file}: wants Python code from the folder to be run ({CODE_FIELD}: {', '.join(names)[:200]}), which is never "
+        f"done here, and transformers has nothing of its own for {kind}; use a model that it has a class for"
+    )
+
+
+def _is_known_model(kind: Any) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def _is_known_tokenizer(kind: Any) -> bool:
+    from transformers.models.auto import tokenization_auto
+
+    found: Any = tokenization_auto.tokenizer_class_from_name(kind) if isinstance(kind, str) else None
+    return found is not None

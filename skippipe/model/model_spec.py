@@ -1,0 +1,183 @@
+"""What a model is made of, without making it: any Hugging Face decoder-only configuration with a list of layers.
+
+`ModelSpec` asks transformers for the model's skeleton on the meta device, which takes no memory, and from it makes
+single parts for real: a layer, or the two ends (embedding; final norm and head). The weights of a part depend only on
+the seed and on which part it is, so a layer comes out the same on whatever node and in whatever stage it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from skippipe.errors import UserError
+from skippipe.model.model_files import CODE_FIELD, check_model_folder
+from skippipe.workload import MODELS, ModelShape, model_named
+
+_Language: Any = AutoModelForCausalLM  # untyped
+ATTENTION = ("sdpa", "eager")  # torch's own; other names in a folder's config are kernels to be fetched
+TESTED = ("llama", "qwen3", "mistral", "qwen3_moe")
+MASKS: dict[str, Callable[..., Any]] = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+}
+
+
+def config_named(name: str, vocabulary: int | None = None) -> Any:
+    """The configuration of a preset, or of a Hugging Face config.json or its folder; `vocabulary` replaces its own."""
+    if name in MODELS:
+        config = llama_config(MODELS[name])
+    else:
+        model_named(name)  # says what is missing, in one line
+        path = Path(name)
+        check_model_folder(path if path.is_dir() else path.parent)
+        try:
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"model '{name}': {str(error).splitlines()[0]}") from None
+        config.__dict__.pop(CODE_FIELD, None)  # neither followed nor handed on
+    if vocabulary is not None:
+        config.vocab_size = vocabulary
+        for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if (getattr(config, token, None) or 0) >= vocabulary:
+                setattr(config, token, None)
+    return config
+
+
+def config_from(fields: dict[str, Any]) -> Any:
+    """The configuration that these fields were written from."""
+    left_out = ("model_type", "transformers_version", CODE_FIELD)
+    said = {name: value for name, value in fields.items() if name not in left_out}
+    return AutoConfig.for_model(fields["model_type"], **said)
+
+
+def llama_config(shape: ModelShape, **others: Any) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocab,
+        tie_word_embeddings=shape.tied_embeddings,
+        bos_token_id=None,
+        eos_token_id=None,
+        **{"max_position_embeddings": 8192, **others},
+    )
+
+
+class ModelSpec:
+    """A configuration and a seed: enough to make any part of the model."""
+
+    def __init__(self, config: Any, seed: int = 0) -> None:
+        self.config = config
+        self.seed = seed
+        if getattr(config, "_attn_implementation", None) not in ATTENTION:
+            config._attn_implementation = "sdpa"
+        try:
+            with torch.device("meta"):
+                self.skeleton: Any = _Language.from_config(config, trust_remote_code=False)
+        except (ValueError, KeyError, AttributeError) as error:
+            raise UserError(f"transformers makes no language model of this: {str(error).splitlines()[0]}") from None
+        self._base: Any = getattr(self.skeleton, self.skeleton.base_model_prefix, None)
+        for part in ("embed_tokens", "layers", "norm", "rotary_emb"):
+            if not hasattr(self._base, part):
+                raise UserError(
+                    f"a {config.model_type} model has no '{part}': stages can be made of models that have "
+                    f"embed_tokens, layers, norm and rotary_emb, as {', '.join(TESTED)} do"
+                )
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape.from_config(self.config.to_dict(), f"a {self.config.model_type} model")
+
+    @property
+    def layers(self) -> int:
+        return len(self._base.layers)
+
+    @property
+    def tied(self) -> bool:
+        return bool(self.config.tie_word_embeddings)
+
+    def layer(self, index: int) -> nn.Module:
+        made: nn.Module = type(self._base.layers[index])(self.config, index)
+        return self._initialised(made, f"layer {index}")
+
+    def embedding(self) -> nn.Module:
+        config = self.config
+        made = type(self._base.embed_tokens)(config.vocab_size, config.hidden_size, self._base.embed_tokens.padding_idx)
+        return self._initialised(made, "embedding")
+
+    def norm(self) -> nn.Module:
+        made = type(self._base.norm)(self.config.hidden_size, eps=self.config.rms_norm_eps)
+        return self._initialised(made, "norm")
+
+    def head(self) -> nn.Module:
+        like = self.skeleton.get_output_embeddings()
+        made = nn.Linear(like.in_features, like.out_features, bias=like.bias is not None)
+        return self._initialised(made, "head")
+
+    def rotary(self) -> nn.Module:
+        made: nn.Module = type(self._base.rotary_emb)(config=self.config)
+        return made
+
+    def mask_kind(self, layer: int) -> str:
+        """Which positions a layer may look at."""
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds is not None:
+            return str(kinds[layer])
+        return "sliding_attention" if getattr(self.config, "sliding_window", None) else "full_attention"
+
+    def mask(self, kind: str, hidden: Tensor, positions: Tensor) -> Tensor | None:
+        """None where the attention kernel's own causal mask does."""
+        if kind not in MASKS:
+            raise UserError(f"layers of the kind '{kind}' are not supported; {', '.join(MASKS)} are")
+        mask: Tensor | None = MASKS[kind](
+            config=self.config,
+            inputs_embeds=hidden,
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=positions,
+        )
+        return mask
+
+    @property
+    def router(self) -> tuple[type[nn.Module], int] | None:
+        """The module that scores the experts, and which of its outputs are the scores; None for a dense model."""
+        recorded = (getattr(self.skeleton, "_can_record_outputs", None) or {}).get("router_logits")
+        recorded = recorded or (getattr(self._base, "_can_record_outputs", None) or {}).get("router_logits")
+        if recorded is None:
+            return None
+        return recorded.target_class, recorded.index
+
+    @property
+    def experts_active(self) -> int:
+        return int(self.config.num_experts_per_tok)
+
+    @property
+    def balance_weight(self) -> float:
+        """Of the balancing loss, in the loss of a microbatch."""
+        return float(getattr(self.config, "router_aux_loss_coef", 0.0))
+
+    def routers(self, layers: range) -> int:
+        """How many of the layers are mixtures of experts."""
+        found = self.router
+        if found is None:
+            return 0
+        return sum(isinstance(part, found[0]) for index in layers for part in self._base.layers[index].modules())
+
+    def _initialised(self, module: nn.Module, part: str) -> nn.Module:
+        digest = sha256(f"{self.seed}/{part}".encode()).digest()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            for each in module.modules():
+                self.skeleton._init_weights(each)
+        return module

@@ -1,0 +1,187 @@
+"""Nodes that a bound need not tell apart, and the closed tours over them.
+
+Two nodes are of one kind if every task takes both equally long, both have room for as much, and every other node is
+equally far there and back, as at one site. A lane goes round a tour of L nodes, and no microbatch comes round in less
+than the tour takes alone. Which stage a node holds is left open but for stage 0, so that every other node of a tour
+counts with its cheapest stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain, combinations_with_replacement, permutations
+from math import comb, factorial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skippipe.cost_model import NEVER_NS, CostModel
+from skippipe.planner.problem import Problem
+
+Ints = NDArray[np.int64]
+
+MOST_TOURS = 300_000  # that are looked at one by one
+MOST_ORDERS = 20_000_000  # of the nodes on them
+
+
+@dataclass(frozen=True, eq=False)
+class NodeClasses:
+    """Task times and slots by [stage, kind], as in `CostModel`."""
+
+    count: Ints
+    """[kind]: how many nodes it has."""
+    between_ns: Ints
+    """[kind, kind]: a hop there and one back; from a kind to itself: between two of its nodes."""
+    hop_in_ns: Ints
+    """[kind]: the shortest hop from anywhere."""
+    hop_out_ns: Ints
+    """[kind]: the shortest hop to anywhere."""
+    forward_ns: Ints
+    backward_ns: Ints
+    """Only the input gradient, if the backward is split."""
+    weight_ns: Ints
+    """0 if the backward is not split."""
+    head_ns: Ints
+    """[kind]"""
+    slots: Ints
+
+    @classmethod
+    def of(cls, problem: Problem) -> NodeClasses:
+        costs, split = problem.costs, problem.split_backward
+        both_ns = np.minimum(costs.hop_ns + costs.hop_ns.T, NEVER_NS)
+        kind_of = _kind_of(costs, both_ns)
+        _, member, count = np.unique(kind_of, return_index=True, return_counts=True)
+        between_ns = both_ns[np.ix_(member, member)]
+        for kind in range(len(member)):
+            alike = np.flatnonzero(kind_of == kind)
+            between_ns[kind, kind] = both_ns[alike[0], alike[1]] if len(alike) > 1 else NEVER_NS
+        elsewhere_ns = costs.hop_ns + np.diag(np.full(costs.nodes, NEVER_NS))
+        in_ns, out_ns = (np.full(len(member), NEVER_NS) for _ in range(2))
+        np.minimum.at(in_ns, kind_of, elsewhere_ns.min(axis=0))
+        np.minimum.at(out_ns, kind_of, elsewhere_ns.min(axis=1))
+        return cls(
+            count=count,
+            between_ns=between_ns,
+            hop_in_ns=in_ns,
+            hop_out_ns=out_ns,
+            forward_ns=costs.forward_ns[:, member],
+            backward_ns=(costs.input_ns if split else costs.backward_ns)[:, member],
+            weight_ns=costs.weight_ns[:, member] * int(split),
+            head_ns=costs.head_ns[member],
+            slots=costs.slots[:, member],
+        )
+
+    def __len__(self) -> int:
+        return len(self.count)
+
+    @property
+    def data_turn_ns(self) -> Ints:
+        """[kind]: what a microbatch that starts there takes of it, weight gradients apart."""
+        turn_ns: Ints = self.forward_ns[0] + self.backward_ns[0] + self.head_ns
+        return turn_ns
+
+    @property
+    def other_turn_ns(self) -> Ints:
+        """[kind]: the same on the cheapest other stage that it has room for."""
+        turn_ns = np.where(self.slots[1:] > 0, self.forward_ns[1:] + self.backward_ns[1:], NEVER_NS)
+        least: Ints = turn_ns.min(axis=0)
+        return least
+
+    @property
+    def other_slots(self) -> Ints:
+        most: Ints = self.slots[1:].max(axis=0)
+        return most
+
+
+def _kind_of(costs: CostModel, both_ns: Ints) -> Ints:
+    """[node]: its kind. Being equally far from all others is an equivalence: nodes alike are equally far apart."""
+    tasks = np.vstack([costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.slots, costs.head_ns[None]])
+    first_of: dict[bytes, list[tuple[int, int]]] = {}  # task times → (kind, its first node)
+    kind_of = np.empty(costs.nodes, np.int64)
+    kinds = 0
+    for node in range(costs.nodes):
+        candidates = first_of.setdefault(tasks[:, node].tobytes(), [])
+        for kind, first in candidates:
+            differs = both_ns[node] != both_ns[first]
+            differs[[node, first]] = False
+            if not differs.any():
+                kind_of[node] = kind
+                break
+        else:
+            candidates.append((kinds, node))
+            kind_of[node] = kinds
+            kinds += 1
+    return kind_of
+
+
+@dataclass(frozen=True, eq=False)
+class Tours:
+    """The cheapest tour for every choice of a kind to start at and kinds to visit."""
+
+    start: Ints
+    """[tour]: the kind of its data node."""
+    others: NDArray[np.int16]
+    """[tour, place]: the kinds of its other nodes, in any order."""
+    round_ns: Ints
+    """[tour]: a microbatch alone, from its first forward to its last backward."""
+
+    def least_ns(self, kinds: NodeClasses) -> Ints:
+        """[kind]: the shortest of those through it."""
+        least_ns = np.full(len(kinds), NEVER_NS)
+        np.minimum.at(least_ns, self.start, self.round_ns)
+        for place in range(self.others.shape[1]):
+            np.minimum.at(least_ns, self.others[:, place], self.round_ns)
+        return least_ns
+
+
+def all_tours(kinds: NodeClasses, length: int) -> Tours | None:
+    """None: they are too many."""
+    several = comb(len(kinds) + length - 1, length)
+    if several > MOST_TOURS or several * max(1, factorial(length - 1) // 2) > MOST_ORDERS:
+        return None
+    members = np.fromiter(
+        chain.from_iterable(combinations_with_replacement(range(len(kinds)), length)), np.int64, several * length
+    ).reshape(several, length)
+    visits = np.zeros((several, len(kinds)), np.int8)
+    for place in range(length):
+        visits[np.arange(several), members[:, place]] += 1
+    there = (visits <= kinds.count).all(axis=1)
+    members, visits = members[there], visits[there]
+    hops_ns = np.full(len(members), NEVER_NS)
+    for inner in permutations(range(1, length)):
+        if inner[0] <= inner[-1]:  # the other way round it costs the same
+            order = (0, *inner)
+            way = zip(order, (*inner, 0), strict=True)
+            hops_ns = np.minimum(hops_ns, sum(kinds.between_ns[members[:, a], members[:, b]] for a, b in way))
+    other_ns = visits @ kinds.other_turn_ns
+    found = []
+    for place in range(length):  # where the data node is; of several of one kind, the first
+        kind = members[:, place]
+        round_ns = hops_ns + other_ns - kinds.other_turn_ns[kind] + kinds.data_turn_ns[kind]
+        good = (kinds.slots[0, kind] > 0) & (round_ns < NEVER_NS)
+        if place:
+            good &= members[:, place - 1] != kind
+        others = np.delete(members[good], place, axis=1).astype(np.int16)
+        found.append((kind[good], others, round_ns[good]))
+    start, others, round_ns = (np.concatenate([each[part] for each in found]) for part in range(3))
+    return Tours(start, others, round_ns)
+
+
+def shortest_rounds_ns(kinds: NodeClasses, length: int) -> Ints:
+    """[kind]: no lane through it is faster; of closed walks, which may come by the same node again and again."""
+    data_ns = np.where(kinds.slots[0] > 0, kinds.data_turn_ns, NEVER_NS)
+    turn_ns = np.minimum(data_ns, kinds.other_turn_ns)
+    extra_ns = int((data_ns - turn_ns)[kinds.slots[0] > 0].min(initial=NEVER_NS))  # there is one data node on a tour
+    # half of each node's turn on the hop that comes in and half on the one that goes out, all times two
+    edge_ns = 2 * kinds.between_ns + turn_ns[:, None] + turn_ns[None, :]
+    walk_ns = edge_ns
+    for _ in range(length // 2 - 1):
+        walk_ns = _joined(walk_ns, edge_ns)
+    back_ns = walk_ns if length % 2 == 0 else _joined(walk_ns, edge_ns)
+    closed_ns: Ints = (walk_ns + back_ns.T).min(axis=1) // 2 + extra_ns
+    return np.minimum(closed_ns, NEVER_NS)
+
+
+def _joined(walks_ns: Ints, edges_ns: Ints) -> Ints:
+    """[from, to]: the shortest walk with one more hop."""
+    return np.stack([(walks_ns + edges_ns[:, to]).min(axis=1) for to in range(len(edges_ns))], axis=1)

@@ -1,0 +1,124 @@
+"""From what people say about a pipeline to a problem: a cluster by its name, and whatever they left open filled in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import lcm
+from pathlib import Path
+
+from skippipe.cluster import Cluster
+from skippipe.dispatch import Dispatch
+from skippipe.errors import UserError
+from skippipe.json_fields import exists
+from skippipe.planner.problem import DecisionVariables, Problem, lane_unit, stage_sizes
+from skippipe.planner.published import EXAMPLES, Example
+from skippipe.presets import PRESETS, preset
+from skippipe.skip_schedule import parse_share
+from skippipe.timeline import Timing
+from skippipe.workload import INT8_BLOCK, WIRE_DTYPES, Workload, wire_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSpec:
+    """What was said; None where nothing was."""
+
+    stages: int | None = None
+    visit: int | None = None
+    """Stages on a path; or `skip`, the share to leave out: 0.33, 33%, 1/3."""
+    skip: str | None = None
+    also: tuple[int, ...] = ()
+    """Other numbers of stages on a path that the same microbatches must do for."""
+    sizes: str | None = None
+    """Nodes of each stage, as in 5,3,3,3,3,3."""
+    layers: str | None = None
+    """Layers of each stage, likewise."""
+    microbatches: int | None = None
+    dispatch: Dispatch | None = None
+    split_backward: bool | None = None
+    timing: Timing = Timing.FULL
+
+
+def cluster_named(name: str) -> tuple[Cluster, Example | None]:
+    if name in EXAMPLES:
+        example = EXAMPLES[name]()
+        return example.cluster, example
+    if name.split(":")[0] in PRESETS and not exists(Path(name)):
+        return preset(name), None
+    if not exists(Path(name)):
+        known = [*EXAMPLES, *(f"{each}:N" for each in PRESETS)]
+        raise UserError(f"cluster '{name}': no such file, and not one of {', '.join(known)}")
+    return Cluster.load(Path(name)), None
+
+
+def problem_of(cluster: Cluster, workload: Workload, plan_spec: PlanSpec, example: Example | None = None) -> Problem:
+    """What the example uses, or what is usual, with what was said on top."""
+    given_sizes = _numbers(plan_spec.sizes, "sizes")
+    given_layers = _numbers(plan_spec.layers, "layers")
+    count = stages_of(cluster, plan_spec, example)
+    as_example = example is not None and count == example.stages
+    visited = _visited(count, plan_spec.visit, plan_spec.skip, example.visited if example and as_example else None)
+    if not given_sizes and example and as_example and visited == example.visited:
+        given_sizes = example.sizes
+    microbatches = plan_spec.microbatches
+    if microbatches is None and not (example and as_example):
+        data_nodes = (given_sizes or stage_sizes(len(cluster), count, visited))[0] if 2 <= count <= len(cluster) else 1
+        unit = lcm(*(lane_unit(count, each) for each in {visited, *plan_spec.also}))
+        microbatches = -(-6 * data_nodes // unit) * unit
+    if microbatches is not None:
+        workload = replace(workload, microbatches=microbatches)
+    return Problem(
+        cluster,
+        workload,
+        count,
+        visited,
+        sizes=given_sizes,
+        timing=plan_spec.timing,
+        dispatch=plan_spec.dispatch or Dispatch.FIRST_COME,
+        split_backward=bool(plan_spec.split_backward),
+        layers=given_layers,
+        freedoms=DecisionVariables(
+            sizes=plan_spec.sizes is None,
+            layers=plan_spec.layers is None,
+            dispatch=plan_spec.dispatch is None,
+            split_backward=plan_spec.split_backward is None,
+        ),
+    )
+
+
+def fastest_of(types: str | None, name: str) -> str | None:
+    """Of types on the wire that will do, the one with the fewest bytes: no plan is faster with another."""
+    if types is None:
+        return None
+    accepted = [each.strip() for each in types.split(",")]
+    for each in accepted:
+        if each not in WIRE_DTYPES:
+            raise UserError(f"{name}: '{each}' is none of {', '.join(WIRE_DTYPES)}")
+    return min(accepted, key=lambda each: wire_bytes(INT8_BLOCK, each))
+
+
+def stages_of(cluster: Cluster, plan_spec: PlanSpec, example: Example | None = None) -> int:
+    """How many there are to be."""
+    if plan_spec.stages is not None:
+        return plan_spec.stages
+    said = len(_numbers(plan_spec.sizes, "sizes")) or len(_numbers(plan_spec.layers, "layers"))
+    usual = 6 if len(cluster) >= 12 else min(4, len(cluster))
+    return said or (example.stages if example else usual)
+
+
+def _visited(stages: int, visit: int | None, skip: str | None, of_example: int | None) -> int:
+    if visit is not None and skip is not None:
+        raise UserError("visit and skip say the same thing: give one of them")
+    if visit is not None:
+        return visit
+    if skip is None:
+        return of_example or max(2, stages - max(1, stages // 3))
+    return stages - round(parse_share(skip, "skip") * stages)
+
+
+def _numbers(text: str | None, name: str) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"{name}: '{text}' is not a list of whole numbers such as 5,3,3,3,3,3") from None

@@ -1,0 +1,147 @@
+"""How good a state is: does it keep the rules, and how long is an iteration?"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from skippipe.constraints import cc2_step
+from skippipe.cost_model import NEVER_NS
+from skippipe.event_loop import run
+from skippipe.jit import kernel
+from skippipe.planner.astar import NO_WAY
+from skippipe.planner.search.state import Ints, State, Tables
+from skippipe.ring_timing import averaged_ns
+
+TRAVEL_WEIGHT = 400  # the mean lane alone counts by one part in so many
+UNEVEN = 100  # a visit too many or too few costs one part in so many of the iteration
+CLOSE = 10  # a lane is nearly the last one if it ends in the last of so many parts
+CROWD = 4  # how far lanes are within that part counts, on average, by one part in so many
+
+
+@kernel
+def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
+    """Nanoseconds, with a little for travel, for lanes that end nearly last and for stages that are not visited equally
+    often; how unevenly they are; and the iteration alone.
+
+    One lane is the last, and a change of any other would be felt by nobody if those close to it did not count.
+
+    NO_WAY if another rule is broken, or if the limit is exceeded for certain. The simulation ends as soon as a lane has
+    waited too long to be back in time.
+    """
+    stage_of, counts, paths = state.stage_of, state.counts, state.paths
+    nodes, stages, length = len(stage_of), len(state.size), paths.shape[1]
+    forward, backward, weight = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
+    slots = np.zeros(nodes, np.int64)
+    step_ns = 0
+    for node in range(nodes):
+        stage = stage_of[node]
+        if stage >= 0:
+            layers, other = state.layers[stage], min(stage, 1)
+            forward[node] = tables.forward_ns[layers, node]
+            backward[node] = tables.backward_ns[layers, node]
+            weight[node] = tables.weight_ns[layers, node]
+            slots[node] = tables.slots[other, layers, node]
+            step_ns = max(step_ns, tables.step_ns[other, layers, node])
+    head = tables.head_ns[state.layers[0]]
+
+    load = np.zeros(nodes, np.int64)
+    through = np.zeros(nodes, np.int64)
+    exposure = np.zeros(stages, np.int64)
+    spare_ns = np.zeros(len(counts), np.int64)
+    travel_ns = 0
+    lanes = 0
+    for lane in range(len(counts)):
+        count = counts[lane]
+        if count == 0:
+            continue
+        lanes += 1
+        highest, gap, swapped = -1, 0, tables.swapped
+        alone_ns = head[paths[lane, 0]]
+        load[paths[lane, 0]] += count * alone_ns
+        for hop in range(length):
+            node = paths[lane, hop]
+            stage = stage_of[node]
+            following = paths[lane, hop + 1 if hop + 1 < length else 0]
+            allowed, highest, gap, swapped = cc2_step(highest, gap, swapped, stage)
+            if not allowed or (hop == 0) != (stage == 0) or not tables.linked[node, following]:
+                return NO_WAY, 0, NO_WAY
+            through[node] += 1
+            if through[node] > slots[node]:
+                return NO_WAY, 0, NO_WAY
+            exposure[stage] += count
+            task_ns = forward[node] + backward[node]
+            load[node] += count * (task_ns + weight[node])
+            alone_ns += task_ns
+            alone_ns += tables.flight_ns[node, following] + tables.transmit_ns[node, following]
+            alone_ns += tables.flight_ns[following, node] + tables.transmit_ns[following, node]
+        travel_ns += count * alone_ns
+        spare_ns[lane] = limit - count * alone_ns - weight[paths[lane, 0]] - step_ns
+        if spare_ns[lane] < 0:
+            return NO_WAY, 0, NO_WAY
+    visits = 0
+    for stage in range(1, stages):
+        visits += exposure[stage]
+    uneven = 0
+    for stage in range(1, stages):
+        uneven += abs(exposure[stage] - visits // (stages - 1))
+    for node in range(nodes):
+        if load[node] + step_ns > limit:
+            return NO_WAY, 0, NO_WAY
+
+    done_ns = np.zeros(nodes, np.int64)
+    if tables.full:  # averaging alone can be too long already, and is quickly worked out
+        for stage in range(stages):
+            if _averaged(state, stage, load, tables) + step_ns > limit:
+                return NO_WAY, 0, NO_WAY
+    lengths = np.full(len(counts), length, np.int64)
+    last_ns, left = run(
+        paths,
+        lengths,
+        counts,
+        forward,
+        backward,
+        weight,
+        head,
+        slots,
+        tables.flight_ns,
+        tables.transmit_ns,
+        tables.full,
+        state.order[0],
+        tables.split,
+        spare_ns,
+        done_ns,
+        np.empty((0, 3), np.int64),
+    )
+    if left > 0:
+        return NO_WAY, 0, NO_WAY
+    if tables.full:
+        for stage in range(stages):
+            ended_ns = _averaged(state, stage, done_ns, tables)
+            last_ns = max(last_ns, ended_ns)
+        last_ns += step_ns
+    close_ns = 0
+    for lane in range(len(counts)):
+        if counts[lane] > 0:
+            close_ns += max(0, limit - spare_ns[lane] - last_ns + last_ns // CLOSE)
+    extra_ns = travel_ns // lanes // TRAVEL_WEIGHT + close_ns // lanes // CROWD
+    return last_ns + extra_ns + uneven * (last_ns // UNEVEN), uneven, last_ns
+
+
+@kernel
+def _averaged(state: State, stage: int, done_ns: Ints, tables: Tables) -> int:
+    members = state.size[stage]
+    done, transmit, flight = np.empty(members, np.int64), np.empty(members, np.int64), np.empty(members, np.int64)
+    chunk = -(-tables.gradient_bytes[min(stage, 1), state.layers[stage]] // members)
+    for place in range(members):
+        here = state.ring[stage, place]
+        there = state.ring[stage, place + 1 if place + 1 < members else 0]
+        bandwidth = tables.bandwidth[here, there]
+        done[place] = done_ns[here]
+        took = NEVER_NS
+        if bandwidth > 0:
+            took = min(NEVER_NS, int(np.rint(chunk / bandwidth * 1e9)))
+        transmit[place] = took
+        flight[place] = tables.flight_ns[here, there]
+    if members == 1:
+        return int(done[0])
+    return averaged_ns(done, transmit, flight)

@@ -1,0 +1,226 @@
+"""What one change would help a plan most: each that its critical path gives reason for, tried in the simulation.
+
+Changes are tried with the plan as it is. Some call for other paths: a node more or less, a memory slot, and those that
+mend what limits the plan most. For these, paths are searched anew for a moment, by the strategy `best`, with nodes on
+the stages they have. The same search is given to the plan without any change, so that nothing is put down to a change
+that only searching longer has brought.
+
+
+Nodes that a plan does without, by the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from skippipe import constraints
+from skippipe.constraints import circle
+from skippipe.cost_model import NEVER_NS, seconds
+from skippipe.errors import UserError
+from skippipe.plan import Plan
+from skippipe.planner.problem import NOTHING_FREE, Problem
+from skippipe.planner.strategies import PlanRequest, Strategy, compile_search, iteration_ns, make_plan
+from skippipe.planner.whatif.candidates import CandidateEdits, EditKind, Proposal
+from skippipe.simulator import simulate
+from skippipe.timeline import Timeline, Timing
+from skippipe.validate import validate
+
+SEARCHED = 100_000  # changes of a plan that a search tries
+SEARCH_S = 2.0  # at most
+WORTH = 0.001  # of the iteration: what gains less does not help
+
+
+@dataclass(frozen=True)
+class Change:
+    sort: EditKind
+    what: str
+    because: str
+    """What of the critical path gives reason to try it."""
+    plan: Plan
+    """On the changed cluster, with its promise."""
+    replanned: bool
+    """Paths were searched anew; otherwise they are those of the plan."""
+    before_ns: int
+    """What its gain is counted from: the iteration; or if other paths alone make that shorter, what they make of it."""
+
+    @property
+    def after_ns(self) -> int:
+        return iteration_ns(self.plan)
+
+    @property
+    def gain(self) -> float:
+        """The share that it saves."""
+        return 1 - self.after_ns / self.before_ns
+
+
+@dataclass(frozen=True)
+class Advice:
+    changes: list[Change]
+    """That help, the best first."""
+    searched_ns: int | None
+    """The iteration with other paths and no change, where that is shorter."""
+    tried: int
+    not_replanned: str
+    """Why no paths were searched anew; empty if they were."""
+
+
+AdviceProgress = Callable[[str, float, float | None], None]
+
+
+def advise(
+    plan: Plan,
+    timeline: Timeline,
+    replanning: bool = True,
+    progress: AdviceProgress = lambda what, share, best_s: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Advice:
+    """`timeline` is what `simulate` gives for the plan."""
+    if replanning:
+        progress("compiling (once on a machine)", 0, None)
+        compile_search()
+    ideas = CandidateEdits(plan, timeline)
+    not_replanned = _why_not_replanned(plan, timeline.timing) if replanning else "not asked for"
+    proposals = [(proposal, False) for proposal in _distinct(ideas.for_these_paths())]
+    if not not_replanned:
+        proposals += [(proposal, True) for proposal in _distinct(ideas.for_other_paths())]
+    found: list[Change] = []
+    tried = 0
+    for number, (proposal, replanned) in enumerate(proposals):
+        if stopped():
+            break
+        best_ns = min((change.after_ns for change in found), default=timeline.iteration_ns)
+        progress(proposal.what, number / len(proposals), seconds(best_ns))
+        outcome = _best_of(proposal, replanned, timeline.timing, stopped)
+        tried += 1
+        if outcome:
+            found.append(
+                Change(proposal.sort, proposal.what, proposal.because, outcome, replanned, timeline.iteration_ns)
+            )
+    searched = [change.after_ns for change in found if change.sort is EditKind.SEARCH and change.gain >= WORTH]
+    return Advice(_worth_it(found, searched), searched[0] if searched else None, tried, not_replanned)
+
+
+def _distinct(proposals: Iterable[Proposal]) -> list[Proposal]:
+    """A node can be blamed twice, for computing and for collisions."""
+    first: dict[str, Proposal] = {}
+    for proposal in proposals:
+        first.setdefault(proposal.what, proposal)
+    return list(first.values())
+
+
+def _best_of(proposal: Proposal, replanned: bool, timing: Timing, stopped: Callable[[], bool]) -> Plan | None:
+    """None: every variant locks up or breaks a rule."""
+    promised = []
+    for variant in proposal.variants():
+        try:
+            changed = variant()
+            changed = _searched(changed, timing, stopped) if replanned else changed
+            promised.append(changed.promising(simulate(changed, timing)))
+        except UserError:
+            continue
+    return min(promised, key=iteration_ns, default=None)
+
+
+def _worth_it(found: list[Change], searched: list[int]) -> list[Change]:
+    """With other paths a change must do more than these do by themselves; but to go without a node costs nothing."""
+    order = list(EditKind)
+    best: dict[str, Change] = {}
+    for change in found:
+        if change.replanned and change.sort not in (EditKind.SEARCH, EditKind.LESS):
+            change = replace(change, before_ns=min([change.before_ns, *searched]))
+        if change.gain < WORTH or (
+            change.sort is EditKind.LESS and change.after_ns > min([change.after_ns, *searched])
+        ):
+            continue
+        much_alike = str(change.sort) if change.sort is EditKind.MICROBATCHES else change.what
+        best[much_alike] = max(best.get(much_alike, change), change, key=lambda each: each.gain)
+    left_out = [change.after_ns for change in best.values() if change.sort is EditKind.LESS]
+    return sorted(
+        (
+            each
+            for each in best.values()
+            if each.sort is not EditKind.SEARCH or all(each.after_ns < ns for ns in left_out)
+        ),
+        key=lambda each: (-each.gain, each.replanned, order.index(each.sort)),
+    )
+
+
+def _problem(plan: Plan, timing: Timing) -> Problem:
+    """Other paths for the same stages; a full pipeline in the order of the model stays one."""
+    in_order = all(plan.visits(lane) == tuple(range(len(plan.stages))) for lane in plan.lanes)
+    return Problem(
+        plan.cluster,
+        plan.workload,
+        len(plan.stages),
+        plan.visited,
+        sizes=tuple(len(stage.nodes) for stage in plan.stages),
+        swaps=0 if in_order else constraints.MAX_SWAPS,
+        timing=timing,
+        dispatch=plan.dispatch,
+        split_backward=plan.split_backward,
+        layers=plan.layers,
+        freedoms=NOTHING_FREE,
+    )
+
+
+def _why_not_replanned(plan: Plan, timing: Timing) -> str:
+    if len({len(lane.path) for lane in plan.lanes}) > 1:
+        return "its lanes visit different numbers of stages"
+    broken = validate(replace(plan, expected=None))
+    if broken:
+        return f"the plan breaks a rule ({broken[0]})"
+    try:
+        _problem(plan, timing)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _searched(plan: Plan, timing: Timing, stopped: Callable[[], bool]) -> Plan:
+    members = tuple(stage.nodes for stage in plan.stages)
+    request = PlanRequest(budget_s=SEARCH_S, changes=SEARCHED, placement=members, start=plan, stopped=stopped)
+    return make_plan(_problem(plan, timing), Strategy.BEST, request)
+
+
+def left_out(plan: Plan) -> dict[str, list[int]]:
+    """Reason → nodes."""
+    found: dict[str, list[int]] = {}
+    for node in range(len(plan.cluster)):
+        if node not in plan.stage_of:
+            found.setdefault(_reason(plan, node), []).append(node)
+    return found
+
+
+def _reason(plan: Plan, node: int) -> str:
+    """What the shortest lane would take that had it instead of another node of some stage."""
+    stages = [stage for stage in range(len(plan.stages)) if plan.costs.slots[stage, node] > 0]
+    if not stages:
+        return "too little memory for any stage"
+    round_ns = {lane.path: _alone_ns(plan, lane.path, plan.stage_of) for lane in plan.lanes}
+    with_it_ns = min(
+        (
+            _alone_ns(plan, (*lane.path[:hop], node, *lane.path[hop + 1 :]), {**plan.stage_of, node: stage})
+            for lane in plan.lanes
+            for hop, stage in enumerate(plan.visits(lane))
+            if stage in stages
+        ),
+        default=NEVER_NS,
+    )
+    slowest_ns = max(round_ns.values())
+    if with_it_ns >= NEVER_NS:
+        return "no lane can reach it and come back"
+    if with_it_ns > slowest_ns:
+        return (
+            f"too far or too slow: a microbatch over it takes {seconds(with_it_ns):.2f} s alone, "
+            f"on the slowest lane in use {seconds(slowest_ns):.2f} s"
+        )
+    return "not needed: the lanes there are carry all microbatches, and no slower"
+
+
+def _alone_ns(plan: Plan, path: tuple[int, ...], stage_of: dict[int, int]) -> int:
+    """A round trip with nobody else there."""
+    costs = plan.costs
+    tasks = sum(int(costs.forward_ns[stage_of[node], node] + costs.backward_ns[stage_of[node], node]) for node in path)
+    hops = sum(int(costs.hop_ns[a, b] + costs.hop_ns[b, a]) for a, b in circle(path))
+    return tasks + hops + int(costs.head_ns[path[0]])

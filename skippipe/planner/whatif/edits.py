@@ -1,0 +1,171 @@
+"""The same plan, if one thing were otherwise: a faster node, a better link, one slot or one node more or less, another
+order.
+
+Stages keep their layers and nodes their stages. Nothing is promised: whoever asks simulates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from skippipe.cluster import Cluster, Matrix, Node
+from skippipe.cost_model import cost_model_of
+from skippipe.dispatch import Dispatch
+from skippipe.errors import Infeasible
+from skippipe.plan import Lane, Plan, Stage
+from skippipe.planner.repair.repair import repaired
+from skippipe.planner.search.state import move_microbatches
+from skippipe.ring_timing import best_ring
+from skippipe.simulator import as_arrays
+
+Links = Iterable[tuple[int, int]]
+
+
+def _on(plan: Plan, cluster: Cluster) -> Plan:
+    return replace(plan, cluster=cluster, expected=None, lower_bound_ns=None)
+
+
+def _with_node(cluster: Cluster, number: int, node: Node) -> Cluster:
+    return replace(cluster, nodes=(*cluster.nodes[:number], node, *cluster.nodes[number + 1 :]))
+
+
+def _times(matrix: Matrix, links: Links, factor: float) -> Matrix:
+    changed = matrix.copy()
+    for link in links:
+        changed[link] *= factor
+    return changed
+
+
+def faster_node(plan: Plan, node: int) -> Plan:
+    """Twice as fast."""
+    before = plan.cluster.nodes[node]
+    return _on(plan, _with_node(plan.cluster, node, replace(before, flops_per_s=2 * before.flops_per_s)))
+
+
+def wider_links(plan: Plan, links: Links) -> Plan:
+    """With twice the bandwidth."""
+    bandwidth = _times(plan.cluster.bandwidth_bytes_per_s, links, 2)
+    return _on(plan, replace(plan.cluster, bandwidth_bytes_per_s=bandwidth))
+
+
+def shorter_links(plan: Plan, links: Links) -> Plan:
+    """With half the latency."""
+    return _on(plan, replace(plan.cluster, latency_s=_times(plan.cluster.latency_s, links, 0.5)))
+
+
+def half_overhead(plan: Plan) -> Plan:
+    """Of every hop."""
+    return _on(plan, replace(plan.cluster, hop_overhead_s=plan.cluster.hop_overhead_s / 2))
+
+
+def smaller_messages(plan: Plan, dtype: str) -> Plan:
+    """Activations of this type on the wire."""
+    return replace(_on(plan, plan.cluster), workload=replace(plan.workload, wire_dtype=dtype))
+
+
+def other_dispatch(plan: Plan, dispatch: Dispatch) -> Plan:
+    return replace(_on(plan, plan.cluster), dispatch=dispatch)
+
+
+def other_backward(plan: Plan) -> Plan:
+    """Split if it is whole, whole if it is split."""
+    return replace(_on(plan, plan.cluster), split_backward=not plan.split_backward)
+
+
+def other_ring(plan: Plan, stage: int, ring: tuple[int, ...]) -> Plan:
+    """Another order of averaging."""
+    stages = list(plan.stages)
+    stages[stage] = replace(stages[stage], ring=ring)
+    return replace(_on(plan, plan.cluster), stages=tuple(stages))
+
+
+def moved_microbatch(plan: Plan, lane: int, other: int) -> Plan:
+    """From lane to lane, all paths being equally long; where these visit other stages, one goes from a third lane to a
+    fourth to make up for it (CC3), and if there are no such lanes, it is infeasible."""
+    paths, _ = as_arrays([each.path for each in plan.lanes])
+    counts = np.array([each.microbatches for each in plan.lanes], dtype=np.int64)
+    stage_of = np.full(len(plan.cluster), -1, np.int64)
+    stage_of[list(plan.stage_of)] = list(plan.stage_of.values())
+    move_microbatches(lane, other, 1, 0, 0, paths, counts, stage_of)
+    lanes = [Lane(each.path, count) for each, count in zip(plan.lanes, counts.tolist(), strict=True) if count]
+    moved = replace(_on(plan, plan.cluster), lanes=tuple(lanes))
+    if moved.exposure != plan.exposure:
+        raise Infeasible(f"a microbatch of lane {lane} on lane {other} leaves stages unequally visited (CC3)")
+    return moved
+
+
+def one_more_slot(plan: Plan, node: int) -> Plan:
+    """On this node alone: if the workload caps slots, all others get just the memory that they use."""
+    workload, cluster = plan.workload, plan.cluster
+
+    def with_slots(number: int, slots: int) -> Node:
+        stage = plan.stage_of[number]
+        layers = plan.layers[stage]
+        needed = workload.fixed_bytes(stage, layers) + slots * workload.held_bytes(layers)
+        return replace(cluster.nodes[number], memory_bytes=needed)
+
+    slots = plan.slots[node]
+    if slots != workload.max_slots:
+        return _on(plan, _with_node(cluster, node, with_slots(node, slots + 1)))
+    for number in plan.stage_of:
+        cluster = _with_node(cluster, number, with_slots(number, plan.slots[number] + (number == node)))
+    return replace(_on(plan, cluster), workload=replace(workload, max_slots=slots + 1))
+
+
+def with_twin(plan: Plan, node: int) -> Plan:
+    """One more node like this one, with the same links, on its stage; no lane uses it yet."""
+    cluster, twin = plan.cluster, len(plan.cluster)
+    names, name = set(cluster.number), f"{cluster.nodes[node].name}-twin"
+    while name in names:
+        name += "-twin"
+
+    def grown(matrix: Matrix, between: float) -> Matrix:
+        """With the node's row and column again; `between` is what lies between the two."""
+        kept = [*range(twin), node]
+        wide = matrix[np.ix_(kept, kept)]
+        wide[node, twin] = wide[twin, node] = between
+        return wide
+
+    others = np.arange(twin) != node  # its twin is as near as the nearest of these
+    cluster = Cluster(
+        cluster.name,
+        (*cluster.nodes, replace(cluster.nodes[node], name=name)),
+        grown(cluster.latency_s, float(cluster.latency_s[node, others].min())),
+        grown(cluster.bandwidth_bytes_per_s, float(cluster.bandwidth_bytes_per_s[node, others].max())),
+        cluster.hop_overhead_s,
+    )
+    stage = plan.stage_of[node]
+    members = (*plan.stages[stage].nodes, twin)
+    ring = best_ring(cost_model_of(cluster, plan.workload, plan.layers), stage, members)
+    stages = list(plan.stages)
+    stages[stage] = replace(stages[stage], nodes=members, ring=ring)
+    return replace(_on(plan, cluster), stages=tuple(stages))
+
+
+def without_node(plan: Plan, node: int) -> Plan:
+    """Its lanes go other ways, the first that there are; Infeasible if there are none."""
+    members = [[each for each in stage.nodes if each != node] for stage in plan.stages]
+    able = [each for nodes in members for each in nodes]
+    found = repaired(plan, members, able, budget_s=0)
+    if found is None:
+        raise Infeasible(f"there are no lanes without '{plan.cluster.nodes[node].name}'")
+    kept = [number for number in range(len(plan.cluster)) if number != node]
+    number = {old: new for new, old in enumerate(kept)}
+
+    def renamed(nodes: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(number[each] for each in nodes)
+
+    cluster = replace(
+        plan.cluster,
+        nodes=tuple(plan.cluster.nodes[each] for each in kept),
+        latency_s=plan.cluster.latency_s[np.ix_(kept, kept)],
+        bandwidth_bytes_per_s=plan.cluster.bandwidth_bytes_per_s[np.ix_(kept, kept)],
+    )
+    return replace(
+        _on(found, cluster),
+        stages=tuple(Stage(each.layers, renamed(each.nodes), renamed(each.ring)) for each in found.stages),
+        lanes=tuple(Lane(renamed(lane.path), lane.microbatches) for lane in found.lanes),
+    )

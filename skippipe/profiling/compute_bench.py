@@ -1,0 +1,114 @@
+"""What a node computes when it is measured: one layer of the model, forward and backward, as in training."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from skippipe.model.model_spec import ModelSpec, config_from
+from skippipe.model.stage_step import StageStep
+from skippipe.optim_config import OptimConfig
+from skippipe.profiling.role import ProfilingConfig
+from skippipe.profiling.state_machine import RunPasses
+from skippipe.runtime.messages import Computed
+from skippipe.runtime.train_role import check_device
+from skippipe.transport.message import Message
+
+WARM_UP = 2  # passes that do not count
+FEWEST, MOST = 5, 200  # passes that do, unless one alone takes longer than there is time
+CGROUP = Path("/sys/fs/cgroup")
+WHICH = (0, 0)
+
+
+class ComputeBench:
+    """A computer that measures itself. Everything is made in `run`, so that the node can give signs of life."""
+
+    def __init__(self, node_config: ProfilingConfig, device: str) -> None:
+        check_device(device)
+        self._node_config = node_config
+        self._device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+
+    def run(self, _work: RunPasses) -> Computed:
+        room = free_bytes(self._device)
+        passes = self._passes()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return Computed(passes, room, str(self._device), machine())
+
+    def fits(self, _message: Message, _at: int, _size: int) -> bool:
+        return False
+
+    def _passes(self) -> list[list[float]]:
+        node_config, work = self._node_config, self._node_config.workload
+        spec = ModelSpec(config_from(node_config.config))
+        tasks = StageStep(
+            spec,
+            range(1),
+            OptimConfig(),
+            ends=False,
+            device=str(self._device),
+            compute_dtype=work.compute_dtype,
+            recompute=work.activation_checkpointing,
+            compiled=node_config.compiled,
+        )
+        shape = work.samples_per_microbatch, work.sequence_tokens, work.model.hidden
+        hidden = torch.randn(shape, device=self._device)
+        passes: list[list[float]] = []
+        began = time.monotonic()
+        for taken in range(WARM_UP + MOST):
+            late = time.monotonic() - began > node_config.compute_s
+            if late and (
+                len(passes) >= FEWEST or (passes and time.monotonic() - began > FEWEST * node_config.compute_s)
+            ):
+                break
+            forward_s, made = self._timed(lambda: tasks.forward(WHICH, hidden))
+            gradient = torch.randn_like(made)
+            backward_s, _ = self._timed(lambda gradient=gradient: tasks.backward(WHICH, gradient))  # type: ignore[misc]
+            if (
+                taken >= WARM_UP or forward_s + backward_s > node_config.compute_s
+            ):  # so long a pass has no need to warm up
+                passes.append([forward_s, backward_s])
+        return passes
+
+    def _timed(self, what: Callable[[], torch.Tensor | None]) -> tuple[float, torch.Tensor]:
+        self._wait()
+        began = time.perf_counter()
+        made = what()
+        self._wait()
+        assert made is not None
+        return time.perf_counter() - began, made
+
+    def _wait(self) -> None:
+        """For what a GPU has been given to do."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What a node may fill: of the GPU, or of the machine and the limit that it was given."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in _text(Path("/proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            free = 1024 * int(line.split()[1])
+    limit, used = _text(CGROUP / "memory.max").strip(), _text(CGROUP / "memory.current").strip()
+    return max(1, min(free, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else free)
+
+
+def machine() -> str:
+    """The same for all nodes of a machine, or of a container: its name, and what tells it from namesakes."""
+    boot = _text(Path("/proc/sys/kernel/random/boot_id")).strip()
+    return f"{socket.gethostname()}/{boot}"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,142 @@
+"""A node that is measured: first it computes, then it measures links to others and answers those who do.
+
+A state machine like the one that trains, over the same sockets: what it sends are tensors along a path, as far as the
+transport can tell. Every one is answered at once by a small one; both carry the number of the measurement and of the
+message, so that what comes late is no answer to anything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from skippipe.profiling.link_probe import SMALL_BYTES, LinkProbe, ProbeSettings
+from skippipe.runtime.messages import COORDINATOR, Computed, ControlMessage, Hello, Probe, Probed, Stop
+from skippipe.runtime.node.interfaces import NodeEnv
+from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.wire_codec import EncodedTensor
+
+log = logging.getLogger(__name__)
+QUESTION, ANSWER = 0, 1  # which of them a message is: its lane
+
+
+@dataclass(frozen=True)
+class RunPasses:
+    """What its computer is asked to do, once (see `bench`)."""
+
+
+class ProfilingNode:
+    epoch = 0
+
+    def __init__(self, number: int, nodes: int, effort: ProbeSettings, env: NodeEnv) -> None:
+        self.stopped: Stop | None = None
+        self.dropped: Counter[tuple[int, str]] = Counter()
+        """Sender and what was wrong → how many messages of that kind were not taken."""
+        self._number = number
+        self._nodes = nodes
+        self._effort = effort
+        self._env = env
+        self._probe: Probe | None = None
+        self._probing = LinkProbe(effort)
+        self._step = 0
+        self._sent_ns = 0
+        self._asker: int | None = None
+        """Whoever measures the link to this node, or was the last to do so."""
+        self._computes = False
+
+    @property
+    def doing(self) -> str:
+        if self._probe is not None:
+            return f"measuring the link to node {self._probe.peer}"
+        return "computing" if self._computes else "waiting to be measured"
+
+    def hello(self, address: str, version: str) -> Hello:
+        """To a conductor that is new: whatever this node was doing, nobody waits for it."""
+        self._probe = None
+        return Hello(address, version)
+
+    def welcomed(self, _origin: dict[str, Any], _assignment: int) -> None:
+        self._computes = True
+        self._env.start(RunPasses())
+
+    def finished(self, _work: Any, result: Computed) -> None:
+        self._computes = False
+        self._env.say(result)
+
+    # What it is told
+
+    def hear(self, control: ControlMessage) -> None:
+        match control:
+            case Probe() if 0 <= control.peer < self._nodes and control.peer != self._number:
+                self._probe, self._probing, self._step = control, LinkProbe(self._effort), 0
+                self._send_next()
+            case Stop():
+                self.stopped = control
+            case _:
+                self._drop(COORDINATOR, type(control).__name__)
+
+    def receive(self, sender: int, message: Message) -> None:
+        if message.kind is not MessageKind.HOP or message.body is None:
+            self._drop(sender, f"a {message.kind.name.lower()}")
+        elif message.lane == QUESTION:
+            self._asker = sender
+            self._env.send(sender, _message(message.iteration, ANSWER, message.step, SMALL_BYTES))
+        elif self._probe and (sender, message.iteration, message.step) == (
+            self._probe.peer,
+            self._probe.probe,
+            self._step,
+        ):
+            self._probing.took((self._env.now_ns() - self._sent_ns) / 1e9)
+            self._step += 1
+            self._send_next()
+        else:
+            self._drop(sender, "an answer that nobody waits for")
+
+    def asked(self, sender: int, control: ControlMessage) -> None:
+        self._drop(sender, type(control).__name__)
+
+    def restore(self, _message: Message) -> None:
+        self._drop(COORDINATOR, "state")
+
+    # What it does
+
+    def decide(self) -> None:
+        """No answer for too long: what there is by now is all that there will be."""
+        if self._probe and self._env.now_ns() - self._sent_ns > 1e9 * self._effort.patience_s:
+            self._report(self._probe)
+
+    def talks_to(self) -> set[int]:
+        """Whom it measures the link to, and whom it answers."""
+        measured = self._probe.peer if self._probe else None
+        return {each for each in (measured, self._asker) if each is not None}
+
+    def lost(self, _peer: int) -> None:
+        """A connection broke and came back: what was on its way may be gone, which is noticed by its time."""
+
+    def remind(self, _patience_ns: int) -> None:
+        """Nothing is said twice."""
+
+    def _send_next(self) -> None:
+        assert self._probe is not None
+        size = self._probing.next_bytes()
+        if size is None:
+            self._report(self._probe)
+            return
+        message = _message(self._probe.probe, QUESTION, self._step, size)
+        self._sent_ns = self._env.now_ns()
+        self._env.send(self._probe.peer, message)
+
+    def _report(self, probe: Probe) -> None:
+        self._probe = None
+        self._env.say(Probed(probe.probe, [[float(size), took_s] for size, took_s in self._probing.samples]))
+
+    def _drop(self, sender: int, what: str) -> None:
+        self.dropped[sender, what] += 1
+        if self.dropped[sender, what] == 1:
+            log.warning("dropped from %s: %s (later ones are only counted)", sender, what)
+
+
+def _message(probe: int, which: int, step: int, size: int) -> Message:
+    return Message(MessageKind.HOP, probe, which, 0, step, EncodedTensor("fp32", (size // 4,), bytes(size)))

@@ -1,0 +1,276 @@
+"""A run in figures, tables and words, the same wherever they are shown. Iterations count from 1, as on the screen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from datetime import datetime
+from statistics import median
+from typing import Any
+
+from skippipe.report.summary import scaled
+from skippipe.report.table import NOTHING, Table
+from skippipe.runs.history import RunHistory
+from skippipe.runs.node_outages import NodeOutage
+from skippipe.runs.records import MetricsRow
+from skippipe.runs.utilization import NodeUtilization, Utilization
+
+MEANINGS = {
+    "gone": "a node was lost",
+    "rerouted": "its microbatches went another way, within the iteration",
+    "restarted": "the iteration was begun again",
+    "replanned": "a new plan held from the next iteration on",
+    "joined": "a node said hello",
+    "learning": "it fetched the state of its stage",
+    "able": "it had that state, and got microbatches from the next iteration on",
+    "paused": "nothing could go on; nodes were waited for",
+    "slow": "it was waited for, though it gave signs of life; or the plan counted on other speeds",
+    "cut": "a link was down; plans did without it for a while",
+    "not-finite": "a gradient was not finite, and was left out",
+    "refused": "a node, or what it sent, was not taken",
+    "checkpoint": "a checkpoint that was being made was given up",
+    "checkpointed": "a checkpoint was complete",
+    "recovered": "the coordinator was started again",
+    "ending": "somebody asked for the end of the run",
+    "storage": "the model could not be written, or could be in the end",
+    "drill": "an exercise: a node was killed on purpose",
+}
+NODES_IN_WORDS = """Busy: forward, head, backward and weight gradients. Idle: the rest of the iteration, averaging
+included. Collisions: the waiting of all tasks that were ready, added up. Seconds of an iteration."""
+UNLIKE = 2.0  # times what was planned, for all nodes
+MOST_NAMED = 3  # nodes that are slow or waited for
+
+
+def run_figures(history: RunHistory) -> list[tuple[str, str]]:
+    """What people ask for first."""
+    return [
+        ("iterations", _iterations(len(history.rows), history.rows[-1])),
+        ("end", _end(history)),
+        ("loss", _loss(history)),
+        ("an iteration", _seconds(history)),
+        ("in all", _whole(history)),
+        ("tokens", _tokens(history)),
+        ("sent", f"{amount(history.sent_bytes)} of tensors" if history.sent_bytes else NOTHING),
+        ("nodes lost", _lost(history.lost)),
+        ("new plans", f"{sum(event.kind == 'replanned' for event in history.events)}"),
+        *_conspicuous(history),
+    ]
+
+
+def title(history: RunHistory) -> str:
+    return f"{history.name}: {len(history.rows):,} iterations"
+
+
+def _iterations(known: int, last: MetricsRow) -> str:
+    done = last.iteration + 1
+    asked = f" of {last.asked:,}" if last.asked is not None else ""
+    return f"{done:,}{asked}" if known == done else f"{done:,}{asked}, {known:,} of them on record"
+
+
+def _end(history: RunHistory) -> str:
+    if history.ended is None:
+        return "not known: its journal does not say"
+    if not history.ended:
+        return "broken off, or still going on"
+    return "as planned" if history.rows[-1].is_last or history.rows[-1].asked is None else "early, on request"
+
+
+def _loss(history: RunHistory) -> str:
+    known = history.losses
+    return f"{known[0]:.3f} at first, {known[-1]:.3f} at last, {min(known):.3f} at best" if known else NOTHING
+
+
+def _seconds(history: RunHistory) -> str:
+    if history.typical_s is None:
+        return NOTHING
+    text = f"{history.typical_s:.2f} s (median)"
+    if history.promised_s is None or history.over_promise is None:
+        return f"{text}, nothing promised"
+    return f"{text}, {history.promised_s:.2f} s promised; {history.over_promise:.2f} times the promise, in the median"
+
+
+def _whole(history: RunHistory) -> str:
+    spent = sum(row.seconds or 0.0 for row in history.rows)
+    promised = sum(row.promised_s or 0.0 for row in history.rows)
+    return duration(spent) + (f", {duration(promised)} promised" if promised else "")
+
+
+def _tokens(history: RunHistory) -> str:
+    tokens, per_s = history.rows[-1].tokens, history.tokens_per_s
+    parts = [f"{tokens:,.0f}"] * (tokens is not None) + [f"{per_s or 0:,.0f} a second (median)"] * (per_s is not None)
+    return ", ".join(parts) or NOTHING
+
+
+def _lost(losses: list[NodeOutage]) -> str:
+    times = Counter(loss.node for loss in losses)
+    named = [f"{node} ({count} times)" if count > 1 else node for node, count in times.most_common()]
+    more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+    return ", ".join(named[:MOST_NAMED]) + more or "none"
+
+
+def _conspicuous(history: RunHistory) -> list[tuple[str, str]]:
+    """Those who are slow, those who were waited for, those in front of whom tasks queue."""
+    uses = history.uses
+    usual = median([use.slowdown for use in uses if use.slowdown] or [1.0])  # if all are slow, it is the plan
+    slow = sorted((use for use in uses if (use.slowdown or 0) > 1.05 * usual), key=lambda use: -(use.slowdown or 0))
+    waited = sorted((use for use in uses if use.waited_for), key=lambda use: -use.waited_for)
+    queues = sorted((use for use in uses if _queue_s(use) > 0), key=lambda use: -_queue_s(use))
+    told = [
+        ("slower at the end", [f"{use.name} ({use.slowdown:.2f} times)" for use in slow]),
+        ("waited for", [f"{use.name} ({use.waited_for} times)" for use in waited]),
+        ("most tasks queue at", [f"{use.name} ({short_s(_queue_s(use))} s an iteration)" for use in queues]),
+    ]
+    found = [(name, ", ".join(nodes[:MOST_NAMED])) for name, nodes in told if nodes]
+    if not 1 / UNLIKE < usual < UNLIKE:
+        found.insert(0, ("nodes", f"took {usual:.2g} times as long as planned, in the median: the plan is for others"))
+    return found
+
+
+def _queue_s(use: NodeUtilization) -> float:
+    """Nothing, if that is no hundredth of the iteration."""
+    found = use.measured
+    return found.collision_s if found and found.collision_s > 0.01 * found.iteration_s else 0.0
+
+
+def nodes_table(history: RunHistory) -> Table:
+    headings = ("node", "stage")
+    times = ("busy, planned", "measured", "idle, planned", "measured", "collisions, planned", "measured")
+    others = ("tasks × planned, at the end", "sent", "received")
+    rows = []
+    for use in history.uses:
+        pairs = [
+            _seconds_of(of, name) for name in ("busy_s", "idle_s", "collision_s") for of in (use.planned, use.measured)
+        ]
+        figures = [_stage(use), *pairs, _slowdown(use), amount(use.sent_bytes), amount(use.received_bytes)]
+        rows.append([use.name, *figures])
+    return Table(
+        "How busy every node was", f"{NODES_IN_WORDS} {recorded_in_words(history)}", (*headings, *times, *others), rows
+    )
+
+
+def brief_nodes_table(history: RunHistory) -> Table:
+    """The same for a terminal."""
+    headings = ("node", "stage", "busy s", "idle s", "collisions s", "× planned")
+    rows = [
+        [
+            *(use.name, _stage(use)),
+            *(
+                f"{_seconds_of(use.planned, name)} → {_seconds_of(use.measured, name)}"
+                for name in ("busy_s", "idle_s", "collision_s")
+            ),
+            _slowdown(use),
+        ]
+        for use in history.uses
+    ]
+    return Table("Seconds of an iteration, planned → measured", recorded_in_words(history), headings, rows)
+
+
+def _seconds_of(use: Utilization | None, name: str) -> str:
+    return NOTHING if use is None else short_s(getattr(use, name))
+
+
+def _stage(use: NodeUtilization) -> str:
+    return NOTHING if use.stage is None else f"{use.stage}"
+
+
+def _slowdown(use: NodeUtilization) -> str:
+    return NOTHING if use.slowdown is None else f"{use.slowdown:.2f}"
+
+
+def recorded_in_words(history: RunHistory) -> str:
+    if not history.charts:
+        return "No iteration was recorded, so the planned figures are the plan's own and nothing is measured."
+    numbers = ", ".join(str(chart.iteration + 1) for chart in history.charts)
+    return f"Means over the recorded iterations ({numbers})."
+
+
+def losses_table(history: RunHistory) -> Table:
+    rows = [
+        [loss.node, f"{loss.iteration + 1}", moment(loss.time), loss.why, loss.answer or NOTHING, loss.end]
+        for loss in history.lost
+    ]
+    note = "" if rows else "None."
+    return Table("Nodes that were lost", note, ("node", "iteration", "time", "why", "then", "in the end"), rows)
+
+
+def events_table(history: RunHistory) -> Table:
+    rows = [
+        [f"{event.iteration + 1}", moment(event.time), event.kind, event.node, event.text, MEANINGS.get(event.kind, "")]
+        for event in history.events
+    ]
+    headings = ("iteration", "time", "event", "node", "as it was told", "what it means")
+    return Table("Everything out of the ordinary", "" if rows else "Nothing.", headings, rows)
+
+
+def run_json(history: RunHistory) -> dict[str, Any]:
+    """All figures; iterations count from 0, as in the files."""
+    known = history.losses
+    return {
+        "run": history.name,
+        "iterations": len(history.rows),
+        "last_iteration": history.rows[-1].iteration,
+        "iterations_asked": history.rows[-1].asked,
+        "ended": history.ended,
+        "loss": {"first": known[0], "last": known[-1], "best": min(known)} if known else None,
+        "seconds": history.typical_s,
+        "promised_s": history.promised_s,
+        "over_promise": history.over_promise,
+        "tokens": history.rows[-1].tokens,
+        "tokens_per_s": history.tokens_per_s,
+        "bytes_sent": history.sent_bytes,
+        "links": [[*pair, sent] for pair, sent in sorted(history.links.items())],
+        "recorded": [chart.iteration for chart in history.charts],
+        "nodes": [_node_json(use) for use in history.uses],
+        "losses": [loss._asdict() for loss in history.lost],
+        "events": [event._asdict() for event in history.events],
+        "missing": list(history.missing),
+    }
+
+
+def _node_json(use: NodeUtilization) -> dict[str, Any]:
+    return {
+        **use._asdict(),
+        "planned": use.planned and {**use.planned._asdict(), "idle_s": use.planned.idle_s},
+        "measured": use.measured and {**use.measured._asdict(), "idle_s": use.measured.idle_s},
+    }
+
+
+def amount(count: float) -> str:
+    """Bytes."""
+    short, unit = scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
+    return f"{short:.0f} {unit}" if unit == "B" or short >= 99.95 else f"{short:.1f} {unit}"
+
+
+def short_s(value_s: float) -> str:
+    return f"{value_s:.2f}" if value_s >= 0.1 else f"{value_s:.2g}"
+
+
+def short_count(count: float) -> str:
+    short, unit = scaled(count, ("", "K", "M", "B", "T"))
+    return f"{short:.3g}{unit}"
+
+
+def tokens_each(history: RunHistory) -> float:
+    """In every iteration; 0: not known."""
+    last = history.rows[-1]
+    return (last.tokens or 0.0) / (last.iteration + 1)
+
+
+def steps_of(counts: Iterable[int]) -> list[float]:
+    """From the least to the most, even on a logarithmic scale."""
+    known = list(counts)
+    least, most = min(known), max(known)
+    return [least * (most / least) ** (step / 4) for step in range(5)] if most > least else [float(most)]
+
+
+def duration(whole_s: float) -> str:
+    minutes, rest_s = divmod(round(whole_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest_s:02} s" if minutes else f"{whole_s:.1f} s"
+
+
+def moment(time: float) -> str:
+    """Unix, as the clock of this machine shows it."""
+    return datetime.fromtimestamp(time).astimezone().strftime("%Y-%m-%d %H:%M:%S") if time else NOTHING

@@ -1,0 +1,110 @@
+"""A recorded iteration, planned and measured, from the Chrome trace that the run wrote of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from skippipe.report.gantt import HUES, TASK_KINDS, BarKind
+from skippipe.runs.tail import is_of
+
+KINDS = tuple(kind for kind in BarKind if kind is not BarKind.WAITING)
+"""A bar's kind is a place in here."""
+TASKS = frozenset(map(KINDS.index, TASK_KINDS))
+LARGEST_BYTES = 2**28  # of a file that is read at once
+LABEL = re.compile(r"stage (\d{1,6}) · (.*)", re.DOTALL)
+
+
+class GanttBar(NamedTuple):
+    row: int
+    kind: int
+    start_s: float
+    end_s: float
+    lane: int
+    """−1 for averaging and optimizer, which belong to no microbatch."""
+    microbatch: int
+    step: int
+    waited_s: float
+    """While it was ready."""
+
+
+@dataclass(frozen=True)
+class GanttData:
+    iteration: int
+    rows: tuple[tuple[int, str], ...]
+    """Stage and name of every node, in the order of the stages."""
+    planned: tuple[GanttBar, ...]
+    measured: tuple[GanttBar, ...]
+
+    @property
+    def starts(self) -> dict[int, int]:
+        """Lane → the row of its data node."""
+        return {bar.lane: bar.row for bar in (*self.measured, *self.planned) if bar.lane >= 0 and bar.step == 0}
+
+    @property
+    def hues(self) -> dict[int, str]:
+        """Lane → that of its data node, given out as in all our pictures."""
+        starts = dict(sorted(self.starts.items()))
+        data_rows = list(dict.fromkeys(starts.values()))
+        return {lane: HUES[data_rows.index(row) % len(HUES)] for lane, row in starts.items()}
+
+
+def read_gantt(path: Path, iteration: int, run_id: str | None = None) -> GanttData:
+    """ValueError if this is no trace of ours, or not of the run with this id."""
+    if path.stat().st_size > LARGEST_BYTES:
+        raise ValueError(f"{path}: is too large")
+    try:
+        trace = json.loads(path.read_bytes())
+        if not is_of(run_id, _run_of(trace)):
+            raise ValueError("it is of another run")
+        return gantt_of(trace, iteration)
+    except RecursionError:
+        raise ValueError(f"{path}: is nested too deeply") from None
+
+
+def _run_of(trace: Any) -> str | None:
+    about = trace.get("otherData", {}) if isinstance(trace, dict) else None
+    return str(about.get("run", "")) if isinstance(about, dict) else None
+
+
+def gantt_of(trace: Any, iteration: int) -> GanttData:
+    """ValueError if this is no trace of ours."""
+    try:
+        events = trace["traceEvents"]
+        tracks = {
+            event["pid"]: event["args"]["name"]
+            for event in events
+            if event["ph"] == "M" and event["name"] == "process_name"
+        }
+        labels = {
+            event["tid"]: event["args"]["name"]
+            for event in events
+            if event["ph"] == "M" and event["name"] == "thread_name"
+        }
+        rows = tuple(_row(labels[number]) for number in range(len(labels)))
+        bars: dict[str, list[GanttBar]] = {"planned": [], "measured": []}
+        for event in events:
+            if event["ph"] == "X" and 0 <= event["tid"] < len(rows):
+                bars[tracks[event["pid"]]].append(_bar(event))
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"no trace of an iteration: {error!r}") from None
+    return GanttData(iteration, rows, tuple(bars["planned"]), tuple(bars["measured"]))
+
+
+def _row(label: str) -> tuple[int, str]:
+    match = LABEL.fullmatch(label)
+    if match is None:
+        raise ValueError(f"{label!r} is no row of ours")
+    return int(match[1]), match[2]
+
+
+def _bar(event: dict[str, Any]) -> GanttBar:
+    start_s, took_s = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
+    which = event.get("args", {})
+    lane, microbatch, step = (int(which.get(key, -1)) for key in ("lane", "microbatch", "step"))
+    waited_s = float(which.get("waited_s", 0.0))
+    kind = KINDS.index(BarKind(event["cat"]))
+    return GanttBar(int(event["tid"]), kind, start_s, start_s + took_s, lane, microbatch, step, waited_s)

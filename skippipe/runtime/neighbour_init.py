@@ -1,0 +1,103 @@
+"""A stage that nobody holds any more, made anew from those beside it.
+
+After CheckFree ("All is not lost: LLM recovery without checkpoints", 2025): neighbouring layers of a transformer are
+alike, so the weighted mean of the stages before and after is a start from which training soon recovers. The weights of
+the mean are the squared norms of the neighbours' gradients, so the stage that is further from done counts more.
+
+The ends (embedding, final norm and head, which only stage 0 has) are like nothing else. As in CheckFree+, a copy of
+them is kept on a node of another stage: the numbers of all ends, one weight after another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from skippipe.model.flat_params import ParamSlot, layout_of_stage
+from skippipe.model.model_spec import ModelSpec
+from skippipe.model.stage import layer_ranges
+from skippipe.runtime.node.ops import StateSlice
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def init_from_neighbours(
+    spec: ModelSpec,
+    layers: tuple[int, ...],
+    stage: int,
+    sources: Sequence[int],
+    stages: Sequence[int],
+    shares: Sequence[float],
+) -> list[StateSlice]:
+    """What to ask each of the sources for; `layers` of every stage, `stages` that the sources hold.
+
+    Only weights, each from the layer at the same relative depth; the optimizer's state does not carry over. What no
+    neighbour has in the same shape (embedding and head of stage 0, layers of another kind) is left out: it stays as it
+    is. What only some have is the mean of those. Parts that are added must be loaded after those that are not.
+    """
+    held = [dict(neighbour_layers(spec, layers, stage, other)) for other in stages]
+    begun: set[ParamSlot] = set()
+    found: list[StateSlice] = []
+    for source, mine, share in zip(sources, held, shares, strict=True):
+        parts = []
+        for place, first in mine.items():
+            having = [each for each, theirs in zip(shares, held, strict=True) if place in theirs]
+            weight = share if len(having) == len(shares) else _fraction(share, having)
+            parts.append(StateSlice(source, first, place.size, place.start, weight, place in begun))
+        begun |= mine.keys()
+        found += _joined(parts)
+    return found
+
+
+def init_from_backup(places: Iterable[ParamSlot], source: int, iterations: int) -> list[StateSlice]:
+    """What to ask whoever keeps a copy of the ends for; `places` of stage 0."""
+    found, first = [], 0
+    for place in ends_of(places):
+        found.append(StateSlice(source, first, place.size, place.start, backup=iterations))
+        first += place.size
+    return found
+
+
+def ends_of(places: Iterable[ParamSlot]) -> list[ParamSlot]:
+    """Of the weights of stage 0, those that are of no layer."""
+    return [place for place in places if LAYER.match(place.name) is None]
+
+
+def neighbour_layers(spec: ModelSpec, layers: tuple[int, ...], stage: int, other: int) -> list[tuple[ParamSlot, int]]:
+    """The weights of the layers of a stage, and where in another stage those that they can be made of begin."""
+    ours, theirs = (layer_ranges(layers)[each] for each in (stage, other))
+    there = {place.name: place for place in layout_of_stage(spec, layers, other)}
+    found = []
+    for place in layout_of_stage(spec, layers, stage):
+        if (layer := LAYER.match(place.name)) is None:
+            continue
+        depth = layer_at_same_depth(int(layer[1]) - ours.start, len(ours), len(theirs))
+        like = there.get(f"model.layers.{theirs[depth]}.{place.name[layer.end() :]}")
+        if like is not None and like.shape == place.shape:
+            found.append((place, like.start))
+    return found
+
+
+def layer_at_same_depth(index: int, count: int, other: int) -> int:
+    """Of `other` layers, the one that lies as deep as this one of `count`."""
+    return (other - 1) // 2 if count == 1 else round(index * (other - 1) / (count - 1))
+
+
+def _fraction(share: float, of: Sequence[float]) -> float:
+    return share / sum(of) if sum(of) else 1 / len(of)
+
+
+def _joined(parts: Iterable[StateSlice]) -> list[StateSlice]:
+    """Neighbours in both places, treated alike, as one."""
+    joined: list[StateSlice] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and (last.first + last.count, last.at + last.count) == (part.first, part.at)
+            and (last.share, last.added) == (part.share, part.added)
+        ):
+            part = StateSlice(part.source, last.first, last.count + part.count, last.at, part.share, part.added)
+            joined.pop()
+        joined.append(part)
+    return joined

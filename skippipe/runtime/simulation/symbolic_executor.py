@@ -1,0 +1,231 @@
+"""A computer that computes nothing, but notices what is missing, doubled or out of order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from skippipe import dispatch
+from skippipe.jit import python_version
+from skippipe.plan import Plan
+from skippipe.runtime.node.ops import (
+    AllReduce,
+    CheckFinite,
+    ClearGradients,
+    CopyEnds,
+    DropMicrobatch,
+    GradNorm,
+    Op,
+    OpenBackup,
+    OpResult,
+    OptimizerStep,
+    PlanTransfer,
+    ReadState,
+    ReadWeights,
+    RingStep,
+    SnapshotState,
+    StageTask,
+    StateChunk,
+    StateSlice,
+    StateSource,
+    StoreBackup,
+    WriteState,
+    piece_sent,
+)
+from skippipe.transport.message import Message, MessageKind
+
+is_weights = python_version(dispatch.is_weights)
+Which = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Trail:
+    """Stands for an activation or its gradient: the step that it is meant for, if no place is skipped on the way."""
+
+    lane: int
+    microbatch: int
+    step: int
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Stands for a piece of a summed gradient: which microbatches are in it, and how often."""
+
+    piece: int
+    visits: Counter[Which]
+    nbytes: int = 0
+
+
+class Numbers(tuple[tuple[Which, ...], ...]):
+    """Stands for a stage's state that is lent or kept, with that of the ends."""
+
+    ends: tuple[tuple[Which, ...], ...] = ()
+
+
+PIECES = 2  # of a copy of the ends
+
+
+class SymbolicExecutor:
+    def __init__(self, node: int, plan: Plan) -> None:
+        self._node = node
+        self._has_ends = plan.stage_of.get(node) == 0
+        self._split = plan.split_backward
+        self._slots = plan.slots[node]
+        self._held: set[Which] = set()
+        self._kept: tuple[Any, ...] | None = None
+        self._sum: Counter[Which] = Counter()
+        self._pieces: list[Counter[Which]] = []
+        self._mean: Counter[Which] = Counter()
+        self.state: list[tuple[Which, ...]] = []
+        """Stands for the weights: what was in the gradient of every step taken, from the first."""
+        self.ends: list[tuple[Which, ...]] = []
+        """The same for embedding, final norm and head; empty: as the seed has them, or on another stage than 0."""
+        self._rebuilt = False
+        self._backup: tuple[int, tuple[tuple[Which, ...], ...]] | None = None
+        self._incoming: list[tuple[Which, ...]] = []
+        self.poison = False
+        """The next gradient that is added up is not a number."""
+        self._spoiled = False
+
+    @property
+    def keeps(self) -> bool:
+        """Has it a whole copy of the ends?"""
+        return self._backup is not None
+
+    @property
+    def history(self) -> list[int]:
+        """Microbatches in the mean gradient of every step taken."""
+        return [len(each) for each in self.state]
+
+    def run(self, work: Op) -> Any:
+        match work:
+            case StageTask():
+                return self._task(work)
+            case DropMicrobatch():
+                self._held.discard((work.lane, work.microbatch))
+            case ClearGradients():
+                self._held.clear()
+                self._sum.clear()
+                self._spoiled = False
+            case CheckFinite():
+                sound, self._spoiled = not self._spoiled, False
+                if not sound:
+                    self._sum.clear()
+                return sound
+            case RingStep():
+                return self._pass(work)
+            case GradNorm():
+                whole = [self._sum] if work.alone else self._pieces
+                assert all(piece == whole[0] for piece in whole), (self._node, whole)
+                assert all(count == 1 for count in whole[0].values()), f"a microbatch counts twice: {whole[0]}"
+                assert whole[0].total() == work.visits, (self._node, whole[0], work.visits)
+                self._mean, self._pieces = whole[0].copy(), []
+                return float("nan") if self._spoiled else float(work.visits)
+            case OptimizerStep():
+                assert not self._held, "a microbatch is still here"
+                if work.scale > 0:
+                    self.state.append(tuple(sorted(self._mean)))
+                    if self._has_ends:
+                        self.ends.append(self.state[-1])
+                self._sum.clear()
+                self._mean.clear()
+                self._spoiled = False
+            case ReadWeights():
+                return None if work.piece else self._kept if work.kept else self._numbers()
+            case PlanTransfer():
+                return self._study(work.origin)
+            case ReadState():
+                return self._lend(work)
+            case WriteState():
+                self._load(work)
+                return True
+            case SnapshotState():
+                self._kept = self._numbers()
+            case CopyEnds():
+                self._backup = work.iterations, tuple(self.ends)
+            case OpenBackup():
+                self._incoming = []
+                return _parts_of_backup(work.source, work.iterations)
+            case StoreBackup():
+                self._incoming += work.given
+                if work.part.at == PIECES - 1:
+                    self._backup = work.part.backup, tuple(self._incoming)
+                return True
+            case AllReduce():
+                raise AssertionError("symbols know no other way to average")
+        return None
+
+    def fits(self, message: Message, at: int, size: int) -> bool:  # noqa: ARG002
+        return isinstance(message.body, Gradient if message.kind is MessageKind.CHUNK else Trail)
+
+    def _numbers(self) -> Numbers:
+        numbers = Numbers(self.state)
+        numbers.ends = tuple(self.ends)
+        return numbers
+
+    def _study(self, origin: StateSource) -> list[StateSlice]:
+        self._rebuilt = origin.kind == "neighbours"
+        if origin.kind == "replica":
+            return [StateSlice(origin.sources[0], 0, 1, 0)]
+        parts = [StateSlice(source, 0, 1, 0, added=at > 0) for at, source in enumerate(origin.sources)]
+        return parts if origin.backup is None else [*parts, *_parts_of_backup(*origin.backup)]
+
+    def _lend(self, work: ReadState) -> StateChunk:
+        if not work.backup:
+            return StateChunk(self._numbers(), "sound")
+        if self._backup is None or self._backup[0] != work.backup:
+            return StateChunk(None, "")
+        whole = self._backup[1]
+        half = len(whole) // PIECES
+        return StateChunk(whole[half:] if work.first else whole[:half], "sound")
+
+    def _load(self, work: WriteState) -> None:
+        if work.part.backup:
+            self.ends = [*(self.ends if work.part.at else ()), *work.given]
+        elif not work.part.added:
+            self.state = list(work.given)
+            if self._has_ends and not self._rebuilt:
+                self.ends = list(getattr(work.given, "ends", work.given))
+
+    def _task(self, task: StageTask) -> OpResult:
+        which = task.lane, task.microbatch
+        if task.step < task.length:
+            self._held.add(which)
+            assert len(self._held) <= self._slots, "more microbatches than memory slots"
+        elif task.step > task.length:
+            assert which in self._held, f"the backward pass of a microbatch that is not here: {task}"
+            if is_weights(task.step, task.length) or not self._split:
+                self._held.remove(which)
+                self._add(which, counts=task.counts)
+        if 0 < task.step <= 2 * task.length:
+            given = task.given
+            assert (given.lane, given.microbatch) == which
+            assert given.step <= task.step
+        return OpResult(Trail(*which, task.step + 1), 0.0 if task.step == task.length else None)
+
+    def _add(self, which: Which, *, counts: bool) -> None:
+        if counts:
+            self._sum[which] += 1
+            self._spoiled = self._spoiled or self.poison
+            self.poison = False
+
+    def _pass(self, work: RingStep) -> Gradient | None:
+        size = work.size
+        if work.round == 0:
+            self._pieces = [self._sum.copy() for _ in range(size)]
+        else:
+            piece = work.given.piece
+            if work.round < size:
+                self._pieces[piece] += work.given.visits
+            else:
+                self._pieces[piece] = work.given.visits.copy()
+        if work.round == 2 * (size - 1):
+            return None
+        outgoing = piece_sent(work.at, work.round, size)
+        return Gradient(outgoing, self._pieces[outgoing].copy())
+
+
+def _parts_of_backup(source: int, iterations: int) -> list[StateSlice]:
+    return [StateSlice(source, piece, 1, piece, backup=iterations) for piece in range(PIECES)]

@@ -1,0 +1,109 @@
+"""What a node that trains is made of, from the brief: its state machine, and its computer with a stage of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from skippipe.cluster import Cluster
+from skippipe.errors import UserError
+from skippipe.model.stage import layer_ranges
+from skippipe.model.stage_step import StageStep
+from skippipe.runtime.node.interfaces import NodeEnv, Role
+from skippipe.runtime.node.state_machine import Node
+from skippipe.runtime.node_config import NodeConfig
+from skippipe.runtime.stage_executor import StageExecutor
+from skippipe.runtime.task_timing import planned_ns
+from skippipe.transport.link_emulation import EmulatedLink
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from skippipe.data.batch_sampler import BatchSampler
+    from skippipe.runtime.node.agent import JoinConfig
+
+
+def train_role(said: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
+    node_config = NodeConfig.from_json(said)
+    plan = node_config.plan
+    number, stage = plan.cluster.number[join_config.name], plan.stage_of[plan.cluster.number[join_config.name]]
+    others = {name: other for name, other in plan.cluster.number.items() if other != number}
+    return Role(
+        machine=Node(number, plan, env, own_ring=node_config.averaging == "ring"),
+        build=lambda: build_executor(number, node_config, join_config),
+        numbers=dict(plan.cluster.number),
+        heartbeat_s=node_config.heartbeat_s,
+        threads=node_config.threads,
+        pace=(lambda work: planned_ns(plan, stage, number, work)) if node_config.emulated else None,
+        links={name: _link(plan.cluster, number, other) for name, other in others.items()}
+        if node_config.emulated
+        else {},
+    )
+
+
+def _link(cluster: Cluster, sender: int, receiver: int) -> EmulatedLink:
+    return EmulatedLink(
+        float(cluster.latency_s[sender, receiver]) + cluster.hop_overhead_s,
+        float(cluster.bandwidth_bytes_per_s[sender, receiver]),
+    )
+
+
+def build_executor(number: int, node_config: NodeConfig, join_config: JoinConfig) -> StageExecutor:
+    stage = node_config.plan.stage_of[number]
+    device = join_config.device or node_config.device
+    check_device(device)  # before others wait for this node
+    sampler = node_config.sampler(join_config.data_folder) if stage == 0 else None
+    reduce = None
+    if node_config.averaging == "torch":
+        from skippipe.runtime.allreduce import join_groups
+
+        reduce = join_groups(number, node_config, device)
+    return build_stage_executor(stage, node_config, device, sampler, reduce=reduce)
+
+
+def build_stage_executor(
+    stage: int,
+    node_config: NodeConfig,
+    device: str,
+    sampler: BatchSampler | None,
+    *,
+    packing: bool = True,
+    reduce: Callable[[Tensor], None] | None = None,
+) -> StageExecutor:
+    """Only the layers of this stage are made."""
+    check_device(device)
+    spec, plan = node_config.spec(), node_config.plan
+    tasks = StageStep(
+        spec,
+        layer_ranges(plan.layers)[stage],
+        node_config.learning,
+        ends=stage == 0,
+        device=device,
+        compute_dtype=plan.workload.compute_dtype,
+        recompute=plan.workload.activation_checkpointing,
+        split_backward=plan.split_backward,
+        compiled=node_config.compiled,
+    )
+    return StageExecutor(
+        stage,
+        plan.layers,
+        plan.workload,
+        spec,
+        tasks,
+        sampler,
+        recipe=node_config.recipe,
+        packing=packing,
+        reduce=reduce,
+    )
+
+
+def check_device(device: str) -> None:
+    import torch
+
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise UserError(f"device '{device}': expected cpu, cuda or cuda:N")
+    if kind == "cuda":
+        found = torch.cuda.device_count()
+        if int(index or 0) >= found:
+            raise UserError(f"device '{device}': this machine has {found} CUDA devices; use another, or cpu")

@@ -1,0 +1,233 @@
+"""From a plan to its timeline: how long an iteration takes, and why.
+
+The rules of time, which docs/formats.md states in full: a node runs one task at a time (`dispatch` says which), a hop
+takes flight and transmit time, a lane's next microbatch sets out when the one before it is back. Under full timing,
+every node passes gradients on along its stage's ring as soon as it is done, while others still work; the optimizer
+step follows when all stages are averaged, because clipping needs the norm of the whole model's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skippipe.constraints import circle
+from skippipe.cost_model import CostModel
+from skippipe.dispatch import Dispatch, all_steps, is_weights, place
+from skippipe.errors import UserError
+from skippipe.event_loop import run
+from skippipe.plan import Plan
+from skippipe.ring_timing import Rings, averaging_spans, chunk_bytes, ring_ns
+from skippipe.timeline import LinkUse, NodeUse, Task, Timeline, Timing
+
+Ints = NDArray[np.int64]
+LAST_NS = 2**62  # the end of time for whole numbers of 64 bits
+MOST_TASKS = 20_000_000
+NO_RECORD = np.empty((0, 3), np.int64)
+NO_HURRY = np.empty(0, np.int64)
+
+
+class Deadlock(UserError):
+    """Lanes hold memory slots that others of them wait for."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """An iteration in three figures."""
+
+    iteration_ns: int
+    last_backward_ns: int
+    averaging_ns: tuple[tuple[int, int], ...]
+    """Of each stage, from when to when; empty if not counted."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """A placement ready for the event loop: what stays the same while paths change."""
+
+    forward_ns: Ints
+    backward_ns: Ints
+    """Only the input gradient, if the backward is split."""
+    weight_ns: Ints
+    """0 if the backward is not split."""
+    head_ns: Ints
+    slots: Ints
+    flight_ns: Ints
+    transmit_ns: Ints
+    order: int
+    split_backward: bool
+    timing: Timing
+    rings: Rings
+    ring_ns: tuple[int, ...]
+    """How long each stage averages if its nodes are done at the same time; 0 if not counted, like the next."""
+    step_ns: int
+    """The slowest node's optimizer step."""
+
+    @classmethod
+    def of(
+        cls,
+        costs: CostModel,
+        rings: Sequence[Sequence[int]],
+        dispatch: Dispatch,
+        timing: Timing,
+        split_backward: bool = False,
+    ) -> Course:
+        """`rings` are the nodes of every stage in the order in which they average."""
+        forward, backward, weight, slots = (np.zeros(costs.nodes, np.int64) for _ in range(4))
+        for stage, ring in enumerate(rings):
+            nodes = list(ring)
+            forward[nodes] = costs.forward_ns[stage, nodes]
+            backward[nodes] = (costs.input_ns if split_backward else costs.backward_ns)[stage, nodes]
+            weight[nodes] = costs.weight_ns[stage, nodes] if split_backward else 0
+            slots[nodes] = costs.slots[stage, nodes]
+        full = timing is Timing.FULL
+        return cls(
+            forward_ns=forward,
+            backward_ns=backward,
+            weight_ns=weight,
+            head_ns=costs.head_ns,
+            slots=slots,
+            flight_ns=costs.flight_ns,
+            transmit_ns=costs.transmit_ns,
+            order=dispatch.order,
+            split_backward=split_backward,
+            timing=timing,
+            rings=Rings.of(costs, rings),
+            ring_ns=tuple(ring_ns(costs, stage, ring) if full else 0 for stage, ring in enumerate(rings)),
+            step_ns=max(int(costs.optimizer_ns[s, n]) for s, ring in enumerate(rings) for n in ring) if full else 0,
+        )
+
+    def alone_ns(self, path: Sequence[int]) -> int:
+        """A round trip with nobody else there: every task on the way once, every hop there and back."""
+        hop_ns = self.flight_ns, self.transmit_ns
+        hops = sum(int(part[a, b] + part[b, a]) for a, b in circle(path) for part in hop_ns)
+        tasks = sum(int(self.forward_ns[node] + self.backward_ns[node]) for node in path)
+        return hops + tasks + int(self.head_ns[path[0]])
+
+    def run(self, paths: Ints, lengths: Ints, microbatches: Ints, record: Ints | None = None) -> Run:
+        """One iteration; `record` takes the (ready, start, end) of every task, lane by lane."""
+        done_ns = np.zeros(len(self.forward_ns), np.int64)
+        last_ns, left = run(
+            paths,
+            lengths,
+            microbatches,
+            self.forward_ns,
+            self.backward_ns,
+            self.weight_ns,
+            self.head_ns,
+            self.slots,
+            self.flight_ns,
+            self.transmit_ns,
+            self.timing is Timing.FULL,
+            self.order,
+            self.split_backward,
+            NO_HURRY,
+            done_ns,
+            NO_RECORD if record is None else record,
+        )
+        if left:
+            sent = int(microbatches.sum())
+            raise Deadlock(
+                f"deadlock: only {sent - left} of {sent} microbatches come back, the others hold memory slots that "
+                "they wait for; put fewer lanes through the full nodes ('skippipe check' names them)"
+            )
+        if self.timing is Timing.CONTENTION_ONLY:
+            return Run(int(last_ns), int(last_ns), ())
+        rings = self.rings
+        spans = np.empty((len(rings.ends), 2), np.int64)
+        averaging_spans(done_ns, rings.nodes, rings.transmit_ns, rings.flight_ns, rings.ends, spans)
+        averaging = tuple((start, end) for start, end in spans.tolist())
+        return Run(max(end for _, end in averaging) + self.step_ns, int(last_ns), averaging)
+
+
+def as_arrays(paths: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """Paths as padded rows, and their lengths."""
+    lengths = np.array([len(path) for path in paths], dtype=np.int64)
+    rows = np.zeros((len(paths), int(lengths.max())), np.int64)
+    for row, path in zip(rows, paths, strict=True):
+        row[: len(path)] = path
+    return rows, lengths
+
+
+def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
+    """Run one iteration of the plan under virtual time."""
+    rings = [stage.ring for stage in plan.stages]
+    course = Course.of(plan.costs, rings, plan.dispatch, timing, plan.split_backward)
+    paths, lengths = as_arrays([lane.path for lane in plan.lanes])
+    microbatches = np.array([lane.microbatches for lane in plan.lanes], dtype=np.int64)
+    total = sum(lane.microbatches * all_steps(len(lane.path), plan.split_backward) for lane in plan.lanes)
+    if total > MOST_TASKS:
+        raise UserError(f"{total} tasks in an iteration are more than the {MOST_TASKS} that can be simulated")
+    one_after_another_ns = sum(
+        lane.microbatches * (course.alone_ns(lane.path) + int(course.weight_ns[list(lane.path)].sum()))
+        for lane in plan.lanes
+    )
+    if one_after_another_ns + max(course.ring_ns) > LAST_NS:
+        raise UserError("an iteration of this plan may take over a century: does it use a link that is not there?")
+    record = np.empty((total, 3), np.int64)
+    outcome = course.run(paths, lengths, microbatches, record)
+    tasks = _tasks(plan, record)
+    return Timeline(
+        timing=timing,
+        iteration_ns=outcome.iteration_ns,
+        last_backward_ns=outcome.last_backward_ns,
+        averaging_ns=outcome.averaging_ns,
+        nodes=node_use(plan, tasks),
+        links=_link_use(plan, timing),
+        tasks=tasks,
+    )
+
+
+def _tasks(plan: Plan, record: Ints) -> tuple[Task, ...]:
+    times = iter(record.tolist())
+    tasks = [
+        Task(number, microbatch, step, lane.path[place(step, len(lane.path))], *next(times))
+        for number, lane in enumerate(plan.lanes)
+        for microbatch in range(lane.microbatches)
+        for step in range(all_steps(len(lane.path), plan.split_backward))
+    ]
+    return tuple(sorted(tasks, key=lambda task: task.start_ns))  # those that start together stay in order
+
+
+def node_use(plan: Plan, tasks: Sequence[Task]) -> tuple[NodeUse, ...]:
+    busy_ns = dict.fromkeys(plan.stage_of, 0)
+    collision_ns = dict.fromkeys(plan.stage_of, 0)
+    for task in tasks:
+        busy_ns[task.node] += task.end_ns - task.start_ns
+        if not is_weights(task.step, len(plan.lanes[task.lane].path)):
+            collision_ns[task.node] += task.start_ns - task.ready_ns
+    costs, split = plan.costs, plan.split_backward
+    backward_ns = costs.input_ns if split else costs.backward_ns
+    return tuple(
+        NodeUse(
+            node=node,
+            stage=stage,
+            slots=plan.slots[node],
+            forward_ns=int(costs.forward_ns[stage, node]),
+            backward_ns=int(backward_ns[stage, node]),
+            weight_ns=int(costs.weight_ns[stage, node]) if split else 0,
+            head_ns=int(costs.head_ns[node]) if stage == 0 else 0,
+            optimizer_ns=int(costs.optimizer_ns[stage, node]),
+            busy_ns=busy_ns[node],
+            collision_ns=collision_ns[node],
+        )
+        for node, stage in sorted(plan.stage_of.items())
+    )
+
+
+def _link_use(plan: Plan, timing: Timing) -> tuple[LinkUse, ...]:
+    sent: dict[tuple[int, int], int] = {}
+    for lane in plan.lanes:
+        for a, b in circle(lane.path):
+            for link in ((a, b), (b, a)):  # the activation, and on the way back its gradient
+                sent[link] = sent.get(link, 0) + plan.costs.activation_bytes * lane.microbatches
+    if timing is Timing.FULL:
+        for index, stage in enumerate(plan.stages):
+            if len(stage.ring) > 1:
+                chunk = chunk_bytes(plan.costs.gradient_bytes[index], len(stage.ring))
+                for link in circle(stage.ring):
+                    sent[link] = sent.get(link, 0) + 2 * (len(stage.ring) - 1) * chunk
+    return tuple(LinkUse(a, b, count) for (a, b), count in sorted(sent.items()))

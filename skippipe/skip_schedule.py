@@ -1,0 +1,254 @@
+"""The recipe: how much of the model a microbatch sees, when in the run, and what makes up for the rest.
+
+Planner, runtime and studies ask here. The share of stages to skip is written as people would say it:
+
+    1/3                          a third of the stages, all along
+    1/3 until 90%, 0             … and the whole model for the last tenth of the run
+    1/2 until 25%, 1/3 until 75%, 1/6 until 90%, 0
+    9 x 1/3 + 0                  the whole model in every tenth iteration
+    1/3 until 75%, 0 + 1/2       in the last quarter, whole model and half of it by turns
+    0 & 2 x 1/2                  a sandwich: in every iteration one microbatch goes whole for two that skip half
+    1/3 until 60%, 5 x 0 & 1/2   … and in the last phase five go whole for one that skips half
+
+"+" goes on to the next iteration, "&" stays within it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Annotated, Literal
+
+from skippipe.errors import UserError
+from skippipe.value_ranges import SHARE, Range, check_ranges
+
+Residual = Literal["plain", "scaled"]
+Gradients = Literal["visitors", "all"]
+USUAL = "1/3 until 65%, 0"
+"""What training skips if nobody says anything: a last phase with the whole model, begun while the learning rate is
+still high, wins most of the loss back (docs/results.md)."""
+LONGEST_TURN = 10_000  # iterations after which a turn begins again, at most
+LARGEST_MIX = 1000  # parts into which the microbatches of an iteration are divided, at most
+DIGITS = 20  # of a number in a recipe that are read
+
+Mix = tuple[Fraction, ...]
+"""Shares of the stages to skip within one iteration, each by an equal part of the microbatches; mostly a single one."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of the run in which the same shares are skipped by turns."""
+
+    until: Fraction
+    """Share of the run after which the next phase begins."""
+    turn: tuple[Mix, ...]
+    """What is skipped, one iteration after another, and again from the start."""
+
+
+@dataclass(frozen=True)
+class SkipSchedule:
+    skip: str = ""
+    """The share of stages to skip over the run: "1/3"; "1/3 until 90%, 0" (the whole model in the end); "9 x 1/3 + 0"
+    (the whole model in every tenth iteration); "0 & 2 x 1/2" (in every iteration a third of the microbatches goes
+    through the whole model, the others skip half). Empty: the pipeline's own, all along."""
+    grow: str = ""
+    """Until this share of the run, as in "65%", all microbatches skip the same stages; these are then made as copies of
+    trained ones. So a smaller model is trained first, and grows. Empty: all stages are there from the start."""
+    residual: Residual = "plain"
+    """"scaled": what a visited stage adds counts for those that are skipped too, (S−1)/(L−1) times, so that the sum
+    stays as large as the whole model's."""
+    exposure: list[Annotated[float, Range(0, 10**6, above=True)]] | None = None
+    """How often stages 1, 2, … are visited, relative to each other, as in [1.2, 1.1, 1, 0.9, 0.8]; left out: equally
+    often (CC3)."""
+    swaps: Annotated[float, SHARE] = 0.0
+    """Share of the microbatches that visit two neighbouring stages in the other order."""
+    gradients: Gradients = "visitors"
+    """A stage follows the mean gradient over those who visited it, or over all microbatches, which makes it smaller."""
+    early_exit: Annotated[float, SHARE] = 0.0
+    """Weight of a second loss, of what stage 0 alone predicts; 0: none. Costs the data nodes a second head."""
+    bridges: Annotated[int, Range(0, 100_000)] = 0
+    """Rank of the bridges: a small residual map of its own for every hop that leaves stages out, in their place; 0:
+    there are none."""
+    heal: str = ""
+    """From this share of the run on, as in "95%", only bridges learn, all else is frozen: what is skipped from then on
+    makes a finished model robust. The learning rate comes down before, and again after. Empty: all learn all along."""
+
+    def __post_init__(self) -> None:
+        _ = self.phases
+        young = {share for phase in self._before(self.grown_at) for mix in phase.turn for share in mix}
+        if self.grow and len(young) != 1:
+            raise UserError(f"recipe.grow: until {self.grow} the same share must be skipped all along, and be said")
+        check_ranges(self, "recipe")
+        if self.bridges and self.swaps:
+            raise UserError("recipe.bridges: they lead forward: leave out recipe.swaps, or the bridges")
+        if self.heal and not self.bridges:
+            raise UserError("recipe.heal: there are no bridges to train; add recipe.bridges, such as 32")
+        if self.heal and self.heal_at <= self.grown_at:
+            raise UserError(f"recipe.heal: {self.heal} must be more than 0, and after the model has grown")
+        if self.exposure == []:
+            raise UserError("recipe.exposure: the list is empty; give a number for each stage but the first")
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """Empty: nothing was said."""
+        return parse_skip(self.skip) if self.skip.strip() else ()
+
+    @cached_property
+    def grown_at(self) -> Fraction:
+        """Share of the run after which all stages are there."""
+        return parse_share(self.grow, "recipe.grow") if self.grow else Fraction(0)
+
+    @cached_property
+    def heal_at(self) -> Fraction:
+        """Share of the run after which only bridges learn."""
+        return parse_share(self.heal, "recipe.heal") if self.heal else Fraction(1)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Are there iterations with paths of several lengths?"""
+        return any(len(set(mix)) > 1 for phase in self.phases for mix in phase.turn)
+
+    def heals(self, iteration: int, iterations: int) -> bool:
+        return iteration >= math.ceil(self.heal_at * iterations)
+
+    def is_young(self, iteration: int, iterations: int) -> bool:
+        return iteration < math.ceil(self.grown_at * iterations)
+
+    def _before(self, share: Fraction) -> list[Phase]:
+        """Phases that begin before so much of the run is over."""
+        begins = [Fraction(0), *(phase.until for phase in self.phases)]
+        return [phase for phase, start in zip(self.phases, begins, strict=False) if start < share]
+
+    def visited(self, iteration: int, iterations: int, stages: int, usual: int) -> int:
+        """Stages on a path in this iteration, stage 0 included; `usual` is the pipeline's own length."""
+        (length,) = set(self.mix(iteration, iterations, stages, usual))
+        return length
+
+    def mix(self, iteration: int, iterations: int, stages: int, usual: int) -> tuple[int, ...]:
+        """Stages on a path, for each of the equal parts into which this iteration's microbatches are divided."""
+        for phase in self.phases:
+            begins = math.ceil(phase.until * iterations)
+            if iteration < begins:
+                mix = phase.turn[iteration % len(phase.turn)]
+                return tuple(visited_of(share, stages) for share in mix)
+        return (usual,) if not self.phases else tuple(visited_of(each, stages) for each in self.phases[-1].turn[0])
+
+    def lengths(self, iterations: int, stages: int, usual: int) -> Counter[int]:
+        """How many iterations have paths of which length; one with several lengths counts for each by its part.
+
+        Counted by turns, as there may be a thousand million."""
+        if not self.phases:
+            return Counter({usual: iterations})
+        exact: dict[int, Fraction] = {}
+        begin = 0
+        for phase in self.phases:
+            end = math.ceil(phase.until * iterations)
+            turn = len(phase.turn)
+            for first in range(begin, min(end, begin + turn)):  # each place in the turn, as often as it comes
+                mix, times = phase.turn[first % turn], len(range(first, end, turn))
+                for share in mix:
+                    length = visited_of(share, stages)
+                    exact[length] = exact.get(length, Fraction(0)) + Fraction(times, len(mix))
+            begin = end
+        return Counter({length: round(count) for length, count in exact.items()})
+
+    def drive(self, stages: int, visited: int) -> float:
+        """By what the contribution of a visited stage, other than stage 0, is multiplied."""
+        if self.residual == "plain" or visited <= 1:
+            return 1.0
+        return (stages - 1) / (visited - 1)
+
+    def divisor(self, visits: int, microbatches: int) -> int:
+        """What a stage's sum of gradients is divided by; 0: nobody visited it, and it takes no step."""
+        return microbatches if visits and self.gradients == "all" else visits
+
+
+def visited_of(skipped: Fraction, stages: int) -> int:
+    """Stages on a path that leaves out this share of them, as near as whole stages come."""
+    return max(1, stages - math.floor(skipped * stages + Fraction(1, 2)))
+
+
+def deal_lengths(mix: Sequence[int], microbatches: int) -> list[int]:
+    """The length of path of each microbatch; where parts do not come out even, the first ones have one more."""
+    share, rest = divmod(microbatches, len(mix))
+    counts = [share + (number < rest) for number in range(len(mix))]
+    return [length for length, count in zip(mix, counts, strict=True) for _ in range(count)]
+
+
+def young_stages(stages: int, visited: int) -> tuple[int, ...]:
+    """The stages of a model that has yet to grow: the first ones and the last."""
+    return (*range(visited - 1), stages - 1)
+
+
+def donors(stages: int, visited: int) -> dict[int, int]:
+    """When it grows: each new stage, and whose copy it is.
+
+    What lies between the first stage and the last is repeated as a block, which works better than to double stage by
+    stage (Du et al., "Stacking Your Transformers", 2024).
+    """
+    if visited < 3:
+        raise UserError(f"recipe.grow: a model of {visited} stages has none between the first and the last to copy")
+    return {new: 1 + (new - (visited - 1)) % (visited - 2) for new in range(visited - 1, stages - 1)}
+
+
+def parse_skip(text: str) -> tuple[Phase, ...]:
+    phases: list[Phase] = []
+    parts = [part.strip() for part in text.split(",")]
+    for number, part in enumerate(parts):
+        last = number == len(parts) - 1
+        shares, _, end = (piece.strip() for piece in part.partition(" until "))
+        if last and end:
+            raise UserError(f"recipe.skip: '{part}' ends before the run does: say what follows, as in '{part}, 0'")
+        if not last and not end:
+            raise UserError(f"recipe.skip: '{part}' has no end: write '{part} until 75%'")
+        until = Fraction(1) if last else parse_share(end, "recipe.skip")
+        if phases and until <= phases[-1].until:
+            raise UserError(f"recipe.skip: '{part}' ends no later than what comes before it")
+        phases.append(Phase(until, tuple(_turn(shares.split("+")))))
+    return tuple(phases)
+
+
+def _turn(pieces: Iterable[str]) -> list[Mix]:
+    turn: list[Mix] = []
+    for piece in pieces:
+        if "&" in piece:
+            times, mix = 1, _mix(piece)
+        else:
+            times, share = _times(piece)
+            mix = (share,)
+        turn += [mix] * min(times, LONGEST_TURN + 1)
+        if not 0 < len(turn) <= LONGEST_TURN:
+            raise UserError(f"recipe.skip: '{piece.strip()}': a turn has from 1 to {LONGEST_TURN:,} iterations")
+    return turn
+
+
+def _mix(piece: str) -> Mix:
+    parts = [_times(part) for part in piece.split("&")]
+    if min(times for times, _ in parts) < 1 or sum(times for times, _ in parts) > LARGEST_MIX:
+        raise UserError(f"recipe.skip: '{piece.strip()}': microbatches are divided into 1 to {LARGEST_MIX:,} parts")
+    return tuple(share for times, share in parts for _ in range(times))
+
+
+def _times(piece: str) -> tuple[int, Fraction]:
+    times, share = re.fullmatch(r"\s*(?:(\d+)\s*x\s+)?(.*?)\s*", piece).groups()  # type: ignore[union-attr]
+    return int((times or "1")[:DIGITS]), parse_share(share, "recipe.skip")  # more digits are out of range as much
+
+
+def parse_share(text: str, where: str) -> Fraction:
+    """0.33, 33% or 1/3."""
+    number = text.removesuffix("%").strip()
+    try:
+        if "e" in number.lower() or len(number) > 2 * DIGITS:  # 1e999999999 takes minutes, and all memory
+            raise ValueError
+        share = Fraction(number) / (100 if text.endswith("%") else 1)
+    except (ValueError, ZeroDivisionError):
+        shown = text if len(text) <= 2 * DIGITS else f"{text[:DIGITS]}…"
+        raise UserError(f"{where}: '{shown}' is not a share; write 0.33, 33% or 1/3") from None
+    if not 0 <= share < 1:
+        raise UserError(f"{where}: {text} is not between 0 and 1; write 0.33, 33% or 1/3")
+    return share

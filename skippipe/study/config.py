@@ -1,0 +1,234 @@
+"""The study file: variants of training, and what they have in common."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
+from math import ceil
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from skippipe.errors import UserError
+from skippipe.optim_config import OptimConfig
+from skippipe.skip_schedule import SkipSchedule, deal_lengths, parse_share, visited_of
+from skippipe.toml_config import read_toml
+from skippipe.value_ranges import (
+    BUDGET_S,
+    DRAWS,
+    ITERATIONS,
+    LAYERS,
+    MICROBATCHES,
+    SAMPLES,
+    SEED,
+    SEQUENCE,
+    STAGES,
+    TOKENS,
+    VOCABULARY,
+    Range,
+)
+
+LATER = ("bridges", "heal")  # settings of recipes that older results do not know: left out where they say nothing
+Rule = Literal["", "CC1", "CC2", "CC3"]
+MOST_ITERATIONS = Range(1, 10**6)  # of a run: reports look at every single one
+
+
+@dataclass(frozen=True)
+class StudyBatch:
+    sequence: Annotated[int, SEQUENCE] = 512
+    """Tokens of a sample."""
+    samples: Annotated[int, SAMPLES] = 2
+    """Of a microbatch."""
+    microbatches: Annotated[int, MICROBATCHES] = 30
+    """Of an iteration."""
+
+    @property
+    def tokens(self) -> int:
+        return self.sequence * self.samples * self.microbatches
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    every: Annotated[int, ITERATIONS] = 50
+    """Iterations from one look at the held-out text to the next."""
+    tokens: Annotated[int, TOKENS] = 131_072
+    """Of the first text, at each look."""
+    final_tokens: Annotated[int, TOKENS] = 1_048_576
+    """Of every text in the end, for the whole model."""
+    part_tokens: Annotated[int, TOKENS] = 131_072
+    """Of every text, for each part of the model."""
+    keep: list[str] = field(default_factory=lambda: ["5/6", "2/3", "1/2"])
+    """Shares of the stages to measure in the end, as fractions of the whole."""
+    draws: Annotated[int, DRAWS] = 12
+    """Parts to draw of each share; all there are, if that is fewer."""
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """On which cluster, in whose seconds."""
+
+    cluster: str = "published20"
+    """A built-in example, a preset, or a cluster file."""
+    timing: Literal["contention-only", "full"] = "contention-only"
+    budget_s: Annotated[float, BUDGET_S] = 30.0
+    """Seconds of planning for each plan."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    recipe: SkipSchedule = field(default_factory=lambda: SkipSchedule(skip="0"))
+    """How stages are skipped and what makes up for it."""
+    stages: Annotated[int, STAGES] = 6
+    layers: Annotated[int, Range(0, LAYERS.most)] = 0
+    """Of the model; 0: as the configuration has it. Fewer make the smaller dense rival."""
+    tokens: Annotated[int, Range(0, TOKENS.most)] = 0
+    """To train on; 0: the study's."""
+    rate: Annotated[float, Range(0, 100)] = 0.0
+    """The highest learning rate; 0: the study's."""
+    breaks: Rule = ""
+    """A rule to break on purpose: CC1 (stage 0 is skipped like any other), CC2 (stages come in one of several random
+    orders), CC3 (some stages are visited often, others seldom)."""
+    seeds: list[Annotated[int, SEED]] | None = None
+    """Instead of the study's."""
+
+    def __post_init__(self) -> None:
+        if not self.recipe.phases:
+            raise UserError(f"variant '{self.name}': recipe.skip: say which share of the stages is skipped; '0': none")
+        if self.breaks and self.recipe.bridges:
+            raise UserError(f"variant '{self.name}': bridges need the rules: leave out 'breaks', or recipe.bridges")
+
+
+@dataclass(frozen=True)
+class Study:
+    name: str
+    variant: list[Variant]
+    model: str = "llama-46m"
+    """A preset, a Hugging Face config.json or its folder."""
+    train: list[str] = field(default_factory=lambda: ["classics"])
+    """Texts (.txt, .xz), or one folder with prepared tokens."""
+    tests: list[str] = field(default_factory=lambda: ["classics-val"])
+    """Held-out texts, likewise, as 'name=folder'; the first is looked at while training."""
+    vocabulary: Annotated[int, VOCABULARY] = 2048
+    """Of a tokenizer to train, if `train` is not a folder of tokens."""
+    tokens: Annotated[int, TOKENS] = 100_000_000
+    """To train on."""
+    seeds: list[Annotated[int, SEED]] = field(default_factory=lambda: [0])
+    batch: StudyBatch = StudyBatch()
+    learning: OptimConfig = field(default_factory=lambda: OptimConfig(rate=1e-3, warmup=100))
+    measuring: EvalSettings = EvalSettings()
+    planned: PlanSettings = PlanSettings()
+
+    def __post_init__(self) -> None:
+        names = [each.name for each in self.variant]
+        if not names or len(set(names)) < len(names):
+            raise UserError("variant: a study has one or more, each with a name of its own")
+        for run in self.runs:
+            MOST_ITERATIONS.check(run.iterations, f"variant '{run.variant.name}': iterations that its tokens make")
+
+    @property
+    def runs(self) -> list[StudyRun]:
+        """Seed by seed, so that an unfinished study has some of everything."""
+        wanted = [
+            (seed, number, each)
+            for number, each in enumerate(self.variant)
+            for seed in (self.seeds if each.seeds is None else each.seeds)
+        ]
+        return [StudyRun(self, each, seed) for seed, _, each in sorted(wanted, key=lambda run: run[:2])]
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One variant with one seed."""
+
+    study: Study
+    variant: Variant
+    seed: int
+
+    @property
+    def iterations(self) -> int:
+        return max(1, round((self.variant.tokens or self.study.tokens) / self.study.batch.tokens))
+
+    @property
+    def learning(self) -> OptimConfig:
+        chosen, iterations = self.study.learning, self._heals_at
+        warmup = min(chosen.warmup, max(1, iterations // 10))
+        rate = self.variant.rate or chosen.rate
+        return replace(chosen, rate=rate, warmup=warmup, iterations=max(iterations, warmup + 1))
+
+    def rate(self, iteration: int) -> float:
+        """The learning rate; that of healing has a schedule of its own, over what it has of the run."""
+        heals_at = self._heals_at
+        if iteration < heals_at:
+            return self.learning.rate_at(iteration)
+        left = self.iterations - heals_at
+        warmup = min(self.learning.warmup, max(1, left // 10))
+        return replace(self.learning, warmup=warmup, iterations=max(left, warmup + 1)).rate_at(iteration - heals_at)
+
+    @property
+    def _heals_at(self) -> int:
+        """Iterations in which all of the model learns."""
+        return ceil(self.variant.recipe.heal_at * self.iterations)
+
+    def path_lengths(self, iteration: int) -> list[int]:
+        """Stages on the path of each microbatch."""
+        stages = self.variant.stages
+        mix = self.variant.recipe.mix(iteration, self.iterations, stages, stages)
+        return deal_lengths(mix, self.study.batch.microbatches)
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """Stages on a path → how many iterations have such paths."""
+        stages = self.variant.stages
+        return dict(sorted(self.variant.recipe.lengths(self.iterations, stages, stages).items()))
+
+    @property
+    def work(self) -> float:
+        """Tokens × stages that they visit."""
+        visits = sum(length * count for length, count in self.lengths.items())
+        return float(visits * self.study.batch.tokens)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that the result depends on."""
+        study = self.study
+        variant = asdict(replace(self.variant, seeds=None))
+        for name in LATER:
+            if not variant["recipe"][name]:
+                del variant["recipe"][name]
+        return {
+            "model": study.model,
+            "variant": variant,
+            "iterations": self.iterations,
+            "batch": asdict(study.batch),
+            "learning": asdict(self.learning),
+            "measuring": asdict(study.measuring),
+            "train": [Path(each).name for each in study.train],
+            "tests": [each.split("=")[0] for each in study.tests],
+        }
+
+    @property
+    def key(self) -> str:
+        """The same for the same settings and seed."""
+        return sha256(json.dumps([self.settings, self.seed], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_study(path: Path) -> Study:
+    return read_toml(Study, path)
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            raise UserError(f"{path}: line {number} is not JSON; take it out, and its run is done again") from None
+    return found
+
+
+def kept_stages(share: str, stages: int) -> int:
+    """Stages that are left of a model, of which this share is kept."""
+    return visited_of(1 - parse_share(share, "measuring.keep"), stages)

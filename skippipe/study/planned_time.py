@@ -1,0 +1,295 @@
+"""What an iteration of every variant takes on a cluster, by the planner; and from that, what its runs take.
+
+A path of each length is planned twice: with nodes where they are best for that length, and with nodes where they are
+best for the length that most iterations of the run have. Nodes do not move while a model is trained, so the second is
+what a run takes; the first says what moving them could still win. Only when a model grows do nodes find new places.
+
+An iteration with paths of several lengths counts as if those of each length went one after another, each for its part
+of the microbatches: the planner knows one length at a time, and side by side they would hardly take longer. Bridges
+and healing are not counted: they take a few thousandths.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from skippipe.errors import UserError
+from skippipe.json_fields import Fields, json_text, read_as, write_text
+from skippipe.planner.problem import Placement, Problem, lane_unit
+from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of
+from skippipe.planner.published import Example, published_plan
+from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
+from skippipe.simulator import simulate
+from skippipe.skip_schedule import SkipSchedule
+from skippipe.study.config import PlanSettings, Study, Variant
+from skippipe.timeline import Timing
+from skippipe.toml_config import from_table
+from skippipe.value_ranges import CENTURY_S, LAYERS, POSITIVE, Range
+from skippipe.workload import MODELS, Workload, model_named
+
+FORMAT, VERSION = "skippipe-study-times", 2
+SEED = 0  # of the planner
+TIME_S = Range(0, CENTURY_S.most, above=True)
+PlanningProgress = Callable[[str, float], None]
+"""What is planned, and what share of all plans is done."""
+
+
+class TimedPhase(NamedTuple):
+    """Iterations that take the same time."""
+
+    visited: int
+    """Stages on a path."""
+    young: bool = False
+    """The model has no other stages yet."""
+
+
+@dataclass(frozen=True, order=True)
+class PlannedIteration:
+    """An iteration to plan."""
+
+    stages: int
+    layers: int
+    """Of the model in whose seconds the study is told."""
+    visited: int
+    """Stages on a path."""
+    placed_for: int
+    """Stages on the paths for which nodes were placed; those of `visited` itself: where they are best."""
+    early_exit: bool
+    """With a second head, behind stage 0."""
+
+    def __str__(self) -> str:
+        head = ", early exit" if self.early_exit else ""
+        placed = "" if self.placed_for == self.visited else f", nodes placed for {self.placed_for}"
+        return f"{self.visited} of {self.stages} stages, {self.layers} layers{head}{placed}"
+
+
+@dataclass(frozen=True)
+class PlannedTime:
+    """What the planner says of it."""
+
+    iteration_s: float | None
+    """None: there is no plan."""
+    strategy: str = ""
+    placement: Placement = ()
+    """For each stage, the nodes that hold it."""
+    refusal: str = ""
+    """Why there is no plan."""
+
+    @classmethod
+    def from_json(cls, entry: Fields) -> PlannedTime:
+        said = entry.has("iteration_s")
+        return cls(
+            iteration_s=entry.number("iteration_s", TIME_S) if said else entry.take("iteration_s"),
+            strategy=entry.take("strategy"),
+            placement=tuple(tuple(nodes) for nodes in entry.items("placement")),
+            refusal=entry.take("refusal"),
+        )
+
+
+@dataclass(frozen=True)
+class Times:
+    planned: PlanSettings
+    seed: int
+    model_layers: int
+    """Of the study's model."""
+    workload_layers: int
+    """Of the model in whose seconds it is told."""
+    published_s: float | None = None
+    """The full pipeline as it was published for this cluster, where it was."""
+    promises: dict[PlannedIteration, PlannedTime] = field(default_factory=dict)
+
+    def works(
+        self, variant: Variant, legs: Mapping[TimedPhase, Fraction], *, moving: bool = False
+    ) -> dict[TimedPhase, PlannedIteration]:
+        """What to plan for every leg, if so many iterations are of its kind."""
+        layers = round(self.workload_layers * (variant.layers or self.model_layers) / self.model_layers)
+        early_exit = variant.recipe.early_exit > 0
+        works = {}
+        for leg in sorted(legs):
+            if leg.young:  # a pipeline by itself, of fewer stages
+                share = Fraction(leg.visited, variant.stages)
+                works[leg] = PlannedIteration(leg.visited, round(layers * share), leg.visited, leg.visited, early_exit)
+            else:
+                usual = leg if moving else most_frequent(legs)
+                works[leg] = PlannedIteration(variant.stages, layers, leg.visited, usual.visited, early_exit)
+        return works
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "planned": asdict(self.planned),
+            "seed": self.seed,
+            "model_layers": self.model_layers,
+            "workload_layers": self.workload_layers,
+            "published_s": self.published_s,
+            "iterations": [
+                {**asdict(work), **asdict(promise), "placement": [list(nodes) for nodes in promise.placement]}
+                for work, promise in sorted(self.promises.items())
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> Times:
+        fields = Fields(value, "")
+        fields.header(FORMAT, VERSION)
+        promises = {}
+        for entry in fields.objects("iterations"):
+            sizes = {name: entry.integer(name, POSITIVE) for name in ("stages", "layers", "visited", "placed_for")}
+            promises[PlannedIteration(**sizes, early_exit=entry.flag("early_exit"))] = PlannedTime.from_json(entry)
+            entry.close()
+        has_published = fields.has("published_s")
+        times = cls(
+            planned=from_table(PlanSettings, fields.take("planned"), "planned"),
+            seed=fields.integer("seed"),
+            model_layers=fields.integer("model_layers", LAYERS),
+            workload_layers=fields.integer("workload_layers", LAYERS),
+            published_s=fields.number("published_s", TIME_S) if has_published else fields.take("published_s"),
+            promises=promises,
+        )
+        fields.close()
+        return times
+
+    @classmethod
+    def load(cls, path: Path) -> Times:
+        return read_as(cls.from_json, path)
+
+    def save(self, path: Path) -> None:
+        write_text(path, json_text(self.to_json()) + "\n")
+
+
+def most_frequent(legs: Mapping[TimedPhase, Fraction | int]) -> TimedPhase:
+    """That most iterations of the grown model are of; the one with the longest paths, if there are several."""
+    grown = [leg for leg in legs if not leg.young] or list(legs)
+    return max(grown, key=lambda leg: (legs[leg], leg.visited))
+
+
+def variant_of(result: Mapping[str, Any]) -> Variant:
+    """What was trained."""
+    said = result["settings"]["variant"]
+    return Variant(**{**said, "recipe": SkipSchedule(**said["recipe"])})
+
+
+def elapsed_s(result: Mapping[str, Any], times: Times, *, moving: bool = False) -> list[float] | None:
+    """Planned seconds from the start of a run to each point of its curve; None if something was not planned.
+
+    With `moving`, as if nodes took other places whenever the length of paths changes, at once and for nothing.
+    """
+    variant = variant_of(result)
+    legs = legs_of(variant, result["settings"]["iterations"])
+    works = times.works(variant, counted(legs), moving=moving)
+    promises = {leg: times.promises.get(work) for leg, work in works.items()}
+    seconds = {leg: each.iteration_s for leg, each in promises.items() if each and each.iteration_s}
+    if seconds.keys() != works.keys():
+        return None
+    passed = list(accumulate((fmean(seconds[leg] for leg in each) for each in legs), initial=0.0))
+    return [passed[int(point[0])] for point in result["curve"]]
+
+
+def legs_of(variant: Variant, iterations: int) -> tuple[tuple[TimedPhase, ...], ...]:
+    """Of every iteration, one for each of the equal parts of its microbatches."""
+    return _legs(variant.recipe.skip, variant.recipe.grow, variant.stages, iterations)
+
+
+def counted(legs: Iterable[tuple[TimedPhase, ...]]) -> dict[TimedPhase, Fraction]:
+    """How many iterations are of each, by their parts."""
+    found: dict[TimedPhase, Fraction] = {}
+    for each, count in Counter(legs).items():
+        for leg in each:
+            found[leg] = found.get(leg, Fraction(0)) + Fraction(count, len(each))
+    return found
+
+
+@cache  # runs and tables ask for it again and again
+def _legs(skip: str, grow: str, stages: int, iterations: int) -> tuple[tuple[TimedPhase, ...], ...]:
+    recipe = SkipSchedule(skip, grow)
+    return tuple(
+        tuple(
+            TimedPhase(length, recipe.is_young(number, iterations))
+            for length in recipe.mix(number, iterations, stages, stages)
+        )
+        for number in range(iterations)
+    )
+
+
+def planned_times(study: Study, path: Path, progress: PlanningProgress, seed: int = SEED) -> Times:
+    """All that the study's variants need; the file has what was planned before, and gets what is planned now."""
+    times = _begun(study, seed)
+    if path.exists():
+        found = Times.load(path)
+        if _about(found) != _about(times):
+            raise UserError(f"{path}: was made for {_about(found)}, and the study asks for {_about(times)}; remove it")
+        times = replace(times, promises=found.promises)
+    wanted: set[PlannedIteration] = set()
+    for run in study.runs:
+        legs = counted(legs_of(run.variant, run.iterations))
+        wanted.update(times.works(run.variant, legs).values(), times.works(run.variant, legs, moving=True).values())
+    missing = sorted(wanted - times.promises.keys(), key=lambda work: (work.visited != work.placed_for, work))
+    for number, work in enumerate(missing):  # first those whose placement others take over
+        progress(str(work), number / len(missing))
+        times = replace(times, promises={**times.promises, work: _promise(times, work)})
+        times.save(path)
+    return times
+
+
+def _begun(study: Study, seed: int) -> Times:
+    _, example = cluster_named(study.planned.cluster)
+    workload = _workload(example)
+    published_s = None
+    if example and "full_pipeline" in example.paths:
+        plan = published_plan(example, "full_pipeline", workload.microbatches)
+        published_s = simulate(plan, Timing(study.planned.timing)).iteration_s
+    return Times(study.planned, seed, model_named(study.model).layers, workload.model.layers, published_s)
+
+
+def _about(times: Times) -> str:
+    planned = times.planned
+    return (
+        f"{planned.cluster}, {planned.timing}, {planned.budget_s:g} s of planning, seed {times.seed}, "
+        f"a model of {times.model_layers} layers"
+    )
+
+
+def _workload(example: Example | None) -> Workload:
+    return example.workload if example else Workload(MODELS["llama-1.5b"])
+
+
+def _promise(times: Times, work: PlannedIteration) -> PlannedTime:
+    settled = times.promises[replace(work, visited=work.placed_for)] if work.placed_for != work.visited else None
+    if settled and settled.iteration_s is None:
+        return settled
+    placement = settled.placement if settled else None
+    try:
+        problem, microbatches = _problem(times.planned, work, placement)
+        plan = make_plan(problem, Strategy.BEST, PlanRequest(times.seed, times.planned.budget_s, placement))
+    except UserError as error:
+        return PlannedTime(None, refusal=str(error))
+    assert plan.expected is not None
+    iteration_s = plan.expected.iteration_s * microbatches / plan.microbatches
+    return PlannedTime(round(iteration_s, 6), plan.strategy, tuple(stage.nodes for stage in plan.stages))
+
+
+def _problem(planned: PlanSettings, work: PlannedIteration, placement: Placement | None) -> tuple[Problem, int]:
+    """And the microbatches that are wanted: where they do not divide over the stages (CC3), the problem has more."""
+    cluster, example = cluster_named(planned.cluster)
+    workload = _workload(example)
+    wanted, unit = workload.microbatches, lane_unit(work.stages, work.visited)
+    plan_spec = PlanSpec(
+        stages=work.stages,
+        visit=work.visited,
+        sizes=",".join(str(len(nodes)) for nodes in placement) if placement else None,
+        microbatches=-(-wanted // unit) * unit,
+        timing=Timing(planned.timing),
+    )
+    model = replace(workload.model, layers=work.layers)
+    workload = replace(workload, model=model, early_exit=work.early_exit)
+    problem = problem_of(cluster, workload, plan_spec, example)
+    return replace(problem, freedoms=replace(problem.freedoms, layers=False)), wanted  # they are what was trained

@@ -1,0 +1,146 @@
+"""TOML files into frozen dataclasses, and back into an example with every field explained.
+
+A field's type says what it takes, the range beside it which numbers, its default what happens without it, the text
+under it what it is for. Unknown fields, wrong types and numbers out of range are one line that names the place.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import json
+import sys
+import textwrap
+import tomllib
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from skippipe.errors import UserError
+from skippipe.value_ranges import hints_of, number_text, split_hint
+
+Tree = TypeVar("Tree")
+WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text in quotes",
+    bool: "true or false",
+}
+
+
+def read_toml(kind: type[Tree], path: Path) -> Tree:
+    try:
+        with path.open("rb") as file:
+            found = tomllib.load(file)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:  # bad syntax, a number of thousands of digits, endless nesting
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+    try:
+        return from_table(kind, found)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def from_table(kind: type[Tree], table: Any, place: str = "") -> Tree:
+    """An object of a dataclass from a table; what is not said keeps its default."""
+    if not isinstance(table, dict):
+        raise UserError(f"{place}: expected a table, written [{place}]")
+    hints = hints_of(kind)
+    for name in table:
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, 1)
+            meant = f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(hints)}"
+            raise UserError(f"{_at(place, name)}: no such field{meant}")
+    return kind(**{name: _value(hints[name], value, _at(place, name)) for name, value in table.items()})
+
+
+def _at(place: str, name: str) -> str:
+    return f"{place}.{name}" if place else name
+
+
+def _value(hint: Any, value: Any, at: str) -> Any:
+    hint, within = split_hint(hint)  # of an optional field too: TOML has no null, so it is said or left out
+    found = _typed(hint, value, at)
+    if within is not None:
+        within.check(found, at)
+    return found
+
+
+def _typed(hint: Any, value: Any, at: str) -> Any:
+    if is_dataclass(hint):
+        return from_table(hint, value, at)  # type: ignore[arg-type]
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise UserError(f"{at}: {value!r} is none of {', '.join(get_args(hint))}")
+        return value
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not abs(value) <= sys.float_info.max:  # nor is a whole number of a thousand digits
+            raise UserError(f"{at}: {number_text(value)} is not a finite number")
+        return float(value)
+    if get_origin(hint) is list:
+        (kind,) = get_args(hint)
+        if kind is str and isinstance(value, str):
+            value = [value]
+        if not isinstance(value, list):
+            raise UserError(f"{at}: expected a list, found {value!r}")
+        return [_value(kind, each, f"{at}[{index}]") for index, each in enumerate(value)]
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        found = number_text(value) if type(value) is int else repr(value)
+        raise UserError(f"{at}: expected {WORDS[hint]}, found {found}")
+    return value
+
+
+def example(kind: type[Any], place: str = "") -> str:
+    """All fields with their defaults and what they are for; those without a default are left out as comments."""
+    hints, texts = hints_of(kind), field_texts(kind)
+    plain, tables = [], []
+    for field in fields(kind):
+        at = _at(place, field.name)
+        hint, within = split_hint(hints[field.name])
+        if is_dataclass(hint):
+            about = textwrap.fill(texts.get(field.name, ""), 100, initial_indent="# ", subsequent_indent="# ")
+            tables.append(f"\n{about}\n[{at}]\n{example(hint, at)}")  # type: ignore[arg-type]
+            continue
+        if get_origin(hint) is list:
+            within = within or split_hint(get_args(hint)[0])[1]
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if get_origin(hint) is Literal:
+            choices = " | ".join(f'"{each}"' for each in get_args(hint))
+            texts[field.name] = f"{choices}. {texts.get(field.name, '')}"
+        elif within is not None:
+            texts[field.name] = f"{within}. {texts.get(field.name, '')}"
+        about = textwrap.fill(texts.get(field.name, ""), 100, initial_indent="# ", subsequent_indent="# ")
+        line = f"# {field.name} =" if default in (None, MISSING) else f"{field.name} = {_written(default)}"
+        plain.append("\n".join(part for part in (about if texts.get(field.name) else "", line) if part))
+    return "\n".join(plain) + "\n" + "".join(tables)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)  # TOML has the same escapes
+    if isinstance(value, list):
+        return f"[{', '.join(_written(each) for each in value)}]"
+    return repr(value)
+
+
+def field_texts(kind: type[Any]) -> dict[str, str]:
+    """The texts that stand under the fields of a dataclass."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(body, ast.ClassDef)
+    texts: dict[str, str] = {}
+    name = ""
+    for statement in body.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            name = statement.target.id
+        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and name:
+            texts[name] = " ".join(str(statement.value.value).split())
+            name = ""
+        else:
+            name = ""
+    return texts

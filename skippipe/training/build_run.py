@@ -1,0 +1,404 @@
+"""From a job to all that a run needs. Everything that can be wrong is found here, before anything is started.
+
+How long paths are over a run, and what that comes to.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from fractions import Fraction
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+
+from skippipe.checkpoint.format import BYTES, PARTS
+from skippipe.cluster import Cluster
+from skippipe.data.prepare import PrepareProgress, prepare
+from skippipe.data.token_file import TokenFile
+from skippipe.errors import Infeasible, UserError
+from skippipe.model.model_spec import ModelSpec, config_named
+from skippipe.plan import Plan
+from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of, stages_of
+from skippipe.planner.published import Example
+from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
+from skippipe.presets import emulated_cluster
+from skippipe.runtime.coordinator.ends_backup import ENDS, best_pair
+from skippipe.runtime.coordinator.state_machine import Deadlines, RecoverySettings
+from skippipe.runtime.node_config import NodeConfig
+from skippipe.runtime.train_role import check_device
+from skippipe.simulator import simulate
+from skippipe.timeline import Timing
+from skippipe.training.job_config import JobConfig, ReportConfig
+from skippipe.training.run import Run
+from skippipe.training.run_folder import make_folder
+from skippipe.training.storage import Rescue, WriteFailures, check_room
+from skippipe.validate import validate
+from skippipe.workload import Workload, model_named
+
+SEVERAL = 5
+CHECKPOINTS = "set checkpoint.every"
+LIKE = {"sequence_tokens": 4096, "samples_per_microbatch": 2, "wire_dtype": "bf16"}
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    job: JobConfig
+    plan: Plan
+    """With its promise, under full timing; if paths change their length, for the one that most iterations have."""
+    spec: ModelSpec
+    tokens: TokenFile
+    plans: Mapping[int, Plan]
+    """Length of paths → the plan for it, on the same stages; the plan is one of them."""
+    lengths: Mapping[int, int]
+    """Length of paths → how many iterations of the run have such paths."""
+    resumed: bool = False
+    """Go on from the newest checkpoint in the output folder."""
+    drills: frozenset[int] = frozenset()
+    """After how many iterations a node is killed, for exercise."""
+    run_id: str = ""
+    rescue: Rescue = lambda: None
+
+    @property
+    def read_while_training(self) -> list[Path]:
+        """Files and folders that must stay where they are."""
+        named = (self.job.pipeline.plan, self.job.transport.peers, self.job.transport.key)
+        return [self.tokens.folder, *(Path(each) for each in named if each)]
+
+    def save_plans(self) -> None:
+        """A run that is resumed has its plans, and goes on with them even if they cannot be written again."""
+        failures = WriteFailures()
+        for length, plan in self.plans.items():
+            path = _plan_file(self.job, None if plan is self.plan else length)
+            if not self.resumed:
+                plan.save(path)
+                continue
+            with failures.tolerated(path, "it stays as it was"):
+                plan.save(path)
+
+    @cached_property
+    def node_config(self) -> NodeConfig:
+        job = self.job
+        return NodeConfig(
+            plan=self.plan,
+            config=self.spec.config.to_dict(),
+            seed=job.seed,
+            learning=job.schedule,
+            data_folder=str(self.tokens.folder.absolute()),
+            data_fingerprint=self.tokens.fingerprint,
+            device=job.compute.device,
+            compiled=job.compute.compiled,
+            threads=job.compute.threads,
+            averaging=job.averaging.engine,
+            emulated=job.emulation.enabled,
+            heartbeat_s=job.survive.heartbeat_s,
+            rendezvous=_free_address() if job.averaging.engine == "torch" else None,
+            recipe=job.followed,
+        )
+
+    def _deadlines(self) -> Deadlines:
+        """A plan for slow links may promise long iterations; they are waited for several times over."""
+        usual = Deadlines()
+        promised = timedelta(seconds=max(plan.expected.iteration_s for plan in self.plans.values() if plan.expected))
+        heartbeat = timedelta(seconds=self.job.survive.heartbeat_s)
+        return replace(usual, iteration=max(usual.iteration, SEVERAL * promised), heartbeat=heartbeat)
+
+    def _survival(self) -> RecoverySettings:
+        asked = self.job.survive
+        return RecoverySettings(
+            lost_stage=asked.lost_stage,
+            drift=asked.drift,
+            planning=timedelta(seconds=asked.planning_s),
+            backup_every=asked.backup_every,
+            survives=self.job.averaging.engine == "ring",  # torch.distributed does not get over a lost rank
+        )
+
+    @property
+    def backup(self) -> tuple[int, int] | None:
+        """The data node that copies what only stage 0 holds, and the node that first keeps it; None: nobody does."""
+        survives = self.job.averaging.engine == "ring"
+        return best_pair(self.plan, self.plan.stage_of) if self.job.survive.backup_every and survives else None
+
+    @property
+    def risk(self) -> str:
+        """What the loss of a single node would cost, if that is much; empty: nothing that cannot be made up for."""
+        data_nodes, survive = self.plan.stages[0].nodes, self.job.survive
+        if self.job.checkpoint.every or len(data_nodes) > 1:
+            return ""
+        alone = f"'{self.plan.cluster.nodes[data_nodes[0]].name}' alone holds stage 0, and no checkpoints are made"
+        if self.backup is not None:
+            cost = f"if it is lost, {ENDS} go back some {survive.backup_every} iterations, its layers are made anew"
+            return f"{alone}: {cost} from another stage's; {CHECKPOINTS}, or plan two data nodes"
+        copies = "survive.backup_every = 10" if not survive.backup_every else "a node with memory for a copy of them"
+        return f"{alone}: if it is lost, so is the model; {CHECKPOINTS}, {copies}, or plan two data nodes"
+
+    @cached_property
+    def run(self) -> Run:
+        """Made once: it reads and checks the checkpoint that it goes on from."""
+        job = self.job
+        every = job.report.recorded
+        return Run(
+            node_config=self.node_config,
+            spec=self.spec,
+            tokenizer=self.tokens.tokenizer(),
+            output=Path(job.output),
+            iterations=job.iterations,
+            recorded=range(min(every, job.iterations) - 1, job.iterations, every) if every else (),
+            kept_every=job.checkpoint.every,
+            kept=job.checkpoint.keep,
+            resumed=self.resumed,
+            security=job.transport.security,
+            listen=job.transport.listen,
+            peers=Path(job.transport.peers) if job.transport.peers else None,
+            key=Path(job.transport.key) if job.transport.key else None,
+            deadlines=self._deadlines(),
+            survival=self._survival(),
+            restarts=job.survive.restarts,
+            drills=self.drills,
+            plans=self.plans,
+            run_id=self.run_id,
+            rescue=self.rescue,
+        )
+
+    def check_room(self, rescue: Path | None = None) -> None:
+        """UserError unless there is room for the model and for all checkpoints that there will be at one time. A run
+        that is resumed with a rescue folder may have been resumed because the output folder has no room."""
+        job = self.job
+        model_bytes = BYTES * self.plan.workload.model.parameters
+        made = (job.iterations - self.run.first) // job.checkpoint.every + 1 if job.checkpoint.every else 0
+        there = len(self.run.checkpoints.complete())
+        more = min(made, max(1, job.checkpoint.keep + 1 - there)) if made else 0
+        if rescue is None or not self.resumed:
+            check_room(Path(job.output), "output", model_bytes, len(PARTS) * model_bytes, more)
+        if rescue is not None:
+            check_room(rescue, "--rescue", model_bytes, len(PARTS) * model_bytes, min(made, 1))
+
+
+def build_run(
+    job: JobConfig,
+    *,
+    reading: PrepareProgress = lambda what, share: None,
+    request: PlanRequest | None = None,
+    nodes_here: bool = True,
+    resumed: bool = False,
+    drills: frozenset[int] = frozenset(),
+    run_id: str = "",
+    rescue: Rescue = lambda: None,
+) -> RunSetup:
+    """`request` says how hard to plan; none: as the job does. Nodes that run elsewhere look for their device there.
+
+    A resumed run keeps the plan that it had, if that is still one for the job's model and cluster.
+    """
+    if nodes_here:
+        check_device(job.compute.device)
+    make_folder(Path(job.output))
+    _check_report(job.report)
+    given = Plan.load(Path(job.pipeline.plan)) if job.pipeline.plan else None
+    cluster, example = cluster_named(job.cluster) if given is None else (given.cluster, None)
+    config_named(job.model.config)  # cheap, and says what is wrong before text is read
+    tokens = prepare(
+        job.data.texts,
+        job.data.tokenizer or job.data.vocabulary,
+        Path(job.data.folder) if job.data.folder else None,
+        reading,
+    )
+    spec = ModelSpec(config_named(job.model.config, tokens.vocabulary), job.seed)
+    plan = _fitting(given, job, spec) if given else None
+    if plan is None and resumed:
+        plan = _earlier(job, spec)
+    request = request or PlanRequest(seed=job.seed, budget_s=job.pipeline.budget_s)
+    if plan is None:
+        plan = _planned(job, cluster, example, spec, request)
+    lengths = _lengths(job, len(plan.stages), plan.visited)
+    plans = by_length(job, plan, lengths, request, resumed=resumed)
+    run_setup = RunSetup(job, plans[_usual(lengths)], spec, tokens, plans, lengths, resumed, drills, run_id, rescue)
+    run_setup.node_config.sampler()  # is the text long enough?
+    if resumed:
+        _ = run_setup.run.origin  # says so if there is no checkpoint to go on from
+    return run_setup
+
+
+def _planned(job: JobConfig, cluster: Cluster, example: Example | None, spec: ModelSpec, request: PlanRequest) -> Plan:
+    asked = job.pipeline
+    workload = Workload(
+        spec.shape,
+        sequence_tokens=job.batch.sequence,
+        samples_per_microbatch=job.batch.samples,
+        wire_dtype=job.transport.wire,
+        gradient_dtype=job.averaging.dtype,
+        compute_dtype=job.compute.dtype,
+        activation_checkpointing=job.model.checkpointing,
+        max_slots=asked.max_slots,
+        early_exit=job.recipe.early_exit > 0,
+    )
+    cluster = _as_emulated(job, cluster, workload)
+    plan_spec = PlanSpec(
+        stages=asked.stages or None,
+        skip=asked.skip or None,
+        layers=asked.layers or None,
+        microbatches=job.batch.microbatches or None,
+        split_backward=asked.split_backward,
+    )
+    lengths: Counter[int] = Counter()
+    if job.followed.phases:
+        stages = stages_of(cluster, plan_spec, example)
+        lengths = _lengths(job, stages, stages)
+        plan_spec = replace(plan_spec, visit=_usual(lengths), also=tuple(lengths))
+    problem = problem_of(cluster, workload, plan_spec, example)
+    for length in lengths:
+        with _explained(length, problem.stages):
+            replace(problem, visited=length)  # what cannot be is said before there is a long search
+    return make_plan(problem, Strategy(asked.strategy), request)
+
+
+def _lengths(job: JobConfig, stages: int, usual: int) -> Counter[int]:
+    """How many iterations have paths of which length."""
+    found = job.followed.lengths(job.iterations, stages, usual)
+    if min(found) < 2 <= stages:
+        raise UserError(
+            f"recipe.skip: '{job.followed.skip}' leaves {min(found)} of {stages} stages in {found[min(found)]} "
+            f"iterations; a path has at least 2: skip {Fraction(stages - 2, stages)} at most"
+        )
+    return found
+
+
+def _usual(lengths: Counter[int]) -> int:
+    """That most iterations have."""
+    return max(lengths, key=lambda length: (lengths[length], length))
+
+
+def by_length(
+    job: JobConfig, plan: Plan, lengths: Iterable[int], request: PlanRequest, *, resumed: bool
+) -> dict[int, Plan]:
+    """Plans for all the lengths that paths have in the run, on the stages of this one."""
+    found: dict[int, Plan] = {}
+    for length in sorted(lengths):
+        same = plan if length == plan.visited else _kept(job, plan, length) if resumed else None
+        if same is None:
+            from skippipe.planner.strategies import with_paths_of  # loads what most runs do not need to start
+
+            with _explained(length, len(plan.stages)):
+                same = with_paths_of(plan, length, Strategy(job.pipeline.strategy), request)
+        found[length] = same
+    return found
+
+
+@contextmanager
+def _explained(length: int, stages: int) -> Iterator[None]:
+    try:
+        yield
+    except Infeasible as error:
+        raise Infeasible(f"recipe.skip: paths through {length} of {stages} stages: {error}") from None
+
+
+def _plan_file(job: JobConfig, length: int | None = None) -> Path:
+    """In the output folder; for paths of another length than usual if one is given."""
+    return Path(job.output) / ("plan.json" if length is None else f"plan-{length}.json")
+
+
+def _kept(job: JobConfig, plan: Plan, length: int) -> Plan | None:
+    """The plan for paths of this length that the output folder has from before, if it is for the same stages."""
+    path = _plan_file(job, length)
+    if not path.exists():
+        return None
+    try:
+        found = Plan.load(path)
+    except UserError:
+        return None
+    alike = (found.stages, found.cluster, found.workload) == (plan.stages, plan.cluster, plan.workload)
+    return found if alike and found.visited == length and not validate(found) else None
+
+
+def _earlier(job: JobConfig, spec: ModelSpec) -> Plan | None:
+    """The plan that the output folder has from before."""
+    path = _plan_file(job)
+    if not path.exists():
+        return None
+    try:
+        return _fitting(Plan.load(path), replace(job, pipeline=replace(job.pipeline, plan=str(path))), spec)
+    except UserError:
+        return None
+
+
+def _as_emulated(job: JobConfig, cluster: Cluster, workload: Workload) -> Cluster:
+    if not job.emulation.enabled:
+        return cluster
+    like = replace(Workload(model_named(job.emulation.like)), **LIKE)  # type: ignore[arg-type]
+    return emulated_cluster(cluster, like, workload, job.emulation.time)
+
+
+def _fitting(plan: Plan, job: JobConfig, spec: ModelSpec) -> Plan:
+    """A plan from a file, if it is one for this model and this cluster."""
+    path = job.pipeline.plan
+    shape = replace(spec.shape, name=plan.workload.model.name)
+    if shape != plan.workload.model:
+        differ = [
+            f"{name} {theirs} in the plan, {ours} here"
+            for (name, theirs), ours in zip(vars(plan.workload.model).items(), vars(shape).values(), strict=True)
+            if theirs != ours
+        ]
+        raise UserError(f"{path}: this plan is for another model than {job.model.config}: {'; '.join(differ)}")
+    if job.cluster != JobConfig().cluster:
+        cluster = _as_emulated(job, cluster_named(job.cluster)[0], plan.workload)
+        if cluster.fingerprint != plan.cluster.fingerprint:
+            raise UserError(
+                f"{path}: this plan is for the cluster '{plan.cluster.name}', the job names '{cluster.name}'"
+            )
+    broken = validate(plan)
+    if broken:
+        raise UserError(f"{path}: the plan breaks a rule: {broken[0]}; 'skippipe check' names all")
+    plan = replace(
+        plan, workload=replace(plan.workload, early_exit=job.recipe.early_exit > 0), expected=None, lower_bound_ns=None
+    )
+    return plan.promising(simulate(plan, Timing.FULL))
+
+
+def _check_report(asked: ReportConfig) -> None:
+    for wanted, package, name in (
+        (asked.tensorboard, "tensorboard", "tensorboard"),
+        (asked.prometheus > 0, "prometheus_client", "prometheus"),
+    ):
+        if wanted and find_spec(package) is None:
+            raise UserError(f"report.{name}: needs another package; pip install 'skippipe[{name}]'")
+    if asked.prometheus:
+        try:
+            socket.create_server(("127.0.0.1", asked.prometheus)).close()
+        except (OSError, OverflowError) as error:
+            raise UserError(f"report.prometheus: port {asked.prometheus}: {error}; choose another") from None
+
+
+def _free_address() -> str:
+    """Where nodes of this machine can meet; another process could take it in between, and then they say so."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@dataclass(frozen=True)
+class LengthPhase:
+    """The iterations whose paths visit the same number of stages."""
+
+    length: int
+    iterations: int
+    each_s: float
+    """Promised."""
+
+    @property
+    def whole_s(self) -> float:
+        return self.iterations * self.each_s
+
+
+def timetable(lengths: Mapping[int, int], plans: Mapping[int, Plan]) -> list[LengthPhase]:
+    """Shortest paths first. Both are by length: how many iterations have such paths, and the plan for them."""
+    promised = {length: plan.expected.iteration_s if plan.expected else 0.0 for length, plan in plans.items()}
+    return [LengthPhase(length, count, promised[length]) for length, count in sorted(lengths.items())]
+
+
+def in_words(legs: Sequence[LengthPhase], stages: int) -> str:
+    parts = [
+        f"{leg.iterations:,} iterations through {leg.length} of {stages} stages at {leg.each_s:.2f} s" for leg in legs
+    ]
+    return f"{', '.join(parts)}: {sum(leg.whole_s for leg in legs):,.1f} s promised in all"

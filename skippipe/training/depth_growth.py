@@ -1,0 +1,220 @@
+"""A deeper model from one that is trained: its layers are copies, and training goes on with all of them.
+
+The smaller model is cheaper to train, and most of what it learns is of use to the larger one. What lies between its
+first and its last layers is repeated as a block, which works better than to double layer by layer (Du et al.,
+"Stacking Your Transformers", 2024). Adam's two means and its number of steps are copied with the weights.
+
+What comes out is a checkpoint like any other, of as many iterations as the smaller model has had.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skippipe.checkpoint.format import PARTS, Checkpoints, Manifest, StageWriter, StoredFile
+from skippipe.checkpoint.manager import CheckpointOrigin, StateReader
+from skippipe.errors import UserError
+from skippipe.model.flat_params import ParamSlot, layout_of_stage
+from skippipe.model.model_spec import ModelSpec, config_from, config_named
+from skippipe.model.stage import layer_ranges
+from skippipe.plan import Plan
+from skippipe.runtime.neighbour_init import LAYER
+from skippipe.skip_schedule import donors
+from skippipe.training.job_config import JobConfig
+from skippipe.training.run import Run
+
+log = logging.getLogger(__name__)
+
+LEAST = 3
+"""Units of a model that can grow: the first, the last, and one to repeat."""
+OF_LAYERS = ("num_hidden_layers", "layer_types")
+"""Fields of a configuration that may differ: kinds of layers are compared one by one."""
+OF_FILES = ("transformers_version", "_name_or_path", "architectures", "dtype")
+"""Fields that say nothing about weights."""
+
+
+@dataclass(frozen=True)
+class Grown:
+    place: Path
+    """The checkpoint to go on from."""
+    donors: tuple[int, ...]
+    """Of each layer: the one that it is a copy of."""
+
+
+def donor_layers(young: Sequence[int], grown: Sequence[int]) -> tuple[int, ...]:
+    """The layer that each layer of the grown model is a copy of; both are given as the layers of each stage.
+
+    Whole stages are copied if all stages of both models have the same number of layers, else layer by layer.
+    """
+    assert sum(grown) > sum(young), "it does not grow"
+    unit = young[0] if len({*young, *grown}) == 1 else 1
+    before, after = sum(young) // unit, sum(grown) // unit
+    if before < LEAST:
+        raise UserError(
+            f"a model of {before} x {unit} layers has none between the first {unit} and the last {unit} to repeat; "
+            + ("cut the job's model into other stages (pipeline.stages)" if unit > 1 else "train one of 3 or more")
+        )
+    copies = donors(after, before)
+    units = [copies.get(number, min(number, before - 1)) for number in range(after)]
+    return tuple(unit * donor + layer for donor in units for layer in range(unit))
+
+
+def young_of(run: Path) -> CheckpointOrigin:
+    """The newest sound checkpoint of a run."""
+    for place, found in Checkpoints.of_run(run).newest_sound():
+        if isinstance(found, Manifest):
+            return CheckpointOrigin(place, found)
+        log.warning("%s; the checkpoint before it is used", found)
+    raise UserError(f"{run}: has no sound checkpoint to grow from; name the output folder of a run that has one")
+
+
+def check_job(young: CheckpointOrigin, job: JobConfig) -> None:
+    """Can a run of this job go on from there? What can be known before there is a plan."""
+    made, output = young.manifest, Path(job.output)
+    if young.place.parent.parent.resolve() == output.resolve():
+        raise UserError(f"output: {output} is where {young.place} lies; name another folder in the job")
+    if job.iterations <= made.iterations:
+        raise UserError(
+            f"iterations: {job.iterations} in the job, and {young.place} is {made.iterations} iterations on; "
+            "say how long the whole run is to be"
+        )
+    if job.seed != made.seed:
+        raise UserError(f"seed: {job.seed} in the job, {made.seed} in {young.place}; text would be repeated: keep it")
+    config = config_named(job.model.config, made.config["vocab_size"]).to_dict()  # the text has another look at it
+    differ = _differences(made.config, config)
+    if differ:
+        raise UserError(
+            f"model '{job.model.config}': only the number of layers may differ from {young.place}: {'; '.join(differ)}"
+        )
+    before, after = sum(made.layers), config["num_hidden_layers"]
+    if after <= before:
+        raise UserError(f"model '{job.model.config}': has {after} layers, {young.place} has {before}: it takes more")
+
+
+def grow(young: CheckpointOrigin, run: Run, begin: Callable[[], None] = lambda: None) -> Grown:
+    """Write what the run is to go on from; `begin` is called when all is checked, before anything is written."""
+    made, node_config = young.manifest, run.node_config
+    if made.data != node_config.data_fingerprint:
+        raise UserError(
+            f"data: other tokens ({node_config.data_fingerprint[:12]}, "
+            f"a vocabulary of {node_config.config['vocab_size']:,}) than "
+            f"those of {young.place} ({made.data[:12]}, {made.config['vocab_size']:,}); name the same texts, "
+            "tokenizer and vocabulary"
+        )
+    copied = donor_layers(made.layers, node_config.plan.layers)
+    state = _YoungState(young, copied)
+    state.check_kinds(run.spec)
+    stages = [
+        layout_of_stage(run.spec, node_config.plan.layers, stage) for stage in range(len(node_config.plan.layers))
+    ]
+    for places in stages:
+        state.check_shapes(places)
+    begin()
+    checkpoints = run.checkpoints
+    unfinished = checkpoints.begin()
+    run.tokenizer.save(unfinished)
+    files: list[StoredFile] = []
+    for stage, places in enumerate(stages):
+        writer = StageWriter(unfinished, stage, places, run.run_id)
+        state.copy_to(writer, places)
+        files += writer.finish()
+    manifest = Manifest(
+        iterations=made.iterations,
+        layers=node_config.plan.layers,
+        steps=tuple(state.steps(each) for each in layer_ranges(node_config.plan.layers)),
+        seed=node_config.seed,
+        data=node_config.data_fingerprint,
+        config=node_config.config,
+        files=tuple(files),
+        run=run.run_id,
+    )
+    assert not run.memories, "a run that begins has none"
+    run.wal.close()
+    checkpoints.commit(unfinished, manifest)
+    return Grown(checkpoints.complete()[0], copied)
+
+
+def other_batch(run: Path, plan: Plan) -> str:
+    """What is different about the text of an iteration, if it is known and if there is anything."""
+    try:
+        before, after = _batch(Plan.load(run / "plan.json")), _batch(plan)
+    except UserError:
+        return ""
+    return "" if before == after else f"an iteration had {before} and now has {after}"
+
+
+def _batch(plan: Plan) -> str:
+    work = plan.workload
+    return f"{plan.microbatches} microbatches of {work.samples_per_microbatch} x {work.sequence_tokens} tokens"
+
+
+class _YoungState:
+    """Weights and optimizer of the smaller model, under the names that they are to have in the larger one."""
+
+    def __init__(self, young: CheckpointOrigin, copied: Sequence[int]) -> None:
+        self._origin = young
+        self._copied = copied
+        made = young.manifest
+        self._spec = ModelSpec(config_from(made.config), made.seed)
+        self._reader = StateReader(young, made.layers, self._spec)
+        stages = [layout_of_stage(self._spec, made.layers, stage) for stage in range(len(made.layers))]
+        self._sizes = [sum(place.size for place in places) for places in stages]
+        self._places = {place.name: (stage, place) for stage, places in enumerate(stages) for place in places}
+
+    def steps(self, layers: range) -> int:
+        """That the optimizers of those that these layers are copied from have all taken."""
+        made = self._origin.manifest
+        donors = {self._copied[layer] for layer in layers}
+        pairs = zip(layer_ranges(made.layers), made.steps, strict=True)
+        return min(steps for theirs, steps in pairs if donors & set(theirs))
+
+    def check_kinds(self, grown: ModelSpec) -> None:
+        for layer, donor in enumerate(self._copied):
+            ours, theirs = grown.mask_kind(layer), self._spec.mask_kind(donor)
+            if ours != theirs:
+                raise self._unlike(f"layer {layer} ({ours})", f"layer {donor} ({theirs})")
+
+    def check_shapes(self, places: Sequence[ParamSlot]) -> None:
+        for place in places:
+            name = self._name(place)
+            if name not in self._places or self._places[name][1].shape != place.shape:
+                raise self._unlike(f"'{place.name}' {list(place.shape)}", f"'{name}', which is not there or not so")
+
+    def copy_to(self, writer: StageWriter, places: Sequence[ParamSlot]) -> None:
+        """One tensor at a time."""
+        for part in range(len(PARTS)):
+            for place in places:
+                stage, theirs = self._places[self._name(place)]
+                first = part * self._sizes[stage] + theirs.start
+                writer.write(self._reader.state(stage, first, place.size).data)
+
+    def _name(self, place: ParamSlot) -> str:
+        """That its donor has."""
+        layer = LAYER.match(place.name)
+        if layer is None:
+            return place.name
+        return f"model.layers.{self._copied[int(layer[1])]}.{place.name[layer.end() :]}"
+
+    def _unlike(self, ours: str, theirs: str) -> UserError:
+        return UserError(
+            f"{self._origin.place}: {ours} cannot be a copy of {theirs}; "
+            "cut both models into equal stages, over which the kinds of layers repeat (pipeline.stages)"
+        )
+
+
+def _differences(young: dict[str, Any], grown: dict[str, Any]) -> list[str]:
+    """Of two configurations, field by field, where they must agree."""
+    theirs, ours = (json.loads(json.dumps(each)) for each in (young, grown))  # as they look after a file
+    names = [name for name in {**theirs, **ours} if name not in OF_LAYERS + OF_FILES]
+    if theirs["model_type"] != ours["model_type"]:
+        names = ["model_type"]  # and much else
+    return [
+        f"{name} {theirs.get(name)} there, {ours.get(name)} here"
+        for name in names
+        if theirs.get(name) != ours.get(name)
+    ]

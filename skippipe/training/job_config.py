@@ -1,0 +1,264 @@
+"""The job file: what to train, on what, how. `skippipe job` prints one with every field explained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from skippipe.errors import UserError
+from skippipe.optim_config import OptimConfig
+from skippipe.skip_schedule import USUAL, SkipSchedule
+from skippipe.toml_config import read_toml
+from skippipe.value_ranges import (
+    BUDGET_S,
+    HEARTBEAT_S,
+    ITERATIONS,
+    ITERATIONS_OR_NONE,
+    MICROBATCHES,
+    PORT,
+    SAMPLES,
+    SEED,
+    SEQUENCE,
+    SLOTS,
+    STAGES,
+    THREADS,
+    VOCABULARY,
+    Range,
+    check_ranges,
+)
+
+Strategies = Literal["best", "skippipe", "no-tc2", "dtfm-skip", "dtfm"]
+Precision = Literal["fp32", "bf16", "int8"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    config: str = "llama-tiny"
+    """A preset (llama-tiny, llama-30m, llama-500m, llama-1.5b, llama-8b), a Hugging Face config.json, or its folder."""
+    checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    texts: list[str] = field(default_factory=lambda: ["classics"])
+    """Text files (.txt, .xz); "classics" is the text that comes with SkipPipe, Jane Austen's novels."""
+    tokenizer: str = ""
+    """A Hugging Face tokenizer folder; empty: a byte-level BPE is trained on the texts."""
+    vocabulary: Annotated[int, VOCABULARY] = 2048
+    """Size of the vocabulary to train; not used with a tokenizer."""
+    folder: str = ""
+    """Where the tokens are kept; empty: in the cache."""
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    sequence: Annotated[int, SEQUENCE] = 128
+    """Tokens of a sample."""
+    samples: Annotated[int, SAMPLES] = 4
+    """Of a microbatch."""
+    microbatches: Annotated[int, Range(0, MICROBATCHES.most)] = 0
+    """Of an iteration, over all data nodes; 0: some six a data node."""
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    plan: str = ""
+    """A plan file. It brings its cluster, batch and stages, and the types on the wire and in computing: [pipeline],
+    [batch], transport.wire, averaging.dtype, compute.dtype and model.checkpointing are then not used; recipe.skip is,
+    on the plan's stages. Empty: a plan is made before training starts."""
+    strategy: Strategies = "best"
+    """How to plan: with all freedoms (best); by the study's method (skippipe); the same without avoiding collisions;
+    blind to the network; the full pipeline."""
+    stages: Annotated[int, Range(0, STAGES.most)] = 0
+    """Of the pipeline; 0: 6, or 4 under 12 nodes."""
+    skip: str = ""
+    """The share of stages that a microbatch leaves out, all along: "1/3", "25%". Where it changes over the run,
+    recipe.skip says it instead; if neither says anything: a third until 65% of the run, then nothing."""
+    layers: str = ""
+    """Layers of each stage, as in "3,5,4"; empty: as even as can be."""
+    max_slots: Annotated[int, SLOTS] = 3
+    """Microbatches in flight on a node at most."""
+    split_backward: bool = False
+    """Compute weight gradients when a node has nothing more urgent to do."""
+    budget_s: Annotated[float, BUDGET_S] = 10.0
+    """Seconds of planning at most; again for every other length of paths that recipe.skip asks for."""
+
+
+@dataclass(frozen=True)
+class AveragingConfig:
+    engine: Literal["ring", "torch"] = "ring"
+    """The ring over the nodes' own encrypted connections, in an order that suits the links; or torch.distributed
+    (gloo, NCCL), for machines that trust each other's network."""
+    dtype: Precision = "fp32"
+    """Of gradients on the wire; below fp32 the rounding errors are carried over to the next iteration."""
+
+
+@dataclass(frozen=True)
+class TransportConfig:
+    wire: Precision = "bf16"
+    """Of activations and their gradients on the wire."""
+    security: Literal["curve", "none"] = "curve"
+    """Encrypt and authenticate every connection; "none" only works on loopback."""
+    listen: str = "127.0.0.1:0"
+    """Where the coordinator listens; port 0: any that is free. Nodes on other machines need an address of yours."""
+    peers: str = ""
+    """The list of nodes and their public keys (see `skippipe keys`), for nodes that join by themselves; empty: all
+    nodes are started here, with keys made for this run."""
+    key: str = ""
+    """The coordinator's key file; needed with peers."""
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    device: str = "cpu"
+    """cpu, cuda, or cuda:N."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """What layers compute in; weights and optimizer stay fp32."""
+    compiled: bool = False
+    """torch.compile the layers of each stage."""
+    threads: Annotated[int, THREADS] = 1
+    """Of each node, on a CPU."""
+
+
+@dataclass(frozen=True)
+class EmulationConfig:
+    """One machine as many: links and nodes take the time that the cluster file gives them."""
+
+    enabled: bool = False
+    """Delay every message as its link would, and end no task before the time the plan gives it."""
+    like: str = "llama-1.5b"
+    """Make links and nodes as slow as they would be for this model (at 4096 tokens, 2 samples)."""
+    time: Annotated[float, Range(1e-6, 1_000)] = 0.1
+    """… times this: 0.1 turns ten seconds into one."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: Annotated[int, ITERATIONS_OR_NONE] = 50
+    """Iterations from one checkpoint to the next; there is one at the end too. 0: none are made."""
+    keep: Annotated[int, Range(1, 10**6)] = 2
+    """How many stay on disk, the newest."""
+
+
+@dataclass(frozen=True)
+class RecoveryConfig:
+    heartbeat_s: Annotated[float, HEARTBEAT_S] = 5.0
+    """Seconds without a sign of life after which a node counts as gone."""
+    restarts: Annotated[int, Range(0, 10**6)] = 3
+    """How often a node that was started here is started again when it ends before its time."""
+    lost_stage: Literal["checkpoint", "neighbours"] = "checkpoint"
+    """Where the state of a stage comes from when all its nodes are gone: the newest checkpoint, or the mean of the
+    stages before and after it, weighted by their gradients' squared norms. Without a checkpoint, always the latter."""
+    backup_every: Annotated[int, ITERATIONS_OR_NONE] = 10
+    """Every so many iterations, a node of another stage gets a copy of what only stage 0 holds: embedding, final norm
+    and head. If all data nodes are lost and there is no checkpoint, training goes on with that copy; 0: none is made.
+    """
+    drift: Annotated[float, Range(0, 1_000)] = 0.0
+    """Make a new plan when a node's tasks or a link take longer or shorter than planned by this share (0.5: half as
+    long again); 0: never. For machines that are what the cluster file says they are."""
+    planning_s: Annotated[float, Range(0, 3_600)] = 0.5
+    """Seconds to look for a better plan whenever one has to be repaired, for every 20 nodes."""
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    recorded: Annotated[int, ITERATIONS_OR_NONE] = 50
+    """Every so many iterations, keep what every node did when, as a Chrome trace; 0: never."""
+    tensorboard: bool = False
+    """Write TensorBoard files too (needs the extra skippipe[tensorboard])."""
+    prometheus: Annotated[int, PORT] = 0
+    """Serve metrics on this port of 127.0.0.1 (needs the extra skippipe[prometheus]); 0: not."""
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    output: str = "run"
+    """Folder for plan, metrics, traces and the trained model."""
+    iterations: Annotated[int, ITERATIONS] = 100
+    """How long to train."""
+    seed: Annotated[int, SEED] = 0
+    """Of weights, data and plan: the same seed gives the same run."""
+    cluster: str = "regions:9"
+    """A cluster file, a built-in example (published20) or a preset with a number of nodes (regions:9)."""
+    model: ModelConfig = ModelConfig()
+    """The model."""
+    data: DataConfig = DataConfig()
+    """The text."""
+    batch: BatchConfig = BatchConfig()
+    """How much of it an iteration sees."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """Who computes what."""
+    recipe: SkipSchedule = field(default_factory=SkipSchedule)
+    """How much of the model microbatches see, and what makes up for the rest. Growth, exposure and swaps are for
+    studies."""
+    learning: OptimConfig = field(default_factory=OptimConfig)
+    """AdamW, and its rate over the run."""
+    averaging: AveragingConfig = AveragingConfig()
+    """Of gradients, inside a stage."""
+    transport: TransportConfig = TransportConfig()
+    """Between nodes."""
+    compute: ComputeConfig = ComputeConfig()
+    """On a node."""
+    emulation: EmulationConfig = EmulationConfig()
+    """One machine as a continent."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Weights and optimizer state on disk while training goes on; `skippipe train --resume` goes on from there."""
+    survive: RecoveryConfig = RecoveryConfig()
+    """When nodes are lost, come back, or slow down."""
+    report: ReportConfig = ReportConfig()
+    """What is written down while training."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        self._check_recipe()
+        if self.emulation.enabled and self.transport.peers:
+            raise UserError("emulation.enabled: nodes that join from other machines cannot be emulated on this one")
+        if self.averaging.engine == "torch" and self.transport.peers:
+            raise UserError("averaging.engine: 'torch' is for nodes that are started here; those that join need 'ring'")
+        if self.averaging.engine == "torch" and self.averaging.dtype != "fp32":
+            raise UserError(
+                f"averaging.dtype: torch averages in fp32, not {self.averaging.dtype}; choose fp32 or engine 'ring'"
+            )
+        if bool(self.transport.peers) != bool(self.transport.key):
+            raise UserError("transport.peers and transport.key go together: 'skippipe keys' makes both")
+        if self.transport.security == "none" and self.transport.peers:
+            raise UserError("transport.peers: a list of keys is of no use with security 'none'; choose 'curve'")
+
+    def _check_recipe(self) -> None:
+        recipe = self.recipe
+        for name, said in (("exposure", recipe.exposure is not None), ("swaps", recipe.swaps > 0)):
+            if said:
+                raise UserError(
+                    f"recipe.{name}: only studies draw paths by it; in training the plan decides: leave it out"
+                )
+        for name, said in (("skip: '&'", recipe.is_mixed), ("bridges", recipe.bridges > 0)):
+            if said:
+                raise UserError(f"recipe.{name}: only studies have it yet, not training: leave it out")
+        if recipe.grow:
+            raise UserError(
+                "recipe.grow: a run keeps its model; train the smaller one by itself, then 'skippipe grow' makes the "
+                "start of the larger one from it"
+            )
+        if recipe.phases and self.pipeline.skip:
+            raise UserError("pipeline.skip and recipe.skip say the same thing: leave out pipeline.skip")
+        if recipe.phases and self.pipeline.strategy == "dtfm":
+            raise UserError("pipeline.strategy: 'dtfm' skips nothing, whatever recipe.skip says; choose 'skippipe'")
+
+    @property
+    def followed(self) -> SkipSchedule:
+        """The recipe; with what is usual where nothing was said about skipping."""
+        asked = self.pipeline
+        said = self.recipe.phases or asked.skip or asked.plan or asked.strategy == "dtfm"
+        return self.recipe if said else replace(self.recipe, skip=USUAL)
+
+    @property
+    def schedule(self) -> OptimConfig:
+        """The learning rate's, over this run unless it says otherwise."""
+        length = self.learning.iterations or max(self.iterations, self.learning.warmup + 1)
+        return replace(self.learning, iterations=length)
+
+
+def load_job(path: Path) -> JobConfig:
+    return read_toml(JobConfig, path)

@@ -1,0 +1,262 @@
+"""What is written down while training: metrics, traces, and whatever else watches.
+
+A watcher is told of every iteration when it is done. `metrics.jsonl` always gets a line; TensorBoard and Prometheus
+are there if asked for. Of recorded iterations, what every node did when goes into a Chrome trace beside the plan.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from skippipe.cluster import Cluster
+from skippipe.cost_model import ns
+from skippipe.errors import UserError
+from skippipe.json_fields import write_text
+from skippipe.plan import Plan
+from skippipe.report.chrome_trace import merged, trace_events
+from skippipe.runs.records import metrics_of
+from skippipe.runtime.coordinator.state_machine import Callback, Event, IterationReport
+from skippipe.simulator import node_use
+from skippipe.timeline import LinkUse, Task, Timeline, Timing
+from skippipe.training.storage import LineFile, WriteFailures
+
+log = logging.getLogger(__name__)
+
+
+def measured(plan: Plan, report: IterationReport) -> Timeline:
+    """A recorded iteration of a plan as a timeline, beside the promised one."""
+    tasks = tuple(
+        sorted(
+            (Task(lane, microbatch, step, node, *times) for node, rows in report.tasks.items()
+             for lane, microbatch, step, *times in rows),
+            key=lambda task: task.start_ns,
+        )
+    )  # fmt: skip
+    return Timeline(
+        timing=Timing.FULL,
+        iteration_ns=ns(report.seconds),
+        last_backward_ns=max(task.end_ns for task in tasks),
+        averaging_ns=(),
+        nodes=node_use(plan, tasks),
+        links=tuple(LinkUse(a, b, count) for (a, b), count in sorted(report.sent_bytes.items())),
+        tasks=tasks,
+    )
+
+
+class CallbackList(Callback):
+    """Tells several watchers."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = callbacks
+        self._said: set[str] = set()
+
+    def iteration_done(self, report: IterationReport) -> None:
+        for callback in self._callbacks:
+            with self._tolerating(callback):
+                callback.iteration_done(report)
+
+    def happened(self, event: Event) -> None:
+        for callback in self._callbacks:
+            with self._tolerating(callback):
+                callback.happened(event)
+
+    def measured(self, cluster: Cluster) -> None:
+        for callback in self._callbacks:
+            with self._tolerating(callback):
+                callback.measured(cluster)
+
+    @contextmanager
+    def _tolerating(self, callback: Callback) -> Iterator[None]:
+        """Whatever a watcher cannot do is no reason to stop training; it is said once."""
+        try:
+            yield
+        except (OSError, UserError) as error:
+            line = f"{type(callback).__name__}: {error}"
+            if line not in self._said:
+                self._said.add(line)
+                log.warning("%s", line)
+
+
+class LazyCallback(Callback):
+    """A watcher that is made when it is first told something."""
+
+    def __init__(self, made: Callable[[], Callback]) -> None:
+        self._made = made
+        self._callback: Callback | None = None
+
+    def iteration_done(self, report: IterationReport) -> None:
+        self._there().iteration_done(report)
+
+    def happened(self, event: Event) -> None:
+        self._there().happened(event)
+
+    def measured(self, cluster: Cluster) -> None:
+        self._there().measured(cluster)
+
+    def _there(self) -> Callback:
+        if self._callback is None:
+            self._callback = self._made()
+        return self._callback
+
+
+class IterationMetrics:
+    """An iteration in a few numbers, as they go into files and onto screens."""
+
+    def __init__(self, plan: Plan) -> None:
+        work = plan.workload
+        self.plan = plan
+        self.tokens = plan.microbatches * work.samples_per_microbatch * work.sequence_tokens
+
+    def of(self, report: IterationReport) -> dict[str, float]:
+        figures = {
+            "iteration": report.iteration,
+            "loss": report.loss,
+            "gradient_norm": report.norm,
+            "learning_rate": report.rate,
+            "seconds": report.seconds,
+            "tokens_per_s": self.tokens / report.seconds,
+            "tokens": self.tokens * (report.iteration + 1),
+            "bytes_sent": sum(report.sent_bytes.values()),
+        }
+        return figures | ({"promised_s": report.promised_s} if report.promised_s else {})
+
+
+class MetricsFile(Callback):
+    """One JSON object a line, on disk before the next iteration is done.
+
+    A run that goes on keeps the lines that there are; if it has to repeat iterations, the newer lines count.
+    """
+
+    def __init__(
+        self, path: Path, figures: IterationMetrics, iterations: int, *, resumed: bool = False, run_id: str = ""
+    ) -> None:
+        """Of a run that is to do so many iterations."""
+        self._figures = figures
+        self._iterations = iterations
+        self._run = {"run": run_id} if run_id else {}
+        self._names = [node.name for node in figures.plan.cluster.nodes]
+        self._starts: dict[int, int] = {}
+        """Iteration → where its line begins in the file."""
+        *lines, _ = path.read_bytes().split(b"\n") if resumed and path.exists() else [b""]
+        at = 0
+        for line in lines:
+            found = metrics_of(line)
+            if found is not None and found.run == run_id:
+                self._begin_row(found.row.iteration, at)
+                self._starts[found.row.iteration] = at
+            at += len(line) + 1
+        self._file = LineFile(path, at)  # what follows was torn
+
+    def iteration_done(self, report: IterationReport) -> None:
+        links = [[self._names[a], self._names[b], count] for (a, b), count in sorted(report.sent_bytes.items())]
+        row: dict[str, Any] = {**self._figures.of(report), "iterations": self._iterations, "time": time.time()}
+        row |= {"links": links, "visits": list(report.visits), **self._run}
+        self._file.cut(self._begin_row(report.iteration, self._file.size))
+        self._file.add(json.dumps({name: _plain(value) for name, value in row.items()}))
+
+    def _begin_row(self, iteration: int, at: int) -> int:
+        """Where the line of an iteration begins: where the first stood that is done again, else at `at`."""
+        while self._starts and next(reversed(self._starts)) >= iteration:
+            _, at = self._starts.popitem()
+        self._starts[iteration] = at
+        return at
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class EventsFile(Callback):
+    """Everything out of the ordinary, one JSON object a line: who was lost, who came, what was done about it."""
+
+    def __init__(self, path: Path, *, resumed: bool = False, run_id: str = "") -> None:
+        self._run = {"run": run_id} if run_id else {}
+        kept = path.read_bytes().rfind(b"\n") + 1 if resumed and path.exists() else 0
+        self._file = LineFile(path, kept)
+
+    def happened(self, event: Event) -> None:
+        self._file.add(json.dumps({**asdict(event), "time": time.time(), **self._run}))
+
+
+class ClusterFile(Callback):
+    """What nodes and links really take, for the next plan."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._failures = WriteFailures()
+
+    def measured(self, cluster: Cluster) -> None:
+        with self._failures.tolerated(self._path, "it stays as it was"):
+            cluster.save(self._path)
+
+
+class TraceFiles(Callback):
+    """Recorded iterations as Chrome traces, the plan and what became of it as two tracks."""
+
+    def __init__(self, folder: Path, run_id: str = "") -> None:
+        self._folder = folder
+        self._run = {"run": run_id} if run_id else {}
+        self._failures = WriteFailures()
+
+    def iteration_done(self, report: IterationReport) -> None:
+        plan = report.plan
+        if plan is None or not report.tasks:
+            return
+        tracks = [trace_events(plan, measured(plan, report), "measured")]
+        if plan.expected is not None:
+            tracks.insert(0, trace_events(plan, plan.expected, "planned"))
+        trace = merged(tracks)
+        trace["otherData"] = {**trace.get("otherData", {}), **self._run}
+        with self._failures.tolerated(self._folder, "recorded iterations are left out"):
+            path = self._folder / f"iteration-{report.iteration:06d}.json"
+            write_text(path, json.dumps(trace, ensure_ascii=False) + "\n")
+
+
+class TensorBoard(Callback):
+    def __init__(self, folder: Path, figures: IterationMetrics) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError("report.tensorboard: needs tensorboard; pip install 'skippipe[tensorboard]'") from None
+        self._figures = figures
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def iteration_done(self, report: IterationReport) -> None:
+        for name, value in self._figures.of(report).items():
+            if name != "iteration":
+                self._writer.add_scalar(name, value, report.iteration)
+        self._writer.flush()
+
+
+class Prometheus(Callback):
+    """Gauges on http://127.0.0.1:PORT/metrics."""
+
+    def __init__(self, port: int, figures: IterationMetrics) -> None:
+        try:
+            from prometheus_client import CollectorRegistry, Gauge, start_http_server
+        except ImportError:
+            raise UserError("report.prometheus: needs prometheus-client; pip install 'skippipe[prometheus]'") from None
+        self._figures = figures
+        registry = CollectorRegistry()
+        try:
+            start_http_server(port, addr="127.0.0.1", registry=registry)
+        except OSError as error:
+            raise UserError(f"report.prometheus: port {port}: {error.strerror}; choose another") from None
+        self._registry = registry
+        self._gauge = Gauge
+        self._gauges: dict[str, Any] = {}
+
+    def iteration_done(self, report: IterationReport) -> None:
+        for name, value in self._figures.of(report).items():
+            if name not in self._gauges:
+                self._gauges[name] = self._gauge(f"skippipe_{name}", "Of the last iteration.", registry=self._registry)
+            self._gauges[name].set(value)

@@ -1,0 +1,113 @@
+"""The same plans, paths and data in one process: what every run over many nodes must equal, and, used alone, the fast
+way to study convergence.
+
+There are no nodes here and no time: the microbatches of an iteration pass, one after another, through the stages that
+their lanes visit, in the order in which they visit them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skippipe.data.batch_sampler import BatchSampler
+from skippipe.model.model_spec import ModelSpec
+from skippipe.model.stage import layer_ranges
+from skippipe.model.stage_step import StageStep
+from skippipe.optim_config import OptimConfig
+from skippipe.plan import Plan
+from skippipe.runtime.stage_executor import rounded
+from skippipe.skip_schedule import SkipSchedule
+
+
+@dataclass(frozen=True)
+class ReferenceState:
+    iteration: int
+    loss: float
+    norm: float
+    rate: float
+
+
+class ReferenceTrainer:
+    def __init__(
+        self,
+        plan: Plan,
+        spec: ModelSpec,
+        learning: OptimConfig,
+        sampler: BatchSampler,
+        *,
+        recipe: SkipSchedule | None = None,
+        plans: Mapping[int, Plan] | None = None,
+        iterations: int = 0,
+        device: str = "cpu",
+        compiled: bool = False,
+    ) -> None:
+        """The recipe takes other `plans`, by the length of their paths, on the same stages, and the whole length of
+        the run in `iterations`."""
+        self.plan = plan
+        self.learning = learning
+        self.sampler = sampler
+        self.recipe = recipe or SkipSchedule()
+        self._plans = {plan.visited: plan, **(plans or {})}
+        self._iterations = iterations
+        work = plan.workload
+        ranges = layer_ranges(plan.layers)
+        self.stages = [
+            StageStep(
+                spec,
+                layers,
+                learning,
+                ends=index == 0,
+                device=device,
+                compute_dtype=work.compute_dtype,
+                recompute=work.activation_checkpointing,
+                compiled=compiled,
+            )
+            for index, layers in enumerate(ranges)
+        ]
+        self._device = device
+
+    def iteration(self, number: int) -> ReferenceState:
+        plan = self.plan_at(number)
+        losses = [
+            self._there_and_back(plan, number, lane, microbatch)
+            for lane, each in enumerate(plan.lanes)
+            for microbatch in range(each.microbatches)
+        ]
+        counts = [self.recipe.divisor(visits, plan.microbatches) for visits in plan.exposure]
+        divided = list(zip(self.stages, counts, strict=True))
+        norm, scale = self.learning.clipping(stage.weights.squared_norm(count) for stage, count in divided)
+        rate = self.learning.rate_at(number)
+        for stage, count in divided:
+            if count:
+                stage.weights.step(rate, scale / count)
+        return ReferenceState(number, float(torch.stack(losses).double().mean()), norm, rate)
+
+    def plan_at(self, number: int) -> Plan:
+        """Of an iteration."""
+        return self._plans[self.recipe.visited(number, self._iterations, len(self.stages), self.plan.visited)]
+
+    def _there_and_back(self, plan: Plan, iteration: int, lane: int, microbatch: int) -> Tensor:
+        inputs, labels = self.sampler.batch(iteration, plan.microbatch(lane, microbatch))
+        key = lane, microbatch
+        path = plan.visits(plan.lanes[lane])
+        drive = self.recipe.drive(len(self.stages), len(path))
+        data_stage = self.stages[path[0]]
+        hidden = self._hop(data_stage.begin(key, torch.from_numpy(inputs).to(self._device)))
+        for stage in path[1:]:
+            hidden = self._hop(self.stages[stage].forward(key, hidden, drive))
+        wanted = torch.from_numpy(labels).to(self._device)
+        loss, gradient = data_stage.head(key, hidden, wanted, early=self.recipe.early_exit)
+        for stage in reversed(path):
+            back = self.stages[stage].backward(key, self._hop(gradient))
+            gradient = gradient if back is None else back
+        return loss
+
+    def _hop(self, tensor: Tensor) -> Tensor:
+        return rounded(tensor, self.plan.workload.wire_dtype).float()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: each.detach() for stage in self.stages for name, each in stage.model.named_weights()}

@@ -1,0 +1,140 @@
+"""Which of this machine's addresses others see. Asks the routing table; nothing is sent.
+
+What all our sockets have in common: addresses, how a silent connection is noticed, what monitors tell.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from ipaddress import ip_address
+from typing import TypeAlias
+
+import zmq
+
+from skippipe.errors import UserError
+
+SERVER_PORTS = range(10_000, 32_768)  # Linux gives 32768 and up to outgoing connections, others 49152 and up
+FREE_PORT_TRIES = 20
+ANY_PORT = 9  # connecting a datagram socket sends nothing, but wants a port
+
+
+def own_address(towards: str) -> str:
+    """The address from which this machine would speak to that host."""
+    family = socket.AF_INET6 if ":" in towards else socket.AF_INET  # names are looked up as the transport does: IPv4
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((towards, ANY_PORT))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UserError(f"'{towards}': no way there: {error.strerror or error}; check the name or address") from None
+
+
+def listen_address(asked: str, coordinator: str, address: str | None) -> str:
+    """host:port for a node that was given one, or only a port."""
+    if asked.isascii() and asked.isdigit():
+        return join_address(own_address(split_address(coordinator)[0]), int(asked))
+    host, _ = split_address(asked)
+    if address is None and host in ("0.0.0.0", "::", "*"):
+        raise UserError(f"--listen {asked}: others cannot reach {host}; say with --address where they reach this node")
+    return asked
+
+
+def free_port(host: str) -> int:
+    """A port to listen on later. It lies below those that systems give to outgoing connections, so that none of these
+    takes it in between; another server could, and then whoever wanted it says so."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in (*random.Random(os.urandom(8)).sample(SERVER_PORTS, FREE_PORT_TRIES), 0):
+        with suppress(OSError), socket.create_server((host, port), family=family) as server:
+            return int(server.getsockname()[1])
+    raise UserError(f"'{host}': no port is free there; check the address")
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+HANDSHAKE_S = 30.0
+LEAST_LINGER_S = 0.1
+"""For what is queued when a socket is closed. With none, a message of several parts may be cut off between them, and
+libzmq ends the process (session_base.cpp, clean_pipes: "Resource temporarily unavailable") if the connection breaks
+at that moment."""
+CONNECT_S = 5.0  # for an attempt to connect; then the next: TCP alone would wait longer each time it asks again
+KEEPALIVE_S = (2, 1, 3)  # silence before the first probe, between probes; and how many go unanswered
+UNANSWERED_S = 10  # for what was sent, and on Linux for probes, until the other side's machine confirms it
+EVENT = struct.Struct("=HI")
+CONNECTION_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
+)
+"""What becomes of a connection."""
+
+Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+Socket: TypeAlias = "zmq.Socket[bytes]"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise UserError(f"{address}: expected host:port, such as 127.0.0.1:5555")
+    return ("127.0.0.1" if host == "localhost" else host), int(port)
+
+
+def endpoint(host: str, port: int | str) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """A name or address, without a port."""
+    try:
+        return ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def keep_alive(socket: Socket) -> None:
+    """TCP's keepalive finds a peer that has vanished without a word.
+
+    ZeroMQ's own heartbeat is not used here: its answer waits behind messages of many megabytes, and a healthy slow
+    link would count as dead. Where a link must be known to be cut sooner, `heartbeat` has a connection of its own.
+    """
+    idle_s, interval_s, count = KEEPALIVE_S
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, idle_s)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, interval_s)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, count)
+    socket.setsockopt(zmq.TCP_MAXRT, UNANSWERED_S * 1000)
+
+
+def pull_socket(context: Context, host: str, largest_frame: int, most_queued: int) -> Socket:
+    pull = context.socket(zmq.PULL)
+    pull.setsockopt(zmq.LINGER, 0)
+    pull.setsockopt(zmq.RCVHWM, most_queued)
+    pull.setsockopt(zmq.MAXMSGSIZE, largest_frame)
+    pull.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
+    pull.setsockopt(zmq.IPV6, int(":" in host))
+    keep_alive(pull)
+    return pull
+
+
+def monitor_events(monitor: Socket) -> Iterator[int]:
+    """The events that a socket's monitor has to tell."""
+    while True:
+        try:
+            event, _ = EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
+        except zmq.Again:
+            return
+        yield event
+
+
+def close_sending(socket: Socket, linger_s: float) -> None:
+    """Close a socket that sends; what is queued gets that long to leave, and never less than LEAST_LINGER_S."""
+    socket.close(linger=round(max(linger_s, LEAST_LINGER_S) * 1000))
