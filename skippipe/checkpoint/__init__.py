@@ -1,0 +1,1 @@
+"""Checkpoints of a run and models for transformers: how they are written, read and kept."""

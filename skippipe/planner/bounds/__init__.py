@@ -1,0 +1,1 @@
+"""Lower bounds: no plan can be faster than this."""

@@ -1,0 +1,1 @@
+"""A new plan within milliseconds, when nodes come and go."""

@@ -1,0 +1,1 @@
+"""What limits a plan, and which change would help most."""

@@ -1,0 +1,1 @@
+"""The same coordinator and nodes under virtual time, with faults."""

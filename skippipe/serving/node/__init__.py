@@ -1,0 +1,1 @@
+"""What a node does to serve a stage."""
