@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from skippipe.cli.train import run_job
-from skippipe.runtime.node.agent import JoinConfig, NodeAgent
+from skippipe.runtime.node.agent import NodeAgent
+from skippipe.runtime.node.interfaces import JoinConfig
+from skippipe.runtime.train_role import ROLES
 from skippipe.training.backends import BACKENDS
+from skippipe.training.train_job import run_job
 from skippipe.transport.keys import KeyFile
 from tests.chaos import NODES, Ground
 from tests.machines import Machine, neighbours
@@ -170,7 +172,7 @@ def _node(ground: Ground, node: int) -> Callable[[], None]:
     def run() -> None:
         file = KeyFile.load(ground.keys / f"n{node}.key")
         where, lead = f"{address(node)}:{PORT}", f"{address(LEADS)}:{PORT}"
-        NodeAgent(JoinConfig(file.node, lead, file.keys, file.coordinator, listen=where)).run()
+        NodeAgent(JoinConfig(file.node, lead, file.keys, file.coordinator, listen=where), ROLES).run()
 
     return run
 

@@ -22,11 +22,11 @@ import torch
 
 from skippipe.cluster import Cluster, Node
 from skippipe.model.model_spec import ModelSpec, llama_config
+from skippipe.profiling.config import ProfilingConfig
 from skippipe.profiling.coordinator import ProfilingCallback
 from skippipe.profiling.launcher import here
 from skippipe.profiling.link_probe import ProbeSettings
 from skippipe.profiling.merge import merge_results, outliers
-from skippipe.profiling.role import ProfilingConfig
 from skippipe.workload import MODELS, Workload
 
 LATENCY_S = 0.0005, 0.12

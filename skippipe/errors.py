@@ -1,4 +1,10 @@
-"""What goes wrong through no fault of the program."""
+"""What goes wrong through no fault of the program, and how a command tells of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from io import TextIOWrapper
 
 
 class UserError(Exception):
@@ -7,3 +13,41 @@ class UserError(Exception):
 
 class Infeasible(UserError):
     """A demand no plan can meet; the message gives the nearest one that can be met."""
+
+
+def run_command(command: Callable[[], None]) -> None:
+    """Run it; what goes wrong through no fault of the program becomes one line and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without our arrows shows question marks
+    try:
+        command()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get(error.name or "")
+        if extra is None:
+            raise
+        print(f"error: this needs the package '{error.name}'; pip install 'skippipe[{extra}]'", file=sys.stderr)
+        raise SystemExit(2) from None
+    except BrokenPipeError:
+        raise SystemExit(1) from None
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+EXTRAS = {
+    "torch": "train",
+    "transformers": "train",
+    "tokenizers": "train",
+    "safetensors": "train",
+    "zmq": "train",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+}
+"""Packages that only some commands need, and the extra that brings each."""

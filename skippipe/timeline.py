@@ -5,7 +5,7 @@ Whole nanoseconds in memory, seconds with up to nine decimals in files, node num
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -186,3 +186,34 @@ class Timeline:
             tasks.append(Task(*whole, node(name, at), *(time(each, at) for each in times)))
         fields.close()
         return cls(timing, iteration_ns, last_ns, tuple(averaging), tuple(nodes), tuple(links), tuple(tasks))
+
+
+class BarKind(StrEnum):
+    """What a bar says about its node."""
+
+    FORWARD = "forward"
+    HEAD = "head"
+    BACKWARD = "backward"
+    WEIGHTS = "weights"
+    WAITING = "waiting"
+    AVERAGING = "averaging"
+    OPTIMIZER = "optimizer"
+
+
+TASK_KINDS = (BarKind.FORWARD, BarKind.HEAD, BarKind.BACKWARD, BarKind.WEIGHTS)
+
+
+# Eight hues of Okabe & Ito and of Tol, which red-blind and green-blind eyes can tell apart too. A ninth data node takes
+# the first hue again; the lane numbers on the bars say whose it is.
+HUES = ("#0072B2", "#E69F00", "#882255", "#117733", "#CC79A7", "#56B4E9", "#999933", "#EE6677")
+
+
+def ranges_text(numbers: Iterable[int]) -> str:
+    """0, 1, 2, 5 as '0–2, 5'."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in runs)

@@ -15,6 +15,7 @@ import httpx2
 from skippipe.errors import UserError
 from skippipe.inference.request import SamplingParams
 from skippipe.serving.engine_client import RequestOutput, RequestRefused, StageCoverage
+from skippipe.serving.http import routes
 from skippipe.web import server as web_server
 from skippipe.web.auth import ApiSettings
 
@@ -103,7 +104,7 @@ class Caller:
 
     def __init__(self, mirror: Mirror | None = None, settings: ApiSettings = OPEN) -> None:
         self.mirror = mirror or Mirror()
-        self.app = web_server.app(self.mirror, settings)
+        self.app = routes.app(self.mirror, settings)
 
     def __call__(self, method: str, path: str, **how: Any) -> httpx2.Response:
         return asyncio.run(self.asked(method, path, **how))
@@ -149,7 +150,7 @@ def events(response: httpx2.Response) -> list[Any]:
 def serving(mirror: Mirror, settings: ApiSettings = OPEN) -> Iterator[str]:
     """The address of a server on loopback, in a thread of its own."""
     with socket.create_server(("127.0.0.1", 0)) as listening:  # who connects before it has begun just waits a bit
-        server = web_server.server(web_server.app(mirror, settings), "127.0.0.1", 0)
+        server = web_server.server(routes.app(mirror, settings), "127.0.0.1", 0)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])), daemon=True)
         thread.start()
         try:

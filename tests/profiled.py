@@ -26,10 +26,10 @@ from skippipe.launch.fork_server import ProcessPool
 from skippipe.model.model_spec import ModelSpec
 from skippipe.optim_config import OptimConfig
 from skippipe.profiling import launcher
+from skippipe.profiling.config import ProfilingConfig
 from skippipe.profiling.coordinator import ProfilingCallback, ProfilingCoordinator, ProfilingDeadlines
 from skippipe.profiling.link_probe import ProbeSettings
 from skippipe.profiling.results import ProfileResult, save_results
-from skippipe.profiling.role import ProfilingConfig
 from skippipe.profiling.state_machine import ProfilingNode
 from skippipe.runtime.coordinator.state_machine import Callback, RecoverySettings
 from skippipe.runtime.messages import Computed, ControlMessage, LinkDown, Probe, Probed

@@ -26,20 +26,22 @@ from transformers import LlamaForCausalLM  # noqa: F401  imported once, before o
 
 import skippipe.runtime.train_role
 import skippipe.training.run
-from skippipe.cli.train import run_job
 from skippipe.errors import UserError
 from skippipe.launch.fork_server import ProcessPool
 from skippipe.runtime.coordinator.state_machine import IterationReport
 from skippipe.runtime.messages import COORDINATOR
-from skippipe.runtime.node.agent import THE_COORDINATOR, JoinConfig, NodeAgent
+from skippipe.runtime.node.agent import THE_COORDINATOR, NodeAgent
+from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.runtime.node.ops import Op, OptimizerStep, StageTask
 from skippipe.runtime.node.state_machine import Node
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.simulation.fault_injection import Fault, phase_of
 from skippipe.runtime.stage_executor import StageExecutor
+from skippipe.runtime.train_role import ROLES
 from skippipe.training.backends import BACKENDS
 from skippipe.training.job_config import JobConfig
 from skippipe.training.metrics import MetricsFile
+from skippipe.training.train_job import run_job
 from skippipe.transport.keys import KeyFile, KeyPair
 from skippipe.transport.message import Message
 
@@ -150,7 +152,7 @@ class Stricken(NodeAgent):
     """A node that looks for faults before all it does, and takes detours where links are to fail."""
 
     def __init__(self, join_config: JoinConfig, scene: Scene) -> None:
-        super().__init__(join_config)
+        super().__init__(join_config, ROLES)
         self._scene = scene
         scene.born(join_config.name, self._mailbox.address)
 
@@ -238,7 +240,7 @@ def run_coordinator(scene: Scene, resumed: bool) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     scene.born(THE_COORDINATOR, scene.job.transport.listen if scene.joined else "")
-    skippipe.training.run.node_process = partial(birth, scene)
+    skippipe.training.run.node_process = lambda roles, told: birth(scene, told)  # type: ignore[attr-defined]
     if scene.full_disk is not None:
         _fill_disk(scene)
     try:

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from skippipe.errors import UserError
 from skippipe.inference.request import SamplingParams
-from skippipe.web import server as web_server
+from skippipe.serving.http import routes
 from skippipe.web.auth import ApiSettings
 from tests.junk import junk_answered
 from tests.mirror import (
@@ -419,7 +419,7 @@ def test_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("skippipe.optional_deps.import_module", nothing)
     with pytest.raises(UserError, match=r"fastapi.*pip install 'skippipe\[serve\]'"):
-        web_server.app(Mirror(), OPEN)
+        routes.app(Mirror(), OPEN)
 
 
 def test_junk() -> None:

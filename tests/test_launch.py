@@ -21,9 +21,9 @@ from skippipe.cli import main
 from skippipe.cli.app import app
 from skippipe.cluster import Cluster
 from skippipe.errors import UserError
-from skippipe.training import launch_torchrun
+from skippipe.training import torchrun
 from skippipe.training.job_config import load_job
-from skippipe.training.launch_torchrun import Rank
+from skippipe.training.torchrun import Rank
 from skippipe.transport.addresses import free_port, listen_address, own_address
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 
@@ -266,7 +266,7 @@ def test_every_rank_takes_its_own_gpu() -> None:
 @pytest.mark.slow
 def test_torchrun(place: Place) -> None:
     job = place.job("ranks", nodes=3, stages=3)
-    words = ("--standalone", "--nproc-per-node", 3, "-m", "skippipe.training.launch_torchrun", job)
+    words = ("--standalone", "--nproc-per-node", 3, "-m", "skippipe.training.torchrun", job)
     code, out, err = end(start(*words, module="torch.distributed.run"))
     assert code == 0, f"{out}{err}"
     assert "on 3 nodes of 'regions:3'" in out
@@ -295,7 +295,7 @@ def test_torchrun_cannot_start(
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(sys, "argv", ["torchrun", str(place.job("cannot", nodes=3, stages=3, more=more))])
     with pytest.raises(SystemExit) as ended:
-        launch_torchrun.main()
+        torchrun.main()
     assert ended.value.code == 2
     assert only_error(capsys.readouterr().err).startswith(wrong)
 

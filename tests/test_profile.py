@@ -27,9 +27,11 @@ from skippipe.profiling.estimators import estimate_link, estimate_node, spread
 from skippipe.profiling.link_probe import SMALL_BYTES, LinkProbe, ProbeSettings
 from skippipe.profiling.merge import merge_results, unreachable
 from skippipe.profiling.results import ProfileResult, load_results
+from skippipe.profiling.role import ROLES
 from skippipe.profiling.state_machine import ProfilingNode
 from skippipe.runtime.messages import Computed, Failed, Hello, Probe, Stop
-from skippipe.runtime.node.agent import JoinConfig, NodeAgent
+from skippipe.runtime.node.agent import NodeAgent
+from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.runtime.simulation.fault_injection import slow_link, slow_node
 from skippipe.training.metrics import CallbackList, ClusterFile, LazyCallback
 from skippipe.transport.addresses import free_port
@@ -329,7 +331,7 @@ def test_nodes_that_join(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture
     for name in ("ann", "bob"):
         mine = KeyFile.load(keys / f"{name}.key")
         join_config = JoinConfig(name, where, mine.keys, mine.coordinator, patience=timedelta(seconds=PATIENCE_S))
-        members.append(threading.Thread(target=NodeAgent(join_config).run, daemon=True))
+        members.append(threading.Thread(target=NodeAgent(join_config, ROLES).run, daemon=True))
         members[-1].start()
     nodes = tuple(Node(name, "there", 1.0, 1) for name in ("ann", "bob", "carol"))
     node_config = brief_of(replace(far_apart(3, 0.01), nodes=nodes))

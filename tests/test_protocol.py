@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from skippipe.cli.train import _Screen
 from skippipe.runtime.coordinator.state_machine import CoordinatorState, Event
 from skippipe.runtime.messages import (
     COORDINATOR,
@@ -34,6 +33,7 @@ from skippipe.runtime.node.state_machine import MOST_EARLY, NodePhase
 from skippipe.runtime.node.state_transfer import STATE
 from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.training.train_job import _Screen
 from skippipe.transport.message import Message, MessageKind
 from tests.benches import (
     A_CHUNK,

@@ -21,15 +21,14 @@ from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.published import published20
 from skippipe.report import text
 from skippipe.report.chrome_trace import trace_events, write_trace
-from skippipe.report.gantt import HUES, TASK_KINDS, Bar, BarKind, Gantt, shade
+from skippipe.report.gantt import Bar, Gantt, shade
 from skippipe.report.html import write_html
 from skippipe.report.path_map import HALF_WIDTH, HEIGHT, path_map
 from skippipe.report.png import write_png
-from skippipe.report.summary import ranges
 from skippipe.report.text import plan_grid
 from skippipe.ring_timing import best_ring
 from skippipe.simulator import simulate
-from skippipe.timeline import Timeline, Timing
+from skippipe.timeline import HUES, TASK_KINDS, BarKind, Timeline, Timing, ranges_text
 
 
 def published(paths: str, timing: Timing, split: bool = False) -> tuple[Plan, Timeline]:
@@ -81,7 +80,7 @@ def test_grid_shows_every_node_with_its_stage_slots_and_lanes() -> None:
         at = plan.cluster.nodes[node]
         lanes = [number for number, lane in enumerate(plan.lanes) if node in lane.path]
         row = next(line.split() for line in lines if at.name in line.split())
-        assert row[-4:] == [at.location, str(plan.slots[node]), f"{len(lanes)}:", ranges(lanes)]
+        assert row[-4:] == [at.location, str(plan.slots[node]), f"{len(lanes)}:", ranges_text(lanes)]
 
 
 def test_grid_folds_equal_lanes_and_marks_swaps() -> None:

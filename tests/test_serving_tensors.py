@@ -15,7 +15,7 @@ from skippipe.inference.cached_stage import logits
 from skippipe.inference.checkpoint_loader import fingerprint, load, load_stage, read_outline
 from skippipe.inference.request import SamplingParams
 from skippipe.model.stage import StageModel
-from skippipe.runtime.node.agent import JoinConfig
+from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.serving.node.executor import ServingExecutor
 from skippipe.serving.node.role import ServingConfig, build_executor
 from skippipe.serving.step_protocol import ForwardStep, FreeSlots, InputRow, SampleTokens, StepRefused

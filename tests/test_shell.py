@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from skippipe.cli import politely
-from skippipe.errors import UserError
+from skippipe.errors import UserError, run_command
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,7 @@ def test_how_it_ends(raised: BaseException, code: int, said: str, capsys: pytest
         raise raised
 
     with pytest.raises(SystemExit) as end:
-        politely(command)
+        run_command(command)
     assert end.value.code == code
     shown = capsys.readouterr().err
     assert said in shown
@@ -41,7 +40,7 @@ def test_a_module_of_ours_that_is_missing_is_a_bug() -> None:
         raise ModuleNotFoundError("No module named 'skippipe.plam'", name="skippipe.plam")
 
     with pytest.raises(ModuleNotFoundError):
-        politely(command)
+        run_command(command)
 
 
 @pytest.mark.parametrize(

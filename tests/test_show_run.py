@@ -23,10 +23,8 @@ from skippipe.report.run.gantt import MARK_KINDS
 from skippipe.report.run.html import write_run_html
 from skippipe.report.run.png import PRINT_DPI, WIDTH_IN
 from skippipe.report.run.summary import MEANINGS, amount, run_json
-from skippipe.runs.history import MOST_CHARTS, RunHistory, read_history
-from skippipe.runs.node_outages import node_outages
+from skippipe.runs.history import MOST_CHARTS, RunHistory, node_outages, node_utilization, read_history
 from skippipe.runs.records import CHECKPOINTED, MetricsRow, thinned
-from skippipe.runs.utilization import node_utilization
 from skippipe.runs.wal import WriteAheadLog
 from skippipe.runtime.coordinator.interfaces import EventKind
 from skippipe.runtime.coordinator.state_machine import IterationReport, RecoverySettings

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skippipe.checkpoint.hf_export import ModelFolder
+from skippipe.checkpoint.storage import LineFile, ModelStore, check_room
 from skippipe.data.tokenizer import TextTokenizer, train_bpe
 from skippipe.errors import UserError
 from skippipe.model.model_spec import ModelSpec
@@ -19,7 +20,6 @@ from skippipe.runs.tail import model_run_id
 from skippipe.runs.wal import WriteAheadLog
 from skippipe.runtime.coordinator.interfaces import WriteFailed
 from skippipe.training.run import WalWriter
-from skippipe.training.storage import LineFile, ModelStore, check_room
 from skippipe.transport.wire_codec import encode
 from tests.benches import LEARNING
 from tests.dashboards import RunFolder, plan_of

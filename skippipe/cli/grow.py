@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from skippipe.cli import plan as plan_command
-from skippipe.cli import train as train_command
+from skippipe.terminal import interruptible
+from skippipe.training.train_job import assembled, begin, wanted_job
 
 
 def grow(
@@ -55,20 +55,18 @@ def grow(
 
     Example: skippipe grow run-8 whole.toml
     """
-    wanted = train_command.wanted_job(job, None, None)
+    wanted = wanted_job(job, None, None)
     from skippipe.training import depth_growth
     from skippipe.training.run_folder import held_run_folder
 
     young = depth_growth.young_of(run)
     depth_growth.check_job(young, wanted)
     with held_run_folder(Path(wanted.output), force=force) as folder:
-        with plan_command.interruptible() as stopped:
-            run_setup = train_command.assembled(
-                wanted, stopped, nodes_here=False, resumed=False, drills=frozenset(), folder=folder
-            )
+        with interruptible() as stopped:
+            run_setup = assembled(wanted, stopped, nodes_here=False, resumed=False, drills=frozenset(), folder=folder)
         if stopped:
             raise KeyboardInterrupt
-        grown = depth_growth.grow(young, run_setup.run, lambda: train_command.begin(folder, run_setup))
+        grown = depth_growth.grow(young, run_setup.run, lambda: begin(folder, run_setup))
         run_setup.save_plans()
     other = depth_growth.other_batch(run, run_setup.plan)
     if other:

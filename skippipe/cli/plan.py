@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import typer
 from skippipe.cli import options as cli_options
 from skippipe.errors import Infeasible, UserError
 from skippipe.json_fields import check_writable
+from skippipe.terminal import interruptible, plan_progress
 from skippipe.value_ranges import MICROBATCHES, POSITIVE, Range
 
 BOUND_SHARE = 0.2  # of the budget, for a proof of how good a plan could be
@@ -250,7 +250,7 @@ class Search:
         from skippipe.plan import Plan
         from skippipe.planner.strategies import PlanRequest
 
-        with progress_bar(strategy) as progress:
+        with plan_progress(strategy) as progress:
             yield PlanRequest(
                 seed=self.seed,
                 budget_s=self.budget_s,
@@ -283,44 +283,6 @@ class Gains:
     @property
     def late(self) -> float:
         return 1 - self._last_s / self._early_s if self._last_s and self._early_s else 0.0
-
-
-@contextmanager
-def interruptible(times: int = 1) -> Iterator[list[bool]]:
-    """Ctrl-C, so many times, makes the list longer, which ends what goes on; once more ends the program."""
-    stopped: list[bool] = []
-
-    def stop(*_: object) -> None:
-        if len(stopped) == times:
-            raise KeyboardInterrupt
-        stopped.append(True)
-
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        yield stopped
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def progress_bar(strategy: str) -> Iterator[PlanProgress]:
-    """On a terminal; elsewhere long work is silent."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield lambda what, share, best_s: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.fields[strategy]:>9}"), TextColumn("{task.description:<32}"), BarColumn())
-    figures = (TextColumn("{task.fields[best]}"), TimeElapsedColumn())
-    with Progress(*columns, *figures, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=1.0, strategy=str(strategy), best="")
-
-        def show(what: str, share: float, best_s: float | None) -> None:
-            best = "" if best_s is None else f"best {best_s:.2f} s"
-            bar.update(task, description=what, completed=share, best=best)
-
-        yield show
 
 
 def summary(plan: Plan, took_s: float) -> dict[str, Any]:

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from skippipe.cli import options as cli_options
-from skippipe.cli import plan as plan_command
 from skippipe.errors import UserError
 from skippipe.json_fields import check_writable
+from skippipe.terminal import interruptible
 from skippipe.value_ranges import NODES, SAMPLES, SEQUENCE, THREADS, WAIT_S, Range
 
 if TYPE_CHECKING:
     from skippipe.cluster import Cluster
+    from skippipe.profiling.config import ProfilingConfig
     from skippipe.profiling.coordinator import ProfilingCallback
     from skippipe.profiling.results import ProfileResult
-    from skippipe.profiling.role import ProfilingConfig
     from skippipe.training.job_config import JobConfig
 
 MERGING = "Merging"
@@ -135,10 +135,10 @@ def profile(
     import torch
 
     torch.set_num_threads(1)  # nodes are forked from here
+    from skippipe.model.model_spec import check_device
     from skippipe.profiling import launcher
     from skippipe.profiling.coordinator import ProfilingDeadlines
     from skippipe.profiling.results import ProfileResult, load_results
-    from skippipe.runtime.train_role import check_device
 
     known = [_cluster(path) for path in (output, merge) if path is not None and (path is merge or path.exists())]
     before = [] if fresh else load_results(output)
@@ -148,7 +148,7 @@ def profile(
         check_device(wanted.compute.device)
     node_config = _node_config(wanted, _names(local, peers), transfer)
     screen = _Screen()
-    with plan_command.interruptible() as stopped:
+    with interruptible() as stopped:
         if peers is None or key is None:
             found = launcher.here(node_config, cast("ProfilingCallback", screen), lambda: bool(stopped))
         else:
@@ -215,8 +215,8 @@ def _names(local: int | None, peers: Path | None) -> tuple[str, ...]:
 
 def _node_config(job: JobConfig, names: tuple[str, ...], transfer_s: float) -> ProfilingConfig:
     from skippipe.model.model_spec import ModelSpec, config_named
+    from skippipe.profiling.config import ProfilingConfig
     from skippipe.profiling.link_probe import ProbeSettings
-    from skippipe.profiling.role import ProfilingConfig
     from skippipe.workload import Workload, model_named
 
     shape = model_named(job.model.config)

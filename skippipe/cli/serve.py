@@ -167,7 +167,7 @@ def serve(
 
     torch.set_num_threads(1)  # nodes are forked from here
     from skippipe.inference.checkpoint_loader import fingerprint, read_outline
-    from skippipe.runtime.train_role import check_device
+    from skippipe.model.model_spec import check_device
     from skippipe.serving.launcher import ServeApp, ServeConfig
     from skippipe.serving.node.role import ServingConfig
     from skippipe.serving.routing import ClusterCost, UniformCost, assign_stages

@@ -59,8 +59,8 @@ def run(
 
     Example: skippipe study run study.toml --results results.jsonl
     """
-    from skippipe.study.__main__ import run_study
     from skippipe.study.config import load_study
+    from skippipe.study.runner import run_study
 
     wanted = load_study(study)
     with _runs_bar() as progress:
@@ -118,7 +118,7 @@ def report(
 @contextmanager
 def _runs_bar() -> Iterator[runner.RunProgress]:
     """A bar for every run on a terminal, lines elsewhere."""
-    from skippipe.study.__main__ import LineProgress
+    from skippipe.study.runner import LineProgress
 
     if not sys.stderr.isatty():
         yield LineProgress()

@@ -13,6 +13,7 @@ from skippipe.cli import options as cli_options
 from skippipe.cli import plan as plan_command
 from skippipe.errors import Infeasible
 from skippipe.json_fields import check_writable
+from skippipe.terminal import interruptible
 from skippipe.value_ranges import Range
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def sweep(
         asked = cli_options.problem_from(cluster, cli_options.ProblemOptions(**said, stages=count, visit=visited))
         return replace(asked, sizes=())  # an example has sizes of its own for one share
 
-    with plan_command.interruptible() as stopped:
+    with interruptible() as stopped:
 
         def planned(problem: Problem) -> Plan:
             plan, took_s = search.planned(problem, strategy, None, stopped)
@@ -177,13 +178,13 @@ def _table(rows: list[dict[str, Any]], first: SweepPoint) -> Table:
 
 def _refused(refusals: list[InfeasiblePoint]) -> list[str]:
     """A line for each reason, with all lengths of paths that it is for."""
-    from skippipe.report.summary import ranges
+    from skippipe.timeline import ranges_text
 
     lengths: dict[tuple[int, str], list[int]] = {}
     for each in refusals:
         lengths.setdefault((each.stages, each.reason), []).append(each.visited)
     return [
-        f"no plan for {stages} stages, visiting {ranges(visited)}: {reason}"
+        f"no plan for {stages} stages, visiting {ranges_text(visited)}: {reason}"
         for (stages, reason), visited in lengths.items()
     ]
 

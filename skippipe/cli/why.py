@@ -10,7 +10,7 @@ import typer
 
 from skippipe.cli import inspect as inspect_command
 from skippipe.cli import options as cli_options
-from skippipe.cli import plan as plan_command
+from skippipe.terminal import interruptible, plan_progress
 from skippipe.value_ranges import Range
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def why(
     path = critical_path(found, timeline)
     answer = None
     if changes:
-        with plan_command.interruptible() as stopped, plan_command.progress_bar("why") as progress:
+        with interruptible() as stopped, plan_progress("why") as progress:
             answer = advise(found, timeline, replanning, progress, lambda: bool(stopped))
         if stopped:
             print("interrupted: not all changes were tried", file=sys.stderr)

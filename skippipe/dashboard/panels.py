@@ -13,9 +13,9 @@ from typing import Any
 
 from skippipe.dashboard.run_state import RunFollower, RunState, Source
 from skippipe.plan import Plan
-from skippipe.report.gantt import HUES
 from skippipe.runs.gantt_data import KINDS, GanttBar
 from skippipe.runs.records import checkpointed, thinned
+from skippipe.timeline import HUES
 
 MOST_POINTS = 300  # of a curve; more cannot be told apart on a screen
 MOST_LINKS = 5000  # of a map; those with the fewest bytes are left out

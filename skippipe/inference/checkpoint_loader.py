@@ -22,11 +22,9 @@ from skippipe.checkpoint.format import MANIFEST, Checkpoints, Manifest, check_fi
 from skippipe.errors import UserError
 from skippipe.json_fields import exists, read_as
 from skippipe.model.model_files import INDEX, check_model_folder, weight_map_of
-from skippipe.model.model_spec import ModelSpec, config_from, config_named
+from skippipe.model.model_spec import LAYER, ModelSpec, check_device, config_from, config_named
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.runs.tail import model_run_id, run_id_of
-from skippipe.runtime.neighbour_init import LAYER
-from skippipe.runtime.train_role import check_device
 from skippipe.stage_subset import whole_numbers
 from skippipe.workload import Workload
 

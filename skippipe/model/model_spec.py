@@ -7,6 +7,7 @@ the seed and on which part it is, so a layer comes out the same on whatever node
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -181,3 +182,18 @@ class ModelSpec:
             for each in module.modules():
                 self.skeleton._init_weights(each)
         return module
+
+
+def check_device(device: str) -> None:
+    import torch
+
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise UserError(f"device '{device}': expected cpu, cuda or cuda:N")
+    if kind == "cuda":
+        found = torch.cuda.device_count()
+        if int(index or 0) >= found:
+            raise UserError(f"device '{device}': this machine has {found} CUDA devices; use another, or cpu")
+
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.")

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import torch
 
-from skippipe.model.model_spec import ModelSpec, config_from
+from skippipe.model.model_spec import ModelSpec, check_device, config_from
 from skippipe.model.stage_step import StageStep
 from skippipe.optim_config import OptimConfig
-from skippipe.profiling.role import ProfilingConfig
+from skippipe.profiling.config import ProfilingConfig
 from skippipe.profiling.state_machine import RunPasses
 from skippipe.runtime.messages import Computed
-from skippipe.runtime.train_role import check_device
 from skippipe.transport.message import Message
 
 WARM_UP = 2  # passes that do not count

@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from skippipe.launch.fork_server import ProcessPool, how_ended, log_file
+from skippipe.profiling.config import ProfilingConfig
 from skippipe.profiling.coordinator import ProfilingCallback, ProfilingDeadlines
 from skippipe.profiling.results import ProfileResult
-from skippipe.profiling.role import ProfilingConfig
+from skippipe.profiling.role import ROLES
 from skippipe.profiling.server import ProfilingServer
-from skippipe.training.run import node_process
+from skippipe.runtime.node.agent import node_process
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 
 Stopped = Callable[[], bool]
@@ -27,7 +29,7 @@ def here(
     """Every node as a process of this machine. Forks first, so call it before threads are started."""
     with tempfile.TemporaryDirectory(prefix="skippipe-") as folder:
         logs = Path(folder)
-        pool = ProcessPool(node_process, logs)
+        pool = ProcessPool(partial(node_process, ROLES), logs)
         try:
             own, pairs = KeyPair.new(), {name: KeyPair.new() for name in node_config.names}
             publics = {name: pair.public for name, pair in pairs.items()}

@@ -1,92 +1,17 @@
-"""What a node must know to be measured: who the others are, what to compute, and how thoroughly.
-
-What a node that is measured is made of, from the brief.
-"""
+"""What a node that is measured runs: its state machine and its benchmark."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from skippipe.cluster import Cluster
-from skippipe.errors import UserError
-from skippipe.json_fields import Fields
-from skippipe.profiling.link_probe import ProbeSettings
+from skippipe.profiling.config import ProfilingConfig
 from skippipe.profiling.state_machine import ProfilingNode
-from skippipe.runtime.node.interfaces import PROFILING, NodeEnv, Role
-from skippipe.toml_config import from_table
+from skippipe.runtime.node.interfaces import PROFILING, NodeEnv, Role, Roles
 from skippipe.transport.link_emulation import EmulatedLink
-from skippipe.value_ranges import HEARTBEAT_S, THREADS, WAIT_S
-from skippipe.workload import Workload
 
 if TYPE_CHECKING:
     from skippipe.profiling.compute_bench import ComputeBench
-    from skippipe.runtime.node.agent import JoinConfig
-
-
-@dataclass(frozen=True)
-class ProfilingConfig:
-    names: tuple[str, ...]
-    """Of all nodes; a node's number is its place here."""
-    config: dict[str, Any]
-    """Of the model, as Hugging Face writes it."""
-    workload: Workload
-    """Of it, the size of a microbatch and how it is computed."""
-    device: str = "cpu"
-    compiled: bool = False
-    threads: Annotated[int, THREADS] = 1
-    compute_s: Annotated[float, WAIT_S] = 1.0
-    """For the passes that are measured; what runs then is the last."""
-    effort: ProbeSettings = field(default_factory=ProbeSettings)
-    emulated: Cluster | None = None
-    """Links take what they take in this cluster of the same nodes; none: they are as they are."""
-    heartbeat_s: Annotated[float, HEARTBEAT_S] = 5.0
-    """Within which a node gives several signs of life."""
-
-    @property
-    def number(self) -> dict[str, int]:
-        """Of each node."""
-        return {name: number for number, name in enumerate(self.names)}
-
-    @property
-    def work(self) -> str:
-        """What nodes compute, in words: how fast they are depends on it."""
-        work = self.workload
-        how = [work.compute_dtype] + ["recomputed"] * work.activation_checkpointing + ["compiled"] * self.compiled
-        return f"{work.model.name}, {work.samples_per_microbatch} × {work.sequence_tokens} tokens, {', '.join(how)}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "kind": PROFILING,
-            **vars(self),
-            "names": list(self.names),
-            "workload": self.workload.to_json(),
-            "effort": asdict(self.effort),
-            "emulated": self.emulated.to_json() if self.emulated else None,
-        }
-
-    @classmethod
-    def from_json(cls, value: Any) -> ProfilingConfig:
-        fields = Fields(value, "brief", of=cls)
-        fields.text("kind", (PROFILING,))
-        config = fields.take("config")
-        if not isinstance(config, dict):
-            raise UserError("brief.config: expected an object")
-        emulated = fields.take("emulated")
-        node_config = cls(
-            names=tuple(str(name) for name in fields.items("names")),
-            config=config,
-            workload=Workload.from_json(fields.take("workload")),
-            device=fields.text("device"),
-            compiled=fields.flag("compiled"),
-            threads=fields.integer("threads"),
-            compute_s=fields.number("compute_s"),
-            effort=from_table(ProbeSettings, fields.take("effort"), "brief.effort"),
-            emulated=Cluster.from_json(emulated) if emulated is not None else None,
-            heartbeat_s=fields.number("heartbeat_s"),
-        )
-        fields.close()
-        return node_config
+    from skippipe.runtime.node.interfaces import JoinConfig
 
 
 def profiling_role(said: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
@@ -99,6 +24,9 @@ def profiling_role(said: dict[str, Any], join_config: JoinConfig, env: NodeEnv) 
         threads=node_config.threads,
         links=_links(node_config, join_config.name),
     )
+
+
+ROLES: Roles = {PROFILING: profiling_role}
 
 
 def build_bench(node_config: ProfilingConfig, join_config: JoinConfig) -> ComputeBench:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
+from skippipe.profiling.config import ProfilingConfig
 from skippipe.profiling.coordinator import ProfilingCallback, ProfilingCoordinator, ProfilingDeadlines
 from skippipe.profiling.results import ProfileResult
-from skippipe.profiling.role import ProfilingConfig
 from skippipe.runtime.messages import ControlMessage
 from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.rendezvous import Gone, Rendezvous

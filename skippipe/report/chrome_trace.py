@@ -13,8 +13,8 @@ from typing import Any
 from skippipe.cost_model import seconds
 from skippipe.json_fields import write_text
 from skippipe.plan import Plan
-from skippipe.report.gantt import Bar, BarKind, Gantt
-from skippipe.timeline import Timeline
+from skippipe.report.gantt import Bar, Gantt
+from skippipe.timeline import BarKind, Timeline
 
 PROCESS_ID = 1
 

@@ -9,33 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
 from skippipe.cost_model import seconds
 from skippipe.dispatch import is_weights
 from skippipe.plan import Plan
-from skippipe.timeline import Task, Timeline
+from skippipe.timeline import HUES, BarKind, Task, Timeline
 
-
-class BarKind(StrEnum):
-    """What a bar says about its node."""
-
-    FORWARD = "forward"
-    HEAD = "head"
-    BACKWARD = "backward"
-    WEIGHTS = "weights"
-    WAITING = "waiting"
-    AVERAGING = "averaging"
-    OPTIMIZER = "optimizer"
-
-
-TASK_KINDS = (BarKind.FORWARD, BarKind.HEAD, BarKind.BACKWARD, BarKind.WEIGHTS)
-
-# Eight hues of Okabe & Ito and of Tol, which red-blind and green-blind eyes can tell apart too. A ninth data node takes
-# the first hue again; the lane numbers on the bars say whose it is.
-HUES = ("#0072B2", "#E69F00", "#882255", "#117733", "#CC79A7", "#56B4E9", "#999933", "#EE6677")
 NEUTRAL = {BarKind.WAITING: "#9A9A9A", BarKind.AVERAGING: "#D9D9D9", BarKind.OPTIMIZER: "#4D4D4D"}
 STAGE_GAP = 0.5  # rows of space between stages
 BRIEF = 1.35  # an iteration this many times as long as its passes is shown whole

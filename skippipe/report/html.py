@@ -12,12 +12,12 @@ from plotly import graph_objects as go
 from skippipe.cost_model import seconds
 from skippipe.json_fields import write_text
 from skippipe.plan import Plan
-from skippipe.report.gantt import NEUTRAL, TASK_KINDS, Bar, BarKind, Gantt
+from skippipe.report.gantt import NEUTRAL, Bar, Gantt
 from skippipe.report.path_map import HALF_WIDTH, HEIGHT, path_map
 from skippipe.report.plotly_utils import figure_html, page, section, table_html
 from skippipe.report.summary import lanes_named, plan_figures, timeline_figures
 from skippipe.report.table import Table
-from skippipe.timeline import Timeline
+from skippipe.timeline import TASK_KINDS, BarKind, Timeline
 
 Place = tuple[float, float]
 """Of a bar: its middle, and its height."""

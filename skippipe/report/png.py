@@ -10,11 +10,10 @@ from matplotlib.patches import FancyBboxPatch, Patch
 
 from skippipe.cost_model import seconds
 from skippipe.plan import Plan
-from skippipe.report.gantt import NEUTRAL, TASK_KINDS, Bar, BarKind, Gantt, shade
+from skippipe.report.gantt import NEUTRAL, Bar, Gantt, shade
 from skippipe.report.matplotlib_utils import GRID, INK, blank, literal, write_image
 from skippipe.report.path_map import HALF_WIDTH, HEIGHT, Line, PathMap, Station, path_map, spacing
-from skippipe.report.summary import ranges
-from skippipe.timeline import Timeline
+from skippipe.timeline import TASK_KINDS, BarKind, Timeline, ranges_text
 
 WIDTH_IN = 17.0
 ROW_IN = 0.24
@@ -174,7 +173,7 @@ def _draw_line(axes: Axes, line: Line, beside: int) -> None:
     x, y = line.legs[0].points[0]
     left = x - 2 * HALF_WIDTH - 0.02
     size = min(8.0, 72 * STATION_IN * spacing(HEIGHT, beside))
-    axes.text(left, y, ranges(line.lanes), fontsize=size, color=INK, ha="right", va="center")
+    axes.text(left, y, ranges_text(line.lanes), fontsize=size, color=INK, ha="right", va="center")
 
 
 def _draw_station(axes: Axes, station: Station, column_in: float) -> None:

@@ -12,10 +12,10 @@ from plotly import graph_objects as go
 
 from skippipe.json_fields import write_text
 from skippipe.planner.sweep import SweepPoint, Trade, best, efficient
-from skippipe.report.gantt import HUES
 from skippipe.report.matplotlib_utils import INK, blank, dress, write_image
 from skippipe.report.plotly_utils import figure_html, page, section, table_html
 from skippipe.report.table import Table
+from skippipe.timeline import HUES
 
 SKIPPED_TITLE, SECONDS_TITLE = "share of the stages skipped, %", "seconds per microbatch"
 EFFICIENT, SAME = "efficient: nothing skips less and is faster", "as soon at the same loss as the best"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from skippipe.cost_model import seconds
 from skippipe.plan import Plan
-from skippipe.timeline import Timeline, Timing
+from skippipe.timeline import Timeline, Timing, ranges_text
 
 TIMING_IN_WORDS = {
     Timing.FULL: "full: queues on links, gradient averaging and the optimizer step are counted",
@@ -64,19 +64,8 @@ def scaled(count: float, units: Sequence[str]) -> tuple[float, str]:
     return count, units[power]
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """0, 1, 2, 5 as '0–2, 5'."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in runs)
-
-
 def lanes_named(numbers: list[int]) -> str:
-    return f"lane {numbers[0]}" if len(numbers) == 1 else f"lanes {ranges(numbers)}"
+    return f"lane {numbers[0]}" if len(numbers) == 1 else f"lanes {ranges_text(numbers)}"
 
 
 def equal_lanes(plan: Plan) -> list[list[int]]:

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 from skippipe import constraints
 from skippipe.plan import Plan
-from skippipe.report.summary import equal_lanes, lanes_named, ranges, timeline_figures
+from skippipe.report.summary import equal_lanes, lanes_named, timeline_figures
+from skippipe.timeline import ranges_text
 
 WIDTH = 110  # characters of a terminal that the matrix of visits may fill
 SKIPPED = "·"
@@ -38,7 +39,7 @@ def _nodes(plan: Plan) -> list[str]:
         for position, number in enumerate(stage.nodes):
             node = plan.cluster.nodes[number]
             lanes = through.get(number, [])
-            held = f"{len(lanes):2}: {ranges(lanes)}" if lanes else " 0"
+            held = f"{len(lanes):2}: {ranges_text(lanes)}" if lanes else " 0"
             overfull = "  overfull" if len(lanes) > plan.slots[number] else ""
             of_stage = [str(index), str(stage.layers)] if position == 0 else ["", ""]
             rows.append([*of_stage, node.name, node.location, str(plan.slots[number]), held + overfull])
@@ -77,7 +78,7 @@ def _visits(plan: Plan) -> list[list[str]]:
     groups = equal_lanes(plan)
     visits = [plan.visits(lane) for lane in plan.lanes]
     counts = plan.exposure
-    columns = [[ranges(group), *_orders(visits[group[0]], len(plan.stages))] for group in groups]
+    columns = [[ranges_text(group), *_orders(visits[group[0]], len(plan.stages))] for group in groups]
     cell = 1 + max(len(column[0]) for column in columns)
     fits = max(1, (WIDTH - len("stage  microbatches  ")) // cell)
     blocks = []

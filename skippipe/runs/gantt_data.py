@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from skippipe.report.gantt import HUES, TASK_KINDS, BarKind
 from skippipe.runs.tail import is_of
+from skippipe.timeline import HUES, TASK_KINDS, BarKind
 
 KINDS = tuple(kind for kind in BarKind if kind is not BarKind.WAITING)
 """A bar's kind is a place in here."""

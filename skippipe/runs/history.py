@@ -3,25 +3,35 @@
 Files may be missing or torn, and may have lines of another run, which do not count. Of lines for the same iteration
 the last one counts, and it voids those of later iterations before it: a run that is resumed from a checkpoint does some
 of them again.
+
+
+Nodes that were lost, what was done about it, and what became of them.
+
+How busy every node was, as planned and as measured: means over the recorded iterations.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+from typing import TYPE_CHECKING, NamedTuple
 
 from skippipe.cluster import Cluster
+from skippipe.cost_model import seconds
 from skippipe.errors import UserError
 from skippipe.plan import Plan
-from skippipe.report.summary import ranges
-from skippipe.runs.gantt_data import GanttData, read_gantt
-from skippipe.runs.node_outages import NodeOutage, node_outages
+from skippipe.runs.gantt_data import TASKS, GanttBar, GanttData, read_gantt
 from skippipe.runs.records import EventRecord, MetricsRow, WalSummary, checkpointed, event_of, metrics_of
 from skippipe.runs.tail import checkpoints_in, is_of, modified, run_id_of, traces_in
-from skippipe.runs.utilization import NodeUtilization, node_utilization
+from skippipe.timeline import ranges_text
+
+if TYPE_CHECKING:
+    pass  # GONE
+
 
 MOST_CHARTS = 20  # recorded iterations that are read, the newest ones
 CLOCK_S = 2.0  # by which the time of a file may differ from the time in a line written with it
@@ -169,7 +179,7 @@ def _read_metrics(
 def _say_gaps(rows: Sequence[MetricsRow], missing: list[str]) -> None:
     gaps = set(range(rows[-1].iteration)) - {row.iteration for row in rows}
     if gaps:
-        missing.append(f"iterations {ranges(number + 1 for number in gaps)}: metrics.jsonl has no line of them")
+        missing.append(f"iterations {ranges_text(number + 1 for number in gaps)}: metrics.jsonl has no line of them")
     if all(row.promised_s is None for row in rows):
         missing.append("promised seconds: no plan with a promise was followed, as in a run in one process")
 
@@ -283,3 +293,163 @@ def _say_others(name: str, others: int, missing: list[str]) -> None:
 def _median(values: Sequence[float | None]) -> float | None:
     found = [value for value in values if value is not None]
     return median(found) if found else None
+
+
+ANSWERS = ("rerouted", "restarted", "paused")
+
+
+class NodeOutage(NamedTuple):
+    node: str
+    iteration: int
+    """From 0."""
+    time: float
+    why: str
+    answer: str
+    """What was done within the iteration; empty: nothing is on record."""
+    end: str
+
+
+def node_outages(history: RunHistory) -> list[NodeOutage]:
+    """In the order in which they happened."""
+    found = []
+    for place, event in enumerate(history.events):
+        if event.kind == "gone":
+            later = _until_lost_again(history.events[place + 1 :], event.node)
+            told = (event.node, event.iteration, event.time, event.text, _answer(later, event))
+            found.append(NodeOutage(*told, _end(later, event, history)))
+    return found
+
+
+def _until_lost_again(events: Sequence[EventRecord], node: str) -> list[EventRecord]:
+    found = []
+    for event in events:
+        found.append(event)
+        if event.kind == "gone" and event.node == node:
+            break
+    return found
+
+
+def _answer(later: Sequence[EventRecord], lost: EventRecord) -> str:
+    for event in later:
+        if event.kind in ANSWERS and event.node in (lost.node, "") and event.iteration == lost.iteration:
+            return f"{event.kind}: {event.text}"
+    return ""
+
+
+def _end(later: Sequence[EventRecord], lost: EventRecord, history: RunHistory) -> str:
+    mine = {event.kind: event for event in reversed(later) if event.node == lost.node}  # the first of each kind
+    if "able" in mine:
+        return f"back at work from iteration {mine['able'].iteration + 2} on"
+    if any(event.kind == "recovered" for event in later):
+        return "asked anew when the coordinator was started again"
+    if "gone" in mine:
+        return f"came back, and was lost again in iteration {mine['gone'].iteration + 1}"
+    came = mine.get("joined") or mine.get("learning")
+    if came is not None:
+        return f"came back in iteration {came.iteration + 1}; no event says that it got microbatches"
+    if history.last_sent.get(lost.node, -1) > lost.iteration:
+        return f"at work again, as late as iteration {history.last_sent[lost.node] + 1}; no event says since when"
+    return "did not come back"
+
+
+class Utilization(NamedTuple):
+    """What a node did in an iteration."""
+
+    iteration_s: float
+    busy_s: float
+    collision_s: float
+    """For how long tasks that were ready waited for the node, summed over the tasks."""
+
+    @property
+    def idle_s(self) -> float:
+        return self.iteration_s - self.busy_s
+
+
+class NodeUtilization(NamedTuple):
+    name: str
+    stage: int | None
+    """In the last plan that is known; None: it holds none there."""
+    planned: Utilization | None
+    measured: Utilization | None
+    slowdown: float | None
+    """Times what the plan counted on that its tasks took at the end: a running mean, which forgets."""
+    waited_for: int
+    """How often it was named because an iteration took too long."""
+    sent_bytes: int
+    received_bytes: int
+
+
+def node_utilization(history: RunHistory) -> list[NodeUtilization]:
+    """By stage; those that hold none come last."""
+    plan = history.last_plan or history.plan
+    stage_of = {plan.cluster.nodes[node].name: stage for node, stage in plan.stage_of.items()} if plan else {}
+    planned, measured = _recorded(history)
+    if not planned and history.plan is not None:
+        planned = _promised(history.plan)
+    sent: Counter[str] = Counter()
+    received: Counter[str] = Counter()
+    for (sender, receiver), count in history.links.items():
+        sent[sender] += count
+        received[receiver] += count
+    waited_for = Counter(event.node for event in history.events if event.kind == "slow" and event.node)
+    slowdowns = _slowdowns(history)
+    names = dict.fromkeys([*stage_of, *planned, *measured, *sent, *received, *waited_for])
+    found = [
+        NodeUtilization(
+            *(name, stage_of.get(name), planned.get(name), measured.get(name), slowdowns.get(name)),
+            *(waited_for[name], sent[name], received[name]),
+        )
+        for name in names
+    ]
+    return sorted(found, key=lambda use: (use.stage is None, use.stage or 0))
+
+
+def _recorded(history: RunHistory) -> tuple[dict[str, Utilization], dict[str, Utilization]]:
+    """As planned for recorded iterations, and as measured in them."""
+    planned: dict[str, list[Utilization]] = {}
+    measured: dict[str, list[Utilization]] = {}
+    for chart in history.charts:
+        whole_s = history.row[chart.iteration].seconds
+        if chart.planned:
+            _add(planned, chart, chart.planned, max(bar.end_s for bar in chart.planned))
+        if chart.measured and whole_s is not None:
+            _add(measured, chart, chart.measured, whole_s)
+    return _means(planned), _means(measured)
+
+
+def _add(uses: dict[str, list[Utilization]], chart: GanttData, bars: Sequence[GanttBar], iteration_s: float) -> None:
+    busy_s, collision_s = [0.0] * len(chart.rows), [0.0] * len(chart.rows)
+    for bar in bars:
+        if bar.kind in TASKS:
+            busy_s[bar.row] += bar.end_s - bar.start_s
+            collision_s[bar.row] += bar.waited_s
+    for (_, name), *times in zip(chart.rows, busy_s, collision_s, strict=True):
+        uses.setdefault(name, []).append(Utilization(iteration_s, *times))
+
+
+def _means(uses: dict[str, list[Utilization]]) -> dict[str, Utilization]:
+    return {name: Utilization(*map(fmean, zip(*found, strict=True))) for name, found in uses.items()}
+
+
+def _promised(plan: Plan) -> dict[str, Utilization]:
+    expected = plan.expected
+    if expected is None:
+        return {}
+    return {
+        plan.cluster.nodes[use.node].name: Utilization(
+            expected.iteration_s, seconds(use.busy_ns), seconds(use.collision_ns)
+        )
+        for use in expected.nodes
+    }
+
+
+def _slowdowns(history: RunHistory) -> dict[str, float]:
+    if history.plan is None or history.measured is None:
+        return {}
+    measured = {node.name: node.flops_per_s for node in history.measured.nodes}
+    held = {history.plan.cluster.nodes[number].name for number in history.plan.stage_of}
+    return {
+        node.name: node.flops_per_s / measured[node.name]
+        for node in history.plan.cluster.nodes
+        if node.name in held and measured.get(node.name)
+    }

@@ -10,15 +10,12 @@ them is kept on a node of another stage: the numbers of all ends, one weight aft
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
 from skippipe.model.flat_params import ParamSlot, layout_of_stage
-from skippipe.model.model_spec import ModelSpec
+from skippipe.model.model_spec import LAYER, ModelSpec
 from skippipe.model.stage import layer_ranges
 from skippipe.runtime.node.ops import StateSlice
-
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def init_from_neighbours(

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from skippipe.cluster import Cluster
-from skippipe.errors import UserError
+from skippipe.model.model_spec import check_device
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
-from skippipe.runtime.node.interfaces import NodeEnv, Role
+from skippipe.runtime.node.interfaces import TRAINING, NodeEnv, Role, Roles
 from skippipe.runtime.node.state_machine import Node
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.stage_executor import StageExecutor
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from skippipe.data.batch_sampler import BatchSampler
-    from skippipe.runtime.node.agent import JoinConfig
+    from skippipe.runtime.node.interfaces import JoinConfig
 
 
 def train_role(said: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
@@ -39,6 +39,9 @@ def train_role(said: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> R
         if node_config.emulated
         else {},
     )
+
+
+ROLES: Roles = {TRAINING: train_role}
 
 
 def _link(cluster: Cluster, sender: int, receiver: int) -> EmulatedLink:
@@ -95,15 +98,3 @@ def build_stage_executor(
         packing=packing,
         reduce=reduce,
     )
-
-
-def check_device(device: str) -> None:
-    import torch
-
-    kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise UserError(f"device '{device}': expected cpu, cuda or cuda:N")
-    if kind == "cuda":
-        found = torch.cuda.device_count()
-        if int(index or 0) >= found:
-            raise UserError(f"device '{device}': this machine has {found} CUDA devices; use another, or cpu")

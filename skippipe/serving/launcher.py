@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,12 +25,13 @@ from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import CheckpointOutline
 from skippipe.inference.engine import ending_tokens
 from skippipe.launch.fork_server import ProcessPool, how_ended, log_file
+from skippipe.runtime.node.agent import node_process
 from skippipe.serving.async_engine import AsyncEngine
 from skippipe.serving.gateway_thread import GatewayCallback, GatewayThread
-from skippipe.serving.node.role import ServingConfig
+from skippipe.serving.http.routes import app
+from skippipe.serving.node.role import ROLES, ServingConfig
 from skippipe.serving.routing import LinkCost, UniformCost
 from skippipe.serving.scheduler import ServingSettings
-from skippipe.training.run import node_process
 from skippipe.transport.addresses import join_address
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from skippipe.web import server as web_server
@@ -171,9 +173,7 @@ class ServeApp(GatewayCallback):
             vocabulary=config.vocab_size,
             ends=ending_tokens(config, tokenizer),
         )
-        self._server = web_server.server(
-            web_server.app(answers, hosting.api), hosting.host, hosting.port, front.hang_up
-        )
+        self._server = web_server.server(app(answers, hosting.api), hosting.host, hosting.port, front.hang_up)
         if self._failure is None:
             asyncio.run(self._server.serve([listening]))
 
@@ -229,7 +229,7 @@ class LocalNodePool:
         """Forks at once: make it before threads are started. Afterwards it is for one thread."""
         self._logs = logs
         self._say = say
-        self._pool = ProcessPool(node_process, logs)
+        self._pool = ProcessPool(partial(node_process, ROLES), logs)
         self._told: Mapping[str, dict[str, Any]] = {}
         self._began: dict[str, float] = {}
         self._due: dict[str, float] = {}

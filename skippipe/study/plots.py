@@ -16,12 +16,12 @@ from plotly import graph_objects as go
 from plotly.subplots import make_subplots
 
 from skippipe.json_fields import write_text
-from skippipe.report.gantt import HUES
 from skippipe.report.matplotlib_utils import INK, LINE_STYLES, blank, dress, literal, write_image
 from skippipe.report.plotly_utils import figure_html, page, section, table_html
 from skippipe.report.table import Table
 from skippipe.study.planned_time import Times, elapsed_s
 from skippipe.study.tables import FULL, Result, Runs, held_out, increases, total_s
+from skippipe.timeline import HUES
 
 SETTLED = 0.12  # share of the longest run before which losses are so high that they need not be in the picture
 FINE = 0.02  # below this, increases are drawn as they are; far above it, by their logarithm

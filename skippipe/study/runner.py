@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.data.prepare import prepare
 from skippipe.data.token_file import HEADER, TokenFile
+from skippipe.errors import UserError
 from skippipe.model.model_spec import ModelSpec, config_named
 from skippipe.study.config import Study, StudyRun, kept_stages, read_results
 from skippipe.study.engine import Engine
@@ -200,3 +202,63 @@ class Runner:
 def _tokens(texts: list[str], tokenizer: int | Path) -> TokenFile:
     folder = Path(texts[0])
     return TokenFile.open(folder) if (folder / HEADER).exists() else prepare(texts, tokenizer)
+
+
+PARTS = 10  # of a run, with a line for each
+
+
+class LineProgress:
+    """A line for every tenth of a run."""
+
+    def __init__(self) -> None:
+        self._last = ("", 0)
+
+    def __call__(self, run: str, share: float, how: str) -> None:
+        part = run, int(PARTS * share)
+        if part != self._last and part[1]:
+            print(f"{run:<40} {share:>4.0%}  {how}", flush=True)
+        self._last = part
+
+
+def run_study(
+    study: Study,
+    results: Path,
+    device: str,
+    compiled: bool,
+    progress: RunProgress,
+    models: Path | None = None,
+    minutes: float = math.inf,
+) -> None:
+    """All runs that are not in the results yet; an interrupted one is done again from its start.
+
+    None is begun that would not be over after so many minutes, counted from now.
+    """
+    ends_at = time.monotonic() + 60 * minutes
+    if not device.startswith("cpu") and not torch.cuda.is_available():
+        raise UserError(f"--device: there is no '{device}' that torch could use here; use cpu")
+
+    def left() -> int:
+        done = {result["key"] for result in read_results(results)}
+        return sum(run.key not in done for run in study.runs)
+
+    print(f"{study.name}: {left()} of {len(study.runs)} runs to do, on {device}", flush=True)
+    try:
+        Runner(study, results, Device(device, compiled), progress, models, ends_at=ends_at).run()
+    except KeyboardInterrupt:
+        print(f"stopped; {left()} runs are left, and the same command goes on with them", file=sys.stderr)
+        raise SystemExit(130) from None
+    if left():
+        print(f"{left()} runs are left: {minutes:g} minutes are too short for them; the same command goes on with them")
+    else:
+        print(f"done; all {len(study.runs)} runs are in {results}")
+
+
+def chosen(study: Study, names: list[str] | None) -> Study:
+    """The study with only these variants, in their order; None: with all."""
+    if names is None:
+        return study
+    variants = {each.name: each for each in study.variant}
+    for name in names:
+        if name not in variants:
+            raise UserError(f"--only: the study has no variant '{name}', but {', '.join(variants)}")
+    return replace(study, variant=[variants[name] for name in dict.fromkeys(names)])

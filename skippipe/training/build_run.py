@@ -17,11 +17,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from skippipe.checkpoint.format import BYTES, PARTS
+from skippipe.checkpoint.storage import Rescue, WriteFailures, check_room
 from skippipe.cluster import Cluster
 from skippipe.data.prepare import PrepareProgress, prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.errors import Infeasible, UserError
-from skippipe.model.model_spec import ModelSpec, config_named
+from skippipe.model.model_spec import ModelSpec, check_device, config_named
 from skippipe.plan import Plan
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of, stages_of
 from skippipe.planner.published import Example
@@ -30,13 +31,11 @@ from skippipe.presets import emulated_cluster
 from skippipe.runtime.coordinator.ends_backup import ENDS, best_pair
 from skippipe.runtime.coordinator.state_machine import Deadlines, RecoverySettings
 from skippipe.runtime.node_config import NodeConfig
-from skippipe.runtime.train_role import check_device
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.training.job_config import JobConfig, ReportConfig
 from skippipe.training.run import Run
 from skippipe.training.run_folder import make_folder
-from skippipe.training.storage import Rescue, WriteFailures, check_room
 from skippipe.validate import validate
 from skippipe.workload import Workload, model_named
 

@@ -20,10 +20,9 @@ from skippipe.checkpoint.format import PARTS, Checkpoints, Manifest, StageWriter
 from skippipe.checkpoint.manager import CheckpointOrigin, StateReader
 from skippipe.errors import UserError
 from skippipe.model.flat_params import ParamSlot, layout_of_stage
-from skippipe.model.model_spec import ModelSpec, config_from, config_named
+from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named
 from skippipe.model.stage import layer_ranges
 from skippipe.plan import Plan
-from skippipe.runtime.neighbour_init import LAYER
 from skippipe.skip_schedule import donors
 from skippipe.training.job_config import JobConfig
 from skippipe.training.run import Run

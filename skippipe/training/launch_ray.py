@@ -53,10 +53,11 @@ class Actor:
 
     def live(self, told: dict[str, Any]) -> str:
         """Why it ended; empty if all is well."""
-        from skippipe.training.run import node_main
+        from skippipe.runtime.node.agent import node_main
+        from skippipe.runtime.train_role import ROLES
 
         keys = [self._keys.public, self._keys.secret] if told["security"] == "curve" else None
-        return node_main({**told, "keys": keys, "listen": join_address(_ray.util.get_node_ip_address(), 0)})
+        return node_main(ROLES, {**told, "keys": keys, "listen": join_address(_ray.util.get_node_ip_address(), 0)})
 
 
 def train_on_ray(run_setup: RunSetup, callback: Callback, asked: StopRequests) -> None:

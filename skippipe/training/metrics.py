@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from skippipe.checkpoint.storage import LineFile, WriteFailures
 from skippipe.cluster import Cluster
 from skippipe.cost_model import ns
 from skippipe.errors import UserError
@@ -26,7 +27,6 @@ from skippipe.runs.records import metrics_of
 from skippipe.runtime.coordinator.state_machine import Callback, Event, IterationReport
 from skippipe.simulator import node_use
 from skippipe.timeline import LinkUse, Task, Timeline, Timing
-from skippipe.training.storage import LineFile, WriteFailures
 
 log = logging.getLogger(__name__)
 

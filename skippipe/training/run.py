@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from skippipe.checkpoint.format import Checkpoints
 from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.checkpoint.manager import CheckpointManager, CheckpointOrigin, origin_of
+from skippipe.checkpoint.storage import ModelStore, Rescue, WriteFailures
 from skippipe.constraints import lanes_through
 from skippipe.data.tokenizer import TextTokenizer
 from skippipe.errors import UserError
@@ -30,12 +31,12 @@ from skippipe.runtime.coordinator.failure_detector import ROOM_S
 from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport, StopRequests, WriteFailed
 from skippipe.runtime.coordinator.server import CoordinatorServer
 from skippipe.runtime.coordinator.state_machine import Deadlines, RecoverySettings
-from skippipe.runtime.node.agent import JoinConfig, NodeAgent
+from skippipe.runtime.node.agent import node_process
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.rendezvous import Gone
+from skippipe.runtime.train_role import ROLES
 from skippipe.training.metrics import CallbackList
 from skippipe.training.run_folder import journal_run_id
-from skippipe.training.storage import ModelStore, Rescue, WriteFailures
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from skippipe.transport.mailbox import Security
 
@@ -160,7 +161,7 @@ class Run:
         asked: StopRequests = lambda: 0,
     ) -> None:
         """Every node as a process of this machine. Forks first, so call it before threads are started."""
-        pool = ProcessPool(node_process, self.output / "logs")
+        pool = ProcessPool(partial(node_process, ROLES), self.output / "logs")
         desk = None
         try:
             pairs = {name: self.new_keys() for name in self.names}
@@ -310,21 +311,6 @@ class WalWriter:
             while self._waiting:
                 self._wal.write(self._waiting[0])
                 del self._waiting[0]
-
-
-def node_process(told: dict[str, Any]) -> int:
-    """A node's life in its own process."""
-    reason = node_main(told)
-    if reason:
-        print(reason)
-    return 1 if reason else 0
-
-
-def node_main(told: dict[str, Any]) -> str:
-    """A node from its invitation to its end; why it ended, empty if all is well."""
-    keys = told["keys"]
-    folders = {each: Path(told[each]) for each in ("data_folder", "checkpoint") if told.get(each)}
-    return NodeAgent(JoinConfig(**{**told, **folders, "keys": KeyPair(*keys) if keys else None})).run()
 
 
 class KillDrill(Callback):

@@ -19,13 +19,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from skippipe.optional_deps import require
-from skippipe.web.auth import ApiSettings
 
 if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
 
-    from skippipe.serving.engine_client import EngineClient
 
 EXTRA = "serve"
 PURPOSE = "the HTTP interface"
@@ -37,13 +35,6 @@ def check_installed() -> None:
     """UserError that says what to install."""
     for package in ("fastapi", "uvicorn"):
         require(package, EXTRA, PURPOSE)
-
-
-def app(answering: EngineClient, settings: ApiSettings) -> FastAPI:
-    check_installed()
-    from skippipe.serving.http.routes import application
-
-    return application(answering, settings)
 
 
 def server(application: FastAPI, host: str, port: int, give_up: Callable[[], None] = lambda: None) -> uvicorn.Server:

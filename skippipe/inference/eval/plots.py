@@ -14,10 +14,10 @@ from plotly.subplots import make_subplots
 from skippipe.inference.eval.evaluate import Evaluation
 from skippipe.inference.eval.tables import notes, number, tables
 from skippipe.json_fields import write_text
-from skippipe.report.gantt import HUES
 from skippipe.report.matplotlib_utils import INK, LINE_STYLES, blank, dress, literal, write_image
 from skippipe.report.plotly_utils import figure_html, page, section, table_html
 from skippipe.stage_subset import StageSubset
+from skippipe.timeline import HUES
 
 MARKER = {"color": "#9A9A9A", "size": 7, "opacity": 0.6}
 KEPT_TITLE, PERPLEXITY_TITLE = "stages kept, % of the model's", "perplexity (logarithmic)"

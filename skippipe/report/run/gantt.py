@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from skippipe.cost_model import ns
 from skippipe.report import gantt
-from skippipe.report.gantt import BRIEF, HUES, NEUTRAL, STAGE_GAP, BarKind, pale, shade, span
+from skippipe.report.gantt import BRIEF, NEUTRAL, STAGE_GAP, pale, shade, span
 from skippipe.runs.gantt_data import KINDS, TASKS, GanttBar, GanttData
 from skippipe.runs.history import RunHistory
+from skippipe.timeline import HUES, BarKind
 
 PLANNED_PLACE, MEASURED_PLACE = (-0.23, 0.34), (0.18, 0.44)  # (below the middle of its row, height)
 FAINT = "#888888"  # of lanes whose data node is not on record

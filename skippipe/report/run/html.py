@@ -11,7 +11,7 @@ from plotly import graph_objects as go
 
 from skippipe.json_fields import write_text
 from skippipe.plan import Plan
-from skippipe.report.gantt import HUES, Gantt, pale
+from skippipe.report.gantt import Gantt, pale
 from skippipe.report.html import ROW_PX, bar_trace, heat_figure, key_figures, picture_sections
 from skippipe.report.plotly_utils import figure_html, page, section, table_html
 from skippipe.report.run.gantt import MEASURED_PLACE, PLANNED_PLACE, RecordedGantt, marks_of
@@ -31,7 +31,7 @@ from skippipe.runs.gantt_data import GanttData
 from skippipe.runs.history import RunHistory
 from skippipe.runs.records import thinned
 from skippipe.simulator import simulate
-from skippipe.timeline import Timing
+from skippipe.timeline import HUES, Timing
 
 MOST_POINTS = 3000  # of a curve
 MOST_TICKS = 6

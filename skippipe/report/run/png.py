@@ -12,7 +12,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from skippipe.report.gantt import HUES, pale
+from skippipe.report.gantt import pale
 from skippipe.report.matplotlib_utils import GRID, INK, blank, dress, literal, write_image
 from skippipe.report.png import draw_task, write_png
 from skippipe.report.run.gantt import MEASURED_PLACE, PLANNED_PLACE, RecordedGantt, marks_of
@@ -20,6 +20,7 @@ from skippipe.report.run.summary import amount, short_count, steps_of, title, to
 from skippipe.runs.history import RunHistory
 from skippipe.runs.records import thinned
 from skippipe.simulator import simulate
+from skippipe.timeline import HUES
 
 PRINT_DPI = 300
 WIDTH_IN, CURVES_IN = 11.0, 3.6

@@ -10,10 +10,8 @@ from typing import Any
 
 from skippipe.report.summary import scaled
 from skippipe.report.table import NOTHING, Table
-from skippipe.runs.history import RunHistory
-from skippipe.runs.node_outages import NodeOutage
+from skippipe.runs.history import NodeOutage, NodeUtilization, RunHistory, Utilization
 from skippipe.runs.records import MetricsRow
-from skippipe.runs.utilization import NodeUtilization, Utilization
 
 MEANINGS = {
     "gone": "a node was lost",

@@ -17,8 +17,6 @@ import logging
 import secrets
 import time
 from collections import Counter, deque
-from dataclasses import dataclass
-from datetime import timedelta
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -40,11 +38,11 @@ from skippipe.runtime.messages import (
     from_json,
     to_json,
 )
-from skippipe.runtime.node.interfaces import PROFILING, SERVING, Role, StateMachine
+from skippipe.runtime.node.interfaces import TRAINING, JoinConfig, Role, Roles, StateMachine
 from skippipe.runtime.node.ops import OpThread
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.link_emulation import DelayQueue, LinkEmulator
-from skippipe.transport.mailbox import LossReason, Mailbox, NotConnected, QueueFull, Security
+from skippipe.transport.mailbox import LossReason, Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Message, MessageKind, Received
 
 log = logging.getLogger(__name__)
@@ -59,29 +57,6 @@ WATCHED = 4  # heartbeats, since a link was last needed: a lane that serves is n
 LARGEST_BYTES = 2**33  # a ring of two passes on half the gradient of a stage at a time
 
 
-@dataclass(frozen=True)
-class JoinConfig:
-    """How a node finds its way in."""
-
-    name: str
-    coordinator: str
-    """host:port; several, with commas between them, if the coordinator may come back elsewhere."""
-    keys: KeyPair | None = None
-    coordinator_public: str | None = None
-    security: Security = "curve"
-    listen: str = "127.0.0.1:0"
-    address: str | None = None
-    """Where others reach this node; none: where it listens."""
-    data_folder: Path | None = None
-    """Where this machine keeps the text; none: where the coordinator does."""
-    checkpoint: Path | None = None
-    """Where this machine keeps the model that is served; none: where the gateway does."""
-    device: str | None = None
-    """What this machine computes on; none: what the job says."""
-    patience: timedelta = timedelta(minutes=15)
-    """How long to wait for the coordinator, before training starts and whenever it is gone."""
-
-
 class StoppedByCoordinator(Exception):
     """The coordinator said stop; the argument is its reason, empty if all is well."""
 
@@ -93,8 +68,9 @@ class DeclaredDead(Exception):
 class NodeAgent:
     """What a node's state machine sees of the world, and the loop around it."""
 
-    def __init__(self, join_config: JoinConfig) -> None:
+    def __init__(self, join_config: JoinConfig, roles: Roles) -> None:
         self._join_config = join_config
+        self._roles = roles
         self._mailbox = Mailbox(
             join_config.name,
             join_config.keys,
@@ -261,17 +237,17 @@ class NodeAgent:
     def _prepare(self, welcome: Welcome) -> None:
         import torch
 
-        post = self._post_of(welcome)
-        self._numbers = post.numbers
+        role = self._build_role(welcome.node_config)
+        self._numbers = role.numbers
         self._names |= {each: name for name, each in self._numbers.items()}
-        self._heartbeat_s = post.heartbeat_s
-        torch.set_num_threads(post.threads)
+        self._heartbeat_s = role.heartbeat_s
+        torch.set_num_threads(role.threads)
         self._meet(welcome.peers)
         self._dismiss_worker()
-        self._node = post.machine
-        if post.links:
-            self._shaper = LinkEmulator(dict(post.links), time.monotonic_ns)
-        self._worker = OpThread(post.build, self._mailbox.wake, post.pace, self._former)
+        self._node = role.machine
+        if role.links:
+            self._shaper = LinkEmulator(dict(role.links), time.monotonic_ns)
+        self._worker = OpThread(role.build, self._mailbox.wake, role.pace, self._former)
         self._welcome = welcome
 
     def _dismiss_worker(self) -> None:
@@ -280,19 +256,13 @@ class NodeAgent:
             self._former, self._worker = self._worker, None
         self._running, self._busy_since = 0, None
 
-    def _post_of(self, welcome: Welcome) -> Role:
-        """To train, to serve, or to be measured."""
-        if welcome.node_config.get("kind") == SERVING:
-            from skippipe.serving.node.role import serving_role
-
-            return serving_role(welcome.node_config, self._join_config, self)
-        if welcome.node_config.get("kind") == PROFILING:
-            from skippipe.profiling.role import profiling_role
-
-            return profiling_role(welcome.node_config, self._join_config, self)
-        from skippipe.runtime.train_role import train_role
-
-        return train_role(welcome.node_config, self._join_config, self)
+    def _build_role(self, node_config: dict[str, Any]) -> Role:
+        kind = str(node_config.get("kind", TRAINING))
+        if kind not in self._roles:
+            raise UserError(
+                f"the coordinator asks for '{kind}', and this node was started for {', '.join(self._roles)}"
+            )
+        return self._roles[kind](node_config, self._join_config, self)
 
     def _meet(self, peers: dict[str, Any]) -> None:
         for name, found in peers.items():
@@ -514,3 +484,18 @@ class NodeAgent:
             LossReason.FOREIGN: f"{where}: who answers there is no coordinator; check the address",
             LossReason.DISCONNECTED: f"the coordinator at {where} is gone",
         }[reason]
+
+
+def node_process(roles: Roles, told: dict[str, Any]) -> int:
+    """A node in a process of its own; gives its exit status. `told` is a `JoinConfig` as JSON."""
+    reason = node_main(roles, told)
+    if reason:
+        print(reason)
+    return 1 if reason else 0
+
+
+def node_main(roles: Roles, told: dict[str, Any]) -> str:
+    """Run a node until its end; gives the reason, empty if all is well. `told` is a `JoinConfig` as JSON."""
+    keys = told["keys"]
+    folders = {each: Path(told[each]) for each in ("data_folder", "checkpoint") if told.get(each)}
+    return NodeAgent(JoinConfig(**{**told, **folders, "keys": KeyPair(*keys) if keys else None}), roles).run()

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import Enum
+from pathlib import Path
 from typing import Any, Protocol
 
 from skippipe.runtime.messages import COORDINATOR, ControlMessage, Hello, Stop
+from skippipe.transport.keys import KeyPair
 from skippipe.transport.link_emulation import EmulatedLink
+from skippipe.transport.mailbox import Security
 from skippipe.transport.message import Message
 
 
@@ -44,8 +48,8 @@ class NodePhase(Enum):
 IN_ITERATION = (NodePhase.RUNNING, NodePhase.SETTLING, NodePhase.SETTLED, NodePhase.AVERAGING, NodePhase.AVERAGED)
 
 
-SERVING, PROFILING = "serving", "profiling"
-"""The kinds of briefs that are not for training."""
+TRAINING, SERVING, PROFILING = "training", "serving", "profiling"
+"""What a node is asked to do: the `kind` of the configuration that it gets; TRAINING where it has none."""
 
 
 class StateMachine(Protocol):
@@ -106,3 +110,32 @@ class Role:
     """How long a work takes at least, in ns: an emulated node is no faster than the plan says."""
     links: Mapping[str, EmulatedLink] = field(default_factory=dict)
     """To other nodes, if they are emulated."""
+
+
+@dataclass(frozen=True)
+class JoinConfig:
+    """How a node finds its way in."""
+
+    name: str
+    coordinator: str
+    """host:port; several, with commas between them, if the coordinator may come back elsewhere."""
+    keys: KeyPair | None = None
+    coordinator_public: str | None = None
+    security: Security = "curve"
+    listen: str = "127.0.0.1:0"
+    address: str | None = None
+    """Where others reach this node; none: where it listens."""
+    data_folder: Path | None = None
+    """Where this machine keeps the text; none: where the coordinator does."""
+    checkpoint: Path | None = None
+    """Where this machine keeps the model that is served; none: where the gateway does."""
+    device: str | None = None
+    """What this machine computes on; none: what the job says."""
+    patience: timedelta = timedelta(minutes=15)
+    """How long to wait for the coordinator, before training starts and whenever it is gone."""
+
+
+RoleBuilder = Callable[[dict[str, Any], JoinConfig, NodeEnv], Role]
+"""Makes a node's role from the configuration that the coordinator sent, as JSON."""
+Roles = Mapping[str, RoleBuilder]
+"""What a process can do as a node, by the kind of the configuration."""

@@ -47,6 +47,7 @@ from skippipe.serving.http.response_schema import (
 )
 from skippipe.web.auth import ApiSettings, BearerAuth, RateLimiter
 from skippipe.web.errors import APIError, no_such_model, short, too_slow, unavailable, wrong
+from skippipe.web.server import check_installed
 
 JSON = "application/json"
 STAGES = "X-SkipPipe-Stages"
@@ -251,3 +252,8 @@ async def _not_here(request: Request, error: Exception) -> NoReturn:
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(json_bytes(value), status, headers, JSON)
+
+
+def app(answering: EngineClient, settings: ApiSettings) -> FastAPI:
+    check_installed()
+    return application(answering, settings)

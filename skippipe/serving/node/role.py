@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, as_integer, exists
-from skippipe.runtime.node.interfaces import SERVING, NodeEnv, Role
+from skippipe.runtime.node.interfaces import SERVING, NodeEnv, Role, Roles
 from skippipe.serving.node.state_machine import ServingNode
 from skippipe.serving.step_protocol import NodeInfo
 from skippipe.value_ranges import DRIVE, HEARTBEAT_S, POSITIVE, THREADS
 
 if TYPE_CHECKING:
-    from skippipe.runtime.node.agent import JoinConfig
+    from skippipe.runtime.node.interfaces import JoinConfig
     from skippipe.serving.node.executor import ServingExecutor
 
 
@@ -91,6 +91,9 @@ def serving_role(said: dict[str, Any], join_config: JoinConfig, env: NodeEnv) ->
         heartbeat_s=node_config.heartbeat_s,
         threads=node_config.threads,
     )
+
+
+ROLES: Roles = {SERVING: serving_role}
 
 
 def build_executor(node_config: ServingConfig, stage: int, join_config: JoinConfig) -> ServingExecutor:

@@ -1,6 +1,6 @@
 """Nodes that torchrun starts, one rank a node:
 
-    torchrun --nproc-per-node 9 -m skippipe.training.launch_torchrun job.toml
+    torchrun --nproc-per-node 9 -m skippipe.training.torchrun job.toml
 
 Rank r is the r-th node of the plan. Rank 0 reads the job, plans and coordinates; its own node is a child process. All
 others need no job file. Every rank makes its own keys; public keys and the coordinator's address travel over
@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from skippipe.cli import politely
-from skippipe.errors import UserError
+from skippipe.errors import UserError, run_command
 from skippipe.transport.addresses import free_port, is_loopback, join_address, own_address, split_address
 
 if TYPE_CHECKING:
@@ -56,8 +55,7 @@ class Rank:
             return cls(number, world, local, os.environ["MASTER_ADDR"])
         except (KeyError, ValueError):
             raise UserError(
-                "this is for torchrun to start: "
-                "torchrun --nproc-per-node NODES -m skippipe.training.launch_torchrun JOB"
+                "this is for torchrun to start: torchrun --nproc-per-node NODES -m skippipe.training.torchrun JOB"
             ) from None
 
     def store(self) -> Store:
@@ -90,13 +88,13 @@ def train(
 ) -> None:
     """Train with one rank of torchrun a node.
 
-    Example: torchrun --nproc-per-node 9 -m skippipe.training.launch_torchrun job.toml
+    Example: torchrun --nproc-per-node 9 -m skippipe.training.torchrun job.toml
     """
     rank = Rank.here()
     if rank.number > 0:
         follow(rank, tokens)
         return
-    from skippipe.cli.train import run_job, wanted_job
+    from skippipe.training.train_job import run_job, wanted_job
 
     wanted = wanted_job(job, iterations, out)
     if wanted.transport.peers:
@@ -109,7 +107,8 @@ def lead(
 ) -> None:
     """Rank 0: coordinate, with the first node as a child."""
     from skippipe.launch.fork_server import ProcessPool
-    from skippipe.training.run import node_process
+    from skippipe.runtime.node.agent import node_process
+    from skippipe.runtime.train_role import ROLES
 
     run = run_setup.run
     if len(run.names) != rank.world:
@@ -117,7 +116,9 @@ def lead(
             f"the plan uses {len(run.names)} nodes and torchrun started {rank.world} ranks: "
             f"start {len(run.names)}, or plan for {rank.world} nodes"
         )
-    pool = ProcessPool(node_process, run.output / "logs")  # forks, so it comes before the store, which may have threads
+    pool = ProcessPool(
+        partial(node_process, ROLES), run.output / "logs"
+    )  # forks: before the store, which may have threads
     try:
         store = rank.store()
         others = [_wait(store, f"rank {each}", "to start", RANK_PATIENCE) for each in range(1, rank.world)]
@@ -150,7 +151,8 @@ def follow(rank: Rank, tokens: Path | None) -> None:
     """Every other rank: a node."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("SKIPPIPE_PURE_PYTHON", "1")  # a node decides a few times a second: no compiler needed
-    from skippipe.training.run import node_main
+    from skippipe.runtime.node.agent import node_main
+    from skippipe.runtime.train_role import ROLES
     from skippipe.transport.keys import KeyPair
 
     store = rank.store()
@@ -159,7 +161,7 @@ def follow(rank: Rank, tokens: Path | None) -> None:
     told = _wait(store, f"invitation {rank.number}", "from rank 0", PLAN_PATIENCE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every rank; rank 0 decides what it means
     keys = [pair.public, pair.secret] if told["security"] == "curve" else None
-    if reason := node_main(_at_home({**told, "keys": keys}, rank, tokens)):
+    if reason := node_main(ROLES, _at_home({**told, "keys": keys}, rank, tokens)):
         raise UserError(reason)
 
 
@@ -193,7 +195,7 @@ def _first_line(error: Exception) -> str:
 
 
 def main() -> None:
-    politely(lambda: typer.run(train))
+    run_command(lambda: typer.run(train))
 
 
 if __name__ == "__main__":

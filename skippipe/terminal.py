@@ -1,0 +1,46 @@
+"""What a long command does on a terminal: it shows how far it is, and Ctrl-C asks it to end."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def interruptible(times: int = 1) -> Iterator[list[bool]]:
+    """Ctrl-C, so many times, makes the list longer, which ends what goes on; once more ends the program."""
+    stopped: list[bool] = []
+
+    def stop(*_: object) -> None:
+        if len(stopped) == times:
+            raise KeyboardInterrupt
+        stopped.append(True)
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def plan_progress(strategy: str) -> Iterator[Callable[[str, float, float | None], None]]:
+    """On a terminal; elsewhere long work is silent."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda what, share, best_s: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.fields[strategy]:>9}"), TextColumn("{task.description:<32}"), BarColumn())
+    figures = (TextColumn("{task.fields[best]}"), TimeElapsedColumn())
+    with Progress(*columns, *figures, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=1.0, strategy=str(strategy), best="")
+
+        def show(what: str, share: float, best_s: float | None) -> None:
+            best = "" if best_s is None else f"best {best_s:.2f} s"
+            bar.update(task, description=what, completed=share, best=best)
+
+        yield show

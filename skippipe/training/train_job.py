@@ -1,0 +1,244 @@
+"""A job from its file to a trained model: the output folder, the plan, the run, and what people see of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, cast
+
+from skippipe.terminal import interruptible, plan_progress
+
+if TYPE_CHECKING:
+    from skippipe.cluster import Cluster
+    from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport
+    from skippipe.training.backends import Backend
+    from skippipe.training.build_run import RunSetup
+    from skippipe.training.job_config import JobConfig
+    from skippipe.training.metrics import IterationMetrics
+    from skippipe.training.run_folder import RunFolder
+
+
+def wanted_job(path: Path, iterations: int | None, out: str | None) -> JobConfig:
+    """The job, with what the command line says instead; torch must not be imported before."""
+    from skippipe.training.job_config import load_job
+
+    wanted = load_job(path)
+    if iterations is not None:
+        wanted = replace(wanted, iterations=iterations)
+    if out is not None:
+        wanted = replace(wanted, output=out)
+    os.environ.setdefault("OMP_NUM_THREADS", str(wanted.compute.threads))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    return wanted
+
+
+def run_job(
+    wanted: JobConfig,
+    engine: Backend,
+    nodes_here: bool = True,
+    resumed: bool = False,
+    drills: frozenset[int] = frozenset(),
+    force: bool = False,
+    rescue: Path | None = None,
+) -> None:
+    import torch
+
+    from skippipe.runs.tail import checkpoints_in
+    from skippipe.training.backends import BACKENDS
+    from skippipe.training.run_folder import held_run_folder
+
+    torch.set_num_threads(wanted.compute.threads)
+    output = Path(wanted.output)
+    with (
+        interruptible(2) as stopped,
+        held_run_folder(output, resumed=resumed, force=force, rescue=rescue) as folder,
+    ):
+        run_setup = assembled(wanted, stopped, nodes_here, resumed, drills, folder)
+        if stopped:
+            raise KeyboardInterrupt
+        run_setup.check_room(rescue)
+        begin(folder, run_setup)
+        run_setup.save_plans()
+        _announce(run_setup)
+        if engine is not BACKENDS["one-process"]:
+            _announce_backup(run_setup)
+        with _watching(run_setup) as callback:
+            engine(run_setup, callback, lambda: len(stopped))
+    _sum_up(output / "metrics.jsonl")
+    model = run_setup.run.models.place
+    if stopped:
+        more = "--resume goes on" if checkpoints_in(output) else "there is no checkpoint to go on from"
+        print(f"stopped; the model as it was then is in {model}; {more}", file=sys.stderr)
+        raise SystemExit(130)
+    print(f"done; the model is in {model}, figures in {output}/metrics.jsonl")
+
+
+def begin(folder: RunFolder, run_setup: RunSetup) -> None:
+    """From here on the folder is the new run's; if it was another's, that one is told of."""
+    aside = folder.begin(run_setup.read_while_training)
+    if aside is not None:
+        print(f"{folder.path}: the run that was there is in {aside}", file=sys.stderr)
+
+
+def assembled(
+    wanted: JobConfig, stopped: list[bool], nodes_here: bool, resumed: bool, drills: frozenset[int], folder: RunFolder
+) -> RunSetup:
+    from skippipe.planner.strategies import PlanRequest, Strategy
+    from skippipe.training.build_run import build_run
+
+    with plan_progress(Strategy(wanted.pipeline.strategy)) as progress:
+        request = PlanRequest(wanted.seed, wanted.pipeline.budget_s, None, progress, stopped=lambda: bool(stopped))
+        return build_run(
+            wanted,
+            reading=lambda what, share: progress(what, share, None),
+            request=request,
+            nodes_here=nodes_here,
+            resumed=resumed,
+            drills=drills,
+            run_id=folder.run_id,
+            rescue=folder.rescue,
+        )
+
+
+def _announce(run_setup: RunSetup) -> None:
+    from skippipe.training.build_run import in_words, timetable
+
+    plan, expected = run_setup.plan, run_setup.plan.expected
+    parameters = plan.workload.model.parameters
+    promise = f", {expected.iteration_s:.2f} s an iteration promised" if expected else ""
+    print(
+        f"{plan.workload.model.name} with {parameters / 1e6:.1f}M weights on {len(plan.stage_of)} nodes of "
+        f"'{plan.cluster.name}': {len(plan.stages)} stages, {plan.skipped:.0%} skipped{promise}"
+    )
+    if len(run_setup.lengths) > 1:
+        print(in_words(timetable(run_setup.lengths, run_setup.plans), len(plan.stages)))
+
+
+def _announce_backup(run_setup: RunSetup) -> None:
+    """Who keeps what only stage 0 holds a second time, or what is at risk."""
+    plan, every = run_setup.plan, run_setup.job.survive.backup_every
+    size = f"{plan.workload.backup_bytes / 1e6:.1f} MB"
+    if run_setup.backup is not None:
+        source, target = (plan.cluster.nodes[node].name for node in run_setup.backup)
+        print(f"every {every} iterations '{target}' gets a copy of what only stage 0 holds: {size} from '{source}'")
+    elif every and run_setup.job.averaging.engine == "ring":
+        print(f"no node has memory for a copy of what only stage 0 holds ({size}), so none is kept")
+    if run_setup.risk:
+        print(f"warning: {run_setup.risk}", file=sys.stderr)
+
+
+def _sum_up(metrics: Path) -> None:
+    """The run in a line."""
+    from skippipe.runs.records import metrics_of
+
+    found = [metrics_of(line) for line in metrics.read_bytes().split(b"\n")] if metrics.exists() else []
+    rows = [each.row for each in found if each is not None and each.row.loss is not None]
+    if not rows:
+        return
+    typical_s = median(row.seconds or 0.0 for row in (rows[1:] or rows))  # the first one warms up
+    promised = [row.promised_s for row in rows if row.promised_s is not None]
+    promise = f", {median(promised):.2f} s promised" if promised else ""
+    ratio = typical_s / median(promised) if promised else 1.0
+    if not 1 / UNLIKE < ratio < UNLIKE:
+        promise += f": {ratio:.2g} times that. Machines were busy, or are not as the cluster file has them"
+    print(
+        f"loss {rows[0].loss:.3f} to {rows[-1].loss:.3f} in {len(rows)} iterations; "
+        f"{typical_s:.2f} s an iteration (median){promise}"
+    )
+
+
+@contextmanager
+def _watching(run_setup: RunSetup) -> Iterator[Callback]:
+    """Those who watch are made when there is something to see: by then nodes are forked, and threads may start."""
+    from skippipe.training.metrics import (
+        CallbackList,
+        ClusterFile,
+        EventsFile,
+        IterationMetrics,
+        LazyCallback,
+        MetricsFile,
+        Prometheus,
+        TensorBoard,
+        TraceFiles,
+    )
+
+    figures = IterationMetrics(run_setup.plan)
+    folder = Path(run_setup.job.output)
+    asked = run_setup.job.report
+    screen = _Screen(figures, run_setup.job.iterations)
+
+    def made() -> Callback:
+        written: dict[str, Any] = {"resumed": run_setup.resumed, "run_id": run_setup.run_id}
+        callbacks: list[Callback] = [
+            MetricsFile(folder / "metrics.jsonl", figures, run_setup.job.iterations, **written),
+            EventsFile(folder / "events.jsonl", **written),
+            TraceFiles(folder / "traces", run_setup.run_id),
+            ClusterFile(folder / "cluster.json"),
+        ]
+        if asked.tensorboard:
+            callbacks.append(TensorBoard(folder / "tensorboard", figures))
+        if asked.prometheus:
+            callbacks.append(Prometheus(asked.prometheus, figures))
+        return CallbackList([*callbacks, cast("Callback", screen)])
+
+    try:
+        yield LazyCallback(made)
+    finally:
+        screen.close()
+
+
+class _Screen:
+    """A bar on a terminal, a few lines elsewhere."""
+
+    def __init__(self, figures: IterationMetrics, iterations: int) -> None:
+        self._figures = figures
+        self._iterations = iterations
+        self._every = -(-iterations // LINES)
+        self._bar: Any = None
+        self._task: Any = None
+
+    def iteration_done(self, report: IterationReport) -> None:
+        found = self._figures.of(report)
+        promise = f" (promised {found['promised_s']:.2f})" if "promised_s" in found else ""
+        text = f"loss {found['loss']:.4f}  {found['tokens_per_s']:,.0f} tokens/s  {found['seconds']:.2f} s{promise}"
+        if sys.stderr.isatty():
+            self._show(report.iteration + 1, text)
+        elif report.iteration % self._every == 0 or report.iteration + 1 == self._iterations:
+            print(f"iteration {report.iteration + 1:>5}/{self._iterations}  {text}", flush=True)
+
+    def happened(self, event: Event) -> None:
+        who = f"'{event.node}' " if event.node else ""
+        line = f"iteration {event.iteration + 1:>5}  {event.kind}: {who}{event.text}"
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False, markup=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def measured(self, cluster: Cluster) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _show(self, done: int, text: str) -> None:
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._iterations)
+        self._bar.update(self._task, completed=done, description=text)
+
+
+LINES = 25  # of progress at most, where there is no terminal
+
+
+UNLIKE = 1.25  # times the promise, or less than that part of it: worth a word
