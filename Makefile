@@ -50,25 +50,25 @@ test-slow: kernels search-kernels  # what takes many seconds each: long random s
 	$(BIN)/pytest -n 2 --dist load -m slow
 
 test-package: $(READY)
-	$(BIN)/pytest tests/package.py
+	$(BIN)/pytest tests/long/package.py
 
 test-docs: $(READY)  # Linux, with iproute2 and curl: machines of its own, which need no root this way
-	unshare --map-root-user $(BIN)/pytest tests/walk_docs.py
+	unshare --map-root-user $(BIN)/pytest tests/long/docs_walkthrough.py
 
 test-all:  # all of them; says what it could not run, and why
 	$(PYTHON) -m tests.run_all
 
 test-ray: $(READY)  # Linux, with iproute2: in a network that has the loopback only, or Ray looks for an address outside
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray]'
-	unshare --map-root-user --net sh -c 'ip link set lo up && exec $(BIN)/pytest tests/launch_ray.py'
+	unshare --map-root-user --net sh -c 'ip link set lo up && exec $(BIN)/pytest tests/long/ray_launch.py'
 
 test-harness: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,harness]' accelerate  # the harness's own model wants it
-	$(BIN)/pytest tests/score_harness.py
+	$(BIN)/pytest tests/long/lm_harness.py
 
 test-browser: $(READY)  # with Debian's chromium: apt-get install chromium
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'
-	$(BIN)/pytest tests/browse_dashboard.py
+	$(BIN)/pytest tests/long/browser.py
 
 chaos: $(READY)
 	$(BIN)/python -m benchmarks.fuzz

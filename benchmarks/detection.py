@@ -28,8 +28,8 @@ from skippipe.runtime.train_role import ROLES
 from skippipe.training.backends import BACKENDS
 from skippipe.training.train_job import run_job
 from skippipe.transport.keys import KeyFile
-from tests.chaos import NODES, Ground
-from tests.machines import Machine, neighbours
+from tests.helpers.chaos import NODES, Ground
+from tests.helpers.namespaces import Machine, neighbours
 
 PORT = 5555
 SETTLED = 3  # iterations before the fault

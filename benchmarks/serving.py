@@ -35,7 +35,7 @@ from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.optim_config import OptimConfig
 from skippipe.workload import ModelShape
-from tests.served import Server
+from tests.helpers.serve_process import Server
 
 TOKEN = "benchmark-token-benchmark"
 HUNG_S = 60.0  # for an answer that takes a second or two when nobody is killed

@@ -1,0 +1,117 @@
+"""The command that writes: skippipe generate."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from skippipe.cli import main
+from skippipe.inference.checkpoint_loader import load
+from skippipe.inference.decoder import TokenByToken
+from skippipe.inference.engine import GenerationEngine
+from skippipe.inference.request import GenerationRequest, OutputPiece, SamplingParams
+from skippipe.stage_subset import StageSubset
+from tests.lm_harness.test_likelihood import export_to
+
+torch.set_num_threads(1)
+WHOLE = StageSubset((0, 1, 2), 3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("generating") / "model"
+    export_to(place, max_position_embeddings=128)
+    return place
+
+
+@pytest.fixture
+def generate(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[str, str, int]]:
+    monkeypatch.setenv("TQDM_DISABLE", "1")  # in time for a process of its own, too late for this one
+    monkeypatch.setattr("transformers.utils.logging._tqdm_active", False)
+
+    def run(*words: str) -> tuple[str, str, int]:
+        """stdout, stderr and the exit code."""
+        monkeypatch.setattr(sys, "argv", ["skippipe", "generate", str(folder), *words])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return *capsys.readouterr(), code
+
+    return run
+
+
+def test_the_command(generate: Callable[..., tuple[str, str, int]], folder: Path) -> None:
+    model = load(folder)
+    prompt = tuple(model.tokenizer("some words")["input_ids"])
+    decoder = TokenByToken(model, WHOLE, 1000)
+    (reply,) = GenerationEngine(model, decoder).run([GenerationRequest(prompt, 20, SamplingParams(0.8, seed=3))])
+    options = ("--max-tokens", "20", "--seed", "3")
+    assert generate("some words", *options) == (reply.text + "\n", "", 0)
+    text, stats, _ = generate("some words", *options, "--draft", "0,1", "--draft-tokens", "2", "--stats")
+    assert text == reply.text + "\n"
+    assert f"stages all 3: 2 tokens read, {len(reply.said)} written; the first after" in stats
+    assert "drafts by stages 0,1: " in stats
+    assert generate("some words", *options, "--draft", "auto")[0] == text
+    assert generate("some words", *options, "--stop", reply.text[3:5])[0] == reply.text[:3] + "\n"
+    assert generate("some words", *options, "--stages", "0,2", "--drive", "scaled")[0] != text
+
+
+def test_several_prompts_and_stdin(
+    generate: Callable[..., tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--max-tokens", "9", "--temperature", "0")
+    one, other, new = (generate(*words, *options)[0] for words in (("some words",), ("Emma",), ()))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Emma\n"))
+    text, _, _ = generate("some words", "-", "", *options, "--together", "2")
+    assert text == f"==> some words <==\n{one}\n==> Emma <==\n{other}\n==>  <==\n{new}"
+
+
+def test_ctrl_c_keeps_what_was_said(
+    generate: Callable[..., tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("some words", "Emma", "--max-tokens", "9", "--temperature", "0", "--stats")
+    whole = generate(*options)[0]
+    step, steps = GenerationEngine.step, iter([True, True, True, False])
+
+    def impatient(self: GenerationEngine) -> list[OutputPiece]:
+        if not next(steps):
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(GenerationEngine, "step", impatient)
+    text, stats, code = generate(*options)
+    first, second = text.split("\n\n==> Emma <==\n")
+    assert whole.startswith(first)
+    assert second.strip()
+    assert second.strip("\n") in whole
+    assert (stats.count("tokens read"), code) == (1, 130)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--stages", "0", "--keep", "1/2"), "say one of the two"),
+        (("--draft-tokens", "2"), "say with --draft which stages"),
+        (("--draft", "0,7"), "some of the stages 0,1,2"),
+        (("--top-p", "0"), "give above 0 to 1"),
+        (("some words " * 100,), "the model looks at 128"),
+        (("\udcff",), "not text in UTF-8"),
+        (("--device", "tpu"), "device 'tpu'"),
+    ],
+)
+def test_what_is_not_written(
+    generate: Callable[..., tuple[str, str, int]], words: tuple[str, ...], complaint: str
+) -> None:
+    text, error, code = generate(*words)
+    assert (text, code) == ("", 2)
+    assert complaint in error
+    assert error.count("\n") == 1

@@ -1,0 +1,156 @@
+"""Cluster files: what is good comes back unchanged, what is bad is named with its place and its fix."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given
+
+from skippipe.cluster import Cluster
+from skippipe.errors import UserError
+from skippipe.json_fields import json_text
+from skippipe.presets import PRESETS, data, preset, random_cluster, regions
+from tests.helpers.plans import clusters, uniform_cluster
+
+SCHEMA = data("cluster.schema.json")
+
+
+@given(clusters())
+def test_file_and_back_unchanged(cluster: Cluster) -> None:
+    text = json_text(cluster.to_json())
+    assert Cluster.from_json(json.loads(text)) == cluster
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    cluster = regions(5)
+    cluster.save(tmp_path / "deep" / "cluster.json")
+    assert Cluster.load(tmp_path / "deep" / "cluster.json") == cluster
+    assert [file.name for file in (tmp_path / "deep").iterdir()] == ["cluster.json"]
+
+
+def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Set one value, as in `nodes.1.name`; the value ... removes it."""
+
+    def apply(raw: Any) -> None:
+        *way, last = path.split(".")
+        for name in way:
+            raw = raw[int(name) if isinstance(raw, list) else name]
+        key: Any = int(last) if isinstance(raw, list) else last
+        if value is ...:
+            del raw[key]
+        else:
+            raw[key] = value
+
+    return apply
+
+
+BAD = {
+    "missing node": (change("nodes.2", ...), "latency_s: 2 nodes need 2 rows, found 3"),
+    "no nodes": (change("nodes", []), "latency_s: 0 nodes need 0 rows"),
+    "negative bandwidth": (
+        change("bandwidth_bytes_per_s.1.2", -5.0),
+        "bandwidth_bytes_per_s[1][2] (from 'n1' to 'n2')",
+    ),
+    "NaN": (change("latency_s.0.1", float("nan")), "latency_s[0][1] (from 'n0' to 'n1'): nan"),
+    "infinite": (change("nodes.0.flops_per_s", float("inf")), "nodes[0].flops_per_s: inf is not a finite number"),
+    "not square": (change("latency_s.1", [0.0, 0.0]), "latency_s[1]: 3 nodes need 3 numbers in each row, found 2"),
+    "duplicate name": (change("nodes.2.name", "n0"), "nodes[2].name: 'n0' is already the name of nodes[0]"),
+    "unknown field": (
+        change("bandwith_bytes", 3),
+        "bandwith_bytes: unknown field; did you mean 'bandwidth_bytes_per_s'?",
+    ),
+    "unknown node field": (change("nodes.1.gpus", 3), "nodes[1].gpus: unknown field; known here: name"),
+    "missing field": (change("nodes.1.memory_bytes", ...), "nodes[1].memory_bytes: missing"),
+    "no memory": (change("nodes.1.memory_bytes", 0), "nodes[1].memory_bytes: 0 is out of range; give 1 to 9,007"),
+    "half a byte": (change("nodes.1.memory_bytes", 10.5), "nodes[1].memory_bytes: expected a whole number"),
+    "text for number": (change("nodes.1.flops_per_s", "fast"), "nodes[1].flops_per_s: expected a number"),
+    "true for number": (change("hop_overhead_s", True), "hop_overhead_s: expected a number, found true or false"),
+    "text in matrix": (change("latency_s.0.1", "1"), "latency_s[0][1]: expected a number"),
+    "null": (change("nodes.0.location", None), "nodes[0].location: expected a text"),
+    "surrogate": (change("nodes.0.location", "\ud800"), "nodes[0].location: '\\ud800' has characters that cannot"),
+    "escape in name": (change("name", "\x1b[31mred"), "name: '\\x1b[31mred' has characters that cannot be printed"),
+    "astronomic memory": (
+        change("nodes.1.memory_bytes", 10**40),
+        "nodes[1].memory_bytes: a number of some 41 digits",
+    ),
+    "null overhead": (change("hop_overhead_s", None), "hop_overhead_s: expected a number, found null"),
+    "newline in name": (change("nodes.0.name", "a\nb"), "nodes[0].name"),
+    "newer version": (change("version", 2), "version: version 2 is not known here"),
+    "another kind of file": (change("format", "skippipe-plan"), "format: this is a 'skippipe-plan' file"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_files_are_named_in_one_line(kind: str, tmp_path: Path) -> None:
+    spoil, message = BAD[kind]
+    raw = uniform_cluster(3).to_json()
+    spoil(raw)
+    file = tmp_path / "bad.json"
+    file.write_text(json.dumps(raw))
+    with pytest.raises(UserError) as caught:
+        Cluster.load(file)
+    assert str(caught.value).startswith(f"{file}: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "expected an object"),
+        ('{"format": "skippipe-cluster", "format": "x"}', "'format' is given twice"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"version": ' + "9" * 5000 + "}", "not valid JSON"),
+        ("[]", "the file: expected an object"),
+    ],
+)
+def test_files_that_are_no_clusters_at_all(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        Cluster.load(file)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        Cluster.load(tmp_path / "none.json")
+    with pytest.raises(UserError, match="cannot be read"):
+        Cluster.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("nodes", [1, 2, 13, 40])
+def test_presets_of_any_size(name: str, nodes: int) -> None:
+    cluster = preset(f"{name}:{nodes}")
+    assert len(cluster) == nodes
+    jsonschema.validate(json.loads(json_text(cluster.to_json())), SCHEMA)
+
+
+def test_regions_are_the_published_ones_with_the_slip_corrected() -> None:
+    cluster = regions(12)
+    nl, london = cluster.number["nl-0"], cluster.number["london-0"]
+    assert cluster.bandwidth_bytes_per_s[nl, london] == pytest.approx(0.2425 * 2**30)
+    assert [node.location for node in cluster.nodes][:3] == ["Belgium", "Canada", "Germany"]
+
+
+def test_random_clusters_are_unequal_and_repeatable() -> None:
+    cluster = random_cluster(20, seed=7)
+    assert cluster == random_cluster(20, seed=7)
+    assert cluster != random_cluster(20, seed=8)
+    assert len({node.flops_per_s for node in cluster.nodes}) > 10
+    assert len({node.memory_bytes for node in cluster.nodes}) > 1
+    assert not np.allclose(cluster.bandwidth_bytes_per_s, cluster.bandwidth_bytes_per_s.T)
+
+
+@pytest.mark.parametrize("text", ["mars:3", "regions:0", "regions:x", "regions:3:4", "random:3:4:5", "random:-3"])
+def test_presets_that_do_not_exist(text: str) -> None:
+    with pytest.raises(UserError):
+        preset(text)

@@ -1,0 +1,131 @@
+"""Several machines on one: each has an address in a network of their own, and a home that the others cannot see.
+
+Made of Linux namespaces; whoever is not root starts with `unshare --map-root-user`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from tests.helpers.process_output import END_S, Hearing
+
+DONE_S = 300.0  # for a command to end on a busy machine
+
+
+class Terminal(Hearing):
+    """A line in a shell of its own, which may go on while others run."""
+
+    def __init__(self, line: str, within: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+        self.line = line
+        # SIGINT may be ignored where we were started; and a shell becomes the last command that it is told
+        words = [*within, "env", f"--chdir={folder}", "--default-signal=INT", "bash", "-c", f"{line}\nexit $?"]
+        self.process = subprocess.Popen(
+            words,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        super().__init__(self.process.stdout)
+
+    def ends(self, code: int = 0, within_s: float = DONE_S) -> str:
+        """All that it has said."""
+        try:
+            found = self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.line}\nstill there after {within_s} s:\n" + "\n".join(self.lines)) from None
+        said = "\n".join(self.heard_out())
+        assert found == code, f"{self.line}\nended with {found}, not {code}:\n{said}"
+        return said
+
+    def interrupt(self) -> None:
+        """Ctrl-C: all that it has started hears it too."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(END_S)
+
+
+class Machine:
+    """Without namespaces it is the one that tests run on."""
+
+    def __init__(self, home: Path, environment: Mapping[str, str], within: Sequence[str] = ()) -> None:
+        self.home = self.folder = home
+        self.environment = {**environment, "HOME": str(home)}
+        self.ran: set[str] = set()
+        """All lines so far."""
+        self._within = within
+        self._started: list[Terminal] = []
+
+    def start(self, line: str) -> Terminal:
+        """Another terminal."""
+        self.ran.update(line.splitlines())
+        self._started.append(Terminal(line, self._within, self.folder, self.environment))
+        return self._started[-1]
+
+    def run(self, line: str, within_s: float = DONE_S) -> str:
+        return self.start(line).ends(within_s=within_s)
+
+    def enter(self, folder: str) -> None:
+        self.folder = self.home / folder
+        self.folder.mkdir(exist_ok=True)
+
+    def network(self, state: str) -> None:
+        """Up or down."""
+        subprocess.run([*self._within, "ip", "link", "set", "eth0", state], check=True)
+
+    def switch_off(self) -> None:
+        for terminal in self._started:
+            terminal.kill()
+
+
+@contextmanager
+def neighbours(root: Path, names: Sequence[str], environment: Mapping[str, str]) -> Iterator[list[Machine]]:
+    """Machines that reach each other: 10.0.0.1, 10.0.0.2, … in the order of their names."""
+    homes = {name: root / name for name in names}
+    with ExitStack() as stack:
+        switch = _namespace(stack, ["ip link add switch type bridge", "ip link set switch up"])
+        machines = []
+        for number, (name, home) in enumerate(homes.items(), 1):
+            home.mkdir(exist_ok=True)
+            hidden = [f"mkdir -p {each} && mount -t tmpfs none {each}" for each in homes.values() if each != home]
+            inside = _namespace(stack, ["ip link set lo up", *hidden])
+            for where, line in (
+                (switch, f"ip link add {name} type veth peer name eth0 netns {inside}"),
+                (switch, f"ip link set {name} master switch up"),
+                (inside, f"ip addr add 10.0.0.{number}/24 dev eth0"),
+                (inside, "ip link set eth0 up"),
+            ):
+                subprocess.run([*_entering(where), *line.split()], check=True)
+            machines.append(Machine(home, environment, _entering(inside)))
+            stack.callback(machines[-1].switch_off)
+        yield machines
+
+
+def _namespace(stack: ExitStack, lines: Sequence[str]) -> int:
+    """The process that holds a network and a view of the disk."""
+    script = " && ".join([*lines, "echo here", "exec sleep infinity"])
+    holder = subprocess.Popen(
+        ["unshare", "--net", "--mount", "sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    stack.callback(holder.wait, END_S)
+    stack.callback(holder.kill)
+    assert holder.stdout is not None
+    said = holder.stdout.readline()
+    assert said == "here\n", f"{said.strip()}: namespaces need root, or unshare --map-root-user"
+    return holder.pid
+
+
+def _entering(pid: int) -> list[str]:
+    return ["nsenter", f"--target={pid}", "--net", "--mount"]

@@ -1,0 +1,253 @@
+"""Nodes that are measured, and links whose figures are known: in virtual time, as processes, and while training.
+
+Nodes that are processes are forked, and a process that has seen other tests may have threads; so whoever starts some
+has a process of its own, forked from a fresh one that has imported this file and done nothing else (as in test_run).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skippipe.cli import main, profile
+from skippipe.cluster import Cluster, Node
+from skippipe.launch.fork_server import ProcessPool
+from skippipe.model.model_spec import ModelSpec
+from skippipe.optim_config import OptimConfig
+from skippipe.profiling import launcher
+from skippipe.profiling.config import ProfilingConfig
+from skippipe.profiling.coordinator import ProfilingCallback, ProfilingCoordinator, ProfilingDeadlines
+from skippipe.profiling.link_probe import ProbeSettings
+from skippipe.profiling.results import ProfileResult, save_results
+from skippipe.profiling.state_machine import ProfilingNode
+from skippipe.runtime.coordinator.state_machine import Callback, RecoverySettings
+from skippipe.runtime.messages import Computed, ControlMessage, LinkDown, Probe, Probed
+from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.transport.message import Message
+from skippipe.workload import Workload
+from tests.helpers.models import tiny
+from tests.helpers.plans import TINY
+from tests.runtime.test_cluster_estimator import wide_plan
+
+PATIENCE_S = 60.0  # for processes, on a machine that is busy with others
+WORK = Workload(TINY, 16, 2, compute_dtype="fp32")
+QUICK = ProbeSettings(round_trips=5, transfers=3, transfer_s=0.06)
+
+forked = multiprocessing.get_context("forkserver")
+forked.set_forkserver_preload([__name__])
+
+
+@dataclass
+class Net(ProfilingCallback):
+    """A conductor and its nodes over links of a cluster; a bandwidth of 0 swallows everything."""
+
+    true: Cluster
+    deadlines: ProfilingDeadlines = field(default_factory=ProfilingDeadlines)
+    now: int = 0
+    heard: list[str] = field(default_factory=list)
+    most_at_once: int = 0
+
+    def __post_init__(self) -> None:
+        self._events: list[tuple[int, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self.alive: dict[int, ProfilingNode] = {}
+        self.busy: dict[int, set[int]] = {}
+        self.names = tuple(node.name for node in self.true.nodes)
+        self.conductor = ProfilingCoordinator(self.names, "tiny", WORK, self, self, QUICK, self.deadlines)
+
+    def now_ns(self) -> int:
+        return self.now
+
+    def happened(self, text: str) -> None:
+        self.heard.append(text)
+
+    def later(self, seconds: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + round(seconds * 1e9), next(self._order), what))
+
+    def tell(self, node: int, control: ControlMessage) -> None:
+        if isinstance(control, Probe):
+            for other in self.busy.values():
+                assert not other & {node, control.peer}, "measured twice at once"
+            self.busy[control.probe] = {node, control.peer}
+            self.most_at_once = max(self.most_at_once, len(self.busy))
+        self.later(0, lambda: self.alive[node].hear(control) if node in self.alive else None)
+
+    def join(self, node: int, computed: Computed | None = None) -> None:
+        self.alive[node] = ProfilingNode(node, len(self.true), QUICK, Door(self, node))
+        self.conductor.joined(node)
+        self.later(1, lambda: self.conductor.hear(node, computed or Computed([[0.01, 0.02]], 2**30, "cpu", f"m{node}")))
+
+    def die(self, node: int) -> None:
+        del self.alive[node]
+        self.busy = {probe: nodes for probe, nodes in self.busy.items() if node not in nodes}
+        self.conductor.lost(node, "it was killed")
+
+    def run(self, until: Callable[[], bool] | None = None) -> ProfileResult:
+        while not (until or (lambda: self.conductor.over))():
+            assert self.now < 3600e9, "no end"
+            if not self._events:
+                self.now += 10**9
+            else:
+                self.now, _, what = heapq.heappop(self._events)
+                what()
+            for node in self.alive.values():
+                node.decide()
+            self.conductor.tick()
+        return self.conductor.survey("now")
+
+
+@dataclass
+class Door:
+    """What a node sees of it."""
+
+    net: Net
+    node: int
+
+    def now_ns(self) -> int:
+        return self.net.now
+
+    def send(self, receiver: int, message: Message) -> None:
+        assert message.body is not None and not isinstance(message.body, dict)
+        bandwidth = self.net.true.bandwidth_bytes_per_s[self.node, receiver]
+        if not bandwidth:
+            self.net.later(5, lambda: self.say(LinkDown(receiver)))
+            return
+        took_s = float(self.net.true.latency_s[self.node, receiver] + message.body.nbytes / bandwidth)
+        net, sender = self.net, self.node
+        net.later(took_s, lambda: net.alive[receiver].receive(sender, message) if receiver in net.alive else None)
+
+    def say(self, control: ControlMessage, _to: int = -1) -> None:
+        if isinstance(control, Probed):
+            self.net.busy.pop(control.probe, None)
+        if isinstance(control, LinkDown):
+            self.net.busy = {
+                probe: nodes for probe, nodes in self.net.busy.items() if nodes != {self.node, control.peer}
+            }
+        self.net.later(0, lambda: self.net.conductor.hear(self.node, control))
+
+    def start(self, _work: Any) -> None:
+        raise AssertionError("computing is not up to this")
+
+    def fits(self, _message: Message, _at: int, _size: int) -> bool:
+        raise AssertionError("nobody asks")
+
+
+def far_apart(nodes: int, longest_s: float = 0.2) -> Cluster:
+    """Latencies there and back are alike: only both together can be measured."""
+    random = np.random.default_rng(nodes)
+    machines = tuple(Node(f"n{index}", "here", 1e9, 2**30) for index in range(nodes))
+    latency_s = random.uniform(0.001, longest_s / 2, (nodes, nodes))
+    return Cluster("far", machines, latency_s + latency_s.T, random.uniform(1e6, 1e8, (nodes, nodes)))
+
+
+def agrees(found: Cluster, true: Cluster, share: float, absolute_s: float) -> None:
+    """Every link of what was found, with what is true."""
+    for i, sender in enumerate(found.nodes):
+        for j, receiver in enumerate(found.nodes):
+            at = true.number[sender.name], true.number[receiver.name]
+            if i != j:
+                assert found.latency_s[i, j] == pytest.approx(true.latency_s[at], rel=share, abs=absolute_s)
+                assert found.bandwidth_bytes_per_s[i, j] == pytest.approx(true.bandwidth_bytes_per_s[at], rel=share)
+
+
+# Processes
+
+
+class Notes(ProfilingCallback):
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.done = 0
+
+    def progressed(self, done: int, _of: int, _doing: str) -> None:
+        self.done = done
+
+    def happened(self, text: str) -> None:
+        with (self._folder / "happened").open("a") as file:
+            print(text, file=file)
+
+
+def brief_of(true: Cluster, **others: Any) -> ProfilingConfig:
+    spec = ModelSpec(tiny("llama"))
+    workload = Workload(spec.shape, 16, 2, compute_dtype="fp32")
+    names, config = tuple(node.name for node in true.nodes), spec.config.to_dict()
+    node_config = ProfilingConfig(names, config, workload, compute_s=0.1, effort=QUICK, emulated=true)
+    return replace(node_config, **others)
+
+
+def emulated(folder: Path) -> None:
+    """Four nodes, and a fifth that is killed when all have computed."""
+    true = far_apart(5, 0.03)
+    notes = Notes(folder)
+    nurseries: list[ProcessPool] = []
+
+    def stopped() -> bool:
+        if notes.done >= 5 and nurseries:
+            pool = nurseries.pop()
+            pool.look()
+            os.kill(pool.pids["n4"], signal.SIGKILL)
+        return False
+
+    found = launcher.here(brief_of(true), notes, stopped, nurseries.append)
+    save_results(folder / "cluster.json", [found])
+
+
+def stopped_early(folder: Path) -> None:
+    """Ctrl-C, when the first of six links is measured."""
+
+    def progressed(_screen: Any, done: int, _of: int, _doing: str) -> None:
+        if done == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    vars(profile)["_Screen"].progressed = progressed
+    command(folder, "profile", "--local", "3", "--model", "llama-tiny", "--sequence", "16", "-o", "c.json")
+
+
+def command(folder: Path, *words: str) -> None:
+    """The command line; torch's threads are its own."""
+    os.chdir(folder)
+    with (folder / "said").open("a") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+        sys.argv = ["skippipe", *words]
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        main()
+
+
+def in_a_process(target: Callable[..., None], *more: Any) -> int | None:
+    process = forked.Process(target=target, args=more)
+    process.start()
+    process.join(PATIENCE_S)
+    try:
+        assert process.exitcode is not None, "no end"
+    finally:
+        process.kill()
+    return process.exitcode
+
+
+# Training
+
+
+class Last(Callback):
+    def __init__(self) -> None:
+        self.clusters: list[Cluster] = []
+
+    def measured(self, cluster: Cluster) -> None:
+        self.clusters.append(cluster)
+
+
+def trained(callback: Callback, *faults: Any) -> Cluster:
+    learning, survival = OptimConfig(warmup=1, iterations=10), RecoverySettings(drift=0.0)
+    cluster = VirtualCluster(wide_plan(), learning, 4, faults=list(faults), survival=survival, callback=callback)
+    cluster.run()
+    return wide_plan().cluster

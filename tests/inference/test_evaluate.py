@@ -1,0 +1,356 @@
+"""Perplexity, of a model and of its parts: held to transformers, to each part by itself, and to what must come out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.random import default_rng
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from skippipe.errors import UserError
+from skippipe.inference.checkpoint_loader import StagedModel, load
+from skippipe.inference.eval.evaluate import (
+    Evaluation,
+    ResidualScaling,
+    Selection,
+    StageAblation,
+    ablation_order,
+    all_parts,
+    best_of_every_size,
+    evaluate,
+)
+from skippipe.inference.eval.perplexity import EXPONENTS, PerplexityMeter, best_exponents
+from skippipe.inference.eval.plots import EXACT, MEAN, ORDER, Panel, Point, panels, ticks
+from skippipe.inference.eval.tables import as_json, notes, number, tables
+from skippipe.inference.eval.windows import Windows
+from skippipe.inference.likelihood import SubsetModel
+from skippipe.stage_subset import StageSubset, Visits, residual_scale_of
+from tests.helpers.models import FAMILIES
+from tests.lm_harness.test_likelihood import TOKENIZER, export_to
+
+torch.set_num_threads(1)
+IDS = default_rng(3).integers(0, TOKENIZER.size, 500).astype(np.uint16)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("evaluating") / "model"
+    export_to(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def staged(folder: Path) -> StagedModel:
+    """Five stages of a layer each."""
+    return load(folder, cut="5")
+
+
+@pytest.fixture(scope="module")
+def windows() -> Windows:
+    return Windows.of("random", IDS, context=16, tokens=200)
+
+
+def part(*stages: int, drive: float = 1.0, total: int = 5) -> StageSubset:
+    return StageSubset(stages, total, drive)
+
+
+def losses(
+    staged: StagedModel, windows: Windows, parts: Sequence[StageSubset], **others: Any
+) -> dict[StageSubset, float]:
+    meter = PerplexityMeter(staged, [windows], **others)
+    meter.measure(parts)
+    return {part: found[windows.text].mean for part, found in meter.losses.items()}
+
+
+# ---- losses
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_whole_model_is_that_of_transformers(tmp_path: Path, family: str) -> None:
+    export_to(tmp_path, family)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    windows = Windows.of("random", IDS, context=30, tokens=300)
+    total = torch.zeros((), dtype=torch.float64)
+    for row in windows.rows(windows.numbers):
+        with torch.no_grad():
+            logits = model(row[None, :-1]).logits[0]
+        total += functional.cross_entropy(logits, row[1:], reduction="sum").double()
+    (found,) = losses(load(tmp_path), windows, [part(0, 1, 2, total=3)], batch_tokens=90).values()
+    assert found == pytest.approx(float(total) / windows.tokens, abs=1e-5)
+
+
+def by_itself(staged: StagedModel, wanted: StageSubset, windows: Windows) -> float:
+    """As the scoring of parts has it."""
+    model = SubsetModel(staged, wanted)
+    rows = windows.rows(windows.numbers)
+    logits = model.logits(model.hidden(rows[:, :-1]))
+    return float(functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
+
+
+@pytest.mark.parametrize("drive", ["plain", "scaled", "0.7"])
+def test_every_part_is_what_its_stages_make(staged: StagedModel, windows: Windows, drive: str) -> None:
+    parts = [StageSubset(stages, 5, residual_scale_of(drive, 5, len(stages))) for stages in all_parts(5)]
+    found = losses(staged, windows, [*parts, part(0, 4, 2, drive=1.3)])
+    assert len(found) == 17
+    assert len(set(found.values())) == 17
+    for each, loss in found.items():
+        assert loss == pytest.approx(by_itself(staged, each, windows), abs=1e-5)
+
+
+class Counting:
+    """Counts how often a stage is visited."""
+
+    def __init__(self, staged: StagedModel) -> None:
+        self.count = 0
+        self._hooks = [stage.register_forward_hook(self._seen) for stage in staged.stages]
+
+    def __enter__(self) -> Counting:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _seen(self, *_call: object) -> None:
+        self.count += 1
+
+
+def test_shared_work_changes_no_bit(staged: StagedModel, windows: Windows) -> None:
+    parts = [part(*stages) for stages in all_parts(5)]
+    with Counting(staged) as shared:
+        together = losses(staged, windows, parts)
+    with Counting(staged) as single:
+        alone = {each: losses(staged, windows, [each])[each] for each in parts}
+    assert together == alone
+    assert (shared.count, single.count) == (16, 48)
+
+
+def test_driven_parts_share_what_they_can(staged: StagedModel, windows: Windows) -> None:
+    parts = [part(0, 2, drive=drive) for drive in (1.0, 1.5, 2.0)] + [part(0, 2, 3, drive=1.5), part(0)]
+    with Counting(staged) as visits:
+        together = losses(staged, windows, parts)
+    assert visits.count == 3
+    assert together == {each: losses(staged, windows, [each])[each] for each in parts}
+
+
+def test_batches_do_not_matter_nor_does_the_order(staged: StagedModel, windows: Windows) -> None:
+    parts = [part(0, 1), part(0, 3, 4), part(0, 1, 2, 3, 4)]
+    one = losses(staged, windows, parts)
+    for each, loss in losses(staged, windows, parts[::-1], batch_tokens=40).items():
+        assert loss == pytest.approx(one[each], abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a processor without bfloat16
+def test_bfloat16_comes_near(staged: StagedModel, windows: Windows) -> None:
+    parts = [part(0, 1, 2, 3, 4), part(0, 2, drive=1.5)]
+    exact, near = (losses(staged, windows, parts, dtype=dtype) for dtype in ("fp32", "bf16"))
+    for each in parts:
+        assert exact[each] != near[each]
+        assert exact[each] == pytest.approx(near[each], rel=0.01)
+
+
+def test_values_without_bounds(staged: StagedModel, windows: Windows) -> None:
+    with pytest.raises(UserError, match="stages 0,1 ×1e\\+38 of the model make values beyond all bounds"):
+        losses(staged, windows, [part(0, 1, drive=1e38)])
+
+
+def test_the_best_drive_is_the_best(staged: StagedModel, windows: Windows) -> None:
+    sizes: dict[int, list[Visits]] = {4: [(0, 1, 2, 3), (0, 2, 3, 4)], 2: [(0, 4)]}
+    for kept, exponent in best_exponents(PerplexityMeter(staged, [windows]), sizes, 5).items():
+        tried = {
+            each: sum(
+                by_itself(staged, StageSubset(stages, 5, (4 / (kept - 1)) ** each), windows) for stages in sizes[kept]
+            )
+            for each in EXPONENTS
+        }
+        assert exponent == min(tried, key=tried.__getitem__)
+
+
+# ---- which stages to lose
+
+
+def test_greedy_may_be_beaten() -> None:
+    known: dict[Visits, float] = {
+        (0, 1, 2, 3): 1.0,
+        (0, 1, 2): 1.3,
+        (0, 1, 3): 1.2,
+        (0, 2, 3): 1.1,  # 1 goes first
+        (0, 1): 1.5,  # … though it would be best to keep
+        (0, 2): 1.8,
+        (0, 3): 1.9,
+        (0,): 3.0,
+    }
+    order = list(ablation_order(4, lambda parts: [known[stages] for stages in parts]))
+    assert order == [StageAblation(1, (0, 2, 3)), StageAblation(3, (0, 2)), StageAblation(2, (0,))]
+    assert best_of_every_size(known) == {4: (0, 1, 2, 3), 3: (0, 2, 3), 2: (0, 1), 1: (0,)}
+
+
+WEIGHT = {1: 1.0, 2: 0.0, 3: 0.5, 4: 0.2}
+"""What stages add, as a share of what they added."""
+ORDER_OF_WEIGHT = [2, 4, 3, 1]
+
+
+@pytest.fixture(scope="module")
+def weighted(folder: Path) -> StagedModel:
+    staged = load(folder, cut="5")
+    with torch.no_grad():
+        for number, weight in WEIGHT.items():
+            for name, each in staged.stages[number].named_weights():
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    each.mul_(weight)
+    return staged
+
+
+@pytest.fixture(scope="module")
+def spoken(weighted: StagedModel) -> Windows:
+    """A text by the model itself, so that nothing predicts it better than the whole of it."""
+    model, generator = SubsetModel(weighted, part(0, 1, 2, 3, 4)), torch.Generator().manual_seed(2)
+    rows = torch.full((64, 1), TOKENIZER.end_id)
+    for _ in range(24):
+        chances: Tensor = model.logits(model.hidden(rows)[:, -1]).softmax(-1)
+        rows = torch.cat([rows, torch.multinomial(chances, 1, generator=generator)], 1)
+    ids = rows[:, 1:].flatten().numpy().astype(np.uint16)
+    return Windows.of("spoken", ids, context=24, tokens=len(ids), beginning=TOKENIZER.end_id)
+
+
+@pytest.fixture(scope="module")
+def lost(weighted: StagedModel, spoken: Windows) -> Evaluation:
+    return evaluate(weighted, [spoken], Selection(losing=True))
+
+
+def test_stages_go_by_what_they_add(lost: Evaluation) -> None:
+    assert [drop.stage for drop in lost.drops] == ORDER_OF_WEIGHT
+    assert [stage for stage, _ in lost.alone()] == ORDER_OF_WEIGHT[::-1]
+    costs = [lost.increase(lost.part(drop.left), "spoken") for drop in lost.drops]
+    assert costs[0] == 0.0
+    assert costs == sorted(costs, key=lambda cost: cost or 0.0)
+    assert lost.exact("spoken") == {5: lost.whole} | {len(drop.left): lost.part(drop.left) for drop in lost.drops}
+
+
+def test_many_stages_are_dropped_without_measuring_all(
+    weighted: StagedModel, spoken: Windows, lost: Evaluation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skippipe.inference.eval.evaluate.EXACT_PARTS", 8)
+    found = evaluate(weighted, [spoken], Selection(losing=True))
+    assert found.drops == lost.drops
+    assert found.alone() == lost.alone()
+    assert found.exact("spoken") == {}
+    assert len(found.losses) == 1 + 4 + 3 + 2 + 1
+    assert all(found.losses[each] == lost.losses[each] for each in found.losses)
+    assert [table.title for table in tables(found)] == ["Parts", "Losing one stage", "Dropping one after another"]
+
+
+# ---- evaluations
+
+
+def test_sizes_are_summed_up(staged: StagedModel, windows: Windows) -> None:
+    found = evaluate(staged, [windows], Selection(everything=True))
+    assert [len(each.stages) for each in found.wanted] == [5, *[4] * 4, *[3] * 6, *[2] * 4, 1]
+    (three,) = (size for size in found.sizes("random") if size.kept == 3)
+    own = {each: math.exp(by_itself(staged, each, windows)) for each in found.wanted if len(each.stages) == 3}
+    assert three.mean == pytest.approx(sum(own.values()) / 6, rel=1e-5)
+    assert (three.parts, three.best, three.worst) == (6, min(own, key=own.__getitem__), max(own, key=own.__getitem__))
+    assert found.share_of_parameters(found.whole) == 1.0
+    assert found.share_of_parameters(part(0)) == pytest.approx(1 - 4 * found.parameters[1] / sum(found.parameters))
+
+
+def test_shares_are_drawn_and_driven(staged: StagedModel, windows: Windows) -> None:
+    selection = Selection(named=["0,3,1"], shares=["3/5"], draws=4, drive="best")
+    found = evaluate(staged, [windows], selection)
+    kept = [each for each in found.wanted if each != found.whole]
+    assert [len(each.stages) for each in kept] == [3] * 5
+    assert {each.drive for each in kept} == {2 ** found.driving.exponents[3]}
+    assert found.driving.tokens == 8 * 16
+    assert any("the best of 0, 0.25, 0.5, 0.75, 1 on 128 tokens of random" in note for note in notes(found))
+    assert evaluate(staged, [windows], selection).losses == found.losses
+
+
+def test_nothing_missing_needs_no_drive(staged: StagedModel, windows: Windows) -> None:
+    found = evaluate(staged, [windows], Selection(drive="best"))
+    assert found.wanted == [part(0, 1, 2, 3, 4)]
+    assert not found.driving.exponents
+
+
+def stop_after(batches: int) -> Any:
+    calls = 0
+
+    def progress(*_said: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > batches:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def test_an_interruption_leaves_what_was_found(staged: StagedModel, windows: Windows) -> None:
+    other = Windows.of("other", IDS[::-1].copy(), context=16, tokens=200)
+    selection = Selection(named=["0,2"])
+    found = evaluate(staged, [windows, other], selection, progress=stop_after(3), batch_tokens=64)
+    assert found.interrupted
+    assert [loss.tokens for part in found.wanted for loss in found.losses[part].values()] == [64, 64]
+    assert notes(found)[:2] == [
+        "random: 64 of 192 tokens, spread over its 500, in windows of 16",
+        "other: none of 192 tokens, spread over its 500, in windows of 16",
+    ]
+    assert tables(found)[0].rows[1][-3:] == ["–", "–", "–"]
+    assert not as_json(found)["complete"]
+    assert [panel.text for panel in panels(found)] == ["random"]
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(staged, [windows], selection, progress=stop_after(1), batch_tokens=64)
+
+
+def test_an_interruption_while_dropping(
+    weighted: StagedModel, spoken: Windows, lost: Evaluation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skippipe.inference.eval.evaluate.EXACT_PARTS", 8)
+    found = evaluate(weighted, [spoken], Selection(losing=True), progress=stop_after(1 + 4 + 3 + 1))
+    assert found.interrupted
+    assert found.drops == lost.drops[:2]
+    assert len(found.losses) == 1 + 4 + 3
+    assert len(panels(found)[0].lines[ORDER]) == 3
+
+
+def test_pictures_show_parts_means_and_orders(lost: Evaluation) -> None:
+    (panel,) = panels(lost)
+    assert len(panel.points) == 16
+    assert panel.points[0].kept == 100
+    assert {name: len(line) for name, line in panel.lines.items()} == {MEAN: 5, ORDER: 5, EXACT: 5}
+    assert [point.mark for point in panel.lines[ORDER]] == ["", "−2", "−4", "−3", "−1"]
+    low, high = (kind(point.perplexity for point in panel.points) for kind in (min, max))
+    marked = list(ticks(panel))
+    assert len(marked) >= 3
+    assert 0.97 * low <= marked[0] <= marked[-1] <= 1.03 * high
+
+
+def test_ticks_are_round() -> None:
+    near, far = (Panel("", [Point(100, low, ""), Point(50, high, "")], {}) for low, high in ((57, 93), (57, 2300)))
+    assert list(ticks(near).values()) == ["60", "70", "80", "90"]
+    assert list(ticks(far).values()) == ["100", "200", "500", "1,000", "2,000"]
+
+
+def test_perplexities_are_short() -> None:
+    assert [number(each) for each in (3.14159, 999.99, 12345.6, 1.5e12)] == ["3.14", "999.99", "12,346", "1.5e+12"]
+
+
+def test_parts_without_a_drive_of_their_own() -> None:
+    assert ResidualScaling(5, "best", {3: 0.5}).part((0, 1, 2)).drive == 2**0.5
+    assert ResidualScaling(5, "best").part((0, 1, 2)).drive == 1.0
+    assert ResidualScaling(5, "scaled").part((0, 1, 2)).drive == 2.0
+    assert ResidualScaling(5, "1.4").part((0, 1, 2, 3, 4)).drive == 1.0
+
+
+def test_too_many_parts() -> None:
+    with pytest.raises(UserError, match=r"--all: 12 stages have 2,048 parts, more than 1,024; draw some with --keep"):
+        Selection(everything=True).stages(12)
+    assert len(Selection(everything=True).stages(11)) == 1024
+    assert len(Selection(losing=True).to_know_losing(8)) == 128
+    assert len(Selection(losing=True).to_know_losing(9)) == 8

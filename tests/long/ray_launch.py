@@ -1,0 +1,92 @@
+"""Nodes as Ray actors, on a Ray of three machines that are all this one. Not part of the suite, since Ray is large:
+
+make test-ray
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from skippipe.errors import UserError
+from skippipe.runtime.coordinator.state_machine import Callback
+from tests.helpers.serve_process import Command
+from tests.training.test_launch import Place, end, only_error, start
+
+pytest.importorskip("ray")
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+MACHINES = 3
+LONG_ENOUGH = 300  # iterations, for a machine to be lost on the way
+DONE_S = 180.0
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("ray"))
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Any]:
+    """One processor each, so that three nodes need all three; one is meant for 'iowa-0'."""
+    from ray.cluster_utils import Cluster
+
+    here: dict[str, Any] = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": 80 * 2**20}
+    cluster: Any = Cluster(initialize_head=True, head_node_args={**here, "include_dashboard": False})
+    for number in range(1, MACHINES):
+        cluster.add_node(**here, resources={"skippipe:iowa-0": 1} if number == 1 else {})
+    yield cluster
+    cluster.shutdown()
+
+
+def test_trains(place: Place, machines: Any) -> None:
+    job = place.job("actors", nodes=3, stages=3)
+    code, out, err = end(start("train", job, "--engine", "ray", "--ray-address", machines.address))
+    assert code == 0, f"{out}{err}"
+    assert place.is_trained("actors")
+    assert len(place.losses("actors")) == 2
+
+
+def test_no_room(place: Place, machines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from skippipe.training import launch_ray
+    from skippipe.training.build_run import build_run
+    from skippipe.training.job_config import load_job
+
+    run_setup = build_run(load_job(place.job("crowd", nodes=4, stages=4)))
+    monkeypatch.setattr(launch_ray, "PLACE_PATIENCE", timedelta(seconds=2))
+    monkeypatch.setenv("RAY_ADDRESS", machines.address)
+    with pytest.raises(
+        UserError, match=r"waited 2 s for Ray to find room for 4 nodes of 1 CPU each; free are \d of 3 CPU"
+    ):
+        launch_ray.train_on_ray(run_setup, Nobody(), lambda: False)
+
+
+class Nobody(Callback):
+    def iteration_done(self, report: Any) -> None:
+        del report
+
+
+def test_a_machine_is_lost(place: Place, machines: Any) -> None:
+    """Training goes on with the nodes that are left, as it does without Ray; its model has all stages."""
+    job = place.job("lost", nodes=3, stages=3, more="checkpoint.every = 1\n")  # nobody else has what the lost one held
+    run = Command("train", job, "--engine", "ray", "--ray-address", machines.address, "--iterations", LONG_ENOUGH)
+    try:
+        run.says(r"^iteration +\d+/")
+        machines.remove_node(next(iter(machines.worker_nodes)), allow_graceful=False)
+        run.says(r"gone: '")
+        run.says(rf"^iteration +{LONG_ENOUGH}/", within_s=DONE_S)
+    finally:
+        code = run.end(0)
+    assert code == 0, "\n".join(run.lines)
+    assert place.is_trained("lost")
+    assert len(place.losses("lost")) == LONG_ENOUGH
+
+
+def test_no_such_cluster(place: Place) -> None:
+    job = place.job("nowhere", nodes=3, stages=3)
+    code, _, err = end(start("train", job, "--engine", "ray", "--ray-address", "127.0.0.1:1"))
+    assert code == 2
+    assert only_error(err) == "Ray at 127.0.0.1:1: [Errno 111] Connection refused"

@@ -1,0 +1,182 @@
+"""The planner with all freedoms: what it searches on is what the simulator says, and what it may not touch stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skippipe import jit
+from skippipe.cluster import Cluster, Node
+from skippipe.constraints import cc3_uneven
+from skippipe.dispatch import Dispatch
+from skippipe.errors import Infeasible, UserError
+from skippipe.plan import Lane, Plan, Stage
+from skippipe.planner.astar import NO_WAY
+from skippipe.planner.problem import NOTHING_FREE, DecisionVariables, Problem
+from skippipe.planner.search.annealing import SearchLimits, improved
+from skippipe.planner.search.moves import DRAWS, SHARES, propose
+from skippipe.planner.search.objective import objective
+from skippipe.planner.search.reinsertion import recreate
+from skippipe.planner.search.state import State, assign, copy_of, costs_by_layers, state_of, tables_of
+from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
+from skippipe.planner.whatif.advisor import left_out
+from skippipe.simulator import simulate
+from skippipe.timeline import Timing
+from skippipe.validate import validate
+from skippipe.workload import Workload
+from tests.helpers.plans import TINY, problems, uniform_cluster
+
+FEW = PlanRequest(changes=6_000)
+
+
+def plan_as_is(problem: Problem, state: State) -> Plan:
+    """With every member and the rings that the state has."""
+    rings = [tuple(row[:size].tolist()) for row, size in zip(state.ring, state.size, strict=True)]
+    return Plan(
+        problem.cluster,
+        problem.workload,
+        tuple(Stage(int(layers), tuple(sorted(ring)), ring) for layers, ring in zip(state.layers, rings, strict=True)),
+        tuple(
+            Lane(tuple(path), count)
+            for path, count in zip(state.paths.tolist(), state.counts.tolist(), strict=True)
+            if count
+        ),
+        dispatch=list(Dispatch)[state.order[0]],
+        split_backward=problem.split_backward,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.integers(0, 2**32 - 1))
+def test_the_score_is_what_the_simulator_says(problem: Problem, seed: int) -> None:
+    try:
+        first = make_plan(problem, Strategy.DTFM_SKIP, PlanRequest(budget_s=0))
+    except Infeasible:
+        return
+    tables = tables_of(problem, costs_by_layers(problem, problem.workload.model.layers - problem.stages + 1))
+    state = state_of(first, 12)
+    shares = np.cumsum(np.array(list(SHARES.values())))
+    draw = np.random.default_rng(seed)
+    for _ in range(60):
+        trial, row = copy_of(state), draw.integers(0, 2**31, DRAWS)
+        if not propose(row, trial, tables, shares) or not recreate(row, trial, tables):
+            continue
+        assert trial.counts.min() >= 0
+        assert trial.counts.sum() == first.microbatches
+        scored, uneven, iteration_ns = objective(trial, NO_WAY, tables)
+        if iteration_ns == NO_WAY:
+            continue
+        assert objective(trial, iteration_ns, tables) == (scored, uneven, iteration_ns)
+        assert objective(trial, iteration_ns - 1, tables)[2] in (iteration_ns, NO_WAY)
+        plan = plan_as_is(problem, trial)
+        assert {violation.rule for violation in validate(plan)} <= {"CC3", "link"}
+        assert (uneven > 0) == bool(cc3_uneven(plan.exposure))
+        assert simulate(plan, problem.timing).iteration_ns == iteration_ns
+        assign(state, trial)
+
+
+def unequal(nodes: int, speeds: list[float]) -> Cluster:
+    machines = tuple(Node(f"n{index}", "here", speeds[index % len(speeds)], 2**30) for index in range(nodes))
+    return replace(uniform_cluster(nodes), nodes=machines)
+
+
+ALL_FREEDOMS = DecisionVariables()
+
+
+def problem_on(cluster: Cluster, freedoms: DecisionVariables = ALL_FREEDOMS, **other: object) -> Problem:
+    work = Workload(TINY, sequence_tokens=16, microbatches=12, max_slots=4)
+    return replace(Problem(cluster, work, 4, 3, freedoms=freedoms), **other)  # type: ignore[arg-type]
+
+
+def test_what_is_not_free_stays() -> None:
+    problem = problem_on(unequal(9, [1e9, 4e9]), NOTHING_FREE, sizes=(3, 2, 2, 2))
+    plan = make_plan(problem, Strategy.BEST, FEW)
+    assert [len(stage.nodes) for stage in plan.stages] <= [3, 2, 2, 2]
+    assert plan.layers == problem.layers
+    assert (plan.dispatch, plan.split_backward) == (problem.dispatch, problem.split_backward)
+    placement = tuple(stage.nodes for stage in plan.stages)
+    kept = make_plan(problem, Strategy.BEST, replace(FEW, placement=placement))
+    stage_of = {node: stage for stage, nodes in enumerate(placement) for node in nodes}
+    assert kept.stage_of.items() <= stage_of.items()
+
+
+def test_layers_follow_unequal_compute() -> None:
+    """One node for each stage, one of them slow: its stage gets fewer layers than the others."""
+    slow = 3
+    cluster = unequal(4, [4e6, 4e6, 4e6, 1e6])
+    fixed, free = (
+        make_plan(problem_on(cluster, replace(NOTHING_FREE, layers=layers)), Strategy.BEST, FEW)
+        for layers in (False, True)
+    )
+    assert fixed.layers == (2, 2, 2, 2)
+    assert free.layers[0] == 2  # or a larger share would be skipped
+    assert free.layers[free.stage_of[slow]] == 1
+    assert free.expected is not None
+    assert fixed.expected is not None
+    assert free.expected.iteration_ns < 0.8 * fixed.expected.iteration_ns
+
+
+def test_nodes_that_do_not_help_are_left_out_with_a_reason() -> None:
+    cluster = uniform_cluster(9)
+    far, small = 7, 8
+    latency_s = cluster.latency_s.copy()
+    latency_s[far, :] = latency_s[:, far] = 30.0
+    nodes = tuple(
+        replace(node, memory_bytes=1000) if index == small else node for index, node in enumerate(cluster.nodes)
+    )
+    plan = make_plan(problem_on(replace(cluster, latency_s=latency_s, nodes=nodes)), Strategy.BEST, FEW)
+    reasons = {node: reason for reason, nodes in left_out(plan).items() for node in nodes}
+    assert "too far or too slow" in reasons[far]
+    assert "too little memory" in reasons[small]
+
+
+def test_begins_with_a_plan() -> None:
+    problem = problem_on(uniform_cluster(8), timing=Timing.FULL)
+    first = make_plan(problem, Strategy.DTFM_SKIP, PlanRequest(budget_s=0))
+    better = make_plan(problem, Strategy.BEST, replace(FEW, start=first))
+    assert first.expected is not None
+    assert better.expected is not None
+    assert better.expected.iteration_ns <= first.expected.iteration_ns
+    assert make_plan(problem, Strategy.BEST, PlanRequest(changes=1, start=better)).expected == better.expected
+    with pytest.raises(UserError, match="other nodes"):
+        make_plan(problem_on(uniform_cluster(9)), Strategy.BEST, replace(FEW, start=first))
+    with pytest.raises(UserError, match="12 microbatches, and 24"):
+        work = replace(problem.workload, microbatches=24)
+        make_plan(replace(problem, workload=work), Strategy.BEST, replace(FEW, start=first))
+
+
+def test_is_no_worse_than_any_plan_to_begin_with() -> None:
+    problem = problem_on(unequal(9, [1e9, 4e9]), NOTHING_FREE)
+    never = SearchLimits(0, 1, over=lambda: True, on_round=lambda done, best_ns: None)
+    starts = [make_plan(problem, Strategy.DTFM_SKIP, PlanRequest(seed=seed, budget_s=0)) for seed in range(3)]
+    promised = [plan.expected.iteration_ns for plan in starts if plan.expected]
+    assert len(set(promised)) > 1
+    for order in (starts, starts[::-1]):
+        found = improved(problem, order, never).expected
+        assert found is not None
+        assert found.iteration_ns == min(promised)
+
+
+def test_a_plan_says_how_good_any_could_be() -> None:
+    plan = make_plan(problem_on(uniform_cluster(8)), Strategy.BEST, replace(FEW, bound_s=1.0))
+    assert plan.gap is not None
+    assert 0 <= plan.gap < 1
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.expected is not None
+    boasting = replace(plan, lower_bound_ns=plan.expected.iteration_ns + 1)
+    assert [(each.rule, each.where) for each in validate(boasting)] == [("promise", "lower_bound_s")]
+
+
+def test_another_process_compiles_only_where_nothing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "_folder", tmp_path)
+    for name in ("first", "second"):
+        with jit.beside(f"open({str(tmp_path / name)!r}, 'w')"):
+            pass
+        (tmp_path / "kernel.nbi").touch()
+    assert (tmp_path / "first").exists()
+    assert not (tmp_path / "second").exists()

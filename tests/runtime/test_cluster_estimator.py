@@ -1,0 +1,102 @@
+"""What tasks and links really take is noticed, and the plan follows it; links that are cut come back after a while."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from skippipe.constraints import lanes_through
+from skippipe.optim_config import OptimConfig
+from skippipe.plan import Lane, Plan, Stage
+from skippipe.runtime.coordinator.state_machine import CoordinatorState, RecoverySettings
+from skippipe.runtime.simulation.fault_injection import Fault, slow_link, slow_node
+from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.runtime.task_timing import FIRST_CUT_NS, ClusterEstimator
+from skippipe.simulator import simulate
+from skippipe.timeline import Timing
+from skippipe.workload import Workload
+from tests.helpers.plans import TINY, uniform_cluster
+
+LEARNING = OptimConfig(warmup=1, iterations=10)
+
+
+def wide_plan() -> Plan:
+    """Two data nodes, and three nodes on each of two other stages; six lanes, two over every one of those."""
+    stages = (Stage(2, (0, 1), (0, 1)), Stage(3, (2, 3, 4), (2, 3, 4)), Stage(3, (5, 6, 7), (5, 6, 7)))
+    lanes = tuple(Lane((at % 2, 2 + at % 3, 5 + at % 3), 2) for at in range(6))
+    plan = Plan(uniform_cluster(8), Workload(TINY, 16, 1, 12, max_slots=3), stages, lanes)
+    return plan.promising(simulate(plan, Timing.FULL))
+
+
+def run(fault: Fault, drift: float, iterations: int = 6) -> VirtualCluster:
+    survival = RecoverySettings(drift=drift, planning=timedelta(seconds=0.2))
+    cluster = VirtualCluster(wide_plan(), LEARNING, iterations, faults=[fault], survival=survival)
+    cluster.run()
+    assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
+    return cluster
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"), [(slow_node(3, 200.0), "the tasks of 'n3'"), (slow_link(3, 6), "'n3' and 'n6'")]
+)
+def test_a_plan_is_renewed_when_things_take_longer(fault: Fault, what: str) -> None:
+    cluster = run(fault.at(iteration=1), drift=0.5)
+    slow = [event for _, event in cluster.events if event.kind == "slow" and "times what was planned" in event.text]
+    assert slow[0].text.startswith(what), slow
+    assert slow[0].iteration in (1, 2)
+    assert any(event.kind == "replanned" for _, event in cluster.events)
+    undisturbed_s, while_slow_s, after_s = (cluster.reports[at].seconds for at in (0, 1, 5))
+    assert while_slow_s > 1.5 * undisturbed_s, "the fault is felt"
+    assert after_s < 0.8 * while_slow_s, "and avoided"
+
+
+def test_a_slow_node_gets_fewer_lanes() -> None:
+    plan = run(slow_node(3, 200.0).at(iteration=1), drift=0.5).coordinator.plan
+    load = {node: sum(plan.lanes[lane].microbatches for lane in lanes)
+            for node, lanes in lanes_through([lane.path for lane in plan.lanes]).items()}  # fmt: skip
+    assert load.get(3, 0) < min(load[2], load[4])
+    assert plan.cluster.nodes[3].flops_per_s < plan.cluster.nodes[2].flops_per_s / 5
+
+
+def test_without_drift_nothing_changes() -> None:
+    cluster = run(slow_node(3).at(iteration=1), drift=0.0)
+    assert not any(event.kind == "replanned" for _, event in cluster.events)
+    assert cluster.coordinator.plan.lanes == wide_plan().lanes
+
+
+def test_what_is_as_planned_does_not_drift() -> None:
+    cluster = VirtualCluster(wide_plan(), LEARNING, 4, survival=RecoverySettings(drift=0.05))
+    cluster.run()
+    assert not cluster.events
+
+
+def test_a_cut_is_forgotten_after_a_while_and_later_each_time() -> None:
+    plan = wide_plan()
+    measured = ClusterEstimator(plan, plan.cluster, 0)
+    assert measured.cluster(0, speeds=False) is None
+    measured.cut(3, 6, 0)
+    assert measured.is_cut(6, 3, FIRST_CUT_NS - 1)
+    without = measured.cluster(1, speeds=False)
+    assert without is not None
+    assert without.bandwidth_bytes_per_s[3, 6] == without.bandwidth_bytes_per_s[6, 3] == 0
+    measured.planned(replace(plan, cluster=without, expected=None))
+    assert not measured.is_cut(3, 6, FIRST_CUT_NS)
+    again = measured.cluster(FIRST_CUT_NS, speeds=False)
+    assert again is not None
+    assert (again.bandwidth_bytes_per_s == plan.cluster.bandwidth_bytes_per_s).all()
+    measured.cut(3, 6, FIRST_CUT_NS)
+    assert measured.is_cut(3, 6, 3 * FIRST_CUT_NS - 1)
+
+
+def test_a_plan_from_before_a_restart_says_which_links_were_cut() -> None:
+    plan = wide_plan()
+    before = ClusterEstimator(plan, plan.cluster, 0)
+    before.cut(0, 2, 0)
+    cut = before.cluster(0, speeds=False)
+    assert cut is not None
+    after = ClusterEstimator(replace(plan, cluster=cut, expected=None), plan.cluster, 5)
+    assert after.is_cut(0, 2, 6)
+    assert not after.is_cut(0, 3, 6)
+    assert not after.is_cut(0, 2, FIRST_CUT_NS + 5)

@@ -1,0 +1,65 @@
+"""The coordinator as a process: who is told where others are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+
+from skippipe.model.model_spec import ModelSpec, config_named
+from skippipe.runtime.coordinator.server import CoordinatorServer
+from skippipe.runtime.messages import ControlMessage, PeerUpdate, Stop, from_json
+from skippipe.runtime.node.agent import THE_COORDINATOR
+from skippipe.transport.mailbox import Mailbox
+from tests.checkpoint.test_checkpoint import brief_of
+from tests.helpers.single_node import small_plan
+
+WITHIN_S = 10.0
+
+
+@pytest.fixture
+def desk() -> Iterator[CoordinatorServer]:
+    node_config = brief_of(small_plan(), ModelSpec(config_named("llama-tiny", 300), 0))
+    publics = {node.name: None for node in node_config.plan.cluster.nodes}
+    with closing(CoordinatorServer(node_config, None, publics, security="none", store=lambda *_: None)) as found:
+        yield found
+
+
+def heard(mailbox: Mailbox, within_s: float) -> Iterator[ControlMessage]:
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        for received in mailbox.receive(0.1):
+            yield from_json(received.message.body)
+
+
+def introduced(mailbox: Mailbox, name: str) -> str:
+    """Where this node is, as the coordinator says."""
+    for control in heard(mailbox, WITHIN_S):
+        if isinstance(control, PeerUpdate) and name in control.peers:
+            return str(control.peers[name][0])
+    raise AssertionError(f"nobody has said where '{name}' is")
+
+
+def test_whoever_comes_and_whoever_is_there_hear_of_each_other(desk: CoordinatorServer) -> None:
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(closing(Mailbox(name, None, security="none"))) for name in ("n0", "n1"))
+        for number, mailbox in enumerate((first, second)):
+            mailbox.allow(THE_COORDINATOR, None)
+            assert desk.meet(number, mailbox.address)
+        assert introduced(first, "n1") == second.address
+        assert introduced(second, "n0") == first.address  # it may have moved while there was no coordinator
+
+
+def test_whoever_talks_on_though_it_counts_as_gone_is_told_now_and_then(desk: CoordinatorServer) -> None:
+    stop = Stop("you were taken for dead", again=True)
+    with closing(Mailbox("n0", None, security="none")) as mailbox:
+        mailbox.allow(THE_COORDINATOR, None)
+        desk.tell(0, stop)  # nobody knows where it is
+        assert desk.meet(0, mailbox.address)
+        desk.part(0)
+        for _ in range(3):  # as often as it talks; each time anew would cut off what was just said
+            desk.tell(0, stop)
+        assert next(heard(mailbox, WITHIN_S)) == stop
+        assert list(heard(mailbox, 0.5)) == []

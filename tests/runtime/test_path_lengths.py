@@ -1,0 +1,260 @@
+"""Paths that change their length over a run: as in one process, whoever is lost, and whoever is started again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from skippipe.errors import Infeasible
+from skippipe.model.stage_step import StageStep
+from skippipe.optim_config import OptimConfig
+from skippipe.plan import Lane, Plan
+from skippipe.planner.repair import repair
+from skippipe.planner.strategies import PlanRequest, Strategy, with_paths_of
+from skippipe.runtime.coordinator.state_machine import Coordinator, CoordinatorState
+from skippipe.runtime.coordinator.wal_records import plan_records
+from skippipe.runtime.simulation.fault_injection import Fault, kill, kill_coordinator
+from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.skip_schedule import SkipSchedule
+from skippipe.training.reference import ReferenceTrainer
+from skippipe.validate import validate
+from tests.helpers.single_coordinator import HELLO, Course, Room, coordinating
+from tests.helpers.single_node import AT_ONCE, LEARNING
+from tests.helpers.virtual_chaos import Scenario, plans_of, play, scenario, staged, wide
+from tests.training.test_exact import FULL, assert_exact, plan_of, sampler_of, tensors_of
+
+SHORT = (Lane((0, 2, 6), 1), Lane((1, 5, 7), 2), Lane((0, 5, 4), 1))  # as many microbatches as FULL, a stage less
+BY_TURNS = SkipSchedule("1/4 + 0")
+COARSE = OptimConfig(rate=3e-3, warmup=2, iterations=5, clip=1.0, epsilon=1e-3)
+"""With a smaller epsilon Adam would not see what gradients are divided by."""
+
+
+@pytest.fixture
+def no_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_args: object, **_options: object) -> Plan:
+        raise AssertionError("a plan is made that is there already")
+
+    monkeypatch.setattr(repair, "repaired", refused)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Nodes say what they drop, which is a lot."""
+    log = logging.getLogger("skippipe.runtime")
+    log.setLevel(logging.ERROR)
+    yield
+    log.setLevel(logging.NOTSET)
+
+
+# As in one process
+
+
+@pytest.mark.usefixtures("no_planning")
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        (SkipSchedule("1/4 + 0", residual="scaled", early_exit=0.3), {}),
+        (SkipSchedule("1/4 until 60%, 0", gradients="all"), {}),
+        (
+            SkipSchedule("0 + 1/4", residual="scaled", gradients="all", early_exit=1.0),
+            {"family": "llama-tied", "split": True, "activation_checkpointing": True},
+        ),
+    ],
+    ids=["scaled with an early exit", "gradients over all", "everything"],
+)
+def test_many_nodes_are_one_process_whatever_the_recipe(recipe: SkipSchedule, options: dict[str, Any]) -> None:
+    short, spec = plan_of(SHORT, **options)
+    whole, _ = plan_of(FULL, **options)
+    cluster = assert_exact(short, spec, COARSE, recipe, whole)
+    planned = {3: tuple(short.exposure), 4: tuple(whole.exposure)}
+    lengths = [recipe.visited(number, 5, 4, 0) for number in range(5)]
+    assert [report.visits for report in cluster.reports] == [planned[length] for length in lengths]
+    plans = {4: whole}
+    plain = ReferenceTrainer(
+        short, spec, COARSE, sampler_of(short), recipe=SkipSchedule(recipe.skip), plans=plans, iterations=5
+    )
+    *_, last = (plain.iteration(number).loss for number in range(5))
+    assert last != pytest.approx(cluster.reports[-1].loss, rel=1e-5), "it makes a difference"
+
+
+def test_a_recipe_that_says_what_is_usual_changes_nothing() -> None:
+    runs = [
+        VirtualCluster(wide(split=False), LEARNING, 3, recipe=recipe)
+        for recipe in (SkipSchedule(), SkipSchedule("1/4"))
+    ]
+    for cluster in runs:
+        cluster.run()
+    silent, said = runs
+    assert silent.reports == said.reports
+    assert silent.wal == said.wal
+    assert silent.finished_ns == said.finished_ns
+    assert [sorted(record)[0] for record in said.wal] == ["learning", "commit", "commit", "commit", "done"]
+
+
+# What the coordinator tells and notes
+
+
+def plans_by_turns() -> tuple[Plan, Plan]:
+    """Two nodes on each of four stages; paths of three and of four."""
+    stages = ((0, 1), (2, 3), (4, 5), (6, 7))
+    short = (Lane((0, 2, 4), 1), Lane((1, 5, 6), 1), Lane((0, 3, 7), 1))
+    whole = (Lane((0, 2, 4, 6), 2), Lane((1, 3, 5, 7), 1))
+    first, _ = plan_of(short, stages=stages)
+    return first, replace(first, lanes=whole)
+
+
+def lengths_told(course: Course) -> list[int]:
+    """Of the plans that node 3 was told since it was last asked."""
+    found = [plan.visited for node, plan in course.room.logged("replan") if node == 3]
+    course.room.log.clear()
+    return found
+
+
+@pytest.mark.usefixtures("no_planning")
+def test_a_plan_is_noted_in_full_once_and_then_by_its_length() -> None:
+    short, whole = plans_by_turns()
+    course = coordinating(6, short, recipe=SkipSchedule("2 x 1/4 + 0"), plans={4: whole})
+    told = []
+    for _ in range(6):
+        course.iterate()
+        told.append(lengths_told(course))
+    assert told == [[], [4], [3], [], [4], []], "nothing is told for an iteration that never comes"
+    found = [
+        f"plan {note['visited']}" if "plan" in note else f"turn {note['turn']}" if "turn" in note else note["commit"]
+        for note in course.room.notes
+    ]
+    assert found == ["plan 3", 0, 1, "plan 4", 2, "turn 3", 3, 4, "turn 4", 5]
+    assert [record["visited"] for record in plan_records(course.room.notes)] == [3, 4, 3, 4]
+    assert [report.plan.visited for report in course.room.reports if report.plan] == [3, 3, 4, 3, 3, 4]
+
+
+@pytest.mark.parametrize(("first", "length"), [(0, 3), (1, 4), (6, 3), (7, 4), (8, 4)])
+def test_a_run_begins_with_the_length_of_its_first_iteration(first: int, length: int) -> None:
+    short, _ = plans_by_turns()
+    course = coordinating(9 - first, short, first=first, recipe=SkipSchedule("1/4 + 0 until 70%, 0"))
+    assert course.coordinator.plan.visited == length
+
+
+@pytest.mark.parametrize("notes", [9, 8, 7, 6])
+def test_a_coordinator_that_is_started_again_goes_on_with_the_right_length(notes: int) -> None:
+    """Also if it was killed between the end of an iteration and the plan for the next."""
+    short, whole = plans_by_turns()
+    recipe = SkipSchedule("1/4 + 0")
+    before = coordinating(9, short, recipe=recipe, plans={4: whole})
+    before.iterate(5)
+    wal = before.room.notes[:notes]
+    done = sum("commit" in note for note in wal)
+    room = Room()
+    coordinator = Coordinator(
+        short, LEARNING, room, room, 9, recipe=recipe, plans={4: whole}, survival=AT_ONCE, wal=wal
+    )
+    course = Course(coordinator, room)
+    for node in range(8):
+        course.hear(node, replace(HELLO, epoch=1, iteration=done, phase="RUNNING"))
+    assert coordinator.iteration == done
+    assert coordinator.plan.visited == recipe.visited(done, 9, 4, 0)
+    course.iterate(2)
+    lengths = [report.plan.visited for report in room.reports if report.plan]
+    assert lengths == [recipe.visited(number, 9, 4, 0) for number in (done, done + 1)]
+
+
+def test_when_a_node_is_lost_all_plans_are_made_anew_once() -> None:
+    short, whole = plans_by_turns()
+    course = coordinating(9, short, recipe=BY_TURNS, plans={4: whole})
+    course.iterate(2)
+    course.coordinator.lost(3, "its process ended")
+    course.come_back()
+    for answer in (course.contributed, course.averaged):
+        for node in list(course.coordinator.nodes):
+            course.hear(node, answer(node))
+    course.iterate(4)
+    plans = [report.plan for report in course.room.reports if report.plan]
+    assert [plan.visited for plan in plans] == [3, 4, 3, 4, 3, 4, 3]
+    assert all(3 not in plan.stage_of for plan in plans[3:])
+    assert plans[3] is plans[5]
+    assert plans[4] is plans[6]
+    assert {plan.microbatches for plan in plans} == {3}
+
+
+# Faults
+
+
+def played(recipe: SkipSchedule, *faults: Fault, iterations: int = 6) -> list[int]:
+    """Lengths of the paths, iteration by iteration; `play` looks into every sum of gradients."""
+    what = Scenario(0, wide(split=False), iterations, faults, "checkpoint", 2, uneven=False, drift=0.0, recipe=recipe)
+    return [plan.visited for plan in plans_of(play(staged(what)).cluster.wal)]
+
+
+@pytest.mark.parametrize("during", ["forward", "backward", "averaging", "step"])
+def test_a_node_that_is_lost_where_the_length_changes(during: Any) -> None:
+    fault = kill(node=5).at(iteration=2, during=during)
+    assert played(BY_TURNS, fault) == [3, 4, 3, 4, 3, 4]
+    assert played(SkipSchedule("1/4 until 50%, 0"), fault.back_after(0.5)) == [3, 3, 3, 4, 4, 4]
+
+
+@pytest.mark.parametrize("during", ["head", "averaging", "step"])
+def test_a_coordinator_that_is_lost_where_the_length_changes(during: Any) -> None:
+    faults = [kill_coordinator().at(iteration=iteration, during=during) for iteration in (2, 4)]
+    assert played(BY_TURNS, *faults) == [3, 4, 3, 4, 3, 4]
+    assert played(SkipSchedule("1/4 until 50%, 0"), *faults) == [3, 3, 3, 4, 4, 4]
+
+
+def test_an_heir_that_runs_the_head_before_its_own_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An early exit then looks at what stage 0 has made when that is there."""
+    unprepared, head = [], StageStep.head
+
+    def watched(tasks: StageStep, key: tuple[int, int], *given: Any, **options: Any) -> Any:
+        unprepared.extend([key] if key not in tasks.held else [])
+        return head(tasks, key, *given, **options)
+
+    monkeypatch.setattr(StageStep, "head", watched)
+    recipe = SkipSchedule("1/4 + 0", early_exit=0.3)
+    plan, spec = plan_of(SHORT)
+    cluster = VirtualCluster(
+        plan,
+        LEARNING,
+        3,
+        tensors_of(plan, spec, LEARNING, recipe),
+        recipe=recipe,
+        plans={4: plan_of(FULL)[0]},
+        survival=AT_ONCE,
+        faults=[kill(node=1).at(iteration=1, during="backward")],
+    )
+    cluster.run()
+    assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
+    assert unprepared
+    assert [event.kind for _, event in cluster.events] == ["gone", "rerouted", "replanned"]
+
+
+@pytest.mark.slow
+def test_any_few_faults_are_survived_by_turns() -> None:
+    recipes = ("1/4 + 0", "1/4 until 50%, 0", "1/3 until 30%, 1/4 + 0", "0 + 1/3")
+    for seed in range(1000, 1030):
+        what = replace(scenario(seed), recipe=SkipSchedule(recipes[seed % len(recipes)]))
+        found = play(staged(what))
+        for number, plan in enumerate(plans_of(found.cluster.wal)):
+            wanted = what.recipe.visited(number, what.iterations, len(plan.stages), 0)
+            assert plan.visited <= wanted, found.tale()
+            assert plan.visited == wanted or found.cluster.events, "shorter only while a stage is missing"
+
+
+# Plans for other lengths
+
+
+def test_paths_of_another_length_on_the_same_stages() -> None:
+    plan = wide(split=False)
+    plan = replace(plan, workload=replace(plan.workload, activation_checkpointing=True), expected=None)
+    for length in (2, 4):
+        found = with_paths_of(plan, length, Strategy.SKIPPIPE, PlanRequest(budget_s=0.3))
+        assert found.stages == plan.stages
+        assert found.microbatches == plan.microbatches
+        assert {len(lane.path) for lane in found.lanes} == {length}
+        assert found.expected is not None
+        assert validate(found) == []
+    uneven = replace(plan, workload=replace(plan.workload, microbatches=11))
+    with pytest.raises(Infeasible, match="11 microbatches over 1 of 3 stages"):
+        with_paths_of(uneven, 2, Strategy.SKIPPIPE, PlanRequest(budget_s=0.3))

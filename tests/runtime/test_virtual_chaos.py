@@ -1,0 +1,46 @@
+"""Random faults under virtual time: whatever goes wrong, training gets to its end and nothing is lost or counted twice.
+
+`python -m benchmarks.chaos virtual` plays many more; a seed that fails here or there can be played again with --only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.virtual_chaos import play, scenario, staged
+
+BLOCK = 50
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Nodes say what they drop, which is a lot."""
+    log = logging.getLogger("skippipe.runtime")
+    log.setLevel(logging.ERROR)
+    yield
+    log.setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize("block", [0, 1, *(pytest.param(block, marks=pytest.mark.slow) for block in range(2, 10))])
+def test_any_few_faults_are_survived(block: int) -> None:
+    failed = []
+    for seed in range(block * BLOCK, (block + 1) * BLOCK):
+        played = staged(scenario(seed))
+        try:
+            play(played)
+        except Exception as error:
+            failed.append(f"{type(error).__name__}: {error}\n{played.tale()}")
+    assert not failed, f"{len(failed)} of {BLOCK}, the first:\n{failed[0]}"
+
+
+def test_a_seed_is_the_whole_story() -> None:
+    tales = []
+    for seed in (1, 2, 3):
+        played = [play(staged(scenario(seed))) for _ in range(2)]
+        tales.append({each.tale() for each in played})
+        assert played[0].cluster.reports == played[1].cluster.reports
+        assert played[0].cluster.wal == played[1].cluster.wal
+    assert all(len(each) == 1 for each in tales)

@@ -1,0 +1,151 @@
+"""Nodes and coordinator under virtual time: as fast as promised, complete however time runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from skippipe.constraints import deadlock_cycle, exposure
+from skippipe.dispatch import Dispatch
+from skippipe.optim_config import OptimConfig
+from skippipe.plan import Lane, Plan, Stage
+from skippipe.planner.published import published20, published_plan
+from skippipe.runtime.coordinator.state_machine import CoordinatorState, RecoverySettings
+from skippipe.runtime.messages import Averaged, Stop, from_json, to_json
+from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
+from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.simulator import Deadlock, simulate
+from skippipe.timeline import Timeline, Timing
+from skippipe.workload import Workload
+from tests.helpers.plans import TINY, plans, uniform_cluster
+
+LEARNING = OptimConfig(warmup=2, iterations=10)
+
+
+def promised(plan: Plan) -> Timeline:
+    try:
+        return simulate(plan, Timing.FULL)
+    except Deadlock:
+        assume(False)
+        raise
+
+
+def disturbance(seed: int, most: float = 3.0) -> Callable[[int], int]:
+    """Whatever the plan says takes between nothing and `most` times as long."""
+    random = np.random.default_rng(seed)
+    return lambda duration_ns: int(duration_ns * random.uniform(0, most))
+
+
+def visits_by_stage(plan: Plan) -> list[int]:
+    lanes = plan.lanes
+    return list(
+        exposure([plan.visits(each) for each in lanes], [each.microbatches for each in lanes], len(plan.stages))
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans(), st.sampled_from(list(Dispatch)), st.booleans())
+def test_an_iteration_takes_what_the_simulator_promises(plan: Plan, dispatch: Dispatch, split: bool) -> None:
+    plan = replace(plan, dispatch=dispatch, split_backward=split)
+    timeline = promised(plan)
+    cluster = VirtualCluster(plan, LEARNING, 1, recorded=frozenset({0}))
+    cluster.run()
+    assert cluster.finished_ns == timeline.iteration_ns
+    assert cluster.coordinator.state is CoordinatorState.DONE
+    (report,) = cluster.reports
+    found = sorted((*row[:3], node, *row[3:]) for node, rows in report.tasks.items() for row in rows)
+    assert found == sorted(timeline.tasks)
+
+
+def test_the_published_plans_take_what_they_promise() -> None:
+    for paths in ("skippipe", "dtfm_skip", "full_pipeline"):
+        plan = published_plan(published20(), paths, None)
+        cluster = VirtualCluster(plan, LEARNING, 1)
+        cluster.run()
+        assert cluster.finished_ns == simulate(plan, Timing.FULL).iteration_ns
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(plans(), st.integers(0, 2**32 - 1), st.integers(2, 4))
+def test_every_iteration_completes_however_long_things_take(plan: Plan, seed: int, iterations: int) -> None:
+    assume(deadlock_cycle([lane.path for lane in plan.lanes], plan.slots) is None)
+    runs = [
+        VirtualCluster(plan, LEARNING, iterations, disturb=disturbance(seed), recorded=frozenset({iterations - 1}))
+        for _ in range(2)
+    ]
+    for cluster in runs:
+        cluster.run()
+    cluster, again = runs
+    assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
+    assert [report.iteration for report in cluster.reports] == list(range(iterations))
+    assert cluster.reports == again.reports
+    assert cluster.finished_ns == again.finished_ns
+    assert cluster.machines
+    expected = visits_by_stage(plan)
+    for node, executor in cluster.machines.items():  # Symbols also watch slots, order and what is handed over
+        assert isinstance(executor, SymbolicExecutor)
+        assert executor.history == [expected[plan.stage_of[node]]] * iterations
+    assert sorted(cluster.stored) == list(range(len(plan.stages)))
+    for report in cluster.reports[:-1]:
+        assert not report.tasks
+    rows = [row for rows in cluster.reports[-1].tasks.values() for row in rows]
+    assert len(rows) == len(simulate(plan).tasks)
+    for *_, ready, start, end in rows:
+        assert 0 <= ready <= start <= end
+    for report in cluster.reports:  # also what was ready before the iteration began can be told
+        for node, rows in report.tasks.items():
+            said = Averaged(report.iteration, 0, 1.0, [], rows, [], [], [])
+            assert from_json(to_json(said)) == said, node
+
+
+def plan_that_locks_up() -> Plan:
+    """Two lanes, each of which holds the only slot that the other waits for."""
+    cluster = uniform_cluster(3)
+    workload = Workload(TINY, 16, 1, 2, max_slots=1)
+    stages = (Stage(4, (0,), (0,)), Stage(2, (1,), (1,)), Stage(2, (2,), (2,)))
+    plan = Plan(cluster, workload, stages, (Lane((1, 2), 1), Lane((2, 1), 1)))
+    with pytest.raises(Deadlock):
+        simulate(plan)
+    return plan
+
+
+def test_a_plan_that_locks_up_is_put_right_when_patience_ends() -> None:
+    run = VirtualCluster(plan_that_locks_up(), LEARNING, 2)
+    run.run()
+    (at_ns, restarted) = next((at_ns, event) for at_ns, event in run.events if event.kind == "restarted")
+    assert restarted.text == "waited 600 s for n1, n2 to average gradients"
+    assert 600e9 <= at_ns < 601e9
+    assert run.coordinator.state is CoordinatorState.DONE
+    assert [report.iteration for report in run.reports] == [0, 1]
+    found = run.coordinator.plan
+    assert deadlock_cycle([lane.path for lane in found.lanes], found.slots) is None
+    assert run.finished_ns - at_ns == 2 * simulate(found, Timing.FULL).iteration_ns
+    for node, stage in found.stage_of.items():  # of the first attempt nothing is left
+        assert isinstance(executor := run.machines[node], SymbolicExecutor)
+        assert executor.history == [visits_by_stage(found)[stage]] * 2
+
+
+def test_a_plan_that_locks_up_ends_a_run_that_is_not_to_survive_with_the_names_of_those_waited_for() -> None:
+    run = VirtualCluster(plan_that_locks_up(), LEARNING, 1, survival=RecoverySettings(survives=False))
+    run.run()
+    assert run.coordinator.state is CoordinatorState.FAILED
+    assert run.coordinator.failure == "waited 600 s for n1, n2 to average gradients"
+    assert all(node.stopped == Stop(run.coordinator.failure) for node in run.nodes.values())
+
+
+def test_iterations_a_second() -> None:
+    """A figure for people; run pytest with -s to see it."""
+    plan = published_plan(published20(), "skippipe", None)
+    cluster = VirtualCluster(plan, LEARNING, 5, disturb=disturbance(1, 2.0))
+    began = time.perf_counter()
+    cluster.run()
+    took_s = time.perf_counter() - began
+    assert len(cluster.reports) == 5
+    print(f"\n{5 / took_s:.1f} iterations a second of the published 20-node plan, {cluster.now_ns / 1e9:.0f} virtual s")

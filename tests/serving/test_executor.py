@@ -1,0 +1,173 @@
+"""The computer of a node that serves, on real tensors: as transformers has it, and unmoved by what cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from skippipe.errors import UserError
+from skippipe.inference.cached_stage import logits
+from skippipe.inference.checkpoint_loader import fingerprint, load, load_stage, read_outline
+from skippipe.inference.request import SamplingParams
+from skippipe.model.stage import StageModel
+from skippipe.runtime.node.interfaces import JoinConfig
+from skippipe.serving.node.executor import ServingExecutor
+from skippipe.serving.node.role import ServingConfig, build_executor
+from skippipe.serving.step_protocol import ForwardStep, FreeSlots, InputRow, SampleTokens, StepRefused
+from skippipe.transport.wire_codec import EncodedTensor, decode, encode
+from tests.helpers.models import FAMILIES, whole_model
+from tests.lm_harness.test_likelihood import LAYERS, TOKENIZER, checkpoint_in, export_to, made
+
+torch.set_num_threads(1)
+LANE = 1
+
+
+def computers(stages: list[StageModel], wire: str = "fp32") -> list[ServingExecutor]:
+    each = enumerate(stages)
+    return [ServingExecutor(number, stage.eval(), lane_tokens=512, wire_dtype=wire) for number, stage in each]
+
+
+def around(nodes: list[ServingExecutor], rows: list[InputRow], tokens: list[list[int]], freed: tuple[int, ...]) -> Any:
+    """What the last stage makes of these tokens."""
+    given: Any = tuple(map(tuple, tokens))
+    for node in nodes:
+        given = node.run(ForwardStep(LANE, tuple(rows), freed, given))
+        assert isinstance(given, EncodedTensor)
+    return given
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_batched_prompts_and_single_tokens_are_those_of_transformers(family: str) -> None:
+    """Streams enter and leave; in a step, some are new, some go on by a token, some by a piece of their prompt."""
+    spec, stages = made(family)
+    nodes, random = computers(stages), Random(family)
+    texts = torch.randint(TOKENIZER.size, (8, 24), generator=torch.Generator().manual_seed(2))
+    expected = whole_model(spec.config, stages).eval()(texts).logits
+    fed: dict[int, tuple[int, int]] = {}  # slot → which text, and how much of it
+    single = longer = 0
+    for step in range(40):
+        freed = tuple(slot for slot, (_, done) in fed.items() if done == 24 or random.random() < 0.05)
+        for slot in freed:
+            del fed[slot]
+        if len(fed) < 4:
+            fed[min(set(range(5)) - set(fed))] = step % 8, 0
+        rows, tokens = [], []
+        for slot, (text, done) in fed.items():
+            count = 1 if done > 5 else random.randint(1, 6)
+            rows.append(InputRow(slot, done, count))
+            tokens.append(texts[text, done : done + count].tolist())
+            fed[slot] = text, done + count
+            single, longer = single + (done > 0 and count == 1), longer + (count > 1)
+        back = decode(around(nodes, rows, tokens, freed))
+        found = torch.split(logits(stages[0], back), [row.count for row in rows])
+        for row, each in zip(rows, found, strict=True):
+            want = expected[fed[row.slot][0], row.start : row.start + row.count]
+            assert (each - want).abs().max() < 1e-4
+        ends = [fed[row.slot] for row in rows]
+        greedy = tuple(SamplingParams(temperature=0) for _ in rows)
+        chosen = nodes[0].run(SampleTokens(tuple(rows), greedy, encode(back, "fp32")))
+        assert chosen == [int(expected[text, done - 1].argmax()) for text, done in ends]
+    assert min(single, longer) > 10
+
+
+def test_what_cannot_be_done_is_said_and_the_node_goes_on() -> None:
+    _, stages = made()
+    first, second, _ = nodes = computers(stages)
+    row = InputRow(0, 0, 2)
+    sick = encode(torch.tensor([[0.0] * 31 + [float("nan")]] * 2), "fp32")
+    for work in (ForwardStep(LANE, (row,), (), sick), SampleTokens((row,), (SamplingParams(),), sick)):
+        node = first if isinstance(work, SampleTokens) else second
+        assert node.run(work) == StepRefused("hidden states that are not finite", given=True)
+    late = first.run(ForwardStep(LANE, (InputRow(3, 7, 1),), (), ((1,),)))
+    assert isinstance(late, StepRefused) and not late.given
+    much = first.run(ForwardStep(LANE, (InputRow(0, 0, 600),), (), ((1,) * 600,)))
+    assert isinstance(much, StepRefused) and not much.given
+    good = around(nodes, [row], [[1, 2]], freed=(0, 5, 400))  # slots that were never taken
+    for node in nodes:
+        node.run(FreeSlots(LANE))
+    assert around(nodes, [row], [[1, 2]], freed=()).data == good.data
+
+
+def test_a_head_that_is_damaged_is_its_own_fault() -> None:
+    _, stages = made()
+    head = stages[0].head
+    assert head is not None
+    with torch.no_grad():
+        next(head.parameters()).fill_(float("inf"))
+    node = computers(stages)[0]
+    result = node.run(SampleTokens((InputRow(0, 0, 1),), (SamplingParams(),), encode(torch.ones(1, 32), "fp32")))
+    assert isinstance(result, StepRefused) and not result.given
+
+
+def test_a_model_that_cannot_be_served_is_refused_before_anybody_asks() -> None:
+    _, stages = made(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    with pytest.raises(UserError, match="rope_type"):
+        computers(stages)
+
+
+# Weights
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stage_by_itself_is_that_of_the_whole(family: str, tmp_path: Path) -> None:
+    export_to(tmp_path / "model", family)
+    whole = load(tmp_path / "model")
+    for number, stage in enumerate(whole.stages):
+        alone = dict(load_stage(read_outline(tmp_path / "model"), number).named_weights())
+        assert alone.keys() == dict(stage.named_weights()).keys()
+        for name, each in stage.named_weights():
+            assert torch.equal(each, alone[name])
+
+
+def test_a_stage_reads_no_weights_but_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    export_to(folder)
+    outline = read_outline(folder)
+    assert outline.layers == LAYERS
+    kept, *others = sorted(folder.glob("*.safetensors"), reverse=True)
+    for file in others:
+        file.unlink()
+    load_stage(outline, len(LAYERS) - 1)
+    with pytest.raises(UserError, match="model"):
+        load_stage(outline, 0)
+    assert kept.exists()
+
+
+def test_a_stage_of_a_checkpoint_whatever_its_cut(tmp_path: Path) -> None:
+    stages = checkpoint_in(tmp_path / "run")
+    stored = {name: each for stage in stages for name, each in stage.named_weights()}
+    for cut, number in (("2,1,2", 1), ("2,1,2", 2), ("3,2", 0), ("1,1,1,1,1", 3)):
+        for name, each in load_stage(read_outline(tmp_path / "run", cut), number).named_weights():
+            assert torch.equal(each, stored[name])
+    damaged = tmp_path / "run" / "checkpoints" / "000007" / "stage-1.weights.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    load_stage(read_outline(tmp_path / "run"), 2)
+    with pytest.raises(UserError, match="not what was written"):
+        load_stage(read_outline(tmp_path / "run"), 1)
+
+
+def test_a_node_refuses_another_model(tmp_path: Path) -> None:
+    export_to(tmp_path / "model")
+    export_to(tmp_path / "other")
+    weights = sorted((tmp_path / "other").glob("*.safetensors"))[1]
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    node_config = ServingConfig(
+        str(tmp_path / "model"), LAYERS, {"a": 0, "b": 1, "c": 2}, TOKENIZER.size, fingerprint(tmp_path / "model")
+    )
+    assert ServingConfig.from_json(node_config.to_json()) == node_config
+    here = JoinConfig("b", "127.0.0.1:1")
+    build_executor(node_config, 1, here)
+    with pytest.raises(UserError, match="another model"):
+        build_executor(node_config, 1, replace(here, checkpoint=tmp_path / "other"))
+    with pytest.raises(UserError, match="--checkpoint"):
+        build_executor(node_config, 1, replace(here, checkpoint=tmp_path / "nowhere"))

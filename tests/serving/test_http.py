@@ -1,0 +1,427 @@
+"""The HTTP interface: OpenAI's own client gets what it expects, and everything else gets an error that says why."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from collections.abc import AsyncGenerator
+from datetime import timedelta
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from skippipe.errors import UserError
+from skippipe.inference.request import SamplingParams
+from skippipe.serving.http import routes
+from skippipe.web.auth import ApiSettings
+from tests.helpers.echo_engine import (
+    CHAT,
+    COMPLETIONS,
+    MODEL,
+    OPEN,
+    PATIENCE_S,
+    STAGES,
+    Caller,
+    Mirror,
+    complaint,
+    events,
+    serving,
+    valid,
+)
+from tests.helpers.junk import junk_answered
+
+TOKEN = "a-token-that-is-long"
+
+
+def client(address: str, token: str = "none needed") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=token, max_retries=0, timeout=PATIENCE_S)
+
+
+def test_openai_client() -> None:
+    mirror = Mirror()
+    with serving(mirror) as address, client(address) as ask:
+        assert [model.id for model in ask.models.list()] == [MODEL]
+        assert ask.models.retrieve(MODEL).owned_by == "skippipe"
+
+        raw = ask.completions.with_raw_response.create(model=MODEL, prompt="hello", seed=5, temperature=0.5)
+        text = raw.parse()
+        assert raw.headers["x-skippipe-stages"] == "6/6"
+        assert text.choices[0].text == "olleh"
+        assert text.choices[0].finish_reason == "stop"
+        assert text.id.startswith("cmpl-") and text.object == "text_completion" and text.model == MODEL
+        assert (text.system_fingerprint or "").startswith("fp_")
+        assert text.model_extra == {"skippipe": {"stages": 6, "of": 6}}
+        assert text.usage is not None
+        assert (text.usage.prompt_tokens, text.usage.completion_tokens, text.usage.total_tokens) == (5, 5, 10)
+        assert mirror.asked[-1] == (tuple(map(ord, "hello")), 16, SamplingParams(0.5, 0, 1.0, 5), ())
+
+        answer = ask.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": "stressed"}],
+            max_completion_tokens=4,
+            extra_body={"top_k": 3},
+        )
+        assert answer.choices[0].message.content == "dess"
+        assert answer.choices[0].message.role == "assistant"
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion"
+        assert mirror.conversations[-1][0] == {"role": "system", "content": "be brief"}
+        assert mirror.asked[-1][2].top_k == 3
+
+        again = ask.chat.completions.create(  # what the client made of our message is a message again
+            model=MODEL,
+            messages=[answer.choices[0].message.model_dump(), {"role": "user", "content": "ab"}],  # type: ignore[list-item]
+        )
+        assert again.choices[0].message.content == "ba"
+
+
+def test_openai_client_streams() -> None:
+    with serving(Mirror()) as address, client(address) as ask:
+        pieces = list(ask.completions.create(model=MODEL, prompt="hello", stream=True))
+        assert "".join(piece.choices[0].text for piece in pieces) == "olleh"
+        assert [piece.choices[0].finish_reason for piece in pieces] == [None] * 5 + ["stop"]
+        assert [piece.model_extra for piece in pieces] == [{}] * 5 + [{"skippipe": {"stages": 6, "of": 6}}]
+        assert len({piece.id for piece in pieces}) == 1
+
+        chunks = list(
+            ask.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "hello"}],
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert "".join(each.choices[0].delta.content or "" for each in chunks[:-1]) == "olleh"
+        assert chunks[-2].choices[0].finish_reason == "stop"
+        assert all(each.usage is None for each in chunks[:-1])
+        assert chunks[-1].choices == [] and chunks[-1].usage is not None and chunks[-1].usage.total_tokens == 10
+        assert chunks[-1].model_extra == {"skippipe": {"stages": 6, "of": 6}}
+
+
+def test_openai_client_asks_many_things_at_once() -> None:
+    async def all_of_it(address: str) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="-", max_retries=0, timeout=PATIENCE_S) as ask:
+
+            async def whole(word: str) -> str:
+                answer = await ask.completions.create(model=MODEL, prompt=word)
+                return answer.choices[0].text
+
+            async def streamed(word: str) -> list[str]:
+                texts = ["", "", ""]
+                async for chunk in await ask.chat.completions.create(
+                    model=MODEL, messages=[{"role": "user", "content": word}], n=3, stream=True
+                ):
+                    texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+                return texts
+
+            words = [f"word {number}" for number in range(20)]
+            wholes, streams = await asyncio.gather(
+                asyncio.gather(*map(whole, words)), asyncio.gather(*map(streamed, words))
+            )
+            assert wholes == [word[::-1] for word in words]
+            assert streams == [[word[::-1]] * 3 for word in words]
+
+    mirror = Mirror()
+    mirror.pause_s = 0.002
+    with serving(mirror) as address:
+        asyncio.run(asyncio.wait_for(all_of_it(address), PATIENCE_S))
+        assert_counted(address, 200, 20)
+
+
+def test_openai_client_sees_errors_as_what_they_are() -> None:
+    mirror = Mirror()
+    with serving(mirror, ApiSettings(tokens=(TOKEN,), loopback=True)) as address:
+        with client(address, "wrong") as ask, pytest.raises(openai.AuthenticationError, match="not known here"):
+            ask.models.list()
+        with client(address, TOKEN) as ask:
+            with pytest.raises(openai.NotFoundError, match="ask for 'org/mirror'") as missing:
+                ask.completions.create(model="gpt-7", prompt="hello")
+            assert missing.value.code == "model_not_found"
+            with pytest.raises(openai.BadRequestError) as bad:
+                ask.completions.create(model=MODEL, prompt="hello", logprobs=2)
+            assert (bad.value.param, bad.value.code) == ("logprobs", "unsupported_parameter")
+            mirror.refusal = "256 requests wait already"
+            with pytest.raises(openai.InternalServerError, match="256 requests wait already") as full:
+                ask.completions.create(model=MODEL, prompt="hello", stream=True)
+            assert full.value.status_code == 503 and full.value.response.headers["retry-after"] == "5"
+            mirror.refusal, mirror.lost = None, {3: 0}
+            pieces = ask.completions.create(model=MODEL, prompt="hello", stream=True)
+            assert [next(pieces).choices[0].text, next(pieces).choices[0].text] == ["o", "l"]
+            with pytest.raises(openai.APIError, match="no stage is left"):
+                next(pieces)
+            mirror.stages, mirror.lost = STAGES, {}
+            with pytest.raises(openai.AuthenticationError, match="no token"):
+                ask.with_options(default_headers={"Authorization": "Basic abc"}).models.list()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answer_is_cancelled_when_the_client_is_gone(stream: bool) -> None:
+    mirror = Mirror()
+    mirror.slow_from, mirror.pause_s = 3, 3600.0
+    with serving(mirror) as address:
+        with connected(address) as line:
+            line.sendall(request(valid(COMPLETIONS) | {"stream": stream, "n": 2}))
+            assert mirror.begun.wait(PATIENCE_S)
+            if stream:
+                assert b"200 OK" in line.recv(1000)
+        assert mirror.cancelled.wait(PATIENCE_S), "it went on for nobody"
+        assert_counted(address, 499, 1)
+
+
+def test_client_that_does_not_read_gives_up_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skippipe.serving.http.middleware.LAST_WORDS_S", 0.1)
+    mirror = Mirror()
+    mirror.context = 1_000_000
+    settings = ApiSettings(loopback=True, at_once=1, answer=timedelta(seconds=1))
+    with serving(mirror, settings) as address:
+        with connected(address) as line:  # the echo is more than all buffers between us hold
+            line.sendall(request(valid(COMPLETIONS) | {"prompt": "x" * 500_000, "n": 16, "echo": True, "stream": True}))
+            assert mirror.begun.wait(PATIENCE_S)
+            assert_counted(address, 504, 1)
+            with httpx2.Client(base_url=address, timeout=PATIENCE_S) as ask:
+                assert ask.post(COMPLETIONS, json=valid(COMPLETIONS)).status_code == 200
+        assert mirror.cancelled.is_set()
+
+
+def connected(address: str) -> socket.socket:
+    host, _, port = address.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), PATIENCE_S)
+
+
+def request(fields: dict[str, Any]) -> bytes:
+    body = json.dumps(fields)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+def assert_counted(address: str, status: int, times: int) -> None:
+    """Soon."""
+    line = f'skippipe_requests_total{{endpoint="{COMPLETIONS}",status="{status}"}} {times}\n'
+    deadline_s = time.monotonic() + PATIENCE_S
+    with httpx2.Client(base_url=address, timeout=PATIENCE_S) as ask:
+        while line not in ask.get("/metrics").text:
+            assert time.monotonic() < deadline_s, f"{times} × {status} never came"
+
+
+# On the way
+
+
+def test_addresses_and_methods() -> None:
+    caller = Caller()
+    assert "/v1/completions" in complaint(caller("GET", "/v1/engines"), 404, "not_found")
+    complaint(caller("GET", "/v1/models/"), 404, "model_not_found", "model")
+    complaint(caller("GET", "/docs"), 404, "not_found")
+    complaint(caller("GET", "/v1/models/other"), 404, "model_not_found", "model")
+    wrong = caller("GET", COMPLETIONS)
+    assert "use POST" in complaint(wrong, 405, "method_not_allowed")
+    assert wrong.headers["allow"] == "POST"
+    assert caller("GET", f"/v1/models/{MODEL}").json()["created"] == Mirror.created
+
+
+def test_only_json_is_read() -> None:
+    body = json.dumps(valid(COMPLETIONS)).encode()
+    for headers in (
+        {"Content-Type": "text/plain"},
+        {},
+        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+    ):
+        complaint(Caller()("POST", COMPLETIONS, content=body, headers=headers), 415, "unsupported_media_type")
+    headers = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert Caller()("POST", COMPLETIONS, content=body, headers=headers).status_code == 200
+
+
+def test_too_much_is_not_read_to_its_end() -> None:
+    sent = 0
+
+    async def endless() -> AsyncGenerator[bytes, None]:
+        nonlocal sent
+        while True:
+            sent += 1
+            yield b" " * 1000
+
+    caller = Caller(settings=ApiSettings(loopback=True, body_bytes=10_000))
+    kind = {"Content-Type": "application/json"}
+    says = complaint(caller("POST", COMPLETIONS, content=endless(), headers=kind), 413, "request_too_large")
+    assert "10,000 bytes" in says and sent == 11
+    with serving(Mirror()) as address, connected(address) as line:
+        line.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode())
+        line.sendall(b"Content-Length: 99999999999\r\n\r\n")
+        answer = b"".join(iter(lambda: line.recv(4096), b""))  # until the server closes it
+        assert answer.startswith(b"HTTP/1.1 413") and b'"code":"request_too_large"' in answer
+        for _ in range(5):  # a client that sends all before it listens
+            much = httpx2.post(f"{address}{CHAT}", json={"model": "x" * 2**21}, timeout=PATIENCE_S)
+            complaint(much, 413, "request_too_large")
+
+
+# When those who answer are in trouble
+
+
+def test_share_of_the_model() -> None:
+    caller = Caller()
+    caller.mirror.lost = {3: 4, 4: 6}
+    body = caller.post()
+    assert body.headers["x-skippipe-stages"] == "4/6"
+    assert body.json()["skippipe"] == {"stages": 4, "of": 6}
+    stream = caller.post(stream=True)
+    assert stream.headers["x-skippipe-stages"] == "6/6"
+    assert events(stream)[-2]["skippipe"] == {"stages": 4, "of": 6}
+    assert events(stream)[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_share_stands_at_the_very_end_of_a_stream(usage: bool) -> None:
+    options = {"include_usage": True} if usage else None
+    response = Caller().post(CHAT, n=3, stream=True, stream_options=options)
+    *chunks, done = events(response)
+    assert (response.headers["x-skippipe-stages"], done) == ("6/6", "[DONE]")
+    assert [number for number, chunk in enumerate(chunks, 1) if "skippipe" in chunk] == [len(chunks)]
+    assert all(("usage" in chunk) == usage for chunk in chunks)
+    assert [bool(chunk.get("usage")) for chunk in chunks] == [False] * (len(chunks) - 1) + [usage]
+
+
+def test_pieces_of_many_answers_come_one_after_the_other() -> None:
+    """Also if sending takes a while."""
+    body = json.dumps(valid(CHAT) | {"stream": True, "n": 8}).encode()
+    coming, sent, sending = [{"type": "http.request", "body": body}], list[Any](), 0
+
+    async def receive() -> Any:
+        return coming.pop() if coming else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        nonlocal sending
+        sending += 1
+        await asyncio.sleep(0.001)
+        assert sending == 1, "two at once"
+        sending -= 1
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "root_path": ""}
+    headers = [(b"content-type", b"application/json")]
+    asyncio.run(asyncio.wait_for(Caller().app({**scope, "headers": headers}, receive, send), PATIENCE_S))
+    assert [message["type"] for message in sent] == ["http.response.start"] + ["http.response.body"] * (len(sent) - 1)
+    text = b"".join(message.get("body", b"") for message in sent)
+    assert (text.count(b'"finish_reason":"stop"'), text.count(b'"skippipe"')) == (8, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_refused(stream: bool) -> None:
+    caller = Caller(settings=ApiSettings(loopback=True, retry=timedelta(seconds=6.5)))
+    caller.mirror.refusal = "2 of 6 stages are left"
+    response = caller.post(stream=stream, n=3)
+    assert "2 of 6 stages are left" in complaint(response, 503, "unavailable")
+    assert response.headers["retry-after"] == "7"
+
+
+def test_stream_that_cannot_go_on_says_so() -> None:
+    caller = Caller()
+    caller.mirror.lost = {3: 0}
+    complaint(caller.post(), 503, "unavailable")
+    caller.mirror.stages = STAGES
+    heard = events(caller.post(stream=True))
+    assert [each["choices"][0]["text"] for each in heard[:-1]] == ["o", "l"]
+    assert heard[-1]["error"]["code"] == "unavailable"
+    assert 'status="503"} 2' in caller("GET", "/metrics").text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_answer_that_fails_ends_the_others(stream: bool) -> None:
+    caller = Caller()
+    caller.mirror.breaks_at = 3
+    response = caller.post(prompt=["abcdef", "xy"], stream=stream)
+    assert response.status_code == (200 if stream else 500)
+    assert "internal_error" in response.text and "[DONE]" not in response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_our_own_faults_are_kept_to_the_log(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caller = Caller()
+    caller.mirror.breaks_at = 1
+    with caplog.at_level(logging.ERROR):
+        response = caller.post(stream=stream)
+    says = complaint(response, 500, "internal_error")
+    assert "10.0.0.9" not in response.text and "10.0.0.9" in caplog.text
+    assert response.headers["x-request-id"] in says and response.headers["x-request-id"] in caplog.text
+    caller.mirror.failure = TimeoutError("not that of the request")
+    complaint(caller.post(stream=stream), 500, "internal_error")
+    caller.mirror.breaks_at, caller.mirror.ends = None, False
+    complaint(caller.post(), 500, "internal_error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_slow_answers_are_given_up(stream: bool) -> None:
+    caller = Caller(settings=ApiSettings(loopback=True, answer=timedelta(seconds=0.5)))
+    caller.mirror.slow_from, caller.mirror.pause_s = 3, 3600.0
+    response = caller.post(stream=stream)
+    if stream:
+        assert events(response)[-1]["error"]["code"] == "timeout"
+    else:
+        assert "after 0.5 s" in complaint(response, 504, "timeout")
+        assert response.headers["x-should-retry"] == "false"
+    assert caller.mirror.cancelled.is_set()
+
+
+def test_slow_requests_are_given_up() -> None:
+    async def never() -> AsyncGenerator[bytes, None]:
+        yield b"{"
+        await asyncio.sleep(3600)
+
+    caller = Caller(settings=ApiSettings(loopback=True, body=timedelta(seconds=0.05)))
+    kind = {"Content-Type": "application/json"}
+    complaint(caller("POST", COMPLETIONS, content=never(), headers=kind), 408, "request_timeout")
+
+
+def test_health() -> None:
+    caller = Caller(settings=ApiSettings(tokens=(TOKEN,)))
+    for stages, status, code in ((6, "ok", 200), (1, "degraded", 200), (0, "down", 503)):
+        caller.mirror.stages = stages
+        response = caller("GET", "/health")
+        assert (response.status_code, response.json()) == (code, {"status": status, "stages": stages, "of": 6})
+
+
+def test_metrics() -> None:
+    caller = Caller()
+    caller.post()
+    caller.post(CHAT, stream=True, n=2)
+    caller.post(n=0)
+    caller("GET", "/v1/models/other")
+    caller("GET", "/any/path/at/all")
+    families = {family.name: family for family in text_string_to_metric_families(caller("GET", "/metrics").text)}
+    counted = {
+        (one.labels["endpoint"], one.labels["status"]): one.value for one in families["skippipe_requests"].samples
+    }
+    assert counted == {
+        (COMPLETIONS, "200"): 1,
+        (COMPLETIONS, "400"): 1,
+        (CHAT, "200"): 1,
+        ("/v1/models/{model}", "404"): 1,
+        ("other", "404"): 1,
+    }
+    single = {name: family.samples[0].value for name, family in families.items() if len(family.samples) == 1}
+    assert single["skippipe_prompt_tokens"] == 10 and single["skippipe_answer_tokens"] == 15
+    assert single["skippipe_requests_in_flight"] == 1  # this one
+    assert (single["skippipe_stages_there"], single["skippipe_stages"]) == (6, 6)
+    assert (single["skippipe_gateway_steps"], single["skippipe_gateway_streams"]) == (12, 1.5)
+    seconds = families["skippipe_request_seconds"].samples
+    assert sum(one.value for one in seconds if one.name.endswith("_count")) == 5
+    assert sum(one.value for one in seconds if one.labels.get("le") == "+Inf") == 5
+
+
+def test_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> None:
+        raise ImportError(f"No module named '{name}'", name=name)
+
+    monkeypatch.setattr("skippipe.optional_deps.import_module", nothing)
+    with pytest.raises(UserError, match=r"fastapi.*pip install 'skippipe\[serve\]'"):
+        routes.app(Mirror(), OPEN)
+
+
+def test_junk() -> None:
+    statuses = asyncio.run(asyncio.wait_for(junk_answered(1000), 60))
+    assert statuses[200] > 20 and statuses[400] > 500

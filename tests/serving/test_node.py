@@ -1,0 +1,345 @@
+"""Gateway and nodes together under virtual time, over messages as they are on the wire."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from itertools import count
+from random import Random
+from typing import Any
+
+import pytest
+
+from skippipe.inference.request import SamplingParams
+from skippipe.runtime.messages import (
+    COORDINATOR,
+    ControlMessage,
+    EndSequences,
+    Ready,
+    RunStep,
+    Sampled,
+    StepFailed,
+    from_json,
+    to_json,
+)
+from skippipe.serving.node.state_machine import MOST, EarlyMessages, ServingNode
+from skippipe.serving.routing import ServingRoute
+from skippipe.serving.scheduler import (
+    FinishReason,
+    Scheduler,
+    SequenceRequest,
+    SequenceState,
+    ServingSettings,
+    ServingStep,
+)
+from skippipe.serving.step_protocol import (
+    ForwardStep,
+    FreeSlots,
+    InputRow,
+    NodeInfo,
+    SampleTokens,
+    ServingWork,
+    StepRefused,
+    step_messages,
+)
+from skippipe.transport.message import Message, MessageKind
+from tests.serving.test_scheduler import PLACES, VOCABULARY, answer, next_token
+
+STAGE_OF = {node: stage for stage, nodes in PLACES.items() for node in nodes}
+Prefixes = list[tuple[int, ...]]
+"""What stands for a hidden state: all tokens up to and with this one."""
+
+
+class Symbols:
+    """A computer that checks that every stage sees every token once and in order."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self.caches: dict[tuple[int, int], list[int]] = {}
+
+    def run(self, work: ServingWork) -> Any:
+        match work:
+            case ForwardStep():
+                return self._pass(work)
+            case SampleTokens():
+                ends = [sum(row.count for row in work.rows[: at + 1]) for at in range(len(work.rows))]
+                return [
+                    next_token(list(work.given[end - 1]), sampling.seed)
+                    for end, sampling in zip(ends, work.how, strict=True)
+                ]
+            case FreeSlots():
+                self.caches = {key: each for key, each in self.caches.items() if key[0] != work.lane}
+                return None
+
+    def _pass(self, work: ForwardStep) -> Prefixes:
+        for slot in work.freed:
+            self.caches.pop((work.lane, slot), None)
+        made: Prefixes = []
+        at = 0
+        for number, row in enumerate(work.rows):
+            cache = self.caches.setdefault((work.lane, row.slot), [])
+            assert len(cache) == row.start
+            new = self._new(work.given, number, row, at)
+            at += row.count
+            for token in new:
+                cache.append(token)
+                made.append(tuple(cache))
+        if self.stage > 0:
+            assert made == work.given
+        return made
+
+    def _new(self, given: Any, number: int, row: InputRow, at: int) -> Sequence[int]:
+        if self.stage == 0:
+            tokens: Sequence[int] = given[number]
+            assert len(tokens) == row.count
+            return tokens
+        return [prefix[-1] for prefix in given[at : at + row.count]]
+
+
+class Place:
+    """What a node sees of the world."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world = world
+        self.number = number
+        self.executor = Symbols(STAGE_OF[number])
+        self.node = ServingNode(NodeInfo(number, STAGE_OF[number], len(STAGE_OF), VOCABULARY, 2**16), self)
+        self.alive = True
+
+    def now_ns(self) -> int:
+        return self.world.clock_ns
+
+    def send(self, receiver: int, message: Message) -> None:
+        self.world.between(self.number, receiver, lambda place: place.node.receive(self.number, message))
+
+    def say(self, control: ControlMessage, to: int = COORDINATOR) -> None:
+        assert to == COORDINATOR
+        self.world.to_gateway(self, from_json(to_json(control)))
+
+    def start(self, work: ServingWork) -> None:
+        self.world.at(self.world.random.uniform(0.001, 0.01), lambda: self._done(work))
+
+    def fits(self, message: Message, at: int, size: int) -> bool:
+        return isinstance(message.body, list) and len(message.body) == at and size > 0
+
+    def _done(self, work: ServingWork) -> None:
+        if self.alive:
+            self.node.finished(work, self.executor.run(work))
+            self.node.decide()
+
+
+class World:
+    def __init__(self, seed: int, settings: ServingSettings) -> None:
+        self.random = Random(seed)
+        self.clock_ns = 0
+        self._events: list[tuple[int, int, Callable[[], None]]] = []
+        self._order = count()
+        self.gateway = Scheduler(len(PLACES), self, settings)
+        self.places: dict[int, Place] = {}
+        self.over: list[SequenceState] = []
+        self.spoiled: list[StepFailed] = []
+        for node in STAGE_OF:
+            self.begin(node)
+
+    def begin(self, node: int) -> None:
+        self.places[node] = Place(self, node)
+        self.places[node].node.welcomed({}, 0)
+
+    def kill(self, node: int, back_after_s: float) -> None:
+        self.places[node].alive = False
+        self.at(0.05, lambda: self.gateway.lost(node))
+        self.at(0.05 + back_after_s, lambda: self.begin(node))
+
+    def at(self, delay_s: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.clock_ns + int(delay_s * 1e9), next(self._order), what))
+
+    def between(self, sender: int, receiver: int, what: Callable[[Place], None]) -> None:
+        """Messages are lost with whoever is gone when they arrive, or with the one that it took the place of."""
+        there = self.places[receiver]
+
+        def arrive() -> None:
+            if there.alive and self.places[receiver] is there:
+                what(there)
+                there.node.decide()
+
+        assert sender in self.places
+        self.at(self.random.uniform(0.001, 0.02), arrive)
+
+    def to_gateway(self, place: Place, control: ControlMessage) -> None:
+        def arrive() -> None:
+            if not place.alive:
+                return
+            match control:
+                case Ready():
+                    self.gateway.joined(place.number, STAGE_OF[place.number])
+                case Sampled():
+                    self.gateway.sampled(control.step, control.tokens, place.number)
+                case StepFailed():
+                    self.spoiled.append(control)
+                    self.gateway.spoiled(control.step, place.number)
+                case _:
+                    raise AssertionError(control)
+
+        self.at(self.random.uniform(0.001, 0.02), arrive)
+
+    # What the gateway sees
+
+    def now_ns(self) -> int:
+        return self.clock_ns
+
+    def step(self, step: ServingStep) -> None:
+        for node, feed in step_messages(step).items():
+            self._tell(node, feed)
+
+    def close_lane(self, lane: ServingRoute) -> None:
+        for node in lane.path:
+            self._tell(node, EndSequences(lane.number))
+
+    def said(self, stream: SequenceState) -> None:
+        if stream.ending is not None:
+            self.over.append(stream)
+
+    def _tell(self, node: int, control: RunStep | EndSequences) -> None:
+        heard = from_json(to_json(control))
+        there = self.places[node]
+
+        def arrive() -> None:
+            if there.alive and self.places[node] is there:
+                there.node.hear(heard)
+                there.node.decide()
+
+        self.at(0.005, arrive)  # in the order in which it was said
+
+    def run(self, until: Callable[[], bool]) -> None:
+        while not until():
+            assert self.clock_ns < 600e9, "it hangs"
+            if not self._events:
+                self.at(0.5, lambda: None)
+            self.clock_ns, _, what = heapq.heappop(self._events)
+            what()
+            self.gateway.tick()
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_streams_go_on_whoever_is_lost(seed: int) -> None:
+    world = World(seed, ServingSettings(streams=3, lanes=2, prompt_tokens=12, step=timedelta(seconds=1)))
+    random = world.random
+    world.at(1, lambda: None)
+    world.run(lambda: len(world.gateway.stage_of) == len(STAGE_OF))
+    streams: list[SequenceState] = []
+    for _ in range(12):
+        prompt = tuple(random.randrange(50) for _ in range(random.randint(1, 30)))
+        request = SequenceRequest(prompt, random.randint(1, 12), sampling=SamplingParams(seed=random.randrange(2**40)))
+        world.at(random.uniform(0, 2), lambda request=request: streams.append(world.gateway.submit(request)))  # type: ignore[misc]
+    for _ in range(4):
+        node = random.randrange(1, 7)
+        world.at(random.uniform(0, 2), lambda node=node: world.kill(node, random.uniform(0.1, 1)))  # type: ignore[misc]
+    world.run(lambda: len(streams) == 12 and not world.gateway.streams)
+    for stream in streams:
+        assert stream.ending is FinishReason.LENGTH
+        assert stream.answer == answer(stream.request)
+    assert len(world.over) == 12
+    world.at(1, lambda: None)
+    done_ns = world.clock_ns + int(1e9)
+    world.run(lambda: world.clock_ns >= done_ns)
+    assert not any(place.executor.caches for place in world.places.values() if place.alive), "lanes are closed"
+
+
+def test_what_no_step_foresees_is_dropped() -> None:
+    world = World(0, ServingSettings())
+    place = world.places[2]
+    feed = RunStep(1, 1, [0, 2], [[0, 0, 1]], [], [], [], [])
+    place.node.hear(feed)
+    hop = Message(MessageKind.HOP, 1, 1, 0, 1)
+    for sender, body in ((4, [(1,)]), (0, [(1,), (2,)]), (0, "nonsense")):
+        place.node.receive(sender, Message(MessageKind.HOP, 1, 1, 0, 1, body))  # type: ignore[arg-type]
+    place.node.receive(0, hop)
+    place.node.receive(0, Message(MessageKind.CHUNK, 1, 1, 0, 1))
+    assert sum(place.node.dropped.values()) == 5
+    place.node.hear(RunStep(2, 1, [0, 4], [[0, 0, 1]], [], [], [], []))
+    assert sum(place.node.dropped.values()) == 6
+    place.node.receive(0, Message(MessageKind.HOP, 1, 1, 0, 1, [(1,)]))  # type: ignore[arg-type]
+    assert sum(place.node.dropped.values()) == 6
+
+
+GOOD = RunStep(1, 1, [0, 2], [[0, 0, 2], [1, 4, 1]], [3], [[5, 6], [7]], [[0.5, 3.0, 0.9], [0.0, 0.0, 1.0]], [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"lane": 2**32}, "too large"),
+        ({"path": [0, 2, 2]}, "twice"),
+        ({"path": [0, 70]}, "nobody knows"),
+        ({"path": [1, 2]}, "does not come here"),
+        ({"path": [2, 0]}, "stage 0"),
+        ({"path": []}, "does not come here"),
+        ({"rows": []}, "without slot"),
+        ({"rows": [[0, 0], [1, 4, 1]]}, "without slot"),
+        ({"rows": [[0, 0, 2], [0, 4, 1]]}, "twice"),
+        ({"rows": [[0, 0, 2], [1, 4, 0]]}, "a row of nothing"),
+        ({"rows": [[0, 0, 2], [2**40, 4, 1]]}, "room"),
+        ({"tokens": [[5, 6]]}, "other tokens"),
+        ({"tokens": [[5, 6], [7, 8]]}, "other tokens"),
+        ({"tokens": [[5, 6], [VOCABULARY]]}, "nobody knows"),
+        ({"chances": [[0.5, 3.0, 0.9]]}, "chances"),
+        ({"chances": [[0.5, 3.0], [0.0, 0.0, 1.0]]}, "chances"),
+        ({"chances": [[0.5, float("inf"), 0.9], [0.0, 0.0, 1.0]]}, "chances"),
+        ({"chances": [[float("nan"), 3.0, 0.9], [0.0, 0.0, 1.0]]}, "temperature"),
+        ({"chances": [[0.5, 3.0, 0.0], [0.0, 0.0, 1.0]]}, "top-p"),
+        ({"seeds": [1]}, "chances"),
+    ],
+)
+def test_steps_that_cannot_be_are_dropped(changed: dict[str, Any], why: str) -> None:
+    node = World(0, ServingSettings()).places[0].node
+    node.hear(replace(GOOD, **changed))
+    ((sender, what),) = node.dropped
+    assert sender == COORDINATOR
+    assert why in what
+    node.decide()
+    assert node.doing == "serving", "nothing is done about it"
+    node.hear(GOOD)
+    node.decide()
+    assert node.doing == "serving, pass"
+
+
+def test_tensors_that_nobody_told_of_make_room_for_others() -> None:
+    early = EarlyMessages()
+    for step in range(3 * MOST):
+        early.put(4, (step, 1), step)
+    early.put(5, (0, 1), "another's")
+    assert early.take(4, (0, 1)) is None
+    assert early.take(4, (3 * MOST - 1, 1)) == 3 * MOST - 1
+    assert early.take(5, (0, 1)) == "another's"
+    assert early.take(5, (0, 1)) is None
+
+
+def test_a_tensor_from_elsewhere_does_not_take_the_place_of_the_one_that_is_waited_for() -> None:
+    place = World(0, ServingSettings()).places[2]
+    place.node.receive(0, Message(MessageKind.HOP, 1, 1, 0, 1, [(1,)]))  # type: ignore[arg-type]
+    place.node.receive(4, Message(MessageKind.HOP, 1, 1, 0, 1, [(9,)]))  # type: ignore[arg-type]
+    place.node.hear(RunStep(1, 1, [0, 2], [[0, 0, 1]], [], [], [], []))
+    place.node.decide()
+    assert place.node.doing == "serving, pass"
+
+
+class Sick(Symbols):
+    """Gets nothing that it can use."""
+
+    def run(self, work: ServingWork) -> Any:
+        return super().run(work) if isinstance(work, FreeSlots) else StepRefused("not finite", given=True)
+
+
+def test_whoever_sends_what_is_of_no_use_is_named() -> None:
+    world = World(0, ServingSettings(lanes=1))
+    for node in PLACES[2]:
+        world.places[node].executor = Sick(2)
+    world.at(1, lambda: None)
+    world.run(lambda: len(world.gateway.stage_of) == len(STAGE_OF))
+    stream = world.gateway.submit(SequenceRequest((1, 2), 3))
+    world.run(lambda: not world.gateway.streams)
+    assert stream.ending is FinishReason.SPOILED
+    assert len(world.spoiled) == 3
+    assert {STAGE_OF[control.node] for control in world.spoiled} == {1}

@@ -1,0 +1,352 @@
+"""`skippipe serve`: real processes, encrypted connections and OpenAI's own client, held to transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from skippipe.cli import main
+from skippipe.inference.request import TextStream
+from skippipe.transport.addresses import free_port
+from skippipe.transport.keys import KeyFile, KeyPair, PeerList
+from tests.helpers.serve_process import Command, Server
+from tests.lm_harness.test_likelihood import export_to
+
+torch.set_num_threads(1)
+TOKEN = "a-token-that-is-long-enough"
+MODEL = "small"
+PATIENCE_S = 60.0
+LONG = 150  # tokens of an answer during which nodes are killed
+PROMPTS = ("some words", "said Emma", "Of what?", "and some more", "more words, some", "what", "Emma", ".")
+
+
+class Theirs:
+    """What transformers makes of the same folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder)
+        self.tokens = lru_cache(self._tokens)
+
+    def _tokens(self, prompt: str, count: int) -> tuple[int, ...]:
+        given = torch.tensor([self.tokenizer(prompt)["input_ids"]])
+        end = self.tokenizer.eos_token_id
+        made = self._model.generate(given, max_new_tokens=count, do_sample=False, eos_token_id=end, pad_token_id=end)
+        return tuple(made[0, given.shape[1] :].tolist())
+
+    def text(self, prompt: str, count: int) -> str:
+        said = TextStream(self.tokenizer, self.tokenizer(prompt)["input_ids"])
+        text = "".join(said.push(token) for token in self.tokens(prompt, count) if token != self.tokenizer.eos_token_id)
+        return text + said.rest()
+
+    def prompt_for(self, count: int) -> str:
+        """One whose answer is that long."""
+        return next(prompt for prompt in PROMPTS if len(self.tokens(prompt, count)) == count)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("serving") / MODEL
+    export_to(place, max_position_embeddings=512)
+    return place
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> Theirs:
+    return Theirs(folder)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    """Three stages, two nodes each."""
+    limits = ("--requests-a-minute", 10_000, "--max-tokens", 400)
+    running = Server(folder, "--port", 0, *limits, environment={"SKIPPIPE_API_TOKEN": TOKEN})
+    try:
+        yield running
+    finally:
+        running.end()
+
+
+def client(server: Server, token: str = TOKEN) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key=token, max_retries=0, timeout=PATIENCE_S)
+
+
+def health(server: Server) -> dict[str, Any]:
+    return dict(httpx2.get(f"{server.address}/health", timeout=PATIENCE_S).json())
+
+
+def streamed(ask: openai.OpenAI, prompt: str, hear: Callable[[int], None] = lambda count: None) -> tuple[str, Any]:
+    """The text and the last chunk; `hear` is told how many chunks have come."""
+    text, chunk = "", None
+    pieces = ask.completions.create(model=MODEL, prompt=prompt, max_tokens=LONG, temperature=0, stream=True)
+    for count, chunk in enumerate(pieces, 1):
+        text += chunk.choices[0].text
+        hear(count)
+    return text, chunk
+
+
+def test_many_at_once_get_the_answers_of_transformers(server: Server, theirs: Theirs) -> None:
+    with client(server) as ask:
+
+        def asked(prompt: str) -> openai.types.Completion:
+            return ask.completions.create(model=MODEL, prompt=prompt, max_tokens=40, temperature=0)
+
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            answers = list(pool.map(asked, PROMPTS))
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        tokens = theirs.tokens(prompt, 40)
+        assert answer.choices[0].text == theirs.text(prompt, 40)
+        assert answer.choices[0].finish_reason == ("length" if len(tokens) == 40 else "stop")
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == len(tokens)
+        assert answer.usage.prompt_tokens == len(theirs.tokenizer(prompt)["input_ids"])
+        assert answer.model_extra == {"skippipe": {"stages": 3, "of": 3}}
+
+
+def test_streams_conversations_and_stops(server: Server, theirs: Theirs) -> None:
+    with client(server) as ask:
+        prompt = theirs.prompt_for(LONG)
+        whole = theirs.text(prompt, LONG)
+        assert streamed(ask, prompt)[0] == whole
+        stop = whole[len(whole) // 2 :][:3]
+        raw = ask.completions.with_raw_response.create(
+            model=MODEL, prompt=prompt, max_tokens=LONG, temperature=0, stop=[stop, "never said"]
+        )
+        assert raw.headers["x-skippipe-stages"] == "3/3"
+        assert raw.parse().choices[0].text == whole.partition(stop)[0]
+        assert raw.parse().choices[0].finish_reason == "stop"
+        chunks = list(
+            ask.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "some words"}],
+                max_tokens=20,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        conversation = "User: some words\nAssistant:"
+        said = "".join(each.choices[0].delta.content or "" for each in chunks[:-1])
+        assert said == theirs.text(conversation, 20)
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == len(theirs.tokens(conversation, 20))
+        drawn = [
+            ask.completions.create(model=MODEL, prompt="some", max_tokens=20, temperature=1, seed=seed, n=2)
+            for seed in (7, 7, 8)
+        ]
+        first, again, other = ([choice.text for choice in each.choices] for each in drawn)
+        assert first == again != other
+        assert first[0] != first[1]
+
+
+def test_errors_are_those_that_the_client_knows(server: Server) -> None:
+    with client(server) as ask:
+        with pytest.raises(openai.NotFoundError):
+            ask.completions.create(model="another", prompt="some")
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 512") as too_long:
+            ask.completions.create(model=MODEL, prompt=["x" * 2000], max_tokens=10)
+        assert too_long.value.code == "context_length_exceeded"
+    with client(server, "a-token-that-nobody-gave") as stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    junk = httpx2.post(f"{server.address}/v1/completions", content=b'{"model":', headers=headers)
+    assert (junk.status_code, junk.json()["error"]["code"]) == (400, "invalid_json")
+    assert health(server) == {"status": "ok", "stages": 3, "of": 3}
+
+
+def test_a_replica_goes_on_where_a_node_was_killed(server: Server, theirs: Theirs) -> None:
+    """A single stream takes the nodes of the lowest numbers: one in the middle is killed, then one that samples."""
+    prompt = theirs.prompt_for(LONG)
+    whole = theirs.text(prompt, LONG)
+    for node in ("stage1.0", "stage0.0"):
+
+        def kill(count: int, node: str = node) -> None:
+            if count == 20:
+                server.kill(node)
+
+        with client(server) as ask:
+            text, last = streamed(ask, prompt, kill)
+        assert text == whole
+        assert last.model_extra == {"skippipe": {"stages": 3, "of": 3}}
+        server.says(rf"'{node}' has ended \(signal 9\) and is started again")
+        server.back(node, 2)
+    assert health(server)["status"] == "ok"
+
+
+def test_ctrl_c_ends_all_and_says_so(server: Server, theirs: Theirs) -> None:
+    pids = server.pids().values()
+    asked = {"model": MODEL, "prompt": theirs.prompt_for(LONG), "max_tokens": 400, "n": 8, "stream": True}
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with httpx2.stream(
+        "POST", f"{server.address}/v1/completions", json=asked, headers=headers, timeout=PATIENCE_S
+    ) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        next(lines)
+        server.send(signal.SIGINT)
+        *_, last = lines
+    assert last == "data: [DONE]" or json.loads(last[6:])["error"]["code"] == "unavailable"
+    server.process.join(PATIENCE_S)
+    assert server.end() == 130
+    assert not [pid for pid in pids if is_there(pid)]
+    assert "Traceback" not in "\n".join(server.lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["nowhere"], "no such folder"),
+        (["--host", "0.0.0.0"], "give one, or listen on 127.0.0.1"),
+        (["--token-file", "open"], "chmod 600"),
+        (["--token-file", "empty"], "has no token"),
+        (["--token-file", "missing"], "cannot be read"),
+        (["--floor", "2"], "--floor: 2 is not between 0 and 1"),
+        (["--nodes", "2"], "2 nodes cannot hold 3 stages"),
+        (["--nodes", "6", "--keys", "keys"], "leave it out"),
+        (["--keys", "keys"], "peers.json: no such file"),
+        (["--cache-tokens", "300"], "one answer may need 512"),
+        (["--cut", "9"], "at most 5 stages, not 9"),
+        (["--device", "tpu"], "expected cpu, cuda"),
+        (["--port", "{taken}"], "cannot listen there"),
+    ],
+)
+def test_what_cannot_be_served_is_said_at_once(
+    words: list[str],
+    why: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content, mode in (("open", "a-token-that-is-long-enough", 0o644), ("empty", "\n", 0o600)):
+        (tmp_path / name).write_text(content)
+        (tmp_path / name).chmod(mode)
+    place = [] if words == ["nowhere"] else [str(folder)]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        said = [word.format(taken=taken.getsockname()[1]) for word in words]
+        monkeypatch.setattr(sys, "argv", ["skippipe", "serve", *place, *said])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+def test_nodes_that_never_get_to_serve_end_the_server(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "damaged")
+    sorted((tmp_path / "damaged").glob("*.safetensors"))[1].unlink()
+    server = Server(tmp_path / "damaged", "--port", 0, "--nodes", 3)
+    try:
+        server.says(r"^'stage1.0' has ended .* and is started again in 2 s")
+        server.process.join(PATIENCE_S)
+        server.says(r"^error: node 'stage1.0' does not get to serve")
+        assert server.process.exitcode == 2
+        assert "Traceback" not in "\n".join(server.lines)
+    finally:
+        server.end()
+
+
+def is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# Nodes that join
+
+
+class Joining:
+    """A gateway, and nodes that nobody starts again."""
+
+    def __init__(self, folder: Path, place: Path) -> None:
+        self.folder, self.place = folder, place
+        own, pairs = KeyPair.new(), {name: KeyPair.new() for name in ("ann", "bob", "cem")}
+        KeyFile("coordinator", own).save(place / "keys" / "coordinator.key")
+        PeerList({name: pair.public for name, pair in pairs.items()}).save(place / "keys" / "peers.json")
+        for name, pair in pairs.items():
+            KeyFile(name, pair, own.public).save(place / f"{name}.key")
+        self.at = f"127.0.0.1:{free_port('127.0.0.1')}"
+        options = ("--keys", place / "keys", "--listen", self.at, "--floor", "2/3", "--patience", 0.5)
+        self.server = Server(folder, "--port", 0, *options)
+        self.nodes: dict[str, Command] = {}
+
+    def start(self, name: str, *options: object) -> None:
+        self.nodes[name] = Command("node", "--join", self.at, "--key", self.place / f"{name}.key", *options)
+
+    def kill(self, name: str) -> None:
+        self.nodes[name].end(signal.SIGKILL)
+
+    def end(self) -> None:
+        for command in (self.server, *self.nodes.values()):
+            command.end(signal.SIGKILL)
+
+
+@pytest.fixture
+def joining(folder: Path, tmp_path: Path) -> Iterator[Joining]:
+    running = Joining(folder, tmp_path)
+    try:
+        yield running
+    finally:
+        running.end()
+
+
+def test_stages_that_nobody_holds_are_left_out_down_to_the_floor(
+    joining: Joining, theirs: Theirs, folder: Path, tmp_path: Path
+) -> None:
+    for name in ("ann", "bob", "cem"):
+        joining.start(name)
+    server = joining.server
+    prompt = theirs.prompt_for(LONG)
+
+    def kill(count: int) -> None:
+        if count == 20:
+            joining.kill("cem")
+
+    with client(server) as ask:
+        text, last = streamed(ask, prompt, kill)
+        assert last.model_extra == {"skippipe": {"stages": 2, "of": 3}}
+        assert last.choices[0].finish_reason == "length"
+        assert text[:20] == theirs.text(prompt, LONG)[:20]
+        assert health(server) == {"status": "degraded", "stages": 2, "of": 3}
+        joining.kill("bob")
+        with pytest.raises(openai.InternalServerError, match="too few stages") as refused:
+            ask.completions.create(model=MODEL, prompt="some", max_tokens=5)
+        assert (refused.value.status_code, refused.value.code) == (503, "unavailable")
+        assert health(server) == {"status": "down", "stages": 0, "of": 3}
+        shutil.copytree(folder, tmp_path / "copy")
+        joining.start("bob")
+        joining.start("cem", "--checkpoint", tmp_path / "copy")
+        for name in ("bob", "cem"):
+            server.back(name, 2)
+        wait_for(lambda: health(server) == {"status": "ok", "stages": 3, "of": 3})
+        answer = ask.completions.create(model=MODEL, prompt=prompt, max_tokens=40, temperature=0)
+        assert answer.choices[0].text == theirs.text(prompt, 40)
+        assert answer.model_extra == {"skippipe": {"stages": 3, "of": 3}}
+    assert server.end(signal.SIGTERM) == 143
+    for node in joining.nodes.values():
+        node.process.join(PATIENCE_S)
+        assert node.process.exitcode == 0
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

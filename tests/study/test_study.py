@@ -1,0 +1,437 @@
+"""Studies: paths by the rules, training that equals one process, runs that are not done twice."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from copy import deepcopy
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.random import default_rng
+from torch import Tensor, nn
+
+from skippipe import constraints
+from skippipe.errors import UserError
+from skippipe.inference.checkpoint_loader import load
+from skippipe.model.flat_params import FlatParams
+from skippipe.optim_config import OptimConfig
+from skippipe.plan import Lane
+from skippipe.skip_schedule import SkipSchedule, deal_lengths, donors, young_stages
+from skippipe.stage_subset import Visits, draw_subsets
+from skippipe.study.config import Study, Variant, load_study, read_results
+from skippipe.study.engine import Engine
+from skippipe.study.path_sampling import UNEVEN, drawn, drawn_for, together, turns
+from skippipe.study.runner import Device, Runner
+from skippipe.training.reference import ReferenceTrainer
+from tests.helpers.models import tiny
+from tests.training.test_exact import FULL, SKIPPED, SWAPPED, plan_of, sampler_of
+
+COARSE = OptimConfig(
+    rate=3e-3, warmup=2, iterations=5, clip=1.0, epsilon=1e-3
+)  # so that Adam sees how large gradients are
+shapes = st.integers(2, 9).flatmap(lambda stages: st.tuples(st.just(stages), st.integers(2, stages)))
+
+
+@given(shapes, st.integers(1, 40), st.integers(0, 99), st.sampled_from([0.0, 0.4, 1.0]))
+def test_drawn_paths_keep_the_rules(shape: tuple[int, int], microbatches: int, seed: int, swaps: float) -> None:
+    stages, visited = shape
+    visits = drawn(default_rng(seed), microbatches, stages, visited, SkipSchedule("1/3", swaps=swaps))
+    assert [len(each) for each in visits] == [visited] * microbatches
+    for each in visits:
+        assert constraints.cc1_broken_at(each) is None
+        assert constraints.cc2_broken_at(each) is None
+    counts = constraints.exposure(visits, [1] * microbatches, stages)[1:]
+    assert max(counts) - min(counts) <= 1, "CC3, as far as it comes out even"
+    if swaps == 0:
+        assert visits == [tuple(sorted(each)) for each in visits]
+
+
+def test_chance_evens_out_what_does_not_come_out_even() -> None:
+    generator = default_rng(0)
+    seen: Counter[int] = Counter()
+    for _ in range(300):
+        for each in drawn(generator, 4, 6, 4, SkipSchedule("1/3")):
+            seen.update(each[1:])
+    assert max(seen.values()) / min(seen.values()) < 1.1
+
+
+def test_swaps_are_as_many_as_asked_for() -> None:
+    visits = drawn(default_rng(1), 30, 6, 6, SkipSchedule("0", swaps=0.3))
+    assert sum(list(each) != sorted(each) for each in visits) == 9
+
+
+@pytest.mark.parametrize("rule", ["CC1", "CC2", "CC3"])
+def test_a_rule_is_broken_on_purpose(rule: Any) -> None:
+    visits = drawn(default_rng(2), 30, 6, 4, SkipSchedule("1/3"), rule)
+    assert any(constraints.cc1_broken_at(each) is not None for each in visits) == (rule == "CC1")
+    assert any(constraints.cc2_broken_at(each) is not None for each in visits) == (rule == "CC2")
+    counts = constraints.exposure(visits, [1] * 30, 6)[1:]
+    assert (max(counts) / min(counts) > UNEVEN / 2) == (rule == "CC3")
+
+
+def test_exposure_follows_its_weights() -> None:
+    visits = drawn(default_rng(3), 60, 6, 4, SkipSchedule("1/3", exposure=[3, 1, 1, 1, 1]))
+    assert constraints.exposure(visits, [1] * 60, 6) == [60, 60, 30, 30, 30, 30], "nobody visits a stage twice"
+
+
+@given(st.lists(st.permutations(range(5)).map(lambda each: tuple(each[:3])), min_size=1, max_size=8))
+def test_together_everybody_keeps_its_own_order(visits: list[tuple[int, ...]]) -> None:
+    passed: list[list[int]] = [[] for _ in visits]
+    for stage, rows in together(visits):
+        for row in rows:
+            passed[row].append(stage)
+    assert [tuple(each) for each in passed] == visits
+
+
+@pytest.mark.parametrize("breaks", ["", "CC1", "CC2", "CC3"])
+def test_without_swaps_every_stage_comes_once(breaks: Any) -> None:
+    for seed in range(20):
+        steps = together(drawn(default_rng(seed), 12, 6, 4, SkipSchedule("1/3"), breaks))
+        assert sorted(stage for stage, _ in steps) == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("lanes", "family", "recipe"),
+    [
+        (FULL, "llama", SkipSchedule("0")),
+        (SKIPPED, "llama", SkipSchedule("1/4", residual="scaled", early_exit=0.4)),
+        (SKIPPED, "llama-tied", SkipSchedule("1/4", gradients="all")),
+        (SWAPPED, "mistral", SkipSchedule("0")),
+    ],
+    ids=["full", "scaled with an early exit", "gradients over all", "swapped"],
+)
+def test_the_engine_is_one_process(lanes: tuple[Lane, ...], family: str, recipe: SkipSchedule) -> None:
+    plan, spec = plan_of(lanes, family=family)
+    sampler = sampler_of(plan)
+    visits = [plan.visits(lane) for lane in plan.lanes for _ in range(lane.microbatches)]
+    alone = ReferenceTrainer(
+        plan,
+        spec,
+        COARSE,
+        sampler,
+        recipe=SkipSchedule(residual=recipe.residual, gradients=recipe.gradients, early_exit=recipe.early_exit),
+    )
+    engine = Engine(spec, plan.layers, COARSE, recipe)
+    for number in range(4):
+        batches = [sampler.batch(number, microbatch) for microbatch in range(plan.microbatches)]
+        inputs, labels = (torch.cat([torch.from_numpy(batch[side]) for batch in batches]) for side in (0, 1))
+        loss = engine.iteration(number, inputs, labels, visits)
+        assert float(loss) == pytest.approx(alone.iteration(number).loss, rel=1e-5)
+    expected = alone.weights()
+    for stage in engine.stages:
+        for name, each in stage.named_weights():
+            torch.testing.assert_close(each.detach(), expected[name], rtol=1e-4, atol=1e-5)
+
+
+class Slow:
+    """What the engine does, microbatch by microbatch and in as few words: to hold it to."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.stages = deepcopy(engine.stages)
+        self.bridges = deepcopy(engine.bridges)
+        self._recipe = engine.recipe
+
+    def loss(self, inputs: Tensor, labels: Tensor, visits: Visits) -> Tensor:
+        total = len(self.stages)
+        hidden = self.stages[0].embed(inputs)
+        for stage, target in pairwise((*visits, total)):
+            made = self.stages[stage](hidden)
+            drive = self._recipe.drive(total, len(visits)) if stage else 1.0
+            hidden = hidden + drive * (made - hidden)
+            if self.bridges and target > stage + 1:
+                bridges, at = self.bridges[stage], target - stage - 2
+                width = hidden.shape[-1]
+                normed = hidden / (hidden.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+                low = normed @ bridges.down[at].view(width, -1)
+                gain = bridges.gain.view(-1, width)[at]
+                hidden = hidden + gain * normed + low @ bridges.up[at].view(-1, width)
+        return self.stages[0].loss(hidden, labels)
+
+    def gradients(self, tokens: Tensor, visits: list[Visits], healing: bool) -> tuple[float, dict[str, Tensor]]:
+        """The mean loss, and of everything that learns the mean gradient over the visitors of its stage, clipped."""
+        losses = [self.loss(each, each, path) for each, path in zip(torch.split(tokens, 1), visits, strict=True)]
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+        found: dict[str, Tensor] = {}
+        for kind, parts in (("stage", self.stages), ("bridges", self.bridges)):
+            for stage, part in enumerate(parts):
+                visitors = sum(stage in path for path in visits)
+                for name, each in part.named_parameters():
+                    if each.grad is not None and not (healing and kind == "stage"):
+                        found[f"{kind} {stage} {name}"] = each.grad / visitors
+        norm = torch.stack([each.square().sum() for each in found.values()]).sum().sqrt()
+        return float(torch.stack(losses).mean().detach()), {
+            name: each / norm.clamp(min=1) for name, each in found.items()
+        }
+
+
+MIXED = [(0, 1, 2, 3), (0, 1, 2, 3), (0, 2), (0, 1), (0, 3), (0, 1, 3)]
+HALVES = [(0, 2), (0, 1), (0, 3), (0, 2), (0, 1), (0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("visits", "recipe", "healing"),
+    [
+        (MIXED, SkipSchedule("0 & 1/2"), False),
+        (MIXED, SkipSchedule("0 & 1/2", residual="scaled"), False),
+        (HALVES, SkipSchedule("1/2", bridges=3), False),
+        (MIXED, SkipSchedule("0 & 1/2", residual="scaled", bridges=3), False),
+        (HALVES, SkipSchedule("0 until 50%, 1/2", bridges=3, heal="50%"), True),
+    ],
+    ids=["sandwich", "scaled sandwich", "bridges", "scaled sandwich with bridges", "healing"],
+)
+def test_a_sandwich_and_bridges_follow_plain_gradients(
+    visits: list[Visits], recipe: SkipSchedule, healing: bool
+) -> None:
+    plan, spec = plan_of(FULL, (1, 1, 1, 1), config={"num_hidden_layers": 4})
+    engine = Engine(spec, plan.layers, COARSE, recipe)
+    chance = torch.Generator().manual_seed(3)
+    for weights in engine.bridge_weights:  # or those that are zero would hide what is wrong with the others
+        weights.values.add_(0.1 * torch.randn(weights.values.shape, generator=chance))
+    slow = Slow(engine)
+    tokens = torch.randint(0, 97, (len(visits), 6), generator=chance)
+    expected_loss, expected = slow.gradients(tokens, visits, healing)
+    found: dict[str, Tensor] = {}
+
+    def looked_at(kind: str, stage: int, part: nn.Module, weights: FlatParams) -> None:
+        step = weights.step
+
+        def noted(rate: float, scale: float) -> None:
+            for name, each in part.named_parameters():
+                assert each.grad is not None
+                found[f"{kind} {stage} {name}"] = each.grad.clone()
+            step(rate, scale)
+
+        weights.step = noted  # type: ignore[method-assign, assignment]
+
+    for stage, (part, weights) in enumerate(zip(engine.stages, engine.weights, strict=True)):
+        looked_at("stage", stage, part, weights)
+    for stage, (bridges, weights) in enumerate(zip(engine.bridges, engine.bridge_weights, strict=True)):
+        looked_at("bridges", stage, bridges, weights)
+    before = [weights.values.clone() for weights in engine.weights]
+    loss = engine.iteration(0, tokens, tokens, visits, healing=healing)
+    assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name], each, rtol=1e-3, atol=1e-6, msg=name)
+    if healing:
+        assert all(torch.equal(weights.values, old) for weights, old in zip(engine.weights, before, strict=True))
+        assert not any(weights.gradient.any() for weights in engine.weights), "or the next step would follow them"
+    with torch.no_grad():
+        lossless = Slow(engine).loss(tokens[:1], tokens[:1], visits[-1])
+    drive = recipe.drive(4, len(visits[-1]))
+    assert float(engine.loss_of(tokens[:1], tokens[:1], visits[-1], drive)) == pytest.approx(float(lossless), rel=1e-5)
+
+
+def test_bridges_change_nothing_at_first_and_then_learn() -> None:
+    plan, spec = plan_of(FULL, (1, 1, 1, 1), config={"num_hidden_layers": 4})
+    tokens = torch.randint(0, 97, (4, 6), generator=torch.Generator().manual_seed(0))
+    halves = [(0, 2), (0, 1), (0, 3), (0, 2)]
+    without, engine = (Engine(spec, plan.layers, COARSE, SkipSchedule("1/2", bridges=rank)) for rank in (0, 4))
+    assert engine.parameters == without.parameters + 6 * (2 * 4 + 1) * spec.shape.hidden, (
+        "a bridge for every hop past others"
+    )
+    assert torch.equal(engine.iteration(0, tokens, tokens, halves), without.iteration(0, tokens, tokens, halves)), (
+        "zero at the start"
+    )
+    parts: list[Visits] = [(0, 1, 2, 3), (0, 2)]
+    whole, half = (engine.loss_of(tokens, tokens, part, 1.0) for part in parts)
+    for number in range(1, 5):
+        engine.iteration(number, tokens, tokens, halves, healing=True)
+    assert engine.loss_of(tokens, tokens, parts[0], 1.0) == whole, "no other weight has learned"
+    assert engine.loss_of(tokens, tokens, parts[1], 1.0) < half - 0.01
+    trained = [weights.values.clone() for weights in engine.bridge_weights]
+    engine.iteration(4, tokens, tokens, [(0, 1, 2, 3)] * 4)
+    assert all(torch.equal(old, new.values) for old, new in zip(trained, engine.bridge_weights, strict=True))
+    engine.begin_again(spec, COARSE, SkipSchedule("1/2", bridges=4))
+    assert not any(bridges.up.any() for bridges in engine.bridges)
+    engine.begin_again(spec, COARSE, SkipSchedule("1/2"))
+    assert engine.parameters == without.parameters
+
+
+@given(st.integers(1, 40), st.integers(0, 99))
+def test_a_sandwich_keeps_the_rules(microbatches: int, seed: int) -> None:
+    recipe = SkipSchedule("0 & 2 x 1/2")
+    lengths = deal_lengths(recipe.mix(0, 1, 6, 6), microbatches)
+    visits = drawn_for(default_rng(seed), lengths, 6, recipe)
+    assert [len(each) for each in visits] == lengths
+    assert visits[: lengths.count(6)] == [tuple(range(6))] * lengths.count(6)
+    for each in visits:
+        assert constraints.cc1_broken_at(each) is None
+        assert constraints.cc2_broken_at(each) is None
+    counts = constraints.exposure(visits, [1] * microbatches, 6)[1:]
+    assert max(counts) - min(counts) <= 1, "CC3, as far as it comes out even"
+
+
+def test_a_sandwich_that_comes_out_even_always_has_one_shape() -> None:
+    study = Study("sandwich", [Variant("one", SkipSchedule("0 & 2 x 1/2"))], tokens=5 * 30_720)
+    shapes = {tuple((stage, len(rows)) for stage, rows in together(turn.visits)) for turn in turns(study.runs[0])}
+    assert shapes == {((0, 30), *((stage, 18) for stage in range(1, 6)))}
+
+
+def test_healing_has_a_schedule_of_its_own() -> None:
+    learning = OptimConfig(rate=1e-3, warmup=10, hold=0.5, floor=0.1)
+    heal = Variant("heal", SkipSchedule("0 until 80%, 1/2", bridges=8, heal="80%"), tokens=125 * 30_720)
+    study = Study("healing", [heal, Variant("full")], tokens=100 * 30_720, learning=learning)
+    healed, full = study.runs
+    assert [healed.rate(number) for number in range(100)] == [full.rate(number) for number in range(100)]
+    rates = [healed.rate(number) for number in range(100, 125)]
+    assert max(rates) == 1e-3
+    assert rates[-1] < 3e-4
+
+
+def test_results_from_before_bridges_are_still_known() -> None:
+    """Their key is that of a run without."""
+    study = Study("headline", [Variant("full"), Variant("bridged", SkipSchedule("1/2", bridges=8))])
+    full, bridged = (run.settings["variant"]["recipe"] for run in study.runs)
+    assert not {"bridges", "heal"} & full.keys()
+    assert bridged["bridges"] == 8
+
+
+def test_a_model_that_grows() -> None:
+    assert young_stages(6, 4) == (0, 1, 2, 5)
+    assert donors(6, 4) == {3: 1, 4: 2}
+    assert donors(9, 4) == {3: 1, 4: 2, 5: 1, 6: 2, 7: 1}
+    with pytest.raises(UserError, match="none between"):
+        donors(6, 2)
+    recipe = SkipSchedule("1/3 until 75%, 0", grow="50%")
+    study = Study("growing", [Variant("grown", recipe)], tokens=8 * 30_720)
+    (run,) = study.runs
+    each = list(turns(run))
+    assert [len(turn.there) for turn in each] == [4] * 4 + [6] * 4
+    assert [bool(turn.born) for turn in each] == [False] * 4 + [True] + [False] * 3
+    assert set(each[0].visits) == {(0, 1, 2, 5)}
+    assert [len(turn.visits[0]) for turn in each] == [4] * 6 + [6] * 2
+    with pytest.raises(UserError, match=r"recipe\.grow"):
+        SkipSchedule("1/2 until 25%, 1/3 until 75%, 0", grow="50%")
+
+
+def test_new_stages_are_copies() -> None:
+    plan, spec = plan_of(FULL, (1, 1, 1, 1), config={"num_hidden_layers": 4})
+    engine = Engine(spec, plan.layers, COARSE, SkipSchedule("1/4", grow="50%", residual="scaled"))
+    tokens = torch.randint(0, 97, (4, 6))
+    young = young_stages(4, 3)
+    engine.iteration(0, tokens, tokens, [young] * 4, young=True)
+    untouched = engine.weights[2].values.clone()
+    engine.iteration(1, tokens, tokens, [young] * 4, young=True)
+    torch.testing.assert_close(engine.weights[2].values, untouched)
+    engine.grow(donors(4, 3))
+    for new, old in zip(engine.weights[2].state, engine.weights[1].state, strict=True):
+        torch.testing.assert_close(new, old)
+    assert engine.weights[2].steps == 2
+
+
+@given(shapes, st.integers(1, 12), st.integers(0, 9))
+@settings(max_examples=50)
+def test_parts_keep_stage_0_and_differ(shape: tuple[int, int], draws: int, seed: int) -> None:
+    stages, visited = shape
+    found = draw_subsets(stages, visited, draws, seed)
+    assert len(set(found)) == len(found) <= draws or visited == stages
+    for each in found:
+        assert each[0] == 0
+        assert len(each) == visited
+        assert list(each) == sorted(set(each))
+
+
+@pytest.fixture
+def study_file(tmp_path: Path) -> Path:
+    config = tiny("qwen3_moe", num_hidden_layers=4, hidden_size=16)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    words = default_rng(0).choice(["stage", "lane", "path", "node", "hop"], 3000)
+    (tmp_path / "text.txt").write_text(" ".join(words))
+    file = tmp_path / "study.toml"
+    file.write_text(
+        f"""
+        name = "small"
+        model = "{tmp_path}/config.json"
+        train = ["{tmp_path}/text.txt"]
+        tests = ["same={tmp_path}/text.txt"]
+        vocabulary = 300
+        tokens = 480
+        seeds = [0, 1]
+        batch = {{sequence = 8, samples = 2, microbatches = 3}}
+        measuring = {{every = 4, tokens = 64, final_tokens = 128, part_tokens = 64, keep = ["1/2", "3/4"], draws = 2}}
+        [[variant]]
+        name = "full"
+        stages = 4
+        [[variant]]
+        name = "quarter"
+        stages = 4
+        recipe = {{skip = "1/4 until 75%, 0", residual = "scaled"}}
+        [[variant]]
+        name = "smaller"
+        stages = 3
+        layers = 3
+        seeds = [0]
+        """
+    )
+    return file
+
+
+def test_runs_are_done_once_and_give_the_same_again(study_file: Path, tmp_path: Path) -> None:
+    study = load_study(study_file)
+    results = tmp_path / "results.jsonl"
+    told: list[str] = []
+
+    def ran(count: int) -> list[dict[str, Any]]:
+        told.clear()
+        Runner(study, results, Device(), lambda run, share, how: told.append(run), tmp_path / "models").run()
+        found = read_results(results)
+        assert len(found) == count
+        return found
+
+    first = ran(5)
+    assert [(run["variant"], run["seed"]) for run in first] == [
+        ("full", 0), ("quarter", 0), ("smaller", 0), ("full", 1), ("quarter", 1)
+    ]  # fmt: skip
+    assert ran(5) == first
+    assert not told, "nothing was left to do"
+    results.write_text("".join(json.dumps(run) + "\n" for run in first[:3]))
+    again = ran(5)
+    assert set(told) == {"full, seed 1", "quarter, seed 1"}
+    for before, after in zip(first, again, strict=True):
+        for name in ("curve", "whole", "parts", "lengths", "key"):
+            assert before[name] == after[name], f"in a place where other runs were before: {name}"
+    quarter = again[1]
+    assert quarter["lengths"] == {"3": 8, "4": 2}
+    assert [point[0] for point in quarter["curve"]] == [4, 8, 10]
+    assert {tuple(part["stages"]) for part in quarter["parts"]} >= {(0, 1, 2, 3)}
+    assert {len(part["stages"]) for part in quarter["parts"]} == {2, 3, 4}
+    shares = quarter["routers"]["same"]
+    assert len(shares) == 4, "one list of shares a layer"
+    assert all(sum(layer) == pytest.approx(1, abs=1e-3) for layer in shares)
+    kept = load(tmp_path / "models" / f"{study.name}-quarter-1")
+    assert kept.layers == (1, 1, 1, 1)
+    assert not torch.equal(*(kept.stages[stage].layers[0].self_attn.q_proj.weight for stage in (1, 2)))  # type: ignore[arg-type, union-attr]
+
+
+@pytest.mark.slow
+def test_a_run_that_would_not_end_in_time_is_not_begun(study_file: Path, tmp_path: Path) -> None:
+    study, results = load_study(study_file), tmp_path / "results.jsonl"
+    now = 100.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0  # a run asks when it begins and when it ends
+        return now
+
+    def done(limit_s: float) -> list[tuple[str, int]]:
+        runner = Runner(study, results, Device(), lambda run, share, how: None, ends_at=now + limit_s, clock=clock)
+        runner.run()
+        return [(run["variant"], run["seed"]) for run in read_results(results)]
+
+    assert done(2.0) == [("full", 0)], "of the first nobody knows how long it takes; the others would be too long"
+    first = ("full", 0), ("quarter", 0), ("smaller", 0), ("full", 1)
+    assert done(8.5) == [*first], "as many as fit, by what those before them took"
+    assert done(50.0) == [*first, ("quarter", 1)]
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text('{"key": "a"}\n{"key": \n')
+    with pytest.raises(UserError, match="line 2"):
+        read_results(tmp_path / "results.jsonl")

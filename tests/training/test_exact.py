@@ -1,0 +1,355 @@
+"""Training over many nodes is training in one process: the same losses, the same weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from skippipe.data.batch_sampler import BatchSampler
+from skippipe.model.flat_params import FlatParams
+from skippipe.model.model_spec import ModelSpec
+from skippipe.model.stage import layer_ranges
+from skippipe.model.stage_step import StageStep
+from skippipe.optim_config import OptimConfig
+from skippipe.plan import Lane, Plan, Stage
+from skippipe.runtime.allreduce import GradientRing
+from skippipe.runtime.coordinator.state_machine import CoordinatorState
+from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.runtime.stage_executor import StageExecutor
+from skippipe.skip_schedule import SkipSchedule
+from skippipe.training.reference import ReferenceTrainer
+from skippipe.transport.wire_codec import EncodedTensor, encode
+from skippipe.workload import Workload
+from tests.helpers.models import tiny, whole_model
+from tests.helpers.plans import uniform_cluster
+
+torch.set_num_threads(1)
+
+ITERATIONS = 5
+LEARNING = OptimConfig(rate=3e-3, warmup=2, iterations=ITERATIONS, clip=1.0)
+SEQUENCE, SAMPLES = 12, 2
+TEXT = np.random.default_rng(5).integers(0, 97, 3000)
+
+# Nodes 0, 1 | 2, 3, 4 | 5 | 6, 7: stages with two, three and one replica.
+STAGES = ((0, 1), (3, 2, 4), (5,), (6, 7))
+FULL = (Lane((0, 2, 5, 6), 1), Lane((1, 3, 5, 7), 2), Lane((0, 4, 5, 7), 1))
+SKIPPED = (Lane((0, 2, 6), 1), Lane((1, 5, 7), 2), Lane((0, 3, 5), 1), Lane((1, 4, 6), 1))  # a third of the others
+SWAPPED = (Lane((0, 5, 2, 6), 1), Lane((1, 3, 7, 5), 2), Lane((0, 5, 4), 1))
+
+
+def plan_of(
+    lanes: Sequence[Lane],
+    layers: Sequence[int] = (1, 1, 1, 2),
+    *,
+    family: str = "llama",
+    split: bool = False,
+    stages: Sequence[tuple[int, ...]] = STAGES,
+    config: dict[str, Any] | None = None,
+    **workload: Any,
+) -> tuple[Plan, ModelSpec]:
+    spec = ModelSpec(tiny(family, **(config or {})), seed=11)
+    said = {"wire_dtype": "fp32", "compute_dtype": "fp32", **workload}
+    work = Workload(spec.shape, SEQUENCE, SAMPLES, sum(lane.microbatches for lane in lanes), **said)
+    cluster = uniform_cluster(max(max(nodes) for nodes in stages) + 1)
+    made = tuple(Stage(count, tuple(sorted(ring)), ring) for count, ring in zip(layers, stages, strict=True))
+    return Plan(cluster, work, made, tuple(lanes), split_backward=split), spec
+
+
+def sampler_of(plan: Plan) -> BatchSampler:
+    return BatchSampler(TEXT, SEQUENCE, 3, plan.microbatches, SAMPLES)
+
+
+def tensors_of(
+    plan: Plan, spec: ModelSpec, learning: OptimConfig = LEARNING, recipe: SkipSchedule | None = None
+) -> dict[int, StageExecutor]:
+    ranges = layer_ranges(tuple(stage.layers for stage in plan.stages))
+    work = plan.workload
+    return {
+        node: StageExecutor(
+            stage,
+            plan.layers,
+            work,
+            spec,
+            StageStep(
+                spec,
+                ranges[stage],
+                learning,
+                ends=stage == 0,
+                compute_dtype=work.compute_dtype,
+                recompute=work.activation_checkpointing,
+                split_backward=plan.split_backward,
+            ),
+            sampler_of(plan) if stage == 0 else None,
+            recipe=recipe,
+        )
+        for node, stage in plan.stage_of.items()
+    }
+
+
+def trained(
+    plan: Plan,
+    spec: ModelSpec,
+    learning: OptimConfig = LEARNING,
+    recipe: SkipSchedule | None = None,
+    *others: Plan,
+) -> tuple[VirtualCluster, dict[int, StageExecutor], ReferenceTrainer, list[float]]:
+    """Many nodes under disturbed time; one process; and the losses of the latter. The recipe also takes other plans."""
+    random = np.random.default_rng(1)
+    recipe, plans = recipe or SkipSchedule(), {other.visited: other for other in others}
+    computers = tensors_of(plan, spec, learning, recipe)
+    before = {node: executor.tasks.weights.values.clone() for node, executor in computers.items()}
+    cluster = VirtualCluster(
+        plan,
+        learning,
+        ITERATIONS,
+        computers=computers,
+        recipe=recipe,
+        plans=plans,
+        disturb=lambda ns: int(ns * random.uniform(0.2, 2)),
+    )
+    cluster.run()
+    assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
+    oracle = ReferenceTrainer(plan, spec, learning, sampler_of(plan), recipe=recipe, plans=plans, iterations=ITERATIONS)
+    done = [oracle.iteration(number) for number in range(ITERATIONS)]
+    visited = {stage for lane in plan.lanes for stage in plan.visits(lane)}
+    for node, stage in plan.stage_of.items():
+        moved = (computers[node].tasks.weights.values - before[node]).abs().mean() / learning.rate
+        assert moved > 1e-3 if stage in visited else moved == 0, f"stage {stage} moved {moved}"
+    for report, one in zip(cluster.reports, done, strict=True):
+        assert math.isclose(report.rate, one.rate)
+    return cluster, computers, oracle, [one.loss for one in done]
+
+
+def assert_replicas_alike(plan: Plan, computers: dict[int, StageExecutor]) -> None:
+    """To the last bit."""
+    for stage in plan.stages:
+        for node in stage.nodes[1:]:
+            assert torch.equal(computers[stage.nodes[0]].tasks.weights.values, computers[node].tasks.weights.values)
+
+
+def assert_exact(
+    plan: Plan,
+    spec: ModelSpec,
+    learning: OptimConfig = LEARNING,
+    recipe: SkipSchedule | None = None,
+    *others: Plan,
+) -> VirtualCluster:
+    cluster, computers, oracle, losses = trained(plan, spec, learning, recipe, *others)
+    assert [report.loss for report in cluster.reports] == pytest.approx(losses, rel=1e-4)
+    assert_replicas_alike(plan, computers)
+    expected = oracle.weights()
+    found = weights_of(plan, computers)
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name], each, rtol=1e-4, atol=1e-6, msg=partial(_named, name))
+    return cluster
+
+
+def _named(name: str, text: str) -> str:
+    return f"{name}: {text}"
+
+
+def weights_of(plan: Plan, computers: dict[int, StageExecutor]) -> dict[str, torch.Tensor]:
+    return {
+        name: each.detach()
+        for stage in plan.stages
+        for name, each in computers[stage.nodes[0]].tasks.model.named_weights()
+    }
+
+
+PATHS = {"full": FULL, "skipped": SKIPPED, "swapped": SWAPPED}
+
+
+@pytest.mark.parametrize(
+    ("layers", "split"), [((1, 1, 1, 2), False), ((2, 1, 1, 1), True)], ids=["whole", "uneven-split"]
+)
+@pytest.mark.parametrize("paths", PATHS)
+def test_many_nodes_are_one_process(paths: str, layers: tuple[int, ...], split: bool) -> None:
+    assert_exact(*plan_of(PATHS[paths], layers, split=split))
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3", "mistral", "qwen3_moe"])
+def test_every_family(family: str) -> None:
+    recompute = family == "mistral"
+    assert_exact(*plan_of(SKIPPED, family=family, split=family != "qwen3", activation_checkpointing=recompute))
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_hops_are_rounded_alike(wire: str) -> None:
+    """To the bit in the first forward; then sums in another order now and then tip a value over to the next step."""
+    plan, spec = plan_of(SWAPPED, wire_dtype=wire)
+    cluster, computers, oracle, losses = trained(plan, spec)
+    exact = ReferenceTrainer(
+        replace(plan, workload=replace(plan.workload, wire_dtype="fp32")), spec, LEARNING, sampler_of(plan)
+    )
+    unrounded = [exact.iteration(number).loss for number in range(ITERATIONS)]
+    found = [report.loss for report in cluster.reports]
+    assert found[0] == pytest.approx(losses[0], rel=1e-7)
+    assert found[0] != pytest.approx(unrounded[0], rel=1e-6)
+    assert found == pytest.approx(losses, rel=1e-4)
+    assert_replicas_alike(plan, computers)
+    weights = weights_of(plan, computers)
+    assert distance(weights, oracle.weights()) < 0.1 * distance(exact.weights(), oracle.weights())
+
+
+def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    assert some.keys() == others.keys()
+    return float(torch.cat([(some[name] - others[name]).flatten().abs() for name in some]).mean())
+
+
+@pytest.mark.parametrize(("paths", "dtype"), [("full", "bf16"), ("skipped", "int8")])
+def test_gradients_rounded_on_the_wire_stay_close_and_replicas_alike(paths: str, dtype: str) -> None:
+    plan, spec = plan_of(PATHS[paths], gradient_dtype=dtype)
+    cluster, computers, oracle, losses = trained(plan, spec)
+    assert [report.loss for report in cluster.reports] == pytest.approx(losses, rel=5e-3)
+    assert_replicas_alike(plan, computers)
+    off = distance(weights_of(plan, computers), oracle.weights())
+    assert 0 < off < 0.1 * LEARNING.rate  # where a gradient is next to nothing, Adam makes a step of a wrong sign
+
+
+def test_clipping_is_by_the_norm_of_the_whole_model() -> None:
+    """Adam does not see the scale of its gradient, unless epsilon is large."""
+    cluster = assert_exact(*plan_of(SKIPPED), replace(LEARNING, clip=0.01, epsilon=1e-3))
+    assert cluster.reports[0].norm > 0.02, "the limit is one"
+
+
+def test_a_stage_that_nobody_visits_stays_as_it_is() -> None:
+    """Also one of three nodes, whose ring has nothing to round; `trained` sees to it."""
+    plan, spec = plan_of((Lane((0, 6), 2), Lane((1, 7), 1)), gradient_dtype="int8")
+    _, computers, oracle, _ = trained(plan, spec)
+    for node, stage in ((3, 1), (5, 2)):
+        assert torch.equal(computers[node].tasks.weights.values, oracle.stages[stage].weights.values)
+
+
+def mean_gradients(plan: Plan, spec: ModelSpec) -> list[torch.Tensor]:
+    """By hand, from whole transformers models that lack the layers a microbatch skips: the mean over visitors."""
+    config = spec.config
+    counts = tuple(stage.layers for stage in plan.stages)
+    ranges = layer_ranges(counts)
+    parts = [StageStep(spec, layers, LEARNING, ends=index == 0) for index, layers in enumerate(ranges)]
+    sums: list[dict[str, torch.Tensor]] = [{} for _ in counts]
+    visitors = [0] * len(counts)
+    place = 0
+    for lane in plan.lanes:
+        visits = plan.visits(lane)
+        order = [layer for stage in visits for layer in ranges[stage]]
+        for _ in range(lane.microbatches):
+            inputs, labels = (torch.from_numpy(each) for each in sampler_of(plan).batch(0, place))
+            place += 1
+            model = whole_model(config, [part.model for part in parts])
+            kept = torch.nn.ModuleList([model.model.layers[layer] for layer in order])
+            named = {id(each): name for name, each in model.named_parameters()}
+            model.model.layers = kept
+            model.config.num_hidden_layers = len(kept)
+            logits = model(input_ids=inputs, use_cache=False).logits
+            torch.autograd.backward(functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+            for stage in visits:
+                visitors[stage] += 1
+                mine = {name for name, _ in parts[stage].model.named_weights()}
+                for each in model.parameters():
+                    name = named[id(each)]
+                    if name in mine and each.grad is not None:
+                        sums[stage][name] = sums[stage].get(name, 0) + each.grad
+            config.num_hidden_layers = sum(counts)
+    means = []
+    for stage, part in enumerate(parts):
+        flat = part.weights.gradient
+        for name, each in part.model.named_weights():
+            assert each.grad is not None
+            each.grad.copy_(sums[stage][name] / visitors[stage])
+        means.append(flat.clone())
+    return means
+
+
+def test_gradients_are_means_over_the_microbatches_that_came() -> None:
+    """Not over all microbatches, not over nodes: the stages see 5, 3, 3 and 4 of 5 microbatches."""
+    plan, spec = plan_of(SKIPPED)
+    expected = mean_gradients(plan, spec)
+    computers = tensors_of(plan, spec)
+    found: dict[int, torch.Tensor] = {}
+
+    def noted(node: int, weights: FlatParams, step: Any, rate: float, scale: float, summed: Any) -> None:
+        found[node] = (weights.gradient if summed is None else summed) / plan.exposure[plan.stage_of[node]]
+        step(rate, scale, summed)
+
+    for node, executor in computers.items():
+        weights = executor.tasks.weights
+        weights.step = partial(noted, node, weights, weights.step)  # type: ignore[method-assign]
+    cluster = VirtualCluster(plan, LEARNING, 1, computers=computers)
+    cluster.run()
+    for node, stage in plan.stage_of.items():
+        torch.testing.assert_close(found[node], expected[stage], rtol=1e-4, atol=1e-7, msg=f"node {node}")
+    norm = math.sqrt(sum(float(each.double().square().sum()) for each in expected))
+    assert cluster.reports[0].norm == pytest.approx(norm, rel=1e-5)
+
+
+# The ring by itself
+
+
+def averaged(rings: Sequence[GradientRing]) -> list[torch.Tensor]:
+    """Drive all rounds by hand, everybody in step."""
+    size = len(rings)
+    passed: list[EncodedTensor | None] = [None] * size
+    for number in range(2 * (size - 1) + 1):
+        passed = [ring.turn(number, at, size, passed[at - 1]) for at, ring in enumerate(rings)]
+    assert passed == [None] * size
+    sums = [ring.summed.clone() for ring in rings]
+    for ring in rings:
+        ring.close(followed=True)
+    return sums
+
+
+def rings_over(gradients: Iterable[torch.Tensor], dtype: str) -> list[GradientRing]:
+    return [GradientRing(gradient, dtype) for gradient in gradients]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+def test_a_ring_sums_to_the_same_bits_everywhere(size: int, dtype: str) -> None:
+    generator = torch.Generator().manual_seed(size)
+    gradients = [torch.randn(1001, generator=generator) for _ in range(size)]
+    expected = torch.stack(gradients).double().sum(0)
+    sums = averaged(rings_over(gradients, dtype))
+    for each in sums[1:]:
+        assert torch.equal(each, sums[0])
+    tolerance = {"fp32": 1e-5, "bf16": 0.05, "int8": 0.25}[dtype]
+    assert float((sums[0] - expected).abs().max()) < tolerance
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_what_rounding_takes_away_is_given_back(dtype: str) -> None:
+    """With the same gradient in every iteration, the mean of what is applied tends to the true one; the error of a
+    single iteration stays what it was."""
+    generator = torch.Generator().manual_seed(2)
+    true = [torch.randn(700, generator=generator) * torch.logspace(-3, 0, 700) for _ in range(3)]
+    expected = torch.stack(true).double().sum(0)
+    rings = rings_over(true, dtype)
+    applied = torch.zeros(700, dtype=torch.float64)
+    errors = []
+    for iteration in range(1, 65):
+        applied += averaged(rings)[0]
+        errors.append(float((applied / iteration - expected).abs().max()))
+    assert errors[0] > 1e-4
+    assert errors[-1] < errors[0] / 12
+    bias = float((averaged(rings_over(true, dtype))[0] - expected).abs().max())
+    assert errors[-1] < bias / 12, "without feedback the error would stay"
+
+
+@pytest.mark.parametrize(
+    "wrong", [encode(torch.ones(1), "fp32"), encode(torch.ones(34), "fp32"), encode(torch.ones(50), "bf16")]
+)
+def test_a_piece_of_another_shape_is_not_added(wrong: EncodedTensor) -> None:
+    gradient = torch.zeros(100)
+    ring = GradientRing(gradient, "fp32")
+    ring.turn(0, 0, 2, None)
+    with pytest.raises(ValueError, match="came instead of fp32"):
+        ring.turn(1, 0, 2, wrong)
+    assert not gradient.any()

@@ -1,0 +1,113 @@
+"""Who may ask over HTTP, how much at once and how often."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+
+from skippipe.errors import UserError
+from skippipe.web.auth import ApiSettings, RateLimiter
+from skippipe.web.errors import APIError
+from tests.helpers.echo_engine import CHAT, COMPLETIONS, Caller, complaint, valid
+
+TOKEN, OTHER = "a-token-that-is-long", "another-token-as-long"
+
+
+def test_tokens() -> None:
+    caller = Caller(settings=ApiSettings(tokens=(TOKEN, OTHER)))
+    for given in (
+        None,
+        TOKEN,
+        f"Basic {TOKEN}",
+        "Bearer",
+        "Bearer ",
+        f"Bearer {TOKEN}x",
+        "Bearer \xe9",
+        "Bearer x" * 999,
+    ):
+        headers = {} if given is None else {"Authorization": given.encode("latin-1")}
+        for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("POST", COMPLETIONS)):
+            response = caller(method, path, headers=headers)
+            complaint(response, 401, "invalid_api_key")
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert TOKEN not in response.text
+    for token in (TOKEN, OTHER):
+        assert caller("GET", "/v1/models", headers={"Authorization": f"bearer {token}"}).status_code == 200
+    assert caller("GET", "/health").status_code == 200
+    assert TOKEN not in repr(ApiSettings(tokens=(TOKEN,)))
+
+
+def test_settings_that_would_not_do() -> None:
+    for settings, says in (
+        ({}, "tokens: none, and others can reach the server"),
+        ({"tokens": ("short",)}, "5 characters"),
+        ({"tokens": ("with a space in the middle",)}, "a space"),
+        ({"loopback": True, "answers": 0}, "answers: 0"),
+        ({"loopback": True, "answer": timedelta(0)}, "answer: 0 s"),
+    ):
+        with pytest.raises(UserError, match=says):
+            ApiSettings(**settings)
+
+
+def test_without_tokens_only_this_machine_is_answered() -> None:
+    """A web page that has its name point to 127.0.0.1 gets nothing."""
+    caller = Caller()
+    for host in ("localhost", "localhost:8000", "127.0.0.1:1", "[::1]:80", "[::1]", "LOCALHOST"):
+        assert caller("GET", "/v1/models", headers={"Host": host}).status_code == 200, host
+    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1", "[", "::1"):
+        assert "give the server a token" in complaint(
+            caller("GET", "/v1/models", headers={"Host": host}), 403, "host_not_allowed"
+        )
+
+
+def test_turnstile_lets_so_many_pass_a_minute() -> None:
+    now_s, waits = 0.0, list[str]()
+    turnstile = RateLimiter(ApiSettings(loopback=True, requests_a_minute=30), lambda: now_s)
+
+    def passed(token: int) -> int:
+        for count in range(1000):
+            try:
+                with turnstile.passing(token):
+                    pass
+            except APIError as refused:
+                waits.append(refused.headers["Retry-After"])
+                return count
+        return 1000
+
+    assert (passed(0), passed(0), passed(1)) == (30, 0, 30)
+    now_s = 1.9
+    assert passed(0) == 0
+    now_s = 2.0
+    assert passed(0) == 1
+    now_s = 1e6
+    assert passed(0) == 30
+    assert waits == ["2", "2", "2", "1", "2", "2"]
+
+
+def test_too_many_requests() -> None:
+    caller = Caller(settings=ApiSettings(tokens=(TOKEN, OTHER), requests_a_minute=2))
+    mine, theirs = ({"Authorization": f"Bearer {token}"} for token in (TOKEN, OTHER))
+    for _ in range(2):
+        assert caller("POST", COMPLETIONS, json=valid(COMPLETIONS), headers=mine).status_code == 200
+    response = caller("POST", COMPLETIONS, json=valid(COMPLETIONS), headers=mine)
+    assert "more than 2 requests a minute" in complaint(response, 429, "rate_limit_exceeded")
+    assert response.json()["error"]["type"] == "requests"
+    assert 1 <= int(response.headers["retry-after"]) <= 30
+    assert caller("POST", COMPLETIONS, json=valid(COMPLETIONS), headers=theirs).status_code == 200
+    assert caller("GET", "/v1/models", headers=mine).status_code == 200
+
+
+def test_too_many_at_once() -> None:
+    async def both() -> None:
+        caller = Caller(settings=ApiSettings(loopback=True, at_once=1))
+        caller.mirror.pause_s = 0.01
+        answers = await asyncio.gather(*(caller.asked("POST", CHAT, json=valid(CHAT)) for _ in range(3)))
+        assert sorted(answer.status_code for answer in answers) == [200, 429, 429]
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert "wait until one is done" in complaint(refused, 429, "rate_limit_exceeded")
+        assert refused.headers["retry-after"] == "1"
+        assert (await caller.asked("POST", CHAT, json=valid(CHAT))).status_code == 200
+
+    asyncio.run(both())
