@@ -31,7 +31,7 @@ REFERENCE_MODEL, REFERENCE_TOKENS = MODELS["llama-1.5b"], 4096
 @cache
 def data(name: str) -> Any:
     """A JSON file that the package carries."""
-    return json.loads(resources.files("skippipe").joinpath("data", name).read_text(encoding="utf-8"))
+    return json.loads(resources.files("skippipe").joinpath("resources", name).read_text(encoding="utf-8"))
 
 
 def reference_flops_per_s() -> float:

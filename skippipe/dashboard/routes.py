@@ -65,7 +65,7 @@ def application(page: Panels, settings: ApiSettings, over: Callable[[], bool] = 
 
 
 async def asset(name: str, kind: str, _request: Request) -> Response:
-    return Response(files("skippipe.data").joinpath(name).read_bytes(), media_type=kind)
+    return Response(files("skippipe.dashboard").joinpath("static", name).read_bytes(), media_type=kind)
 
 
 class SharedPage:

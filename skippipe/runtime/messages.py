@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -410,11 +411,18 @@ ControlMessage = (
     | Probe
     | Stop
 )
-MESSAGE_TYPES: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in ControlMessage.__args__}
+
+
+def _tag(kind: type[Any]) -> str:
+    """`StateRequest` → state_request: how a message is named in JSON."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+
+
+MESSAGE_TYPES: dict[str, type[Any]] = {_tag(kind): kind for kind in ControlMessage.__args__}
 
 
 def to_json(control: ControlMessage) -> dict[str, Any]:
-    return {"say": type(control).__name__.lower(), **{name: _plain(value) for name, value in vars(control).items()}}
+    return {"say": _tag(type(control)), **{name: _plain(value) for name, value in vars(control).items()}}
 
 
 def _plain(value: Any) -> Any:

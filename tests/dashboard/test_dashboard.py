@@ -57,7 +57,7 @@ def test_the_page_loads_nothing_from_elsewhere(address: str) -> None:
 
 
 def test_the_page_asks_for_no_more_than_there_is() -> None:
-    data = files("skippipe.data")
+    data = files("skippipe.dashboard").joinpath("static")
     scripts = {name: data.joinpath(name).read_text() for name in ASSETS if name.endswith(".js")}
     html = data.joinpath("dashboard.html").read_text()
     asked = re.findall(r'(?:src|href)="([^"]*)"', html)
@@ -71,7 +71,7 @@ def test_the_page_asks_for_no_more_than_there_is() -> None:
 def test_nothing_from_a_run_becomes_markup() -> None:
     for name in ASSETS:
         if name.endswith(".js"):
-            text = files("skippipe.data").joinpath(name).read_text()
+            text = files("skippipe.dashboard").joinpath("static", name).read_text()
             assert not re.search(
                 r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|Function\(|DOMParser", text
             )
@@ -179,8 +179,8 @@ def test_beside_a_run(run: RunFolder, capfd: pytest.CaptureFixture[str]) -> None
 OWNER = """
 import sys
 from pathlib import Path
-from skippipe.dashboard.side_process import page_beside
-with page_beside(Path(sys.argv[1]), "0", resumed=False):
+from skippipe.dashboard.side_process import dashboard_process
+with dashboard_process(Path(sys.argv[1]), "0", resumed=False):
     sys.stdin.read()
 """
 

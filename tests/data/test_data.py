@@ -453,9 +453,9 @@ def test_sampling_needs_numpy_alone(story: Path, bpe: TextTokenizer, tmp_path: P
     prepare.prepare(story, bpe, tmp_path / "tokens")
     code = (
         "import sys; from pathlib import Path\n"
-        "from skippipe.data import prepare, streaming\n"
-        "from skippipe.data.batch_sampler import Sampler; from skippipe.data.token_file import TokenFile\n"
-        "Sampler(TokenFile.open(Path(sys.argv[1])).ids, 4, 0, 1, 1).batch(0, 0)\n"
+        "from skippipe.data import hf_stream, prepare\n"
+        "from skippipe.data.batch_sampler import BatchSampler; from skippipe.data.token_file import TokenFile\n"
+        "BatchSampler(TokenFile.open(Path(sys.argv[1])).ids, 4, 0, 1, 1).batch(0, 0)\n"
         "print({'torch', 'tokenizers', 'transformers', 'datasets', 'numba'} & set(sys.modules))"
     )
     ran = subprocess.run([sys.executable, "-c", code, tmp_path / "tokens"], capture_output=True, text=True, check=True)

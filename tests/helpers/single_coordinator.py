@@ -232,7 +232,7 @@ def coordinating(iterations: int = 2, plan: Plan | None = None, keeper: Safe | N
     others = {"survival": AT_ONCE, **others}
     coordinator = Coordinator(plan or small_plan(), LEARNING, room, room, iterations, **others)
     course = Course(coordinator, room)
-    if not others.get("journal"):
+    if not others.get("wal"):
         for said in (HELLO, Ready()):
             for node in sorted(coordinator.plan.stage_of):
                 course.hear(node, said)

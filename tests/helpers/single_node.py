@@ -11,7 +11,7 @@ from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator.state_machine import RecoverySettings
 from skippipe.runtime.messages import COORDINATOR, Begin, ControlMessage
-from skippipe.runtime.node.ops import DropMicrobatch, GradNorm, Op, RingStep, StageTask
+from skippipe.runtime.node.ops import DropMicrobatch, GradNorm, Op, RingStep, StageTask, op_name
 from skippipe.runtime.node.state_machine import Node, NodePhase
 from skippipe.runtime.node.state_transfer import STATE
 from skippipe.runtime.simulation.symbolic_executor import Gradient, SymbolicExecutor, Trail
@@ -143,7 +143,7 @@ def words(work: Op) -> str:
             return f"pass {work.round}, {work.at} of {work.size}"
         case GradNorm():
             return f"measure {work.visits}{' alone' if work.alone else ''}"
-    return type(work).__name__.lower()
+    return op_name(work)
 
 
 def hop(lane: int, step: int, microbatch: int = 0, *, iteration: int = 0, epoch: int = 0) -> Message:

@@ -15,7 +15,11 @@ import pytest
 import skippipe
 
 ROOT = Path(__file__).parents[2]
-DATA = {f"skippipe/data/{file.name}" for file in (ROOT / "skippipe" / "data").iterdir()} | {"skippipe/py.typed"}
+DATA = {
+    file.relative_to(ROOT).as_posix()
+    for file in (ROOT / "skippipe").rglob("*")
+    if file.is_file() and file.suffix not in (".py", ".pyc")
+}
 
 
 def _run(*words: str | Path, folder: Path) -> str:

@@ -183,8 +183,8 @@ def test_synced_before_write_returns(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from skippipe.runs.wal import Journal
-journal = Journal(Path(sys.argv[1]))
+from skippipe.runs.wal import WriteAheadLog
+journal = WriteAheadLog(Path(sys.argv[1]))
 for number in range(10**9):
     journal.write({"number": number, "padding": "x" * (number * 37 % 5000)})
     print(number, flush=True)

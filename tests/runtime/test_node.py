@@ -181,7 +181,7 @@ def test_what_is_early_is_bounded_for_each_sender() -> None:
     bench.take(1, hop(1, 1, iteration=1, epoch=1))
     assert bench.node.dropped == {(0, "too much ahead of its time"): 3}
     bench.begin(1, 1)
-    assert bench.work() == ["clear", "0/0 step 1", "1/0 step 1"]
+    assert bench.work() == ["clear gradients", "0/0 step 1", "1/0 step 1"]
 
 
 def test_what_the_plan_foresees_is_never_too_early() -> None:
@@ -243,7 +243,7 @@ def test_a_step_is_taken_once_and_only_of_this_iteration() -> None:
     bench.hear(Commit(0, 1.0, 1.0, True, False, False))
     assert bench.work() == []
     bench.hear(*[Commit(1, 1.0, 1.0, True, False, False)] * 2)
-    assert bench.work() == ["step"]
+    assert bench.work() == ["optimizer step"]
     assert bench.heard()[-1] == Stepped(1)
     bench.hear(Commit(1, 1.0, 1.0, True, False, False))
     assert bench.work() == []
@@ -289,7 +289,7 @@ FROM_3 = Recover({"kind": "replica", "sources": [3], "stages": [2], "shares": [1
 def learning() -> Bench:
     """Node 5 has asked node 3."""
     bench = Bench(5).begin(4).hear(FROM_3)
-    assert bench.work() == ["pass 0, 2 of 3", "study"]
+    assert bench.work() == ["pass 0, 2 of 3", "plan transfer"]
     assert bench.asked == [(3, StateRequest(2, 0, 1, 0))]
     bench.asked.clear()
     return bench
@@ -299,7 +299,7 @@ def test_a_node_learns_what_its_teacher_has_sealed() -> None:
     bench = learning()
     bench.node.asked(3, StateDigest(0, "sound", 0))
     bench.take(3, loan(iteration=4, body=(((9, 9),),)))
-    assert bench.work() == ["load"]
+    assert bench.work() == ["write state"]
     assert bench.symbols.state == [((9, 9),)]
     assert bench.heard() == [Recovered(4, 0)]
     bench.take(3, loan(iteration=4))
@@ -311,7 +311,7 @@ def test_an_answer_that_comes_twice_is_taken_once() -> None:
     for _ in range(2):
         bench.node.asked(3, StateDigest(0, "sound", 0))
         bench.take(3, loan(iteration=4, body=(((9, 9),),)))
-    assert bench.work() == ["load"]
+    assert bench.work() == ["write state"]
     assert bench.heard() == [Recovered(4, 0)]
 
 
@@ -342,7 +342,7 @@ def test_what_comes_too_early_is_of_the_next_iteration() -> None:
     bench.take(3, loan(iteration=5, body=(((9, 9),),)))
     assert bench.work() == [], "its own step is still to come, and would be one too many"
     bench.begin(5)
-    assert "load" in bench.work()
+    assert "write state" in bench.work()
     assert bench.heard() == [Recovered(5, 0)]
 
 
@@ -355,11 +355,11 @@ def test_without_a_seal_nothing_is_believed() -> None:
 
 def test_another_teacher_is_asked_from_the_beginning() -> None:
     bench = learning().hear(Recover({"kind": "replica", "sources": [4], "stages": [2], "shares": [1.0], "steps": 4}, 0))
-    assert bench.work() == ["study"]
+    assert bench.work() == ["plan transfer"]
     assert bench.asked == [(4, StateRequest(2, 0, 1, 0))]
     bench.node.asked(3, StateDigest(0, "sound", 0))
     bench.take(3, loan(iteration=4))
-    assert bench.node.dropped == {(3, "Seal of no use here"): 1, (3, "state that was not asked for"): 1}
+    assert bench.node.dropped == {(3, "StateDigest of no use here"): 1, (3, "state that was not asked for"): 1}
 
 
 def test_a_broken_connection_to_the_teacher_makes_it_ask_again() -> None:
@@ -374,10 +374,10 @@ def test_one_that_learns_itself_does_not_teach() -> None:
     bench = learning()
     bench.node.asked(4, StateRequest(2, 0, 1, 0))
     assert bench.work() == []
-    assert bench.node.dropped == {(4, "Want of no use here"): 1}
+    assert bench.node.dropped == {(4, "StateRequest of no use here"): 1}
     able = Bench(3).begin(4)
     able.node.asked(5, StateRequest(2, 0, 1, 0))
-    assert able.work() == ["lend"]
+    assert able.work() == ["read state"]
     assert able.asked == [(5, StateDigest(0, "sound", 0))]
     assert [(to, message.microbatch, message.iteration) for to, message in able.posted] == [(5, STATE, 4)]
 
@@ -388,17 +388,17 @@ def test_what_is_lent_after_the_last_step_before_a_pause_is_of_the_next_iteratio
     average_alone(bench)
     bench.hear(Commit(4, 1.0, 1.0, True, False, False)).work()
     bench.node.asked(6, StateRequest(1, 0, 1, 0))
-    assert bench.work() == ["lend"]
+    assert bench.work() == ["read state"]
     assert [message.iteration for to, message in bench.posted if to == 6] == [5]
 
 
 def test_a_node_that_begins_with_a_checkpoint_is_ready_when_it_has_it() -> None:
     bench = Bench(2)
     bench.node.welcomed({"kind": "checkpoint", "sources": [], "stages": [1], "shares": [1.0], "steps": 3}, 0)
-    assert bench.work() == ["study"]
+    assert bench.work() == ["plan transfer"]
     assert bench.heard() == [StateRequest(1, 0, 1, 0)]
     bench.node.restore(loan(body=(((1, 1),),)))
-    assert bench.work() == ["load"]
+    assert bench.work() == ["write state"]
     assert bench.heard() == [Ready()]
     assert bench.symbols.state == [((1, 1),)]
 
@@ -423,8 +423,8 @@ def test_weights_are_shown_after_the_step_that_was_asked_for() -> None:
     cluster.run()
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
     assert len(cluster.reports) == 2
-    first = order.index("Show")
-    assert order[:first].count("Step") == 2, "shown as of the last step that everybody was told to take"
+    first = order.index("ReadWeights")
+    assert order[:first].count("OptimizerStep") == 2, "shown as of the last step that everybody was told to take"
     assert sorted(cluster.stored) == [0, 1, 2]
 
 
@@ -449,7 +449,7 @@ def test_a_beginning_during_the_step_waits_for_it_and_brings_the_new_plan() -> N
     changed = plan_of(6, ((0, 1), (2,), (3, 4), (5,)), ((0, 2, 5), (1, 2, 4)))
     bench.hear(NewPlan(changed.to_json()), Begin(1, 4, False))
     bench.take(2, hop(0, 2, iteration=1, epoch=4))
-    assert bench.end() == "step"
+    assert bench.end() == "optimizer step"
     assert bench.work() == ["0/0 step 2"]
     assert not any(isinstance(each, Stepped) for each in bench.heard())
 

@@ -173,7 +173,7 @@ def test_whoever_makes_what_is_of_no_use_is_thrown_out(room: Room) -> None:
 
 def test_nonsense_is_counted_and_nothing_else(room: Room) -> None:
     room.join("ann", "bob")
-    for said in ({"say": "sampled"}, {"say": "feed", "step": 1}, {}):
+    for said in ({"say": "sampled"}, {"say": "run_step", "step": 1}, {}):
         room.peers["bob"].say(said)
     for control in (RunStep(1, 1, [0], [], [], [], [], []), Stop("now"), StepFailed(99, 0, ""), Sampled(99, [1])):
         room.peers["bob"].say(control)

@@ -176,7 +176,7 @@ def test_answer_is_cancelled_when_the_client_is_gone(stream: bool) -> None:
 
 
 def test_client_that_does_not_read_gives_up_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skippipe.serving.http.middleware.LAST_WORDS_S", 0.1)
+    monkeypatch.setattr("skippipe.serving.http.middleware.CLOSE_S", 0.1)
     mirror = Mirror()
     mirror.context = 1_000_000
     settings = ApiSettings(loopback=True, at_once=1, answer=timedelta(seconds=1))

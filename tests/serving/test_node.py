@@ -302,7 +302,7 @@ def test_steps_that_cannot_be_are_dropped(changed: dict[str, Any], why: str) -> 
     assert node.doing == "serving", "nothing is done about it"
     node.hear(GOOD)
     node.decide()
-    assert node.doing == "serving, pass"
+    assert node.doing == "serving, forward step"
 
 
 def test_tensors_that_nobody_told_of_make_room_for_others() -> None:
@@ -322,7 +322,7 @@ def test_a_tensor_from_elsewhere_does_not_take_the_place_of_the_one_that_is_wait
     place.node.receive(4, Message(MessageKind.HOP, 1, 1, 0, 1, [(9,)]))  # type: ignore[arg-type]
     place.node.hear(RunStep(1, 1, [0, 2], [[0, 0, 1]], [], [], [], []))
     place.node.decide()
-    assert place.node.doing == "serving, pass"
+    assert place.node.doing == "serving, forward step"
 
 
 class Sick(Symbols):

@@ -415,10 +415,10 @@ def test_without_cryptography() -> None:
     program = """
 import sys
 sys.modules["cryptography"] = None
-from skippipe.transport import sealing
+from skippipe.transport import aead
 from tests.helpers.mailboxes import link, network
 from tests.transport.test_fast_path import LARGE
-assert not sealing.AVAILABLE
+assert not aead.AVAILABLE
 with network("curve") as net:
     a, b = net.box("a"), net.box("b")
     link(a, b)

@@ -7,6 +7,7 @@ The thread that builds a stage and computes, so that receiving, sending and sign
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
@@ -361,3 +362,8 @@ class OpThread:
             self._wake()
         finally:
             self._executor = None
+
+
+def op_name(op: object) -> str:
+    """`OptimizerStep` → optimizer step: for people."""
+    return re.sub(r"(?<!^)(?=[A-Z])", " ", type(op).__name__.strip("_")).lower()

@@ -64,6 +64,7 @@ from skippipe.runtime.node.ops import (
     StageTask,
     StoreBackup,
     WriteState,
+    op_name,
 )
 from skippipe.runtime.node.ring_protocol import RingProtocol
 from skippipe.runtime.node.state_transfer import StateTransfer, is_state
@@ -241,7 +242,7 @@ class Node:
             at = f"step {work.step} of microbatch {work.microbatch} on lane {work.lane}"
             return f"{at}, iteration {work.iteration + 1}"
         if work is not None:
-            return f"{type(work).__name__.strip('_').lower()}, iteration {self.iteration + 1}"
+            return f"{op_name(work)}, iteration {self.iteration + 1}"
         return f"{self.phase.value}, iteration {self.iteration + 1}"
 
     def talks_to(self) -> set[int]:

@@ -26,6 +26,7 @@ from skippipe.runtime.messages import (
     Stop,
 )
 from skippipe.runtime.node.interfaces import NodeEnv
+from skippipe.runtime.node.ops import op_name
 from skippipe.serving.step_protocol import (
     ForwardStep,
     FreeSlots,
@@ -131,7 +132,7 @@ class ServingNode:
 
     @property
     def doing(self) -> str:
-        return "serving" if self._doing is None else f"serving, {type(self._doing[2]).__name__.lower()}"
+        return "serving" if self._doing is None else f"serving, {op_name(self._doing[2])}"
 
     def talks_to(self) -> set[int]:
         """Whoever comes next on a path that it has been told of."""

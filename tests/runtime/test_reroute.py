@@ -284,7 +284,7 @@ def test_a_change_and_then_a_new_beginning_leave_no_trace() -> None:
     bench.hear(WITHOUT_PLACE_1)
     bench.begin(0, 2)
     bench.end()
-    assert bench.work() == ["clear"]
+    assert bench.work() == ["clear gradients"]
     bench.take(2, hop(0, 2, epoch=2))
     assert bench.work() == ["0/0 step 2"]
     assert bench.sent() == ["0/0 step 3 → 5, epoch 2"]
@@ -426,7 +426,7 @@ def test_a_gradient_that_is_not_finite_is_left_out_by_the_one_who_has_made_it() 
         bench.symbols.poison = poison
         bench.take(0, hop(0, 5)).work()
         bench.hear(Drain(0, 1, True))
-        assert bench.work() == ["inspect"]
+        assert bench.work() == ["check finite"]
         assert bench.heard() == [DrainAck(0, 1, visits)]
 
 
@@ -436,7 +436,7 @@ def test_a_change_while_a_gradient_is_inspected_forgets_nothing() -> None:
     bench.symbols.poison = True
     bench.take(0, hop(0, 5)).work()
     bench.hear(Drain(0, 1, True))
-    assert bench.decide() == "inspect"
+    assert bench.decide() == "check finite"
     bench.hear(Reroute(0, 2, [6], [[1, 2, 1, 2, 4, 6]], []))
     bench.end()
     bench.hear(Drain(0, 2, False))
@@ -453,5 +453,5 @@ def test_a_change_of_the_next_iteration_waits_for_it() -> None:
         bench.take(0, hop(0, 5, microbatch)).work()
     bench.hear(Commit(0, 1.0, 1.0, False, False, False), Reroute(1, 1, [3], [[0, 0, 0, 2, 4, 5]], []))
     bench.take(4, hop(0, 3, iteration=1, epoch=1))
-    assert bench.work() == ["step", "0/0 step 3"]
+    assert bench.work() == ["optimizer step", "0/0 step 3"]
     assert not bench.node.dropped
