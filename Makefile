@@ -30,6 +30,7 @@ test: lint
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo  # layers, and no circles: tool.importlinter in pyproject.toml
 
 types: $(READY)
 	$(BIN)/mypy
