@@ -30,7 +30,7 @@ ALL = DecisionVariables()
 WHOLE_BACKWARD = DecisionVariables(split_backward=False)
 
 
-def problem_of(example: Example, freedoms: DecisionVariables = ALL) -> Problem:
+def problem_of(example: Example, decision_variables: DecisionVariables = ALL) -> Problem:
     return Problem(
         example.cluster,
         example.workload,
@@ -38,7 +38,7 @@ def problem_of(example: Example, freedoms: DecisionVariables = ALL) -> Problem:
         example.visited,
         example.sizes,
         timing=example.timing,
-        freedoms=freedoms,
+        decision_variables=decision_variables,
     )
 
 

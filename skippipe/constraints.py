@@ -19,6 +19,9 @@ from skippipe.jit import kernel
 
 MAX_SWAPS = 2
 
+NodePath = tuple[int, ...]
+"""The nodes of a path, from its data node on."""
+
 
 def circle(nodes: Sequence[int]) -> list[tuple[int, int]]:
     """From each node to the next, and from the last back to the first: the hops of a path, the edges of a ring."""

@@ -15,6 +15,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+"""Arrays that kernels take."""
+
 Function = TypeVar("Function", bound=Callable[..., object])
 
 COMPILED_WITHIN_S = 120.0  # by a process beside this one; from then on this one compiles for itself

@@ -102,14 +102,14 @@ def five_sites(nodes: int) -> Cluster:
 
 def random_cluster(nodes: int, seed: int = 0) -> Cluster:
     """Unequal machines on a map: speeds within a factor of four, 16 to 80 GiB, each link its own each way."""
-    draw = np.random.default_rng(seed)
-    spots = draw.uniform(0, 1, (nodes, 2))
+    rng = np.random.default_rng(seed)
+    spots = rng.uniform(0, 1, (nodes, 2))
     distance = np.linalg.norm(spots[:, None] - spots[None, :], axis=2)
-    latency_s = 0.001 + 0.12 * distance * draw.uniform(0.8, 1.3, (nodes, nodes))
-    bandwidth = 10 ** (draw.uniform(7.3, 8.7, (nodes, nodes)) - 0.8 * distance)
+    latency_s = 0.001 + 0.12 * distance * rng.uniform(0.8, 1.3, (nodes, nodes))
+    bandwidth = 10 ** (rng.uniform(7.3, 8.7, (nodes, nodes)) - 0.8 * distance)
     np.fill_diagonal(latency_s, 0)
-    speed = reference_flops_per_s() * 2 ** draw.uniform(-1, 1, nodes)
-    memory = draw.choice([16, 24, 24, 48, 80], nodes) * GIB
+    speed = reference_flops_per_s() * 2 ** rng.uniform(-1, 1, nodes)
+    memory = rng.choice([16, 24, 24, 48, 80], nodes) * GIB
     machines = tuple(
         Node(f"node-{index}", f"{x:.2f},{y:.2f}", float(speed[index]), int(memory[index]))
         for index, (x, y) in enumerate(spots)

@@ -9,17 +9,13 @@ the backward pass depends on the whole of them.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from skippipe.constraints import MAX_SWAPS, cc2_step
 from skippipe.event_loop import drop_first, push
-from skippipe.jit import kernel
+from skippipe.jit import Flags, Ints, kernel
 
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
-
-NO_WAY = 2**62
-TOO_MANY = -1
+INFINITE_NS = 2**62
+LABEL_LIMIT_REACHED = -1
 GAP, LATE = 1, 2  # how a node was reached: 0 in order, GAP leaving the stage before it open, LATE closing such a gap
 LABELS = 20_000  # partial paths that one search may look at
 
@@ -55,7 +51,7 @@ def _ways_on(
 ) -> Ints:
     """[visits left, node, mode, swaps]: cheapest rest of the round trip after the node's own tasks."""
     nodes = len(stage_of)
-    table = np.full((visited, nodes, 3, MAX_SWAPS + 1), NO_WAY, np.int64)
+    table = np.full((visited, nodes, 3, MAX_SWAPS + 1), INFINITE_NS, np.int64)
     for node in range(nodes):
         if stage_of[node] > 0 and allowed[node]:
             home = hop_ns[node, data_node] + hop_ns[data_node, node]
@@ -71,7 +67,7 @@ def _ways_on(
                 continue
             for mode in range(3):
                 for swaps in range(MAX_SWAPS + 1):
-                    best = NO_WAY
+                    best = INFINITE_NS
                     for following in range(nodes):
                         if stage_of[following] <= 0 or not allowed[following]:
                             continue
@@ -81,7 +77,7 @@ def _ways_on(
                         if not ok:
                             continue
                         rest = table[left - 1, following, mode_there, swaps_there]
-                        if rest < NO_WAY:
+                        if rest < INFINITE_NS:
                             way = rest + hop_ns[node, following] + hop_ns[following, node] + task_ns[following]
                             best = min(best, way)
                     table[left, node, mode, swaps] = best
@@ -149,8 +145,8 @@ def best_path(
     """
     nodes = len(stage_of)
     table = _ways_on(data_node, visited, stage_of, allowed, required, forward_ns + backward_ns, hop_ns)
-    if table[visited - 1, data_node, 0, MAX_SWAPS - swaps] >= NO_WAY:
-        return NO_WAY
+    if table[visited - 1, data_node, 0, MAX_SWAPS - swaps] >= INFINITE_NS:
+        return INFINITE_NS
 
     # A label is a partial path: the node it ends in, how it got there, and when the forward pass leaves that node.
     node_of = np.empty(LABELS, np.int64)
@@ -184,7 +180,7 @@ def best_path(
         if depth == visited:
             return int(cost)
         if labels + nodes >= LABELS:
-            return TOO_MANY
+            return LABEL_LIMIT_REACHED
         if depth == visited - 1:
             node_of[labels], before[labels], depth_of[labels] = node, before[label], visited
             back_at = _back_at(path, sent_ns[label], head_ns, backward_ns, hop_ns, busy_node, busy_from, busy_until)
@@ -198,7 +194,7 @@ def best_path(
             if not ok:
                 continue
             rest = table[visited - 2 - depth, following, mode, swapped]
-            if rest >= NO_WAY:
+            if rest >= INFINITE_NS:
                 continue
             arrival = sent_ns[label] + hop_ns[node, following]
             start = _start(following, arrival, forward_ns[following], busy_node, busy_from, busy_until)
@@ -209,4 +205,4 @@ def best_path(
             least = sent_ns[labels] + way_back_ns[labels] + rest - begin_ns
             size = push(keys, values, size, least, labels)
             labels += 1
-    return NO_WAY
+    return INFINITE_NS

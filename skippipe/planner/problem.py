@@ -39,7 +39,7 @@ class DecisionVariables:
     split_backward: bool = True
 
 
-NOTHING_FREE = DecisionVariables(sizes=False, layers=False, dispatch=False, split_backward=False)
+ALL_FIXED = DecisionVariables(sizes=False, layers=False, dispatch=False, split_backward=False)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Problem:
     """Weight gradients become tasks of their own, which fill idle time."""
     layers: tuple[int, ...] = field(default=(), repr=False)
     """Of each stage; empty: as even as can be."""
-    freedoms: DecisionVariables = DecisionVariables()
+    decision_variables: DecisionVariables = DecisionVariables()
 
     def __post_init__(self) -> None:
         nodes = len(self.cluster)

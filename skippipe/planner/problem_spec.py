@@ -76,7 +76,7 @@ def problem_of(cluster: Cluster, workload: Workload, plan_spec: PlanSpec, exampl
         dispatch=plan_spec.dispatch or Dispatch.FIRST_COME,
         split_backward=bool(plan_spec.split_backward),
         layers=given_layers,
-        freedoms=DecisionVariables(
+        decision_variables=DecisionVariables(
             sizes=plan_spec.sizes is None,
             layers=plan_spec.layers is None,
             dispatch=plan_spec.dispatch is None,

@@ -34,16 +34,16 @@ from skippipe.errors import Infeasible, UserError
 from skippipe.jit import beside
 from skippipe.jitter import Jitter
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.planner.astar import NO_WAY
+from skippipe.planner.astar import INFINITE_NS
 from skippipe.planner.bounds.lower_bound import lower_bound, lower_bound_of_both
 from skippipe.planner.cbs import LaneAgent, PathSearch
 from skippipe.planner.genetic_allocation import allocate
-from skippipe.planner.problem import NOTHING_FREE, Budget, Placement, Problem, rings
+from skippipe.planner.problem import ALL_FIXED, Budget, Placement, Problem, rings
 from skippipe.planner.repair.repair import repaired
-from skippipe.planner.search.annealing import SearchLimits, compile_moves, improved
+from skippipe.planner.search.annealing import SearchLimits, compile_moves, improve
 from skippipe.presets import datacentre
 from skippipe.ring_timing import best_ring
-from skippipe.simulator import Course, as_arrays, simulate
+from skippipe.simulator import PlacementCosts, path_arrays, simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
 from skippipe.workload import MODELS, Workload
@@ -127,7 +127,7 @@ def _bounded(problem: Problem, plan: Plan, request: PlanRequest) -> Plan:
     """For plans with the same layers; with any backward and dispatch that `best` could have chosen."""
     request.progress("proving what no plan can beat", 1.0, seconds(iteration_ns(plan)))
     same = replace(problem, layers=plan.layers)
-    bound = lower_bound_of_both if problem.freedoms.split_backward else lower_bound
+    bound = lower_bound_of_both if problem.decision_variables.split_backward else lower_bound
     found = bound(same, request.bound_s, stopped=request.stopped)
     return replace(plan, lower_bound_ns=found.ns)
 
@@ -168,19 +168,19 @@ def _best(problem: Problem, request: PlanRequest) -> Plan:
     began = request.clock()
     starts = [_started(problem, request.start)] if request.start else _first_plans(problem, request, until)
 
-    def over() -> bool:
+    def stopped() -> bool:
         return request.stopped() or request.clock() >= until
 
-    def on_round(done: float, best_ns: float | None) -> None:
+    def on_progress(done: float, best_ns: float | None) -> None:
         spent = (request.clock() - began) / request.budget_s if request.budget_s else 1.0
         share = min(1.0, max(spent, done / request.changes))
         request.progress("searching", share, None if best_ns is None else best_ns / 1e9)
 
     jitter = Jitter(request.robust, CHOOSING_DRAWS, CHOOSING_SEED) if request.robust else None
     limits = SearchLimits(
-        request.seed, request.changes, over, on_round, keep_stages=request.placement is not None, jitter=jitter
+        request.seed, request.changes, stopped, on_progress, keep_stages=request.placement is not None, jitter=jitter
     )
-    return improved(problem, starts, limits)
+    return improve(problem, starts, limits)
 
 
 def _is_studied(problem: Problem, request: PlanRequest) -> bool:
@@ -200,7 +200,7 @@ def _first_plans(problem: Problem, request: PlanRequest, until: float) -> list[P
     trials = 1 + FIRST_TRIALS // len(problem.cluster) if request.changes < math.inf else TRIALS
     quick = replace(request, budget_s=FIRST_SHARE * request.budget_s)
     found = [_Planning(problem, Strategy.DTFM_SKIP, quick, trials).plan()]
-    if request.placement is None and problem.freedoms.sizes and request.clock() < until:
+    if request.placement is None and problem.decision_variables.sizes and request.clock() < until:
         with suppress(Infeasible):
             full = _Planning(full_pipeline(problem), Strategy.DTFM_SKIP, quick, trials).plan()
             placement = tuple(stage.nodes for stage in full.stages)
@@ -255,10 +255,10 @@ class _Planning:
         if self.request.placement:
             return [tuple(tuple(nodes) for nodes in self.request.placement)]
         share = 1.0 if self.strategy is Strategy.DTFM_SKIP else ALLOCATION_SHARE
-        effort = self._effort("placing nodes on stages", self.trials, share * self.request.budget_s)
-        return allocate(self.problem, effort, self.request.seed, SHORTLIST)
+        budget = self._budget("placing nodes on stages", self.trials, share * self.request.budget_s)
+        return allocate(self.problem, budget, self.request.seed, SHORTLIST)
 
-    def _effort(self, what: str, steps: int, budget_s: float) -> Budget:
+    def _budget(self, what: str, steps: int, budget_s: float) -> Budget:
         def on_step(spent: int, steps: int) -> None:
             self.request.progress(what, spent / steps, seconds(self.best.value_ns) if self.best else None)
 
@@ -276,13 +276,15 @@ class _Planning:
             if all_reachable(problem, paths):
                 break
         else:
-            self._offer(placement, lanes, paths, NO_WAY)  # anything that the search finds is better
+            self._offer(placement, lanes, paths, INFINITE_NS)  # anything that the search finds is better
             return
         ringed = rings(problem, placement)
-        course = Course.of(problem.costs, ringed, problem.dispatch, problem.timing, problem.split_backward)
-        rows, lengths = as_arrays(paths)
+        placement_costs = PlacementCosts.of(
+            problem.costs, ringed, problem.dispatch, problem.timing, problem.split_backward
+        )
+        rows, lengths = path_arrays(paths)
         microbatches = np.array([count for _, count in lanes], dtype=np.int64)
-        self._offer(placement, lanes, paths, course.run(rows, lengths, microbatches).iteration_ns)
+        self._offer(placement, lanes, paths, placement_costs.run_iteration(rows, lengths, microbatches).iteration_ns)
 
     def _offer(
         self, placement: Placement, lanes: list[tuple[int, int]], paths: tuple[tuple[int, ...], ...], value_ns: int
@@ -310,10 +312,10 @@ class _Planning:
             def better(paths: tuple[tuple[int, ...], ...], value_ns: int, lanes: list[tuple[int, int]] = lanes) -> None:
                 self._offer(placement, lanes, paths, value_ns)
 
-            effort = self._effort(what, branches, self.until - self.request.clock())
+            budget = self._budget(what, branches, self.until - self.request.clock())
             assert self.best is not None
             search = PathSearch(self.problem, placement, groups)
-            search.run(effort, better, self.best.value_ns, avoid_collisions=self.strategy is not Strategy.NO_TC2)
+            search.run(budget, better, self.best.value_ns, avoid_collisions=self.strategy is not Strategy.NO_TC2)
 
     def _groupings(self, placement: Placement) -> list[list[LaneAgent]]:
         """All lanes of a data node on one path, which makes a small search; then every lane by itself.
@@ -387,11 +389,11 @@ def round_robin_paths(
     problem: Problem, placement: Placement, lanes: list[tuple[int, int]], seed: list[int]
 ) -> tuple[Path, ...]:
     """One path for each (data node, microbatches)."""
-    draw = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     others, visits = problem.stages - 1, problem.visited - 1
     slots = np.minimum(problem.costs.slots, len(lanes))
     free = [
-        draw.permutation(np.repeat(nodes, slots[stage, list(nodes)])).tolist() for stage, nodes in enumerate(placement)
+        rng.permutation(np.repeat(nodes, slots[stage, list(nodes)])).tolist() for stage, nodes in enumerate(placement)
     ]
     paths: dict[int, Path] = {}
     # lanes that carry one microbatch more are a multiple of the unit too: each kind goes around the circle by itself
@@ -419,7 +421,7 @@ def with_paths_of(plan: Plan, length: int, strategy: Strategy, request: PlanRequ
         dispatch=plan.dispatch,
         split_backward=plan.split_backward,
         layers=plan.layers,
-        freedoms=NOTHING_FREE,
+        decision_variables=ALL_FIXED,
     )
     other = repaired(plan, members, plan.stage_of, budget_s=request.budget_s, visited=length, clock=request.clock)
     rivals = [other] if other is not None and {len(lane.path) for lane in other.lanes} == {length} else []

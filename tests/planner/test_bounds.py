@@ -201,7 +201,7 @@ def test_bound_and_search_meet_at_the_optimum_of_tiny_problems(seed: int, split:
     optimum_ns = min(simulate(plan, timing).iteration_ns for plan in every_plan(problem))
     bound = lower_bound(problem, 20.0)  # takes half a second
     assert 0.9 * optimum_ns <= bound.ns <= optimum_ns
-    fixed = replace(problem, freedoms=DecisionVariables(layers=False, split_backward=False))
+    fixed = replace(problem, decision_variables=DecisionVariables(layers=False, split_backward=False))
     found_ns = iteration_ns(make_plan(fixed, Strategy.BEST, PlanRequest(changes=30_000)))
     assert bound.ns <= found_ns <= optimum_ns  # other rings than those tried here may be better still
 
@@ -224,9 +224,9 @@ def test_one_room_is_limited_by_work() -> None:
 
 def test_tours_of_kinds_are_tours_of_nodes() -> None:
     problem = Problem(regions(14), Workload(MODELS["llama-1.5b"]), 4, 3)
-    kinds = NodeClasses.of(problem)
-    assert sorted(kinds.count.tolist()) == [1] * 10 + [2] * 2
-    tours = all_tours(kinds, 3)
+    classes = NodeClasses.of(problem)
+    assert sorted(classes.count.tolist()) == [1] * 10 + [2] * 2
+    tours = all_tours(classes, 3)
     assert tours is not None
     costs = problem.costs
     pair_ns = costs.hop_ns + costs.hop_ns.T
@@ -235,7 +235,7 @@ def test_tours_of_kinds_are_tours_of_nodes() -> None:
         int(pair_ns[a, b] + pair_ns[b, c] + pair_ns[c, a]) for a in range(14) for b in range(a) for c in range(b)
     )
     assert tours.round_ns.min() == shortest + 3 * turn_ns + int(costs.head_ns[0])
-    assert (shortest_rounds_ns(kinds, 3) <= tours.least_ns(kinds)).all()
+    assert (shortest_rounds_ns(classes, 3) <= tours.least_ns(classes)).all()
 
 
 @pytest.mark.parametrize("size", range(1, 7))

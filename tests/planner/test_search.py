@@ -16,8 +16,8 @@ from skippipe.constraints import cc3_uneven
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible, UserError
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.planner.astar import NO_WAY
-from skippipe.planner.problem import NOTHING_FREE, DecisionVariables, Problem
+from skippipe.planner.astar import INFINITE_NS
+from skippipe.planner.problem import ALL_FIXED, DecisionVariables, Problem
 from skippipe.planner.search.annealing import SearchLimits, improved
 from skippipe.planner.search.moves import DRAWS, SHARES, propose
 from skippipe.planner.search.objective import objective
@@ -68,11 +68,11 @@ def test_the_score_is_what_the_simulator_says(problem: Problem, seed: int) -> No
             continue
         assert trial.counts.min() >= 0
         assert trial.counts.sum() == first.microbatches
-        scored, uneven, iteration_ns = objective(trial, NO_WAY, tables)
-        if iteration_ns == NO_WAY:
+        scored, uneven, iteration_ns = objective(trial, INFINITE_NS, tables)
+        if iteration_ns == INFINITE_NS:
             continue
         assert objective(trial, iteration_ns, tables) == (scored, uneven, iteration_ns)
-        assert objective(trial, iteration_ns - 1, tables)[2] in (iteration_ns, NO_WAY)
+        assert objective(trial, iteration_ns - 1, tables)[2] in (iteration_ns, INFINITE_NS)
         plan = plan_as_is(problem, trial)
         assert {violation.rule for violation in validate(plan)} <= {"CC3", "link"}
         assert (uneven > 0) == bool(cc3_uneven(plan.exposure))
@@ -88,13 +88,13 @@ def unequal(nodes: int, speeds: list[float]) -> Cluster:
 ALL_FREEDOMS = DecisionVariables()
 
 
-def problem_on(cluster: Cluster, freedoms: DecisionVariables = ALL_FREEDOMS, **other: object) -> Problem:
+def problem_on(cluster: Cluster, decision_variables: DecisionVariables = ALL_FREEDOMS, **other: object) -> Problem:
     work = Workload(TINY, sequence_tokens=16, microbatches=12, max_slots=4)
-    return replace(Problem(cluster, work, 4, 3, freedoms=freedoms), **other)  # type: ignore[arg-type]
+    return replace(Problem(cluster, work, 4, 3, decision_variables=decision_variables), **other)  # type: ignore[arg-type]
 
 
 def test_what_is_not_free_stays() -> None:
-    problem = problem_on(unequal(9, [1e9, 4e9]), NOTHING_FREE, sizes=(3, 2, 2, 2))
+    problem = problem_on(unequal(9, [1e9, 4e9]), ALL_FIXED, sizes=(3, 2, 2, 2))
     plan = make_plan(problem, Strategy.BEST, FEW)
     assert [len(stage.nodes) for stage in plan.stages] <= [3, 2, 2, 2]
     assert plan.layers == problem.layers
@@ -110,7 +110,7 @@ def test_layers_follow_unequal_compute() -> None:
     slow = 3
     cluster = unequal(4, [4e6, 4e6, 4e6, 1e6])
     fixed, free = (
-        make_plan(problem_on(cluster, replace(NOTHING_FREE, layers=layers)), Strategy.BEST, FEW)
+        make_plan(problem_on(cluster, replace(ALL_FIXED, layers=layers)), Strategy.BEST, FEW)
         for layers in (False, True)
     )
     assert fixed.layers == (2, 2, 2, 2)
@@ -151,7 +151,7 @@ def test_begins_with_a_plan() -> None:
 
 
 def test_is_no_worse_than_any_plan_to_begin_with() -> None:
-    problem = problem_on(unequal(9, [1e9, 4e9]), NOTHING_FREE)
+    problem = problem_on(unequal(9, [1e9, 4e9]), ALL_FIXED)
     never = SearchLimits(0, 1, over=lambda: True, on_round=lambda done, best_ns: None)
     starts = [make_plan(problem, Strategy.DTFM_SKIP, PlanRequest(seed=seed, budget_s=0)) for seed in range(3)]
     promised = [plan.expected.iteration_ns for plan in starts if plan.expected]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from skippipe import constraints
 from skippipe.errors import Infeasible
-from skippipe.planner.astar import NO_WAY, best_path
+from skippipe.planner.astar import INFINITE_NS, best_path
 from skippipe.planner.cbs import AgentPath, LaneAgent, PathConstraints, PathSearch
 from skippipe.planner.genetic_allocation import allocate, best_tour
 from skippipe.planner.problem import Budget, Problem, lane_unit, stage_sizes
@@ -289,7 +289,7 @@ def test_the_best_path_is_the_best_of_all_paths(seed: int, visited: int, busy: b
         if constraints.cc2_broken_at((0, *order)) is None and all(s in order for s in np.flatnonzero(required)):
             choices = [[n for n in range(nodes) if stage_of[n] == s and allowed[n]] for s in order]
             candidates += [(0, *rest) for rest in product(*choices)]
-    best = min(map(back_at, candidates), default=NO_WAY)
+    best = min(map(back_at, candidates), default=INFINITE_NS)
     path = np.empty(visited, np.int64)
     node, begin, until = (np.ascontiguousarray(row) for row in intervals)
     found = best_path(
@@ -310,7 +310,7 @@ def test_the_best_path_is_the_best_of_all_paths(seed: int, visited: int, busy: b
         path,
     )
     assert found == best
-    if best < NO_WAY:
+    if best < INFINITE_NS:
         assert back_at(tuple(path.tolist())) == best
 
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import LinearConstraint, milp
 from scipy.sparse import csr_array, eye_array, kron
 from scipy.sparse.csgraph import minimum_spanning_tree
 
 from skippipe.cost_model import NEVER_NS
+from skippipe.jit import Floats, Ints
 from skippipe.planner.bounds.node_classes import NodeClasses
 from skippipe.planner.problem import Problem
 from skippipe.ring_timing import chunk_bytes
 
-Ints = NDArray[np.int64]
-
 MARGIN = 1e-6  # of a stage's share: by how much a proof must hold
 WHOLE_NODES = 300  # (stage, kind) pairs: with more, nodes may be divided over stages
-PROGRAMME_S = 1.0
+MILP_LIMIT_S = 1.0
 ROUNDING = 1e-9  # more than a sum of doubles is off by
 INFEASIBLE = 2  # what scipy calls it
 
@@ -28,31 +26,31 @@ def share_of(problem: Problem, stage: int) -> int:
     return microbatches if stage == 0 else microbatches * (problem.visited - 1) // (problem.stages - 1)
 
 
-def work_ns(kinds: NodeClasses) -> Ints:
+def work_ns(classes: NodeClasses) -> Ints:
     """[stage, kind]: all that one microbatch takes of a node."""
-    work: Ints = kinds.forward_ns + kinds.backward_ns + kinds.weight_ns
-    work[0] += kinds.head_ns
+    work: Ints = classes.forward_ns + classes.backward_ns + classes.weight_ns
+    work[0] += classes.head_ns
     return work
 
 
-def before_ns(kinds: NodeClasses) -> Ints:
+def before_ns(classes: NodeClasses) -> Ints:
     """[kind]: when a node that holds another stage than 0 has its first task, at the earliest."""
-    first: Ints = kinds.forward_ns[0][kinds.slots[0] > 0].min(initial=NEVER_NS) + kinds.hop_in_ns
+    first: Ints = classes.forward_ns[0][classes.slots[0] > 0].min(initial=NEVER_NS) + classes.hop_in_ns
     return first
 
 
-def after_ns(kinds: NodeClasses) -> Ints:
+def after_ns(classes: NodeClasses) -> Ints:
     """[kind]: how long before the end such a node has its last task, at least."""
-    if kinds.weight_ns.any():  # that may be a weight gradient, which nobody waits for
-        return np.zeros(len(kinds), np.int64)
-    last: Ints = kinds.backward_ns[0][kinds.slots[0] > 0].min(initial=NEVER_NS) + kinds.hop_out_ns
+    if classes.weight_ns.any():  # that may be a weight gradient, which nobody waits for
+        return np.zeros(len(classes), np.int64)
+    last: Ints = classes.backward_ns[0][classes.slots[0] > 0].min(initial=NEVER_NS) + classes.hop_out_ns
     return last
 
 
-def lanes_too_early(problem: Problem, kinds: NodeClasses, rounds_ns: Ints, by_ns: int) -> bool:
+def lanes_infeasible_by(problem: Problem, classes: NodeClasses, rounds_ns: Ints, deadline_ns: int) -> bool:
     """Lanes with k microbatches and more fit only on nodes whose shortest round passes k times; each needs L slots."""
-    slots = np.maximum(kinds.slots[0], kinds.slots[1:].max(axis=0)) * kinds.count
-    rounds = np.maximum(0, by_ns - int(kinds.weight_ns[0].min())) // rounds_ns
+    slots = np.maximum(classes.slots[0], classes.slots[1:].max(axis=0)) * classes.count
+    rounds = np.maximum(0, deadline_ns - int(classes.weight_ns[0].min())) // rounds_ns
     brought = 0
     for often in range(1, int(rounds.max(initial=0)) + 1):
         lanes = int(slots[rounds >= often].sum()) // problem.visited
@@ -62,34 +60,36 @@ def lanes_too_early(problem: Problem, kinds: NodeClasses, rounds_ns: Ints, by_ns
     return brought < problem.workload.microbatches
 
 
-def load_too_early(problem: Problem, kinds: NodeClasses, rounds_ns: Ints, by_ns: int, limit_s: float) -> bool:
+def load_infeasible_by(
+    problem: Problem, classes: NodeClasses, rounds_ns: Ints, deadline_ns: int, limit_s: float
+) -> bool:
     """Proven: no choice of a stage for every node does each stage's share by then."""
-    stages, several = problem.stages, len(kinds)
-    window_ns = np.tile(by_ns - before_ns(kinds) - after_ns(kinds), (stages, 1))
-    window_ns[0] = by_ns
-    by_time = np.maximum(0, window_ns) // work_ns(kinds)
-    by_lanes = kinds.slots * (np.maximum(0, by_ns - int(kinds.weight_ns[0].min())) // rounds_ns)
+    stages, number = problem.stages, len(classes)
+    window_ns = np.tile(deadline_ns - before_ns(classes) - after_ns(classes), (stages, 1))
+    window_ns[0] = deadline_ns
+    by_time = np.maximum(0, window_ns) // work_ns(classes)
+    by_lanes = classes.slots * (np.maximum(0, deadline_ns - int(classes.weight_ns[0].min())) // rounds_ns)
     shares = np.array([share_of(problem, stage) for stage in range(stages)])
     each = np.minimum(np.minimum(by_time, by_lanes), shares[:, None]) / shares[:, None]
     if (each.max(axis=1) == 0).any():
         return True
     # unknown: the nodes of each kind on each stage
-    done = csr_array((each.ravel(), (np.repeat(np.arange(stages), several), np.arange(each.size))))
-    used = kron(np.ones((1, stages)), eye_array(several))
+    done = csr_array((each.ravel(), (np.repeat(np.arange(stages), number), np.arange(each.size))))
+    used = kron(np.ones((1, stages)), eye_array(number))
     outcome = milp(
         np.zeros(each.size),
         integrality=np.full(each.size, int(each.size <= WHOLE_NODES)),
-        constraints=[LinearConstraint(done, 1 - MARGIN, np.inf), LinearConstraint(csr_array(used), 0, kinds.count)],
-        options={"time_limit": min(PROGRAMME_S, max(limit_s, 0.01))},
+        constraints=[LinearConstraint(done, 1 - MARGIN, np.inf), LinearConstraint(csr_array(used), 0, classes.count)],
+        options={"time_limit": min(MILP_LIMIT_S, max(limit_s, 0.01))},
     )
     return bool(outcome.status == INFEASIBLE)
 
 
-def staffed_by_size_ns(problem: Problem, kinds: NodeClasses, stage: int, most: int) -> list[int]:
+def loaded_by_size_ns(problem: Problem, classes: NodeClasses, stage: int, most: int) -> list[int]:
     """When a stage of 1, 2, … nodes is done with its share, at the earliest; the fastest nodes take it."""
-    able = kinds.slots[stage] > 0
-    taken_ns = np.sort(np.repeat(work_ns(kinds)[stage, able], kinds.count[able]))[:most]
-    first_ns = int(before_ns(kinds)[able].min(initial=NEVER_NS)) if stage else 0
+    able = classes.slots[stage] > 0
+    taken_ns = np.sort(np.repeat(work_ns(classes)[stage, able], classes.count[able]))[:most]
+    first_ns = int(before_ns(classes)[able].min(initial=NEVER_NS)) if stage else 0
     share = share_of(problem, stage)
     busiest_ns = -(-share // np.arange(1, len(taken_ns) + 1)) * taken_ns.min(initial=NEVER_NS)
     together_ns = (share / np.cumsum(1 / taken_ns) * (1 - ROUNDING)).astype(np.int64)
@@ -127,7 +127,7 @@ def averaging_by_size_ns(problem: Problem, stage: int, most: int) -> list[int]:
     return found
 
 
-def _bandwidth_that_connects(bandwidth: NDArray[np.float64]) -> NDArray[np.float64]:
+def _bandwidth_that_connects(bandwidth: Floats) -> Floats:
     """[m − 1]: some edge of any ring of m nodes has no more; 0 where there is no such ring."""
     either_way = np.maximum(bandwidth, bandwidth.T)
     with np.errstate(divide="ignore"):

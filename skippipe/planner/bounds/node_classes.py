@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skippipe.cost_model import NEVER_NS, CostModel
+from skippipe.jit import Ints
 from skippipe.planner.problem import Problem
-
-Ints = NDArray[np.int64]
 
 MOST_TOURS = 300_000  # that are looked at one by one
 MOST_ORDERS = 20_000_000  # of the nodes on them
@@ -49,16 +48,16 @@ class NodeClasses:
     def of(cls, problem: Problem) -> NodeClasses:
         costs, split = problem.costs, problem.split_backward
         both_ns = np.minimum(costs.hop_ns + costs.hop_ns.T, NEVER_NS)
-        kind_of = _kind_of(costs, both_ns)
-        _, member, count = np.unique(kind_of, return_index=True, return_counts=True)
+        class_of = _class_of(costs, both_ns)
+        _, member, count = np.unique(class_of, return_index=True, return_counts=True)
         between_ns = both_ns[np.ix_(member, member)]
-        for kind in range(len(member)):
-            alike = np.flatnonzero(kind_of == kind)
-            between_ns[kind, kind] = both_ns[alike[0], alike[1]] if len(alike) > 1 else NEVER_NS
+        for node_class in range(len(member)):
+            alike = np.flatnonzero(class_of == node_class)
+            between_ns[node_class, node_class] = both_ns[alike[0], alike[1]] if len(alike) > 1 else NEVER_NS
         elsewhere_ns = costs.hop_ns + np.diag(np.full(costs.nodes, NEVER_NS))
         in_ns, out_ns = (np.full(len(member), NEVER_NS) for _ in range(2))
-        np.minimum.at(in_ns, kind_of, elsewhere_ns.min(axis=0))
-        np.minimum.at(out_ns, kind_of, elsewhere_ns.min(axis=1))
+        np.minimum.at(in_ns, class_of, elsewhere_ns.min(axis=0))
+        np.minimum.at(out_ns, class_of, elsewhere_ns.min(axis=1))
         return cls(
             count=count,
             between_ns=between_ns,
@@ -93,25 +92,25 @@ class NodeClasses:
         return most
 
 
-def _kind_of(costs: CostModel, both_ns: Ints) -> Ints:
+def _class_of(costs: CostModel, both_ns: Ints) -> Ints:
     """[node]: its kind. Being equally far from all others is an equivalence: nodes alike are equally far apart."""
     tasks = np.vstack([costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.slots, costs.head_ns[None]])
     first_of: dict[bytes, list[tuple[int, int]]] = {}  # task times → (kind, its first node)
-    kind_of = np.empty(costs.nodes, np.int64)
-    kinds = 0
+    class_of = np.empty(costs.nodes, np.int64)
+    classes = 0
     for node in range(costs.nodes):
         candidates = first_of.setdefault(tasks[:, node].tobytes(), [])
-        for kind, first in candidates:
+        for node_class, first in candidates:
             differs = both_ns[node] != both_ns[first]
             differs[[node, first]] = False
             if not differs.any():
-                kind_of[node] = kind
+                class_of[node] = node_class
                 break
         else:
-            candidates.append((kinds, node))
-            kind_of[node] = kinds
-            kinds += 1
-    return kind_of
+            candidates.append((classes, node))
+            class_of[node] = classes
+            classes += 1
+    return class_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,55 +124,55 @@ class Tours:
     round_ns: Ints
     """[tour]: a microbatch alone, from its first forward to its last backward."""
 
-    def least_ns(self, kinds: NodeClasses) -> Ints:
+    def least_ns(self, classes: NodeClasses) -> Ints:
         """[kind]: the shortest of those through it."""
-        least_ns = np.full(len(kinds), NEVER_NS)
+        least_ns = np.full(len(classes), NEVER_NS)
         np.minimum.at(least_ns, self.start, self.round_ns)
         for place in range(self.others.shape[1]):
             np.minimum.at(least_ns, self.others[:, place], self.round_ns)
         return least_ns
 
 
-def all_tours(kinds: NodeClasses, length: int) -> Tours | None:
+def all_tours(classes: NodeClasses, length: int) -> Tours | None:
     """None: they are too many."""
-    several = comb(len(kinds) + length - 1, length)
-    if several > MOST_TOURS or several * max(1, factorial(length - 1) // 2) > MOST_ORDERS:
+    number = comb(len(classes) + length - 1, length)
+    if number > MOST_TOURS or number * max(1, factorial(length - 1) // 2) > MOST_ORDERS:
         return None
     members = np.fromiter(
-        chain.from_iterable(combinations_with_replacement(range(len(kinds)), length)), np.int64, several * length
-    ).reshape(several, length)
-    visits = np.zeros((several, len(kinds)), np.int8)
+        chain.from_iterable(combinations_with_replacement(range(len(classes)), length)), np.int64, number * length
+    ).reshape(number, length)
+    visits = np.zeros((number, len(classes)), np.int8)
     for place in range(length):
-        visits[np.arange(several), members[:, place]] += 1
-    there = (visits <= kinds.count).all(axis=1)
+        visits[np.arange(number), members[:, place]] += 1
+    there = (visits <= classes.count).all(axis=1)
     members, visits = members[there], visits[there]
     hops_ns = np.full(len(members), NEVER_NS)
     for inner in permutations(range(1, length)):
         if inner[0] <= inner[-1]:  # the other way round it costs the same
             order = (0, *inner)
             way = zip(order, (*inner, 0), strict=True)
-            hops_ns = np.minimum(hops_ns, sum(kinds.between_ns[members[:, a], members[:, b]] for a, b in way))
-    other_ns = visits @ kinds.other_turn_ns
+            hops_ns = np.minimum(hops_ns, sum(classes.between_ns[members[:, a], members[:, b]] for a, b in way))
+    other_ns = visits @ classes.other_turn_ns
     found = []
     for place in range(length):  # where the data node is; of several of one kind, the first
-        kind = members[:, place]
-        round_ns = hops_ns + other_ns - kinds.other_turn_ns[kind] + kinds.data_turn_ns[kind]
-        good = (kinds.slots[0, kind] > 0) & (round_ns < NEVER_NS)
+        node_class = members[:, place]
+        round_ns = hops_ns + other_ns - classes.other_turn_ns[node_class] + classes.data_turn_ns[node_class]
+        good = (classes.slots[0, node_class] > 0) & (round_ns < NEVER_NS)
         if place:
-            good &= members[:, place - 1] != kind
+            good &= members[:, place - 1] != node_class
         others = np.delete(members[good], place, axis=1).astype(np.int16)
-        found.append((kind[good], others, round_ns[good]))
+        found.append((node_class[good], others, round_ns[good]))
     start, others, round_ns = (np.concatenate([each[part] for each in found]) for part in range(3))
     return Tours(start, others, round_ns)
 
 
-def shortest_rounds_ns(kinds: NodeClasses, length: int) -> Ints:
+def shortest_rounds_ns(classes: NodeClasses, length: int) -> Ints:
     """[kind]: no lane through it is faster; of closed walks, which may come by the same node again and again."""
-    data_ns = np.where(kinds.slots[0] > 0, kinds.data_turn_ns, NEVER_NS)
-    turn_ns = np.minimum(data_ns, kinds.other_turn_ns)
-    extra_ns = int((data_ns - turn_ns)[kinds.slots[0] > 0].min(initial=NEVER_NS))  # there is one data node on a tour
+    data_ns = np.where(classes.slots[0] > 0, classes.data_turn_ns, NEVER_NS)
+    turn_ns = np.minimum(data_ns, classes.other_turn_ns)
+    extra_ns = int((data_ns - turn_ns)[classes.slots[0] > 0].min(initial=NEVER_NS))  # there is one data node on a tour
     # half of each node's turn on the hop that comes in and half on the one that goes out, all times two
-    edge_ns = 2 * kinds.between_ns + turn_ns[:, None] + turn_ns[None, :]
+    edge_ns = 2 * classes.between_ns + turn_ns[:, None] + turn_ns[None, :]
     walk_ns = edge_ns
     for _ in range(length // 2 - 1):
         walk_ns = _joined(walk_ns, edge_ns)

@@ -22,7 +22,7 @@ from skippipe.ring_timing import best_ring, ring_ns
 
 SPARE_GAIN = 0.02  # by which an iteration must become shorter, or a spare stays one, where two hold the stage already
 MOVE_GAIN = 0.1  # by which it must, or nobody moves: whoever does works nowhere until it has fetched its state
-STEPS = 200  # of the search for each plan that is compared, with USUAL_NODES or fewer; fewer with more nodes
+CHANGES = 3_072  # of the search for each plan that is compared, with USUAL_NODES or fewer; fewer with more nodes
 USUAL_NODES = 20
 PLANNED = 3  # candidates that a plan is made for, of those with the best loads
 ESTIMATED = 12  # candidates whose averaging is looked at, of those with the best loads
@@ -140,9 +140,9 @@ class StageAssignment:
         which = tuple(frozenset(nodes) for nodes in members)
         if which not in self._plans:
             everybody = frozenset().union(*which)
-            steps = STEPS * USUAL_NODES // max(USUAL_NODES, len(everybody))
+            changes = CHANGES * USUAL_NODES // max(USUAL_NODES, len(everybody))
             self._plans[which] = repaired(
-                self.plan, which, everybody, budget_s=math.inf, steps=steps, visited=self.visited
+                self.plan, which, everybody, budget_s=math.inf, changes=changes, visited=self.visited
             )
         return self._plans[which]
 

@@ -14,19 +14,17 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from skippipe.cluster import Cluster
 from skippipe.constraints import MAX_SWAPS
 from skippipe.cost_model import NEVER_NS, CostModel, cost_model_of
 from skippipe.dispatch import Dispatch
-from skippipe.jit import kernel
+from skippipe.jit import Flags, Floats, Ints, kernel
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Problem
 from skippipe.ring_timing import best_ring
 from skippipe.timeline import Timing
-
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
+from skippipe.workload import Workload
 
 
 class State(NamedTuple):
@@ -42,7 +40,7 @@ class State(NamedTuple):
     """[lane, hop] node."""
     counts: Ints
     """[lane]: its microbatches; 0: the lane is not there."""
-    order: Ints
+    dispatch: Ints
     """Of dispatch, as one number."""
 
 
@@ -63,7 +61,7 @@ class Tables(NamedTuple):
     """[0 or 1, layers]"""
     flight_ns: Ints
     transmit_ns: Ints
-    bandwidth: NDArray[np.float64]
+    bandwidth: Floats
     linked: Flags
     """[node, node]: messages get through both ways."""
     full: bool
@@ -71,24 +69,30 @@ class Tables(NamedTuple):
     split: bool
     swapped: int
     """Swaps that count as used before a path begins."""
+    visitable: Flags
+    """[stage]: lanes may visit it."""
+    spread: int
+    """By how many microbatches the exposures of stages may differ in a solution; 0 is CC3."""
 
 
-def costs_by_layers(problem: Problem, most_layers: int) -> list[CostModel]:
+def costs_by_layers(cluster: Cluster, workload: Workload, most_layers: int) -> list[CostModel]:
     """Of two stages, the first and another, with 1 to so many layers; the entry for 0 is not used."""
-    shape = replace(problem.workload.model, layers=2 * most_layers)
-    work = replace(problem.workload, model=shape)
-    found = [cost_model_of(problem.cluster, work, (count, count)) for count in range(1, most_layers + 1)]
+    shape = replace(workload.model, layers=2 * most_layers)
+    work = replace(workload, model=shape)
+    found = [cost_model_of(cluster, work, (count, count)) for count in range(1, most_layers + 1)]
     return [found[0], *found]
 
 
-def tables_of(problem: Problem, each: Sequence[CostModel]) -> Tables:
-    full = problem.timing is Timing.FULL
+def tables_of(
+    each: Sequence[CostModel], visitable: Flags, timing: Timing, split_backward: bool, swaps: int, spread: int = 0
+) -> Tables:
+    full = timing is Timing.FULL
     costs = each[0]
     reachable = costs.transmit_ns < NEVER_NS
     return Tables(
         forward_ns=np.array([one.forward_ns[0] for one in each]),
-        backward_ns=np.array([(one.input_ns if problem.split_backward else one.backward_ns)[0] for one in each]),
-        weight_ns=np.array([one.weight_ns[0] * problem.split_backward for one in each]),
+        backward_ns=np.array([(one.input_ns if split_backward else one.backward_ns)[0] for one in each]),
+        weight_ns=np.array([one.weight_ns[0] * split_backward for one in each]),
         head_ns=np.array([one.head_ns for one in each]),
         step_ns=np.array([[one.optimizer_ns[stage] * full for one in each] for stage in (0, 1)]),
         slots=np.array([[one.slots[stage] for one in each] for stage in (0, 1)]),
@@ -98,16 +102,18 @@ def tables_of(problem: Problem, each: Sequence[CostModel]) -> Tables:
         bandwidth=np.ascontiguousarray(costs.bandwidth_bytes_per_s),
         linked=reachable & reachable.T,
         full=full,
-        split=problem.split_backward,
-        swapped=MAX_SWAPS - problem.swaps,
+        split=split_backward,
+        swapped=MAX_SWAPS - swaps,
+        visitable=visitable,
+        spread=spread,
     )
 
 
-def state_of(plan: Plan, room: int) -> State:
+def state_of(plan: Plan, most_lanes: int) -> State:
     """`room`: lanes that there may come to be."""
     nodes, stages = len(plan.cluster), len(plan.stages)
-    room = max(room, len(plan.lanes))
-    state = empty(nodes, stages, room, plan.visited)
+    most_lanes = max(most_lanes, len(plan.lanes))
+    state = empty_state(nodes, stages, most_lanes, plan.visited)
     for index, stage in enumerate(plan.stages):
         state.stage_of[list(stage.nodes)] = index
         state.ring[index, : len(stage.ring)] = stage.ring
@@ -116,11 +122,11 @@ def state_of(plan: Plan, room: int) -> State:
     for number, lane in enumerate(plan.lanes):
         state.paths[number] = lane.path
         state.counts[number] = lane.microbatches
-    state.order[0] = plan.dispatch.order
+    state.dispatch[0] = plan.dispatch.order
     return state
 
 
-def empty(nodes: int, stages: int, lanes: int, length: int) -> State:
+def empty_state(nodes: int, stages: int, lanes: int, length: int) -> State:
     return State(
         stage_of=np.full(nodes, -1, np.int64),
         ring=np.zeros((stages, nodes), np.int64),
@@ -128,11 +134,11 @@ def empty(nodes: int, stages: int, lanes: int, length: int) -> State:
         layers=np.zeros(stages, np.int64),
         paths=np.zeros((lanes, length), np.int64),
         counts=np.zeros(lanes, np.int64),
-        order=np.zeros(1, np.int64),
+        dispatch=np.zeros(1, np.int64),
     )
 
 
-def copy_of(state: State) -> State:
+def copy_state(state: State) -> State:
     return State(*(each.copy() for each in state))
 
 
@@ -146,7 +152,7 @@ def assign(to: State, given: State) -> None:
         to.layers[stage] = given.layers[stage]
         for place in range(given.size[stage]):
             to.ring[stage, place] = given.ring[stage, place]
-    to.order[0] = given.order[0]
+    to.dispatch[0] = given.dispatch[0]
     for lane in range(len(to.counts)):
         to.counts[lane] = given.counts[lane]
         for hop in range(to.paths.shape[1]):
@@ -164,7 +170,7 @@ def same(one: State, other: State) -> bool:
         for place in range(one.size[stage]):
             if one.ring[stage, place] != other.ring[stage, place]:
                 return False
-    if one.order[0] != other.order[0]:
+    if one.dispatch[0] != other.dispatch[0]:
         return False
     for lane in range(len(one.counts)):
         if one.counts[lane] != other.counts[lane]:
@@ -191,6 +197,11 @@ def slots_of(node: int, stage: int, state: State, tables: Tables) -> int:
     return int(tables.slots[min(stage, 1), state.layers[stage], node])
 
 
+def lanes_of(state: State) -> tuple[Lane, ...]:
+    lanes = zip(state.paths.tolist(), state.counts.tolist(), strict=True)
+    return tuple(Lane(tuple(path), count) for path, count in lanes if count)
+
+
 def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
     """With all nodes and without those that no lane visits, which may still carry gradients around a ring; and with the
     rings as they are and in the best order for nodes that are done at the same time. Some may break a rule."""
@@ -199,11 +210,7 @@ def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
     costs = cost_model_of(problem.cluster, problem.workload, layers)
     everybody = [tuple(row[:size].tolist()) for row, size in zip(state.ring, state.size, strict=True)]
     at_work = [tuple(node for node in ring if node in used) for ring in everybody]
-    lanes = tuple(
-        Lane(tuple(path), count)
-        for path, count in zip(state.paths.tolist(), state.counts.tolist(), strict=True)
-        if count
-    )
+    lanes = lanes_of(state)
     members = [at_work] if at_work == everybody or problem.timing is Timing.CONTENTION_ONLY else [at_work, everybody]
     in_order = [[best_ring(costs, stage, ring) for stage, ring in enumerate(rings)] for rings in members]
     return [
@@ -212,7 +219,7 @@ def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
             workload=problem.workload,
             stages=tuple(Stage(count, tuple(sorted(ring)), ring) for count, ring in zip(layers, rings, strict=True)),
             lanes=lanes,
-            dispatch=list(Dispatch)[state.order[0]],
+            dispatch=list(Dispatch)[state.dispatch[0]],
             split_backward=problem.split_backward,
             strategy=strategy,
         )
@@ -229,7 +236,7 @@ def visits(path: Ints, stage: int, stage_of: Ints) -> bool:
 
 
 @kernel
-def put_in_order(path: Ints, stage_of: Ints) -> None:
+def sort_by_stage(path: Ints, stage_of: Ints) -> None:
     """By stage."""
     for end in range(1, len(path)):
         hop = end

@@ -19,7 +19,7 @@ from skippipe.constraints import circle
 from skippipe.cost_model import NEVER_NS, seconds
 from skippipe.errors import UserError
 from skippipe.plan import Plan
-from skippipe.planner.problem import NOTHING_FREE, Problem
+from skippipe.planner.problem import ALL_FIXED, Problem
 from skippipe.planner.strategies import PlanRequest, Strategy, compile_search, iteration_ns, make_plan
 from skippipe.planner.whatif.candidates import CandidateEdits, EditKind, Proposal
 from skippipe.simulator import simulate
@@ -160,7 +160,7 @@ def _problem(plan: Plan, timing: Timing) -> Problem:
         dispatch=plan.dispatch,
         split_backward=plan.split_backward,
         layers=plan.layers,
-        freedoms=NOTHING_FREE,
+        decision_variables=ALL_FIXED,
     )
 
 

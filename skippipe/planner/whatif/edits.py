@@ -19,7 +19,7 @@ from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.repair.repair import repaired
 from skippipe.planner.search.state import move_microbatches
 from skippipe.ring_timing import best_ring
-from skippipe.simulator import as_arrays
+from skippipe.simulator import path_arrays
 
 Links = Iterable[tuple[int, int]]
 
@@ -85,7 +85,7 @@ def other_ring(plan: Plan, stage: int, ring: tuple[int, ...]) -> Plan:
 def moved_microbatch(plan: Plan, lane: int, other: int) -> Plan:
     """From lane to lane, all paths being equally long; where these visit other stages, one goes from a third lane to a
     fourth to make up for it (CC3), and if there are no such lanes, it is infeasible."""
-    paths, _ = as_arrays([each.path for each in plan.lanes])
+    paths, _ = path_arrays([each.path for each in plan.lanes])
     counts = np.array([each.microbatches for each in plan.lanes], dtype=np.int64)
     stage_of = np.full(len(plan.cluster), -1, np.int64)
     stage_of[list(plan.stage_of)] = list(plan.stage_of.values())
