@@ -1,4 +1,4 @@
-"""Workload and cluster together: what every task and every hop costs, in whole nanoseconds.
+"""The cost model: what every task and every hop of a workload costs on a cluster, in whole nanoseconds.
 
 Whole numbers make simulated time exact: sums do not depend on their order, two events at the same time are really at
 the same time, and another program that follows docs/formats.md gets the very same figures.
@@ -23,13 +23,13 @@ def ns(seconds: float) -> int:
 
 
 def seconds(nanoseconds: int) -> float:
-    """The nearest float; up to forty-eight days `ns` gives the same whole number back."""
+    """Nanoseconds in seconds: the nearest float; up to forty-eight days `ns` gives the same whole number back."""
     return int(nanoseconds) / 1e9
 
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
-    """What the planner and the simulator compute with. Rows of two-dimensional task arrays are stages."""
+    """Costs of every node on every stage. Rows of two-dimensional task arrays are stages."""
 
     layers: tuple[int, ...]
     forward_ns: Ints
@@ -58,18 +58,18 @@ class CostModel:
 
     @property
     def input_ns(self) -> Ints:
-        """[stage, node]: what a split backward leaves without its weight gradients."""
+        """[stage, node]: backward pass without weight gradients, if it is split."""
         left: Ints = self.backward_ns - self.weight_ns
         return left.clip(min=1)
 
     @cached_property
     def hop_ns(self) -> Ints:
-        """[from, to]: a hop over an idle link."""
+        """[from, to]: nanoseconds of a hop over an idle link."""
         return self.flight_ns + self.transmit_ns
 
 
 def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...]) -> CostModel:
-    """Every node on every stage, so that a planner can ask before it places anybody."""
+    """The cost model of a workload, split into stages of these layers, on a cluster."""
     speed = [node.flops_per_s for node in cluster.nodes]
 
     def task_ns(flops: float, speed: float) -> int:

@@ -1,17 +1,16 @@
 """The event loop of the simulator: one pass over the events of an iteration, in the order of time.
 
-A lane has one microbatch in flight, so it has one pending event at most: its next task becomes ready. A node needs
-an event of its own only when somebody waits for it. Everything that happens at one time is taken in before any node
-decides, so the outcome does not depend on the order in which simultaneous events are looked at.
+A lane has one microbatch in flight, so it has one pending event at most: its next task becomes ready. A node needs an
+event of its own only when a task waits for it. Everything that happens at one time is taken in before any node decides,
+so the outcome does not depend on the order in which simultaneous events are looked at.
 
-Weight gradients of a split backward need no events either: they wait on their node, in the order in which its
-backwards ran, for a moment when it could start nothing else.
+Weight gradients of a split backward need no events either: they wait on their node, in the order in which its backwards
+ran, for a moment when it could start nothing else.
 
-Sends need no events: a node's tasks end one after another, so the transfers on a directed link are known in their
-order when the task that feeds them starts.
+Sends need no events: a node's tasks end one after another, so the transfers on a directed link are known in their order
+when the task that feeds them starts.
 
-
-A binary heap in two arrays, for kernels: the smallest key with its value is at index 0.
+Events are in a binary heap of two arrays: the smallest key with its value is at index 0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long iterations take where nodes and links are not always equally fast.
+"""Iterations under jitter, where nodes and links are not always equally fast.
 
 A plan promises what an iteration takes if everything takes what it should. Here the same iteration is simulated again
 and again, each time with other factors: one for every node, on all that it computes, and two for every directed link,
@@ -30,7 +30,7 @@ MOST = 2.0  # standard deviation; what lies beyond is not jitter
 @dataclass(frozen=True)
 class Jitter:
     spread: float
-    """The standard deviation of every factor."""
+    """Standard deviation of every factor."""
     draws: int = DRAWS
     seed: int = 0
 
@@ -41,13 +41,13 @@ class Jitter:
 
 @dataclass(frozen=True)
 class Spread:
-    """What iterations of a plan take."""
+    """The distribution of a plan's iterations."""
 
     iterations_ns: tuple[int, ...]
-    """From the shortest to the longest."""
+    """Nanoseconds of every simulated iteration, from the shortest to the longest."""
 
     def reached_ns(self, share: float) -> int:
-        """What this share of the iterations does not exceed."""
+        """The quantile: nanoseconds that this share of the iterations does not exceed."""
         return self.iterations_ns[max(0, ceil(share * len(self.iterations_ns)) - 1)]
 
     @property
@@ -126,6 +126,6 @@ def _factors(spread: float, normal: Floats) -> Floats:
 
 
 def _times(taken_ns: Ints, factors: Floats) -> Ints:
-    """A task still takes a nanosecond at least, and what was never reached never is."""
+    """Times multiplied by factors: a task still takes a nanosecond at least, and an unreachable node stays so."""
     jittered = np.rint(taken_ns * factors).clip(np.minimum(taken_ns, 1), NEVER_NS).astype(np.int64)
     return np.where(taken_ns == NEVER_NS, NEVER_NS, jittered)

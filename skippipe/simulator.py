@@ -1,9 +1,9 @@
-"""From a plan to its timeline: how long an iteration takes, and why.
+"""The simulator: from a plan to its timeline, how long an iteration takes and why.
 
 The rules of time, which docs/formats.md states in full: a node runs one task at a time (`dispatch` says which), a hop
 takes flight and transmit time, a lane's next microbatch sets out when the one before it is back. Under full timing,
-every node passes gradients on along its stage's ring as soon as it is done, while others still work; the optimizer
-step follows when all stages are averaged, because clipping needs the norm of the whole model's gradient.
+every node passes gradients on along its stage's ring as soon as it is done, while others still work; the optimizer step
+follows when all stages are averaged, because clipping needs the norm of the whole model's gradient.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ NO_SLACK = np.empty(0, np.int64)
 
 
 class Deadlock(UserError):
-    """Lanes hold memory slots that others of them wait for."""
+    """A deadlock: lanes hold memory slots that others of them wait for."""
 
 
 @dataclass(frozen=True)
 class IterationTimes:
-    """An iteration in three figures."""
+    """The main figures of a simulated iteration."""
 
     iteration_ns: int
     last_backward_ns: int
     averaging_ns: tuple[tuple[int, int], ...]
-    """Of each stage, from when to when; empty if not counted."""
+    """Start and end of each stage's averaging; empty if not counted."""
 
 
 @dataclass(frozen=True)
 class PlacementCosts:
-    """A placement ready for the event loop: what stays the same while paths change."""
+    """Costs of one placement, ready for the event loop: what stays the same while paths change."""
 
     forward_ns: Ints
     backward_ns: Ints
-    """Only the input gradient, if the backward is split."""
+    """[node]: backward pass; only the input gradient, if the backward is split."""
     weight_ns: Ints
-    """0 if the backward is not split."""
+    """[node]: weight gradients; 0 if the backward is not split."""
     head_ns: Ints
     slots: Ints
     flight_ns: Ints
@@ -61,9 +61,9 @@ class PlacementCosts:
     timing: Timing
     rings: Rings
     ring_ns: tuple[int, ...]
-    """How long each stage averages if its nodes are done at the same time; 0 if not counted, like the next."""
+    """How long each stage averages if its nodes are done at the same time; 0 if not counted."""
     step_ns: int
-    """The slowest node's optimizer step."""
+    """The slowest node's optimizer step; 0 if not counted."""
 
     @classmethod
     def of(
@@ -74,7 +74,7 @@ class PlacementCosts:
         timing: Timing,
         split_backward: bool = False,
     ) -> PlacementCosts:
-        """`rings` are the nodes of every stage in the order in which they average."""
+        """Costs of a placement; `rings` are the nodes of every stage in the order in which they average."""
         forward, backward, weight, slots = (np.zeros(costs.nodes, np.int64) for _ in range(4))
         for stage, ring in enumerate(rings):
             nodes = list(ring)
@@ -100,7 +100,7 @@ class PlacementCosts:
         )
 
     def alone_ns(self, path: Sequence[int]) -> int:
-        """A round trip with nobody else there: every task on the way once, every hop there and back."""
+        """Nanoseconds of a round trip without other traffic: every task of the path once, every hop there and back."""
         hop_ns = self.flight_ns, self.transmit_ns
         hops = sum(int(part[a, b] + part[b, a]) for a, b in circle(path) for part in hop_ns)
         tasks = sum(int(self.forward_ns[node] + self.backward_ns[node]) for node in path)
@@ -109,7 +109,7 @@ class PlacementCosts:
     def run_iteration(
         self, paths: Ints, lengths: Ints, microbatches: Ints, record: Ints | None = None
     ) -> IterationTimes:
-        """One iteration; `record` takes the (ready, start, end) of every task, lane by lane."""
+        """Simulate one iteration; `record` takes the (ready, start, end) of every task, lane by lane."""
         done_ns = np.zeros(len(self.forward_ns), np.int64)
         last_ns, left = run_iteration(
             paths,

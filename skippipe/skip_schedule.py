@@ -42,12 +42,12 @@ Mix = tuple[Fraction, ...]
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the run in which the same shares are skipped by turns."""
+    """A phase of the run, in which the same shares are skipped in turn."""
 
     until: Fraction
-    """Share of the run after which the next phase begins."""
+    """Share of the run at which the next phase begins."""
     turn: tuple[Mix, ...]
-    """What is skipped, one iteration after another, and again from the start."""
+    """What is skipped, iteration after iteration, and again from the start."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class SkipSchedule:
     swaps: Annotated[float, SHARE] = 0.0
     """Share of the microbatches that visit two neighbouring stages in the other order."""
     gradients: Gradients = "visitors"
-    """A stage follows the mean gradient over those who visited it, or over all microbatches, which makes it smaller."""
+    """What gradients are averaged over: those microbatches that visited the stage ("visitors"), or all of them, which
+    makes the mean smaller."""
     early_exit: Annotated[float, SHARE] = 0.0
     """Weight of a second loss, of what stage 0 alone predicts; 0: none. Costs the data nodes a second head."""
     bridges: Annotated[int, Range(0, 100_000)] = 0
@@ -95,7 +96,7 @@ class SkipSchedule:
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """Empty: nothing was said."""
+        """The phases of `skip`; empty: none is given."""
         return parse_skip(self.skip) if self.skip.strip() else ()
 
     @cached_property
@@ -110,7 +111,7 @@ class SkipSchedule:
 
     @property
     def is_mixed(self) -> bool:
-        """Are there iterations with paths of several lengths?"""
+        """Whether there are iterations with paths of several lengths."""
         return any(len(set(mix)) > 1 for phase in self.phases for mix in phase.turn)
 
     def heals(self, iteration: int, iterations: int) -> bool:
@@ -120,7 +121,7 @@ class SkipSchedule:
         return iteration < math.ceil(self.grown_at * iterations)
 
     def _before(self, share: Fraction) -> list[Phase]:
-        """Phases that begin before so much of the run is over."""
+        """Phases that begin before this share of the run."""
         begins = [Fraction(0), *(phase.until for phase in self.phases)]
         return [phase for phase, start in zip(self.phases, begins, strict=False) if start < share]
 
@@ -164,7 +165,7 @@ class SkipSchedule:
         return (stages - 1) / (visited - 1)
 
     def divisor(self, visits: int, microbatches: int) -> int:
-        """What a stage's sum of gradients is divided by; 0: nobody visited it, and it takes no step."""
+        """What a stage's sum of gradients is divided by; 0: no microbatch visited it, and it takes no step."""
         return microbatches if visits and self.gradients == "all" else visits
 
 
@@ -186,7 +187,7 @@ def young_stages(stages: int, visited: int) -> tuple[int, ...]:
 
 
 def donors(stages: int, visited: int) -> dict[int, int]:
-    """When it grows: each new stage, and whose copy it is.
+    """New stages of a model that grows, and the trained stage that each is a copy of.
 
     What lies between the first stage and the last is repeated as a block, which works better than to double stage by
     stage (Du et al., "Stacking Your Transformers", 2024).
@@ -240,7 +241,7 @@ def _times(piece: str) -> tuple[int, Fraction]:
 
 
 def parse_share(text: str, where: str) -> Fraction:
-    """0.33, 33% or 1/3."""
+    """Parse a share: 0.33, 33% or 1/3."""
     number = text.removesuffix("%").strip()
     try:
         if "e" in number.lower() or len(number) > 2 * DIGITS:  # 1e999999999 takes minutes, and all memory

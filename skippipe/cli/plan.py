@@ -238,11 +238,11 @@ class Search:
         self, problem: Problem, most: int, placement: Placement | None, stopped: list[bool]
     ) -> tuple[Plan, list[Plan], float]:
         """The same, for as many microbatches as are best; and what others came to."""
-        from skippipe.planner.sweep import free_batch
+        from skippipe.planner.sweep import choose_batch_size
 
         began = time.monotonic()
         with self._request("best", placement, stopped) as request:
-            found, looks = free_batch(problem, most, request)
+            found, looks = choose_batch_size(problem, most, request)
         return found, looks, time.monotonic() - began
 
     @contextmanager

@@ -1,9 +1,9 @@
 """The best path of one microbatch: A* with time as a dimension, forward and backward pass together.
 
-The estimate of what is left is exact for a cluster without other traffic: a table of the cheapest way on from every
-node, which the rules allow (`_ways_on`). Without forbidden intervals the search therefore walks straight to the best
-path; with them, every delay makes it look at the next best. Paths are kept apart even when they meet in a node, since
-the backward pass depends on the whole of them.
+The heuristic is exact for a cluster without other traffic: a table of the cheapest cost to go from every node, within
+the rules (`_cost_to_go`). Without forbidden intervals the search therefore walks straight to the best path; with them,
+every delay makes it look at the next best. Paths are kept apart even when they meet in a node, since the backward pass
+depends on the whole of them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from skippipe.jit import Flags, Ints, kernel
 INFINITE_NS = 2**62
 LABEL_LIMIT_REACHED = -1
 GAP, LATE = 1, 2  # how a node was reached: 0 in order, GAP leaving the stage before it open, LATE closing such a gap
-LABELS = 20_000  # partial paths that one search may look at
+MAX_LABELS = 20_000  # partial paths that one search may look at
 
 
 @kernel
 def _follow(stage: int, mode: int, swaps: int, following: int, required: Flags) -> tuple[bool, int, int]:
-    """May `following` be visited next? If so, how, and with how many swaps used."""
+    """Whether `following` may be visited next; if so, how, and with how many swaps used."""
     highest = stage + 1 if mode == LATE else stage
     allowed, now_highest, gap, swaps = cc2_step(highest, 1 if mode == GAP else 0, swaps, following)
     if not allowed:
@@ -46,10 +46,10 @@ def _may_end(stage: int, mode: int, required: Flags) -> bool:
 
 
 @kernel
-def _ways_on(
+def _cost_to_go(
     data_node: int, visited: int, stage_of: Ints, allowed: Flags, required: Flags, task_ns: Ints, hop_ns: Ints
 ) -> Ints:
-    """[visits left, node, mode, swaps]: cheapest rest of the round trip after the node's own tasks."""
+    """[visits left, node, mode, swaps]: cost to go, the cheapest rest of the round trip after the node's own tasks."""
     nodes = len(stage_of)
     table = np.full((visited, nodes, 3, MAX_SWAPS + 1), INFINITE_NS, np.int64)
     for node in range(nodes):
@@ -85,7 +85,9 @@ def _ways_on(
 
 
 @kernel
-def _start(node: int, ready_ns: int, length_ns: int, busy_node: Ints, busy_from: Ints, busy_until: Ints) -> int:
+def _earliest_start(
+    node: int, ready_ns: int, length_ns: int, busy_node: Ints, busy_from: Ints, busy_until: Ints
+) -> int:
     """The earliest start at which the task meets no forbidden interval of the node."""
     start = ready_ns
     moved = True
@@ -112,11 +114,11 @@ def _back_at(
     """When a microbatch is back whose last forward ended at `sent_ns`: head, then backward over the path."""
     home = path[0]
     time = sent_ns + hop_ns[path[-1], home]
-    time = _start(home, time, head_ns, busy_node, busy_from, busy_until) + head_ns
+    time = _earliest_start(home, time, head_ns, busy_node, busy_from, busy_until) + head_ns
     came_from = home
     for node in path[::-1]:
         time += hop_ns[came_from, node]
-        time = _start(node, time, backward_ns[node], busy_node, busy_from, busy_until) + backward_ns[node]
+        time = _earliest_start(node, time, backward_ns[node], busy_node, busy_from, busy_until) + backward_ns[node]
         came_from = node
     return int(time)
 
@@ -141,26 +143,26 @@ def best_path(
 ) -> int:
     """Nanoseconds from `begin_ns` until the microbatch is back; the path is left in `path`.
 
-    NO_WAY if the demands cannot be met, TOO_MANY if the intervals leave too many paths to look at.
+    INFINITE_NS if there is no path, LABEL_LIMIT_REACHED if the intervals leave too many paths to look at.
     """
     nodes = len(stage_of)
-    table = _ways_on(data_node, visited, stage_of, allowed, required, forward_ns + backward_ns, hop_ns)
+    table = _cost_to_go(data_node, visited, stage_of, allowed, required, forward_ns + backward_ns, hop_ns)
     if table[visited - 1, data_node, 0, MAX_SWAPS - swaps] >= INFINITE_NS:
         return INFINITE_NS
 
     # A label is a partial path: the node it ends in, how it got there, and when the forward pass leaves that node.
-    node_of = np.empty(LABELS, np.int64)
-    before = np.empty(LABELS, np.int64)
-    mode_of = np.empty(LABELS, np.int64)
-    swaps_of = np.empty(LABELS, np.int64)
-    depth_of = np.empty(LABELS, np.int64)  # `visited` once the round trip is complete
-    sent_ns = np.empty(LABELS, np.int64)
-    way_back_ns = np.empty(LABELS, np.int64)  # at least
-    keys = np.empty(LABELS, np.int64)
-    values = np.empty(LABELS, np.int64)
+    node_of = np.empty(MAX_LABELS, np.int64)
+    before = np.empty(MAX_LABELS, np.int64)
+    mode_of = np.empty(MAX_LABELS, np.int64)
+    swaps_of = np.empty(MAX_LABELS, np.int64)
+    depth_of = np.empty(MAX_LABELS, np.int64)  # `visited` once the round trip is complete
+    sent_ns = np.empty(MAX_LABELS, np.int64)
+    way_back_ns = np.empty(MAX_LABELS, np.int64)  # at least
+    keys = np.empty(MAX_LABELS, np.int64)
+    values = np.empty(MAX_LABELS, np.int64)
 
     node_of[0], before[0], mode_of[0], swaps_of[0], depth_of[0] = data_node, -1, 0, MAX_SWAPS - swaps, 0
-    start = _start(data_node, begin_ns, forward_ns[data_node], busy_node, busy_from, busy_until)
+    start = _earliest_start(data_node, begin_ns, forward_ns[data_node], busy_node, busy_from, busy_until)
     sent_ns[0] = start + forward_ns[data_node]
     way_back_ns[0] = head_ns + backward_ns[data_node]
     labels = 1
@@ -179,7 +181,7 @@ def best_path(
                 back = before[back]
         if depth == visited:
             return int(cost)
-        if labels + nodes >= LABELS:
+        if labels + nodes >= MAX_LABELS:
             return LABEL_LIMIT_REACHED
         if depth == visited - 1:
             node_of[labels], before[labels], depth_of[labels] = node, before[label], visited
@@ -197,7 +199,7 @@ def best_path(
             if rest >= INFINITE_NS:
                 continue
             arrival = sent_ns[label] + hop_ns[node, following]
-            start = _start(following, arrival, forward_ns[following], busy_node, busy_from, busy_until)
+            start = _earliest_start(following, arrival, forward_ns[following], busy_node, busy_from, busy_until)
             node_of[labels], before[labels], depth_of[labels] = following, label, depth + 1
             mode_of[labels], swaps_of[labels] = mode, swapped
             sent_ns[labels] = start + forward_ns[following]

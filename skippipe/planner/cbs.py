@@ -155,9 +155,9 @@ class PathSearch:
         self.placement = placement
         self.agents = tuple(agents)
         self.stage_of = stage_of(placement)
-        ringed = rings(problem, placement)
-        self.costs = PlacementCosts.of(costs, ringed, problem.dispatch, problem.timing, problem.split_backward)
-        self.tail_ns = {node: self._tail_ns(ringed[0], node) for node in ringed[0]}
+        rings_ = rings(problem, placement)
+        self.costs = PlacementCosts.of(costs, rings_, problem.dispatch, problem.timing, problem.split_backward)
+        self.tail_ns = {node: self._tail_ns(rings_[0], node) for node in rings_[0]}
         self.slots = {node: int(self.costs.slots[node]) for node in self.stage_of}
         self.stage_array = np.full(costs.nodes, -1, np.int64)
         for node, stage in self.stage_of.items():

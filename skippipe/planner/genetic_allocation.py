@@ -59,7 +59,7 @@ class _GeneticSearch:
             if budget.spend() or min(map(self._fitness, members), default=IMPOSSIBLE) >= IMPOSSIBLE:
                 individual = self._random()
                 members.add(individual)
-                self._fitness(individual)  # now, while the effort is counted
+                self._fitness(individual)  # now, while the budget is counted
         ranked = sorted(members, key=lambda partition: (self._fitness(partition), self._numbered(partition)))
         while budget.spend():
             mother, father = (ranked[min(self.rng.integers(len(ranked), size=2))] for _ in range(2))
@@ -77,7 +77,7 @@ class _GeneticSearch:
         return self._evaluate(partition)[0]
 
     def _evaluate(self, partition: Partition) -> tuple[float, tuple[int, ...]]:
-        """The score, and the tour that it takes: groups in the order of their stages."""
+        """The score, and the tour behind it: groups in the order of their stages."""
         if partition not in self.scores:
             weights = np.zeros((len(partition), len(partition)))
             for a, b in combinations(range(len(partition)), 2):
@@ -99,7 +99,7 @@ class _GeneticSearch:
         return self.matching_s[a, b]
 
     def _within_s(self, group: frozenset[int], stage: int) -> float:
-        """The study's widest edge; or how long the group averages, as stage 0 or as another one."""
+        """Seconds inside a group: the study's widest edge; or its averaging, as stage 0 or as another one."""
         if (group, stage) not in self.within_s:
             members = list(group)
             costs = self.problem.costs
@@ -111,13 +111,13 @@ class _GeneticSearch:
         return self.within_s[group, stage]
 
     def _rounds(self, lanes: int) -> float:
-        """Tours that a lane makes there and back in an iteration; the study counts one."""
+        """Round trips of a lane in an iteration; the study counts one."""
         if self.problem.timing is Timing.CONTENTION_ONLY:
             return 1.0
         return self.problem.workload.microbatches / max(1, lanes) * self.problem.visited / self.problem.stages
 
     def _lanes(self, stages: Partition) -> int:
-        """How many lanes the placement can carry; less than 1: how many nodes cannot hold their stage, negated."""
+        """Lanes that the placement can carry; below 1: minus the number of nodes that cannot hold their stage."""
         slots = self.problem.costs.slots
         unable = sum(int(slots[stage, node] == 0) for stage, nodes in enumerate(stages) for node in nodes)
         return -unable or self.problem.lane_limit(tuple(tuple(sorted(nodes)) for nodes in stages))
@@ -148,7 +148,7 @@ class _GeneticSearch:
         return child
 
     def _resized(self, labels: Ints) -> Partition:
-        """Take nodes at random out of groups that are too large and put them where some are missing."""
+        """A partition with the problem's sizes: random nodes of groups that are too large go where some are missing."""
         partition: list[list[int]] = []
         spare = np.flatnonzero(labels < 0).tolist()
         for label, size in enumerate(self.problem.sizes):

@@ -31,9 +31,9 @@ class Example:
     visited: int
     sizes: tuple[int, ...]
     timing: Timing = Timing.CONTENTION_ONLY
-    """The study's model of time, so that its figures can be compared with."""
+    """The study's timing, so that its figures can be compared."""
     placement: Placement | None = None
-    """The published one, where it was published."""
+    """The published placement; None: it was not published."""
     paths: dict[str, Lanes] = field(default_factory=dict)
     """Published sets of paths over that placement."""
 
@@ -115,7 +115,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
 
 
 def published_plan(example: Example, name: str, microbatches: int | None = None) -> Plan:
-    """A published set of paths as a plan; another number of microbatches is dealt out over its lanes."""
+    """A published set of paths as a plan; another number of microbatches is distributed over its lanes."""
     if name not in example.paths or example.placement is None:
         known = ", ".join(example.paths) or "none"
         raise UserError(f"paths '{name}': '{example.cluster.name}' has {known}")

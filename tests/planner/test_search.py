@@ -175,7 +175,7 @@ def test_a_plan_says_how_good_any_could_be() -> None:
 def test_another_process_compiles_only_where_nothing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "_folder", tmp_path)
     for name in ("first", "second"):
-        with jit.beside(f"open({str(tmp_path / name)!r}, 'w')"):
+        with jit.compile_beside(f"open({str(tmp_path / name)!r}, 'w')"):
             pass
         (tmp_path / "kernel.nbi").touch()
     assert (tmp_path / "first").exists()

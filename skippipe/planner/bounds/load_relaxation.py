@@ -1,4 +1,4 @@
-"""What nodes alone say about an iteration: the work they must do, the lanes they can carry, the rings they form."""
+"""Relaxations that look at nodes alone: the work they must do, the lanes they can carry, the rings they form."""
 
 from __future__ import annotations
 
@@ -14,41 +14,44 @@ from skippipe.planner.problem import Problem
 from skippipe.ring_timing import chunk_bytes
 
 MARGIN = 1e-6  # of a stage's share: by how much a proof must hold
-WHOLE_NODES = 300  # (stage, kind) pairs: with more, nodes may be divided over stages
+WHOLE_NODES = 300  # (stage, class) pairs: with more, nodes may be divided over stages
 MILP_LIMIT_S = 1.0
 ROUNDING = 1e-9  # more than a sum of doubles is off by
 INFEASIBLE = 2  # what scipy calls it
 
 
 def share_of(problem: Problem, stage: int) -> int:
-    """The microbatches that visit it (CC3)."""
+    """The microbatches that visit the stage (CC3)."""
     microbatches = problem.workload.microbatches
     return microbatches if stage == 0 else microbatches * (problem.visited - 1) // (problem.stages - 1)
 
 
 def work_ns(classes: NodeClasses) -> Ints:
-    """[stage, kind]: all that one microbatch takes of a node."""
+    """[stage, class]: nanoseconds of a node for one microbatch."""
     work: Ints = classes.forward_ns + classes.backward_ns + classes.weight_ns
     work[0] += classes.head_ns
     return work
 
 
 def before_ns(classes: NodeClasses) -> Ints:
-    """[kind]: when a node that holds another stage than 0 has its first task, at the earliest."""
+    """[class]: the earliest start of the first task on a node of a stage other than 0."""
     first: Ints = classes.forward_ns[0][classes.slots[0] > 0].min(initial=NEVER_NS) + classes.hop_in_ns
     return first
 
 
 def after_ns(classes: NodeClasses) -> Ints:
-    """[kind]: how long before the end such a node has its last task, at least."""
-    if classes.weight_ns.any():  # that may be a weight gradient, which nobody waits for
+    """[class]: the least time between the last task on such a node and the end."""
+    if classes.weight_ns.any():  # that may be a weight gradient, which no task waits for
         return np.zeros(len(classes), np.int64)
     last: Ints = classes.backward_ns[0][classes.slots[0] > 0].min(initial=NEVER_NS) + classes.hop_out_ns
     return last
 
 
 def lanes_infeasible_by(problem: Problem, classes: NodeClasses, rounds_ns: Ints, deadline_ns: int) -> bool:
-    """Lanes with k microbatches and more fit only on nodes whose shortest round passes k times; each needs L slots."""
+    """Proven: no lanes bring all microbatches home by then.
+
+    Lanes with k microbatches and more fit only on nodes whose shortest round passes k times; each needs L slots.
+    """
     slots = np.maximum(classes.slots[0], classes.slots[1:].max(axis=0)) * classes.count
     rounds = np.maximum(0, deadline_ns - int(classes.weight_ns[0].min())) // rounds_ns
     brought = 0
@@ -73,7 +76,7 @@ def load_infeasible_by(
     each = np.minimum(np.minimum(by_time, by_lanes), shares[:, None]) / shares[:, None]
     if (each.max(axis=1) == 0).any():
         return True
-    # unknown: the nodes of each kind on each stage
+    # unknown: the nodes of each class on each stage
     done = csr_array((each.ravel(), (np.repeat(np.arange(stages), number), np.arange(each.size))))
     used = kron(np.ones((1, stages)), eye_array(number))
     outcome = milp(
@@ -86,7 +89,7 @@ def load_infeasible_by(
 
 
 def loaded_by_size_ns(problem: Problem, classes: NodeClasses, stage: int, most: int) -> list[int]:
-    """When a stage of 1, 2, … nodes is done with its share, at the earliest; the fastest nodes take it."""
+    """When a stage of 1, 2, … nodes is done with its share, at the earliest: with the fastest nodes."""
     able = classes.slots[stage] > 0
     taken_ns = np.sort(np.repeat(work_ns(classes)[stage, able], classes.count[able]))[:most]
     first_ns = int(before_ns(classes)[able].min(initial=NEVER_NS)) if stage else 0
@@ -98,7 +101,7 @@ def loaded_by_size_ns(problem: Problem, classes: NodeClasses, stage: int, most: 
 
 
 def averaging_by_size_ns(problem: Problem, stage: int, most: int) -> list[int]:
-    """How long the fastest ring of 1, 2, … nodes goes on after the last of them is done, at least.
+    """Least time that a ring of 1, 2, … nodes goes on after the last of them is done.
 
     A chunk of the last node passes 2(m − 1) edges in a row: all of the ring and then all but two again. And a node with
     a slow edge, d edges further on, has all its steps but the first d left to send.
@@ -128,7 +131,7 @@ def averaging_by_size_ns(problem: Problem, stage: int, most: int) -> list[int]:
 
 
 def _bandwidth_that_connects(bandwidth: Floats) -> Floats:
-    """[m − 1]: some edge of any ring of m nodes has no more; 0 where there is no such ring."""
+    """[m − 1]: some edge of any ring of m nodes has at most this bandwidth; 0 where there is no such ring."""
     either_way = np.maximum(bandwidth, bandwidth.T)
     with np.errstate(divide="ignore"):
         slowness = np.where(either_way > 0, 1 / either_way, 0)

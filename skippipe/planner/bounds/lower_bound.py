@@ -1,14 +1,13 @@
-"""A time that no plan can beat, whatever its stage sizes, allocation, lanes, paths, dispatch and rings.
-
-The largest of several relaxations, each of which forgets some of what a plan must obey:
+"""A time that no plan can beat, whatever its stage sizes, allocation, lanes, paths, dispatch and rings: the largest of
+several relaxations, each of which drops some of a plan's constraints.
 
 best lanes       the slots of a node carry only lanes that take at least the shortest closed walk through it
 node load        every stage finds nodes for its share of the microbatches (CC3), one stage a node, one task at a time
-slots and tours  lanes compete for the slots along their tours (`tours_bound`), first divisible, then whole
+slots and tours  lanes compete for the slots along their tours (`tour_relaxation`), first divisible, then whole
 
 Under full timing averaging comes on top. How long it takes and how early a stage can be done both depend on how many
-nodes share the stage, so every number of data nodes is asked by itself. That messages wait for each other on a link is
-forgotten. Paths visit exactly `problem.visited` stages.
+nodes share the stage, so every number of data nodes is solved by itself. That messages wait for each other on a link is
+dropped. Paths visit exactly `problem.visited` stages.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Bound:
     ns: int
     """No plan's iteration is shorter."""
     reason: str
-    """The relaxation that says so, for people."""
+    """Name of the relaxation that proves it."""
 
 
 def lower_bound(
@@ -50,7 +49,7 @@ def lower_bound(
     clock: Callable[[], float] = time.monotonic,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Bound:
-    """For plans with the problem's timing, layers and kind of backward; its `sizes` and `dispatch` do not matter."""
+    """Bound for plans with the problem's timing, layers and kind of backward; `sizes` and `dispatch` do not matter."""
     return _Search(problem, clock() + budget_s, clock, stopped).bound()
 
 
@@ -60,7 +59,7 @@ def lower_bound_of_both(
     clock: Callable[[], float] = time.monotonic,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Bound:
-    """For plans that may split the backward or not, as they like."""
+    """Bound for plans that may split the backward or not."""
     either = [replace(problem, split_backward=split) for split in (True, False)]
     return min((lower_bound(each, budget_s / 2, clock, stopped) for each in either), key=lambda bound: bound.ns)
 
@@ -82,7 +81,8 @@ class _Search:
         self.most_data_nodes = len(problem.cluster) - (problem.stages - 1)
 
     def bound(self) -> Bound:
-        """Under full timing the ends of data nodes and of others are told apart: each has its own ring to come."""
+        """The largest bound; under full timing data nodes and others are bounded apart, as each has its own ring to
+        come."""
         data_end = self._raise_bound(Bound(1, "best lanes"), self._lanes_infeasible_by, STRIDE)
         load = self._raise_bound(data_end, self._load_infeasible_by, STRIDE, "node load")
         if not self.problem.split_backward:  # the last task of all is a data node's
@@ -121,7 +121,8 @@ class _Search:
         return TourProgramme(self.classes, tours, microbatches, share, data_nodes, with_load)
 
     def _averaged(self, data_end: Bound, load: Bound) -> Bound:
-        """The best number of data nodes; where it matters, tours are asked again with no more than these."""
+        """The bound with averaging, for the best number of data nodes; where it matters, tours are solved again with no
+        more than these."""
         problem, classes = self.problem, self.classes
         step_ns = least_step_ns(problem)
         rings_ns = averaging_by_size_ns(problem, 0, self.most_data_nodes)
@@ -153,7 +154,7 @@ class _Search:
     def _raise_bound(
         self, known: Bound, infeasible_by: Callable[[int], bool], stride: float, reason: str = ""
     ) -> Bound:
-        """The latest time that is proven too early, and one nanosecond: strides that double, then halves."""
+        """The latest time proven infeasible, plus one nanosecond: strides that double, then bisection."""
         low, high = known.ns - 1, NEVER_NS
         deadline_ns, stride_ns = known.ns, max(1, int(known.ns * stride))
         while high - low > max(1, int(FINE * low)) and not self._over():

@@ -1,9 +1,9 @@
-"""Nodes that a bound need not tell apart, and the closed tours over them.
+"""Equivalence classes of nodes, and the closed tours over them.
 
-Two nodes are of one kind if every task takes both equally long, both have room for as much, and every other node is
-equally far there and back, as at one site. A lane goes round a tour of L nodes, and no microbatch comes round in less
-than the tour takes alone. Which stage a node holds is left open but for stage 0, so that every other node of a tour
-counts with its cheapest stage.
+Two nodes are equivalent if every task takes both equally long, both have as many slots, and every other node is equally
+far there and back, as at one site. A lane goes round a tour of L nodes, and no microbatch comes round in less than the
+tour takes alone. Which stage a node holds is left open but for stage 0, so every other node of a tour counts with its
+cheapest stage.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ MOST_ORDERS = 20_000_000  # of the nodes on them
 
 @dataclass(frozen=True, eq=False)
 class NodeClasses:
-    """Task times and slots by [stage, kind], as in `CostModel`."""
+    """Equivalence classes of nodes: task times and slots by [stage, class], as in `CostModel`."""
 
     count: Ints
-    """[kind]: how many nodes it has."""
+    """[class]: number of its nodes."""
     between_ns: Ints
-    """[kind, kind]: a hop there and one back; from a kind to itself: between two of its nodes."""
+    """[class, class]: a hop there and one back; from a class to itself: between two of its nodes."""
     hop_in_ns: Ints
-    """[kind]: the shortest hop from anywhere."""
+    """[class]: the shortest hop from any node."""
     hop_out_ns: Ints
-    """[kind]: the shortest hop to anywhere."""
+    """[class]: the shortest hop to any node."""
     forward_ns: Ints
     backward_ns: Ints
-    """Only the input gradient, if the backward is split."""
+    """[stage, class]: backward pass; only the input gradient, if the backward is split."""
     weight_ns: Ints
-    """0 if the backward is not split."""
+    """[stage, class]: weight gradients; 0 if the backward is not split."""
     head_ns: Ints
-    """[kind]"""
+    """[class]: head and loss."""
     slots: Ints
 
     @classmethod
@@ -75,13 +75,13 @@ class NodeClasses:
 
     @property
     def data_turn_ns(self) -> Ints:
-        """[kind]: what a microbatch that starts there takes of it, weight gradients apart."""
+        """[class]: time of a data node for one microbatch, weight gradients apart."""
         turn_ns: Ints = self.forward_ns[0] + self.backward_ns[0] + self.head_ns
         return turn_ns
 
     @property
     def other_turn_ns(self) -> Ints:
-        """[kind]: the same on the cheapest other stage that it has room for."""
+        """[class]: time of another node for one microbatch, on the cheapest stage that it has slots for."""
         turn_ns = np.where(self.slots[1:] > 0, self.forward_ns[1:] + self.backward_ns[1:], NEVER_NS)
         least: Ints = turn_ns.min(axis=0)
         return least
@@ -93,9 +93,9 @@ class NodeClasses:
 
 
 def _class_of(costs: CostModel, both_ns: Ints) -> Ints:
-    """[node]: its kind. Being equally far from all others is an equivalence: nodes alike are equally far apart."""
+    """[node]: its class. Being equally far from all others is an equivalence: such nodes are equally far apart."""
     tasks = np.vstack([costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.slots, costs.head_ns[None]])
-    first_of: dict[bytes, list[tuple[int, int]]] = {}  # task times → (kind, its first node)
+    first_of: dict[bytes, list[tuple[int, int]]] = {}  # task times → (class, its first node)
     class_of = np.empty(costs.nodes, np.int64)
     classes = 0
     for node in range(costs.nodes):
@@ -115,17 +115,17 @@ def _class_of(costs: CostModel, both_ns: Ints) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class Tours:
-    """The cheapest tour for every choice of a kind to start at and kinds to visit."""
+    """The cheapest tour for every choice of a class to start at and classes to visit."""
 
     start: Ints
-    """[tour]: the kind of its data node."""
+    """[tour]: the class of its data node."""
     others: NDArray[np.int16]
-    """[tour, place]: the kinds of its other nodes, in any order."""
+    """[tour, place]: the classes of its other nodes, in any order."""
     round_ns: Ints
-    """[tour]: a microbatch alone, from its first forward to its last backward."""
+    """[tour]: a round trip alone, from the first forward to the last backward."""
 
     def least_ns(self, classes: NodeClasses) -> Ints:
-        """[kind]: the shortest of those through it."""
+        """[class]: the shortest round trip through it."""
         least_ns = np.full(len(classes), NEVER_NS)
         np.minimum.at(least_ns, self.start, self.round_ns)
         for place in range(self.others.shape[1]):
@@ -134,7 +134,7 @@ class Tours:
 
 
 def all_tours(classes: NodeClasses, length: int) -> Tours | None:
-    """None: they are too many."""
+    """All tours of so many nodes; None: they are too many."""
     number = comb(len(classes) + length - 1, length)
     if number > MOST_TOURS or number * max(1, factorial(length - 1) // 2) > MOST_ORDERS:
         return None
@@ -154,7 +154,7 @@ def all_tours(classes: NodeClasses, length: int) -> Tours | None:
             hops_ns = np.minimum(hops_ns, sum(classes.between_ns[members[:, a], members[:, b]] for a, b in way))
     other_ns = visits @ classes.other_turn_ns
     found = []
-    for place in range(length):  # where the data node is; of several of one kind, the first
+    for place in range(length):  # where the data node is; of several of one class, the first
         node_class = members[:, place]
         round_ns = hops_ns + other_ns - classes.other_turn_ns[node_class] + classes.data_turn_ns[node_class]
         good = (classes.slots[0, node_class] > 0) & (round_ns < NEVER_NS)
@@ -167,7 +167,8 @@ def all_tours(classes: NodeClasses, length: int) -> Tours | None:
 
 
 def shortest_rounds_ns(classes: NodeClasses, length: int) -> Ints:
-    """[kind]: no lane through it is faster; of closed walks, which may come by the same node again and again."""
+    """[class]: a bound on the round trip of lanes through it, from closed walks, which may pass a node again and
+    again."""
     data_ns = np.where(classes.slots[0] > 0, classes.data_turn_ns, NEVER_NS)
     turn_ns = np.minimum(data_ns, classes.other_turn_ns)
     extra_ns = int((data_ns - turn_ns)[classes.slots[0] > 0].min(initial=NEVER_NS))  # there is one data node on a tour

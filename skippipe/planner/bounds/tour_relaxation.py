@@ -1,13 +1,13 @@
-"""How many microbatches lanes can bring home by a given time: a programme over tours.
+"""How many microbatches lanes can bring home by a given time: a programme over tours, solved by column generation.
 
 A lane on a tour that takes c brings home floor(T / c) microbatches by time T, and a node lies on no more lanes than it
 has slots (TC1). On a data node with several lanes, their first forwards run one after another, and so do their last
-backwards: the lane that is r-th to start and has q others behind it at the end has r forwards and q backwards less
-than T. Stage sizes, allocation, order of stages and collisions elsewhere are left open, so no plan does better.
+backwards: the lane that is r-th to start and has q others behind it at the end has r forwards and q backwards less than
+T. Stage sizes, allocation, order of stages and collisions elsewhere are left open, so no plan does better.
 
-The linear programme knows few tours at first and asks for those that its prices make worth while. Any prices prove a
-limit, which is computed here from all tours, whatever the solver says; the integer programme takes the solver's word
-that nothing fits.
+The linear programme has few columns at first and adds those whose reduced profit is positive. Any dual prices prove an
+upper limit, which is computed here from all tours, whatever the solver says; for the integer programme the solver's
+word is taken that it is infeasible.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ SOLVED = 0  # what scipy calls it
 
 @dataclass(frozen=True, eq=False)
 class _Columns:
-    """A tour with how often it is gone round, and how late a lane it can be for that."""
+    """Columns of the programme: a tour, its microbatches, and how late a lane on it may be."""
 
     tour: Ints
     microbatches: Ints
     started: Ints
-    """Lanes of its data node that may start before it."""
+    """[column]: lanes of its data node that may start before it."""
     behind: Ints
-    """Lanes of its data node that may end after it."""
+    """[column]: lanes of its data node that may end after it."""
 
     def __len__(self) -> int:
         return len(self.tour)
@@ -58,7 +58,8 @@ class TourProgramme:
     def __init__(
         self, classes: NodeClasses, tours: Tours, microbatches: int, share: int, most_data_nodes: int, with_load: bool
     ) -> None:
-        """`share`: of a stage other than 0; `with_load`: nodes that are no data nodes must be done by then too."""
+        """`share`: microbatches of a stage other than 0; `with_load`: nodes of these stages must be done by then
+        too."""
         self.classes = classes
         self.tours = tours
         self.microbatches = microbatches
@@ -74,15 +75,15 @@ class TourProgramme:
         self.known[np.argsort(tours.round_ns, kind="stable")[:TOURS_PER_ROUND]] = True
 
     def infeasible_by(self, deadline_ns: int, left_s: Callable[[], float]) -> bool:
-        """Proven: at this time some microbatch is still under way."""
+        """Proven: at this time some microbatch is still on its way."""
         upper_limit, _ = self._upper_limit(self._columns(deadline_ns), self._node_limits(deadline_ns), left_s)
         return upper_limit < self.microbatches - MARGIN
 
     def whole_lanes_infeasible_by(self, deadline_ns: int, left_s: Callable[[], float]) -> bool:
-        """The same where lanes and data nodes cannot be divided.
+        """Proven: at this time some microbatch is still on its way, as lanes and data nodes cannot be divided.
 
-        If tours are many, a column stands for lanes with fewer microbatches too, and a node's work is forgotten: a
-        smaller programme that says less.
+        If tours are many, a column stands for lanes with fewer microbatches too, and a node's work is dropped: a
+        smaller programme with a weaker bound.
         """
         exact = int((deadline_ns // self.tours.round_ns).clip(max=self.microbatches).sum()) <= MOST_EXACT
         columns = self._columns(deadline_ns, exact)
@@ -111,7 +112,8 @@ class TourProgramme:
         return bool(outcome.status == INFEASIBLE)
 
     def _columns(self, deadline_ns: int, exact: bool = False) -> _Columns:
-        """Of every number of microbatches, only how late the lane can be at most: it may as well be earlier.
+        """Columns for every number of microbatches, each with the latest lane that it allows: a lane may as well be
+        earlier.
 
         Unless `exact`, fewer microbatches are left out where more are as good for a lane that can be divided.
         """
@@ -138,7 +140,7 @@ class TourProgramme:
         return _Columns(*(np.concatenate([each[part] for each in found]) for part in range(4)))
 
     def _node_limits(self, deadline_ns: int) -> tuple[Ints, Ints]:
-        """[kind]: the microbatches that a data node and another node can do; a stage gets no more than its share."""
+        """[class]: the microbatches that a data node and another node can do; a stage gets no more than its share."""
         classes = self.classes
         if not self.with_load:
             return np.full(len(classes), self.microbatches), np.full(len(classes), self.share)
@@ -149,7 +151,8 @@ class TourProgramme:
         )
 
     def _rows(self, columns: _Columns, node_limits: tuple[Ints, Ints] | None) -> tuple[csr_array, Floats]:
-        """Rows times (lanes of each column, data nodes of each kind) are at most these numbers. `_Prices` follows."""
+        """Constraint rows over (lanes of each column, data nodes of each class), and their upper limits.
+        `_reduced_profit` follows the same order."""
         classes, tours = self.classes, self.tours
         n, number, length = len(columns), len(classes), tours.others.shape[1]
         every, start = np.arange(n), tours.start[columns.tour]
@@ -186,7 +189,7 @@ class TourProgramme:
         return csr_array(matrix), np.concatenate(most).astype(np.float64)
 
     def _room(self) -> list[Ints]:
-        """[rank][kind]: lanes of a data node that are at most so late; the last rank takes all."""
+        """[rank][class]: lanes of a data node that are at most so late; the last rank takes all."""
         slots = self.classes.slots[0]
         return [np.where(rank < self.ranks - 1, rank + 1, slots) for rank in range(RANKS)]
 
@@ -197,7 +200,7 @@ class TourProgramme:
         left_s: Callable[[], float],
         to_the_end: bool = False,
     ) -> tuple[float, Floats]:
-        """No lanes bring home more than this; and what one lane of each column adds to it, if that is negative.
+        """An upper limit on the microbatches brought home, and the reduced profit of each column.
 
         Stops as soon as it is clear whether the limit is above the demand, unless it should go `to_the_end`.
         """
@@ -231,7 +234,7 @@ class TourProgramme:
         return best, best_worth
 
     def _reduced_profit(self, columns: _Columns, price: Floats) -> Floats:
-        """What one lane of each column brings beyond what its slots and work cost: `_rows` once more, for all tours."""
+        """What one lane of each column brings beyond what its slots and work cost at these prices, for all tours."""
         number, tours = len(self.classes), self.tours
         by_class = price[:number], *price[number:][: 2 * RANKS * number].reshape(-1, number)
         rest = price[number * (1 + 2 * RANKS) + 1 + number :]

@@ -1,7 +1,7 @@
-"""Which stages lanes visit, and how many microbatches each carries, so that every stage gets its share (CC3).
+"""Which stages lanes visit, and how many microbatches each carries, so that exposure is even (CC3).
 
-A small integer programme over sets of stages: nodes do not matter here beyond the memory that a stage has for lanes.
-With uneven lanes the shares can be even where the memory left after a loss is not.
+A small integer programme over sets of stages: nodes do not matter here beyond the slots that a stage has for lanes.
+With uneven lanes exposure can be even where the memory left after a loss is not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXISTING_BONUS = 0.5  # a lane that is there already is worth this much more tha
 
 @dataclass(frozen=True)
 class LaneGroup:
-    """Lanes that visit the same stages, and the microbatches that they carry together."""
+    """Lanes that visit the same stages, with the microbatches that they carry together."""
 
     visits: Visits
     lanes: int
@@ -43,7 +43,7 @@ def visit_sets(stages: Sequence[int], length: int) -> list[Visits]:
 
 
 def _windows(stages: Sequence[int], length: int) -> list[Visits]:
-    """Of a circle over the stages: all of them together visit each stage equally often."""
+    """Windows on a circle over the stages: all of them together visit each stage equally often."""
     circle = [*stages, *stages]
     return [tuple(sorted(circle[start : start + length])) for start in range(len(stages))]
 
@@ -57,10 +57,11 @@ def even_exposure(
     only_existing: bool = False,
     allow_uneven: bool = True,
 ) -> list[LaneGroup]:
-    """As even as can be; then with short lanes, with many, and with those that are there. Empty: nothing fits.
+    """The groups of lanes with the most even exposure; then with short lanes, with many, and with existing ones. Empty:
+    infeasible.
 
-    `room` is how many lanes a stage can take, stage 0 included; `there` how many lanes of a set exist, and
-    `only_there` says that there can be no others. Without `or_uneven`, exposures differ by 1 at most.
+    `capacity` is how many lanes a stage can take, stage 0 included; `existing` how many lanes of a set exist, and
+    `only_existing` says that there can be no others. Without `allow_uneven`, exposures differ by 1 at most.
     """
     length = max(map(len, sets))
     whole = _Milp(sets, stages, microbatches, capacity, existing, only_existing)
@@ -86,7 +87,7 @@ def _most_even(candidates: Sequence[_Milp]) -> tuple[int, int]:
 def _shortest(
     candidates: Sequence[_Milp], microbatches: int, fewest: int, lowest: int, highest: int
 ) -> list[LaneGroup]:
-    """With exposures in these bounds and no lane longer than need be, or nearly so."""
+    """The solution with exposures in these bounds and no lane longer than needed, or nearly so."""
     longest = fewest
     while True:
         longest = min(longest, microbatches)
@@ -147,7 +148,7 @@ class _Milp:
         return (0, self.microbatches) if found is None else (int(found[-2]), int(found[-1]))
 
     def solve(self, longest: int, lowest: int, highest: int) -> list[LaneGroup]:
-        """Many lanes, none with more than `longest` microbatches, and exposures in these bounds."""
+        """As many lanes as possible, none with more than `longest` microbatches, and exposures in these bounds."""
         n = len(self.sets)
         objective = np.concatenate([np.zeros(n), np.full(n, -1.0), np.full(n, -EXISTING_BONUS)])
         found = _solution(objective, *self._rows(longest, lowest, highest), self.upper)
@@ -160,7 +161,7 @@ class _Milp:
         ]
 
     def _rows(self, longest: int, lowest: int, highest: int) -> tuple[Floats, Floats, Floats]:
-        """The demands: each row times the unknowns lies between two numbers."""
+        """Constraints: each row times the unknowns lies between two numbers."""
         n, stages = len(self.sets), len(self.capacity)
         one, none = np.eye(n), np.zeros((n, n))
         empty = np.zeros((stages, n))
@@ -185,7 +186,7 @@ def _solution(
     upper: Floats,
     limit_s: float = MILP_LIMIT_S,
 ) -> Ints | None:
-    """Whole numbers that meet the demands at the least `wish`; None if there are none or not in time."""
+    """Whole numbers that satisfy the constraints at the least objective; None if there are none or not in time."""
     outcome = milp(
         objective,
         integrality=np.ones(len(objective), np.int64),

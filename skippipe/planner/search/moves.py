@@ -1,4 +1,5 @@
-"""Changes of a state, from one node of one lane to whole roles. Whether they keep the rules is for `score` to say.
+"""Neighbourhood moves of a state, from one node of one lane to whole roles; `objective` says whether they keep the
+rules.
 
 Each takes the numbers it needs from a row of random draws. False: there was nothing to change, and the state may be
 left half changed.
@@ -24,12 +25,12 @@ from skippipe.planner.search.state import (
 )
 
 DRAWS = 16  # numbers in a row
-MOST_REMOVED = 4  # of the lanes through a node, fewer than this are laid anew together
+MOST_REMOVED = 4  # of the lanes through a node, fewer than this are ruined together
 DISPATCHES = len(Dispatch)
 
 
 class Move(IntEnum):
-    """What can be changed."""
+    """Kinds of neighbourhood moves."""
 
     REPLACE_NODE = 0
     SWAP_NODES = 1
@@ -63,18 +64,18 @@ MOVE_WEIGHTS = {
     Move.CHANGE_DISPATCH: 1,
     Move.SWAP_LANE_ORDER: 6,
 }
-"""How often each is drawn, relative to each other, where it is open."""
+"""Relative frequency of each move, where it is open."""
 
 
 def cumulative_move_weights(moves: Iterable[Move]) -> Ints:
-    """For `propose`: only these moves are drawn."""
+    """Cumulative weights for `propose`; only these moves are drawn."""
     chosen = set(moves)
     return np.cumsum([MOVE_WEIGHTS[move] if move in chosen else 0 for move in Move])
 
 
 @kernel
 def propose(draw: Ints, state: State, tables: Tables, cumulative_weights: Ints) -> bool:
-    """One kind of change. Lanes that are to be laid anew then are lifted; `lay_lifted` of `laying` has to follow."""
+    """Apply one random move. Some moves ruin lanes; `recreate` of `reinsertion` has to follow."""
     drawn = draw[0] % cumulative_weights[-1]
     kind = 0
     while drawn >= cumulative_weights[kind]:
@@ -116,7 +117,7 @@ def propose(draw: Ints, state: State, tables: Tables, cumulative_weights: Ints) 
 
 @kernel
 def _active_lane(lane: int, state: State) -> int:
-    """This lane, or the next one that is there."""
+    """This lane, or the next one that has microbatches."""
     while state.counts[lane] == 0:
         lane = lane + 1 if lane + 1 < len(state.counts) else 0
     return lane
@@ -124,7 +125,7 @@ def _active_lane(lane: int, state: State) -> int:
 
 @kernel
 def _swap_lane_order(a: int, b: int, state: State) -> bool:
-    """Of two lanes; where it does not matter which lane comes before which, nothing changes."""
+    """Swap two lanes in the order of dispatch; nothing changes where that order does not matter."""
     if a == b or state.dispatch[0] != LANES_IN_ORDER:
         return False
     state.counts[a], state.counts[b] = state.counts[b], state.counts[a]
@@ -135,14 +136,14 @@ def _swap_lane_order(a: int, b: int, state: State) -> bool:
 
 @kernel
 def _ruin(lane: int, state: State) -> None:
-    """Nobody sees a lane whose count is negative: it leaves its slots to those that are laid before it."""
+    """Ruin a lane: its count becomes negative, and it leaves its slots to those that are recreated before it."""
     if state.counts[lane] > 0:
         state.counts[lane] = -state.counts[lane]
 
 
 @kernel
 def _ruin_through(node: int, most: int, drawn: int, state: State) -> None:
-    """So many of the lanes that visit a node."""
+    """Ruin up to `most` of the lanes that visit a node."""
     lanes = len(state.counts)
     for nth in range(lanes):
         lane = (drawn + nth) % lanes
@@ -158,7 +159,7 @@ def _ruin_through(node: int, most: int, drawn: int, state: State) -> None:
 
 @kernel
 def _ruin_some(a: int, b: int, draw: Ints, state: State) -> bool:
-    """A lane, by itself, with others that share a node with it, or with any other."""
+    """Ruin a lane, alone, with others that share a node with it, or with any other."""
     together = draw[3] % MOST_REMOVED
     if draw[4] % 2:
         sort_by_stage(state.paths[a], state.stage_of)
@@ -172,7 +173,8 @@ def _ruin_some(a: int, b: int, draw: Ints, state: State) -> bool:
 
 @kernel
 def _replace_node(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
-    """Of the same stage. If it has no slot left, one of its lanes comes to the node that is left."""
+    """Another node of the same stage for a lane. If it has no slot left, one of its lanes comes to the node that is
+    left."""
     paths = state.paths
     hop = draw[3] % paths.shape[1]
     old = paths[lane, hop]
@@ -195,7 +197,7 @@ def _replace_node(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
 
 @kernel
 def _swap_nodes(a: int, b: int, draw: Ints, state: State) -> bool:
-    """Of a stage that both lanes visit."""
+    """Swap the nodes of a stage that both lanes visit."""
     paths = state.paths
     hop = draw[3] % paths.shape[1]
     for other in range(paths.shape[1]):
@@ -209,7 +211,7 @@ def _swap_nodes(a: int, b: int, draw: Ints, state: State) -> bool:
 
 @kernel
 def _swap_stages(a: int, b: int, draw: Ints, state: State) -> bool:
-    """A stage that only one of them visits for one that only the other does, with their nodes."""
+    """Swap a stage that only one lane visits for one that only the other does, with their nodes."""
     paths, stage_of = state.paths, state.stage_of
     here, there = _place_only_on(a, b, draw[3], state), _place_only_on(b, a, draw[4], state)
     if here < 0 or there < 0:
@@ -246,7 +248,7 @@ def _swap_neighbours(lane: int, draw: Ints, state: State) -> bool:
 
 @kernel
 def _replace_stage(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
-    """A stage for one that is not visited yet."""
+    """Replace a stage of a lane by one that it does not visit yet."""
     hop = 1 + draw[3] % (state.paths.shape[1] - 1)
     others = len(state.size) - 1
     for nth in range(others):
@@ -261,7 +263,7 @@ def _replace_stage(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
 
 @kernel
 def _split_lane(lane: int, draw: Ints, state: State) -> bool:
-    """Some of its microbatches go on a new lane to the same stages."""
+    """Move some microbatches of a lane to a new lane over the same stages."""
     counts = state.counts
     if counts[lane] < 2:
         return False
@@ -278,7 +280,7 @@ def _split_lane(lane: int, draw: Ints, state: State) -> bool:
 
 @kernel
 def _swap_roles(draw: Ints, state: State) -> bool:
-    """Of two nodes: stage, place in the ring, lanes."""
+    """Swap two nodes: stage, place in the ring, lanes."""
     nodes = len(state.stage_of)
     x, y = draw[3] % nodes, draw[4] % nodes
     if x == y or (state.stage_of[x] < 0 and state.stage_of[y] < 0):
@@ -304,7 +306,7 @@ def _swap_values(rows: Ints, row: int, end: int, x: int, y: int) -> None:
 
 @kernel
 def _change_role(draw: Ints, state: State, tables: Tables) -> bool:
-    """A node leaves its stage for another, where it takes over lanes, or for none."""
+    """Move a node from its stage to another, where it takes over lanes, or to none."""
     node = draw[3] % len(state.stage_of)
     old, new = state.stage_of[node], draw[4] % (len(state.size) + 1) - 1
     if old == new or (old >= 0 and state.size[old] == 1):
@@ -373,7 +375,7 @@ def _insert_into_ring(node: int, stage: int, drawn: int, state: State) -> None:
 
 @kernel
 def _reorder_ring(draw: Ints, state: State) -> bool:
-    """A piece of a ring the other way around, or a node at another place of it."""
+    """Reverse a piece of a ring, or move a node to another place of it."""
     stage = draw[3] % len(state.size)
     members = state.size[stage]
     if members < 3:
@@ -394,7 +396,7 @@ def _reorder_ring(draw: Ints, state: State) -> bool:
 
 @kernel
 def _move_layer(draw: Ints, state: State, tables: Tables) -> bool:
-    """From a stage to another. Stage 0 keeps its own, so that no larger share of the model is skipped."""
+    """Move a layer from stage to stage. Stage 0 keeps its own, so that no larger share of the model is skipped."""
     stages = len(state.size)
     a, b = 1 + draw[3] % (stages - 1), 1 + draw[4] % (stages - 1)
     if a == b or state.layers[a] < 2 or state.layers[b] + 1 >= len(tables.forward_ns):

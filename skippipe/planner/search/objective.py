@@ -1,4 +1,4 @@
-"""How good a state is: does it keep the rules, and how long is an iteration?"""
+"""The objective: whether a state keeps the rules, and how long its iteration is."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ CROWD = 4  # how far lanes are within that part counts, on average, by one part 
 
 @kernel
 def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
-    """Nanoseconds, with a little for travel, for lanes that end nearly last and for stages that are not visited equally
-    often; how unevenly they are; and the iteration alone.
+    """The objective in nanoseconds, the spread of exposures, and the iteration alone.
 
-    One lane is the last, and a change of any other would be felt by nobody if those close to it did not count.
+    The objective is the iteration plus a little for travel, for lanes that end nearly last, and for stages that are not
+    visited equally often. One lane is the last, and a change of any other would have no effect if those close to it did
+    not count.
 
-    NO_WAY if another rule is broken, or if the limit is exceeded for certain. The simulation ends as soon as a lane has
-    waited too long to be back in time.
+    INFINITE_NS if another rule is broken, or if the limit is exceeded for certain. The simulation ends as soon as a
+    lane has waited too long to be back in time.
     """
     stage_of, counts, paths = state.stage_of, state.counts, state.paths
     nodes, stages, length = len(stage_of), len(state.size), paths.shape[1]

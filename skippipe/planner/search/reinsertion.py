@@ -1,4 +1,4 @@
-"""Lanes that were lifted, laid anew one after another: each over the best nodes that have a slot left."""
+"""Recreate: ruined lanes are reinserted one after another, each over the best nodes that have a slot left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ MOST_STARTS = 6  # data nodes from which a lane is tried
 
 @kernel
 def recreate(draw: Ints, state: State, tables: Tables) -> bool:
-    """One after another. For the caller of `change`: it is long, and is compiled into every kernel that calls it."""
+    """Reinsert all ruined lanes; False: one has no path. Called beside `propose`, not by it: it is long, and is
+    compiled into every kernel that calls it."""
     lanes = len(state.counts)
     for nth in range(lanes):
         lane = (draw[13] + nth) % lanes
@@ -25,9 +26,10 @@ def recreate(draw: Ints, state: State, tables: Tables) -> bool:
 
 @kernel
 def _reinsert(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
-    """The best nodes for a lane's stages, among those with a slot left; busy ones seem longer, and all a bit random.
+    """Give a lane the best nodes of its stages, among those with a slot left; busy ones seem longer, and all a bit
+    random.
 
-    A path over few stages: from each data node, the shortest way through the stages and back.
+    A path over few stages: from each data node, the shortest path through the stages and back.
     """
     paths, length = state.paths, state.paths.shape[1]
     through = lanes_through(state)
@@ -97,7 +99,7 @@ def _reinsert(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
 
 @kernel
 def _noisy_hop_ns(a: int, b: int, noise: int, salt: int, tables: Tables) -> int:
-    """A hop there and back."""
+    """Nanoseconds of a hop there and back, with noise."""
     hop_ns = tables.flight_ns[a, b] + tables.transmit_ns[a, b] + tables.flight_ns[b, a] + tables.transmit_ns[b, a]
     if noise == 0:
         return int(hop_ns)
@@ -107,7 +109,7 @@ def _noisy_hop_ns(a: int, b: int, noise: int, salt: int, tables: Tables) -> int:
 
 @kernel
 def _load_ns(state: State, tables: Tables) -> Ints:
-    """[node]: what its lanes make it work in an iteration."""
+    """[node]: nanoseconds of work for its lanes in an iteration."""
     node_load_ns = np.zeros(len(state.stage_of), np.int64)
     for lane in range(len(state.counts)):
         count = state.counts[lane]

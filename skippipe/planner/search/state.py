@@ -1,10 +1,8 @@
-"""A plan as arrays that kernels change, and what every choice would cost.
+"""A plan as arrays that kernels change, and tables of what every choice would cost.
 
-Everything is open at once: who holds which stage or none, the order of rings, how many layers a stage has, the path of
-every lane and its microbatches, who goes next on a node and which lane before which.
-
-
-What searches do to lanes, whatever else they change: kernels over paths and microbatches.
+Everything is open at once: which node holds which stage or none, the order of rings, the layers of a stage, the path of
+every lane and its microbatches, dispatch, and the order of lanes. Also what every search does to lanes: kernels over
+paths and microbatches.
 """
 
 from __future__ import annotations
@@ -29,30 +27,30 @@ from skippipe.workload import Workload
 
 class State(NamedTuple):
     stage_of: Ints
-    """[node]; −1: it stays out."""
+    """[node]: its stage; −1: none."""
     ring: Ints
-    """[stage, place] node, in the order in which they average."""
+    """[stage, place]: nodes in the order in which they average."""
     size: Ints
-    """[stage]: how many nodes hold it."""
+    """[stage]: number of its nodes."""
     layers: Ints
-    """[stage]"""
+    """[stage]: number of its layers."""
     paths: Ints
-    """[lane, hop] node."""
+    """[lane, hop]: nodes of its path."""
     counts: Ints
-    """[lane]: its microbatches; 0: the lane is not there."""
+    """[lane]: its microbatches; 0: the lane does not exist; negative: it is ruined."""
     dispatch: Ints
-    """Of dispatch, as one number."""
+    """[0]: number of the dispatch rule."""
 
 
 class Tables(NamedTuple):
     """What a node would take, for any number of layers. Where stage 0 differs from others, it is row 0, they row 1."""
 
     forward_ns: Ints
-    """[layers, node]"""
+    """[layers, node]: forward pass; the next two are alike."""
     backward_ns: Ints
     weight_ns: Ints
     head_ns: Ints
-    """[layers of stage 0, node]"""
+    """[layers of stage 0, node]: head and loss."""
     step_ns: Ints
     """[0 or 1, layers, node]"""
     slots: Ints
@@ -65,7 +63,7 @@ class Tables(NamedTuple):
     linked: Flags
     """[node, node]: messages get through both ways."""
     full: bool
-    """Averaging, the step and queues on links count."""
+    """Full timing: averaging, the optimizer step and queues on links count."""
     split: bool
     swapped: int
     """Swaps that count as used before a path begins."""
@@ -76,7 +74,7 @@ class Tables(NamedTuple):
 
 
 def costs_by_layers(cluster: Cluster, workload: Workload, most_layers: int) -> list[CostModel]:
-    """Of two stages, the first and another, with 1 to so many layers; the entry for 0 is not used."""
+    """Cost models of two stages, the first and another, with 1 to so many layers each; the entry for 0 is not used."""
     shape = replace(workload.model, layers=2 * most_layers)
     work = replace(workload, model=shape)
     found = [cost_model_of(cluster, work, (count, count)) for count in range(1, most_layers + 1)]
@@ -110,7 +108,7 @@ def tables_of(
 
 
 def state_of(plan: Plan, most_lanes: int) -> State:
-    """`room`: lanes that there may come to be."""
+    """The state of a plan, with room for `most_lanes` lanes."""
     nodes, stages = len(plan.cluster), len(plan.stages)
     most_lanes = max(most_lanes, len(plan.lanes))
     state = empty_state(nodes, stages, most_lanes, plan.visited)
@@ -144,7 +142,7 @@ def copy_state(state: State) -> State:
 
 @kernel
 def assign(to: State, given: State) -> None:
-    """Loops, here as in other kernels: they are compiled much sooner than what numpy has for the same."""
+    """Copy a state in place. Loops, here as in other kernels, are compiled much sooner than numpy's functions."""
     for node in range(len(to.stage_of)):
         to.stage_of[node] = given.stage_of[node]
     for stage in range(len(to.size)):
@@ -183,7 +181,7 @@ def same(one: State, other: State) -> bool:
 
 @kernel
 def lanes_through(state: State) -> Ints:
-    """[node]: lanes."""
+    """[node]: number of lanes through it."""
     through = np.zeros(len(state.stage_of), np.int64)
     for lane in range(len(state.counts)):
         if state.counts[lane] > 0:
@@ -203,15 +201,18 @@ def lanes_of(state: State) -> tuple[Lane, ...]:
 
 
 def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
-    """With all nodes and without those that no lane visits, which may still carry gradients around a ring; and with the
-    rings as they are and in the best order for nodes that are done at the same time. Some may break a rule."""
+    """Plans of a state; some may break a rule.
+
+    With all nodes and without those that no lane visits, which may still carry gradients around a ring; and with the
+    rings as they are and in the best order for nodes that are done at the same time.
+    """
     used = set(state.paths[state.counts > 0].ravel().tolist())
     layers = tuple(state.layers.tolist())
     costs = cost_model_of(problem.cluster, problem.workload, layers)
-    everybody = [tuple(row[:size].tolist()) for row, size in zip(state.ring, state.size, strict=True)]
-    at_work = [tuple(node for node in ring if node in used) for ring in everybody]
+    all_rings = [tuple(row[:size].tolist()) for row, size in zip(state.ring, state.size, strict=True)]
+    at_work = [tuple(node for node in ring if node in used) for ring in all_rings]
     lanes = lanes_of(state)
-    members = [at_work] if at_work == everybody or problem.timing is Timing.CONTENTION_ONLY else [at_work, everybody]
+    members = [at_work] if at_work == all_rings or problem.timing is Timing.CONTENTION_ONLY else [at_work, all_rings]
     in_order = [[best_ring(costs, stage, ring) for stage, ring in enumerate(rings)] for rings in members]
     return [
         Plan(
@@ -237,7 +238,7 @@ def visits(path: Ints, stage: int, stage_of: Ints) -> bool:
 
 @kernel
 def sort_by_stage(path: Ints, stage_of: Ints) -> None:
-    """By stage."""
+    """Sort the nodes of a path by stage."""
     for end in range(1, len(path)):
         hop = end
         while hop > 0 and stage_of[path[hop]] < stage_of[path[hop - 1]]:
@@ -249,8 +250,8 @@ def sort_by_stage(path: Ints, stage_of: Ints) -> None:
 def move_microbatches(
     a: int, b: int, moved: int, from_: int, to: int, paths: Ints, counts: Ints, stage_of: Ints
 ) -> None:
-    """From lane a to b. If these visit other stages, as many go where they make up for it, if there is such a pair:
-    looked for from lanes `from_` and `to` on."""
+    """Move microbatches from lane a to b. If these visit other stages, as many go where they make up for it, if there
+    is such a pair: looked for from lanes `from_` and `to` on."""
     counts[a] -= moved
     counts[b] += moved
     lanes = len(counts)
