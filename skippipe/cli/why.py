@@ -1,4 +1,4 @@
-"""The command that says what limits a plan, and what would help: why."""
+"""The command why: what limits a plan, and which edit would help."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def why(
 
 
 def _s(ns: int) -> str:
-    """Iterations last milliseconds or days: four digits of them."""
+    """Seconds in four digits: iterations last milliseconds or days."""
     return f"{ns / 1e9:.4g} s" if ns < 10**13 else f"{ns / 1e9:.0f} s"
 
 
@@ -112,7 +112,7 @@ def _words(plan: Plan, timeline: Timeline, causes: dict[Cause, int]) -> list[str
 
 
 def _named(bottleneck: Bottleneck, plan: Plan) -> str:
-    """Who or what it is, and if it is a link, what about it."""
+    """A bottleneck in words: the node or link, and of a link what takes the time."""
     from skippipe.critical_path import CauseGroup, CauseKind
 
     at = "" if bottleneck.node is None else _name(plan, bottleneck.node)

@@ -17,6 +17,7 @@ from skippipe.jit import Flags, Ints, kernel
 INFINITE_NS = 2**62
 LABEL_LIMIT_REACHED = -1
 GAP, LATE = 1, 2  # how a node was reached: 0 in order, GAP leaving the stage before it open, LATE closing such a gap
+NEVER_BUSY = np.empty((0, 3), np.int64)
 MAX_LABELS = 20_000  # partial paths that one search may look at
 
 
@@ -85,17 +86,15 @@ def _cost_to_go(
 
 
 @kernel
-def _earliest_start(
-    node: int, ready_ns: int, length_ns: int, busy_node: Ints, busy_from: Ints, busy_until: Ints
-) -> int:
+def _earliest_start(node: int, ready_ns: int, length_ns: int, busy: Ints) -> int:
     """The earliest start at which the task meets no forbidden interval of the node."""
     start = ready_ns
     moved = True
     while moved:
         moved = False
-        for k in range(len(busy_node)):
-            if busy_node[k] == node and start < busy_until[k] and start + length_ns > busy_from[k]:
-                start = busy_until[k]
+        for k in range(len(busy)):
+            if busy[k, 0] == node and start < busy[k, 2] and start + length_ns > busy[k, 1]:
+                start = busy[k, 2]
                 moved = True
     return start
 
@@ -107,18 +106,16 @@ def _back_at(
     head_ns: int,
     backward_ns: Ints,
     hop_ns: Ints,
-    busy_node: Ints,
-    busy_from: Ints,
-    busy_until: Ints,
+    busy: Ints,
 ) -> int:
     """When a microbatch is back whose last forward ended at `sent_ns`: head, then backward over the path."""
     home = path[0]
     time = sent_ns + hop_ns[path[-1], home]
-    time = _earliest_start(home, time, head_ns, busy_node, busy_from, busy_until) + head_ns
+    time = _earliest_start(home, time, head_ns, busy) + head_ns
     came_from = home
     for node in path[::-1]:
         time += hop_ns[came_from, node]
-        time = _earliest_start(node, time, backward_ns[node], busy_node, busy_from, busy_until) + backward_ns[node]
+        time = _earliest_start(node, time, backward_ns[node], busy) + backward_ns[node]
         came_from = node
     return int(time)
 
@@ -136,9 +133,7 @@ def best_path(
     head_ns: int,
     hop_ns: Ints,  # [from, to]
     begin_ns: int,
-    busy_node: Ints,  # forbidden intervals: node, first and last nanosecond but one
-    busy_from: Ints,
-    busy_until: Ints,
+    busy: Ints,  # [interval, (node, from, until)]: when a node must not be used
     path: Ints,  # out: [hop]
 ) -> int:
     """Nanoseconds from `begin_ns` until the microbatch is back; the path is left in `path`.
@@ -162,7 +157,7 @@ def best_path(
     values = np.empty(MAX_LABELS, np.int64)
 
     node_of[0], before[0], mode_of[0], swaps_of[0], depth_of[0] = data_node, -1, 0, MAX_SWAPS - swaps, 0
-    start = _earliest_start(data_node, begin_ns, forward_ns[data_node], busy_node, busy_from, busy_until)
+    start = _earliest_start(data_node, begin_ns, forward_ns[data_node], busy)
     sent_ns[0] = start + forward_ns[data_node]
     way_back_ns[0] = head_ns + backward_ns[data_node]
     labels = 1
@@ -185,7 +180,7 @@ def best_path(
             return LABEL_LIMIT_REACHED
         if depth == visited - 1:
             node_of[labels], before[labels], depth_of[labels] = node, before[label], visited
-            back_at = _back_at(path, sent_ns[label], head_ns, backward_ns, hop_ns, busy_node, busy_from, busy_until)
+            back_at = _back_at(path, sent_ns[label], head_ns, backward_ns, hop_ns, busy)
             size = push(keys, values, size, back_at - begin_ns, labels)
             labels += 1
             continue
@@ -199,7 +194,7 @@ def best_path(
             if rest >= INFINITE_NS:
                 continue
             arrival = sent_ns[label] + hop_ns[node, following]
-            start = _earliest_start(following, arrival, forward_ns[following], busy_node, busy_from, busy_until)
+            start = _earliest_start(following, arrival, forward_ns[following], busy)
             node_of[labels], before[labels], depth_of[labels] = following, label, depth + 1
             mode_of[labels], swaps_of[labels] = mode, swapped
             sent_ns[labels] = start + forward_ns[following]

@@ -21,7 +21,7 @@ from skippipe.constraints import NodePath, lanes_through
 from skippipe.constraints import exposure as exposure_of
 from skippipe.cost_model import NEVER_NS
 from skippipe.dispatch import all_steps, is_weights, place
-from skippipe.planner.astar import INFINITE_NS, LABEL_LIMIT_REACHED, best_path
+from skippipe.planner.astar import INFINITE_NS, LABEL_LIMIT_REACHED, NEVER_BUSY, best_path
 from skippipe.planner.problem import Budget, Placement, Problem, rings, stage_of
 from skippipe.ring_timing import ring_after_ns
 from skippipe.simulator import PlacementCosts, path_arrays
@@ -218,8 +218,8 @@ class PathSearch:
         required = np.zeros(self.problem.stages, np.bool_)
         required[list(constraints.required)] = True
         path = np.empty(self.problem.visited, np.int64)
-        busy = np.array(constraints.busy, dtype=np.int64).reshape(-1, 3).T.copy()
-        for intervals in (busy, np.empty((3, 0), np.int64)):  # too many labels: then as if nodes were never busy
+        busy = np.array(constraints.busy, dtype=np.int64).reshape(-1, 3)
+        for intervals in (busy, NEVER_BUSY):  # too many labels: then as if nodes were never busy
             back_ns = best_path(
                 agent.data_node,
                 self.problem.visited,
@@ -232,7 +232,7 @@ class PathSearch:
                 int(self.costs.head_ns[agent.data_node]),
                 self.hop_ns,
                 agent.begin_ns,
-                *intervals,
+                intervals,
                 path,
             )
             if back_ns != LABEL_LIMIT_REACHED:

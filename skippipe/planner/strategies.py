@@ -26,12 +26,12 @@ from skippipe.jit import compile_beside
 from skippipe.jitter import Jitter
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.astar import INFINITE_NS
-from skippipe.planner.bounds.lower_bound import lower_bound, lower_bound_of_both
+from skippipe.planner.bounds.lower_bound import lower_bound
 from skippipe.planner.cbs import LaneAgent, PathSearch
 from skippipe.planner.genetic_allocation import allocate
 from skippipe.planner.problem import ALL_FIXED, Budget, Placement, Problem, rings
 from skippipe.planner.repair.repair import repaired
-from skippipe.planner.search.annealing import SearchLimits, compile_moves, improve
+from skippipe.planner.search.annealing import compile_moves, improve
 from skippipe.presets import datacentre
 from skippipe.ring_timing import best_ring
 from skippipe.simulator import PlacementCosts, path_arrays, simulate
@@ -119,10 +119,9 @@ def _bounded(problem: Problem, plan: Plan, request: PlanRequest) -> Plan:
     """The plan with a lower bound for plans with its layers, and with any backward and dispatch that `best` could have
     chosen."""
     request.progress("proving what no plan can beat", 1.0, seconds(iteration_ns(plan)))
-    same = replace(problem, layers=plan.layers)
-    bound = lower_bound_of_both if problem.decision_variables.split_backward else lower_bound
-    found = bound(same, request.bound_s, stopped=request.stopped)
-    return replace(plan, lower_bound_ns=found.ns)
+    splits = (True, False) if problem.decision_variables.split_backward else (problem.split_backward,)
+    same = [replace(problem, layers=plan.layers, split_backward=split) for split in splits]
+    return replace(plan, lower_bound_ns=lower_bound(same, request.bound_s, stopped=request.stopped).ns)
 
 
 @cache
@@ -171,10 +170,8 @@ def _best(problem: Problem, request: PlanRequest) -> Plan:
         request.progress("searching", share, None if best_ns is None else best_ns / 1e9)
 
     jitter = Jitter(request.robust, CHOOSING_DRAWS, CHOOSING_SEED) if request.robust else None
-    limits = SearchLimits(
-        request.seed, request.changes, stopped, on_progress, keep_stages=request.placement is not None, jitter=jitter
-    )
-    return improve(problem, starts, limits)
+    keep_stages = request.placement is not None
+    return improve(problem, starts, request.seed, request.changes, stopped, on_progress, keep_stages, jitter)
 
 
 def _begins_with_cbs(problem: Problem, request: PlanRequest) -> bool:

@@ -291,7 +291,6 @@ def test_the_best_path_is_the_best_of_all_paths(seed: int, visited: int, busy: b
             candidates += [(0, *rest) for rest in product(*choices)]
     best = min(map(back_at, candidates), default=INFINITE_NS)
     path = np.empty(visited, np.int64)
-    node, begin, until = (np.ascontiguousarray(row) for row in intervals)
     found = best_path(
         0,
         visited,
@@ -304,9 +303,7 @@ def test_the_best_path_is_the_best_of_all_paths(seed: int, visited: int, busy: b
         head,
         hop,
         0,
-        node,
-        begin,
-        until,
+        np.ascontiguousarray(intervals.T),
         path,
     )
     assert found == best

@@ -13,8 +13,8 @@ dropped. Paths visit exactly `problem.visited` stages.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from skippipe.cost_model import NEVER_NS
 from skippipe.planner.bounds.load_relaxation import (
@@ -44,24 +44,19 @@ class Bound:
 
 
 def lower_bound(
-    problem: Problem,
+    problems: Sequence[Problem],
     budget_s: float,
     clock: Callable[[], float] = time.monotonic,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Bound:
-    """Bound for plans with the problem's timing, layers and kind of backward; `sizes` and `dispatch` do not matter."""
-    return _Search(problem, clock() + budget_s, clock, stopped).bound()
+    """Bound for plans of any of these problems, such as one with the backward whole and one with it split.
 
-
-def lower_bound_of_both(
-    problem: Problem,
-    budget_s: float,
-    clock: Callable[[], float] = time.monotonic,
-    stopped: Callable[[], bool] = lambda: False,
-) -> Bound:
-    """Bound for plans that may split the backward or not."""
-    either = [replace(problem, split_backward=split) for split in (True, False)]
-    return min((lower_bound(each, budget_s / 2, clock, stopped) for each in either), key=lambda bound: bound.ns)
+    It holds for a problem's timing, layers and kind of backward; `sizes` and `dispatch` do not matter.
+    """
+    bounds = []
+    for problem in problems:
+        bounds.append(_Search(problem, clock() + budget_s / len(problems), clock, stopped).bound())
+    return min(bounds, key=_ns)
 
 
 class _Search:

@@ -30,7 +30,7 @@ from skippipe.dispatch import Dispatch
 from skippipe.errors import UserError
 from skippipe.jit import Flags, Ints
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.planner.astar import INFINITE_NS, best_path
+from skippipe.planner.astar import INFINITE_NS, NEVER_BUSY, best_path
 from skippipe.planner.repair.exposure_milp import LaneGroup, Visits, even_exposure, visit_sets
 from skippipe.planner.search.annealing import Chain, search
 from skippipe.planner.search.moves import Move, cumulative_move_weights
@@ -46,7 +46,6 @@ FIRST_ROUND = 512  # changes: a repair has little time, so its first round of an
 KEPT = {Move.REORDER_RING, Move.SWAP_ROLES, Move.CHANGE_ROLE, Move.MOVE_LAYER, Move.CHANGE_DISPATCH}  # not changed
 SLOW = 3.0  # times the median of its stage: a node that lanes may do better without
 REPAIRED = ", repaired"
-NEVER_BUSY = np.empty(0, np.int64)
 
 
 def repaired(
@@ -312,8 +311,6 @@ class _Construction:
                 int(costs.head_ns[data_node]),
                 self.hop_ns,
                 0,
-                NEVER_BUSY,
-                NEVER_BUSY,
                 NEVER_BUSY,
                 path,
             )

@@ -169,24 +169,20 @@ def search(
             length = min(2 * length, LONGEST_ROUND)
 
 
-@dataclass(frozen=True)
-class SearchLimits:
-    """How long to search; the first limit that is reached ends it."""
-
-    seed: int
-    changes: float
-    stopped: Callable[[], bool]
-    on_progress: OnProgress
-    keep_stages: bool = False
-    """Nodes stay on the stages of the first plan."""
-    jitter: Jitter | None = None
-    """Jitter under which the final plan is chosen by its 95th percentile; None: by the promised iteration."""
-
-
-def improve(problem: Problem, starts: Sequence[Plan], limits: SearchLimits) -> Plan:
+def improve(
+    problem: Problem,
+    starts: Sequence[Plan],
+    seed: int,
+    changes: float,
+    stopped: Callable[[], bool],
+    on_progress: OnProgress = lambda done, best_ns: None,
+    keep_stages: bool = False,
+    jitter: Jitter | None = None,
+) -> Plan:
     """The best plan found; it is valid, and no longer than any of `starts`, which must be valid.
 
-    Chains begin with these in turn.
+    Chains begin with these in turn. With `jitter` the plan is chosen by its 95th percentile under that, without by the
+    promised iteration.
     """
     problems = _variants(problem, starts[0])
     most_layers = max(problem.layers)
@@ -195,21 +191,21 @@ def improve(problem: Problem, starts: Sequence[Plan], limits: SearchLimits) -> P
     tables = _tables(problems, most_layers)
     most_lanes = max(_most_lanes(problem, tables[0]), *(len(plan.lanes) for plan in starts))
     states = [state_of(plan, most_lanes) for plan in starts]
-    weights = _move_weights(problem, limits.keep_stages)
+    weights = _move_weights(problem, keep_stages)
     size = len(problem.cluster) * most_lanes
-    cores = (os.cpu_count() or 1) if limits.changes == math.inf else 1  # what is counted is the same on every machine
+    cores = (os.cpu_count() or 1) if changes == math.inf else 1  # what is counted is the same on every machine
     chains = []
     for number in range(max(FEWEST_OF_LARGE if size > LARGE else FEWEST_CHAINS, cores)):
         variant, state = number % len(problems), copy_state(states[number % len(states)])
         if problem.decision_variables.dispatch:
             state.dispatch[0] = number // len(problems) % len(Dispatch)
-        chains.append(Chain(state, tables[variant], weights, [limits.seed, number], variant))
+        chains.append(Chain(state, tables[variant], weights, [seed, number], variant))
     stall_limit = STALL * size**2 + FEWEST_STALLED
-    search(chains, limits.changes, limits.stopped, stall_limit=stall_limit, on_progress=limits.on_progress)
+    search(chains, changes, stopped, stall_limit=stall_limit, on_progress=on_progress)
     found = [plan for chain in chains for plan in plans_of(problems[chain.variant], chain.best, "best")]
     distinct = dict.fromkeys([*starts, *found])  # chains that restarted from the same best may not have left it
     promised = [plan.promising(simulate(plan, problem.timing)) for plan in distinct if not validate(plan)]
-    return replace(min(promised, key=lambda plan: _seconds_and_nodes(plan, limits.jitter)), strategy="best")
+    return replace(min(promised, key=lambda plan: _seconds_and_nodes(plan, jitter)), strategy="best")
 
 
 def compile_moves(problem: Problem) -> None:

@@ -25,20 +25,7 @@ from skippipe.critical_path import (
 )
 from skippipe.dispatch import Dispatch
 from skippipe.plan import Plan
-from skippipe.planner.whatif.edits import (
-    faster_node,
-    half_overhead,
-    moved_microbatch,
-    one_more_slot,
-    other_backward,
-    other_dispatch,
-    other_ring,
-    shorter_links,
-    smaller_messages,
-    wider_links,
-    with_twin,
-    without_node,
-)
+from skippipe.planner.whatif import edits
 from skippipe.ring_timing import best_ring
 from skippipe.timeline import Timeline
 from skippipe.workload import WIRE_DTYPES
@@ -119,11 +106,11 @@ class CandidateEdits:
         if bottleneck.group in (CauseGroup.TRANSFERS, CauseGroup.AVERAGING):
             yield from self._better_links(bottleneck)
         elif node is not None and bottleneck.group is CauseGroup.MEMORY:
-            yield self._candidate(EditKind.SLOT, *self._slot(node), partial(one_more_slot, self.plan, node))
+            yield self._candidate(EditKind.SLOT, *self._slot(node), partial(edits.one_more_slot, self.plan, node))
         elif node is not None:
             what = f"{self._name(node)} twice as fast"
             because = f"{ACTIVITY[bottleneck.group]}: {self._share(bottleneck.ns)} of the time"
-            yield self._candidate(EditKind.SPEED, what, because, partial(faster_node, self.plan, node))
+            yield self._candidate(EditKind.SPEED, what, because, partial(edits.faster_node, self.plan, node))
 
     def _candidate(self, kind: EditKind, what: str, because: str, changed: Callable[[], Plan]) -> Candidate:
         return Candidate(kind, what, because, lambda: [changed])
@@ -144,14 +131,14 @@ class CandidateEdits:
                 EditKind.BANDWIDTH,
                 f"twice the bandwidth {where}",
                 f"sending {there}: {self._share(sending)} of the time",
-                partial(wider_links, self.plan, links),
+                partial(edits.wider_links, self.plan, links),
             )
         if flying and any(self.plan.cluster.latency_s[link] for link in links):
             yield self._candidate(
                 EditKind.LATENCY,
                 f"half the latency {where}",
                 f"latency {there}: {self._share(flying)} of the time",
-                partial(shorter_links, self.plan, links),
+                partial(edits.shorter_links, self.plan, links),
             )
 
     def _where(self, links: list[Link], node: int | None) -> str:
@@ -174,7 +161,7 @@ class CandidateEdits:
         orders = [best_ring(self.plan.costs, stage, ring)]
         if len(ring) <= ORDERS_UP_TO:
             orders = [(ring[0], *rest) for rest in permutations(ring[1:])]
-        return [partial(other_ring, self.plan, stage, order) for order in orders]
+        return [partial(edits.other_ring, self.plan, stage, order) for order in orders]
 
     def _other_orders(self) -> Iterator[Candidate]:
         """Edits of dispatch, of when weight gradients are computed, and of what every message costs."""
@@ -187,24 +174,24 @@ class CandidateEdits:
             because = f"waiting on nodes: {self._share(waiting)} of the time"
             for other in Dispatch:
                 if other is not plan.dispatch:
-                    changed = partial(other_dispatch, plan, other)
+                    changed = partial(edits.other_dispatch, plan, other)
                     yield self._candidate(EditKind.DISPATCH, f"dispatch {other}", because, changed)
         if waiting + working:
             what = "the backward whole" if plan.split_backward else "the backward split"
             because = f"computing and waiting: {self._share(waiting + working)} of the time"
-            yield self._candidate(EditKind.SPLIT_BACKWARD, what, because, partial(other_backward, plan))
+            yield self._candidate(EditKind.SPLIT_BACKWARD, what, because, partial(edits.other_backward, plan))
         sending = sum(bottleneck.of(CauseKind.BANDWIDTH, CauseKind.QUEUE) for bottleneck in self.bottlenecks)
         smaller = WIRE_DTYPES[WIRE_DTYPES.index(plan.workload.wire_dtype) + 1 :]
         if sending and smaller:
             what = f"{smaller[0]} instead of {plan.workload.wire_dtype} on the wire"
             because = f"sending: {self._share(sending)} of the time"
-            yield self._candidate(EditKind.WIRE, what, because, partial(smaller_messages, plan, smaller[0]))
+            yield self._candidate(EditKind.WIRE, what, because, partial(edits.smaller_messages, plan, smaller[0]))
         flying = sum(bottleneck.of(CauseKind.LATENCY, CauseKind.AVERAGING_LATENCY) for bottleneck in self.bottlenecks)
         if flying and plan.cluster.hop_overhead_s:
             because = f"latency and overhead: {self._share(flying)} of the time"
             overhead_s = plan.cluster.hop_overhead_s
             what = f"half the overhead of every hop, {overhead_s / 2:.3g} s"
-            yield self._candidate(EditKind.OVERHEAD, what, because, partial(half_overhead, plan))
+            yield self._candidate(EditKind.OVERHEAD, what, because, partial(edits.half_overhead, plan))
 
     def _moved_microbatches(self) -> Iterator[Candidate]:
         plan, slowest = self.plan, slowest_lane(self.plan, self.timeline).lane
@@ -215,7 +202,7 @@ class CandidateEdits:
                 what = f"a microbatch of lane {slowest} on lane {other}"
                 because = f"lane {slowest} is back last"
                 yield self._candidate(
-                    EditKind.MICROBATCHES, what, because, partial(moved_microbatch, plan, slowest, other)
+                    EditKind.MICROBATCHES, what, because, partial(edits.moved_microbatch, plan, slowest, other)
                 )
 
     # with other paths
@@ -229,13 +216,13 @@ class CandidateEdits:
         for node in [node for node, _ in at_node.most_common() if self._spared(node)][:NODES_TO_DROP]:
             because = f"it and its links: {self._share(at_node[node])} of the time"
             yield self._candidate(
-                EditKind.LESS, f"without {self._name(node)}", because, partial(without_node, self.plan, node)
+                EditKind.LESS, f"without {self._name(node)}", because, partial(edits.without_node, self.plan, node)
             )
         yield from self._more_nodes()
         waiting = {bottleneck.node for bottleneck in self.bottlenecks if bottleneck.group is CauseGroup.MEMORY}
         full = [node for node, _ in at_node.most_common() if self._full(node) and node not in waiting]
         for node in full[:SLOTS_TO_ADD]:
-            yield self._candidate(EditKind.SLOT, *self._slot(node), partial(one_more_slot, self.plan, node))
+            yield self._candidate(EditKind.SLOT, *self._slot(node), partial(edits.one_more_slot, self.plan, node))
 
     def _at_node(self) -> Counter[int]:
         """Nanoseconds of the critical path by the nodes involved, over their links too."""
@@ -275,7 +262,7 @@ class CandidateEdits:
         for stage, because in reasons.items():
             best = max(plan.stages[stage].nodes, key=self._merit)
             what = f"one more node like {self._name(best)} on stage {stage}"
-            yield self._candidate(EditKind.MORE, what, because, partial(with_twin, plan, best))
+            yield self._candidate(EditKind.MORE, what, because, partial(edits.with_twin, plan, best))
 
     def _merit(self, node: int) -> tuple[float, int]:
         """Sort key for the node to copy: fast, then near to the others."""
