@@ -113,15 +113,7 @@ class Cluster:
             "version": VERSION,
             "name": self.name,
             "hop_overhead_s": self.hop_overhead_s,
-            "nodes": [
-                {
-                    "name": node.name,
-                    "location": node.location,
-                    "flops_per_s": node.flops_per_s,
-                    "memory_bytes": node.memory_bytes,
-                }
-                for node in self.nodes
-            ],
+            "nodes": [{**vars(node)} for node in self.nodes],
             "latency_s": self.latency_s.tolist(),
             "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s.tolist(),
         }

@@ -108,7 +108,7 @@ def deadlock_cycle(paths: Sequence[Sequence[int]], slots: Mapping[int, int]) -> 
         if slots[node] < 1:
             return [node, node]
     left = dict(before)
-    while True:  # take away nodes that wait for nobody, as long as there are any
+    while True:  # remove nodes that wait for no other, as long as there are any
         free = [node for node, held in left.items() if held.isdisjoint(left)]
         if not free:
             break

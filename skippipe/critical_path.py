@@ -160,7 +160,7 @@ class _Walk:
         self._spend(task.start_ns, Cause(CauseKind.COMPUTING, task.node))
         if task.ready_ns == task.start_ns:
             return self._sender(task)
-        if not is_weights(task.step, self._length(task)):  # nobody waits for those, nor do they collide
+        if not is_weights(task.step, self._length(task)):  # no task waits for those, nor do they collide
             for cause, since_ns in self._waited(task):
                 self._wait(cause, since_ns)
         return self.on_node[task.node][self.position[task] - 1]

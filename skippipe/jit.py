@@ -1,6 +1,6 @@
 """Kernels: plain Python functions over arrays, compiled by numba where numba is there.
 
-The simulator and the search run them compiled. The training runtime calls the same functions (who goes next, which
+The simulator and the search run them compiled. The training runtime calls the same functions (which task is next, which
 stage may follow) a few times a second, on machines that need not have numba, and takes them as they are written.
 """
 

@@ -110,13 +110,7 @@ class Timeline:
                     "name": names[use.node],
                     "stage": use.stage,
                     "slots": use.slots,
-                    "forward_s": seconds(use.forward_ns),
-                    "backward_s": seconds(use.backward_ns),
-                    "weight_s": seconds(use.weight_ns),
-                    "head_s": seconds(use.head_ns),
-                    "optimizer_s": seconds(use.optimizer_ns),
-                    "busy_s": seconds(use.busy_ns),
-                    "collision_s": seconds(use.collision_ns),
+                    **{name: seconds(taken_ns) for name, taken_ns in zip(NODE_TIMES, use[3:], strict=True)},
                 }
                 for use in self.nodes
             ],

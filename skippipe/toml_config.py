@@ -63,7 +63,7 @@ def _at(place: str, name: str) -> str:
 
 
 def _value(hint: Any, value: Any, at: str) -> Any:
-    hint, within = split_hint(hint)  # of an optional field too: TOML has no null, so it is said or left out
+    hint, within = split_hint(hint)  # of an optional field too: TOML has no null, so it is given or left out
     found = _typed(hint, value, at)
     if within is not None:
         within.check(found, at)

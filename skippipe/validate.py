@@ -125,18 +125,18 @@ def _differences(stated: Timeline, true: Timeline) -> list[tuple[str, object, ob
     """Totals that differ; of every list, the first entry that does."""
     found: list[tuple[str, object, object]] = []
     for field in fields(Timeline):
-        said, is_ = getattr(stated, field.name), getattr(true, field.name)
-        if said == is_:
+        promised, simulated = getattr(stated, field.name), getattr(true, field.name)
+        if promised == simulated:
             continue
         name = field.name.replace("_ns", "_s")
-        if isinstance(said, tuple):
-            if len(said) != len(is_):
-                found.append((name, f"{len(said)} entries", f"{len(is_)} entries"))
+        if isinstance(promised, tuple):
+            if len(promised) != len(simulated):
+                found.append((name, f"{len(promised)} entries", f"{len(simulated)} entries"))
                 continue
-            index = next(i for i, (a, b) in enumerate(zip(said, is_, strict=True)) if a != b)
-            found.append((f"{name}[{index}]", said[index], is_[index]))
+            index = next(i for i, (a, b) in enumerate(zip(promised, simulated, strict=True)) if a != b)
+            found.append((f"{name}[{index}]", promised[index], simulated[index]))
         else:
-            found.append((name, f"{seconds(said):.9f} s", f"{seconds(is_):.9f} s"))
+            found.append((name, f"{seconds(promised):.9f} s", f"{seconds(simulated):.9f} s"))
     return found
 
 

@@ -66,7 +66,7 @@ BUDGET_S = Range(0.001, 7 * 86_400)
 HEARTBEAT_S = Range(0.1, 3_600)
 WAIT_S = Range(0, 365 * 86_400)
 CENTURY_S = Range(0, 3.2e9)
-DRIVE = Range(0, 1_000, above=True)
+RESIDUAL_SCALE = Range(0, 1_000, above=True)
 SHARE = Range(0, 1)
 BELOW_ONE = Range(0, 1, below=True)
 

@@ -135,7 +135,7 @@ def simulate_plan(
     trace: cli_options.Trace = None,
     as_json: cli_options.Json = False,
 ) -> None:
-    """Run one iteration under virtual time: how long it takes, and who waits for whom.
+    """Run one iteration under virtual time: how long it takes, and what waits for what.
 
     Example: skippipe simulate published20 --paths skippipe --contention-only
     """

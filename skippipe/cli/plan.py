@@ -167,10 +167,10 @@ def compare(
     rivals.insert(1, ("best-full", full, Strategy.BEST))  # so that what planning gives and what skipping gives differ
     rows: list[dict[str, Any]] = []
     with interruptible() as stopped:
-        for name, asked, each in rivals:
-            nothing_skipped = each is Strategy.DTFM or asked is full  # stages of other sizes
+        for name, variant, each in rivals:
+            nothing_skipped = each is Strategy.DTFM or variant is full  # stages of other sizes
             try:
-                found, took_s = search.planned(asked, each, None if nothing_skipped else placement, stopped)
+                found, took_s = search.planned(variant, each, None if nothing_skipped else placement, stopped)
             except Infeasible as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 continue

@@ -80,15 +80,15 @@ def sweep(
     from skippipe.planner.sweep import sweep as swept
 
     found, example = cluster_named(cluster)
-    usual = stages_of(found, PlanSpec(layers=options.layers), example)
-    counts = stage_counts(stages) if stages else [usual]
+    default_stages = stages_of(found, PlanSpec(layers=options.layers), example)
+    counts = stage_counts(stages) if stages else [default_stages]
     search = plan_command.Search(seed, budget)
     rows: list[dict[str, Any]] = []
 
     def ask(count: int, visited: int, microbatches: int | None) -> Problem:
-        said = {**vars(options), "microbatches": microbatches}
-        asked = cli_options.problem_from(cluster, cli_options.ProblemOptions(**said, stages=count, visit=visited))
-        return replace(asked, sizes=())  # an example has sizes of its own for one share
+        given = {**vars(options), "microbatches": microbatches}
+        problem = cli_options.problem_from(cluster, cli_options.ProblemOptions(**given, stages=count, visit=visited))
+        return replace(problem, sizes=())  # an example has sizes of its own for one share
 
     with interruptible() as stopped:
 

@@ -24,8 +24,8 @@ from skippipe.jit import Flags, Floats, Ints
 from skippipe.planner.bounds.load_relaxation import INFEASIBLE, after_ns, before_ns, work_ns
 from skippipe.planner.bounds.node_classes import NodeClasses, Tours
 
-RANKS = 4  # lanes of a data node that are told apart; all further ones count like the last of these
-LEVELS = 4  # numbers of microbatches on one tour that are told apart, likewise
+RANKS = 4  # lanes of a data node that are distinguished; all further ones count like the last of these
+LEVELS = 4  # numbers of microbatches on one tour that are distinguished, likewise
 MOST_WHOLE = 5_000  # columns of an integer programme: with many more the solver overruns its time limit
 MOST_EXACT = 10_000  # tours, each with every number of microbatches
 MARGIN = 1e-6  # of a microbatch: by how much a proof must hold
