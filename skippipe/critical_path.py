@@ -75,14 +75,14 @@ def critical_path(plan: Plan, timeline: Timeline) -> list[PathSegment]:
     return _Walk(plan, timeline).segments()
 
 
-class _Message(NamedTuple):
+class _LinkMessage(NamedTuple):
     """A message on a link where messages queue."""
 
     task: Task
     """The task whose result it carries."""
     sent_from_ns: int
     """Start of its transmission."""
-    before: _Message | None
+    before: _LinkMessage | None
     """The message before it on the same directed link."""
 
 
@@ -123,10 +123,10 @@ class _Walk:
             length = self._length(task)
             held += (task.step < length) - frees_slot(task.step, length, self.plan.split_backward)
 
-    def _messages(self) -> dict[Task, _Message]:
+    def _messages(self) -> dict[Task, _LinkMessage]:
         """Messages by the task that sends them."""
-        found: dict[Task, _Message] = {}
-        last: dict[tuple[int, int], _Message] = {}
+        found: dict[Task, _LinkMessage] = {}
+        last: dict[tuple[int, int], _LinkMessage] = {}
         for tasks in self.on_node.values():
             for task in tasks:
                 following = self.task.get((task.lane, task.microbatch, task.step + 1))
@@ -135,7 +135,7 @@ class _Walk:
                 link = (task.node, following.node)
                 before = last.get(link)
                 free_ns = before.sent_from_ns + int(self.plan.costs.transmit_ns[link]) if before else 0
-                found[task] = last[link] = _Message(task, max(task.end_ns, free_ns), before)
+                found[task] = last[link] = _LinkMessage(task, max(task.end_ns, free_ns), before)
         return found
 
     # one step back

@@ -1,5 +1,5 @@
-"""The skip schedule of a run (`recipe` in a job): how much of the model a microbatch visits in which iteration, and what
-makes up for the rest. Planner, runtime and studies use this one definition.
+"""The skip schedule of a run (`recipe` in a job): how much of the model a microbatch visits in which iteration, and
+what makes up for the rest. Planner, runtime and studies use this one definition.
 
 The share of stages to skip is written as:
 

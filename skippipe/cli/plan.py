@@ -107,7 +107,7 @@ def plan(
         )
     placement, options = cli_options.with_stages_of(keep_stages, cluster, options)
     problem = cli_options.problem_from(cluster, options)
-    search = Search(seed, math.inf if changes else budget, changes or math.inf, start, BOUND_SHARE * budget, robust)
+    search = PlanSearch(seed, math.inf if changes else budget, changes or math.inf, start, BOUND_SHARE * budget, robust)
     looks: list[Plan] = []
     with interruptible() as stopped:
         if most_microbatches:
@@ -161,7 +161,7 @@ def compare(
     problem = cli_options.problem_from(cluster, options)
     from skippipe.planner.strategies import Strategy
 
-    search = Search(seed, budget)
+    search = PlanSearch(seed, budget)
     full = replace(problem, visited=problem.stages, sizes=(), swaps=0)
     rivals = [(str(each), problem, each) for each in reversed(Strategy)]
     rivals.insert(1, ("best-full", full, Strategy.BEST))  # so that what planning gives and what skipping gives differ
@@ -194,7 +194,7 @@ def compare(
 
 
 @dataclass(frozen=True)
-class Search:
+class PlanSearch:
     """Budget and options of the searches of a command."""
 
     seed: int

@@ -82,7 +82,7 @@ def sweep(
     found, example = cluster_named(cluster)
     default_stages = stages_of(found, PlanSpec(layers=options.layers), example)
     counts = stage_counts(stages) if stages else [default_stages]
-    search = plan_command.Search(seed, budget)
+    search = plan_command.PlanSearch(seed, budget)
     rows: list[dict[str, Any]] = []
 
     def ask(count: int, visited: int, microbatches: int | None) -> Problem:

@@ -55,11 +55,11 @@ def lower_bound(
     """
     bounds = []
     for problem in problems:
-        bounds.append(_Search(problem, clock() + budget_s / len(problems), clock, stopped).bound())
+        bounds.append(_BoundSearch(problem, clock() + budget_s / len(problems), clock, stopped).bound())
     return min(bounds, key=_ns)
 
 
-class _Search:
+class _BoundSearch:
     def __init__(self, problem: Problem, until: float, clock: Callable[[], float], stopped: Callable[[], bool]) -> None:
         self.problem = problem
         self.until = until
