@@ -17,7 +17,7 @@ from scipy.sparse import csr_array
 
 from skippipe.jit import Floats, Ints
 
-Visits = tuple[int, ...]
+StageSet = tuple[int, ...]
 """The stages of a path in the order of the model, without stage 0."""
 
 MOST_SETS = 130  # of stages: if there are more, some of them do
@@ -30,30 +30,30 @@ EXISTING_BONUS = 0.5  # a lane that is there already is worth this much more tha
 class LaneGroup:
     """Lanes that visit the same stages, with the microbatches that they carry together."""
 
-    visits: Visits
+    visits: StageSet
     lanes: int
     microbatches: int
 
 
-def visit_sets(stages: Sequence[int], length: int) -> list[Visits]:
+def visit_sets(stages: Sequence[int], length: int) -> list[StageSet]:
     """The sets of so many stages that lanes may visit."""
     if comb(len(stages), length) <= MOST_SETS:
         return list(combinations(stages, length))
     return _windows(stages, length)
 
 
-def _windows(stages: Sequence[int], length: int) -> list[Visits]:
+def _windows(stages: Sequence[int], length: int) -> list[StageSet]:
     """Windows on a circle over the stages: all of them together visit each stage equally often."""
     circle = [*stages, *stages]
     return [tuple(sorted(circle[start : start + length])) for start in range(len(stages))]
 
 
 def even_exposure(
-    sets: Sequence[Visits],
+    sets: Sequence[StageSet],
     stages: Sequence[int],
     microbatches: int,
     capacity: Mapping[int, int],
-    existing: Mapping[Visits, int],
+    existing: Mapping[StageSet, int],
     only_existing: bool = False,
     allow_uneven: bool = True,
 ) -> list[LaneGroup]:
@@ -103,11 +103,11 @@ def _shortest(
 class _Milp:
     def __init__(
         self,
-        sets: Sequence[Visits],
+        sets: Sequence[StageSet],
         stages: Sequence[int],
         microbatches: int,
         capacity: Mapping[int, int],
-        existing: Mapping[Visits, int],
+        existing: Mapping[StageSet, int],
         only_existing: bool,
     ) -> None:
         self.sets = list(sets)

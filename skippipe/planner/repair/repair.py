@@ -31,7 +31,7 @@ from skippipe.errors import UserError
 from skippipe.jit import Flags, Ints
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.astar import INFINITE_NS, NEVER_BUSY, best_path
-from skippipe.planner.repair.exposure_milp import LaneGroup, Visits, even_exposure, visit_sets
+from skippipe.planner.repair.exposure_milp import LaneGroup, StageSet, even_exposure, visit_sets
 from skippipe.planner.search.annealing import Chain, search
 from skippipe.planner.search.moves import Move, cumulative_move_weights
 from skippipe.planner.search.state import Tables, costs_by_layers, lanes_of, state_of, tables_of
@@ -220,7 +220,7 @@ class _Construction:
         return [lanes for lanes in found if lanes]
 
     @cached_property
-    def sets(self) -> list[Visits]:
+    def sets(self) -> list[StageSet]:
         """Sets of stages that a path can visit."""
         sets = visit_sets(self.stages, self.problem.length - 1)
         nodes = list(chain(*self.usable))
@@ -230,7 +230,7 @@ class _Construction:
         path = None if linked else self._cheapest_path((), {})
         return [self._visits(path)] if path else linked
 
-    def _visits(self, path: NodePath) -> Visits:
+    def _visits(self, path: NodePath) -> StageSet:
         return tuple(sorted(int(self.problem.stage_of[node]) for node in path[1:]))
 
     # old lanes
@@ -278,7 +278,7 @@ class _Construction:
     # new lanes
 
     def _cheapest_path(
-        self, visits: Visits, through: Mapping[int, int], fixed: Mapping[int, int] | None = None
+        self, visits: StageSet, through: Mapping[int, int], fixed: Mapping[int, int] | None = None
     ) -> NodePath | None:
         """The cheapest path over these stages (none given: any) and nodes with a slot left; busy nodes cost more.
 
