@@ -153,7 +153,7 @@ def test_the_bottleneck_is_named_first_and_its_cure_is_the_best_advice(case: Cal
     known = case()
     timeline = simulate(known.plan, known.timing)
     first = bottlenecks(time_by_cause(critical_path(known.plan, timeline)))[0]
-    assert first.what is known.bottleneck
+    assert first.group is known.bottleneck
     assert known.where == (set(first.links) if first.links else {first.node})
 
     best = advised(case).changes[0]

@@ -116,7 +116,7 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
         tables.split,
         slack_ns,
         done_ns,
-        np.empty_state((0, 3), np.int64),
+        np.empty((0, 3), np.int64),
     )
     if left > 0:
         return INFINITE_NS, 0, INFINITE_NS
@@ -139,9 +139,9 @@ def _averaged(state: State, stage: int, done_ns: Ints, tables: Tables) -> int:
     if members == 0:
         return 0
     done, transmit, flight = (
-        np.empty_state(members, np.int64),
-        np.empty_state(members, np.int64),
-        np.empty_state(members, np.int64),
+        np.empty(members, np.int64),
+        np.empty(members, np.int64),
+        np.empty(members, np.int64),
     )
     chunk = -(-tables.gradient_bytes[min(stage, 1), state.layers[stage]] // members)
     for place in range(members):

@@ -35,7 +35,7 @@ def _reinsert(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
     through = lanes_through(state)
     node_load_ns = _load_ns(state, tables)
     state.counts[lane] = -state.counts[lane]
-    visits = np.empty_state(length, np.int64)
+    visits = np.empty(length, np.int64)
     widest = 1
     for hop in range(length):
         visits[hop] = state.stage_of[paths[lane, hop]]
@@ -43,8 +43,8 @@ def _reinsert(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
     noise = draw[9] % 3
     salt = draw[10] | 1
     load_weight = draw[11] % 4
-    reached = np.empty_state((length, widest), np.int64)
-    came_from = np.empty_state((length, widest), np.int64)
+    reached = np.empty((length, widest), np.int64)
+    came_from = np.empty((length, widest), np.int64)
     best_ns = INFINITE_NS
     starts = state.size[0]
     for nth in range(min(starts, MOST_STARTS)):
