@@ -1,4 +1,4 @@
-"""What the planner with all decision variables open gives, beside the published method, full pipelines and what is proven.
+"""What `best` gives with everything open, beside the published method, full pipelines and what is proven.
 
     python -m benchmarks.best [published20] [settings] [first] [random] [--seeds N] [--budget S] [--keep FILE]
 
