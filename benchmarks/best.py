@@ -1,4 +1,4 @@
-"""What the planner with all freedoms gives, beside the published method, full pipelines and what is proven.
+"""What `best` gives with everything open, beside the published method, full pipelines and what is proven.
 
     python -m benchmarks.best [published20] [settings] [first] [random] [--seeds N] [--budget S] [--keep FILE]
 
@@ -30,7 +30,7 @@ ALL = DecisionVariables()
 WHOLE_BACKWARD = DecisionVariables(split_backward=False)
 
 
-def problem_of(example: Example, freedoms: DecisionVariables = ALL) -> Problem:
+def problem_of(example: Example, decision_variables: DecisionVariables = ALL) -> Problem:
     return Problem(
         example.cluster,
         example.workload,
@@ -38,7 +38,7 @@ def problem_of(example: Example, freedoms: DecisionVariables = ALL) -> Problem:
         example.visited,
         example.sizes,
         timing=example.timing,
-        freedoms=freedoms,
+        decision_variables=decision_variables,
     )
 
 
@@ -60,7 +60,7 @@ def published20(seeds: int, _: float) -> None:
     example = EXAMPLES["published20"]()
     open_, whole = problem_of(example), problem_of(example, WHOLE_BACKWARD)
     print(f"| the published method | 30 s | 0 | {iteration_s(planned(whole, Strategy.SKIPPIPE, 30)):.2f} s | | |")
-    rows = [("all freedoms", open_), ("whole backward", whole)]
+    rows = [("all open", open_), ("whole backward", whole)]
     rows += [(f"full pipeline, {name}", full(problem)) for name, problem in rows]
     for name, problem in rows:
         for budget_s in (2.0, 30.0):

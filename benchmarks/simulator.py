@@ -14,7 +14,7 @@ import numpy as np
 from skippipe import event_loop
 from skippipe.dispatch import all_steps
 from skippipe.planner.published import published20, published_plan
-from skippipe.simulator import NO_HURRY, NO_RECORD, Course, as_arrays
+from skippipe.simulator import NO_RECORD, NO_SLACK, PlacementCosts, path_arrays
 from skippipe.timeline import Timing
 
 
@@ -32,20 +32,25 @@ def per_second(call: Callable[[], object], at_least_s: float = 2.0) -> float:
 
 def main() -> None:
     plan = published_plan(published20(), "skippipe")
-    paths, lengths = as_arrays([lane.path for lane in plan.lanes])
+    paths, lengths = path_arrays([lane.path for lane in plan.lanes])
     microbatches = np.array([lane.microbatches for lane in plan.lanes])
 
     def speeds(timing: Timing, split: bool) -> tuple[float, float]:
         """Iterations a second of the compiled event loop, and of the same code as plain Python."""
         rings = [stage.ring for stage in plan.stages]
-        course = Course.of(plan.costs, rings, plan.dispatch, timing, split)
-        course.run(paths, lengths, microbatches)  # compile
-        compiled = per_second(lambda: course.run(paths, lengths, microbatches))
-        tasks = (course.forward_ns, course.backward_ns, course.weight_ns, course.head_ns)
-        out = (NO_HURRY, np.empty(len(plan.cluster), np.int64), NO_RECORD)
-        hops = (course.slots, course.flight_ns, course.transmit_ns, timing is Timing.FULL)
-        rest = (course.order, split, *out)
-        plain = event_loop.run.py_func  # type: ignore[attr-defined]
+        costs = PlacementCosts.of(plan.costs, rings, plan.dispatch, timing, split)
+        costs.run_iteration(paths, lengths, microbatches)  # compile
+        compiled = per_second(lambda: costs.run_iteration(paths, lengths, microbatches))
+        tasks = (
+            costs.forward_ns,
+            costs.backward_ns,
+            costs.weight_ns,
+            costs.head_ns,
+        )
+        out = (NO_SLACK, np.empty(len(plan.cluster), np.int64), NO_RECORD)
+        hops = (costs.slots, costs.flight_ns, costs.transmit_ns, timing is Timing.FULL)
+        rest = (costs.order, split, *out)
+        plain = event_loop.run_iteration.py_func  # type: ignore[attr-defined]
         return compiled, per_second(lambda: plain(paths, lengths, microbatches, *tasks, *hops, *rest))
 
     for timing, split in product(Timing, (False, True)):

@@ -46,9 +46,9 @@ class Cluster:
     name: str
     nodes: tuple[Node, ...]
     latency_s: Annotated[Matrix, Range(0, 10**9)]
-    """One way, from row to column. The diagonal is not used."""
+    """One-way latency from row to column. The diagonal is not used."""
     bandwidth_bytes_per_s: Annotated[Matrix, Range(0, 10**18)]
-    """From row to column; 0 says that the row cannot reach the column. The diagonal is not used."""
+    """Bandwidth from row to column; 0: the row cannot reach the column. The diagonal is not used."""
     hop_overhead_s: Annotated[float, Range(0, 10**9)] = 0.0
     """Fixed software cost of every hop, added to the latency."""
 
@@ -104,7 +104,7 @@ class Cluster:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Same text, same cluster: tells a plan for this cluster from a plan for another."""
+        """Hash that tells a plan for this cluster from a plan for another: same text, same cluster."""
         return sha256(json_text(self.to_json()).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
@@ -113,15 +113,7 @@ class Cluster:
             "version": VERSION,
             "name": self.name,
             "hop_overhead_s": self.hop_overhead_s,
-            "nodes": [
-                {
-                    "name": node.name,
-                    "location": node.location,
-                    "flops_per_s": node.flops_per_s,
-                    "memory_bytes": node.memory_bytes,
-                }
-                for node in self.nodes
-            ],
+            "nodes": [{**vars(node)} for node in self.nodes],
             "latency_s": self.latency_s.tolist(),
             "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s.tolist(),
         }

@@ -1,4 +1,4 @@
-"""The rules of a plan, each in one place: planner, checker and runtime ask here and nowhere else.
+"""The constraints of a plan, each defined once: planner, validator and runtime all use these functions.
 
 CC1  stage 0 is visited first and never skipped.
 CC2  stages come in the order of the model, except that neighbours may be swapped: whenever two stages are visited
@@ -19,14 +19,17 @@ from skippipe.jit import kernel
 
 MAX_SWAPS = 2
 
+NodePath = tuple[int, ...]
+"""The nodes of a path, from its data node on."""
+
 
 def circle(nodes: Sequence[int]) -> list[tuple[int, int]]:
-    """From each node to the next, and from the last back to the first: the hops of a path, the edges of a ring."""
+    """Pairs of each node with the next, and of the last with the first: the hops of a path, the edges of a ring."""
     return list(zip(nodes, [*nodes[1:], *nodes[:1]], strict=True))
 
 
 def cc1_broken_at(visits: Sequence[int]) -> int | None:
-    """The first hop at which stage 0 is missing or comes again."""
+    """The first hop at which stage 0 is missing or comes again; None: CC1 holds."""
     for hop, stage in enumerate(visits):
         if (hop == 0) != (stage == 0):
             return hop
@@ -35,7 +38,7 @@ def cc1_broken_at(visits: Sequence[int]) -> int | None:
 
 @kernel
 def cc2_step(highest: int, gap: int, swaps: int, stage: int) -> tuple[bool, int, int, int]:
-    """Walk one stage further along a path. Start before the first stage with (−1, 0, 0).
+    """One step of the CC2 check along a path: whether `stage` may follow, and the new state. It starts with (−1, 0, 0).
 
     `highest` is the highest stage so far; `gap` is 1 while the stage below it is unvisited and may still come, right
     now, as the second half of a swap.
@@ -48,7 +51,7 @@ def cc2_step(highest: int, gap: int, swaps: int, stage: int) -> tuple[bool, int,
 
 
 def cc2_broken_at(visits: Sequence[int]) -> int | None:
-    """The first hop whose stage may not follow what came before it."""
+    """The first hop whose stage may not follow what came before it; None: CC2 holds."""
     state = (-1, 0, 0)
     for hop, stage in enumerate(visits):
         allowed, *after = cc2_step(*state, stage)
@@ -59,7 +62,7 @@ def cc2_broken_at(visits: Sequence[int]) -> int | None:
 
 
 def exposure(visits: Iterable[Sequence[int]], microbatches: Iterable[int], stages: int) -> list[int]:
-    """How many microbatches visit each stage."""
+    """Exposure: how many microbatches visit each stage."""
     counts = [0] * stages
     for lane_visits, count in zip(visits, microbatches, strict=True):
         for stage in set(lane_visits):
@@ -105,7 +108,7 @@ def deadlock_cycle(paths: Sequence[Sequence[int]], slots: Mapping[int, int]) -> 
         if slots[node] < 1:
             return [node, node]
     left = dict(before)
-    while True:  # take away nodes that wait for nobody, as long as there are any
+    while True:  # remove nodes that wait for no other, as long as there are any
         free = [node for node, held in left.items() if held.isdisjoint(left)]
         if not free:
             break

@@ -1,4 +1,4 @@
-"""Workload and cluster together: what every task and every hop costs, in whole nanoseconds.
+"""The cost model: what every task and every hop of a workload costs on a cluster, in whole nanoseconds.
 
 Whole numbers make simulated time exact: sums do not depend on their order, two events at the same time are really at
 the same time, and another program that follows docs/formats.md gets the very same figures.
@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from skippipe.cluster import Cluster
+from skippipe.jit import Floats, Ints
 from skippipe.workload import OPTIMIZER_FLOPS_PER_PARAMETER, Workload
-
-Ns = NDArray[np.int64]
 
 NEVER_NS = 10**15  # about eleven days: what a hop over no link takes, and the most that any task or hop can
 
@@ -25,32 +23,32 @@ def ns(seconds: float) -> int:
 
 
 def seconds(nanoseconds: int) -> float:
-    """The nearest float; up to forty-eight days `ns` gives the same whole number back."""
+    """Nanoseconds in seconds: the nearest float; up to forty-eight days `ns` gives the same whole number back."""
     return int(nanoseconds) / 1e9
 
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
-    """What the planner and the simulator compute with. Rows of two-dimensional task arrays are stages."""
+    """Costs of every node on every stage. Rows of two-dimensional task arrays are stages."""
 
     layers: tuple[int, ...]
-    forward_ns: Ns
+    forward_ns: Ints
     """[stage, node]: forward pass of one microbatch."""
-    backward_ns: Ns
+    backward_ns: Ints
     """[stage, node]: backward pass of one microbatch, weight gradients included."""
-    weight_ns: Ns
+    weight_ns: Ints
     """[stage, node]: the weight gradients of a split backward."""
-    optimizer_ns: Ns
+    optimizer_ns: Ints
     """[stage, node]: one optimizer step."""
-    head_ns: Ns
+    head_ns: Ints
     """[node]: head and loss, if the node is a data node."""
-    slots: Ns
+    slots: Ints
     """[stage, node]: microbatches the node can hold at once; 0 where it cannot hold the stage at all."""
-    flight_ns: Ns
+    flight_ns: Ints
     """[from, to]: latency and overhead of a hop; other messages may follow at once."""
-    transmit_ns: Ns
+    transmit_ns: Ints
     """[from, to]: time for which one activation keeps the link busy."""
-    bandwidth_bytes_per_s: NDArray[np.float64]
+    bandwidth_bytes_per_s: Floats
     activation_bytes: int
     gradient_bytes: tuple[int, ...]
 
@@ -59,25 +57,25 @@ class CostModel:
         return len(self.head_ns)
 
     @property
-    def input_ns(self) -> Ns:
-        """[stage, node]: what a split backward leaves without its weight gradients."""
-        left: Ns = self.backward_ns - self.weight_ns
+    def input_ns(self) -> Ints:
+        """[stage, node]: backward pass without weight gradients, if it is split."""
+        left: Ints = self.backward_ns - self.weight_ns
         return left.clip(min=1)
 
     @cached_property
-    def hop_ns(self) -> Ns:
-        """[from, to]: a hop over an idle link."""
+    def hop_ns(self) -> Ints:
+        """[from, to]: nanoseconds of a hop over an idle link."""
         return self.flight_ns + self.transmit_ns
 
 
 def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...]) -> CostModel:
-    """Every node on every stage, so that a planner can ask before it places anybody."""
+    """The cost model of a workload, split into stages of these layers, on a cluster."""
     speed = [node.flops_per_s for node in cluster.nodes]
 
     def task_ns(flops: float, speed: float) -> int:
         return max(1, round(min(flops / speed * 1e9, NEVER_NS)))  # not 0: a task ends after it starts
 
-    def stage_by_node(flops_of_stage: list[float]) -> Ns:
+    def stage_by_node(flops_of_stage: list[float]) -> Ints:
         return np.array([[task_ns(flops, s) for s in speed] for flops in flops_of_stage], dtype=np.int64)
 
     forward = [float(workload.forward_flops(k)) for k in layers]
@@ -109,7 +107,7 @@ def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...])
     )
 
 
-def _without_diagonal(values: NDArray[np.float64]) -> Ns:
+def _without_diagonal(values: Floats) -> Ints:
     whole = np.minimum(values, NEVER_NS).astype(np.int64)
     np.fill_diagonal(whole, 0)
     return whole

@@ -1,19 +1,17 @@
-"""The critical path of an iteration: going back from its end, what determined each moment.
+"""The critical path of an iteration: going back from its end, what determined each moment; and the bottlenecks it
+shows.
 
 A task starts when it is ready or when its node comes free; it is ready when its message has arrived; a message is sent
-when its task has ended, or when the link has sent the one before. Of two things that something waits for, the later
-one is on the path. So every nanosecond of the iteration has one cause, and the causes add up to the whole.
+when its task has ended, or when the link has sent the one before. Of two things that something waits for, the later one
+is on the path. So every nanosecond of the iteration has one cause, and the causes add up to the whole.
 
-While a task that is on the path was ready and waited, that wait is the cause, whatever those that it waited for were
-doing: a busy node, a memory slot, a link that still sent for others. The path itself goes on with them, because the
-task would have started no sooner had it been ready sooner.
+While a task that is on the path was ready and waited, that wait is the cause, whatever it waited for was doing: a busy
+node, a memory slot, a link that still sent for others. The path itself goes on with that, because the task would have
+started no sooner had it been ready sooner.
 
-
-What limits a plan: its critical path added up by node, link and stage, and who works most.
-
-Links are named as narrowly as the path allows: one direction, if the other has little to do with it; both directions
-between two nodes; or all links of a node, if each of them costs clearly more than every other on the path.
-
+Bottlenecks are the path added up by node, link and stage. Links are named as narrowly as the path allows: one
+direction, if the other has little to do with it; both directions between two nodes; or all links of a node, if each of
+them costs clearly more than every other on the path.
 """
 
 from __future__ import annotations
@@ -39,9 +37,9 @@ class CauseKind(StrEnum):
     SLOT = "slot"
     """A forward was ready, and its node had no memory slot left."""
     LATENCY = "latency"
-    """Of a hop, with the overhead of the message."""
+    """Latency of a hop, with the overhead of the message."""
     BANDWIDTH = "bandwidth"
-    """A hop's message was on its way into the link."""
+    """The link transmitted a hop's message."""
     QUEUE = "queue"
     """A message waited until the link had sent others."""
     AVERAGING_LATENCY = "averaging-latency"
@@ -52,16 +50,16 @@ class CauseKind(StrEnum):
 class Cause(NamedTuple):
     kind: CauseKind
     node: int
-    """Where; of a link, the sender."""
+    """The node; of a link, the sender."""
     to: int | None = None
-    """Of a link, the receiver."""
+    """The receiver of a link; None: the cause is a node."""
     stage: int | None = None
-    """Whose gradients are averaged."""
+    """The stage that averages gradients; None: it is not about averaging."""
 
 
 @dataclass(frozen=True)
 class PathSegment:
-    """A stretch of the critical path."""
+    """An interval of the critical path with one cause."""
 
     cause: Cause
     start_ns: int
@@ -73,23 +71,23 @@ class PathSegment:
 
 
 def critical_path(plan: Plan, timeline: Timeline) -> list[PathSegment]:
-    """From 0 to the end of the iteration without a gap; `timeline` is what `simulate` gives for the plan."""
-    return _Walk(plan, timeline).pieces()
+    """The path from 0 to the end of the iteration without a gap; `timeline` is what `simulate` gives for the plan."""
+    return _Walk(plan, timeline).segments()
 
 
-class _Message(NamedTuple):
-    """On a link where messages queue."""
+class _LinkMessage(NamedTuple):
+    """A message on a link where messages queue."""
 
     task: Task
-    """Whose result it is."""
+    """The task whose result it carries."""
     sent_from_ns: int
-    """When its transmission starts."""
-    before: _Message | None
-    """On the same directed link."""
+    """Start of its transmission."""
+    before: _LinkMessage | None
+    """The message before it on the same directed link."""
 
 
 class _Walk:
-    """Back in time; `now_ns` is where it has got to."""
+    """The walk back in time; `now_ns` is where it has got to."""
 
     def __init__(self, plan: Plan, timeline: Timeline) -> None:
         self.plan = plan
@@ -105,7 +103,7 @@ class _Walk:
         self.held = {task: held for mine in self.on_node.values() for task, held in self._held(mine)}
         self.messages = self._messages() if timeline.timing is Timing.FULL else {}
 
-    def pieces(self) -> list[PathSegment]:
+    def segments(self) -> list[PathSegment]:
         task = self._last_task()
         while task is not None:
             task = self._before(task)
@@ -118,17 +116,17 @@ class _Walk:
         return len(self.plan.lanes[task.lane].path)
 
     def _held(self, tasks: list[Task]) -> Iterator[tuple[Task, int]]:
-        """How many microbatches the node holds when it starts each of its tasks."""
+        """For each task, how many microbatches the node holds when it starts."""
         held = 0
         for task in tasks:
             yield task, held
             length = self._length(task)
             held += (task.step < length) - frees_slot(task.step, length, self.plan.split_backward)
 
-    def _messages(self) -> dict[Task, _Message]:
-        """By the task that sends it."""
-        found: dict[Task, _Message] = {}
-        last: dict[tuple[int, int], _Message] = {}
+    def _messages(self) -> dict[Task, _LinkMessage]:
+        """Messages by the task that sends them."""
+        found: dict[Task, _LinkMessage] = {}
+        last: dict[tuple[int, int], _LinkMessage] = {}
         for tasks in self.on_node.values():
             for task in tasks:
                 following = self.task.get((task.lane, task.microbatch, task.step + 1))
@@ -137,13 +135,13 @@ class _Walk:
                 link = (task.node, following.node)
                 before = last.get(link)
                 free_ns = before.sent_from_ns + int(self.plan.costs.transmit_ns[link]) if before else 0
-                found[task] = last[link] = _Message(task, max(task.end_ns, free_ns), before)
+                found[task] = last[link] = _LinkMessage(task, max(task.end_ns, free_ns), before)
         return found
 
     # one step back
 
     def _spend(self, start_ns: int, cause: Cause) -> None:
-        """The cause of all that lies between `start_ns` and now, but for waits."""
+        """Attribute all that lies between `start_ns` and now to the cause, but for waits."""
         while self.now_ns > start_ns:
             while self.waits and self.waits[0][1] >= self.now_ns:
                 self.waits.pop(0)
@@ -153,22 +151,22 @@ class _Walk:
             self.now_ns = since_ns
 
     def _wait(self, cause: Cause, since_ns: int) -> None:
-        """Somebody on the path waited from `since_ns` until now; whoever was on it already goes before."""
+        """Note a wait of a task on the path from `since_ns` until now; earlier waits go first."""
         if not self.waits or since_ns < self.waits[-1][1]:
             self.waits.append((cause, since_ns))
 
     def _before(self, task: Task) -> Task | None:
-        """Through a task to the one that it started after."""
+        """Go through a task to the one that it started after."""
         self._spend(task.start_ns, Cause(CauseKind.COMPUTING, task.node))
         if task.ready_ns == task.start_ns:
             return self._sender(task)
-        if not is_weights(task.step, self._length(task)):  # nobody waits for those, nor do they collide
+        if not is_weights(task.step, self._length(task)):  # no task waits for those, nor do they collide
             for cause, since_ns in self._waited(task):
                 self._wait(cause, since_ns)
         return self.on_node[task.node][self.position[task] - 1]
 
     def _waited(self, task: Task) -> Iterator[tuple[Cause, int]]:
-        """What a task that was ready waited for, and since when, going back."""
+        """What a ready task waited for, and since when, going back."""
         mine = self.on_node[task.node]
         at, until_ns = self.position[task] - 1, task.start_ns
         while until_ns > task.ready_ns:
@@ -183,7 +181,7 @@ class _Walk:
             yield Cause(CauseKind.SLOT if full else CauseKind.BUSY, task.node), until_ns
 
     def _sender(self, task: Task) -> Task | None:
-        """Back over what made the task ready; None: the iteration begins with it."""
+        """Go back over what made the task ready; None: the iteration begins with it."""
         length = self._length(task)
         if is_weights(task.step, length):
             return self.task[task.lane, task.microbatch, 2 * length - place(task.step, length)]
@@ -210,7 +208,7 @@ class _Walk:
     # the end of the iteration
 
     def _last_task(self) -> Task | None:
-        """Back over optimizer step and averaging."""
+        """Go back over optimizer step and averaging to the last task."""
         if self.timeline.timing is Timing.CONTENTION_ONLY:
             return max(self.timeline.tasks, key=lambda task: task.end_ns)
         slowest = max(self.timeline.nodes, key=lambda use: use.optimizer_ns)
@@ -221,7 +219,8 @@ class _Walk:
         return self.on_node[node][-1] if self.on_node[node] else None
 
     def _round_the_ring(self, stage: int) -> int:
-        """Back to the node whose last task the averaging of this stage waited for; docs/formats.md has the formulas."""
+        """Go back to the node whose last task the averaging of this stage waited for; docs/formats.md has the
+        formulas."""
         ring = self.plan.stages[stage].ring
         edges = Rings.of(self.plan.costs, [each.ring for each in self.plan.stages])
         first = sum(len(each.ring) for each in self.plan.stages[:stage])
@@ -258,7 +257,7 @@ CLEARLY = 1.5  # times as much
 
 
 class CauseGroup(StrEnum):
-    """In the words of people: what takes the time."""
+    """Groups of causes, as they are shown."""
 
     COMPUTING = "computing"
     COLLISIONS = "collisions"
@@ -268,7 +267,7 @@ class CauseGroup(StrEnum):
     OPTIMIZER = "optimizer"
 
 
-OF_KIND = {
+GROUP_OF_KIND = {
     CauseKind.COMPUTING: CauseGroup.COMPUTING,
     CauseKind.BUSY: CauseGroup.COLLISIONS,
     CauseKind.SLOT: CauseGroup.MEMORY,
@@ -283,15 +282,15 @@ OF_KIND = {
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """A part of the critical path for which one node, link or stage is the reason."""
+    """A part of the critical path that one node, link or stage accounts for."""
 
-    what: CauseGroup
+    group: CauseGroup
     causes: dict[Cause, int]
-    """In nanoseconds, the largest first."""
+    """Nanoseconds of every cause, the largest first."""
     node: int | None = None
-    """Of transfers: the one that has all the links."""
+    """The node; of transfers, the one that has all the links."""
     stage: int | None = None
-    """That is averaged."""
+    """The stage that averages."""
 
     @property
     def ns(self) -> int:
@@ -299,11 +298,11 @@ class Bottleneck:
 
     @property
     def links(self) -> list[Link]:
-        """The costliest first."""
+        """The links involved, the costliest first."""
         return [*dict.fromkeys((cause.node, cause.to) for cause in self.causes if cause.to is not None)]
 
     def of(self, *kinds: CauseKind) -> int:
-        """Nanoseconds of these kinds."""
+        """Nanoseconds of causes of these kinds."""
         return sum(ns for cause, ns in self.causes.items() if cause.kind in kinds)
 
 
@@ -316,15 +315,15 @@ def time_by_cause(path: Iterable[PathSegment]) -> dict[Cause, int]:
 
 
 def time_by_group(causes: dict[Cause, int]) -> dict[CauseGroup, int]:
-    """The same in a few words."""
+    """Nanoseconds of every group of causes."""
     found: Counter[CauseGroup] = Counter()
     for cause, ns in causes.items():
-        found[OF_KIND[cause.kind]] += ns
+        found[GROUP_OF_KIND[cause.kind]] += ns
     return dict(found.most_common())
 
 
 def bottlenecks(causes: dict[Cause, int]) -> list[Bottleneck]:
-    """Every cause in one of them; the largest first."""
+    """The bottlenecks, the largest first; every cause is in one of them."""
     at_nodes: dict[tuple[CauseGroup, int], dict[Cause, int]] = {}
     averaged: dict[int, dict[Cause, int]] = {}
     over_links: dict[Link, dict[Cause, int]] = {}
@@ -334,7 +333,7 @@ def bottlenecks(causes: dict[Cause, int]) -> list[Bottleneck]:
         elif cause.to is not None:
             over_links.setdefault((cause.node, cause.to), {})[cause] = ns
         else:
-            at_nodes.setdefault((OF_KIND[cause.kind], cause.node), {})[cause] = ns
+            at_nodes.setdefault((GROUP_OF_KIND[cause.kind], cause.node), {})[cause] = ns
     found = [Bottleneck(what, each, node=node) for (what, node), each in at_nodes.items()]
     found += [Bottleneck(CauseGroup.AVERAGING, each, stage=stage) for stage, each in averaged.items()]
     found += _transfers(over_links)
@@ -342,31 +341,31 @@ def bottlenecks(causes: dict[Cause, int]) -> list[Bottleneck]:
 
 
 def _transfers(over_links: dict[Link, dict[Cause, int]]) -> list[Bottleneck]:
-    """Links, put together where that says more."""
+    """Bottlenecks of links, merged where that says more."""
     cost = {link: sum(causes.values()) for link, causes in over_links.items()}
     found = []
-    far = _far_node(cost)
+    far = _distant_node(cost)
     if far is not None:
         its = [link for link in over_links if far in link]
-        found.append(Bottleneck(CauseGroup.TRANSFERS, _together(over_links[link] for link in its), node=far))
+        found.append(Bottleneck(CauseGroup.TRANSFERS, _merged(over_links[link] for link in its), node=far))
         cost = {link: ns for link, ns in cost.items() if link not in its}
     for pair, ns in _pairs(cost).items():
         ways = [link for link in (pair, pair[::-1]) if link in cost]
         apart = any(cost[link] >= ONE_WAY * ns for link in ways)
         for group in [[link] for link in ways] if apart else [ways]:
-            found.append(Bottleneck(CauseGroup.TRANSFERS, _together(over_links[link] for link in group)))
+            found.append(Bottleneck(CauseGroup.TRANSFERS, _merged(over_links[link] for link in group)))
     return found
 
 
 def _pairs(cost: dict[Link, int]) -> dict[Link, int]:
-    """Both directions together."""
+    """The cost of both directions together."""
     found: Counter[Link] = Counter()
     for (a, b), ns in cost.items():
         found[min(a, b), max(a, b)] += ns
     return dict(found)
 
 
-def _far_node(cost: dict[Link, int]) -> int | None:
+def _distant_node(cost: dict[Link, int]) -> int | None:
     """The node that has several links on the path, each of which costs clearly more than every other link."""
     pairs = _pairs(cost)
     for node in sorted({end for pair in pairs for end in pair}):
@@ -377,19 +376,19 @@ def _far_node(cost: dict[Link, int]) -> int | None:
     return None
 
 
-def _together(groups: Iterable[dict[Cause, int]]) -> dict[Cause, int]:
+def _merged(groups: Iterable[dict[Cause, int]]) -> dict[Cause, int]:
     every = {cause: ns for causes in groups for cause, ns in causes.items()}
     return dict(sorted(every.items(), key=lambda entry: -entry[1]))
 
 
 @dataclass(frozen=True)
 class SlowestLane:
-    """The one that is back last."""
+    """The lane whose last microbatch is back last."""
 
     lane: int
     back_ns: int
     alone_ns: int
-    """What all its microbatches would take if there were no other lanes."""
+    """Nanoseconds of all its microbatches if there were no other lanes."""
 
 
 def slowest_lane(plan: Plan, timeline: Timeline) -> SlowestLane:
@@ -409,13 +408,13 @@ def _back_ns(plan: Plan, timeline: Timeline) -> list[int]:
 
 
 def busiest_node(timeline: Timeline) -> tuple[int, int]:
-    """And for how long it is at work, in nanoseconds."""
+    """The node that works longest, and for how many nanoseconds."""
     use = max(timeline.nodes, key=lambda each: each.busy_ns)
     return use.node, use.busy_ns
 
 
 def busiest_link(plan: Plan, timeline: Timeline) -> tuple[Link, int]:
-    """And for how long it sends, all its messages one after another, in nanoseconds."""
+    """The link that sends longest, and for how many nanoseconds, all its messages one after another."""
     sends: Counter[Link] = Counter()
     for lane in plan.lanes:
         for a, b in circle(lane.path):

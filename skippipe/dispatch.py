@@ -1,12 +1,12 @@
-"""Who goes next on a node: the one definition that the simulator and the runtime share.
+"""Dispatch, which task a node runs next: the one definition that the simulator and the runtime share.
 
 A microbatch with a path of L nodes passes 2L + 1 steps, one after another: forward on each node in order (0 … L−1),
 head and loss at the data node (L), backward on each node in reverse (L+1 … 2L). With a split backward these compute
-only the gradient of the input, and the gradient of the weights is a task of its own on every node, which nothing on
-the way waits for: step 2L+1+p at place p of the path, ready when the backward at that place ends.
+only the gradient of the input, and the gradient of the weights is a task of its own on every node, which no other step
+waits for: step 2L+1+p at place p of the path, ready when the backward at that place ends.
 
 A node runs one task at a time and never interrupts it. When it is free, it takes, of the tasks that are ready and may
-start, the one with the smallest (urgency, time it became ready, lane). Nothing waits for a task that is not there yet.
+start, the one with the smallest (urgency, time it became ready, lane). It never waits for a task that is not ready yet.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class Dispatch(StrEnum):
     """How a node ranks the tasks that are ready."""
 
     FIRST_COME = "first-come"
-    """In the order in which they became ready."""
+    """Tasks in the order in which they became ready."""
     BACKWARD_FIRST = "backward-first"
     """Head and backward before forward, so that slots come free early; then in the order they became ready."""
     LANES_IN_ORDER = "lanes-in-order"
-    """Those of a lane before those of all lanes that come after it in the plan."""
+    """Tasks of a lane before those of all lanes that come after it in the plan."""
 
     @property
     def order(self) -> int:
-        """For kernels."""
+        """The number of the rule, for kernels."""
         return list(Dispatch).index(self)
 
 
@@ -50,19 +50,19 @@ def place(step: int, length: int) -> int:
 
 @kernel
 def steps(length: int) -> int:
-    """Of a microbatch on its way, from its first forward to its last backward; weight gradients come on top."""
+    """Steps of a microbatch from its first forward to its last backward, without weight gradients."""
     return 2 * length + 1
 
 
 @kernel
 def all_steps(length: int, split: bool) -> int:
-    """Of a microbatch, with a weight gradient for every node of its path if the backward is split."""
+    """Steps of a microbatch, with a weight gradient for every node of its path if the backward is split."""
     return 3 * length + 1 if split else 2 * length + 1
 
 
 @kernel
 def is_weights(step: int, length: int) -> bool:
-    """The weight gradient of a split backward."""
+    """Whether the step is the weight gradient of a split backward."""
     return step > 2 * length
 
 
@@ -74,13 +74,13 @@ def weights_after(step: int, length: int) -> int:
 
 @kernel
 def frees_slot(step: int, length: int, split: bool) -> bool:
-    """Whether the node lets go of the microbatch when this step ends there."""
+    """Whether the node frees its slot of the microbatch when this step ends."""
     return step > 2 * length if split else step > length
 
 
 @kernel
 def urgency(step: int, length: int, lane: int, order: int) -> int:
-    """The smaller goes first. Weight gradients fill the time that nobody else can use."""
+    """Rank of a task; the smaller goes first. Weight gradients fill the time that no other task can use."""
     if step > 2 * length:
         return LAST
     if order == LANES_IN_ORDER:
@@ -90,7 +90,8 @@ def urgency(step: int, length: int, lane: int, order: int) -> int:
 
 @kernel
 def may_start(step: int, length: int, held: int, slots: int) -> bool:
-    """A forward needs a free memory slot, which its last task there gives back; the others use the slot they have."""
+    """Whether a step may start: a forward needs a free memory slot, which the last task there gives back; other steps
+    have one."""
     return step >= length or held < slots
 
 
@@ -98,7 +99,8 @@ def may_start(step: int, length: int, held: int, slots: int) -> bool:
 def goes_before(
     urgency: int, ready_ns: int, lane: int, other_urgency: int, other_ready_ns: int, other_lane: int
 ) -> bool:
-    """Two tasks never tie: of one lane, only one becomes ready on a node at a time."""
+    """Whether the first of two tasks goes first. They never tie: of one lane, only one becomes ready on a node at a
+    time."""
     if urgency != other_urgency:
         return urgency < other_urgency
     if ready_ns != other_ready_ns:

@@ -1,4 +1,4 @@
-"""What goes wrong through no fault of the program, and how a command tells of it."""
+"""Errors of the user's input and environment, and how a command reports them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class UserError(Exception):
 
 
 class Infeasible(UserError):
-    """A demand no plan can meet; the message gives the nearest one that can be met."""
+    """A problem that no plan solves; the message gives the nearest one that can be solved."""
 
 
 def run_command(command: Callable[[], None]) -> None:
-    """Run it; what goes wrong through no fault of the program becomes one line and an exit code."""
+    """Run a command; errors of input and environment become one line and an exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without our arrows shows question marks

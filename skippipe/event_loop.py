@@ -1,32 +1,28 @@
 """The event loop of the simulator: one pass over the events of an iteration, in the order of time.
 
-A lane has one microbatch in flight, so it has one pending event at most: its next task becomes ready. A node needs
-an event of its own only when somebody waits for it. Everything that happens at one time is taken in before any node
-decides, so the outcome does not depend on the order in which simultaneous events are looked at.
+A lane has one microbatch in flight, so it has one pending event at most: its next task becomes ready. A node needs an
+event of its own only when a task waits for it. Everything that happens at one time is taken in before any node decides,
+so the outcome does not depend on the order in which simultaneous events are looked at.
 
-Weight gradients of a split backward need no events either: they wait on their node, in the order in which its
-backwards ran, for a moment when it could start nothing else.
+Weight gradients of a split backward need no events either: they wait on their node, in the order in which its backwards
+ran, for a moment when it could start nothing else.
 
-Sends need no events: a node's tasks end one after another, so the transfers on a directed link are known in their
-order when the task that feeds them starts.
+Sends need no events: a node's tasks end one after another, so the transfers on a directed link are known in their order
+when the task that feeds them starts.
 
-
-A binary heap in two arrays, for kernels: the smallest key with its value is at index 0.
+Events are in a binary heap of two arrays: the smallest key with its value is at index 0.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from skippipe.dispatch import all_steps, frees_slot, goes_before, may_start, place, steps, urgency, weights_after
-from skippipe.jit import kernel
-
-Ints = NDArray[np.int64]
+from skippipe.jit import Ints, kernel
 
 
 @kernel
-def run(
+def run_iteration(
     paths: Ints,  # [lane, hop] node; rows are padded at the end
     lengths: Ints,  # [lane]
     microbatches: Ints,  # [lane]
@@ -40,7 +36,7 @@ def run(
     queued: bool,  # transfers on one directed link wait for each other
     order: int,  # of dispatch
     split: bool,  # weight gradients are tasks of their own
-    spare_ns: Ints,  # in, out: [lane] by how much it may still wait, or the run ends at once; empty: for ever
+    slack_ns: Ints,  # in, out: [lane] by how much it may still wait, or the run ends at once; empty: for ever
     done_ns: Ints,  # out: [node] end of its last task
     record: Ints,  # out: [task, (ready, start, end)]; no rows: do not record
 ) -> tuple[int, int]:
@@ -48,7 +44,7 @@ def run(
     lanes = len(lengths)
     nodes = len(forward_ns)
     recording = len(record) > 0
-    hurried = len(spare_ns) > 0
+    has_slack = len(slack_ns) > 0
 
     step = np.zeros(lanes, np.int64)
     microbatch = np.zeros(lanes, np.int64)
@@ -150,9 +146,9 @@ def run(
                                 oldest[node] = weights
                             newest[node] = weights
                         undone[node] += 1
-                if hurried:
-                    spare_ns[lane] -= now - ready_ns[lane]
-                    if spare_ns[lane] < 0:
+                if has_slack:
+                    slack_ns[lane] -= now - ready_ns[lane]
+                    if slack_ns[lane] < 0:
                         return last_ns, left
                 if recording:
                     task = first_task[lane] + microbatch[lane] * all_steps(length, split) + at
@@ -190,8 +186,8 @@ def run(
                 target = paths[lane, place(at, length)]
                 if target != node:
                     if queued:
-                        if hurried:
-                            spare_ns[lane] -= max(0, link_free_ns[node, target] - end)
+                        if has_slack:
+                            slack_ns[lane] -= max(0, link_free_ns[node, target] - end)
                         arrival = max(end, link_free_ns[node, target]) + transmit_ns[node, target]
                         link_free_ns[node, target] = arrival
                         arrival += flight_ns[node, target]

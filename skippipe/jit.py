@@ -1,6 +1,6 @@
 """Kernels: plain Python functions over arrays, compiled by numba where numba is there.
 
-The simulator and the search run them compiled. The training runtime calls the same functions (who goes next, which
+The simulator and the search run them compiled. The training runtime calls the same functions (which task is next, which
 stage may follow) a few times a second, on machines that need not have numba, and takes them as they are written.
 """
 
@@ -14,6 +14,14 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+"""Arrays that kernels take."""
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -40,12 +48,13 @@ def kernel(function: Function) -> Function:
 
 
 @contextmanager
-def beside(code: str) -> Iterator[None]:
-    """Where nothing is compiled yet, a process of its own runs this meanwhile: what it compiles is in the cache then.
+def compile_beside(code: str) -> Iterator[None]:
+    """Compile in a second process meanwhile, where nothing is compiled yet: what it compiles is in the cache then.
 
-    numba compiles one kernel at a time in a process. If the other one fails, all is compiled here when it is needed.
+    numba compiles one kernel at a time in a process. If the other process fails, all is compiled here when it is
+    needed.
     """
-    cold = _folder is not None and _folder.is_dir() and not any(_folder.rglob("*.nbi"))
+    cold = _cache_dir is not None and _cache_dir.is_dir() and not any(_cache_dir.rglob("*.nbi"))
     if not cold:
         yield
         return
@@ -62,24 +71,24 @@ def beside(code: str) -> Iterator[None]:
 
 
 def python_version(function: Function) -> Function:
-    """The function as it is written, for those who call it now and then and should not have to compile it."""
+    """The function as it is written, for callers that need it now and then and should not have to compile it."""
     return cast(Function, getattr(function, "py_func", function))
 
 
-_folder: Path | None = None
+_cache_dir: Path | None = None
 
 
 def _cache_folder() -> Path:
-    """One folder for each state of our sources.
+    """The cache folder: one for each state of our sources.
 
     numba notices a change of the file a kernel stands in, but not of the kernels it calls from other files.
     """
-    global _folder
-    if _folder is None:
+    global _cache_dir
+    if _cache_dir is None:
         package = Path(__file__).parent
         sources = sha256()
         for file in sorted([*package.glob("*.py"), *package.glob("planner/**/*.py")]):
             sources.update(file.read_bytes())
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-        _folder = root / "skippipe" / sources.hexdigest()[:12]
-    return _folder
+        _cache_dir = root / "skippipe" / sources.hexdigest()[:12]
+    return _cache_dir

@@ -1,4 +1,4 @@
-"""How long iterations take where nodes and links are not always equally fast.
+"""Iterations under jitter, where nodes and links are not always equally fast.
 
 A plan promises what an iteration takes if everything takes what it should. Here the same iteration is simulated again
 and again, each time with other factors: one for every node, on all that it computes, and two for every directed link,
@@ -13,13 +13,13 @@ from math import ceil
 from statistics import fmean
 
 import numpy as np
-from numpy.typing import NDArray
 
 from skippipe.constraints import circle
-from skippipe.cost_model import NEVER_NS, CostModel, Ns, seconds
+from skippipe.cost_model import NEVER_NS, CostModel, seconds
 from skippipe.errors import UserError
+from skippipe.jit import Floats, Ints
 from skippipe.plan import LONGEST_NS, Plan
-from skippipe.simulator import Course, as_arrays, simulate
+from skippipe.simulator import PlacementCosts, path_arrays, simulate
 from skippipe.timeline import Timing
 
 DRAWS = 200
@@ -30,7 +30,7 @@ MOST = 2.0  # standard deviation; what lies beyond is not jitter
 @dataclass(frozen=True)
 class Jitter:
     spread: float
-    """The standard deviation of every factor."""
+    """Standard deviation of every factor."""
     draws: int = DRAWS
     seed: int = 0
 
@@ -41,13 +41,13 @@ class Jitter:
 
 @dataclass(frozen=True)
 class Spread:
-    """What iterations of a plan take."""
+    """The distribution of a plan's iterations."""
 
     iterations_ns: tuple[int, ...]
-    """From the shortest to the longest."""
+    """Nanoseconds of every simulated iteration, from the shortest to the longest."""
 
     def reached_ns(self, share: float) -> int:
-        """What this share of the iterations does not exceed."""
+        """The quantile: nanoseconds that this share of the iterations does not exceed."""
         return self.iterations_ns[max(0, ceil(share * len(self.iterations_ns)) - 1)]
 
     @property
@@ -76,18 +76,18 @@ def spread_of(plan: Plan, timing: Timing, jitter: Jitter) -> Spread:
     if simulate(plan, timing).iteration_ns > LONGEST_NS:
         raise UserError("jitter: an iteration of this plan takes over forty-eight days without any")
     rings = [stage.ring for stage in plan.stages]
-    paths, lengths = as_arrays([lane.path for lane in plan.lanes])
+    paths, lengths = path_arrays([lane.path for lane in plan.lanes])
     microbatches = np.array([lane.microbatches for lane in plan.lanes], dtype=np.int64)
     links = _links(plan)
     found = []
     for number in range(jitter.draws):
         costs = _jittered(plan.costs, jitter.spread, np.random.default_rng([jitter.seed, number]), links)
-        course = Course.of(costs, rings, plan.dispatch, timing, plan.split_backward)
-        found.append(course.run(paths, lengths, microbatches).iteration_ns)
+        placement_costs = PlacementCosts.of(costs, rings, plan.dispatch, timing, plan.split_backward)
+        found.append(placement_costs.run_iteration(paths, lengths, microbatches).iteration_ns)
     return Spread(tuple(sorted(found)))
 
 
-def _links(plan: Plan) -> tuple[Ns, Ns]:
+def _links(plan: Plan) -> tuple[Ints, Ints]:
     """Senders and receivers of the links in use."""
     hops = {hop for lane in plan.lanes for hop in circle(lane.path)}
     edges = {edge for stage in plan.stages if len(stage.ring) > 1 for edge in circle(stage.ring)}
@@ -96,11 +96,11 @@ def _links(plan: Plan) -> tuple[Ns, Ns]:
     return senders, receivers
 
 
-def _jittered(costs: CostModel, spread: float, draw: np.random.Generator, links: tuple[Ns, Ns]) -> CostModel:
+def _jittered(costs: CostModel, spread: float, rng: np.random.Generator, links: tuple[Ints, Ints]) -> CostModel:
     """The costs as they come out in one iteration, on the links in use."""
-    compute = _factors(spread, draw.standard_normal(costs.nodes))
-    latency = _factors(spread, draw.standard_normal((costs.nodes, costs.nodes))[links])
-    per_byte = _factors(spread, draw.standard_normal((costs.nodes, costs.nodes))[links])
+    compute = _factors(spread, rng.standard_normal(costs.nodes))
+    latency = _factors(spread, rng.standard_normal((costs.nodes, costs.nodes))[links])
+    per_byte = _factors(spread, rng.standard_normal((costs.nodes, costs.nodes))[links])
     flight_ns, transmit_ns = costs.flight_ns.copy(), costs.transmit_ns.copy()
     bandwidth = costs.bandwidth_bytes_per_s.copy()
     flight_ns[links] = _times(flight_ns[links], latency)
@@ -119,13 +119,13 @@ def _jittered(costs: CostModel, spread: float, draw: np.random.Generator, links:
     )
 
 
-def _factors(spread: float, normal: NDArray[np.float64]) -> NDArray[np.float64]:
+def _factors(spread: float, normal: Floats) -> Floats:
     variance = np.log1p(spread**2)  # of the logarithm
-    factors: NDArray[np.float64] = np.exp(np.sqrt(variance) * normal - variance / 2)
+    factors: Floats = np.exp(np.sqrt(variance) * normal - variance / 2)
     return factors
 
 
-def _times(taken_ns: Ns, factors: NDArray[np.float64]) -> Ns:
-    """A task still takes a nanosecond at least, and what was never reached never is."""
+def _times(taken_ns: Ints, factors: Floats) -> Ints:
+    """Times multiplied by factors: a task still takes a nanosecond at least, and an unreachable node stays so."""
     jittered = np.rint(taken_ns * factors).clip(np.minimum(taken_ns, 1), NEVER_NS).astype(np.int64)
     return np.where(taken_ns == NEVER_NS, NEVER_NS, jittered)

@@ -1,4 +1,4 @@
-"""JSON files that people write: every complaint names the place and the fix."""
+"""JSON files that users write: every error names the place and the fix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def exists(path: Path) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """The parsed file; NaN is let through here, so that whoever reads the field can say where it stands."""
+    """The parsed file; NaN is let through here, so that the reader of the field can say where it stands."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -39,7 +39,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_as(parse: Callable[[Any], Parsed], path: Path) -> Parsed:
-    """The file as something of ours; complaints start with the file's name."""
+    """The file parsed into an object; errors start with the file's name."""
     raw = read_json(path)
     try:
         return parse(raw)
@@ -57,7 +57,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_writable(path: Path, *sources: Path) -> None:
-    """Say before hours of work, not after them, that its result has nowhere to go."""
+    """Refuse an output file that cannot be written, before hours of work and not after them."""
     if path.is_dir() or not path.name:
         raise UserError(f"{path}: this is a folder; name a file in it")
     if any(source.exists() and path.exists() and path.samefile(source) for source in sources):
@@ -99,15 +99,15 @@ def json_text(value: Any, indent: int = 0) -> str:
 
 
 class Fields:
-    """One JSON object, taken field by field; `close` then refuses what nobody asked for.
+    """One JSON object, taken field by field; `close` then refuses unknown fields.
 
     If it becomes an object `of` a dataclass, that says the ranges of its numbers.
     """
 
     def __init__(self, value: Any, place: str, of: type[Any] | None = None) -> None:
         if not isinstance(value, dict):
-            raise UserError(f"{place or 'the file'}: expected an object {{…}}, found {_kind(value)}")
-        self._left = dict(value)
+            raise UserError(f"{place or 'the file'}: expected an object {{…}}, found {_described(value)}")
+        self._remaining = dict(value)
         self._known: list[str] = []
         self._of = of
         self.place = place
@@ -116,22 +116,22 @@ class Fields:
         return f"{self.place}.{name}" if self.place else name
 
     def has(self, name: str) -> bool:
-        """Is it there, and not null?"""
-        return self._left.get(name) is not None
+        """Whether the field is there, and not null."""
+        return self._remaining.get(name) is not None
 
     def mentions(self, name: str) -> bool:
-        return name in self._left
+        return name in self._remaining
 
     def take(self, name: str) -> Any:
         self._known.append(name)
-        if name not in self._left:
+        if name not in self._remaining:
             raise UserError(f"{self.at(name)}: missing; add it")
-        return self._left.pop(name)
+        return self._remaining.pop(name)
 
     def text(self, name: str, choices: tuple[str, ...] = ()) -> str:
         value = self.take(name)
         if not isinstance(value, str) or not value.strip():
-            raise UserError(f"{self.at(name)}: expected a text that is not empty, found {_kind(value)}")
+            raise UserError(f"{self.at(name)}: expected a text that is not empty, found {_described(value)}")
         if not value.isprintable():
             raise UserError(f"{self.at(name)}: {value!a} has characters that cannot be printed; use plain ones")
         if choices and value not in choices:
@@ -150,30 +150,30 @@ class Fields:
     def flag(self, name: str) -> bool:
         value = self.take(name)
         if not isinstance(value, bool):
-            raise UserError(f"{self.at(name)}: expected true or false, found {_kind(value)}")
+            raise UserError(f"{self.at(name)}: expected true or false, found {_described(value)}")
         return value
 
     def items(self, name: str) -> list[Any]:
         value = self.take(name)
         if not isinstance(value, list):
-            raise UserError(f"{self.at(name)}: expected a list […], found {_kind(value)}")
+            raise UserError(f"{self.at(name)}: expected a list […], found {_described(value)}")
         return value
 
     def objects(self, name: str, of: type[Any] | None = None) -> Iterator[Fields]:
         for index, value in enumerate(self.items(name)):
             yield Fields(value, f"{self.at(name)}[{index}]", of)
 
-    def header(self, kind: str, version: int) -> None:
-        """Every file of ours starts by saying what it is."""
+    def header(self, file_format: str, version: int) -> None:
+        """Check the format and version that every file of ours starts with."""
         found = self.text("format")
-        if found != kind:
-            raise UserError(f"{self.at('format')}: this is a '{found}' file; a '{kind}' file is needed here")
+        if found != file_format:
+            raise UserError(f"{self.at('format')}: this is a '{found}' file; a '{file_format}' file is needed here")
         number = self.integer("version", COUNT)
         if number != version:
             raise UserError(f"{self.at('version')}: version {number} is not known here; this release reads {version}")
 
     def close(self) -> None:
-        for name in self._left:
+        for name in self._remaining:
             near = difflib.get_close_matches(name, self._known, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(self._known)}"
             raise UserError(f"{self.at(name)}: unknown field; {hint}")
@@ -181,7 +181,7 @@ class Fields:
 
 def as_number(value: Any, place: str, within: Range | None = None) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise UserError(f"{place}: expected a number, found {_kind(value)}")
+        raise UserError(f"{place}: expected a number, found {_described(value)}")
     try:
         number = float(value)
     except OverflowError:
@@ -201,6 +201,6 @@ def as_integer(value: Any, place: str, within: Range = COUNT) -> int:
     return int(value)
 
 
-def _kind(value: Any) -> str:
+def _described(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: f"the text '{value}'", type(None): "null", bool: "true or false"}
     return names.get(type(value)) or f"the number {number_text(value)}"

@@ -1,4 +1,4 @@
-"""Libraries that only some installations have."""
+"""Optional dependencies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from skippipe.errors import UserError
 
 
 def require(package: str, extra: str, purpose: str) -> Any:
-    """The imported package, or one line that says how to get it."""
+    """The imported package; UserError with how to install it if it is missing."""
     try:
         return import_module(package)
     except ImportError as error:

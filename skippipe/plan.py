@@ -1,7 +1,7 @@
 """The plan: which node holds which stage, and which path every microbatch takes.
 
 Frozen data. A plan that can be made is well formed (every node known, on one stage at most, every path over nodes that
-hold a stage); whether it keeps the rules is for `check` to say. It carries the cluster and the workload it was made
+hold a stage); whether it keeps the rules is for `validate` to say. It carries the cluster and the workload it was made
 for and the timeline it promises, so a plan file needs no other file beside it. docs/formats.md describes the file.
 """
 
@@ -33,7 +33,8 @@ class Stage:
 
     layers: int
     nodes: tuple[int, ...]
-    """Empty once all who held it are lost: training goes on without it, although `check` will not have it."""
+    """Nodes that hold it. Empty once all of them are lost: training goes on without it, although `validate` refuses
+    it."""
     ring: tuple[int, ...]
     """The same nodes in the order in which they average gradients."""
 
@@ -45,7 +46,7 @@ class Lane:
     path: tuple[int, ...]
     """Starts at a data node; the head runs there too, after the last hop back."""
     microbatches: int
-    """How many take this path, one after another, in an iteration."""
+    """Microbatches of an iteration that take this path, one after another."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,15 @@ class Plan:
     stages: tuple[Stage, ...]
     lanes: tuple[Lane, ...]
     dispatch: Dispatch = Dispatch.FIRST_COME
-    """Who goes next on a node."""
+    """Which task a node runs next."""
     split_backward: bool = False
     """Weight gradients are tasks of their own, which fill idle time."""
     strategy: str = "by hand"
-    """What found it, for people."""
+    """What found the plan, for display."""
     expected: Timeline | None = None
-    """What an iteration is promised to look like."""
+    """The promised timeline of an iteration; None: not simulated yet."""
     lower_bound_ns: int | None = None
-    """No plan for this problem has a shorter iteration: proven. None: nobody looked."""
+    """Proven lower bound: no plan for this problem has a shorter iteration. None: not computed."""
 
     def __post_init__(self) -> None:
         names = [node.name for node in self.cluster.nodes]
@@ -115,12 +116,12 @@ class Plan:
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Of each stage."""
+        """Layers of each stage."""
         return tuple(stage.layers for stage in self.stages)
 
     @cached_property
     def exposure(self) -> list[int]:
-        """How many microbatches of an iteration visit each stage."""
+        """Microbatches of an iteration that visit each stage."""
         visits = [self.visits(lane) for lane in self.lanes]
         return constraints.exposure(visits, [lane.microbatches for lane in self.lanes], len(self.stages))
 
@@ -129,7 +130,7 @@ class Plan:
         return tuple(self.stage_of[node] for node in lane.path)
 
     def microbatch(self, lane: int, number: int) -> int:
-        """The place of a lane's microbatch among all of the iteration, which says what data it gets."""
+        """The number of a lane's microbatch among all of the iteration, which determines its data."""
         return sum(each.microbatches for each in self.lanes[:lane]) + number
 
     @property
@@ -139,7 +140,7 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """By what share the promised iteration is longer than the lower bound."""
+        """The optimality gap: by what share the promised iteration is longer than the lower bound."""
         if self.expected is None or not self.lower_bound_ns:
             return None
         return self.expected.iteration_ns / self.lower_bound_ns - 1

@@ -1,10 +1,8 @@
-"""Clusters to start from: the published regions, a data centre, five sites, random unequal machines.
+"""Preset clusters: the published regions, a data centre, five sites, random unequal machines; and emulation.
 
-A cluster that is to a small model what the real one is to a large one, at a fraction of the time.
-
-One machine can then be a continent: the same ratios between computing, sending and waiting, in seconds instead of
-minutes. Only the cluster changes; plan, simulator and runtime know nothing of it.
-
+An emulated cluster is to a small model what the real one is to a large one, at a fraction of the time. One machine can
+then be a continent: the same ratios between computing, sending and waiting, in seconds instead of minutes. Only the
+cluster changes; plan, simulator and runtime know nothing of it.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ def at_sites(
 
 
 def regions(nodes: int, hop_overhead_s: float = 0.35) -> Cluster:
-    """Nodes dealt out over the 12 published cloud regions, with the overhead a hop measured there."""
+    """Nodes distributed over the 12 published cloud regions, with the overhead a hop measured there."""
     table = data("regions12.json")
     sites = table["locations"]
     site_of = [(index + 1) % len(sites) for index in range(nodes)]  # the study starts at Belgium, the second row
@@ -102,14 +100,14 @@ def five_sites(nodes: int) -> Cluster:
 
 def random_cluster(nodes: int, seed: int = 0) -> Cluster:
     """Unequal machines on a map: speeds within a factor of four, 16 to 80 GiB, each link its own each way."""
-    draw = np.random.default_rng(seed)
-    spots = draw.uniform(0, 1, (nodes, 2))
+    rng = np.random.default_rng(seed)
+    spots = rng.uniform(0, 1, (nodes, 2))
     distance = np.linalg.norm(spots[:, None] - spots[None, :], axis=2)
-    latency_s = 0.001 + 0.12 * distance * draw.uniform(0.8, 1.3, (nodes, nodes))
-    bandwidth = 10 ** (draw.uniform(7.3, 8.7, (nodes, nodes)) - 0.8 * distance)
+    latency_s = 0.001 + 0.12 * distance * rng.uniform(0.8, 1.3, (nodes, nodes))
+    bandwidth = 10 ** (rng.uniform(7.3, 8.7, (nodes, nodes)) - 0.8 * distance)
     np.fill_diagonal(latency_s, 0)
-    speed = reference_flops_per_s() * 2 ** draw.uniform(-1, 1, nodes)
-    memory = draw.choice([16, 24, 24, 48, 80], nodes) * GIB
+    speed = reference_flops_per_s() * 2 ** rng.uniform(-1, 1, nodes)
+    memory = rng.choice([16, 24, 24, 48, 80], nodes) * GIB
     machines = tuple(
         Node(f"node-{index}", f"{x:.2f},{y:.2f}", float(speed[index]), int(memory[index]))
         for index, (x, y) in enumerate(spots)
@@ -126,7 +124,8 @@ PRESETS: dict[str, Callable[..., Cluster]] = {
 
 
 def preset(text: str) -> Cluster:
-    """`regions:24`, `datacentre:8`, `five-sites:15`, `random:30` or with a seed `random:30:7`; 20 nodes if not said."""
+    """A cluster from its name: `regions:24`, `datacentre:8`, `five-sites:15`, `random:30` or with a seed `random:30:7`;
+    20 nodes if not given."""
     name, *numbers = text.split(":")
     most = 2 if name == "random" else 1
     if name not in PRESETS:
@@ -142,7 +141,8 @@ def preset(text: str) -> Cluster:
 
 
 def emulated_cluster(cluster: Cluster, like: Workload, small: Workload, time: float) -> Cluster:
-    """Forward passes and hops of `small` take here what those of `like` take on the real cluster, times `time`."""
+    """The emulated cluster: forward passes and hops of `small` take there what those of `like` take on the real
+    cluster, times `time`."""
     compute = small.forward_flops(small.model.layers) / (like.forward_flops(like.model.layers) * time)
     carry = small.activation_bytes / (like.activation_bytes * time)
     return replace(

@@ -1,9 +1,9 @@
-"""From a plan to its timeline: how long an iteration takes, and why.
+"""The simulator: from a plan to its timeline, how long an iteration takes and why.
 
 The rules of time, which docs/formats.md states in full: a node runs one task at a time (`dispatch` says which), a hop
 takes flight and transmit time, a lane's next microbatch sets out when the one before it is back. Under full timing,
-every node passes gradients on along its stage's ring as soon as it is done, while others still work; the optimizer
-step follows when all stages are averaged, because clipping needs the norm of the whole model's gradient.
+every node passes gradients on along its stage's ring as soon as it is done, while others still work; the optimizer step
+follows when all stages are averaged, because clipping needs the norm of the whole model's gradient.
 """
 
 from __future__ import annotations
@@ -12,47 +12,46 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from skippipe.constraints import circle
 from skippipe.cost_model import CostModel
 from skippipe.dispatch import Dispatch, all_steps, is_weights, place
 from skippipe.errors import UserError
-from skippipe.event_loop import run
+from skippipe.event_loop import run_iteration
+from skippipe.jit import Ints
 from skippipe.plan import Plan
 from skippipe.ring_timing import Rings, averaging_spans, chunk_bytes, ring_ns
 from skippipe.timeline import LinkUse, NodeUse, Task, Timeline, Timing
 
-Ints = NDArray[np.int64]
 LAST_NS = 2**62  # the end of time for whole numbers of 64 bits
 MOST_TASKS = 20_000_000
 NO_RECORD = np.empty((0, 3), np.int64)
-NO_HURRY = np.empty(0, np.int64)
+NO_SLACK = np.empty(0, np.int64)
 
 
 class Deadlock(UserError):
-    """Lanes hold memory slots that others of them wait for."""
+    """A deadlock: lanes hold memory slots that others of them wait for."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """An iteration in three figures."""
+class IterationTimes:
+    """The main figures of a simulated iteration."""
 
     iteration_ns: int
     last_backward_ns: int
     averaging_ns: tuple[tuple[int, int], ...]
-    """Of each stage, from when to when; empty if not counted."""
+    """Start and end of each stage's averaging; empty if not counted."""
 
 
 @dataclass(frozen=True)
-class Course:
-    """A placement ready for the event loop: what stays the same while paths change."""
+class PlacementCosts:
+    """Costs of one placement, ready for the event loop: what stays the same while paths change."""
 
     forward_ns: Ints
     backward_ns: Ints
-    """Only the input gradient, if the backward is split."""
+    """[node]: backward pass; only the input gradient, if the backward is split."""
     weight_ns: Ints
-    """0 if the backward is not split."""
+    """[node]: weight gradients; 0 if the backward is not split."""
     head_ns: Ints
     slots: Ints
     flight_ns: Ints
@@ -62,9 +61,9 @@ class Course:
     timing: Timing
     rings: Rings
     ring_ns: tuple[int, ...]
-    """How long each stage averages if its nodes are done at the same time; 0 if not counted, like the next."""
+    """How long each stage averages if its nodes are done at the same time; 0 if not counted."""
     step_ns: int
-    """The slowest node's optimizer step."""
+    """The slowest node's optimizer step; 0 if not counted."""
 
     @classmethod
     def of(
@@ -74,8 +73,8 @@ class Course:
         dispatch: Dispatch,
         timing: Timing,
         split_backward: bool = False,
-    ) -> Course:
-        """`rings` are the nodes of every stage in the order in which they average."""
+    ) -> PlacementCosts:
+        """Costs of a placement; `rings` are the nodes of every stage in the order in which they average."""
         forward, backward, weight, slots = (np.zeros(costs.nodes, np.int64) for _ in range(4))
         for stage, ring in enumerate(rings):
             nodes = list(ring)
@@ -101,16 +100,18 @@ class Course:
         )
 
     def alone_ns(self, path: Sequence[int]) -> int:
-        """A round trip with nobody else there: every task on the way once, every hop there and back."""
+        """Nanoseconds of a round trip without other traffic: every task of the path once, every hop there and back."""
         hop_ns = self.flight_ns, self.transmit_ns
         hops = sum(int(part[a, b] + part[b, a]) for a, b in circle(path) for part in hop_ns)
         tasks = sum(int(self.forward_ns[node] + self.backward_ns[node]) for node in path)
         return hops + tasks + int(self.head_ns[path[0]])
 
-    def run(self, paths: Ints, lengths: Ints, microbatches: Ints, record: Ints | None = None) -> Run:
-        """One iteration; `record` takes the (ready, start, end) of every task, lane by lane."""
+    def run_iteration(
+        self, paths: Ints, lengths: Ints, microbatches: Ints, record: Ints | None = None
+    ) -> IterationTimes:
+        """Simulate one iteration; `record` takes the (ready, start, end) of every task, lane by lane."""
         done_ns = np.zeros(len(self.forward_ns), np.int64)
-        last_ns, left = run(
+        last_ns, left = run_iteration(
             paths,
             lengths,
             microbatches,
@@ -124,7 +125,7 @@ class Course:
             self.timing is Timing.FULL,
             self.order,
             self.split_backward,
-            NO_HURRY,
+            NO_SLACK,
             done_ns,
             NO_RECORD if record is None else record,
         )
@@ -135,15 +136,15 @@ class Course:
                 "they wait for; put fewer lanes through the full nodes ('skippipe check' names them)"
             )
         if self.timing is Timing.CONTENTION_ONLY:
-            return Run(int(last_ns), int(last_ns), ())
+            return IterationTimes(int(last_ns), int(last_ns), ())
         rings = self.rings
         spans = np.empty((len(rings.ends), 2), np.int64)
         averaging_spans(done_ns, rings.nodes, rings.transmit_ns, rings.flight_ns, rings.ends, spans)
         averaging = tuple((start, end) for start, end in spans.tolist())
-        return Run(max(end for _, end in averaging) + self.step_ns, int(last_ns), averaging)
+        return IterationTimes(max(end for _, end in averaging) + self.step_ns, int(last_ns), averaging)
 
 
-def as_arrays(paths: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+def path_arrays(paths: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
     """Paths as padded rows, and their lengths."""
     lengths = np.array([len(path) for path in paths], dtype=np.int64)
     rows = np.zeros((len(paths), int(lengths.max())), np.int64)
@@ -155,20 +156,21 @@ def as_arrays(paths: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
 def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
     """Run one iteration of the plan under virtual time."""
     rings = [stage.ring for stage in plan.stages]
-    course = Course.of(plan.costs, rings, plan.dispatch, timing, plan.split_backward)
-    paths, lengths = as_arrays([lane.path for lane in plan.lanes])
+    placement_costs = PlacementCosts.of(plan.costs, rings, plan.dispatch, timing, plan.split_backward)
+    paths, lengths = path_arrays([lane.path for lane in plan.lanes])
     microbatches = np.array([lane.microbatches for lane in plan.lanes], dtype=np.int64)
     total = sum(lane.microbatches * all_steps(len(lane.path), plan.split_backward) for lane in plan.lanes)
     if total > MOST_TASKS:
         raise UserError(f"{total} tasks in an iteration are more than the {MOST_TASKS} that can be simulated")
     one_after_another_ns = sum(
-        lane.microbatches * (course.alone_ns(lane.path) + int(course.weight_ns[list(lane.path)].sum()))
+        lane.microbatches
+        * (placement_costs.alone_ns(lane.path) + int(placement_costs.weight_ns[list(lane.path)].sum()))
         for lane in plan.lanes
     )
-    if one_after_another_ns + max(course.ring_ns) > LAST_NS:
+    if one_after_another_ns + max(placement_costs.ring_ns) > LAST_NS:
         raise UserError("an iteration of this plan may take over a century: does it use a link that is not there?")
     record = np.empty((total, 3), np.int64)
-    outcome = course.run(paths, lengths, microbatches, record)
+    outcome = placement_costs.run_iteration(paths, lengths, microbatches, record)
     tasks = _tasks(plan, record)
     return Timeline(
         timing=timing,

@@ -1,6 +1,7 @@
-"""The recipe: how much of the model a microbatch sees, when in the run, and what makes up for the rest.
+"""The skip schedule of a run (`recipe` in a job): how much of the model a microbatch visits in which iteration, and
+what makes up for the rest. Planner, runtime and studies use this one definition.
 
-Planner, runtime and studies ask here. The share of stages to skip is written as people would say it:
+The share of stages to skip is written as:
 
     1/3                          a third of the stages, all along
     1/3 until 90%, 0             … and the whole model for the last tenth of the run
@@ -30,8 +31,8 @@ from skippipe.value_ranges import SHARE, Range, check_ranges
 Residual = Literal["plain", "scaled"]
 Gradients = Literal["visitors", "all"]
 USUAL = "1/3 until 65%, 0"
-"""What training skips if nobody says anything: a last phase with the whole model, begun while the learning rate is
-still high, wins most of the loss back (docs/results.md)."""
+"""The default of training: a last phase with the whole model, begun while the learning rate is still high, wins most of
+the loss back (docs/results.md)."""
 LONGEST_TURN = 10_000  # iterations after which a turn begins again, at most
 LARGEST_MIX = 1000  # parts into which the microbatches of an iteration are divided, at most
 DIGITS = 20  # of a number in a recipe that are read
@@ -42,12 +43,12 @@ Mix = tuple[Fraction, ...]
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the run in which the same shares are skipped by turns."""
+    """A phase of the run, in which the same shares are skipped in turn."""
 
     until: Fraction
-    """Share of the run after which the next phase begins."""
+    """Share of the run at which the next phase begins."""
     turn: tuple[Mix, ...]
-    """What is skipped, one iteration after another, and again from the start."""
+    """What is skipped, iteration after iteration, and again from the start."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ class SkipSchedule:
     swaps: Annotated[float, SHARE] = 0.0
     """Share of the microbatches that visit two neighbouring stages in the other order."""
     gradients: Gradients = "visitors"
-    """A stage follows the mean gradient over those who visited it, or over all microbatches, which makes it smaller."""
+    """What gradients are averaged over: those microbatches that visited the stage ("visitors"), or all of them, which
+    makes the mean smaller."""
     early_exit: Annotated[float, SHARE] = 0.0
     """Weight of a second loss, of what stage 0 alone predicts; 0: none. Costs the data nodes a second head."""
     bridges: Annotated[int, Range(0, 100_000)] = 0
@@ -82,7 +84,7 @@ class SkipSchedule:
         _ = self.phases
         young = {share for phase in self._before(self.grown_at) for mix in phase.turn for share in mix}
         if self.grow and len(young) != 1:
-            raise UserError(f"recipe.grow: until {self.grow} the same share must be skipped all along, and be said")
+            raise UserError(f"recipe.grow: until {self.grow} the same share must be skipped all along, and be given")
         check_ranges(self, "recipe")
         if self.bridges and self.swaps:
             raise UserError("recipe.bridges: they lead forward: leave out recipe.swaps, or the bridges")
@@ -95,7 +97,7 @@ class SkipSchedule:
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """Empty: nothing was said."""
+        """The phases of `skip`; empty: none is given."""
         return parse_skip(self.skip) if self.skip.strip() else ()
 
     @cached_property
@@ -110,7 +112,7 @@ class SkipSchedule:
 
     @property
     def is_mixed(self) -> bool:
-        """Are there iterations with paths of several lengths?"""
+        """Whether there are iterations with paths of several lengths."""
         return any(len(set(mix)) > 1 for phase in self.phases for mix in phase.turn)
 
     def heals(self, iteration: int, iterations: int) -> bool:
@@ -120,30 +122,34 @@ class SkipSchedule:
         return iteration < math.ceil(self.grown_at * iterations)
 
     def _before(self, share: Fraction) -> list[Phase]:
-        """Phases that begin before so much of the run is over."""
+        """Phases that begin before this share of the run."""
         begins = [Fraction(0), *(phase.until for phase in self.phases)]
         return [phase for phase, start in zip(self.phases, begins, strict=False) if start < share]
 
-    def visited(self, iteration: int, iterations: int, stages: int, usual: int) -> int:
+    def visited(self, iteration: int, iterations: int, stages: int, default_length: int) -> int:
         """Stages on a path in this iteration, stage 0 included; `usual` is the pipeline's own length."""
-        (length,) = set(self.mix(iteration, iterations, stages, usual))
+        (length,) = set(self.mix(iteration, iterations, stages, default_length))
         return length
 
-    def mix(self, iteration: int, iterations: int, stages: int, usual: int) -> tuple[int, ...]:
+    def mix(self, iteration: int, iterations: int, stages: int, default_length: int) -> tuple[int, ...]:
         """Stages on a path, for each of the equal parts into which this iteration's microbatches are divided."""
         for phase in self.phases:
             begins = math.ceil(phase.until * iterations)
             if iteration < begins:
                 mix = phase.turn[iteration % len(phase.turn)]
                 return tuple(visited_of(share, stages) for share in mix)
-        return (usual,) if not self.phases else tuple(visited_of(each, stages) for each in self.phases[-1].turn[0])
+        return (
+            (default_length,)
+            if not self.phases
+            else tuple(visited_of(each, stages) for each in self.phases[-1].turn[0])
+        )
 
-    def lengths(self, iterations: int, stages: int, usual: int) -> Counter[int]:
+    def lengths(self, iterations: int, stages: int, default_length: int) -> Counter[int]:
         """How many iterations have paths of which length; one with several lengths counts for each by its part.
 
         Counted by turns, as there may be a thousand million."""
         if not self.phases:
-            return Counter({usual: iterations})
+            return Counter({default_length: iterations})
         exact: dict[int, Fraction] = {}
         begin = 0
         for phase in self.phases:
@@ -157,14 +163,14 @@ class SkipSchedule:
             begin = end
         return Counter({length: round(count) for length, count in exact.items()})
 
-    def drive(self, stages: int, visited: int) -> float:
+    def residual_scale(self, stages: int, visited: int) -> float:
         """By what the contribution of a visited stage, other than stage 0, is multiplied."""
         if self.residual == "plain" or visited <= 1:
             return 1.0
         return (stages - 1) / (visited - 1)
 
     def divisor(self, visits: int, microbatches: int) -> int:
-        """What a stage's sum of gradients is divided by; 0: nobody visited it, and it takes no step."""
+        """What a stage's sum of gradients is divided by; 0: no microbatch visited it, and it takes no step."""
         return microbatches if visits and self.gradients == "all" else visits
 
 
@@ -186,7 +192,7 @@ def young_stages(stages: int, visited: int) -> tuple[int, ...]:
 
 
 def donors(stages: int, visited: int) -> dict[int, int]:
-    """When it grows: each new stage, and whose copy it is.
+    """New stages of a model that grows, and the trained stage that each is a copy of.
 
     What lies between the first stage and the last is repeated as a block, which works better than to double stage by
     stage (Du et al., "Stacking Your Transformers", 2024).
@@ -240,7 +246,7 @@ def _times(piece: str) -> tuple[int, Fraction]:
 
 
 def parse_share(text: str, where: str) -> Fraction:
-    """0.33, 33% or 1/3."""
+    """Parse a share: 0.33, 33% or 1/3."""
     number = text.removesuffix("%").strip()
     try:
         if "e" in number.lower() or len(number) > 2 * DIGITS:  # 1e999999999 takes minutes, and all memory

@@ -14,7 +14,7 @@ from numpy.random import default_rng
 
 from skippipe.errors import UserError
 from skippipe.skip_schedule import Residual, SkipSchedule, parse_share, visited_of
-from skippipe.value_ranges import DRIVE
+from skippipe.value_ranges import RESIDUAL_SCALE
 
 Visits = tuple[int, ...]
 """Stages, in the order in which they are visited."""
@@ -74,12 +74,12 @@ def draw_stages(share: str, total: int, draws: int, seed: int) -> list[Visits]:
 def residual_scale_of(text: str, total: int, visited: int) -> float:
     """'plain', 'scaled' or a number. Where nothing is missing, nothing is made up for."""
     if text in get_args(Residual):
-        return SkipSchedule(residual=cast(Residual, text)).drive(total, visited)
+        return SkipSchedule(residual=cast(Residual, text)).residual_scale(total, visited)
     try:
         drive = float(text)
     except ValueError:
         raise UserError(f"--drive: '{text}' is neither a number nor one of {', '.join(get_args(Residual))}") from None
-    DRIVE.check(drive, "--drive")
+    RESIDUAL_SCALE.check(drive, "--drive")
     return drive if visited < total else 1.0
 
 

@@ -1,4 +1,4 @@
-"""What a long command does on a terminal: it shows how far it is, and Ctrl-C asks it to end."""
+"""Long commands on a terminal: a progress bar, and Ctrl-C that asks them to end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def interruptible(times: int = 1) -> Iterator[list[bool]]:
-    """Ctrl-C, so many times, makes the list longer, which ends what goes on; once more ends the program."""
+    """Ctrl-C, so many times, makes the list longer, which stops the work; once more ends the program."""
     stopped: list[bool] = []
 
     def stop(*_: object) -> None:
@@ -27,7 +27,7 @@ def interruptible(times: int = 1) -> Iterator[list[bool]]:
 
 @contextmanager
 def plan_progress(strategy: str) -> Iterator[Callable[[str, float, float | None], None]]:
-    """On a terminal; elsewhere long work is silent."""
+    """A progress bar on a terminal; elsewhere long work is silent."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda what, share, best_s: None
         return

@@ -1,4 +1,4 @@
-"""What happens in an iteration, task by task: promised by the simulator, stored in the plan.
+"""The timeline of an iteration, task by task: promised by the simulator, stored in the plan.
 
 Whole nanoseconds in memory, seconds with up to nine decimals in files, node numbers in memory, names in files.
 """
@@ -30,7 +30,7 @@ class Task(NamedTuple):
 
     lane: int
     microbatch: int
-    """Of the lane, from 0."""
+    """Number of the microbatch on its lane, from 0."""
     step: int
     """0 … L−1 forward, L head, L+1 … 2L backward, then weight gradients if they are split off (see `dispatch`)."""
     node: int
@@ -51,17 +51,17 @@ class NodeUse(NamedTuple):
     slots: int
     forward_ns: int
     backward_ns: int
-    """Only the input gradient, if the backward is split."""
+    """Backward pass; only the input gradient, if the backward is split."""
     weight_ns: int
-    """0 if the backward is not split."""
+    """Weight gradients; 0 if the backward is not split."""
     head_ns: int
-    """0 but for data nodes."""
+    """Head and loss; 0 but for data nodes."""
     optimizer_ns: int
     busy_ns: int
-    """All its tasks together."""
+    """Duration of all its tasks together."""
     collision_ns: int
-    """For how long tasks that were ready waited for the node, summed over the tasks; weight gradients, for which nobody
-    waits, do not count."""
+    """For how long ready tasks waited for the node, summed over the tasks; weight gradients, which no task waits for,
+    do not count."""
 
 
 class LinkUse(NamedTuple):
@@ -72,7 +72,7 @@ class LinkUse(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """An iteration."""
+    """The timeline of one iteration."""
 
     timing: Timing
     iteration_ns: int
@@ -82,7 +82,7 @@ class Timeline:
     nodes: tuple[NodeUse, ...]
     links: tuple[LinkUse, ...]
     tasks: tuple[Task, ...]
-    """In the order of their start, then of lane, microbatch and step."""
+    """Tasks in the order of their start, then of lane, microbatch and step."""
 
     @property
     def iteration_s(self) -> float:
@@ -110,13 +110,7 @@ class Timeline:
                     "name": names[use.node],
                     "stage": use.stage,
                     "slots": use.slots,
-                    "forward_s": seconds(use.forward_ns),
-                    "backward_s": seconds(use.backward_ns),
-                    "weight_s": seconds(use.weight_ns),
-                    "head_s": seconds(use.head_ns),
-                    "optimizer_s": seconds(use.optimizer_ns),
-                    "busy_s": seconds(use.busy_ns),
-                    "collision_s": seconds(use.collision_ns),
+                    **{name: seconds(taken_ns) for name, taken_ns in zip(NODE_TIMES, use[3:], strict=True)},
                 }
                 for use in self.nodes
             ],
@@ -189,7 +183,7 @@ class Timeline:
 
 
 class BarKind(StrEnum):
-    """What a bar says about its node."""
+    """Kinds of bars in a Gantt chart."""
 
     FORWARD = "forward"
     HEAD = "head"
@@ -209,7 +203,7 @@ HUES = ("#0072B2", "#E69F00", "#882255", "#117733", "#CC79A7", "#56B4E9", "#9999
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
-    """0, 1, 2, 5 as '0–2, 5'."""
+    """Numbers as ranges: 0, 1, 2, 5 as '0–2, 5'."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:

@@ -21,7 +21,7 @@ from skippipe.errors import UserError
 from skippipe.value_ranges import hints_of, number_text, split_hint
 
 Tree = TypeVar("Tree")
-WORDS: dict[Any, str] = {
+TYPE_NAMES: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     str: "a text in quotes",
@@ -29,7 +29,7 @@ WORDS: dict[Any, str] = {
 }
 
 
-def read_toml(kind: type[Tree], path: Path) -> Tree:
+def read_toml(dataclass_type: type[Tree], path: Path) -> Tree:
     try:
         with path.open("rb") as file:
             found = tomllib.load(file)
@@ -40,22 +40,22 @@ def read_toml(kind: type[Tree], path: Path) -> Tree:
     except (ValueError, RecursionError) as error:  # bad syntax, a number of thousands of digits, endless nesting
         raise UserError(f"{path}: not valid TOML: {error}") from None
     try:
-        return from_table(kind, found)
+        return from_table(dataclass_type, found)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
 
-def from_table(kind: type[Tree], table: Any, place: str = "") -> Tree:
-    """An object of a dataclass from a table; what is not said keeps its default."""
+def from_table(dataclass_type: type[Tree], table: Any, place: str = "") -> Tree:
+    """An object of a dataclass from a table; fields that are not given keep their default."""
     if not isinstance(table, dict):
         raise UserError(f"{place}: expected a table, written [{place}]")
-    hints = hints_of(kind)
+    hints = hints_of(dataclass_type)
     for name in table:
         if name not in hints:
             near = difflib.get_close_matches(name, hints, 1)
             meant = f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(hints)}"
             raise UserError(f"{_at(place, name)}: no such field{meant}")
-    return kind(**{name: _value(hints[name], value, _at(place, name)) for name, value in table.items()})
+    return dataclass_type(**{name: _value(hints[name], value, _at(place, name)) for name, value in table.items()})
 
 
 def _at(place: str, name: str) -> str:
@@ -63,7 +63,7 @@ def _at(place: str, name: str) -> str:
 
 
 def _value(hint: Any, value: Any, at: str) -> Any:
-    hint, within = split_hint(hint)  # of an optional field too: TOML has no null, so it is said or left out
+    hint, within = split_hint(hint)  # of an optional field too: TOML has no null, so it is given or left out
     found = _typed(hint, value, at)
     if within is not None:
         within.check(found, at)
@@ -82,23 +82,23 @@ def _typed(hint: Any, value: Any, at: str) -> Any:
             raise UserError(f"{at}: {number_text(value)} is not a finite number")
         return float(value)
     if get_origin(hint) is list:
-        (kind,) = get_args(hint)
-        if kind is str and isinstance(value, str):
+        (item_hint,) = get_args(hint)
+        if item_hint is str and isinstance(value, str):
             value = [value]
         if not isinstance(value, list):
             raise UserError(f"{at}: expected a list, found {value!r}")
-        return [_value(kind, each, f"{at}[{index}]") for index, each in enumerate(value)]
+        return [_value(item_hint, each, f"{at}[{index}]") for index, each in enumerate(value)]
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         found = number_text(value) if type(value) is int else repr(value)
-        raise UserError(f"{at}: expected {WORDS[hint]}, found {found}")
+        raise UserError(f"{at}: expected {TYPE_NAMES[hint]}, found {found}")
     return value
 
 
-def example(kind: type[Any], place: str = "") -> str:
-    """All fields with their defaults and what they are for; those without a default are left out as comments."""
-    hints, texts = hints_of(kind), field_texts(kind)
+def example(dataclass_type: type[Any], place: str = "") -> str:
+    """An example file: all fields with their defaults and docstrings; those without a default are left as comments."""
+    hints, texts = hints_of(dataclass_type), field_texts(dataclass_type)
     plain, tables = [], []
-    for field in fields(kind):
+    for field in fields(dataclass_type):
         at = _at(place, field.name)
         hint, within = split_hint(hints[field.name])
         if is_dataclass(hint):
@@ -114,24 +114,24 @@ def example(kind: type[Any], place: str = "") -> str:
         elif within is not None:
             texts[field.name] = f"{within}. {texts.get(field.name, '')}"
         about = textwrap.fill(texts.get(field.name, ""), 100, initial_indent="# ", subsequent_indent="# ")
-        line = f"# {field.name} =" if default in (None, MISSING) else f"{field.name} = {_written(default)}"
+        line = f"# {field.name} =" if default in (None, MISSING) else f"{field.name} = {_literal(default)}"
         plain.append("\n".join(part for part in (about if texts.get(field.name) else "", line) if part))
     return "\n".join(plain) + "\n" + "".join(tables)
 
 
-def _written(value: Any) -> str:
+def _literal(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)  # TOML has the same escapes
     if isinstance(value, list):
-        return f"[{', '.join(_written(each) for each in value)}]"
+        return f"[{', '.join(_literal(each) for each in value)}]"
     return repr(value)
 
 
-def field_texts(kind: type[Any]) -> dict[str, str]:
-    """The texts that stand under the fields of a dataclass."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+def field_texts(dataclass_type: type[Any]) -> dict[str, str]:
+    """The docstrings of the fields of a dataclass."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(dataclass_type))).body
     assert isinstance(body, ast.ClassDef)
     texts: dict[str, str] = {}
     name = ""

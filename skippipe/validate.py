@@ -1,4 +1,4 @@
-"""Does a plan hold? Every rule, every cost and every second of its promise, each breach named."""
+"""Validation of a plan: every rule, every cost and every second of its promise, each violation named."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skippipe.timeline import Timeline
 @dataclass(frozen=True)
 class Violation:
     rule: str
-    """stages, CC1, CC2, CC3, TC1, deadlock, link, microbatches, or promise."""
+    """Name of the rule: stages, CC1, CC2, CC3, TC1, deadlock, link, microbatches, or promise."""
     where: str
     message: str
 
@@ -24,7 +24,7 @@ class Violation:
 
 
 def validate(plan: Plan) -> list[Violation]:
-    """Empty: the plan holds."""
+    """All violations; empty: the plan is valid."""
     return [*_stages(plan), *_paths(plan), *_exposure(plan), *_memory(plan), *_links(plan), *_promise(plan)]
 
 
@@ -105,7 +105,7 @@ def _links(plan: Plan) -> list[Violation]:
 
 
 def _promise(plan: Plan) -> list[Violation]:
-    """Simulate again and compare every figure."""
+    """Violations of the promised timeline: simulate again and compare every figure."""
     if plan.expected is None:
         return []
     if plan.lower_bound_ns and plan.expected.iteration_ns < plan.lower_bound_ns:
@@ -122,21 +122,21 @@ def _promise(plan: Plan) -> list[Violation]:
 
 
 def _differences(stated: Timeline, true: Timeline) -> list[tuple[str, object, object]]:
-    """The totals that differ; of every list, the first entry that does."""
+    """Totals that differ; of every list, the first entry that does."""
     found: list[tuple[str, object, object]] = []
     for field in fields(Timeline):
-        said, is_ = getattr(stated, field.name), getattr(true, field.name)
-        if said == is_:
+        promised, simulated = getattr(stated, field.name), getattr(true, field.name)
+        if promised == simulated:
             continue
         name = field.name.replace("_ns", "_s")
-        if isinstance(said, tuple):
-            if len(said) != len(is_):
-                found.append((name, f"{len(said)} entries", f"{len(is_)} entries"))
+        if isinstance(promised, tuple):
+            if len(promised) != len(simulated):
+                found.append((name, f"{len(promised)} entries", f"{len(simulated)} entries"))
                 continue
-            index = next(i for i, (a, b) in enumerate(zip(said, is_, strict=True)) if a != b)
-            found.append((f"{name}[{index}]", said[index], is_[index]))
+            index = next(i for i, (a, b) in enumerate(zip(promised, simulated, strict=True)) if a != b)
+            found.append((f"{name}[{index}]", promised[index], simulated[index]))
         else:
-            found.append((name, f"{seconds(said):.9f} s", f"{seconds(is_):.9f} s"))
+            found.append((name, f"{seconds(promised):.9f} s", f"{seconds(simulated):.9f} s"))
     return found
 
 

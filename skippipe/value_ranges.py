@@ -1,4 +1,4 @@
-"""Ranges of the numbers that people give.
+"""Ranges of the numbers in files and on the command line.
 
 A range stands where the number does, in its type: `iterations: Annotated[int, ITERATIONS]`. The readers of job, study,
 cluster and plan files and the command line look it up there and refuse what lies outside, before anything else is done;
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from skippipe.errors import UserError
 
 LARGEST = 2**53  # beyond this JSON readers disagree about whole numbers
-SHOWN_DIGITS = 30  # of a number that is refused
+MAX_SHOWN_DIGITS = 30  # of a number that is refused
 _hints: dict[type[Any], dict[str, Any]] = {}  # found once, as workloads and clusters are made by the thousand
 
 
@@ -30,7 +30,7 @@ class Range:
     """`most` itself lies outside."""
 
     def __contains__(self, value: float) -> bool:
-        """NaN lies in no range."""
+        """Whether the value lies in the range; NaN lies in none."""
         enough = self.least < value if self.above else self.least <= value
         return enough and (value < self.most if self.below else value <= self.most)
 
@@ -66,14 +66,14 @@ BUDGET_S = Range(0.001, 7 * 86_400)
 HEARTBEAT_S = Range(0.1, 3_600)
 WAIT_S = Range(0, 365 * 86_400)
 CENTURY_S = Range(0, 3.2e9)
-DRIVE = Range(0, 1_000, above=True)
+RESIDUAL_SCALE = Range(0, 1_000, above=True)
 SHARE = Range(0, 1)
 BELOW_ONE = Range(0, 1, below=True)
 
 
 def number_text(value: float) -> str:
-    """A number for people; one of a thousand digits only by their number, as Python writes no more than some."""
-    if isinstance(value, int) and abs(value) >= 10**SHOWN_DIGITS:
+    """A number for display; one of a thousand digits only by their number, as Python writes no more than some."""
+    if isinstance(value, int) and abs(value) >= 10**MAX_SHOWN_DIGITS:
         return f"a number of some {int(value.bit_length() * math.log10(2)) + 1:,} digits"
     if value in (math.inf, -math.inf) or value != value:
         return str(value)
@@ -82,15 +82,16 @@ def number_text(value: float) -> str:
     return f"{value:g}"
 
 
-def hints_of(kind: type[Any]) -> dict[str, Any]:
-    """The types of a dataclass's fields, with what is noted beside them."""
-    if kind not in _hints:
-        _hints[kind] = get_type_hints(kind, include_extras=True)
-    return _hints[kind]
+def hints_of(dataclass_type: type[Any]) -> dict[str, Any]:
+    """Types of a dataclass's fields, with their annotations."""
+    if dataclass_type not in _hints:
+        _hints[dataclass_type] = get_type_hints(dataclass_type, include_extras=True)
+    return _hints[dataclass_type]
 
 
 def split_hint(hint: Any) -> tuple[Any, Range | None]:
-    """A type without its notes, and the range that is noted beside it; of an optional one, what it is if it is said."""
+    """A type without annotations, and the range annotated beside it; of an optional one, the type it has if it is
+    given."""
     within = None
     if get_origin(hint) is Annotated:
         hint, *notes = get_args(hint)
@@ -102,15 +103,15 @@ def split_hint(hint: Any) -> tuple[Any, Range | None]:
     return hint, within
 
 
-def range_of(kind: type[Any], name: str) -> Range:
+def range_of(dataclass_type: type[Any], name: str) -> Range:
     """The range of a field."""
-    within = split_hint(hints_of(kind)[name])[1]
-    assert within is not None, f"{kind.__name__}.{name} has no range"
+    within = split_hint(hints_of(dataclass_type)[name])[1]
+    assert within is not None, f"{dataclass_type.__name__}.{name} has no range"
     return within
 
 
 def check_ranges(found: Any, place: str = "") -> None:
-    """Every number in an object of a dataclass, and in those inside it, lies in the range of its field."""
+    """Check that every number in an object of a dataclass, and in those inside it, lies in the range of its field."""
     for name, hint in hints_of(type(found)).items():
         _check(hint, getattr(found, name), f"{place}.{name}" if place else name)
 
@@ -128,9 +129,9 @@ def _check(hint: Any, value: Any, at: str) -> None:
             _check(get_args(inner)[0], each, f"{at}[{index}]")
 
 
-def ranges_in(kind: type[Any], place: str = "") -> Iterator[tuple[str, type[Any], Range | None]]:
+def ranges_in(dataclass_type: type[Any], place: str = "") -> Iterator[tuple[str, type[Any], Range | None]]:
     """Every field of a dataclass that takes numbers, and of those inside it: its place, int or float, its range."""
-    for name, hint in hints_of(kind).items():
+    for name, hint in hints_of(dataclass_type).items():
         at = f"{place}.{name}" if place else name
         inner, within = split_hint(hint)
         if get_origin(inner) is list:

@@ -1,8 +1,8 @@
 """A model and a batch, as far as a plan needs them: operations, bytes and memory.
 
 `ModelShape` is what a configuration file says of a decoder-only transformer; `Workload` adds the batch and how it is
-run, and answers for any number of layers: how many floating-point operations, how many bytes over a hop, how many
-bytes to average, how many bytes a node must hold. Seconds come in `costs`, where the workload meets the cluster.
+run, and answers for any number of layers: how many floating-point operations, how many bytes over a hop, how many bytes
+to average, how many bytes a node must hold. Seconds come in `cost_model`, where the workload meets the cluster.
 """
 
 from __future__ import annotations
@@ -181,24 +181,24 @@ class Workload:
     sequence_tokens: Annotated[int, SEQUENCE] = 4096
     samples_per_microbatch: Annotated[int, SAMPLES] = 2
     microbatches: Annotated[int, MICROBATCHES] = 30
-    """In one iteration, over all data nodes."""
+    """Microbatches of one iteration, over all data nodes."""
     wire_dtype: str = "bf16"
-    """Of activations and their gradients on a hop."""
+    """Type of activations and their gradients on the wire."""
     gradient_dtype: str = "fp32"
-    """Of weight gradients while they are averaged."""
+    """Type of weight gradients while they are averaged."""
     compute_dtype: str = "bf16"
-    """Of the activations a node keeps for the backward pass."""
+    """Type of the activations a node keeps for the backward pass."""
     activation_checkpointing: bool = False
     backward_ratio: Annotated[float, Range(0, 1_000, above=True)] = 2.0
     """Backward seconds for each forward second of a stage."""
     weight_share: Annotated[float, Range(0, 1, above=True, below=True)] = 0.5
-    """Of a backward: what a split one leaves to the task that computes weight gradients."""
+    """Share of a backward that computes weight gradients: a task of its own if it is split."""
     head_ratio: Annotated[float | None, Range(0, 10**6)] = None
     """Head and loss as a share of stage 0's forward seconds; None: from the operations of head and loss."""
     header_bytes: Annotated[int, COUNT] = 0
-    """What a hop's message carries beside the tensor."""
+    """Bytes of a hop's message beside the tensor."""
     max_slots: Annotated[int | None, SLOTS] = None
-    """At most this many microbatches in flight on a node, however much memory it has."""
+    """Most microbatches in flight on a node, however much memory it has."""
     early_exit: bool = False
     """The head runs twice: also on what stage 0 alone has made of a microbatch."""
 
@@ -234,7 +234,7 @@ class Workload:
 
     @property
     def activation_bytes(self) -> int:
-        """One hop of one microbatch."""
+        """Bytes of one hop of one microbatch."""
         values = self.samples_per_microbatch * self.sequence_tokens * self.model.hidden
         return wire_bytes(values, self.wire_dtype) + self.header_bytes
 
@@ -245,14 +245,14 @@ class Workload:
         return wire_bytes(self.stage_parameters(stage, layers), self.gradient_dtype)
 
     def fixed_bytes(self, stage: int, layers: int) -> int:
-        """What a node of the stage holds whether or not a microbatch is there."""
+        """Bytes that a node of the stage holds whether or not a microbatch is there."""
         tokens = self.samples_per_microbatch * self.sequence_tokens
         logits = LOGIT_BYTES * tokens * self.model.vocab if stage == 0 else 0
         recomputed = self._layer_bytes() if self.activation_checkpointing else 0
         return STATE_BYTES_PER_PARAMETER * self.stage_parameters(stage, layers) + logits + recomputed
 
     def held_bytes(self, layers: int) -> int:
-        """What one microbatch in flight keeps on a node, from its forward to the end of its last task there."""
+        """Bytes that one microbatch in flight keeps on a node, from its forward to the end of its last task there."""
         if not self.activation_checkpointing:
             return layers * self._layer_bytes()
         tokens = self.samples_per_microbatch * self.sequence_tokens
@@ -270,12 +270,12 @@ class Workload:
 
     @property
     def backup_bytes(self) -> int:
-        """A copy of what only stage 0 holds, which a node of another stage keeps: fp32 weights, without the optimizer's
-        state."""
+        """Bytes of a copy of what only stage 0 holds, kept on a node of another stage: fp32 weights, without the
+        optimizer's state."""
         return 4 * self.model.end_parameters
 
     def spare_bytes(self, memory_bytes: int, stage: int, layers: int, microbatches: int) -> int:
-        """What is left beside the stage and as many microbatches as a node of this memory has slots for, of so many."""
+        """Bytes left beside the stage and as many microbatches as a node of this memory has slots for, of so many."""
         held = min(self.slots(memory_bytes, stage, layers), microbatches) * self.held_bytes(layers)
         return memory_bytes - self.fixed_bytes(stage, layers) - held
 

@@ -1,4 +1,4 @@
-"""Commands that look at what is there: cluster, check, simulate."""
+"""Commands that inspect files: cluster, check, simulate."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def check_plan(
 
 
 def simulated(path: Path) -> tuple[Plan, Timeline]:
-    """A plan, promising what it takes; if its file promises something else, that is said."""
+    """A plan file with its simulated timeline; a warning if the file promises another one."""
     from skippipe.plan import Plan
     from skippipe.simulator import simulate
     from skippipe.timeline import Timing
@@ -106,8 +106,7 @@ def simulated(path: Path) -> tuple[Plan, Timeline]:
 
 def simulate_plan(
     source: Annotated[
-        str,
-        typer.Argument(metavar="PLAN", help="A plan file, or a built-in example together with --paths."),
+        str, typer.Argument(metavar="PLAN", help="A plan file, or a built-in example together with --paths.")
     ],
     paths: Annotated[
         str | None,
@@ -124,26 +123,26 @@ def simulate_plan(
     jitter: Annotated[
         float | None,
         Range(0, 2),
-        typer.Option(
-            help="Also: how iterations vary if nodes and links do. 0.2: what a node computes, the latency and the "
+        cli_options.option(
+            JITTER,
+            "Also: how iterations vary if nodes and links do. 0.2: what a node computes, the latency and the "
             "bandwidth of a link each take a random number of times as long, with a standard deviation of 20%.",
-            show_default="none",
-            rich_help_panel=JITTER,
+            "none",
         ),
     ] = None,
-    draws: Annotated[int, DRAWS, typer.Option(help="Iterations to draw.", rich_help_panel=JITTER)] = 200,
-    seed: Annotated[int, SEED, typer.Option(help="Same seed, same draws.", rich_help_panel=JITTER)] = 0,
+    draws: Annotated[int, DRAWS, cli_options.option(JITTER, "Iterations to draw.")] = 200,
+    seed: Annotated[int, SEED, cli_options.option(JITTER, "Same seed, same draws.")] = 0,
     trace: cli_options.Trace = None,
     as_json: cli_options.Json = False,
 ) -> None:
-    """Run one iteration under virtual time: how long it takes, and who waits for whom.
+    """Run one iteration under virtual time: how long it takes, and what waits for what.
 
     Example: skippipe simulate published20 --paths skippipe --contention-only
     """
     from skippipe.simulator import simulate
 
-    found, usual = _plan_or_example(source, paths, microbatches)
-    timeline = simulate(found, cli_options.timing_of(contention_only, usual))
+    found, default_timing = _plan_or_example(source, paths, microbatches)
+    timeline = simulate(found, cli_options.timing_of(contention_only, default_timing))
     spread = None
     if jitter is not None:
         from skippipe.jitter import Jitter, spread_of
@@ -169,7 +168,7 @@ def simulate_plan(
 
 
 def _plan_or_example(source: str, paths: str | None, microbatches: int | None) -> tuple[Plan, Timing]:
-    """A plan, and the timing under which its figures are known."""
+    """A plan, and the timing that its figures are for."""
     from skippipe.plan import Plan
     from skippipe.planner.published import EXAMPLES, published_plan
     from skippipe.timeline import Timing
@@ -207,4 +206,4 @@ def _show_timeline(plan: Plan, timeline: Timeline) -> None:
     Console(markup=False).print(table)
     for index, (start, end) in enumerate(timeline.averaging_ns):
         held = f"gradients averaged from {seconds(start):.2f} to {seconds(end):.2f} s"
-        print(f"stage {index}: {held if plan.stages[index].nodes else 'nobody holds it'}")
+        print(f"stage {index}: {held if plan.stages[index].nodes else 'no node holds it'}")

@@ -1,4 +1,4 @@
-"""What people type: clusters by name or file, the options that several commands share, and the problem they make."""
+"""Options that several commands share, and the problem that they specify."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -35,6 +35,15 @@ PIPELINE, WORKLOAD, SEARCH = "Pipeline", "Workload", "Search"
 PART, WORK, NODES = "Part of the model", "Work", "Nodes"
 LONGEST_SHOWN = 30  # characters of what is refused
 
+
+def option(panel: str, help: str, default: str | None = None, *names: str, **more: Any) -> Any:
+    """An option in a panel of --help; `default` is shown in place of its default value."""
+    return typer.Option(*names, help=help, show_default=default or True, rich_help_panel=panel, **more)
+
+
+pipeline_option, workload_option, search_option = (partial(option, panel) for panel in (PIPELINE, WORKLOAD, SEARCH))
+part_option, work_option, nodes_option = (partial(option, panel) for panel in (PART, WORK, NODES))
+
 ClusterName = Annotated[
     str,
     typer.Argument(
@@ -57,23 +66,14 @@ ContentionOnly = Annotated[
         show_default="full; built-in examples: contention-only; plan files: their own",
     ),
 ]
-Budget = Annotated[
-    float,
-    Range(0, BUDGET_S.most),
-    typer.Option(help="Seconds of planning at most (for each strategy).", rich_help_panel=SEARCH),
-]
-Seed = Annotated[
-    int,
-    SEED,
-    typer.Option(help="Same seed, same plan, unless the budget cuts the search short.", rich_help_panel=SEARCH),
-]
+Budget = Annotated[float, Range(0, BUDGET_S.most), search_option("Seconds of planning at most (for each strategy).")]
+Seed = Annotated[int, SEED, search_option("Same seed, same plan, unless the budget cuts the search short.")]
 
 
-def _drive(others: str) -> Any:
-    return typer.Option(
-        help="How strongly the stages that are left are driven, other than stage 0: plain (as trained), scaled (by "
-        f"(S−1)/(L−1), so that L stages add as much as all S), {others}",
-        rich_help_panel=PART,
+def _residual_scale_option(others: str) -> Any:
+    return part_option(
+        "What the output of the stages that are left, other than stage 0, is multiplied by: plain (1, as trained), "
+        f"scaled ((S−1)/(L−1), so that L stages add as much as all S), {others}"
     )
 
 
@@ -87,151 +87,95 @@ Checkpoint = Annotated[
         "finished runs write it, or any other.",
     ),
 ]
-Stages = Annotated[str | None, typer.Option(help=_STAGES, rich_help_panel=PART)]
-Keep = Annotated[str | None, typer.Option(help=_KEEP, show_default="all", rich_help_panel=PART)]
-SeveralStages = Annotated[
-    list[str] | None, typer.Option(help=f"{_STAGES} May be given several times.", rich_help_panel=PART)
-]
-SeveralKeep = Annotated[
-    list[str] | None, typer.Option(help=f"{_KEEP} Also several times.", show_default="all", rich_help_panel=PART)
-]
-Draws = Annotated[int, DRAWS, typer.Option(help="Different parts to draw for every share.", rich_help_panel=PART)]
-ResidualScale = Annotated[str, _drive("or a number to multiply by.")]
+Stages = Annotated[str | None, part_option(_STAGES)]
+Keep = Annotated[str | None, part_option(_KEEP, "all")]
+SeveralStages = Annotated[list[str] | None, part_option(f"{_STAGES} May be given several times.")]
+SeveralKeep = Annotated[list[str] | None, part_option(f"{_KEEP} Also several times.", "all")]
+Draws = Annotated[int, DRAWS, part_option("Different parts to draw for every share.")]
+ResidualScale = Annotated[str, _residual_scale_option("or a number.")]
 ResidualScaleOrBest = Annotated[
     str,
-    _drive(
-        "a number to multiply by, or best (what is best on a few windows of the first text, between plain and scaled, "
-        "for each L)."
+    _residual_scale_option(
+        "a number, or best (what is best on a few windows of the first text, between plain and scaled, for each L)."
     ),
 ]
 Cut = Annotated[
-    str | None,
-    typer.Option(
-        help="Stages to cut the model into: 6, or the layers of each, as in 2,2,4.",
-        show_default="as it was trained",
-        rich_help_panel=PART,
-    ),
+    str | None, part_option("Stages to cut the model into: 6, or the layers of each, as in 2,2,4.", "as it was trained")
 ]
 Keys = Annotated[
-    Path | None,
-    typer.Option(
-        help="Nodes join from other machines ('skippipe node'): the folder that 'skippipe keys' made.",
-        rich_help_panel=NODES,
-    ),
+    Path | None, nodes_option("Nodes join from other machines ('skippipe node'): the folder that 'skippipe keys' made.")
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=WORK)]
-Dtype = Annotated[Literal["fp32", "bf16"], typer.Option(help="What it is computed in.", rich_help_panel=WORK)]
+Device = Annotated[str, work_option("cpu, cuda or cuda:N.")]
+Dtype = Annotated[Literal["fp32", "bf16"], work_option("What it is computed in.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """The workload and the pipeline, but for how many stages there are and how many are skipped."""
+    """Options of the workload and the pipeline, but for the number of stages and of skipped ones."""
 
     contention_only: ContentionOnly = None
-    layers: Annotated[
-        str | None,
-        typer.Option(help="Layers of each stage, as in 3,5,4,4,4,4.", show_default="even", rich_help_panel=PIPELINE),
-    ] = None
+    layers: Annotated[str | None, pipeline_option("Layers of each stage, as in 3,5,4,4,4,4.", "even")] = None
     dispatch: Annotated[
         Literal["first-come", "backward-first", "lanes-in-order"] | None,
-        typer.Option(
-            help="Who goes next on a node.",
-            show_default="what is faster, if the strategy is best; else first-come",
-            rich_help_panel=PIPELINE,
-        ),
+        pipeline_option("Which task a node runs next.", "what is faster, if the strategy is best; else first-come"),
     ] = None
     split_backward: Annotated[
         bool | None,
-        typer.Option(
+        pipeline_option(
+            "Compute weight gradients apart from the rest of the backward, when a node would be idle; or not.",
+            "what is faster, if the strategy is best; else whole",
             "--split-backward/--whole-backward",
-            help="Compute weight gradients apart from the rest of the backward, when a node would be idle; or not.",
-            show_default="what is faster, if the strategy is best; else whole",
-            rich_help_panel=PIPELINE,
         ),
     ] = None
     model: Annotated[
         str | None,
-        typer.Option(
-            help="llama-tiny, llama-30m, llama-500m, llama-1.5b, llama-8b, or a Hugging Face config.json.",
-            show_default="llama-1.5b",
-            rich_help_panel=WORKLOAD,
+        workload_option(
+            "llama-tiny, llama-30m, llama-500m, llama-1.5b, llama-8b, or a Hugging Face config.json.", "llama-1.5b"
         ),
     ] = None
-    sequence: Annotated[
-        int | None, SEQUENCE, typer.Option(help="Tokens of a sample.", show_default="4096", rich_help_panel=WORKLOAD)
-    ] = None
-    samples: Annotated[
-        int | None, SAMPLES, typer.Option(help="Of a microbatch.", show_default="2", rich_help_panel=WORKLOAD)
-    ] = None
+    sequence: Annotated[int | None, SEQUENCE, workload_option("Tokens of a sample.", "4096")] = None
+    samples: Annotated[int | None, SAMPLES, workload_option("Samples of a microbatch.", "2")] = None
     microbatches: Annotated[
         int | None,
         MICROBATCHES,
-        typer.Option(
-            "-m", "--microbatches", help="Of an iteration.", show_default="6 a data node", rich_help_panel=WORKLOAD
-        ),
+        workload_option("Microbatches of an iteration.", "6 a data node", "-m", "--microbatches"),
     ] = None
     wire: Annotated[
         str | None,
-        typer.Option(
-            help="Activations on the wire: fp32, bf16, int8; or all that will do, as in bf16,int8.",
-            show_default="bf16",
-            rich_help_panel=WORKLOAD,
-        ),
+        workload_option("Activations on the wire: fp32, bf16, int8; or all that will do, as in bf16,int8.", "bf16"),
     ] = None
-    gradients: Annotated[
-        str | None,
-        typer.Option(help="Weight gradients on the wire, likewise.", show_default="fp32", rich_help_panel=WORKLOAD),
-    ] = None
+    gradients: Annotated[str | None, workload_option("Weight gradients on the wire, likewise.", "fp32")] = None
     max_slots: Annotated[
         int | None,
         SLOTS,
-        typer.Option(
-            help="At most so many microbatches in flight on a node.",
-            show_default="what its memory holds; the examples: 3",
-            rich_help_panel=WORKLOAD,
-        ),
+        workload_option("At most so many microbatches in flight on a node.", "what its memory holds; the examples: 3"),
     ] = None
     checkpointing: Annotated[
-        bool,
-        typer.Option("--checkpointing", help="Recompute activations in the backward pass.", rich_help_panel=WORKLOAD),
+        bool, workload_option("Recompute activations in the backward pass.", None, "--checkpointing")
     ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageOptions:
-    """How many there are, and how many are skipped."""
+    """Options for the number of stages and of skipped ones."""
 
     stages: Annotated[
-        int | None,
-        STAGES,
-        typer.Option(
-            "-s", "--stages", help="Of the pipeline.", show_default="6, or 4 under 12 nodes", rich_help_panel=PIPELINE
-        ),
+        int | None, STAGES, pipeline_option("Stages of the pipeline.", "6, or 4 under 12 nodes", "-s", "--stages")
     ] = None
     visit: Annotated[
-        int | None,
-        STAGES,
-        typer.Option("-l", "--visit", help="Stages on a path, stage 0 included.", rich_help_panel=PIPELINE),
+        int | None, STAGES, pipeline_option("Stages on a path, stage 0 included.", None, "-l", "--visit")
     ] = None
-    skip: Annotated[
-        str | None,
-        typer.Option(
-            help="Or the share to skip: 0.33, 33%, 1/3.",
-            show_default="1/3, or 1/4 of 4 stages",
-            rich_help_panel=PIPELINE,
-        ),
-    ] = None
-    sizes: Annotated[
-        str | None,
-        typer.Option(
-            help="Nodes of each stage, as in 5,3,3,3,3,3.", show_default="to match the demand", rich_help_panel=PIPELINE
-        ),
-    ] = None
+    skip: Annotated[str | None, pipeline_option("Or the share to skip: 0.33, 33%, 1/3.", "1/3, or 1/4 of 4 stages")] = (
+        None
+    )
+    sizes: Annotated[str | None, pipeline_option("Nodes of each stage, as in 5,3,3,3,3,3.", "to match the demand")] = (
+        None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemOptions(SweepOptions, StageOptions):
-    """All that makes a problem of a cluster."""
+    """All options that make a problem of a cluster."""
 
 
 def takes(options_type: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -242,9 +186,9 @@ def takes(options_type: type[Any]) -> Callable[[Callable[..., None]], Callable[.
         own = inspect.signature(command, eval_str=True).parameters.values()
 
         @wraps(command)
-        def called(**said: Any) -> None:
-            chosen = options_type(**{field.name: said.pop(field.name) for field in fields(options_type)})
-            command(**said, options=chosen)
+        def called(**given: Any) -> None:
+            chosen = options_type(**{field.name: given.pop(field.name) for field in fields(options_type)})
+            command(**given, options=chosen)
 
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters = [each.replace(kind=keyword) for each in own if each.name != "options"] + [
@@ -259,15 +203,15 @@ def takes(options_type: type[Any]) -> Callable[[Callable[..., None]], Callable[.
 
 
 def check_ranges_of(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, with its numbers checked while the command line is read: what is wrong is one line, as in files."""
+    """The command, with its numbers checked while the command line is parsed: an error is one line, as in files."""
     parameters = [
         each.replace(annotation=_checked(each.name, each.annotation))
         for each in inspect.signature(command, eval_str=True).parameters.values()
     ]
 
     @wraps(command)
-    def called(**said: Any) -> None:
-        command(**said)
+    def called(**given: Any) -> None:
+        command(**given)
 
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     called.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -275,20 +219,20 @@ def check_ranges_of(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _number_in(hint: Any) -> type[Any] | None:
-    """int or float, if an option takes such numbers."""
+    """int or float, if an option takes numbers; else None."""
     inner = split_hint(hint)[0]
     inner = get_args(inner)[0] if get_origin(inner) is list else inner
     return inner if inner in (int, float) else None
 
 
 def _checked(name: str, hint: Any) -> Any:
-    """An option that takes numbers, with a reader that knows their range, and help that says it."""
+    """An option that takes numbers, with a parser that checks their range, and help that shows it."""
     number = _number_in(hint)
     if number is None:
         return hint
     shown = copy.copy(_option_in(hint))
     place = _option_name(name, hint)
-    shown.parser = lambda said: _read_number(hint, said, place)
+    shown.parser = lambda given: _read_number(hint, given, place)
     shown.help = f"{shown.help} {str(split_hint(hint)[1]).capitalize()}."
     shown.metavar = shown.metavar or ("INTEGER" if number is int else "NUMBER")
     return Annotated[get_args(hint)[0], shown]
@@ -299,26 +243,26 @@ def _option_in(hint: Any) -> Any:
 
 
 def _option_name(name: str, hint: Any) -> str:
-    said = [each for each in _option_in(hint).param_decls or () if each.startswith("--")]
-    return said[0] if said else f"--{name.replace('_', '-')}"
+    given = [each for each in _option_in(hint).param_decls or () if each.startswith("--")]
+    return given[0] if given else f"--{name.replace('_', '-')}"
 
 
-def _read_number(hint: Any, said: Any, place: str) -> Any:
+def _read_number(hint: Any, given: Any, place: str) -> Any:
     number, within = _number_in(hint), split_hint(hint)[1]
     assert number is not None
     assert within is not None
     try:
-        found = number(said)
+        found = number(given)
     except ValueError:
         kind = "whole number" if number is int else "number"
-        shown = said if len(said) <= LONGEST_SHOWN else f"{said[:LONGEST_SHOWN]}…"
+        shown = given if len(given) <= LONGEST_SHOWN else f"{given[:LONGEST_SHOWN]}…"
         raise UserError(f"{place}: '{shown}' is not a {kind}; give {within}") from None
     within.check(found, place)
     return found
 
 
 def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
-    """The example's own settings, or the defaults, with what was said on the command line on top."""
+    """The problem: the example's own settings or the defaults, overridden by the command line."""
     from skippipe.dispatch import Dispatch
     from skippipe.planner.problem_spec import PlanSpec, cluster_named, fastest_of, problem_of
     from skippipe.timeline import Timing
@@ -326,7 +270,7 @@ def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
 
     cluster, example = cluster_named(cluster_name)
     workload = example.workload if example else Workload(MODELS["llama-1.5b"])
-    said = {
+    given = {
         "model": model_named(options.model) if options.model else None,
         "sequence_tokens": options.sequence,
         "samples_per_microbatch": options.samples,
@@ -335,7 +279,7 @@ def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
         "max_slots": options.max_slots,
         "activation_checkpointing": options.checkpointing or None,
     }
-    changes = {name: value for name, value in said.items() if value is not None}
+    changes = {name: value for name, value in given.items() if value is not None}
     workload = replace(workload, **changes)  # type: ignore[arg-type]
 
     return problem_of(
@@ -356,19 +300,19 @@ def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
     )
 
 
-def timing_of(contention_only: bool | None, usual: Timing) -> Timing:
-    """What was said on the command line, or else the usual."""
+def timing_of(contention_only: bool | None, default_timing: Timing) -> Timing:
+    """The timing given on the command line, or else the default."""
     from skippipe.timeline import Timing
 
     if contention_only is None:
-        return usual
+        return default_timing
     return Timing.CONTENTION_ONLY if contention_only else Timing.FULL
 
 
 def with_stages_of(
     text: str | None, cluster_name: str, options: ProblemOptions
 ) -> tuple[Placement | None, ProblemOptions]:
-    """Stages to keep, those of a built-in example or of a plan file for the same cluster, and the sizes they have."""
+    """The placement to keep, of an example or of a plan file for the same cluster, and options with its sizes."""
     from skippipe.plan import Plan
     from skippipe.planner.problem_spec import cluster_named
     from skippipe.planner.published import EXAMPLES

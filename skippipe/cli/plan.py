@@ -1,4 +1,4 @@
-"""Commands that search: plan, compare; and what others need that do."""
+"""Commands that search: plan, compare; and what other commands that search share."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from skippipe.terminal import interruptible, plan_progress
 from skippipe.value_ranges import MICROBATCHES, POSITIVE, Range
 
 BOUND_SHARE = 0.2  # of the budget, for a proof of how good a plan could be
-LATE = 2 / 3  # of a search: from here on, it should not find much more
-WORTH_A_WORD = 0.01  # of the iteration
+LATE = 2 / 3  # of a search: from here on, it should not improve much
+REPORTED_GAIN = 0.01  # of the iteration
 
 if TYPE_CHECKING:
     from skippipe.jitter import Spread
@@ -33,22 +33,18 @@ if TYPE_CHECKING:
 
 StrategyName = Annotated[
     Literal["best", "skippipe", "no-tc2", "dtfm-skip", "dtfm"],
-    typer.Option(
-        help="best (all freedoms at once), skippipe (the study's method), no-tc2 (the same, blind to collisions), "
-        "dtfm-skip (blind to the network), dtfm (full pipeline, nothing skipped).",
-        rich_help_panel=cli_options.SEARCH,
+    cli_options.search_option(
+        "best (optimises everything at once), skippipe (the study's method), no-tc2 (the same, ignores collisions), "
+        "dtfm-skip (round robin, ignores the network), dtfm (full pipeline, nothing skipped)."
     ),
 ]
 SkippingStrategy = Annotated[
-    Literal["best", "skippipe", "no-tc2", "dtfm-skip"],
-    typer.Option(help="As in 'skippipe plan'.", rich_help_panel=cli_options.SEARCH),
+    Literal["best", "skippipe", "no-tc2", "dtfm-skip"], cli_options.search_option("As in 'skippipe plan'.")
 ]
 KeepStages = Annotated[
     str | None,
-    typer.Option(
-        metavar="FROM",
-        help="Keep the nodes on the stages of this plan file or example (published20) and search paths only.",
-        rich_help_panel=cli_options.SEARCH,
+    cli_options.search_option(
+        "Keep the nodes on the stages of this plan file or example (published20) and search paths only.", metavar="FROM"
     ),
 ]
 
@@ -62,41 +58,33 @@ def plan(
     changes: Annotated[
         int | None,
         POSITIVE,
-        typer.Option(
-            help="End after so many changes tried, whatever time that takes: the same plan every time (best only).",
-            show_default="no limit",
-            rich_help_panel=cli_options.SEARCH,
+        cli_options.search_option(
+            "End after so many changes tried, whatever time that takes: the same plan every time (best only).",
+            "no limit",
         ),
     ] = None,
     seed: cli_options.Seed = 0,
     most_microbatches: Annotated[
         int | None,
         MICROBATCHES,
-        typer.Option(
-            help="The batch is open: from --microbatches to so many, as many as train the most samples a second (best "
+        cli_options.workload_option(
+            "The batch is open: from --microbatches to so many, as many as train the most samples a second (best "
             "only).",
-            show_default="as many as --microbatches says",
-            rich_help_panel=cli_options.WORKLOAD,
+            "as many as --microbatches says",
         ),
     ] = None,
     keep_stages: KeepStages = None,
     start: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PLAN",
-            help="Begin with this plan and make it better (best only).",
-            rich_help_panel=cli_options.SEARCH,
-        ),
+        Path | None, cli_options.search_option("Begin with this plan and make it better (best only).", metavar="PLAN")
     ] = None,
     robust: Annotated[
         float,
         Range(0, 2),
-        typer.Option(
-            metavar="JITTER",
-            help="Of the plans found, take the one that is best in 95 of 100 iterations when nodes and links are now "
+        cli_options.search_option(
+            "Of the plans found, take the one that is best in 95 of 100 iterations when nodes and links are now "
             "and then slower: 0.2 is a standard deviation of 20% (best only; see 'skippipe simulate --jitter').",
-            show_default="no jitter",
-            rich_help_panel=cli_options.SEARCH,
+            "no jitter",
+            metavar="JITTER",
         ),
     ] = 0.0,
     as_json: cli_options.Json = False,
@@ -119,7 +107,7 @@ def plan(
         )
     placement, options = cli_options.with_stages_of(keep_stages, cluster, options)
     problem = cli_options.problem_from(cluster, options)
-    search = Search(seed, math.inf if changes else budget, changes or math.inf, start, BOUND_SHARE * budget, robust)
+    search = PlanSearch(seed, math.inf if changes else budget, changes or math.inf, start, BOUND_SHARE * budget, robust)
     looks: list[Plan] = []
     with interruptible() as stopped:
         if most_microbatches:
@@ -173,16 +161,16 @@ def compare(
     problem = cli_options.problem_from(cluster, options)
     from skippipe.planner.strategies import Strategy
 
-    search = Search(seed, budget)
+    search = PlanSearch(seed, budget)
     full = replace(problem, visited=problem.stages, sizes=(), swaps=0)
     rivals = [(str(each), problem, each) for each in reversed(Strategy)]
     rivals.insert(1, ("best-full", full, Strategy.BEST))  # so that what planning gives and what skipping gives differ
     rows: list[dict[str, Any]] = []
     with interruptible() as stopped:
-        for name, asked, each in rivals:
-            nothing_skipped = each is Strategy.DTFM or asked is full  # stages of other sizes
+        for name, variant, each in rivals:
+            nothing_skipped = each is Strategy.DTFM or variant is full  # stages of other sizes
             try:
-                found, took_s = search.planned(asked, each, None if nothing_skipped else placement, stopped)
+                found, took_s = search.planned(variant, each, None if nothing_skipped else placement, stopped)
             except Infeasible as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 continue
@@ -206,8 +194,8 @@ def compare(
 
 
 @dataclass(frozen=True)
-class Search:
-    """How hard to try."""
+class PlanSearch:
+    """Budget and options of the searches of a command."""
 
     seed: int
     budget_s: float
@@ -226,7 +214,7 @@ class Search:
         with self._request(strategy, placement, stopped) as request:
             gains = Gains(request.progress)
             found = make_plan(problem, Strategy(strategy), replace(request, progress=gains))
-        if gains.late > WORTH_A_WORD and not stopped:
+        if gains.late > REPORTED_GAIN and not stopped:
             print(
                 f"{strategy}: the last third of the search still took off {gains.late:.0%}; "
                 "with a longer --budget it would find more",
@@ -237,12 +225,12 @@ class Search:
     def with_free_batch(
         self, problem: Problem, most: int, placement: Placement | None, stopped: list[bool]
     ) -> tuple[Plan, list[Plan], float]:
-        """The same, for as many microbatches as are best; and what others came to."""
-        from skippipe.planner.sweep import free_batch
+        """The plan with the best number of microbatches, the plans of other numbers, and the seconds it took."""
+        from skippipe.planner.sweep import choose_batch_size
 
         began = time.monotonic()
         with self._request("best", placement, stopped) as request:
-            found, looks = free_batch(problem, most, request)
+            found, looks = choose_batch_size(problem, most, request)
         return found, looks, time.monotonic() - began
 
     @contextmanager
@@ -268,7 +256,7 @@ class Search:
 
 @dataclass
 class Gains:
-    """How much better plans still became towards the end of a search."""
+    """Records how much the search still improved towards its end."""
 
     show: PlanProgress
     _early_s: float | None = None
@@ -336,7 +324,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
 
 def show(table: Table) -> None:
-    """On the terminal: a name, then figures."""
+    """Print a table on the terminal: a name, then figures."""
     from rich import table as rich
     from rich.box import SIMPLE_HEAD
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""The command that asks how many stages to have and how many to skip: sweep."""
+"""The command sweep: how many stages to have, and how many of them to skip."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
 
 from skippipe.cli import options as cli_options
 from skippipe.cli import plan as plan_command
@@ -30,43 +28,36 @@ def sweep(
     cluster: cli_options.ClusterName,
     stages: Annotated[
         str | None,
-        typer.Option(
-            "-s",
-            "--stages",
-            help="Of the pipeline; several: 4,6,8 or 4-8.",
-            show_default="6, or 4 under 12 nodes",
-            rich_help_panel=cli_options.PIPELINE,
+        cli_options.pipeline_option(
+            "Stages of the pipeline; several: 4,6,8 or 4-8.", "6, or 4 under 12 nodes", "-s", "--stages"
         ),
     ] = None,
     penalty: Annotated[
         float,
         Range(0, 1_000),
-        typer.Option(
-            metavar="NATS",
-            help="Loss that skipping adds per share of the stages, for the same tokens: with 0.3, a third skipped "
+        cli_options.option(
+            LOSS,
+            "Loss that skipping adds per share of the stages, for the same tokens: with 0.3, a third skipped "
             "costs 0.1 nats. 0: only time counts. 'skippipe study' measures it.",
-            rich_help_panel=LOSS,
+            metavar="NATS",
         ),
     ] = 0.0,
     doubling: Annotated[
         float,
         Range(0.001, 1_000),
-        typer.Option(
-            metavar="NATS",
-            help="Loss that twice as many tokens take off. With 0.1 and a penalty of 0.3, a third skipped takes twice "
+        cli_options.option(
+            LOSS,
+            "Loss that twice as many tokens take off. With 0.1 and a penalty of 0.3, a third skipped takes twice "
             "as many tokens to the same loss, so it has to be twice as fast.",
-            rich_help_panel=LOSS,
+            metavar="NATS",
         ),
     ] = 0.1,
     strategy: plan_command.SkippingStrategy = "best",
     budget: cli_options.Budget = 20,
     seed: cli_options.Seed = 0,
-    png: Annotated[
-        Path | None, typer.Option(help="Draw seconds against share skipped.", rich_help_panel=OUTPUT)
-    ] = None,
+    png: Annotated[Path | None, cli_options.option(OUTPUT, "Draw seconds against share skipped.")] = None,
     html: Annotated[
-        Path | None,
-        typer.Option(help="The same and the table as a page that needs no other file.", rich_help_panel=OUTPUT),
+        Path | None, cli_options.option(OUTPUT, "The same and the table as a page that needs no other file.")
     ] = None,
     as_json: cli_options.Json = False,
     *,
@@ -89,15 +80,15 @@ def sweep(
     from skippipe.planner.sweep import sweep as swept
 
     found, example = cluster_named(cluster)
-    usual = stages_of(found, PlanSpec(layers=options.layers), example)
-    counts = stage_counts(stages) if stages else [usual]
-    search = plan_command.Search(seed, budget)
+    default_stages = stages_of(found, PlanSpec(layers=options.layers), example)
+    counts = stage_counts(stages) if stages else [default_stages]
+    search = plan_command.PlanSearch(seed, budget)
     rows: list[dict[str, Any]] = []
 
     def ask(count: int, visited: int, microbatches: int | None) -> Problem:
-        said = {**vars(options), "microbatches": microbatches}
-        asked = cli_options.problem_from(cluster, cli_options.ProblemOptions(**said, stages=count, visit=visited))
-        return replace(asked, sizes=())  # an example has sizes of its own for one share
+        given = {**vars(options), "microbatches": microbatches}
+        problem = cli_options.problem_from(cluster, cli_options.ProblemOptions(**given, stages=count, visit=visited))
+        return replace(problem, sizes=())  # an example has sizes of its own for one share
 
     with interruptible() as stopped:
 
@@ -144,7 +135,7 @@ def sweep(
 
 
 def _in_order(answers: list[SweepPoint | InfeasiblePoint], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As they were asked for, with those that cannot be."""
+    """Rows in the order of the sweep, with the infeasible ones."""
     from skippipe.planner.sweep import InfeasiblePoint
 
     left = iter(rows)
@@ -177,7 +168,7 @@ def _table(rows: list[dict[str, Any]], first: SweepPoint) -> Table:
 
 
 def _refused(refusals: list[InfeasiblePoint]) -> list[str]:
-    """A line for each reason, with all lengths of paths that it is for."""
+    """A line for each reason that a plan is infeasible, with all lengths of paths that it is for."""
     from skippipe.timeline import ranges_text
 
     lengths: dict[tuple[int, str], list[int]] = {}

@@ -1,4 +1,4 @@
-"""The command that says what limits a plan, and what would help: why."""
+"""The command why: what limits a plan, and which edit would help."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skippipe.value_ranges import Range
 if TYPE_CHECKING:
     from skippipe.critical_path import Bottleneck, Cause, CauseGroup
     from skippipe.plan import Plan
-    from skippipe.planner.whatif.advisor import Advice, Change
+    from skippipe.planner.whatif.advisor import Advice, EvaluatedEdit
     from skippipe.timeline import Timeline
 
 SHOWN = 6  # causes, the largest
@@ -71,7 +71,7 @@ def why(
 
 
 def _s(ns: int) -> str:
-    """Iterations last milliseconds or days: four digits of them."""
+    """Seconds in four digits: iterations last milliseconds or days."""
     return f"{ns / 1e9:.4g} s" if ns < 10**13 else f"{ns / 1e9:.0f} s"
 
 
@@ -85,9 +85,12 @@ def _words(plan: Plan, timeline: Timeline, causes: dict[Cause, int]) -> list[str
         "critical path: " + ", ".join(f"{what} {ns / whole_ns:.0%}" for what, ns in time_by_group(causes).items()),
         "",
         "what limits it, in the simulation:",
-        *(f"{_s(limit.ns):>11} {limit.ns / whole_ns:6.1%}  {_named(limit, plan)}" for limit in found[:SHOWN]),
+        *(
+            f"{_s(bottleneck.ns):>11} {bottleneck.ns / whole_ns:6.1%}  {_named(bottleneck, plan)}"
+            for bottleneck in found[:SHOWN]
+        ),
     ]
-    rest_ns = sum(limit.ns for limit in found[SHOWN:])
+    rest_ns = sum(bottleneck.ns for bottleneck in found[SHOWN:])
     if rest_ns:
         lines.append(f"{_s(rest_ns):>11} {rest_ns / whole_ns:6.1%}  {len(found) - SHOWN} others, each less")
     slowest = slowest_lane(plan, timeline)
@@ -108,13 +111,13 @@ def _words(plan: Plan, timeline: Timeline, causes: dict[Cause, int]) -> list[str
     return lines
 
 
-def _named(limit: Bottleneck, plan: Plan) -> str:
-    """Who or what it is, and if it is a link, what about it."""
+def _named(bottleneck: Bottleneck, plan: Plan) -> str:
+    """A bottleneck in words: the node or link, and of a link what takes the time."""
     from skippipe.critical_path import CauseGroup, CauseKind
 
-    at = "" if limit.node is None else _name(plan, limit.node)
-    stage = "" if limit.node is None else f" (stage {plan.stage_of[limit.node]})"
-    match limit.what:
+    at = "" if bottleneck.node is None else _name(plan, bottleneck.node)
+    stage = "" if bottleneck.node is None else f" (stage {plan.stage_of[bottleneck.node]})"
+    match bottleneck.group:
         case CauseGroup.COMPUTING:
             return f"computing on {at}{stage}"
         case CauseGroup.COLLISIONS:
@@ -124,18 +127,18 @@ def _named(limit: Bottleneck, plan: Plan) -> str:
         case CauseGroup.OPTIMIZER:
             return f"optimizer step of {at}{stage}, the slowest"
         case CauseGroup.AVERAGING:
-            link = limit.links[0]
-            over_ns = sum(ns for cause, ns in limit.causes.items() if (cause.node, cause.to) == link)
+            link = bottleneck.links[0]
+            over_ns = sum(ns for cause, ns in bottleneck.causes.items() if (cause.node, cause.to) == link)
             over = f"{_name(plan, link[0])} → {_name(plan, link[1])}"
-            return f"averaging gradients of stage {limit.stage}, {over_ns / limit.ns:.0%} of it over {over}"
+            return f"averaging gradients of stage {bottleneck.stage}, {over_ns / bottleneck.ns:.0%} of it over {over}"
     parts = {
-        "sending": limit.of(CauseKind.BANDWIDTH),
-        "queue": limit.of(CauseKind.QUEUE),
-        "latency": limit.of(CauseKind.LATENCY),
+        "sending": bottleneck.of(CauseKind.BANDWIDTH),
+        "queue": bottleneck.of(CauseKind.QUEUE),
+        "latency": bottleneck.of(CauseKind.LATENCY),
     }
     split = ", ".join(f"{word} {_s(ns)}" for word, ns in parts.items() if ns)
-    (a, b), *others = limit.links
-    if limit.node is not None:
+    (a, b), *others = bottleneck.links
+    if bottleneck.node is not None:
         return f"transfers over the links of {at} ({split})"
     between = f"between {_name(plan, a)} and {_name(plan, b)}" if others else f"{_name(plan, a)} → {_name(plan, b)}"
     return f"transfers {between} ({split})"
@@ -165,7 +168,7 @@ def _advice_in_words(answer: Advice, most: int) -> list[str]:
     return lines
 
 
-def _line(change: Change) -> str:
+def _line(change: EvaluatedEdit) -> str:
     paths = "other paths" if change.replanned else "same paths"
     notes = f"{paths}; {change.because}" if change.because else paths
     return f"{_s(change.after_ns):>11} {-change.gain:7.1%}  {change.what} ({notes})"
@@ -190,12 +193,12 @@ def _figures(
         "shares_s": _seconds(time_by_group(causes)),
         "limits": [
             {
-                "what": str(limit.what),
-                "text": _named(limit, plan),
-                "seconds": seconds(limit.ns),
-                "causes": [{**_cause(cause, names), "seconds": seconds(ns)} for cause, ns in limit.causes.items()],
+                "what": str(bottleneck.group),
+                "text": _named(bottleneck, plan),
+                "seconds": seconds(bottleneck.ns),
+                "causes": [{**_cause(cause, names), "seconds": seconds(ns)} for cause, ns in bottleneck.causes.items()],
             }
-            for limit in bottlenecks(causes)
+            for bottleneck in bottlenecks(causes)
         ],
         "slowest_lane": {
             "lane": slowest.lane,
@@ -210,7 +213,7 @@ def _figures(
         "not_replanned": answer.not_replanned if answer else "",
         "changes": [
             {
-                "sort": str(change.sort),
+                "sort": str(change.kind),
                 "change": change.what,
                 "because": change.because,
                 "replanned": change.replanned,

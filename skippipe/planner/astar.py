@@ -1,32 +1,29 @@
 """The best path of one microbatch: A* with time as a dimension, forward and backward pass together.
 
-The estimate of what is left is exact for a cluster without other traffic: a table of the cheapest way on from every
-node, which the rules allow (`_ways_on`). Without forbidden intervals the search therefore walks straight to the best
-path; with them, every delay makes it look at the next best. Paths are kept apart even when they meet in a node, since
-the backward pass depends on the whole of them.
+The heuristic is exact for a cluster without other traffic: a table of the cheapest cost to go from every node, within
+the rules (`_cost_to_go`). Without forbidden intervals the search therefore walks straight to the best path; with them,
+every delay makes it look at the next best. Paths are kept apart even when they meet in a node, since the backward pass
+depends on the whole of them.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from skippipe.constraints import MAX_SWAPS, cc2_step
 from skippipe.event_loop import drop_first, push
-from skippipe.jit import kernel
+from skippipe.jit import Flags, Ints, kernel
 
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
-
-NO_WAY = 2**62
-TOO_MANY = -1
+INFINITE_NS = 2**62
+LABEL_LIMIT_REACHED = -1
 GAP, LATE = 1, 2  # how a node was reached: 0 in order, GAP leaving the stage before it open, LATE closing such a gap
-LABELS = 20_000  # partial paths that one search may look at
+NEVER_BUSY = np.empty((0, 3), np.int64)
+MAX_LABELS = 20_000  # partial paths that one search may look at
 
 
 @kernel
 def _follow(stage: int, mode: int, swaps: int, following: int, required: Flags) -> tuple[bool, int, int]:
-    """May `following` be visited next? If so, how, and with how many swaps used."""
+    """Whether `following` may be visited next; if so, how, and with how many swaps used."""
     highest = stage + 1 if mode == LATE else stage
     allowed, now_highest, gap, swaps = cc2_step(highest, 1 if mode == GAP else 0, swaps, following)
     if not allowed:
@@ -50,12 +47,12 @@ def _may_end(stage: int, mode: int, required: Flags) -> bool:
 
 
 @kernel
-def _ways_on(
+def _cost_to_go(
     data_node: int, visited: int, stage_of: Ints, allowed: Flags, required: Flags, task_ns: Ints, hop_ns: Ints
 ) -> Ints:
-    """[visits left, node, mode, swaps]: cheapest rest of the round trip after the node's own tasks."""
+    """[visits left, node, mode, swaps]: cost to go, the cheapest rest of the round trip after the node's own tasks."""
     nodes = len(stage_of)
-    table = np.full((visited, nodes, 3, MAX_SWAPS + 1), NO_WAY, np.int64)
+    table = np.full((visited, nodes, 3, MAX_SWAPS + 1), INFINITE_NS, np.int64)
     for node in range(nodes):
         if stage_of[node] > 0 and allowed[node]:
             home = hop_ns[node, data_node] + hop_ns[data_node, node]
@@ -71,7 +68,7 @@ def _ways_on(
                 continue
             for mode in range(3):
                 for swaps in range(MAX_SWAPS + 1):
-                    best = NO_WAY
+                    best = INFINITE_NS
                     for following in range(nodes):
                         if stage_of[following] <= 0 or not allowed[following]:
                             continue
@@ -81,7 +78,7 @@ def _ways_on(
                         if not ok:
                             continue
                         rest = table[left - 1, following, mode_there, swaps_there]
-                        if rest < NO_WAY:
+                        if rest < INFINITE_NS:
                             way = rest + hop_ns[node, following] + hop_ns[following, node] + task_ns[following]
                             best = min(best, way)
                     table[left, node, mode, swaps] = best
@@ -89,15 +86,15 @@ def _ways_on(
 
 
 @kernel
-def _start(node: int, ready_ns: int, length_ns: int, busy_node: Ints, busy_from: Ints, busy_until: Ints) -> int:
+def _earliest_start(node: int, ready_ns: int, length_ns: int, busy: Ints) -> int:
     """The earliest start at which the task meets no forbidden interval of the node."""
     start = ready_ns
     moved = True
     while moved:
         moved = False
-        for k in range(len(busy_node)):
-            if busy_node[k] == node and start < busy_until[k] and start + length_ns > busy_from[k]:
-                start = busy_until[k]
+        for k in range(len(busy)):
+            if busy[k, 0] == node and start < busy[k, 2] and start + length_ns > busy[k, 1]:
+                start = busy[k, 2]
                 moved = True
     return start
 
@@ -109,18 +106,16 @@ def _back_at(
     head_ns: int,
     backward_ns: Ints,
     hop_ns: Ints,
-    busy_node: Ints,
-    busy_from: Ints,
-    busy_until: Ints,
+    busy: Ints,
 ) -> int:
     """When a microbatch is back whose last forward ended at `sent_ns`: head, then backward over the path."""
     home = path[0]
     time = sent_ns + hop_ns[path[-1], home]
-    time = _start(home, time, head_ns, busy_node, busy_from, busy_until) + head_ns
+    time = _earliest_start(home, time, head_ns, busy) + head_ns
     came_from = home
     for node in path[::-1]:
         time += hop_ns[came_from, node]
-        time = _start(node, time, backward_ns[node], busy_node, busy_from, busy_until) + backward_ns[node]
+        time = _earliest_start(node, time, backward_ns[node], busy) + backward_ns[node]
         came_from = node
     return int(time)
 
@@ -138,33 +133,31 @@ def best_path(
     head_ns: int,
     hop_ns: Ints,  # [from, to]
     begin_ns: int,
-    busy_node: Ints,  # forbidden intervals: node, first and last nanosecond but one
-    busy_from: Ints,
-    busy_until: Ints,
+    busy: Ints,  # [interval, (node, from, until)]: when a node must not be used
     path: Ints,  # out: [hop]
 ) -> int:
     """Nanoseconds from `begin_ns` until the microbatch is back; the path is left in `path`.
 
-    NO_WAY if the demands cannot be met, TOO_MANY if the intervals leave too many paths to look at.
+    INFINITE_NS if there is no path, LABEL_LIMIT_REACHED if the intervals leave too many paths to look at.
     """
     nodes = len(stage_of)
-    table = _ways_on(data_node, visited, stage_of, allowed, required, forward_ns + backward_ns, hop_ns)
-    if table[visited - 1, data_node, 0, MAX_SWAPS - swaps] >= NO_WAY:
-        return NO_WAY
+    table = _cost_to_go(data_node, visited, stage_of, allowed, required, forward_ns + backward_ns, hop_ns)
+    if table[visited - 1, data_node, 0, MAX_SWAPS - swaps] >= INFINITE_NS:
+        return INFINITE_NS
 
     # A label is a partial path: the node it ends in, how it got there, and when the forward pass leaves that node.
-    node_of = np.empty(LABELS, np.int64)
-    before = np.empty(LABELS, np.int64)
-    mode_of = np.empty(LABELS, np.int64)
-    swaps_of = np.empty(LABELS, np.int64)
-    depth_of = np.empty(LABELS, np.int64)  # `visited` once the round trip is complete
-    sent_ns = np.empty(LABELS, np.int64)
-    way_back_ns = np.empty(LABELS, np.int64)  # at least
-    keys = np.empty(LABELS, np.int64)
-    values = np.empty(LABELS, np.int64)
+    node_of = np.empty(MAX_LABELS, np.int64)
+    before = np.empty(MAX_LABELS, np.int64)
+    mode_of = np.empty(MAX_LABELS, np.int64)
+    swaps_of = np.empty(MAX_LABELS, np.int64)
+    depth_of = np.empty(MAX_LABELS, np.int64)  # `visited` once the round trip is complete
+    sent_ns = np.empty(MAX_LABELS, np.int64)
+    way_back_ns = np.empty(MAX_LABELS, np.int64)  # at least
+    keys = np.empty(MAX_LABELS, np.int64)
+    values = np.empty(MAX_LABELS, np.int64)
 
     node_of[0], before[0], mode_of[0], swaps_of[0], depth_of[0] = data_node, -1, 0, MAX_SWAPS - swaps, 0
-    start = _start(data_node, begin_ns, forward_ns[data_node], busy_node, busy_from, busy_until)
+    start = _earliest_start(data_node, begin_ns, forward_ns[data_node], busy)
     sent_ns[0] = start + forward_ns[data_node]
     way_back_ns[0] = head_ns + backward_ns[data_node]
     labels = 1
@@ -183,11 +176,11 @@ def best_path(
                 back = before[back]
         if depth == visited:
             return int(cost)
-        if labels + nodes >= LABELS:
-            return TOO_MANY
+        if labels + nodes >= MAX_LABELS:
+            return LABEL_LIMIT_REACHED
         if depth == visited - 1:
             node_of[labels], before[labels], depth_of[labels] = node, before[label], visited
-            back_at = _back_at(path, sent_ns[label], head_ns, backward_ns, hop_ns, busy_node, busy_from, busy_until)
+            back_at = _back_at(path, sent_ns[label], head_ns, backward_ns, hop_ns, busy)
             size = push(keys, values, size, back_at - begin_ns, labels)
             labels += 1
             continue
@@ -198,10 +191,10 @@ def best_path(
             if not ok:
                 continue
             rest = table[visited - 2 - depth, following, mode, swapped]
-            if rest >= NO_WAY:
+            if rest >= INFINITE_NS:
                 continue
             arrival = sent_ns[label] + hop_ns[node, following]
-            start = _start(following, arrival, forward_ns[following], busy_node, busy_from, busy_until)
+            start = _earliest_start(following, arrival, forward_ns[following], busy)
             node_of[labels], before[labels], depth_of[labels] = following, label, depth + 1
             mode_of[labels], swaps_of[labels] = mode, swapped
             sent_ns[labels] = start + forward_ns[following]
@@ -209,4 +202,4 @@ def best_path(
             least = sent_ns[labels] + way_back_ns[labels] + rest - begin_ns
             size = push(keys, values, size, least, labels)
             labels += 1
-    return NO_WAY
+    return INFINITE_NS

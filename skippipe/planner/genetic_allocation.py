@@ -14,10 +14,9 @@ from bisect import insort
 from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from skippipe.jit import kernel
+from skippipe.jit import Floats, Ints, kernel
 from skippipe.planner.problem import Budget, Placement, Problem
 from skippipe.ring_timing import best_ring, ring_ns
 from skippipe.timeline import Timing
@@ -28,13 +27,12 @@ IMPOSSIBLE = 1e9  # the score of a placement that has room for no lane; more for
 EXCHANGES = 3  # tried on every child
 EXACT_TOURS_UP_TO = 12  # stages
 
-Groups = tuple[frozenset[int], ...]
-Floats = NDArray[np.float64]
+Partition = tuple[frozenset[int], ...]
 
 
-def allocate(problem: Problem, effort: Budget, seed: int, keep: int = 8) -> list[Placement]:
+def allocate(problem: Problem, budget: Budget, seed: int, keep: int = 8) -> list[Placement]:
     """The best placements found, best first; stages are numbered along the tour."""
-    return _Breeding(problem, np.random.default_rng(seed)).run(effort, keep)
+    return _GeneticSearch(problem, np.random.default_rng(seed)).run(budget, keep)
 
 
 def pairwise_s(problem: Problem) -> Floats:
@@ -43,143 +41,143 @@ def pairwise_s(problem: Problem) -> Floats:
     return (hop + hop.T) / 2
 
 
-class _Breeding:
-    def __init__(self, problem: Problem, draw: np.random.Generator) -> None:
+class _GeneticSearch:
+    def __init__(self, problem: Problem, rng: np.random.Generator) -> None:
         self.problem = problem
-        self.draw = draw
+        self.rng = rng
         self.edge_s = pairwise_s(problem)
         self.nodes = len(problem.cluster)
         # groups that differ in size or layers are not free to change places along a tour
         self.in_order = len(set(problem.sizes[1:])) > 1 or len(set(problem.layers[1:])) > 1
-        self.matched: dict[tuple[frozenset[int], frozenset[int]], float] = {}
-        self.within: dict[tuple[frozenset[int], int], float] = {}
-        self.scores: dict[Groups, tuple[float, tuple[int, ...]]] = {}
+        self.matching_s: dict[tuple[frozenset[int], frozenset[int]], float] = {}
+        self.within_s: dict[tuple[frozenset[int], int], float] = {}
+        self.scores: dict[Partition, tuple[float, tuple[int, ...]]] = {}
 
-    def run(self, effort: Budget, keep: int) -> list[Placement]:
-        members: set[Groups] = set()
+    def run(self, budget: Budget, keep: int) -> list[Placement]:
+        members: set[Partition] = set()
         for _ in range(POPULATION):
-            if effort.spend() or min(map(self._fitness, members), default=IMPOSSIBLE) >= IMPOSSIBLE:
-                stranger = self._random()
-                members.add(stranger)
-                self._fitness(stranger)  # now, while the effort is counted
-        ranked = sorted(members, key=lambda groups: (self._fitness(groups), self._numbered(groups)))
-        while effort.spend():
-            mother, father = (ranked[min(self.draw.integers(len(ranked), size=2))] for _ in range(2))
-            child = self._refined(self._repaired(self._crossed(mother, father)))
+            if budget.spend() or min(map(self._fitness, members), default=IMPOSSIBLE) >= IMPOSSIBLE:
+                individual = self._random()
+                members.add(individual)
+                self._fitness(individual)  # now, while the budget is counted
+        ranked = sorted(members, key=lambda partition: (self._fitness(partition), self._numbered(partition)))
+        while budget.spend():
+            mother, father = (ranked[min(self.rng.integers(len(ranked), size=2))] for _ in range(2))
+            child = self._exchanged(self._resized(self._crossover(mother, father)))
             if child not in members and self._fitness(child) < self._fitness(ranked[-1]):
                 members.remove(ranked.pop())
                 members.add(child)
                 insort(ranked, child, key=self._fitness)
-        distinct = dict.fromkeys(self._numbered(groups) for groups in ranked)
+        distinct = dict.fromkeys(self._numbered(partition) for partition in ranked)
         return list(distinct)[:keep]
 
     # score
 
-    def _fitness(self, groups: Groups) -> float:
-        return self._scored(groups)[0]
+    def _fitness(self, partition: Partition) -> float:
+        return self._evaluate(partition)[0]
 
-    def _scored(self, groups: Groups) -> tuple[float, tuple[int, ...]]:
-        """The score, and the tour that it takes: groups in the order of their stages."""
-        if groups not in self.scores:
-            weights = np.zeros((len(groups), len(groups)))
-            for a, b in combinations(range(len(groups)), 2):
-                weights[a, b] = weights[b, a] = self._between(groups[a], groups[b])
-            order = np.arange(len(groups))
+    def _evaluate(self, partition: Partition) -> tuple[float, tuple[int, ...]]:
+        """The score, and the tour behind it: groups in the order of their stages."""
+        if partition not in self.scores:
+            weights = np.zeros((len(partition), len(partition)))
+            for a, b in combinations(range(len(partition)), 2):
+                weights[a, b] = weights[b, a] = self._between_s(partition[a], partition[b])
+            order = np.arange(len(partition))
             tour_s = float(weights[order, np.roll(order, -1)].sum()) if self.in_order else best_tour(weights, order)
-            within_s = max(self._within(group, min(label, 1)) for label, group in enumerate(groups))
+            within_s = max(self._within_s(group, min(label, 1)) for label, group in enumerate(partition))
             placed = tuple(order.tolist())
-            lanes = self._lanes(tuple(groups[each] for each in placed))
+            lanes = self._lanes(tuple(partition[each] for each in placed))
             score = within_s + 2 * tour_s * self._rounds(lanes)
-            self.scores[groups] = (score if lanes > 0 else IMPOSSIBLE * (1 - lanes), placed)
-        return self.scores[groups]
+            self.scores[partition] = (score if lanes > 0 else IMPOSSIBLE * (1 - lanes), placed)
+        return self.scores[partition]
 
-    def _between(self, a: frozenset[int], b: frozenset[int]) -> float:
-        if (a, b) not in self.matched:
+    def _between_s(self, a: frozenset[int], b: frozenset[int]) -> float:
+        if (a, b) not in self.matching_s:
             edges = self.edge_s.take(list(a), 0).take(list(b), 1)
             rows, columns = linear_sum_assignment(edges)
-            self.matched[a, b] = float(edges[rows, columns].sum()) / len(rows)
-        return self.matched[a, b]
+            self.matching_s[a, b] = float(edges[rows, columns].sum()) / len(rows)
+        return self.matching_s[a, b]
 
-    def _within(self, group: frozenset[int], stage: int) -> float:
-        """The study's widest edge; or how long the group averages, as stage 0 or as another one."""
-        if (group, stage) not in self.within:
+    def _within_s(self, group: frozenset[int], stage: int) -> float:
+        """Seconds inside a group: the study's widest edge; or its averaging, as stage 0 or as another one."""
+        if (group, stage) not in self.within_s:
             members = list(group)
             costs = self.problem.costs
-            self.within[group, stage] = (
+            self.within_s[group, stage] = (
                 ring_ns(costs, stage, best_ring(costs, stage, members)) / 1e9
                 if self.problem.timing is Timing.FULL
                 else float(self.edge_s.take(members, 0).take(members, 1).max())
             )
-        return self.within[group, stage]
+        return self.within_s[group, stage]
 
     def _rounds(self, lanes: int) -> float:
-        """Tours that a lane makes there and back in an iteration; the study counts one."""
+        """Round trips of a lane in an iteration; the study counts one."""
         if self.problem.timing is Timing.CONTENTION_ONLY:
             return 1.0
         return self.problem.workload.microbatches / max(1, lanes) * self.problem.visited / self.problem.stages
 
-    def _lanes(self, stages: Groups) -> int:
-        """How many lanes the placement can carry; less than 1: how many nodes cannot hold their stage, negated."""
+    def _lanes(self, stages: Partition) -> int:
+        """Lanes that the placement can carry; below 1: minus the number of nodes that cannot hold their stage."""
         slots = self.problem.costs.slots
         unable = sum(int(slots[stage, node] == 0) for stage, nodes in enumerate(stages) for node in nodes)
         return -unable or self.problem.lane_limit(tuple(tuple(sorted(nodes)) for nodes in stages))
 
-    def _numbered(self, groups: Groups) -> Placement:
-        return tuple(tuple(sorted(groups[each])) for each in self._scored(groups)[1])
+    def _numbered(self, partition: Partition) -> Placement:
+        return tuple(tuple(sorted(partition[each])) for each in self._evaluate(partition)[1])
 
     # breeding
 
-    def _random(self) -> Groups:
-        order = self.draw.permutation(self.nodes).tolist()
-        groups = []
+    def _random(self) -> Partition:
+        order = self.rng.permutation(self.nodes).tolist()
+        partition = []
         for size in self.problem.sizes:
-            groups.append(frozenset(order[:size]))
+            partition.append(frozenset(order[:size]))
             order = order[size:]
-        return tuple(groups)
+        return tuple(partition)
 
-    def _labels(self, groups: Groups) -> NDArray[np.int64]:
+    def _labels(self, partition: Partition) -> Ints:
         labels = np.full(self.nodes, -1, np.int64)
-        for label, group in enumerate(groups):
+        for label, group in enumerate(partition):
             labels[list(group)] = label
         return labels
 
-    def _crossed(self, mother: Groups, father: Groups) -> NDArray[np.int64]:
-        points = np.sort(self.draw.integers(0, self.nodes + 1, CROSSOVER_POINTS))
+    def _crossover(self, mother: Partition, father: Partition) -> Ints:
+        points = np.sort(self.rng.integers(0, self.nodes + 1, CROSSOVER_POINTS))
         from_father = np.searchsorted(points, np.arange(self.nodes), side="right") % 2 == 1
-        child: NDArray[np.int64] = np.where(from_father, self._labels(father), self._labels(mother))
+        child: Ints = np.where(from_father, self._labels(father), self._labels(mother))
         return child
 
-    def _repaired(self, labels: NDArray[np.int64]) -> Groups:
-        """Take nodes at random out of groups that are too large and put them where some are missing."""
-        groups: list[list[int]] = []
+    def _resized(self, labels: Ints) -> Partition:
+        """A partition with the problem's sizes: random nodes of groups that are too large go where some are missing."""
+        partition: list[list[int]] = []
         spare = np.flatnonzero(labels < 0).tolist()
         for label, size in enumerate(self.problem.sizes):
-            members = self.draw.permutation(np.flatnonzero(labels == label)).tolist()
-            groups.append(members[:size])
+            members = self.rng.permutation(np.flatnonzero(labels == label)).tolist()
+            partition.append(members[:size])
             spare += members[size:]
-        spare = self.draw.permutation(spare).tolist()
-        for group, size in zip(groups, self.problem.sizes, strict=True):
+        spare = self.rng.permutation(spare).tolist()
+        for group, size in zip(partition, self.problem.sizes, strict=True):
             while len(group) < size:
                 group.append(int(spare.pop()))
-        return tuple(frozenset(group) for group in groups)
+        return tuple(frozenset(group) for group in partition)
 
-    def _refined(self, groups: Groups) -> Groups:
+    def _exchanged(self, partition: Partition) -> Partition:
         for _ in range(EXCHANGES):
-            cycle = self.draw.permutation(len(groups))[: self.draw.integers(2, 4)].tolist()
-            movers = [int(self.draw.choice(sorted(groups[label]))) for label in cycle]
-            changed = [set(group) for group in groups]
+            cycle = self.rng.permutation(len(partition))[: self.rng.integers(2, 4)].tolist()
+            movers = [int(self.rng.choice(sorted(partition[label]))) for label in cycle]
+            changed = [set(group) for group in partition]
             for label, mover in zip(cycle, movers, strict=True):
                 changed[label].remove(mover)
             for label, mover in zip([*cycle[1:], cycle[0]], movers, strict=True):
                 changed[label].add(mover)
             other = tuple(frozenset(group) for group in changed)
-            if self._fitness(other) < self._fitness(groups):
-                groups = other
-        return groups
+            if self._fitness(other) < self._fitness(partition):
+                partition = other
+        return partition
 
 
 @kernel
-def best_tour(weights: Floats, order: NDArray[np.int64]) -> float:
+def best_tour(weights: Floats, order: Ints) -> float:
     """The length of the shortest round trip from 0; its order is left in `order`. Exact up to a dozen stops."""
     stops = len(weights)
     if stops > EXACT_TOURS_UP_TO:
@@ -217,7 +215,7 @@ def best_tour(weights: Floats, order: NDArray[np.int64]) -> float:
 
 
 @kernel
-def _short_tour(weights: Floats, order: NDArray[np.int64]) -> float:
+def _short_tour(weights: Floats, order: Ints) -> float:
     """Nearest neighbour, then pieces turned around for as long as that helps."""
     stops = len(weights)
     order[:] = np.arange(stops)

@@ -1,10 +1,7 @@
-"""What a planner is asked: this cluster, this workload, so many stages of which each microbatch visits so many.
+"""The planning problem: a cluster, a workload, and how many stages there are and a microbatch visits.
 
-Also the arithmetic that every strategy shares: how many nodes a stage needs, how many lanes there can be, and, where
-a demand cannot be met, which one nearby can.
-
-
-How long a search may go on: a number of steps, which makes it repeatable, and seconds, which makes it end.
+Also what every strategy shares: how many nodes a stage needs, how many lanes there can be, which problem nearby is
+feasible where this one is not, and the budget of a search.
 """
 
 from __future__ import annotations
@@ -30,16 +27,16 @@ Placement = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class DecisionVariables:
-    """What the strategy `best` may settle by itself. Other strategies take the problem as it is."""
+    """Decision variables of the strategy `best`; other strategies take the problem as it is."""
 
     sizes: bool = True
     layers: bool = True
-    """Of stages 1 and up, if nodes differ in speed."""
+    """Layers of stages 1 and up, if nodes differ in speed."""
     dispatch: bool = True
     split_backward: bool = True
 
 
-NOTHING_FREE = DecisionVariables(sizes=False, layers=False, dispatch=False, split_backward=False)
+ALL_FIXED = DecisionVariables(sizes=False, layers=False, dispatch=False, split_backward=False)
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,8 @@ class Problem:
     split_backward: bool = False
     """Weight gradients become tasks of their own, which fill idle time."""
     layers: tuple[int, ...] = field(default=(), repr=False)
-    """Of each stage; empty: as even as can be."""
-    freedoms: DecisionVariables = DecisionVariables()
+    """Layers of each stage; empty: as even as can be."""
+    decision_variables: DecisionVariables = DecisionVariables()
 
     def __post_init__(self) -> None:
         nodes = len(self.cluster)
@@ -106,7 +103,7 @@ class Problem:
         return stage_sizes(len(self.cluster), self.stages, self.visited)
 
     def _check_memory(self) -> None:
-        """Every stage must find nodes that can hold it; which ones is for the allocation to say."""
+        """Check that enough nodes can hold each stage; which ones is for the allocation to say."""
         for stage, size in enumerate(self.sizes):
             able = int((self.costs.slots[stage] > 0).sum())
             if able >= size:
@@ -189,7 +186,7 @@ def lane_unit(stages: int, visited: int) -> int:
 
 
 def stage_sizes(nodes: int, stages: int, visited: int, most_data_nodes: int | None = None) -> tuple[int, ...]:
-    """Sizes that match the demand: |stage 0| : |any other| near (S−1) : (L−1), nobody left out.
+    """Sizes that match the demand: |stage 0| : |any other| near (S−1) : (L−1), with every node in use.
 
     Stage 0 sees every microbatch, another stage (L−1)/(S−1) of them; the busiest node should be as idle as can be.
     """
@@ -214,11 +211,11 @@ def stage_of(placement: Sequence[Sequence[int]]) -> dict[int, int]:
     return {node: stage for stage, nodes in enumerate(placement) for node in nodes}
 
 
-LOOK_EVERY = 4  # steps between two looks at the clock
+CHECK_EVERY = 4  # steps between two looks at the clock
 
 
 class Budget:
-    """Counts steps against its limits; the clock and the wish to stop are passed in."""
+    """Budget of a search: a number of steps, which makes it repeatable, and seconds, which make it end."""
 
     def __init__(
         self,
@@ -237,10 +234,10 @@ class Budget:
         self._on_step = on_step
 
     def spend(self) -> bool:
-        """Take one step, if there is one left."""
+        """Take one step of the budget; False: it is spent."""
         if self._over or self.spent >= self.steps:
             return False
-        if self.spent % LOOK_EVERY == 0:
+        if self.spent % CHECK_EVERY == 0:
             self._on_step(self.spent, self.steps)
             self._over = self._stopped() or self._clock() >= self._deadline
             if self._over:

@@ -1,4 +1,4 @@
-"""From what people say about a pipeline to a problem: a cluster by its name, and whatever they left open filled in."""
+"""Problems from what users specify: a cluster by its name, and defaults for everything left open."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from skippipe.workload import INT8_BLOCK, WIRE_DTYPES, Workload, wire_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """What was said; None where nothing was."""
+    """What a user specifies of a plan; None: left open."""
 
     stages: int | None = None
     visit: int | None = None
     """Stages on a path; or `skip`, the share to leave out: 0.33, 33%, 1/3."""
     skip: str | None = None
     also: tuple[int, ...] = ()
-    """Other numbers of stages on a path that the same microbatches must do for."""
+    """Other numbers of stages on a path that the same number of microbatches must suit."""
     sizes: str | None = None
     """Nodes of each stage, as in 5,3,3,3,3,3."""
     layers: str | None = None
@@ -51,9 +51,9 @@ def cluster_named(name: str) -> tuple[Cluster, Example | None]:
 
 
 def problem_of(cluster: Cluster, workload: Workload, plan_spec: PlanSpec, example: Example | None = None) -> Problem:
-    """What the example uses, or what is usual, with what was said on top."""
-    given_sizes = _numbers(plan_spec.sizes, "sizes")
-    given_layers = _numbers(plan_spec.layers, "layers")
+    """The problem: the example's values or the defaults, with what the spec gives on top."""
+    given_sizes = _parse_numbers(plan_spec.sizes, "sizes")
+    given_layers = _parse_numbers(plan_spec.layers, "layers")
     count = stages_of(cluster, plan_spec, example)
     as_example = example is not None and count == example.stages
     visited = _visited(count, plan_spec.visit, plan_spec.skip, example.visited if example and as_example else None)
@@ -76,7 +76,7 @@ def problem_of(cluster: Cluster, workload: Workload, plan_spec: PlanSpec, exampl
         dispatch=plan_spec.dispatch or Dispatch.FIRST_COME,
         split_backward=bool(plan_spec.split_backward),
         layers=given_layers,
-        freedoms=DecisionVariables(
+        decision_variables=DecisionVariables(
             sizes=plan_spec.sizes is None,
             layers=plan_spec.layers is None,
             dispatch=plan_spec.dispatch is None,
@@ -86,7 +86,7 @@ def problem_of(cluster: Cluster, workload: Workload, plan_spec: PlanSpec, exampl
 
 
 def fastest_of(types: str | None, name: str) -> str | None:
-    """Of types on the wire that will do, the one with the fewest bytes: no plan is faster with another."""
+    """Of the accepted wire types, the one with the fewest bytes: no plan is faster with another."""
     if types is None:
         return None
     accepted = [each.strip() for each in types.split(",")]
@@ -97,12 +97,12 @@ def fastest_of(types: str | None, name: str) -> str | None:
 
 
 def stages_of(cluster: Cluster, plan_spec: PlanSpec, example: Example | None = None) -> int:
-    """How many there are to be."""
+    """Number of stages: as specified, or by default."""
     if plan_spec.stages is not None:
         return plan_spec.stages
-    said = len(_numbers(plan_spec.sizes, "sizes")) or len(_numbers(plan_spec.layers, "layers"))
-    usual = 6 if len(cluster) >= 12 else min(4, len(cluster))
-    return said or (example.stages if example else usual)
+    given = len(_parse_numbers(plan_spec.sizes, "sizes")) or len(_parse_numbers(plan_spec.layers, "layers"))
+    default = 6 if len(cluster) >= 12 else min(4, len(cluster))
+    return given or (example.stages if example else default)
 
 
 def _visited(stages: int, visit: int | None, skip: str | None, of_example: int | None) -> int:
@@ -115,7 +115,7 @@ def _visited(stages: int, visit: int | None, skip: str | None, of_example: int |
     return stages - round(parse_share(skip, "skip") * stages)
 
 
-def _numbers(text: str | None, name: str) -> tuple[int, ...]:
+def _parse_numbers(text: str | None, name: str) -> tuple[int, ...]:
     if text is None:
         return ()
     try:

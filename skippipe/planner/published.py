@@ -17,9 +17,6 @@ from skippipe.ring_timing import best_ring
 from skippipe.timeline import Timing
 from skippipe.workload import MODELS, Workload
 
-Lanes = tuple[tuple[tuple[int, ...], int], ...]
-"""(path, microbatches) of every lane."""
-
 
 @dataclass(frozen=True)
 class Example:
@@ -31,10 +28,10 @@ class Example:
     visited: int
     sizes: tuple[int, ...]
     timing: Timing = Timing.CONTENTION_ONLY
-    """The study's model of time, so that its figures can be compared with."""
+    """The study's timing, so that its figures can be compared."""
     placement: Placement | None = None
-    """The published one, where it was published."""
-    paths: dict[str, Lanes] = field(default_factory=dict)
+    """The published placement; None: it was not published."""
+    paths: dict[str, tuple[Lane, ...]] = field(default_factory=dict)
     """Published sets of paths over that placement."""
 
 
@@ -65,10 +62,10 @@ def published20() -> Example:
     """20 nodes in 12 regions, 6 stages, a third skipped, with the paths that the study published for it."""
     found = data("published20.json")
     paths = {name: [tuple(path) for path in each] for name, each in found["paths"].items()}
-    lanes = {name: tuple((path, 2) for path in each) for name, each in paths.items()}
-    lanes["skippipe"] = tuple((path, 2) for path in paths["skippipe"] for _ in range(3))
+    lanes = {name: tuple(Lane(path, 2) for path in each) for name, each in paths.items()}
+    lanes["skippipe"] = tuple(Lane(path, 2) for path in paths["skippipe"] for _ in range(3))
     # as published: 27 microbatches, three waves of three lanes over three pipelines
-    lanes["full_pipeline"] = tuple((path, 3) for path in paths["full_pipeline"] for _ in range(3))
+    lanes["full_pipeline"] = tuple(Lane(path, 3) for path in paths["full_pipeline"] for _ in range(3))
     return Example(
         _published_cluster("published20", found["locations"], 0.35, slip=True),
         _published_workload(samples=2, microbatches=30),
@@ -80,7 +77,7 @@ def published20() -> Example:
     )
 
 
-def _dealt(nodes: int, regions: int) -> list[str]:
+def _round_robin_locations(nodes: int, regions: int) -> list[str]:
     places = data("regions12.json")["locations"]
     return [places[(index % regions + 1) % len(places)] for index in range(nodes)]
 
@@ -88,7 +85,7 @@ def _dealt(nodes: int, regions: int) -> list[str]:
 def published18(samples: int = 2) -> Example:
     """18 nodes in 11 regions, 4 stages, a quarter skipped; 1, 2 or 4 samples of 4096 tokens a microbatch."""
     return Example(
-        _published_cluster("published18", _dealt(18, 11), 0.0, slip=False),
+        _published_cluster("published18", _round_robin_locations(18, 11), 0.0, slip=False),
         _published_workload(samples, microbatches=36),
         stages=4,
         visited=3,
@@ -99,7 +96,7 @@ def published18(samples: int = 2) -> Example:
 def published42() -> Example:
     """42 nodes in 12 regions, 8 stages, a quarter skipped."""
     return Example(
-        _published_cluster("published42", _dealt(42, 12), 0.35, slip=False),
+        _published_cluster("published42", _round_robin_locations(42, 12), 0.35, slip=False),
         _published_workload(samples=2, microbatches=42),
         stages=8,
         visited=6,
@@ -115,7 +112,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
 
 
 def published_plan(example: Example, name: str, microbatches: int | None = None) -> Plan:
-    """A published set of paths as a plan; another number of microbatches is dealt out over its lanes."""
+    """A published set of paths as a plan; another number of microbatches is distributed over its lanes."""
     if name not in example.paths or example.placement is None:
         known = ", ".join(example.paths) or "none"
         raise UserError(f"paths '{name}': '{example.cluster.name}' has {known}")
@@ -124,17 +121,17 @@ def published_plan(example: Example, name: str, microbatches: int | None = None)
         each, extra = divmod(microbatches, len(lanes))
         if each < 1:
             raise UserError(f"{microbatches} microbatches over {len(lanes)} lanes: use {len(lanes)} or more")
-        starts = [path[0] for path, _ in lanes]
+        starts = [lane.path[0] for lane in lanes]
         nth = [starts[:lane].count(start) for lane, start in enumerate(starts)]
         first = set(sorted(range(len(lanes)), key=lambda lane: nth[lane])[:extra])  # spread over the data nodes
-        lanes = tuple((path, each + (lane in first)) for lane, (path, _) in enumerate(lanes))
-    workload = replace(example.workload, microbatches=sum(count for _, count in lanes))
+        lanes = tuple(Lane(lane.path, each + (number in first)) for number, lane in enumerate(lanes))
+    workload = replace(example.workload, microbatches=sum(lane.microbatches for lane in lanes))
     layers = workload.layer_split(example.stages)
     costs = cost_model_of(example.cluster, workload, layers)
     return Plan(
         example.cluster,
         workload,
         tuple(Stage(layers[s], nodes, best_ring(costs, s, nodes)) for s, nodes in enumerate(example.placement)),
-        tuple(Lane(path, count) for path, count in lanes),
+        lanes,
         strategy=f"published {name}",
     )

@@ -1,15 +1,12 @@
-"""How many stages, and how many of them to skip? A plan for every answer, and what each is worth.
+"""Sweeps over the shape of a problem: numbers of stages and of skipped ones, and batch sizes.
 
-Skipping makes an iteration shorter and teaches the model a little less in it. Both are put into one figure, the time to
+Skipping makes an iteration shorter and trains the model a little less in it. Both are put into one figure, the time to
 the same loss: what skipping adds to the loss has to be made up by more tokens. How much it adds, and what tokens take
-off, is for whoever asks to say; `skippipe study` measures the first.
+off, are parameters; `skippipe study` measures the first.
 
-
-How many microbatches an iteration should have, where that is open: as many as train the most samples a second.
-
-A longer iteration spreads its beginning, its end and the averaging of gradients over more samples, until memory or slow
-lanes hold it up. A few numbers get a look each, and the best of them the rest of the effort.
-
+Where the number of microbatches is open, the best is what trains the most samples a second. A longer iteration spreads
+its beginning, its end and the averaging of gradients over more samples, until memory or slow lanes hold it up. A few
+sizes get a short search each, and the best of them the rest of the budget.
 """
 
 from __future__ import annotations
@@ -25,13 +22,13 @@ from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
 
 MOST_STAGES = 1_000
 
-Ask = Callable[[int, int, int | None], Problem]
-"""The problem for so many stages, of which a path visits so many, and microbatches; None: as many as is usual."""
+ProblemFor = Callable[[int, int, int | None], Problem]
+"""Makes the problem for (stages, stages on a path, microbatches; None: the default number)."""
 
 
 @dataclass(frozen=True)
 class Trade:
-    """What loss is worth in time."""
+    """How loss trades against tokens."""
 
     penalty: float = 0.0
     """Nats that skipping would add to the loss per share of the stages, for the same tokens: with 0.3, a third costs
@@ -46,7 +43,7 @@ class Trade:
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One answer: so many stages, of which a path visits so many."""
+    """A plan of the sweep: its stages, stages on a path, and iteration."""
 
     stages: int
     visited: int
@@ -67,13 +64,13 @@ class SweepPoint:
         return f"{self.visited} of {self.stages}"
 
     def same_loss_s(self, trade: Trade) -> float:
-        """Seconds for what a microbatch teaches if nothing is skipped."""
+        """Seconds a microbatch, times the tokens that it takes to the same loss."""
         return self.microbatch_s * trade.tokens(self.skipped)
 
 
 @dataclass(frozen=True)
 class InfeasiblePoint:
-    """There is no plan for so many stages, of which a path visits so many."""
+    """A combination of stages and stages on a path for which there is no plan."""
 
     stages: int
     visited: int
@@ -85,7 +82,7 @@ class InfeasiblePoint:
 
 
 def stage_counts(text: str) -> list[int]:
-    """`6`, `4,6,8`, `4-8`, or these together, each once, in the order given."""
+    """Parse `6`, `4,6,8`, `4-8`, or these together: each number once, in the order given."""
     counts: list[int] = []
     for part in text.split(","):
         ends = part.strip().split("-")
@@ -101,14 +98,14 @@ def stage_counts(text: str) -> list[int]:
 def sweep(
     stages: Iterable[int],
     microbatches: int | None,
-    ask: Ask,
+    problem_for: ProblemFor,
     planned: Callable[[Problem], Plan],
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[SweepPoint | InfeasiblePoint]:
     """A plan for every number of stages, visited by paths of every length, from all of them to two.
 
-    All iterations have about as many microbatches: what was asked for, or what is usual for the first problem that can
-    be made; rounded up to where all stages can be visited equally often (CC3).
+    All iterations have about as many microbatches: as given, or the default of the first problem that can be made;
+    rounded up to where all stages can be visited equally often (CC3).
     """
     found: list[SweepPoint | InfeasiblePoint] = []
     for count, visited in [(each, visited) for each in stages for visited in range(each, 1, -1)]:
@@ -116,9 +113,9 @@ def sweep(
             break
         try:
             if microbatches is None:
-                microbatches = ask(count, visited, None).workload.microbatches
+                microbatches = problem_for(count, visited, None).workload.microbatches
             unit = lane_unit(count, visited)
-            plan = planned(ask(count, visited, -(-microbatches // unit) * unit))
+            plan = planned(problem_for(count, visited, -(-microbatches // unit) * unit))
         except UserError as error:  # too many stages for the model, the cluster or its memory
             found.append(InfeasiblePoint(count, visited, str(error)))
             continue
@@ -128,7 +125,7 @@ def sweep(
 
 
 def efficient(points: Sequence[SweepPoint]) -> list[bool]:
-    """For each: is there none that skips no more and takes no longer, and is better in one of the two?"""
+    """For each point whether it is Pareto-efficient in the share skipped and the seconds a microbatch."""
 
     def beaten(point: SweepPoint) -> bool:
         return any(
@@ -142,53 +139,57 @@ def efficient(points: Sequence[SweepPoint]) -> list[bool]:
 
 
 def best(points: Sequence[SweepPoint], trade: Trade) -> SweepPoint:
-    """The soonest at the same loss; of equals the one that skips least."""
+    """The fastest point at the same loss; of equals the one that skips least."""
     return min(points, key=lambda point: (point.same_loss_s(trade), point.skipped))
 
 
-MOST_LOOKS = 6
-LOOKING = 0.5  # of the effort, for all looks together
+MOST_SIZES = 6
+FIRST_PASS_SHARE = 0.5  # of the budget, for the first short searches together
 
 
 def batch_sizes(fewest: int, most: int, unit: int) -> list[int]:
-    """Some from the fewest to the most, evenly apart; multiples of the unit, so that all stages are visited equally."""
+    """Numbers of microbatches from the fewest to the most, evenly apart; multiples of the unit, for CC3."""
     first, last = -(-fewest // unit), most // unit
     if first > last:
         raise UserError(
             f"from {fewest} to {most} microbatches: none can visit all stages equally often (CC3); "
             f"multiples of {unit} can"
         )
-    looks = min(MOST_LOOKS, last - first + 1)
-    steps = [round(first + (last - first) * look / max(1, looks - 1)) for look in range(looks)]
+    number = min(MOST_SIZES, last - first + 1)
+    steps = [round(first + (last - first) * nth / max(1, number - 1)) for nth in range(number)]
     return [unit * step for step in dict.fromkeys(steps)]
 
 
-def free_batch(problem: Problem, most: int, request: PlanRequest) -> tuple[Plan, list[Plan]]:
-    """The plan that trains the most samples a second, and those of a first look at each size, smallest first.
+def choose_batch_size(problem: Problem, most: int, request: PlanRequest) -> tuple[Plan, list[Plan]]:
+    """The plan that trains the most samples a second, and those of the first short search at each size, smallest first.
 
     The problem's own number of microbatches is the fewest. The plans are of the strategy `best`.
     """
     sizes = batch_sizes(problem.workload.microbatches, most, problem.lane_unit)
-    part = LOOKING / len(sizes)
-    looks: list[Plan] = []
+    part = FIRST_PASS_SHARE / len(sizes)
+    first_plans: list[Plan] = []
     for number, size in enumerate(sizes):
-        if request.stopped() and looks:
+        if request.stopped() and first_plans:
             break
 
-        def progress(what: str, share: float, best_s: float | None, number: int = number, size: int = size) -> None:
-            request.progress(f"{size} microbatches: {what}", (number + share) * part, best_s)
+        def progress(what: str, portion: float, best_s: float | None, number: int = number, size: int = size) -> None:
+            request.progress(f"{size} microbatches: {what}", (number + portion) * part, best_s)
 
-        look = replace(_share(request, part), progress=progress)
-        looks.append(make_plan(_with(problem, size), Strategy.BEST, look))
-    chosen = max(looks, key=lambda each: each.samples_per_s)
-    rest = replace(_share(request, 1 - LOOKING), bound_s=request.bound_s, start=chosen, robust=request.robust)
-    return make_plan(_with(problem, chosen.microbatches), Strategy.BEST, rest), looks
+        first_request = replace(_portion(request, part), progress=progress)
+        first_plans.append(make_plan(_with(problem, size), Strategy.BEST, first_request))
+    chosen = max(first_plans, key=lambda each: each.samples_per_s)
+    rest = replace(
+        _portion(request, 1 - FIRST_PASS_SHARE), bound_s=request.bound_s, start=chosen, robust=request.robust
+    )
+    return make_plan(_with(problem, chosen.microbatches), Strategy.BEST, rest), first_plans
 
 
 def _with(problem: Problem, microbatches: int) -> Problem:
     return replace(problem, workload=replace(problem.workload, microbatches=microbatches))
 
 
-def _share(request: PlanRequest, share: float) -> PlanRequest:
-    """That much of the effort, without a bound and by what is promised."""
-    return replace(request, budget_s=share * request.budget_s, changes=share * request.changes, bound_s=0.0, robust=0.0)
+def _portion(request: PlanRequest, portion: float) -> PlanRequest:
+    """The request with this portion of its budget, without a bound or jitter."""
+    return replace(
+        request, budget_s=portion * request.budget_s, changes=portion * request.changes, bound_s=0.0, robust=0.0
+    )

@@ -261,7 +261,7 @@ class StageExecutor:
             return NO_OUTCOME
         given = self._in(task.given)
         if task.step < task.length:
-            drive = self._recipe.drive(len(self._layers), task.length)
+            drive = self._recipe.residual_scale(len(self._layers), task.length)
             return OpResult(self._out(self.tasks.forward(key, given, drive)))
         if task.step == task.length:
             _, labels = self._batch(task)

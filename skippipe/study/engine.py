@@ -256,7 +256,7 @@ class Engine:
 
     def _drives(self, stage: int, rows: Sequence[int], visits: Sequence[Visits]) -> tuple[tuple[float, int], ...]:
         """Of the rows at a stage, as many after one another as have the same; empty: nobody is driven."""
-        each = [self.recipe.drive(len(self.stages), len(visits[row])) for row in rows] if stage else []
+        each = [self.recipe.residual_scale(len(self.stages), len(visits[row])) for row in rows] if stage else []
         return tuple((drive, len(list(same))) for drive, same in groupby(each)) if set(each) - {1.0} else ()
 
     def _autocast(self) -> Any:

@@ -292,4 +292,6 @@ def _problem(planned: PlanSettings, work: PlannedIteration, placement: Placement
     model = replace(workload.model, layers=work.layers)
     workload = replace(workload, model=model, early_exit=work.early_exit)
     problem = problem_of(cluster, workload, plan_spec, example)
-    return replace(problem, freedoms=replace(problem.freedoms, layers=False)), wanted  # they are what was trained
+    return replace(
+        problem, decision_variables=replace(problem.decision_variables, layers=False)
+    ), wanted  # they are what was trained

@@ -94,7 +94,7 @@ class ReferenceTrainer:
         inputs, labels = self.sampler.batch(iteration, plan.microbatch(lane, microbatch))
         key = lane, microbatch
         path = plan.visits(plan.lanes[lane])
-        drive = self.recipe.drive(len(self.stages), len(path))
+        drive = self.recipe.residual_scale(len(self.stages), len(path))
         data_stage = self.stages[path[0]]
         hidden = self._hop(data_stage.begin(key, torch.from_numpy(inputs).to(self._device)))
         for stage in path[1:]:

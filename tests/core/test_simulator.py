@@ -14,7 +14,7 @@ from skippipe import event_loop
 from skippipe.plan import Lane, Plan
 from skippipe.planner.published import published20, published_plan
 from skippipe.ring_timing import averaged_ns, best_ring, ring_after_ns, ring_ns
-from skippipe.simulator import NO_HURRY, NO_RECORD, Course, as_arrays, simulate
+from skippipe.simulator import NO_RECORD, NO_SLACK, PlacementCosts, path_arrays, simulate
 from skippipe.timeline import Task, Timeline, Timing
 from tests.helpers.plans import clusters, plans, simulated
 
@@ -197,21 +197,21 @@ def test_messages_on_a_link_queue_only_under_full_timing(plan: Plan) -> None:
 @given(plans(), timings)
 def test_compiled_and_plain_python_agree(plan: Plan, timing: Timing) -> None:
     rings = [stage.ring for stage in plan.stages]
-    course = Course.of(plan.costs, rings, plan.dispatch, timing, plan.split_backward)
-    paths, lengths = as_arrays([lane.path for lane in plan.lanes])
+    costs = PlacementCosts.of(plan.costs, rings, plan.dispatch, timing, plan.split_backward)
+    paths, lengths = path_arrays([lane.path for lane in plan.lanes])
     microbatches = np.array([lane.microbatches for lane in plan.lanes])
 
-    def outcome(run: object) -> tuple[object, list[int]]:
+    def outcome(run_iteration: object) -> tuple[object, list[int]]:
         done = np.zeros(len(plan.cluster), np.int64)
-        assert callable(run)
-        result = run(
-            paths, lengths, microbatches, course.forward_ns, course.backward_ns, course.weight_ns, course.head_ns,
-            course.slots, course.flight_ns, course.transmit_ns, timing is Timing.FULL, course.order,
-            plan.split_backward, NO_HURRY, done, NO_RECORD,
+        assert callable(run_iteration)
+        result = run_iteration(
+            paths, lengths, microbatches, costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.head_ns,
+            costs.slots, costs.flight_ns, costs.transmit_ns, timing is Timing.FULL, costs.order,
+            plan.split_backward, NO_SLACK, done, NO_RECORD,
         )  # fmt: skip
         return tuple(map(int, result)), done.tolist()
 
-    assert outcome(event_loop.run) == outcome(event_loop.run.py_func)  # type: ignore[attr-defined]
+    assert outcome(event_loop.run_iteration) == outcome(event_loop.run_iteration.py_func)  # type: ignore[attr-defined]
 
 
 @settings(max_examples=40, deadline=None)

@@ -105,7 +105,7 @@ def test_every_iteration_has_a_length_and_phases_come_in_order(
 def test_nothing_said_is_the_usual_all_along(iterations: int, stages: int, usual: int) -> None:
     recipe = SkipSchedule()
     assert recipe.lengths(iterations, stages, usual) == {usual: iterations}
-    assert recipe.drive(stages, usual) == 1.0
+    assert recipe.residual_scale(stages, usual) == 1.0
     assert [recipe.divisor(visits, 9) for visits in (0, 4, 9)] == [0, 4, 9]
 
 
@@ -136,7 +136,7 @@ def test_bridges_that_cannot_be() -> None:
 
 def test_what_makes_up_for_skipping() -> None:
     scaled = SkipSchedule(residual="scaled", gradients="all")
-    assert [scaled.drive(6, visited) for visited in (6, 4, 3)] == [1.0, 5 / 3, 5 / 2]
+    assert [scaled.residual_scale(6, visited) for visited in (6, 4, 3)] == [1.0, 5 / 3, 5 / 2]
     assert [scaled.divisor(visits, 9) for visits in (0, 4, 9)] == [0, 9, 9], "nobody came: there is no step"
 
 

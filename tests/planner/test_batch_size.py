@@ -10,7 +10,7 @@ from skippipe.errors import UserError
 from skippipe.planner.problem import Problem
 from skippipe.planner.problem_spec import fastest_of
 from skippipe.planner.strategies import PlanRequest
-from skippipe.planner.sweep import batch_sizes, free_batch
+from skippipe.planner.sweep import batch_sizes, choose_batch_size
 from skippipe.validate import validate
 from skippipe.workload import Workload
 from tests.helpers.commands import Command
@@ -33,7 +33,7 @@ def test_no_size_divides() -> None:
 def test_where_averaging_takes_long_the_largest_batch_trains_most_a_second() -> None:
     work = Workload(TINY, sequence_tokens=16, microbatches=6, max_slots=2)
     problem = Problem(uniform_cluster(9, bandwidth=1e6), work, 4, 3)
-    found, looks = free_batch(problem, 24, PlanRequest(changes=24_000))
+    found, looks = choose_batch_size(problem, 24, PlanRequest(changes=24_000))
     assert [each.microbatches for each in looks] == batch_sizes(6, 24, problem.lane_unit)
     assert found.microbatches == 24
     assert found.samples_per_s >= max(each.samples_per_s for each in looks)
@@ -43,13 +43,13 @@ def test_where_averaging_takes_long_the_largest_batch_trains_most_a_second() -> 
 def test_it_is_the_same_again() -> None:
     work = Workload(TINY, sequence_tokens=16, microbatches=6, max_slots=2)
     problem = Problem(uniform_cluster(6), work, 4, 3)
-    once, again = (free_batch(problem, 12, PlanRequest(changes=4_000)) for _ in range(2))
+    once, again = (choose_batch_size(problem, 12, PlanRequest(changes=4_000)) for _ in range(2))
     assert once == again
 
 
 def test_stopped_at_once_there_is_a_plan_all_the_same() -> None:
     problem = Problem(uniform_cluster(6), Workload(TINY, sequence_tokens=16, microbatches=6), 4, 3)
-    found, looks = free_batch(problem, 60, PlanRequest(stopped=lambda: True))
+    found, looks = choose_batch_size(problem, 60, PlanRequest(stopped=lambda: True))
     assert len(looks) == 1
     assert replace(found, strategy="") == replace(looks[0], strategy="")
 

@@ -37,7 +37,7 @@ def ticks() -> Callable[[], float]:
 
 
 def repair(
-    plan: Plan, members: Members, able: Collection[int], cluster: Cluster | None = None, looks: int = 20
+    plan: Plan, members: Members, able: Collection[int], cluster: Cluster | None = None, looks: int = 6
 ) -> Plan | None:
     return repaired(plan, members, able, cluster=cluster, budget_s=looks, clock=ticks())
 
@@ -125,10 +125,10 @@ def test_a_full_pipeline_that_loses_a_stage_visits_all_others_in_order() -> None
     shorter = surely(repair(plan, members, able))
     assert_sound(plan, shorter, members, able)
     assert {shorter.visits(lane) for lane in shorter.lanes} == {(0, 1, 3, 4, 5)}
-    again = surely(repair(shorter, members, able, looks=60))
+    again = surely(repair(shorter, members, able, looks=10))
     assert {again.visits(lane) for lane in again.lanes} == {(0, 1, 3, 4, 5)}
     members, able = without(plan)
-    whole = surely(repaired(shorter, members, able, visited=6, budget_s=20, clock=ticks()))
+    whole = surely(repaired(shorter, members, able, visited=6, budget_s=6, clock=ticks()))
     assert {len(lane.path) for lane in whole.lanes} == {6}
 
 
@@ -172,8 +172,8 @@ def test_untouched_lanes_are_where_it_begins(published: Plan) -> None:
 @pytest.mark.parametrize("node", [0, 8, 10, 14])
 def test_a_node_that_has_learned_its_weights_is_put_to_work(published: Plan, node: int) -> None:
     members, able = without(published)
-    before = surely(repair(published, members, able - {node}, looks=150))
-    after = surely(repair(before, members, able, looks=150))
+    before = surely(repair(published, members, able - {node}, looks=24))
+    after = surely(repair(before, members, able, looks=24))
     assert validate(before) == validate(after) == []
     assert node not in {each for lane in before.lanes for each in lane.path}
     assert iteration_s(after) <= iteration_s(before) * 1.002  # less travel may cost a trifle
@@ -182,8 +182,8 @@ def test_a_node_that_has_learned_its_weights_is_put_to_work(published: Plan, nod
 def test_a_returned_node_makes_iterations_shorter(sites: Plan) -> None:
     members, able = without(sites)
     for node in (sites.stages[0].nodes[0], sites.stages[1].nodes[0]):
-        before = surely(repair(sites, members, able - {node}, looks=150))
-        after = surely(repair(before, members, able, looks=150))
+        before = surely(repair(sites, members, able - {node}, looks=24))
+        after = surely(repair(before, members, able, looks=24))
         assert node in {each for lane in after.lanes for each in lane.path}
         assert iteration_s(after) < iteration_s(before)
 
@@ -214,7 +214,7 @@ def test_a_slow_node_is_avoided(sites: Plan) -> None:
     cluster = with_speed(sites, node, 0.1)
     suffered = simulate(replace(sites, cluster=cluster), Timing.FULL).iteration_s
     members, able = without(sites)
-    plan = surely(repair(sites, members, able, cluster, looks=150))
+    plan = surely(repair(sites, members, able, cluster, looks=24))
     assert validate(plan) == []
     assert plan.cluster == cluster
     assert microbatches_on(plan, node) < microbatches_on(sites, node) / 2
@@ -228,7 +228,7 @@ def test_a_slow_link_is_avoided(sites: Plan) -> None:
     cluster = with_links(sites, [hops[0]], 0.02)
     suffered = simulate(replace(sites, cluster=cluster), Timing.FULL).iteration_s
     members, able = without(sites)
-    plan = surely(repair(sites, members, able, cluster, looks=150))
+    plan = surely(repair(sites, members, able, cluster, looks=24))
     assert validate(plan) == []
     used = {frozenset(hop) for lane in plan.lanes for hop in constraints.circle(lane.path)}
     assert frozenset(hops[0]) not in used
@@ -237,12 +237,12 @@ def test_a_slow_link_is_avoided(sites: Plan) -> None:
 
 def test_the_same_question_has_the_same_answer(published: Plan) -> None:
     members, able = without(published, 3, 7)
-    assert repair(published, members, able, looks=60) == repair(published, members, able, looks=60)
+    assert repair(published, members, able, looks=10) == repair(published, members, able, looks=10)
 
 
 def test_more_time_makes_no_worse_plan(published: Plan) -> None:
     members, able = without(published, 0)
-    seconds = [iteration_s(surely(repair(published, members, able, looks=looks))) for looks in (1, 10, 200)]
+    seconds = [iteration_s(surely(repair(published, members, able, looks=looks))) for looks in (3, 8, 40)]
     assert seconds[2] < seconds[0]
     assert seconds == sorted(seconds, reverse=True)
 

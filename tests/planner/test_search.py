@@ -1,4 +1,4 @@
-"""The planner with all freedoms: what it searches on is what the simulator says, and what it may not touch stays."""
+"""Annealing over whole plans: the objective is what the simulator says, and what is fixed stays."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from skippipe import jit
@@ -15,14 +15,14 @@ from skippipe.cluster import Cluster, Node
 from skippipe.constraints import cc3_uneven
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible, UserError
-from skippipe.plan import Lane, Plan, Stage
-from skippipe.planner.astar import NO_WAY
-from skippipe.planner.problem import NOTHING_FREE, DecisionVariables, Problem
-from skippipe.planner.search.annealing import SearchLimits, improved
-from skippipe.planner.search.moves import DRAWS, SHARES, propose
+from skippipe.plan import Plan, Stage
+from skippipe.planner.astar import INFINITE_NS
+from skippipe.planner.problem import ALL_FIXED, DecisionVariables, Problem
+from skippipe.planner.search.annealing import improve
+from skippipe.planner.search.moves import DRAWS, Move, cumulative_move_weights, propose
 from skippipe.planner.search.objective import objective
 from skippipe.planner.search.reinsertion import recreate
-from skippipe.planner.search.state import State, assign, copy_of, costs_by_layers, state_of, tables_of
+from skippipe.planner.search.state import State, assign, copy_state, costs_by_layers, lanes_of, state_of, tables_of
 from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
 from skippipe.planner.whatif.advisor import left_out
 from skippipe.simulator import simulate
@@ -41,12 +41,8 @@ def plan_as_is(problem: Problem, state: State) -> Plan:
         problem.cluster,
         problem.workload,
         tuple(Stage(int(layers), tuple(sorted(ring)), ring) for layers, ring in zip(state.layers, rings, strict=True)),
-        tuple(
-            Lane(tuple(path), count)
-            for path, count in zip(state.paths.tolist(), state.counts.tolist(), strict=True)
-            if count
-        ),
-        dispatch=list(Dispatch)[state.order[0]],
+        lanes_of(state),
+        dispatch=list(Dispatch)[state.dispatch[0]],
         split_backward=problem.split_backward,
     )
 
@@ -57,25 +53,27 @@ def test_the_score_is_what_the_simulator_says(problem: Problem, seed: int) -> No
     try:
         first = make_plan(problem, Strategy.DTFM_SKIP, PlanRequest(budget_s=0))
     except Infeasible:
-        return
-    tables = tables_of(problem, costs_by_layers(problem, problem.workload.model.layers - problem.stages + 1))
+        reject()
+    costs = costs_by_layers(problem.cluster, problem.workload, problem.workload.model.layers - problem.stages + 1)
+    visitable = np.ones(problem.stages, np.bool_)
+    tables = tables_of(costs, visitable, problem.timing, problem.split_backward, problem.swaps)
     state = state_of(first, 12)
-    shares = np.cumsum(np.array(list(SHARES.values())))
+    weights = cumulative_move_weights(Move)
     draw = np.random.default_rng(seed)
     for _ in range(60):
-        trial, row = copy_of(state), draw.integers(0, 2**31, DRAWS)
-        if not propose(row, trial, tables, shares) or not recreate(row, trial, tables):
+        trial, row = copy_state(state), draw.integers(0, 2**31, DRAWS)
+        if not propose(row, trial, tables, weights) or not recreate(row, trial, tables):
             continue
         assert trial.counts.min() >= 0
         assert trial.counts.sum() == first.microbatches
-        scored, uneven, iteration_ns = objective(trial, NO_WAY, tables)
-        if iteration_ns == NO_WAY:
+        scored, spread, iteration_ns = objective(trial, INFINITE_NS, tables)
+        if iteration_ns == INFINITE_NS:
             continue
-        assert objective(trial, iteration_ns, tables) == (scored, uneven, iteration_ns)
-        assert objective(trial, iteration_ns - 1, tables)[2] in (iteration_ns, NO_WAY)
+        assert objective(trial, iteration_ns, tables) == (scored, spread, iteration_ns)
+        assert objective(trial, iteration_ns - 1, tables)[2] in (iteration_ns, INFINITE_NS)
         plan = plan_as_is(problem, trial)
         assert {violation.rule for violation in validate(plan)} <= {"CC3", "link"}
-        assert (uneven > 0) == bool(cc3_uneven(plan.exposure))
+        assert (spread > 0) == bool(cc3_uneven(plan.exposure))
         assert simulate(plan, problem.timing).iteration_ns == iteration_ns
         assign(state, trial)
 
@@ -85,16 +83,16 @@ def unequal(nodes: int, speeds: list[float]) -> Cluster:
     return replace(uniform_cluster(nodes), nodes=machines)
 
 
-ALL_FREEDOMS = DecisionVariables()
+ALL_OPEN = DecisionVariables()
 
 
-def problem_on(cluster: Cluster, freedoms: DecisionVariables = ALL_FREEDOMS, **other: object) -> Problem:
+def problem_on(cluster: Cluster, decision_variables: DecisionVariables = ALL_OPEN, **other: object) -> Problem:
     work = Workload(TINY, sequence_tokens=16, microbatches=12, max_slots=4)
-    return replace(Problem(cluster, work, 4, 3, freedoms=freedoms), **other)  # type: ignore[arg-type]
+    return replace(Problem(cluster, work, 4, 3, decision_variables=decision_variables), **other)  # type: ignore[arg-type]
 
 
 def test_what_is_not_free_stays() -> None:
-    problem = problem_on(unequal(9, [1e9, 4e9]), NOTHING_FREE, sizes=(3, 2, 2, 2))
+    problem = problem_on(unequal(9, [1e9, 4e9]), ALL_FIXED, sizes=(3, 2, 2, 2))
     plan = make_plan(problem, Strategy.BEST, FEW)
     assert [len(stage.nodes) for stage in plan.stages] <= [3, 2, 2, 2]
     assert plan.layers == problem.layers
@@ -110,7 +108,7 @@ def test_layers_follow_unequal_compute() -> None:
     slow = 3
     cluster = unequal(4, [4e6, 4e6, 4e6, 1e6])
     fixed, free = (
-        make_plan(problem_on(cluster, replace(NOTHING_FREE, layers=layers)), Strategy.BEST, FEW)
+        make_plan(problem_on(cluster, replace(ALL_FIXED, layers=layers)), Strategy.BEST, FEW)
         for layers in (False, True)
     )
     assert fixed.layers == (2, 2, 2, 2)
@@ -151,13 +149,12 @@ def test_begins_with_a_plan() -> None:
 
 
 def test_is_no_worse_than_any_plan_to_begin_with() -> None:
-    problem = problem_on(unequal(9, [1e9, 4e9]), NOTHING_FREE)
-    never = SearchLimits(0, 1, over=lambda: True, on_round=lambda done, best_ns: None)
+    problem = problem_on(unequal(9, [1e9, 4e9]), ALL_FIXED)
     starts = [make_plan(problem, Strategy.DTFM_SKIP, PlanRequest(seed=seed, budget_s=0)) for seed in range(3)]
     promised = [plan.expected.iteration_ns for plan in starts if plan.expected]
     assert len(set(promised)) > 1
     for order in (starts, starts[::-1]):
-        found = improved(problem, order, never).expected
+        found = improve(problem, order, seed=0, changes=1, stopped=lambda: True).expected
         assert found is not None
         assert found.iteration_ns == min(promised)
 
@@ -173,9 +170,9 @@ def test_a_plan_says_how_good_any_could_be() -> None:
 
 
 def test_another_process_compiles_only_where_nothing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "_folder", tmp_path)
+    monkeypatch.setattr(jit, "_cache_dir", tmp_path)
     for name in ("first", "second"):
-        with jit.beside(f"open({str(tmp_path / name)!r}, 'w')"):
+        with jit.compile_beside(f"open({str(tmp_path / name)!r}, 'w')"):
             pass
         (tmp_path / "kernel.nbi").touch()
     assert (tmp_path / "first").exists()

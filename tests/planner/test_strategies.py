@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from skippipe import constraints
 from skippipe.errors import Infeasible
-from skippipe.planner.astar import NO_WAY, best_path
+from skippipe.planner.astar import INFINITE_NS, best_path
 from skippipe.planner.cbs import AgentPath, LaneAgent, PathConstraints, PathSearch
 from skippipe.planner.genetic_allocation import allocate, best_tour
 from skippipe.planner.problem import Budget, Problem, lane_unit, stage_sizes
@@ -120,11 +120,11 @@ def test_no_iteration_is_shorter_than_its_bound(problem: Problem, seed: int) -> 
         return
     paths = round_robin_paths(problem, placement, lanes, [seed])
     search = PathSearch(problem, placement, [LaneAgent(node, (count,), 0) for node, count in lanes])
-    alone = [search.course.alone_ns(path) for path in paths]
-    ways = tuple(AgentPath(PathConstraints(), path, each, each) for path, each in zip(paths, alone, strict=True))
-    bound_ns = search._branch(ways).bound_ns
+    alone = [search.costs.alone_ns(path) for path in paths]
+    solution = tuple(AgentPath(PathConstraints(), path, each, each) for path, each in zip(paths, alone, strict=True))
+    bound_ns = search._branch(solution).bound_ns
     assert bound_ns <= search._simulated(paths)
-    assert bound_ns <= search._estimated(ways)
+    assert bound_ns <= search._estimated(solution)
 
 
 def test_no_budget_still_gives_a_plan() -> None:
@@ -176,9 +176,9 @@ def test_sizes_and_layers_stay_where_they_were_asked_for() -> None:
 def test_the_search_does_not_look_at_the_same_paths_twice() -> None:
     problem = Problem(random_cluster(12, 3), Workload(MODELS["llama-1.5b"], microbatches=24, max_slots=3), 4, 3)
     collided = make_plan(problem, Strategy.SKIPPIPE, quick(looks=2000)).expected
-    blind = make_plan(problem, Strategy.DTFM_SKIP, quick(looks=2000)).expected
-    assert collided is not None and blind is not None
-    assert collided.iteration_ns < blind.iteration_ns
+    baseline = make_plan(problem, Strategy.DTFM_SKIP, quick(looks=2000)).expected
+    assert collided is not None and baseline is not None
+    assert collided.iteration_ns < baseline.iteration_ns
 
 
 def test_data_nodes_are_those_that_can_hold_stage_0() -> None:
@@ -289,9 +289,8 @@ def test_the_best_path_is_the_best_of_all_paths(seed: int, visited: int, busy: b
         if constraints.cc2_broken_at((0, *order)) is None and all(s in order for s in np.flatnonzero(required)):
             choices = [[n for n in range(nodes) if stage_of[n] == s and allowed[n]] for s in order]
             candidates += [(0, *rest) for rest in product(*choices)]
-    best = min(map(back_at, candidates), default=NO_WAY)
+    best = min(map(back_at, candidates), default=INFINITE_NS)
     path = np.empty(visited, np.int64)
-    node, begin, until = (np.ascontiguousarray(row) for row in intervals)
     found = best_path(
         0,
         visited,
@@ -304,13 +303,11 @@ def test_the_best_path_is_the_best_of_all_paths(seed: int, visited: int, busy: b
         head,
         hop,
         0,
-        node,
-        begin,
-        until,
+        np.ascontiguousarray(intervals.T),
         path,
     )
     assert found == best
-    if best < NO_WAY:
+    if best < INFINITE_NS:
         assert back_at(tuple(path.tolist())) == best
 
 

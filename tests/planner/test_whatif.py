@@ -70,8 +70,8 @@ def test_causes_add_up_to_the_iteration(plan: Plan, timing: Timing) -> None:
     assert sum(causes.values()) == timeline.iteration_ns
     assert sum(time_by_group(causes).values()) == timeline.iteration_ns
     named = bottlenecks(causes)
-    assert sum(limit.ns for limit in named) == timeline.iteration_ns
-    assert sorted(cause for limit in named for cause in limit.causes) == sorted(causes)
+    assert sum(bottleneck.ns for bottleneck in named) == timeline.iteration_ns
+    assert sorted(cause for bottleneck in named for cause in bottleneck.causes) == sorted(causes)
 
 
 @settings(max_examples=100, deadline=None)
@@ -153,18 +153,18 @@ def test_the_bottleneck_is_named_first_and_its_cure_is_the_best_advice(case: Cal
     known = case()
     timeline = simulate(known.plan, known.timing)
     first = bottlenecks(time_by_cause(critical_path(known.plan, timeline)))[0]
-    assert first.what is known.limit
+    assert first.group is known.bottleneck
     assert known.where == (set(first.links) if first.links else {first.node})
 
     best = advised(case).changes[0]
-    assert (best.sort, best.what) == (known.sort, known.what)
+    assert (best.kind, best.what) == (known.kind, known.what)
     assert best.replanned == (known.changed is None)
     after_ns = simulate(known.changed or best.plan, known.timing).iteration_ns
     assert best.after_ns == after_ns < timeline.iteration_ns
     assert best.gain == 1 - after_ns / timeline.iteration_ns > 0.1
     if best.replanned:
         assert validate(best.plan) == []
-        extra = {EditKind.MORE: 1, EditKind.LESS: -1}.get(best.sort, 0)
+        extra = {EditKind.MORE: 1, EditKind.LESS: -1}.get(best.kind, 0)
         assert len(best.plan.cluster) == len(known.plan.cluster) + extra
 
 
@@ -193,7 +193,7 @@ def test_what_other_paths_do_by_themselves_is_not_put_down_to_a_change() -> None
     timeline = simulate(a_far_data_node().plan, Timing.FULL)
     answer = advised(a_far_data_node)
     assert answer.searched_ns is not None and answer.searched_ns < timeline.iteration_ns
-    others = [change for change in answer.changes if change.replanned and change.sort is not EditKind.LESS]
+    others = [change for change in answer.changes if change.replanned and change.kind is not EditKind.LESS]
     assert others
     assert {change.before_ns for change in others} == {answer.searched_ns}
 
@@ -298,7 +298,7 @@ def test_why_in_words_and_as_data(skippipe: Command, tmp_path: Path) -> None:
     assert len(data["changes"]) == 2
     assert data["changes"][0]["iteration_s"] < timeline.iteration_s
     assert sum(data["shares_s"].values()) == pytest.approx(timeline.iteration_s)
-    assert sum(limit["seconds"] for limit in data["limits"]) == pytest.approx(timeline.iteration_s)
+    assert sum(bottleneck["seconds"] for bottleneck in data["limits"]) == pytest.approx(timeline.iteration_s)
     assert data["path"][0]["start_s"] == 0
     assert data["path"][-1]["end_s"] == timeline.iteration_s
     assert data["lower_bound_s"] == 20
@@ -311,7 +311,7 @@ def test_why_as_data_is_as_documented(skippipe: Command, tmp_path: Path) -> None
     inner = {f"{name}[].{field}" for name in ("limits", "changes") for field in data[name][0]}
     assert {*data, *inner} == documented("docs/formats.md", "skippipe why")
     somewhere, on_a_link = {"kind", "node"}, {"kind", "node", "to"}
-    causes = [cause for limit in data["limits"] for cause in limit["causes"]]
+    causes = [cause for bottleneck in data["limits"] for cause in bottleneck["causes"]]
     for found, figures in ((causes, {"seconds"}), (data["path"], {"start_s", "end_s"})):
         fields = {frozenset(each) - figures for each in found}
         assert fields == {frozenset(each) for each in (somewhere, on_a_link, {*on_a_link, "stage"})}

@@ -36,7 +36,7 @@ def published(paths: str, timing: Timing, split: bool = False) -> tuple[Plan, Ti
     assert example.placement is not None
     costs = cost_model_of(example.cluster, example.workload, (4,) * 6)
     stages = tuple(Stage(4, nodes, best_ring(costs, index, nodes)) for index, nodes in enumerate(example.placement))
-    lanes = tuple(Lane(path, microbatches) for path, microbatches in example.paths[paths])
+    lanes = example.paths[paths]
     plan = Plan(example.cluster, example.workload, stages, lanes, split_backward=split)
     timeline = simulate(plan, timing)
     return plan.promising(timeline), timeline

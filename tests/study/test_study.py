@@ -142,7 +142,7 @@ class Slow:
         hidden = self.stages[0].embed(inputs)
         for stage, target in pairwise((*visits, total)):
             made = self.stages[stage](hidden)
-            drive = self._recipe.drive(total, len(visits)) if stage else 1.0
+            drive = self._recipe.residual_scale(total, len(visits)) if stage else 1.0
             hidden = hidden + drive * (made - hidden)
             if self.bridges and target > stage + 1:
                 bridges, at = self.bridges[stage], target - stage - 2
@@ -224,7 +224,7 @@ def test_a_sandwich_and_bridges_follow_plain_gradients(
         assert not any(weights.gradient.any() for weights in engine.weights), "or the next step would follow them"
     with torch.no_grad():
         lossless = Slow(engine).loss(tokens[:1], tokens[:1], visits[-1])
-    drive = recipe.drive(4, len(visits[-1]))
+    drive = recipe.residual_scale(4, len(visits[-1]))
     assert float(engine.loss_of(tokens[:1], tokens[:1], visits[-1], drive)) == pytest.approx(float(lossless), rel=1e-5)
 
 

@@ -1,1 +1,1 @@
-"""Lower bounds: no plan can be faster than this."""
+"""Lower bounds on the iteration of any plan."""

@@ -1,58 +1,59 @@
-"""What nodes alone say about an iteration: the work they must do, the lanes they can carry, the rings they form."""
+"""Relaxations that look at nodes alone: the work they must do, the lanes they can carry, the rings they form."""
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import LinearConstraint, milp
 from scipy.sparse import csr_array, eye_array, kron
 from scipy.sparse.csgraph import minimum_spanning_tree
 
 from skippipe.cost_model import NEVER_NS
+from skippipe.jit import Floats, Ints
 from skippipe.planner.bounds.node_classes import NodeClasses
 from skippipe.planner.problem import Problem
 from skippipe.ring_timing import chunk_bytes
 
-Ints = NDArray[np.int64]
-
 MARGIN = 1e-6  # of a stage's share: by how much a proof must hold
-WHOLE_NODES = 300  # (stage, kind) pairs: with more, nodes may be divided over stages
-PROGRAMME_S = 1.0
+WHOLE_NODES = 300  # (stage, class) pairs: with more, nodes may be divided over stages
+MILP_LIMIT_S = 1.0
 ROUNDING = 1e-9  # more than a sum of doubles is off by
 INFEASIBLE = 2  # what scipy calls it
 
 
 def share_of(problem: Problem, stage: int) -> int:
-    """The microbatches that visit it (CC3)."""
+    """The microbatches that visit the stage (CC3)."""
     microbatches = problem.workload.microbatches
     return microbatches if stage == 0 else microbatches * (problem.visited - 1) // (problem.stages - 1)
 
 
-def work_ns(kinds: NodeClasses) -> Ints:
-    """[stage, kind]: all that one microbatch takes of a node."""
-    work: Ints = kinds.forward_ns + kinds.backward_ns + kinds.weight_ns
-    work[0] += kinds.head_ns
+def work_ns(classes: NodeClasses) -> Ints:
+    """[stage, class]: nanoseconds of a node for one microbatch."""
+    work: Ints = classes.forward_ns + classes.backward_ns + classes.weight_ns
+    work[0] += classes.head_ns
     return work
 
 
-def before_ns(kinds: NodeClasses) -> Ints:
-    """[kind]: when a node that holds another stage than 0 has its first task, at the earliest."""
-    first: Ints = kinds.forward_ns[0][kinds.slots[0] > 0].min(initial=NEVER_NS) + kinds.hop_in_ns
+def before_ns(classes: NodeClasses) -> Ints:
+    """[class]: the earliest start of the first task on a node of a stage other than 0."""
+    first: Ints = classes.forward_ns[0][classes.slots[0] > 0].min(initial=NEVER_NS) + classes.hop_in_ns
     return first
 
 
-def after_ns(kinds: NodeClasses) -> Ints:
-    """[kind]: how long before the end such a node has its last task, at least."""
-    if kinds.weight_ns.any():  # that may be a weight gradient, which nobody waits for
-        return np.zeros(len(kinds), np.int64)
-    last: Ints = kinds.backward_ns[0][kinds.slots[0] > 0].min(initial=NEVER_NS) + kinds.hop_out_ns
+def after_ns(classes: NodeClasses) -> Ints:
+    """[class]: the least time between the last task on such a node and the end."""
+    if classes.weight_ns.any():  # that may be a weight gradient, which no task waits for
+        return np.zeros(len(classes), np.int64)
+    last: Ints = classes.backward_ns[0][classes.slots[0] > 0].min(initial=NEVER_NS) + classes.hop_out_ns
     return last
 
 
-def lanes_too_early(problem: Problem, kinds: NodeClasses, rounds_ns: Ints, by_ns: int) -> bool:
-    """Lanes with k microbatches and more fit only on nodes whose shortest round passes k times; each needs L slots."""
-    slots = np.maximum(kinds.slots[0], kinds.slots[1:].max(axis=0)) * kinds.count
-    rounds = np.maximum(0, by_ns - int(kinds.weight_ns[0].min())) // rounds_ns
+def lanes_infeasible_by(problem: Problem, classes: NodeClasses, rounds_ns: Ints, deadline_ns: int) -> bool:
+    """Proven: no lanes bring all microbatches home by then.
+
+    Lanes with k microbatches and more fit only on nodes whose shortest round passes k times; each needs L slots.
+    """
+    slots = np.maximum(classes.slots[0], classes.slots[1:].max(axis=0)) * classes.count
+    rounds = np.maximum(0, deadline_ns - int(classes.weight_ns[0].min())) // rounds_ns
     brought = 0
     for often in range(1, int(rounds.max(initial=0)) + 1):
         lanes = int(slots[rounds >= often].sum()) // problem.visited
@@ -62,34 +63,36 @@ def lanes_too_early(problem: Problem, kinds: NodeClasses, rounds_ns: Ints, by_ns
     return brought < problem.workload.microbatches
 
 
-def load_too_early(problem: Problem, kinds: NodeClasses, rounds_ns: Ints, by_ns: int, limit_s: float) -> bool:
+def load_infeasible_by(
+    problem: Problem, classes: NodeClasses, rounds_ns: Ints, deadline_ns: int, limit_s: float
+) -> bool:
     """Proven: no choice of a stage for every node does each stage's share by then."""
-    stages, several = problem.stages, len(kinds)
-    window_ns = np.tile(by_ns - before_ns(kinds) - after_ns(kinds), (stages, 1))
-    window_ns[0] = by_ns
-    by_time = np.maximum(0, window_ns) // work_ns(kinds)
-    by_lanes = kinds.slots * (np.maximum(0, by_ns - int(kinds.weight_ns[0].min())) // rounds_ns)
+    stages, number = problem.stages, len(classes)
+    window_ns = np.tile(deadline_ns - before_ns(classes) - after_ns(classes), (stages, 1))
+    window_ns[0] = deadline_ns
+    by_time = np.maximum(0, window_ns) // work_ns(classes)
+    by_lanes = classes.slots * (np.maximum(0, deadline_ns - int(classes.weight_ns[0].min())) // rounds_ns)
     shares = np.array([share_of(problem, stage) for stage in range(stages)])
     each = np.minimum(np.minimum(by_time, by_lanes), shares[:, None]) / shares[:, None]
     if (each.max(axis=1) == 0).any():
         return True
-    # unknown: the nodes of each kind on each stage
-    done = csr_array((each.ravel(), (np.repeat(np.arange(stages), several), np.arange(each.size))))
-    used = kron(np.ones((1, stages)), eye_array(several))
+    # unknown: the nodes of each class on each stage
+    done = csr_array((each.ravel(), (np.repeat(np.arange(stages), number), np.arange(each.size))))
+    used = kron(np.ones((1, stages)), eye_array(number))
     outcome = milp(
         np.zeros(each.size),
         integrality=np.full(each.size, int(each.size <= WHOLE_NODES)),
-        constraints=[LinearConstraint(done, 1 - MARGIN, np.inf), LinearConstraint(csr_array(used), 0, kinds.count)],
-        options={"time_limit": min(PROGRAMME_S, max(limit_s, 0.01))},
+        constraints=[LinearConstraint(done, 1 - MARGIN, np.inf), LinearConstraint(csr_array(used), 0, classes.count)],
+        options={"time_limit": min(MILP_LIMIT_S, max(limit_s, 0.01))},
     )
     return bool(outcome.status == INFEASIBLE)
 
 
-def staffed_by_size_ns(problem: Problem, kinds: NodeClasses, stage: int, most: int) -> list[int]:
-    """When a stage of 1, 2, … nodes is done with its share, at the earliest; the fastest nodes take it."""
-    able = kinds.slots[stage] > 0
-    taken_ns = np.sort(np.repeat(work_ns(kinds)[stage, able], kinds.count[able]))[:most]
-    first_ns = int(before_ns(kinds)[able].min(initial=NEVER_NS)) if stage else 0
+def loaded_by_size_ns(problem: Problem, classes: NodeClasses, stage: int, most: int) -> list[int]:
+    """When a stage of 1, 2, … nodes is done with its share, at the earliest: with the fastest nodes."""
+    able = classes.slots[stage] > 0
+    taken_ns = np.sort(np.repeat(work_ns(classes)[stage, able], classes.count[able]))[:most]
+    first_ns = int(before_ns(classes)[able].min(initial=NEVER_NS)) if stage else 0
     share = share_of(problem, stage)
     busiest_ns = -(-share // np.arange(1, len(taken_ns) + 1)) * taken_ns.min(initial=NEVER_NS)
     together_ns = (share / np.cumsum(1 / taken_ns) * (1 - ROUNDING)).astype(np.int64)
@@ -98,7 +101,7 @@ def staffed_by_size_ns(problem: Problem, kinds: NodeClasses, stage: int, most: i
 
 
 def averaging_by_size_ns(problem: Problem, stage: int, most: int) -> list[int]:
-    """How long the fastest ring of 1, 2, … nodes goes on after the last of them is done, at least.
+    """Least time that a ring of 1, 2, … nodes goes on after the last of them is done.
 
     A chunk of the last node passes 2(m − 1) edges in a row: all of the ring and then all but two again. And a node with
     a slow edge, d edges further on, has all its steps but the first d left to send.
@@ -127,8 +130,8 @@ def averaging_by_size_ns(problem: Problem, stage: int, most: int) -> list[int]:
     return found
 
 
-def _bandwidth_that_connects(bandwidth: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[m − 1]: some edge of any ring of m nodes has no more; 0 where there is no such ring."""
+def _bandwidth_that_connects(bandwidth: Floats) -> Floats:
+    """[m − 1]: some edge of any ring of m nodes has at most this bandwidth; 0 where there is no such ring."""
     either_way = np.maximum(bandwidth, bandwidth.T)
     with np.errstate(divide="ignore"):
         slowness = np.where(either_way > 0, 1 / either_way, 0)

@@ -1,30 +1,29 @@
-"""A time that no plan can beat, whatever its stage sizes, allocation, lanes, paths, dispatch and rings.
-
-The largest of several relaxations, each of which forgets some of what a plan must obey:
+"""A time that no plan can beat, whatever its stage sizes, allocation, lanes, paths, dispatch and rings: the largest of
+several relaxations, each of which drops some of a plan's constraints.
 
 best lanes       the slots of a node carry only lanes that take at least the shortest closed walk through it
 node load        every stage finds nodes for its share of the microbatches (CC3), one stage a node, one task at a time
-slots and tours  lanes compete for the slots along their tours (`tours_bound`), first divisible, then whole
+slots and tours  lanes compete for the slots along their tours (`tour_relaxation`), first divisible, then whole
 
 Under full timing averaging comes on top. How long it takes and how early a stage can be done both depend on how many
-nodes share the stage, so every number of data nodes is asked by itself. That messages wait for each other on a link is
-forgotten. Paths visit exactly `problem.visited` stages.
+nodes share the stage, so every number of data nodes is solved by itself. That messages wait for each other on a link is
+dropped. Paths visit exactly `problem.visited` stages.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from skippipe.cost_model import NEVER_NS
 from skippipe.planner.bounds.load_relaxation import (
     averaging_by_size_ns,
-    lanes_too_early,
+    lanes_infeasible_by,
     least_step_ns,
-    load_too_early,
+    load_infeasible_by,
+    loaded_by_size_ns,
     share_of,
-    staffed_by_size_ns,
 )
 from skippipe.planner.bounds.node_classes import NodeClasses, Tours, all_tours, shortest_rounds_ns
 from skippipe.planner.bounds.tour_relaxation import TourProgramme
@@ -41,48 +40,46 @@ class Bound:
     ns: int
     """No plan's iteration is shorter."""
     reason: str
-    """The relaxation that says so, for people."""
+    """Name of the relaxation that proves it."""
 
 
 def lower_bound(
-    problem: Problem,
+    problems: Sequence[Problem],
     budget_s: float,
     clock: Callable[[], float] = time.monotonic,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Bound:
-    """For plans with the problem's timing, layers and kind of backward; its `sizes` and `dispatch` do not matter."""
-    return _Search(problem, clock() + budget_s, clock, stopped).bound()
+    """Bound for plans of any of these problems, such as one with the backward whole and one with it split.
+
+    It holds for a problem's timing, layers and kind of backward; `sizes` and `dispatch` do not matter.
+    """
+    bounds = []
+    for problem in problems:
+        bounds.append(_BoundSearch(problem, clock() + budget_s / len(problems), clock, stopped).bound())
+    return min(bounds, key=_ns)
 
 
-def lower_bound_of_both(
-    problem: Problem,
-    budget_s: float,
-    clock: Callable[[], float] = time.monotonic,
-    stopped: Callable[[], bool] = lambda: False,
-) -> Bound:
-    """For plans that may split the backward or not, as they like."""
-    either = [replace(problem, split_backward=split) for split in (True, False)]
-    return min((lower_bound(each, budget_s / 2, clock, stopped) for each in either), key=lambda bound: bound.ns)
-
-
-class _Search:
+class _BoundSearch:
     def __init__(self, problem: Problem, until: float, clock: Callable[[], float], stopped: Callable[[], bool]) -> None:
         self.problem = problem
         self.until = until
         self.clock = clock
         self.stopped = stopped
         self.full = problem.timing is Timing.FULL
-        self.kinds = NodeClasses.of(problem)
-        self.tours = all_tours(self.kinds, problem.visited)
+        self.classes = NodeClasses.of(problem)
+        self.tours = all_tours(self.classes, problem.visited)
         self.rounds_ns = (
-            shortest_rounds_ns(self.kinds, problem.visited) if self.tours is None else self.tours.least_ns(self.kinds)
+            shortest_rounds_ns(self.classes, problem.visited)
+            if self.tours is None
+            else self.tours.least_ns(self.classes)
         )
         self.most_data_nodes = len(problem.cluster) - (problem.stages - 1)
 
     def bound(self) -> Bound:
-        """Under full timing the ends of data nodes and of others are told apart: each has its own ring to come."""
-        data_end = self._raised(Bound(1, "best lanes"), self._lanes_too_early, STRIDE)
-        load = self._raised(data_end, self._load_too_early, STRIDE, "node load")
+        """The largest bound; under full timing data nodes and others are bounded apart, as each has its own ring to
+        come."""
+        data_end = self._raise_bound(Bound(1, "best lanes"), self._lanes_infeasible_by, STRIDE)
+        load = self._raise_bound(data_end, self._load_infeasible_by, STRIDE, "node load")
         if not self.problem.split_backward:  # the last task of all is a data node's
             data_end = load
         data_end = self._by_tours(data_end, self.most_data_nodes)
@@ -95,30 +92,36 @@ class _Search:
     def _by_tours(self, known: Bound, data_nodes: int) -> Bound:
         if self.tours is None:
             return known
-        programme = self._programme(self.tours, data_nodes)
-        return self._raised(known, lambda by_ns: programme.too_early(by_ns, self._left_s), STRIDE, "slots and tours")
+        tour_programme = self._tour_programme(self.tours, data_nodes)
+        return self._raise_bound(
+            known,
+            lambda deadline_ns: tour_programme.infeasible_by(deadline_ns, self._left_s),
+            STRIDE,
+            "slots and tours",
+        )
 
     def _by_whole_tours(self, known: Bound, data_nodes: int) -> Bound:
         if self.tours is None:
             return known
-        programme = self._programme(self.tours, data_nodes)
+        tour_programme = self._tour_programme(self.tours, data_nodes)
 
-        def too_early(by_ns: int) -> bool:
-            return programme.too_early_for_whole_lanes(by_ns, self._left_s)
+        def infeasible_by(deadline_ns: int) -> bool:
+            return tour_programme.whole_lanes_infeasible_by(deadline_ns, self._left_s)
 
-        return self._raised(known, too_early, SHORT_STRIDE, "slots and whole tours")
+        return self._raise_bound(known, infeasible_by, SHORT_STRIDE, "slots and whole tours")
 
-    def _programme(self, tours: Tours, data_nodes: int) -> TourProgramme:
+    def _tour_programme(self, tours: Tours, data_nodes: int) -> TourProgramme:
         microbatches, share = self.problem.workload.microbatches, share_of(self.problem, 1)
         with_load = not (self.full and self.problem.split_backward)  # the end of all is not the data nodes' then
-        return TourProgramme(self.kinds, tours, microbatches, share, data_nodes, with_load)
+        return TourProgramme(self.classes, tours, microbatches, share, data_nodes, with_load)
 
     def _averaged(self, data_end: Bound, load: Bound) -> Bound:
-        """The best number of data nodes; where it matters, tours are asked again with no more than these."""
-        problem, kinds = self.problem, self.kinds
+        """The bound with averaging, for the best number of data nodes; where it matters, tours are solved again with no
+        more than these."""
+        problem, classes = self.problem, self.classes
         step_ns = least_step_ns(problem)
         rings_ns = averaging_by_size_ns(problem, 0, self.most_data_nodes)
-        done_ns = staffed_by_size_ns(problem, kinds, 0, self.most_data_nodes)
+        done_ns = loaded_by_size_ns(problem, classes, 0, self.most_data_nodes)
         ends = [max(data_end, Bound(each, "node load"), key=_ns) for each in done_ns]
         to_ask = {size: [self._by_whole_tours, self._by_tours] for size in range(1, self.most_data_nodes + 1)}
         while True:
@@ -130,29 +133,31 @@ class _Search:
             ends[:size] = [max(end, again, key=_ns) for end in ends[:size]]
         found = [Bound(ends[best].ns + rings_ns[best], ends[best].reason), load]
         for stage in range(1, problem.stages):
-            done_ns = staffed_by_size_ns(problem, kinds, stage, self.most_data_nodes)
+            done_ns = loaded_by_size_ns(problem, classes, stage, self.most_data_nodes)
             rings_ns = averaging_by_size_ns(problem, stage, self.most_data_nodes)
             least_ns = min(done + ring for done, ring in zip(done_ns, rings_ns, strict=True))
             found.append(Bound(least_ns, f"node load of stage {stage}"))
         longest = max(found, key=_ns)
         return Bound(longest.ns + step_ns, f"{longest.reason}, then averaging")
 
-    def _lanes_too_early(self, by_ns: int) -> bool:
-        return lanes_too_early(self.problem, self.kinds, self.rounds_ns, by_ns)
+    def _lanes_infeasible_by(self, deadline_ns: int) -> bool:
+        return lanes_infeasible_by(self.problem, self.classes, self.rounds_ns, deadline_ns)
 
-    def _load_too_early(self, by_ns: int) -> bool:
-        return load_too_early(self.problem, self.kinds, self.rounds_ns, by_ns, self._left_s())
+    def _load_infeasible_by(self, deadline_ns: int) -> bool:
+        return load_infeasible_by(self.problem, self.classes, self.rounds_ns, deadline_ns, self._left_s())
 
-    def _raised(self, known: Bound, too_early: Callable[[int], bool], stride: float, reason: str = "") -> Bound:
-        """The latest time that is proven too early, and one nanosecond: strides that double, then halves."""
+    def _raise_bound(
+        self, known: Bound, infeasible_by: Callable[[int], bool], stride: float, reason: str = ""
+    ) -> Bound:
+        """The latest time proven infeasible, plus one nanosecond: strides that double, then bisection."""
         low, high = known.ns - 1, NEVER_NS
-        by_ns, stride_ns = known.ns, max(1, int(known.ns * stride))
+        deadline_ns, stride_ns = known.ns, max(1, int(known.ns * stride))
         while high - low > max(1, int(FINE * low)) and not self._over():
-            if too_early(by_ns):
-                low = by_ns
+            if infeasible_by(deadline_ns):
+                low = deadline_ns
             else:
-                high = by_ns
-            by_ns = (low + high) // 2 if high < NEVER_NS else min(low + stride_ns, NEVER_NS - 1)
+                high = deadline_ns
+            deadline_ns = (low + high) // 2 if high < NEVER_NS else min(low + stride_ns, NEVER_NS - 1)
             stride_ns *= 2
         return Bound(low + 1, reason or known.reason) if low >= known.ns else known
 

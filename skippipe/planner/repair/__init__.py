@@ -1,1 +1,1 @@
-"""A new plan within milliseconds, when nodes come and go."""
+"""Repair of plans in a running job, when nodes come and go."""

@@ -1,7 +1,7 @@
-"""Which stages lanes visit, and how many microbatches each carries, so that every stage gets its share (CC3).
+"""Which stages lanes visit, and how many microbatches each carries, so that exposure is even (CC3).
 
-A small integer programme over sets of stages: nodes do not matter here beyond the memory that a stage has for lanes.
-With uneven lanes the shares can be even where the memory left after a loss is not.
+A small integer programme over sets of stages: nodes do not matter here beyond the slots that a stage has for lanes.
+With uneven lanes exposure can be even where the memory left after a loss is not.
 """
 
 from __future__ import annotations
@@ -12,85 +12,87 @@ from itertools import combinations
 from math import comb
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-Visits = tuple[int, ...]
+from skippipe.jit import Floats, Ints
+
+StageSet = tuple[int, ...]
 """The stages of a path in the order of the model, without stage 0."""
 
 MOST_SETS = 130  # of stages: if there are more, some of them do
 FEW_SETS = 40
-PROGRAMME_S = 0.1  # for one of them; most take a tenth of that, and where it cuts one short the next may do
-KEPT = 0.5  # a lane that is there already is worth this much more than a new one
+MILP_LIMIT_S = 0.1  # for one of them; most take a tenth of that, and where it cuts one short the next may do
+EXISTING_BONUS = 0.5  # a lane that is there already is worth this much more than a new one
 
 
 @dataclass(frozen=True)
 class LaneGroup:
-    """Lanes that visit the same stages, and the microbatches that they carry together."""
+    """Lanes that visit the same stages, with the microbatches that they carry together."""
 
-    visits: Visits
+    visits: StageSet
     lanes: int
     microbatches: int
 
 
-def visit_sets(stages: Sequence[int], length: int) -> list[Visits]:
+def visit_sets(stages: Sequence[int], length: int) -> list[StageSet]:
     """The sets of so many stages that lanes may visit."""
     if comb(len(stages), length) <= MOST_SETS:
         return list(combinations(stages, length))
-    return _pieces(stages, length)
+    return _windows(stages, length)
 
 
-def _pieces(stages: Sequence[int], length: int) -> list[Visits]:
-    """Of a circle over the stages: all of them together visit each stage equally often."""
+def _windows(stages: Sequence[int], length: int) -> list[StageSet]:
+    """Windows on a circle over the stages: all of them together visit each stage equally often."""
     circle = [*stages, *stages]
     return [tuple(sorted(circle[start : start + length])) for start in range(len(stages))]
 
 
 def even_exposure(
-    sets: Sequence[Visits],
+    sets: Sequence[StageSet],
     stages: Sequence[int],
     microbatches: int,
-    room: Mapping[int, int],
-    there: Mapping[Visits, int],
-    only_there: bool = False,
-    or_uneven: bool = True,
+    capacity: Mapping[int, int],
+    existing: Mapping[StageSet, int],
+    only_existing: bool = False,
+    allow_uneven: bool = True,
 ) -> list[LaneGroup]:
-    """As even as can be; then with short lanes, with many, and with those that are there. Empty: nothing fits.
+    """The groups of lanes with the most even exposure; then with short lanes, with many, and with existing ones. Empty:
+    infeasible.
 
-    `room` is how many lanes a stage can take, stage 0 included; `there` how many lanes of a set exist, and
-    `only_there` says that there can be no others. Without `or_uneven`, exposures differ by 1 at most.
+    `capacity` is how many lanes a stage can take, stage 0 included; `existing` how many lanes of a set exist, and
+    `only_existing` says that there can be no others. Without `allow_uneven`, exposures differ by 1 at most.
     """
     length = max(map(len, sets))
-    whole = _Programme(sets, stages, microbatches, room, there, only_there)
-    programmes = [whole]
+    whole = _Milp(sets, stages, microbatches, capacity, existing, only_existing)
+    candidates = [whole]
     if len(sets) > FEW_SETS:  # a smaller one is solved sooner
-        few = {*_pieces(stages, length), *there}
-        narrow = [each for each in sets if each in few]
-        programmes.insert(0, _Programme(narrow, stages, microbatches, room, there, only_there))
+        window_sets = {*_windows(stages, length), *existing}
+        narrow = [each for each in sets if each in window_sets]
+        candidates.insert(0, _Milp(narrow, stages, microbatches, capacity, existing, only_existing))
     visits = microbatches * length
-    fewest = -(-microbatches // max(1, min(room[0], sum(room[s] for s in stages) // length)))
-    even = _shortest(programmes, microbatches, fewest, visits // len(stages), -(-visits // len(stages)))
-    if even or not or_uneven:
+    fewest = -(-microbatches // max(1, min(capacity[0], sum(capacity[s] for s in stages) // length)))
+    even = _shortest(candidates, microbatches, fewest, visits // len(stages), -(-visits // len(stages)))
+    if even or not allow_uneven:
         return even
-    return _shortest(programmes, microbatches, fewest, *_evenest(programmes)) or whole.solved(
+    return _shortest(candidates, microbatches, fewest, *_most_even(candidates)) or whole.solve(
         microbatches, 0, microbatches
     )
 
 
-def _evenest(programmes: Sequence[_Programme]) -> tuple[int, int]:
-    return min((each.evenest() for each in programmes), key=lambda bounds: bounds[1] - bounds[0])
+def _most_even(candidates: Sequence[_Milp]) -> tuple[int, int]:
+    return min((each.most_even() for each in candidates), key=lambda bounds: bounds[1] - bounds[0])
 
 
 def _shortest(
-    programmes: Sequence[_Programme], microbatches: int, fewest: int, lowest: int, highest: int
+    candidates: Sequence[_Milp], microbatches: int, fewest: int, lowest: int, highest: int
 ) -> list[LaneGroup]:
-    """With exposures in these bounds and no lane longer than need be, or nearly so."""
+    """The solution with exposures in these bounds and no lane longer than needed, or nearly so."""
     longest = fewest
     while True:
         longest = min(longest, microbatches)
-        for programme in programmes:
-            found = programme.solved(longest, lowest, highest)
+        for candidate in candidates:
+            found = candidate.solve(longest, lowest, highest)
             if found:
                 return found
         if longest == microbatches:
@@ -98,54 +100,58 @@ def _shortest(
         longest += 1 if longest < fewest + 2 else longest // 2
 
 
-class _Programme:
+class _Milp:
     def __init__(
         self,
-        sets: Sequence[Visits],
+        sets: Sequence[StageSet],
         stages: Sequence[int],
         microbatches: int,
-        room: Mapping[int, int],
-        there: Mapping[Visits, int],
-        only_there: bool,
+        capacity: Mapping[int, int],
+        existing: Mapping[StageSet, int],
+        only_existing: bool,
     ) -> None:
         self.sets = list(sets)
         self.microbatches = microbatches
         n = len(self.sets)
         self.visiting = np.array([[stage in each for each in self.sets] for stage in stages], dtype=np.float64)
-        self.room = np.array([room[stage] for stage in stages], dtype=np.float64)
-        self.lanes = float(min(room[0], microbatches))
-        self.kept = np.array([there.get(each, 0) for each in self.sets], dtype=np.float64)
+        self.capacity = np.array([capacity[stage] for stage in stages], dtype=np.float64)
+        self.lanes = float(min(capacity[0], microbatches))
+        self.existing_lanes = np.array([existing.get(each, 0) for each in self.sets], dtype=np.float64)
         # of every set: its microbatches, its lanes, and how many of these are there already
-        self.most = np.concatenate(
-            [np.full(n, float(microbatches)), self.kept if only_there else np.full(n, self.lanes), self.kept]
+        self.upper = np.concatenate(
+            [
+                np.full(n, float(microbatches)),
+                self.existing_lanes if only_existing else np.full(n, self.lanes),
+                self.existing_lanes,
+            ]
         )
 
-    def evenest(self) -> tuple[int, int]:
+    def most_even(self) -> tuple[int, int]:
         """The lowest and the highest exposure if only their difference counts."""
-        n, stages = len(self.sets), len(self.room)
+        n, stages = len(self.sets), len(self.capacity)
         rows, low, high = self._rows(self.microbatches, 0, self.microbatches)
         exposure = np.hstack([self.visiting, np.zeros((stages, 2 * n))])
         # two more unknowns, the lowest and the highest exposure
         rows = np.hstack([rows, np.zeros((len(rows), 2))])
         above = np.hstack([exposure, np.full((stages, 1), -1.0), np.zeros((stages, 1))])
         below = np.hstack([exposure, np.zeros((stages, 1)), np.full((stages, 1), -1.0)])
-        wish = np.zeros(3 * n + 2)
-        wish[-2:] = -1, 1
+        objective = np.zeros(3 * n + 2)
+        objective[-2:] = -1, 1
         found = _solution(
-            wish,
+            objective,
             np.vstack([rows, above, below]),
             np.concatenate([low, np.zeros(stages), np.full(stages, -np.inf)]),
             np.concatenate([high, np.full(stages, np.inf), np.zeros(stages)]),
-            np.concatenate([self.most, np.full(2, float(self.microbatches))]),
-            4 * PROGRAMME_S,
+            np.concatenate([self.upper, np.full(2, float(self.microbatches))]),
+            4 * MILP_LIMIT_S,
         )
         return (0, self.microbatches) if found is None else (int(found[-2]), int(found[-1]))
 
-    def solved(self, longest: int, lowest: int, highest: int) -> list[LaneGroup]:
-        """Many lanes, none with more than `longest` microbatches, and exposures in these bounds."""
+    def solve(self, longest: int, lowest: int, highest: int) -> list[LaneGroup]:
+        """As many lanes as possible, none with more than `longest` microbatches, and exposures in these bounds."""
         n = len(self.sets)
-        wish = np.concatenate([np.zeros(n), np.full(n, -1.0), np.full(n, -KEPT)])
-        found = _solution(wish, *self._rows(longest, lowest, highest), self.most)
+        objective = np.concatenate([np.zeros(n), np.full(n, -1.0), np.full(n, -EXISTING_BONUS)])
+        found = _solution(objective, *self._rows(longest, lowest, highest), self.upper)
         if found is None:
             return []
         return [
@@ -154,17 +160,15 @@ class _Programme:
             if count
         ]
 
-    def _rows(
-        self, longest: int, lowest: int, highest: int
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        """The demands: each row times the unknowns lies between two numbers."""
-        n, stages = len(self.sets), len(self.room)
+    def _rows(self, longest: int, lowest: int, highest: int) -> tuple[Floats, Floats, Floats]:
+        """Constraints: each row times the unknowns lies between two numbers."""
+        n, stages = len(self.sets), len(self.capacity)
         one, none = np.eye(n), np.zeros((n, n))
         empty = np.zeros((stages, n))
         blocks = [
             (np.hstack([np.ones(n), np.zeros(2 * n)])[None], [self.microbatches], [self.microbatches]),
             (np.hstack([np.zeros(n), np.ones(n), np.zeros(n)])[None], [1], [self.lanes]),
-            (np.hstack([empty, self.visiting, empty]), np.zeros(stages), self.room),
+            (np.hstack([empty, self.visiting, empty]), np.zeros(stages), self.capacity),
             (np.hstack([self.visiting, empty, empty]), np.full(stages, lowest), np.full(stages, highest)),
             (np.hstack([one, -longest * one, none]), np.full(n, -np.inf), np.zeros(n)),
             (np.hstack([one, -one, none]), np.zeros(n), np.full(n, np.inf)),  # no lane without a microbatch
@@ -175,18 +179,18 @@ class _Programme:
 
 
 def _solution(
-    wish: NDArray[np.float64],
-    rows: NDArray[np.float64],
-    low: NDArray[np.float64],
-    high: NDArray[np.float64],
-    most: NDArray[np.float64],
-    limit_s: float = PROGRAMME_S,
-) -> NDArray[np.int64] | None:
-    """Whole numbers that meet the demands at the least `wish`; None if there are none or not in time."""
+    objective: Floats,
+    rows: Floats,
+    low: Floats,
+    high: Floats,
+    upper: Floats,
+    limit_s: float = MILP_LIMIT_S,
+) -> Ints | None:
+    """Whole numbers that satisfy the constraints at the least objective; None if there are none or not in time."""
     outcome = milp(
-        wish,
-        integrality=np.ones(len(wish), np.int64),
-        bounds=Bounds(np.zeros(len(wish)), most),
+        objective,
+        integrality=np.ones(len(objective), np.int64),
+        bounds=Bounds(np.zeros(len(objective)), upper),
         constraints=LinearConstraint(csr_array(rows), low, high),
         options={"time_limit": limit_s, "mip_rel_gap": 0.01},
     )

@@ -1,13 +1,13 @@
-"""Who should hold which stage when nodes come and go: one decision for spares and for nodes that might change places.
+"""Stage assignment when nodes come and go: one decision for spares and for nodes that might change stages.
 
 A reassignment gives one node another stage: a spare, which has none, or a node of a stage that can do without it. What
 decides is the iteration of a real plan before and after it, averaging included, made by the same repair and the same
-simulator as the plan in use, in a fixed number of steps. Nodes that still build or learn count as if they could work
-already, so the answer does not change while they get there.
+simulator as the plan in use, in a fixed number of changes. Nodes that still build or fetch their state count as if they
+could work already, so the answer does not change while they get there.
 
 Which reassignments are worth such a plan is estimated from loads: the time in which the nodes of a stage together get
-through an iteration's microbatches. Stage 0 sees all of them, every other stage that somebody holds an even share of
-the visits (CC3).
+through an iteration's microbatches. Stage 0 sees all of them, every other stage that has nodes an even share of the
+visits (CC3).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from skippipe.planner.repair.repair import repaired, task_ns
 from skippipe.ring_timing import best_ring, ring_ns
 
 SPARE_GAIN = 0.02  # by which an iteration must become shorter, or a spare stays one, where two hold the stage already
-MOVE_GAIN = 0.1  # by which it must, or nobody moves: whoever does works nowhere until it has fetched its state
-STEPS = 200  # of the search for each plan that is compared, with USUAL_NODES or fewer; fewer with more nodes
+MOVE_GAIN = 0.1  # by which it must, or no node moves: one that does is idle until it has fetched its state
+CHANGES = 3_072  # of the search for each plan that is compared, with USUAL_NODES or fewer; fewer with more nodes
 USUAL_NODES = 20
 PLANNED = 3  # candidates that a plan is made for, of those with the best loads
 ESTIMATED = 12  # candidates whose averaging is looked at, of those with the best loads
@@ -33,18 +33,18 @@ Members = Sequence[Collection[int]]
 
 @dataclass(frozen=True)
 class Reassignment:
-    """A node that gets a stage, and what an iteration takes without and with that; infinite: there is no plan."""
+    """A node that gets a stage, and the iteration without and with that; infinite: there is no plan."""
 
     node: int
     stage: int
     leaves: int
-    """The stage that it holds now; −1: it is a spare."""
+    """The stage that the node holds now; −1: it is a spare."""
     before_s: float
     after_s: float
     works: bool
-    """Lanes of the plan afterwards use the node."""
+    """Lanes of the new plan use the node."""
     seconds: bool = False
-    """Only one node holds the stage without it: its state would be lost with that one."""
+    """Without it only one node holds the stage, and the state of the stage would be lost with that node."""
 
     @property
     def gain(self) -> float:
@@ -62,28 +62,28 @@ class Reassignment:
 
 @dataclass
 class StageAssignment:
-    """Stages, and the nodes that hold them or will before long."""
+    """The nodes that hold each stage or will before long, and decisions on changing that."""
 
     plan: Plan
-    """Where repairs begin, with the figures to count on."""
+    """The plan that repairs begin with, with current figures."""
     visited: int
     """Stages on a path."""
     members: list[set[int]]
     able: Collection[int]
-    """Those who have the state of their stage."""
+    """Nodes that have the state of their stage."""
     movable: Collection[int]
-    """Those who can be told to hold another stage."""
+    """Nodes that can be given another stage."""
     are_cut: Callable[[int, int], bool] = lambda a, b: False
-    """Can two nodes not reach each other?"""
+    """Whether two nodes cannot reach each other."""
     _plans: dict[tuple[frozenset[int], ...], Plan | None] = field(init=False, default_factory=dict)
     _averaging_ns: dict[tuple[int, frozenset[int]], int] = field(init=False, default_factory=dict)
 
     # The decision
 
     def filling(self, spares: Collection[int], *, last: bool = True) -> Reassignment | None:
-        """Somebody for a stage that nobody holds: the spare or the node from elsewhere with the shortest iteration.
+        """A node for a stage without any: the spare or the node from elsewhere with the shortest iteration.
 
-        No stage gives its last able node, but, with `last`, for stage 0, without which nothing runs.
+        No stage gives its last able node, except, with `last`, to stage 0, without which nothing runs.
         """
         for stage in (stage for stage, nodes in enumerate(self.members) if not nodes):
             ranked = sorted(self._offers(stage, spares, last=last and stage == 0))
@@ -93,7 +93,7 @@ class StageAssignment:
         return None
 
     def using(self, spares: Collection[int]) -> Reassignment | None:
-        """The spare and the stage where one helps most, whether or not it does; None: no spare can hold any."""
+        """The spare and the stage where it helps most, whether or not it does; None: no spare can hold any stage."""
         pairs = [(node, stage) for node in sorted(spares) for stage in self.open_to(node)]
         if math.isfinite(self._promise_s(self.members)):
             pairs = self._likeliest(pairs)
@@ -101,7 +101,7 @@ class StageAssignment:
         return max(found, key=lambda each: (each.helps, each.gain), default=None)
 
     def moving(self, iterations: int) -> Reassignment | None:
-        """A node that had better hold another stage, for so many iterations; None: all should stay.
+        """A node that should hold another stage for so many iterations; None: all should stay.
 
         No stage gives its last able node. What the node saves must be more than the time to fetch its state.
         """
@@ -117,7 +117,7 @@ class StageAssignment:
         return [stage for stage in range(len(self.members)) if self._could_hold(node, stage)]
 
     def carry_out(self, reassignment: Reassignment) -> None:
-        """From now on it is to be built."""
+        """Apply a reassignment: the node has yet to build its stage."""
         node = reassignment.node
         self.members = _moved(self.members, node, reassignment.stage)
         self.able, self.movable = set(self.able) - {node}, set(self.movable) - {node}
@@ -139,15 +139,15 @@ class StageAssignment:
     def _plan_for(self, members: Members) -> Plan | None:
         which = tuple(frozenset(nodes) for nodes in members)
         if which not in self._plans:
-            everybody = frozenset().union(*which)
-            steps = STEPS * USUAL_NODES // max(USUAL_NODES, len(everybody))
+            all_nodes = frozenset().union(*which)
+            changes = CHANGES * USUAL_NODES // max(USUAL_NODES, len(all_nodes))
             self._plans[which] = repaired(
-                self.plan, which, everybody, budget_s=math.inf, steps=steps, visited=self.visited
+                self.plan, which, all_nodes, budget_s=math.inf, changes=changes, visited=self.visited
             )
         return self._plans[which]
 
     def _fetching_s(self, node: int, stage: int) -> float:
-        """From the nearest who has the state of the stage."""
+        """Seconds to fetch the state of the stage from the nearest node that has it."""
         cluster, work = self.plan.cluster, self.plan.workload
         sent_bytes = STATE_BYTES * work.stage_parameters(stage, self.plan.layers[stage])
         links = [(other, node) for other in self.members[stage] if other in self.able]
@@ -163,12 +163,12 @@ class StageAssignment:
     # Estimates
 
     def _could_hold(self, node: int, stage: int) -> bool:
-        """It has the memory, and reaches all who hold the stage."""
+        """Whether the node has the memory, and reaches all nodes of the stage."""
         reaches = not any(self.are_cut(node, other) for other in self.members[stage] if other != node)
         return bool(self.plan.costs.slots[stage, node] > 0) and reaches
 
     def _moves(self) -> list[tuple[int, int]]:
-        """Nodes and other stages, if by the estimate the longest time of any stage falls clearly.
+        """Nodes and other stages for which, by the estimate, the longest time of any stage falls clearly.
 
         A stage is too long by its load, or by its averaging: a ring is as slow as its slowest link, and when a node is
         lost the others may be left with a bad one.
@@ -193,14 +193,14 @@ class StageAssignment:
         ]
 
     def _likeliest(self, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The few that a plan is made for: of each node the best stage, and then other stages."""
+        """The few pairs that a plan is made for: of each node the best stage, and then other stages."""
         spans = {pair: self._longest_ns(_moved(self.members, *pair)) for pair in self._by_load(pairs)}
         ranked = sorted(spans, key=lambda pair: spans[pair])
         first = dict(reversed(ranked))
         return sorted(ranked, key=lambda pair: first[pair[0]] != pair[1])[:PLANNED]
 
     def _by_load(self, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Those few after which the longest stages are shortest, averaging apart."""
+        """The few pairs after which the longest stages are shortest, averaging apart."""
 
         def longest(pair: tuple[int, int]) -> list[float]:
             return sorted(self._loads(_moved(self.members, *pair)), reverse=True)
@@ -208,7 +208,8 @@ class StageAssignment:
         return sorted(pairs, key=longest)[:ESTIMATED]
 
     def _offers(self, stage: int, spares: Collection[int], *, last: bool) -> Iterator[tuple[bool, float, float, int]]:
-        """Nodes for a stage without any, the best first: is it the last, the time its stage then takes, its load.
+        """Nodes for a stage without any, as sort keys: whether it is the last of its stage, the time that stage then
+        takes, the load.
 
         With `last`, a stage other than 0 may give its last able node if it is not the last of all of them.
         """
@@ -226,14 +227,14 @@ class StageAssignment:
                     yield alone, self._spans(after)[leaves], self._loads(after)[stage], node
 
     def _able_beside(self, stage: int, node: int) -> bool:
-        """Are there able nodes on the stage beside this one?"""
+        """Whether the stage has able nodes beside this one."""
         return any(other in self.able and other != node for other in self.members[stage])
 
     def _longest_ns(self, members: Members) -> float:
         return max(self._spans(members))
 
     def _spans(self, members: Members) -> list[float]:
-        """Of every stage: its load, and its averaging after that."""
+        """Nanoseconds of every stage: its load, and its averaging after that."""
         return [load + self._ring_ns(stage, members[stage]) for stage, load in enumerate(self._loads(members))]
 
     def _ring_ns(self, stage: int, nodes: Collection[int]) -> int:
@@ -244,7 +245,7 @@ class StageAssignment:
         return self._averaging_ns[which]
 
     def _loads(self, members: Members) -> list[float]:
-        """Of every stage, in nanoseconds; 0 where nobody is."""
+        """Load of every stage in nanoseconds; 0 for one without nodes."""
         plan = self.plan
         held = sum(bool(nodes) for nodes in members[1:])
         share = sum(plan.exposure[1:]) / max(1, held)

@@ -1,1 +1,1 @@
-"""All freedoms of a plan at once: the strategy `best`."""
+"""Simulated annealing over all decision variables of a plan at once: the strategy `best`, and repair."""

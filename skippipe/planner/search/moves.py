@@ -1,4 +1,5 @@
-"""Changes of a state, from one node of one lane to whole roles. Whether they keep the rules is for `score` to say.
+"""Neighbourhood moves of a state, from one node of one lane to whole roles; `objective` says whether they keep the
+rules.
 
 Each takes the numbers it needs from a row of random draws. False: there was nothing to change, and the state may be
 left half changed.
@@ -6,118 +7,126 @@ left half changed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 
+import numpy as np
+
 from skippipe.dispatch import LANES_IN_ORDER, Dispatch
-from skippipe.jit import kernel
+from skippipe.jit import Ints, kernel
 from skippipe.planner.search.state import (
-    Ints,
     State,
     Tables,
     lanes_through,
     move_microbatches,
-    put_in_order,
     slots_of,
+    sort_by_stage,
     visits,
 )
 
 DRAWS = 16  # numbers in a row
-MOST_REMOVED = 4  # of the lanes through a node, fewer than this are laid anew together
+MOST_REMOVED = 4  # of the lanes through a node, fewer than this are ruined together
 DISPATCHES = len(Dispatch)
 
 
 class Move(IntEnum):
-    """What can be changed."""
+    """Kinds of neighbourhood moves."""
 
-    NODE = 0
-    NODES_OF_TWO = 1
-    STAGES_OF_TWO = 2
-    ORDER = 3
-    MICROBATCHES = 4
-    NEW_LANE = 5
-    WAYS = 6
-    STAGE = 7
-    RING = 8
-    ROLES_OF_TWO = 9
-    ROLE = 10
-    LAYERS = 11
-    DISPATCH = 12
-    RANKS = 13
+    REPLACE_NODE = 0
+    SWAP_NODES = 1
+    SWAP_STAGES = 2
+    SWAP_NEIGHBOURS = 3
+    MOVE_MICROBATCHES = 4
+    SPLIT_LANE = 5
+    RUIN = 6
+    REPLACE_STAGE = 7
+    REORDER_RING = 8
+    SWAP_ROLES = 9
+    CHANGE_ROLE = 10
+    MOVE_LAYER = 11
+    CHANGE_DISPATCH = 12
+    SWAP_LANE_ORDER = 13
 
 
-SHARES = {
-    Move.NODE: 14,
-    Move.NODES_OF_TWO: 10,
-    Move.STAGES_OF_TWO: 10,
-    Move.ORDER: 6,
-    Move.MICROBATCHES: 10,
-    Move.NEW_LANE: 8,
-    Move.WAYS: 12,
-    Move.STAGE: 12,
-    Move.RING: 4,
-    Move.ROLES_OF_TWO: 14,
-    Move.ROLE: 8,
-    Move.LAYERS: 4,
-    Move.DISPATCH: 1,
-    Move.RANKS: 6,
+MOVE_WEIGHTS = {
+    Move.REPLACE_NODE: 14,
+    Move.SWAP_NODES: 10,
+    Move.SWAP_STAGES: 10,
+    Move.SWAP_NEIGHBOURS: 6,
+    Move.MOVE_MICROBATCHES: 10,
+    Move.SPLIT_LANE: 8,
+    Move.RUIN: 12,
+    Move.REPLACE_STAGE: 12,
+    Move.REORDER_RING: 4,
+    Move.SWAP_ROLES: 14,
+    Move.CHANGE_ROLE: 8,
+    Move.MOVE_LAYER: 4,
+    Move.CHANGE_DISPATCH: 1,
+    Move.SWAP_LANE_ORDER: 6,
 }
-"""How often each is drawn, relative to each other, where it is open."""
+"""Relative frequency of each move, where it is open."""
+
+
+def cumulative_move_weights(moves: Iterable[Move]) -> Ints:
+    """Cumulative weights for `propose`; only these moves are drawn."""
+    chosen = set(moves)
+    return np.cumsum([MOVE_WEIGHTS[move] if move in chosen else 0 for move in Move])
 
 
 @kernel
-def propose(draw: Ints, state: State, tables: Tables, shares: Ints) -> bool:
-    """One kind of change. Lanes that are to be laid anew then are lifted; `lay_lifted` of `laying` has to follow."""
-    drawn = draw[0] % shares[-1]
+def propose(draw: Ints, state: State, tables: Tables, cumulative_weights: Ints) -> bool:
+    """Apply one random move. Some moves ruin lanes; `recreate` of `reinsertion` has to follow."""
+    drawn = draw[0] % cumulative_weights[-1]
     kind = 0
-    while drawn >= shares[kind]:
+    while drawn >= cumulative_weights[kind]:
         kind += 1
     lanes = len(state.counts)
-    a, b = _there(draw[1] % lanes, state), _there(draw[2] % lanes, state)
-    if kind == Move.NODE:
-        return _other_node(a, draw, state, tables)
-    if kind == Move.NODES_OF_TWO:
-        return _exchange_nodes(a, b, draw, state)
-    if kind == Move.STAGES_OF_TWO:
-        return _exchange_stages(a, b, draw, state)
-    if kind == Move.ORDER:
+    a, b = _active_lane(draw[1] % lanes, state), _active_lane(draw[2] % lanes, state)
+    if kind == Move.REPLACE_NODE:
+        return _replace_node(a, draw, state, tables)
+    if kind == Move.SWAP_NODES:
+        return _swap_nodes(a, b, draw, state)
+    if kind == Move.SWAP_STAGES:
+        return _swap_stages(a, b, draw, state)
+    if kind == Move.SWAP_NEIGHBOURS:
         return _swap_neighbours(a, draw, state)
-    if kind == Move.MICROBATCHES:
+    if kind == Move.MOVE_MICROBATCHES:
         if a != b:
             moved = state.counts[a] if draw[3] % 4 == 0 else 1
             move_microbatches(a, b, moved, draw[4], draw[5], state.paths, state.counts, state.stage_of)
         return a != b
-    if kind == Move.NEW_LANE:
+    if kind == Move.SPLIT_LANE:
         return _split_lane(a, draw, state)
-    if kind == Move.WAYS:
-        return _lift_some(a, b, draw, state)
-    if kind == Move.STAGE:
-        return _replace_stage(a, draw, state)
-    if kind == Move.RING:
-        return _turn_ring(draw, state)
-    if kind == Move.ROLES_OF_TWO:
-        return _exchange_roles(draw, state)
-    if kind == Move.ROLE:
+    if kind == Move.RUIN:
+        return _ruin_some(a, b, draw, state)
+    if kind == Move.REPLACE_STAGE:
+        return _replace_stage(a, draw, state, tables)
+    if kind == Move.REORDER_RING:
+        return _reorder_ring(draw, state)
+    if kind == Move.SWAP_ROLES:
+        return _swap_roles(draw, state)
+    if kind == Move.CHANGE_ROLE:
         return _change_role(draw, state, tables)
-    if kind == Move.LAYERS:
+    if kind == Move.MOVE_LAYER:
         return _move_layer(draw, state, tables)
-    if kind == Move.DISPATCH:
-        state.order[0] = draw[3] % DISPATCHES
+    if kind == Move.CHANGE_DISPATCH:
+        state.dispatch[0] = draw[3] % DISPATCHES
         return True
-    return _exchange_ranks(a, b, state)
+    return _swap_lane_order(a, b, state)
 
 
 @kernel
-def _there(lane: int, state: State) -> int:
-    """This lane, or the next one that is there."""
+def _active_lane(lane: int, state: State) -> int:
+    """This lane, or the next one that has microbatches."""
     while state.counts[lane] == 0:
         lane = lane + 1 if lane + 1 < len(state.counts) else 0
     return lane
 
 
 @kernel
-def _exchange_ranks(a: int, b: int, state: State) -> bool:
-    """Of two lanes; where it does not matter which lane comes before which, nothing changes."""
-    if a == b or state.order[0] != LANES_IN_ORDER:
+def _swap_lane_order(a: int, b: int, state: State) -> bool:
+    """Swap two lanes in the order of dispatch; nothing changes where that order does not matter."""
+    if a == b or state.dispatch[0] != LANES_IN_ORDER:
         return False
     state.counts[a], state.counts[b] = state.counts[b], state.counts[a]
     for hop in range(state.paths.shape[1]):
@@ -126,15 +135,15 @@ def _exchange_ranks(a: int, b: int, state: State) -> bool:
 
 
 @kernel
-def _lift(lane: int, state: State) -> None:
-    """Nobody sees a lane whose count is negative: it leaves its slots to those that are laid before it."""
+def _ruin(lane: int, state: State) -> None:
+    """Ruin a lane: its count becomes negative, and it leaves its slots to those that are recreated before it."""
     if state.counts[lane] > 0:
         state.counts[lane] = -state.counts[lane]
 
 
 @kernel
-def _lift_through(node: int, most: int, drawn: int, state: State) -> None:
-    """So many of the lanes that visit a node."""
+def _ruin_through(node: int, most: int, drawn: int, state: State) -> None:
+    """Ruin up to `most` of the lanes that visit a node."""
     lanes = len(state.counts)
     for nth in range(lanes):
         lane = (drawn + nth) % lanes
@@ -143,28 +152,29 @@ def _lift_through(node: int, most: int, drawn: int, state: State) -> None:
         if state.counts[lane] > 0:
             for visited in state.paths[lane]:
                 if visited == node:
-                    _lift(lane, state)
+                    _ruin(lane, state)
                     most -= 1
                     break
 
 
 @kernel
-def _lift_some(a: int, b: int, draw: Ints, state: State) -> bool:
-    """A lane, by itself, with others that share a node with it, or with any other."""
+def _ruin_some(a: int, b: int, draw: Ints, state: State) -> bool:
+    """Ruin a lane, alone, with others that share a node with it, or with any other."""
     together = draw[3] % MOST_REMOVED
     if draw[4] % 2:
-        put_in_order(state.paths[a], state.stage_of)
-    _lift(a, state)
+        sort_by_stage(state.paths[a], state.stage_of)
+    _ruin(a, state)
     if draw[5] % 4:
-        _lift_through(state.paths[a, draw[6] % state.paths.shape[1]], together, draw[7], state)
+        _ruin_through(state.paths[a, draw[6] % state.paths.shape[1]], together, draw[7], state)
     elif together > 0:
-        _lift(b, state)
+        _ruin(b, state)
     return True
 
 
 @kernel
-def _other_node(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
-    """Of the same stage. If it has no slot left, one of its lanes comes to the node that is left."""
+def _replace_node(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
+    """Another node of the same stage for a lane. If it has no slot left, one of its lanes comes to the node that is
+    left."""
     paths = state.paths
     hop = draw[3] % paths.shape[1]
     old = paths[lane, hop]
@@ -186,8 +196,8 @@ def _other_node(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
 
 
 @kernel
-def _exchange_nodes(a: int, b: int, draw: Ints, state: State) -> bool:
-    """Of a stage that both lanes visit."""
+def _swap_nodes(a: int, b: int, draw: Ints, state: State) -> bool:
+    """Swap the nodes of a stage that both lanes visit."""
     paths = state.paths
     hop = draw[3] % paths.shape[1]
     for other in range(paths.shape[1]):
@@ -200,23 +210,23 @@ def _exchange_nodes(a: int, b: int, draw: Ints, state: State) -> bool:
 
 
 @kernel
-def _exchange_stages(a: int, b: int, draw: Ints, state: State) -> bool:
-    """A stage that only one of them visits for one that only the other does, with their nodes."""
+def _swap_stages(a: int, b: int, draw: Ints, state: State) -> bool:
+    """Swap a stage that only one lane visits for one that only the other does, with their nodes."""
     paths, stage_of = state.paths, state.stage_of
-    here, there = _only_on(a, b, draw[3], state), _only_on(b, a, draw[4], state)
+    here, there = _place_only_on(a, b, draw[3], state), _place_only_on(b, a, draw[4], state)
     if here < 0 or there < 0:
         return False
     paths[a, here], paths[b, there] = paths[b, there], paths[a, here]
-    put_in_order(paths[a], stage_of)
-    put_in_order(paths[b], stage_of)
+    sort_by_stage(paths[a], stage_of)
+    sort_by_stage(paths[b], stage_of)
     if draw[5] % 2:
-        _lift(a, state)
-        _lift(b, state)
+        _ruin(a, state)
+        _ruin(b, state)
     return True
 
 
 @kernel
-def _only_on(a: int, b: int, drawn: int, state: State) -> int:
+def _place_only_on(a: int, b: int, drawn: int, state: State) -> int:
     """A place of lane a whose stage lane b does not visit; −1: there is none."""
     others = state.paths.shape[1] - 1
     for nth in range(others):
@@ -237,23 +247,23 @@ def _swap_neighbours(lane: int, draw: Ints, state: State) -> bool:
 
 
 @kernel
-def _replace_stage(lane: int, draw: Ints, state: State) -> bool:
-    """A stage for one that is not visited yet."""
+def _replace_stage(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
+    """Replace a stage of a lane by one that it does not visit yet."""
     hop = 1 + draw[3] % (state.paths.shape[1] - 1)
     others = len(state.size) - 1
     for nth in range(others):
         stage = 1 + (draw[4] + nth) % others
-        if not visits(state.paths[lane], stage, state.stage_of):
+        if tables.visitable[stage] and not visits(state.paths[lane], stage, state.stage_of):
             state.paths[lane, hop] = state.ring[stage, draw[5] % state.size[stage]]
-            put_in_order(state.paths[lane], state.stage_of)
-            _lift(lane, state)
+            sort_by_stage(state.paths[lane], state.stage_of)
+            _ruin(lane, state)
             return True
     return False
 
 
 @kernel
 def _split_lane(lane: int, draw: Ints, state: State) -> bool:
-    """Some of its microbatches go on a new lane to the same stages."""
+    """Move some microbatches of a lane to a new lane over the same stages."""
     counts = state.counts
     if counts[lane] < 2:
         return False
@@ -263,30 +273,30 @@ def _split_lane(lane: int, draw: Ints, state: State) -> bool:
                 state.paths[new, hop] = state.paths[lane, hop]
             counts[new] = 1 + draw[3] % (counts[lane] - 1)
             counts[lane] -= counts[new]
-            _lift(new, state)
+            _ruin(new, state)
             return True
     return False
 
 
 @kernel
-def _exchange_roles(draw: Ints, state: State) -> bool:
-    """Of two nodes: stage, place in the ring, lanes."""
+def _swap_roles(draw: Ints, state: State) -> bool:
+    """Swap two nodes: stage, place in the ring, lanes."""
     nodes = len(state.stage_of)
     x, y = draw[3] % nodes, draw[4] % nodes
     if x == y or (state.stage_of[x] < 0 and state.stage_of[y] < 0):
         return False
     for stage in range(len(state.size)):
-        _exchange(state.ring, stage, state.size[stage], x, y)
+        _swap_values(state.ring, stage, state.size[stage], x, y)
     for lane in range(len(state.counts)):
-        _exchange(state.paths, lane, state.paths.shape[1], x, y)
+        _swap_values(state.paths, lane, state.paths.shape[1], x, y)
     state.stage_of[x], state.stage_of[y] = state.stage_of[y], state.stage_of[x]
-    _lift_through(x, draw[5] % MOST_REMOVED, draw[6], state)
-    _lift_through(y, draw[7] % MOST_REMOVED, draw[8], state)
+    _ruin_through(x, draw[5] % MOST_REMOVED, draw[6], state)
+    _ruin_through(y, draw[7] % MOST_REMOVED, draw[8], state)
     return True
 
 
 @kernel
-def _exchange(rows: Ints, row: int, end: int, x: int, y: int) -> None:
+def _swap_values(rows: Ints, row: int, end: int, x: int, y: int) -> None:
     for index in range(end):
         if rows[row, index] == x:
             rows[row, index] = y
@@ -296,13 +306,13 @@ def _exchange(rows: Ints, row: int, end: int, x: int, y: int) -> None:
 
 @kernel
 def _change_role(draw: Ints, state: State, tables: Tables) -> bool:
-    """A node leaves its stage for another, where it takes over lanes, or for none."""
+    """Move a node from its stage to another, where it takes over lanes, or to none."""
     node = draw[3] % len(state.stage_of)
     old, new = state.stage_of[node], draw[4] % (len(state.size) + 1) - 1
     if old == new or (old >= 0 and state.size[old] == 1):
         return False
     if old >= 0:
-        _leave_ring(node, old, state)
+        _remove_from_ring(node, old, state)
         state.stage_of[node] = -1
         through = lanes_through(state)
         for lane in range(len(state.counts)):
@@ -310,29 +320,29 @@ def _change_role(draw: Ints, state: State, tables: Tables) -> bool:
                 continue
             for hop in range(state.paths.shape[1]):
                 if state.paths[lane, hop] == node:
-                    substitute = _with_room(old, draw[5] + lane, through, state, tables)
+                    substitute = _node_with_slot(old, draw[5] + lane, through, state, tables)
                     if substitute < 0:
                         return False
                     state.paths[lane, hop] = substitute
                     through[substitute] += 1
     if new >= 0:
-        _join_ring(node, new, draw[6], state)
+        _insert_into_ring(node, new, draw[6], state)
         state.stage_of[node] = new
-        room = slots_of(node, new, state, tables)
+        most_lanes = slots_of(node, new, state, tables)
         for nth in range(len(state.counts)):
             lane = (draw[7] + nth) % len(state.counts)
-            if room == 0 or state.counts[lane] == 0 or (draw[8] >> (nth % 16)) % 2:
+            if most_lanes == 0 or state.counts[lane] == 0 or (draw[8] >> (nth % 16)) % 2:
                 continue
             for hop in range(state.paths.shape[1]):
                 if state.stage_of[state.paths[lane, hop]] == new:
                     state.paths[lane, hop] = node
-                    room -= 1
+                    most_lanes -= 1
                     break
     return True
 
 
 @kernel
-def _with_room(stage: int, drawn: int, through: Ints, state: State, tables: Tables) -> int:
+def _node_with_slot(stage: int, drawn: int, through: Ints, state: State, tables: Tables) -> int:
     """A node of the stage with a slot left; −1: there is none."""
     members = state.size[stage]
     for nth in range(members):
@@ -343,7 +353,7 @@ def _with_room(stage: int, drawn: int, through: Ints, state: State, tables: Tabl
 
 
 @kernel
-def _leave_ring(node: int, stage: int, state: State) -> None:
+def _remove_from_ring(node: int, stage: int, state: State) -> None:
     ring, members = state.ring[stage], state.size[stage]
     place = 0
     while ring[place] != node:
@@ -354,7 +364,7 @@ def _leave_ring(node: int, stage: int, state: State) -> None:
 
 
 @kernel
-def _join_ring(node: int, stage: int, drawn: int, state: State) -> None:
+def _insert_into_ring(node: int, stage: int, drawn: int, state: State) -> None:
     ring, members = state.ring[stage], state.size[stage]
     place = drawn % (members + 1)
     for after in range(members, place, -1):
@@ -364,8 +374,8 @@ def _join_ring(node: int, stage: int, drawn: int, state: State) -> None:
 
 
 @kernel
-def _turn_ring(draw: Ints, state: State) -> bool:
-    """A piece of a ring the other way around, or a node at another place of it."""
+def _reorder_ring(draw: Ints, state: State) -> bool:
+    """Reverse a piece of a ring, or move a node to another place of it."""
     stage = draw[3] % len(state.size)
     members = state.size[stage]
     if members < 3:
@@ -373,8 +383,8 @@ def _turn_ring(draw: Ints, state: State) -> bool:
     ring = state.ring[stage]
     if draw[4] % 2:
         node = ring[draw[5] % members]
-        _leave_ring(node, stage, state)
-        _join_ring(node, stage, draw[6], state)
+        _remove_from_ring(node, stage, state)
+        _insert_into_ring(node, stage, draw[6], state)
         return True
     low, high = draw[5] % members, draw[6] % members
     low, high = min(low, high), max(low, high)
@@ -386,7 +396,7 @@ def _turn_ring(draw: Ints, state: State) -> bool:
 
 @kernel
 def _move_layer(draw: Ints, state: State, tables: Tables) -> bool:
-    """From a stage to another. Stage 0 keeps its own, so that no larger share of the model is skipped."""
+    """Move a layer from stage to stage. Stage 0 keeps its own, so that no larger share of the model is skipped."""
     stages = len(state.size)
     a, b = 1 + draw[3] % (stages - 1), 1 + draw[4] % (stages - 1)
     if a == b or state.layers[a] < 2 or state.layers[b] + 1 >= len(tables.forward_ns):

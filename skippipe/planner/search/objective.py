@@ -1,4 +1,4 @@
-"""How good a state is: does it keep the rules, and how long is an iteration?"""
+"""The objective: whether a state keeps the rules, and how long its iteration is."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 
 from skippipe.constraints import cc2_step
 from skippipe.cost_model import NEVER_NS
-from skippipe.event_loop import run
-from skippipe.jit import kernel
-from skippipe.planner.astar import NO_WAY
-from skippipe.planner.search.state import Ints, State, Tables
+from skippipe.event_loop import run_iteration
+from skippipe.jit import Ints, kernel
+from skippipe.planner.astar import INFINITE_NS
+from skippipe.planner.search.state import State, Tables
 from skippipe.ring_timing import averaged_ns
 
 TRAVEL_WEIGHT = 400  # the mean lane alone counts by one part in so many
@@ -20,13 +20,14 @@ CROWD = 4  # how far lanes are within that part counts, on average, by one part 
 
 @kernel
 def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
-    """Nanoseconds, with a little for travel, for lanes that end nearly last and for stages that are not visited equally
-    often; how unevenly they are; and the iteration alone.
+    """The objective in nanoseconds, the spread of exposures, and the iteration alone.
 
-    One lane is the last, and a change of any other would be felt by nobody if those close to it did not count.
+    The objective is the iteration plus a little for travel, for lanes that end nearly last, and for stages that are not
+    visited equally often. One lane is the last, and a change of any other would have no effect if those close to it did
+    not count.
 
-    NO_WAY if another rule is broken, or if the limit is exceeded for certain. The simulation ends as soon as a lane has
-    waited too long to be back in time.
+    INFINITE_NS if another rule is broken, or if the limit is exceeded for certain. The simulation ends as soon as a
+    lane has waited too long to be back in time.
     """
     stage_of, counts, paths = state.stage_of, state.counts, state.paths
     nodes, stages, length = len(stage_of), len(state.size), paths.shape[1]
@@ -47,7 +48,7 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
     load = np.zeros(nodes, np.int64)
     through = np.zeros(nodes, np.int64)
     exposure = np.zeros(stages, np.int64)
-    spare_ns = np.zeros(len(counts), np.int64)
+    slack_ns = np.zeros(len(counts), np.int64)
     travel_ns = 0
     lanes = 0
     for lane in range(len(counts)):
@@ -64,10 +65,10 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
             following = paths[lane, hop + 1 if hop + 1 < length else 0]
             allowed, highest, gap, swapped = cc2_step(highest, gap, swapped, stage)
             if not allowed or (hop == 0) != (stage == 0) or not tables.linked[node, following]:
-                return NO_WAY, 0, NO_WAY
+                return INFINITE_NS, 0, INFINITE_NS
             through[node] += 1
             if through[node] > slots[node]:
-                return NO_WAY, 0, NO_WAY
+                return INFINITE_NS, 0, INFINITE_NS
             exposure[stage] += count
             task_ns = forward[node] + backward[node]
             load[node] += count * (task_ns + weight[node])
@@ -75,26 +76,31 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
             alone_ns += tables.flight_ns[node, following] + tables.transmit_ns[node, following]
             alone_ns += tables.flight_ns[following, node] + tables.transmit_ns[following, node]
         travel_ns += count * alone_ns
-        spare_ns[lane] = limit - count * alone_ns - weight[paths[lane, 0]] - step_ns
-        if spare_ns[lane] < 0:
-            return NO_WAY, 0, NO_WAY
-    visits = 0
+        slack_ns[lane] = limit - count * alone_ns - weight[paths[lane, 0]] - step_ns
+        if slack_ns[lane] < 0:
+            return INFINITE_NS, 0, INFINITE_NS
+    visits, visitable = 0, 0
+    least, most = INFINITE_NS, 0
     for stage in range(1, stages):
-        visits += exposure[stage]
+        if tables.visitable[stage]:
+            visits += exposure[stage]
+            visitable += 1
+            least, most = min(least, exposure[stage]), max(most, exposure[stage])
     uneven = 0
     for stage in range(1, stages):
-        uneven += abs(exposure[stage] - visits // (stages - 1))
+        if tables.visitable[stage]:
+            uneven += abs(exposure[stage] - visits // visitable)
     for node in range(nodes):
         if load[node] + step_ns > limit:
-            return NO_WAY, 0, NO_WAY
+            return INFINITE_NS, 0, INFINITE_NS
 
     done_ns = np.zeros(nodes, np.int64)
     if tables.full:  # averaging alone can be too long already, and is quickly worked out
         for stage in range(stages):
             if _averaged(state, stage, load, tables) + step_ns > limit:
-                return NO_WAY, 0, NO_WAY
+                return INFINITE_NS, 0, INFINITE_NS
     lengths = np.full(len(counts), length, np.int64)
-    last_ns, left = run(
+    last_ns, left = run_iteration(
         paths,
         lengths,
         counts,
@@ -106,14 +112,14 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
         tables.flight_ns,
         tables.transmit_ns,
         tables.full,
-        state.order[0],
+        state.dispatch[0],
         tables.split,
-        spare_ns,
+        slack_ns,
         done_ns,
         np.empty((0, 3), np.int64),
     )
     if left > 0:
-        return NO_WAY, 0, NO_WAY
+        return INFINITE_NS, 0, INFINITE_NS
     if tables.full:
         for stage in range(stages):
             ended_ns = _averaged(state, stage, done_ns, tables)
@@ -122,15 +128,21 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
     close_ns = 0
     for lane in range(len(counts)):
         if counts[lane] > 0:
-            close_ns += max(0, limit - spare_ns[lane] - last_ns + last_ns // CLOSE)
+            close_ns += max(0, limit - slack_ns[lane] - last_ns + last_ns // CLOSE)
     extra_ns = travel_ns // lanes // TRAVEL_WEIGHT + close_ns // lanes // CROWD
-    return last_ns + extra_ns + uneven * (last_ns // UNEVEN), uneven, last_ns
+    return last_ns + extra_ns + uneven * (last_ns // UNEVEN), most - least, last_ns
 
 
 @kernel
 def _averaged(state: State, stage: int, done_ns: Ints, tables: Tables) -> int:
     members = state.size[stage]
-    done, transmit, flight = np.empty(members, np.int64), np.empty(members, np.int64), np.empty(members, np.int64)
+    if members == 0:
+        return 0
+    done, transmit, flight = (
+        np.empty(members, np.int64),
+        np.empty(members, np.int64),
+        np.empty(members, np.int64),
+    )
     chunk = -(-tables.gradient_bytes[min(stage, 1), state.layers[stage]] // members)
     for place in range(members):
         here = state.ring[stage, place]

@@ -1,10 +1,8 @@
-"""A plan as arrays that kernels change, and what every choice would cost.
+"""A plan as arrays that kernels change, and tables of what every choice would cost.
 
-Everything is open at once: who holds which stage or none, the order of rings, how many layers a stage has, the path of
-every lane and its microbatches, who goes next on a node and which lane before which.
-
-
-What searches do to lanes, whatever else they change: kernels over paths and microbatches.
+Everything is open at once: which node holds which stage or none, the order of rings, the layers of a stage, the path of
+every lane and its microbatches, dispatch, and the order of lanes. Also what every search does to lanes: kernels over
+paths and microbatches.
 """
 
 from __future__ import annotations
@@ -14,47 +12,45 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from skippipe.cluster import Cluster
 from skippipe.constraints import MAX_SWAPS
 from skippipe.cost_model import NEVER_NS, CostModel, cost_model_of
 from skippipe.dispatch import Dispatch
-from skippipe.jit import kernel
+from skippipe.jit import Flags, Floats, Ints, kernel
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Problem
 from skippipe.ring_timing import best_ring
 from skippipe.timeline import Timing
-
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
+from skippipe.workload import Workload
 
 
 class State(NamedTuple):
     stage_of: Ints
-    """[node]; −1: it stays out."""
+    """[node]: its stage; −1: none."""
     ring: Ints
-    """[stage, place] node, in the order in which they average."""
+    """[stage, place]: nodes in the order in which they average."""
     size: Ints
-    """[stage]: how many nodes hold it."""
+    """[stage]: number of its nodes."""
     layers: Ints
-    """[stage]"""
+    """[stage]: number of its layers."""
     paths: Ints
-    """[lane, hop] node."""
+    """[lane, hop]: nodes of its path."""
     counts: Ints
-    """[lane]: its microbatches; 0: the lane is not there."""
-    order: Ints
-    """Of dispatch, as one number."""
+    """[lane]: its microbatches; 0: the lane does not exist; negative: it is ruined."""
+    dispatch: Ints
+    """[0]: number of the dispatch rule."""
 
 
 class Tables(NamedTuple):
     """What a node would take, for any number of layers. Where stage 0 differs from others, it is row 0, they row 1."""
 
     forward_ns: Ints
-    """[layers, node]"""
+    """[layers, node]: forward pass; the next two are alike."""
     backward_ns: Ints
     weight_ns: Ints
     head_ns: Ints
-    """[layers of stage 0, node]"""
+    """[layers of stage 0, node]: head and loss."""
     step_ns: Ints
     """[0 or 1, layers, node]"""
     slots: Ints
@@ -63,32 +59,38 @@ class Tables(NamedTuple):
     """[0 or 1, layers]"""
     flight_ns: Ints
     transmit_ns: Ints
-    bandwidth: NDArray[np.float64]
+    bandwidth: Floats
     linked: Flags
     """[node, node]: messages get through both ways."""
     full: bool
-    """Averaging, the step and queues on links count."""
+    """Full timing: averaging, the optimizer step and queues on links count."""
     split: bool
     swapped: int
     """Swaps that count as used before a path begins."""
+    visitable: Flags
+    """[stage]: lanes may visit it."""
+    spread: int
+    """By how many microbatches the exposures of stages may differ in a solution; 0 is CC3."""
 
 
-def costs_by_layers(problem: Problem, most_layers: int) -> list[CostModel]:
-    """Of two stages, the first and another, with 1 to so many layers; the entry for 0 is not used."""
-    shape = replace(problem.workload.model, layers=2 * most_layers)
-    work = replace(problem.workload, model=shape)
-    found = [cost_model_of(problem.cluster, work, (count, count)) for count in range(1, most_layers + 1)]
+def costs_by_layers(cluster: Cluster, workload: Workload, most_layers: int) -> list[CostModel]:
+    """Cost models of two stages, the first and another, with 1 to so many layers each; the entry for 0 is not used."""
+    shape = replace(workload.model, layers=2 * most_layers)
+    work = replace(workload, model=shape)
+    found = [cost_model_of(cluster, work, (count, count)) for count in range(1, most_layers + 1)]
     return [found[0], *found]
 
 
-def tables_of(problem: Problem, each: Sequence[CostModel]) -> Tables:
-    full = problem.timing is Timing.FULL
+def tables_of(
+    each: Sequence[CostModel], visitable: Flags, timing: Timing, split_backward: bool, swaps: int, spread: int = 0
+) -> Tables:
+    full = timing is Timing.FULL
     costs = each[0]
     reachable = costs.transmit_ns < NEVER_NS
     return Tables(
         forward_ns=np.array([one.forward_ns[0] for one in each]),
-        backward_ns=np.array([(one.input_ns if problem.split_backward else one.backward_ns)[0] for one in each]),
-        weight_ns=np.array([one.weight_ns[0] * problem.split_backward for one in each]),
+        backward_ns=np.array([(one.input_ns if split_backward else one.backward_ns)[0] for one in each]),
+        weight_ns=np.array([one.weight_ns[0] * split_backward for one in each]),
         head_ns=np.array([one.head_ns for one in each]),
         step_ns=np.array([[one.optimizer_ns[stage] * full for one in each] for stage in (0, 1)]),
         slots=np.array([[one.slots[stage] for one in each] for stage in (0, 1)]),
@@ -98,16 +100,18 @@ def tables_of(problem: Problem, each: Sequence[CostModel]) -> Tables:
         bandwidth=np.ascontiguousarray(costs.bandwidth_bytes_per_s),
         linked=reachable & reachable.T,
         full=full,
-        split=problem.split_backward,
-        swapped=MAX_SWAPS - problem.swaps,
+        split=split_backward,
+        swapped=MAX_SWAPS - swaps,
+        visitable=visitable,
+        spread=spread,
     )
 
 
-def state_of(plan: Plan, room: int) -> State:
-    """`room`: lanes that there may come to be."""
+def state_of(plan: Plan, most_lanes: int) -> State:
+    """The state of a plan, with room for `most_lanes` lanes."""
     nodes, stages = len(plan.cluster), len(plan.stages)
-    room = max(room, len(plan.lanes))
-    state = empty(nodes, stages, room, plan.visited)
+    most_lanes = max(most_lanes, len(plan.lanes))
+    state = empty_state(nodes, stages, most_lanes, plan.visited)
     for index, stage in enumerate(plan.stages):
         state.stage_of[list(stage.nodes)] = index
         state.ring[index, : len(stage.ring)] = stage.ring
@@ -116,11 +120,11 @@ def state_of(plan: Plan, room: int) -> State:
     for number, lane in enumerate(plan.lanes):
         state.paths[number] = lane.path
         state.counts[number] = lane.microbatches
-    state.order[0] = plan.dispatch.order
+    state.dispatch[0] = plan.dispatch.order
     return state
 
 
-def empty(nodes: int, stages: int, lanes: int, length: int) -> State:
+def empty_state(nodes: int, stages: int, lanes: int, length: int) -> State:
     return State(
         stage_of=np.full(nodes, -1, np.int64),
         ring=np.zeros((stages, nodes), np.int64),
@@ -128,17 +132,17 @@ def empty(nodes: int, stages: int, lanes: int, length: int) -> State:
         layers=np.zeros(stages, np.int64),
         paths=np.zeros((lanes, length), np.int64),
         counts=np.zeros(lanes, np.int64),
-        order=np.zeros(1, np.int64),
+        dispatch=np.zeros(1, np.int64),
     )
 
 
-def copy_of(state: State) -> State:
+def copy_state(state: State) -> State:
     return State(*(each.copy() for each in state))
 
 
 @kernel
 def assign(to: State, given: State) -> None:
-    """Loops, here as in other kernels: they are compiled much sooner than what numpy has for the same."""
+    """Copy a state in place. Loops, here as in other kernels, are compiled much sooner than numpy's functions."""
     for node in range(len(to.stage_of)):
         to.stage_of[node] = given.stage_of[node]
     for stage in range(len(to.size)):
@@ -146,7 +150,7 @@ def assign(to: State, given: State) -> None:
         to.layers[stage] = given.layers[stage]
         for place in range(given.size[stage]):
             to.ring[stage, place] = given.ring[stage, place]
-    to.order[0] = given.order[0]
+    to.dispatch[0] = given.dispatch[0]
     for lane in range(len(to.counts)):
         to.counts[lane] = given.counts[lane]
         for hop in range(to.paths.shape[1]):
@@ -164,7 +168,7 @@ def same(one: State, other: State) -> bool:
         for place in range(one.size[stage]):
             if one.ring[stage, place] != other.ring[stage, place]:
                 return False
-    if one.order[0] != other.order[0]:
+    if one.dispatch[0] != other.dispatch[0]:
         return False
     for lane in range(len(one.counts)):
         if one.counts[lane] != other.counts[lane]:
@@ -177,7 +181,7 @@ def same(one: State, other: State) -> bool:
 
 @kernel
 def lanes_through(state: State) -> Ints:
-    """[node]: lanes."""
+    """[node]: number of lanes through it."""
     through = np.zeros(len(state.stage_of), np.int64)
     for lane in range(len(state.counts)):
         if state.counts[lane] > 0:
@@ -191,20 +195,24 @@ def slots_of(node: int, stage: int, state: State, tables: Tables) -> int:
     return int(tables.slots[min(stage, 1), state.layers[stage], node])
 
 
+def lanes_of(state: State) -> tuple[Lane, ...]:
+    lanes = zip(state.paths.tolist(), state.counts.tolist(), strict=True)
+    return tuple(Lane(tuple(path), count) for path, count in lanes if count)
+
+
 def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
-    """With all nodes and without those that no lane visits, which may still carry gradients around a ring; and with the
-    rings as they are and in the best order for nodes that are done at the same time. Some may break a rule."""
+    """Plans of a state; some may break a rule.
+
+    With all nodes and without those that no lane visits, which may still carry gradients around a ring; and with the
+    rings as they are and in the best order for nodes that are done at the same time.
+    """
     used = set(state.paths[state.counts > 0].ravel().tolist())
     layers = tuple(state.layers.tolist())
     costs = cost_model_of(problem.cluster, problem.workload, layers)
-    everybody = [tuple(row[:size].tolist()) for row, size in zip(state.ring, state.size, strict=True)]
-    at_work = [tuple(node for node in ring if node in used) for ring in everybody]
-    lanes = tuple(
-        Lane(tuple(path), count)
-        for path, count in zip(state.paths.tolist(), state.counts.tolist(), strict=True)
-        if count
-    )
-    members = [at_work] if at_work == everybody or problem.timing is Timing.CONTENTION_ONLY else [at_work, everybody]
+    all_rings = [tuple(row[:size].tolist()) for row, size in zip(state.ring, state.size, strict=True)]
+    at_work = [tuple(node for node in ring if node in used) for ring in all_rings]
+    lanes = lanes_of(state)
+    members = [at_work] if at_work == all_rings or problem.timing is Timing.CONTENTION_ONLY else [at_work, all_rings]
     in_order = [[best_ring(costs, stage, ring) for stage, ring in enumerate(rings)] for rings in members]
     return [
         Plan(
@@ -212,7 +220,7 @@ def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
             workload=problem.workload,
             stages=tuple(Stage(count, tuple(sorted(ring)), ring) for count, ring in zip(layers, rings, strict=True)),
             lanes=lanes,
-            dispatch=list(Dispatch)[state.order[0]],
+            dispatch=list(Dispatch)[state.dispatch[0]],
             split_backward=problem.split_backward,
             strategy=strategy,
         )
@@ -229,8 +237,8 @@ def visits(path: Ints, stage: int, stage_of: Ints) -> bool:
 
 
 @kernel
-def put_in_order(path: Ints, stage_of: Ints) -> None:
-    """By stage."""
+def sort_by_stage(path: Ints, stage_of: Ints) -> None:
+    """Sort the nodes of a path by stage."""
     for end in range(1, len(path)):
         hop = end
         while hop > 0 and stage_of[path[hop]] < stage_of[path[hop - 1]]:
@@ -242,8 +250,8 @@ def put_in_order(path: Ints, stage_of: Ints) -> None:
 def move_microbatches(
     a: int, b: int, moved: int, from_: int, to: int, paths: Ints, counts: Ints, stage_of: Ints
 ) -> None:
-    """From lane a to b. If these visit other stages, as many go where they make up for it, if there is such a pair:
-    looked for from lanes `from_` and `to` on."""
+    """Move microbatches from lane a to b. If these visit other stages, as many go where they make up for it, if there
+    is such a pair: looked for from lanes `from_` and `to` on."""
     counts[a] -= moved
     counts[b] += moved
     lanes = len(counts)

@@ -1,1 +1,1 @@
-"""What limits a plan, and which change would help most."""
+"""What-if analysis: what limits a plan, and which edit would help most."""

@@ -1,12 +1,11 @@
-"""What one change would help a plan most: each that its critical path gives reason for, tried in the simulation.
+"""Advice on a plan: every edit that its critical path gives reason for, evaluated in the simulation.
 
-Changes are tried with the plan as it is. Some call for other paths: a node more or less, a memory slot, and those that
-mend what limits the plan most. For these, paths are searched anew for a moment, by the strategy `best`, with nodes on
-the stages they have. The same search is given to the plan without any change, so that nothing is put down to a change
-that only searching longer has brought.
+Edits are evaluated with the paths of the plan. Some call for other paths: a node more or less, a memory slot, and those
+that remove the largest bottlenecks. For these, `best` searches paths again for a moment, with nodes on the stages they
+have. The plan without any edit gets the same search, so that nothing is put down to an edit that only searching longer
+has brought.
 
-
-Nodes that a plan does without, by the reason.
+Also: why a plan leaves nodes out.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from skippipe.constraints import circle
 from skippipe.cost_model import NEVER_NS, seconds
 from skippipe.errors import UserError
 from skippipe.plan import Plan
-from skippipe.planner.problem import NOTHING_FREE, Problem
+from skippipe.planner.problem import ALL_FIXED, Problem
 from skippipe.planner.strategies import PlanRequest, Strategy, compile_search, iteration_ns, make_plan
-from skippipe.planner.whatif.candidates import CandidateEdits, EditKind, Proposal
+from skippipe.planner.whatif.candidates import Candidate, CandidateEdits, EditKind
 from skippipe.simulator import simulate
 from skippipe.timeline import Timeline, Timing
 from skippipe.validate import validate
@@ -32,17 +31,17 @@ WORTH = 0.001  # of the iteration: what gains less does not help
 
 
 @dataclass(frozen=True)
-class Change:
-    sort: EditKind
+class EvaluatedEdit:
+    kind: EditKind
     what: str
     because: str
-    """What of the critical path gives reason to try it."""
+    """The part of the critical path that gives reason to try it."""
     plan: Plan
-    """On the changed cluster, with its promise."""
+    """The plan on the edited cluster, with its promised timeline."""
     replanned: bool
-    """Paths were searched anew; otherwise they are those of the plan."""
+    """Paths were searched again; False: they are those of the plan."""
     before_ns: int
-    """What its gain is counted from: the iteration; or if other paths alone make that shorter, what they make of it."""
+    """What the gain is counted from: the iteration; or what other paths alone make of it, if that is shorter."""
 
     @property
     def after_ns(self) -> int:
@@ -50,19 +49,19 @@ class Change:
 
     @property
     def gain(self) -> float:
-        """The share that it saves."""
+        """The share of the iteration that the edit saves."""
         return 1 - self.after_ns / self.before_ns
 
 
 @dataclass(frozen=True)
 class Advice:
-    changes: list[Change]
-    """That help, the best first."""
+    changes: list[EvaluatedEdit]
+    """Edits that help, the best first."""
     searched_ns: int | None
-    """The iteration with other paths and no change, where that is shorter."""
+    """The iteration with other paths and no edit, where that is shorter."""
     tried: int
     not_replanned: str
-    """Why no paths were searched anew; empty if they were."""
+    """Why paths were not searched again; empty if they were."""
 
 
 AdviceProgress = Callable[[str, float, float | None], None]
@@ -75,79 +74,82 @@ def advise(
     progress: AdviceProgress = lambda what, share, best_s: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Advice:
-    """`timeline` is what `simulate` gives for the plan."""
+    """Evaluate the candidate edits of a plan; `timeline` is what `simulate` gives for it."""
     if replanning:
         progress("compiling (once on a machine)", 0, None)
         compile_search()
-    ideas = CandidateEdits(plan, timeline)
+    edits = CandidateEdits(plan, timeline)
     not_replanned = _why_not_replanned(plan, timeline.timing) if replanning else "not asked for"
-    proposals = [(proposal, False) for proposal in _distinct(ideas.for_these_paths())]
+    candidates = [(candidate, False) for candidate in _distinct(edits.keeping_paths())]
     if not not_replanned:
-        proposals += [(proposal, True) for proposal in _distinct(ideas.for_other_paths())]
-    found: list[Change] = []
+        candidates += [(candidate, True) for candidate in _distinct(edits.replanning_paths())]
+    found: list[EvaluatedEdit] = []
     tried = 0
-    for number, (proposal, replanned) in enumerate(proposals):
+    for number, (candidate, replanned) in enumerate(candidates):
         if stopped():
             break
         best_ns = min((change.after_ns for change in found), default=timeline.iteration_ns)
-        progress(proposal.what, number / len(proposals), seconds(best_ns))
-        outcome = _best_of(proposal, replanned, timeline.timing, stopped)
+        progress(candidate.what, number / len(candidates), seconds(best_ns))
+        outcome = _best_of(candidate, replanned, timeline.timing, stopped)
         tried += 1
         if outcome:
             found.append(
-                Change(proposal.sort, proposal.what, proposal.because, outcome, replanned, timeline.iteration_ns)
+                EvaluatedEdit(
+                    candidate.kind, candidate.what, candidate.because, outcome, replanned, timeline.iteration_ns
+                )
             )
-    searched = [change.after_ns for change in found if change.sort is EditKind.SEARCH and change.gain >= WORTH]
-    return Advice(_worth_it(found, searched), searched[0] if searched else None, tried, not_replanned)
+    replanned_ns = [change.after_ns for change in found if change.kind is EditKind.SEARCH and change.gain >= WORTH]
+    return Advice(_worth_it(found, replanned_ns), replanned_ns[0] if replanned_ns else None, tried, not_replanned)
 
 
-def _distinct(proposals: Iterable[Proposal]) -> list[Proposal]:
-    """A node can be blamed twice, for computing and for collisions."""
-    first: dict[str, Proposal] = {}
-    for proposal in proposals:
-        first.setdefault(proposal.what, proposal)
+def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Candidates without duplicates: a node can be on the path for computing and for collisions."""
+    first: dict[str, Candidate] = {}
+    for candidate in candidates:
+        first.setdefault(candidate.what, candidate)
     return list(first.values())
 
 
-def _best_of(proposal: Proposal, replanned: bool, timing: Timing, stopped: Callable[[], bool]) -> Plan | None:
-    """None: every variant locks up or breaks a rule."""
+def _best_of(candidate: Candidate, replanned: bool, timing: Timing, stopped: Callable[[], bool]) -> Plan | None:
+    """The best variant of a candidate; None: every variant deadlocks or breaks a rule."""
     promised = []
-    for variant in proposal.variants():
+    for variant in candidate.variants():
         try:
             changed = variant()
-            changed = _searched(changed, timing, stopped) if replanned else changed
+            changed = _replanned(changed, timing, stopped) if replanned else changed
             promised.append(changed.promising(simulate(changed, timing)))
         except UserError:
             continue
     return min(promised, key=iteration_ns, default=None)
 
 
-def _worth_it(found: list[Change], searched: list[int]) -> list[Change]:
-    """With other paths a change must do more than these do by themselves; but to go without a node costs nothing."""
+def _worth_it(found: list[EvaluatedEdit], replanned_ns: list[int]) -> list[EvaluatedEdit]:
+    """The edits worth reporting. With other paths an edit must gain more than these do alone; but leaving a node out is
+    free."""
     order = list(EditKind)
-    best: dict[str, Change] = {}
+    best: dict[str, EvaluatedEdit] = {}
     for change in found:
-        if change.replanned and change.sort not in (EditKind.SEARCH, EditKind.LESS):
-            change = replace(change, before_ns=min([change.before_ns, *searched]))
+        if change.replanned and change.kind not in (EditKind.SEARCH, EditKind.LESS):
+            change = replace(change, before_ns=min([change.before_ns, *replanned_ns]))
         if change.gain < WORTH or (
-            change.sort is EditKind.LESS and change.after_ns > min([change.after_ns, *searched])
+            change.kind is EditKind.LESS and change.after_ns > min([change.after_ns, *replanned_ns])
         ):
             continue
-        much_alike = str(change.sort) if change.sort is EditKind.MICROBATCHES else change.what
+        much_alike = str(change.kind) if change.kind is EditKind.MICROBATCHES else change.what
         best[much_alike] = max(best.get(much_alike, change), change, key=lambda each: each.gain)
-    left_out = [change.after_ns for change in best.values() if change.sort is EditKind.LESS]
+    left_out = [change.after_ns for change in best.values() if change.kind is EditKind.LESS]
     return sorted(
         (
             each
             for each in best.values()
-            if each.sort is not EditKind.SEARCH or all(each.after_ns < ns for ns in left_out)
+            if each.kind is not EditKind.SEARCH or all(each.after_ns < ns for ns in left_out)
         ),
-        key=lambda each: (-each.gain, each.replanned, order.index(each.sort)),
+        key=lambda each: (-each.gain, each.replanned, order.index(each.kind)),
     )
 
 
 def _problem(plan: Plan, timing: Timing) -> Problem:
-    """Other paths for the same stages; a full pipeline in the order of the model stays one."""
+    """The problem of finding other paths for the same stages; a full pipeline in the order of the model stays one."""
     in_order = all(plan.visits(lane) == tuple(range(len(plan.stages))) for lane in plan.lanes)
     return Problem(
         plan.cluster,
@@ -160,7 +162,7 @@ def _problem(plan: Plan, timing: Timing) -> Problem:
         dispatch=plan.dispatch,
         split_backward=plan.split_backward,
         layers=plan.layers,
-        freedoms=NOTHING_FREE,
+        decision_variables=ALL_FIXED,
     )
 
 
@@ -177,14 +179,14 @@ def _why_not_replanned(plan: Plan, timing: Timing) -> str:
     return ""
 
 
-def _searched(plan: Plan, timing: Timing, stopped: Callable[[], bool]) -> Plan:
+def _replanned(plan: Plan, timing: Timing, stopped: Callable[[], bool]) -> Plan:
     members = tuple(stage.nodes for stage in plan.stages)
     request = PlanRequest(budget_s=SEARCH_S, changes=SEARCHED, placement=members, start=plan, stopped=stopped)
     return make_plan(_problem(plan, timing), Strategy.BEST, request)
 
 
 def left_out(plan: Plan) -> dict[str, list[int]]:
-    """Reason → nodes."""
+    """Nodes that the plan does not use, by the reason."""
     found: dict[str, list[int]] = {}
     for node in range(len(plan.cluster)):
         if node not in plan.stage_of:
@@ -193,7 +195,7 @@ def left_out(plan: Plan) -> dict[str, list[int]]:
 
 
 def _reason(plan: Plan, node: int) -> str:
-    """What the shortest lane would take that had it instead of another node of some stage."""
+    """The reason: what the shortest lane would take with this node instead of another of some stage."""
     stages = [stage for stage in range(len(plan.stages)) if plan.costs.slots[stage, node] > 0]
     if not stages:
         return "too little memory for any stage"
@@ -219,7 +221,7 @@ def _reason(plan: Plan, node: int) -> str:
 
 
 def _alone_ns(plan: Plan, path: tuple[int, ...], stage_of: dict[int, int]) -> int:
-    """A round trip with nobody else there."""
+    """Nanoseconds of a round trip without other traffic."""
     costs = plan.costs
     tasks = sum(int(costs.forward_ns[stage_of[node], node] + costs.backward_ns[stage_of[node], node]) for node in path)
     hops = sum(int(costs.hop_ns[a, b] + costs.hop_ns[b, a]) for a, b in circle(path))

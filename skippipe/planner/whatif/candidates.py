@@ -1,4 +1,4 @@
-"""Changes that the critical path of a plan gives reason to try, each with that reason.
+"""Candidate edits of a plan: those that its critical path gives reason to try, each with that reason.
 
 What is not on the path is left alone: had it been better, the iteration would have ended no sooner.
 """
@@ -25,31 +25,18 @@ from skippipe.critical_path import (
 )
 from skippipe.dispatch import Dispatch
 from skippipe.plan import Plan
-from skippipe.planner.whatif.edits import (
-    faster_node,
-    half_overhead,
-    moved_microbatch,
-    one_more_slot,
-    other_backward,
-    other_dispatch,
-    other_ring,
-    shorter_links,
-    smaller_messages,
-    wider_links,
-    with_twin,
-    without_node,
-)
+from skippipe.planner.whatif import edits
 from skippipe.ring_timing import best_ring
 from skippipe.timeline import Timeline
 from skippipe.workload import WIRE_DTYPES
 
-LIMITS = 12  # of the critical path, the largest: what they blame is tried
+BOTTLENECKS = 12  # of the critical path, the largest: what they blame is tried
 NODES_TO_DROP = 3  # likewise, where paths are searched anew
 SLOTS_TO_ADD = 2
-LIMITS_TO_PLAN_FOR = 3
+BOTTLENECKS_TO_REPLAN = 3
 ORDERS_UP_TO = 6  # nodes of a ring: 5! orders are tried one by one
 
-DOING = {
+ACTIVITY = {
     CauseGroup.COMPUTING: "computing there",
     CauseGroup.COLLISIONS: "waiting for it",
     CauseGroup.OPTIMIZER: "its optimizer step",
@@ -57,7 +44,7 @@ DOING = {
 
 
 class EditKind(StrEnum):
-    """Of changes, from the smallest to the largest: of two that gain the same, the first is the better advice."""
+    """Kinds of edits, from the smallest to the largest: of two that gain the same, the first is the better advice."""
 
     MICROBATCHES = "microbatches"
     RING = "ring"
@@ -72,25 +59,25 @@ class EditKind(StrEnum):
     WIRE = "wire"
     OVERHEAD = "overhead"
     SEARCH = "search"
-    """No change but other paths."""
+    """Other paths and no edit."""
 
 
 @dataclass(frozen=True)
-class Proposal:
-    sort: EditKind
+class Candidate:
+    kind: EditKind
     what: str
     because: str
     variants: Callable[[], Iterable[Callable[[], Plan]]]
-    """Of the changed plan, the best of which counts; Infeasible where there is none."""
+    """Variants of the edited plan, the best of which counts; a variant raises Infeasible where there is none."""
 
 
 class CandidateEdits:
-    """What the critical path gives reason to try."""
+    """Candidate edits for the bottlenecks of a plan."""
 
     def __init__(self, plan: Plan, timeline: Timeline) -> None:
         self.plan = plan
         self.timeline = timeline
-        self.limits = bottlenecks(time_by_cause(critical_path(plan, timeline)))
+        self.bottlenecks = bottlenecks(time_by_cause(critical_path(plan, timeline)))
         self.lanes_through = {
             node: len(lanes) for node, lanes in constraints.lanes_through(lane.path for lane in plan.lanes).items()
         }
@@ -101,57 +88,57 @@ class CandidateEdits:
     def _share(self, ns: int) -> str:
         return f"{ns / self.timeline.iteration_ns:.0%}"
 
-    def _blamed_ns(self, *whats: CauseGroup) -> int:
-        return sum(limit.ns for limit in self.limits if limit.what in whats)
+    def _time_ns(self, *groups: CauseGroup) -> int:
+        return sum(bottleneck.ns for bottleneck in self.bottlenecks if bottleneck.group in groups)
 
     # with the paths of the plan
 
-    def for_these_paths(self) -> Iterator[Proposal]:
-        for limit in self.limits[:LIMITS]:
-            yield from self._relief(limit)
+    def keeping_paths(self) -> Iterator[Candidate]:
+        for bottleneck in self.bottlenecks[:BOTTLENECKS]:
+            yield from self._edits_for(bottleneck)
         yield from self._other_rings()
         yield from self._other_orders()
         yield from self._moved_microbatches()
 
-    def _relief(self, limit: Bottleneck) -> Iterator[Proposal]:
-        """What this limit is about, made better."""
-        node = limit.node
-        if limit.what in (CauseGroup.TRANSFERS, CauseGroup.AVERAGING):
-            yield from self._better_links(limit)
-        elif node is not None and limit.what is CauseGroup.MEMORY:
-            yield self._proposal(EditKind.SLOT, *self._slot(node), partial(one_more_slot, self.plan, node))
+    def _edits_for(self, bottleneck: Bottleneck) -> Iterator[Candidate]:
+        """Edits that relieve a bottleneck."""
+        node = bottleneck.node
+        if bottleneck.group in (CauseGroup.TRANSFERS, CauseGroup.AVERAGING):
+            yield from self._better_links(bottleneck)
+        elif node is not None and bottleneck.group is CauseGroup.MEMORY:
+            yield self._candidate(EditKind.SLOT, *self._slot(node), partial(edits.one_more_slot, self.plan, node))
         elif node is not None:
             what = f"{self._name(node)} twice as fast"
-            because = f"{DOING[limit.what]}: {self._share(limit.ns)} of the time"
-            yield self._proposal(EditKind.SPEED, what, because, partial(faster_node, self.plan, node))
+            because = f"{ACTIVITY[bottleneck.group]}: {self._share(bottleneck.ns)} of the time"
+            yield self._candidate(EditKind.SPEED, what, because, partial(edits.faster_node, self.plan, node))
 
-    def _proposal(self, sort: EditKind, what: str, because: str, changed: Callable[[], Plan]) -> Proposal:
-        return Proposal(sort, what, because, lambda: [changed])
+    def _candidate(self, kind: EditKind, what: str, because: str, changed: Callable[[], Plan]) -> Candidate:
+        return Candidate(kind, what, because, lambda: [changed])
 
     def _slot(self, node: int) -> tuple[str, str]:
         slots = self.plan.slots[node]
         what = f"one more memory slot on {self._name(node)}"
         return what, f"{self.lanes_through.get(node, 0)} lanes through {slots} slots"
 
-    def _better_links(self, limit: Bottleneck) -> Iterator[Proposal]:
-        links = limit.links if limit.what is CauseGroup.TRANSFERS else limit.links[:1]
-        where = self._where(links, limit.node)
-        sending = limit.of(CauseKind.BANDWIDTH, CauseKind.QUEUE, CauseKind.AVERAGING_BANDWIDTH)
-        flying = limit.of(CauseKind.LATENCY, CauseKind.AVERAGING_LATENCY)
-        there = "while averaging" if limit.what is CauseGroup.AVERAGING else "there"
+    def _better_links(self, bottleneck: Bottleneck) -> Iterator[Candidate]:
+        links = bottleneck.links if bottleneck.group is CauseGroup.TRANSFERS else bottleneck.links[:1]
+        where = self._where(links, bottleneck.node)
+        sending = bottleneck.of(CauseKind.BANDWIDTH, CauseKind.QUEUE, CauseKind.AVERAGING_BANDWIDTH)
+        flying = bottleneck.of(CauseKind.LATENCY, CauseKind.AVERAGING_LATENCY)
+        there = "while averaging" if bottleneck.group is CauseGroup.AVERAGING else "there"
         if sending:
-            yield self._proposal(
+            yield self._candidate(
                 EditKind.BANDWIDTH,
                 f"twice the bandwidth {where}",
                 f"sending {there}: {self._share(sending)} of the time",
-                partial(wider_links, self.plan, links),
+                partial(edits.wider_links, self.plan, links),
             )
         if flying and any(self.plan.cluster.latency_s[link] for link in links):
-            yield self._proposal(
+            yield self._candidate(
                 EditKind.LATENCY,
                 f"half the latency {where}",
                 f"latency {there}: {self._share(flying)} of the time",
-                partial(shorter_links, self.plan, links),
+                partial(edits.shorter_links, self.plan, links),
             )
 
     def _where(self, links: list[Link], node: int | None) -> str:
@@ -160,53 +147,53 @@ class CandidateEdits:
             return f"of all links of {self._name(node)} in use"
         return f"between {self._name(a)} and {self._name(b)}" if others else f"from {self._name(a)} to {self._name(b)}"
 
-    def _other_rings(self) -> Iterator[Proposal]:
-        for limit in self.limits:
-            stage = limit.stage
+    def _other_rings(self) -> Iterator[Candidate]:
+        for bottleneck in self.bottlenecks:
+            stage = bottleneck.stage
             if stage is None or len(self.plan.stages[stage].ring) < 3:
                 continue
-            because = f"averaging: {self._share(limit.ns)} of the time"
+            because = f"averaging: {self._share(bottleneck.ns)} of the time"
             what = f"another averaging order on stage {stage}"
-            yield Proposal(EditKind.RING, what, because, partial(self._in_other_orders, stage))
+            yield Candidate(EditKind.RING, what, because, partial(self._in_other_orders, stage))
 
     def _in_other_orders(self, stage: int) -> list[Callable[[], Plan]]:
         ring = self.plan.stages[stage].ring
         orders = [best_ring(self.plan.costs, stage, ring)]
         if len(ring) <= ORDERS_UP_TO:
             orders = [(ring[0], *rest) for rest in permutations(ring[1:])]
-        return [partial(other_ring, self.plan, stage, order) for order in orders]
+        return [partial(edits.other_ring, self.plan, stage, order) for order in orders]
 
-    def _other_orders(self) -> Iterator[Proposal]:
-        """Who goes next on a node, when weight gradients are computed, and what every message costs."""
+    def _other_orders(self) -> Iterator[Candidate]:
+        """Edits of dispatch, of when weight gradients are computed, and of what every message costs."""
         plan = self.plan
         waiting, working = (
-            self._blamed_ns(CauseGroup.COLLISIONS, CauseGroup.MEMORY),
-            self._blamed_ns(CauseGroup.COMPUTING),
+            self._time_ns(CauseGroup.COLLISIONS, CauseGroup.MEMORY),
+            self._time_ns(CauseGroup.COMPUTING),
         )
         if waiting:
             because = f"waiting on nodes: {self._share(waiting)} of the time"
             for other in Dispatch:
                 if other is not plan.dispatch:
-                    changed = partial(other_dispatch, plan, other)
-                    yield self._proposal(EditKind.DISPATCH, f"dispatch {other}", because, changed)
+                    changed = partial(edits.other_dispatch, plan, other)
+                    yield self._candidate(EditKind.DISPATCH, f"dispatch {other}", because, changed)
         if waiting + working:
             what = "the backward whole" if plan.split_backward else "the backward split"
             because = f"computing and waiting: {self._share(waiting + working)} of the time"
-            yield self._proposal(EditKind.SPLIT_BACKWARD, what, because, partial(other_backward, plan))
-        sending = sum(limit.of(CauseKind.BANDWIDTH, CauseKind.QUEUE) for limit in self.limits)
+            yield self._candidate(EditKind.SPLIT_BACKWARD, what, because, partial(edits.other_backward, plan))
+        sending = sum(bottleneck.of(CauseKind.BANDWIDTH, CauseKind.QUEUE) for bottleneck in self.bottlenecks)
         smaller = WIRE_DTYPES[WIRE_DTYPES.index(plan.workload.wire_dtype) + 1 :]
         if sending and smaller:
             what = f"{smaller[0]} instead of {plan.workload.wire_dtype} on the wire"
             because = f"sending: {self._share(sending)} of the time"
-            yield self._proposal(EditKind.WIRE, what, because, partial(smaller_messages, plan, smaller[0]))
-        flying = sum(limit.of(CauseKind.LATENCY, CauseKind.AVERAGING_LATENCY) for limit in self.limits)
+            yield self._candidate(EditKind.WIRE, what, because, partial(edits.smaller_messages, plan, smaller[0]))
+        flying = sum(bottleneck.of(CauseKind.LATENCY, CauseKind.AVERAGING_LATENCY) for bottleneck in self.bottlenecks)
         if flying and plan.cluster.hop_overhead_s:
             because = f"latency and overhead: {self._share(flying)} of the time"
             overhead_s = plan.cluster.hop_overhead_s
             what = f"half the overhead of every hop, {overhead_s / 2:.3g} s"
-            yield self._proposal(EditKind.OVERHEAD, what, because, partial(half_overhead, plan))
+            yield self._candidate(EditKind.OVERHEAD, what, because, partial(edits.half_overhead, plan))
 
-    def _moved_microbatches(self) -> Iterator[Proposal]:
+    def _moved_microbatches(self) -> Iterator[Candidate]:
         plan, slowest = self.plan, slowest_lane(self.plan, self.timeline).lane
         if len({len(lane.path) for lane in plan.lanes}) > 1:
             return
@@ -214,34 +201,34 @@ class CandidateEdits:
             if other != slowest:
                 what = f"a microbatch of lane {slowest} on lane {other}"
                 because = f"lane {slowest} is back last"
-                yield self._proposal(
-                    EditKind.MICROBATCHES, what, because, partial(moved_microbatch, plan, slowest, other)
+                yield self._candidate(
+                    EditKind.MICROBATCHES, what, because, partial(edits.moved_microbatch, plan, slowest, other)
                 )
 
     # with other paths
 
-    def for_other_paths(self) -> Iterator[Proposal]:
+    def replanning_paths(self) -> Iterator[Candidate]:
         what = "other paths over the same nodes, searched a little longer"
-        yield self._proposal(EditKind.SEARCH, what, "", lambda: self.plan)
+        yield self._candidate(EditKind.SEARCH, what, "", lambda: self.plan)
         at_node = self._at_node()
-        for limit in self.limits[:LIMITS_TO_PLAN_FOR]:
-            yield from self._relief(limit)
+        for bottleneck in self.bottlenecks[:BOTTLENECKS_TO_REPLAN]:
+            yield from self._edits_for(bottleneck)
         for node in [node for node, _ in at_node.most_common() if self._spared(node)][:NODES_TO_DROP]:
             because = f"it and its links: {self._share(at_node[node])} of the time"
-            yield self._proposal(
-                EditKind.LESS, f"without {self._name(node)}", because, partial(without_node, self.plan, node)
+            yield self._candidate(
+                EditKind.LESS, f"without {self._name(node)}", because, partial(edits.without_node, self.plan, node)
             )
         yield from self._more_nodes()
-        waiting = {limit.node for limit in self.limits if limit.what is CauseGroup.MEMORY}
+        waiting = {bottleneck.node for bottleneck in self.bottlenecks if bottleneck.group is CauseGroup.MEMORY}
         full = [node for node, _ in at_node.most_common() if self._full(node) and node not in waiting]
         for node in full[:SLOTS_TO_ADD]:
-            yield self._proposal(EditKind.SLOT, *self._slot(node), partial(one_more_slot, self.plan, node))
+            yield self._candidate(EditKind.SLOT, *self._slot(node), partial(edits.one_more_slot, self.plan, node))
 
     def _at_node(self) -> Counter[int]:
-        """What of the critical path a node has to do with, over its links too."""
+        """Nanoseconds of the critical path by the nodes involved, over their links too."""
         found: Counter[int] = Counter()
-        for limit in self.limits:
-            for cause, ns in limit.causes.items():
+        for bottleneck in self.bottlenecks:
+            for cause, ns in bottleneck.causes.items():
                 for node in {cause.node, cause.node if cause.to is None else cause.to}:
                     found[node] += ns
         return found
@@ -252,16 +239,16 @@ class CandidateEdits:
     def _full(self, node: int) -> bool:
         return self.lanes_through.get(node, 0) >= self.plan.slots[node]
 
-    def _more_nodes(self) -> Iterator[Proposal]:
-        """In the stage that the path blames most, and in the one that has fewest slots left."""
+    def _more_nodes(self) -> Iterator[Candidate]:
+        """One more node for the stage with most time on the path, and for the one with fewest slots left."""
         plan = self.plan
         blame: Counter[int] = Counter()
-        for limit in self.limits:
+        for bottleneck in self.bottlenecks:
             if (
-                limit.what in (CauseGroup.COMPUTING, CauseGroup.COLLISIONS, CauseGroup.MEMORY)
-                and limit.node is not None
+                bottleneck.group in (CauseGroup.COMPUTING, CauseGroup.COLLISIONS, CauseGroup.MEMORY)
+                and bottleneck.node is not None
             ):
-                blame[plan.stage_of[limit.node]] += limit.ns
+                blame[plan.stage_of[bottleneck.node]] += bottleneck.ns
         left = {
             stage: sum(plan.slots[node] - self.lanes_through.get(node, 0) for node in plan.stages[stage].nodes)
             for stage in blame
@@ -275,10 +262,10 @@ class CandidateEdits:
         for stage, because in reasons.items():
             best = max(plan.stages[stage].nodes, key=self._merit)
             what = f"one more node like {self._name(best)} on stage {stage}"
-            yield self._proposal(EditKind.MORE, what, because, partial(with_twin, plan, best))
+            yield self._candidate(EditKind.MORE, what, because, partial(edits.with_twin, plan, best))
 
     def _merit(self, node: int) -> tuple[float, int]:
-        """Fast, then near to the others."""
+        """Sort key for the node to copy: fast, then near to the others."""
         others = list(self.plan.stage_of)
         hops = self.plan.costs.hop_ns
         return self.plan.cluster.nodes[node].flops_per_s, -int(hops[node, others].sum() + hops[others, node].sum())

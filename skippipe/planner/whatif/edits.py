@@ -1,7 +1,7 @@
-"""The same plan, if one thing were otherwise: a faster node, a better link, one slot or one node more or less, another
-order.
+"""What-if edits: the same plan with one thing different, such as a faster node, a better link, a slot or a node more or
+less.
 
-Stages keep their layers and nodes their stages. Nothing is promised: whoever asks simulates.
+Stages keep their layers and nodes their stages. The edited plan has no promised timeline: the caller simulates.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.repair.repair import repaired
 from skippipe.planner.search.state import move_microbatches
 from skippipe.ring_timing import best_ring
-from skippipe.simulator import as_arrays
+from skippipe.simulator import path_arrays
 
 Links = Iterable[tuple[int, int]]
 
 
-def _on(plan: Plan, cluster: Cluster) -> Plan:
+def _on_cluster(plan: Plan, cluster: Cluster) -> Plan:
     return replace(plan, cluster=cluster, expected=None, lower_bound_ns=None)
 
 
@@ -32,7 +32,7 @@ def _with_node(cluster: Cluster, number: int, node: Node) -> Cluster:
     return replace(cluster, nodes=(*cluster.nodes[:number], node, *cluster.nodes[number + 1 :]))
 
 
-def _times(matrix: Matrix, links: Links, factor: float) -> Matrix:
+def _scaled(matrix: Matrix, links: Links, factor: float) -> Matrix:
     changed = matrix.copy()
     for link in links:
         changed[link] *= factor
@@ -40,65 +40,65 @@ def _times(matrix: Matrix, links: Links, factor: float) -> Matrix:
 
 
 def faster_node(plan: Plan, node: int) -> Plan:
-    """Twice as fast."""
+    """The node is twice as fast."""
     before = plan.cluster.nodes[node]
-    return _on(plan, _with_node(plan.cluster, node, replace(before, flops_per_s=2 * before.flops_per_s)))
+    return _on_cluster(plan, _with_node(plan.cluster, node, replace(before, flops_per_s=2 * before.flops_per_s)))
 
 
 def wider_links(plan: Plan, links: Links) -> Plan:
-    """With twice the bandwidth."""
-    bandwidth = _times(plan.cluster.bandwidth_bytes_per_s, links, 2)
-    return _on(plan, replace(plan.cluster, bandwidth_bytes_per_s=bandwidth))
+    """The links have twice the bandwidth."""
+    bandwidth = _scaled(plan.cluster.bandwidth_bytes_per_s, links, 2)
+    return _on_cluster(plan, replace(plan.cluster, bandwidth_bytes_per_s=bandwidth))
 
 
 def shorter_links(plan: Plan, links: Links) -> Plan:
-    """With half the latency."""
-    return _on(plan, replace(plan.cluster, latency_s=_times(plan.cluster.latency_s, links, 0.5)))
+    """The links have half the latency."""
+    return _on_cluster(plan, replace(plan.cluster, latency_s=_scaled(plan.cluster.latency_s, links, 0.5)))
 
 
 def half_overhead(plan: Plan) -> Plan:
-    """Of every hop."""
-    return _on(plan, replace(plan.cluster, hop_overhead_s=plan.cluster.hop_overhead_s / 2))
+    """Every hop has half the software overhead."""
+    return _on_cluster(plan, replace(plan.cluster, hop_overhead_s=plan.cluster.hop_overhead_s / 2))
 
 
 def smaller_messages(plan: Plan, dtype: str) -> Plan:
-    """Activations of this type on the wire."""
-    return replace(_on(plan, plan.cluster), workload=replace(plan.workload, wire_dtype=dtype))
+    """Activations are sent in this type."""
+    return replace(_on_cluster(plan, plan.cluster), workload=replace(plan.workload, wire_dtype=dtype))
 
 
 def other_dispatch(plan: Plan, dispatch: Dispatch) -> Plan:
-    return replace(_on(plan, plan.cluster), dispatch=dispatch)
+    return replace(_on_cluster(plan, plan.cluster), dispatch=dispatch)
 
 
 def other_backward(plan: Plan) -> Plan:
-    """Split if it is whole, whole if it is split."""
-    return replace(_on(plan, plan.cluster), split_backward=not plan.split_backward)
+    """The backward is split if it is whole, and whole if it is split."""
+    return replace(_on_cluster(plan, plan.cluster), split_backward=not plan.split_backward)
 
 
 def other_ring(plan: Plan, stage: int, ring: tuple[int, ...]) -> Plan:
-    """Another order of averaging."""
+    """The stage averages in another order."""
     stages = list(plan.stages)
     stages[stage] = replace(stages[stage], ring=ring)
-    return replace(_on(plan, plan.cluster), stages=tuple(stages))
+    return replace(_on_cluster(plan, plan.cluster), stages=tuple(stages))
 
 
 def moved_microbatch(plan: Plan, lane: int, other: int) -> Plan:
-    """From lane to lane, all paths being equally long; where these visit other stages, one goes from a third lane to a
-    fourth to make up for it (CC3), and if there are no such lanes, it is infeasible."""
-    paths, _ = as_arrays([each.path for each in plan.lanes])
+    """One microbatch goes from lane to lane, all paths being equally long. Where these visit other stages, one goes
+    from a third lane to a fourth to make up for it (CC3); Infeasible if there are no such lanes."""
+    paths, _ = path_arrays([each.path for each in plan.lanes])
     counts = np.array([each.microbatches for each in plan.lanes], dtype=np.int64)
     stage_of = np.full(len(plan.cluster), -1, np.int64)
     stage_of[list(plan.stage_of)] = list(plan.stage_of.values())
     move_microbatches(lane, other, 1, 0, 0, paths, counts, stage_of)
     lanes = [Lane(each.path, count) for each, count in zip(plan.lanes, counts.tolist(), strict=True) if count]
-    moved = replace(_on(plan, plan.cluster), lanes=tuple(lanes))
+    moved = replace(_on_cluster(plan, plan.cluster), lanes=tuple(lanes))
     if moved.exposure != plan.exposure:
         raise Infeasible(f"a microbatch of lane {lane} on lane {other} leaves stages unequally visited (CC3)")
     return moved
 
 
 def one_more_slot(plan: Plan, node: int) -> Plan:
-    """On this node alone: if the workload caps slots, all others get just the memory that they use."""
+    """This node alone has one more slot: if the workload caps slots, all others get just the memory that they use."""
     workload, cluster = plan.workload, plan.cluster
 
     def with_slots(number: int, slots: int) -> Node:
@@ -109,10 +109,10 @@ def one_more_slot(plan: Plan, node: int) -> Plan:
 
     slots = plan.slots[node]
     if slots != workload.max_slots:
-        return _on(plan, _with_node(cluster, node, with_slots(node, slots + 1)))
+        return _on_cluster(plan, _with_node(cluster, node, with_slots(node, slots + 1)))
     for number in plan.stage_of:
         cluster = _with_node(cluster, number, with_slots(number, plan.slots[number] + (number == node)))
-    return replace(_on(plan, cluster), workload=replace(workload, max_slots=slots + 1))
+    return replace(_on_cluster(plan, cluster), workload=replace(workload, max_slots=slots + 1))
 
 
 def with_twin(plan: Plan, node: int) -> Plan:
@@ -123,7 +123,7 @@ def with_twin(plan: Plan, node: int) -> Plan:
         name += "-twin"
 
     def grown(matrix: Matrix, between: float) -> Matrix:
-        """With the node's row and column again; `between` is what lies between the two."""
+        """The matrix with the node's row and column again; `between` is the value between the two."""
         kept = [*range(twin), node]
         wide = matrix[np.ix_(kept, kept)]
         wide[node, twin] = wide[twin, node] = between
@@ -142,11 +142,11 @@ def with_twin(plan: Plan, node: int) -> Plan:
     ring = best_ring(cost_model_of(cluster, plan.workload, plan.layers), stage, members)
     stages = list(plan.stages)
     stages[stage] = replace(stages[stage], nodes=members, ring=ring)
-    return replace(_on(plan, cluster), stages=tuple(stages))
+    return replace(_on_cluster(plan, cluster), stages=tuple(stages))
 
 
 def without_node(plan: Plan, node: int) -> Plan:
-    """Its lanes go other ways, the first that there are; Infeasible if there are none."""
+    """The plan without a node: its lanes take the first other paths that there are; Infeasible if there are none."""
     members = [[each for each in stage.nodes if each != node] for stage in plan.stages]
     able = [each for nodes in members for each in nodes]
     found = repaired(plan, members, able, budget_s=0)
@@ -165,7 +165,7 @@ def without_node(plan: Plan, node: int) -> Plan:
         bandwidth_bytes_per_s=plan.cluster.bandwidth_bytes_per_s[np.ix_(kept, kept)],
     )
     return replace(
-        _on(found, cluster),
+        _on_cluster(found, cluster),
         stages=tuple(Stage(each.layers, renamed(each.nodes), renamed(each.ring)) for each in found.stages),
         lanes=tuple(Lane(renamed(lane.path), lane.microbatches) for lane in found.lanes),
     )

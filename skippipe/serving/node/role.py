@@ -14,7 +14,7 @@ from skippipe.json_fields import Fields, as_integer, exists
 from skippipe.runtime.node.interfaces import SERVING, NodeEnv, Role, Roles
 from skippipe.serving.node.state_machine import ServingNode
 from skippipe.serving.step_protocol import NodeInfo
-from skippipe.value_ranges import DRIVE, HEARTBEAT_S, POSITIVE, THREADS
+from skippipe.value_ranges import HEARTBEAT_S, POSITIVE, RESIDUAL_SCALE, THREADS
 
 if TYPE_CHECKING:
     from skippipe.runtime.node.interfaces import JoinConfig
@@ -40,7 +40,7 @@ class ServingConfig:
     """Of hidden states between nodes."""
     lane_tokens: Annotated[int, POSITIVE] = 2**16
     """That the cache of a lane has room for, on every node."""
-    drive: Annotated[float, DRIVE] = 1.0
+    drive: Annotated[float, RESIDUAL_SCALE] = 1.0
     """By what stages count while others are missing."""
     threads: Annotated[int, THREADS] = 1
     heartbeat_s: Annotated[float, HEARTBEAT_S] = 5.0
