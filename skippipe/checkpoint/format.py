@@ -1,7 +1,8 @@
 """Checkpoints: weights and optimizer state of every stage on disk, or nothing.
 
 A checkpoint is a folder. Every stage has two safetensors files, one with its weights under the names they have in the
-whole model and one with Adam's two means under the same names, so that another plan with other stages can take it up.
+whole model and one with the optimizer's tensors under the same names, so that a plan with other stages can resume from
+it.
 The manifest names every file with its size and SHA-256 and is written last, after everything else has reached the
 disk: a folder without one, or with a file that does not match, is no checkpoint, and the one before is used.
 
@@ -31,8 +32,9 @@ from typing import Any
 
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, json_text, read_as
-from skippipe.model.flat_params import ParamSlot
 from skippipe.model.model_files import check_plain_name
+from skippipe.optim.interface import STORED_BYTES, Optimizer, ParamSlot
+from skippipe.optim.registry import DEFAULT, OPTIMIZERS
 from skippipe.runs.tail import checkpoint_run_id, is_of, run_id_of
 from skippipe.transport.wire_codec import Buffer
 
@@ -41,10 +43,6 @@ log = logging.getLogger(__name__)
 FORMAT, VERSION = "skippipe-checkpoint", 1
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished"
-PARTS = ("weights", "mean", "square")
-"""What a node sends, one after another, each as long as the stage's flat tensor."""
-MEANS = {"mean": "exp_avg", "square": "exp_avg_sq"}
-BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -72,9 +70,13 @@ class Manifest:
     files: tuple[StoredFile, ...]
     run: str = ""
     """The id of the run; empty: it was made before runs had one."""
+    optimizer: str = DEFAULT
+    """The name of the optimizer whose state it holds."""
 
     def to_json(self) -> dict[str, Any]:
-        fields = {name: value for name, value in vars(self).items() if name != "run" or value}
+        """A run without an id and the default optimizer are left out, as earlier versions wrote neither."""
+        left_out = {"run": "", "optimizer": DEFAULT}
+        fields = {name: value for name, value in vars(self).items() if left_out.get(name) != value}
         return {"format": FORMAT, "version": VERSION, **fields, "files": [vars(file) for file in self.files]}
 
     @classmethod
@@ -98,37 +100,44 @@ class Manifest:
             config=config,
             files=tuple(files),
             run=fields.text("run") if fields.mentions("run") else "",
+            optimizer=fields.text("optimizer") if fields.mentions("optimizer") else DEFAULT,
         )
         fields.close()
         return manifest
 
 
 class StageWriter:
-    """Takes the parts of one stage in order, piece by piece, and puts them on disk as they come."""
+    """Writes the weights and the optimizer state of one stage, in order and piece by piece as they come."""
 
-    def __init__(self, folder: Path, stage: int, places: Sequence[ParamSlot], run_id: str = "") -> None:
-        self._values = sum(place.size for place in places)
-        weights = [(place.name, place) for place in places]
-        means = [(f"{MEANS[part]}.{place.name}", place) for part in PARTS[1:] for place in places]
+    def __init__(
+        self,
+        folder: Path,
+        stage: int,
+        weights: Sequence[ParamSlot],
+        optimizer: type[Optimizer] = OPTIMIZERS[DEFAULT],
+        run_id: str = "",
+    ) -> None:
+        slots = optimizer.state_slots(weights)
+        self._weights_bytes = STORED_BYTES * sum(slot.size for slot in weights)
+        self._bytes = STORED_BYTES * sum(slot.size for slot in slots)
         self._files = [
             _Growing(folder / f"stage-{stage}.weights.safetensors", weights, run_id),
-            _Growing(folder / f"stage-{stage}.optimizer.safetensors", means, run_id),
+            _Growing(folder / f"stage-{stage}.optimizer.safetensors", slots[len(weights) :], run_id),
         ]
         self._written = 0
 
     def write(self, piece: Buffer) -> None:
-        """A piece may hold the end of the weights and the beginning of the means."""
+        """Write the next piece, which may hold the end of the weights and the beginning of the optimizer state."""
         whole = memoryview(piece)
-        weights = max(0, min(len(whole), self._values * BYTES - self._written))
+        weights = max(0, min(len(whole), self._weights_bytes - self._written))
         for file, part in zip(self._files, (whole[:weights], whole[weights:]), strict=True):
             if len(part):
                 file.write(part)
         self._written += len(whole)
 
     def finish(self) -> list[StoredFile]:
-        expected = self._values * BYTES * len(PARTS)
-        if self._written != expected:
-            raise UserError(f"{self._written:,} bytes of a stage came instead of {expected:,}")
+        if self._written != self._bytes:
+            raise UserError(f"{self._written:,} bytes of a stage came instead of {self._bytes:,}")
         return [file.finish() for file in self._files]
 
     def abandon(self) -> None:
@@ -139,12 +148,12 @@ class StageWriter:
 class _Growing:
     """A safetensors file of which the header is known and the data is still coming."""
 
-    def __init__(self, path: Path, tensors: Sequence[tuple[str, ParamSlot]], run_id: str) -> None:
+    def __init__(self, path: Path, slots: Sequence[ParamSlot], run_id: str) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **({"run": run_id} if run_id else {})}}
         start = 0
-        for name, place in tensors:
-            end = start + place.size * BYTES
-            header[name] = {"dtype": "F32", "shape": list(place.shape), "data_offsets": [start, end]}
+        for slot in slots:
+            end = start + STORED_BYTES * slot.size
+            header[slot.name] = {"dtype": "F32", "shape": list(slot.shape), "data_offsets": [start, end]}
             start = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)

@@ -21,18 +21,21 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from skippipe.checkpoint.format import MANIFEST, MEANS, PARTS, Checkpoints, Manifest, StageWriter, StoredFile, verified
+from skippipe.checkpoint.format import MANIFEST, Checkpoints, Manifest, StageWriter, StoredFile, verified
 from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.checkpoint.storage import Rescue, WriteFailures, in_bytes, reason
 from skippipe.data.tokenizer import TextTokenizer
 from skippipe.errors import UserError
 from skippipe.json_fields import read_as
-from skippipe.model.flat_params import ParamSlot, layout_of_stage
+from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_files import CODE_FIELD
 from skippipe.model.model_spec import ModelSpec, config_from
 from skippipe.model.stage import layer_ranges
+from skippipe.optim.interface import ParamSlot
+from skippipe.optim.registry import OPTIMIZERS
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.transport.wire_codec import EncodedTensor, encode
+from skippipe.value_ranges import Choices
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +106,8 @@ class CheckpointManager:
         return None if self._reader is None else self._reader.iterations
 
     def state(self, stage: int, first: int, count: int) -> EncodedTensor:
-        """Of the checkpoint to go on from: numbers of weights, means and squares, one after another."""
+        """A range of a stage's weights and optimizer state, as one sequence of numbers, of the checkpoint to resume
+        from."""
         return self._opened.state(stage, first, count)
 
     def steps(self, stage: int) -> int:
@@ -129,7 +133,8 @@ class CheckpointManager:
             if number == 0:
                 self._stop_stage()
                 places = layout_of_stage(self._spec, self._node_config.plan.layers, stage)
-                self._writer = StageWriter(self._place, stage, places, self._run_id)
+                optimizer = OPTIMIZERS[self._node_config.learning.optimizer]
+                self._writer = StageWriter(self._place, stage, places, optimizer, self._run_id)
             assert self._writer is not None
             if piece is not None:
                 self._writer.write(piece.data)
@@ -168,6 +173,7 @@ class CheckpointManager:
             config=node_config.config,
             files=tuple(files),
             run=self._run_id,
+            optimizer=node_config.learning.optimizer,
         )
         try:
             self._checkpoints.commit(place, manifest)
@@ -222,7 +228,7 @@ class StateReader:
         self._origin = origin
         self._layers = layers
         self._spec = spec
-        self._places: dict[int, list[ParamSlot]] = {}
+        self._slots: dict[int, list[ParamSlot]] = {}
         self.iterations = origin.manifest.iterations
 
     def steps(self, stage: int) -> int:
@@ -251,41 +257,46 @@ class StateReader:
         return found
 
     def state(self, stage: int, first: int, count: int) -> EncodedTensor:
-        """Numbers of weights, means and squares, one after another."""
-        return encode(torch.cat(list(self._numbers(stage, first, count))), "fp32", share=True)
+        """A range of the stage's weights and optimizer state, as one sequence of numbers."""
+        return encode(torch.cat(list(self._range(self._state_slots(stage), first, count))), "fp32", share=True)
 
-    def _numbers(self, stage: int, first: int, count: int) -> Iterator[Tensor]:
-        places = self._stage(stage)
-        whole = len(PARTS) * sum(place.size for place in places)
+    def _range(self, slots: Sequence[ParamSlot], first: int, count: int) -> Iterator[Tensor]:
+        whole = slots[-1].start + slots[-1].size
         if not 0 <= first < first + count <= whole:
             raise ValueError(f"numbers {first} to {first + count} of a state of {whole}")
-        for part in PARTS:
-            for place in places:
-                start, end = max(0, first), min(place.size, first + count)
-                if start < end:
-                    name = place.name if part == PARTS[0] else f"{MEANS[part]}.{place.name}"
-                    yield self._values(name, place, start, end)
-                first -= place.size
+        for slot in slots:
+            start, end = max(0, first - slot.start), min(slot.size, first + count - slot.start)
+            if start < end:
+                yield self._values(slot, start, end)
 
     def weights(self, stage: int) -> Tensor:
-        """Of a stage, without the optimizer's state, as one flat tensor."""
-        return torch.cat([self._values(place.name, place, 0, place.size) for place in self._stage(stage)])
+        """The weights of a stage as one flat tensor."""
+        slots = layout_of_stage(self._spec, self._layers, stage)
+        return torch.cat([self._values(slot, 0, slot.size) for slot in slots])
 
-    def _stage(self, stage: int) -> list[ParamSlot]:
-        if stage not in self._places:
-            self._places[stage] = layout_of_stage(self._spec, self._layers, stage)
-        return self._places[stage]
+    def tensor(self, slot: ParamSlot) -> EncodedTensor:
+        """A whole tensor by its name, if the checkpoint has it in this shape."""
+        return encode(self._values(slot, 0, slot.size), "fp32", share=True)
 
-    def _values(self, name: str, place: ParamSlot, start: int, end: int) -> Tensor:
-        """Of a tensor as if it were flat; only the rows that they lie in are read."""
+    def _state_slots(self, stage: int) -> list[ParamSlot]:
+        if stage not in self._slots:
+            name = self._origin.manifest.optimizer
+            Choices(OPTIMIZERS).check(name, f"{self._origin.place}: optimizer")
+            places = layout_of_stage(self._spec, self._layers, stage)
+            self._slots[stage] = OPTIMIZERS[name].state_slots(places)
+        return self._slots[stage]
+
+    def _values(self, slot: ParamSlot, start: int, end: int) -> Tensor:
+        """A range of a tensor as if it were flat; only the rows that it lies in are read."""
+        name = slot.name
         if name not in self._files:
             raise UserError(f"{self._origin.place}: has no tensor '{name}'")
         stored = self._files[name].get_slice(name)
-        if tuple(stored.get_shape()) != place.shape:
+        if tuple(stored.get_shape()) != slot.shape:
             raise UserError(
-                f"{self._origin.place}: '{name}' has the shape {stored.get_shape()}, not {list(place.shape)}"
+                f"{self._origin.place}: '{name}' has the shape {stored.get_shape()}, not {list(slot.shape)}"
             )
-        row = place.size // place.shape[0]
+        row = slot.size // slot.shape[0]
         above = start // row
         rows: Tensor = stored[above : -(-end // row)]
         return rows.flatten()[start - above * row : end - above * row]
@@ -301,6 +312,7 @@ def origin_of(checkpoints: Checkpoints, node_config: NodeConfig) -> CheckpointOr
             ("model", _essence(found.config), _essence(node_config.config)),
             ("seed", found.seed, node_config.seed),
             ("text", found.data, node_config.data_fingerprint),
+            ("optimizer", found.optimizer, node_config.learning.optimizer),
         ):
             if theirs != ours:
                 raise UserError(f"{place}: was made with another {name}; resume with the job it belongs to")

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from skippipe.model.flat_params import ParamSlot, layout_of_stage
+from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import LAYER, ModelSpec
 from skippipe.model.stage import layer_ranges
+from skippipe.optim.interface import ParamSlot
 from skippipe.runtime.node.ops import StateSlice
 
 

@@ -117,7 +117,7 @@ class StageExecutor:
             case ReadWeights():
                 return self._show(work.piece, kept=work.kept)
             case SnapshotState():
-                self._kept = torch.cat([part.cpu() for part in self.tasks.weights.state])
+                self._kept = torch.cat([part.cpu().float() for part in self.tasks.weights.state])
                 return None
             case PlanTransfer():
                 return self._study(work.origin)
@@ -184,25 +184,26 @@ class StageExecutor:
         return None
 
     def _study(self, origin: StateSource) -> list[StateSlice]:
-        """From neighbours come weights only: Adam's means begin at zero. What they do not have (see `rebuilding`) comes
-        from a copy that somebody keeps; without one it stays as it is, in a new process as the seed has it."""
+        """From neighbours come weights only: optimizer state begins at zero. What neighbours do not have (see
+        `neighbour_init`) comes from the backup of stage 0's ends; without one it stays as it is, in a new process as
+        the seed has it."""
         weights = self.tasks.weights
         weights.steps = origin.steps
         if origin.kind == "neighbours":
-            weights.mean.zero_()
-            weights.square.zero_()
+            for each in weights.optimizer.state.values():
+                each.zero_()
             parts = init_from_neighbours(
                 self._spec, self._layers, self._stage, origin.sources, origin.stages, origin.shares
             )
             if origin.backup is not None:
                 parts += init_from_backup(layout(self.tasks.model.named_weights()), *origin.backup)
         else:
-            parts = [StateSlice(origin.sources[0], 0, 3 * len(weights.values), 0)]
+            parts = [StateSlice(origin.sources[0], 0, weights.state_values, 0)]
         return [piece for part in parts for piece in in_pieces(part)]
 
     def _lend(self, first: int, count: int, backup: int) -> StateChunk:
         """Of the state, or of a copy of the ends that was made after `backup` iterations."""
-        size = 3 * len(self.tasks.weights.values)
+        size = self.tasks.weights.state_values
         if backup:
             size = len(self._backup[1]) if self._backup is not None and self._backup[0] == backup else 0
         if first < 0 or not 0 < count <= SHOWN_VALUES or first + count > size:
@@ -211,7 +212,7 @@ class StageExecutor:
             assert self._backup is not None
             lent = encode(self._backup[1][first : first + count], "fp32")
         else:
-            lent = encode(torch.cat(self.tasks.weights.stretch(first, count)), "fp32", share=True)
+            lent = encode(torch.cat(self.tasks.weights.state_range(first, count)), "fp32", share=True)
         return StateChunk(lent, sha256(lent.data).hexdigest())
 
     def _ends(self) -> list[Tensor]:
@@ -242,7 +243,7 @@ class StageExecutor:
         if part.share != 1:
             values.mul_(part.share)
         start = 0
-        for here in self.tasks.weights.stretch(part.at, part.count):
+        for here in self.tasks.weights.state_range(part.at, part.count):
             came = values[start : start + len(here)]
             if part.added:
                 here.add_(came)

@@ -201,7 +201,7 @@ class StudyRun:
             "variant": variant,
             "iterations": self.iterations,
             "batch": asdict(study.batch),
-            "learning": asdict(self.learning),
+            "learning": self.learning.to_json(),
             "measuring": asdict(study.measuring),
             "train": [Path(each).name for each in study.train],
             "tests": [each.split("=")[0] for each in study.tests],

@@ -2,9 +2,10 @@
 
 The smaller model is cheaper to train, and most of what it learns is of use to the larger one. What lies between its
 first and its last layers is repeated as a block, which works better than to double layer by layer (Du et al.,
-"Stacking Your Transformers", 2024). Adam's two means and its number of steps are copied with the weights.
+"Stacking Your Transformers", 2024). The optimizer's number of steps is copied with the weights, and its state as it
+asks for (`StateTensor.grown`).
 
-What comes out is a checkpoint like any other, of as many iterations as the smaller model has had.
+The result is a checkpoint like any other, of as many iterations as the smaller model has had.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skippipe.checkpoint.format import PARTS, Checkpoints, Manifest, StageWriter, StoredFile
+from skippipe.checkpoint.format import Checkpoints, Manifest, StageWriter, StoredFile
 from skippipe.checkpoint.manager import CheckpointOrigin, StateReader
 from skippipe.errors import UserError
-from skippipe.model.flat_params import ParamSlot, layout_of_stage
+from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named
 from skippipe.model.stage import layer_ranges
+from skippipe.optim.interface import STORED_BYTES, Optimizer, ParamSlot
+from skippipe.optim.registry import OPTIMIZERS
 from skippipe.plan import Plan
 from skippipe.skip_schedule import donors
 from skippipe.training.job_config import JobConfig
@@ -82,6 +85,10 @@ def check_job(young: CheckpointOrigin, job: JobConfig) -> None:
             f"iterations: {job.iterations} in the job, and {young.place} is {made.iterations} iterations on; "
             "say how long the whole run is to be"
         )
+    if job.learning.optimizer != made.optimizer:
+        raise UserError(
+            f"learning.optimizer: '{job.learning.optimizer}' in the job, '{made.optimizer}' in {young.place}: keep it"
+        )
     if job.seed != made.seed:
         raise UserError(f"seed: {job.seed} in the job, {made.seed} in {young.place}; text would be repeated: keep it")
     config = config_named(job.model.config, made.config["vocab_size"]).to_dict()  # the text has another look at it
@@ -105,6 +112,7 @@ def grow(young: CheckpointOrigin, run: Run, begin: Callable[[], None] = lambda: 
             f"those of {young.place} ({made.data[:12]}, {made.config['vocab_size']:,}); name the same texts, "
             "tokenizer and vocabulary"
         )
+    optimizer = OPTIMIZERS[node_config.learning.optimizer]
     copied = donor_layers(made.layers, node_config.plan.layers)
     state = _YoungState(young, copied)
     state.check_kinds(run.spec)
@@ -119,8 +127,8 @@ def grow(young: CheckpointOrigin, run: Run, begin: Callable[[], None] = lambda: 
     run.tokenizer.save(unfinished)
     files: list[StoredFile] = []
     for stage, places in enumerate(stages):
-        writer = StageWriter(unfinished, stage, places, run.run_id)
-        state.copy_to(writer, places)
+        writer = StageWriter(unfinished, stage, places, optimizer, run.run_id)
+        state.copy_to(writer, places, optimizer)
         files += writer.finish()
     manifest = Manifest(
         iterations=made.iterations,
@@ -131,6 +139,7 @@ def grow(young: CheckpointOrigin, run: Run, begin: Callable[[], None] = lambda: 
         config=node_config.config,
         files=tuple(files),
         run=run.run_id,
+        optimizer=made.optimizer,
     )
     assert not run.memories, "a run that begins has none"
     run.wal.close()
@@ -161,9 +170,8 @@ class _YoungState:
         made = young.manifest
         self._spec = ModelSpec(config_from(made.config), made.seed)
         self._reader = StateReader(young, made.layers, self._spec)
-        stages = [layout_of_stage(self._spec, made.layers, stage) for stage in range(len(made.layers))]
-        self._sizes = [sum(place.size for place in places) for places in stages]
-        self._places = {place.name: (stage, place) for stage, places in enumerate(stages) for place in places}
+        stages = (layout_of_stage(self._spec, made.layers, stage) for stage in range(len(made.layers)))
+        self._shapes = {slot.name: slot.shape for slots in stages for slot in slots}
 
     def steps(self, layers: range) -> int:
         """That the optimizers of those that these layers are copied from have all taken."""
@@ -180,24 +188,27 @@ class _YoungState:
 
     def check_shapes(self, places: Sequence[ParamSlot]) -> None:
         for place in places:
-            name = self._name(place)
-            if name not in self._places or self._places[name][1].shape != place.shape:
+            name = self._donor(place.name)
+            if self._shapes.get(name) != place.shape:
                 raise self._unlike(f"'{place.name}' {list(place.shape)}", f"'{name}', which is not there or not so")
 
-    def copy_to(self, writer: StageWriter, places: Sequence[ParamSlot]) -> None:
-        """One tensor at a time."""
-        for part in range(len(PARTS)):
-            for place in places:
-                stage, theirs = self._places[self._name(place)]
-                first = part * self._sizes[stage] + theirs.start
-                writer.write(self._reader.state(stage, first, place.size).data)
+    def copy_to(self, writer: StageWriter, weights: Sequence[ParamSlot], optimizer: type[Optimizer]) -> None:
+        """Write the weights and the optimizer state of a stage, one tensor at a time."""
+        from_zero = tuple(f"{each.name}." for each in optimizer.state_tensors if each.grown == "zero")
+        for slot in optimizer.state_slots(weights):
+            if slot.name.startswith(from_zero) and self._is_new(slot.name):
+                writer.write(bytes(STORED_BYTES * slot.size))
+            else:
+                writer.write(self._reader.tensor(slot._replace(name=self._donor(slot.name))).data)
 
-    def _name(self, place: ParamSlot) -> str:
-        """That its donor has."""
-        layer = LAYER.match(place.name)
-        if layer is None:
-            return place.name
-        return f"model.layers.{self._copied[int(layer[1])]}.{place.name[layer.end() :]}"
+    def _is_new(self, name: str) -> bool:
+        """Whether a tensor is of a layer whose donor keeps its own place in the larger model, before it."""
+        layer = LAYER.search(name)
+        return layer is not None and self._copied.index(self._copied[int(layer[1])]) < int(layer[1])
+
+    def _donor(self, name: str) -> str:
+        """The name of the tensor that this one is a copy of."""
+        return LAYER.sub(lambda layer: f"model.layers.{self._copied[int(layer[1])]}.", name, count=1)
 
     def _unlike(self, ours: str, theirs: str) -> UserError:
         return UserError(

@@ -141,6 +141,7 @@ def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path, tokenizer: TextT
         ({"seed": 12}, "seed"),
         ({"data_fingerprint": "1" * 64}, "text"),
         ({"config": {**node_config.config, "hidden_size": 64}}, "model"),
+        ({"learning": replace(LEARNING, optimizer="sgd")}, "optimizer"),
     ):
         with pytest.raises(UserError, match=f"another {name}"):
             origin_of(checkpoints, replace(node_config, **change))

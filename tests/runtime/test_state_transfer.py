@@ -66,14 +66,14 @@ def rebuilt(
     """The weights before and after, and those of the neighbours."""
     learner = computer_of(stage, layers=layers, seed=1, **options)
     others = {10 + each: computer_of(each, layers=layers, seed=2, **options) for each in stages}
-    for part in (learner.tasks.weights.mean, learner.tasks.weights.square):
+    means = learner.tasks.weights.optimizer.state
+    for part in means.values():
         part.fill_(1.0)
     before = named(learner)
     parts = learner.run(PlanTransfer(StateSource("neighbours", tuple(others), stages, shares, 6)))
     learn(learner, parts, others)
     assert learner.tasks.weights.steps == 6
-    assert not learner.tasks.weights.mean.any()
-    assert not learner.tasks.weights.square.any()
+    assert len(means) == 2 and not any(part.any() for part in means.values())
     return before, named(learner), [named(each) for each in others.values()]
 
 
