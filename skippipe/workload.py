@@ -2,7 +2,7 @@
 
 `ModelShape` is what a configuration file says of a decoder-only transformer; `Workload` adds the batch and how it is
 run, and answers for any number of layers: how many floating-point operations, how many bytes over a hop, how many
-bytes to average, how many bytes a node must hold. Seconds come in `costs`, where the workload meets the cluster.
+bytes to average, how many bytes a node must hold. Seconds come in `cost_model`, where the workload meets the cluster.
 """
 
 from __future__ import annotations

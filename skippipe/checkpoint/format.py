@@ -11,10 +11,10 @@ disk: a folder without one, or with a file that does not match, is no checkpoint
     checkpoints/000100/manifest.json
 
 The manifest also has the id of the run: a checkpoint of another run in the same folder, however it came there, is
-neither gone on from nor removed.
+neither resumed from nor removed.
 
-Pieces come in as the nodes send them and go to disk at once: in safetensors, data lies in the order of its header, and
-a stage's flat tensor has that very order.
+Chunks go to disk as soon as nodes send them: in safetensors, data lies in the order of its header, and a stage's flat
+tensors have that very order.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ UNFINISHED = "unfinished"
 
 @dataclass(frozen=True)
 class StoredFile:
+    """A file of a checkpoint, as it was written."""
+
     name: str
     size: int
     sha256: str
@@ -54,19 +56,19 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds, and what it belongs to."""
+    """What a checkpoint holds, and the run and model that it is of."""
 
     iterations: int
-    """So many steps were taken; training goes on with the iteration of this number."""
+    """Iterations that are done, and so the number of the one that training resumes with."""
     layers: tuple[int, ...]
-    """Of each stage."""
+    """Layers of each stage."""
     steps: tuple[int, ...]
-    """Of each stage's optimizer."""
+    """Steps that each stage's optimizer has taken."""
     seed: int
     data: str
     """Fingerprint of the token file."""
     config: dict[str, Any]
-    """Of the model."""
+    """Configuration of the model, as Hugging Face writes it."""
     files: tuple[StoredFile, ...]
     run: str = ""
     """The id of the run; empty: it was made before runs had one."""
@@ -121,8 +123,8 @@ class StageWriter:
         self._weights_bytes = STORED_BYTES * sum(slot.size for slot in weights)
         self._bytes = STORED_BYTES * sum(slot.size for slot in slots)
         self._files = [
-            _Growing(folder / f"stage-{stage}.weights.safetensors", weights, run_id),
-            _Growing(folder / f"stage-{stage}.optimizer.safetensors", slots[len(weights) :], run_id),
+            _StreamedFile(folder / f"stage-{stage}.weights.safetensors", weights, run_id),
+            _StreamedFile(folder / f"stage-{stage}.optimizer.safetensors", slots[len(weights) :], run_id),
         ]
         self._written = 0
 
@@ -145,8 +147,8 @@ class StageWriter:
             file.close()
 
 
-class _Growing:
-    """A safetensors file of which the header is known and the data is still coming."""
+class _StreamedFile:
+    """A safetensors file whose header is known and whose data is still coming."""
 
     def __init__(self, path: Path, slots: Sequence[ParamSlot], run_id: str) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **({"run": run_id} if run_id else {})}}
@@ -182,25 +184,25 @@ class Checkpoints:
     """The checkpoints of a run, in one folder; the newest few are kept."""
 
     def __init__(self, folder: Path, keep: int = 2, run_id: str | None = None) -> None:
-        """Of the run with this id: others are neither read nor removed. None: of any."""
+        """Checkpoints of other runs than this are neither read nor removed; None: those of any run are."""
         self.folder = folder
         self.keep = keep
         self.run_id = run_id
 
     @classmethod
     def of_run(cls, output: Path) -> Checkpoints:
-        """Of the run whose output folder this is."""
+        """The checkpoints of the run whose output folder this is."""
         return cls(output / "checkpoints", run_id=run_id_of(output))
 
     def begin(self) -> Path:
-        """An empty folder for a new one; remains of an earlier attempt go."""
+        """An empty folder for a new checkpoint; what is left of an earlier attempt is removed."""
         place = self.folder / UNFINISHED
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         return place
 
     def commit(self, unfinished: Path, manifest: Manifest) -> None:
-        """From here on it counts; older ones of the run that are no longer wanted go."""
+        """Make it a checkpoint, and remove the oldest ones of the run beyond those that are kept."""
         place = self.folder / f"{manifest.iterations:06d}"
         if place in self.others():
             raise FileExistsError(errno.EEXIST, "is a checkpoint of another run; move it away", str(place))
@@ -217,17 +219,17 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
     def complete(self) -> list[Path]:
-        """Those of the run that have a manifest, newest first."""
+        """Checkpoints of the run that have a manifest, newest first."""
         return [place for place in self._all() if is_of(self.run_id, checkpoint_run_id(place))]
 
     def others(self) -> list[Path]:
-        """Those of other runs, newest first."""
+        """Checkpoints of other runs in the folder, newest first."""
         return [place for place in self._all() if not is_of(self.run_id, checkpoint_run_id(place))]
 
     def warn_of_others(self) -> None:
-        """Say what is passed over: whoever put it there may count on it."""
+        """Name the checkpoints that are ignored: the user may have put them there on purpose."""
         for place in self.others():
-            log.warning("%s: is of another run than %s, and is passed over", place, self.folder.parent)
+            log.warning("%s: is of another run than %s, and is ignored", place, self.folder.parent)
 
     def _all(self) -> list[Path]:
         if not self.folder.is_dir():
@@ -236,7 +238,7 @@ class Checkpoints:
         return sorted(found, key=lambda path: int(path.name), reverse=True)
 
     def newest_sound(self) -> Iterator[tuple[Path, Manifest | UserError]]:
-        """Checkpoints, newest first, until one is sound; the others with what is wrong with them."""
+        """Checkpoints, newest first, up to the first sound one; those before it with what is wrong with them."""
         self.warn_of_others()
         for place in self.complete():
             try:
@@ -249,7 +251,7 @@ class Checkpoints:
 
 
 def verified(place: Path) -> Manifest:
-    """The manifest, if every file is as it was written."""
+    """The manifest of a checkpoint; UserError unless every file is as it was written."""
     manifest = read_as(Manifest.from_json, place / MANIFEST)
     for file in manifest.files:
         check_file(place, file)

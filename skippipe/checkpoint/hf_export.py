@@ -1,4 +1,4 @@
-"""Weights that come in from the nodes, stage by stage, into a Hugging Face folder that transformers loads.
+"""Writing the trained weights, as nodes send them stage by stage, into a Hugging Face folder that transformers loads.
 
 Files lie in `unfinished` within the folder until all are there and on the disk. So a model is there whole or not at
 all, and one that the folder holds already stays until then.
@@ -28,7 +28,7 @@ UNFINISHED = "unfinished"
 
 
 class ModelFolder:
-    """Takes the flat weights of one stage after another; holds one stage at a time."""
+    """A Hugging Face folder that is written stage by stage; one stage at a time is held in memory."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ModelFolder:
         dtype: torch.dtype = torch.float32,
         run_id: str = "",
     ) -> None:
-        """`layers` of each stage; `dtype` of what is written; the id of the run that trained it, if it has one."""
+        """`layers` are those of each stage, `dtype` is the type in the files, and `run_id` the run that trained it."""
         self.folder = folder
         self._dtype = dtype
         self._run = {"run": run_id} if run_id else {}
@@ -51,8 +51,8 @@ class ModelFolder:
         self._bytes = 0
 
     def store(self, stage: int, number: int, piece: Any) -> None:
-        """A piece of the stage; None ends it: OSError if it cannot be written, and then it may be ended again. With
-        number 0 the stage begins, perhaps again."""
+        """Take the next chunk of a stage, of which number 0 starts the stage over. None ends it: OSError if it cannot
+        be written, and then it may be ended again."""
         if piece is not None:
             self._pieces = [*(self._pieces if number else ()), decode(piece)]
             return
@@ -60,7 +60,7 @@ class ModelFolder:
         self._pieces = []
 
     def store_flat(self, stage: int, flat: torch.Tensor) -> None:
-        """A whole stage; OSError if it cannot be written."""
+        """Write a whole stage; OSError if it cannot be written."""
         if not self._where:
             shutil.rmtree(self._unfinished, ignore_errors=True)  # of one that was cut short
         self._unfinished.mkdir(parents=True, exist_ok=True)
@@ -87,14 +87,14 @@ class ModelFolder:
         self.folder = folder
 
     def discard(self) -> None:
-        """What there is of a model that is not whole."""
+        """Remove what there is of an incomplete model."""
         shutil.rmtree(self._unfinished, ignore_errors=True)
         with contextlib.suppress(OSError):
             self.folder.rmdir()  # if there is nothing else
 
     @property
     def missing_bytes(self) -> int:
-        """That are not written yet."""
+        """Bytes of the model that are not written yet."""
         stages = (layout_of_stage(self._spec, self._layers, stage) for stage in range(len(self._layers)))
         return self._dtype.itemsize * sum(place.size for places in stages for place in places) - self._bytes
 
@@ -132,7 +132,7 @@ def _save(weights: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]
 
 
 def _sync(path: Path) -> None:
-    """Returns when its content is on the disk, and not only promised to be."""
+    """Return when the content is on the disk, and not only in the system's cache."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""Checkpoints of a run as it goes: what nodes send becomes files, and files become what nodes ask for.
+"""Checkpoints of a run while it trains: chunks of state from nodes go to files, and from files to nodes that resume.
 
 Writing happens on a thread of its own, so that training does not wait for a disk. A checkpoint that cannot be written
-(a full disk) is given up with a warning; the ones before it stay, and training goes on. What was written of it goes at
-once: others need the room.
+(a full disk) is given up with a warning; the ones before it stay, and training goes on. What was written of it is
+removed at once, to make room.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CheckpointOrigin:
-    """A checkpoint to go on from."""
+    """A checkpoint to resume from."""
 
     place: Path
     manifest: Manifest
 
 
 class CheckpointManager:
-    """One for a run. Pieces come stage by stage and in order."""
+    """Writes and reads the checkpoints of one run. Chunks come stage by stage and in order."""
 
     def __init__(
         self,
@@ -72,35 +72,35 @@ class CheckpointManager:
         self._files: list[StoredFile] = []
         self._reader = StateReader(origin, node_config.plan.layers, spec) if origin else None
         self._given_up = False
-        """What comes of the checkpoint that is being made is dropped."""
+        """Further chunks of the checkpoint that is being made are dropped."""
         self.failures: list[str] = []
         self.lacking = ""
-        """Why there is none of what was given last; empty if all is well."""
+        """Why the checkpoint that was finished last is not on disk; empty if it is."""
 
     def save(self, stage: int, number: int, piece: EncodedTensor | None) -> None:
-        """A piece of a stage's state, in order, None after the last; number 0 starts the stage over."""
+        """Write the next chunk of a stage's state, None after the last one; number 0 starts the stage over."""
         self._writing.submit(self._save, stage, number, piece)
 
     def saved(self, iterations: int, steps: Sequence[int]) -> None:
-        """All stages were given; `steps` that the optimizer of each has taken."""
+        """Make it a checkpoint, now that all stages are saved; `steps` are those that each optimizer has taken."""
         self._writing.submit(self._saved, iterations, tuple(steps))
 
     def abandon(self) -> None:
-        """Whoever sent the checkpoint that is being made is gone; the next one starts clean."""
+        """Drop the checkpoint that is being made, because a node that was sending it is lost."""
         self._writing.submit(self._abandon)
 
     def lack(self) -> str:
-        """Why what was given last is not on disk; empty if all is well. Waits for what is being written."""
+        """Why the checkpoint that was finished last is not on disk; empty if it is. Waits for pending writes."""
         return self._writing.submit(lambda: self.lacking).result()
 
     def move(self) -> None:
-        """From now on checkpoints go to the rescue folder, if there is one."""
+        """Write to the rescue folder from now on, if there is one."""
         self._writing.submit(self._move)
 
     def newest(self) -> int | None:
-        """Of the checkpoints of this run, go on from the newest that is sound: its iterations, None if there is none.
+        """Choose the newest sound checkpoint of this run to resume from: its iterations, None if there is none.
 
-        Waits for what is being written.
+        Waits for pending writes.
         """
         self._reader = self._writing.submit(self._newest).result()
         return None if self._reader is None else self._reader.iterations
@@ -111,16 +111,16 @@ class CheckpointManager:
         return self._opened.state(stage, first, count)
 
     def steps(self, stage: int) -> int:
-        """That its optimizer had taken by then."""
+        """Steps that the optimizer of a stage had taken when the checkpoint was made."""
         return self._opened.steps(stage)
 
     @property
     def _opened(self) -> StateReader:
-        assert self._reader is not None, "there is nothing to go on from"
+        assert self._reader is not None, "there is no checkpoint to resume from"
         return self._reader
 
     def close(self) -> None:
-        """When all that was asked for is on disk."""
+        """Return when all writes are done."""
         self._writing.shutdown(wait=True)
 
     def _save(self, stage: int, number: int, piece: EncodedTensor | None) -> None:
@@ -221,10 +221,10 @@ class CheckpointManager:
 
 
 class StateReader:
-    """The state of any stage, whatever stages the checkpoint was made with."""
+    """Reads the state of stages from a checkpoint, whatever stages it was made with."""
 
     def __init__(self, origin: CheckpointOrigin, layers: tuple[int, ...], spec: ModelSpec) -> None:
-        """`layers` of each stage that is asked for."""
+        """`layers` are those of each stage to be read."""
         self._origin = origin
         self._layers = layers
         self._spec = spec
@@ -232,24 +232,24 @@ class StateReader:
         self.iterations = origin.manifest.iterations
 
     def steps(self, stage: int) -> int:
-        """That the optimizer had taken; the most of all stages that this one's layers came from."""
+        """Steps of the optimizer: the most of all stages that this one's layers came from."""
         made = self._origin.manifest
         ours = layer_ranges(self._layers)[stage]
         pairs = zip(layer_ranges(made.layers), made.steps, strict=True)
         return max(steps for theirs, steps in pairs if set(theirs) & set(ours))
 
     def reads(self, place: Path) -> bool:
-        """Is this the checkpoint that it was made for?"""
+        """Whether this is the checkpoint that it reads."""
         made = self._origin.manifest
         return place == self._origin.place and read_as(Manifest.from_json, place / MANIFEST) == made
 
     def open(self) -> None:
-        """Once it is open, it can be read even if newer checkpoints take its place."""
+        """Open all files; they can then be read even after newer checkpoints have replaced this one."""
         _ = self._files
 
     @cached_property
     def _files(self) -> dict[str, Any]:
-        """Name of a tensor → the open file that holds it; files are mapped, so only what is asked for is read."""
+        """Name of a tensor → the open file that holds it; files are mapped, so only what is needed is read."""
         found: dict[str, Any] = {}
         for file in self._origin.manifest.files:
             opened: Any = safe_open(self._origin.place / file.name, "pt")
@@ -321,7 +321,7 @@ def origin_of(checkpoints: Checkpoints, node_config: NodeConfig) -> CheckpointOr
 
 
 def _essence(config: dict[str, Any]) -> dict[str, Any]:
-    """What the weights depend on; versions and paths do not count."""
+    """The part of a model's configuration that weights depend on: all but versions and paths."""
     left_out = ("transformers_version", "_name_or_path", CODE_FIELD)
     plain: dict[str, Any] = json.loads(json.dumps(config))  # as it looks after a file: lists, not tuples
     return {name: value for name, value in plain.items() if name not in left_out}

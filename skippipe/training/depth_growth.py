@@ -32,20 +32,22 @@ from skippipe.training.run import Run
 
 log = logging.getLogger(__name__)
 
-LEAST = 3
-"""Units of a model that can grow: the first, the last, and one to repeat."""
-OF_LAYERS = ("num_hidden_layers", "layer_types")
+LEAST_UNITS = 3
+"""Units (stages or layers) of a model that can grow: the first, the last, and one to repeat."""
+LAYER_FIELDS = ("num_hidden_layers", "layer_types")
 """Fields of a configuration that may differ: kinds of layers are compared one by one."""
-OF_FILES = ("transformers_version", "_name_or_path", "architectures", "dtype")
-"""Fields that say nothing about weights."""
+FILE_FIELDS = ("transformers_version", "_name_or_path", "architectures", "dtype")
+"""Fields of a configuration that say nothing about weights."""
 
 
 @dataclass(frozen=True)
 class Grown:
+    """The deeper model that was made."""
+
     place: Path
-    """The checkpoint to go on from."""
+    """The checkpoint to resume from."""
     donors: tuple[int, ...]
-    """Of each layer: the one that it is a copy of."""
+    """For each layer, the layer of the smaller model that it is a copy of."""
 
 
 def donor_layers(young: Sequence[int], grown: Sequence[int]) -> tuple[int, ...]:
@@ -56,7 +58,7 @@ def donor_layers(young: Sequence[int], grown: Sequence[int]) -> tuple[int, ...]:
     assert sum(grown) > sum(young), "it does not grow"
     unit = young[0] if len({*young, *grown}) == 1 else 1
     before, after = sum(young) // unit, sum(grown) // unit
-    if before < LEAST:
+    if before < LEAST_UNITS:
         raise UserError(
             f"a model of {before} x {unit} layers has none between the first {unit} and the last {unit} to repeat; "
             + ("cut the job's model into other stages (pipeline.stages)" if unit > 1 else "train one of 3 or more")
@@ -67,7 +69,7 @@ def donor_layers(young: Sequence[int], grown: Sequence[int]) -> tuple[int, ...]:
 
 
 def young_of(run: Path) -> CheckpointOrigin:
-    """The newest sound checkpoint of a run."""
+    """The newest sound checkpoint of the run that trained the smaller model."""
     for place, found in Checkpoints.of_run(run).newest_sound():
         if isinstance(found, Manifest):
             return CheckpointOrigin(place, found)
@@ -76,7 +78,7 @@ def young_of(run: Path) -> CheckpointOrigin:
 
 
 def check_job(young: CheckpointOrigin, job: JobConfig) -> None:
-    """Can a run of this job go on from there? What can be known before there is a plan."""
+    """UserError if a run of this job cannot resume from there, as far as that is known before there is a plan."""
     made, output = young.manifest, Path(job.output)
     if young.place.parent.parent.resolve() == output.resolve():
         raise UserError(f"output: {output} is where {young.place} lies; name another folder in the job")
@@ -103,7 +105,7 @@ def check_job(young: CheckpointOrigin, job: JobConfig) -> None:
 
 
 def grow(young: CheckpointOrigin, run: Run, begin: Callable[[], None] = lambda: None) -> Grown:
-    """Write what the run is to go on from; `begin` is called when all is checked, before anything is written."""
+    """Write the checkpoint that the run resumes from; `begin` is called after all checks, before anything is written."""
     made, node_config = young.manifest, run.node_config
     if made.data != node_config.data_fingerprint:
         raise UserError(
@@ -148,7 +150,7 @@ def grow(young: CheckpointOrigin, run: Run, begin: Callable[[], None] = lambda: 
 
 
 def other_batch(run: Path, plan: Plan) -> str:
-    """What is different about the text of an iteration, if it is known and if there is anything."""
+    """How the text of an iteration differs from that of the smaller model's run; empty: it does not, or is unknown."""
     try:
         before, after = _batch(Plan.load(run / "plan.json")), _batch(plan)
     except UserError:
@@ -174,7 +176,7 @@ class _YoungState:
         self._shapes = {slot.name: slot.shape for slots in stages for slot in slots}
 
     def steps(self, layers: range) -> int:
-        """That the optimizers of those that these layers are copied from have all taken."""
+        """The steps that the optimizers of all stages have taken that these layers are copied from."""
         made = self._origin.manifest
         donors = {self._copied[layer] for layer in layers}
         pairs = zip(layer_ranges(made.layers), made.steps, strict=True)
@@ -218,9 +220,9 @@ class _YoungState:
 
 
 def _differences(young: dict[str, Any], grown: dict[str, Any]) -> list[str]:
-    """Of two configurations, field by field, where they must agree."""
+    """Fields of two configurations that must agree and do not, each with both values."""
     theirs, ours = (json.loads(json.dumps(each)) for each in (young, grown))  # as they look after a file
-    names = [name for name in {**theirs, **ours} if name not in OF_LAYERS + OF_FILES]
+    names = [name for name in {**theirs, **ours} if name not in LAYER_FIELDS + FILE_FIELDS]
     if theirs["model_type"] != ours["model_type"]:
         names = ["model_type"]  # and much else
     return [

@@ -228,7 +228,7 @@ def test_gradient_descent_is_that_of_torch(tmp_path: Path, tokenizer: TextTokeni
 
 
 def test_state_of_any_type_and_shape_is_transferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_executor, "SHOWN_VALUES", 5000)
+    monkeypatch.setattr(stage_executor, "CHUNK_VALUES", 5000)
     replica, learner = (computer_of(1, seed=seed, optimizer="rowwise") for seed in (7, 8))
     size = len(replica.tasks.weights.values)
     for number in range(3):
