@@ -105,7 +105,7 @@ def check_job(young: CheckpointOrigin, job: JobConfig) -> None:
 
 
 def grow(young: CheckpointOrigin, run: Run, begin: Callable[[], None] = lambda: None) -> Grown:
-    """Write the checkpoint that the run resumes from; `begin` is called after all checks, before anything is written."""
+    """Write the checkpoint that the run resumes from; `begin` is called after all checks, before the first write."""
     made, node_config = young.manifest, run.node_config
     if made.data != node_config.data_fingerprint:
         raise UserError(
