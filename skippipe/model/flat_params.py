@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.optim.config import OptimConfig
 from skippipe.optim.interface import ParamSlot
 from skippipe.optim.registry import OPTIMIZERS
-from skippipe.optim_config import OptimConfig
 
 
 def layout(named: Iterable[tuple[str, nn.Parameter]]) -> list[ParamSlot]:

@@ -21,7 +21,7 @@ from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.split_backward import DeferredGradients, add_weight_gradients, split_linears
 from skippipe.model.stage import StageModel
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 
 Key = tuple[int, int]
 """Lane and microbatch of the lane."""

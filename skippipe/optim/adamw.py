@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from skippipe.optim.interface import StateTensor, TorchOptimizer
 
 if TYPE_CHECKING:
-    from skippipe.optim_config import OptimConfig
+    from skippipe.optim.config import OptimConfig
 
 
 class AdamW(TorchOptimizer):

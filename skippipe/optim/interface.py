@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from skippipe.optim_config import OptimConfig
+    from skippipe.optim.config import OptimConfig
 
 Shape = tuple[int, ...]
 STORED_BYTES = 4  # of a number on the wire and in checkpoints, weights and state alike: fp32

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.toml_config import from_table

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from skippipe.errors import UserError
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule, deal_lengths, parse_share, visited_of
 from skippipe.toml_config import read_toml
 from skippipe.value_ranges import (

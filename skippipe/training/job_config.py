@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from skippipe.errors import UserError
+from skippipe.optim.config import OptimConfig
 from skippipe.optim.registry import OPTIMIZERS
-from skippipe.optim_config import OptimConfig
 from skippipe.skip_schedule import USUAL, SkipSchedule
 from skippipe.toml_config import read_toml
 from skippipe.value_ranges import (

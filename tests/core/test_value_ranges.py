@@ -20,7 +20,7 @@ from skippipe.cli.options import check_ranges_of
 from skippipe.cluster import Node
 from skippipe.errors import UserError
 from skippipe.json_fields import as_integer, as_number
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.presets import preset
 from skippipe.skip_schedule import SkipSchedule, parse_share
 from skippipe.stage_subset import parse_subsets

@@ -27,9 +27,9 @@ from skippipe.data.tokenizer import TextTokenizer, train_bpe
 from skippipe.errors import UserError
 from skippipe.json_fields import read_json
 from skippipe.model.model_spec import ModelSpec
+from skippipe.optim.config import OptimConfig
 from skippipe.optim.interface import Optimizer, ParamSlot, StateTensor
 from skippipe.optim.registry import OPTIMIZERS
-from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime import stage_executor
 from skippipe.runtime.coordinator.state_machine import CoordinatorState
@@ -308,5 +308,5 @@ def test_slots_are_one_after_another() -> None:
 
 
 def test_planning_with_an_optimizer_takes_no_torch() -> None:
-    program = "import sys, skippipe.workload, skippipe.optim_config; assert 'torch' not in sys.modules"
+    program = "import sys, skippipe.workload, skippipe.optim.config; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

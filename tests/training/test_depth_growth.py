@@ -28,7 +28,7 @@ from skippipe.errors import UserError
 from skippipe.json_fields import json_text
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.training.depth_growth import check_job, donor_layers, grow, young_of
