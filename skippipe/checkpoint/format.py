@@ -24,7 +24,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -106,6 +106,14 @@ class Manifest:
         )
         fields.close()
         return manifest
+
+
+@dataclass(frozen=True)
+class CheckpointOrigin:
+    """A checkpoint to resume from."""
+
+    place: Path
+    manifest: Manifest
 
 
 class StageWriter:
@@ -206,14 +214,12 @@ class Checkpoints:
         place = self.folder / f"{manifest.iterations:06d}"
         if place in self.others():
             raise FileExistsError(errno.EEXIST, "is a checkpoint of another run; move it away", str(place))
-        with (unfinished / MANIFEST).open("w", encoding="utf-8") as file:
-            file.write(json_text(manifest.to_json()) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        _fsync_folder(unfinished)
+        (unfinished / MANIFEST).write_text(json_text(manifest.to_json()) + "\n", encoding="utf-8")
+        fsync_path(unfinished / MANIFEST)
+        fsync_path(unfinished)
         shutil.rmtree(place, ignore_errors=True)
         unfinished.rename(place)
-        _fsync_folder(self.folder)
+        fsync_path(self.folder)
         for old in self.complete()[self.keep :]:
             (old / MANIFEST).unlink()  # first it stops being a checkpoint
             shutil.rmtree(old, ignore_errors=True)
@@ -237,17 +243,15 @@ class Checkpoints:
         found = [path for path in self.folder.iterdir() if path.name.isdigit() and (path / MANIFEST).is_file()]
         return sorted(found, key=lambda path: int(path.name), reverse=True)
 
-    def newest_sound(self) -> Iterator[tuple[Path, Manifest | UserError]]:
-        """Checkpoints, newest first, up to the first sound one; those before it with what is wrong with them."""
+    def newest_sound(self) -> CheckpointOrigin | None:
+        """The newest checkpoint of the run whose files are as they were written; a warning for each that is not."""
         self.warn_of_others()
         for place in self.complete():
             try:
-                manifest = verified(place)
+                return CheckpointOrigin(place, verified(place))
             except UserError as error:
-                yield place, error
-                continue
-            yield place, manifest
-            return
+                log.warning("%s; the checkpoint before it is used", error)
+        return None
 
 
 def verified(place: Path) -> Manifest:
@@ -273,8 +277,9 @@ def check_file(place: Path, file: StoredFile) -> None:
         raise UserError(f"{path}: its content is not what was written")
 
 
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def fsync_path(path: Path) -> None:
+    """Return when the content of a file or folder is on the disk, and not only in the system's cache."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

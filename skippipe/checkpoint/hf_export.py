@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from skippipe.checkpoint.format import fsync_path
 from skippipe.data.tokenizer import TextTokenizer
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_files import INDEX
@@ -82,7 +83,7 @@ class ModelFolder:
         after.mkdir(parents=True, exist_ok=True)
         for file in set(self._where.values()):
             shutil.copyfile(before / file, after / file)
-            _sync(after / file)
+            fsync_path(after / file)
         shutil.rmtree(before, ignore_errors=True)
         self.folder = folder
 
@@ -111,17 +112,17 @@ class ModelFolder:
         self._tokenizer.save(self._unfinished)
         (self._unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for path in self._unfinished.iterdir():
-            _sync(path)
+            fsync_path(path)
         for path in sorted(self._unfinished.iterdir()):
             path.replace(self.folder / path.name)
         self._unfinished.rmdir()
-        _sync(self.folder)
+        fsync_path(self.folder)
 
 
 def _save(weights: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
     try:
         save_file(weights, path, metadata=metadata)
-        _sync(path)
+        fsync_path(path)
     except (SafetensorError, OSError) as error:
         path.unlink(missing_ok=True)  # others need the room
         if isinstance(error, OSError):
@@ -129,12 +130,3 @@ def _save(weights: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]
         number = re.search(r"os error (\d+)", str(error))  # of the system, in the words of the library
         code = int(number[1]) if number else 0
         raise OSError(code, os.strerror(code) if code else str(error), str(path)) from None
-
-
-def _sync(path: Path) -> None:
-    """Return when the content is on the disk, and not only in the system's cache."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

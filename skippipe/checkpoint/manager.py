@@ -12,7 +12,6 @@ import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from skippipe.checkpoint.format import MANIFEST, Checkpoints, Manifest, StageWriter, StoredFile, verified
+from skippipe.checkpoint.format import (
+    MANIFEST,
+    CheckpointOrigin,
+    Checkpoints,
+    Manifest,
+    StageWriter,
+    StoredFile,
+    verified,
+)
 from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.checkpoint.storage import Rescue, WriteFailures, in_bytes, reason
 from skippipe.data.tokenizer import TextTokenizer
@@ -38,14 +45,6 @@ from skippipe.transport.wire_codec import EncodedTensor, encode
 from skippipe.value_ranges import Choices
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CheckpointOrigin:
-    """A checkpoint to resume from."""
-
-    place: Path
-    manifest: Manifest
 
 
 class CheckpointManager:
@@ -304,20 +303,19 @@ class StateReader:
 
 def origin_of(checkpoints: Checkpoints, node_config: NodeConfig) -> CheckpointOrigin:
     """The newest sound checkpoint, if it belongs to this job."""
-    for place, found in checkpoints.newest_sound():
-        if isinstance(found, UserError):
-            log.warning("%s; the checkpoint before it is used", found)
-            continue
-        for name, theirs, ours in (
-            ("model", _essence(found.config), _essence(node_config.config)),
-            ("seed", found.seed, node_config.seed),
-            ("text", found.data, node_config.data_fingerprint),
-            ("optimizer", found.optimizer, node_config.learning.optimizer),
-        ):
-            if theirs != ours:
-                raise UserError(f"{place}: was made with another {name}; resume with the job it belongs to")
-        return CheckpointOrigin(place, found)
-    raise UserError(f"{checkpoints.folder}: no sound checkpoint to resume from")
+    origin = checkpoints.newest_sound()
+    if origin is None:
+        raise UserError(f"{checkpoints.folder}: no sound checkpoint to resume from")
+    found = origin.manifest
+    for name, theirs, ours in (
+        ("model", _essence(found.config), _essence(node_config.config)),
+        ("seed", found.seed, node_config.seed),
+        ("text", found.data, node_config.data_fingerprint),
+        ("optimizer", found.optimizer, node_config.learning.optimizer),
+    ):
+        if theirs != ours:
+            raise UserError(f"{origin.place}: was made with another {name}; resume with the job it belongs to")
+    return origin
 
 
 def _essence(config: dict[str, Any]) -> dict[str, Any]:

@@ -43,11 +43,11 @@ class FlatParams:
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], learning: OptimConfig) -> None:
         weights = dict(named)
-        self._slots = layout(weights.items())
+        self.slots = layout(weights.items())
         device = next(iter(weights.values())).device
-        self.values = torch.empty(sum(slot.size for slot in self._slots), device=device)
+        self.values = torch.empty(sum(slot.size for slot in self.slots), device=device)
         self.gradient = torch.zeros_like(self.values)
-        for slot in self._slots:
+        for slot in self.slots:
             each, cut = weights[slot.name], slice(slot.start, slot.start + slot.size)
             self.values[cut] = each.data.flatten()
             each.data = self.values[cut].view(slot.shape)
@@ -56,7 +56,7 @@ class FlatParams:
 
     def reset(self, learning: OptimConfig) -> None:
         """Start over with the weights as they are: no gradient, no optimizer state, no step taken."""
-        self.optimizer = OPTIMIZERS[learning.optimizer](self.values, self._slots, learning)
+        self.optimizer = OPTIMIZERS[learning.optimizer](self.values, self.slots, learning)
         self.gradient.zero_()
 
     def grow_from(self, donor: FlatParams) -> None:

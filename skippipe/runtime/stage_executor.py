@@ -16,7 +16,7 @@ from torch import Tensor
 from skippipe import dispatch
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.jit import python_version
-from skippipe.model.flat_params import layout, layout_of_stage
+from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage_step import StageStep
 from skippipe.runtime.allreduce import GradientRing
@@ -127,7 +127,9 @@ class StageExecutor:
             case WriteState():
                 return self._write_state(work.part, work.given, work.digest)
             case CopyEnds():
-                self._backup = work.iterations, torch.cat([each.flatten().cpu() for each in self._ends()])
+                values = self.tasks.weights.values
+                ends = [values[slot.start : slot.start + slot.size].cpu() for slot in ends_of(self.tasks.weights.slots)]
+                self._backup = work.iterations, torch.cat(ends)
                 return None
             case OpenBackup():
                 return self._open_backup(work.source, work.iterations)
@@ -199,7 +201,7 @@ class StageExecutor:
                 self._spec, self._layers, self._stage, origin.sources, origin.stages, origin.shares
             )
             if origin.backup is not None:
-                parts += init_from_backup(layout(self.tasks.model.named_weights()), *origin.backup)
+                parts += init_from_backup(weights.slots, *origin.backup)
         else:
             parts = [StateSlice(origin.sources[0], 0, weights.state_values, 0)]
         return [piece for part in parts for piece in in_chunks(part)]
@@ -217,11 +219,6 @@ class StageExecutor:
         else:
             chunk = encode(torch.cat(self.tasks.weights.state_range(first, count)), "fp32", share=True)
         return StateChunk(chunk, sha256(chunk.data).hexdigest())
-
-    def _ends(self) -> list[Tensor]:
-        values = self.tasks.weights.values
-        places = ends_of(layout(self.tasks.model.named_weights()))
-        return [values[place.start : place.start + place.size] for place in places]
 
     def _open_backup(self, source: int, iterations: int) -> list[StateSlice]:
         size = sum(place.size for place in ends_of(layout_of_stage(self._spec, self._layers, 0)))

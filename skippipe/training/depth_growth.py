@@ -11,14 +11,13 @@ The result is a checkpoint like any other, of as many iterations as the smaller 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skippipe.checkpoint.format import Checkpoints, Manifest, StageWriter, StoredFile
-from skippipe.checkpoint.manager import CheckpointOrigin, StateReader
+from skippipe.checkpoint.format import CheckpointOrigin, Checkpoints, Manifest, StageWriter, StoredFile
+from skippipe.checkpoint.manager import StateReader
 from skippipe.errors import UserError
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named
@@ -29,8 +28,6 @@ from skippipe.plan import Plan
 from skippipe.skip_schedule import donors
 from skippipe.training.job_config import JobConfig
 from skippipe.training.run import Run
-
-log = logging.getLogger(__name__)
 
 LEAST_UNITS = 3
 """Units (stages or layers) of a model that can grow: the first, the last, and one to repeat."""
@@ -70,11 +67,10 @@ def donor_layers(young: Sequence[int], grown: Sequence[int]) -> tuple[int, ...]:
 
 def young_of(run: Path) -> CheckpointOrigin:
     """The newest sound checkpoint of the run that trained the smaller model."""
-    for place, found in Checkpoints.of_run(run).newest_sound():
-        if isinstance(found, Manifest):
-            return CheckpointOrigin(place, found)
-        log.warning("%s; the checkpoint before it is used", found)
-    raise UserError(f"{run}: has no sound checkpoint to grow from; name the output folder of a run that has one")
+    origin = Checkpoints.of_run(run).newest_sound()
+    if origin is None:
+        raise UserError(f"{run}: has no sound checkpoint to grow from; name the output folder of a run that has one")
+    return origin
 
 
 def check_job(young: CheckpointOrigin, job: JobConfig) -> None:

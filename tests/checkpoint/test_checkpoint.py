@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from skippipe.checkpoint.format import MANIFEST, Checkpoints, verified
-from skippipe.checkpoint.manager import CheckpointManager, CheckpointOrigin, export, origin_of
+from skippipe.checkpoint.format import MANIFEST, CheckpointOrigin, Checkpoints, verified
+from skippipe.checkpoint.manager import CheckpointManager, export, origin_of
 from skippipe.data.tokenizer import TextTokenizer, train_bpe
 from skippipe.errors import UserError
 from skippipe.model.flat_params import layout_of_stage

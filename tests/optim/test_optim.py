@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from skippipe.checkpoint.format import MANIFEST, Manifest, verified
-from skippipe.checkpoint.manager import CheckpointManager, CheckpointOrigin, origin_of
+from skippipe.checkpoint.format import MANIFEST, CheckpointOrigin, Manifest, verified
+from skippipe.checkpoint.manager import CheckpointManager, origin_of
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.data.tokenizer import TextTokenizer, train_bpe
 from skippipe.errors import UserError

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from skippipe.checkpoint.format import MANIFEST, Checkpoints, verified
-from skippipe.checkpoint.manager import CheckpointManager, CheckpointOrigin
+from skippipe.checkpoint.format import MANIFEST, CheckpointOrigin, Checkpoints, verified
+from skippipe.checkpoint.manager import CheckpointManager
 from skippipe.cli import main
 from skippipe.data.tokenizer import TextTokenizer, train_bpe
 from skippipe.errors import UserError
