@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from skippipe.optim.config import OptimConfig
 
 
-class Sgd(TorchOptimizer):
+class SGD(TorchOptimizer):
     """Follows a decaying sum of gradients; weight decay is added to the gradient. `beta1` is the momentum."""
 
     torch_name = "SGD"
