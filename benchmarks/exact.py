@@ -29,7 +29,7 @@ from skippipe.cluster import Cluster, Node
 from skippipe.data.prepare import prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.model.model_spec import ModelSpec, config_named
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator.state_machine import Callback, IterationReport
 from skippipe.runtime.node_config import NodeConfig

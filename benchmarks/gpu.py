@@ -26,7 +26,7 @@ from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator.state_machine import Callback, IterationReport
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster

@@ -28,13 +28,14 @@ from skippipe.data.prepare import prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.launch.fork_server import ProcessPool
 from skippipe.model.model_spec import ModelSpec, llama_config
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
+from skippipe.optim.registry import OPTIMIZERS
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator.state_machine import Callback, IterationReport
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.training.run import Run
-from skippipe.workload import STATE_BYTES_PER_PARAMETER, ModelShape, Workload
+from skippipe.workload import ModelShape, Workload
 
 LEARNING = OptimConfig(warmup=2, iterations=1000)
 
@@ -130,7 +131,7 @@ def start_and_memory(tokens: TokenFile) -> None:
     beyond = {}
     for name, private in watch.private_bytes.items():
         stage = plan.stage_of[plan.cluster.number[name]]
-        beyond[name] = private - STATE_BYTES_PER_PARAMETER * workload.stage_parameters(stage, 1)
+        beyond[name] = private - OPTIMIZERS[LEARNING.optimizer].held_bytes() * workload.stage_parameters(stage, 1)
     worst = max(beyond, key=lambda name: beyond[name])
     print(
         f"private memory beyond weights, gradients and optimizer: at most {beyond[worst] / 1e6:.0f} MB, "

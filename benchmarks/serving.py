@@ -33,7 +33,7 @@ from skippipe.data.tokenizer import train_bpe
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.model.stage import StageModel, layer_ranges
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.workload import ModelShape
 from tests.helpers.serve_process import Server
 

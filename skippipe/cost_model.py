@@ -13,7 +13,7 @@ import numpy as np
 
 from skippipe.cluster import Cluster
 from skippipe.jit import Floats, Ints
-from skippipe.workload import OPTIMIZER_FLOPS_PER_PARAMETER, Workload
+from skippipe.workload import Workload
 
 NEVER_NS = 10**15  # about eleven days: what a hop over no link takes, and the most that any task or hop can
 
@@ -79,9 +79,7 @@ def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...])
         return np.array([[task_ns(flops, s) for s in speed] for flops in flops_of_stage], dtype=np.int64)
 
     forward = [float(workload.forward_flops(k)) for k in layers]
-    step = [
-        float(OPTIMIZER_FLOPS_PER_PARAMETER * workload.stage_parameters(stage, k)) for stage, k in enumerate(layers)
-    ]
+    step = [float(workload.optimizer_flops(stage, k)) for stage, k in enumerate(layers)]
     backward_ns = stage_by_node([workload.backward_ratio * flops for flops in forward])
     reachable = cluster.bandwidth_bytes_per_s > 0
     bandwidth = np.where(reachable, cluster.bandwidth_bytes_per_s, 1.0)

@@ -7,8 +7,9 @@ cluster and plan files and the command line look it up there and refuse what lie
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, is_dataclass
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -41,6 +42,22 @@ class Range:
     def check(self, value: float, place: str) -> None:
         if value not in self:
             raise UserError(f"{place}: {number_text(value)} is out of range; give {self}")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The names that a text may be, noted beside its type like a range beside a number's."""
+
+    names: Collection[str]
+
+    def __str__(self) -> str:
+        return " | ".join(f'"{name}"' for name in self.names)
+
+    def check(self, value: str, place: str) -> None:
+        if value not in self.names:
+            near = difflib.get_close_matches(value, self.names, 1)
+            meant = f"; did you mean '{near[0]}'?" if near else ""
+            raise UserError(f"{place}: '{value}' is none of {', '.join(self.names)}{meant}")
 
 
 COUNT = Range(0, LARGEST)
@@ -89,13 +106,13 @@ def hints_of(dataclass_type: type[Any]) -> dict[str, Any]:
     return _hints[dataclass_type]
 
 
-def split_hint(hint: Any) -> tuple[Any, Range | None]:
-    """A type without annotations, and the range annotated beside it; of an optional one, the type it has if it is
-    given."""
+def split_hint(hint: Any) -> tuple[Any, Range | Choices | None]:
+    """A type without its notes, and the range or the choices noted beside it; of an optional one, what it is if it is
+    said."""
     within = None
     if get_origin(hint) is Annotated:
         hint, *notes = get_args(hint)
-        within = next((note for note in notes if isinstance(note, Range)), None)
+        within = next((note for note in notes if isinstance(note, (Range, Choices))), None)
     if get_origin(hint) in (Union, UnionType):
         (hint,) = (each for each in get_args(hint) if each is not type(None))
         inner, noted = split_hint(hint)
@@ -106,7 +123,7 @@ def split_hint(hint: Any) -> tuple[Any, Range | None]:
 def range_of(dataclass_type: type[Any], name: str) -> Range:
     """The range of a field."""
     within = split_hint(hints_of(dataclass_type)[name])[1]
-    assert within is not None, f"{dataclass_type.__name__}.{name} has no range"
+    assert isinstance(within, Range), f"{dataclass_type.__name__}.{name} has no range"
     return within
 
 
@@ -140,4 +157,4 @@ def ranges_in(dataclass_type: type[Any], place: str = "") -> Iterator[tuple[str,
         if is_dataclass(inner):
             yield from ranges_in(inner, at)  # type: ignore[arg-type]
         elif inner in (int, float):
-            yield at, inner, within
+            yield at, inner, within if isinstance(within, Range) else None

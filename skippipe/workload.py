@@ -13,6 +13,8 @@ from typing import Annotated, Any
 
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, exists, read_json
+from skippipe.optim.interface import STORED_BYTES
+from skippipe.optim.registry import DEFAULT, OPTIMIZERS
 from skippipe.value_ranges import (
     COUNT,
     LAYERS,
@@ -21,6 +23,7 @@ from skippipe.value_ranges import (
     SEQUENCE,
     SLOTS,
     WIDTH,
+    Choices,
     Range,
     check_ranges,
     range_of,
@@ -30,8 +33,6 @@ WIRE_DTYPES = ("fp32", "bf16", "int8")  # the largest first
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 INT8_BLOCK = 128  # values that share one fp32 scale on the wire
 
-STATE_BYTES_PER_PARAMETER = 20  # fp32 weight, gradient, its sum over the stage, and two Adam moments
-OPTIMIZER_FLOPS_PER_PARAMETER = 250  # Adam waits for memory: the operations that would have fitted into its time
 LOGIT_BYTES = 8  # fp32 logits and their gradient, one microbatch at a time
 
 
@@ -201,6 +202,8 @@ class Workload:
     """Most microbatches in flight on a node, however much memory it has."""
     early_exit: bool = False
     """The head runs twice: also on what stage 0 alone has made of a microbatch."""
+    optimizer: Annotated[str, Choices(OPTIMIZERS)] = DEFAULT
+    """What takes the step: it says how much memory its state fills, and how long a step is."""
 
     def __post_init__(self) -> None:
         check_ranges(self, "workload")
@@ -244,12 +247,21 @@ class Workload:
     def gradient_bytes(self, stage: int, layers: int) -> int:
         return wire_bytes(self.stage_parameters(stage, layers), self.gradient_dtype)
 
+    def optimizer_flops(self, stage: int, layers: int) -> int:
+        """Operations of a stage's optimizer step."""
+        return OPTIMIZERS[self.optimizer].flops_per_parameter * self.stage_parameters(stage, layers)
+
+    def state_bytes(self, stage: int, layers: int) -> int:
+        """Weights and optimizer state of a stage, as they are sent to another node and stored in checkpoints."""
+        return OPTIMIZERS[self.optimizer].stored_bytes() * self.stage_parameters(stage, layers)
+
     def fixed_bytes(self, stage: int, layers: int) -> int:
         """Bytes that a node of the stage holds whether or not a microbatch is there."""
         tokens = self.samples_per_microbatch * self.sequence_tokens
         logits = LOGIT_BYTES * tokens * self.model.vocab if stage == 0 else 0
         recomputed = self._layer_bytes() if self.activation_checkpointing else 0
-        return STATE_BYTES_PER_PARAMETER * self.stage_parameters(stage, layers) + logits + recomputed
+        held = OPTIMIZERS[self.optimizer].held_bytes() * self.stage_parameters(stage, layers)
+        return held + logits + recomputed
 
     def held_bytes(self, layers: int) -> int:
         """Bytes that one microbatch in flight keeps on a node, from its forward to the end of its last task there."""
@@ -270,9 +282,9 @@ class Workload:
 
     @property
     def backup_bytes(self) -> int:
-        """Bytes of a copy of what only stage 0 holds, kept on a node of another stage: fp32 weights, without the
-        optimizer's state."""
-        return 4 * self.model.end_parameters
+        """A copy of what only stage 0 holds, which a node of another stage keeps: fp32 weights, without the optimizer's
+        state."""
+        return STORED_BYTES * self.model.end_parameters
 
     def spare_bytes(self, memory_bytes: int, stage: int, layers: int, microbatches: int) -> int:
         """Bytes left beside the stage and as many microbatches as a node of this memory has slots for, of so many."""
@@ -280,7 +292,8 @@ class Workload:
         return memory_bytes - self.fixed_bytes(stage, layers) - held
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """The default optimizer is left out, so that earlier versions can read the file."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("optimizer", DEFAULT)}
 
     @classmethod
     def from_json(cls, value: Any, place: str = "workload") -> Workload:
@@ -300,6 +313,7 @@ class Workload:
             header_bytes=entry.integer("header_bytes"),
             max_slots=entry.integer("max_slots") if entry.has("max_slots") else entry.take("max_slots"),
             early_exit=entry.flag("early_exit") if entry.mentions("early_exit") else False,
+            optimizer=entry.text("optimizer") if entry.mentions("optimizer") else DEFAULT,
         )
         entry.close()
         return workload

@@ -1,7 +1,8 @@
 """Checkpoints: weights and optimizer state of every stage on disk, or nothing.
 
 A checkpoint is a folder. Every stage has two safetensors files, one with its weights under the names they have in the
-whole model and one with Adam's two means under the same names, so that another plan with other stages can take it up.
+whole model and one with the optimizer's tensors under the same names, so that a plan with other stages can resume from
+it.
 The manifest names every file with its size and SHA-256 and is written last, after everything else has reached the
 disk: a folder without one, or with a file that does not match, is no checkpoint, and the one before is used.
 
@@ -10,10 +11,10 @@ disk: a folder without one, or with a file that does not match, is no checkpoint
     checkpoints/000100/manifest.json
 
 The manifest also has the id of the run: a checkpoint of another run in the same folder, however it came there, is
-neither gone on from nor removed.
+neither resumed from nor removed.
 
-Pieces come in as the nodes send them and go to disk at once: in safetensors, data lies in the order of its header, and
-a stage's flat tensor has that very order.
+Chunks go to disk as soon as nodes send them: in safetensors, data lies in the order of its header, and a stage's flat
+tensors have that very order.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -31,8 +32,9 @@ from typing import Any
 
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, json_text, read_as
-from skippipe.model.flat_params import ParamSlot
 from skippipe.model.model_files import check_plain_name
+from skippipe.optim.interface import STORED_BYTES, Optimizer, ParamSlot
+from skippipe.optim.registry import DEFAULT, OPTIMIZERS
 from skippipe.runs.tail import checkpoint_run_id, is_of, run_id_of
 from skippipe.transport.wire_codec import Buffer
 
@@ -41,14 +43,12 @@ log = logging.getLogger(__name__)
 FORMAT, VERSION = "skippipe-checkpoint", 1
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished"
-PARTS = ("weights", "mean", "square")
-"""What a node sends, one after another, each as long as the stage's flat tensor."""
-MEANS = {"mean": "exp_avg", "square": "exp_avg_sq"}
-BYTES = 4
 
 
 @dataclass(frozen=True)
 class StoredFile:
+    """A file of a checkpoint, as it was written."""
+
     name: str
     size: int
     sha256: str
@@ -56,25 +56,29 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds, and what it belongs to."""
+    """What a checkpoint holds, and the run and model that it is of."""
 
     iterations: int
-    """So many steps were taken; training goes on with the iteration of this number."""
+    """Iterations that are done, and so the number of the one that training resumes with."""
     layers: tuple[int, ...]
-    """Of each stage."""
+    """Layers of each stage."""
     steps: tuple[int, ...]
-    """Of each stage's optimizer."""
+    """Steps that each stage's optimizer has taken."""
     seed: int
     data: str
     """Fingerprint of the token file."""
     config: dict[str, Any]
-    """Of the model."""
+    """Configuration of the model, as Hugging Face writes it."""
     files: tuple[StoredFile, ...]
     run: str = ""
     """The id of the run; empty: it was made before runs had one."""
+    optimizer: str = DEFAULT
+    """The name of the optimizer whose state it holds."""
 
     def to_json(self) -> dict[str, Any]:
-        fields = {name: value for name, value in vars(self).items() if name != "run" or value}
+        """A run without an id and the default optimizer are left out, as earlier versions wrote neither."""
+        left_out = {"run": "", "optimizer": DEFAULT}
+        fields = {name: value for name, value in vars(self).items() if left_out.get(name) != value}
         return {"format": FORMAT, "version": VERSION, **fields, "files": [vars(file) for file in self.files]}
 
     @classmethod
@@ -98,37 +102,52 @@ class Manifest:
             config=config,
             files=tuple(files),
             run=fields.text("run") if fields.mentions("run") else "",
+            optimizer=fields.text("optimizer") if fields.mentions("optimizer") else DEFAULT,
         )
         fields.close()
         return manifest
 
 
-class StageWriter:
-    """Takes the parts of one stage in order, piece by piece, and puts them on disk as they come."""
+@dataclass(frozen=True)
+class CheckpointOrigin:
+    """A checkpoint to resume from."""
 
-    def __init__(self, folder: Path, stage: int, places: Sequence[ParamSlot], run_id: str = "") -> None:
-        self._values = sum(place.size for place in places)
-        weights = [(place.name, place) for place in places]
-        means = [(f"{MEANS[part]}.{place.name}", place) for part in PARTS[1:] for place in places]
+    place: Path
+    manifest: Manifest
+
+
+class StageWriter:
+    """Writes the weights and the optimizer state of one stage, in order and piece by piece as they come."""
+
+    def __init__(
+        self,
+        folder: Path,
+        stage: int,
+        weights: Sequence[ParamSlot],
+        optimizer: type[Optimizer] = OPTIMIZERS[DEFAULT],
+        run_id: str = "",
+    ) -> None:
+        slots = optimizer.state_slots(weights)
+        self._weights_bytes = STORED_BYTES * sum(slot.size for slot in weights)
+        self._bytes = STORED_BYTES * sum(slot.size for slot in slots)
         self._files = [
-            _Growing(folder / f"stage-{stage}.weights.safetensors", weights, run_id),
-            _Growing(folder / f"stage-{stage}.optimizer.safetensors", means, run_id),
+            _StreamedFile(folder / f"stage-{stage}.weights.safetensors", weights, run_id),
+            _StreamedFile(folder / f"stage-{stage}.optimizer.safetensors", slots[len(weights) :], run_id),
         ]
         self._written = 0
 
     def write(self, piece: Buffer) -> None:
-        """A piece may hold the end of the weights and the beginning of the means."""
+        """Write the next piece, which may hold the end of the weights and the beginning of the optimizer state."""
         whole = memoryview(piece)
-        weights = max(0, min(len(whole), self._values * BYTES - self._written))
+        weights = max(0, min(len(whole), self._weights_bytes - self._written))
         for file, part in zip(self._files, (whole[:weights], whole[weights:]), strict=True):
             if len(part):
                 file.write(part)
         self._written += len(whole)
 
     def finish(self) -> list[StoredFile]:
-        expected = self._values * BYTES * len(PARTS)
-        if self._written != expected:
-            raise UserError(f"{self._written:,} bytes of a stage came instead of {expected:,}")
+        if self._written != self._bytes:
+            raise UserError(f"{self._written:,} bytes of a stage came instead of {self._bytes:,}")
         return [file.finish() for file in self._files]
 
     def abandon(self) -> None:
@@ -136,15 +155,15 @@ class StageWriter:
             file.close()
 
 
-class _Growing:
-    """A safetensors file of which the header is known and the data is still coming."""
+class _StreamedFile:
+    """A safetensors file whose header is known and whose data is still coming."""
 
-    def __init__(self, path: Path, tensors: Sequence[tuple[str, ParamSlot]], run_id: str) -> None:
+    def __init__(self, path: Path, slots: Sequence[ParamSlot], run_id: str) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **({"run": run_id} if run_id else {})}}
         start = 0
-        for name, place in tensors:
-            end = start + place.size * BYTES
-            header[name] = {"dtype": "F32", "shape": list(place.shape), "data_offsets": [start, end]}
+        for slot in slots:
+            end = start + STORED_BYTES * slot.size
+            header[slot.name] = {"dtype": "F32", "shape": list(slot.shape), "data_offsets": [start, end]}
             start = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -173,52 +192,50 @@ class Checkpoints:
     """The checkpoints of a run, in one folder; the newest few are kept."""
 
     def __init__(self, folder: Path, keep: int = 2, run_id: str | None = None) -> None:
-        """Of the run with this id: others are neither read nor removed. None: of any."""
+        """Checkpoints of other runs than this are neither read nor removed; None: those of any run are."""
         self.folder = folder
         self.keep = keep
         self.run_id = run_id
 
     @classmethod
     def of_run(cls, output: Path) -> Checkpoints:
-        """Of the run whose output folder this is."""
+        """The checkpoints of the run whose output folder this is."""
         return cls(output / "checkpoints", run_id=run_id_of(output))
 
     def begin(self) -> Path:
-        """An empty folder for a new one; remains of an earlier attempt go."""
+        """An empty folder for a new checkpoint; what is left of an earlier attempt is removed."""
         place = self.folder / UNFINISHED
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         return place
 
     def commit(self, unfinished: Path, manifest: Manifest) -> None:
-        """From here on it counts; older ones of the run that are no longer wanted go."""
+        """Make it a checkpoint, and remove the oldest ones of the run beyond those that are kept."""
         place = self.folder / f"{manifest.iterations:06d}"
         if place in self.others():
             raise FileExistsError(errno.EEXIST, "is a checkpoint of another run; move it away", str(place))
-        with (unfinished / MANIFEST).open("w", encoding="utf-8") as file:
-            file.write(json_text(manifest.to_json()) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        _fsync_folder(unfinished)
+        (unfinished / MANIFEST).write_text(json_text(manifest.to_json()) + "\n", encoding="utf-8")
+        fsync_path(unfinished / MANIFEST)
+        fsync_path(unfinished)
         shutil.rmtree(place, ignore_errors=True)
         unfinished.rename(place)
-        _fsync_folder(self.folder)
+        fsync_path(self.folder)
         for old in self.complete()[self.keep :]:
             (old / MANIFEST).unlink()  # first it stops being a checkpoint
             shutil.rmtree(old, ignore_errors=True)
 
     def complete(self) -> list[Path]:
-        """Those of the run that have a manifest, newest first."""
+        """Checkpoints of the run that have a manifest, newest first."""
         return [place for place in self._all() if is_of(self.run_id, checkpoint_run_id(place))]
 
     def others(self) -> list[Path]:
-        """Those of other runs, newest first."""
+        """Checkpoints of other runs in the folder, newest first."""
         return [place for place in self._all() if not is_of(self.run_id, checkpoint_run_id(place))]
 
     def warn_of_others(self) -> None:
-        """Say what is passed over: whoever put it there may count on it."""
+        """Name the checkpoints that are ignored: the user may have put them there on purpose."""
         for place in self.others():
-            log.warning("%s: is of another run than %s, and is passed over", place, self.folder.parent)
+            log.warning("%s: is of another run than %s, and is ignored", place, self.folder.parent)
 
     def _all(self) -> list[Path]:
         if not self.folder.is_dir():
@@ -226,21 +243,19 @@ class Checkpoints:
         found = [path for path in self.folder.iterdir() if path.name.isdigit() and (path / MANIFEST).is_file()]
         return sorted(found, key=lambda path: int(path.name), reverse=True)
 
-    def newest_sound(self) -> Iterator[tuple[Path, Manifest | UserError]]:
-        """Checkpoints, newest first, until one is sound; the others with what is wrong with them."""
+    def newest_sound(self) -> CheckpointOrigin | None:
+        """The newest checkpoint of the run whose files are as they were written; a warning for each that is not."""
         self.warn_of_others()
         for place in self.complete():
             try:
-                manifest = verified(place)
+                return CheckpointOrigin(place, verified(place))
             except UserError as error:
-                yield place, error
-                continue
-            yield place, manifest
-            return
+                log.warning("%s; the checkpoint before it is used", error)
+        return None
 
 
 def verified(place: Path) -> Manifest:
-    """The manifest, if every file is as it was written."""
+    """The manifest of a checkpoint; UserError unless every file is as it was written."""
     manifest = read_as(Manifest.from_json, place / MANIFEST)
     for file in manifest.files:
         check_file(place, file)
@@ -262,8 +277,9 @@ def check_file(place: Path, file: StoredFile) -> None:
         raise UserError(f"{path}: its content is not what was written")
 
 
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def fsync_path(path: Path) -> None:
+    """Return when the content of a file or folder is on the disk, and not only in the system's cache."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

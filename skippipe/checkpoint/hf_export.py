@@ -1,4 +1,4 @@
-"""Weights that come in from the nodes, stage by stage, into a Hugging Face folder that transformers loads.
+"""Writing the trained weights, as nodes send them stage by stage, into a Hugging Face folder that transformers loads.
 
 Files lie in `unfinished` within the folder until all are there and on the disk. So a model is there whole or not at
 all, and one that the folder holds already stays until then.
@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from skippipe.checkpoint.format import fsync_path
 from skippipe.data.tokenizer import TextTokenizer
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_files import INDEX
@@ -28,7 +29,7 @@ UNFINISHED = "unfinished"
 
 
 class ModelFolder:
-    """Takes the flat weights of one stage after another; holds one stage at a time."""
+    """A Hugging Face folder that is written stage by stage; one stage at a time is held in memory."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class ModelFolder:
         dtype: torch.dtype = torch.float32,
         run_id: str = "",
     ) -> None:
-        """`layers` of each stage; `dtype` of what is written; the id of the run that trained it, if it has one."""
+        """`layers` are those of each stage, `dtype` is the type in the files, and `run_id` the run that trained it."""
         self.folder = folder
         self._dtype = dtype
         self._run = {"run": run_id} if run_id else {}
@@ -51,8 +52,8 @@ class ModelFolder:
         self._bytes = 0
 
     def store(self, stage: int, number: int, piece: Any) -> None:
-        """A piece of the stage; None ends it: OSError if it cannot be written, and then it may be ended again. With
-        number 0 the stage begins, perhaps again."""
+        """Take the next chunk of a stage, of which number 0 starts the stage over. None ends it: OSError if it cannot
+        be written, and then it may be ended again."""
         if piece is not None:
             self._pieces = [*(self._pieces if number else ()), decode(piece)]
             return
@@ -60,7 +61,7 @@ class ModelFolder:
         self._pieces = []
 
     def store_flat(self, stage: int, flat: torch.Tensor) -> None:
-        """A whole stage; OSError if it cannot be written."""
+        """Write a whole stage; OSError if it cannot be written."""
         if not self._where:
             shutil.rmtree(self._unfinished, ignore_errors=True)  # of one that was cut short
         self._unfinished.mkdir(parents=True, exist_ok=True)
@@ -82,19 +83,19 @@ class ModelFolder:
         after.mkdir(parents=True, exist_ok=True)
         for file in set(self._where.values()):
             shutil.copyfile(before / file, after / file)
-            _sync(after / file)
+            fsync_path(after / file)
         shutil.rmtree(before, ignore_errors=True)
         self.folder = folder
 
     def discard(self) -> None:
-        """What there is of a model that is not whole."""
+        """Remove what there is of an incomplete model."""
         shutil.rmtree(self._unfinished, ignore_errors=True)
         with contextlib.suppress(OSError):
             self.folder.rmdir()  # if there is nothing else
 
     @property
     def missing_bytes(self) -> int:
-        """That are not written yet."""
+        """Bytes of the model that are not written yet."""
         stages = (layout_of_stage(self._spec, self._layers, stage) for stage in range(len(self._layers)))
         return self._dtype.itemsize * sum(place.size for places in stages for place in places) - self._bytes
 
@@ -111,17 +112,17 @@ class ModelFolder:
         self._tokenizer.save(self._unfinished)
         (self._unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for path in self._unfinished.iterdir():
-            _sync(path)
+            fsync_path(path)
         for path in sorted(self._unfinished.iterdir()):
             path.replace(self.folder / path.name)
         self._unfinished.rmdir()
-        _sync(self.folder)
+        fsync_path(self.folder)
 
 
 def _save(weights: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
     try:
         save_file(weights, path, metadata=metadata)
-        _sync(path)
+        fsync_path(path)
     except (SafetensorError, OSError) as error:
         path.unlink(missing_ok=True)  # others need the room
         if isinstance(error, OSError):
@@ -129,12 +130,3 @@ def _save(weights: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]
         number = re.search(r"os error (\d+)", str(error))  # of the system, in the words of the library
         code = int(number[1]) if number else 0
         raise OSError(code, os.strerror(code) if code else str(error), str(path)) from None
-
-
-def _sync(path: Path) -> None:
-    """Returns when its content is on the disk, and not only promised to be."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,8 +1,8 @@
-"""Checkpoints of a run as it goes: what nodes send becomes files, and files become what nodes ask for.
+"""Checkpoints of a run while it trains: chunks of state from nodes go to files, and from files to nodes that resume.
 
 Writing happens on a thread of its own, so that training does not wait for a disk. A checkpoint that cannot be written
-(a full disk) is given up with a warning; the ones before it stay, and training goes on. What was written of it goes at
-once: others need the room.
+(a full disk) is given up with a warning; the ones before it stay, and training goes on. What was written of it is
+removed at once, to make room.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,32 +20,35 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from skippipe.checkpoint.format import MANIFEST, MEANS, PARTS, Checkpoints, Manifest, StageWriter, StoredFile, verified
+from skippipe.checkpoint.format import (
+    MANIFEST,
+    CheckpointOrigin,
+    Checkpoints,
+    Manifest,
+    StageWriter,
+    StoredFile,
+    verified,
+)
 from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.checkpoint.storage import Rescue, WriteFailures, in_bytes, reason
 from skippipe.data.tokenizer import TextTokenizer
 from skippipe.errors import UserError
 from skippipe.json_fields import read_as
-from skippipe.model.flat_params import ParamSlot, layout_of_stage
+from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_files import CODE_FIELD
 from skippipe.model.model_spec import ModelSpec, config_from
 from skippipe.model.stage import layer_ranges
+from skippipe.optim.interface import ParamSlot
+from skippipe.optim.registry import OPTIMIZERS
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.transport.wire_codec import EncodedTensor, encode
+from skippipe.value_ranges import Choices
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class CheckpointOrigin:
-    """A checkpoint to go on from."""
-
-    place: Path
-    manifest: Manifest
-
-
 class CheckpointManager:
-    """One for a run. Pieces come stage by stage and in order."""
+    """Writes and reads the checkpoints of one run. Chunks come stage by stage and in order."""
 
     def __init__(
         self,
@@ -69,54 +71,55 @@ class CheckpointManager:
         self._files: list[StoredFile] = []
         self._reader = StateReader(origin, node_config.plan.layers, spec) if origin else None
         self._given_up = False
-        """What comes of the checkpoint that is being made is dropped."""
+        """Further chunks of the checkpoint that is being made are dropped."""
         self.failures: list[str] = []
         self.lacking = ""
-        """Why there is none of what was given last; empty if all is well."""
+        """Why the checkpoint that was finished last is not on disk; empty if it is."""
 
     def save(self, stage: int, number: int, piece: EncodedTensor | None) -> None:
-        """A piece of a stage's state, in order, None after the last; number 0 starts the stage over."""
+        """Write the next chunk of a stage's state, None after the last one; number 0 starts the stage over."""
         self._writing.submit(self._save, stage, number, piece)
 
     def saved(self, iterations: int, steps: Sequence[int]) -> None:
-        """All stages were given; `steps` that the optimizer of each has taken."""
+        """Make it a checkpoint, now that all stages are saved; `steps` are those that each optimizer has taken."""
         self._writing.submit(self._saved, iterations, tuple(steps))
 
     def abandon(self) -> None:
-        """Whoever sent the checkpoint that is being made is gone; the next one starts clean."""
+        """Drop the checkpoint that is being made, because a node that was sending it is lost."""
         self._writing.submit(self._abandon)
 
     def lack(self) -> str:
-        """Why what was given last is not on disk; empty if all is well. Waits for what is being written."""
+        """Why the checkpoint that was finished last is not on disk; empty if it is. Waits for pending writes."""
         return self._writing.submit(lambda: self.lacking).result()
 
     def move(self) -> None:
-        """From now on checkpoints go to the rescue folder, if there is one."""
+        """Write to the rescue folder from now on, if there is one."""
         self._writing.submit(self._move)
 
     def newest(self) -> int | None:
-        """Of the checkpoints of this run, go on from the newest that is sound: its iterations, None if there is none.
+        """Choose the newest sound checkpoint of this run to resume from: its iterations, None if there is none.
 
-        Waits for what is being written.
+        Waits for pending writes.
         """
         self._reader = self._writing.submit(self._newest).result()
         return None if self._reader is None else self._reader.iterations
 
     def state(self, stage: int, first: int, count: int) -> EncodedTensor:
-        """Of the checkpoint to go on from: numbers of weights, means and squares, one after another."""
+        """A range of a stage's weights and optimizer state, as one sequence of numbers, of the checkpoint to resume
+        from."""
         return self._opened.state(stage, first, count)
 
     def steps(self, stage: int) -> int:
-        """That its optimizer had taken by then."""
+        """Steps that the optimizer of a stage had taken when the checkpoint was made."""
         return self._opened.steps(stage)
 
     @property
     def _opened(self) -> StateReader:
-        assert self._reader is not None, "there is nothing to go on from"
+        assert self._reader is not None, "there is no checkpoint to resume from"
         return self._reader
 
     def close(self) -> None:
-        """When all that was asked for is on disk."""
+        """Return when all writes are done."""
         self._writing.shutdown(wait=True)
 
     def _save(self, stage: int, number: int, piece: EncodedTensor | None) -> None:
@@ -129,7 +132,8 @@ class CheckpointManager:
             if number == 0:
                 self._stop_stage()
                 places = layout_of_stage(self._spec, self._node_config.plan.layers, stage)
-                self._writer = StageWriter(self._place, stage, places, self._run_id)
+                optimizer = OPTIMIZERS[self._node_config.learning.optimizer]
+                self._writer = StageWriter(self._place, stage, places, optimizer, self._run_id)
             assert self._writer is not None
             if piece is not None:
                 self._writer.write(piece.data)
@@ -168,6 +172,7 @@ class CheckpointManager:
             config=node_config.config,
             files=tuple(files),
             run=self._run_id,
+            optimizer=node_config.learning.optimizer,
         )
         try:
             self._checkpoints.commit(place, manifest)
@@ -215,35 +220,35 @@ class CheckpointManager:
 
 
 class StateReader:
-    """The state of any stage, whatever stages the checkpoint was made with."""
+    """Reads the state of stages from a checkpoint, whatever stages it was made with."""
 
     def __init__(self, origin: CheckpointOrigin, layers: tuple[int, ...], spec: ModelSpec) -> None:
-        """`layers` of each stage that is asked for."""
+        """`layers` are those of each stage to be read."""
         self._origin = origin
         self._layers = layers
         self._spec = spec
-        self._places: dict[int, list[ParamSlot]] = {}
+        self._slots: dict[int, list[ParamSlot]] = {}
         self.iterations = origin.manifest.iterations
 
     def steps(self, stage: int) -> int:
-        """That the optimizer had taken; the most of all stages that this one's layers came from."""
+        """Steps of the optimizer: the most of all stages that this one's layers came from."""
         made = self._origin.manifest
         ours = layer_ranges(self._layers)[stage]
         pairs = zip(layer_ranges(made.layers), made.steps, strict=True)
         return max(steps for theirs, steps in pairs if set(theirs) & set(ours))
 
     def reads(self, place: Path) -> bool:
-        """Is this the checkpoint that it was made for?"""
+        """Whether this is the checkpoint that it reads."""
         made = self._origin.manifest
         return place == self._origin.place and read_as(Manifest.from_json, place / MANIFEST) == made
 
     def open(self) -> None:
-        """Once it is open, it can be read even if newer checkpoints take its place."""
+        """Open all files; they can then be read even after newer checkpoints have replaced this one."""
         _ = self._files
 
     @cached_property
     def _files(self) -> dict[str, Any]:
-        """Name of a tensor → the open file that holds it; files are mapped, so only what is asked for is read."""
+        """Name of a tensor → the open file that holds it; files are mapped, so only what is needed is read."""
         found: dict[str, Any] = {}
         for file in self._origin.manifest.files:
             opened: Any = safe_open(self._origin.place / file.name, "pt")
@@ -251,41 +256,46 @@ class StateReader:
         return found
 
     def state(self, stage: int, first: int, count: int) -> EncodedTensor:
-        """Numbers of weights, means and squares, one after another."""
-        return encode(torch.cat(list(self._numbers(stage, first, count))), "fp32", share=True)
+        """A range of the stage's weights and optimizer state, as one sequence of numbers."""
+        return encode(torch.cat(list(self._range(self._state_slots(stage), first, count))), "fp32", share=True)
 
-    def _numbers(self, stage: int, first: int, count: int) -> Iterator[Tensor]:
-        places = self._stage(stage)
-        whole = len(PARTS) * sum(place.size for place in places)
+    def _range(self, slots: Sequence[ParamSlot], first: int, count: int) -> Iterator[Tensor]:
+        whole = slots[-1].start + slots[-1].size
         if not 0 <= first < first + count <= whole:
             raise ValueError(f"numbers {first} to {first + count} of a state of {whole}")
-        for part in PARTS:
-            for place in places:
-                start, end = max(0, first), min(place.size, first + count)
-                if start < end:
-                    name = place.name if part == PARTS[0] else f"{MEANS[part]}.{place.name}"
-                    yield self._values(name, place, start, end)
-                first -= place.size
+        for slot in slots:
+            start, end = max(0, first - slot.start), min(slot.size, first + count - slot.start)
+            if start < end:
+                yield self._values(slot, start, end)
 
     def weights(self, stage: int) -> Tensor:
-        """Of a stage, without the optimizer's state, as one flat tensor."""
-        return torch.cat([self._values(place.name, place, 0, place.size) for place in self._stage(stage)])
+        """The weights of a stage as one flat tensor."""
+        slots = layout_of_stage(self._spec, self._layers, stage)
+        return torch.cat([self._values(slot, 0, slot.size) for slot in slots])
 
-    def _stage(self, stage: int) -> list[ParamSlot]:
-        if stage not in self._places:
-            self._places[stage] = layout_of_stage(self._spec, self._layers, stage)
-        return self._places[stage]
+    def tensor(self, slot: ParamSlot) -> EncodedTensor:
+        """A whole tensor by its name, if the checkpoint has it in this shape."""
+        return encode(self._values(slot, 0, slot.size), "fp32", share=True)
 
-    def _values(self, name: str, place: ParamSlot, start: int, end: int) -> Tensor:
-        """Of a tensor as if it were flat; only the rows that they lie in are read."""
+    def _state_slots(self, stage: int) -> list[ParamSlot]:
+        if stage not in self._slots:
+            name = self._origin.manifest.optimizer
+            Choices(OPTIMIZERS).check(name, f"{self._origin.place}: optimizer")
+            places = layout_of_stage(self._spec, self._layers, stage)
+            self._slots[stage] = OPTIMIZERS[name].state_slots(places)
+        return self._slots[stage]
+
+    def _values(self, slot: ParamSlot, start: int, end: int) -> Tensor:
+        """A range of a tensor as if it were flat; only the rows that it lies in are read."""
+        name = slot.name
         if name not in self._files:
             raise UserError(f"{self._origin.place}: has no tensor '{name}'")
         stored = self._files[name].get_slice(name)
-        if tuple(stored.get_shape()) != place.shape:
+        if tuple(stored.get_shape()) != slot.shape:
             raise UserError(
-                f"{self._origin.place}: '{name}' has the shape {stored.get_shape()}, not {list(place.shape)}"
+                f"{self._origin.place}: '{name}' has the shape {stored.get_shape()}, not {list(slot.shape)}"
             )
-        row = place.size // place.shape[0]
+        row = slot.size // slot.shape[0]
         above = start // row
         rows: Tensor = stored[above : -(-end // row)]
         return rows.flatten()[start - above * row : end - above * row]
@@ -293,23 +303,23 @@ class StateReader:
 
 def origin_of(checkpoints: Checkpoints, node_config: NodeConfig) -> CheckpointOrigin:
     """The newest sound checkpoint, if it belongs to this job."""
-    for place, found in checkpoints.newest_sound():
-        if isinstance(found, UserError):
-            log.warning("%s; the checkpoint before it is used", found)
-            continue
-        for name, theirs, ours in (
-            ("model", _essence(found.config), _essence(node_config.config)),
-            ("seed", found.seed, node_config.seed),
-            ("text", found.data, node_config.data_fingerprint),
-        ):
-            if theirs != ours:
-                raise UserError(f"{place}: was made with another {name}; resume with the job it belongs to")
-        return CheckpointOrigin(place, found)
-    raise UserError(f"{checkpoints.folder}: no sound checkpoint to resume from")
+    origin = checkpoints.newest_sound()
+    if origin is None:
+        raise UserError(f"{checkpoints.folder}: no sound checkpoint to resume from")
+    found = origin.manifest
+    for name, theirs, ours in (
+        ("model", _essence(found.config), _essence(node_config.config)),
+        ("seed", found.seed, node_config.seed),
+        ("text", found.data, node_config.data_fingerprint),
+        ("optimizer", found.optimizer, node_config.learning.optimizer),
+    ):
+        if theirs != ours:
+            raise UserError(f"{origin.place}: was made with another {name}; resume with the job it belongs to")
+    return origin
 
 
 def _essence(config: dict[str, Any]) -> dict[str, Any]:
-    """What the weights depend on; versions and paths do not count."""
+    """The part of a model's configuration that weights depend on: all but versions and paths."""
     left_out = ("transformers_version", "_name_or_path", CODE_FIELD)
     plain: dict[str, Any] = json.loads(json.dumps(config))  # as it looks after a file: lists, not tuples
     return {name: value for name, value in plain.items() if name not in left_out}

@@ -1,7 +1,7 @@
-"""Writing to a disk that may be full: nothing of a run is lost because of it, and nobody is told the same thing twice.
+"""Writing to a disk that may be full: nothing of a run is lost because of it, and each warning is given once.
 
 Lines wait in memory until they can be written. The model goes to the output folder; if it cannot, to the rescue folder;
-if there is none, whoever holds the weights keeps them, and tries again. Before a run starts, there must be room for all
+if there is none, the coordinator keeps the weights and tries again. Before a run starts, there must be room for all
 that it will write.
 """
 
@@ -29,14 +29,14 @@ Rescue = Callable[[], Path | None]
 
 
 class WriteFailures:
-    """Each file that cannot be written is named once, with advice, and once more when it works again."""
+    """Warns once of each file that cannot be written, with advice, and once more when it can be written again."""
 
     def __init__(self) -> None:
         self._failing: set[str] = set()
 
     @contextmanager
     def tolerated(self, what: object, meanwhile: str) -> Iterator[None]:
-        """`meanwhile`: what that means for the run."""
+        """Log a failure to write instead of raising it; `meanwhile` says what it means for the run."""
         try:
             yield
         except (OSError, UserError) as error:
@@ -60,10 +60,10 @@ def reason(error: Exception) -> str:
 
 
 class LineFile:
-    """A file that grows by lines. Those that cannot be written wait, and are written in their order when it goes."""
+    """A file that grows by lines. Lines that cannot be written wait in memory, and are written in order later."""
 
     def __init__(self, path: Path, kept_bytes: int = 0) -> None:
-        """What it has beyond `kept_bytes` is cut off."""
+        """The file is cut off after `kept_bytes`."""
         self.path = path
         self._failures = WriteFailures()
         self._file: FileIO | None = None
@@ -73,7 +73,7 @@ class LineFile:
 
     @property
     def size(self) -> int:
-        """With what waits."""
+        """Bytes of the file, with the lines that wait."""
         return self._written + len(self._waiting)
 
     def add(self, line: str) -> None:
@@ -81,7 +81,7 @@ class LineFile:
         self._try_to_write()
 
     def cut(self, size: int) -> None:
-        """Keep so many bytes; takes effect with the next line."""
+        """Cut the file to this size; it takes effect with the next line."""
         self._waiting = self._waiting[: max(0, size - self._written)]
         if size < self._written:
             self._written, self._file = size, None  # opened anew, and cut, when there is something to write
@@ -102,10 +102,10 @@ class LineFile:
 
 
 class ModelStore:
-    """Where the weights of the run go, stage by stage: `model` in the output folder, or in the rescue folder."""
+    """The folder that the trained model is written to: `model` in the output folder, or in the rescue folder."""
 
     def __init__(self, folder: ModelFolder, rescue: Rescue, ways: Callable[[], str]) -> None:
-        """`ways`: what can still be done if the model cannot be written in the end."""
+        """`ways` says what can still be done if the model cannot be written in the end."""
         self._folder = folder
         self._rescue = rescue
         self._ways = ways
@@ -115,15 +115,15 @@ class ModelStore:
         return self._folder.folder
 
     def store(self, stage: int, number: int, piece: Any) -> None:
-        """A piece of the stage; None ends it, and then it is on disk. Unwritten if it is not: then end it again."""
+        """Take the next chunk of a stage; None ends it, and it is on disk. WriteFailed if not: then end it again."""
         try:
             self._folder.store(stage, number, piece)
         except (OSError, UserError) as error:
             if not self._store_elsewhere(stage, number, piece):
-                raise WriteFailed(self._told(error), self._ways()) from None
+                raise WriteFailed(self._message(error), self._ways()) from None
 
     def _store_elsewhere(self, stage: int, number: int, piece: Any) -> bool:
-        """Take all that there is to the rescue folder. Whether that worked."""
+        """Move all that there is to the rescue folder; whether that worked."""
         try:
             rescue = self._rescue()
             if rescue is None or rescue / self.place.name == self.place:
@@ -136,7 +136,7 @@ class ModelStore:
         log.warning("the output folder cannot be written: the model goes to %s", self.place)
         return True
 
-    def _told(self, error: Exception) -> str:
+    def _message(self, error: Exception) -> str:
         missing = in_bytes(self._folder.missing_bytes) if self._folder.missing_bytes else "the last files"
         free = free_bytes(self.place)
         there = "" if free is None else f", {in_bytes(free)} are free there"
@@ -149,7 +149,7 @@ def in_bytes(count: float) -> str:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """On the disk that it is, or will be, on; None: the file system does not say."""
+    """Free bytes on the disk that a folder is, or will be, on; None: the file system does not say."""
     there = next((path for path in (folder, *folder.resolve().parents) if path.exists()), None)
     if there is None:
         return None
@@ -158,7 +158,7 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def check_room(folder: Path, what: str, model_bytes: int, checkpoint_bytes: int, checkpoints: int) -> None:
-    """UserError unless there is room for the model and so many checkpoints more than there are."""
+    """UserError unless there is room for the model and this many more checkpoints."""
     free = free_bytes(folder)
     needed = model_bytes + checkpoint_bytes * checkpoints
     if free is not None and free < needed:

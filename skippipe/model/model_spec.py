@@ -1,4 +1,4 @@
-"""What a model is made of, without making it: any Hugging Face decoder-only configuration with a list of layers.
+"""The parts of a model, made one by one: any Hugging Face decoder-only configuration with a list of layers.
 
 `ModelSpec` asks transformers for the model's skeleton on the meta device, which takes no memory, and from it makes
 single parts for real: a layer, or the two ends (embedding; final norm and head). The weights of a part depend only on
@@ -55,8 +55,8 @@ def config_named(name: str, vocabulary: int | None = None) -> Any:
 def config_from(fields: dict[str, Any]) -> Any:
     """The configuration that these fields were written from."""
     left_out = ("model_type", "transformers_version", CODE_FIELD)
-    said = {name: value for name, value in fields.items() if name not in left_out}
-    return AutoConfig.for_model(fields["model_type"], **said)
+    kept = {name: value for name, value in fields.items() if name not in left_out}
+    return AutoConfig.for_model(fields["model_type"], **kept)
 
 
 def llama_config(shape: ModelShape, **others: Any) -> LlamaConfig:
@@ -131,14 +131,14 @@ class ModelSpec:
         return made
 
     def mask_kind(self, layer: int) -> str:
-        """Which positions a layer may look at."""
+        """The kind of attention mask that a layer has."""
         kinds = getattr(self.config, "layer_types", None)
         if kinds is not None:
             return str(kinds[layer])
         return "sliding_attention" if getattr(self.config, "sliding_window", None) else "full_attention"
 
     def mask(self, kind: str, hidden: Tensor, positions: Tensor) -> Tensor | None:
-        """None where the attention kernel's own causal mask does."""
+        """The attention mask of a kind; None where the kernel's own causal mask is enough."""
         if kind not in MASKS:
             raise UserError(f"layers of the kind '{kind}' are not supported; {', '.join(MASKS)} are")
         mask: Tensor | None = MASKS[kind](
@@ -165,7 +165,7 @@ class ModelSpec:
 
     @property
     def balance_weight(self) -> float:
-        """Of the balancing loss, in the loss of a microbatch."""
+        """The weight of the balancing loss in the loss of a microbatch."""
         return float(getattr(self.config, "router_aux_loss_coef", 0.0))
 
     def routers(self, layers: range) -> int:
@@ -185,8 +185,7 @@ class ModelSpec:
 
 
 def check_device(device: str) -> None:
-    import torch
-
+    """UserError unless this machine has the device."""
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise UserError(f"device '{device}': expected cpu, cuda or cuda:N")
@@ -197,3 +196,4 @@ def check_device(device: str) -> None:
 
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
+"""The beginning of a weight's name that says which layer it is of."""

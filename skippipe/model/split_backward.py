@@ -1,8 +1,8 @@
-"""Backward in two: input gradients at once, because others wait for them; weight gradients when there is time.
+"""Backward in two parts: input gradients at once, because other nodes wait for them; weight gradients later.
 
-The layers' linear maps, which hold nearly all weights, put their weight gradient off: backward notes the input and the
+The layers' linear maps, which hold nearly all weights, defer their weight gradient: backward notes the input and the
 output gradient, and the product of the two is made later. Everything else (norms, routers, experts that are not
-linear modules) is small or cannot be put off, and is done with the input gradients.
+linear modules) is small or cannot be deferred, and is done with the input gradients.
 """
 
 from __future__ import annotations
@@ -13,28 +13,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Later = list[tuple[nn.Parameter, Tensor, Tensor]]
-"""Weight, input, output gradient."""
+DeferredGradients = list[tuple[nn.Parameter, Tensor, Tensor]]
+"""Weight, input and output gradient of every linear map whose weight gradient is still to be computed."""
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, master: nn.Parameter, later: Later) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, master: nn.Parameter, deferred: DeferredGradients) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.master = master
-        ctx.later = later
+        ctx.deferred = deferred
         return functional.linear(inputs, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
         inputs, weight = ctx.saved_tensors
-        ctx.later.append((ctx.master, inputs, gradient))
+        ctx.deferred.append((ctx.master, inputs, gradient))
         return gradient @ weight, None, None, None
 
 
 class SplitLinear(nn.Linear):
-    later: Later
+    """A linear map whose backward pass defers its weight gradient."""
+
+    deferred: DeferredGradients
 
     def forward(self, inputs: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -44,21 +46,22 @@ class SplitLinear(nn.Linear):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             inputs, weight = inputs.to(dtype), weight.to(dtype)
-        output: Tensor = _Linear.apply(inputs, weight.detach(), self.weight, self.later)  # type: ignore[no-untyped-call]
+        output: Tensor = _Linear.apply(inputs, weight.detach(), self.weight, self.deferred)  # type: ignore[no-untyped-call]
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
-def split_linears(layers: nn.Module, later: Later) -> None:
-    """Make every linear map below put its weight gradient into `later`."""
+def split_linears(layers: nn.Module, deferred: DeferredGradients) -> None:
+    """Make every linear map in these layers defer its weight gradient into this list."""
     for module in layers.modules():
         if type(module) is nn.Linear:
             module.__class__ = SplitLinear
-            module.later = later  # type: ignore[assignment]
+            module.deferred = deferred  # type: ignore[assignment]
 
 
-def add_weight_gradients(later: Later) -> None:
+def add_weight_gradients(deferred: DeferredGradients) -> None:
+    """Compute weight gradients that were deferred, and add them to their sums."""
     with torch.no_grad():
-        for weight, inputs, gradient in later:
+        for weight, inputs, gradient in deferred:
             assert weight.grad is not None
             rows, columns = gradient.flatten(0, -2), inputs.flatten(0, -2)
             if rows.dtype == weight.grad.dtype:

@@ -1,15 +1,13 @@
 """A stage: consecutive layers of a model as one module. Stage 0 also has the embedding, the final norm and the head.
 
-Bridges: what a hop that leaves stages out does in their place.
-
-A stage holds one for each later stage that a hop may lead to past others, and one for the head. It adds to what passes
-a small map of its own: a gain for every channel, and a matrix of low rank,
+A bridge stands in for the stages that a hop skips (studies only). A stage holds one for each later stage that a hop may
+skip to, and one for the head. It adds to the activations a small map of its own: a gain for every channel, and a matrix
+of low rank,
 
     h + gain · n + up(down(n)),  n = h / rms(h)
 
 Gain and `up` are zero at the start, so an untrained bridge changes nothing. Both are linear in n: what layers add on
 average is close to that, and it costs a few thousandths of a stage's work.
-
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from skippipe.model.model_spec import ModelSpec
 
 
 class StageModel(nn.Module):
-    """Only these layers are ever made; fp32 master weights, whatever is computed in."""
+    """The layers of one stage, of which no others are made; master weights are fp32, whatever is computed in."""
 
     def __init__(self, spec: ModelSpec, layers: range, *, ends: bool, recompute: bool = False) -> None:
         super().__init__()
@@ -42,7 +40,7 @@ class StageModel(nn.Module):
         self.head = spec.head() if ends else None
         if self.embedding is not None and self.head is not None and spec.tied:
             self.head.weight = self.embedding.weight
-        self._around: dict[Any, tuple[Tensor, Any, dict[str, Tensor | None]]] = {}
+        self._of_shape: dict[Any, tuple[Tensor, Any, dict[str, Tensor | None]]] = {}
         self._scores: list[Tensor] = []
         self._watch_routers()
 
@@ -52,19 +50,19 @@ class StageModel(nn.Module):
         return hidden
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """What is made is of the type that came in: under autocast, layers with experts give fp32."""
-        came_in = hidden.dtype
-        positions, rotation, masks = self._env(hidden)
+        """The layers' output, in the type of the input: under autocast, layers with experts give fp32."""
+        dtype = hidden.dtype
+        positions, rotation, masks = self._positions_and_masks(hidden)
         for layer, kind in zip(self.layers, self._kinds, strict=True):
-            said = {"attention_mask": masks[kind], "position_ids": positions, "position_embeddings": rotation}
+            inputs = {"attention_mask": masks[kind], "position_ids": positions, "position_embeddings": rotation}
             if self.recompute and torch.is_grad_enabled():
-                hidden = checkpoint(layer, hidden, use_reentrant=False, **said)
+                hidden = checkpoint(layer, hidden, use_reentrant=False, **inputs)
             else:
-                hidden = layer(hidden, **said)
-        return hidden.to(came_in)
+                hidden = layer(hidden, **inputs)
+        return hidden.to(dtype)
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Of the next token, the mean over all tokens of the microbatch."""
+        """The loss of the next token, the mean over all tokens of the microbatch."""
         assert self.norm is not None, "only stage 0 has the head"
         assert self.head is not None
         logits = self.head(self.norm(hidden))
@@ -101,16 +99,16 @@ class StageModel(nn.Module):
             if not self.spec.tied:
                 yield from ((f"lm_head.{name}", each) for name, each in self.head.named_parameters())
 
-    def _env(self, hidden: Tensor) -> tuple[Tensor, Any, dict[str, Tensor | None]]:
+    def _positions_and_masks(self, hidden: Tensor) -> tuple[Tensor, Any, dict[str, Tensor | None]]:
         """Positions, their rotations and the masks: the same for every microbatch of a shape."""
         key = hidden.shape[1], hidden.dtype, hidden.device
-        if key not in self._around:
+        if key not in self._of_shape:
             with torch.no_grad():
                 positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
                 one = hidden[:1]  # masks are the same for every sample, however many there are
                 masks = {kind: self.spec.mask(kind, one, positions) for kind in dict.fromkeys(self._kinds)}
-                self._around[key] = positions, self.rotary(hidden, positions), masks
-        return self._around[key]
+                self._of_shape[key] = positions, self.rotary(hidden, positions), masks
+        return self._of_shape[key]
 
     def _watch_routers(self) -> None:
         found = self.spec.router
@@ -137,10 +135,10 @@ EPSILON = 1e-6  # added to the mean square; what torch adds by itself depends on
 
 
 class Bridges(nn.Module):
-    """All that begin at one stage."""
+    """All bridges that begin at one stage."""
 
     def __init__(self, stage: int, stages: int, width: int, rank: int, seed: int) -> None:
-        """Of `stages` in all, which is also the number that the head goes by; `width` channels."""
+        """A model of so many `stages`, which is also the number by which the head is a target, and `width` channels."""
         super().__init__()
         targets = torch.arange(stage + 2, stages + 1)
         self.targets: Tensor
@@ -153,10 +151,10 @@ class Bridges(nn.Module):
         self.width = width
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """`hidden` is [samples, sequence, width]; `targets` says where each sample goes next, and those that go to the
+        """`hidden` is [samples, sequence, width]; `targets` are the stages that the samples go to, and those for the
         next stage pass unchanged.
 
-        Which bridge is whose is data, not shape: all samples go through one product of matrices, with their own ones.
+        The bridge of a sample is data, not shape: all samples go through one product of matrices, each with its own.
         """
         chosen = (targets[:, None] == self.targets).to(self.down.dtype)
         samples = len(hidden)
@@ -168,5 +166,5 @@ class Bridges(nn.Module):
 
 
 def bridges_of(stages: int, width: int, rank: int, seed: int) -> list[Bridges]:
-    """Of every stage but the last, which has nothing to leave out after it; none at all with rank 0."""
+    """The bridges of every stage but the last, after which there is none to skip; none at all with rank 0."""
     return [Bridges(stage, stages, width, rank, seed) for stage in range(stages - 1)] if rank else []

@@ -1,12 +1,12 @@
-"""The tasks of a node on real tensors: forward, head, backward, weight gradients. One process uses the same.
+"""The tasks of a stage on real tensors: forward, head, backward, weight gradients.
 
 `StageStep` holds what a microbatch leaves behind from its forward to the end of its backward, and adds up gradients
 over the microbatches that came. A microbatch that comes again after a failure, because a node further on needs it,
-may not count: then its input gradient is as before and nothing is added. With bf16, what flows between layers is bf16
-and so are the products, under autocast; weights, gradients and norms stay fp32.
+may not count: then its input gradient is as before and nothing is added. With bf16, activations and products are bf16,
+under autocast; weights, gradients and norms stay fp32.
 
-A stage may be driven: what it adds to a microbatch counts several times. And the head may also look at what stage 0
-alone has made of one (early exit), which then learns from that loss too.
+What a stage adds to a microbatch may be scaled up, for the stages that were skipped. And the head may also look at the
+output of stage 0 alone (early exit), which then learns from that loss too.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.split_backward import Later, add_weight_gradients, split_linears
+from skippipe.model.split_backward import DeferredGradients, add_weight_gradients, split_linears
 from skippipe.model.stage import StageModel
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 
 Key = tuple[int, int]
 """Lane and microbatch of the lane."""
@@ -30,15 +30,16 @@ Key = tuple[int, int]
 class SavedForBackward(NamedTuple):
     """What a microbatch keeps on a node for its backward pass."""
 
-    given: Tensor
-    made: Tensor
+    inputs: Tensor
+    outputs: Tensor
     balance: Tensor | None
+    """The balancing loss of the stage's routers."""
     early: Tensor | None = None
-    """The gradient of what was made, by the loss of an early exit."""
+    """The gradient of the outputs, by the loss of an early exit."""
 
 
 class EarlyExit(NamedTuple):
-    """What the loss of an early exit takes, beside what stage 0 has made."""
+    """What the loss of an early exit takes, beside the outputs of stage 0."""
 
     labels: Tensor
     weight: float
@@ -46,6 +47,8 @@ class EarlyExit(NamedTuple):
 
 
 class StageStep:
+    """A stage of the model, its weights and gradients, and the microbatches that are on their way through it."""
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -63,37 +66,39 @@ class StageStep:
         self.weights = FlatParams(self.model.named_weights(), learning)
         self.device = device
         self.held: dict[Key, SavedForBackward] = {}
-        self.put_off: dict[Key, Later] = {}
+        self.deferred: dict[Key, DeferredGradients] = {}
+        """Weight gradients that a split backward has deferred, by microbatch."""
         self._exits: dict[Key, EarlyExit] = {}
-        self._later: Later = []
+        self._deferred_now: DeferredGradients = []
+        """Those of the backward pass that is running."""
         self._low_precision = compute_dtype == "bf16"
         if split_backward:
-            split_linears(self.model.layers, self._later)
+            split_linears(self.model.layers, self._deferred_now)
         self._loss: Callable[[Tensor, Tensor], Tensor] = self.model.loss
         if compiled:
             self._compile()
         self._split = split_backward
 
     def begin(self, key: Key, tokens: Tensor) -> Tensor:
-        """The forward pass at the data node. Like any other, it takes the place of an earlier one of the microbatch."""
+        """The forward pass at the data node. Like any other, it replaces an earlier one of the same microbatch."""
         with self._autocast():
-            made = self._keep(key, self.model.embed(tokens))
+            outputs = self._forward(key, self.model.embed(tokens))
         self._exit_early(key)
-        return made
+        return outputs
 
-    def forward(self, key: Key, hidden: Tensor, drive: float = 1.0) -> Tensor:
-        """What the stage adds to what came in is multiplied by `drive`."""
-        return self._keep(key, hidden.detach().requires_grad_(), drive)
+    def forward(self, key: Key, hidden: Tensor, residual_scale: float = 1.0) -> Tensor:
+        """The forward pass of the stage, whose contribution to the residual stream is multiplied by this scale."""
+        return self._forward(key, hidden.detach().requires_grad_(), residual_scale)
 
     def head(
         self, key: Key, hidden: Tensor, labels: Tensor, *, early: float = 0.0, counts: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """The loss, and its gradient with respect to what came in.
+        """The loss, and its gradient with respect to the inputs.
 
-        `early` is the weight of a second loss, of what this stage alone has made of the microbatch. Its gradient joins
-        the other one at the backward pass.
+        `early` is the weight of a second loss, of this stage's own outputs for the microbatch. Its gradient joins the
+        other one at the backward pass.
         """
-        loss, back = self._headed(hidden, labels, 1.0, counts)
+        loss, back = self._head(hidden, labels, 1.0, counts)
         if early:
             self._exits[key] = EarlyExit(labels, early, counts)
             self._exit_early(key)
@@ -102,69 +107,70 @@ class StageStep:
     def backward(self, key: Key, gradient: Tensor, *, counts: bool = True) -> Tensor | None:
         """The gradient for the node before; None at the data node, where the microbatch began."""
         held = self.held.pop(key)
-        counts = counts and key not in self.put_off  # or it came before, and counts when what was put off is added
+        counts = counts and key not in self.deferred  # or it came before, and counts when what was deferred is added
         if held.early is not None:
             gradient = gradient + held.early
-        roots, gradients = [held.made], [gradient.to(held.made.dtype)]
+        roots, gradients = [held.outputs], [gradient.to(held.outputs.dtype)]
         if held.balance is not None:
             roots.append(held.balance)
             gradients.append(torch.ones_like(held.balance))
-        back = _back_to(held.given, roots, gradients, counts)
+        back = _input_gradient(held.inputs, roots, gradients, counts)
         with torch.no_grad():
             self.model.balance()  # routers that were recomputed have noted their scores again: not for the next one
         if self._split and counts:
-            self.put_off[key] = self._later.copy()
-        self._later.clear()
+            self.deferred[key] = self._deferred_now.copy()
+        self._deferred_now.clear()
         return back
 
     def weight_gradients(self, key: Key, *, counts: bool = True) -> None:
-        """What a split backward has put off; one that did not count has put off nothing."""
+        """Add the weight gradients that a split backward has deferred; one that did not count has deferred none."""
         if counts:
-            add_weight_gradients(self.put_off.pop(key))
+            add_weight_gradients(self.deferred.pop(key))
         else:
-            self.put_off.pop(key, None)
+            self.deferred.pop(key, None)
 
     def drop(self, key: Key) -> None:
         """Forget a microbatch, if it is here."""
         self.held.pop(key, None)
-        self.put_off.pop(key, None)
+        self.deferred.pop(key, None)
         self._exits.pop(key, None)
 
-    def forget(self) -> None:
-        """Drop whatever is in flight."""
+    def drop_all(self) -> None:
+        """Forget all microbatches."""
         self.held.clear()
-        self.put_off.clear()
+        self.deferred.clear()
         self._exits.clear()
-        self._later.clear()
+        self._deferred_now.clear()
 
-    def _keep(self, key: Key, given: Tensor, drive: float = 1.0) -> Tensor:
-        self.held.pop(key, None)  # before the new one takes its memory; what was put off is due all the same
+    def _forward(self, key: Key, inputs: Tensor, residual_scale: float = 1.0) -> Tensor:
+        self.held.pop(key, None)  # before the new one takes its memory; what was deferred is due all the same
         with self._autocast():
-            flows = given.to(torch.bfloat16) if self._low_precision else given
-            made: Tensor = self.model(flows)
-            if drive != 1.0:
-                made = torch.lerp(flows, made, drive)
-            self.held[key] = SavedForBackward(given, made, self.model.balance())
-        return made.detach()
+            hidden = inputs.to(torch.bfloat16) if self._low_precision else inputs
+            outputs: Tensor = self.model(hidden)
+            if residual_scale != 1.0:
+                outputs = torch.lerp(hidden, outputs, residual_scale)
+            self.held[key] = SavedForBackward(inputs, outputs, self.model.balance())
+        return outputs.detach()
 
-    def _headed(self, hidden: Tensor, labels: Tensor, weight: float, counts: bool) -> tuple[Tensor, Tensor]:
-        given = hidden.detach().requires_grad_()
+    def _head(self, hidden: Tensor, labels: Tensor, weight: float, counts: bool) -> tuple[Tensor, Tensor]:
+        inputs = hidden.detach().requires_grad_()
         with self._autocast():
-            loss = self._loss(given, labels)
-        back = _back_to(given, [loss], [torch.full_like(loss, weight)], counts)
+            loss = self._loss(inputs, labels)
+        back = _input_gradient(inputs, [loss], [torch.full_like(loss, weight)], counts)
         assert back is not None
         return loss.detach(), back
 
     def _exit_early(self, key: Key) -> None:
-        """As soon as both are here: what stage 0 has made, and the labels. An heir may run the head first."""
+        """Run the early exit as soon as stage 0's outputs and the labels are both here. A node that takes over a lost
+        node's microbatches may run the head first."""
         if key not in self.held or key not in self._exits:
             return
         held, (labels, weight, counts) = self.held[key], self._exits.pop(key)
-        _, back = self._headed(held.made.float(), labels, weight, counts)
+        _, back = self._head(held.outputs.float(), labels, weight, counts)
         self.held[key] = held._replace(early=back)
 
     def _compile(self) -> None:
-        """Layer by layer: they are alike, so one is compiled and all use it. The head with the loss is another."""
+        """Compile layer by layer: they are alike, so one is compiled and all use it. Head and loss are another."""
         for layer in self.model.layers:
             layer.compile(dynamic=False)
         if self.model.head is not None:
@@ -174,9 +180,9 @@ class StageStep:
         return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self._low_precision)
 
 
-def _back_to(given: Tensor, roots: list[Tensor], gradients: list[Tensor], counts: bool) -> Tensor | None:
-    """The gradient of what was given, None if that comes out of the embedding; if it counts, the weights' are added."""
+def _input_gradient(inputs: Tensor, roots: list[Tensor], gradients: list[Tensor], counts: bool) -> Tensor | None:
+    """The gradient of the inputs, None if they come from the embedding; if it counts, the weights' are added up."""
     if counts:
         torch.autograd.backward(roots, gradients)
-        return given.grad if given.is_leaf else None
-    return torch.autograd.grad(roots, [given], gradients)[0] if given.is_leaf else None
+        return inputs.grad if inputs.is_leaf else None
+    return torch.autograd.grad(roots, [inputs], gradients)[0] if inputs.is_leaf else None

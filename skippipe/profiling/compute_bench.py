@@ -12,7 +12,7 @@ import torch
 
 from skippipe.model.model_spec import ModelSpec, check_device, config_from
 from skippipe.model.stage_step import StageStep
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.profiling.config import ProfilingConfig
 from skippipe.profiling.state_machine import RunPasses
 from skippipe.runtime.messages import Computed

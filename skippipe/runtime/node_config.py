@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.toml_config import from_table
@@ -64,7 +64,7 @@ class NodeConfig:
     def to_json(self) -> dict[str, Any]:
         plain = {name: value for name, value in vars(self).items() if name not in ("plan", "learning", "recipe")}
         recipe = {name: value for name, value in asdict(self.recipe).items() if value is not None}
-        return {**plain, "plan": self.plan.to_json(), "learning": asdict(self.learning), "recipe": recipe}
+        return {**plain, "plan": self.plan.to_json(), "learning": self.learning.to_json(), "recipe": recipe}
 
     @classmethod
     def from_json(cls, value: Any) -> NodeConfig:

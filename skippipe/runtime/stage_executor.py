@@ -1,4 +1,4 @@
-"""A node's computer on real tensors: a stage of a model, its data, its gradient ring.
+"""The executor of a training node on real tensors: a stage of the model, its data, its gradients, its state.
 
 It knows the stage and the model, and nothing of lanes, rings or other nodes: the plan may change while it stays.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from skippipe import dispatch
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.jit import python_version
-from skippipe.model.flat_params import layout, layout_of_stage
+from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage_step import StageStep
 from skippipe.runtime.allreduce import GradientRing
@@ -50,14 +50,14 @@ from skippipe.transport.message import Message, MessageKind
 from skippipe.transport.wire_codec import EncodedTensor, decode, encode
 from skippipe.workload import Workload
 
-SHOWN_VALUES = 2**22  # of a state in one message, 16 MiB
-BACKUP_VALUES = 2**20  # at most, of a copy that is fetched while all go on: 4 MiB
-NO_OUTCOME = OpResult(None)
+CHUNK_VALUES = 2**22  # numbers of a state in one message: 16 MiB
+BACKUP_VALUES = 2**20  # the most of a backup, which is fetched while training goes on: 4 MiB
+NO_RESULT = OpResult(None)
 is_weights = python_version(dispatch.is_weights)
 
 
 class StageExecutor:
-    """Runs the work of one node. Tensors come and go packed, or as they are within one process."""
+    """Runs the operations of one node. Tensors come and go encoded, or as they are within one process."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class StageExecutor:
         packing: bool = True,
         reduce: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """`layers` of each stage, this one and the others; a `sampler` where microbatches set out."""
+        """`layers` are those of every stage. The nodes of stage 0, where microbatches begin, need a `sampler`."""
         self.tasks = tasks
         self._stage = stage
         self._layers = layers
@@ -83,13 +83,14 @@ class StageExecutor:
         self._packing = packing
         self._reduce = reduce
         self._ring = GradientRing(tasks.weights.gradient, workload.gradient_dtype)
-        self._measured: tuple[int, Tensor | None] | None = None
+        self._averaged: tuple[int, Tensor | None] | None = None
         """What the sum of gradients is divided by, and that sum if it lies beside this node's own."""
-        self._kept: Tensor | None = None
+        self._snapshot: Tensor | None = None
+        """Weights and optimizer state as a checkpoint is to have them."""
         self._backup: tuple[int, Tensor] | None = None
-        """A copy of stage 0's ends, and after how many iterations it was made: its own, to lend it, or one to keep."""
-        self._incoming: tuple[int, Tensor] | None = None
-        """The next one to keep, as far as it has come."""
+        """The newest complete backup of stage 0's ends, and after how many iterations it was made."""
+        self._incoming_backup: tuple[int, Tensor] | None = None
+        """The next backup, as far as it has come."""
         self._hop_values = workload.activation_bytes // 4
         self._wire_dtype = workload.wire_dtype
         self._shape = (workload.samples_per_microbatch, workload.sequence_tokens, workload.model.hidden)
@@ -101,32 +102,34 @@ class StageExecutor:
             case DropMicrobatch():
                 return self.tasks.drop((work.lane, work.microbatch))
             case ClearGradients():
-                self.tasks.forget()
-                return self._zero()
+                self.tasks.drop_all()
+                return self._clear_gradients()
             case CheckFinite():
-                return self._inspect()
+                return self._check_finite()
             case RingStep():
                 return self._ring.turn(work.round, work.at, work.size, work.given)
             case AllReduce():
                 assert self._reduce is not None
                 return self._reduce(self.tasks.weights.gradient)
             case GradNorm():
-                return self._measure(work.visits, alone=work.alone)
+                return self._grad_norm(work.visits, alone=work.alone)
             case OptimizerStep():
                 return self._step(work.rate, work.scale)
             case ReadWeights():
-                return self._show(work.piece, kept=work.kept)
+                return self._read_weights(work.piece, kept=work.kept)
             case SnapshotState():
-                self._kept = torch.cat([part.cpu() for part in self.tasks.weights.state])
+                self._snapshot = torch.cat([part.cpu().float() for part in self.tasks.weights.state])
                 return None
             case PlanTransfer():
-                return self._study(work.origin)
+                return self._plan_transfer(work.origin)
             case ReadState():
-                return self._lend(work.first, work.count, work.backup)
+                return self._read_state(work.first, work.count, work.backup)
             case WriteState():
-                return self._load(work.part, work.given, work.digest)
+                return self._write_state(work.part, work.given, work.digest)
             case CopyEnds():
-                self._backup = work.iterations, torch.cat([each.flatten().cpu() for each in self._ends()])
+                values = self.tasks.weights.values
+                ends = [values[slot.start : slot.start + slot.size].cpu() for slot in ends_of(self.tasks.weights.slots)]
+                self._backup = work.iterations, torch.cat(ends)
                 return None
             case OpenBackup():
                 return self._open_backup(work.source, work.iterations)
@@ -143,111 +146,106 @@ class StageExecutor:
             return self._ring.fits(body, message.step + 1, at, size)
         return body.shape == self._shape and body.dtype == self._wire_dtype
 
-    def _inspect(self) -> bool:
+    def _check_finite(self) -> bool:
         gradient = self.tasks.weights.gradient
         sound = bool(torch.stack(torch.aminmax(gradient)).isfinite().all())  # NaN is both the least and the largest
         if not sound:
             gradient.zero_()
         return sound
 
-    def _measure(self, visits: int, *, alone: bool) -> float:
-        """Any number of times: an iteration may be averaged again, with others or with nobody."""
+    def _grad_norm(self, visits: int, *, alone: bool) -> float:
+        """Squared norm of the mean gradient. It may be asked for again: averaging is repeated when a peer is lost."""
         summed = None if alone or self._reduce is not None else self._ring.summed
         count = self._recipe.divisor(visits, self._microbatches)
-        self._measured = count, summed
+        self._averaged = count, summed
         return self.tasks.weights.squared_norm(count, summed)
 
     def _step(self, rate: float, scale: float) -> None:
         if scale == 0:
-            return self._zero()
-        assert self._measured is not None, "a step along a gradient that was not measured"
-        count, summed = self._measured
-        if count == 0:  # a stage that nobody visited stays as it is
-            return self._zero()
+            return self._clear_gradients()
+        assert self._averaged is not None, "a step before the norm of its gradient was taken"
+        count, summed = self._averaged
+        if count == 0:  # a stage without a visit stays as it is
+            return self._clear_gradients()
         self.tasks.weights.step(rate, scale / count, summed)
         self._ring.close(followed=True)
-        self._measured = None
+        self._averaged = None
         return None
 
-    def _zero(self) -> None:
+    def _clear_gradients(self) -> None:
         self.tasks.weights.gradient.zero_()
         self._ring.close(followed=False)
-        self._measured = None
+        self._averaged = None
 
-    def _show(self, piece: int, *, kept: bool) -> EncodedTensor | None:
-        whole = self._kept if kept else self.tasks.weights.values
-        assert whole is not None, "nothing was kept"
-        values = whole[piece * SHOWN_VALUES : (piece + 1) * SHOWN_VALUES]
+    def _read_weights(self, piece: int, *, kept: bool) -> EncodedTensor | None:
+        """A chunk of the snapshot if it was `kept` for a checkpoint, else of the weights as they are; None after the
+        last one, and then the snapshot is freed."""
+        whole = self._snapshot if kept else self.tasks.weights.values
+        assert whole is not None, "there is no snapshot"
+        values = whole[piece * CHUNK_VALUES : (piece + 1) * CHUNK_VALUES]
         if len(values):
             return encode(values, "fp32")
-        self._kept = None if kept else self._kept
+        self._snapshot = None if kept else self._snapshot
         return None
 
-    def _study(self, origin: StateSource) -> list[StateSlice]:
-        """From neighbours come weights only: Adam's means begin at zero. What they do not have (see `rebuilding`) comes
-        from a copy that somebody keeps; without one it stays as it is, in a new process as the seed has it."""
+    def _plan_transfer(self, origin: StateSource) -> list[StateSlice]:
+        """From neighbours come weights only: optimizer state begins at zero. What neighbours do not have (see
+        `neighbour_init`) comes from the backup of stage 0's ends; without one it stays as it is, in a new process as
+        the seed has it."""
         weights = self.tasks.weights
         weights.steps = origin.steps
         if origin.kind == "neighbours":
-            weights.mean.zero_()
-            weights.square.zero_()
+            for each in weights.optimizer.state.values():
+                each.zero_()
             parts = init_from_neighbours(
                 self._spec, self._layers, self._stage, origin.sources, origin.stages, origin.shares
             )
             if origin.backup is not None:
-                parts += init_from_backup(layout(self.tasks.model.named_weights()), *origin.backup)
+                parts += init_from_backup(weights.slots, *origin.backup)
         else:
-            parts = [StateSlice(origin.sources[0], 0, 3 * len(weights.values), 0)]
-        return [piece for part in parts for piece in in_pieces(part)]
+            parts = [StateSlice(origin.sources[0], 0, weights.state_values, 0)]
+        return [piece for part in parts for piece in in_chunks(part)]
 
-    def _lend(self, first: int, count: int, backup: int) -> StateChunk:
-        """Of the state, or of a copy of the ends that was made after `backup` iterations."""
-        size = 3 * len(self.tasks.weights.values)
+    def _read_state(self, first: int, count: int, backup: int) -> StateChunk:
+        """A range of the state, or of the backup of stage 0's ends that was made after `backup` iterations."""
+        size = self.tasks.weights.state_values
         if backup:
             size = len(self._backup[1]) if self._backup is not None and self._backup[0] == backup else 0
-        if first < 0 or not 0 < count <= SHOWN_VALUES or first + count > size:
+        if first < 0 or not 0 < count <= CHUNK_VALUES or first + count > size:
             return StateChunk(None, "")
         if backup:
             assert self._backup is not None
-            lent = encode(self._backup[1][first : first + count], "fp32")
+            chunk = encode(self._backup[1][first : first + count], "fp32")
         else:
-            lent = encode(torch.cat(self.tasks.weights.stretch(first, count)), "fp32", share=True)
-        return StateChunk(lent, sha256(lent.data).hexdigest())
-
-    def _ends(self) -> list[Tensor]:
-        values = self.tasks.weights.values
-        places = ends_of(layout(self.tasks.model.named_weights()))
-        return [values[place.start : place.start + place.size] for place in places]
+            chunk = encode(torch.cat(self.tasks.weights.state_range(first, count)), "fp32", share=True)
+        return StateChunk(chunk, sha256(chunk.data).hexdigest())
 
     def _open_backup(self, source: int, iterations: int) -> list[StateSlice]:
         size = sum(place.size for place in ends_of(layout_of_stage(self._spec, self._layers, 0)))
-        self._incoming = iterations, torch.empty(size)
+        self._incoming_backup = iterations, torch.empty(size)
         most = min(BACKUP_VALUES, max(LEAST_VALUES, self._hop_values))  # so that no hop waits longer than for a hop
-        return list(in_pieces(StateSlice(source, 0, size, 0, backup=iterations), most))
+        return list(in_chunks(StateSlice(source, 0, size, 0, backup=iterations), most))
 
     def _store_backup(self, part: StateSlice, given: Any, digest: str) -> bool:
-        assert self._incoming is not None
-        if not _is_sound(part, given, digest):
+        assert self._incoming_backup is not None
+        if not _is_intact(part, given, digest):
             return False
-        copy = self._incoming[1]
-        copy[part.at : part.at + part.count] = decode(given)
-        if part.at + part.count == len(copy):  # pieces come in order
-            self._backup, self._incoming = self._incoming, None
+        values = self._incoming_backup[1]
+        values[part.at : part.at + part.count] = decode(given)
+        if part.at + part.count == len(values):  # chunks come in order
+            self._backup, self._incoming_backup = self._incoming_backup, None
         return True
 
-    def _load(self, part: StateSlice, given: Any, digest: str) -> bool:
-        if not _is_sound(part, given, digest):
+    def _write_state(self, part: StateSlice, given: Any, digest: str) -> bool:
+        if not _is_intact(part, given, digest):
             return False
         values = decode(given, self.tasks.device)
         if part.share != 1:
             values.mul_(part.share)
         start = 0
-        for here in self.tasks.weights.stretch(part.at, part.count):
-            came = values[start : start + len(here)]
-            if part.added:
-                here.add_(came)
-            else:
-                here.copy_(came)
+        for here in self.tasks.weights.state_range(part.at, part.count):
+            received = values[start : start + len(here)]
+            here.add_(received) if part.added else here.copy_(received)
             start += len(here)
         return True
 
@@ -255,32 +253,32 @@ class StageExecutor:
         key = task.lane, task.microbatch
         if task.step == 0:
             tokens, _ = self._batch(task)
-            return OpResult(self._out(self.tasks.begin(key, tokens)))
+            return OpResult(self._encode_hop(self.tasks.begin(key, tokens)))
         if is_weights(task.step, task.length):
             self.tasks.weight_gradients(key, counts=task.counts)
-            return NO_OUTCOME
-        given = self._in(task.given)
+            return NO_RESULT
+        given = self._decode_hop(task.given)
         if task.step < task.length:
-            drive = self._recipe.residual_scale(len(self._layers), task.length)
-            return OpResult(self._out(self.tasks.forward(key, given, drive)))
+            residual_scale = self._recipe.residual_scale(len(self._layers), task.length)
+            return OpResult(self._encode_hop(self.tasks.forward(key, given, residual_scale)))
         if task.step == task.length:
             _, labels = self._batch(task)
             early = self._recipe.early_exit
             loss, gradient = self.tasks.head(key, given, labels, early=early, counts=task.counts)
-            return OpResult(self._out(gradient), loss)
+            return OpResult(self._encode_hop(gradient), loss)
         back = self.tasks.backward(key, given, counts=task.counts)
-        return NO_OUTCOME if back is None else OpResult(self._out(back))
+        return NO_RESULT if back is None else OpResult(self._encode_hop(back))
 
     def _batch(self, task: StageTask) -> tuple[Tensor, Tensor]:
         assert self._sampler is not None, "only data nodes read text"
         inputs, labels = self._sampler.batch(task.iteration, task.data)
         return torch.from_numpy(inputs).to(self.tasks.device), torch.from_numpy(labels).to(self.tasks.device)
 
-    def _out(self, tensor: Tensor) -> Any:
+    def _encode_hop(self, tensor: Tensor) -> Any:
         dtype = self._wire_dtype
         return encode(tensor, dtype, share=True) if self._packing else rounded(tensor, dtype)
 
-    def _in(self, given: Any) -> Tensor:
+    def _decode_hop(self, given: Any) -> Tensor:
         if isinstance(given, EncodedTensor):
             wire = self._wire_dtype
             if given.shape != self._shape or given.dtype != wire:
@@ -292,23 +290,23 @@ class StageExecutor:
         return tensor.float()
 
 
-def _is_sound(part: StateSlice, given: Any, digest: str) -> bool:
-    """Is it what was asked for, and as it was sent?"""
+def _is_intact(part: StateSlice, given: Any, digest: str) -> bool:
+    """Whether a chunk has the type and length that were requested, and the digest that was sent for it."""
     if not isinstance(given, EncodedTensor) or given.dtype != "fp32" or given.shape != (part.count,):
         return False
     return not digest or sha256(given.data).hexdigest() == digest
 
 
-def in_pieces(part: StateSlice, most: int | None = None) -> Iterator[StateSlice]:
-    """That fit into a message."""
-    most = most or SHOWN_VALUES
+def in_chunks(part: StateSlice, most: int | None = None) -> Iterator[StateSlice]:
+    """Slices of this one that fit into a message each."""
+    most = most or CHUNK_VALUES
     for start in range(0, part.count, most):
         count = min(most, part.count - start)
         yield replace(part, first=part.first + start, at=part.at + start, count=count)
 
 
 def rounded(tensor: Tensor, dtype: str) -> Tensor:
-    """What is left of a tensor after a hop."""
+    """A tensor as the next node gets it: rounded to the wire's type."""
     if dtype == "fp32":
         return tensor.float()
     if dtype == "bf16":

@@ -1,4 +1,4 @@
-"""What a node that trains is made of, from the brief: its state machine, and its computer with a stage of the model."""
+"""The role of a training node, made from its configuration: the state machine, and the executor with its stage."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from skippipe.runtime.node.interfaces import JoinConfig
 
 
-def train_role(said: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
-    node_config = NodeConfig.from_json(said)
+def train_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
+    """The role of the node that joins, from the configuration that the coordinator has sent."""
+    node_config = NodeConfig.from_json(config)
     plan = node_config.plan
-    number, stage = plan.cluster.number[join_config.name], plan.stage_of[plan.cluster.number[join_config.name]]
+    number = plan.cluster.number[join_config.name]
+    stage = plan.stage_of[number]
     others = {name: other for name, other in plan.cluster.number.items() if other != number}
     return Role(
         machine=Node(number, plan, env, own_ring=node_config.averaging == "ring"),
@@ -52,6 +54,7 @@ def _link(cluster: Cluster, sender: int, receiver: int) -> EmulatedLink:
 
 
 def build_executor(number: int, node_config: NodeConfig, join_config: JoinConfig) -> StageExecutor:
+    """The executor of a node in its own process, with its device and its copy of the text."""
     stage = node_config.plan.stage_of[number]
     device = join_config.device or node_config.device
     check_device(device)  # before others wait for this node
@@ -73,7 +76,7 @@ def build_stage_executor(
     packing: bool = True,
     reduce: Callable[[Tensor], None] | None = None,
 ) -> StageExecutor:
-    """Only the layers of this stage are made."""
+    """The executor of a stage; only the layers of this stage are made."""
     check_device(device)
     spec, plan = node_config.spec(), node_config.plan
     tasks = StageStep(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from skippipe.errors import UserError
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule, deal_lengths, parse_share, visited_of
 from skippipe.toml_config import read_toml
 from skippipe.value_ranges import (
@@ -201,7 +201,7 @@ class StudyRun:
             "variant": variant,
             "iterations": self.iterations,
             "batch": asdict(study.batch),
-            "learning": asdict(self.learning),
+            "learning": self.learning.to_json(),
             "measuring": asdict(study.measuring),
             "train": [Path(each).name for each in study.train],
             "tests": [each.split("=")[0] for each in study.tests],

@@ -22,7 +22,7 @@ from torch import Tensor
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import Bridges, StageModel, bridges_of, layer_ranges
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits
 from skippipe.study.path_sampling import together
@@ -99,14 +99,14 @@ class Engine:
         for (index, layers), weights in zip(self._ranges, self.weights, strict=True):
             new = FlatParams(StageModel(spec, layers, ends=index == 0).named_weights(), learning)
             weights.values.copy_(new.values)
-            weights.begin_again(learning)
+            weights.reset(learning)
         bridges = self._new_bridges(spec)
         if self._recorded_with != before:
             self._lay_bridges(bridges)
         else:  # where recordings know them to be
             for each, weights in zip(bridges, self.bridge_weights, strict=True):
                 weights.values.copy_(FlatParams(each.named_parameters(), learning).values)
-                weights.begin_again(learning)
+                weights.reset(learning)
 
     def _new_bridges(self, spec: ModelSpec) -> list[Bridges]:
         return bridges_of(len(self.stages), spec.shape.hidden, self.recipe.bridges, spec.seed)
@@ -117,11 +117,9 @@ class Engine:
         self.bridge_weights = [FlatParams(each.named_parameters(), self.learning) for each in self.bridges]
 
     def grow(self, donors: Mapping[int, int]) -> None:
-        """New stages as copies of others, with what the optimizer knows of them."""
+        """Make stages copies of others, with the state that the optimizer gives to grown layers."""
         for new, old in donors.items():
-            for to, from_ in zip(self.weights[new].state, self.weights[old].state, strict=True):
-                to.copy_(from_)
-            self.weights[new].steps = self.weights[old].steps
+            self.weights[new].grow_from(self.weights[old])
 
     @property
     def _recorded_with(self) -> tuple[float, float, str, int]:

@@ -16,13 +16,14 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
-from skippipe.checkpoint.format import BYTES, PARTS
 from skippipe.checkpoint.storage import Rescue, WriteFailures, check_room
 from skippipe.cluster import Cluster
 from skippipe.data.prepare import PrepareProgress, prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.errors import Infeasible, UserError
 from skippipe.model.model_spec import ModelSpec, check_device, config_named
+from skippipe.optim.interface import STORED_BYTES
+from skippipe.optim.registry import OPTIMIZERS
 from skippipe.plan import Plan
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of, stages_of
 from skippipe.planner.published import Example
@@ -167,14 +168,16 @@ class RunSetup:
         """UserError unless there is room for the model and for all checkpoints that there will be at one time. A run
         that is resumed with a rescue folder may have been resumed because the output folder has no room."""
         job = self.job
-        model_bytes = BYTES * self.plan.workload.model.parameters
+        parameters = self.plan.workload.model.parameters
+        model_bytes = STORED_BYTES * parameters
+        checkpoint_bytes = OPTIMIZERS[job.learning.optimizer].stored_bytes() * parameters
         made = (job.iterations - self.run.first) // job.checkpoint.every + 1 if job.checkpoint.every else 0
         there = len(self.run.checkpoints.complete())
         more = min(made, max(1, job.checkpoint.keep + 1 - there)) if made else 0
         if rescue is None or not self.resumed:
-            check_room(Path(job.output), "output", model_bytes, len(PARTS) * model_bytes, more)
+            check_room(Path(job.output), "output", model_bytes, checkpoint_bytes, more)
         if rescue is not None:
-            check_room(rescue, "--rescue", model_bytes, len(PARTS) * model_bytes, min(made, 1))
+            check_room(rescue, "--rescue", model_bytes, checkpoint_bytes, min(made, 1))
 
 
 def build_run(
@@ -233,6 +236,7 @@ def _planned(job: JobConfig, cluster: Cluster, example: Example | None, spec: Mo
         activation_checkpointing=job.model.checkpointing,
         max_slots=asked.max_slots,
         early_exit=job.recipe.early_exit > 0,
+        optimizer=job.learning.optimizer,
     )
     cluster = _as_emulated(job, cluster, workload)
     plan_spec = PlanSpec(
@@ -350,9 +354,10 @@ def _fitting(plan: Plan, job: JobConfig, spec: ModelSpec) -> Plan:
     broken = validate(plan)
     if broken:
         raise UserError(f"{path}: the plan breaks a rule: {broken[0]}; 'skippipe check' names all")
-    plan = replace(
-        plan, workload=replace(plan.workload, early_exit=job.recipe.early_exit > 0), expected=None, lower_bound_ns=None
-    )
+    workload = replace(plan.workload, early_exit=job.recipe.early_exit > 0, optimizer=job.learning.optimizer)
+    plan = replace(plan, workload=workload, expected=None, lower_bound_ns=None)
+    if broken := validate(plan):
+        raise UserError(f"{path}: with learning.optimizer '{workload.optimizer}' the plan breaks a rule: {broken[0]}")
     return plan.promising(simulate(plan, Timing.FULL))
 
 

@@ -2,47 +2,49 @@
 
 The smaller model is cheaper to train, and most of what it learns is of use to the larger one. What lies between its
 first and its last layers is repeated as a block, which works better than to double layer by layer (Du et al.,
-"Stacking Your Transformers", 2024). Adam's two means and its number of steps are copied with the weights.
+"Stacking Your Transformers", 2024). The optimizer's number of steps is copied with the weights, and its state as it
+asks for (`StateTensor.grown`).
 
-What comes out is a checkpoint like any other, of as many iterations as the smaller model has had.
+The result is a checkpoint like any other, of as many iterations as the smaller model has had.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skippipe.checkpoint.format import PARTS, Checkpoints, Manifest, StageWriter, StoredFile
-from skippipe.checkpoint.manager import CheckpointOrigin, StateReader
+from skippipe.checkpoint.format import CheckpointOrigin, Checkpoints, Manifest, StageWriter, StoredFile
+from skippipe.checkpoint.manager import StateReader
 from skippipe.errors import UserError
-from skippipe.model.flat_params import ParamSlot, layout_of_stage
+from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named
 from skippipe.model.stage import layer_ranges
+from skippipe.optim.interface import STORED_BYTES, Optimizer, ParamSlot
+from skippipe.optim.registry import OPTIMIZERS
 from skippipe.plan import Plan
 from skippipe.skip_schedule import donors
 from skippipe.training.job_config import JobConfig
 from skippipe.training.run import Run
 
-log = logging.getLogger(__name__)
-
-LEAST = 3
-"""Units of a model that can grow: the first, the last, and one to repeat."""
-OF_LAYERS = ("num_hidden_layers", "layer_types")
+LEAST_UNITS = 3
+"""Units (stages or layers) of a model that can grow: the first, the last, and one to repeat."""
+LAYER_FIELDS = ("num_hidden_layers", "layer_types")
 """Fields of a configuration that may differ: kinds of layers are compared one by one."""
-OF_FILES = ("transformers_version", "_name_or_path", "architectures", "dtype")
-"""Fields that say nothing about weights."""
+FILE_FIELDS = ("transformers_version", "_name_or_path", "architectures", "dtype")
+"""Fields of a configuration that say nothing about weights."""
 
 
 @dataclass(frozen=True)
 class Grown:
+    """The deeper model that was made."""
+
     place: Path
-    """The checkpoint to go on from."""
+    """The checkpoint to resume from."""
     donors: tuple[int, ...]
-    """Of each layer: the one that it is a copy of."""
+    """For each layer, the layer of the smaller model that it is a copy of."""
 
 
 def donor_layers(young: Sequence[int], grown: Sequence[int]) -> tuple[int, ...]:
@@ -53,7 +55,7 @@ def donor_layers(young: Sequence[int], grown: Sequence[int]) -> tuple[int, ...]:
     assert sum(grown) > sum(young), "it does not grow"
     unit = young[0] if len({*young, *grown}) == 1 else 1
     before, after = sum(young) // unit, sum(grown) // unit
-    if before < LEAST:
+    if before < LEAST_UNITS:
         raise UserError(
             f"a model of {before} x {unit} layers has none between the first {unit} and the last {unit} to repeat; "
             + ("cut the job's model into other stages (pipeline.stages)" if unit > 1 else "train one of 3 or more")
@@ -64,16 +66,15 @@ def donor_layers(young: Sequence[int], grown: Sequence[int]) -> tuple[int, ...]:
 
 
 def young_of(run: Path) -> CheckpointOrigin:
-    """The newest sound checkpoint of a run."""
-    for place, found in Checkpoints.of_run(run).newest_sound():
-        if isinstance(found, Manifest):
-            return CheckpointOrigin(place, found)
-        log.warning("%s; the checkpoint before it is used", found)
-    raise UserError(f"{run}: has no sound checkpoint to grow from; name the output folder of a run that has one")
+    """The newest sound checkpoint of the run that trained the smaller model."""
+    origin = Checkpoints.of_run(run).newest_sound()
+    if origin is None:
+        raise UserError(f"{run}: has no sound checkpoint to grow from; name the output folder of a run that has one")
+    return origin
 
 
 def check_job(young: CheckpointOrigin, job: JobConfig) -> None:
-    """Can a run of this job go on from there? What can be known before there is a plan."""
+    """UserError if a run of this job cannot resume from there, as far as that is known before there is a plan."""
     made, output = young.manifest, Path(job.output)
     if young.place.parent.parent.resolve() == output.resolve():
         raise UserError(f"output: {output} is where {young.place} lies; name another folder in the job")
@@ -81,6 +82,10 @@ def check_job(young: CheckpointOrigin, job: JobConfig) -> None:
         raise UserError(
             f"iterations: {job.iterations} in the job, and {young.place} is {made.iterations} iterations on; "
             "say how long the whole run is to be"
+        )
+    if job.learning.optimizer != made.optimizer:
+        raise UserError(
+            f"learning.optimizer: '{job.learning.optimizer}' in the job, '{made.optimizer}' in {young.place}: keep it"
         )
     if job.seed != made.seed:
         raise UserError(f"seed: {job.seed} in the job, {made.seed} in {young.place}; text would be repeated: keep it")
@@ -96,7 +101,7 @@ def check_job(young: CheckpointOrigin, job: JobConfig) -> None:
 
 
 def grow(young: CheckpointOrigin, run: Run, begin: Callable[[], None] = lambda: None) -> Grown:
-    """Write what the run is to go on from; `begin` is called when all is checked, before anything is written."""
+    """Write the checkpoint that the run resumes from; `begin` is called after all checks, before the first write."""
     made, node_config = young.manifest, run.node_config
     if made.data != node_config.data_fingerprint:
         raise UserError(
@@ -105,6 +110,7 @@ def grow(young: CheckpointOrigin, run: Run, begin: Callable[[], None] = lambda: 
             f"those of {young.place} ({made.data[:12]}, {made.config['vocab_size']:,}); name the same texts, "
             "tokenizer and vocabulary"
         )
+    optimizer = OPTIMIZERS[node_config.learning.optimizer]
     copied = donor_layers(made.layers, node_config.plan.layers)
     state = _YoungState(young, copied)
     state.check_kinds(run.spec)
@@ -119,8 +125,8 @@ def grow(young: CheckpointOrigin, run: Run, begin: Callable[[], None] = lambda: 
     run.tokenizer.save(unfinished)
     files: list[StoredFile] = []
     for stage, places in enumerate(stages):
-        writer = StageWriter(unfinished, stage, places, run.run_id)
-        state.copy_to(writer, places)
+        writer = StageWriter(unfinished, stage, places, optimizer, run.run_id)
+        state.copy_to(writer, places, optimizer)
         files += writer.finish()
     manifest = Manifest(
         iterations=made.iterations,
@@ -131,6 +137,7 @@ def grow(young: CheckpointOrigin, run: Run, begin: Callable[[], None] = lambda: 
         config=node_config.config,
         files=tuple(files),
         run=run.run_id,
+        optimizer=made.optimizer,
     )
     assert not run.memories, "a run that begins has none"
     run.wal.close()
@@ -139,7 +146,7 @@ def grow(young: CheckpointOrigin, run: Run, begin: Callable[[], None] = lambda: 
 
 
 def other_batch(run: Path, plan: Plan) -> str:
-    """What is different about the text of an iteration, if it is known and if there is anything."""
+    """How the text of an iteration differs from that of the smaller model's run; empty: it does not, or is unknown."""
     try:
         before, after = _batch(Plan.load(run / "plan.json")), _batch(plan)
     except UserError:
@@ -161,12 +168,11 @@ class _YoungState:
         made = young.manifest
         self._spec = ModelSpec(config_from(made.config), made.seed)
         self._reader = StateReader(young, made.layers, self._spec)
-        stages = [layout_of_stage(self._spec, made.layers, stage) for stage in range(len(made.layers))]
-        self._sizes = [sum(place.size for place in places) for places in stages]
-        self._places = {place.name: (stage, place) for stage, places in enumerate(stages) for place in places}
+        stages = (layout_of_stage(self._spec, made.layers, stage) for stage in range(len(made.layers)))
+        self._shapes = {slot.name: slot.shape for slots in stages for slot in slots}
 
     def steps(self, layers: range) -> int:
-        """That the optimizers of those that these layers are copied from have all taken."""
+        """The steps that the optimizers of all stages have taken that these layers are copied from."""
         made = self._origin.manifest
         donors = {self._copied[layer] for layer in layers}
         pairs = zip(layer_ranges(made.layers), made.steps, strict=True)
@@ -180,24 +186,27 @@ class _YoungState:
 
     def check_shapes(self, places: Sequence[ParamSlot]) -> None:
         for place in places:
-            name = self._name(place)
-            if name not in self._places or self._places[name][1].shape != place.shape:
+            name = self._donor(place.name)
+            if self._shapes.get(name) != place.shape:
                 raise self._unlike(f"'{place.name}' {list(place.shape)}", f"'{name}', which is not there or not so")
 
-    def copy_to(self, writer: StageWriter, places: Sequence[ParamSlot]) -> None:
-        """One tensor at a time."""
-        for part in range(len(PARTS)):
-            for place in places:
-                stage, theirs = self._places[self._name(place)]
-                first = part * self._sizes[stage] + theirs.start
-                writer.write(self._reader.state(stage, first, place.size).data)
+    def copy_to(self, writer: StageWriter, weights: Sequence[ParamSlot], optimizer: type[Optimizer]) -> None:
+        """Write the weights and the optimizer state of a stage, one tensor at a time."""
+        from_zero = tuple(f"{each.name}." for each in optimizer.state_tensors if each.grown == "zero")
+        for slot in optimizer.state_slots(weights):
+            if slot.name.startswith(from_zero) and self._is_new(slot.name):
+                writer.write(bytes(STORED_BYTES * slot.size))
+            else:
+                writer.write(self._reader.tensor(slot._replace(name=self._donor(slot.name))).data)
 
-    def _name(self, place: ParamSlot) -> str:
-        """That its donor has."""
-        layer = LAYER.match(place.name)
-        if layer is None:
-            return place.name
-        return f"model.layers.{self._copied[int(layer[1])]}.{place.name[layer.end() :]}"
+    def _is_new(self, name: str) -> bool:
+        """Whether a tensor is of a layer whose donor keeps its own place in the larger model, before it."""
+        layer = LAYER.search(name)
+        return layer is not None and self._copied.index(self._copied[int(layer[1])]) < int(layer[1])
+
+    def _donor(self, name: str) -> str:
+        """The name of the tensor that this one is a copy of."""
+        return LAYER.sub(lambda layer: f"model.layers.{self._copied[int(layer[1])]}.", name, count=1)
 
     def _unlike(self, ours: str, theirs: str) -> UserError:
         return UserError(
@@ -207,9 +216,9 @@ class _YoungState:
 
 
 def _differences(young: dict[str, Any], grown: dict[str, Any]) -> list[str]:
-    """Of two configurations, field by field, where they must agree."""
+    """Fields of two configurations that must agree and do not, each with both values."""
     theirs, ours = (json.loads(json.dumps(each)) for each in (young, grown))  # as they look after a file
-    names = [name for name in {**theirs, **ours} if name not in OF_LAYERS + OF_FILES]
+    names = [name for name in {**theirs, **ours} if name not in LAYER_FIELDS + FILE_FIELDS]
     if theirs["model_type"] != ours["model_type"]:
         names = ["model_type"]  # and much else
     return [

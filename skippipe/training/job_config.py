@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from skippipe.errors import UserError
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
+from skippipe.optim.registry import OPTIMIZERS
 from skippipe.skip_schedule import USUAL, SkipSchedule
 from skippipe.toml_config import read_toml
 from skippipe.value_ranges import (
@@ -194,7 +195,7 @@ class JobConfig:
     """How much of the model microbatches see, and what makes up for the rest. Growth, exposure and swaps are for
     studies."""
     learning: OptimConfig = field(default_factory=OptimConfig)
-    """AdamW, and its rate over the run."""
+    """The optimizer, and its rate over the run."""
     averaging: AveragingConfig = AveragingConfig()
     """Of gradients, inside a stage."""
     transport: TransportConfig = TransportConfig()
@@ -220,6 +221,11 @@ class JobConfig:
         if self.averaging.engine == "torch" and self.averaging.dtype != "fp32":
             raise UserError(
                 f"averaging.dtype: torch averages in fp32, not {self.averaging.dtype}; choose fp32 or engine 'ring'"
+            )
+        if self.averaging.engine == "ring" and not OPTIMIZERS[self.learning.optimizer].elementwise:
+            raise UserError(
+                f"learning.optimizer: a step of '{self.learning.optimizer}' mixes the numbers of a tensor, so nodes "
+                "cannot join while others step; choose averaging.engine 'torch', which replaces no lost node"
             )
         if bool(self.transport.peers) != bool(self.transport.key):
             raise UserError("transport.peers and transport.key go together: 'skippipe keys' makes both")

@@ -1,5 +1,4 @@
-"""The same plans, paths and data in one process: what every run over many nodes must equal, and, used alone, the fast
-way to study convergence.
+"""Training with a plan, its paths and its data in one process: what every run over many nodes must equal.
 
 There are no nodes here and no time: the microbatches of an iteration pass, one after another, through the stages that
 their lanes visit, in the order in which they visit them.
@@ -17,7 +16,7 @@ from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.runtime.stage_executor import rounded
 from skippipe.skip_schedule import SkipSchedule
@@ -25,6 +24,8 @@ from skippipe.skip_schedule import SkipSchedule
 
 @dataclass(frozen=True)
 class ReferenceState:
+    """What one iteration has come to."""
+
     iteration: int
     loss: float
     norm: float
@@ -32,6 +33,8 @@ class ReferenceState:
 
 
 class ReferenceTrainer:
+    """All stages of a model in one process, trained microbatch by microbatch."""
+
     def __init__(
         self,
         plan: Plan,
@@ -45,8 +48,8 @@ class ReferenceTrainer:
         device: str = "cpu",
         compiled: bool = False,
     ) -> None:
-        """The recipe takes other `plans`, by the length of their paths, on the same stages, and the whole length of
-        the run in `iterations`."""
+        """A recipe whose paths change their length needs `plans` for the other lengths, on the same stages, and the
+        length of the whole run in `iterations`."""
         self.plan = plan
         self.learning = learning
         self.sampler = sampler
@@ -73,7 +76,7 @@ class ReferenceTrainer:
     def iteration(self, number: int) -> ReferenceState:
         plan = self.plan_at(number)
         losses = [
-            self._there_and_back(plan, number, lane, microbatch)
+            self._forward_backward(plan, number, lane, microbatch)
             for lane, each in enumerate(plan.lanes)
             for microbatch in range(each.microbatches)
         ]
@@ -87,20 +90,20 @@ class ReferenceTrainer:
         return ReferenceState(number, float(torch.stack(losses).double().mean()), norm, rate)
 
     def plan_at(self, number: int) -> Plan:
-        """Of an iteration."""
+        """The plan of an iteration."""
         return self._plans[self.recipe.visited(number, self._iterations, len(self.stages), self.plan.visited)]
 
-    def _there_and_back(self, plan: Plan, iteration: int, lane: int, microbatch: int) -> Tensor:
+    def _forward_backward(self, plan: Plan, iteration: int, lane: int, microbatch: int) -> Tensor:
         inputs, labels = self.sampler.batch(iteration, plan.microbatch(lane, microbatch))
         key = lane, microbatch
         path = plan.visits(plan.lanes[lane])
-        drive = self.recipe.residual_scale(len(self.stages), len(path))
+        residual_scale = self.recipe.residual_scale(len(self.stages), len(path))
         data_stage = self.stages[path[0]]
         hidden = self._hop(data_stage.begin(key, torch.from_numpy(inputs).to(self._device)))
         for stage in path[1:]:
-            hidden = self._hop(self.stages[stage].forward(key, hidden, drive))
-        wanted = torch.from_numpy(labels).to(self._device)
-        loss, gradient = data_stage.head(key, hidden, wanted, early=self.recipe.early_exit)
+            hidden = self._hop(self.stages[stage].forward(key, hidden, residual_scale))
+        targets = torch.from_numpy(labels).to(self._device)
+        loss, gradient = data_stage.head(key, hidden, targets, early=self.recipe.early_exit)
         for stage in reversed(path):
             back = self.stages[stage].backward(key, self._hop(gradient))
             gradient = gradient if back is None else back

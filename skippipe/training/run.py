@@ -16,9 +16,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from skippipe.checkpoint.format import Checkpoints
+from skippipe.checkpoint.format import CheckpointOrigin, Checkpoints
 from skippipe.checkpoint.hf_export import ModelFolder
-from skippipe.checkpoint.manager import CheckpointManager, CheckpointOrigin, origin_of
+from skippipe.checkpoint.manager import CheckpointManager, origin_of
 from skippipe.checkpoint.storage import ModelStore, Rescue, WriteFailures
 from skippipe.constraints import lanes_through
 from skippipe.data.tokenizer import TextTokenizer

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from skippipe.checkpoint.format import MANIFEST, Checkpoints, verified
-from skippipe.checkpoint.manager import CheckpointManager, CheckpointOrigin, export, origin_of
+from skippipe.checkpoint.format import MANIFEST, CheckpointOrigin, Checkpoints, verified
+from skippipe.checkpoint.manager import CheckpointManager, export, origin_of
 from skippipe.data.tokenizer import TextTokenizer, train_bpe
 from skippipe.errors import UserError
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan
 from skippipe.runs.tail import model_run_id
 from skippipe.runtime.coordinator.state_machine import Callback, CoordinatorState, Event
@@ -141,6 +141,7 @@ def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path, tokenizer: TextT
         ({"seed": 12}, "seed"),
         ({"data_fingerprint": "1" * 64}, "text"),
         ({"config": {**node_config.config, "hidden_size": 64}}, "model"),
+        ({"learning": replace(LEARNING, optimizer="sgd")}, "optimizer"),
     ):
         with pytest.raises(UserError, match=f"another {name}"):
             origin_of(checkpoints, replace(node_config, **change))

@@ -108,7 +108,9 @@ def test_a_step_is_along_the_mean() -> None:
     for each in computers:
         norm, _ = stepped(each, 7, alone=False)
         assert norm == pytest.approx(float(mean.square().sum()))
-        torch.testing.assert_close(each.tasks.weights.mean.double(), 0.1 * mean, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            each.tasks.weights.optimizer.state["exp_avg"].double(), 0.1 * mean, rtol=1e-5, atol=1e-7
+        )
         assert each.tasks.weights.steps == 1
     assert not torch.equal(computers[0].tasks.weights.values, before)
 

@@ -20,7 +20,7 @@ from skippipe.cli.options import check_ranges_of
 from skippipe.cluster import Node
 from skippipe.errors import UserError
 from skippipe.json_fields import as_integer, as_number
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.presets import preset
 from skippipe.skip_schedule import SkipSchedule, parse_share
 from skippipe.stage_subset import parse_subsets
@@ -126,7 +126,7 @@ def test_every_number_on_the_command_line_has_a_range_and_is_held_to_it(
     monkeypatch.chdir(tmp_path)
     inner, within = split_hint(hint)
     kind = get_args(inner)[0] if get_origin(inner) is list else inner
-    assert within is not None, f"{command}: --{option} has no range"
+    assert isinstance(within, Range), f"{command}: --{option} has no range"
     words = [command, *["nothing-here"] * ARGUMENTS.get(command, 1), *REQUIRED.get(command, [])]
     name = f"--{option.replace('_', '-')}"
     wrong = [repr(value) for value in env(within, kind) if not isinstance(value, int) or abs(value) < HUGE]
@@ -260,5 +260,5 @@ def test_the_docs_have_the_ranges_of_files() -> None:
     for kind, place in ((Node, "nodes[]"), (ModelShape, "workload.model"), (Workload, "workload")):
         for name in hints_of(kind):
             at = f"{place}.{name}"
-            if split_hint(hints_of(kind)[name])[1]:
+            if isinstance(split_hint(hints_of(kind)[name])[1], Range):
                 assert table[at] == str(range_of(kind, name))

@@ -28,7 +28,7 @@ from transformers import LlamaForCausalLM
 
 from skippipe.data.prepare import prepare
 from skippipe.model.model_spec import ModelSpec, config_named
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runs.wal import WriteAheadLog
 from skippipe.runtime.coordinator.state_machine import Event, IterationReport

@@ -12,7 +12,7 @@ from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.runtime.node.ops import GradNorm, OptimizerStep, RingStep
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.transport.wire_codec import EncodedTensor
@@ -34,6 +34,7 @@ def computer_of(
     split: bool = False,
     recompute: bool = False,
     reduce: Callable[[torch.Tensor], Any] | None = None,
+    optimizer: str = "adamw",
     **workload: Any,
 ) -> StageExecutor:
     spec = ModelSpec(tiny(family, num_hidden_layers=sum(layers), **(config or {})), seed)
@@ -42,7 +43,7 @@ def computer_of(
     tasks = StageStep(
         spec,
         layer_ranges(layers)[stage],
-        OptimConfig(clip=0),
+        OptimConfig(optimizer, clip=0),
         ends=stage == 0,
         compute_dtype=work.compute_dtype,
         recompute=recompute,
@@ -62,7 +63,7 @@ def gradient_of(executor: StageExecutor) -> torch.Tensor:
 
 
 def state_of(executor: StageExecutor) -> torch.Tensor:
-    return torch.cat(executor.tasks.weights.state)
+    return torch.cat([part.float() for part in executor.tasks.weights.state])
 
 
 def ring(computers: Sequence[StageExecutor], rounds: int | None = None) -> None:

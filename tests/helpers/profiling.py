@@ -24,7 +24,7 @@ from skippipe.cli import main, profile
 from skippipe.cluster import Cluster, Node
 from skippipe.launch.fork_server import ProcessPool
 from skippipe.model.model_spec import ModelSpec
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.profiling import launcher
 from skippipe.profiling.config import ProfilingConfig
 from skippipe.profiling.coordinator import ProfilingCallback, ProfilingCoordinator, ProfilingDeadlines

@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 from skippipe import constraints
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.published import published20, published_plan
 from skippipe.runtime.coordinator.state_machine import (

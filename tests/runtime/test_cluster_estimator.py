@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from skippipe.constraints import lanes_through
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator.state_machine import CoordinatorState, RecoverySettings
 from skippipe.runtime.simulation.fault_injection import Fault, slow_link, slow_node

@@ -396,7 +396,7 @@ def test_the_ends_come_back_bit_for_bit(tied: bool, monkeypatch: pytest.MonkeyPa
         assert lost.run(WriteState(part, *loan)) is True
     for name, each in ends_of(lost).items():
         assert torch.equal(each, expected[name]), name
-    assert not lost.tasks.weights.mean.any()
+    assert not lost.tasks.weights.optimizer.state["exp_avg"].any()
 
 
 def copy_from(data: StageExecutor, keeper: StageExecutor, iterations: int) -> None:

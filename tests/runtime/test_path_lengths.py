@@ -11,7 +11,7 @@ import pytest
 
 from skippipe.errors import Infeasible
 from skippipe.model.stage_step import StageStep
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan
 from skippipe.planner.repair import repair
 from skippipe.planner.strategies import PlanRequest, Strategy, with_paths_of

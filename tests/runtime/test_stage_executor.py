@@ -74,7 +74,7 @@ def test_what_does_not_count_gives_the_same_and_adds_nothing(family: str, option
     second.forward()
     assert torch.equal(decode(second.backward(counts=False).payload), back)
     assert not executor.tasks.held
-    assert not executor.tasks.put_off
+    assert not executor.tasks.deferred
     if split:
         second.weights(counts=False)
     assert torch.equal(gradient_of(executor), before)
@@ -97,7 +97,7 @@ def test_at_the_data_node_head_and_backward_count_each_by_itself(family: str, sp
         if split:
             walk.weights(counts=backward)
         assert not executor.tasks.held
-        assert not executor.tasks.put_off
+        assert not executor.tasks.deferred
         return float(made.loss), decode(made.payload), gradient_of(executor)
 
     loss, back, both = there_and_back(head=True, backward=True)
@@ -128,7 +128,7 @@ def test_a_microbatch_that_comes_again_takes_the_place_of_what_was_held() -> Non
     assert torch.equal(gradient_of(executor), found)
 
 
-def test_what_was_put_off_counts_once_though_the_microbatch_comes_again() -> None:
+def test_what_was_deferred_counts_once_though_the_microbatch_comes_again() -> None:
     executor = computer_of(1, split=True)
     walk = Walk(executor, 0)
     walk.forward()
@@ -153,7 +153,7 @@ def test_a_dropped_microbatch_is_forgotten_and_the_others_are_not() -> None:
     executor.run(DropMicrobatch(0, 0))
     executor.run(DropMicrobatch(0, 1))
     executor.run(DropMicrobatch(0, 3))
-    assert not executor.tasks.put_off
+    assert not executor.tasks.deferred
     assert set(executor.tasks.held) == {(0, 2)}
     with pytest.raises(KeyError):
         walks[1].backward()
@@ -168,7 +168,7 @@ def test_clear_forgets_all() -> None:
     Walk(executor, 0).backward()
     executor.run(ClearGradients())
     assert not executor.tasks.held
-    assert not executor.tasks.put_off
+    assert not executor.tasks.deferred
     assert not gradient_of(executor).any()
 
 

@@ -33,7 +33,7 @@ def learn(learner: StageExecutor, parts: Sequence[StateSlice], sources: dict[int
 
 
 def test_a_learner_that_steps_along_ends_as_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_executor, "SHOWN_VALUES", 5000)
+    monkeypatch.setattr(stage_executor, "CHUNK_VALUES", 5000)
     replica, learner = computer_of(1), computer_of(1, seed=8)
     size = len(replica.tasks.weights.gradient)
     for number in range(3):
@@ -66,14 +66,14 @@ def rebuilt(
     """The weights before and after, and those of the neighbours."""
     learner = computer_of(stage, layers=layers, seed=1, **options)
     others = {10 + each: computer_of(each, layers=layers, seed=2, **options) for each in stages}
-    for part in (learner.tasks.weights.mean, learner.tasks.weights.square):
+    means = learner.tasks.weights.optimizer.state
+    for part in means.values():
         part.fill_(1.0)
     before = named(learner)
     parts = learner.run(PlanTransfer(StateSource("neighbours", tuple(others), stages, shares, 6)))
     learn(learner, parts, others)
     assert learner.tasks.weights.steps == 6
-    assert not learner.tasks.weights.mean.any()
-    assert not learner.tasks.weights.square.any()
+    assert len(means) == 2 and not any(part.any() for part in means.values())
     return before, named(learner), [named(each) for each in others.values()]
 
 
@@ -89,7 +89,7 @@ DEPTHS: dict[int, tuple[tuple[int, ...], dict[int, tuple[int, ...]]]] = {
 @pytest.mark.parametrize("stage", DEPTHS)
 @pytest.mark.parametrize("shown", [2**22, 777])
 def test_a_stage_is_the_mean_of_its_neighbours(stage: int, shown: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_executor, "SHOWN_VALUES", shown)
+    monkeypatch.setattr(stage_executor, "CHUNK_VALUES", shown)
     stages, depths = DEPTHS[stage]
     shares = (0.3, 0.7)[: len(stages)] if len(stages) > 1 else (1.0,)
     before, found, neighbours = rebuilt(stage, stages, shares, (2, 1, 3, 2))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from skippipe.constraints import deadlock_cycle, exposure
 from skippipe.dispatch import Dispatch
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.published import published20, published_plan
 from skippipe.runtime.coordinator.state_machine import CoordinatorState, RecoverySettings

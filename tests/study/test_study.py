@@ -20,7 +20,7 @@ from skippipe import constraints
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import load
 from skippipe.model.flat_params import FlatParams
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane
 from skippipe.skip_schedule import SkipSchedule, deal_lengths, donors, young_stages
 from skippipe.stage_subset import Visits, draw_subsets

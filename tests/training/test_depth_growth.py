@@ -20,15 +20,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from skippipe.checkpoint.format import MANIFEST, Checkpoints, verified
-from skippipe.checkpoint.manager import CheckpointManager, CheckpointOrigin
+from skippipe.checkpoint.format import MANIFEST, CheckpointOrigin, Checkpoints, verified
+from skippipe.checkpoint.manager import CheckpointManager
 from skippipe.cli import main
 from skippipe.data.tokenizer import TextTokenizer, train_bpe
 from skippipe.errors import UserError
 from skippipe.json_fields import json_text
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.training.depth_growth import check_job, donor_layers, grow, young_of

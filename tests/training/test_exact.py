@@ -18,7 +18,7 @@ from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.allreduce import GradientRing
 from skippipe.runtime.coordinator.state_machine import CoordinatorState

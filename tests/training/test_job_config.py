@@ -13,7 +13,7 @@ import pytest
 from skippipe.errors import UserError
 from skippipe.json_fields import json_text
 from skippipe.model.model_spec import ModelSpec
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.strategies import PlanRequest
 from skippipe.presets import preset

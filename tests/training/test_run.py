@@ -36,7 +36,7 @@ from skippipe.data.prepare import prepare
 from skippipe.errors import UserError
 from skippipe.launch.fork_server import ProcessPool
 from skippipe.model.model_spec import ModelSpec
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator.state_machine import Callback, Event, IterationReport, RecoverySettings
 from skippipe.runtime.node.ops import Op, OpThread, OptimizerStep

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from skippipe.data.batch_sampler import BatchSampler, permute
 from skippipe.data.prepare import prepare
 from skippipe.model.model_spec import ModelSpec, config_from, config_named
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.skip_schedule import USUAL, SkipSchedule
 from skippipe.timeline import Timeline, Timing

@@ -26,7 +26,6 @@ CHANGES = 3_072  # of the search for each plan that is compared, with USUAL_NODE
 USUAL_NODES = 20
 PLANNED = 3  # candidates that a plan is made for, of those with the best loads
 ESTIMATED = 12  # candidates whose averaging is looked at, of those with the best loads
-STATE_BYTES = 12  # of a weight that travels: itself and two Adam moments
 
 Members = Sequence[Collection[int]]
 
@@ -149,7 +148,7 @@ class StageAssignment:
     def _fetching_s(self, node: int, stage: int) -> float:
         """Seconds to fetch the state of the stage from the nearest node that has it."""
         cluster, work = self.plan.cluster, self.plan.workload
-        sent_bytes = STATE_BYTES * work.stage_parameters(stage, self.plan.layers[stage])
+        sent_bytes = work.state_bytes(stage, self.plan.layers[stage])
         links = [(other, node) for other in self.members[stage] if other in self.able]
         return min(
             (

@@ -12,7 +12,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.runtime.coordinator.ends_backup import LOST
 from skippipe.runtime.coordinator.failure_detector import FailureDetector
 from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorEnv, EventKind

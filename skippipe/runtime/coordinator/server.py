@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from skippipe.errors import UserError
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import StopRequests
 from skippipe.runtime.coordinator.state_machine import (

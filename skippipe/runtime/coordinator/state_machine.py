@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from skippipe import __version__
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.commit_loop import CommitLoop
 from skippipe.runtime.coordinator.ends_backup import LOST, EndsBackup

@@ -18,7 +18,7 @@ from typing import Any
 from skippipe import __version__
 from skippipe.cluster import Cluster
 from skippipe.cost_model import ns
-from skippipe.optim_config import OptimConfig
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.ring_timing import chunk_ns
 from skippipe.runtime.coordinator.interfaces import StopRequests

@@ -1,4 +1,4 @@
-"""How weights follow gradients: AdamW, clipped by the norm of the whole model's gradient.
+"""Settings of the optimizer: which one, its learning rate over the run, and clipping by the whole model's norm.
 
 The rate rises in a warm-up, is held, and follows a cosine down to its floor.
 """
@@ -8,16 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from skippipe.errors import UserError
-from skippipe.value_ranges import BELOW_ONE, ITERATIONS_OR_NONE, SHARE, Range, check_ranges
+from skippipe.optim.registry import DEFAULT, OPTIMIZERS
+from skippipe.value_ranges import BELOW_ONE, ITERATIONS_OR_NONE, SHARE, Choices, Range, check_ranges
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Settings of the optimizer."""
+    """Settings of the optimizer, `[learning]` in a job. A field that it has no use for is not read."""
 
+    optimizer: Annotated[str, Choices(OPTIMIZERS)] = DEFAULT
+    """What takes the step: AdamW, or gradient descent with momentum, which holds less state."""
     rate: Annotated[float, Range(0, 100, above=True)] = 3e-4
     """The highest learning rate, reached after the warm-up."""
     warmup: Annotated[int, Range(0, ITERATIONS_OR_NONE.most - 1)] = 20
@@ -29,13 +32,13 @@ class OptimConfig:
     floor: Annotated[float, SHARE] = 0.1
     """Share of the rate that is left in the end."""
     beta1: Annotated[float, BELOW_ONE] = 0.9
-    """Of the mean of gradients."""
+    """Decay of the running mean of gradients; the momentum of sgd."""
     beta2: Annotated[float, BELOW_ONE] = 0.95
-    """Of the mean of their squares."""
+    """Decay of the running mean of their squares."""
     epsilon: Annotated[float, Range(0, 1, above=True)] = 1e-8
-    """Added to the root of the latter."""
+    """Added to the root of that mean."""
     weight_decay: Annotated[float, Range(0, 100)] = 0.1
-    """Of matrices; norms and biases do not decay."""
+    """Weight decay of matrices; norms and biases do not decay."""
     clip: Annotated[float, Range(0, 10**9)] = 1.0
     """Largest norm of the whole model's gradient; 0: not clipped."""
 
@@ -47,9 +50,13 @@ class OptimConfig:
                 "make it smaller"
             )
 
+    def to_json(self) -> dict[str, Any]:
+        """The fields; the default optimizer is left out, so that a study's results keep their keys."""
+        return {name: value for name, value in vars(self).items() if (name, value) != ("optimizer", DEFAULT)}
+
     def rate_at(self, iteration: int) -> float:
-        """`iteration` counts from 0."""
-        assert self.iterations > 0, "how long it is was left open"
+        """The learning rate of an iteration, counted from 0."""
+        assert self.iterations > 0, "the length of the schedule was left open"
         if iteration < self.warmup:
             return self.rate * (iteration + 1) / (self.warmup + 1)
         progress = min(1.0, (iteration - self.warmup) / (self.iterations - self.warmup))
@@ -57,7 +64,7 @@ class OptimConfig:
         return self.rate * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
     def clipping(self, squared_norms: Iterable[float]) -> tuple[float, float]:
-        """From the squared norms of the stages' gradients: the norm of the whole, and what to multiply it by."""
+        """From the squared norms of the stages' gradients: the norm of the model's, and the factor that clips it."""
         norm = math.sqrt(math.fsum(squared_norms))
         if self.clip == 0 or not math.isfinite(norm):
             return norm, 1.0

@@ -1,0 +1,1 @@
+"""Optimizers: one interface, one file for each, and a registry of their names."""

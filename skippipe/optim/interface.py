@@ -1,0 +1,152 @@
+"""What an optimizer is to the rest of the package: the step along flat tensors, and the state that it keeps for it.
+
+Planner, checkpoints, state transfer and growth ask the class for names, shapes and sizes, which takes no torch. A stage
+makes an object of it, which holds the state. A new optimizer is one file beside this one and one line in `registry`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from skippipe.optim.config import OptimConfig
+
+Shape = tuple[int, ...]
+STORED_BYTES = 4  # of a number on the wire and in checkpoints, weights and state alike: fp32
+HELD_BYTES = {"fp32": 4, "bf16": 2}
+
+
+class ParamSlot(NamedTuple):
+    """Where a tensor lies in a flat one."""
+
+    name: str
+    shape: Shape
+    start: int
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor that an optimizer keeps for every parameter; it is zero before the first step."""
+
+    name: str
+    """In checkpoints its values are called `NAME.PARAMETER`, as in `exp_avg.model.norm.weight`."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """What a node holds it in. On the wire and in checkpoints it is fp32."""
+    shape: Callable[[Shape], Shape] | None = None
+    """From a parameter's shape to this tensor's, of at least one dimension; None: the same."""
+    grown: Literal["copied", "zero"] = "copied"
+    """What a new layer gets that begins as a copy of another one: that layer's state, or zeros."""
+
+    def shape_for(self, parameter: Shape) -> Shape:
+        return parameter if self.shape is None else self.shape(parameter)
+
+
+class Optimizer(ABC):
+    """Steps along the gradient of a stage, whose parameters lie in one flat fp32 tensor, and holds its state."""
+
+    state_tensors: ClassVar[tuple[StateTensor, ...]]
+    """The state beside the parameters, in the order in which it is sent and stored."""
+    elementwise: ClassVar[bool] = True
+    """A step changes every number by that number's gradient and state alone. Then a node may step while it still
+    receives the state of its stage, piece by piece and in any order."""
+    flops_per_parameter: ClassVar[int]
+    """Operations of a step, for the planner. Most steps wait for memory: then those that fit into their time."""
+
+    def __init__(self, values: Tensor, slots: Sequence[ParamSlot], learning: OptimConfig) -> None:
+        """`slots` say where in `values` each parameter lies: those of two or more dimensions, which decay, first."""
+        import torch
+
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+        self.values = values
+        self.slots = slots
+        self.learning = learning
+        self.steps = 0
+        """Steps taken so far."""
+        self.state: dict[str, Tensor] = {}
+        """By name: one flat tensor for all parameters."""
+        for each in self.state_tensors:
+            size = sum(prod(each.shape_for(slot.shape)) for slot in slots)
+            self.state[each.name] = torch.zeros(size, dtype=dtypes[each.dtype], device=values.device)
+
+    @abstractmethod
+    def step(self, gradient: Tensor, rate: float) -> None:
+        """Change the parameters and the state in place; the caller counts `steps`.
+
+        The gradient is the mean over the stage's microbatches, clipped by the norm of the whole model's. It may be
+        overwritten.
+        """
+
+    @classmethod
+    def state_slots(cls, slots: Sequence[ParamSlot]) -> list[ParamSlot]:
+        """Parameters and state of a stage as one sequence of numbers, under the names that they have in checkpoints."""
+        found = list(slots)
+        start = sum(slot.size for slot in slots)
+        for each in cls.state_tensors:
+            for slot in slots:
+                found.append(ParamSlot(f"{each.name}.{slot.name}", each.shape_for(slot.shape), start))
+                start += found[-1].size
+        return found
+
+    @classmethod
+    def held_bytes(cls) -> int:
+        """Bytes of a node's memory for every parameter: fp32 weight, gradient and its sum over the stage, and state.
+
+        Tensors of another shape than the parameter's are small beside it, and are not counted.
+        """
+        state = sum(HELD_BYTES[each.dtype] for each in cls.state_tensors if each.shape is None)
+        return 3 * HELD_BYTES["fp32"] + state
+
+    @classmethod
+    def stored_bytes(cls) -> int:
+        """Bytes for every parameter that a checkpoint takes, or the transfer of a stage's state to another node."""
+        return STORED_BYTES * (1 + sum(each.shape is None for each in cls.state_tensors))
+
+
+class TorchOptimizer(Optimizer):
+    """An elementwise optimizer of `torch.optim`, as one fused kernel; its state tensors have torch's names."""
+
+    torch_name: ClassVar[str]
+    """The name of the class in `torch.optim`."""
+
+    def __init__(self, values: Tensor, slots: Sequence[ParamSlot], learning: OptimConfig) -> None:
+        super().__init__(values, slots, learning)
+        import torch
+
+        decayed = sum(slot.size for slot in slots if len(slot.shape) >= 2)
+        self._ranges = slice(0, decayed), slice(decayed, None)
+        self._groups = [torch.nn.Parameter(values[each]) for each in self._ranges]
+        self._torch: torch.optim.Optimizer = getattr(torch.optim, self.torch_name)(
+            [
+                {"params": [group], "weight_decay": decay}
+                for group, decay in zip(self._groups, (learning.weight_decay, 0.0), strict=True)
+            ],
+            lr=learning.rate,
+            fused=values.device.type in ("cpu", "cuda"),
+            **self.hyperparameters(learning),
+        )
+        for group, each in zip(self._groups, self._ranges, strict=True):  # as torch would make it, but in one piece
+            state = {name: whole[each] for name, whole in self.state.items()}
+            self._torch.state[group] = {"step": torch.zeros((), device=values.device), **state}
+
+    @staticmethod
+    @abstractmethod
+    def hyperparameters(learning: OptimConfig) -> dict[str, Any]:
+        """Arguments of the torch class, beside the learning rate and weight decay."""
+
+    def step(self, gradient: Tensor, rate: float) -> None:
+        for group, each in zip(self._groups, self._ranges, strict=True):
+            group.grad = gradient[each]
+            self._torch.state[group]["step"].fill_(self.steps)
+        for settings in self._torch.param_groups:
+            settings["lr"] = rate
+        self._torch.step()

@@ -1,0 +1,14 @@
+"""The optimizers that a job can name in `learning.optimizer`."""
+
+from __future__ import annotations
+
+from skippipe.optim.adamw import AdamW
+from skippipe.optim.interface import Optimizer
+from skippipe.optim.sgd import SGD
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "adamw": AdamW,
+    "sgd": SGD,
+}
+DEFAULT = "adamw"
+"""What a job, plan or checkpoint uses that names none, as those of earlier versions do."""

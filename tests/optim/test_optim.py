@@ -1,0 +1,312 @@
+"""The interface of optimizers: others than AdamW are trained with, stored, transferred and grown, by one registration.
+
+`Momentum` and `Rowwise` are defined here. The second is as unlike AdamW as the interface allows: a state tensor in
+bf16, one of another shape than the parameter's, and a step that mixes the numbers of a row.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from skippipe.checkpoint.format import MANIFEST, CheckpointOrigin, Manifest, verified
+from skippipe.checkpoint.manager import CheckpointManager, origin_of
+from skippipe.data.batch_sampler import BatchSampler
+from skippipe.data.tokenizer import TextTokenizer, train_bpe
+from skippipe.errors import UserError
+from skippipe.json_fields import read_json
+from skippipe.model.model_spec import ModelSpec
+from skippipe.optim.config import OptimConfig
+from skippipe.optim.interface import Optimizer, ParamSlot, StateTensor
+from skippipe.optim.registry import OPTIMIZERS
+from skippipe.plan import Lane, Plan, Stage
+from skippipe.runtime import stage_executor
+from skippipe.runtime.coordinator.state_machine import CoordinatorState
+from skippipe.runtime.node.ops import PlanTransfer, ReadState, StateSource, WriteState
+from skippipe.runtime.node_config import NodeConfig
+from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.runtime.stage_executor import StageExecutor
+from skippipe.runtime.train_role import build_stage_executor
+from skippipe.toml_config import from_table
+from skippipe.training.depth_growth import grow, young_of
+from skippipe.training.job_config import AveragingConfig, JobConfig
+from skippipe.training.reference import ReferenceTrainer
+from skippipe.training.run import Run
+from skippipe.workload import MODELS, Workload
+from tests.helpers.executors import computer_of, noise, state_of, stepped
+from tests.helpers.models import tiny
+from tests.helpers.plans import uniform_cluster
+
+torch.set_num_threads(1)
+SEQUENCE, SAMPLES, MICROBATCHES = 12, 2, 3
+TEXT = np.random.default_rng(5).integers(0, 97, 3000)
+YOUNG, GROWN = (1, 1, 1), (1, 1, 1, 1)
+DONORS = (0, 1, 1, 2)
+"""The stage of the young model that each one of the grown model begins as a copy of."""
+
+
+class Momentum(Optimizer):
+    """What `torch.optim.SGD` does, from the interface alone."""
+
+    state_tensors = (StateTensor("momentum"),)
+    flops_per_parameter = 100
+
+    def step(self, gradient: Tensor, rate: float) -> None:
+        matrices = sum(slot.size for slot in self.slots if len(slot.shape) >= 2)
+        gradient[:matrices].add_(self.values[:matrices], alpha=self.learning.weight_decay)
+        self.state["momentum"].mul_(self.learning.beta1).add_(gradient)
+        self.values.add_(self.state["momentum"], alpha=-rate)
+
+
+class Rowwise(Optimizer):
+    """Momentum in bf16, divided by the root of the mean square of its row so far."""
+
+    state_tensors = (
+        StateTensor("momentum", dtype="bf16", grown="zero"),
+        StateTensor("rows", shape=lambda parameter: parameter[:1]),
+    )
+    elementwise = False
+    flops_per_parameter = 300
+
+    def step(self, gradient: Tensor, rate: float) -> None:
+        self.state["momentum"].mul_(self.learning.beta1).add_(gradient)
+        first = 0
+        for slot in self.slots:
+            here = slice(slot.start, slot.start + slot.size)
+            rows = self.state["rows"][first : first + slot.shape[0]]
+            rows.add_(gradient[here].view(slot.shape[0], -1).square().mean(1))
+            update = self.state["momentum"][here].float().view(slot.shape[0], -1) / (rows.unsqueeze(1).sqrt() + 1e-6)
+            self.values[here].sub_(rate / (self.steps + 1) * update.flatten())
+            first += slot.shape[0]
+
+
+class TorchSgd(Optimizer):
+    """`torch.optim.SGD` itself, tensor by tensor: what others are compared with."""
+
+    state_tensors = ()
+    flops_per_parameter = 100
+
+    def __init__(self, values: Tensor, slots: Sequence[ParamSlot], learning: OptimConfig) -> None:
+        super().__init__(values, slots, learning)
+        self._weights = [torch.nn.Parameter(_part(values, slot)) for slot in slots]
+        groups = [{"params": [each], "weight_decay": (each.dim() > 1) * 0.1} for each in self._weights]
+        self._sgd = torch.optim.SGD(groups, lr=1.0, momentum=0.9)
+
+    def step(self, gradient: Tensor, rate: float) -> None:
+        for weight, slot in zip(self._weights, self.slots, strict=True):
+            weight.grad = _part(gradient, slot)
+        for group in self._sgd.param_groups:
+            group["lr"] = rate
+        self._sgd.step()
+
+
+def _part(flat: Tensor, slot: ParamSlot) -> Tensor:
+    return flat[slot.start : slot.start + slot.size].view(slot.shape)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "momentum", Momentum)
+    monkeypatch.setitem(OPTIMIZERS, "rowwise", Rowwise)
+    monkeypatch.setitem(OPTIMIZERS, "torch-sgd", TorchSgd)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> TextTokenizer:
+    return train_bpe(["some words, and some more words"] * 20, 270)
+
+
+def run_of(folder: Path, tokenizer: TextTokenizer, layers: tuple[int, ...], optimizer: str) -> Run:
+    """One node a stage and one lane, so that microbatches are added up in the order of one process."""
+    spec = ModelSpec(tiny("llama", num_hidden_layers=sum(layers)), seed=11)
+    work = Workload(
+        spec.shape, SEQUENCE, SAMPLES, MICROBATCHES, wire_dtype="fp32", compute_dtype="fp32", optimizer=optimizer
+    )
+    stages = tuple(Stage(count, (node,), (node,)) for node, count in enumerate(layers))
+    plan = Plan(uniform_cluster(len(layers)), work, stages, (Lane(tuple(range(len(layers))), MICROBATCHES),))
+    learning = OptimConfig(optimizer, rate=3e-2, warmup=1, iterations=20)
+    return Run(NodeConfig(plan, spec.config.to_dict(), 11, learning, "tokens", "0" * 64), spec, tokenizer, folder, 20)
+
+
+def sampler_of(plan: Plan) -> BatchSampler:
+    return BatchSampler(TEXT, SEQUENCE, 3, plan.microbatches, SAMPLES)
+
+
+def reference_of(run: Run) -> ReferenceTrainer:
+    plan = run.node_config.plan
+    return ReferenceTrainer(plan, run.spec, run.node_config.learning, sampler_of(plan))
+
+
+def nodes_trained(run: Run, until: int, origin: CheckpointOrigin | None = None) -> dict[int, StageExecutor]:
+    """Many nodes under virtual time, from the start or from a checkpoint; in the end there is a checkpoint."""
+    config, first = run.node_config, origin.manifest.iterations if origin else 0
+    sampler = sampler_of(config.plan)
+    executors = {
+        node: build_stage_executor(stage, config, "cpu", sampler if stage == 0 else None)
+        for node, stage in config.plan.stage_of.items()
+    }
+    store = CheckpointManager(run.checkpoints, config, run.spec, run.tokenizer, origin)
+    cluster = VirtualCluster(
+        config.plan,
+        config.learning,
+        until - first,
+        executors,
+        first=first,
+        kept_every=100,
+        keeper=store,
+        resumed=origin is not None,
+    )
+    cluster.run()
+    store.close()
+    assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
+    return executors
+
+
+def assert_equal(executors: dict[int, StageExecutor], reference: ReferenceTrainer) -> None:
+    """To the last bit, weights and optimizer state."""
+    for node, executor in executors.items():
+        ours, theirs = executor.tasks.weights, reference.stages[node].weights
+        assert ours.steps == theirs.steps
+        for mine, other in zip(ours.state, theirs.state, strict=True):
+            assert mine.dtype == other.dtype and torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "momentum", "rowwise"])
+def test_nodes_checkpoints_and_growth_follow_one_process(
+    tmp_path: Path, tokenizer: TextTokenizer, optimizer: str
+) -> None:
+    young = run_of(tmp_path / "young", tokenizer, YOUNG, optimizer)
+    reference = reference_of(young)
+    before = [stage.weights.values.clone() for stage in reference.stages]
+    for number in range(4):
+        reference.iteration(number)
+    nodes_trained(young, 2)
+    origin = origin_of(young.checkpoints, young.node_config)
+    assert_equal(nodes_trained(young, 4, origin), reference)
+    assert not any(
+        torch.equal(stage.weights.values, each) for stage, each in zip(reference.stages, before, strict=True)
+    )
+
+    larger = run_of(tmp_path / "larger", tokenizer, GROWN, optimizer)
+    grown = grow(young_of(young.output), larger)
+    assert grown.donors == DONORS
+    origin = origin_of(larger.checkpoints, larger.node_config)
+    assert (origin.manifest.iterations, origin.manifest.optimizer) == (4, optimizer)
+    larger_reference = reference_of(larger)
+    for stage, donor in enumerate(DONORS):
+        larger_reference.stages[stage].weights.grow_from(reference.stages[donor].weights)
+    if optimizer == "rowwise":  # of two copies, the first is the layer as it was
+        kept = (larger_reference.stages[1].weights, reference.stages[1].weights)
+        kept[0].optimizer.state["momentum"].copy_(kept[1].optimizer.state["momentum"])
+        for stage, donor in ((0, 0), (3, 2)):
+            mine, other = larger_reference.stages[stage].weights, reference.stages[donor].weights
+            mine.optimizer.state["momentum"].copy_(other.optimizer.state["momentum"])
+    for number in range(4, 6):
+        larger_reference.iteration(number)
+    assert_equal(nodes_trained(larger, 6, origin), larger_reference)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+def test_gradient_descent_is_that_of_torch(tmp_path: Path, tokenizer: TextTokenizer, optimizer: str) -> None:
+    ours, theirs = (reference_of(run_of(tmp_path, tokenizer, YOUNG, name)) for name in (optimizer, "torch-sgd"))
+    for number in range(4):
+        assert ours.iteration(number) == theirs.iteration(number)
+    expected = theirs.weights()
+    for name, each in ours.weights().items():
+        assert torch.equal(each, expected[name]), name
+
+
+def test_state_of_any_type_and_shape_is_transferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_executor, "CHUNK_VALUES", 5000)
+    replica, learner = (computer_of(1, seed=seed, optimizer="rowwise") for seed in (7, 8))
+    size = len(replica.tasks.weights.values)
+    for number in range(3):
+        replica.tasks.weights.gradient.copy_(noise(number, size))
+        stepped(replica, 2)
+    slices = learner.run(PlanTransfer(StateSource("replica", (4,), (1,), (1.0,), 3)))
+    assert 2 * size < sum(each.count for each in slices) < 2.1 * size
+    for each in slices:
+        assert learner.run(WriteState(each, *replica.run(ReadState(each.first, each.count, to=0))))
+    assert torch.equal(state_of(replica), state_of(learner))
+    assert learner.tasks.weights.optimizer.state["momentum"].dtype is torch.bfloat16
+    learner.run(PlanTransfer(StateSource("neighbours", (), (), (), 0)))
+    assert not any(each.any() for each in learner.tasks.weights.optimizer.state.values())
+
+
+def test_files_name_the_optimizer_unless_it_is_the_default(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    for optimizer in ("adamw", "rowwise"):
+        run = run_of(tmp_path / optimizer, tokenizer, YOUNG, optimizer)
+        nodes_trained(run, 1)
+        (place,) = run.checkpoints.complete()
+        fields = read_json(place / MANIFEST)
+        assert fields.get("optimizer") == (None if optimizer == "adamw" else optimizer)
+        assert Manifest.from_json(fields) == verified(place)
+        assert run.node_config.to_json()["learning"].get("optimizer") == fields.get("optimizer")
+        assert run.node_config.plan.workload.to_json().get("optimizer") == fields.get("optimizer")
+        assert NodeConfig.from_json(run.node_config.to_json()) == run.node_config
+    stored = load_file(tmp_path / "rowwise" / "checkpoints" / "000001" / "stage-1.optimizer.safetensors")
+    weights = load_file(tmp_path / "rowwise" / "checkpoints" / "000001" / "stage-1.weights.safetensors")
+    assert {name: each.shape for name, each in stored.items()} == {
+        **{f"momentum.{name}": each.shape for name, each in weights.items()},
+        **{f"rows.{name}": each.shape[:1] for name, each in weights.items()},
+    }
+
+
+def test_a_job_names_its_optimizer() -> None:
+    assert from_table(JobConfig, {"learning": {"optimizer": "sgd"}}).learning.optimizer == "sgd"
+    choices = ", ".join(OPTIMIZERS)
+    for said, end in (("adam", "; did you mean 'adamw'?"), ("lbfgs", "")):
+        with pytest.raises(UserError) as error:
+            from_table(JobConfig, {"learning": {"optimizer": said}})
+        assert str(error.value) == f"learning.optimizer: '{said}' is none of {choices}{end}"
+    with pytest.raises(UserError, match=r"workload\.optimizer: 'adam' is none of"):
+        Workload(MODELS["llama-tiny"], optimizer="adam")
+
+
+def test_an_optimizer_that_mixes_numbers_takes_no_newcomers() -> None:
+    learning = OptimConfig("rowwise")
+    with pytest.raises(
+        UserError, match=r"learning\.optimizer: .* mixes the numbers .* choose averaging\.engine 'torch'"
+    ):
+        JobConfig(learning=learning)
+    JobConfig(learning=learning, averaging=AveragingConfig("torch"))
+
+
+def test_the_planner_counts_what_an_optimizer_holds() -> None:
+    adamw = Workload(MODELS["llama-tiny"], optimizer="adamw")
+    parameters = adamw.stage_parameters(1, 4)
+    found: dict[str, Any] = {}
+    for name in ("adamw", "sgd", "rowwise"):
+        work = replace(adamw, optimizer=name)
+        assert Workload.from_json(work.to_json()) == work
+        found[name] = (
+            (work.fixed_bytes(1, 4) - adamw.fixed_bytes(1, 4)) / parameters,
+            work.state_bytes(1, 4) / parameters,
+            work.optimizer_flops(1, 4) / parameters,
+        )
+    assert found == {"adamw": (0, 12, 250), "sgd": (-4, 8, 180), "rowwise": (-6, 8, 300)}
+    assert adamw.fixed_bytes(1, 4) == 20 * parameters
+
+
+def test_slots_are_one_after_another() -> None:
+    weights = [ParamSlot("a", (3, 4), 0), ParamSlot("b", (5,), 12)]
+    slots = Rowwise.state_slots(weights)
+    assert [slot.name for slot in slots] == ["a", "b", "momentum.a", "momentum.b", "rows.a", "rows.b"]
+    assert [slot.start for slot in slots] == [0, 12, 17, 29, 34, 37]
+    assert [prod(slot.shape) for slot in slots] == [12, 5, 12, 5, 3, 5]
+
+
+def test_planning_with_an_optimizer_takes_no_torch() -> None:
+    program = "import sys, skippipe.workload, skippipe.optim.config; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
