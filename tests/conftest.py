@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from skippipe.cli import main
-from tests.helpers.commands import Command, Ran
+from tests.helpers.processes import Command, Ran
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 
 from skippipe.cli.plan import Gains
 from skippipe.plan import Plan
-from tests.helpers.commands import Command
+from tests.helpers.processes import Command
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from skippipe.presets import data
 from skippipe.simulator import Deadlock, simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
+from tests.helpers.plans import change as edit
 from tests.helpers.plans import plans
 
 
@@ -147,12 +148,6 @@ def test_a_false_promise_is_named(published: Plan, field: str, change: Callable[
     (violation,) = validate(Plan.from_json(raw))
     assert violation.rule == "promise"
     assert violation.where.startswith(f"expected.{field.removesuffix('_s')}")
-
-
-def edit(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    from tests.core.test_cluster import change
-
-    return change(path, value)
 
 
 MALFORMED = {

@@ -16,8 +16,8 @@ import pytest
 import typer
 
 from skippipe.cli.app import app
-from tests.helpers.commands import Command
 from tests.helpers.doc_pages import PAGES, ROOT, commands, lines, pieces, sections, without_blocks
+from tests.helpers.processes import Command
 from tests.long.docs_walkthrough import NOT_RUN, README, SMALLER, TUTORIAL
 
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")

@@ -37,8 +37,7 @@ from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.transport.message import Message
 from skippipe.workload import Workload
 from tests.helpers.models import tiny
-from tests.helpers.plans import TINY
-from tests.runtime.test_cluster_estimator import wide_plan
+from tests.helpers.plans import TINY, wide_plan
 
 PATIENCE_S = 60.0  # for processes, on a machine that is busy with others
 WORK = Workload(TINY, 16, 2, compute_dtype="fp32")

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from skippipe.cli import main
-from tests.helpers.process_output import END_S, Hearing
+from tests.helpers.processes import END_S, Hearing
 
 PRELOADED = [
     "transformers.models.llama.modeling_llama",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import re
@@ -26,66 +25,7 @@ from skippipe.training.job_config import load_job
 from skippipe.training.torchrun import Rank
 from skippipe.transport.addresses import free_port, listen_address, own_address
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
-
-END_S = 120.0  # for a run to end on a busy machine; each takes some 10 s on an idle one
-NODES = 4
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-}
-JOB = """
-output = {output!r}
-iterations = 2
-cluster = "regions:{nodes}"
-model.config = {folder!r}
-data = {{ texts = [{text!r}], vocabulary = 300, folder = {tokens!r} }}
-batch = {{ sequence = 16, samples = 1, microbatches = 4 }}
-pipeline = {{ stages = {stages}, skip = "0", budget_s = 0.2 }}
-"""
-
-
-class Place:
-    """A folder with a small model, a text, keys, and room for jobs and runs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "config.json").write_text(json.dumps(MODEL))
-        (folder / "text.txt").write_text(
-            "".join(f"The quick brown fox jumps over {each} dogs.\n" for each in range(300))
-        )
-
-    def job(self, name: str, nodes: int, stages: int, more: str = "") -> Path:
-        path = self.folder / f"{name}.toml"
-        said = {"output": str(self.folder / name), "folder": str(self.folder), "text": str(self.folder / "text.txt")}
-        path.write_text(JOB.format(**said, tokens=str(self.folder / "tokens"), nodes=nodes, stages=stages) + more)
-        return path
-
-    def joining(self, name: str, port: int, peers: Path | None = None) -> Path:
-        keys = self.folder / "keys"
-        said = {
-            "listen": f"127.0.0.1:{port}",
-            "peers": str(peers or keys / "peers.json"),
-            "key": str(keys / "coordinator.key"),
-        }
-        transport = "".join(f"transport.{name} = {value!r}\n" for name, value in said.items())
-        return self.job(name, NODES, 2, transport)
-
-    def losses(self, name: str) -> list[float]:
-        lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["loss"] for line in lines]
-
-    def is_trained(self, name: str) -> bool:
-        model = self.folder / name / "model"
-        return all(
-            (model / file).exists() for file in ("config.json", "model.safetensors.index.json", "tokenizer.json")
-        )
+from tests.helpers.processes import NODES, RUN_END_S, Place, end, only_error, start
 
 
 @pytest.fixture(scope="module")
@@ -98,33 +38,6 @@ def names(place: Place) -> list[str]:
     ran = start("keys", f"regions:{NODES}", place.folder / "keys")
     assert end(ran)[0] == 0
     return list(PeerList.load(place.folder / "keys" / "peers.json").peers)
-
-
-def start(*words: object, module: str = "skippipe") -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", module, *map(str, words)]
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-
-
-def end(process: subprocess.Popen[str], within_s: float = END_S) -> tuple[int, str, str]:
-    """Exit code, output, errors."""
-    try:
-        out, err = process.communicate(timeout=within_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        pytest.fail(f"still there after {within_s} s: {out}{err}")
-    return process.returncode, out, err
-
-
-def only_error(err: str) -> str:
-    """The one line that says what is wrong; no traceback."""
-    assert "Traceback" not in err
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, err
-    return errors[0].removeprefix("error: ")
 
 
 def live(words: list[str], log: str) -> None:
@@ -178,7 +91,7 @@ def test_nodes_join_and_strangers_do_not(
         assert "does not hold the key that this node knows" in only_error(foreign[2])
         nodes = many(*(["node", "--join", at, "--key", keys / f"{name}.key"] for name in names))
         for node in nodes:
-            node.join(END_S)
+            node.join(RUN_END_S)
         code, out, err = end(coordinator)
     finally:
         for each in (coordinator, *strangers):
