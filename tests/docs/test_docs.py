@@ -75,6 +75,8 @@ def test_commands_are_found_at_all() -> None:
     found = [words[0] for page in PAGES for words in commands(page.read_text())]
     assert len(found) > 80
     assert {"plan", "profile", "train", "node", "keys", "export", "serve", "study"} <= set(found)
+    assert sum(len(LINK.findall(without_blocks(page.read_text()))) for page in PAGES) > 80
+    assert len(PAGES) > 15
 
 
 @pytest.mark.parametrize(

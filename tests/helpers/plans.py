@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -103,6 +105,35 @@ def plans(draw: st.DrawFn, lost: bool = False) -> Plan:
         dispatch=draw(st.sampled_from(list(Dispatch))),
         split_backward=draw(st.booleans()),
     )
+
+
+def may_skip(skipped: type[Exception], share: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let the property below, a test with `@given`, give up on cases by this exception, but on no larger share of them.
+
+    A property that gives up without being counted also holds for code that always gives up.
+    """
+
+    def decorate(test: Any) -> Callable[..., None]:
+        case, counts = test.hypothesis.inner_test, Counter[str]()
+
+        @wraps(case)
+        def counted(*arguments: Any, **named: Any) -> None:
+            counts["drawn"] += 1
+            try:
+                case(*arguments, **named)
+            except skipped:
+                counts["skipped"] += 1
+
+        @wraps(test)
+        def run(*arguments: Any, **named: Any) -> None:
+            counts.clear()
+            test(*arguments, **named)
+            assert counts["drawn"] and counts["skipped"] <= share * counts["drawn"], f"{dict(counts)}"
+
+        test.hypothesis.inner_test = counted
+        return run
+
+    return decorate
 
 
 def simulated(plan: Plan, timing: Timing) -> Timeline:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,27 @@ data = {{ texts = [{text!r}], vocabulary = 300, folder = {tokens!r} }}
 batch = {{ sequence = 16, samples = 1, microbatches = 4 }}
 pipeline = {{ stages = {stages}, skip = "0", budget_s = 0.2 }}
 """
+
+
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(
+    [
+        "transformers.models.llama.modeling_llama",
+        "transformers.tokenization_utils_fast",
+        "skippipe.cli.app",
+        "skippipe.serving.launcher",
+        "skippipe.serving.node.role",
+        "skippipe.serving.http.routes",
+        "skippipe.serving.node.executor",
+        "skippipe.training.reference",
+        "skippipe.training.run",
+        "tests.helpers.faulty_node",
+        "tests.helpers.models",
+        "tests.helpers.profiling",
+    ]
+)
+"""What every process of a test is forked from, since importing torch takes longer than most of them. Python has one
+such server for a process, and the list counts that it is started with: so there is one list."""
 
 
 class Hearing:
@@ -152,3 +176,30 @@ class Ran:
 
 Command = Callable[..., Ran]
 """Takes what stands behind `skippipe` on the command line."""
+
+
+@contextmanager
+def owner(task: Callable[[Path], None], folder: Path) -> Iterator[ForkServerProcess]:
+    """A process that does something, forked from one that has imported much and done nothing."""
+    process = FORKED.Process(target=task, args=(folder,))
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join(RUN_END_S)
+
+
+def wait_for(what: Callable[[], bool], within_s: float = RUN_END_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not what():
+        assert time.monotonic() < deadline, f"waited {within_s} s"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """A zombie whose new parent has not looked yet is as good as gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or before it was read
+        return False

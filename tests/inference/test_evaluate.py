@@ -152,7 +152,9 @@ def test_values_without_bounds(staged: StagedModel, windows: Windows) -> None:
 
 def test_the_best_drive_is_the_best(staged: StagedModel, windows: Windows) -> None:
     sizes: dict[int, list[Visits]] = {4: [(0, 1, 2, 3), (0, 2, 3, 4)], 2: [(0, 4)]}
-    for kept, exponent in best_exponents(PerplexityMeter(staged, [windows]), sizes, 5).items():
+    found = best_exponents(PerplexityMeter(staged, [windows]), sizes, 5)
+    assert found.keys() == sizes.keys()
+    for kept, exponent in found.items():
         tried = {
             each: sum(
                 by_itself(staged, StageSubset(stages, 5, (4 / (kept - 1)) ** each), windows) for stages in sizes[kept]

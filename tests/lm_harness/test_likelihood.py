@@ -104,6 +104,7 @@ def test_sentences() -> None:
 
 def test_the_same_text_and_seed_give_the_same_questions(prose: Prose, tasks: dict[str, Task]) -> None:
     again = build_tasks(list(TASK_KINDS), Prose("classics-val"), seed=3, limit=60)
+    assert {task.name: len(task.items) for task in again} == dict.fromkeys(TASK_KINDS, 60)
     assert again == list(tasks.values())
     for fewer, other in zip(
         build_tasks(list(TASK_KINDS), prose, 3, 9), build_tasks(list(TASK_KINDS), prose, 4, 9), strict=True

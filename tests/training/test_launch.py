@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import socket
@@ -25,7 +24,7 @@ from skippipe.training.job_config import load_job
 from skippipe.training.torchrun import Rank
 from skippipe.transport.addresses import free_port, listen_address, own_address
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
-from tests.helpers.processes import NODES, RUN_END_S, Place, end, only_error, start
+from tests.helpers.processes import FORKED, NODES, RUN_END_S, Place, end, only_error, start
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +52,12 @@ def live(words: list[str], log: str) -> None:
 @pytest.fixture
 def many(tmp_path: Path) -> Iterator[Callable[..., list[BaseProcess]]]:
     """Starts many commands; forked from a process that has torch, since importing it takes longer than training."""
-    fork = multiprocessing.get_context("forkserver")
-    fork.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama"])
     started: list[BaseProcess] = []
 
     def begin(*commands: list[object]) -> list[BaseProcess]:
         for words in commands:
             log = str(tmp_path / f"{len(started)}.log")
-            started.append(fork.Process(target=live, args=([str(word) for word in words], log), daemon=True))
+            started.append(FORKED.Process(target=live, args=([str(word) for word in words], log), daemon=True))
             started[-1].start()
         return started
 
