@@ -5,7 +5,7 @@ READY := .venv/.ready
 # Modules are compiled when they are first imported, and kept: most that are installed never are.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types docs kernels search-kernels unit test-slow test-all test-package test-docs test-ray test-harness test-browser chaos bench \
+.PHONY: demo test lint types docs kernels unit test-slow test-all test-package test-docs test-ray test-harness test-browser chaos bench \
 	bench-train bench-serve clean
 
 demo: $(READY)
@@ -23,9 +23,8 @@ demo: $(READY)
 	@echo
 	@echo "Open demo/best.html (interactive) or demo/best.png; demo/run/traces in ui.perfetto.dev."
 
-test: lint
-	$(MAKE) --no-print-directory -j 2 types docs kernels search-kernels
-	$(MAKE) --no-print-directory unit
+test: lint  # tests that wait for processes leave a core idle now and then: the type checker has it
+	$(MAKE) --no-print-directory -j 3 unit types docs
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -37,16 +36,14 @@ types: $(READY)
 docs: $(READY)  # a link that leads nowhere, or a page that is not in the navigation, is an error; --quiet would hide them
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-kernels: $(READY)  # compiled once and kept: or a timed test would wait for it
-	$(BIN)/python -c 'from skippipe.planner.repair.repair import compile_repair; compile_repair()'
+kernels: $(READY)  # compiled once and kept: or timed tests would wait for it, and several processes compile the same
+	$(BIN)/python -c 'from skippipe.planner import strategies; from skippipe.planner.repair import repair; \
+		repair.compile_repair(); strategies.compile_kernels(); strategies.compile_search()'
 
-search-kernels: $(READY)
-	$(BIN)/python -c 'from skippipe.planner.strategies import compile_search; compile_search()'
+unit: kernels  # a worker more than CI has cores, since every fifth second of a worker is spent waiting
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
 
-unit: kernels search-kernels
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
-
-test-slow: kernels search-kernels  # what takes many seconds each: long random searches, more fault plans
+test-slow: kernels  # what takes many seconds each: long random searches, more fault plans
 	$(BIN)/pytest -n 2 --dist load -m slow
 
 test-package: $(READY)

@@ -24,7 +24,7 @@ from skippipe.training.job_config import load_job
 from skippipe.training.torchrun import Rank
 from skippipe.transport.addresses import free_port, listen_address, own_address
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
-from tests.helpers.processes import FORKED, NODES, RUN_END_S, Place, end, only_error, start
+from tests.helpers.processes import FORKED, NODES, RUN_END_S, Command, Place, end, only_error, start
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +32,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(tmp_path_factory.mktemp("launch"))
 
 
-@pytest.fixture(scope="module")
-def names(place: Place) -> list[str]:
-    ran = start("keys", f"regions:{NODES}", place.folder / "keys")
-    assert end(ran)[0] == 0
-    return list(PeerList.load(place.folder / "keys" / "peers.json").peers)
+@pytest.fixture
+def names(place: Place, skippipe: Command) -> list[str]:
+    keys = place.folder / "keys"
+    if not keys.exists():
+        assert skippipe("keys", f"regions:{NODES}", keys).code == 0
+    return list(PeerList.load(keys / "peers.json").peers)
 
 
 def live(words: list[str], log: str) -> None:
@@ -67,11 +68,23 @@ def many(tmp_path: Path) -> Iterator[Callable[..., list[BaseProcess]]]:
             process.kill()
 
 
+@pytest.fixture
+def refused(skippipe: Command) -> Callable[..., str]:
+    """Runs a command here that must end with exit code 2; gives what it says is wrong."""
+
+    def run(*words: object) -> str:
+        ran = skippipe(*words)
+        assert ran.code == 2, ran
+        return only_error(ran.err)
+
+    return run
+
+
 # Joining
 
 
 def test_nodes_join_and_strangers_do_not(
-    place: Place, names: list[str], many: Callable[..., list[BaseProcess]], tmp_path: Path
+    place: Place, names: list[str], many: Callable[..., list[BaseProcess]], refused: Callable[..., str], tmp_path: Path
 ) -> None:
     port = free_port("127.0.0.1")
     at = f"127.0.0.1:{port}"
@@ -79,50 +92,26 @@ def test_nodes_join_and_strangers_do_not(
     stolen = KeyFile.load(keys / f"{names[0]}.key")
     KeyFile(names[0], KeyPair.new(), stolen.coordinator).save(tmp_path / "other.key")
     KeyFile(names[0], stolen.keys, KeyPair.new().public).save(tmp_path / "elsewhere.key")
-    coordinator = start("train", place.joining("joined", port))
-    strangers = [start("node", "--join", at, "--key", tmp_path / f"{each}.key") for each in ("other", "elsewhere")]
-    try:
-        refused, foreign = (end(each) for each in strangers)  # answered as soon as the coordinator listens
-        assert (refused[0], foreign[0]) == (2, 2)
-        assert only_error(refused[2]).startswith(f"the coordinator at {at} refuses this node: its list of peers has")
-        assert "does not hold the key that this node knows" in only_error(foreign[2])
-        nodes = many(*(["node", "--join", at, "--key", keys / f"{name}.key"] for name in names))
-        for node in nodes:
-            node.join(RUN_END_S)
-        code, out, err = end(coordinator)
-    finally:
-        for each in (coordinator, *strangers):
-            each.kill()
-    logs = "".join(each.read_text() for each in tmp_path.glob("*.log"))
-    assert (code, [node.exitcode for node in nodes]) == (0, [0] * NODES), f"{out}{err}{logs}"
-    assert f"waiting for {NODES} nodes to join {at}: {', '.join(sorted(names))}" in err
+    many(["train", place.joining("joined", port)])
+    turned_away = refused("node", "--join", at, "--key", tmp_path / "other.key")  # as soon as the coordinator listens
+    assert turned_away.startswith(f"the coordinator at {at} refuses this node: its list of peers has")
+    foreign = refused("node", "--join", at, "--key", tmp_path / "elsewhere.key")
+    assert "does not hold the key that this node knows" in foreign
+    processes = many(*(["node", "--join", at, "--key", keys / f"{name}.key"] for name in names))
+    for process in processes:
+        process.join(RUN_END_S)
+    said = [(tmp_path / f"{number}.log").read_text() for number in range(len(processes))]
+    assert [process.exitcode for process in processes] == [0] * (1 + NODES), "".join(said)
+    assert f"waiting for {NODES} nodes to join {at}: {', '.join(sorted(names))}" in said[0]
     assert place.is_trained("joined")
     assert len(place.losses("joined")) == 2
 
 
-def test_nobody_answers(place: Place, names: list[str]) -> None:
+def test_nobody_answers(place: Place, names: list[str], refused: Callable[..., str]) -> None:
     at = f"127.0.0.1:{free_port('127.0.0.1')}"
     key = place.folder / "keys" / f"{names[0]}.key"
-    code, _, err = end(start("node", "--join", at, "--key", key, "--patience", "0.5"), within_s=20)
-    assert code == 2
-    assert only_error(err).startswith(f"waited 0.5 s for the coordinator: nobody answers at {at}; is it started")
-
-
-@pytest.fixture
-def skippipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command here that must end with exit code 2; gives what it says is wrong."""
-
-    for name, value in (("SKIPPIPE_PURE_PYTHON", ""), ("OMP_NUM_THREADS", "1"), ("TOKENIZERS_PARALLELISM", "true")):
-        monkeypatch.setenv(name, value)  # commands set what is not set, and that must not stay
-
-    def run(*words: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["skippipe", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 2
-        return only_error(capsys.readouterr().err)
-
-    return run
+    why = refused("node", "--join", at, "--key", key, "--patience", "0.5")
+    assert why.startswith(f"waited 0.5 s for the coordinator: nobody answers at {at}; is it started")
 
 
 @pytest.fixture
@@ -131,28 +120,28 @@ def taken() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def test_a_node_cannot_start(place: Place, names: list[str], skippipe: Callable[..., str], taken: int) -> None:
+def test_a_node_cannot_start(place: Place, names: list[str], refused: Callable[..., str], taken: int) -> None:
     keys = place.folder / "keys"
     mine = keys / f"{names[0]}.key"
     at = ("--join", "127.0.0.1:5")
-    assert f"127.0.0.1:{taken}: cannot listen there" in skippipe("node", *at, "--key", mine, "--listen", taken)
-    assert "cannot reach 0.0.0.0" in skippipe("node", *at, "--key", mine, "--listen", "0.0.0.0:5556")
-    assert "this is the coordinator's key" in skippipe("node", *at, "--key", keys / "coordinator.key")
-    assert "expected host:port" in skippipe("node", "--join", "somewhere", "--key", mine)
+    assert f"127.0.0.1:{taken}: cannot listen there" in refused("node", *at, "--key", mine, "--listen", taken)
+    assert "cannot reach 0.0.0.0" in refused("node", *at, "--key", mine, "--listen", "0.0.0.0:5556")
+    assert "this is the coordinator's key" in refused("node", *at, "--key", keys / "coordinator.key")
+    assert "expected host:port" in refused("node", "--join", "somewhere", "--key", mine)
     mine.chmod(0o644)
-    assert "chmod 600" in skippipe("node", *at, "--key", mine)
+    assert "chmod 600" in refused("node", *at, "--key", mine)
     mine.chmod(0o600)
 
 
-def test_the_coordinator_cannot_start(place: Place, names: list[str], skippipe: Callable[..., str], taken: int) -> None:
-    assert f"127.0.0.1:{taken}: cannot listen there" in skippipe("train", place.joining("taken", taken))
+def test_the_coordinator_cannot_start(place: Place, names: list[str], refused: Callable[..., str], taken: int) -> None:
+    assert f"127.0.0.1:{taken}: cannot listen there" in refused("train", place.joining("taken", taken))
     known = dict(PeerList.load(place.folder / "keys" / "peers.json").peers)
     del known[names[1]]
     PeerList(known).save(place.folder / "short.json")
     lacking = place.joining("short", 0, peers=place.folder / "short.json")
-    assert f"short.json: has no key of {names[1]}, which the plan uses" in skippipe("train", lacking)
-    assert "--engine: 'warp' is none of processes" in skippipe("train", lacking, "--engine", "warp")
-    assert "goes with --engine ray" in skippipe("train", lacking, "--ray-address", "127.0.0.1:6379")
+    assert f"short.json: has no key of {names[1]}, which the plan uses" in refused("train", lacking)
+    assert "--engine: 'warp' is none of processes" in refused("train", lacking, "--engine", "warp")
+    assert "goes with --engine ray" in refused("train", lacking, "--ray-address", "127.0.0.1:6379")
 
 
 def test_where_a_node_listens() -> None:
