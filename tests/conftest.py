@@ -11,7 +11,6 @@ import pytest
 from skippipe.cli import main
 from tests.helpers.processes import Command, Ran
 
-
 LONG_FILES = ("test_recovery.py", "test_run.py", "test_serve.py", "test_profile.py", "test_launch.py")
 """Those that start many processes, each of them a minute or less: begun first, so that no worker is left with one."""
 

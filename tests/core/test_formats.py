@@ -15,8 +15,8 @@ from skippipe.simulator import Deadlock, simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
 from tests.helpers import oracle
-from tests.helpers.plans import may_skip
 from tests.helpers.oracle import Json
+from tests.helpers.plans import may_skip
 
 FLOPS = [
     1e9,
