@@ -2,10 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# One more than the two cores of CI: tests wait for processes much of the time, and meanwhile another worker computes.
+WORKERS ?= 3
 # Modules are compiled when they are first imported, and kept: most that are installed never are.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types docs kernels unit test-slow test-all test-package test-docs test-ray test-harness test-browser chaos bench \
+.PHONY: demo test lint types docs kernels search-kernels unit test-slow test-all test-package test-docs test-ray test-harness test-browser chaos bench \
 	bench-train bench-serve clean
 
 demo: $(READY)
@@ -23,7 +25,7 @@ demo: $(READY)
 	@echo
 	@echo "Open demo/best.html (interactive) or demo/best.png; demo/run/traces in ui.perfetto.dev."
 
-test: lint  # tests that wait for processes leave a core idle now and then: the type checker has it
+test: lint  # the type checker has the core that tests leave idle while they wait for processes
 	$(MAKE) --no-print-directory -j 3 unit types docs
 
 lint: $(READY)
@@ -36,14 +38,16 @@ types: $(READY)
 docs: $(READY)  # a link that leads nowhere, or a page that is not in the navigation, is an error; --quiet would hide them
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-kernels: $(READY)  # compiled once and kept: or timed tests would wait for it, and several processes compile the same
-	$(BIN)/python -c 'from skippipe.planner import strategies; from skippipe.planner.repair import repair; \
-		repair.compile_repair(); strategies.compile_kernels(); strategies.compile_search()'
+kernels: $(READY)  # compiled once and kept: or timed tests would wait, and several processes compile the same
+	$(BIN)/python -c 'from skippipe.planner.repair.repair import compile_repair; compile_repair()'
 
-unit: kernels  # a worker more than CI has cores, since every fifth second of a worker is spent waiting
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
+search-kernels: $(READY)
+	$(BIN)/python -c 'from skippipe.planner.strategies import compile_search; compile_search()'
 
-test-slow: kernels  # what takes many seconds each: long random searches, more fault plans
+unit: kernels search-kernels
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
+
+test-slow: kernels search-kernels  # what takes many seconds each: long random searches, more fault plans
 	$(BIN)/pytest -n 2 --dist load -m slow
 
 test-package: $(READY)
