@@ -41,8 +41,8 @@ docs: $(READY)  # a link that leads nowhere, or a page that is not in the naviga
 kernels: $(READY)  # compiled once and kept: or timed tests would wait, and several processes compile the same
 	$(BIN)/python -c 'from skippipe.planner.repair.repair import compile_repair; compile_repair()'
 
-search-kernels: $(READY)
-	$(BIN)/python -c 'from skippipe.planner.strategies import compile_search; compile_search()'
+search-kernels: $(READY)  # the first plan by itself first, or a third process would compile it, too
+	$(BIN)/python -c 'from skippipe.planner import strategies as s; s.compile_first_plan(); s.compile_search()'
 
 unit: kernels search-kernels
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
