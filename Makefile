@@ -7,7 +7,7 @@ WORKERS ?= 3
 # Modules are compiled when they are first imported, and kept: most that are installed never are.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types docs kernels search-kernels unit test-slow test-all test-package test-docs test-ray test-harness test-browser chaos bench \
+.PHONY: demo test lint types docs kernels search-kernels bytecode unit test-slow test-all test-package test-docs test-ray test-harness test-browser chaos bench \
 	bench-train bench-serve clean
 
 demo: $(READY)
@@ -44,7 +44,10 @@ kernels: $(READY)  # compiled once and kept: or timed tests would wait, and seve
 search-kernels: $(READY)  # the first plan by itself first, or a third process would compile it, too
 	$(BIN)/python -c 'from skippipe.planner import strategies as s; s.compile_first_plan(); s.compile_search()'
 
-unit: kernels search-kernels
+bytecode: $(READY)  # of what most tests import: or every worker would compile it for itself at the same time
+	$(BIN)/python -c 'import torch, transformers.models.llama.modeling_llama, openai, matplotlib.pyplot, skippipe.serving.launcher'
+
+unit: kernels search-kernels bytecode
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-slow: kernels search-kernels  # what takes many seconds each: long random searches, more fault plans
