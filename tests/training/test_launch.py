@@ -84,7 +84,7 @@ def refused(skippipe: Command) -> Callable[..., str]:
 
 
 def test_nodes_join_and_strangers_do_not(
-    place: Place, names: list[str], many: Callable[..., list[BaseProcess]], refused: Callable[..., str], tmp_path: Path
+    place: Place, names: list[str], many: Callable[..., list[BaseProcess]], tmp_path: Path
 ) -> None:
     port = free_port("127.0.0.1")
     at = f"127.0.0.1:{port}"
@@ -92,16 +92,18 @@ def test_nodes_join_and_strangers_do_not(
     stolen = KeyFile.load(keys / f"{names[0]}.key")
     KeyFile(names[0], KeyPair.new(), stolen.coordinator).save(tmp_path / "other.key")
     KeyFile(names[0], stolen.keys, KeyPair.new().public).save(tmp_path / "elsewhere.key")
-    many(["train", place.joining("joined", port)])
-    turned_away = refused("node", "--join", at, "--key", tmp_path / "other.key")  # as soon as the coordinator listens
-    assert turned_away.startswith(f"the coordinator at {at} refuses this node: its list of peers has")
-    foreign = refused("node", "--join", at, "--key", tmp_path / "elsewhere.key")
-    assert "does not hold the key that this node knows" in foreign
-    processes = many(*(["node", "--join", at, "--key", keys / f"{name}.key"] for name in names))
-    for process in processes:
+    strangers = [["node", "--join", at, "--key", tmp_path / f"{each}.key"] for each in ("other", "elsewhere")]
+    coordinator, *refused = list(many(["train", place.joining("joined", port)], *strangers))
+    for process in refused:  # answered as soon as the coordinator listens
         process.join(RUN_END_S)
-    said = [(tmp_path / f"{number}.log").read_text() for number in range(len(processes))]
-    assert [process.exitcode for process in processes] == [0] * (1 + NODES), "".join(said)
+    nodes = many(*(["node", "--join", at, "--key", keys / f"{name}.key"] for name in names))[3:]
+    for process in (*nodes, coordinator):
+        process.join(RUN_END_S)
+    said = [(tmp_path / f"{number}.log").read_text() for number in range(3 + NODES)]
+    codes = [process.exitcode for process in (coordinator, *refused, *nodes)]
+    assert codes == [0, 2, 2, *[0] * NODES], "".join(said)
+    assert only_error(said[1]).startswith(f"the coordinator at {at} refuses this node: its list of peers has")
+    assert "does not hold the key that this node knows" in only_error(said[2])
     assert f"waiting for {NODES} nodes to join {at}: {', '.join(sorted(names))}" in said[0]
     assert place.is_trained("joined")
     assert len(place.losses("joined")) == 2
