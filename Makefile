@@ -2,10 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# One more than the two cores of CI: tests wait for processes much of the time, and meanwhile another worker computes.
+WORKERS ?= 3
 # Modules are compiled when they are first imported, and kept: most that are installed never are.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types docs kernels search-kernels unit test-slow test-all test-package test-docs test-ray test-harness test-browser chaos bench \
+.PHONY: demo test lint types docs kernels search-kernels bytecode unit test-slow test-all test-package test-docs test-ray test-harness test-browser chaos bench \
 	bench-train bench-serve clean
 
 demo: $(READY)
@@ -23,9 +25,8 @@ demo: $(READY)
 	@echo
 	@echo "Open demo/best.html (interactive) or demo/best.png; demo/run/traces in ui.perfetto.dev."
 
-test: lint
-	$(MAKE) --no-print-directory -j 2 types docs kernels search-kernels
-	$(MAKE) --no-print-directory unit
+test: lint  # the type checker has the core that tests leave idle while they wait for processes
+	$(MAKE) --no-print-directory -j 3 unit types docs
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -38,14 +39,17 @@ types: $(READY)
 docs: $(READY)  # a link that leads nowhere, or a page that is not in the navigation, is an error; --quiet would hide them
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-kernels: $(READY)  # compiled once and kept: or a timed test would wait for it
+kernels: $(READY)  # compiled once and kept: or timed tests would wait, and several processes compile the same
 	$(BIN)/python -c 'from skippipe.planner.repair.repair import compile_repair; compile_repair()'
 
-search-kernels: $(READY)
-	$(BIN)/python -c 'from skippipe.planner.strategies import compile_search; compile_search()'
+search-kernels: $(READY)  # the first plan by itself first, or a third process would compile it, too
+	$(BIN)/python -c 'from skippipe.planner import strategies as s; s.compile_first_plan(); s.compile_search()'
 
-unit: kernels search-kernels
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+bytecode: $(READY)  # of what most tests import: or every worker would compile it for itself at the same time
+	$(BIN)/python -c 'import torch, transformers.models.llama.modeling_llama, openai, matplotlib.pyplot, skippipe.serving.launcher'
+
+unit: kernels search-kernels bytecode
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-slow: kernels search-kernels  # what takes many seconds each: long random searches, more fault plans
 	$(BIN)/pytest -n 2 --dist load -m slow

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from skippipe.cli import main
-from tests.helpers.commands import Command, Ran
+from tests.helpers.processes import Command, Ran
+
+LONG_FILES = ("test_recovery.py", "test_run.py", "test_serve.py", "test_profile.py", "test_launch.py")
+"""Those that start many processes, each of them a minute or less: begun first, so that no worker is left with one."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
 
 
 @pytest.fixture
@@ -17,11 +25,14 @@ def skippipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
     def run(*words: str | Path) -> Ran:
         monkeypatch.setattr(sys, "argv", ["skippipe", *map(str, words)])
-        code = 0
+        code, before = 0, dict(os.environ)
         try:
             main()
         except SystemExit as end:
             code = int(end.code or 0)
+        finally:  # commands set what is not set, and that is not for the tests that follow
+            os.environ.clear()
+            os.environ.update(before)
         return Ran(code, *capsys.readouterr())
 
     return run

@@ -21,13 +21,12 @@ from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan
 from skippipe.runs.tail import model_run_id
 from skippipe.runtime.coordinator.state_machine import Callback, CoordinatorState, Event
-from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.training.run import Run
 from skippipe.transport.wire_codec import decode, encode
 from tests.helpers.disks import full_disk
-from tests.training.test_exact import FULL, SKIPPED, plan_of, tensors_of
+from tests.helpers.exact_training import FULL, SKIPPED, brief_of, plan_of, tensors_of
 
 torch.set_num_threads(1)
 LEARNING = OptimConfig(rate=3e-3, warmup=2, iterations=6)
@@ -36,10 +35,6 @@ LEARNING = OptimConfig(rate=3e-3, warmup=2, iterations=6)
 @pytest.fixture(scope="module")
 def tokenizer() -> TextTokenizer:
     return train_bpe(["some words, and some more words"] * 20, 270)
-
-
-def brief_of(plan: Plan, spec: ModelSpec) -> NodeConfig:
-    return NodeConfig(plan, spec.config.to_dict(), spec.seed, LEARNING, "tokens", "0" * 64)
 
 
 def run(

@@ -17,7 +17,7 @@ import pytest
 
 from skippipe.cli.plan import Gains
 from skippipe.plan import Plan
-from tests.helpers.commands import Command
+from tests.helpers.processes import Command
 
 
 @pytest.mark.parametrize(
@@ -226,6 +226,9 @@ def test_a_home_that_cannot_be_written_and_a_terminal_without_arrows(tmp_path: P
         "PYTHONIOENCODING": "ascii",
         "NUMBA_CACHE_DIR": str(tmp_path / "file" / "x"),
     }
+    kernel = "from skippipe.dispatch import steps; print(steps(3), len(steps.signatures))"
+    assert python("-c", kernel, env={**clean, **places}).stdout == "7 1\n", "compiled all the same"
+    places["SKIPPIPE_PURE_PYTHON"] = "1"  # compiling all that a plan takes would be half a minute
     ran = python("-m", "skippipe", "plan", "datacentre:4", "--budget", "0", env={**clean, **places})
     assert ran.returncode == 0, ran.stderr
     assert "lane" in ran.stdout

@@ -17,9 +17,8 @@ from skippipe.inference.checkpoint_loader import load
 from skippipe.inference.eval.perplexity import PerplexityMeter
 from skippipe.inference.eval.tables import number
 from skippipe.inference.eval.windows import Windows
-from tests.inference.test_evaluate import by_itself, part
-from tests.lm_harness.test_likelihood import TOKENIZER, checkpoint_in, export_to
-from tests.training.test_exact import FULL, plan_of
+from tests.helpers.exact_training import FULL, plan_of
+from tests.helpers.model_folders import TOKENIZER, by_itself, checkpoint_in, export_to, part
 
 torch.set_num_threads(1)
 TEXT = 'Some words, and some more words: "Of what?" said Emma. ' * 40

@@ -16,7 +16,7 @@ from skippipe.inference.decoder import TokenByToken
 from skippipe.inference.engine import GenerationEngine
 from skippipe.inference.request import GenerationRequest, OutputPiece, SamplingParams
 from skippipe.stage_subset import StageSubset
-from tests.lm_harness.test_likelihood import export_to
+from tests.helpers.model_folders import export_to
 
 torch.set_num_threads(1)
 WHOLE = StageSubset((0, 1, 2), 3)

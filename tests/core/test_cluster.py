@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import numpy as np
@@ -16,7 +14,7 @@ from skippipe.cluster import Cluster
 from skippipe.errors import UserError
 from skippipe.json_fields import json_text
 from skippipe.presets import PRESETS, data, preset, random_cluster, regions
-from tests.helpers.plans import clusters, uniform_cluster
+from tests.helpers.plans import change, clusters, uniform_cluster
 
 SCHEMA = data("cluster.schema.json")
 
@@ -33,22 +31,6 @@ def test_save_and_load(tmp_path: Path) -> None:
     cluster.save(tmp_path / "deep" / "cluster.json")
     assert Cluster.load(tmp_path / "deep" / "cluster.json") == cluster
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["cluster.json"]
-
-
-def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Set one value, as in `nodes.1.name`; the value ... removes it."""
-
-    def apply(raw: Any) -> None:
-        *way, last = path.split(".")
-        for name in way:
-            raw = raw[int(name) if isinstance(raw, list) else name]
-        key: Any = int(last) if isinstance(raw, list) else last
-        if value is ...:
-            del raw[key]
-        else:
-            raw[key] = value
-
-    return apply
 
 
 BAD = {

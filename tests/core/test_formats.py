@@ -16,6 +16,7 @@ from skippipe.timeline import Timing
 from skippipe.validate import validate
 from tests.helpers import oracle
 from tests.helpers.oracle import Json
+from tests.helpers.plans import may_skip
 
 FLOPS = [
     1e9,
@@ -182,10 +183,14 @@ def our_rules(plan: Json) -> set[str]:
 
 
 @pytest.mark.parametrize("timing", Timing)
-@settings(max_examples=150, deadline=None)
+@may_skip(Deadlock, share=0.65)
+@settings(max_examples=80, deadline=None)
 @given(plan=plans(wild=True))
 def test_times_agree_to_the_nanosecond(timing: Timing, plan: Json) -> None:
-    assert our_times(plan, timing) == oracle_times(plan, timing)
+    times = our_times(plan, timing)
+    assert times == oracle_times(plan, timing)
+    if times is None:
+        raise Deadlock("both say so, and there are no times")
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from skippipe.toml_config import example
 from skippipe.training.job_config import JobConfig, load_job
 from skippipe.value_ranges import ITERATIONS, Range, hints_of, number_text, range_of, ranges_in, split_hint
 from skippipe.workload import ModelShape, Workload
-from tests.helpers.commands import Command
+from tests.helpers.processes import Command
 
 HUGE = 10**5000
 """More digits than Python writes, or reads."""

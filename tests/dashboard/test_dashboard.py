@@ -20,8 +20,8 @@ from skippipe.dashboard import server as dashboard_server
 from skippipe.dashboard.routes import ASSETS
 from skippipe.dashboard.side_process import dashboard_process
 from skippipe.errors import UserError
-from tests.helpers.commands import Command
 from tests.helpers.dashboards import HOSTILE, PATIENCE_S, RunFolder, panels, plan_of, shown
+from tests.helpers.processes import Command
 
 TOKEN = "a-token-that-is-long"
 

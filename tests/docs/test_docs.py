@@ -16,8 +16,8 @@ import pytest
 import typer
 
 from skippipe.cli.app import app
-from tests.helpers.commands import Command
 from tests.helpers.doc_pages import PAGES, ROOT, commands, lines, pieces, sections, without_blocks
+from tests.helpers.processes import Command
 from tests.long.docs_walkthrough import NOT_RUN, README, SMALLER, TUTORIAL
 
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
@@ -75,6 +75,8 @@ def test_commands_are_found_at_all() -> None:
     found = [words[0] for page in PAGES for words in commands(page.read_text())]
     assert len(found) > 80
     assert {"plan", "profile", "train", "node", "keys", "export", "serve", "study"} <= set(found)
+    assert sum(len(LINK.findall(without_blocks(page.read_text()))) for page in PAGES) > 80
+    assert len(PAGES) > 15
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
 import signal
 import time
@@ -50,9 +49,9 @@ from skippipe.training.job_config import (
 from skippipe.transport.addresses import free_port, split_address
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from skippipe.workload import Workload
-from tests.helpers import faulty_node
 from tests.helpers.faulty_node import LOOK_S, Scene, name_of, run_coordinator, run_nodes
 from tests.helpers.plans import uniform_cluster
+from tests.helpers.processes import FORKED
 from tests.helpers.relay import Wire
 from tests.helpers.virtual_chaos import check_visits
 
@@ -77,9 +76,6 @@ PATHS = ((0, 3, 5), (1, 4, 5), (2, 3, 6), (0, 4, 7), (1, 5, 8), (2, 5, 6))
 NODES = sum(map(len, STAGES))
 ONLY = 5
 """The node that has its stage to itself."""
-
-forked = multiprocessing.get_context("forkserver")
-forked.set_forkserver_preload([faulty_node.__name__])
 
 
 # What all runs share
@@ -215,7 +211,7 @@ class Chaos:
         began = time.monotonic()
         nodes = None
         if joined:
-            nodes = forked.Process(target=run_nodes, args=(self._scene, self.ground.keys, ",".join(self._places)))
+            nodes = FORKED.Process(target=run_nodes, args=(self._scene, self.ground.keys, ",".join(self._places)))
             nodes.start()
         coordinator = self._coordinator(resumed=False)
         try:
@@ -234,7 +230,7 @@ class Chaos:
         if resumed:
             transport = replace(scene.job.transport, listen=self._places[self._deaths % 2])
             scene = replace(scene, job=replace(scene.job, transport=transport))
-        process = forked.Process(target=run_coordinator, args=(scene, resumed))
+        process = FORKED.Process(target=run_coordinator, args=(scene, resumed))
         process.start()
         return process
 

@@ -1,4 +1,4 @@
-"""A stand-in for a model behind the HTTP interface, and ways to ask it."""
+"""Stand-ins for a model: behind the HTTP interface, with ways to ask it, and token by token over virtual nodes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from skippipe.errors import UserError
 from skippipe.inference.request import SamplingParams
 from skippipe.serving.engine_client import RequestOutput, RequestRefused, StageCoverage
 from skippipe.serving.http import routes
+from skippipe.serving.scheduler import SequenceRequest
 from skippipe.web import server as web_server
 from skippipe.web.auth import ApiSettings
 
@@ -23,6 +24,9 @@ MODEL = "org/mirror"
 STAGES = 6
 OPEN = ApiSettings(loopback=True, requests_a_minute=1_000_000)
 PATIENCE_S = 10.0
+VOCABULARY = 50
+PLACES = {0: (0, 1), 1: (2, 3), 2: (4, 5), 3: (6,)}
+"""Stage → its nodes."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -159,3 +163,20 @@ def serving(mirror: Mirror, settings: ApiSettings = OPEN) -> Iterator[str]:
             server.should_exit = True
             thread.join(PATIENCE_S)
             assert not thread.is_alive(), "the server did not stop"
+
+
+def next_token(tokens: list[int], seed: int) -> int:
+    """What the model says: any function of all that it was fed."""
+    found = seed
+    for token in tokens:
+        found = (found * 31 + token + 1) % 1_000_003
+    return found % VOCABULARY
+
+
+def answer(request: SequenceRequest) -> list[int]:
+    tokens = list(request.prompt)
+    while len(tokens) < len(request.prompt) + request.most:
+        tokens.append(next_token(tokens, request.sampling.seed))
+        if tokens[-1] in request.ends:
+            break
+    return tokens[len(request.prompt) :]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from tests.helpers.process_output import END_S, Hearing
+from tests.helpers.processes import END_S, Hearing
 
 DONE_S = 300.0  # for a command to end on a busy machine
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 import numpy as np
 from hypothesis import assume
 from hypothesis import strategies as st
@@ -102,6 +107,35 @@ def plans(draw: st.DrawFn, lost: bool = False) -> Plan:
     )
 
 
+def may_skip(skipped: type[Exception], share: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let the property below, a test with `@given`, give up on cases by this exception, but on no larger share of them.
+
+    A property that gives up without being counted also holds for code that always gives up.
+    """
+
+    def decorate(test: Any) -> Callable[..., None]:
+        case, counts = test.hypothesis.inner_test, Counter[str]()
+
+        @wraps(case)
+        def counted(*arguments: Any, **named: Any) -> None:
+            counts["drawn"] += 1
+            try:
+                case(*arguments, **named)
+            except skipped:
+                counts["skipped"] += 1
+
+        @wraps(test)
+        def run(*arguments: Any, **named: Any) -> None:
+            counts.clear()
+            test(*arguments, **named)
+            assert counts["drawn"] and counts["skipped"] <= share * counts["drawn"], f"{dict(counts)}"
+
+        test.hypothesis.inner_test = counted
+        return run
+
+    return decorate
+
+
 def simulated(plan: Plan, timing: Timing) -> Timeline:
     """Plans that lock up are not what a test is about."""
     try:
@@ -109,3 +143,27 @@ def simulated(plan: Plan, timing: Timing) -> Timeline:
     except Deadlock:
         assume(False)
         raise
+
+
+def wide_plan() -> Plan:
+    """Two data nodes, and three nodes on each of two other stages; six lanes, two over every one of those."""
+    stages = (Stage(2, (0, 1), (0, 1)), Stage(3, (2, 3, 4), (2, 3, 4)), Stage(3, (5, 6, 7), (5, 6, 7)))
+    lanes = tuple(Lane((at % 2, 2 + at % 3, 5 + at % 3), 2) for at in range(6))
+    plan = Plan(uniform_cluster(8), Workload(TINY, 16, 1, 12, max_slots=3), stages, lanes)
+    return plan.promising(simulate(plan, Timing.FULL))
+
+
+def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Set one value, as in `nodes.1.name`; the value ... removes it."""
+
+    def apply(raw: Any) -> None:
+        *way, last = path.split(".")
+        for name in way:
+            raw = raw[int(name) if isinstance(raw, list) else name]
+        key: Any = int(last) if isinstance(raw, list) else last
+        if value is ...:
+            del raw[key]
+        else:
+            raw[key] = value
+
+    return apply

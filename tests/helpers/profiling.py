@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import multiprocessing
 import os
 import signal
 import sys
@@ -37,15 +36,12 @@ from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.transport.message import Message
 from skippipe.workload import Workload
 from tests.helpers.models import tiny
-from tests.helpers.plans import TINY
-from tests.runtime.test_cluster_estimator import wide_plan
+from tests.helpers.plans import TINY, wide_plan
+from tests.helpers.processes import FORKED
 
 PATIENCE_S = 60.0  # for processes, on a machine that is busy with others
 WORK = Workload(TINY, 16, 2, compute_dtype="fp32")
 QUICK = ProbeSettings(round_trips=5, transfers=3, transfer_s=0.06)
-
-forked = multiprocessing.get_context("forkserver")
-forked.set_forkserver_preload([__name__])
 
 
 @dataclass
@@ -225,7 +221,7 @@ def command(folder: Path, *words: str) -> None:
 
 
 def in_a_process(target: Callable[..., None], *more: Any) -> int | None:
-    process = forked.Process(target=target, args=more)
+    process = FORKED.Process(target=target, args=more)
     process.start()
     process.join(PATIENCE_S)
     try:

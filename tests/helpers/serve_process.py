@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -12,28 +11,16 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from skippipe.cli import main
-from tests.helpers.process_output import END_S, Hearing
-
-PRELOADED = [
-    "transformers.models.llama.modeling_llama",
-    "transformers.tokenization_utils_fast",
-    "skippipe.cli.app",
-    "skippipe.serving.launcher",
-    "skippipe.serving.node.role",
-    "skippipe.serving.http.routes",
-    "skippipe.serving.node.executor",
-]
+from tests.helpers.processes import END_S, FORKED, Hearing
 
 
 class Command(Hearing):
     """Forked from a process that has torch, since importing it takes longer than all else."""
 
     def __init__(self, *words: object, environment: Mapping[str, str] | None = None) -> None:
-        fork = multiprocessing.get_context("forkserver")
-        fork.set_forkserver_preload(PRELOADED)
-        ours, theirs = fork.Pipe(duplex=False)
+        ours, theirs = FORKED.Pipe(duplex=False)
         told = ([str(word) for word in words], theirs, dict(environment or {}))
-        self.process: BaseProcess = fork.Process(target=_live, args=told, daemon=True)
+        self.process: BaseProcess = FORKED.Process(target=_live, args=told, daemon=True)
         self.process.start()
         theirs.close()
         super().__init__(_lines(ours))

@@ -39,8 +39,8 @@ from skippipe.inference.speculative import Speculator
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.stage_subset import StageSubset
+from tests.helpers.model_folders import TOKENIZER
 from tests.helpers.models import FAMILIES, tiny, whole_model
-from tests.lm_harness.test_likelihood import TOKENIZER
 
 torch.set_num_threads(1)
 LAYERS = (2, 1, 2)

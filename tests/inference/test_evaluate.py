@@ -33,8 +33,8 @@ from skippipe.inference.eval.tables import as_json, notes, number, tables
 from skippipe.inference.eval.windows import Windows
 from skippipe.inference.likelihood import SubsetModel
 from skippipe.stage_subset import StageSubset, Visits, residual_scale_of
+from tests.helpers.model_folders import TOKENIZER, by_itself, export_to, part
 from tests.helpers.models import FAMILIES
-from tests.lm_harness.test_likelihood import TOKENIZER, export_to
 
 torch.set_num_threads(1)
 IDS = default_rng(3).integers(0, TOKENIZER.size, 500).astype(np.uint16)
@@ -56,10 +56,6 @@ def staged(folder: Path) -> StagedModel:
 @pytest.fixture(scope="module")
 def windows() -> Windows:
     return Windows.of("random", IDS, context=16, tokens=200)
-
-
-def part(*stages: int, drive: float = 1.0, total: int = 5) -> StageSubset:
-    return StageSubset(stages, total, drive)
 
 
 def losses(
@@ -85,14 +81,6 @@ def test_the_whole_model_is_that_of_transformers(tmp_path: Path, family: str) ->
         total += functional.cross_entropy(logits, row[1:], reduction="sum").double()
     (found,) = losses(load(tmp_path), windows, [part(0, 1, 2, total=3)], batch_tokens=90).values()
     assert found == pytest.approx(float(total) / windows.tokens, abs=1e-5)
-
-
-def by_itself(staged: StagedModel, wanted: StageSubset, windows: Windows) -> float:
-    """As the scoring of parts has it."""
-    model = SubsetModel(staged, wanted)
-    rows = windows.rows(windows.numbers)
-    logits = model.logits(model.hidden(rows[:, :-1]))
-    return float(functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
 
 
 @pytest.mark.parametrize("drive", ["plain", "scaled", "0.7"])
@@ -164,7 +152,9 @@ def test_values_without_bounds(staged: StagedModel, windows: Windows) -> None:
 
 def test_the_best_drive_is_the_best(staged: StagedModel, windows: Windows) -> None:
     sizes: dict[int, list[Visits]] = {4: [(0, 1, 2, 3), (0, 2, 3, 4)], 2: [(0, 4)]}
-    for kept, exponent in best_exponents(PerplexityMeter(staged, [windows]), sizes, 5).items():
+    found = best_exponents(PerplexityMeter(staged, [windows]), sizes, 5)
+    assert found.keys() == sizes.keys()
+    for kept, exponent in found.items():
         tried = {
             each: sum(
                 by_itself(staged, StageSubset(stages, 5, (4 / (kept - 1)) ** each), windows) for stages in sizes[kept]

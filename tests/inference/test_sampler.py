@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from skippipe.errors import UserError
 from skippipe.inference.request import BROKEN, SamplingParams, TextStream
 from skippipe.inference.sampler import sample
-from tests.lm_harness.test_likelihood import TOKENIZER
+from tests.helpers.model_folders import TOKENIZER
 
 torch.set_num_threads(1)
 GREEDY = SamplingParams(temperature=0)

@@ -12,8 +12,8 @@ from numpy.random import default_rng
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import load
 from skippipe.inference.eval.windows import Windows, beginning_of, labels, usual_context
-from tests.lm_harness.test_likelihood import export_to
-from tests.training.test_exact import FULL, plan_of
+from tests.helpers.exact_training import FULL, plan_of
+from tests.helpers.model_folders import export_to
 
 IDS = default_rng(3).integers(0, 300, 500).astype(np.uint16)
 

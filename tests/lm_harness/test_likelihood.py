@@ -5,69 +5,24 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from skippipe.checkpoint.format import Checkpoints, Manifest, StageWriter
-from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.cli import main
 from skippipe.cli.score import ENVIRONMENT
-from skippipe.data.tokenizer import train_bpe
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import exported_layers, found_place, load
 from skippipe.inference.likelihood import LikelihoodRequest, SubsetModel
 from skippipe.lm_harness.passages import Prose, sentences_of
 from skippipe.lm_harness.tasks import TASK_KINDS, Task, build_tasks, parse_names, write_tasks
-from skippipe.model.flat_params import layout_of_stage
-from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.stage_subset import StageSubset, parse_subsets
-from tests.helpers.models import FAMILIES, tiny
+from tests.helpers.model_folders import LAYERS, TOKENIZER, checkpoint_in, export_to, plainly
+from tests.helpers.models import FAMILIES
 
 torch.set_num_threads(1)
-LAYERS = (2, 1, 2)
-TOKENIZER = train_bpe(['some words, and some more words.\n\n"Of what?" said Emma.'] * 20, 300)
-
-
-def made(family: str = "llama", **others: Any) -> tuple[ModelSpec, list[StageModel]]:
-    """A model with weights so large that its parts differ a lot."""
-    spec = ModelSpec(tiny(family, vocab_size=TOKENIZER.size, initializer_range=0.2, **others), seed=5)
-    ranges = layer_ranges(LAYERS)
-    return spec, [StageModel(spec, each, ends=index == 0) for index, each in enumerate(ranges)]
-
-
-def flat(spec: ModelSpec, stages: list[StageModel], number: int) -> torch.Tensor:
-    weights = dict(stages[number].named_weights())
-    return torch.cat([weights[place.name].detach().flatten() for place in layout_of_stage(spec, LAYERS, number)])
-
-
-def export_to(folder: Path, family: str = "llama", **others: Any) -> tuple[ModelSpec, list[StageModel]]:
-    spec, stages = made(family, **others)
-    model = ModelFolder(folder, LAYERS, spec, TOKENIZER)
-    for number in range(len(LAYERS)):
-        model.store_flat(number, flat(spec, stages, number))
-    return spec, stages
-
-
-def checkpoint_in(run: Path) -> list[StageModel]:
-    """As a run leaves it behind."""
-    spec, stages = made()
-    checkpoints = Checkpoints(run / "checkpoints")
-    place = checkpoints.begin()
-    TOKENIZER.save(place)
-    files = []
-    for number in range(len(LAYERS)):
-        writer = StageWriter(place, number, layout_of_stage(spec, LAYERS, number))
-        weights = flat(spec, stages, number)
-        writer.write(torch.cat([weights, torch.zeros(2 * len(weights))]).numpy().tobytes())
-        files += writer.finish()
-    checkpoints.commit(place, Manifest(7, LAYERS, (7, 7, 7), 5, "0" * 64, spec.config.to_dict(), tuple(files)))
-    return stages
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +104,7 @@ def test_sentences() -> None:
 
 def test_the_same_text_and_seed_give_the_same_questions(prose: Prose, tasks: dict[str, Task]) -> None:
     again = build_tasks(list(TASK_KINDS), Prose("classics-val"), seed=3, limit=60)
+    assert {task.name: len(task.items) for task in again} == dict.fromkeys(TASK_KINDS, 60)
     assert again == list(tasks.values())
     for fewer, other in zip(
         build_tasks(list(TASK_KINDS), prose, 3, 9), build_tasks(list(TASK_KINDS), prose, 4, 9), strict=True
@@ -306,12 +262,6 @@ def asked(count: int = 12) -> list[LikelihoodRequest]:
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(TOKENIZER.size, (4 + 3 * index,), generator=generator).tolist() for index in range(count)]
     return [LikelihoodRequest(row[: -1 - index % 3], row[-1 - index % 3 :]) for index, row in enumerate(rows)]
-
-
-def plainly(logits: torch.Tensor, tokens: Sequence[int]) -> tuple[float, bool]:
-    """How likely the tokens are, one for each row of logits."""
-    chances, wanted = logits[-len(tokens) :].log_softmax(-1), torch.tensor(tokens)
-    return float(chances.gather(-1, wanted[:, None]).sum()), bool((chances.argmax(-1) == wanted).all())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -21,8 +21,8 @@ import pytest
 from skippipe.transport.addresses import free_port
 from skippipe.transport.keys import PeerList
 from tests.helpers.dashboards import HOSTILE, RunFolder, noted, plan_of, shown
+from tests.helpers.processes import NODES, Place
 from tests.helpers.serve_process import Command
-from tests.training.test_launch import NODES, Place
 
 playwright = pytest.importorskip("playwright.sync_api")
 

@@ -25,7 +25,7 @@ from skippipe.inference.checkpoint_loader import StagedModel, load
 from skippipe.lm_harness.passages import Prose
 from skippipe.lm_harness.tasks import TASK_KINDS, Task, build_tasks, write_tasks
 from skippipe.stage_subset import StageSubset
-from tests.lm_harness import test_likelihood
+from tests.helpers import model_folders
 
 pytest.importorskip("lm_eval")
 from lm_eval import simple_evaluate
@@ -58,8 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("harness") / "model"
     text = [piece.text for piece in source("classics-val").pieces()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_likelihood, "TOKENIZER", train_bpe(text, 700))
-        test_likelihood.export_to(place, max_position_embeddings=160)
+        patch.setattr(model_folders, "TOKENIZER", train_bpe(text, 700))
+        model_folders.export_to(place, max_position_embeddings=160)
     return place
 
 
@@ -135,7 +135,7 @@ def test_likelihoods_are_those_of_transformers(staged: StagedModel, folder: Path
     found = SubsetLM(staged, WHOLE).loglikelihood(requests("loglikelihood", *pairs))
     for (row, said), (log, greedy) in zip(seen, found, strict=True):
         with torch.no_grad():
-            expected = test_likelihood.plainly(model(torch.tensor([row])).logits[0], said)
+            expected = model_folders.plainly(model(torch.tensor([row])).logits[0], said)
         assert log == pytest.approx(expected[0], abs=1e-4)
         assert greedy == expected[1]
 
@@ -152,7 +152,7 @@ def test_a_part_is_what_its_stages_make(staged: StagedModel, tasks: list[Task]) 
         with torch.no_grad():
             given = first(first.embed(torch.tensor([row])))
             driven = given + PART.drive * (last(given) - given)
-            expected = test_likelihood.plainly(first.head(first.norm(driven))[0], said)
+            expected = model_folders.plainly(first.head(first.norm(driven))[0], said)
         assert log == pytest.approx(expected[0], abs=1e-4)
         assert greedy == expected[1]
         assert abs(log - other) > 1e-3

@@ -14,8 +14,8 @@ import pytest
 
 from skippipe.errors import UserError
 from skippipe.runtime.coordinator.state_machine import Callback
+from tests.helpers.processes import Place, end, only_error, start
 from tests.helpers.serve_process import Command
-from tests.training.test_launch import Place, end, only_error, start
 
 pytest.importorskip("ray")
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

@@ -28,8 +28,8 @@ from skippipe.model.model_spec import ModelSpec, config_from, config_named
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.serving import async_engine
 from skippipe.workload import model_named
-from tests.helpers.commands import Command
 from tests.helpers.models import tiny
+from tests.helpers.processes import Command
 
 PROJECT = Path(__file__).parents[2]
 LAYERS = (2, 3)

@@ -13,8 +13,8 @@ from skippipe.planner.strategies import PlanRequest
 from skippipe.planner.sweep import batch_sizes, choose_batch_size
 from skippipe.validate import validate
 from skippipe.workload import Workload
-from tests.helpers.commands import Command
 from tests.helpers.plans import TINY, uniform_cluster
+from tests.helpers.processes import Command
 
 
 def test_sizes_divide_over_the_stages_and_reach_both_ends() -> None:

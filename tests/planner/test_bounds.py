@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations_with_replacement, permutations, product
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from skippipe.cluster import Cluster
 from skippipe.constraints import cc2_broken_at
 from skippipe.cost_model import NEVER_NS
 from skippipe.dispatch import Dispatch
-from skippipe.errors import UserError
+from skippipe.errors import Infeasible, UserError
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.bounds.load_relaxation import averaging_by_size_ns
 from skippipe.planner.bounds.lower_bound import lower_bound
@@ -111,30 +110,28 @@ def random_plans(problem: Problem, seed: int, attempts: int) -> Iterator[Plan]:
             yield plan
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(st.integers(0, 10**6))
-def test_no_random_plan_beats_it(seed: int) -> None:
-    problem = some_problem(seed)
-    if problem is None:
-        return
-    plans = list(random_plans(problem, seed, 40))
-    if plans:
-        least_ns = min(simulate(plan, problem.timing).iteration_ns for plan in plans)
-        assert lower_bound([problem], BUDGET_S).ns <= least_ns
+def test_no_random_plan_beats_it() -> None:
+    compared = 0
+    for seed in range(20):
+        problem = some_problem(seed)
+        plans = list(random_plans(problem, seed, 40)) if problem else []
+        if problem and plans:
+            least_ns = min(simulate(plan, problem.timing).iteration_ns for plan in plans)
+            assert lower_bound([problem], BUDGET_S).ns <= least_ns, seed
+            compared += 1
+    assert compared >= 10
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_strategy_beats_it(seed: int) -> None:
     problem = some_problem(1000 + seed)
-    if problem is None:
-        return
+    assert problem is not None, "take another seed"
+    taken_ns = []
     for strategy in (Strategy.SKIPPIPE, Strategy.DTFM_SKIP):
-        try:
-            plan = make_plan(problem, strategy, PlanRequest(seed, budget_s=0.2))
-        except UserError:
-            continue
-        assert plan.expected is not None
-        assert lower_bound([problem], BUDGET_S).ns <= plan.expected.iteration_ns
+        with suppress(Infeasible):
+            taken_ns.append(iteration_ns(make_plan(problem, strategy, PlanRequest(seed, budget_s=0.2))))
+    assert taken_ns, "take another seed"
+    assert lower_bound([problem], BUDGET_S).ns <= min(taken_ns)
 
 
 def published_problem(timing: Timing, split: bool) -> tuple[Problem, int]:

@@ -26,7 +26,7 @@ from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
 from skippipe.workload import MODELS, Workload
-from tests.helpers.plans import problems
+from tests.helpers.plans import may_skip, problems
 
 Members = list[set[int]]
 
@@ -251,8 +251,9 @@ def test_it_is_quick(published: Plan) -> None:
     compile_repair()
     members, able = without(published, 5)
     began = time.process_time()
-    repaired(published, members, able, budget_s=0.3)
+    plan = repaired(published, members, able, budget_s=0.3)
     assert time.process_time() - began < 1
+    assert plan is not None
 
 
 # anything
@@ -285,7 +286,12 @@ def usable(plan: Plan, members: Members, able: Collection[int]) -> list[list[int
     ]
 
 
+class NoPlan(Exception):
+    """There can be none: as it should be, and nothing more to check."""
+
+
 @pytest.mark.slow
+@may_skip(NoPlan, share=0.3)
 @settings(max_examples=60, deadline=None)
 @given(changes())
 def test_always_a_sound_plan_or_none_where_there_can_be_none(change: tuple[Plan, Members, set[int]]) -> None:
@@ -295,7 +301,7 @@ def test_always_a_sound_plan_or_none_where_there_can_be_none(change: tuple[Plan,
     held = sum(map(bool, there[1:]))
     if plan is None:
         assert not there[0] or not held
-        return
+        raise NoPlan
     assert there[0] and held
     assert_sound(old, plan, members, able)
     length = min(len(old.lanes[0].path), 1 + held)
@@ -309,6 +315,7 @@ def test_always_a_sound_plan_or_none_where_there_can_be_none(change: tuple[Plan,
         assert max(counts) - min(counts) == (1 if plan.microbatches % unit else 0)
 
 
+@may_skip(NoPlan, share=0.5)
 @settings(max_examples=40, deadline=None)
 @given(changes(), st.integers(0, 2**32 - 1), st.sampled_from([0.1, 0.3, 0.7]))
 def test_links_that_are_not_there_are_not_used(
@@ -323,7 +330,7 @@ def test_links_that_are_not_there_are_not_used(
     linked = (bandwidth > 0) & (bandwidth.T > 0)
     if plan is None:
         assert not any(linked[a, b] for a, b in product(there[0], [node for nodes in there[1:] for node in nodes]))
-        return
+        raise NoPlan
     lanes = [violation for violation in validate(plan) if violation.where.startswith("lane")]
     assert lanes == []  # a ring may need a link that is not there
     assert broken(plan) <= {"CC3", "stages", "link"}

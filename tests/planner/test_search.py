@@ -29,7 +29,7 @@ from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
 from skippipe.workload import Workload
-from tests.helpers.plans import TINY, problems, uniform_cluster
+from tests.helpers.plans import TINY, may_skip, problems, uniform_cluster
 
 FEW = PlanRequest(changes=6_000)
 
@@ -47,19 +47,18 @@ def plan_as_is(problem: Problem, state: State) -> Plan:
     )
 
 
+@may_skip(Infeasible, share=0.25)
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.integers(0, 2**32 - 1))
 def test_the_score_is_what_the_simulator_says(problem: Problem, seed: int) -> None:
-    try:
-        first = make_plan(problem, Strategy.DTFM_SKIP, PlanRequest(budget_s=0))
-    except Infeasible:
-        reject()
+    first = make_plan(problem, Strategy.DTFM_SKIP, PlanRequest(budget_s=0))
     costs = costs_by_layers(problem.cluster, problem.workload, problem.workload.model.layers - problem.stages + 1)
     visitable = np.ones(problem.stages, np.bool_)
     tables = tables_of(costs, visitable, problem.timing, problem.split_backward, problem.swaps)
     state = state_of(first, 12)
     weights = cumulative_move_weights(Move)
     draw = np.random.default_rng(seed)
+    compared = 0
     for _ in range(60):
         trial, row = copy_state(state), draw.integers(0, 2**31, DRAWS)
         if not propose(row, trial, tables, weights) or not recreate(row, trial, tables):
@@ -76,6 +75,8 @@ def test_the_score_is_what_the_simulator_says(problem: Problem, seed: int) -> No
         assert (spread > 0) == bool(cc3_uneven(plan.exposure))
         assert simulate(plan, problem.timing).iteration_ns == iteration_ns
         assign(state, trial)
+        compared += 1
+    assert compared, "of 60 proposals some are plans"
 
 
 def unequal(nodes: int, speeds: list[float]) -> Cluster:

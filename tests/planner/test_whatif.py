@@ -47,9 +47,9 @@ from tests.helpers.bottlenecks import (
     with_bandwidth,
     with_speed,
 )
-from tests.helpers.commands import Command
 from tests.helpers.doc_pages import ROOT, documented
 from tests.helpers.plans import plans, simulated, uniform_cluster
+from tests.helpers.processes import Command
 
 timings = st.sampled_from(list(Timing))
 

@@ -422,6 +422,11 @@ def test_a_run_that_takes_what_was_planned_finds_the_cluster_as_it_was() -> None
     agrees(found, planned, 1e-3, 0)
 
 
-def test_a_disk_that_is_full_does_not_end_the_run(tmp_path: Path) -> None:
+def test_a_cluster_file_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "cluster.json").mkdir()
-    CallbackList([ClusterFile(tmp_path / "cluster.json")]).measured(far_apart(2))
+    last = Last()
+    CallbackList([ClusterFile(tmp_path / "cluster.json"), last]).measured(far_apart(2))
+    assert "cluster.json: cannot be written" in caplog.text
+    assert len(last.clusters) == 1, "the others are told all the same"

@@ -32,10 +32,10 @@ from skippipe.runtime.simulation.fault_injection import kill
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.simulator import simulate
 from skippipe.training.metrics import CallbackList, ClusterFile, EventsFile, IterationMetrics, MetricsFile, TraceFiles
-from tests.helpers.commands import Command
 from tests.helpers.dashboards import HOSTILE, RunFolder, noted, plan_of
-from tests.training.test_exact import FULL, LEARNING, tensors_of
-from tests.training.test_exact import plan_of as exact_plan
+from tests.helpers.exact_training import FULL, LEARNING, tensors_of
+from tests.helpers.exact_training import plan_of as exact_plan
+from tests.helpers.processes import Command
 
 ITERATIONS, LOST_IN, RECORDED, LOST_NODE = 10, 3, (1, 5, 9), 4
 TRACE = "traces/iteration-000009.json"

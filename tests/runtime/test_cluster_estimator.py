@@ -9,25 +9,13 @@ import pytest
 
 from skippipe.constraints import lanes_through
 from skippipe.optim.config import OptimConfig
-from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator.state_machine import CoordinatorState, RecoverySettings
 from skippipe.runtime.simulation.fault_injection import Fault, slow_link, slow_node
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.task_timing import FIRST_CUT_NS, ClusterEstimator
-from skippipe.simulator import simulate
-from skippipe.timeline import Timing
-from skippipe.workload import Workload
-from tests.helpers.plans import TINY, uniform_cluster
+from tests.helpers.plans import wide_plan
 
 LEARNING = OptimConfig(warmup=1, iterations=10)
-
-
-def wide_plan() -> Plan:
-    """Two data nodes, and three nodes on each of two other stages; six lanes, two over every one of those."""
-    stages = (Stage(2, (0, 1), (0, 1)), Stage(3, (2, 3, 4), (2, 3, 4)), Stage(3, (5, 6, 7), (5, 6, 7)))
-    lanes = tuple(Lane((at % 2, 2 + at % 3, 5 + at % 3), 2) for at in range(6))
-    plan = Plan(uniform_cluster(8), Workload(TINY, 16, 1, 12, max_slots=3), stages, lanes)
-    return plan.promising(simulate(plan, Timing.FULL))
 
 
 def run(fault: Fault, drift: float, iterations: int = 6) -> VirtualCluster:

@@ -13,7 +13,7 @@ from skippipe.runtime.coordinator.server import CoordinatorServer
 from skippipe.runtime.messages import ControlMessage, PeerUpdate, Stop, from_json
 from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.transport.mailbox import Mailbox
-from tests.checkpoint.test_checkpoint import brief_of
+from tests.helpers.exact_training import brief_of
 from tests.helpers.single_node import small_plan
 
 WITHIN_S = 10.0

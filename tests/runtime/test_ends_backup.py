@@ -46,12 +46,12 @@ from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.training.build_run import RunSetup
 from skippipe.training.job_config import CheckpointConfig, JobConfig, RecoveryConfig
 from skippipe.transport.wire_codec import encode
+from tests.helpers import exact_training
+from tests.helpers.exact_training import plan_of, tensors_of
 from tests.helpers.executors import computer_of, noise, stepped
 from tests.helpers.single_coordinator import HELLO, coordinating, is_now
 from tests.helpers.single_node import Bench
 from tests.helpers.virtual_chaos import LEARNING, Shelf, plan_over
-from tests.training import test_exact
-from tests.training.test_exact import plan_of, tensors_of
 
 torch.set_num_threads(1)
 
@@ -411,7 +411,7 @@ def copy_from(data: StageExecutor, keeper: StageExecutor, iterations: int) -> No
 
 def test_the_loss_goes_on_near_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Much nearer than with new ends, which are worth nothing."""
-    monkeypatch.setattr(test_exact, "TEXT", np.tile(np.arange(0, 97, 8), 300))
+    monkeypatch.setattr(exact_training, "TEXT", np.tile(np.arange(0, 97, 8), 300))
     plan, spec = plan_of((Lane((0, 1, 3), 2), Lane((0, 2, 4), 2)), (1, 2, 2), stages=((0,), (1, 2), (3, 4)))
     cluster, copied = with_tensors(plan, spec, 30, kill(0).at(24))
     losses = [report.loss for report in cluster.reports]

@@ -22,10 +22,10 @@ from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.validate import validate
+from tests.helpers.exact_training import FULL, assert_exact, plan_of, sampler_of, tensors_of
 from tests.helpers.single_coordinator import HELLO, Course, Room, coordinating
 from tests.helpers.single_node import AT_ONCE, LEARNING
 from tests.helpers.virtual_chaos import Scenario, plans_of, play, scenario, staged, wide
-from tests.training.test_exact import FULL, assert_exact, plan_of, sampler_of, tensors_of
 
 SHORT = (Lane((0, 2, 6), 1), Lane((1, 5, 7), 2), Lane((0, 5, 4), 1))  # as many microbatches as FULL, a stage less
 BY_TURNS = SkipSchedule("1/4 + 0")

@@ -49,7 +49,7 @@ def visits_by_stage(plan: Plan) -> list[int]:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(plans(), st.sampled_from(list(Dispatch)), st.booleans())
 def test_an_iteration_takes_what_the_simulator_promises(plan: Plan, dispatch: Dispatch, split: bool) -> None:
     plan = replace(plan, dispatch=dispatch, split_backward=split)

@@ -20,8 +20,8 @@ from skippipe.serving.node.executor import ServingExecutor
 from skippipe.serving.node.role import ServingConfig, build_executor
 from skippipe.serving.step_protocol import ForwardStep, FreeSlots, InputRow, SampleTokens, StepRefused
 from skippipe.transport.wire_codec import EncodedTensor, decode, encode
+from tests.helpers.model_folders import LAYERS, TOKENIZER, checkpoint_in, export_to, made
 from tests.helpers.models import FAMILIES, whole_model
-from tests.lm_harness.test_likelihood import LAYERS, TOKENIZER, checkpoint_in, export_to, made
 
 torch.set_num_threads(1)
 LANE = 1

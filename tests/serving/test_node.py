@@ -45,7 +45,7 @@ from skippipe.serving.step_protocol import (
     step_messages,
 )
 from skippipe.transport.message import Message, MessageKind
-from tests.serving.test_scheduler import PLACES, VOCABULARY, answer, next_token
+from tests.helpers.echo_engine import PLACES, VOCABULARY, answer, next_token
 
 STAGE_OF = {node: stage for stage, nodes in PLACES.items() for node in nodes}
 Prefixes = list[tuple[int, ...]]

@@ -32,29 +32,10 @@ from skippipe.serving.scheduler import (
     ServingStep,
 )
 from skippipe.workload import MODELS
+from tests.helpers.echo_engine import PLACES, VOCABULARY, answer, next_token
 from tests.helpers.plans import uniform_cluster
 
-VOCABULARY = 50
 END = 7
-PLACES = {0: (0, 1), 1: (2, 3), 2: (4, 5), 3: (6,)}
-"""Stage → its nodes."""
-
-
-def next_token(tokens: list[int], seed: int) -> int:
-    """What the model says: any function of all that it was fed."""
-    found = seed
-    for token in tokens:
-        found = (found * 31 + token + 1) % 1_000_003
-    return found % VOCABULARY
-
-
-def answer(request: SequenceRequest) -> list[int]:
-    tokens = list(request.prompt)
-    while len(tokens) < len(request.prompt) + request.most:
-        tokens.append(next_token(tokens, request.sampling.seed))
-        if tokens[-1] in request.ends:
-            break
-    return tokens[len(request.prompt) :]
 
 
 class World:

@@ -25,8 +25,8 @@ from skippipe.cli import main
 from skippipe.inference.request import TextStream
 from skippipe.transport.addresses import free_port
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
+from tests.helpers.model_folders import export_to
 from tests.helpers.serve_process import Command, Server
-from tests.lm_harness.test_likelihood import export_to
 
 torch.set_num_threads(1)
 TOKEN = "a-token-that-is-long-enough"

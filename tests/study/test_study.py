@@ -29,8 +29,8 @@ from skippipe.study.engine import Engine
 from skippipe.study.path_sampling import UNEVEN, drawn, drawn_for, together, turns
 from skippipe.study.runner import Device, Runner
 from skippipe.training.reference import ReferenceTrainer
+from tests.helpers.exact_training import FULL, SKIPPED, SWAPPED, plan_of, sampler_of
 from tests.helpers.models import tiny
-from tests.training.test_exact import FULL, SKIPPED, SWAPPED, plan_of, sampler_of
 
 COARSE = OptimConfig(
     rate=3e-3, warmup=2, iterations=5, clip=1.0, epsilon=1e-3

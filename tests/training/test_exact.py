@@ -8,161 +8,36 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
-from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
-from skippipe.optim.config import OptimConfig
-from skippipe.plan import Lane, Plan, Stage
+from skippipe.plan import Lane, Plan
 from skippipe.runtime.allreduce import GradientRing
-from skippipe.runtime.coordinator.state_machine import CoordinatorState
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
-from skippipe.runtime.stage_executor import StageExecutor
-from skippipe.skip_schedule import SkipSchedule
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.transport.wire_codec import EncodedTensor, encode
-from skippipe.workload import Workload
-from tests.helpers.models import tiny, whole_model
-from tests.helpers.plans import uniform_cluster
+from tests.helpers.exact_training import (
+    FULL,
+    ITERATIONS,
+    LEARNING,
+    SKIPPED,
+    SWAPPED,
+    assert_exact,
+    assert_replicas_alike,
+    plan_of,
+    sampler_of,
+    tensors_of,
+    trained,
+    weights_of,
+)
+from tests.helpers.models import whole_model
 
 torch.set_num_threads(1)
-
-ITERATIONS = 5
-LEARNING = OptimConfig(rate=3e-3, warmup=2, iterations=ITERATIONS, clip=1.0)
-SEQUENCE, SAMPLES = 12, 2
-TEXT = np.random.default_rng(5).integers(0, 97, 3000)
-
-# Nodes 0, 1 | 2, 3, 4 | 5 | 6, 7: stages with two, three and one replica.
-STAGES = ((0, 1), (3, 2, 4), (5,), (6, 7))
-FULL = (Lane((0, 2, 5, 6), 1), Lane((1, 3, 5, 7), 2), Lane((0, 4, 5, 7), 1))
-SKIPPED = (Lane((0, 2, 6), 1), Lane((1, 5, 7), 2), Lane((0, 3, 5), 1), Lane((1, 4, 6), 1))  # a third of the others
-SWAPPED = (Lane((0, 5, 2, 6), 1), Lane((1, 3, 7, 5), 2), Lane((0, 5, 4), 1))
-
-
-def plan_of(
-    lanes: Sequence[Lane],
-    layers: Sequence[int] = (1, 1, 1, 2),
-    *,
-    family: str = "llama",
-    split: bool = False,
-    stages: Sequence[tuple[int, ...]] = STAGES,
-    config: dict[str, Any] | None = None,
-    **workload: Any,
-) -> tuple[Plan, ModelSpec]:
-    spec = ModelSpec(tiny(family, **(config or {})), seed=11)
-    said = {"wire_dtype": "fp32", "compute_dtype": "fp32", **workload}
-    work = Workload(spec.shape, SEQUENCE, SAMPLES, sum(lane.microbatches for lane in lanes), **said)
-    cluster = uniform_cluster(max(max(nodes) for nodes in stages) + 1)
-    made = tuple(Stage(count, tuple(sorted(ring)), ring) for count, ring in zip(layers, stages, strict=True))
-    return Plan(cluster, work, made, tuple(lanes), split_backward=split), spec
-
-
-def sampler_of(plan: Plan) -> BatchSampler:
-    return BatchSampler(TEXT, SEQUENCE, 3, plan.microbatches, SAMPLES)
-
-
-def tensors_of(
-    plan: Plan, spec: ModelSpec, learning: OptimConfig = LEARNING, recipe: SkipSchedule | None = None
-) -> dict[int, StageExecutor]:
-    ranges = layer_ranges(tuple(stage.layers for stage in plan.stages))
-    work = plan.workload
-    return {
-        node: StageExecutor(
-            stage,
-            plan.layers,
-            work,
-            spec,
-            StageStep(
-                spec,
-                ranges[stage],
-                learning,
-                ends=stage == 0,
-                compute_dtype=work.compute_dtype,
-                recompute=work.activation_checkpointing,
-                split_backward=plan.split_backward,
-            ),
-            sampler_of(plan) if stage == 0 else None,
-            recipe=recipe,
-        )
-        for node, stage in plan.stage_of.items()
-    }
-
-
-def trained(
-    plan: Plan,
-    spec: ModelSpec,
-    learning: OptimConfig = LEARNING,
-    recipe: SkipSchedule | None = None,
-    *others: Plan,
-) -> tuple[VirtualCluster, dict[int, StageExecutor], ReferenceTrainer, list[float]]:
-    """Many nodes under disturbed time; one process; and the losses of the latter. The recipe also takes other plans."""
-    random = np.random.default_rng(1)
-    recipe, plans = recipe or SkipSchedule(), {other.visited: other for other in others}
-    computers = tensors_of(plan, spec, learning, recipe)
-    before = {node: executor.tasks.weights.values.clone() for node, executor in computers.items()}
-    cluster = VirtualCluster(
-        plan,
-        learning,
-        ITERATIONS,
-        computers=computers,
-        recipe=recipe,
-        plans=plans,
-        disturb=lambda ns: int(ns * random.uniform(0.2, 2)),
-    )
-    cluster.run()
-    assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
-    oracle = ReferenceTrainer(plan, spec, learning, sampler_of(plan), recipe=recipe, plans=plans, iterations=ITERATIONS)
-    done = [oracle.iteration(number) for number in range(ITERATIONS)]
-    visited = {stage for lane in plan.lanes for stage in plan.visits(lane)}
-    for node, stage in plan.stage_of.items():
-        moved = (computers[node].tasks.weights.values - before[node]).abs().mean() / learning.rate
-        assert moved > 1e-3 if stage in visited else moved == 0, f"stage {stage} moved {moved}"
-    for report, one in zip(cluster.reports, done, strict=True):
-        assert math.isclose(report.rate, one.rate)
-    return cluster, computers, oracle, [one.loss for one in done]
-
-
-def assert_replicas_alike(plan: Plan, computers: dict[int, StageExecutor]) -> None:
-    """To the last bit."""
-    for stage in plan.stages:
-        for node in stage.nodes[1:]:
-            assert torch.equal(computers[stage.nodes[0]].tasks.weights.values, computers[node].tasks.weights.values)
-
-
-def assert_exact(
-    plan: Plan,
-    spec: ModelSpec,
-    learning: OptimConfig = LEARNING,
-    recipe: SkipSchedule | None = None,
-    *others: Plan,
-) -> VirtualCluster:
-    cluster, computers, oracle, losses = trained(plan, spec, learning, recipe, *others)
-    assert [report.loss for report in cluster.reports] == pytest.approx(losses, rel=1e-4)
-    assert_replicas_alike(plan, computers)
-    expected = oracle.weights()
-    found = weights_of(plan, computers)
-    assert found.keys() == expected.keys()
-    for name, each in expected.items():
-        torch.testing.assert_close(found[name], each, rtol=1e-4, atol=1e-6, msg=partial(_named, name))
-    return cluster
-
-
-def _named(name: str, text: str) -> str:
-    return f"{name}: {text}"
-
-
-def weights_of(plan: Plan, computers: dict[int, StageExecutor]) -> dict[str, torch.Tensor]:
-    return {
-        name: each.detach()
-        for stage in plan.stages
-        for name, each in computers[stage.nodes[0]].tasks.model.named_weights()
-    }
 
 
 PATHS = {"full": FULL, "skipped": SKIPPED, "swapped": SWAPPED}

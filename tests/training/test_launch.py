@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import re
 import socket
@@ -26,66 +24,7 @@ from skippipe.training.job_config import load_job
 from skippipe.training.torchrun import Rank
 from skippipe.transport.addresses import free_port, listen_address, own_address
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
-
-END_S = 120.0  # for a run to end on a busy machine; each takes some 10 s on an idle one
-NODES = 4
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-}
-JOB = """
-output = {output!r}
-iterations = 2
-cluster = "regions:{nodes}"
-model.config = {folder!r}
-data = {{ texts = [{text!r}], vocabulary = 300, folder = {tokens!r} }}
-batch = {{ sequence = 16, samples = 1, microbatches = 4 }}
-pipeline = {{ stages = {stages}, skip = "0", budget_s = 0.2 }}
-"""
-
-
-class Place:
-    """A folder with a small model, a text, keys, and room for jobs and runs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "config.json").write_text(json.dumps(MODEL))
-        (folder / "text.txt").write_text(
-            "".join(f"The quick brown fox jumps over {each} dogs.\n" for each in range(300))
-        )
-
-    def job(self, name: str, nodes: int, stages: int, more: str = "") -> Path:
-        path = self.folder / f"{name}.toml"
-        said = {"output": str(self.folder / name), "folder": str(self.folder), "text": str(self.folder / "text.txt")}
-        path.write_text(JOB.format(**said, tokens=str(self.folder / "tokens"), nodes=nodes, stages=stages) + more)
-        return path
-
-    def joining(self, name: str, port: int, peers: Path | None = None) -> Path:
-        keys = self.folder / "keys"
-        said = {
-            "listen": f"127.0.0.1:{port}",
-            "peers": str(peers or keys / "peers.json"),
-            "key": str(keys / "coordinator.key"),
-        }
-        transport = "".join(f"transport.{name} = {value!r}\n" for name, value in said.items())
-        return self.job(name, NODES, 2, transport)
-
-    def losses(self, name: str) -> list[float]:
-        lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["loss"] for line in lines]
-
-    def is_trained(self, name: str) -> bool:
-        model = self.folder / name / "model"
-        return all(
-            (model / file).exists() for file in ("config.json", "model.safetensors.index.json", "tokenizer.json")
-        )
+from tests.helpers.processes import FORKED, NODES, RUN_END_S, Command, Place, end, only_error, start
 
 
 @pytest.fixture(scope="module")
@@ -93,38 +32,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(tmp_path_factory.mktemp("launch"))
 
 
-@pytest.fixture(scope="module")
-def names(place: Place) -> list[str]:
-    ran = start("keys", f"regions:{NODES}", place.folder / "keys")
-    assert end(ran)[0] == 0
-    return list(PeerList.load(place.folder / "keys" / "peers.json").peers)
-
-
-def start(*words: object, module: str = "skippipe") -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", module, *map(str, words)]
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-
-
-def end(process: subprocess.Popen[str], within_s: float = END_S) -> tuple[int, str, str]:
-    """Exit code, output, errors."""
-    try:
-        out, err = process.communicate(timeout=within_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        pytest.fail(f"still there after {within_s} s: {out}{err}")
-    return process.returncode, out, err
-
-
-def only_error(err: str) -> str:
-    """The one line that says what is wrong; no traceback."""
-    assert "Traceback" not in err
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, err
-    return errors[0].removeprefix("error: ")
+@pytest.fixture
+def names(place: Place, skippipe: Command) -> list[str]:
+    keys = place.folder / "keys"
+    if not keys.exists():
+        assert skippipe("keys", f"regions:{NODES}", keys).code == 0
+    return list(PeerList.load(keys / "peers.json").peers)
 
 
 def live(words: list[str], log: str) -> None:
@@ -140,14 +53,12 @@ def live(words: list[str], log: str) -> None:
 @pytest.fixture
 def many(tmp_path: Path) -> Iterator[Callable[..., list[BaseProcess]]]:
     """Starts many commands; forked from a process that has torch, since importing it takes longer than training."""
-    fork = multiprocessing.get_context("forkserver")
-    fork.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama"])
     started: list[BaseProcess] = []
 
     def begin(*commands: list[object]) -> list[BaseProcess]:
         for words in commands:
             log = str(tmp_path / f"{len(started)}.log")
-            started.append(fork.Process(target=live, args=([str(word) for word in words], log), daemon=True))
+            started.append(FORKED.Process(target=live, args=([str(word) for word in words], log), daemon=True))
             started[-1].start()
         return started
 
@@ -155,6 +66,18 @@ def many(tmp_path: Path) -> Iterator[Callable[..., list[BaseProcess]]]:
     for process in started:
         if process.is_alive():
             process.kill()
+
+
+@pytest.fixture
+def refused(skippipe: Command) -> Callable[..., str]:
+    """Runs a command here that must end with exit code 2; gives what it says is wrong."""
+
+    def run(*words: object) -> str:
+        ran = skippipe(*words)
+        assert ran.code == 2, ran
+        return only_error(ran.err)
+
+    return run
 
 
 # Joining
@@ -169,50 +92,28 @@ def test_nodes_join_and_strangers_do_not(
     stolen = KeyFile.load(keys / f"{names[0]}.key")
     KeyFile(names[0], KeyPair.new(), stolen.coordinator).save(tmp_path / "other.key")
     KeyFile(names[0], stolen.keys, KeyPair.new().public).save(tmp_path / "elsewhere.key")
-    coordinator = start("train", place.joining("joined", port))
-    strangers = [start("node", "--join", at, "--key", tmp_path / f"{each}.key") for each in ("other", "elsewhere")]
-    try:
-        refused, foreign = (end(each) for each in strangers)  # answered as soon as the coordinator listens
-        assert (refused[0], foreign[0]) == (2, 2)
-        assert only_error(refused[2]).startswith(f"the coordinator at {at} refuses this node: its list of peers has")
-        assert "does not hold the key that this node knows" in only_error(foreign[2])
-        nodes = many(*(["node", "--join", at, "--key", keys / f"{name}.key"] for name in names))
-        for node in nodes:
-            node.join(END_S)
-        code, out, err = end(coordinator)
-    finally:
-        for each in (coordinator, *strangers):
-            each.kill()
-    logs = "".join(each.read_text() for each in tmp_path.glob("*.log"))
-    assert (code, [node.exitcode for node in nodes]) == (0, [0] * NODES), f"{out}{err}{logs}"
-    assert f"waiting for {NODES} nodes to join {at}: {', '.join(sorted(names))}" in err
+    strangers = [["node", "--join", at, "--key", tmp_path / f"{each}.key"] for each in ("other", "elsewhere")]
+    coordinator, *refused = list(many(["train", place.joining("joined", port)], *strangers))
+    for process in refused:  # answered as soon as the coordinator listens
+        process.join(RUN_END_S)
+    nodes = many(*(["node", "--join", at, "--key", keys / f"{name}.key"] for name in names))[3:]
+    for process in (*nodes, coordinator):
+        process.join(RUN_END_S)
+    said = [(tmp_path / f"{number}.log").read_text() for number in range(3 + NODES)]
+    codes = [process.exitcode for process in (coordinator, *refused, *nodes)]
+    assert codes == [0, 2, 2, *[0] * NODES], "".join(said)
+    assert only_error(said[1]).startswith(f"the coordinator at {at} refuses this node: its list of peers has")
+    assert "does not hold the key that this node knows" in only_error(said[2])
+    assert f"waiting for {NODES} nodes to join {at}: {', '.join(sorted(names))}" in said[0]
     assert place.is_trained("joined")
     assert len(place.losses("joined")) == 2
 
 
-def test_nobody_answers(place: Place, names: list[str]) -> None:
+def test_nobody_answers(place: Place, names: list[str], refused: Callable[..., str]) -> None:
     at = f"127.0.0.1:{free_port('127.0.0.1')}"
     key = place.folder / "keys" / f"{names[0]}.key"
-    code, _, err = end(start("node", "--join", at, "--key", key, "--patience", "0.5"), within_s=20)
-    assert code == 2
-    assert only_error(err).startswith(f"waited 0.5 s for the coordinator: nobody answers at {at}; is it started")
-
-
-@pytest.fixture
-def skippipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command here that must end with exit code 2; gives what it says is wrong."""
-
-    for name, value in (("SKIPPIPE_PURE_PYTHON", ""), ("OMP_NUM_THREADS", "1"), ("TOKENIZERS_PARALLELISM", "true")):
-        monkeypatch.setenv(name, value)  # commands set what is not set, and that must not stay
-
-    def run(*words: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["skippipe", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 2
-        return only_error(capsys.readouterr().err)
-
-    return run
+    why = refused("node", "--join", at, "--key", key, "--patience", "0.5")
+    assert why.startswith(f"waited 0.5 s for the coordinator: nobody answers at {at}; is it started")
 
 
 @pytest.fixture
@@ -221,28 +122,28 @@ def taken() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def test_a_node_cannot_start(place: Place, names: list[str], skippipe: Callable[..., str], taken: int) -> None:
+def test_a_node_cannot_start(place: Place, names: list[str], refused: Callable[..., str], taken: int) -> None:
     keys = place.folder / "keys"
     mine = keys / f"{names[0]}.key"
     at = ("--join", "127.0.0.1:5")
-    assert f"127.0.0.1:{taken}: cannot listen there" in skippipe("node", *at, "--key", mine, "--listen", taken)
-    assert "cannot reach 0.0.0.0" in skippipe("node", *at, "--key", mine, "--listen", "0.0.0.0:5556")
-    assert "this is the coordinator's key" in skippipe("node", *at, "--key", keys / "coordinator.key")
-    assert "expected host:port" in skippipe("node", "--join", "somewhere", "--key", mine)
+    assert f"127.0.0.1:{taken}: cannot listen there" in refused("node", *at, "--key", mine, "--listen", taken)
+    assert "cannot reach 0.0.0.0" in refused("node", *at, "--key", mine, "--listen", "0.0.0.0:5556")
+    assert "this is the coordinator's key" in refused("node", *at, "--key", keys / "coordinator.key")
+    assert "expected host:port" in refused("node", "--join", "somewhere", "--key", mine)
     mine.chmod(0o644)
-    assert "chmod 600" in skippipe("node", *at, "--key", mine)
+    assert "chmod 600" in refused("node", *at, "--key", mine)
     mine.chmod(0o600)
 
 
-def test_the_coordinator_cannot_start(place: Place, names: list[str], skippipe: Callable[..., str], taken: int) -> None:
-    assert f"127.0.0.1:{taken}: cannot listen there" in skippipe("train", place.joining("taken", taken))
+def test_the_coordinator_cannot_start(place: Place, names: list[str], refused: Callable[..., str], taken: int) -> None:
+    assert f"127.0.0.1:{taken}: cannot listen there" in refused("train", place.joining("taken", taken))
     known = dict(PeerList.load(place.folder / "keys" / "peers.json").peers)
     del known[names[1]]
     PeerList(known).save(place.folder / "short.json")
     lacking = place.joining("short", 0, peers=place.folder / "short.json")
-    assert f"short.json: has no key of {names[1]}, which the plan uses" in skippipe("train", lacking)
-    assert "--engine: 'warp' is none of processes" in skippipe("train", lacking, "--engine", "warp")
-    assert "goes with --engine ray" in skippipe("train", lacking, "--ray-address", "127.0.0.1:6379")
+    assert f"short.json: has no key of {names[1]}, which the plan uses" in refused("train", lacking)
+    assert "--engine: 'warp' is none of processes" in refused("train", lacking, "--engine", "warp")
+    assert "goes with --engine ray" in refused("train", lacking, "--ray-address", "127.0.0.1:6379")
 
 
 def test_where_a_node_listens() -> None:

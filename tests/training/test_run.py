@@ -1,7 +1,7 @@
 """Real processes on this machine: they train what one process would, and none outlives its run.
 
 Runs fork, and a process that has seen other tests may have threads; so every run has an owner of its own, forked from a
-fresh process that has imported this file and done nothing else.
+fresh process that has imported much and done nothing else.
 """
 
 from __future__ import annotations
@@ -9,19 +9,14 @@ from __future__ import annotations
 import gc
 import json
 import math
-import multiprocessing
 import os
 import resource
 import signal
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from io import TextIOWrapper
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +24,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import skippipe.launch.fork_server
 from skippipe.checkpoint.format import Checkpoints, verified
 from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.data.prepare import prepare
@@ -50,6 +44,7 @@ from skippipe.transport.wire_codec import encode
 from skippipe.workload import Workload
 from tests.helpers.models import FAMILIES, tiny
 from tests.helpers.plans import uniform_cluster
+from tests.helpers.processes import alive, owner, wait_for
 
 PATIENCE_S = 60.0  # for a whole run on a machine that is busy with others
 ITERATIONS = 3
@@ -57,9 +52,6 @@ LOST_ITERATIONS = 8
 FULL_BYTES = 20_000  # that a file may have on a full disk: enough for a journal, too little for a stage
 LEARNING = OptimConfig(rate=3e-3, warmup=1, iterations=ITERATIONS)
 TEXT = "It is a truth universally acknowledged, that a node in possession of a good stage must be in want of a lane. "
-
-forked = multiprocessing.get_context("forkserver")
-forked.set_forkserver_preload([__name__])
 
 
 def brief_in(folder: Path, **others: Any) -> tuple[NodeConfig, ModelSpec]:
@@ -220,32 +212,6 @@ def complain(folder: Path, run: Callable[[], None]) -> None:
     (folder / "complaint").write_text(said)
 
 
-@contextmanager
-def owner(task: Callable[[Path], None], folder: Path) -> Iterator[ForkServerProcess]:
-    process = forked.Process(target=task, args=(folder,))
-    process.start()
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.join(PATIENCE_S)
-
-
-def wait_for(what: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + patience_s
-    while not what():
-        assert time.monotonic() < deadline, f"waited {patience_s} s"
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    """A zombie whose new parent has not looked yet is as good as gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or before it was read
-        return False
-
-
 def pids_in(folder: Path) -> list[int]:
     pids = list(told(folder)[-1][3].values())
     assert len(pids) == 5
@@ -392,107 +358,6 @@ def test_nodes_do_not_outlive_an_owner_that_is_killed(tmp_path: Path) -> None:
         assert all(alive(pid) for pid in pids)
         process.kill()
         wait_for(lambda: not any(alive(pid) for pid in pids), 10)
-
-
-# The nursery by itself
-
-
-def misbehave(told: dict[str, Any]) -> int:
-    what = told["what"]
-    print(f"told to {what}", flush=True)
-    if what == "crash":
-        raise ValueError("as I was told")
-    if what in ("stay", "wait"):
-        if what == "stay":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print("staying", flush=True)
-        while True:
-            signal.pause()
-    return int(what)
-
-
-def tend(folder: Path) -> None:
-    assert isinstance(sys.stdout, TextIOWrapper)
-    sys.stdout.reconfigure(line_buffering=False, write_through=False)
-    print("not for the nodes", end="")  # stands in the buffer when the nursery forks
-    skippipe.launch.fork_server.STOP_S = 1.0
-    pool = ProcessPool(misbehave, folder / "logs")
-    for what in ("0", "7", "crash", "stay"):
-        pool.start(f"a/{what}", {"what": what})
-    deadline = time.monotonic() + PATIENCE_S
-    log = folder / "logs" / "a_stay.log"
-    while (len(pool.ended) < 3 or not log.exists() or "staying" not in log.read_text()) and time.monotonic() < deadline:
-        pool.look()
-        time.sleep(0.01)
-    began = time.monotonic()
-    pool.close()
-    found = {"ended": pool.ended, "pids": pool.pids, "closed_s": time.monotonic() - began}
-    (folder / "found").write_text(json.dumps(found))
-
-
-def test_a_nursery_says_who_ended_how_and_ends_the_rest(tmp_path: Path) -> None:
-    with owner(tend, tmp_path) as process:
-        process.join(PATIENCE_S)
-        assert process.exitcode == 0
-    found = json.loads((tmp_path / "found").read_text())
-    assert found["ended"] == {"a/0": 0, "a/7": 7, "a/crash": 1}
-    assert not any(alive(pid) for pid in found["pids"].values())
-    assert 1 <= found["closed_s"] < 5, "asked, waited for, forced"
-    logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
-    assert logs["a_7.log"] == "told to 7\n"
-    assert "ValueError: as I was told" in logs["a_crash.log"]
-
-
-def look_until(pool: ProcessPool, done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not done():
-        assert time.monotonic() < deadline, "waited in vain"
-        pool.look()
-        time.sleep(0.01)
-
-
-def start_and_lose_its_parent(pool: ProcessPool, name: str) -> None:
-    pool.start(name, {"what": "wait"})
-    look_until(pool, lambda: name in pool.pids and len(pool.servers) == 2)
-    lost = pool.servers[0]
-    os.kill(lost, signal.SIGKILL)
-    look_until(pool, lambda: lost not in pool.servers)
-
-
-def lose_fork_servers(folder: Path) -> None:
-    """Whoever forks is killed, twice; then a node of each of them; what is left ends with the owner."""
-    pool = ProcessPool(misbehave, folder / "logs")
-    for name in ("a0", "a1", "a2"):
-        start_and_lose_its_parent(pool, name)
-    assert not pool.ended, "they live on"
-    os.kill(pool.pids["a1"], signal.SIGKILL)
-    look_until(pool, lambda: "a1" in pool.ended)
-    assert pool.ended == {"a1": None}
-    before = pool.pids["a1"]
-    pool.start("a1", {"what": "wait"})
-    look_until(pool, lambda: pool.pids["a1"] != before and len(pool.servers) == 2)
-    (folder / "found").write_text(json.dumps([list(pool.pids.values()), pool.servers]))
-    if (folder / "close").exists():
-        pool.close()
-        return
-    while True:
-        time.sleep(PATIENCE_S)
-
-
-@pytest.mark.parametrize("closed", [True, False])
-def test_nodes_outlive_those_who_forked_them_but_not_their_owner(tmp_path: Path, closed: bool) -> None:
-    if closed:
-        (tmp_path / "close").touch()
-    with owner(lose_fork_servers, tmp_path) as process:
-        found = tmp_path / "found"
-        wait_for(lambda: found.exists() and found.read_text().endswith("]]"))
-        if closed:
-            process.join(PATIENCE_S)
-            assert process.exitcode == 0
-        else:
-            process.kill()
-        nodes, servers = json.loads(found.read_text())
-        wait_for(lambda: not any(alive(pid) for pid in (*nodes, *servers)), 10)
 
 
 # What is held, and for how long

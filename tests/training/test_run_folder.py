@@ -23,6 +23,7 @@ from skippipe.runs.wal import WriteAheadLog
 from skippipe.training.run_folder import LOCK_FILE, RunFolder, held_run_folder, tell_rescue
 from tests.helpers.dashboards import RunFolder as Written
 from tests.helpers.dashboards import noted, panels, plan_of
+from tests.helpers.processes import Command
 
 ROW = '{"iteration": 3, "loss": 2.0, "seconds": 1.0}\n'
 
@@ -310,17 +311,19 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK_FILE}
 
 
-def test_a_second_run_does_not_destroy_the_first(shop: Path) -> None:
-    first = train(shop, "--engine", "virtual", "--out", "twice")
-    out, err = first.communicate(timeout=120)
-    assert first.returncode == 0, err
+def test_a_second_run_does_not_destroy_the_first(
+    shop: Path, skippipe: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(shop)
+    first = skippipe("train", "job.toml", "--engine", "virtual", "--out", "twice")
+    assert first.code == 0, first.err
     written = contents(shop / "twice")
     for engine in ("one-process", "processes"):
-        second = train(shop, "--engine", engine, "--out", "twice", "--iterations", "2")
-        out, err = second.communicate(timeout=120)
-        assert (second.returncode, out) == (2, "")
-        assert err.startswith("error: output: twice holds a run, 4 iterations on; --resume goes on with it, --force ")
-        assert err.count("\n") == 1
+        second = skippipe("train", "job.toml", "--engine", engine, "--out", "twice", "--iterations", "2")
+        assert (second.code, second.out) == (2, "")
+        told = "error: output: twice holds a run, 4 iterations on; --resume goes on with it, --force "
+        assert second.err.startswith(told)
+        assert second.err.count("\n") == 1
     assert written == contents(shop / "twice")
 
 

@@ -20,7 +20,7 @@ from skippipe.transport.fast_path import LARGE_BYTES, FastPathMessage, FastPathR
 from skippipe.transport.mailbox import LossReason, Lost, Mailbox, QueueFull
 from skippipe.transport.message import HEADER, Message, MessageKind, Received
 from skippipe.transport.wire_codec import EncodedTensor
-from tests.helpers.mailboxes import HELLO, KEYS, PATIENCE_S, Net, link, network
+from tests.helpers.mailboxes import HELLO, KEYS, LARGE, PATIENCE_S, Net, link, network, numbered
 from tests.helpers.relay import Relay, Tamper
 
 
@@ -30,29 +30,12 @@ def net() -> Iterator[Net]:
         yield made
 
 
-def numbered(number: int, nbytes: int) -> Message:
-    """A message that can be told from others by its payload, too."""
-    if not nbytes:
-        return Message(MessageKind.HOP, number, 0, 0, 0)
-    return Message(
-        MessageKind.HOP,
-        number,
-        0,
-        0,
-        0,
-        EncodedTensor("bf16", (nbytes // 2,), bytes([number % 251]) * (nbytes // 2 * 2)),
-    )
-
-
 def check(received: list[Received]) -> list[int]:
     """Numbers of the messages, which are as they were sent."""
     for each in received:
         body = each.message.body
         assert each.message == numbered(each.message.iteration, body.nbytes if isinstance(body, EncodedTensor) else 0)
     return [each.message.iteration for each in received]
-
-
-LARGE = numbered(0, LARGE_BYTES)
 
 
 def both_ways(net: Net, **options: Any) -> tuple[Mailbox, Mailbox]:
@@ -416,8 +399,7 @@ def test_without_cryptography() -> None:
 import sys
 sys.modules["cryptography"] = None
 from skippipe.transport import aead
-from tests.helpers.mailboxes import link, network
-from tests.transport.test_fast_path import LARGE
+from tests.helpers.mailboxes import LARGE, link, network
 assert not aead.AVAILABLE
 with network("curve") as net:
     a, b = net.box("a"), net.box("b")

@@ -39,6 +39,7 @@ from skippipe.transport.message import (
 from skippipe.transport.wire_codec import EncodedTensor, decode, encode
 from skippipe.transport.zap_auth import ZapAuth
 from skippipe.workload import INT8_BLOCK, WIRE_DTYPES, wire_bytes
+from tests.helpers.plans import may_skip
 
 LIMITS = Limits(payload_bytes=2**24)
 
@@ -166,16 +167,14 @@ def test_any_bytes_are_a_message_or_malformed(frames: list[bytes]) -> None:
         from_frames(frames, LIMITS)
 
 
+@may_skip(Malformed, share=0.9)
 @settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(messages(), st.integers(0, HEADER.size - 1), st.integers(0, 255), st.binary(max_size=60) | st.none())
 def test_damaged_messages_are_messages_or_malformed(message: Message, at: int, byte: int, other: bytes | None) -> None:
     header, payload = to_frames(message)
     damaged = bytearray(header)
     damaged[at] = byte
-    try:
-        back, _ = from_frames([damaged, payload if other is None else other], LIMITS)
-    except Malformed:
-        return
+    back, _ = from_frames([damaged, payload if other is None else other], LIMITS)
     assert not isinstance(back.body, EncodedTensor) or back.body.nbytes == wire_bytes(back.body.values, back.body.dtype)
 
 
@@ -289,7 +288,7 @@ assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4096  # KiB
 
 def test_a_few_thousand_broken_inputs() -> None:
     """In a process of its own, whose memory nobody else has grown."""
-    command = [sys.executable, "-m", "benchmarks.fuzz", "--frames", "20000", "--seed", "1"]
+    command = [sys.executable, "-m", "benchmarks.fuzz", "--frames", "5000", "--seed", "1"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stdout
     rows = {line.split()[0]: line.split()[1:] for line in found.stdout.splitlines()[1:6]}

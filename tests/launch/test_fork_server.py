@@ -1,0 +1,117 @@
+"""Processes that fork nodes: they say which node ended how, and no node outlives its owner."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skippipe.launch.fork_server
+from skippipe.launch.fork_server import ProcessPool
+from tests.helpers.processes import RUN_END_S, alive, owner, wait_for
+
+
+def misbehave(told: dict[str, Any]) -> int:
+    what = told["what"]
+    print(f"told to {what}", flush=True)
+    if what == "crash":
+        raise ValueError("as I was told")
+    if what in ("stay", "wait"):
+        if what == "stay":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("staying", flush=True)
+        while True:
+            signal.pause()
+    return int(what)
+
+
+def tend(folder: Path) -> None:
+    assert isinstance(sys.stdout, TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=False, write_through=False)
+    print("not for the nodes", end="")  # stands in the buffer when the nursery forks
+    skippipe.launch.fork_server.STOP_S = 1.0
+    pool = ProcessPool(misbehave, folder / "logs")
+    for what in ("0", "7", "crash", "stay"):
+        pool.start(f"a/{what}", {"what": what})
+    deadline = time.monotonic() + RUN_END_S
+    log = folder / "logs" / "a_stay.log"
+    while (len(pool.ended) < 3 or not log.exists() or "staying" not in log.read_text()) and time.monotonic() < deadline:
+        pool.look()
+        time.sleep(0.01)
+    began = time.monotonic()
+    pool.close()
+    found = {"ended": pool.ended, "pids": pool.pids, "closed_s": time.monotonic() - began}
+    (folder / "found").write_text(json.dumps(found))
+
+
+def test_a_pool_says_who_ended_how_and_ends_the_rest(tmp_path: Path) -> None:
+    with owner(tend, tmp_path) as process:
+        process.join(RUN_END_S)
+        assert process.exitcode == 0
+    found = json.loads((tmp_path / "found").read_text())
+    assert found["ended"] == {"a/0": 0, "a/7": 7, "a/crash": 1}
+    assert not any(alive(pid) for pid in found["pids"].values())
+    assert 1 <= found["closed_s"] < 5, "asked, waited for, forced"
+    logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    assert logs["a_7.log"] == "told to 7\n"
+    assert "ValueError: as I was told" in logs["a_crash.log"]
+
+
+def look_until(pool: ProcessPool, done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + RUN_END_S
+    while not done():
+        assert time.monotonic() < deadline, "waited in vain"
+        pool.look()
+        time.sleep(0.01)
+
+
+def start_and_lose_its_parent(pool: ProcessPool, name: str) -> None:
+    pool.start(name, {"what": "wait"})
+    look_until(pool, lambda: name in pool.pids and len(pool.servers) == 2)
+    lost = pool.servers[0]
+    os.kill(lost, signal.SIGKILL)
+    look_until(pool, lambda: lost not in pool.servers)
+
+
+def lose_fork_servers(folder: Path) -> None:
+    """Whoever forks is killed, twice; then a node of each of them; what is left ends with the owner."""
+    pool = ProcessPool(misbehave, folder / "logs")
+    for name in ("a0", "a1", "a2"):
+        start_and_lose_its_parent(pool, name)
+    assert not pool.ended, "they live on"
+    os.kill(pool.pids["a1"], signal.SIGKILL)
+    look_until(pool, lambda: "a1" in pool.ended)
+    assert pool.ended == {"a1": None}
+    before = pool.pids["a1"]
+    pool.start("a1", {"what": "wait"})
+    look_until(pool, lambda: pool.pids["a1"] != before and len(pool.servers) == 2)
+    (folder / "found").write_text(json.dumps([list(pool.pids.values()), pool.servers]))
+    if (folder / "close").exists():
+        pool.close()
+        return
+    while True:
+        time.sleep(RUN_END_S)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_nodes_outlive_those_who_forked_them_but_not_their_owner(tmp_path: Path, closed: bool) -> None:
+    if closed:
+        (tmp_path / "close").touch()
+    with owner(lose_fork_servers, tmp_path) as process:
+        found = tmp_path / "found"
+        wait_for(lambda: found.exists() and found.read_text().endswith("]]"))
+        if closed:
+            process.join(RUN_END_S)
+            assert process.exitcode == 0
+        else:
+            process.kill()
+        nodes, servers = json.loads(found.read_text())
+        wait_for(lambda: not any(alive(pid) for pid in (*nodes, *servers)), 10)

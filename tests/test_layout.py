@@ -1,0 +1,54 @@
+"""How the code is laid out: what a newcomer may rely on when looking for a file."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MOST_LINES = 500
+LONGER = {
+    "skippipe/runtime/coordinator/state_machine.py": 530,
+    "skippipe/runtime/node/agent.py": 501,
+    "skippipe/runtime/simulation/virtual_cluster.py": 524,
+}
+"""Modules that are longer, and how long they may be: to be split, never to grow."""
+
+
+def modules_of(folder: str) -> list[Path]:
+    found = sorted((ROOT / folder).rglob("*.py"))
+    assert found
+    return found
+
+
+def imports_of(file: Path) -> Iterator[str]:
+    """Every module that a file imports, by its full name; also inside of functions and in texts that are programs."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{each.name}" for each in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            lines = node.value.splitlines()
+            yield from (line.split()[1] for line in lines if line.startswith(("from tests.", "import tests.")))
+
+
+def test_no_test_file_imports_another() -> None:
+    imported = {(file.name, name) for file in modules_of("tests") for name in imports_of(file) if "tests." in name}
+    assert any(name.startswith("tests.helpers.plans.") for _, name in imported), "imports are found"
+    assert [each for each in imported if ".test_" in each[1]] == [], "move what they share to tests/helpers"
+
+
+def test_every_package_has_a_folder_of_tests() -> None:
+    packages = {file.parent.name for file in ROOT.glob("skippipe/*/__init__.py")}
+    tested = {file.parent.name for file in ROOT.glob("tests/*/test_*.py")}
+    assert len(packages) > 10
+    assert packages <= tested
+
+
+def test_no_module_is_too_long() -> None:
+    lines = {str(file.relative_to(ROOT)): len(file.read_bytes().splitlines()) for file in modules_of("skippipe")}
+    longer = {name: count for name, count in lines.items() if count > MOST_LINES}
+    assert {name: count for name, count in longer.items() if count > LONGER.get(name, 0)} == {}, "split them"
+    assert longer == LONGER, "shorter now: write down how long they are"
