@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
+from skippipe.heartbeat import PROFILING_TIMEOUT
 from skippipe.profiling.config import ProfilingConfig
 from skippipe.profiling.coordinator import ProfilingCallback, ProfilingCoordinator, ProfilingDeadlines
 from skippipe.profiling.results import ProfileResult
@@ -14,8 +15,6 @@ from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.rendezvous import Gone, Rendezvous
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox, Security
-
-SILENT = 3  # times the heartbeat, after which a node counts as gone
 
 
 class ProfilingServer:
@@ -41,7 +40,7 @@ class ProfilingServer:
             publics,
             host=self,
             node_config=node_config.to_json(),
-            silent_s=SILENT * node_config.heartbeat_s,
+            silent_s=PROFILING_TIMEOUT * node_config.heartbeat_s,
         )
         self.conductor = ProfilingCoordinator(
             node_config.names,

@@ -18,6 +18,7 @@ from typing import Any
 from skippipe import __version__
 from skippipe.cluster import Cluster
 from skippipe.cost_model import ns
+from skippipe.heartbeat import HEARTBEATS, RESEND
 from skippipe.optim_config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.ring_timing import chunk_ns
@@ -511,13 +512,13 @@ class VirtualCluster:
 
     def _beat(self) -> None:
         """Signs of life, and the coordinator's look at the clock."""
-        interval_ns = ns(self.deadlines.heartbeat.total_seconds()) // 5
+        interval_ns = ns(self.deadlines.heartbeat.total_seconds()) // HEARTBEATS
         for node in list(self.lives):
             if node not in self.frozen:
                 busy_ns = self.now_ns - self._busy_ns.get(node, self.now_ns) if node not in self._idle_ns else 0
                 alive = Heartbeat(self.nodes[node].doing, busy_ns / 1e9)
                 self.say(_Place(self, node, self.lives[node]), alive, COORDINATOR)
-                self.nodes[node].remind(10 * interval_ns)
+                self.nodes[node].remind(int(RESEND * HEARTBEATS * interval_ns))
         if not self.deposed:
             self.after(0, lambda: self._to_coordinator(lambda: self.coordinator.tick()))
         if not self.coordinator.over:
