@@ -1,11 +1,11 @@
-"""A stage that nobody holds any more, made anew from those beside it.
+"""Initialisation of a lost stage from its neighbours.
 
 After CheckFree ("All is not lost: LLM recovery without checkpoints", 2025): neighbouring layers of a transformer are
 alike, so the weighted mean of the stages before and after is a start from which training soon recovers. The weights of
 the mean are the squared norms of the neighbours' gradients, so the stage that is further from done counts more.
 
-The ends (embedding, final norm and head, which only stage 0 has) are like nothing else. As in CheckFree+, a copy of
-them is kept on a node of another stage: the numbers of all ends, one weight after another.
+Embedding, final norm and head, which only stage 0 has, have no neighbour. As in CheckFree+, a backup of them is stored
+on a node of another stage: the values of all these weights, one after another.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def init_from_neighbours(
     stages: Sequence[int],
     shares: Sequence[float],
 ) -> list[StateSlice]:
-    """What to ask each of the sources for; `layers` of every stage, `stages` that the sources hold.
+    """The slices to fetch from each source; `layers` of every stage, `stages` that the sources hold.
 
-    Only weights, each from the layer at the same relative depth; the optimizer's state does not carry over. What no
-    neighbour has in the same shape (embedding and head of stage 0, layers of another kind) is left out: it stays as it
-    is. What only some have is the mean of those. Parts that are added must be loaded after those that are not.
+    Only weights, each from the layer at the same relative depth; the optimizer's state does not carry over. Weights
+    that no neighbour has in the same shape (embedding and head of stage 0, layers of another kind) are left out: they
+    keep their values. What only some have is the mean of those. Slices that are added must be loaded after the others.
     """
     held = [dict(neighbour_layers(spec, layers, stage, other)) for other in stages]
     begun: set[ParamSlot] = set()
@@ -47,21 +47,21 @@ def init_from_neighbours(
 
 
 def init_from_backup(places: Iterable[ParamSlot], source: int, iterations: int) -> list[StateSlice]:
-    """What to ask whoever keeps a copy of the ends for; `places` of stage 0."""
+    """The slices to fetch from the node that stores an embedding backup; `places` of stage 0."""
     found, first = [], 0
-    for place in ends_of(places):
+    for place in embedding_slots(places):
         found.append(StateSlice(source, first, place.size, place.start, backup=iterations))
         first += place.size
     return found
 
 
-def ends_of(places: Iterable[ParamSlot]) -> list[ParamSlot]:
-    """Of the weights of stage 0, those that are of no layer."""
+def embedding_slots(places: Iterable[ParamSlot]) -> list[ParamSlot]:
+    """The weights of stage 0 that belong to no layer: embedding, final norm and head."""
     return [place for place in places if LAYER.match(place.name) is None]
 
 
 def neighbour_layers(spec: ModelSpec, layers: tuple[int, ...], stage: int, other: int) -> list[tuple[ParamSlot, int]]:
-    """The weights of the layers of a stage, and where in another stage those that they can be made of begin."""
+    """The weights of the layers of a stage, and where in another stage the weights begin that they are made of."""
     ours, theirs = (layer_ranges(layers)[each] for each in (stage, other))
     there = {place.name: place for place in layout_of_stage(spec, layers, other)}
     found = []
@@ -76,7 +76,7 @@ def neighbour_layers(spec: ModelSpec, layers: tuple[int, ...], stage: int, other
 
 
 def layer_at_same_depth(index: int, count: int, other: int) -> int:
-    """Of `other` layers, the one that lies as deep as this one of `count`."""
+    """The one of `other` layers that is at the same relative depth as layer `index` of `count`."""
     return (other - 1) // 2 if count == 1 else round(index * (other - 1) / (count - 1))
 
 
@@ -85,7 +85,7 @@ def _fraction(share: float, of: Sequence[float]) -> float:
 
 
 def _joined(parts: Iterable[StateSlice]) -> list[StateSlice]:
-    """Neighbours in both places, treated alike, as one."""
+    """Slices that are adjacent in both stages, and treated alike, as one."""
     joined: list[StateSlice] = []
     for part in parts:
         last = joined[-1] if joined else None

@@ -20,7 +20,7 @@ from skippipe.model.flat_params import layout, layout_of_stage
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage_step import StageStep
 from skippipe.runtime.allreduce import GradientRing
-from skippipe.runtime.neighbour_init import ends_of, init_from_backup, init_from_neighbours
+from skippipe.runtime.neighbour_init import embedding_slots, init_from_backup, init_from_neighbours
 from skippipe.runtime.node.ops import (
     AllReduce,
     CheckFinite,
@@ -216,11 +216,11 @@ class StageExecutor:
 
     def _ends(self) -> list[Tensor]:
         values = self.tasks.weights.values
-        places = ends_of(layout(self.tasks.model.named_weights()))
+        places = embedding_slots(layout(self.tasks.model.named_weights()))
         return [values[place.start : place.start + place.size] for place in places]
 
     def _open_backup(self, source: int, iterations: int) -> list[StateSlice]:
-        size = sum(place.size for place in ends_of(layout_of_stage(self._spec, self._layers, 0)))
+        size = sum(place.size for place in embedding_slots(layout_of_stage(self._spec, self._layers, 0)))
         self._incoming = iterations, torch.empty(size)
         most = min(BACKUP_VALUES, max(LEAST_VALUES, self._hop_values))  # so that no hop waits longer than for a hop
         return list(in_pieces(StateSlice(source, 0, size, 0, backup=iterations), most))

@@ -47,19 +47,19 @@ def test_whoever_comes_and_whoever_is_there_hear_of_each_other(desk: Coordinator
         first, second = (stack.enter_context(closing(Mailbox(name, None, security="none"))) for name in ("n0", "n1"))
         for number, mailbox in enumerate((first, second)):
             mailbox.allow(THE_COORDINATOR, None)
-            assert desk.meet(number, mailbox.address)
+            assert desk.connect(number, mailbox.address)
         assert introduced(first, "n1") == second.address
         assert introduced(second, "n0") == first.address  # it may have moved while there was no coordinator
 
 
 def test_whoever_talks_on_though_it_counts_as_gone_is_told_now_and_then(desk: CoordinatorServer) -> None:
-    stop = Stop("you were taken for dead", again=True)
+    stop = Stop("declared dead", again=True)
     with closing(Mailbox("n0", None, security="none")) as mailbox:
         mailbox.allow(THE_COORDINATOR, None)
-        desk.tell(0, stop)  # nobody knows where it is
-        assert desk.meet(0, mailbox.address)
-        desk.part(0)
+        desk.send(0, stop)  # nobody knows where it is
+        assert desk.connect(0, mailbox.address)
+        desk.disconnect(0)
         for _ in range(3):  # as often as it talks; each time anew would cut off what was just said
-            desk.tell(0, stop)
+            desk.send(0, stop)
         assert next(heard(mailbox, WITHIN_S)) == stop
         assert list(heard(mailbox, 0.5)) == []

@@ -21,7 +21,8 @@ from skippipe.model.stage_step import StageStep
 from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.allreduce import GradientRing
-from skippipe.runtime.coordinator.state_machine import CoordinatorState
+from skippipe.runtime.coordinator.interfaces import CoordinatorState
+from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.skip_schedule import SkipSchedule
@@ -108,11 +109,8 @@ def trained(
     before = {node: executor.tasks.weights.values.clone() for node, executor in computers.items()}
     cluster = VirtualCluster(
         plan,
-        learning,
-        ITERATIONS,
+        CoordinatorSettings(learning, ITERATIONS, skip_schedule=recipe, plans=plans),
         computers=computers,
-        recipe=recipe,
-        plans=plans,
         disturb=lambda ns: int(ns * random.uniform(0.2, 2)),
     )
     cluster.run()
@@ -283,7 +281,7 @@ def test_gradients_are_means_over_the_microbatches_that_came() -> None:
     for node, executor in computers.items():
         weights = executor.tasks.weights
         weights.step = partial(noted, node, weights, weights.step)  # type: ignore[method-assign]
-    cluster = VirtualCluster(plan, LEARNING, 1, computers=computers)
+    cluster = VirtualCluster(plan, CoordinatorSettings(LEARNING, 1), computers=computers)
     cluster.run()
     for node, stage in plan.stage_of.items():
         torch.testing.assert_close(found[node], expected[stage], rtol=1e-4, atol=1e-7, msg=f"node {node}")

@@ -17,7 +17,7 @@ from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.strategies import PlanRequest
 from skippipe.presets import preset
-from skippipe.runtime.coordinator.state_machine import Callback, IterationReport
+from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.toml_config import example, field_texts, from_table

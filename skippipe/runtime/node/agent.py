@@ -24,7 +24,7 @@ from typing import Any
 from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.heartbeat import HEARTBEATS, HELD_UP, LINK_DOWN, LINK_WATCHED, RESEND
-from skippipe.runtime.fencing import NO_STAMP, Life, stamp_of, stamped
+from skippipe.runtime.fencing import NO_STAMP, Incarnation, stamp_of, stamped
 from skippipe.runtime.messages import (
     COORDINATOR,
     ControlMessage,
@@ -95,7 +95,7 @@ class NodeAgent:
         for name in self._names.values():
             if name != THE_COORDINATOR:
                 self._mailbox.disconnect(name)
-        self._life = Life(secrets.randbits(62) + 1)
+        self._incarnation = Incarnation(secrets.randbits(62) + 1)
         self._held = DelayQueue()
         self._node: StateMachine | None = None
         self._welcome: Welcome | None = None
@@ -167,7 +167,7 @@ class NodeAgent:
         self._post(name, message, due_ns)
 
     def say(self, control: ControlMessage, to: int = COORDINATOR) -> None:
-        stamp = self._life.stamp() if to == COORDINATOR else NO_STAMP
+        stamp = self._incarnation.stamp() if to == COORDINATOR else NO_STAMP
         self._post(self._names[to], stamped(to_json(control), stamp))
 
     def start(self, work: Any) -> None:
@@ -210,9 +210,7 @@ class NodeAgent:
             if THE_COORDINATOR in self._mailbox.connected:  # a spare may be needed later
                 deadline = time.monotonic() + patience_s
             self._give_sign("waiting for a stage")
-            came = deque(
-                self._mailbox.receive(min(self._heartbeat_s / HEARTBEATS, deadline - time.monotonic()))
-            )
+            came = deque(self._mailbox.receive(min(self._heartbeat_s / HEARTBEATS, deadline - time.monotonic())))
             while came:
                 received = came.popleft()
                 control = self._control(received)
@@ -393,7 +391,7 @@ class NodeAgent:
             if self.nonsense[received.peer] == 1:
                 log.warning("nonsense from '%s' (later ones are only counted): %s", received.peer, error)
             return None
-        if received.peer == THE_COORDINATOR and not self._life.takes(stamp_of(received.message)):
+        if received.peer == THE_COORDINATOR and not self._incarnation.accepts(stamp_of(received.message)):
             log.debug("dropped a %s of the coordinator that is of the past", type(control).__name__)
             return None
         return control

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from skippipe.runtime.coordinator.ends_backup import best_pair
 
 from skippipe.cluster import Cluster
 from skippipe.model.model_spec import ModelSpec
 from skippipe.plan import Lane, Plan
 from skippipe.runtime import stage_executor
-from skippipe.runtime.coordinator.ends_backup import best_pair
-from skippipe.runtime.coordinator.state_machine import CoordinatorState, RecoverySettings
+from skippipe.runtime.coordinator.interfaces import CoordinatorState
+from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
 from skippipe.runtime.messages import (
     Backup,
     BackupRequest,
@@ -60,7 +61,7 @@ ONE = (((0,), (1, 2), (3, 4)), [((0, 1, 3), 2), ((0, 2, 4), 2)])
 TWO = (((0, 1), (2, 3), (4, 5)), [((0, 2, 4), 2), ((1, 3, 5), 2)])
 
 
-def survival(every: int = 2, **others: Any) -> RecoverySettings:
+def recovery(every: int = 2, **others: Any) -> RecoverySettings:
     return RecoverySettings(planning=timedelta(0), backup_every=every, **others)
 
 
@@ -72,14 +73,17 @@ def trained(
     **others: Any,
 ) -> VirtualCluster:
     plan = plan_over(*shape, False)
-    lost_stage = others.pop("lost_stage", "checkpoint")
+    lost_stage, checkpoint_every = others.pop("lost_stage", "checkpoint"), others.pop("checkpoint_every", 0)
     cluster = VirtualCluster(
         plan,
-        LEARNING,
-        ITERATIONS,
+        CoordinatorSettings(
+            LEARNING,
+            ITERATIONS,
+            checkpoint_every=checkpoint_every,
+            recovery=recovery(every, lost_stage=lost_stage),
+        ),
         computers or {node: SymbolicExecutor(node, plan) for node in plan.stage_of},
         faults=faults,
-        survival=survival(every, lost_stage=lost_stage),
         **others,
     )
     for machine in cluster.machines.values():
@@ -112,7 +116,7 @@ def keeper_of(shape: tuple[Any, Any], without: Sequence[int] = ()) -> int:
 
 def data_nodes(cluster: VirtualCluster) -> list[int]:
     membership = cluster.coordinator.membership
-    return [node for node in membership.able if membership[node].stage == 0]
+    return [node for node in membership.active if membership[node].stage == 0]
 
 
 def said(cluster: VirtualCluster, kind: str) -> list[str]:
@@ -248,7 +252,9 @@ def test_before_anything_is_learned_the_seed_is_as_good_as_a_copy() -> None:
 ])  # fmt: skip
 def test_a_checkpoint_or_a_copy(lost_stage: str, every: int, origin: str) -> None:
     shelf = Shelf(3)
-    cluster = trained(ONE, kill(0).at(5), every=every, lost_stage=lost_stage, keeper=shelf, kept_every=2)
+    cluster = trained(
+        ONE, kill(0).at(5), every=every, lost_stage=lost_stage, checkpoint_store=shelf, checkpoint_every=2
+    )
     cluster.run()
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
     assert any(origin in text for text in said(cluster, "learning")), cluster.events
@@ -262,40 +268,40 @@ def test_a_checkpoint_or_a_copy(lost_stage: str, every: int, origin: str) -> Non
 
 
 def test_a_copy_is_made_fetched_and_made_again() -> None:
-    course = coordinating(9, plan_over(*ONE, False), survival=survival(2))
-    course.iterate()
+    harness = coordinating(9, plan_over(*ONE, False), recovery=recovery(2))
+    harness.iterate()
     target = keeper_of(ONE)
-    assert Snapshot(1) in course.room.news()[0]
-    course.hear(0, BackupStored(1))
-    assert course.room.news() == {target: [Backup(0, 1)]}
-    course.iterate()
-    assert not any(isinstance(each, Snapshot) for each in course.room.news()[0]), "one is on its way"
-    course.hear(target, BackupStored(1))
-    assert course.coordinator.membership[target].backup == 1
-    course.iterate()
-    assert Snapshot(3) in course.room.news()[0]
+    assert Snapshot(1) in harness.env.new_messages()[0]
+    harness.send(0, BackupStored(1))
+    assert harness.env.new_messages() == {target: [Backup(0, 1)]}
+    harness.iterate()
+    assert not any(isinstance(each, Snapshot) for each in harness.env.new_messages()[0]), "one is on its way"
+    harness.send(target, BackupStored(1))
+    assert harness.coordinator.membership[target].backup == 1
+    harness.iterate()
+    assert Snapshot(3) in harness.env.new_messages()[0]
 
 
 def test_who_learns_from_a_copy_that_is_not_there_any_more_is_told_of_the_next() -> None:
-    course = coordinating(9, plan_over(*ONE, False), survival=survival(1))
+    harness = coordinating(9, plan_over(*ONE, False), recovery=recovery(1))
     target = keeper_of(ONE)
-    course.iterate()
-    course.hear(0, BackupStored(1))
-    course.hear(target, BackupStored(1))
-    course.iterate()
-    course.hear(0, BackupStored(2))
-    course.coordinator.lost(0, "its process ended")
-    assert is_now(course.coordinator, CoordinatorState.PAUSED)
-    (moved,) = (node for node, stage, _ in course.room.logged("welcome")[5:] if stage == 0)
+    harness.iterate()
+    harness.send(0, BackupStored(1))
+    harness.send(target, BackupStored(1))
+    harness.iterate()
+    harness.send(0, BackupStored(2))
+    harness.coordinator.node_lost(0, "its process ended")
+    assert is_now(harness.coordinator, CoordinatorState.PAUSED)
+    (moved,) = (node for node, stage, _ in harness.env.logged("welcome")[5:] if stage == 0)
     assert moved != target, "who keeps the copy stays"
-    course.hear(moved, Ready())
-    (learn,) = (each for each in course.room.news()[moved] if isinstance(each, Recover))
+    harness.send(moved, Ready())
+    (learn,) = (each for each in harness.env.new_messages()[moved] if isinstance(each, Recover))
     assert learn.origin["backup"] == [target, 1]
-    course.hear(target, BackupStored(2))
-    (learn,) = (each for each in course.room.news()[moved] if isinstance(each, Recover))
+    harness.send(target, BackupStored(2))
+    (learn,) = (each for each in harness.env.new_messages()[moved] if isinstance(each, Recover))
     assert learn.origin["backup"] == [target, 2]
-    course.hear(target, BackupStored(0))
-    assert course.coordinator.lacking.startswith("stage 0 is lost")
+    harness.send(target, BackupStored(0))
+    assert harness.coordinator.lacking.startswith("stage 0 is lost")
 
 
 def test_a_keeper_takes_only_what_it_asked_for_and_says_what_it_has() -> None:
@@ -449,12 +455,10 @@ def with_tensors(plan: Plan, spec: ModelSpec, iterations: int, *faults: Fault) -
 
     cluster = VirtualCluster(
         plan,
-        learning,
-        iterations,
+        CoordinatorSettings(learning, iterations, recovery=recovery(4)),
         tensors_of(plan, spec, learning),
         faults=faults,
         builder=built,
-        survival=survival(4),
     )
     cluster.run()
     return cluster, matches
@@ -471,16 +475,16 @@ def test_who_is_told_to_learn_while_it_steps_has_learned_nothing_yet() -> None:
 
 
 def test_of_two_that_come_for_a_lost_stage_one_rebuilds_it_and_the_other_learns_from_that_one() -> None:
-    course = coordinating(9, plan_over(*ONE, False), survival=survival(1))
-    course.iterate()
-    course.coordinator.lost(1, "its process ended")
-    course.coordinator.lost(2, "its process ended")
-    course.coordinator.lost(0, "its process ended")
-    course.hear(3, BackupStored(1))
+    harness = coordinating(9, plan_over(*ONE, False), recovery=recovery(1))
+    harness.iterate()
+    harness.coordinator.node_lost(1, "its process ended")
+    harness.coordinator.node_lost(2, "its process ended")
+    harness.coordinator.node_lost(0, "its process ended")
+    harness.send(3, BackupStored(1))
     for node in (0, 1, 2):
-        course.hear(node, HELLO)
-        course.hear(node, Ready())
-    stages = [course.coordinator.membership[node].stage for node in (0, 1, 2)]
-    learns = [each for _, each in course.room.told if isinstance(each, Recover)]
+        harness.send(node, HELLO)
+        harness.send(node, Ready())
+    stages = [harness.coordinator.membership[node].stage for node in (0, 1, 2)]
+    learns = [each for _, each in harness.env.sent if isinstance(each, Recover)]
     rebuilt = [each.origin["kind"] for each in learns if each.origin["kind"] != "replica"]
     assert len(rebuilt) == len({stage for stage in stages if stage in (0, 1)}), (stages, learns)
