@@ -17,19 +17,23 @@ from typing import Any, Protocol
 
 from skippipe import __version__
 from skippipe.errors import UserError
-from skippipe.heartbeat import HELD_UP
+from skippipe.heartbeat import HEARTBEATS, HELD_UP
 from skippipe.runtime.fencing import Fence, stamp_of, stamped
 from skippipe.runtime.messages import ControlMessage, Hello, PeerUpdate, Stop, Welcome, from_json, to_json
 from skippipe.transport.mailbox import Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Message, MessageKind, Received
 
 log = logging.getLogger(__name__)
-POLL_S = 0.2  # at most, from one look at the clock to the next
 CLOSE_LINGER_S = 1.0  # for the last messages to leave
 REJOIN_REQUEST_S = 1.0  # from one request to a node that was declared dead to the next
 
 EndedNodes = Callable[[], Iterable[tuple[str, str]]]
 """Nodes whose processes have ended since the last call, and how."""
+
+
+def poll_s(timeout_s: float) -> float:
+    """Seconds from one look at the clock to the next: often enough to tell silence from a loop that was held up."""
+    return min(0.2, timeout_s / HEARTBEATS)
 
 
 def _warn(name: str, what: str) -> None:
@@ -167,8 +171,8 @@ class Rendezvous(Listener):
     _polled: float = field(init=False, default_factory=time.monotonic)
 
     def poll(self) -> None:
-        """Take in what has arrived, within POLL_S."""
-        for received in self.mailbox.receive(POLL_S):
+        """Take in what has arrived, and look at the clock."""
+        for received in self.mailbox.receive(poll_s(self.timeout_s)):
             self._deliver(received)
         for name, how in self.lost():
             self.declare_lost(name, how)

@@ -191,8 +191,8 @@ class CoordinatorHarness:
         return [[lane, each] for lane, way in lanes if node in way.path for each in range(way.microbatches)]
 
     def averaged(self, node: int, **others: Any) -> Averaged:
-        said = Averaged(self.coordinator.iteration, self.env.epoch, 4.0, self.visits(node), [], [], [], [])
-        return replace(said, **others)
+        report = Averaged(self.coordinator.iteration, self.env.epoch, 4.0, self.visits(node), [], [], [], [])
+        return replace(report, **others)
 
     def contributed(self, node: int, visits: list[list[int]] | None = None) -> DrainAck:
         return DrainAck(self.coordinator.iteration, self.env.epoch, self.visits(node) if visits is None else visits)

@@ -66,7 +66,7 @@ def test_nodes_join_build_and_begin_together() -> None:
     assert [each[0] for each in env.log] == ["meet"] * 5
     coordinator.on_message(4, HELLO)
     assert is_now(coordinator, CoordinatorState.PREPARING)
-    assert [each[0] for each in env.log[6:]] == ["note", *["welcome"] * 6], "noted before anybody is told"
+    assert [each[0] for each in env.log[6:]] == ["wal", *["welcome"] * 6], "logged before any node is told"
     assert sorted(env.logged("welcome")) == [(node, coordinator.plan.stage_of[node], {}) for node in range(6)]
     harness = CoordinatorHarness(coordinator, env)
     for node in (3, 1, 2, 5, 0):
@@ -94,13 +94,13 @@ def test_one_version_for_all() -> None:
     assert harness.env.event_kinds() == ["refused"]
 
 
-def test_what_is_decided_is_noted_before_anybody_is_told() -> None:
+def test_a_decision_is_logged_before_any_node_is_told() -> None:
     harness = coordinating()
     harness.env.log.clear()
     harness.iterate()
     (note,) = harness.env.wal[1:]
     assert (note["commit"], note["visits"], note["steps"]) == (0, [4, 4, 4], [1, 1, 1])
-    assert [each[0] for each in harness.env.log] == ["note", *["tell"] * 6]
+    assert [each[0] for each in harness.env.log] == ["wal", *["tell"] * 6]
     rate, scale = LEARNING.rate_at(0), LEARNING.clipping([4.0] * 3)[1]
     assert harness.env.new_messages() == {node: [Commit(0, rate, scale, False, False, False)] for node in range(6)}
     (report,) = harness.env.reports
@@ -113,7 +113,7 @@ def test_what_is_decided_is_noted_before_anybody_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("visits", "complaint"),
+    ("visits", "flaw"),
     [
         ([[0, 0], [0, 0]], "counts a microbatch twice"),
         ([[1, 0]], "counts a microbatch that node 'n4' counts too"),
@@ -122,14 +122,12 @@ def test_what_is_decided_is_noted_before_anybody_is_told() -> None:
         ([[9, 0]], "not in the plan"),
     ],
 )
-def test_an_account_that_cannot_be_true_ends_the_nodes_part_and_not_the_run(
-    visits: list[list[int]], complaint: str
-) -> None:
+def test_a_node_whose_contribution_cannot_be_true_is_evicted(visits: list[list[int]], flaw: str) -> None:
     harness = coordinating()
     harness.send(4, harness.averaged(4))
     harness.send(3, harness.averaged(3, visits=visits))
     assert harness.env.logged("disconnect") == [(3,)]
-    assert complaint in harness.env.events[0].text
+    assert flaw in harness.env.events[0].text
     assert_goes_on(harness, 3)
 
 
@@ -143,12 +141,12 @@ def test_norms_that_differ_a_little_are_the_same_gradient() -> None:
 def test_of_norms_that_disagree_the_most_are_right_or_the_first(norms: dict[str, float], leaves: int) -> None:
     harness = coordinating()
     harness.average(**norms)
-    told = harness.env.new_messages()
-    assert isinstance(stop := told[leaves][0], Stop)
+    messages = harness.env.new_messages()
+    assert isinstance(stop := messages[leaves][0], Stop)
     assert stop.again
     assert "its gradient is not that of" in harness.env.events[0].text
     assert harness.env.logged("disconnect") == [(leaves,)]
-    assert all(isinstance(told[node][0], Reroute) for node in harness.coordinator.nodes)
+    assert all(isinstance(messages[node][0], Reroute) for node in harness.coordinator.nodes)
     assert_goes_on(harness, leaves)
 
 
@@ -168,7 +166,7 @@ def test_a_gradient_that_is_not_finite_is_inspected_once() -> None:
     assert harness.env.wal[-1]["steps"] == [1, 0, 1], "a stage without a gradient takes no step"
 
 
-def test_a_gradient_that_is_of_no_use_even_so_is_not_followed() -> None:
+def test_no_step_is_taken_with_a_gradient_that_stays_not_finite() -> None:
     harness = coordinating()
     harness.return_microbatches()
     harness.average(n2=math.inf)
@@ -202,7 +200,7 @@ def test_a_lost_node_and_how_the_iteration_ends_without_it() -> None:
     assert env.logged("disconnect") == [(3,)]
     assert env.event_kinds() == ["gone", "rerouted"]
     harness.send(4, harness.averaged(4), harness.contributed(4))
-    assert not env.sent, "averages of before are of no use, and nobody has asked for an account"
+    assert not env.sent, "averages of before are of no use, and no drain was requested"
     harness.send(0, MicrobatchDone(0, 1, 0, 1, 3.0))
     assert env.new_messages() == harness.to_all(Drain(0, 2, False))
     accounts = {0: None, 1: None, 2: None, 4: None, 5: [[0, 1]]}
@@ -213,8 +211,8 @@ def test_a_lost_node_and_how_the_iteration_ends_without_it() -> None:
     env.log.clear()
     for node, visits in accounts.items():
         harness.send(node, harness.averaged(node, visits=harness.visits(node) if visits is None else visits))
-    told = env.new_messages()
-    assert all([type(each) for each in told[node]] == [Commit] for node in accounts)
+    messages = env.new_messages()
+    assert all([type(each) for each in messages[node]] == [Commit] for node in accounts)
     assert [each[0] for each in env.log] == ["note", "note", *["replan", "tell"] * 5]
     assert coordinator.iteration == 1
     assert 3 not in coordinator.plan.stage_of
@@ -222,7 +220,7 @@ def test_a_lost_node_and_how_the_iteration_ends_without_it() -> None:
     assert env.reports[0].loss == (2 + 2 + 1 + 3) / 4
 
 
-def test_a_lost_data_node_gets_an_heir_that_is_told_what_is_on_its_way() -> None:
+def test_a_lost_data_node_is_replaced_by_a_replica_that_gets_what_is_on_its_way() -> None:
     harness = coordinating()
     harness.send(0, MicrobatchDone(0, 1, 0, 0, 1.0))
     harness.coordinator.node_lost(0, "its process ended")
@@ -246,16 +244,16 @@ def test_a_lost_stage_is_skipped() -> None:
 def test_a_lane_of_two_has_no_place_to_skip() -> None:
     harness = coordinating(plan=plan_of(4, ((0, 1), (2,), (3,)), ((0, 2), (1, 3))))
     harness.coordinator.node_lost(2, "its process ended")
-    told = harness.env.new_messages()
-    assert sorted(told) == harness.coordinator.nodes
-    assert all(controls == [Begin(0, 2, False)] for controls in told.values())
+    messages = harness.env.new_messages()
+    assert sorted(messages) == harness.coordinator.nodes
+    assert all(controls == [Begin(0, 2, False)] for controls in messages.values())
     assert "there is no way around 'n2'" in [event.text for event in harness.env.events]
     assert all(2 not in lane.path for lane in harness.coordinator.plan.lanes)
     harness.iterate()
     assert harness.coordinator.iteration == 1
 
 
-def test_nobody_averages_or_accounts_before_it_is_asked() -> None:
+def test_no_node_averages_or_drains_before_it_is_asked() -> None:
     harness = coordinating()
     harness.coordinator.node_lost(3, "its process ended")
     harness.env.new_messages()
@@ -287,7 +285,7 @@ def test_all_microbatches_were_back_when_a_node_was_lost() -> None:
     assert harness.env.new_messages()[0] == [Reroute(0, 2, [5], [], []), Drain(0, 2, False)]
 
 
-def test_a_node_lost_while_accounts_are_given_has_all_asked_again() -> None:
+def test_a_node_lost_while_the_others_drain_starts_the_drain_over() -> None:
     harness = coordinating()
     harness.return_microbatches()
     harness.coordinator.node_lost(5, "its process ended")
@@ -319,10 +317,10 @@ def test_a_node_that_cannot_go_on_says_why_and_is_lost() -> None:
     for node in range(6):
         coordinator.on_message(node, HELLO)
     coordinator.on_message(3, Failed("no such folder"))
-    assert coordinator.failure == "node 'n3': no such folder", "before training starts, somebody has to see to it"
+    assert coordinator.failure == "node 'n3': no such folder", "before training starts, the user has to see to it"
 
 
-def test_nobody_left_to_go_on_with_means_a_pause() -> None:
+def test_training_pauses_when_no_data_node_is_left() -> None:
     harness = coordinating()
     harness.coordinator.node_lost(0, "its process ended")
     harness.coordinator.node_lost(1, "its process ended")
@@ -339,7 +337,7 @@ def test_nobody_left_to_go_on_with_means_a_pause() -> None:
 # Coming late
 
 
-def test_a_newcomer_averages_and_steps_and_learns_and_then_gets_microbatches() -> None:
+def test_a_node_that_joins_averages_and_steps_and_recovers_and_then_gets_microbatches() -> None:
     harness, _ = recovering_late()
     harness.iterate()
     assert harness.coordinator.iteration == 2
@@ -351,7 +349,7 @@ def test_a_newcomer_averages_and_steps_and_learns_and_then_gets_microbatches() -
     assert [note["learning"] for note in harness.env.wal if "plan" in note][-1] == []
 
 
-def test_an_iteration_waits_for_a_learner_and_not_for_a_lost_one() -> None:
+def test_an_iteration_waits_for_a_recovering_node_and_not_for_a_lost_one() -> None:
     harness, _ = recovering_late()
     harness.return_microbatches()
     for node in range(6):
@@ -368,40 +366,40 @@ def test_an_iteration_waits_for_a_learner_and_not_for_a_lost_one() -> None:
     assert harness.coordinator.iteration == 2
 
 
-def test_who_loses_its_teacher_gets_another() -> None:
+def test_a_recovering_node_that_loses_its_source_gets_another() -> None:
     harness, source = recovering_late()
     harness.coordinator.node_lost(source, "its process ended")
-    reroute, learn = harness.env.new_messages()[6]
+    reroute, recover = harness.env.new_messages()[6]
     assert isinstance(reroute, Reroute)
-    assert isinstance(learn, Recover)
-    (other,) = learn.origin["sources"]
+    assert isinstance(recover, Recover)
+    (other,) = recover.origin["sources"]
     stage = even_plan().stage_of[source]
-    assert learn.origin["kind"] == "replica"
+    assert recover.origin["kind"] == "replica"
     assert {source, other} == set(even_plan().stages[stage].nodes)
     harness.coordinator.node_lost(other, "its process ended")
-    *_, learn = harness.env.new_messages()[6]
-    assert isinstance(learn, Recover)
-    assert learn.origin["kind"] == "neighbours", "nobody is left who holds the stage"
-    assert stage not in learn.origin["stages"]
-    assert sum(learn.origin["shares"]) == pytest.approx(1)
+    *_, recover = harness.env.new_messages()[6]
+    assert isinstance(recover, Recover)
+    assert recover.origin["kind"] == "neighbours", "no node is left that holds the stage"
+    assert stage not in recover.origin["stages"]
+    assert sum(recover.origin["shares"]) == pytest.approx(1)
 
 
-def test_a_stage_that_nobody_holds_comes_from_a_checkpoint_if_there_is_one() -> None:
+def test_a_stage_that_no_node_holds_comes_from_a_checkpoint_if_there_is_one() -> None:
     harness, source = recovering_late()
     harness.env.checkpoint_store = RecordingStore(made=1)
     stage = even_plan().stage_of[source]
     for node in even_plan().stages[stage].nodes:
         harness.coordinator.node_lost(node, "its process ended")
-    *_, learn = harness.env.new_messages()[6]
-    assert isinstance(learn, Recover)
-    assert learn.origin == {
+    *_, recover = harness.env.new_messages()[6]
+    assert isinstance(recover, Recover)
+    assert recover.origin == {
         "kind": "checkpoint", "sources": [], "stages": [stage], "shares": [1.0], "steps": 7 + stage
     }  # fmt: skip
-    harness.send(6, StateRequest(0, 5, 10, learn.assignment - 1), StateRequest(0, 5, 10, learn.assignment))
+    harness.send(6, StateRequest(0, 5, 10, recover.assignment - 1), StateRequest(0, 5, 10, recover.assignment))
     assert harness.env.logged("state") == [(6, stage, 5, 10)]
 
 
-def test_who_loses_its_teacher_when_nothing_goes_on_without_it_gets_another_too() -> None:
+def test_a_recovering_node_that_loses_the_last_replica_gets_another_source() -> None:
     """Of two stages with one node each, one is lost, while a newcomer is learning it."""
     plan = replace(plan_of(3, ((0,), (1,)), ((0, 1),)), cluster=with_a_quick_one(3))
     harness = coordinating(5, plan)
@@ -414,13 +412,13 @@ def test_who_loses_its_teacher_when_nothing_goes_on_without_it_gets_another_too(
     harness.send(1 - source, BackupStored(1))  # of what only stage 0 holds, if that is lost
     harness.coordinator.node_lost(source, "its process ended")
     assert is_now(harness.coordinator, CoordinatorState.PAUSED)
-    learns = [control for control in harness.env.new_messages()[2] if isinstance(control, Recover)]
-    assert [learn.origin["kind"] for learn in learns] == ["neighbours"]
+    recoveries = [control for control in harness.env.new_messages()[2] if isinstance(control, Recover)]
+    assert [each.origin["kind"] for each in recoveries] == ["neighbours"]
     harness.send(2, Recovered(1, 0))
     assert is_now(harness.coordinator, CoordinatorState.TRAINING)
 
 
-def test_a_teacher_that_is_lost_in_a_pause_is_replaced_too() -> None:
+def test_a_source_that_is_lost_in_a_pause_is_replaced() -> None:
     """Stage 0 is lost, so all wait for one that moves there and learns it from its neighbours; one of them is lost."""
     harness = coordinating(5, plan_of(5, ((0,), (1, 2), (3, 4)), ((0, 1, 3),)))
     harness.coordinator.node_lost(0, "its process ended")
@@ -428,15 +426,15 @@ def test_a_teacher_that_is_lost_in_a_pause_is_replaced_too() -> None:
     moved, stage, _ = harness.env.logged("welcome")[-1]
     assert stage == 0
     harness.send(moved, Ready())
-    (learn,) = (control for control in harness.env.new_messages()[moved] if isinstance(control, Recover))
-    harness.coordinator.node_lost(learn.origin["sources"][0], "its process ended")
+    (recover,) = (control for control in harness.env.new_messages()[moved] if isinstance(control, Recover))
+    harness.coordinator.node_lost(recover.origin["sources"][0], "its process ended")
     harness.wait(7)
     assert is_now(harness.coordinator, CoordinatorState.PAUSED)
     (again,) = (control for control in harness.env.new_messages()[moved] if isinstance(control, Recover))
-    assert again.origin["sources"] != learn.origin["sources"]
+    assert again.origin["sources"] != recover.origin["sources"]
 
 
-def test_a_node_that_is_started_again_is_lost_and_new() -> None:
+def test_a_node_that_is_restarted_is_lost_and_new() -> None:
     harness = coordinating()
     harness.send(3, HELLO)
     assert harness.env.event_kinds() == ["gone", "rerouted", "joined", "replanned"]
@@ -495,14 +493,14 @@ def test_a_checkpoint_of_the_end_is_not_trained_past() -> None:
     harness = coordinating(2)
     harness.iterate(2)
     again = coordinating(2, store=RecordingStore(made=2), wal=list(harness.env.wal))
-    for said in (HELLO, Ready()):
+    for control in (HELLO, Ready()):
         for node in range(6):
-            again.send(node, said)
+            again.send(node, control)
     assert again.coordinator.state is CoordinatorState.GATHERING
     assert again.coordinator.iteration == 2
 
 
-def test_a_run_that_failed_at_the_reunion_stays_so() -> None:
+def test_a_run_that_failed_while_nodes_rejoined_stays_failed() -> None:
     harness = coordinating(3)
     harness.iterate(1)
     again = coordinating(3, wal=list(harness.env.wal), recovery=RecoverySettings(fault_tolerant=False))

@@ -1,4 +1,4 @@
-"""What a coordinator makes of silence, broken links, deadlines, nonsense, and of being started again."""
+"""The failure detector: silence, broken links, deadlines, malformed messages; and a coordinator that is restarted."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_silent_node_is_gone() -> None:
     assert harness.coordinator.nodes == [0, 1, 2, 4, 5]
 
 
-def test_nobody_is_gone_when_the_coordinator_itself_was_held_up() -> None:
+def test_no_node_is_declared_dead_when_the_coordinator_itself_was_held_up() -> None:
     harness = coordinating()
     harness.wait(3)
     harness.env.now_s += 60
@@ -74,7 +74,7 @@ def test_nobody_is_gone_when_the_coordinator_itself_was_held_up() -> None:
     assert harness.coordinator.nodes == [0, 1, 2, 4, 5], "but from then on they have to speak"
 
 
-def test_one_that_builds_its_stage_is_noticed_like_any_other() -> None:
+def test_a_silent_node_that_builds_its_stage_is_declared_dead() -> None:
     env = RecordingEnv()
     coordinator = Coordinator(small_plan(), CoordinatorSettings(LEARNING, 1, recovery=AT_ONCE), env, env)
     harness = CoordinatorHarness(coordinator, env)
@@ -86,7 +86,7 @@ def test_one_that_builds_its_stage_is_noticed_like_any_other() -> None:
     assert env.events == [Event("gone", 0, "no heartbeat for 5 s", "n2")]
 
 
-def test_one_that_is_told_to_build_while_it_is_cut_off_is_noticed_like_any_other() -> None:
+def test_a_node_that_is_cut_off_while_it_builds_is_declared_dead() -> None:
     harness = coordinating(plan=replace(even_plan(), cluster=with_a_quick_one(7)))
     harness.send(6, HELLO)
     assert harness.coordinator.membership[6].state is MemberState.BUILDING
@@ -94,7 +94,7 @@ def test_one_that_is_told_to_build_while_it_is_cut_off_is_noticed_like_any_other
     assert harness.env.events[-1] == Event("gone", 0, "no heartbeat for 5 s", "n6")
 
 
-def test_one_that_speaks_and_does_not_get_its_stage_built_is_given_up() -> None:
+def test_a_node_that_sends_heartbeats_and_does_not_get_its_stage_built_is_given_up() -> None:
     plan = replace(even_plan(), cluster=with_a_quick_one(7))
     harness = coordinating(plan=plan, deadlines=Deadlines(ready=timedelta(seconds=30)))
     harness.send(6, HELLO)
@@ -123,7 +123,7 @@ def test_slow_but_alive_is_an_event_and_nothing_else() -> None:
     assert harness.coordinator.iteration == 1
 
 
-def test_if_all_wait_for_each_other_nobody_is_called_slow() -> None:
+def test_if_all_wait_for_each_other_no_node_is_called_slow() -> None:
     harness = waited_for(4, 5)
     harness.wait(9)
     assert not harness.env.events, "a link that is cut is noticed before"
@@ -135,12 +135,12 @@ def test_if_all_wait_for_each_other_nobody_is_called_slow() -> None:
 # Links
 
 
-def test_a_broken_link_means_another_beginning_without_it() -> None:
+def test_a_broken_link_restarts_the_iteration_without_it() -> None:
     harness = coordinating()
     harness.send(2, LinkDown(3, 1))
-    told = harness.env.new_messages()
-    assert all(begin == [Begin(0, 2, False)] for begin in told.values())
-    assert sorted(told) == harness.coordinator.nodes
+    messages = harness.env.new_messages()
+    assert all(begin == [Begin(0, 2, False)] for begin in messages.values())
+    assert sorted(messages) == harness.coordinator.nodes
     pairs = {frozenset(pair) for lane in harness.coordinator.plan.lanes for pair in pairwise(lane.path)}
     assert frozenset({2, 3}) not in pairs
     assert harness.coordinator.plan.cluster.bandwidth_bytes_per_s[2, 3] == 0
@@ -151,7 +151,7 @@ def test_a_broken_link_means_another_beginning_without_it() -> None:
     assert harness.coordinator.iteration == 1
 
 
-def test_one_that_is_gone_is_no_broken_link() -> None:
+def test_a_silent_peer_is_no_broken_link() -> None:
     harness = coordinating()
     harness.wait(4, 3)
     harness.send(2, LinkDown(3, 1))
@@ -163,7 +163,7 @@ def test_one_that_is_gone_is_no_broken_link() -> None:
     assert "cut" not in harness.env.event_kinds()
 
 
-def test_one_that_is_heard_of_again_has_a_broken_link() -> None:
+def test_a_peer_that_sends_heartbeats_again_has_a_broken_link() -> None:
     harness = coordinating()
     harness.wait(4, 3)
     harness.send(2, LinkDown(3, 1))
@@ -174,12 +174,12 @@ def test_one_that_is_heard_of_again_has_a_broken_link() -> None:
 def test_two_of_a_stage_that_cannot_reach_each_other_cannot_average() -> None:
     harness = coordinating()
     harness.send(3, LinkDown(4, 1))
-    assert harness.env.logged("disconnect") == [(3,)], "a complaint is at the cost of whoever has it"
+    assert harness.env.logged("disconnect") == [(3,)], "a report is at the cost of the node that sends it"
     assert [type(each) for each in harness.env.new_messages()[3]] == [Stop]
     assert_goes_on(harness, 3)
 
 
-def test_of_two_that_cannot_average_the_one_leaves_of_whom_others_complain_too() -> None:
+def test_of_two_that_cannot_average_the_one_is_evicted_that_others_report_too() -> None:
     harness = coordinating()
     harness.send(1, LinkDown(4, 1)).hear(5, LinkDown(4, 2))
     assert harness.env.logged("disconnect") == [(4,)]
@@ -192,7 +192,7 @@ def test_of_two_that_cannot_average_the_one_leaves_of_whom_others_complain_too()
     "state",
     [CoordinatorState.JOINING, CoordinatorState.PREPARING, CoordinatorState.STEPPING, CoordinatorState.GATHERING],
 )
-def test_a_deadline_that_passes_names_those_who_are_missing(state: CoordinatorState) -> None:
+def test_a_deadline_that_passes_names_the_awaited_nodes(state: CoordinatorState) -> None:
     env = RecordingEnv()
     deadlines = Deadlines(*(timedelta(seconds=7) for _ in range(4)))
     recovery = RecoverySettings(fault_tolerant=state is not CoordinatorState.PREPARING)
@@ -200,13 +200,13 @@ def test_a_deadline_that_passes_names_those_who_are_missing(state: CoordinatorSt
         small_plan(), CoordinatorSettings(LEARNING, 1, deadlines=deadlines, recovery=recovery), env, env
     )
     harness = CoordinatorHarness(coordinator, env)
-    said: list[Callable[[int], ControlMessage]] = [
+    answers: list[Callable[[int], ControlMessage]] = [
         lambda node: HELLO,
         lambda node: Ready(),
         lambda node: harness.averaged(node),
         lambda node: Stepped(0),
     ]
-    for what in said:
+    for what in answers:
         if is_now(coordinator, state):
             break
         for node in range(6):
@@ -222,7 +222,7 @@ def test_a_deadline_that_passes_names_those_who_are_missing(state: CoordinatorSt
     assert coordinator.failure == f"waited 7 s for {names} {state.value}"
 
 
-def test_an_iteration_that_does_not_end_is_begun_again_and_then_it_is_the_end() -> None:
+def test_an_iteration_that_times_out_starts_over_once_and_then_the_run_fails() -> None:
     harness = coordinating(deadlines=Deadlines(iteration=timedelta(seconds=7)))
     for node in (0, 1, 3, 5):
         harness.send(node, harness.averaged(node))
@@ -240,7 +240,7 @@ def test_an_iteration_that_does_not_end_is_begun_again_and_then_it_is_the_end() 
     assert harness.env.new_messages() == {node: [Stop(harness.coordinator.failure)] for node in range(6)}
 
 
-def test_an_iteration_that_goes_well_gives_the_next_another_chance() -> None:
+def test_the_next_iteration_may_start_over_again() -> None:
     harness = coordinating(5, deadlines=Deadlines(iteration=timedelta(seconds=7)))
     for _ in range(2):
         harness.wait(7)
@@ -249,7 +249,7 @@ def test_an_iteration_that_goes_well_gives_the_next_another_chance() -> None:
     assert harness.coordinator.iteration == 2
 
 
-def test_one_that_does_not_get_ready_is_left_behind() -> None:
+def test_training_begins_without_a_node_that_does_not_get_ready() -> None:
     env = RecordingEnv()
     coordinator = Coordinator(small_plan(), CoordinatorSettings(LEARNING, 1, recovery=AT_ONCE), env, env)
     harness = CoordinatorHarness(coordinator, env)
@@ -263,22 +263,22 @@ def test_one_that_does_not_get_ready_is_left_behind() -> None:
     assert all(3 not in lane.path for lane in coordinator.plan.lanes)
 
 
-# Nonsense
+# Malformed messages
 
 MALFORMED: dict[str, Callable[[CoordinatorHarness], ControlMessage]] = {
     "a step out of place": lambda harness: Stepped(0),
     "ready again": lambda harness: Ready(),
     "an order": lambda harness: Begin(0, 9, False),
     "a stop": lambda harness: Stop("enough"),
-    "learned, though it never learned": lambda harness: Recovered(0, 0),
+    "recovered, though it never fetched a state": lambda harness: Recovered(0, 0),
     "averaged in the next iteration": lambda harness: harness.averaged(3, iteration=1),
     "averaged in another epoch": lambda harness: harness.averaged(3, epoch=0),
-    "an account that nobody asked for": lambda harness: harness.contributed(3),
+    "a contribution that was not requested": lambda harness: harness.contributed(3),
     "back on a lane that is not there": lambda harness: MicrobatchDone(0, 1, 9, 0, 1.0),
     "back on the lane of another": lambda harness: MicrobatchDone(0, 1, 0, 0, 1.0),
-    "a broken link to nobody": lambda harness: LinkDown(10**9),
+    "a broken link to no node": lambda harness: LinkDown(10**9),
     "state, though there is no checkpoint": lambda harness: StateRequest(0, 0, 10, 0),
-    "a seal": lambda harness: StateDigest(0, "x", 0),
+    "a digest": lambda harness: StateDigest(0, "x", 0),
 }
 
 
@@ -293,7 +293,7 @@ def test_malformed_reports_change_nothing(report: str) -> None:
 
 
 SENSELESS: dict[str, dict[str, Any]] = {
-    "bytes to nobody in particular": {"sent_bytes": [[1]]},
+    "bytes to no node": {"sent_bytes": [[1]]},
     "bytes to one that is not there": {"sent_bytes": [[99, 1]]},
     "speeds of no kind": {"speeds": [[9, 1, 1], [1]]},
     "lags from nowhere": {"lags": [[99.0, 1.0], [1.0], [math.nan, math.nan]]},
@@ -330,14 +330,14 @@ def test_a_microbatch_that_is_not_there_does_not_come_back() -> None:
     assert harness.env.reports[0].loss == 2.0
 
 
-def test_what_a_stranger_says_is_not_heard() -> None:
+def test_a_message_of_a_node_that_has_not_joined_is_dropped() -> None:
     harness = coordinating()
     harness.send(6, harness.averaged(3))
     assert harness.env.new_messages() == {6: [Stop("declared dead", again=True)]}
     assert not harness.env.events
 
 
-def test_what_nobody_understands_is_an_event() -> None:
+def test_a_malformed_message_is_an_event() -> None:
     harness = coordinating()
     harness.coordinator.on_malformed(3, "no message of ours")
     (event,) = harness.env.events
@@ -373,7 +373,7 @@ def started_again(iterations: int = 5, done: int = 2, **others: Any) -> Coordina
     return coordinating(iterations, wal=before.env.wal, **others)
 
 
-def test_a_coordinator_that_is_started_again_waits_for_all_and_begins_with_a_higher_epoch() -> None:
+def test_a_restarted_coordinator_waits_for_all_nodes_and_begins_with_a_higher_epoch() -> None:
     harness = started_again()
     assert is_now(harness.coordinator, CoordinatorState.REJOINING)
     assert harness.coordinator.iteration == 2
@@ -396,18 +396,18 @@ def test_a_coordinator_that_is_started_again_waits_for_all_and_begins_with_a_hig
     assert harness.env.wal[-1]["steps"] == [3, 3, 3]
 
 
-def test_those_who_have_not_heard_of_the_last_step_are_told_again() -> None:
+def test_nodes_that_have_not_received_the_last_commit_get_it_again() -> None:
     harness = started_again()
     for node in range(6):
         harness.send(node, at(1, NodePhase.AVERAGED) if node == 4 else at(2, NodePhase.RUNNING))
-    told = harness.env.new_messages()
-    proceed, begin = told[4]
+    messages = harness.env.new_messages()
+    proceed, begin = messages[4]
     assert proceed == Commit(1, LEARNING.rate_at(1), LEARNING.clipping([4.0] * 3)[1], True, False, False)
     assert isinstance(begin, Begin)
-    assert [type(each) for each in told[3]] == [Begin]
+    assert [type(each) for each in messages[3]] == [Begin]
 
 
-def test_who_does_not_come_back_is_not_waited_for() -> None:
+def test_a_node_that_does_not_rejoin_is_not_waited_for() -> None:
     harness = started_again()
     for node in (0, 1, 2, 3, 4):
         harness.send(node, at(2, NodePhase.RUNNING))
@@ -418,7 +418,7 @@ def test_who_does_not_come_back_is_not_waited_for() -> None:
     assert harness.coordinator.nodes == [0, 1, 2, 3, 4]
 
 
-def test_who_is_lost_again_before_all_are_back_is_not_counted_in() -> None:
+def test_a_node_that_is_lost_again_before_all_have_rejoined_does_not_count() -> None:
     harness = started_again()
     for node in (0, 1, 2, 3, 4):
         harness.send(node, at(2, NodePhase.RUNNING))
@@ -429,7 +429,7 @@ def test_who_is_lost_again_before_all_are_back_is_not_counted_in() -> None:
     assert harness.coordinator.nodes == [0, 1, 2, 4, 5]
 
 
-def test_newcomers_are_placed_and_those_who_are_elsewhere_start_over() -> None:
+def test_new_nodes_get_a_stage_and_misplaced_ones_are_evicted() -> None:
     harness = started_again()
     for node in (0, 1, 2, 3):
         harness.send(node, at(2, NodePhase.RUNNING))
@@ -445,7 +445,7 @@ def test_newcomers_are_placed_and_those_who_are_elsewhere_start_over() -> None:
     assert harness.env.logged("welcome")[-1][0] == 5
 
 
-def test_a_coordinator_started_again_after_the_last_iteration_collects() -> None:
+def test_a_coordinator_restarted_after_the_last_iteration_gathers_the_weights() -> None:
     harness = started_again(2, 2)
     for node in range(6):
         harness.send(node, at(1, NodePhase.AVERAGED) if node == 4 else at(2, NodePhase.WAITING))
@@ -456,7 +456,7 @@ def test_a_coordinator_started_again_after_the_last_iteration_collects() -> None
     assert harness.env.new_messages() == {0: [GatherState(0, False, ANY_ID)]}
 
 
-def test_one_that_was_learning_is_still_learning() -> None:
+def test_a_node_that_was_recovering_is_still_recovering() -> None:
     before, _ = recovering_late()
     harness = coordinating(5, wal=before.env.wal)
     for node in range(7):

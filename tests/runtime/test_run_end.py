@@ -1,4 +1,4 @@
-"""How a coordinator ends a run and makes checkpoints, whoever is lost meanwhile."""
+"""How a coordinator ends a run and makes checkpoints, whichever nodes are lost meanwhile."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_weights_come_from_one_node_of_each_stage_in_turn() -> None:
     [(3, piece(0, "x")), (0, piece(1, "x")), (0, piece(0, "x", kept=True)), (6, piece(0, "x"))],
     ids=["of another stage", "of another number", "of a checkpoint", "of a stranger"],
 )
-def test_weights_that_nobody_asked_for_are_not_stored(node: int, message: Message) -> None:
+def test_weights_that_were_not_requested_are_not_stored(node: int, message: Message) -> None:
     harness = collecting()
     harness.env.new_messages()
     harness.receive(node, message)
@@ -95,24 +95,24 @@ def test_when_the_holder_is_lost_the_stage_comes_from_another_from_its_beginning
     assert sorted(harness.env.new_messages()) == [1, 2, 3, 4, 5]
 
 
-def test_when_the_last_holder_is_lost_a_newcomer_may_still_bring_it() -> None:
+def test_when_the_last_holder_is_lost_a_node_that_joins_may_replace_it() -> None:
     harness = collecting()
     harness.receive(0, piece(0))
     harness.env.new_messages()
     harness.coordinator.node_lost(2, "its process ended")
     assert is_now(harness.coordinator, CoordinatorState.PAUSED)
     assert not harness.coordinator.failure
-    learners = {node for node, stage, _ in harness.env.logged("welcome")[6:] if stage == 1}
-    if not learners:
+    receivers = {node for node, stage, _ in harness.env.logged("welcome")[6:] if stage == 1}
+    if not receivers:
         harness.send(6, HELLO)
-        learners = {6}
-    (learner,) = learners
-    harness.send(learner, Ready())
-    learn = [control for control in harness.env.new_messages()[learner] if isinstance(control, Recover)]
-    assert [each.origin["kind"] for each in learn] == ["neighbours"]
-    harness.send(learner, Ready())
+        receivers = {6}
+    (receiver,) = receivers
+    harness.send(receiver, Ready())
+    recoveries = [control for control in harness.env.new_messages()[receiver] if isinstance(control, Recover)]
+    assert [each.origin["kind"] for each in recoveries] == ["neighbours"]
+    harness.send(receiver, Ready())
     assert is_now(harness.coordinator, CoordinatorState.GATHERING)
-    assert harness.env.new_messages() == {learner: [GatherState(0, False, ANY_ID)]}
+    assert harness.env.new_messages() == {receiver: [GatherState(0, False, ANY_ID)]}
 
 
 def test_a_node_lost_before_its_last_step_is_not_waited_for() -> None:
@@ -126,7 +126,7 @@ def test_a_node_lost_before_its_last_step_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("state", ["joining", "preparing", "paused", "reuniting"])
-def test_to_finish_early_before_there_is_anything_to_keep_is_to_stop(state: str) -> None:
+def test_to_stop_before_training_gathers_nothing(state: str) -> None:
     env = RecordingEnv()
     wal = coordinating().env.wal if state == "reuniting" else ()
     coordinator = Coordinator(small_plan(), CoordinatorSettings(LEARNING, 2, recovery=AT_ONCE), env, env, wal=wal)
@@ -146,7 +146,7 @@ def test_to_finish_early_before_there_is_anything_to_keep_is_to_stop(state: str)
     assert not env.stored
 
 
-def test_to_finish_early_in_training_is_to_collect_what_there_is_at_once() -> None:
+def test_to_stop_in_training_gathers_the_weights_at_once() -> None:
     harness = coordinating(50)
     harness.iterate()
     harness.env.new_messages()
@@ -172,7 +172,7 @@ def test_asked_twice_it_does_not_wait_for_the_iteration() -> None:
     assert is_now(harness.coordinator, CoordinatorState.GATHERING)
 
 
-def test_to_finish_early_after_the_last_iteration_is_to_finish() -> None:
+def test_to_stop_after_the_last_iteration_is_to_finish() -> None:
     harness = coordinating(1)
     harness.iterate()
     harness.coordinator.stop_now()
@@ -186,7 +186,7 @@ def test_to_finish_early_after_the_last_iteration_is_to_finish() -> None:
     assert is_now(harness.coordinator, CoordinatorState.DONE)
 
 
-def test_to_finish_early_does_not_wait_for_a_checkpoint() -> None:
+def test_to_stop_does_not_wait_for_a_checkpoint() -> None:
     harness = collecting(checkpoint_every=1, store=RecordingStore())
     harness.env.new_messages()
     harness.coordinator.stop_now()
@@ -199,7 +199,7 @@ def test_to_finish_early_does_not_wait_for_a_checkpoint() -> None:
     ]
 
 
-def test_a_stage_without_weights_cannot_be_finished_early() -> None:
+def test_to_stop_without_the_weights_of_a_stage_fails() -> None:
     harness = coordinating(50)
     harness.coordinator.node_lost(2, "its process ended")
     harness.coordinator.stop_now()
@@ -223,12 +223,12 @@ def send(harness: CoordinatorHarness, *nodes: int, kept: bool) -> None:
 def test_a_run_ends_with_a_checkpoint_and_then_the_weights() -> None:
     store = RecordingStore()
     harness = collecting(checkpoint_every=50, store=store)
-    told = harness.env.new_messages()
-    assert [each for each in told[0] if each == KEPT or isinstance(each, GatherState)] == [
+    messages = harness.env.new_messages()
+    assert [each for each in messages[0] if each == KEPT or isinstance(each, GatherState)] == [
         KEPT,
         GatherState(0, True, ANY_ID),
     ]
-    assert {node for node, controls in told.items() if KEPT in controls} == {0, 2, 3}, "one of each stage"
+    assert {node for node, controls in messages.items() if KEPT in controls} == {0, 2, 3}, "one of each stage"
     send(harness, 0, 2, 3, kept=True)
     assert store.done == [(1, (1, 1, 1))]
     assert harness.env.new_messages()[0][-1] == GatherState(0, False, ANY_ID)
@@ -269,13 +269,13 @@ def test_a_stage_that_is_lost_in_the_last_iteration_is_in_the_last_checkpoint() 
     for node in list(harness.coordinator.nodes):
         harness.send(node, Stepped(0))
     assert is_now(harness.coordinator, CoordinatorState.PAUSED)
-    learners = {node for node, stage, _ in harness.env.logged("welcome")[6:] if stage == 1}
-    (learner,) = learners
+    receivers = {node for node, stage, _ in harness.env.logged("welcome")[6:] if stage == 1}
+    (receiver,) = receivers
     (pause,) = (event.text for event in harness.env.events if event.kind == "paused")
-    assert pause.endswith(f"and 'n{learner}' will take the place")
-    harness.send(learner, Ready(), Ready())
+    assert pause.endswith(f"and 'n{receiver}' will take the place")
+    harness.send(receiver, Ready(), Ready())
     assert is_now(harness.coordinator, CoordinatorState.GATHERING)
-    assert KEPT in harness.env.new_messages()[learner]
+    assert KEPT in harness.env.new_messages()[receiver]
     holders = list(harness.coordinator.membership.holders(harness.coordinator.plan).values())
     send(harness, *holders, kept=True)
     assert store.done == [(1, (1, 0, 1))], "that stage begins anew"
@@ -297,17 +297,17 @@ def test_an_earlier_checkpoint_is_completed_before_the_last_is_made() -> None:
     assert is_now(harness.coordinator, CoordinatorState.DONE)
 
 
-def test_the_last_checkpoint_is_begun_again_when_one_who_has_a_copy_is_lost() -> None:
+def test_the_last_checkpoint_starts_over_when_a_node_with_a_snapshot_is_lost() -> None:
     store = RecordingStore()
     harness = collecting(checkpoint_every=1, store=store)
     send(harness, 0, 2, kept=True)
     harness.env.new_messages()
     harness.coordinator.node_lost(3, "its process ended")
     assert store.abandoned == 1
-    (heir,) = {node for node, controls in harness.env.new_messages().items() if KEPT in controls} - {0, 2}
-    send(harness, 0, 2, heir, kept=True)
+    (replica,) = {node for node, controls in harness.env.new_messages().items() if KEPT in controls} - {0, 2}
+    send(harness, 0, 2, replica, kept=True)
     assert store.done == [(1, (1, 1, 1))]
-    send(harness, 0, 2, heir, kept=False)
+    send(harness, 0, 2, replica, kept=False)
     assert is_now(harness.coordinator, CoordinatorState.DONE)
 
 
@@ -318,11 +318,11 @@ def test_a_checkpoint_is_made_while_training_goes_on() -> None:
     assert not any(isinstance(each, GatherState) for _, each in harness.env.sent)
     harness.env.new_messages()
     harness.iterate()
-    told = harness.env.new_messages()
-    kept = {node for node, controls in told.items() if any(isinstance(e, Commit) and e.kept for e in controls)}
+    messages = harness.env.new_messages()
+    kept = {node for node, controls in messages.items() if any(isinstance(e, Commit) and e.kept for e in controls)}
     assert kept == {0, 2, 3}, "one of each stage"
-    assert told[0][-1] == GatherState(0, True, ANY_ID)
-    assert GatherState(0, True, ANY_ID) not in told[2]
+    assert messages[0][-1] == GatherState(0, True, ANY_ID)
+    assert GatherState(0, True, ANY_ID) not in messages[2]
     harness.receive(0, piece(0, "a copy", kept=True))
     harness.iterate()
     harness.receive(0, piece(1, kept=True))
@@ -334,7 +334,7 @@ def test_a_checkpoint_is_made_while_training_goes_on() -> None:
 
 
 @pytest.mark.parametrize(("lost", "abandoned"), [(3, 1), (5, 0)])
-def test_a_checkpoint_is_given_up_with_a_node_that_holds_its_copy(lost: int, abandoned: int) -> None:
+def test_a_checkpoint_is_given_up_with_a_node_that_holds_its_snapshot(lost: int, abandoned: int) -> None:
     store = RecordingStore()
     harness = coordinating(5, checkpoint_every=1, store=store)
     harness.iterate()
@@ -384,7 +384,7 @@ def test_weights_that_cannot_be_written_are_held_and_nodes_are_not_dismissed() -
     env.unwritten = WriteFailed("run/model: 2 GB cannot be written", "ways on")
     env.new_messages()
     send(harness, 0, kept=False)
-    assert env.new_messages() == {0: [GatherState(1, False, ANY_ID)]}, "nobody else is asked before there is env"
+    assert env.new_messages() == {0: [GatherState(1, False, ANY_ID)]}, "no other node is asked before there is room"
     harness.wait(60)
     assert not coordinator.over
     assert [event.text for event in env.events if event.kind == "storage"] == [
@@ -400,7 +400,7 @@ def test_weights_that_cannot_be_written_are_held_and_nodes_are_not_dismissed() -
     assert [stage for stage, _, piece in env.stored if piece is None] == [0, 1, 2]
 
 
-def test_when_there_is_no_room_in_time_nodes_keep_their_state_for_the_next_coordinator() -> None:
+def test_without_disk_space_in_time_nodes_keep_their_state_for_the_next_coordinator() -> None:
     harness = collecting(deadlines=Deadlines(disk_space=timedelta(seconds=90)))
     harness.env.unwritten = WriteFailed("run/model: 2 GB cannot be written", "ways on")
     send(harness, 0, kept=False)
@@ -408,11 +408,11 @@ def test_when_there_is_no_room_in_time_nodes_keep_their_state_for_the_next_coord
     harness.wait(91)
     assert is_now(harness.coordinator, CoordinatorState.FAILED)
     assert harness.coordinator.failure == "run/model: 2 GB cannot be written; waited 90 s for disk space; ways on"
-    assert harness.env.new_messages() == {}, "nobody is told to stop"
+    assert harness.env.new_messages() == {}, "no node is told to stop"
     assert not any("done" in record for record in harness.env.wal)
 
 
-def test_whoever_asks_for_the_end_does_not_wait_for_room() -> None:
+def test_to_stop_does_not_wait_for_disk_space() -> None:
     harness = collecting()
     harness.env.unwritten = WriteFailed("run/model: 2 GB cannot be written", "ways on")
     send(harness, 0, kept=False)
@@ -422,7 +422,7 @@ def test_whoever_asks_for_the_end_does_not_wait_for_room() -> None:
     assert is_now(harness.coordinator, CoordinatorState.FAILED)
 
 
-def test_a_node_lost_while_room_is_waited_for_is_not_needed_if_its_weights_are_here() -> None:
+def test_a_node_lost_while_the_disk_is_full_is_not_needed_if_its_weights_are_here() -> None:
     harness = collecting()
     send(harness, 0, 2, kept=False)
     harness.env.unwritten = WriteFailed("run/model: 2 GB cannot be written", "ways on")

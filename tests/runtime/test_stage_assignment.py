@@ -1,4 +1,4 @@
-"""Who gets which stage when nodes come and go: only what makes the plan better happens, and then nobody moves."""
+"""The stage of each node when nodes join and leave: only what makes the plan better happens, and then no node moves."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def with_speed_of_6(factor: float) -> Cluster:
 
 
 def joined(harness: CoordinatorHarness, node: int) -> str:
-    """What is said of a newcomer after its hello."""
+    """The event of a node that joins."""
     harness.env.events.clear()
     harness.send(node, HELLO)
     (event,) = (event for event in harness.env.events if event.kind != "joined")
@@ -321,20 +321,20 @@ def joined(harness: CoordinatorHarness, node: int) -> str:
 
 def test_a_newcomer_that_helps_gets_a_stage_and_it_is_said_what_that_brings() -> None:
     harness = coordinating(5, replace(even_plan(), cluster=with_a_quick_one(7)))
-    said = joined(harness, 6)
-    assert re.fullmatch(r"replanned: takes stage \d: [\d.]+ s instead of [\d.]+ s", said), said
+    text = joined(harness, 6)
+    assert re.fullmatch(r"replanned: takes stage \d: [\d.]+ s instead of [\d.]+ s", text), text
     assert harness.env.logged("welcome")[-1][0] == 6
 
 
 def test_a_newcomer_that_is_too_slow_stays_a_spare_until_others_are_lost() -> None:
     harness = coordinating(9, replace(even_plan(), cluster=with_speed_of_6(1 / 50)))
-    said = joined(harness, 6)
-    numbers = re.fullmatch(r"refused: stays a spare: with it an iteration takes ([\d.]+) s, without ([\d.]+) s", said)
-    assert numbers, said
+    text = joined(harness, 6)
+    numbers = re.fullmatch(r"refused: stays a spare: with it an iteration takes ([\d.]+) s, without ([\d.]+) s", text)
+    assert numbers, text
     assert float(numbers[1]) >= float(numbers[2])
     harness.env.events.clear()
     harness.iterate(2)
-    assert not harness.env.events, "it is said once, and nothing is planned for it again"
+    assert not harness.env.events, "it is reported once, and nothing is planned for it again"
     for node in (1, 2, 3, 4):
         harness.coordinator.node_lost(node, "its process ended")
     finish_without(harness)
@@ -368,7 +368,7 @@ def test_spares_that_were_there_before_the_first_iteration_are_looked_at_once() 
     )
     run.after(0, lambda: run.start(6))
     run.run()
-    said = [event.text for _, event in run.events if event.node == "n6"]
-    assert len(said) == 1, said
-    assert said[0].startswith("stays a spare: with it ")
+    text = [event.text for _, event in run.events if event.node == "n6"]
+    assert len(text) == 1, text
+    assert text[0].startswith("stays a spare: with it ")
     assert len(run.reports) == 6

@@ -15,7 +15,7 @@ from skippipe.runtime.messages import ControlMessage, NewPlan, PeerUpdate, State
 from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.node.state_transfer import state_message
 from skippipe.runtime.node_config import NodeConfig
-from skippipe.runtime.rendezvous import POLL_S, EndedNodes, Listener
+from skippipe.runtime.rendezvous import EndedNodes, Listener, poll_s
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox, Security
 from skippipe.transport.message import MessageKind, Received
@@ -73,7 +73,7 @@ class CoordinatorServer:
         self._listener.fence.term = self.machine.term
         try:
             while not self.machine.over:
-                self._poll(self.machine, ended)
+                self._poll(self.machine, poll_s(settings.deadlines.heartbeat.total_seconds()), ended)
                 self.machine.on_stop_requests(stop_requests())
         except BaseException:
             self.machine.fail("the run was ended")
@@ -83,8 +83,8 @@ class CoordinatorServer:
         if self.machine.failure:
             raise UserError(self.machine.failure)
 
-    def _poll(self, machine: Coordinator, ended: EndedNodes) -> None:
-        for received in self._mailbox.receive(POLL_S):
+    def _poll(self, machine: Coordinator, timeout_s: float, ended: EndedNodes) -> None:
+        for received in self._mailbox.receive(timeout_s):
             self._deliver(machine, received)
         now = time.monotonic()
         for name, how in self._listener.lost():
