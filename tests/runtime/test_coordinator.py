@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from skippipe.runtime.coordinator.interfaces import CoordinatorState, Event
-from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
-from skippipe.runtime.coordinator.state_machine import Coordinator
+from skippipe.runtime.coordinator.settings import RecoverySettings
 from skippipe.runtime.messages import (
     Average,
     Averaged,
@@ -51,15 +50,16 @@ from tests.helpers.single_coordinator import (
     coordinating,
     even_plan,
     is_now,
+    new_coordinator,
     recovering_late,
     with_a_quick_one,
 )
-from tests.helpers.single_node import LEARNING, plan_of, small_plan
+from tests.helpers.single_node import LEARNING, plan_of
 
 
 def test_nodes_join_build_and_begin_together() -> None:
     env = RecordingEnv()
-    coordinator = Coordinator(small_plan(), CoordinatorSettings(LEARNING, 2, recorded=frozenset({0})), env, env)
+    coordinator = new_coordinator(env, 2, recorded=frozenset({0}))
     for node in (3, 1, 2, 5, 0):
         coordinator.on_message(node, HELLO)
     assert is_now(coordinator, CoordinatorState.JOINING)
@@ -79,7 +79,7 @@ def test_nodes_join_build_and_begin_together() -> None:
 
 def test_one_version_for_all() -> None:
     env = RecordingEnv()
-    coordinator = Coordinator(small_plan(), CoordinatorSettings(LEARNING, 1), env, env)
+    coordinator = new_coordinator(env, 1)
     coordinator.on_message(2, HELLO)
     coordinator.on_message(4, Hello("127.0.0.1:1", "0.0.0"))
     assert is_now(coordinator, CoordinatorState.FAILED)
@@ -313,7 +313,7 @@ def test_a_node_that_cannot_go_on_says_why_and_is_lost() -> None:
     assert harness.env.events[0] == Event("gone", 0, "out of memory", "n3")
     assert_goes_on(harness, 3)
     env = RecordingEnv()
-    coordinator = Coordinator(small_plan(), CoordinatorSettings(LEARNING, 1), env, env)
+    coordinator = new_coordinator(env, 1)
     for node in range(6):
         coordinator.on_message(node, HELLO)
     coordinator.on_message(3, Failed("no such folder"))

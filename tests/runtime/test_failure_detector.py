@@ -13,8 +13,7 @@ import pytest
 
 from skippipe.runtime.coordinator.interfaces import CoordinatorState, Event
 from skippipe.runtime.coordinator.membership import MemberState
-from skippipe.runtime.coordinator.settings import CoordinatorSettings, Deadlines, RecoverySettings
-from skippipe.runtime.coordinator.state_machine import Coordinator
+from skippipe.runtime.coordinator.settings import Deadlines, RecoverySettings
 from skippipe.runtime.messages import (
     Begin,
     Commit,
@@ -45,6 +44,7 @@ from tests.helpers.single_coordinator import (
     coordinating,
     even_plan,
     is_now,
+    new_coordinator,
     recovering_late,
     with_a_quick_one,
 )
@@ -76,7 +76,7 @@ def test_no_node_is_declared_dead_when_the_coordinator_itself_was_held_up() -> N
 
 def test_a_silent_node_that_builds_its_stage_is_declared_dead() -> None:
     env = RecordingEnv()
-    coordinator = Coordinator(small_plan(), CoordinatorSettings(LEARNING, 1, recovery=AT_ONCE), env, env)
+    coordinator = new_coordinator(env, 1, recovery=AT_ONCE)
     harness = CoordinatorHarness(coordinator, env)
     for node in range(6):
         harness.send(node, HELLO)
@@ -196,9 +196,7 @@ def test_a_deadline_that_passes_names_the_awaited_nodes(state: CoordinatorState)
     env = RecordingEnv()
     deadlines = Deadlines(*(timedelta(seconds=7) for _ in range(4)))
     recovery = RecoverySettings(fault_tolerant=state is not CoordinatorState.PREPARING)
-    coordinator = Coordinator(
-        small_plan(), CoordinatorSettings(LEARNING, 1, deadlines=deadlines, recovery=recovery), env, env
-    )
+    coordinator = new_coordinator(env, 1, deadlines=deadlines, recovery=recovery)
     harness = CoordinatorHarness(coordinator, env)
     answers: list[Callable[[int], ControlMessage]] = [
         lambda node: HELLO,
@@ -251,7 +249,7 @@ def test_the_next_iteration_may_start_over_again() -> None:
 
 def test_training_begins_without_a_node_that_does_not_get_ready() -> None:
     env = RecordingEnv()
-    coordinator = Coordinator(small_plan(), CoordinatorSettings(LEARNING, 1, recovery=AT_ONCE), env, env)
+    coordinator = new_coordinator(env, 1, recovery=AT_ONCE)
     harness = CoordinatorHarness(coordinator, env)
     for node in range(6):
         harness.send(node, HELLO)

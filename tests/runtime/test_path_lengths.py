@@ -17,14 +17,20 @@ from skippipe.planner.repair import repair
 from skippipe.planner.strategies import PlanRequest, Strategy, with_paths_of
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
-from skippipe.runtime.coordinator.state_machine import Coordinator
 from skippipe.runtime.coordinator.wal_records import plan_records
 from skippipe.runtime.simulation.fault_injection import Fault, kill, kill_coordinator
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.validate import validate
-from tests.helpers.single_coordinator import HELLO, CoordinatorHarness, RecordingEnv, RecordingStore, coordinating
+from tests.helpers.single_coordinator import (
+    HELLO,
+    CoordinatorHarness,
+    RecordingEnv,
+    RecordingStore,
+    coordinating,
+    new_coordinator,
+)
 from tests.helpers.single_node import AT_ONCE, LEARNING
 from tests.helpers.virtual_chaos import Scenario, plans_of, play, scenario, staged, wide
 from tests.training.test_exact import FULL, assert_exact, plan_of, sampler_of, tensors_of
@@ -153,13 +159,7 @@ def test_a_coordinator_that_is_started_again_goes_on_with_the_right_length(notes
     wal = before.env.wal[:notes]
     done = sum("commit" in note for note in wal)
     env = RecordingEnv()
-    coordinator = Coordinator(
-        short,
-        CoordinatorSettings(LEARNING, 9, skip_schedule=recipe, plans={4: whole}, recovery=AT_ONCE),
-        env,
-        env,
-        wal=wal,
-    )
+    coordinator = new_coordinator(env, 9, short, wal=wal, skip_schedule=recipe, plans={4: whole}, recovery=AT_ONCE)
     harness = CoordinatorHarness(coordinator, env)
     for node in range(8):
         harness.send(node, replace(HELLO, epoch=1, iteration=done, phase="RUNNING"))

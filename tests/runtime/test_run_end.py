@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from skippipe.runtime.coordinator.interfaces import CoordinatorState, WriteFailed
-from skippipe.runtime.coordinator.settings import CoordinatorSettings, Deadlines
-from skippipe.runtime.coordinator.state_machine import Coordinator
+from skippipe.runtime.coordinator.settings import Deadlines
 from skippipe.runtime.messages import Begin, Commit, GatherState, Ready, Recover, StateRequest, Stepped, Stop
 from skippipe.transport.message import Message, MessageKind
 from tests.helpers.single_coordinator import (
@@ -21,8 +20,9 @@ from tests.helpers.single_coordinator import (
     RecordingStore,
     coordinating,
     is_now,
+    new_coordinator,
 )
-from tests.helpers.single_node import AT_ONCE, LEARNING, small_plan
+from tests.helpers.single_node import AT_ONCE
 
 # The end
 
@@ -129,7 +129,7 @@ def test_a_node_lost_before_its_last_step_is_not_waited_for() -> None:
 def test_to_stop_before_training_gathers_nothing(state: str) -> None:
     env = RecordingEnv()
     wal = coordinating().env.wal if state == "reuniting" else ()
-    coordinator = Coordinator(small_plan(), CoordinatorSettings(LEARNING, 2, recovery=AT_ONCE), env, env, wal=wal)
+    coordinator = new_coordinator(env, 2, wal=wal, recovery=AT_ONCE)
     harness = CoordinatorHarness(coordinator, env)
     for node in range(5 if state in ("joining", "reuniting") else 6):
         harness.send(node, HELLO)
@@ -361,7 +361,7 @@ def test_a_piece_of_a_checkpoint_that_was_given_up_is_not_taken_for_one_of_the_l
 
 def test_a_run_that_goes_on_from_a_checkpoint_sends_nodes_there_first() -> None:
     env = RecordingEnv(store=RecordingStore(made=4))
-    coordinator = Coordinator(small_plan(), CoordinatorSettings(LEARNING, 6, resumed_from=4), env, env)
+    coordinator = new_coordinator(env, 6, resumed_from=4)
     for node in range(6):
         coordinator.on_message(node, HELLO)
     for node, stage, origin in env.logged("welcome"):

@@ -52,10 +52,16 @@ class EmbeddingBackup:
 
     def committed(self, plan: Plan) -> None:
         """All nodes were told to step: if a backup is due, it is made after that step."""
-        newest = max((self.membership[node].backup for node in self._holders()), default=0)
+        holders, now_ns = self._holders(), self.env.now_ns()
+        newest = max((self.membership[node].backup for node in holders), default=0)
         if not self.every or self._in_transfer() or (newest and self.completed - newest < self.every):
             return
-        pair = self._pair(plan)
+        pair = best_pair(
+            plan,
+            [node for node in self.membership.active if self.membership[node].stage == plan.stage_of.get(node)],
+            usable=lambda source, target: not self.estimator.is_down(source, target, now_ns),
+            preferred=holders,  # one that stores a backup stores the next one too
+        )
         if pair is not None:
             source, target = pair
             members = self.membership[source], self.membership[target]
@@ -116,16 +122,6 @@ class EmbeddingBackup:
             for node, member in zip(nodes, transfer.members, strict=True)
         )
         return there and not self.estimator.is_down(*nodes, self.env.now_ns())
-
-    def _pair(self, plan: Plan) -> tuple[int, int] | None:
-        """Source and target of the next backup; a node that stores one stores the next one too."""
-        now_ns, active = self.env.now_ns(), self.membership.active
-        return best_pair(
-            plan,
-            [node for node in active if self.membership[node].stage == plan.stage_of.get(node)],
-            usable=lambda source, target: not self.estimator.is_down(source, target, now_ns),
-            preferred=self._holders(),
-        )
 
 
 def best_pair(

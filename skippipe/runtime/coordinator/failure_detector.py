@@ -73,11 +73,6 @@ class FailureDetector:
         """Seconds since the last commit."""
         return (self._env.now_ns() - self._committed_ns) / 1e9
 
-    @property
-    def disk_space_s(self) -> float:
-        """Seconds that the run waits for disk space."""
-        return self._deadlines.disk_space.total_seconds()
-
     def progress(self) -> None:
         """Something that was awaited has arrived: the deadline of the state starts over."""
         self._progress_ns = self._env.now_ns()

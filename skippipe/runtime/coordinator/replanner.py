@@ -130,7 +130,7 @@ class Replanner:
         length = self.lengths.at(iteration)
         if length == self.lengths.current:
             return False
-        if not self.lengths.ready(length):
+        if length not in self.lengths.up_to_date:
             members = [stage.nodes for stage in self.plan.stages]
             self.lengths.add(length, self._repair(length, members, active, self.plan.cluster) or self.plan)
         self.lengths.current = length
@@ -324,30 +324,26 @@ class PathLengths:
     """The length where the schedule says nothing."""
     logged: set[int] = field(init=False, default_factory=set)
     """Lengths whose plans are in the write-ahead log as they are."""
-    _up_to_date: set[int] = field(init=False)
+    up_to_date: set[int] = field(init=False)
     """Lengths whose plans are for the nodes that are there."""
 
     def __post_init__(self) -> None:
         self.usual = self.current
         used = self.plans[self.current]
-        self._up_to_date = {
+        self.up_to_date = {
             length for length, plan in self.plans.items() if plan.stages == used.stages and plan.cluster == used.cluster
         }
 
     def at(self, iteration: int) -> int:
         return self.schedule.visited(iteration, self.iterations, len(self.plans[self.current].stages), self.usual)
 
-    def ready(self, length: int) -> bool:
-        """Is there a plan for the nodes that are there?"""
-        return length in self._up_to_date
-
     def add(self, length: int, plan: Plan) -> None:
         self.plans[length] = plan
-        self._up_to_date.add(length)
+        self.up_to_date.add(length)
 
     def renew(self, length: int, plan: Plan) -> None:
         """A node has joined or left: this plan is in use from now on, and the others are out of date."""
         self.current = length
-        self._up_to_date.clear()
+        self.up_to_date.clear()
         self.logged.clear()
         self.add(length, plan)

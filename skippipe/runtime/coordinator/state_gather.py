@@ -36,7 +36,7 @@ class StateGather:
     _id: int = field(init=False, default=0)
     _awaits: bool = field(init=False, default=True)
 
-    def begin(self) -> None:
+    def __post_init__(self) -> None:
         self._next_stage()
 
     @property
@@ -168,7 +168,6 @@ class CheckpointGather:
         """Gather the snapshots that were taken after so many iterations."""
         self._of = iterations, tuple(steps)
         self._checkpoint = StateGather(holders, True, self.env.send, self._store.save, self.ids)
-        self._checkpoint.begin()
 
     def repeat_last(self, iterations: int, steps: Sequence[int], holders: Mapping[int, int]) -> bool:
         """The model is on disk. If the last checkpoint is not, make it once more: there may be space by now, or a
@@ -184,7 +183,6 @@ class CheckpointGather:
         """Gather the weights; stages that have arrived are not gathered again."""
         if self.weights is None:
             self.weights = StateGather(holders, False, self.env.send, self.env.store_weights, self.ids)
-            self.weights.begin()
         else:
             self.weights.restart_stage(holders)
 

@@ -64,6 +64,8 @@ class Coordinator:
     term: int = field(init=False)
     """How many coordinators this run had before."""
     progress: StageProgress = field(init=False)
+    is_disk_full: bool = field(init=False, default=False)
+    """Final weights have arrived, and cannot be written."""
     _stepped: set[int] = field(init=False, default_factory=set)
     """Nodes that have taken the last step."""
     _timed_out: int = field(init=False, default=-1)
@@ -73,8 +75,6 @@ class Coordinator:
     """The run is to stop at once."""
     _finishing: bool = field(init=False, default=False)
     """All iterations are done, and a stage is missing for the final weights."""
-    _disk_full: bool = field(init=False, default=False)
-    """The final weights cannot be written."""
 
     def __post_init__(self) -> None:
         env, settings, plan = self.env, self.settings, self.initial_plan
@@ -144,11 +144,6 @@ class Coordinator:
     def is_disturbed(self) -> bool:
         """Has something happened in this iteration that the plan did not foresee?"""
         return self._commits.current.is_disturbed
-
-    @property
-    def is_disk_full(self) -> bool:
-        """Are the final weights here, and cannot be written?"""
-        return self._disk_full
 
     @property
     def nodes(self) -> list[int]:
@@ -433,7 +428,7 @@ class Coordinator:
     def _continue_gathering(self) -> None:
         gather = self._gather
         self._report_disk()
-        if self._disk_full:
+        if self.is_disk_full:
             return  # nodes keep their state meanwhile
         if gather.over and (self._aborts or not gather.busy):
             holders = {} if self._aborts else self.membership.holders(self.plan)
@@ -445,12 +440,13 @@ class Coordinator:
     def _report_disk(self) -> None:
         """Report it once when weights cannot be written, and once when they can be written again."""
         unwritten = self._gather.unwritten
-        if self._disk_full == (unwritten is not None):
+        if self.is_disk_full == (unwritten is not None):
             return
-        self._disk_full = unwritten is not None
+        self.is_disk_full = unwritten is not None
         self._detector.progress()
-        minutes = f"{self._detector.disk_space_s / 60:.0f} minutes"
-        waits = f"{unwritten}; nodes keep their state, and disk space is waited for, {minutes} at most"
+        deadlines = self.settings.deadlines
+        wait_s = (deadlines.abort if self._aborts else deadlines.disk_space).total_seconds()
+        waits = f"{unwritten}; nodes keep their state, and disk space is waited for, {wait_s / 60:.0f} minutes at most"
         self.log_event("storage", waits if unwritten else "the model can be written again")
 
     def _finish(self) -> None:
