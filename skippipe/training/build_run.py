@@ -172,11 +172,7 @@ class RunSetup:
         that is resumed with a rescue folder may have been resumed because the output folder has no room."""
         job = self.job
         model_bytes = BYTES * self.plan.workload.model.parameters
-        made = (
-            (job.iterations - self.run.resumed_settings.first_iteration) // job.checkpoint.every + 1
-            if job.checkpoint.every
-            else 0
-        )
+        made = (job.iterations - self.run.first) // job.checkpoint.every + 1 if job.checkpoint.every else 0
         there = len(self.run.checkpoints.complete())
         more = min(made, max(1, job.checkpoint.keep + 1 - there)) if made else 0
         if rescue is None or not self.resumed:

@@ -83,13 +83,18 @@ class Run:
         return origin
 
     @property
+    def first(self) -> int:
+        """The iteration to begin with."""
+        return self.origin.manifest.iterations if self.origin else 0
+
+    @property
     def iterations(self) -> int:
         return self.settings.iterations
 
     @property
     def resumed_settings(self) -> CoordinatorSettings:
         """The settings, with the checkpoint that the run starts from."""
-        return replace(self.settings, resumed_from=self.origin.manifest.iterations) if self.origin else self.settings
+        return replace(self.settings, resumed_from=self.first if self.origin else None)
 
     @cached_property
     def wal(self) -> WriteAheadLog:

@@ -248,8 +248,8 @@ class Book(list[dict[str, Any]]):
 
     def append(self, record: dict[str, Any]) -> None:
         if "commit" in record:
-            now = self.cluster.coordinator._iteration
-            assert now.ledger.all_back(now._routes), "committed before all microbatches were back"
+            current = self.cluster.coordinator._commits.current
+            assert current.log.all_returned(current._routes), "committed before all microbatches were back"
         super().append(json.loads(json.dumps(record, allow_nan=False)))
 
 

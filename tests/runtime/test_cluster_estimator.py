@@ -82,7 +82,7 @@ def test_a_cut_is_forgotten_after_a_while_and_later_each_time() -> None:
     without = measured.cluster(1, speeds=False)
     assert without is not None
     assert without.bandwidth_bytes_per_s[3, 6] == without.bandwidth_bytes_per_s[6, 3] == 0
-    measured.planned(replace(plan, cluster=without, expected=None))
+    measured.replanned(replace(plan, cluster=without, expected=None))
     assert not measured.is_down(3, 6, FIRST_DOWN_NS)
     again = measured.cluster(FIRST_DOWN_NS, speeds=False)
     assert again is not None
@@ -94,7 +94,7 @@ def test_a_cut_is_forgotten_after_a_while_and_later_each_time() -> None:
 def test_a_plan_from_before_a_restart_says_which_links_were_cut() -> None:
     plan = wide_plan()
     before = ClusterEstimator(plan, plan.cluster, 0)
-    before.cut(0, 2, 0)
+    before.exclude(0, 2, 0)
     cut = before.cluster(0, speeds=False)
     assert cut is not None
     after = ClusterEstimator(replace(plan, cluster=cut, expected=None), plan.cluster, 5)

@@ -63,7 +63,7 @@ def test_nodes_join_build_and_begin_together() -> None:
     for node in (3, 1, 2, 5, 0):
         coordinator.on_message(node, HELLO)
     assert is_now(coordinator, CoordinatorState.JOINING)
-    assert [each[0] for each in env.log] == ["meet"] * 5
+    assert [each[0] for each in env.log] == ["connect"] * 5
     coordinator.on_message(4, HELLO)
     assert is_now(coordinator, CoordinatorState.PREPARING)
     assert [each[0] for each in env.log[6:]] == ["wal", *["welcome"] * 6], "logged before any node is told"
@@ -100,7 +100,7 @@ def test_a_decision_is_logged_before_any_node_is_told() -> None:
     harness.iterate()
     (note,) = harness.env.wal[1:]
     assert (note["commit"], note["visits"], note["steps"]) == (0, [4, 4, 4], [1, 1, 1])
-    assert [each[0] for each in harness.env.log] == ["wal", *["tell"] * 6]
+    assert [each[0] for each in harness.env.log] == ["wal", *["send"] * 6]
     rate, scale = LEARNING.rate_at(0), LEARNING.clipping([4.0] * 3)[1]
     assert harness.env.new_messages() == {node: [Commit(0, rate, scale, False, False, False)] for node in range(6)}
     (report,) = harness.env.reports
@@ -213,7 +213,7 @@ def test_a_lost_node_and_how_the_iteration_ends_without_it() -> None:
         harness.send(node, harness.averaged(node, visits=harness.visits(node) if visits is None else visits))
     messages = env.new_messages()
     assert all([type(each) for each in messages[node]] == [Commit] for node in accounts)
-    assert [each[0] for each in env.log] == ["note", "note", *["replan", "tell"] * 5]
+    assert [each[0] for each in env.log] == ["wal", "wal", *["replan", "tell"] * 5]
     assert coordinator.iteration == 1
     assert 3 not in coordinator.plan.stage_of
     assert env.reports[0].visits == (4, 4, 3)
@@ -331,7 +331,7 @@ def test_training_pauses_when_no_data_node_is_left() -> None:
     assert is_now(harness.coordinator, CoordinatorState.PAUSED)
     harness.wait(1)
     assert is_now(harness.coordinator, CoordinatorState.FAILED)
-    assert "waited 600 s for nodes to take the places of those who are gone: stage 0" in harness.coordinator.failure
+    assert "waited 600 s for nodes to take the places of lost ones: stage 0" in harness.coordinator.failure
 
 
 # Coming late

@@ -181,7 +181,7 @@ def test_two_of_a_stage_that_cannot_reach_each_other_cannot_average() -> None:
 
 def test_of_two_that_cannot_average_the_one_is_evicted_that_others_report_too() -> None:
     harness = coordinating()
-    harness.send(1, LinkDown(4, 1)).hear(5, LinkDown(4, 2))
+    harness.send(1, LinkDown(4, 1)).send(5, LinkDown(4, 2))
     assert harness.env.logged("disconnect") == [(4,)]
 
 

@@ -246,7 +246,7 @@ def test_a_report_from_before_the_last_change_has_no_effect() -> None:
     harness.send(0, LinkDown(3, 1))
     begun = harness.env.epoch
     assert begun == 2
-    harness.send(0, LinkDown(4, 1)).hear(0, LinkDown(6, 1))
+    harness.send(0, LinkDown(4, 1)).send(0, LinkDown(6, 1))
     assert harness.env.epoch == begun
 
 

@@ -125,13 +125,13 @@ def test_a_node_lost_before_its_last_step_is_not_waited_for() -> None:
     assert is_now(harness.coordinator, CoordinatorState.GATHERING)
 
 
-@pytest.mark.parametrize("state", ["joining", "preparing", "paused", "reuniting"])
+@pytest.mark.parametrize("state", ["joining", "preparing", "paused", "rejoining"])
 def test_to_stop_before_training_gathers_nothing(state: str) -> None:
     env = RecordingEnv()
-    wal = coordinating().env.wal if state == "reuniting" else ()
+    wal = coordinating().env.wal if state == "rejoining" else ()
     coordinator = new_coordinator(env, 2, wal=wal, recovery=AT_ONCE)
     harness = CoordinatorHarness(coordinator, env)
-    for node in range(5 if state in ("joining", "reuniting") else 6):
+    for node in range(5 if state in ("joining", "rejoining") else 6):
         harness.send(node, HELLO)
     if state == "paused":
         for node in range(6):
@@ -360,7 +360,7 @@ def test_a_piece_of_a_checkpoint_that_was_given_up_is_not_taken_for_one_of_the_l
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_sends_nodes_there_first() -> None:
-    env = RecordingEnv(store=RecordingStore(made=4))
+    env = RecordingEnv(checkpoint_store=RecordingStore(made=4))
     coordinator = new_coordinator(env, 6, resumed_from=4)
     for node in range(6):
         coordinator.on_message(node, HELLO)

@@ -171,7 +171,7 @@ def test_every_tensor_is_copied_however_stages_are_cut(
     manifest = verified(made.place)
     assert (manifest.iterations, manifest.layers, manifest.steps) == (9, grown, steps)
     assert TextTokenizer.load(made.place).fingerprint == tokenizer.fingerprint
-    assert replace(after, resumed=True).resumed_settings.resumed_from == 9
+    assert replace(after, resumed=True).first == 9
 
 
 def test_layers_of_another_kind_are_not_copied(tmp_path: Path, tokenizer: TextTokenizer) -> None:

@@ -164,6 +164,12 @@ class Coordinator:
             case _:
                 return self._commits.current.awaited
 
+    @property
+    def lacking(self) -> str:
+        """The stages that no node holds, so that training cannot go on."""
+        stages = ", ".join(map(str, self.membership.lost_stages(len(self.plan.stages))))
+        return LOST if self._recovery.backup.is_lost else f"stage {stages} has none"
+
     # Messages
 
     def on_message(self, node: int, control: ControlMessage) -> None:
@@ -335,9 +341,7 @@ class Coordinator:
         elif state is CoordinatorState.GATHERING and unwritten is not None:
             self.detach(f"{unwritten}; {waited} disk space; {unwritten.ways}")
         elif state is CoordinatorState.PAUSED:
-            lost = ", ".join(map(str, self.membership.lost_stages(len(self.plan.stages))))
-            lacking = LOST if self._recovery.backup.is_lost else f"stage {lost} has none"
-            self.fail(f"{waited} nodes {state.value}: {lacking}")
+            self.fail(f"{waited} nodes {state.value}: {self.lacking}")
         else:
             self.fail(f"{waited} {names} {state.value}")
 
