@@ -313,7 +313,7 @@ def staged(what: Scenario) -> Played:
             LEARNING,
             what.iterations,
             skip_schedule=what.recipe,
-            recovery=RecoverySettings(what.lost_stage, what.drift, timedelta(0), what.backup_every),
+            recovery=RecoverySettings(what.lost_stage, what.drift, timedelta(0), what.backup_every),  # type: ignore[arg-type]
             checkpoint_every=what.kept_every,
             deadlines=Deadlines(iteration=timedelta(seconds=900 if long else 60)),
         ),

@@ -213,7 +213,7 @@ def test_a_lost_node_and_how_the_iteration_ends_without_it() -> None:
         harness.send(node, harness.averaged(node, visits=harness.visits(node) if visits is None else visits))
     messages = env.new_messages()
     assert all([type(each) for each in messages[node]] == [Commit] for node in accounts)
-    assert [each[0] for each in env.log] == ["wal", "wal", *["replan", "tell"] * 5]
+    assert [each[0] for each in env.log] == ["wal", "wal", *["plan", "send"] * 5]
     assert coordinator.iteration == 1
     assert 3 not in coordinator.plan.stage_of
     assert env.reports[0].visits == (4, 4, 3)
