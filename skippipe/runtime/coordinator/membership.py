@@ -154,14 +154,14 @@ class LinkReports:
 
     def is_corroborated(self, reporter: int, peer: int, now_ns: int) -> bool:
         """Does another node report the same peer?"""
-        return any(other != reporter for other, whom in self._recent(self._reported, now_ns) if whom == peer)
+        return any(by != reporter for by, of in self._recent(self._reported, now_ns) if of == peer)
 
     def add_costly(self, reporter: int, peer: int, now_ns: int) -> list[int]:
         """The others lose work by this report: all peers that the reporter, and no other node, has reported at such a
         cost."""
         self._costly[reporter, peer] = now_ns
-        reported = [whom for who, whom in self._recent(self._costly, now_ns) if who == reporter]
-        return sorted(whom for whom in reported if not self.is_corroborated(reporter, whom, now_ns))
+        reported = [of for by, of in self._recent(self._costly, now_ns) if by == reporter]
+        return sorted(each for each in reported if not self.is_corroborated(reporter, each, now_ns))
 
     def ban(self, node: int, now_ns: int) -> int:
         """Ban a node for a while and forget its reports; gives the nanoseconds."""
