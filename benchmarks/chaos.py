@@ -36,6 +36,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from benchmarks.detection import detection
+from skippipe.heartbeat import TIMEOUT_S
 from skippipe.plan import Plan
 from skippipe.runtime.messages import COORDINATOR
 from skippipe.runtime.simulation.fault_injection import DURING, During, Fault, drawn, kill
@@ -327,7 +328,7 @@ def main() -> None:
         each.set_defaults(run=run)
     each = kinds.add_parser("recovery")
     each.add_argument("--repetitions", type=int, default=20)
-    each.add_argument("--heartbeat", type=float, default=5.0)
+    each.add_argument("--heartbeat", type=float, default=TIMEOUT_S)
     each.add_argument("--joined", action="store_true", help="nodes join by themselves")
     each.set_defaults(run=recovery)
     each = kinds.add_parser("long")
@@ -336,7 +337,7 @@ def main() -> None:
     each.set_defaults(run=long)
     each = kinds.add_parser("detection")
     each.add_argument("--repetitions", type=int, default=3)
-    each.add_argument("--heartbeat", type=float, default=5.0)
+    each.add_argument("--heartbeat", type=float, default=TIMEOUT_S)
     each.set_defaults(run=detection)
     asked = parser.parse_args()
     sys.exit(asked.run(asked))

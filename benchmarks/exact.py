@@ -31,7 +31,8 @@ from skippipe.data.token_file import TokenFile
 from skippipe.model.model_spec import ModelSpec, config_named
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.coordinator.state_machine import Callback, IterationReport
+from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
+from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.training.run import Run
@@ -146,7 +147,9 @@ def main() -> None:
         for index, case in enumerate(cases):  # all of them first: a process that has computed gradients may not fork
             plan, losses, output = plan_of(case, spec), Losses(), Path(name) / str(index)
             node_config = brief_of(case, plan, spec, tokens)
-            Run(node_config, spec, tokens.tokenizer(), output, ITERATIONS).here(losses)
+            Run(
+                node_config, spec, tokens.tokenizer(), output, CoordinatorSettings(node_config.learning, ITERATIONS)
+            ).here(losses)
             files = sorted((output / "model").glob("*.safetensors"))
             weights = {name: each for file in files for name, each in load_file(file).items()}
             runs.append((case, node_config, losses.found, weights))

@@ -28,7 +28,8 @@ from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.coordinator.state_machine import Callback, IterationReport
+from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
+from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.training.reference import ReferenceTrainer
@@ -139,7 +140,7 @@ def main() -> None:
             done.append(time.perf_counter())
 
     count = max(8, round(asked.seconds / alone_s))
-    nodes = VirtualCluster(plan, learning, count, computers, callback=Clock())
+    nodes = VirtualCluster(plan, CoordinatorSettings(learning, count), computers, callback=Clock())
     nodes.run()
     assert not nodes.coordinator.failure, nodes.coordinator.failure
     taken = sorted(b - a for a, b in pairwise(done[2:]))
@@ -171,7 +172,8 @@ def as_processes(asked: argparse.Namespace) -> None:
             taken.append(report.seconds)
 
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(node_config, spec, tokens.tokenizer(), Path(folder), max(8, round(asked.seconds)), security="none")
+        settings = CoordinatorSettings(node_config.learning, max(8, round(asked.seconds)))
+        run = Run(node_config, spec, tokens.tokenizer(), Path(folder), settings, security="none")
         run.here(Clock())
     per_iteration = plan.microbatches * asked.samples * asked.sequence
     each_s = median(taken[3:])

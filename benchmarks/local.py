@@ -31,7 +31,8 @@ from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.optim.config import OptimConfig
 from skippipe.optim.registry import OPTIMIZERS
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.coordinator.state_machine import Callback, IterationReport
+from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
+from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.training.run import Run
@@ -89,7 +90,13 @@ def speed(tokens: TokenFile, rounds: int, iterations: int) -> None:
         torch.set_num_threads(1)  # what is forked must not have threads
         watch = Watch()
         with tempfile.TemporaryDirectory() as folder:
-            Run(node_config, spec, tokens.tokenizer(), Path(folder), iterations).here(watch)
+            Run(
+                node_config,
+                spec,
+                tokens.tokenizer(),
+                Path(folder),
+                CoordinatorSettings(node_config.learning, iterations),
+            ).here(watch)
         nodes += watch.seconds[1:]
         for threads, taken in alone.items():
             torch.set_num_threads(threads)
@@ -126,7 +133,9 @@ def start_and_memory(tokens: TokenFile) -> None:
     node_config = brief_of(plan, spec, tokens)
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
-        Run(node_config, spec, tokens.tokenizer(), Path(folder), 5).here(watch, watch.started)
+        Run(node_config, spec, tokens.tokenizer(), Path(folder), CoordinatorSettings(node_config.learning, 5)).here(
+            watch, watch.started
+        )
     print(f"20 nodes ready after {watch.ready_s:.1f} s (goal 15)")
     beyond = {}
     for name, private in watch.private_bytes.items():

@@ -18,7 +18,7 @@ from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from skippipe.runtime.coordinator.state_machine import Callback, IterationReport
+from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
 from skippipe.training.build_run import build_run
 from skippipe.training.job_config import BatchConfig, DataConfig, EmulationConfig, JobConfig, PipelineConfig, Strategies
 

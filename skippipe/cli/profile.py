@@ -16,7 +16,7 @@ from skippipe.cli import options as cli_options
 from skippipe.errors import UserError
 from skippipe.json_fields import check_writable
 from skippipe.terminal import interruptible
-from skippipe.value_ranges import NODES, SAMPLES, SEQUENCE, THREADS, WAIT_S, Range
+from skippipe.value_ranges import HEARTBEAT_S, NODES, SAMPLES, SEQUENCE, THREADS, WAIT_S, Range
 
 if TYPE_CHECKING:
     from skippipe.cluster import Cluster
@@ -47,6 +47,15 @@ def profile(
             help="Seconds to wait for nodes; then it goes on without them.", rich_help_panel=cli_options.NODES
         ),
     ] = 600,
+    heartbeat: Annotated[
+        float | None, HEARTBEAT_S,
+        typer.Option(
+            help="Seconds in which a node sends several heartbeats; three times as long without one, and it is left "
+            "out.",
+            show_default="5",
+            rich_help_panel=cli_options.NODES,
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The cluster file.")] = Path("cluster.json"),
     merge: Annotated[
         Path | None,
@@ -146,7 +155,7 @@ def profile(
         before = _put_in(load_results(merge) or [ProfileResult.of_cluster(known[-1])], before)
     if local is not None:
         check_device(wanted.compute.device)
-    node_config = _node_config(wanted, _names(local, peers), transfer)
+    node_config = _node_config(wanted, _names(local, peers), transfer, heartbeat)
     screen = _Screen()
     with interruptible() as stopped:
         if peers is None or key is None:
@@ -213,7 +222,9 @@ def _names(local: int | None, peers: Path | None) -> tuple[str, ...]:
     return tuple(PeerList.load(peers).peers)
 
 
-def _node_config(job: JobConfig, names: tuple[str, ...], transfer_s: float) -> ProfilingConfig:
+def _node_config(
+    job: JobConfig, names: tuple[str, ...], transfer_s: float, heartbeat_s: float | None
+) -> ProfilingConfig:
     from skippipe.model.model_spec import ModelSpec, config_named
     from skippipe.profiling.config import ProfilingConfig
     from skippipe.profiling.link_probe import ProbeSettings
@@ -235,6 +246,7 @@ def _node_config(job: JobConfig, names: tuple[str, ...], transfer_s: float) -> P
         compiled=job.compute.compiled,
         threads=job.compute.threads,
         effort=ProbeSettings(transfer_s=transfer_s),
+        heartbeat_s=heartbeat_s or job.survive.heartbeat_s,
     )
 
 

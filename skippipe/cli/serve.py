@@ -15,7 +15,8 @@ import typer
 
 from skippipe.cli import options as cli_options
 from skippipe.errors import UserError
-from skippipe.value_ranges import CONTEXT, NODES, PORT, THREADS, WAIT_S, Range
+from skippipe.heartbeat import TIMEOUT_S
+from skippipe.value_ranges import CONTEXT, HEARTBEAT_S, NODES, PORT, THREADS, WAIT_S, Range
 
 if TYPE_CHECKING:
     from skippipe.cluster import Cluster
@@ -59,6 +60,13 @@ def serve(
     listen: Annotated[
         str, typer.Option(help="host:port where nodes join, with --keys.", rich_help_panel=cli_options.NODES)
     ] = "0.0.0.0:5555",
+    heartbeat: Annotated[
+        float,
+        HEARTBEAT_S,
+        typer.Option(
+            help="Seconds without a heartbeat after which a node is declared dead.", rich_help_panel=cli_options.NODES
+        ),
+    ] = TIMEOUT_S,
     device: cli_options.Device = "cpu",
     dtype: cli_options.Dtype = "fp32",
     wire: Annotated[
@@ -188,6 +196,7 @@ def serve(
         wire_dtype=wire or dtype,
         lane_tokens=_room(cache_tokens, looked_at),
         threads=threads,
+        heartbeat_s=heartbeat,
     )
     hosting = ServeConfig(
         name=name or checkpoint.resolve().name,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from skippipe.cluster import Cluster
 from skippipe.errors import UserError
+from skippipe.heartbeat import TIMEOUT_S
 from skippipe.json_fields import Fields
 from skippipe.profiling.link_probe import ProbeSettings
 from skippipe.runtime.node.interfaces import PROFILING
@@ -31,8 +32,8 @@ class ProfilingConfig:
     effort: ProbeSettings = field(default_factory=ProbeSettings)
     emulated: Cluster | None = None
     """Links take what they take in this cluster of the same nodes; none: they are as they are."""
-    heartbeat_s: Annotated[float, HEARTBEAT_S] = 5.0
-    """Within which a node gives several signs of life."""
+    heartbeat_s: Annotated[float, HEARTBEAT_S] = TIMEOUT_S
+    """Seconds without a heartbeat after which a node is declared dead."""
 
     @property
     def number(self) -> dict[str, int]:

@@ -6,16 +6,15 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
+from skippipe.heartbeat import PROFILING_TIMEOUT
 from skippipe.profiling.config import ProfilingConfig
 from skippipe.profiling.coordinator import ProfilingCallback, ProfilingCoordinator, ProfilingDeadlines
 from skippipe.profiling.results import ProfileResult
 from skippipe.runtime.messages import ControlMessage
 from skippipe.runtime.node.agent import THE_COORDINATOR
-from skippipe.runtime.rendezvous import Gone, Rendezvous
+from skippipe.runtime.rendezvous import EndedNodes, Rendezvous
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox, Security
-
-SILENT = 3  # times the heartbeat, after which a node counts as gone
 
 
 class ProfilingServer:
@@ -41,7 +40,7 @@ class ProfilingServer:
             publics,
             host=self,
             node_config=node_config.to_json(),
-            silent_s=SILENT * node_config.heartbeat_s,
+            timeout_s=PROFILING_TIMEOUT * node_config.heartbeat_s,
         )
         self.conductor = ProfilingCoordinator(
             node_config.names,
@@ -57,7 +56,7 @@ class ProfilingServer:
     def address(self) -> str:
         return self._mailbox.address
 
-    def run(self, gone: Gone = lambda: (), stopped: Callable[[], bool] = lambda: False) -> ProfileResult:
+    def run(self, gone: EndedNodes = lambda: (), stopped: Callable[[], bool] = lambda: False) -> ProfileResult:
         """Until all is measured, or somebody wants it to end: then, what was measured so far."""
         try:
             while not self.conductor.over and not stopped():
@@ -72,14 +71,14 @@ class ProfilingServer:
         return time.monotonic_ns()
 
     def tell(self, node: int, control: ControlMessage) -> None:
-        self._attendance.tell(self._node_config.names[node], control)
+        self._attendance.send(self._node_config.names[node], control)
 
     # Who is there
 
     def joined(self, name: str) -> None:
         self.conductor.joined(self._node_config.number[name])
 
-    def heard(self, name: str, control: ControlMessage) -> None:
+    def received(self, name: str, control: ControlMessage) -> None:
         self.conductor.hear(self._node_config.number[name], control)
 
     def lost(self, name: str, how: str) -> None:
@@ -88,9 +87,9 @@ class ProfilingServer:
     def refused(self, name: str, why: str) -> None:
         self._watching.happened(f"'{name}' is left out: {why}")
 
-    def _turn(self, gone: Gone) -> None:
-        self._attendance.turn()
+    def _turn(self, gone: EndedNodes) -> None:
+        self._attendance.poll()
         for name, how in gone():
-            if not self._attendance.lose(name, how):
+            if not self._attendance.declare_lost(name, how):
                 self.lost(name, how)  # it has ended before it ever said hello
         self.conductor.tick()

@@ -1,13 +1,13 @@
-"""What makes a control message of the past harmless: who sent it, in which life, and which of its words it was.
+"""Fencing: stale control messages are recognised by the incarnation of the node, the coordinator's term and a number.
 
-A message can come late or twice: from a connection that was replaced, from a process that has ended since, from a
-coordinator whose place another has taken. So every word between a node and its coordinator has a stamp, and each side
-has one place that looks at it before the state machine hears the word. What a node hears is from the newest
-coordinator it knows of, meant for this life of the node, in the order in which it was said, and once. What a
-coordinator hears is from the life that said hello last, likewise in order and once.
+A message can arrive late or twice: from a connection that was replaced, from a process that has ended since, from a
+coordinator that another has replaced. So every control message between a node and its coordinator has a stamp, and each
+side checks it in one place before the state machine sees the message. What a node accepts is from the newest
+coordinator it knows of, meant for this incarnation of the node, in the order in which it was sent, and once. What a
+coordinator accepts is from the incarnation that joined last, likewise in order and once.
 
-What was still true when it was said, and is not any more when it comes, the state machines have to tell themselves:
-by epochs, iterations and the numbers of what is answered.
+A message that was true when it was sent, and is not any more when it arrives, is for the state machines to recognise:
+by epochs, iterations and the ids of what it answers.
 """
 
 from __future__ import annotations
@@ -19,46 +19,49 @@ from typing import Any
 
 from skippipe.transport.message import LARGEST_COUNT, Message, MessageKind
 
-RETIRED = 64  # former lives of a node that are remembered, so that a late hello of one is not taken for a new one
-NUMBERS_A_TERM = 2**16  # epochs and other numbers that a coordinator has for itself before it meets its successor's
+RETIRED = (
+    64  # former incarnations of a node that are remembered, so that a late hello of one is not taken for a new one
+)
+IDS_PER_TERM = 2**16  # epochs and other ids that a coordinator has for itself before it meets its successor's
 
 
 @dataclass(frozen=True)
 class Stamp:
-    life: int
-    """Of the node, whichever of the two speaks: a number that no other life of it has."""
+    incarnation: int
+    """Incarnation of the node, whichever of the two sends: a number that no other incarnation of it has."""
     term: int
-    """Of the coordinator: each that takes over has a higher one. From a node, the highest it has heard of."""
+    """Term of the coordinator: each that takes over has a higher one. From a node, the highest it has seen."""
     number: int
-    """Of the word among all of its sender to this life, from 1."""
+    """Number of the message among all of its sender to this incarnation, from 1."""
 
 
 NO_STAMP = Stamp(0, 0, 0)
-"""Between nodes: what they say to each other has the number of what it is for."""
+"""Between nodes: their messages to each other have the id of what they are for."""
 
 
-def first_number(term: int) -> int:
-    """From which a coordinator numbers, so that no number means two things, whoever of its predecessors used some."""
-    return term * NUMBERS_A_TERM % (LARGEST_COUNT + 1)
+def first_id(term: int) -> int:
+    """The first id of a coordinator's term, so that no id means two things, whichever its predecessors used."""
+    return term * IDS_PER_TERM % (LARGEST_COUNT + 1)
 
 
-class Life:
-    """A node's side: what it says, and what it listens to."""
+class Incarnation:
+    """A node's side: stamps what it sends, and checks what it receives."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self._heard = (0, 0)
-        self._said = 0
+        self._newest = (0, 0)
+        """Term and number of the newest message from a coordinator."""
+        self._sent = 0
 
     def stamp(self) -> Stamp:
-        self._said += 1
-        return Stamp(self.number, self._heard[0], self._said)
+        self._sent += 1
+        return Stamp(self.number, self._newest[0], self._sent)
 
-    def takes(self, stamp: Stamp) -> bool:
-        """Is it meant for this life, and newer than all that has come?"""
-        if stamp.life != self.number or (stamp.term, stamp.number) <= self._heard:
+    def accepts(self, stamp: Stamp) -> bool:
+        """Is a message meant for this incarnation, and newer than all that have arrived?"""
+        if stamp.incarnation != self.number or (stamp.term, stamp.number) <= self._newest:
             return False
-        self._heard = stamp.term, stamp.number
+        self._newest = stamp.term, stamp.number
         return True
 
 
@@ -67,51 +70,52 @@ class Fence:
 
     def __init__(self, term: int = 0) -> None:
         self.term = term
-        self._lives: dict[Hashable, int] = {}
-        self._heard: dict[Hashable, int] = {}
+        self._incarnations: dict[Hashable, int] = {}
+        self._newest: dict[Hashable, int] = {}
         self._retired: dict[Hashable, deque[int]] = {}
-        self._there: set[Hashable] = set()
-        self._said = 0
+        self._joined: set[Hashable] = set()
+        self._sent = 0
 
-    def stamp(self, node: Hashable, life: int | None = None) -> Stamp:
-        """For a word to a node; to the life that is known, or to another."""
-        self._said += 1
-        return Stamp(self._lives.get(node, 0) if life is None else life, self.term, self._said)
+    def stamp(self, node: Hashable, incarnation: int | None = None) -> Stamp:
+        """For a message to a node: to the incarnation that is known, or to another."""
+        self._sent += 1
+        return Stamp(self._incarnations.get(node, 0) if incarnation is None else incarnation, self.term, self._sent)
 
-    def takes(self, node: Hashable, stamp: Stamp, *, hello: bool) -> bool:
-        """Is it of the life that counts, and newer than all that has come? With a hello, a new life begins to count."""
-        known = self._lives.get(node)
-        if stamp.life == known and stamp.number <= self._heard[node]:
+    def accepts(self, node: Hashable, stamp: Stamp, *, hello: bool) -> bool:
+        """Is a message from the current incarnation, and newer than all that have arrived? A hello makes its
+        incarnation the current one."""
+        known = self._incarnations.get(node)
+        if stamp.incarnation == known and stamp.number <= self._newest[node]:
             return False
         if hello:
             retired = self._retired.setdefault(node, deque(maxlen=RETIRED))
-            if stamp.life in retired:
+            if stamp.incarnation in retired:
                 return False
-            if known not in (None, stamp.life):
+            if known not in (None, stamp.incarnation):
                 retired.append(known)
-            if stamp.term > self.term:  # it knows another of us, who is no more
+            if stamp.term > self.term:  # it knows another coordinator, which is no more
                 self.term = min(stamp.term + 1, LARGEST_COUNT)
-        elif node in self._there and stamp.life != known:
+        elif node in self._joined and stamp.incarnation != known:
             return False
-        self._lives[node], self._heard[node] = stamp.life, stamp.number
+        self._incarnations[node], self._newest[node] = stamp.incarnation, stamp.number
         return True
 
-    def is_ghost(self, node: Hashable, stamp: Stamp) -> bool:
-        """Does one speak who does not count? It is told to say hello; if it is dead, nobody hears that."""
-        return node in self._there and stamp.life != self._lives.get(node)
+    def is_other_incarnation(self, node: Hashable, stamp: Stamp) -> bool:
+        """Is a message from another incarnation than the one that joined? If that one still runs, it has to rejoin."""
+        return node in self._joined and stamp.incarnation != self._incarnations.get(node)
 
-    def met(self, node: Hashable) -> None:
-        """From now on only the life that said hello is heard."""
-        self._there.add(node)
+    def joined(self, node: Hashable) -> None:
+        """From now on only the incarnation that sent the hello is accepted."""
+        self._joined.add(node)
 
-    def parted(self, node: Hashable) -> None:
-        """It counts as gone: whoever speaks in its name is heard, and told to say hello."""
-        self._there.discard(node)
+    def left(self, node: Hashable) -> None:
+        """The node is lost: any incarnation of it is accepted, and told to join again."""
+        self._joined.discard(node)
 
 
 def stamped(body: dict[str, Any], stamp: Stamp) -> Message:
-    """A word on the wire: of the fields that tell tensors apart, three carry the stamp."""
-    return Message(MessageKind.CONTROL, stamp.life, stamp.term, 0, 0, body, stamp.number)
+    """A control message on the wire: of the header fields that tell tensors apart, three carry the stamp."""
+    return Message(MessageKind.CONTROL, stamp.incarnation, stamp.term, 0, 0, body, stamp.number)
 
 
 def stamp_of(message: Message) -> Stamp:

@@ -1,11 +1,11 @@
-"""The weights of a stage whose nodes are all lost, made from the neighbouring stages.
+"""Initialisation of a lost stage from its neighbours.
 
 After CheckFree ("All is not lost: LLM recovery without checkpoints", 2025): neighbouring layers of a transformer are
 alike, so the weighted mean of the stages before and after is a start from which training soon recovers. The weights of
 the mean are the squared norms of the neighbours' gradients, so the stage that is further from done counts more.
 
-The ends (embedding, final norm and head, which only stage 0 has) are like nothing else. As in CheckFree+, a copy of
-them is kept on a node of another stage: the numbers of all ends, one tensor after another.
+Embedding, final norm and head, which only stage 0 has, have no neighbour. As in CheckFree+, a backup of them is stored
+on a node of another stage: the values of all these weights, one after another.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def init_from_neighbours(
     stages: Sequence[int],
     shares: Sequence[float],
 ) -> list[StateSlice]:
-    """The slices to fetch from the sources; `layers` are those of every stage, `stages` the ones that sources hold.
+    """The slices to fetch from each source; `layers` of every stage, `stages` that the sources hold.
 
-    Only weights, each from the layer at the same relative depth; the optimizer's state does not carry over. What no
-    neighbour has in the same shape (embedding and head of stage 0, layers of another kind) is left out: it stays as it
-    is. What only some have is the mean of those. Slices that are added must be written after those that are not.
+    Only weights, each from the layer at the same relative depth; the optimizer's state does not carry over. Weights
+    that no neighbour has in the same shape (embedding and head of stage 0, layers of another kind) are left out: they
+    keep their values. What only some have is the mean of those. Slices that are added must be loaded after the others.
     """
     held = [dict(neighbour_layers(spec, layers, stage, other)) for other in stages]
     begun: set[ParamSlot] = set()
@@ -48,21 +48,21 @@ def init_from_neighbours(
 
 
 def init_from_backup(places: Iterable[ParamSlot], source: int, iterations: int) -> list[StateSlice]:
-    """The slices to fetch of a backup of the ends from the node that has it; `places` are the slots of stage 0."""
+    """The slices to fetch from the node that stores an embedding backup; `places` of stage 0."""
     found, first = [], 0
-    for place in ends_of(places):
+    for place in embedding_slots(places):
         found.append(StateSlice(source, first, place.size, place.start, backup=iterations))
         first += place.size
     return found
 
 
-def ends_of(places: Iterable[ParamSlot]) -> list[ParamSlot]:
-    """The slots of stage 0 that are of no layer: embedding, final norm and head."""
+def embedding_slots(places: Iterable[ParamSlot]) -> list[ParamSlot]:
+    """The weights of stage 0 that belong to no layer: embedding, final norm and head."""
     return [place for place in places if LAYER.match(place.name) is None]
 
 
 def neighbour_layers(spec: ModelSpec, layers: tuple[int, ...], stage: int, other: int) -> list[tuple[ParamSlot, int]]:
-    """The weights of a stage's layers, and where in another stage the ones begin that they can be made from."""
+    """The weights of the layers of a stage, and where in another stage the weights begin that they are made of."""
     ours, theirs = (layer_ranges(layers)[each] for each in (stage, other))
     there = {place.name: place for place in layout_of_stage(spec, layers, other)}
     found = []
@@ -77,7 +77,7 @@ def neighbour_layers(spec: ModelSpec, layers: tuple[int, ...], stage: int, other
 
 
 def layer_at_same_depth(index: int, count: int, other: int) -> int:
-    """The index, among `other` layers, of the one at the same relative depth as this one among `count`."""
+    """The one of `other` layers that is at the same relative depth as layer `index` of `count`."""
     return (other - 1) // 2 if count == 1 else round(index * (other - 1) / (count - 1))
 
 
@@ -86,7 +86,7 @@ def _fraction(share: float, of: Sequence[float]) -> float:
 
 
 def _joined(parts: Iterable[StateSlice]) -> list[StateSlice]:
-    """The slices, with those joined that are adjacent in both stages and have the same share."""
+    """Slices that are adjacent in both stages, and treated alike, as one."""
     joined: list[StateSlice] = []
     for part in parts:
         last = joined[-1] if joined else None

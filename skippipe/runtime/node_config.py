@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from skippipe.errors import UserError
+from skippipe.heartbeat import TIMEOUT_S
 from skippipe.json_fields import Fields
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
@@ -34,8 +35,8 @@ class NodeConfig:
     threads: Annotated[int, THREADS] = 1
     averaging: str = "ring"
     emulated: bool = False
-    heartbeat_s: Annotated[float, HEARTBEAT_S] = 5.0
-    """Within which a node gives several signs of life."""
+    heartbeat_s: Annotated[float, HEARTBEAT_S] = TIMEOUT_S
+    """Seconds without a heartbeat after which a node is declared dead."""
     rendezvous: str | None = None
     """host:port at which torch.distributed meets, if it averages."""
     recipe: SkipSchedule = field(default_factory=SkipSchedule)

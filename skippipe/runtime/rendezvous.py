@@ -1,8 +1,8 @@
-"""Who is there: nodes come, hear of each other, go, and some talk on although they were taken for dead.
+"""Rendezvous: nodes join, learn each other's addresses, and leave; some go on sending after they were declared dead.
 
-Three state machines have nodes join them over a mailbox: the coordinator, the gateway and the conductor. All of them
-have a `Listener`. The coordinator itself decides who is welcome and who has been silent for too long; for the other
-two, `Rendezvous` does that.
+Nodes join three state machines over a mailbox: the training coordinator, the serving gateway and the profiling
+coordinator. All of them use a `Listener`. The training coordinator itself decides which nodes take part and which have
+been silent for too long; for the other two, `Rendezvous` does that.
 """
 
 from __future__ import annotations
@@ -17,42 +17,49 @@ from typing import Any, Protocol
 
 from skippipe import __version__
 from skippipe.errors import UserError
+from skippipe.heartbeat import HEARTBEATS, HELD_UP
 from skippipe.runtime.fencing import Fence, stamp_of, stamped
 from skippipe.runtime.messages import ControlMessage, Hello, PeerUpdate, Stop, Welcome, from_json, to_json
 from skippipe.transport.mailbox import Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Message, MessageKind, Received
 
 log = logging.getLogger(__name__)
-TURN_S = 0.2  # at most, from one look at the clock to the next
-CLOSE_LINGER_S = 1.0  # for last words to leave
-AGAIN_S = 1.0  # from one answer to somebody who counts as gone to the next
+CLOSE_LINGER_S = 1.0  # for the last messages to leave
+REJOIN_REQUEST_S = 1.0  # from one request to a node that was declared dead to the next
 
-Gone = Callable[[], Iterable[tuple[str, str]]]
-"""Nodes that are known to have ended since it was last asked, and how."""
+EndedNodes = Callable[[], Iterable[tuple[str, str]]]
+"""Nodes whose processes have ended since the last call, and how."""
+
+
+def poll_s(timeout_s: float) -> float:
+    """Seconds from one look at the clock to the next: often enough to tell silence from a loop that was held up."""
+    return min(0.2, timeout_s / HEARTBEATS)
 
 
 def _warn(name: str, what: str) -> None:
-    log.warning("nonsense from '%s' (later ones are only counted): %s", name, what)
+    log.warning("malformed message from '%s' (later ones are only counted): %s", name, what)
 
 
 @dataclass
 class Listener:
+    """Connections to the nodes of a run, behind a fence that keeps stale messages out."""
+
     mailbox: Mailbox
     names: Iterable[str]
-    """Of all who may come; without an entry among the keys nobody gets in."""
+    """Nodes that may join; one without an entry among the keys is not let in."""
     publics: Mapping[str, str | None]
-    complain: Callable[[str, str], None] = _warn
-    """Of a node's first message that nobody understands, and what is wrong with it."""
+    on_malformed: Callable[[str, str], None] = _warn
+    """Called with a node's first message that cannot be read, and with what is wrong with it."""
     fence: Fence = field(default_factory=lambda: Fence(int(time.time())))
-    """Keeps messages of the past out. Where nothing says how many have been in this place, a clock is a good guess."""
+    """Keeps stale messages out. Where nothing tells how many coordinators there were, a clock is a good guess."""
     addresses: dict[str, str] = field(init=False, default_factory=dict)
-    """Of those who are there."""
-    nonsense: Counter[str] = field(init=False, default_factory=Counter)
-    """Node → messages that nobody understands."""
-    _parted: dict[str, tuple[str, float]] = field(init=False, default_factory=dict)
-    """Where those who are gone were last, and from when on they may be told that they count as gone."""
+    """Connected node → its address."""
+    malformed: Counter[str] = field(init=False, default_factory=Counter)
+    """Node → messages that could not be read."""
+    _disconnected: dict[str, tuple[str, float]] = field(init=False, default_factory=dict)
+    """Lost node → its last address, and the time from which it may be told to join again."""
     _answered: dict[str, float] = field(init=False, default_factory=dict)
-    """When somebody who speaks in the name of one that is there was last told to say hello."""
+    """Node → when another incarnation of it was last told to join again."""
     _stuck: set[str] = field(init=False, default_factory=set)
     """Nodes that do not take messages."""
 
@@ -61,160 +68,162 @@ class Listener:
             if name in self.publics:
                 self.mailbox.allow(name, self.publics[name])
 
-    def meet(self, name: str, address: str) -> None:
-        """From now on it can be told things, and the others know where it is; UserError if that is no address."""
-        self._connect(name, address)
+    def connect(self, name: str, address: str) -> None:
+        """Make a node reachable, and tell the others its address; UserError if that is no address."""
+        self._open(name, address)
         self.addresses[name] = address
-        self._parted.pop(name, None)
-        self.fence.met(name)
+        self._disconnected.pop(name, None)
+        self.fence.joined(name)
         for other in self.addresses:
             if other != name:
-                self.tell(other, PeerUpdate(self.introduced([name])))
+                self.send(other, PeerUpdate(self.peer_addresses([name])))
 
-    def part(self, name: str, linger_s: float = 0.0) -> bool:
-        """It counts as gone, unless it says hello again; whether it was there."""
+    def disconnect(self, name: str, linger_s: float = 0.0) -> bool:
+        """Treat a node as lost, unless it joins again; False if it was not connected."""
         if name not in self.addresses:
             return False
-        self._parted[name] = self.addresses.pop(name), time.monotonic()
-        self.fence.parted(name)
+        self._disconnected[name] = self.addresses.pop(name), time.monotonic()
+        self.fence.left(name)
         self.mailbox.disconnect(name, linger_s)
         return True
 
-    def introduced(self, names: Iterable[str]) -> dict[str, Any]:
+    def peer_addresses(self, names: Iterable[str]) -> dict[str, Any]:
+        """Address and public key of each node, as `PeerUpdate` has them."""
         return {name: [self.addresses.get(name, ""), self.publics.get(name)] for name in names}
 
-    def tell(self, name: str, control: ControlMessage) -> None:
-        self.send(name, stamped(to_json(control), self.fence.stamp(name)))
+    def send(self, name: str, control: ControlMessage) -> None:
+        self.send_message(name, stamped(to_json(control), self.fence.stamp(name)))
 
-    def send(self, name: str, message: Message) -> None:
+    def send_message(self, name: str, message: Message) -> None:
         try:
             self.mailbox.send(name, message)
         except NotConnected:
-            pass  # it is gone, which is noticed elsewhere
+            pass  # it is lost, which is noticed elsewhere
         except QueueFull:
             self._stuck.add(name)
 
-    def answer_a_ghost(self, name: str) -> None:
-        """It was taken for dead and is not: it may say hello again."""
-        address, told_from = self._parted.get(name, ("", inf))
+    def request_rejoin(self, name: str) -> None:
+        """Tell a node that was declared dead and is not to join again."""
+        address, allowed_from = self._disconnected.get(name, ("", inf))
         now = time.monotonic()
-        if now >= told_from:
-            self._parted[name] = address, now + AGAIN_S
-            self._connect(name, address)
-            self.tell(name, Stop("you were taken for dead", again=True))
+        if now >= allowed_from:
+            self._disconnected[name] = address, now + REJOIN_REQUEST_S
+            self._open(name, address)
+            self.send(name, Stop("declared dead", again=True))
 
-    def understood(self, received: Received) -> ControlMessage | None:
-        """What it says, if it makes sense and is not of the past."""
+    def decode(self, received: Received) -> ControlMessage | None:
+        """The control message, if it can be read and is not stale."""
         name, stamp = received.peer, stamp_of(received.message)
         try:
             if received.message.kind is not MessageKind.CONTROL:
                 raise UserError("a tensor where there should be none")
             control = from_json(received.message.body)
         except UserError as error:
-            self.nonsense[name] += 1
-            if self.nonsense[name] == 1:
-                self.complain(name, str(error))
+            self.malformed[name] += 1
+            if self.malformed[name] == 1:
+                self.on_malformed(name, str(error))
             return None
-        if self.fence.takes(name, stamp, hello=isinstance(control, Hello)):
+        if self.fence.accepts(name, stamp, hello=isinstance(control, Hello)):
             return control
-        if self.fence.is_ghost(name, stamp) and time.monotonic() > self._answered.get(name, -inf) + AGAIN_S:
+        stale = self.fence.is_other_incarnation(name, stamp)
+        if stale and time.monotonic() > self._answered.get(name, -inf) + REJOIN_REQUEST_S:
             self._answered[name] = time.monotonic()
-            again = Stop("another speaks in your name", again=True)
-            self.send(name, stamped(to_json(again), self.fence.stamp(name, stamp.life)))
+            again = Stop("another node has joined under your name", again=True)
+            self.send_message(name, stamped(to_json(again), self.fence.stamp(name, stamp.incarnation)))
         return None
 
     def lost(self) -> list[tuple[str, str]]:
-        """Who cannot be reached since it was last asked, and how that is known."""
+        """Nodes that have become unreachable since the last call, and how that is known."""
         stuck, self._stuck = self._stuck, set()
         found = [(each.peer, f"its connection: {each.reason}") for each in self.mailbox.lost()]
         return [*found, *((name, "it does not take messages") for name in sorted(stuck))]
 
-    def _connect(self, name: str, address: str) -> None:
+    def _open(self, name: str, address: str) -> None:
         self._stuck.discard(name)
         self.mailbox.connect(name, address, self.publics.get(name))
 
 
 class MembershipCallback(Protocol):
-    """Has to know who comes and goes, and what is said."""
+    """Is told which nodes join and leave, and what they send."""
 
     def joined(self, name: str) -> None: ...
 
-    def heard(self, name: str, control: ControlMessage) -> None: ...
+    def received(self, name: str, control: ControlMessage) -> None: ...
 
     def lost(self, name: str, how: str) -> None:
-        """It was there."""
+        """A node that had joined is lost."""
 
     def refused(self, name: str, why: str) -> None:
-        """It said hello, and cannot take part."""
+        """A node has tried to join, and cannot take part."""
 
 
 @dataclass(kw_only=True)
 class Rendezvous(Listener):
-    """Greets whoever says hello, and parts with those who are lost or silent."""
+    """Lets nodes join, and declares those dead that are silent for too long."""
 
     host: MembershipCallback
     node_config: dict[str, Any]
     """What nodes are told to do."""
-    silent_s: float
-    """How long a node may give no sign of life."""
-    _heard: dict[str, float] = field(init=False, default_factory=dict)
-    """Node → when it last gave a sign of life."""
-    _turned: float = field(init=False, default_factory=time.monotonic)
+    timeout_s: float
+    """Seconds without a heartbeat after which a node is declared dead."""
+    _last_seen: dict[str, float] = field(init=False, default_factory=dict)
+    """Node → when its last message arrived."""
+    _polled: float = field(init=False, default_factory=time.monotonic)
 
-    def turn(self) -> None:
-        """Take in what has come, within TURN_S."""
-        for received in self.mailbox.receive(TURN_S):
+    def poll(self) -> None:
+        """Take in what has arrived, and look at the clock."""
+        for received in self.mailbox.receive(poll_s(self.timeout_s)):
             self._deliver(received)
         for name, how in self.lost():
-            self.lose(name, how)
-        now, before = time.monotonic(), self._turned
-        self._turned = now
-        for name, heard in list(self._heard.items()):
-            if now - before > self.silent_s / 2:  # we were held up, and it may have spoken
-                self._heard[name] = now
-            elif now - heard > self.silent_s:
-                self.lose(name, f"no sign of life for {self.silent_s:g} s")
+            self.declare_lost(name, how)
+        now, before = time.monotonic(), self._polled
+        self._polled = now
+        for name, seen in list(self._last_seen.items()):
+            if now - before > HELD_UP * self.timeout_s:  # this process was held up: a message may be on its way
+                self._last_seen[name] = now
+            elif now - seen > self.timeout_s:
+                self.declare_lost(name, f"no heartbeat for {self.timeout_s:g} s")
 
-    def lose(self, name: str, how: str) -> bool:
-        """Whether it was there."""
-        if not self.part(name):
+    def declare_lost(self, name: str, how: str) -> bool:
+        """False if the node was not connected."""
+        if not self.disconnect(name):
             return False
-        del self._heard[name]
+        del self._last_seen[name]
         self.host.lost(name, how)
         return True
 
     def close(self) -> None:
-        """Everybody is told to end; returns when that is said."""
+        """Stop all nodes; returns when the messages have left."""
         for name in self.addresses:
-            self.tell(name, Stop(""))
+            self.send(name, Stop(""))
         self.mailbox.close(CLOSE_LINGER_S)
 
     def _deliver(self, received: Received) -> None:
-        name, control = received.peer, self.understood(received)
+        name, control = received.peer, self.decode(received)
         if isinstance(control, Hello):
-            self._greet(name, control)
+            self._on_hello(name, control)
         elif control is not None and name in self.addresses:
-            self._heard[name] = time.monotonic()
-            self.host.heard(name, control)
+            self._last_seen[name] = time.monotonic()
+            self.host.received(name, control)
         elif control is not None:
-            self.answer_a_ghost(name)
+            self.request_rejoin(name)
 
-    def _greet(self, name: str, hello: Hello) -> None:
-        self.lose(name, "it was started again")
+    def _on_hello(self, name: str, hello: Hello) -> None:
+        self.declare_lost(name, "it was restarted")
         try:
             if hello.version != __version__:
-                self._turn_away(name, hello)
+                self._refuse_version(name, hello)
                 return
-            self.meet(name, hello.address)
+            self.connect(name, hello.address)
         except UserError as error:
             self.host.refused(name, str(error))
             return
-        self._heard[name] = time.monotonic()
-        self.tell(name, Welcome(self.node_config, self.introduced(self.names), {}))
+        self._last_seen[name] = time.monotonic()
+        self.send(name, Welcome(self.node_config, self.peer_addresses(self.names), {}))
         self.host.joined(name)
 
-    def _turn_away(self, name: str, hello: Hello) -> None:
-        self._connect(name, hello.address)
+    def _refuse_version(self, name: str, hello: Hello) -> None:
+        self._open(name, hello.address)
         self.host.refused(name, f"it runs skippipe {hello.version}, this is {__version__}")
-        self.tell(name, Stop(f"skippipe {hello.version} here, {__version__} where the others are: use one version"))
+        self.send(name, Stop(f"skippipe {hello.version} here, {__version__} where the others are: use one version"))
         self.mailbox.disconnect(name, CLOSE_LINGER_S)

@@ -1,12 +1,12 @@
-"""Where microbatches go in an iteration: the lanes of the plan, and what becomes of them when nodes are lost.
+"""The routes of microbatches in an iteration: the lanes of the plan, and how they change when nodes are lost.
 
 A lost node's place on a path goes to a replica, or is skipped. A path keeps its length, so the steps of microbatches
 on their way keep their numbers (see `dispatch`); the steps of a skipped place are left out.
 
-A replica that takes a place over gets what it needs from the neighbours on the path, who keep what they sent last:
-whatever comes a second time is dropped, wherever that is noticed. Where a place is skipped, microbatches on their way
-beyond it begin again at the place before it, for what came out of the lost node no longer counts: from then on, what
-was sent beyond that place before the change (an earlier epoch) is stale.
+A replica that takes a place over gets what it needs from its neighbours on the path, which keep the last tensor they
+sent: a tensor that arrives a second time is dropped, wherever that is noticed. Where a place is skipped, microbatches
+on their way beyond it begin again at the place before it, for the output of the lost node no longer counts: from then
+on, what was sent beyond that place before the change (an earlier epoch) is stale.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ steps, place = python_version(dispatch.steps), python_version(dispatch.place)
 
 @dataclass
 class Route:
-    """Of one lane."""
+    """The route of one lane."""
 
     path: tuple[int, ...]
     microbatches: int
-    data: int
-    """The place of its first microbatch among all of the iteration."""
+    first_microbatch: int
+    """Index of its first microbatch among all of the iteration."""
     skipped: frozenset[int] = frozenset()
     """Places of the path that are left out."""
     stale: dict[int, int] = field(default_factory=dict)
-    """Skipped place → the epoch from which on what is sent beyond it counts."""
+    """Skipped place → the first epoch in which what is sent beyond it counts."""
 
     @property
     def length(self) -> int:
@@ -65,29 +65,29 @@ class Route:
 
 
 def routes_of(plan: Plan) -> list[Route]:
-    found, data = [], 0
+    found, first = [], 0
     for lane in plan.lanes:
-        found.append(Route(lane.path, lane.microbatches, data))
-        data += lane.microbatches
+        found.append(Route(lane.path, lane.microbatches, first))
+        first += lane.microbatches
     return found
 
 
-def rerouted(
+def plan_reroute(
     plan: Plan,
     routes: Sequence[Route],
-    able: Iterable[int],
+    active: Iterable[int],
     returned: Mapping[int, int],
     *,
     iteration: int,
     epoch: int,
-    gone: Sequence[int],
+    lost: int,
 ) -> Reroute | None:
-    """How to go on without the nodes that are gone (of those that were not gone before); None: there is no way.
+    """The change of routes without a node that is lost; None: there is no way.
 
-    `returned` says how many microbatches of each lane are back. Of the replicas, the one with the most room in memory
-    takes over, as long as lanes cannot lock each other up; where there is none, the place is skipped.
+    `returned` says how many microbatches of each lane have returned. Of the replicas, the one with the most free slots
+    takes over, as long as lanes cannot deadlock; where there is none, the place is skipped.
     """
-    lost, able = set(gone), set(able) - set(gone)
+    active = set(active) - {lost}
     paths = [tuple(route.path) for route in routes]
     skipped = [set(route.skipped) for route in routes]
     changed: list[int] = []
@@ -95,57 +95,57 @@ def rerouted(
         if returned.get(lane, 0) >= route.microbatches:
             continue
         for at, node in enumerate(route.path):
-            if node not in lost or at in skipped[lane]:
+            if node != lost or at in skipped[lane]:
                 continue
             if lane not in changed:
                 changed.append(lane)
-            heir = _heir(plan, paths, skipped, lane, at, able)
-            if heir is not None:
-                paths[lane] = (*paths[lane][:at], heir, *paths[lane][at + 1 :])
+            replica = _replica(plan, paths, skipped, lane, at, active)
+            if replica is not None:
+                paths[lane] = (*paths[lane][:at], replica, *paths[lane][at + 1 :])
             elif at == 0 or len(route.path) - len(skipped[lane]) <= 2:
                 return None
             else:
                 skipped[lane].add(at)
     reachable = plan.cluster.bandwidth_bytes_per_s > 0
-    for lane in changed:  # who was apart before may be neighbours now
+    for lane in changed:  # nodes that were apart before may be neighbours now
         taken = [node for at, node in enumerate(paths[lane]) if at not in skipped[lane]]
         if not all(reachable[a, b] and reachable[b, a] for a, b in constraints.circle(taken)):
             return None
     return Reroute(
         iteration,
         epoch,
-        gone=sorted(lost),
+        gone=[lost],
         lanes=[[lane, returned.get(lane, 0), *paths[lane]] for lane in changed],
         skipped=[[lane, at] for lane in changed for at in sorted(skipped[lane] - routes[lane].skipped)],
     )
 
 
-def _heir(
+def _replica(
     plan: Plan,
     paths: list[tuple[int, ...]],
     skipped: list[set[int]],
     lane: int,
     at: int,
-    able: set[int],
+    active: set[int],
 ) -> int | None:
     stage = plan.stage_of[paths[lane][at]]
     lanes = constraints.lanes_through(_taken(paths, skipped))
 
-    def room(node: int) -> int:
+    def free_slots(node: int) -> int:
         return plan.slots[node] - len(lanes.get(node, ()))
 
     reachable = plan.cluster.bandwidth_bytes_per_s > 0
     near = [
         paths[lane][other]
         for other in range(len(paths[lane]))
-        if other != at and other not in skipped[lane] and paths[lane][other] in able
+        if other != at and other not in skipped[lane] and paths[lane][other] in active
     ]
-    for heir in sorted(able & set(plan.stages[stage].nodes), key=lambda node: (-room(node), node)):
-        if heir in paths[lane] or not all(reachable[heir, node] and reachable[node, heir] for node in near):
+    for replica in sorted(active & set(plan.stages[stage].nodes), key=lambda node: (-free_slots(node), node)):
+        if replica in paths[lane] or not all(reachable[replica, node] and reachable[node, replica] for node in near):
             continue
-        tried = [*paths[:lane], (*paths[lane][:at], heir, *paths[lane][at + 1 :]), *paths[lane + 1 :]]
+        tried = [*paths[:lane], (*paths[lane][:at], replica, *paths[lane][at + 1 :]), *paths[lane + 1 :]]
         if constraints.deadlock_cycle(_taken(tried, skipped), plan.slots) is None:
-            return heir
+            return replica
     return None
 
 
@@ -156,7 +156,7 @@ def _taken(paths: Sequence[tuple[int, ...]], skipped: Sequence[set[int]]) -> lis
     ]
 
 
-def apply(routes: Sequence[Route], change: Reroute) -> None:
+def apply_reroute(routes: Sequence[Route], change: Reroute) -> None:
     for lane, _, *path in change.lanes:
         routes[lane].path = tuple(path)
     for lane, at in change.skipped:

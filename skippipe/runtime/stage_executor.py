@@ -20,7 +20,7 @@ from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage_step import StageStep
 from skippipe.runtime.allreduce import GradientRing
-from skippipe.runtime.neighbour_init import ends_of, init_from_backup, init_from_neighbours
+from skippipe.runtime.neighbour_init import embedding_slots, init_from_backup, init_from_neighbours
 from skippipe.runtime.node.ops import (
     AllReduce,
     CheckFinite,
@@ -128,7 +128,10 @@ class StageExecutor:
                 return self._write_state(work.part, work.given, work.digest)
             case CopyEnds():
                 values = self.tasks.weights.values
-                ends = [values[slot.start : slot.start + slot.size].cpu() for slot in ends_of(self.tasks.weights.slots)]
+                ends = [
+                    values[slot.start : slot.start + slot.size].cpu()
+                    for slot in embedding_slots(self.tasks.weights.slots)
+                ]
                 self._backup = work.iterations, torch.cat(ends)
                 return None
             case OpenBackup():
@@ -221,7 +224,7 @@ class StageExecutor:
         return StateChunk(chunk, sha256(chunk.data).hexdigest())
 
     def _open_backup(self, source: int, iterations: int) -> list[StateSlice]:
-        size = sum(place.size for place in ends_of(layout_of_stage(self._spec, self._layers, 0)))
+        size = sum(place.size for place in embedding_slots(layout_of_stage(self._spec, self._layers, 0)))
         self._incoming_backup = iterations, torch.empty(size)
         most = min(BACKUP_VALUES, max(LEAST_VALUES, self._hop_values))  # so that no hop waits longer than for a hop
         return list(in_chunks(StateSlice(source, 0, size, 0, backup=iterations), most))

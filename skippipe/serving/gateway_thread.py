@@ -25,7 +25,7 @@ from skippipe.runtime.messages import (
     StepFailed,
 )
 from skippipe.runtime.node.agent import THE_COORDINATOR
-from skippipe.runtime.rendezvous import CLOSE_LINGER_S, Gone, Rendezvous
+from skippipe.runtime.rendezvous import CLOSE_LINGER_S, EndedNodes, Rendezvous
 from skippipe.serving.engine_client import StageCoverage
 from skippipe.serving.node.role import ServingConfig
 from skippipe.serving.routing import LinkCost, ServingRoute, UniformCost
@@ -78,7 +78,7 @@ class GatewayThread:
         distance: LinkCost | None = None,
         listen: str = "127.0.0.1:0",
         security: Security = "curve",
-        gone: Gone = lambda: (),
+        gone: EndedNodes = lambda: (),
         watching: GatewayCallback | None = None,
     ) -> None:
         self._node_config = node_config
@@ -92,7 +92,7 @@ class GatewayThread:
             publics,
             host=self,
             node_config=node_config.to_json(),
-            silent_s=node_config.heartbeat_s,
+            timeout_s=node_config.heartbeat_s,
         )
         self.gateway = Scheduler(
             len(node_config.layers), self, settings or ServingSettings(), distance or UniformCost()
@@ -169,10 +169,10 @@ class GatewayThread:
             self._attendance.close()
 
     def _turn(self) -> None:
-        self._attendance.turn()
+        self._attendance.poll()
         self._do_what_is_asked()
         for name, how in self._gone():
-            self._attendance.lose(name, how)
+            self._attendance.declare_lost(name, how)
         self.gateway.tick()
         self.seen = self._look()
 
@@ -185,7 +185,7 @@ class GatewayThread:
         gateway = self.gateway
         there = int(gateway.share * gateway.stages) if gateway.is_open else 0
         happened = {f"{what.replace(' ', '_')}_total": float(count) for what, count in self.counted.items()}
-        happened["nonsense_total"] = float(self._attendance.nonsense.total())
+        happened["nonsense_total"] = float(self._attendance.malformed.total())
         figures = {"nodes": float(len(gateway.stage_of)), "streams": float(len(gateway.streams)), **happened}
         return GatewayStatus(StageCoverage(there, gateway.stages), figures)
 
@@ -202,7 +202,7 @@ class GatewayThread:
     def refused(self, name: str, why: str) -> None:
         log.warning("'%s' cannot take part: %s", name, why)
 
-    def heard(self, name: str, control: ControlMessage) -> None:
+    def received(self, name: str, control: ControlMessage) -> None:
         node = self._node_config.number[name]
         match control:
             case Ready():
@@ -216,7 +216,7 @@ class GatewayThread:
                 self.counted["broken links"] += 1
                 self.gateway.broken(node, control.peer)
             case Failed():
-                self._attendance.lose(name, control.reason)
+                self._attendance.declare_lost(name, control.reason)
             case Heartbeat():
                 pass
             case _:
@@ -228,14 +228,16 @@ class GatewayThread:
                 raise ValueError("says tokens that nobody knows")
             self.gateway.sampled(control.step, control.tokens, node)
         except ValueError as error:
-            self._attendance.lose(self._names[node], str(error))
+            self._attendance.declare_lost(self._names[node], str(error))
 
     def _spoiled(self, node: int, control: StepFailed) -> None:
         """Whoever made what is of no use has to start over, and may come back."""
         self.counted["spoiled steps"] += 1
         path = self.gateway.spoiled(control.step, node)
         if path and control.node == path[path.index(node) - 1]:
-            self._attendance.lose(self._names[control.node], f"'{self._names[node]}' got from it {control.reason}")
+            self._attendance.declare_lost(
+                self._names[control.node], f"'{self._names[node]}' got from it {control.reason}"
+            )
         elif path:
             log.warning("'%s' cannot do a step: %s", self._names[node], control.reason)
 
@@ -246,11 +248,11 @@ class GatewayThread:
 
     def step(self, step: ServingStep) -> None:
         for node, feed in step_messages(step).items():
-            self._attendance.tell(self._names[node], feed)
+            self._attendance.send(self._names[node], feed)
 
     def close_lane(self, lane: ServingRoute) -> None:
         for node in lane.path:
-            self._attendance.tell(self._names[node], EndSequences(lane.number))
+            self._attendance.send(self._names[node], EndSequences(lane.number))
 
     def said(self, stream: SequenceState) -> None:
         told = self._told.get(stream.number)

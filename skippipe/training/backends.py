@@ -8,8 +8,7 @@ from importlib.util import find_spec
 
 from skippipe.errors import UserError
 from skippipe.plan import Plan
-from skippipe.runtime.coordinator.interfaces import StopRequests
-from skippipe.runtime.coordinator.state_machine import Callback, IterationReport
+from skippipe.runtime.coordinator.interfaces import Callback, IterationReport, StopRequests
 from skippipe.training.build_run import RunSetup
 from skippipe.transport.wire_codec import encode
 
@@ -70,19 +69,11 @@ def virtual(run_setup: RunSetup, callback: Callback, asked: StopRequests) -> Non
     computers = {node: executor(node, node_config.plan) for node in node_config.plan.stage_of}
     cluster = VirtualCluster(
         node_config.plan,
-        node_config.learning,
-        run.iterations - run.first,
+        run.resumed_settings,
         computers,
-        recipe=node_config.recipe,
-        plans=run.plans,
-        recorded=run.recorded,
         callback=callback,
-        first=run.first,
-        kept_every=run.kept_every,
-        keeper=run.keeper,
-        resumed=run.resumed,
-        asked=asked,
-        survival=run.survival,
+        checkpoint_store=run.keeper,
+        stop_requests=asked,
         builder=executor,
     )
     cluster.run()

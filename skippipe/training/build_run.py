@@ -29,8 +29,8 @@ from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of, s
 from skippipe.planner.published import Example
 from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
 from skippipe.presets import emulated_cluster
-from skippipe.runtime.coordinator.ends_backup import ENDS, best_pair
-from skippipe.runtime.coordinator.state_machine import Deadlines, RecoverySettings
+from skippipe.runtime.coordinator.embedding_backup import BACKED_UP, best_pair
+from skippipe.runtime.coordinator.settings import CoordinatorSettings, Deadlines, RecoverySettings
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
@@ -100,21 +100,29 @@ class RunSetup:
             recipe=job.followed,
         )
 
-    def _deadlines(self) -> Deadlines:
+    @property
+    def coordinator_settings(self) -> CoordinatorSettings:
         """A plan for slow links may promise long iterations; they are waited for several times over."""
-        usual = Deadlines()
+        job, survive, every = self.job, self.job.survive, self.job.report.recorded
         promised = timedelta(seconds=max(plan.expected.iteration_s for plan in self.plans.values() if plan.expected))
-        heartbeat = timedelta(seconds=self.job.survive.heartbeat_s)
-        return replace(usual, iteration=max(usual.iteration, SEVERAL * promised), heartbeat=heartbeat)
-
-    def _survival(self) -> RecoverySettings:
-        asked = self.job.survive
-        return RecoverySettings(
-            lost_stage=asked.lost_stage,
-            drift=asked.drift,
-            planning=timedelta(seconds=asked.planning_s),
-            backup_every=asked.backup_every,
-            survives=self.job.averaging.engine == "ring",  # torch.distributed does not get over a lost rank
+        return CoordinatorSettings(
+            optim=job.schedule,
+            iterations=job.iterations,
+            skip_schedule=job.followed,
+            plans=self.plans,
+            recorded=range(min(every, job.iterations) - 1, job.iterations, every) if every else (),
+            checkpoint_every=job.checkpoint.every,
+            deadlines=Deadlines(
+                iteration=max(Deadlines.iteration, SEVERAL * promised),
+                heartbeat=timedelta(seconds=survive.heartbeat_s),
+            ),
+            recovery=RecoverySettings(
+                lost_stage=survive.lost_stage,
+                drift=survive.drift,
+                planning=timedelta(seconds=survive.planning_s),
+                backup_every=survive.backup_every,
+                fault_tolerant=job.averaging.engine == "ring",  # torch.distributed does not get over a lost rank
+            ),
         )
 
     @property
@@ -131,7 +139,9 @@ class RunSetup:
             return ""
         alone = f"'{self.plan.cluster.nodes[data_nodes[0]].name}' alone holds stage 0, and no checkpoints are made"
         if self.backup is not None:
-            cost = f"if it is lost, {ENDS} go back some {survive.backup_every} iterations, its layers are made anew"
+            cost = (
+                f"if it is lost, {BACKED_UP} go back some {survive.backup_every} iterations, its layers are made anew"
+            )
             return f"{alone}: {cost} from another stage's; {CHECKPOINTS}, or plan two data nodes"
         copies = "survive.backup_every = 10" if not survive.backup_every else "a node with memory for a copy of them"
         return f"{alone}: if it is lost, so is the model; {CHECKPOINTS}, {copies}, or plan two data nodes"
@@ -140,26 +150,20 @@ class RunSetup:
     def run(self) -> Run:
         """Made once: it reads and checks the checkpoint that it goes on from."""
         job = self.job
-        every = job.report.recorded
         return Run(
             node_config=self.node_config,
             spec=self.spec,
             tokenizer=self.tokens.tokenizer(),
             output=Path(job.output),
-            iterations=job.iterations,
-            recorded=range(min(every, job.iterations) - 1, job.iterations, every) if every else (),
-            kept_every=job.checkpoint.every,
+            settings=self.coordinator_settings,
             kept=job.checkpoint.keep,
             resumed=self.resumed,
             security=job.transport.security,
             listen=job.transport.listen,
             peers=Path(job.transport.peers) if job.transport.peers else None,
             key=Path(job.transport.key) if job.transport.key else None,
-            deadlines=self._deadlines(),
-            survival=self._survival(),
             restarts=job.survive.restarts,
             drills=self.drills,
-            plans=self.plans,
             run_id=self.run_id,
             rescue=self.rescue,
         )

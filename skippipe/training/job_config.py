@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from skippipe.errors import UserError
+from skippipe.heartbeat import TIMEOUT_S
 from skippipe.optim.config import OptimConfig
 from skippipe.optim.registry import OPTIMIZERS
 from skippipe.skip_schedule import USUAL, SkipSchedule
@@ -145,8 +146,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class RecoveryConfig:
-    heartbeat_s: Annotated[float, HEARTBEAT_S] = 5.0
-    """Seconds without a sign of life after which a node counts as gone."""
+    heartbeat_s: Annotated[float, HEARTBEAT_S] = TIMEOUT_S
+    """Seconds without a heartbeat after which a node is declared dead."""
     restarts: Annotated[int, Range(0, 10**6)] = 3
     """How often a node that was started here is started again when it ends before its time."""
     lost_stage: Literal["checkpoint", "neighbours"] = "checkpoint"

@@ -21,8 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skippipe.errors import UserError
-from skippipe.runtime.coordinator.interfaces import StopRequests
-from skippipe.runtime.coordinator.state_machine import Callback
+from skippipe.runtime.coordinator.interfaces import Callback, StopRequests
 from skippipe.training.build_run import RunSetup
 from skippipe.training.run import Run
 from skippipe.transport.addresses import free_port, is_loopback, join_address, own_address, split_address

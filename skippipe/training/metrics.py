@@ -24,7 +24,7 @@ from skippipe.json_fields import write_text
 from skippipe.plan import Plan
 from skippipe.report.chrome_trace import merged, trace_events
 from skippipe.runs.records import metrics_of
-from skippipe.runtime.coordinator.state_machine import Callback, Event, IterationReport
+from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport
 from skippipe.simulator import node_use
 from skippipe.timeline import LinkUse, Task, Timeline, Timing
 

@@ -10,8 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,13 @@ from skippipe.launch.fork_server import ProcessPool, how_ended, log_file
 from skippipe.model.model_spec import ModelSpec
 from skippipe.plan import Plan
 from skippipe.runs.wal import WriteAheadLog
-from skippipe.runtime.coordinator.failure_detector import ROOM_S
+from skippipe.runtime.coordinator.failure_detector import WRITE_RETRY_S
 from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport, StopRequests, WriteFailed
 from skippipe.runtime.coordinator.server import CoordinatorServer
-from skippipe.runtime.coordinator.state_machine import Deadlines, RecoverySettings
+from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.node.agent import node_process
 from skippipe.runtime.node_config import NodeConfig
-from skippipe.runtime.rendezvous import Gone
+from skippipe.runtime.rendezvous import EndedNodes
 from skippipe.runtime.train_role import ROLES
 from skippipe.training.metrics import CallbackList
 from skippipe.training.run_folder import journal_run_id
@@ -49,28 +49,21 @@ class Run:
     spec: ModelSpec
     tokenizer: TextTokenizer
     output: Path
-    iterations: int
-    recorded: Container[int] = frozenset()
+    settings: CoordinatorSettings
     security: Security = "curve"
     listen: str = "127.0.0.1:0"
     peers: Path | None = None
     """Who may join, and …"""
     key: Path | None = None
     """… the coordinator's own key, if nodes join by themselves."""
-    deadlines: Deadlines = field(default_factory=Deadlines)
-    survival: RecoverySettings = field(default_factory=RecoverySettings)
     drills: frozenset[int] = frozenset()
     """After how many iterations a node is killed, for exercise."""
     restarts: int = 0
     """How often a node that was started here is started again."""
-    kept_every: int = 0
-    """Iterations from one checkpoint to the next; 0: none are made."""
     kept: int = 2
     """How many checkpoints stay."""
     resumed: bool = False
     """Go on from the newest checkpoint in the output folder."""
-    plans: Mapping[int, Plan] = field(default_factory=dict)
-    """For paths of the lengths that the recipe asks for."""
     run_id: str = ""
     """Every file of the run repeats it; what has another one is not touched."""
     rescue: Rescue = lambda: None
@@ -93,6 +86,15 @@ class Run:
     def first(self) -> int:
         """The iteration to begin with."""
         return self.origin.manifest.iterations if self.origin else 0
+
+    @property
+    def iterations(self) -> int:
+        return self.settings.iterations
+
+    @property
+    def resumed_settings(self) -> CoordinatorSettings:
+        """The settings, with the checkpoint that the run starts from."""
+        return replace(self.settings, resumed_from=self.first if self.origin else None)
 
     @cached_property
     def wal(self) -> WriteAheadLog:
@@ -200,8 +202,8 @@ class Run:
             listen=self.listen,
             security=self.security,
             store=self.models.store,
-            keeper=self.keeper,
-            note=self.noting.note,
+            checkpoint_store=self.keeper,
+            append_wal=self.noting.note,
         )
 
     @cached_property
@@ -211,26 +213,12 @@ class Run:
         )
 
     def coordinate(
-        self, desk: CoordinatorServer, callback: Callback, asked: StopRequests, gone: Gone = lambda: ()
+        self, desk: CoordinatorServer, callback: Callback, asked: StopRequests, gone: EndedNodes = lambda: ()
     ) -> None:
         from skippipe.planner.repair.repair import compile_repair
 
         threading.Thread(target=compile_repair, name="compile", daemon=True).start()  # before it is needed in a hurry
-        desk.run(
-            self.node_config.learning,
-            self.iterations - self.first,
-            callback,
-            first=self.first,
-            plans=self.plans,
-            resumed=self.origin is not None,
-            recorded=self.recorded,
-            kept_every=self.kept_every,
-            deadlines=self.deadlines,
-            survival=self.survival,
-            wal=self.memories,
-            gone=gone,
-            asked=asked,
-        )
+        desk.run(self.resumed_settings, callback, wal=self.memories, ended=gone, stop_requests=asked)
         self.close(callback)
         self.wal.close()
 
@@ -264,7 +252,8 @@ class Run:
                 self._store_one(stage, number, piece, callback, asked)
 
     def _store_one(self, stage: int, number: int, piece: Any, callback: Callback, asked: StopRequests) -> None:
-        deadline, before, said = time.monotonic() + self.deadlines.room.total_seconds(), asked(), False
+        wait_s = self.settings.deadlines.disk_space.total_seconds()
+        deadline, before, said = time.monotonic() + wait_s, asked(), False
         while True:
             try:
                 self.models.store(stage, number, piece)
@@ -272,11 +261,10 @@ class Run:
                 if asked() > before or time.monotonic() > deadline:
                     raise UserError(f"{error}; {error.ways}") from None
                 if not said:
-                    minutes = f"{self.deadlines.room.total_seconds() / 60:.0f} minutes"
-                    text = f"{error}; room is waited for, {minutes} at most"
+                    text = f"{error}; disk space is waited for, {wait_s / 60:.0f} minutes at most"
                     callback.happened(Event("storage", self.iterations - 1, text))
                 said = True
-                time.sleep(ROOM_S)  # a disk does not say when it has room
+                time.sleep(WRITE_RETRY_S)  # a disk does not say when it has room
             else:
                 break
         if said:

@@ -26,8 +26,7 @@ from skippipe.transport.addresses import free_port, is_loopback, join_address, o
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from skippipe.runtime.coordinator.interfaces import StopRequests
-    from skippipe.runtime.coordinator.state_machine import Callback
+    from skippipe.runtime.coordinator.interfaces import Callback, StopRequests
     from skippipe.training.build_run import RunSetup
     from skippipe.training.run import Run
 

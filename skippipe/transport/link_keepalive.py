@@ -15,12 +15,9 @@ from collections.abc import Callable
 
 import zmq
 
+from skippipe.heartbeat import LINK_PROBES, PROBE_UNANSWERED
 from skippipe.transport.addresses import CONNECT_S, CONNECTION_EVENTS, Context, Socket, monitor_events
 
-ASKED = 5
-"""Questions within a heartbeat."""
-UNANSWERED = 0.5
-"""Heartbeats until a question counts as unanswered."""
 RECONNECT_MS = 100
 RECONNECT_MOST_MS = 1000
 
@@ -30,7 +27,7 @@ class LinkHeartbeat:
 
     def __init__(self, context: Context, secure: Callable[[Socket], None], where: str, heartbeat_s: float) -> None:
         """`secure` gives a socket its keys; `where` is the endpoint that messages go to as well."""
-        self._unanswered_s = UNANSWERED * heartbeat_s
+        self._unanswered_s = PROBE_UNANSWERED * heartbeat_s
         self.answered = False
         """It has, once."""
         self.silent_since: float | None = time.monotonic()
@@ -42,7 +39,7 @@ class LinkHeartbeat:
         push.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
         push.setsockopt(zmq.CONNECT_TIMEOUT, round(CONNECT_S * 1000))
         push.setsockopt(zmq.HANDSHAKE_IVL, round(CONNECT_S * 1000))
-        push.setsockopt(zmq.HEARTBEAT_IVL, max(1, round(heartbeat_s / ASKED * 1000)))
+        push.setsockopt(zmq.HEARTBEAT_IVL, max(1, round(heartbeat_s / LINK_PROBES * 1000)))
         push.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, round(self._unanswered_s * 1000)))
         push.setsockopt(zmq.IPV6, int("[" in where))
         secure(push)

@@ -20,7 +20,8 @@ from skippipe.model.model_spec import ModelSpec
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan
 from skippipe.runs.tail import model_run_id
-from skippipe.runtime.coordinator.state_machine import Callback, CoordinatorState, Event
+from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorState, Event
+from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.training.run import Run
@@ -50,16 +51,12 @@ def run(
     """Up to an iteration, from the start or from a checkpoint."""
     computers = tensors_of(plan, spec, LEARNING)
     keeper = CheckpointManager(checkpoints, brief_of(plan, spec), spec, tokenizer, origin)
-    first = origin.manifest.iterations if origin else 0
+    resumed_from = origin.manifest.iterations if origin else None
     cluster = VirtualCluster(
         plan,
-        LEARNING,
-        until - first,
+        CoordinatorSettings(LEARNING, until, checkpoint_every=every, resumed_from=resumed_from),
         computers,
-        first=first,
-        kept_every=every,
-        keeper=keeper,
-        resumed=origin is not None,
+        checkpoint_store=keeper,
     )
     cluster.run()
     keeper.close()
@@ -231,7 +228,7 @@ def test_a_run_says_in_the_end_that_its_last_checkpoint_could_not_be_written(
         folder.mkdir()
         if expected:
             (folder / "checkpoints").write_text("a file where a folder should be")
-        run = Run(brief_of(plan, spec), spec, tokenizer, folder, 6)
+        run = Run(brief_of(plan, spec), spec, tokenizer, folder, CoordinatorSettings(LEARNING, 6))
         keep(run.keeper, states_of(plan, spec, 1))
         run.keeper.saved(6, (6, 6, 6, 6))
         run.close(callback)

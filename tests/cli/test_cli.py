@@ -170,6 +170,8 @@ def test_options_change_the_problem(skippipe: Command, tmp_path: Path) -> None:
         (["simulate", "nothing.json", "--paths", "x"], "go with a built-in example"),
         (["check", "nothing.json"], "nothing.json: no such file"),
         (["cluster", "regions:many"], "write regions:NODES"),
+        (["serve", "x", "--heartbeat", "0"], "--heartbeat: 0 is out of range; give 0.1 to 3,600"),
+        (["profile", "--local", "2", "--heartbeat", "7200"], "--heartbeat: 7,200 is out of range; give 0.1 to 3,600"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(skippipe: Command, words: list[str], message: str) -> None:

@@ -30,7 +30,7 @@ from skippipe.model.model_spec import ModelSpec, config_named
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runs.wal import WriteAheadLog
-from skippipe.runtime.coordinator.state_machine import Event, IterationReport
+from skippipe.runtime.coordinator.interfaces import Event, IterationReport
 from skippipe.runtime.messages import COORDINATOR
 from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.simulation.fault_injection import Fault

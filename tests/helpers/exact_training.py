@@ -17,7 +17,8 @@ from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.coordinator.state_machine import CoordinatorState
+from skippipe.runtime.coordinator.interfaces import CoordinatorState
+from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
@@ -101,11 +102,8 @@ def trained(
     before = {node: executor.tasks.weights.values.clone() for node, executor in computers.items()}
     cluster = VirtualCluster(
         plan,
-        learning,
-        ITERATIONS,
+        CoordinatorSettings(learning, ITERATIONS, skip_schedule=recipe, plans=plans),
         computers=computers,
-        recipe=recipe,
-        plans=plans,
         disturb=lambda ns: int(ns * random.uniform(0.2, 2)),
     )
     cluster.run()

@@ -28,7 +28,7 @@ import skippipe.runtime.train_role
 import skippipe.training.run
 from skippipe.errors import UserError
 from skippipe.launch.fork_server import ProcessPool
-from skippipe.runtime.coordinator.state_machine import IterationReport
+from skippipe.runtime.coordinator.interfaces import IterationReport
 from skippipe.runtime.messages import COORDINATOR
 from skippipe.runtime.node.agent import THE_COORDINATOR, NodeAgent
 from skippipe.runtime.node.interfaces import JoinConfig

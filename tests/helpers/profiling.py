@@ -30,7 +30,8 @@ from skippipe.profiling.coordinator import ProfilingCallback, ProfilingCoordinat
 from skippipe.profiling.link_probe import ProbeSettings
 from skippipe.profiling.results import ProfileResult, save_results
 from skippipe.profiling.state_machine import ProfilingNode
-from skippipe.runtime.coordinator.state_machine import Callback, RecoverySettings
+from skippipe.runtime.coordinator.interfaces import Callback
+from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
 from skippipe.runtime.messages import Computed, ControlMessage, LinkDown, Probe, Probed
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.transport.message import Message
@@ -243,7 +244,7 @@ class Last(Callback):
 
 
 def trained(callback: Callback, *faults: Any) -> Cluster:
-    learning, survival = OptimConfig(warmup=1, iterations=10), RecoverySettings(drift=0.0)
-    cluster = VirtualCluster(wide_plan(), learning, 4, faults=list(faults), survival=survival, callback=callback)
+    settings = CoordinatorSettings(OptimConfig(warmup=1, iterations=10), 4, recovery=RecoverySettings(drift=0.0))
+    cluster = VirtualCluster(wide_plan(), settings, faults=list(faults), callback=callback)
     cluster.run()
     return wide_plan().cluster

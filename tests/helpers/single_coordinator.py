@@ -1,4 +1,4 @@
-"""A coordinator by itself: what it does to the world, and nodes that say what well-behaved ones would."""
+"""A coordinator by itself: an environment that records its effects, and nodes that send what correct ones would."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 from skippipe import __version__
 from skippipe.cluster import Cluster
 from skippipe.plan import Plan
-from skippipe.runtime.coordinator.interfaces import WriteFailed
-from skippipe.runtime.coordinator.state_machine import Callback, Coordinator, CoordinatorState, Event, IterationReport
+from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorState, Event, IterationReport, WriteFailed
+from skippipe.runtime.coordinator.settings import CoordinatorSettings
+from skippipe.runtime.coordinator.state_machine import Coordinator
+from skippipe.runtime.coordinator.wal_records import WalRecord
 from skippipe.runtime.messages import (
     Averaged,
     Begin,
@@ -36,8 +38,8 @@ from tests.helpers.single_node import AT_ONCE, LEARNING, plan_of, small_plan
 
 
 @dataclass
-class Safe:
-    """Keeps checkpoints, or notes that it would."""
+class RecordingStore:
+    """A checkpoint store that records its calls."""
 
     made: int | None = None
     saved_pieces: list[tuple[int, int, Any]] = field(default_factory=list)
@@ -72,66 +74,66 @@ class Safe:
 
 
 @dataclass
-class Room(Callback):
-    """What a coordinator does to the world, in the order in which it does it."""
+class RecordingEnv(Callback):
+    """The effects of a coordinator on the outside, in their order."""
 
     now_s: float = 0.0
-    keeper: Safe | None = None
+    checkpoint_store: RecordingStore | None = None
     log: list[tuple[Any, ...]] = field(default_factory=list)
-    told: list[tuple[int, ControlMessage]] = field(default_factory=list)
-    notes: list[dict[str, Any]] = field(default_factory=list)
+    sent: list[tuple[int, ControlMessage]] = field(default_factory=list)
+    wal: list[dict[str, Any]] = field(default_factory=list)
     stored: list[tuple[int, int, Any]] = field(default_factory=list)
     reports: list[IterationReport] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     unwritten: WriteFailed | None = None
     """Why no stage can be written at the moment."""
     epoch: int = 0
-    heirs: dict[int, int] = field(default_factory=dict)
+    data_nodes: dict[int, int] = field(default_factory=dict)
     """Lane → its data node, if that is another than planned."""
     collections: dict[int, int] = field(default_factory=dict)
-    """Node → the number under which it was last asked for a piece."""
+    """Node → the id of its last request for a piece."""
 
     def now_ns(self) -> int:
         return int(self.now_s * 1e9)
 
-    def meet(self, node: int, address: str) -> bool:
-        self.log.append(("meet", node, address))
+    def connect(self, node: int, address: str) -> bool:
+        self.log.append(("connect", node, address))
         return True
 
-    def part(self, node: int) -> None:
-        self.log.append(("part", node))
+    def disconnect(self, node: int) -> None:
+        self.log.append(("disconnect", node))
 
-    def tell(self, node: int, control: ControlMessage) -> None:
+    def send(self, node: int, control: ControlMessage) -> None:
         assert from_json(to_json(control)) == control
         if isinstance(control, GatherState):
             self.collections[node] = control.collection
-            control = replace(control, collection=ASKED)
-        self.log.append(("tell", node, control))
-        self.told.append((node, control))
+            control = replace(control, collection=ANY_ID)
+        self.log.append(("send", node, control))
+        self.sent.append((node, control))
         if isinstance(control, (Begin, Reroute, Drain)):
             self.epoch = control.epoch
         if isinstance(control, (Begin, Commit)):
-            self.heirs.clear()
+            self.data_nodes.clear()
         elif isinstance(control, Reroute):
-            self.heirs |= {lane: path[0] for lane, _, *path in control.lanes}
+            self.data_nodes |= {lane: path[0] for lane, _, *path in control.lanes}
 
-    def welcome(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:  # noqa: ARG002
+    def send_welcome(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:  # noqa: ARG002
         self.log.append(("welcome", node, plan.stage_of[node], origin))
 
-    def replan(self, node: int, plan: Plan) -> None:
-        self.log.append(("replan", node, plan))
+    def send_plan(self, node: int, plan: Plan) -> None:
+        self.log.append(("plan", node, plan))
 
-    def store(self, stage: int, number: int, piece: Any) -> None:
+    def store_weights(self, stage: int, number: int, piece: Any) -> None:
         if piece is None and self.unwritten is not None:
             raise self.unwritten
         self.stored.append((stage, number, piece))
 
-    def note(self, record: dict[str, Any]) -> None:
-        self.log.append(("note", record))
-        self.notes.append(record)
+    def append_wal(self, record: dict[str, Any]) -> None:
+        self.log.append(("wal", record))
+        self.wal.append(record)
 
-    def give(self, node: int, stage: int, want: StateRequest) -> None:
-        self.log.append(("give", node, stage, want.first, want.count))
+    def send_checkpoint_state(self, node: int, stage: int, request: StateRequest) -> None:
+        self.log.append(("state", node, stage, request.first, request.count))
 
     def iteration_done(self, report: IterationReport) -> None:
         self.reports.append(report)
@@ -139,25 +141,25 @@ class Room(Callback):
     def happened(self, event: Event) -> None:
         self.events.append(event)
 
-    # what a test asks
+    # What a test looks at
 
-    def news(self) -> dict[int, list[ControlMessage]]:
-        """What was told since it was last asked, node by node."""
+    def new_messages(self) -> dict[int, list[ControlMessage]]:
+        """Node → messages sent to it since the last call."""
         found: dict[int, list[ControlMessage]] = {}
-        for node, control in self.told:
+        for node, control in self.sent:
             found.setdefault(node, []).append(control)
-        self.told.clear()
+        self.sent.clear()
         return found
 
     def logged(self, what: str) -> list[tuple[Any, ...]]:
         return [each[1:] for each in self.log if each[0] == what]
 
-    def happenings(self) -> list[str]:
+    def event_kinds(self) -> list[str]:
         return [event.kind for event in self.events]
 
 
-ASKED = 0
-"""Stands for any number of a collection."""
+ANY_ID = 0
+"""Stands for the id of any request."""
 HELLO = Hello("127.0.0.1:1", __version__)
 
 
@@ -166,123 +168,134 @@ def is_now(coordinator: Coordinator, state: CoordinatorState) -> bool:
 
 
 @dataclass
-class Course:
-    """A coordinator in a room, and nodes that say what well-behaved ones would."""
+class CoordinatorHarness:
+    """A coordinator in its environment, and nodes that send what correct ones would."""
 
     coordinator: Coordinator
-    room: Room
+    env: RecordingEnv
 
-    def hear(self, node: int, *controls: ControlMessage) -> Course:
-        """Ready and Learned answer what the node was told last."""
+    def send(self, node: int, *controls: ControlMessage) -> CoordinatorHarness:
+        """Deliver messages of a node; Ready and Recovered answer its last order."""
         for control in controls:
             if isinstance(control, Ready | Recovered) and node in self.coordinator.membership:
                 control = replace(control, assignment=self.coordinator.membership[node].assignment)
-            self.coordinator.hear(node, control)
+            self.coordinator.on_message(node, control)
         return self
 
     def receive(self, node: int, message: Message) -> None:
-        """A piece, under the number that it was asked for."""
-        self.coordinator.receive(node, replace(message, epoch=self.room.collections.get(node, 0)))
+        """Deliver a piece of a node, under the id of its last request."""
+        self.coordinator.on_piece(node, replace(message, epoch=self.env.collections.get(node, 0)))
 
     def visits(self, node: int) -> list[list[int]]:
         lanes = enumerate(self.coordinator.plan.lanes)
         return [[lane, each] for lane, way in lanes if node in way.path for each in range(way.microbatches)]
 
     def averaged(self, node: int, **others: Any) -> Averaged:
-        said = Averaged(self.coordinator.iteration, self.room.epoch, 4.0, self.visits(node), [], [], [], [])
-        return replace(said, **others)
+        report = Averaged(self.coordinator.iteration, self.env.epoch, 4.0, self.visits(node), [], [], [], [])
+        return replace(report, **others)
 
     def contributed(self, node: int, visits: list[list[int]] | None = None) -> DrainAck:
-        return DrainAck(self.coordinator.iteration, self.room.epoch, self.visits(node) if visits is None else visits)
+        return DrainAck(self.coordinator.iteration, self.env.epoch, self.visits(node) if visits is None else visits)
 
-    def come_back(self, *lanes: int, loss: float = 2.0) -> None:
-        """All microbatches, or those of some lanes, at their data node."""
+    def return_microbatches(self, *lanes: int, loss: float = 2.0) -> None:
+        """All microbatches, or those of some lanes, return to their data nodes."""
         for lane, way in enumerate(self.coordinator.plan.lanes):
             for microbatch in range(way.microbatches if not lanes or lane in lanes else 0):
-                home = self.room.heirs.get(lane, way.path[0])
-                self.hear(home, MicrobatchDone(self.coordinator.iteration, self.room.epoch, lane, microbatch, loss))
+                home = self.env.data_nodes.get(lane, way.path[0])
+                self.send(home, MicrobatchDone(self.coordinator.iteration, self.env.epoch, lane, microbatch, loss))
 
     def average(self, **norms: float) -> None:
-        """Everybody who is there; `n4=5.0`: node 4 finds another norm."""
+        """All nodes report their average; `n4=5.0`: node 4 finds another norm."""
         for node in list(self.coordinator.nodes):
-            self.hear(node, self.averaged(node, squared_norm=norms.get(f"n{node}", 4.0)))
+            self.send(node, self.averaged(node, squared_norm=norms.get(f"n{node}", 4.0)))
 
     def iterate(self, times: int = 1) -> None:
         for _ in range(times):
-            self.come_back()
+            self.return_microbatches()
             self.average()
 
-    def everybody(self, control: ControlMessage) -> dict[int, list[ControlMessage]]:
+    def to_all(self, control: ControlMessage) -> dict[int, list[ControlMessage]]:
         return {node: [control] for node in self.coordinator.nodes}
 
     def wait(self, seconds: float, *silent: int, alive: bool = True, busy: Collection[int] = ()) -> None:
-        """Ticks every second; all but some give signs of life, and some have work all the time."""
-        since, until = self.room.now_s, self.room.now_s + seconds
-        while self.room.now_s < until:
-            self.room.now_s = min(until, self.room.now_s + 1.0)
+        """Ticks every second; all but some nodes send heartbeats, and some have work all the time."""
+        since, until = self.env.now_s, self.env.now_s + seconds
+        while self.env.now_s < until:
+            self.env.now_s = min(until, self.env.now_s + 1.0)
             for node in self.coordinator.membership if alive else ():
                 if node not in silent:
-                    self.hear(node, Heartbeat("something", self.room.now_s - since if node in busy else 0.0))
+                    self.send(node, Heartbeat("something", self.env.now_s - since if node in busy else 0.0))
             self.coordinator.tick()
 
 
-def coordinating(iterations: int = 2, plan: Plan | None = None, keeper: Safe | None = None, **others: Any) -> Course:
-    """As far as the first iteration, or as it goes with a journal."""
-    room = Room(keeper=keeper)
-    others = {"survival": AT_ONCE, **others}
-    coordinator = Coordinator(plan or small_plan(), LEARNING, room, room, iterations, **others)
-    course = Course(coordinator, room)
-    if not others.get("wal"):
-        for said in (HELLO, Ready()):
+def new_coordinator(
+    env: RecordingEnv, iterations: int, plan: Plan | None = None, wal: Sequence[WalRecord] = (), **settings: Any
+) -> Coordinator:
+    return Coordinator(plan or small_plan(), CoordinatorSettings(LEARNING, iterations, **settings), env, env, wal)
+
+
+def coordinating(
+    iterations: int = 2,
+    plan: Plan | None = None,
+    store: RecordingStore | None = None,
+    wal: Sequence[WalRecord] = (),
+    **settings: Any,
+) -> CoordinatorHarness:
+    """A coordinator in its first iteration or, with a write-ahead log, at the start."""
+    env = RecordingEnv(checkpoint_store=store)
+    coordinator = new_coordinator(env, iterations, plan, wal, **{"recovery": AT_ONCE, **settings})
+    harness = CoordinatorHarness(coordinator, env)
+    if not wal:
+        for control in (HELLO, Ready()):
             for node in sorted(coordinator.plan.stage_of):
-                course.hear(node, said)
+                harness.send(node, control)
         assert is_now(coordinator, CoordinatorState.TRAINING)
-        room.news()
-    return course
+        env.new_messages()
+    return harness
 
 
-def assert_goes_on(course: Course, *lost: int) -> None:
-    """To the end, without some of the nodes."""
-    coordinator, room = course.coordinator, course.room
+def assert_goes_on(harness: CoordinatorHarness, *lost: int) -> None:
+    """The iteration is committed without some of the nodes."""
+    coordinator, env = harness.coordinator, harness.env
     assert is_now(coordinator, CoordinatorState.TRAINING), coordinator.failure
     assert not set(lost) & set(coordinator.nodes)
-    course.come_back()
-    for answer in (course.contributed, course.averaged):
+    harness.return_microbatches()
+    for answer in (harness.contributed, harness.averaged):
         for node in list(coordinator.nodes):
-            course.hear(node, answer(node))
-    assert any(report.iteration == 0 for report in room.reports)
+            harness.send(node, answer(node))
+    assert any(report.iteration == 0 for report in env.reports)
     assert coordinator.iteration == 1 or is_now(coordinator, CoordinatorState.STEPPING)
 
 
 def even_plan() -> Plan:
-    """Two nodes on each of three stages; nobody needs node 6."""
+    """Two nodes on each of three stages; node 6 is a spare."""
     return plan_of(7, ((0, 1), (2, 3), (4, 5)), ((0, 2, 4), (1, 3, 5)))
 
 
 def with_a_quick_one(nodes: int) -> Cluster:
-    """Nodes that are slow, so that it counts who works, and the last one of them quicker."""
+    """Nodes that are slow, so that it counts which of them work, and the last one quicker."""
     slow = uniform_cluster(nodes, flops_per_s=1e6)
     return replace(slow, nodes=(*slow.nodes[:-1], replace(slow.nodes[-1], flops_per_s=4e6)))
 
 
-def learning_late() -> tuple[Course, int]:
-    """Node 6 learns; and from whom."""
-    course = coordinating(5, replace(even_plan(), cluster=with_a_quick_one(7)))
-    course.hear(6, HELLO)
-    assert course.room.logged("meet")[-1] == (6, HELLO.address)
-    ((number, stage, origin),) = course.room.logged("welcome")[6:]
+def recovering_late() -> tuple[CoordinatorHarness, int]:
+    """Node 6 joins late and fetches its state; and from which node."""
+    harness = coordinating(5, replace(even_plan(), cluster=with_a_quick_one(7)))
+    harness.send(6, HELLO)
+    assert harness.env.logged("connect")[-1] == (6, HELLO.address)
+    ((number, stage, origin),) = harness.env.logged("welcome")[6:]
     assert (number, origin) == (6, {})
-    course.hear(6, Ready())
-    assert not course.room.told, "it has to wait for the next iteration"
-    course.iterate()
-    begin, learn = course.room.news()[6]
+    harness.send(6, Ready())
+    assert not harness.env.sent, "it has to wait for the next iteration"
+    harness.iterate()
+    begin, recover = harness.env.new_messages()[6]
     assert begin == Begin(1, 1, False)
-    assert isinstance(learn, Recover)
-    assert learn.origin["kind"] == "replica"
-    assert learn.origin["stages"] == [stage]
-    assert [each[0] for each in course.room.logged("replan")] == list(range(7))
-    assert course.coordinator.nodes == list(range(7))
-    assert all(6 not in lane.path for lane in course.coordinator.plan.lanes)
-    (teacher,) = learn.origin["sources"]
-    assert teacher in course.coordinator.plan.stages[stage].nodes
-    return course, teacher
+    assert isinstance(recover, Recover)
+    assert recover.origin["kind"] == "replica"
+    assert recover.origin["stages"] == [stage]
+    assert [each[0] for each in harness.env.logged("plan")] == list(range(7))
+    assert harness.coordinator.nodes == list(range(7))
+    assert all(6 not in lane.path for lane in harness.coordinator.plan.lanes)
+    (source,) = recover.origin["sources"]
+    assert source in harness.coordinator.plan.stages[stage].nodes
+    return harness, source

@@ -9,7 +9,7 @@ from typing import Any
 
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.coordinator.state_machine import RecoverySettings
+from skippipe.runtime.coordinator.settings import RecoverySettings
 from skippipe.runtime.messages import COORDINATOR, Begin, ControlMessage
 from skippipe.runtime.node.ops import DropMicrobatch, GradNorm, Op, RingStep, StageTask, op_name
 from skippipe.runtime.node.state_machine import Node, NodePhase

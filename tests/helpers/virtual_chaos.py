@@ -21,14 +21,8 @@ from skippipe import constraints
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.published import published20, published_plan
-from skippipe.runtime.coordinator.state_machine import (
-    Callback,
-    CoordinatorState,
-    Deadlines,
-    Event,
-    IterationReport,
-    RecoverySettings,
-)
+from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorState, Event, IterationReport
+from skippipe.runtime.coordinator.settings import CoordinatorSettings, Deadlines, RecoverySettings
 from skippipe.runtime.coordinator.wal_records import plan_records
 from skippipe.runtime.node.ops import GradNorm, Op, OptimizerStep, PlanTransfer
 from skippipe.runtime.simulation.fault_injection import DURING, Fault, accuse, drawn, kill, replay_messages
@@ -44,7 +38,7 @@ PATIENCE_S = 20.0  # for one scenario; it takes a tenth of a second
 LEARNING = OptimConfig(warmup=2, iterations=30)
 NOTHING_LEFT = "and there is no checkpoint"
 STAGE_0_LOST = "stage 0 is lost"
-LOST = "nobody holds it any more"
+LOST = "no node holds it any more"
 
 Which = tuple[int, int]
 
@@ -254,8 +248,8 @@ class Book(list[dict[str, Any]]):
 
     def append(self, record: dict[str, Any]) -> None:
         if "commit" in record:
-            now = self.cluster.coordinator._iteration
-            assert now.ledger.all_back(now._routes), "committed before all microbatches were back"
+            current = self.cluster.coordinator._commits.current
+            assert current.log.all_returned(current._routes), "committed before all microbatches were back"
         super().append(json.loads(json.dumps(record, allow_nan=False)))
 
 
@@ -291,7 +285,7 @@ class Played:
     def nothing_left(self) -> bool:
         """Did all who had any state go, before there was a checkpoint? Then there is nothing to go on from."""
         cluster, coordinator = self.cluster, self.cluster.coordinator
-        able, membership = coordinator.membership.able, coordinator.membership
+        able, membership = coordinator.membership.active, coordinator.membership
         if STAGE_0_LOST in coordinator.failure:
             kept = any(cluster.machines[node].keeps for node in able if membership[node].stage != 0)  # type: ignore[attr-defined]
             return not kept and not any(membership[node].stage == 0 for node in able) and not self.shelf.kept
@@ -315,17 +309,19 @@ def staged(what: Scenario) -> Played:
     long = what.plan is published()
     cluster = VirtualCluster(
         what.plan,
-        LEARNING,
-        what.iterations,
+        CoordinatorSettings(
+            LEARNING,
+            what.iterations,
+            skip_schedule=what.recipe,
+            recovery=RecoverySettings(what.lost_stage, what.drift, timedelta(0), what.backup_every),  # type: ignore[arg-type]
+            checkpoint_every=what.kept_every,
+            deadlines=Deadlines(iteration=timedelta(seconds=900 if long else 60)),
+        ),
         {node: Counting(node, what.plan) for node in what.plan.stage_of},
-        recipe=what.recipe,
         disturb=disturb if what.uneven else lambda duration_ns: duration_ns,
         faults=what.faults,
-        survival=RecoverySettings(what.lost_stage, what.drift, timedelta(0), what.backup_every),  # type: ignore[arg-type]
-        kept_every=what.kept_every,
-        keeper=shelf,
+        checkpoint_store=shelf,
         callback=story,
-        deadlines=Deadlines(iteration=timedelta(seconds=900 if long else 60)),
         builder=Counting,
         wal=book,
     )
@@ -409,7 +405,7 @@ def check_visits(wal: Sequence[Mapping[str, Any]], told: Sequence[Event | Iterat
 def check_replicas(cluster: VirtualCluster) -> list[list[tuple[Which, ...]]]:
     """All who hold a stage have the same state, and that is what was collected; the state of each stage."""
     coordinator, found = cluster.coordinator, []
-    there = [node for node in coordinator.membership.able if node in cluster.lives and node not in cluster.frozen]
+    there = [node for node in coordinator.membership.active if node in cluster.lives and node not in cluster.frozen]
     for stage in range(len(coordinator.plan.stages)):
         states: list[list[tuple[Which, ...]]] = []
         for node in there:
@@ -419,7 +415,7 @@ def check_replicas(cluster: VirtualCluster) -> list[list[tuple[Which, ...]]]:
                 continue
             states.append(machine.state)
             assert machine.state == states[0], f"stage {stage}: node {node} has {machine.state}, others {states[0]}"
-            steps = coordinator.trained.steps[stage]
+            steps = coordinator.progress.steps[stage]
             assert machine.steps == steps, f"stage {stage}: node {node} took {machine.steps} steps of {steps}"
         collected = cluster.stored[stage]
         assert collected[-1] is None
@@ -459,7 +455,7 @@ def check_ends(played: Played, state: list[tuple[Which, ...]]) -> None:
     """What only stage 0 holds was never made up: it has learned before it was lost, and in all iterations since."""
     cluster, coordinator = played.cluster, played.cluster.coordinator
     ends = list(cluster.stored[0][0].ends)
-    for node in coordinator.membership.able:
+    for node in coordinator.membership.active:
         if coordinator.membership[node].stage == 0 and node in cluster.lives and node not in cluster.frozen:
             machine = cluster.machines[node]
             assert isinstance(machine, Counting)

@@ -151,7 +151,7 @@ def test_usable_at(browser: Any, tmp_path: Path, nodes: int, stages: int, width:
     run.wal(noted(plan))
     for number in range(4):
         run.iteration(number, 4.0 - number / 5, recorded=number == 3)
-    run.event("gone", "no sign of life for 5 s", "node-3")
+    run.event("gone", "no heartbeat for 5 s", "node-3")
     with shown(tmp_path) as address:
         tab = Tab(browser, address, width=width)
         assert tab.drawn_s < DRAWN_S

@@ -309,7 +309,7 @@ def test_two_machines(street: dict[str, Machine]) -> None:
     train, at_ann, at_bob = started(street, training)
     train.says(BEYOND_A_CHECKPOINT, within_s=MORE_S)
     with closed_laptop(bob, at_bob):
-        train.says("gone: 'bob' no sign of life")
+        train.says("gone: 'bob' no heartbeat")
         train.says("paused: ")
     at_bob = bob.start(at_bob.line)
     goes_on(train)

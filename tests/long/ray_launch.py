@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from skippipe.errors import UserError
-from skippipe.runtime.coordinator.state_machine import Callback
+from skippipe.runtime.coordinator.interfaces import Callback
 from tests.helpers.processes import Place, end, only_error, start
 from tests.helpers.serve_process import Command
 

@@ -26,8 +26,8 @@ from skippipe.report.run.summary import MEANINGS, amount, run_json
 from skippipe.runs.history import MOST_CHARTS, RunHistory, node_outages, node_utilization, read_history
 from skippipe.runs.records import CHECKPOINTED, MetricsRow, thinned
 from skippipe.runs.wal import WriteAheadLog
-from skippipe.runtime.coordinator.interfaces import EventKind
-from skippipe.runtime.coordinator.state_machine import IterationReport, RecoverySettings
+from skippipe.runtime.coordinator.interfaces import EventKind, IterationReport
+from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
 from skippipe.runtime.simulation.fault_injection import kill
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.simulator import simulate
@@ -55,13 +55,12 @@ class Ran:
         plan.save(folder / "plan.json")
         cluster = VirtualCluster(
             plan,
-            LEARNING,
-            ITERATIONS,
+            CoordinatorSettings(
+                LEARNING, ITERATIONS, recorded=frozenset(RECORDED), recovery=RecoverySettings(planning=timedelta(0))
+            ),
             tensors_of(plan, spec),
             disturb=lambda duration_ns: duration_ns * 5 // 4,
-            recorded=frozenset(RECORDED),
             builder=lambda node, plan: tensors_of(plan, spec)[node],
-            survival=RecoverySettings(planning=timedelta(0)),
             faults=[kill(node=LOST_NODE).at(iteration=LOST_IN, during="backward").back_after(0.5)],
             callback=CallbackList(
                 [

@@ -9,18 +9,20 @@ import pytest
 
 from skippipe.constraints import lanes_through
 from skippipe.optim.config import OptimConfig
+from skippipe.runtime.coordinator.interfaces import CoordinatorState
+from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
 from skippipe.runtime.coordinator.state_machine import CoordinatorState, RecoverySettings
 from skippipe.runtime.simulation.fault_injection import Fault, slow_link, slow_node
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
-from skippipe.runtime.task_timing import FIRST_CUT_NS, ClusterEstimator
+from skippipe.runtime.task_timing import FIRST_DOWN_NS, ClusterEstimator
 from tests.helpers.plans import wide_plan
 
 LEARNING = OptimConfig(warmup=1, iterations=10)
 
 
 def run(fault: Fault, drift: float, iterations: int = 6) -> VirtualCluster:
-    survival = RecoverySettings(drift=drift, planning=timedelta(seconds=0.2))
-    cluster = VirtualCluster(wide_plan(), LEARNING, iterations, faults=[fault], survival=survival)
+    recovery = RecoverySettings(drift=drift, planning=timedelta(seconds=0.2))
+    cluster = VirtualCluster(wide_plan(), CoordinatorSettings(LEARNING, iterations, recovery=recovery), faults=[fault])
     cluster.run()
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
     return cluster
@@ -55,7 +57,7 @@ def test_without_drift_nothing_changes() -> None:
 
 
 def test_what_is_as_planned_does_not_drift() -> None:
-    cluster = VirtualCluster(wide_plan(), LEARNING, 4, survival=RecoverySettings(drift=0.05))
+    cluster = VirtualCluster(wide_plan(), CoordinatorSettings(LEARNING, 4, recovery=RecoverySettings(drift=0.05)))
     cluster.run()
     assert not cluster.events
 
@@ -64,27 +66,27 @@ def test_a_cut_is_forgotten_after_a_while_and_later_each_time() -> None:
     plan = wide_plan()
     measured = ClusterEstimator(plan, plan.cluster, 0)
     assert measured.cluster(0, speeds=False) is None
-    measured.cut(3, 6, 0)
-    assert measured.is_cut(6, 3, FIRST_CUT_NS - 1)
+    measured.exclude(3, 6, 0)
+    assert measured.is_down(6, 3, FIRST_DOWN_NS - 1)
     without = measured.cluster(1, speeds=False)
     assert without is not None
     assert without.bandwidth_bytes_per_s[3, 6] == without.bandwidth_bytes_per_s[6, 3] == 0
-    measured.planned(replace(plan, cluster=without, expected=None))
-    assert not measured.is_cut(3, 6, FIRST_CUT_NS)
-    again = measured.cluster(FIRST_CUT_NS, speeds=False)
+    measured.replanned(replace(plan, cluster=without, expected=None))
+    assert not measured.is_down(3, 6, FIRST_DOWN_NS)
+    again = measured.cluster(FIRST_DOWN_NS, speeds=False)
     assert again is not None
     assert (again.bandwidth_bytes_per_s == plan.cluster.bandwidth_bytes_per_s).all()
-    measured.cut(3, 6, FIRST_CUT_NS)
-    assert measured.is_cut(3, 6, 3 * FIRST_CUT_NS - 1)
+    measured.exclude(3, 6, FIRST_DOWN_NS)
+    assert measured.is_down(3, 6, 3 * FIRST_DOWN_NS - 1)
 
 
 def test_a_plan_from_before_a_restart_says_which_links_were_cut() -> None:
     plan = wide_plan()
     before = ClusterEstimator(plan, plan.cluster, 0)
-    before.cut(0, 2, 0)
+    before.exclude(0, 2, 0)
     cut = before.cluster(0, speeds=False)
     assert cut is not None
     after = ClusterEstimator(replace(plan, cluster=cut, expected=None), plan.cluster, 5)
-    assert after.is_cut(0, 2, 6)
-    assert not after.is_cut(0, 3, 6)
-    assert not after.is_cut(0, 2, FIRST_CUT_NS + 5)
+    assert after.is_down(0, 2, 6)
+    assert not after.is_down(0, 3, 6)
+    assert not after.is_down(0, 2, FIRST_DOWN_NS + 5)

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from skippipe.runtime.coordinator.state_machine import Coordinator, CoordinatorState, Event, RecoverySettings
+from skippipe.runtime.coordinator.interfaces import CoordinatorState, Event
+from skippipe.runtime.coordinator.settings import RecoverySettings
 from skippipe.runtime.messages import (
     Average,
     Averaged,
@@ -42,74 +43,77 @@ from skippipe.runtime.messages import (
 )
 from tests.helpers.single_coordinator import (
     HELLO,
-    Course,
-    Room,
-    Safe,
+    CoordinatorHarness,
+    RecordingEnv,
+    RecordingStore,
     assert_goes_on,
     coordinating,
     even_plan,
     is_now,
-    learning_late,
+    new_coordinator,
+    recovering_late,
     with_a_quick_one,
 )
-from tests.helpers.single_node import LEARNING, plan_of, small_plan
+from tests.helpers.single_node import LEARNING, plan_of
 
 
 def test_nodes_join_build_and_begin_together() -> None:
-    room = Room()
-    coordinator = Coordinator(small_plan(), LEARNING, room, room, 2, recorded=frozenset({0}))
+    env = RecordingEnv()
+    coordinator = new_coordinator(env, 2, recorded=frozenset({0}))
     for node in (3, 1, 2, 5, 0):
-        coordinator.hear(node, HELLO)
+        coordinator.on_message(node, HELLO)
     assert is_now(coordinator, CoordinatorState.JOINING)
-    assert [each[0] for each in room.log] == ["meet"] * 5
-    coordinator.hear(4, HELLO)
+    assert [each[0] for each in env.log] == ["connect"] * 5
+    coordinator.on_message(4, HELLO)
     assert is_now(coordinator, CoordinatorState.PREPARING)
-    assert [each[0] for each in room.log[6:]] == ["note", *["welcome"] * 6], "noted before anybody is told"
-    assert sorted(room.logged("welcome")) == [(node, coordinator.plan.stage_of[node], {}) for node in range(6)]
-    course = Course(coordinator, room)
+    assert [each[0] for each in env.log[6:]] == ["wal", *["welcome"] * 6], "logged before any node is told"
+    assert sorted(env.logged("welcome")) == [(node, coordinator.plan.stage_of[node], {}) for node in range(6)]
+    harness = CoordinatorHarness(coordinator, env)
     for node in (3, 1, 2, 5, 0):
-        course.hear(node, Ready())
-    assert not room.told
-    course.hear(4, Ready())
-    assert room.news() == {node: [Begin(0, 1, True)] for node in range(6)}
+        harness.send(node, Ready())
+    assert not env.sent
+    harness.send(4, Ready())
+    assert env.new_messages() == {node: [Begin(0, 1, True)] for node in range(6)}
     assert is_now(coordinator, CoordinatorState.TRAINING)
 
 
 def test_one_version_for_all() -> None:
-    room = Room()
-    coordinator = Coordinator(small_plan(), LEARNING, room, room, 1)
-    coordinator.hear(2, HELLO)
-    coordinator.hear(4, Hello("127.0.0.1:1", "0.0.0"))
+    env = RecordingEnv()
+    coordinator = new_coordinator(env, 1)
+    coordinator.on_message(2, HELLO)
+    coordinator.on_message(4, Hello("127.0.0.1:1", "0.0.0"))
     assert is_now(coordinator, CoordinatorState.FAILED)
     assert "node 'n4' runs skippipe 0.0.0" in coordinator.failure
-    assert room.news() == {2: [Stop(coordinator.failure)]}
-    course = coordinating()
-    course.hear(6, Hello("127.0.0.1:1", "0.0.0"))
-    assert is_now(course.coordinator, CoordinatorState.TRAINING), "later it is told to leave, and that is all"
-    (stop,) = course.room.news()[6]
+    assert env.new_messages() == {2: [Stop(coordinator.failure)]}
+    harness = coordinating()
+    harness.send(6, Hello("127.0.0.1:1", "0.0.0"))
+    assert is_now(harness.coordinator, CoordinatorState.TRAINING), "later it is told to leave, and that is all"
+    (stop,) = harness.env.new_messages()[6]
     assert isinstance(stop, Stop)
     assert not stop.again
-    assert course.room.happenings() == ["refused"]
+    assert harness.env.event_kinds() == ["refused"]
 
 
-def test_what_is_decided_is_noted_before_anybody_is_told() -> None:
-    course = coordinating()
-    course.room.log.clear()
-    course.iterate()
-    (note,) = course.room.notes[1:]
+def test_a_decision_is_logged_before_any_node_is_told() -> None:
+    harness = coordinating()
+    harness.env.log.clear()
+    harness.iterate()
+    (note,) = harness.env.wal[1:]
     assert (note["commit"], note["visits"], note["steps"]) == (0, [4, 4, 4], [1, 1, 1])
-    assert [each[0] for each in course.room.log] == ["note", *["tell"] * 6]
+    assert [each[0] for each in harness.env.log] == ["wal", *["send"] * 6]
     rate, scale = LEARNING.rate_at(0), LEARNING.clipping([4.0] * 3)[1]
-    assert course.room.news() == {node: [Commit(0, rate, scale, False, False, False)] for node in range(6)}
-    (report,) = course.room.reports
+    assert harness.env.new_messages() == {node: [Commit(0, rate, scale, False, False, False)] for node in range(6)}
+    (report,) = harness.env.reports
     assert (report.iteration, report.loss, report.norm) == (0, 2.0, math.sqrt(12))
-    course.iterate()
-    assert course.room.news()[3] == [Commit(1, LEARNING.rate_at(1), scale, True, False, False)], "the last waits"
-    assert is_now(course.coordinator, CoordinatorState.STEPPING)
+    harness.iterate()
+    assert harness.env.new_messages()[3] == [Commit(1, LEARNING.rate_at(1), scale, True, False, False)], (
+        "the last waits"
+    )
+    assert is_now(harness.coordinator, CoordinatorState.STEPPING)
 
 
 @pytest.mark.parametrize(
-    ("visits", "complaint"),
+    ("visits", "flaw"),
     [
         ([[0, 0], [0, 0]], "counts a microbatch twice"),
         ([[1, 0]], "counts a microbatch that node 'n4' counts too"),
@@ -118,327 +122,325 @@ def test_what_is_decided_is_noted_before_anybody_is_told() -> None:
         ([[9, 0]], "not in the plan"),
     ],
 )
-def test_an_account_that_cannot_be_true_ends_the_nodes_part_and_not_the_run(
-    visits: list[list[int]], complaint: str
-) -> None:
-    course = coordinating()
-    course.hear(4, course.averaged(4))
-    course.hear(3, course.averaged(3, visits=visits))
-    assert course.room.logged("part") == [(3,)]
-    assert complaint in course.room.events[0].text
-    assert_goes_on(course, 3)
+def test_a_node_whose_contribution_cannot_be_true_is_evicted(visits: list[list[int]], flaw: str) -> None:
+    harness = coordinating()
+    harness.send(4, harness.averaged(4))
+    harness.send(3, harness.averaged(3, visits=visits))
+    assert harness.env.logged("disconnect") == [(3,)]
+    assert flaw in harness.env.events[0].text
+    assert_goes_on(harness, 3)
 
 
 def test_norms_that_differ_a_little_are_the_same_gradient() -> None:
-    course = coordinating()
-    course.average(n4=4.0001)
-    assert course.coordinator.iteration == 1
+    harness = coordinating()
+    harness.average(n4=4.0001)
+    assert harness.coordinator.iteration == 1
 
 
 @pytest.mark.parametrize(("norms", "leaves"), [({"n3": 5.0}, 3), ({"n5": 5.0}, 5), ({"n1": 5.0}, 1), ({"n0": 5.0}, 1)])
 def test_of_norms_that_disagree_the_most_are_right_or_the_first(norms: dict[str, float], leaves: int) -> None:
-    course = coordinating()
-    course.average(**norms)
-    told = course.room.news()
-    assert isinstance(stop := told[leaves][0], Stop)
+    harness = coordinating()
+    harness.average(**norms)
+    messages = harness.env.new_messages()
+    assert isinstance(stop := messages[leaves][0], Stop)
     assert stop.again
-    assert "its gradient is not that of" in course.room.events[0].text
-    assert course.room.logged("part") == [(leaves,)]
-    assert all(isinstance(told[node][0], Reroute) for node in course.coordinator.nodes)
-    assert_goes_on(course, leaves)
+    assert "its gradient is not that of" in harness.env.events[0].text
+    assert harness.env.logged("disconnect") == [(leaves,)]
+    assert all(isinstance(messages[node][0], Reroute) for node in harness.coordinator.nodes)
+    assert_goes_on(harness, leaves)
 
 
 def test_a_gradient_that_is_not_finite_is_inspected_once() -> None:
-    course = coordinating()
-    course.come_back()
-    course.average(n2=math.nan)
-    assert course.room.news() == course.everybody(Drain(0, 2, True))
+    harness = coordinating()
+    harness.return_microbatches()
+    harness.average(n2=math.nan)
+    assert harness.env.new_messages() == harness.to_all(Drain(0, 2, True))
     for node in range(6):
-        course.hear(node, course.contributed(node, [] if node == 2 else None))
-    assert course.room.news() == course.everybody(Average(0, 2, [4, 0, 4]))
+        harness.send(node, harness.contributed(node, [] if node == 2 else None))
+    assert harness.env.new_messages() == harness.to_all(Average(0, 2, [4, 0, 4]))
     for node in range(6):
-        course.hear(node, course.averaged(node, **{"visits": []} if node == 2 else {}))
-    (proceed,) = course.room.news()[0]
+        harness.send(node, harness.averaged(node, **{"visits": []} if node == 2 else {}))
+    (proceed,) = harness.env.new_messages()[0]
     assert isinstance(proceed, Commit)
     assert proceed.scale > 0
-    assert course.room.notes[-1]["steps"] == [1, 0, 1], "a stage without a gradient takes no step"
+    assert harness.env.wal[-1]["steps"] == [1, 0, 1], "a stage without a gradient takes no step"
 
 
-def test_a_gradient_that_is_of_no_use_even_so_is_not_followed() -> None:
-    course = coordinating()
-    course.come_back()
-    course.average(n2=math.inf)
+def test_no_step_is_taken_with_a_gradient_that_stays_not_finite() -> None:
+    harness = coordinating()
+    harness.return_microbatches()
+    harness.average(n2=math.inf)
     for node in range(6):
-        course.hear(node, course.contributed(node))
-    course.room.news()
-    course.average(n2=math.nan)
-    assert course.room.news() == course.everybody(Commit(0, LEARNING.rate_at(0), 0.0, False, False, False))
-    assert course.room.notes[-1]["steps"] == [0, 0, 0]
-    assert course.room.happenings() == ["not-finite"] * 2
-    assert math.isnan(course.room.reports[0].norm)
+        harness.send(node, harness.contributed(node))
+    harness.env.new_messages()
+    harness.average(n2=math.nan)
+    assert harness.env.new_messages() == harness.to_all(Commit(0, LEARNING.rate_at(0), 0.0, False, False, False))
+    assert harness.env.wal[-1]["steps"] == [0, 0, 0]
+    assert harness.env.event_kinds() == ["not-finite"] * 2
+    assert math.isnan(harness.env.reports[0].norm)
 
 
 def test_replicas_that_disagree_whether_it_is_finite_are_asked() -> None:
-    course = coordinating()
-    course.come_back()
-    course.average(n4=math.nan)
-    assert course.room.news() == course.everybody(Drain(0, 2, True))
+    harness = coordinating()
+    harness.return_microbatches()
+    harness.average(n4=math.nan)
+    assert harness.env.new_messages() == harness.to_all(Drain(0, 2, True))
 
 
 def test_a_lost_node_and_how_the_iteration_ends_without_it() -> None:
-    course = coordinating()
-    coordinator, room = course.coordinator, course.room
-    course.come_back(1)
-    course.hear(0, MicrobatchDone(0, 1, 0, 0, 1.0))
+    harness = coordinating()
+    coordinator, env = harness.coordinator, harness.env
+    harness.return_microbatches(1)
+    harness.send(0, MicrobatchDone(0, 1, 0, 0, 1.0))
     for node in (3, 4):
-        course.hear(node, course.averaged(node))
-    coordinator.lost(3, "its process ended")
+        harness.send(node, harness.averaged(node))
+    coordinator.node_lost(3, "its process ended")
     change = Reroute(0, 2, [3], [[0, 1, 0, 2, 5]], [])
-    assert room.news() == {node: [change] for node in (0, 1, 2, 4, 5)}, "all others, and not itself"
-    assert room.logged("part") == [(3,)]
-    assert room.happenings() == ["gone", "rerouted"]
-    course.hear(4, course.averaged(4), course.contributed(4))
-    assert not room.told, "averages of before are of no use, and nobody has asked for an account"
-    course.hear(0, MicrobatchDone(0, 1, 0, 1, 3.0))
-    assert room.news() == course.everybody(Drain(0, 2, False))
+    assert env.new_messages() == {node: [change] for node in (0, 1, 2, 4, 5)}, "all others, and not itself"
+    assert env.logged("disconnect") == [(3,)]
+    assert env.event_kinds() == ["gone", "rerouted"]
+    harness.send(4, harness.averaged(4), harness.contributed(4))
+    assert not env.sent, "averages of before are of no use, and no drain was requested"
+    harness.send(0, MicrobatchDone(0, 1, 0, 1, 3.0))
+    assert env.new_messages() == harness.to_all(Drain(0, 2, False))
     accounts = {0: None, 1: None, 2: None, 4: None, 5: [[0, 1]]}
     for node, visits in accounts.items():
-        assert not room.told
-        course.hear(node, course.contributed(node, visits))
-    assert room.news() == course.everybody(Average(0, 2, [4, 4, 3])), "what the lost node had added up is lost"
-    room.log.clear()
+        assert not env.sent
+        harness.send(node, harness.contributed(node, visits))
+    assert env.new_messages() == harness.to_all(Average(0, 2, [4, 4, 3])), "what the lost node had added up is lost"
+    env.log.clear()
     for node, visits in accounts.items():
-        course.hear(node, course.averaged(node, visits=course.visits(node) if visits is None else visits))
-    told = room.news()
-    assert all([type(each) for each in told[node]] == [Commit] for node in accounts)
-    assert [each[0] for each in room.log] == ["note", "note", *["replan", "tell"] * 5]
+        harness.send(node, harness.averaged(node, visits=harness.visits(node) if visits is None else visits))
+    messages = env.new_messages()
+    assert all([type(each) for each in messages[node]] == [Commit] for node in accounts)
+    assert [each[0] for each in env.log] == ["wal", "wal", *["plan", "send"] * 5]
     assert coordinator.iteration == 1
     assert 3 not in coordinator.plan.stage_of
-    assert room.reports[0].visits == (4, 4, 3)
-    assert room.reports[0].loss == (2 + 2 + 1 + 3) / 4
+    assert env.reports[0].visits == (4, 4, 3)
+    assert env.reports[0].loss == (2 + 2 + 1 + 3) / 4
 
 
-def test_a_lost_data_node_gets_an_heir_that_is_told_what_is_on_its_way() -> None:
-    course = coordinating()
-    course.hear(0, MicrobatchDone(0, 1, 0, 0, 1.0))
-    course.coordinator.lost(0, "its process ended")
-    assert course.room.news() == course.everybody(Reroute(0, 2, [0], [[0, 1, 1, 2, 3]], []))
-    course.hear(0, MicrobatchDone(0, 1, 0, 1, 1.0))
-    assert [type(each) for each in course.room.news()[0]] == [Stop], "it is not heard any more"
-    course.come_back(1)
-    course.hear(1, MicrobatchDone(0, 1, 0, 1, 1.0))
-    assert course.room.news() == course.everybody(Drain(0, 2, False))
+def test_a_lost_data_node_is_replaced_by_a_replica_that_gets_what_is_on_its_way() -> None:
+    harness = coordinating()
+    harness.send(0, MicrobatchDone(0, 1, 0, 0, 1.0))
+    harness.coordinator.node_lost(0, "its process ended")
+    assert harness.env.new_messages() == harness.to_all(Reroute(0, 2, [0], [[0, 1, 1, 2, 3]], []))
+    harness.send(0, MicrobatchDone(0, 1, 0, 1, 1.0))
+    assert [type(each) for each in harness.env.new_messages()[0]] == [Stop], "it is not heard any more"
+    harness.return_microbatches(1)
+    harness.send(1, MicrobatchDone(0, 1, 0, 1, 1.0))
+    assert harness.env.new_messages() == harness.to_all(Drain(0, 2, False))
 
 
 def test_a_lost_stage_is_skipped() -> None:
-    course = coordinating()
-    course.come_back(1)
-    course.coordinator.lost(2, "its process ended")
-    assert course.room.news() == course.everybody(Reroute(0, 2, [2], [[0, 0, 0, 2, 3]], [[0, 1]]))
-    assert "1 times a stage is left out" in course.room.events[-1].text
-    assert_goes_on(course, 2)
+    harness = coordinating()
+    harness.return_microbatches(1)
+    harness.coordinator.node_lost(2, "its process ended")
+    assert harness.env.new_messages() == harness.to_all(Reroute(0, 2, [2], [[0, 0, 0, 2, 3]], [[0, 1]]))
+    assert "1 times a stage is left out" in harness.env.events[-1].text
+    assert_goes_on(harness, 2)
 
 
 def test_a_lane_of_two_has_no_place_to_skip() -> None:
-    course = coordinating(plan=plan_of(4, ((0, 1), (2,), (3,)), ((0, 2), (1, 3))))
-    course.coordinator.lost(2, "its process ended")
-    told = course.room.news()
-    assert sorted(told) == course.coordinator.nodes
-    assert all(controls == [Begin(0, 2, False)] for controls in told.values())
-    assert "there is no way around 'n2'" in [event.text for event in course.room.events]
-    assert all(2 not in lane.path for lane in course.coordinator.plan.lanes)
-    course.iterate()
-    assert course.coordinator.iteration == 1
+    harness = coordinating(plan=plan_of(4, ((0, 1), (2,), (3,)), ((0, 2), (1, 3))))
+    harness.coordinator.node_lost(2, "its process ended")
+    messages = harness.env.new_messages()
+    assert sorted(messages) == harness.coordinator.nodes
+    assert all(controls == [Begin(0, 2, False)] for controls in messages.values())
+    assert "there is no way around 'n2'" in [event.text for event in harness.env.events]
+    assert all(2 not in lane.path for lane in harness.coordinator.plan.lanes)
+    harness.iterate()
+    assert harness.coordinator.iteration == 1
 
 
-def test_nobody_averages_or_accounts_before_it_is_asked() -> None:
-    course = coordinating()
-    course.coordinator.lost(3, "its process ended")
-    course.room.news()
-    for answer in (course.contributed, course.averaged):
-        for node in course.coordinator.nodes:
-            course.hear(node, answer(node))
-    assert not course.room.told
-    course.come_back()
-    assert course.room.news() == course.everybody(Drain(0, 2, False))
-    for node in course.coordinator.nodes:
-        course.hear(node, course.averaged(node))
-    assert not course.room.told
+def test_no_node_averages_or_drains_before_it_is_asked() -> None:
+    harness = coordinating()
+    harness.coordinator.node_lost(3, "its process ended")
+    harness.env.new_messages()
+    for answer in (harness.contributed, harness.averaged):
+        for node in harness.coordinator.nodes:
+            harness.send(node, answer(node))
+    assert not harness.env.sent
+    harness.return_microbatches()
+    assert harness.env.new_messages() == harness.to_all(Drain(0, 2, False))
+    for node in harness.coordinator.nodes:
+        harness.send(node, harness.averaged(node))
+    assert not harness.env.sent
 
 
 def test_two_lost_one_after_the_other() -> None:
-    course = coordinating()
-    course.coordinator.lost(3, "its process ended")
-    course.coordinator.lost(5, "its process ended")
-    changes = [control for control in course.room.news()[4] if isinstance(control, Reroute)]
+    harness = coordinating()
+    harness.coordinator.node_lost(3, "its process ended")
+    harness.coordinator.node_lost(5, "its process ended")
+    changes = [control for control in harness.env.new_messages()[4] if isinstance(control, Reroute)]
     assert [change.epoch for change in changes] == [2, 3]
     assert changes[1].gone == [5]
     assert changes[1].lanes == [[0, 0, 0, 2, 4]]
 
 
 def test_all_microbatches_were_back_when_a_node_was_lost() -> None:
-    course = coordinating()
-    course.come_back()
-    course.coordinator.lost(5, "its process ended")
-    assert course.room.news()[0] == [Reroute(0, 2, [5], [], []), Drain(0, 2, False)]
+    harness = coordinating()
+    harness.return_microbatches()
+    harness.coordinator.node_lost(5, "its process ended")
+    assert harness.env.new_messages()[0] == [Reroute(0, 2, [5], [], []), Drain(0, 2, False)]
 
 
-def test_a_node_lost_while_accounts_are_given_has_all_asked_again() -> None:
-    course = coordinating()
-    course.come_back()
-    course.coordinator.lost(5, "its process ended")
+def test_a_node_lost_while_the_others_drain_starts_the_drain_over() -> None:
+    harness = coordinating()
+    harness.return_microbatches()
+    harness.coordinator.node_lost(5, "its process ended")
     for node in (0, 1, 2, 3):
-        course.hear(node, course.contributed(node))
-    course.room.news()
-    course.coordinator.lost(4, "its process ended")
-    assert course.room.news()[0] == [Reroute(0, 3, [4], [], []), Drain(0, 3, False)]
+        harness.send(node, harness.contributed(node))
+    harness.env.new_messages()
+    harness.coordinator.node_lost(4, "its process ended")
+    assert harness.env.new_messages()[0] == [Reroute(0, 3, [4], [], []), Drain(0, 3, False)]
     for node in range(4):
-        course.hear(node, course.contributed(node))
-    assert course.room.news() == course.everybody(Average(0, 3, [4, 4, 2]))
+        harness.send(node, harness.contributed(node))
+    assert harness.env.new_messages() == harness.to_all(Average(0, 3, [4, 4, 2]))
 
 
-def test_without_survival_a_lost_node_ends_the_run() -> None:
-    course = coordinating(survival=RecoverySettings(survives=False))
-    course.coordinator.lost(3, "its process ended")
-    assert is_now(course.coordinator, CoordinatorState.FAILED)
-    assert "node 'n3' is gone (its process ended)" in course.coordinator.failure
-    assert course.room.news() == {node: [Stop(course.coordinator.failure)] for node in range(6)}
+def test_without_fault_tolerance_a_lost_node_ends_the_run() -> None:
+    harness = coordinating(recovery=RecoverySettings(fault_tolerant=False))
+    harness.coordinator.node_lost(3, "its process ended")
+    assert is_now(harness.coordinator, CoordinatorState.FAILED)
+    assert "node 'n3' is gone (its process ended)" in harness.coordinator.failure
+    assert harness.env.new_messages() == {node: [Stop(harness.coordinator.failure)] for node in range(6)}
 
 
 def test_a_node_that_cannot_go_on_says_why_and_is_lost() -> None:
-    course = coordinating()
-    course.hear(3, Failed("out of memory"))
-    assert course.room.events[0] == Event("gone", 0, "out of memory", "n3")
-    assert_goes_on(course, 3)
-    room = Room()
-    coordinator = Coordinator(small_plan(), LEARNING, room, room, 1)
+    harness = coordinating()
+    harness.send(3, Failed("out of memory"))
+    assert harness.env.events[0] == Event("gone", 0, "out of memory", "n3")
+    assert_goes_on(harness, 3)
+    env = RecordingEnv()
+    coordinator = new_coordinator(env, 1)
     for node in range(6):
-        coordinator.hear(node, HELLO)
-    coordinator.hear(3, Failed("no such folder"))
-    assert coordinator.failure == "node 'n3': no such folder", "before training starts, somebody has to see to it"
+        coordinator.on_message(node, HELLO)
+    coordinator.on_message(3, Failed("no such folder"))
+    assert coordinator.failure == "node 'n3': no such folder", "before training starts, the user has to see to it"
 
 
-def test_nobody_left_to_go_on_with_means_a_pause() -> None:
-    course = coordinating()
-    course.coordinator.lost(0, "its process ended")
-    course.coordinator.lost(1, "its process ended")
-    assert is_now(course.coordinator, CoordinatorState.PAUSED)
-    assert course.room.happenings()[-1] == "paused"
-    course.room.news()
-    course.wait(599)
-    assert is_now(course.coordinator, CoordinatorState.PAUSED)
-    course.wait(1)
-    assert is_now(course.coordinator, CoordinatorState.FAILED)
-    assert "waited 600 s for nodes to take the places of those who are gone: stage 0" in course.coordinator.failure
+def test_training_pauses_when_no_data_node_is_left() -> None:
+    harness = coordinating()
+    harness.coordinator.node_lost(0, "its process ended")
+    harness.coordinator.node_lost(1, "its process ended")
+    assert is_now(harness.coordinator, CoordinatorState.PAUSED)
+    assert harness.env.event_kinds()[-1] == "paused"
+    harness.env.new_messages()
+    harness.wait(599)
+    assert is_now(harness.coordinator, CoordinatorState.PAUSED)
+    harness.wait(1)
+    assert is_now(harness.coordinator, CoordinatorState.FAILED)
+    assert "waited 600 s for nodes to take the places of lost ones: stage 0" in harness.coordinator.failure
 
 
 # Coming late
 
 
-def test_a_newcomer_averages_and_steps_and_learns_and_then_gets_microbatches() -> None:
-    course, _ = learning_late()
-    course.iterate()
-    assert course.coordinator.iteration == 2
-    assert any(isinstance(each, Commit) for each in course.room.news()[6])
-    course.hear(6, Recovered(2, 0))
-    assert course.room.happenings()[-1] == "able"
-    assert [note["learning"] for note in course.room.notes if "plan" in note][-1] == [6]
-    course.iterate()
-    assert [note["learning"] for note in course.room.notes if "plan" in note][-1] == []
+def test_a_node_that_joins_averages_and_steps_and_recovers_and_then_gets_microbatches() -> None:
+    harness, _ = recovering_late()
+    harness.iterate()
+    assert harness.coordinator.iteration == 2
+    assert any(isinstance(each, Commit) for each in harness.env.new_messages()[6])
+    harness.send(6, Recovered(2, 0))
+    assert harness.env.event_kinds()[-1] == "able"
+    assert [note["learning"] for note in harness.env.wal if "plan" in note][-1] == [6]
+    harness.iterate()
+    assert [note["learning"] for note in harness.env.wal if "plan" in note][-1] == []
 
 
-def test_an_iteration_waits_for_a_learner_and_not_for_a_lost_one() -> None:
-    course, _ = learning_late()
-    course.come_back()
+def test_an_iteration_waits_for_a_recovering_node_and_not_for_a_lost_one() -> None:
+    harness, _ = recovering_late()
+    harness.return_microbatches()
     for node in range(6):
-        course.hear(node, course.averaged(node))
-    assert course.coordinator.iteration == 1
-    course.room.news()
-    course.coordinator.lost(6, "its process ended")
-    assert course.room.news() == course.everybody(Reroute(1, 2, [6], [], [])) | {
+        harness.send(node, harness.averaged(node))
+    assert harness.coordinator.iteration == 1
+    harness.env.new_messages()
+    harness.coordinator.node_lost(6, "its process ended")
+    assert harness.env.new_messages() == harness.to_all(Reroute(1, 2, [6], [], [])) | {
         node: [Reroute(1, 2, [6], [], []), Drain(1, 2, False)] for node in range(6)
     }
-    for answer in (course.contributed, course.averaged):
+    for answer in (harness.contributed, harness.averaged):
         for node in range(6):
-            course.hear(node, answer(node))
-    assert course.coordinator.iteration == 2
+            harness.send(node, answer(node))
+    assert harness.coordinator.iteration == 2
 
 
-def test_who_loses_its_teacher_gets_another() -> None:
-    course, teacher = learning_late()
-    course.coordinator.lost(teacher, "its process ended")
-    reroute, learn = course.room.news()[6]
+def test_a_recovering_node_that_loses_its_source_gets_another() -> None:
+    harness, source = recovering_late()
+    harness.coordinator.node_lost(source, "its process ended")
+    reroute, recover = harness.env.new_messages()[6]
     assert isinstance(reroute, Reroute)
-    assert isinstance(learn, Recover)
-    (other,) = learn.origin["sources"]
-    stage = even_plan().stage_of[teacher]
-    assert learn.origin["kind"] == "replica"
-    assert {teacher, other} == set(even_plan().stages[stage].nodes)
-    course.coordinator.lost(other, "its process ended")
-    *_, learn = course.room.news()[6]
-    assert isinstance(learn, Recover)
-    assert learn.origin["kind"] == "neighbours", "nobody is left who holds the stage"
-    assert stage not in learn.origin["stages"]
-    assert sum(learn.origin["shares"]) == pytest.approx(1)
+    assert isinstance(recover, Recover)
+    (other,) = recover.origin["sources"]
+    stage = even_plan().stage_of[source]
+    assert recover.origin["kind"] == "replica"
+    assert {source, other} == set(even_plan().stages[stage].nodes)
+    harness.coordinator.node_lost(other, "its process ended")
+    *_, recover = harness.env.new_messages()[6]
+    assert isinstance(recover, Recover)
+    assert recover.origin["kind"] == "neighbours", "no node is left that holds the stage"
+    assert stage not in recover.origin["stages"]
+    assert sum(recover.origin["shares"]) == pytest.approx(1)
 
 
-def test_a_stage_that_nobody_holds_comes_from_a_checkpoint_if_there_is_one() -> None:
-    course, teacher = learning_late()
-    course.room.keeper = Safe(made=1)
-    stage = even_plan().stage_of[teacher]
+def test_a_stage_that_no_node_holds_comes_from_a_checkpoint_if_there_is_one() -> None:
+    harness, source = recovering_late()
+    harness.env.checkpoint_store = RecordingStore(made=1)
+    stage = even_plan().stage_of[source]
     for node in even_plan().stages[stage].nodes:
-        course.coordinator.lost(node, "its process ended")
-    *_, learn = course.room.news()[6]
-    assert isinstance(learn, Recover)
-    assert learn.origin == {
+        harness.coordinator.node_lost(node, "its process ended")
+    *_, recover = harness.env.new_messages()[6]
+    assert isinstance(recover, Recover)
+    assert recover.origin == {
         "kind": "checkpoint", "sources": [], "stages": [stage], "shares": [1.0], "steps": 7 + stage
     }  # fmt: skip
-    course.hear(6, StateRequest(0, 5, 10, learn.assignment - 1), StateRequest(0, 5, 10, learn.assignment))
-    assert course.room.logged("give") == [(6, stage, 5, 10)]
+    harness.send(6, StateRequest(0, 5, 10, recover.assignment - 1), StateRequest(0, 5, 10, recover.assignment))
+    assert harness.env.logged("state") == [(6, stage, 5, 10)]
 
 
-def test_who_loses_its_teacher_when_nothing_goes_on_without_it_gets_another_too() -> None:
+def test_a_recovering_node_that_loses_the_last_replica_gets_another_source() -> None:
     """Of two stages with one node each, one is lost, while a newcomer is learning it."""
     plan = replace(plan_of(3, ((0,), (1,)), ((0, 1),)), cluster=with_a_quick_one(3))
-    course = coordinating(5, plan)
-    course.hear(2, HELLO)
-    course.hear(2, Ready())
-    course.iterate()
-    (_, stage, _) = course.room.logged("welcome")[2]
-    teacher = stage  # nodes 0 and 1 hold stages 0 and 1
-    course.room.news()
-    course.hear(1 - teacher, BackupStored(1))  # of what only stage 0 holds, if that is lost
-    course.coordinator.lost(teacher, "its process ended")
-    assert is_now(course.coordinator, CoordinatorState.PAUSED)
-    learns = [control for control in course.room.news()[2] if isinstance(control, Recover)]
-    assert [learn.origin["kind"] for learn in learns] == ["neighbours"]
-    course.hear(2, Recovered(1, 0))
-    assert is_now(course.coordinator, CoordinatorState.TRAINING)
+    harness = coordinating(5, plan)
+    harness.send(2, HELLO)
+    harness.send(2, Ready())
+    harness.iterate()
+    (_, stage, _) = harness.env.logged("welcome")[2]
+    source = stage  # nodes 0 and 1 hold stages 0 and 1
+    harness.env.new_messages()
+    harness.send(1 - source, BackupStored(1))  # of what only stage 0 holds, if that is lost
+    harness.coordinator.node_lost(source, "its process ended")
+    assert is_now(harness.coordinator, CoordinatorState.PAUSED)
+    recoveries = [control for control in harness.env.new_messages()[2] if isinstance(control, Recover)]
+    assert [each.origin["kind"] for each in recoveries] == ["neighbours"]
+    harness.send(2, Recovered(1, 0))
+    assert is_now(harness.coordinator, CoordinatorState.TRAINING)
 
 
-def test_a_teacher_that_is_lost_in_a_pause_is_replaced_too() -> None:
+def test_a_source_that_is_lost_in_a_pause_is_replaced() -> None:
     """Stage 0 is lost, so all wait for one that moves there and learns it from its neighbours; one of them is lost."""
-    course = coordinating(5, plan_of(5, ((0,), (1, 2), (3, 4)), ((0, 1, 3),)))
-    course.coordinator.lost(0, "its process ended")
-    assert is_now(course.coordinator, CoordinatorState.PAUSED)
-    moved, stage, _ = course.room.logged("welcome")[-1]
+    harness = coordinating(5, plan_of(5, ((0,), (1, 2), (3, 4)), ((0, 1, 3),)))
+    harness.coordinator.node_lost(0, "its process ended")
+    assert is_now(harness.coordinator, CoordinatorState.PAUSED)
+    moved, stage, _ = harness.env.logged("welcome")[-1]
     assert stage == 0
-    course.hear(moved, Ready())
-    (learn,) = (control for control in course.room.news()[moved] if isinstance(control, Recover))
-    course.coordinator.lost(learn.origin["sources"][0], "its process ended")
-    course.wait(7)
-    assert is_now(course.coordinator, CoordinatorState.PAUSED)
-    (again,) = (control for control in course.room.news()[moved] if isinstance(control, Recover))
-    assert again.origin["sources"] != learn.origin["sources"]
+    harness.send(moved, Ready())
+    (recover,) = (control for control in harness.env.new_messages()[moved] if isinstance(control, Recover))
+    harness.coordinator.node_lost(recover.origin["sources"][0], "its process ended")
+    harness.wait(7)
+    assert is_now(harness.coordinator, CoordinatorState.PAUSED)
+    (again,) = (control for control in harness.env.new_messages()[moved] if isinstance(control, Recover))
+    assert again.origin["sources"] != recover.origin["sources"]
 
 
-def test_a_node_that_is_started_again_is_lost_and_new() -> None:
-    course = coordinating()
-    course.hear(3, HELLO)
-    assert course.room.happenings() == ["gone", "rerouted", "joined", "replanned"]
-    assert course.room.events[-1].text.endswith(", and its state is held a second time")
-    assert course.room.logged("welcome")[-1][0] == 3
-    assert 3 not in course.coordinator.nodes
+def test_a_node_that_is_restarted_is_lost_and_new() -> None:
+    harness = coordinating()
+    harness.send(3, HELLO)
+    assert harness.env.event_kinds() == ["gone", "rerouted", "joined", "replanned"]
+    assert harness.env.events[-1].text.endswith(", and its state is held a second time")
+    assert harness.env.logged("welcome")[-1][0] == 3
+    assert 3 not in harness.coordinator.nodes
 
 
 # On the wire
@@ -488,21 +490,21 @@ def test_reasons_of_many_lines_arrive_in_one() -> None:
 
 
 def test_a_checkpoint_of_the_end_is_not_trained_past() -> None:
-    course = coordinating(2)
-    course.iterate(2)
-    again = coordinating(2, keeper=Safe(made=2), wal=list(course.room.notes))
-    for said in (HELLO, Ready()):
+    harness = coordinating(2)
+    harness.iterate(2)
+    again = coordinating(2, store=RecordingStore(made=2), wal=list(harness.env.wal))
+    for control in (HELLO, Ready()):
         for node in range(6):
-            again.hear(node, said)
-    assert again.coordinator.state is CoordinatorState.COLLECTING
+            again.send(node, control)
+    assert again.coordinator.state is CoordinatorState.GATHERING
     assert again.coordinator.iteration == 2
 
 
-def test_a_run_that_failed_at_the_reunion_stays_so() -> None:
-    course = coordinating(3)
-    course.iterate(1)
-    again = coordinating(3, wal=list(course.room.notes), survival=RecoverySettings(survives=False))
+def test_a_run_that_failed_while_nodes_rejoined_stays_failed() -> None:
+    harness = coordinating(3)
+    harness.iterate(1)
+    again = coordinating(3, wal=list(harness.env.wal), recovery=RecoverySettings(fault_tolerant=False))
     for node in range(6):
-        again.hear(node, replace(HELLO, epoch=1, iteration=1 if node else 7, phase="RUNNING"))
+        again.send(node, replace(HELLO, epoch=1, iteration=1 if node else 7, phase="RUNNING"))
     assert again.coordinator.state is CoordinatorState.FAILED
     assert again.coordinator.failure

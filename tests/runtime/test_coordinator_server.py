@@ -1,4 +1,4 @@
-"""The coordinator as a process: who is told where others are."""
+"""The coordinator as a process: nodes get the addresses of others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WITHIN_S = 10.0
 
 
 @pytest.fixture
-def desk() -> Iterator[CoordinatorServer]:
+def server() -> Iterator[CoordinatorServer]:
     node_config = brief_of(small_plan(), ModelSpec(config_named("llama-tiny", 300), 0))
     publics = {node.name: None for node in node_config.plan.cluster.nodes}
     with closing(CoordinatorServer(node_config, None, publics, security="none", store=lambda *_: None)) as found:
@@ -39,27 +39,27 @@ def introduced(mailbox: Mailbox, name: str) -> str:
     for control in heard(mailbox, WITHIN_S):
         if isinstance(control, PeerUpdate) and name in control.peers:
             return str(control.peers[name][0])
-    raise AssertionError(f"nobody has said where '{name}' is")
+    raise AssertionError(f"no message says where '{name}' is")
 
 
-def test_whoever_comes_and_whoever_is_there_hear_of_each_other(desk: CoordinatorServer) -> None:
+def test_nodes_get_each_others_addresses(server: CoordinatorServer) -> None:
     with ExitStack() as stack:
         first, second = (stack.enter_context(closing(Mailbox(name, None, security="none"))) for name in ("n0", "n1"))
         for number, mailbox in enumerate((first, second)):
             mailbox.allow(THE_COORDINATOR, None)
-            assert desk.meet(number, mailbox.address)
+            assert server.connect(number, mailbox.address)
         assert introduced(first, "n1") == second.address
         assert introduced(second, "n0") == first.address  # it may have moved while there was no coordinator
 
 
-def test_whoever_talks_on_though_it_counts_as_gone_is_told_now_and_then(desk: CoordinatorServer) -> None:
-    stop = Stop("you were taken for dead", again=True)
+def test_a_node_that_was_declared_dead_is_told_to_rejoin_now_and_then(server: CoordinatorServer) -> None:
+    stop = Stop("declared dead", again=True)
     with closing(Mailbox("n0", None, security="none")) as mailbox:
         mailbox.allow(THE_COORDINATOR, None)
-        desk.tell(0, stop)  # nobody knows where it is
-        assert desk.meet(0, mailbox.address)
-        desk.part(0)
-        for _ in range(3):  # as often as it talks; each time anew would cut off what was just said
-            desk.tell(0, stop)
+        server.send(0, stop)  # its address is not known
+        assert server.connect(0, mailbox.address)
+        server.disconnect(0)
+        for _ in range(3):  # as often as it sends; a new connection each time would cut off the message before
+            server.send(0, stop)
         assert next(heard(mailbox, WITHIN_S)) == stop
         assert list(heard(mailbox, 0.5)) == []

@@ -1,4 +1,4 @@
-"""What a coordinator makes of silence, broken links, deadlines, nonsense, and of being started again."""
+"""The failure detector: silence, broken links, deadlines, malformed messages; and a coordinator that is restarted."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from skippipe.runtime.coordinator.interfaces import CoordinatorState, Event
 from skippipe.runtime.coordinator.membership import MemberState
-from skippipe.runtime.coordinator.state_machine import Coordinator, CoordinatorState, Deadlines, Event, RecoverySettings
+from skippipe.runtime.coordinator.settings import Deadlines, RecoverySettings
 from skippipe.runtime.messages import (
     Begin,
     Commit,
@@ -35,15 +36,16 @@ from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.transport.message import Message, MessageKind
 from tests.helpers.single_coordinator import (
-    ASKED,
+    ANY_ID,
     HELLO,
-    Course,
-    Room,
+    CoordinatorHarness,
+    RecordingEnv,
     assert_goes_on,
     coordinating,
     even_plan,
     is_now,
-    learning_late,
+    new_coordinator,
+    recovering_late,
     with_a_quick_one,
 )
 from tests.helpers.single_node import AT_ONCE, LEARNING, small_plan
@@ -52,135 +54,135 @@ from tests.helpers.single_node import AT_ONCE, LEARNING, small_plan
 
 
 def test_a_silent_node_is_gone() -> None:
-    course = coordinating()
-    course.wait(5, 3)
-    assert 3 in course.coordinator.nodes
-    course.wait(1, 3)
-    assert course.room.events[0] == Event("gone", 0, "no sign of life for 5 s", "n3")
-    assert course.coordinator.nodes == [0, 1, 2, 4, 5]
-    course.wait(20)
-    assert course.coordinator.nodes == [0, 1, 2, 4, 5]
+    harness = coordinating()
+    harness.wait(5, 3)
+    assert 3 in harness.coordinator.nodes
+    harness.wait(1, 3)
+    assert harness.env.events[0] == Event("gone", 0, "no heartbeat for 5 s", "n3")
+    assert harness.coordinator.nodes == [0, 1, 2, 4, 5]
+    harness.wait(20)
+    assert harness.coordinator.nodes == [0, 1, 2, 4, 5]
 
 
-def test_nobody_is_gone_when_the_coordinator_itself_was_held_up() -> None:
-    course = coordinating()
-    course.wait(3)
-    course.room.now_s += 60
-    course.coordinator.tick()
-    assert course.coordinator.nodes == list(range(6))
-    course.wait(6, 3)
-    assert course.coordinator.nodes == [0, 1, 2, 4, 5], "but from then on they have to speak"
+def test_no_node_is_declared_dead_when_the_coordinator_itself_was_held_up() -> None:
+    harness = coordinating()
+    harness.wait(3)
+    harness.env.now_s += 60
+    harness.coordinator.tick()
+    assert harness.coordinator.nodes == list(range(6))
+    harness.wait(6, 3)
+    assert harness.coordinator.nodes == [0, 1, 2, 4, 5], "but from then on they have to speak"
 
 
-def test_one_that_builds_its_stage_is_noticed_like_any_other() -> None:
-    room = Room()
-    coordinator = Coordinator(small_plan(), LEARNING, room, room, 1, survival=AT_ONCE)
-    course = Course(coordinator, room)
+def test_a_silent_node_that_builds_its_stage_is_declared_dead() -> None:
+    env = RecordingEnv()
+    coordinator = new_coordinator(env, 1, recovery=AT_ONCE)
+    harness = CoordinatorHarness(coordinator, env)
     for node in range(6):
-        course.hear(node, HELLO)
-    course.wait(5, 2)
-    assert not room.events
-    course.wait(1, 2)
-    assert room.events == [Event("gone", 0, "no sign of life for 5 s", "n2")]
+        harness.send(node, HELLO)
+    harness.wait(5, 2)
+    assert not env.events
+    harness.wait(1, 2)
+    assert env.events == [Event("gone", 0, "no heartbeat for 5 s", "n2")]
 
 
-def test_one_that_is_told_to_build_while_it_is_cut_off_is_noticed_like_any_other() -> None:
-    course = coordinating(plan=replace(even_plan(), cluster=with_a_quick_one(7)))
-    course.hear(6, HELLO)
-    assert course.coordinator.membership[6].standing is MemberState.BUILDING
-    course.wait(6, 6)
-    assert course.room.events[-1] == Event("gone", 0, "no sign of life for 5 s", "n6")
+def test_a_node_that_is_cut_off_while_it_builds_is_declared_dead() -> None:
+    harness = coordinating(plan=replace(even_plan(), cluster=with_a_quick_one(7)))
+    harness.send(6, HELLO)
+    assert harness.coordinator.membership[6].state is MemberState.BUILDING
+    harness.wait(6, 6)
+    assert harness.env.events[-1] == Event("gone", 0, "no heartbeat for 5 s", "n6")
 
 
-def test_one_that_speaks_and_does_not_get_its_stage_built_is_given_up() -> None:
+def test_a_node_that_sends_heartbeats_and_does_not_get_its_stage_built_is_given_up() -> None:
     plan = replace(even_plan(), cluster=with_a_quick_one(7))
-    course = coordinating(plan=plan, deadlines=Deadlines(ready=timedelta(seconds=30)))
-    course.hear(6, HELLO)
-    course.wait(31)
-    assert 6 in course.coordinator.membership
-    course.wait(1)
-    assert course.room.events[-1] == Event("gone", 0, "it has been building its stage for 30 s", "n6")
+    harness = coordinating(plan=plan, deadlines=Deadlines(ready=timedelta(seconds=30)))
+    harness.send(6, HELLO)
+    harness.wait(31)
+    assert 6 in harness.coordinator.membership
+    harness.wait(1)
+    assert harness.env.events[-1] == Event("gone", 0, "it has been building its stage for 30 s", "n6")
 
 
-def waited_for(*nodes: int) -> Course:
+def waited_for(*nodes: int) -> CoordinatorHarness:
     """All others have averaged."""
     plan = small_plan()
-    course = coordinating(plan=plan.promising(simulate(plan, Timing.FULL)))
+    harness = coordinating(plan=plan.promising(simulate(plan, Timing.FULL)))
     for node in set(range(6)) - set(nodes):
-        course.hear(node, course.averaged(node))
-    return course
+        harness.send(node, harness.averaged(node))
+    return harness
 
 
 def test_slow_but_alive_is_an_event_and_nothing_else() -> None:
-    course = waited_for(4, 5)
-    course.wait(60, busy=[4])
-    assert course.room.events == [Event("slow", 0, "is slow, but there: something", "n4")], "once, and not who waits"
-    assert not course.room.told
+    harness = waited_for(4, 5)
+    harness.wait(60, busy=[4])
+    assert harness.env.events == [Event("slow", 0, "is slow, but there: something", "n4")], "once, and not who waits"
+    assert not harness.env.sent
     for node in (4, 5):
-        course.hear(node, course.averaged(node))
-    assert course.coordinator.iteration == 1
+        harness.send(node, harness.averaged(node))
+    assert harness.coordinator.iteration == 1
 
 
-def test_if_all_wait_for_each_other_nobody_is_called_slow() -> None:
-    course = waited_for(4, 5)
-    course.wait(9)
-    assert not course.room.events, "a link that is cut is noticed before"
-    course.wait(60)
+def test_if_all_wait_for_each_other_no_node_is_called_slow() -> None:
+    harness = waited_for(4, 5)
+    harness.wait(9)
+    assert not harness.env.events, "a link that is cut is noticed before"
+    harness.wait(60)
     text = "no node computes, n4, n5 wait for what others send: a link is slow"
-    assert course.room.events == [Event("slow", 0, text, "")], "once"
+    assert harness.env.events == [Event("slow", 0, text, "")], "once"
 
 
 # Links
 
 
-def test_a_broken_link_means_another_beginning_without_it() -> None:
-    course = coordinating()
-    course.hear(2, LinkDown(3, 1))
-    told = course.room.news()
-    assert all(begin == [Begin(0, 2, False)] for begin in told.values())
-    assert sorted(told) == course.coordinator.nodes
-    pairs = {frozenset(pair) for lane in course.coordinator.plan.lanes for pair in pairwise(lane.path)}
+def test_a_broken_link_restarts_the_iteration_without_it() -> None:
+    harness = coordinating()
+    harness.send(2, LinkDown(3, 1))
+    messages = harness.env.new_messages()
+    assert all(begin == [Begin(0, 2, False)] for begin in messages.values())
+    assert sorted(messages) == harness.coordinator.nodes
+    pairs = {frozenset(pair) for lane in harness.coordinator.plan.lanes for pair in pairwise(lane.path)}
     assert frozenset({2, 3}) not in pairs
-    assert course.coordinator.plan.cluster.bandwidth_bytes_per_s[2, 3] == 0
-    course.hear(3, LinkDown(2, 2))
-    assert not course.room.told, "that is known"
-    assert [event.kind for event in course.room.events][:1] == ["cut"]
-    course.iterate()
-    assert course.coordinator.iteration == 1
+    assert harness.coordinator.plan.cluster.bandwidth_bytes_per_s[2, 3] == 0
+    harness.send(3, LinkDown(2, 2))
+    assert not harness.env.sent, "that is known"
+    assert [event.kind for event in harness.env.events][:1] == ["cut"]
+    harness.iterate()
+    assert harness.coordinator.iteration == 1
 
 
-def test_one_that_is_gone_is_no_broken_link() -> None:
-    course = coordinating()
-    course.wait(4, 3)
-    course.hear(2, LinkDown(3, 1))
-    course.hear(4, LinkDown(3, 1))
-    assert not course.room.events, "it has not been heard of here either"
-    course.wait(2, 3)
-    assert course.room.happenings()[0] == "gone"
-    course.wait(2)
-    assert "cut" not in course.room.happenings()
+def test_a_silent_peer_is_no_broken_link() -> None:
+    harness = coordinating()
+    harness.wait(4, 3)
+    harness.send(2, LinkDown(3, 1))
+    harness.send(4, LinkDown(3, 1))
+    assert not harness.env.events, "it has not been heard of here either"
+    harness.wait(2, 3)
+    assert harness.env.event_kinds()[0] == "gone"
+    harness.wait(2)
+    assert "cut" not in harness.env.event_kinds()
 
 
-def test_one_that_is_heard_of_again_has_a_broken_link() -> None:
-    course = coordinating()
-    course.wait(4, 3)
-    course.hear(2, LinkDown(3, 1))
-    course.wait(1)
-    assert course.room.events[0] == Event("cut", 0, "cannot reach 'n3'", "n2")
+def test_a_peer_that_sends_heartbeats_again_has_a_broken_link() -> None:
+    harness = coordinating()
+    harness.wait(4, 3)
+    harness.send(2, LinkDown(3, 1))
+    harness.wait(1)
+    assert harness.env.events[0] == Event("cut", 0, "cannot reach 'n3'", "n2")
 
 
 def test_two_of_a_stage_that_cannot_reach_each_other_cannot_average() -> None:
-    course = coordinating()
-    course.hear(3, LinkDown(4, 1))
-    assert course.room.logged("part") == [(3,)], "a complaint is at the cost of whoever has it"
-    assert [type(each) for each in course.room.news()[3]] == [Stop]
-    assert_goes_on(course, 3)
+    harness = coordinating()
+    harness.send(3, LinkDown(4, 1))
+    assert harness.env.logged("disconnect") == [(3,)], "a report is at the cost of the node that sends it"
+    assert [type(each) for each in harness.env.new_messages()[3]] == [Stop]
+    assert_goes_on(harness, 3)
 
 
-def test_of_two_that_cannot_average_the_one_leaves_of_whom_others_complain_too() -> None:
-    course = coordinating()
-    course.hear(1, LinkDown(4, 1)).hear(5, LinkDown(4, 2))
-    assert course.room.logged("part") == [(4,)]
+def test_of_two_that_cannot_average_the_one_is_evicted_that_others_report_too() -> None:
+    harness = coordinating()
+    harness.send(1, LinkDown(4, 1)).send(5, LinkDown(4, 2))
+    assert harness.env.logged("disconnect") == [(4,)]
 
 
 # Deadlines
@@ -188,108 +190,108 @@ def test_of_two_that_cannot_average_the_one_leaves_of_whom_others_complain_too()
 
 @pytest.mark.parametrize(
     "state",
-    [CoordinatorState.JOINING, CoordinatorState.PREPARING, CoordinatorState.STEPPING, CoordinatorState.COLLECTING],
+    [CoordinatorState.JOINING, CoordinatorState.PREPARING, CoordinatorState.STEPPING, CoordinatorState.GATHERING],
 )
-def test_a_deadline_that_passes_names_those_who_are_missing(state: CoordinatorState) -> None:
-    room = Room()
+def test_a_deadline_that_passes_names_the_awaited_nodes(state: CoordinatorState) -> None:
+    env = RecordingEnv()
     deadlines = Deadlines(*(timedelta(seconds=7) for _ in range(4)))
-    survival = RecoverySettings(survives=state is not CoordinatorState.PREPARING)
-    coordinator = Coordinator(small_plan(), LEARNING, room, room, 1, deadlines=deadlines, survival=survival)
-    course = Course(coordinator, room)
-    said: list[Callable[[int], ControlMessage]] = [
+    recovery = RecoverySettings(fault_tolerant=state is not CoordinatorState.PREPARING)
+    coordinator = new_coordinator(env, 1, deadlines=deadlines, recovery=recovery)
+    harness = CoordinatorHarness(coordinator, env)
+    answers: list[Callable[[int], ControlMessage]] = [
         lambda node: HELLO,
         lambda node: Ready(),
-        lambda node: course.averaged(node),
+        lambda node: harness.averaged(node),
         lambda node: Stepped(0),
     ]
-    for what in said:
+    for what in answers:
         if is_now(coordinator, state):
             break
         for node in range(6):
-            course.hear(node, what(node))
+            harness.send(node, what(node))
     assert is_now(coordinator, state)
-    if state is not CoordinatorState.COLLECTING:
+    if state is not CoordinatorState.GATHERING:
         for node in (0, 1, 3, 5):
-            course.hear(node, what(node))
-    course.wait(6.9)
+            harness.send(node, what(node))
+    harness.wait(6.9)
     assert not coordinator.over
-    course.wait(0.1)
-    names = "n0" if state is CoordinatorState.COLLECTING else "n2, n4"
+    harness.wait(0.1)
+    names = "n0" if state is CoordinatorState.GATHERING else "n2, n4"
     assert coordinator.failure == f"waited 7 s for {names} {state.value}"
 
 
-def test_an_iteration_that_does_not_end_is_begun_again_and_then_it_is_the_end() -> None:
-    course = coordinating(deadlines=Deadlines(iteration=timedelta(seconds=7)))
+def test_an_iteration_that_times_out_starts_over_once_and_then_the_run_fails() -> None:
+    harness = coordinating(deadlines=Deadlines(iteration=timedelta(seconds=7)))
     for node in (0, 1, 3, 5):
-        course.hear(node, course.averaged(node))
-    course.wait(6.9)
-    assert not course.room.told
-    course.wait(0.1)
-    assert course.room.news() == {node: [Begin(0, 2, False)] for node in range(6)}
-    assert course.room.events[-1] == Event("restarted", 0, "waited 7 s for n2, n4 to average gradients")
+        harness.send(node, harness.averaged(node))
+    harness.wait(6.9)
+    assert not harness.env.sent
+    harness.wait(0.1)
+    assert harness.env.new_messages() == {node: [Begin(0, 2, False)] for node in range(6)}
+    assert harness.env.events[-1] == Event("restarted", 0, "waited 7 s for n2, n4 to average gradients")
     for node in (0, 1, 3, 5):
-        course.hear(node, course.averaged(node, epoch=1))
+        harness.send(node, harness.averaged(node, epoch=1))
     for node in (0, 2, 3, 4, 5):
-        course.hear(node, course.averaged(node))
-    course.wait(7)
-    assert course.coordinator.failure == "waited 7 s for n1 to average gradients"
-    assert course.room.news() == {node: [Stop(course.coordinator.failure)] for node in range(6)}
+        harness.send(node, harness.averaged(node))
+    harness.wait(7)
+    assert harness.coordinator.failure == "waited 7 s for n1 to average gradients"
+    assert harness.env.new_messages() == {node: [Stop(harness.coordinator.failure)] for node in range(6)}
 
 
-def test_an_iteration_that_goes_well_gives_the_next_another_chance() -> None:
-    course = coordinating(5, deadlines=Deadlines(iteration=timedelta(seconds=7)))
+def test_the_next_iteration_may_start_over_again() -> None:
+    harness = coordinating(5, deadlines=Deadlines(iteration=timedelta(seconds=7)))
     for _ in range(2):
-        course.wait(7)
-        assert not course.coordinator.over
-        course.iterate()
-    assert course.coordinator.iteration == 2
+        harness.wait(7)
+        assert not harness.coordinator.over
+        harness.iterate()
+    assert harness.coordinator.iteration == 2
 
 
-def test_one_that_does_not_get_ready_is_left_behind() -> None:
-    room = Room()
-    coordinator = Coordinator(small_plan(), LEARNING, room, room, 1, survival=AT_ONCE)
-    course = Course(coordinator, room)
+def test_training_begins_without_a_node_that_does_not_get_ready() -> None:
+    env = RecordingEnv()
+    coordinator = new_coordinator(env, 1, recovery=AT_ONCE)
+    harness = CoordinatorHarness(coordinator, env)
     for node in range(6):
-        course.hear(node, HELLO)
+        harness.send(node, HELLO)
     for node in (0, 1, 2, 4, 5):
-        course.hear(node, Ready())
-    course.wait(300)
+        harness.send(node, Ready())
+    harness.wait(300)
     assert is_now(coordinator, CoordinatorState.TRAINING)
     assert coordinator.nodes == [0, 1, 2, 4, 5]
     assert all(3 not in lane.path for lane in coordinator.plan.lanes)
 
 
-# Nonsense
+# Malformed messages
 
-NONSENSE: dict[str, Callable[[Course], ControlMessage]] = {
-    "a step out of place": lambda course: Stepped(0),
-    "ready again": lambda course: Ready(),
-    "an order": lambda course: Begin(0, 9, False),
-    "a stop": lambda course: Stop("enough"),
-    "learned, though it never learned": lambda course: Recovered(0, 0),
-    "averaged in the next iteration": lambda course: course.averaged(3, iteration=1),
-    "averaged in another epoch": lambda course: course.averaged(3, epoch=0),
-    "an account that nobody asked for": lambda course: course.contributed(3),
-    "back on a lane that is not there": lambda course: MicrobatchDone(0, 1, 9, 0, 1.0),
-    "back on the lane of another": lambda course: MicrobatchDone(0, 1, 0, 0, 1.0),
-    "a broken link to nobody": lambda course: LinkDown(10**9),
-    "state, though there is no checkpoint": lambda course: StateRequest(0, 0, 10, 0),
-    "a seal": lambda course: StateDigest(0, "x", 0),
+MALFORMED: dict[str, Callable[[CoordinatorHarness], ControlMessage]] = {
+    "a step out of place": lambda harness: Stepped(0),
+    "ready again": lambda harness: Ready(),
+    "an order": lambda harness: Begin(0, 9, False),
+    "a stop": lambda harness: Stop("enough"),
+    "recovered, though it never fetched a state": lambda harness: Recovered(0, 0),
+    "averaged in the next iteration": lambda harness: harness.averaged(3, iteration=1),
+    "averaged in another epoch": lambda harness: harness.averaged(3, epoch=0),
+    "a contribution that was not requested": lambda harness: harness.contributed(3),
+    "back on a lane that is not there": lambda harness: MicrobatchDone(0, 1, 9, 0, 1.0),
+    "back on the lane of another": lambda harness: MicrobatchDone(0, 1, 0, 0, 1.0),
+    "a broken link to no node": lambda harness: LinkDown(10**9),
+    "state, though there is no checkpoint": lambda harness: StateRequest(0, 0, 10, 0),
+    "a digest": lambda harness: StateDigest(0, "x", 0),
 }
 
 
-@pytest.mark.parametrize("nonsense", NONSENSE)
-def test_nonsense_changes_nothing(nonsense: str) -> None:
-    course = coordinating()
-    course.hear(3, NONSENSE[nonsense](course))
-    assert (course.room.told, course.room.events, course.coordinator.nodes) == ([], [], list(range(6)))
-    course.iterate()
-    assert course.coordinator.iteration == 1
-    assert course.room.reports[0].loss == 2.0
+@pytest.mark.parametrize("report", MALFORMED)
+def test_malformed_reports_change_nothing(report: str) -> None:
+    harness = coordinating()
+    harness.send(3, MALFORMED[report](harness))
+    assert (harness.env.sent, harness.env.events, harness.coordinator.nodes) == ([], [], list(range(6)))
+    harness.iterate()
+    assert harness.coordinator.iteration == 1
+    assert harness.env.reports[0].loss == 2.0
 
 
 SENSELESS: dict[str, dict[str, Any]] = {
-    "bytes to nobody in particular": {"sent_bytes": [[1]]},
+    "bytes to no node": {"sent_bytes": [[1]]},
     "bytes to one that is not there": {"sent_bytes": [[99, 1]]},
     "speeds of no kind": {"speeds": [[9, 1, 1], [1]]},
     "lags from nowhere": {"lags": [[99.0, 1.0], [1.0], [math.nan, math.nan]]},
@@ -301,58 +303,58 @@ SENSELESS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("senseless", SENSELESS)
 def test_a_senseless_report_ends_nothing(senseless: str) -> None:
-    course = coordinating(survival=replace(AT_ONCE, drift=0.5))
+    harness = coordinating(recovery=replace(AT_ONCE, drift=0.5))
     for node in range(6):
-        course.hear(node, course.averaged(node, **SENSELESS[senseless] if node == 2 else {}))
-    assert not course.coordinator.over, course.coordinator.failure
-    for report in course.room.reports:
+        harness.send(node, harness.averaged(node, **SENSELESS[senseless] if node == 2 else {}))
+    assert not harness.coordinator.over, harness.coordinator.failure
+    for report in harness.env.reports:
         assert all(receiver < 7 for _, receiver in report.sent_bytes)
         assert all(len(row) == 6 for rows in report.tasks.values() for row in rows)
 
 
 def test_norms_without_a_sum_end_nothing() -> None:
-    course = coordinating()
-    course.average(n2=math.inf, n3=-math.inf, n4=-math.inf, n5=-math.inf)
+    harness = coordinating()
+    harness.average(n2=math.inf, n3=-math.inf, n4=-math.inf, n5=-math.inf)
     for node in range(6):
-        course.hear(node, course.contributed(node))
-    course.average(n2=math.inf, n3=-math.inf, n4=-math.inf, n5=-math.inf)
-    assert not course.coordinator.over
+        harness.send(node, harness.contributed(node))
+    harness.average(n2=math.inf, n3=-math.inf, n4=-math.inf, n5=-math.inf)
+    assert not harness.coordinator.over
 
 
 def test_a_microbatch_that_is_not_there_does_not_come_back() -> None:
-    course = coordinating()
-    course.hear(0, MicrobatchDone(0, 1, 0, 10**6, 1000.0))
-    course.iterate()
-    assert course.room.reports[0].loss == 2.0
+    harness = coordinating()
+    harness.send(0, MicrobatchDone(0, 1, 0, 10**6, 1000.0))
+    harness.iterate()
+    assert harness.env.reports[0].loss == 2.0
 
 
-def test_what_a_stranger_says_is_not_heard() -> None:
-    course = coordinating()
-    course.hear(6, course.averaged(3))
-    assert course.room.news() == {6: [Stop("you were taken for dead", again=True)]}
-    assert not course.room.events
+def test_a_message_of_a_node_that_has_not_joined_is_dropped() -> None:
+    harness = coordinating()
+    harness.send(6, harness.averaged(3))
+    assert harness.env.new_messages() == {6: [Stop("declared dead", again=True)]}
+    assert not harness.env.events
 
 
-def test_what_nobody_understands_is_an_event() -> None:
-    course = coordinating()
-    course.coordinator.complain(3, "no message of ours")
-    (event,) = course.room.events
+def test_a_malformed_message_is_an_event() -> None:
+    harness = coordinating()
+    harness.coordinator.on_malformed(3, "no message of ours")
+    (event,) = harness.env.events
     assert (event.kind, event.node) == ("refused", "n3")
-    assert not course.room.told
+    assert not harness.env.sent
 
 
 def test_what_comes_after_the_end_changes_nothing() -> None:
-    course = coordinating()
-    course.coordinator.fail("enough")
-    course.room.news()
-    course.hear(3, course.averaged(3), HELLO)
-    course.coordinator.lost(2, "late")
-    course.coordinator.fail("later")
-    course.coordinator.finish_early()
-    course.coordinator.receive(3, Message(MessageKind.CHUNK, 0, 0, 0, 0))
-    course.wait(10_000)
-    assert not course.room.told
-    assert course.coordinator.failure == "enough"
+    harness = coordinating()
+    harness.coordinator.fail("enough")
+    harness.env.new_messages()
+    harness.send(3, harness.averaged(3), HELLO)
+    harness.coordinator.node_lost(2, "late")
+    harness.coordinator.fail("later")
+    harness.coordinator.stop_now()
+    harness.coordinator.on_piece(3, Message(MessageKind.CHUNK, 0, 0, 0, 0))
+    harness.wait(10_000)
+    assert not harness.env.sent
+    assert harness.coordinator.failure == "enough"
 
 
 # A coordinator that is started again
@@ -362,100 +364,100 @@ def at(iteration: int, phase: NodePhase, epoch: int = 1) -> Hello:
     return replace(HELLO, epoch=epoch, iteration=iteration, phase=phase.name)
 
 
-def started_again(iterations: int = 5, done: int = 2, **others: Any) -> Course:
+def started_again(iterations: int = 5, done: int = 2, **others: Any) -> CoordinatorHarness:
     """With the notes of one that had done so many iterations."""
     before = coordinating(iterations, even_plan())
     before.iterate(done)
-    return coordinating(iterations, wal=before.room.notes, **others)
+    return coordinating(iterations, wal=before.env.wal, **others)
 
 
-def test_a_coordinator_that_is_started_again_waits_for_all_and_begins_with_a_higher_epoch() -> None:
-    course = started_again()
-    assert is_now(course.coordinator, CoordinatorState.REUNITING)
-    assert course.coordinator.iteration == 2
-    course.hear(2, course.averaged(2), Heartbeat("a step"))
-    assert not course.room.told, "they have to say hello first, but are not sent away for it"
+def test_a_restarted_coordinator_waits_for_all_nodes_and_begins_with_a_higher_epoch() -> None:
+    harness = started_again()
+    assert is_now(harness.coordinator, CoordinatorState.REJOINING)
+    assert harness.coordinator.iteration == 2
+    harness.send(2, harness.averaged(2), Heartbeat("a step"))
+    assert not harness.env.sent, "they have to say hello first, but are not sent away for it"
     for node in range(5):
-        course.hear(node, at(2, NodePhase.RUNNING, epoch=3))
-    assert not course.room.told
-    course.hear(5, at(2, NodePhase.WAITING))
-    assert is_now(course.coordinator, CoordinatorState.TRAINING)
-    begins = {node: controls[-1] for node, controls in course.room.news().items()}
+        harness.send(node, at(2, NodePhase.RUNNING, epoch=3))
+    assert not harness.env.sent
+    harness.send(5, at(2, NodePhase.WAITING))
+    assert is_now(harness.coordinator, CoordinatorState.TRAINING)
+    begins = {node: controls[-1] for node, controls in harness.env.new_messages().items()}
     assert list(begins) == list(range(6))
     epochs = {begin.epoch for begin in begins.values() if isinstance(begin, Begin)}
     assert len(epochs) == 1
     assert min(epochs) > 3
-    assert "recovered" in course.room.happenings()
-    course.iterate()
-    assert course.coordinator.iteration == 3
-    assert course.room.notes[-1]["commit"] == 2
-    assert course.room.notes[-1]["steps"] == [3, 3, 3]
+    assert "recovered" in harness.env.event_kinds()
+    harness.iterate()
+    assert harness.coordinator.iteration == 3
+    assert harness.env.wal[-1]["commit"] == 2
+    assert harness.env.wal[-1]["steps"] == [3, 3, 3]
 
 
-def test_those_who_have_not_heard_of_the_last_step_are_told_again() -> None:
-    course = started_again()
+def test_nodes_that_have_not_received_the_last_commit_get_it_again() -> None:
+    harness = started_again()
     for node in range(6):
-        course.hear(node, at(1, NodePhase.AVERAGED) if node == 4 else at(2, NodePhase.RUNNING))
-    told = course.room.news()
-    proceed, begin = told[4]
+        harness.send(node, at(1, NodePhase.AVERAGED) if node == 4 else at(2, NodePhase.RUNNING))
+    messages = harness.env.new_messages()
+    proceed, begin = messages[4]
     assert proceed == Commit(1, LEARNING.rate_at(1), LEARNING.clipping([4.0] * 3)[1], True, False, False)
     assert isinstance(begin, Begin)
-    assert [type(each) for each in told[3]] == [Begin]
+    assert [type(each) for each in messages[3]] == [Begin]
 
 
-def test_who_does_not_come_back_is_not_waited_for() -> None:
-    course = started_again()
+def test_a_node_that_does_not_rejoin_is_not_waited_for() -> None:
+    harness = started_again()
     for node in (0, 1, 2, 3, 4):
-        course.hear(node, at(2, NodePhase.RUNNING))
-    course.wait(19.9)
-    assert is_now(course.coordinator, CoordinatorState.REUNITING)
-    course.wait(0.1)
-    assert is_now(course.coordinator, CoordinatorState.TRAINING)
-    assert course.coordinator.nodes == [0, 1, 2, 3, 4]
+        harness.send(node, at(2, NodePhase.RUNNING))
+    harness.wait(19.9)
+    assert is_now(harness.coordinator, CoordinatorState.REJOINING)
+    harness.wait(0.1)
+    assert is_now(harness.coordinator, CoordinatorState.TRAINING)
+    assert harness.coordinator.nodes == [0, 1, 2, 3, 4]
 
 
-def test_who_is_lost_again_before_all_are_back_is_not_counted_in() -> None:
-    course = started_again()
+def test_a_node_that_is_lost_again_before_all_have_rejoined_does_not_count() -> None:
+    harness = started_again()
     for node in (0, 1, 2, 3, 4):
-        course.hear(node, at(2, NodePhase.RUNNING))
-    course.coordinator.lost(3, "its process ended")
-    course.hear(5, at(2, NodePhase.RUNNING))
-    course.wait(20)
-    assert is_now(course.coordinator, CoordinatorState.TRAINING)
-    assert course.coordinator.nodes == [0, 1, 2, 4, 5]
+        harness.send(node, at(2, NodePhase.RUNNING))
+    harness.coordinator.node_lost(3, "its process ended")
+    harness.send(5, at(2, NodePhase.RUNNING))
+    harness.wait(20)
+    assert is_now(harness.coordinator, CoordinatorState.TRAINING)
+    assert harness.coordinator.nodes == [0, 1, 2, 4, 5]
 
 
-def test_newcomers_are_placed_and_those_who_are_elsewhere_start_over() -> None:
-    course = started_again()
+def test_new_nodes_get_a_stage_and_misplaced_ones_are_evicted() -> None:
+    harness = started_again()
     for node in (0, 1, 2, 3):
-        course.hear(node, at(2, NodePhase.RUNNING))
-    course.hear(4, HELLO)
-    course.hear(5, at(0, NodePhase.RUNNING))
-    assert is_now(course.coordinator, CoordinatorState.TRAINING)
-    assert course.coordinator.nodes == [0, 1, 2, 3]
-    assert course.room.logged("welcome")[-1][0] == 4
-    (stop,) = course.room.news()[5]
+        harness.send(node, at(2, NodePhase.RUNNING))
+    harness.send(4, HELLO)
+    harness.send(5, at(0, NodePhase.RUNNING))
+    assert is_now(harness.coordinator, CoordinatorState.TRAINING)
+    assert harness.coordinator.nodes == [0, 1, 2, 3]
+    assert harness.env.logged("welcome")[-1][0] == 4
+    (stop,) = harness.env.new_messages()[5]
     assert isinstance(stop, Stop)
     assert stop.again
-    course.hear(5, HELLO)
-    assert course.room.logged("welcome")[-1][0] == 5
+    harness.send(5, HELLO)
+    assert harness.env.logged("welcome")[-1][0] == 5
 
 
-def test_a_coordinator_started_again_after_the_last_iteration_collects() -> None:
-    course = started_again(2, 2)
+def test_a_coordinator_restarted_after_the_last_iteration_gathers_the_weights() -> None:
+    harness = started_again(2, 2)
     for node in range(6):
-        course.hear(node, at(1, NodePhase.AVERAGED) if node == 4 else at(2, NodePhase.WAITING))
-    assert is_now(course.coordinator, CoordinatorState.STEPPING)
-    assert [type(each) for each in course.room.news()[4]] == [Commit]
-    course.hear(4, Stepped(1))
-    assert is_now(course.coordinator, CoordinatorState.COLLECTING)
-    assert course.room.news() == {0: [GatherState(0, False, ASKED)]}
+        harness.send(node, at(1, NodePhase.AVERAGED) if node == 4 else at(2, NodePhase.WAITING))
+    assert is_now(harness.coordinator, CoordinatorState.STEPPING)
+    assert [type(each) for each in harness.env.new_messages()[4]] == [Commit]
+    harness.send(4, Stepped(1))
+    assert is_now(harness.coordinator, CoordinatorState.GATHERING)
+    assert harness.env.new_messages() == {0: [GatherState(0, False, ANY_ID)]}
 
 
-def test_one_that_was_learning_is_still_learning() -> None:
-    before, _ = learning_late()
-    course = coordinating(5, wal=before.room.notes)
+def test_a_node_that_was_recovering_is_still_recovering() -> None:
+    before, _ = recovering_late()
+    harness = coordinating(5, wal=before.env.wal)
     for node in range(7):
-        course.hear(node, at(1, NodePhase.RUNNING))
-    assert [type(each) for each in course.room.news()[6]] == [Begin, Recover]
-    assert all(6 not in lane.path for lane in course.coordinator.plan.lanes)
+        harness.send(node, at(1, NodePhase.RUNNING))
+    assert [type(each) for each in harness.env.new_messages()[6]] == [Begin, Recover]
+    assert all(6 not in lane.path for lane in harness.coordinator.plan.lanes)

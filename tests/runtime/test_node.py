@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from skippipe.runtime.coordinator.state_machine import CoordinatorState, Event
+from skippipe.runtime.coordinator.interfaces import CoordinatorState, Event
+from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.messages import (
     COORDINATOR,
     Average,
@@ -419,7 +420,12 @@ def test_weights_are_shown_after_the_step_that_was_asked_for() -> None:
             return super().run(work)
 
     computers = {node: (Noted if node == 0 else SymbolicExecutor)(node, plan) for node in plan.stage_of}
-    cluster = VirtualCluster(plan, LEARNING, 50, computers=computers, asked=lambda: 2 * (len(cluster.reports) == 2))
+    cluster = VirtualCluster(
+        plan,
+        CoordinatorSettings(LEARNING, 50),
+        computers=computers,
+        stop_requests=lambda: 2 * (len(cluster.reports) == 2),
+    )
     cluster.run()
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
     assert len(cluster.reports) == 2

@@ -15,7 +15,8 @@ from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan
 from skippipe.planner.repair import repair
 from skippipe.planner.strategies import PlanRequest, Strategy, with_paths_of
-from skippipe.runtime.coordinator.state_machine import Coordinator, CoordinatorState
+from skippipe.runtime.coordinator.interfaces import CoordinatorState
+from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.wal_records import plan_records
 from skippipe.runtime.simulation.fault_injection import Fault, kill, kill_coordinator
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
@@ -23,7 +24,14 @@ from skippipe.skip_schedule import SkipSchedule
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.validate import validate
 from tests.helpers.exact_training import FULL, assert_exact, plan_of, sampler_of, tensors_of
-from tests.helpers.single_coordinator import HELLO, Course, Room, coordinating
+from tests.helpers.single_coordinator import (
+    HELLO,
+    CoordinatorHarness,
+    RecordingEnv,
+    RecordingStore,
+    coordinating,
+    new_coordinator,
+)
 from tests.helpers.single_node import AT_ONCE, LEARNING
 from tests.helpers.virtual_chaos import Scenario, plans_of, play, scenario, staged, wide
 
@@ -83,7 +91,7 @@ def test_many_nodes_are_one_process_whatever_the_recipe(recipe: SkipSchedule, op
 
 def test_a_recipe_that_says_what_is_usual_changes_nothing() -> None:
     runs = [
-        VirtualCluster(wide(split=False), LEARNING, 3, recipe=recipe)
+        VirtualCluster(wide(split=False), CoordinatorSettings(LEARNING, 3, skip_schedule=recipe))
         for recipe in (SkipSchedule(), SkipSchedule("1/4"))
     ]
     for cluster in runs:
@@ -107,36 +115,38 @@ def plans_by_turns() -> tuple[Plan, Plan]:
     return first, replace(first, lanes=whole)
 
 
-def lengths_told(course: Course) -> list[int]:
+def lengths_told(harness: CoordinatorHarness) -> list[int]:
     """Of the plans that node 3 was told since it was last asked."""
-    found = [plan.visited for node, plan in course.room.logged("replan") if node == 3]
-    course.room.log.clear()
+    found = [plan.visited for node, plan in harness.env.logged("plan") if node == 3]
+    harness.env.log.clear()
     return found
 
 
 @pytest.mark.usefixtures("no_planning")
 def test_a_plan_is_noted_in_full_once_and_then_by_its_length() -> None:
     short, whole = plans_by_turns()
-    course = coordinating(6, short, recipe=SkipSchedule("2 x 1/4 + 0"), plans={4: whole})
+    harness = coordinating(6, short, skip_schedule=SkipSchedule("2 x 1/4 + 0"), plans={4: whole})
     told = []
     for _ in range(6):
-        course.iterate()
-        told.append(lengths_told(course))
+        harness.iterate()
+        told.append(lengths_told(harness))
     assert told == [[], [4], [3], [], [4], []], "nothing is told for an iteration that never comes"
     found = [
         f"plan {note['visited']}" if "plan" in note else f"turn {note['turn']}" if "turn" in note else note["commit"]
-        for note in course.room.notes
+        for note in harness.env.wal
     ]
     assert found == ["plan 3", 0, 1, "plan 4", 2, "turn 3", 3, 4, "turn 4", 5]
-    assert [record["visited"] for record in plan_records(course.room.notes)] == [3, 4, 3, 4]
-    assert [report.plan.visited for report in course.room.reports if report.plan] == [3, 3, 4, 3, 3, 4]
+    assert [record["visited"] for record in plan_records(harness.env.wal)] == [3, 4, 3, 4]
+    assert [report.plan.visited for report in harness.env.reports if report.plan] == [3, 3, 4, 3, 3, 4]
 
 
 @pytest.mark.parametrize(("first", "length"), [(0, 3), (1, 4), (6, 3), (7, 4), (8, 4)])
 def test_a_run_begins_with_the_length_of_its_first_iteration(first: int, length: int) -> None:
     short, _ = plans_by_turns()
-    course = coordinating(9 - first, short, first=first, recipe=SkipSchedule("1/4 + 0 until 70%, 0"))
-    assert course.coordinator.plan.visited == length
+    harness = coordinating(
+        9, short, RecordingStore(made=first), resumed_from=first, skip_schedule=SkipSchedule("1/4 + 0 until 70%, 0")
+    )
+    assert harness.coordinator.plan.visited == length
 
 
 @pytest.mark.parametrize("notes", [9, 8, 7, 6])
@@ -144,35 +154,33 @@ def test_a_coordinator_that_is_started_again_goes_on_with_the_right_length(notes
     """Also if it was killed between the end of an iteration and the plan for the next."""
     short, whole = plans_by_turns()
     recipe = SkipSchedule("1/4 + 0")
-    before = coordinating(9, short, recipe=recipe, plans={4: whole})
+    before = coordinating(9, short, skip_schedule=recipe, plans={4: whole})
     before.iterate(5)
-    wal = before.room.notes[:notes]
+    wal = before.env.wal[:notes]
     done = sum("commit" in note for note in wal)
-    room = Room()
-    coordinator = Coordinator(
-        short, LEARNING, room, room, 9, recipe=recipe, plans={4: whole}, survival=AT_ONCE, wal=wal
-    )
-    course = Course(coordinator, room)
+    env = RecordingEnv()
+    coordinator = new_coordinator(env, 9, short, wal=wal, skip_schedule=recipe, plans={4: whole}, recovery=AT_ONCE)
+    harness = CoordinatorHarness(coordinator, env)
     for node in range(8):
-        course.hear(node, replace(HELLO, epoch=1, iteration=done, phase="RUNNING"))
+        harness.send(node, replace(HELLO, epoch=1, iteration=done, phase="RUNNING"))
     assert coordinator.iteration == done
     assert coordinator.plan.visited == recipe.visited(done, 9, 4, 0)
-    course.iterate(2)
-    lengths = [report.plan.visited for report in room.reports if report.plan]
+    harness.iterate(2)
+    lengths = [report.plan.visited for report in env.reports if report.plan]
     assert lengths == [recipe.visited(number, 9, 4, 0) for number in (done, done + 1)]
 
 
 def test_when_a_node_is_lost_all_plans_are_made_anew_once() -> None:
     short, whole = plans_by_turns()
-    course = coordinating(9, short, recipe=BY_TURNS, plans={4: whole})
-    course.iterate(2)
-    course.coordinator.lost(3, "its process ended")
-    course.come_back()
-    for answer in (course.contributed, course.averaged):
-        for node in list(course.coordinator.nodes):
-            course.hear(node, answer(node))
-    course.iterate(4)
-    plans = [report.plan for report in course.room.reports if report.plan]
+    harness = coordinating(9, short, skip_schedule=BY_TURNS, plans={4: whole})
+    harness.iterate(2)
+    harness.coordinator.node_lost(3, "its process ended")
+    harness.return_microbatches()
+    for answer in (harness.contributed, harness.averaged):
+        for node in list(harness.coordinator.nodes):
+            harness.send(node, answer(node))
+    harness.iterate(4)
+    plans = [report.plan for report in harness.env.reports if report.plan]
     assert [plan.visited for plan in plans] == [3, 4, 3, 4, 3, 4, 3]
     assert all(3 not in plan.stage_of for plan in plans[3:])
     assert plans[3] is plans[5]
@@ -216,12 +224,8 @@ def test_an_heir_that_runs_the_head_before_its_own_forward_pass(monkeypatch: pyt
     plan, spec = plan_of(SHORT)
     cluster = VirtualCluster(
         plan,
-        LEARNING,
-        3,
+        CoordinatorSettings(LEARNING, 3, skip_schedule=recipe, plans={4: plan_of(FULL)[0]}, recovery=AT_ONCE),
         tensors_of(plan, spec, LEARNING, recipe),
-        recipe=recipe,
-        plans={4: plan_of(FULL)[0]},
-        survival=AT_ONCE,
         faults=[kill(node=1).at(iteration=1, during="backward")],
     )
     cluster.run()

@@ -92,7 +92,7 @@ def test_the_last_replica_is_rebuilt_from_its_neighbours(play: Play) -> None:
 def test_all_data_nodes_are_lost_and_their_embedding_comes_from_a_copy(play: Play) -> None:
     outcome = play(*(kill(node).at(iteration=4, during="forward").back_after(0.2) for node in (0, 1, 2)), iterations=8)
     assert_struck(outcome)
-    assert any("head from the copy that" in text for text in outcome.said("learning")), outcome.tale()
+    assert any("head from the backup on" in text for text in outcome.said("learning")), outcome.tale()
 
 
 def test_a_node_in_averaging_then_one_with_a_copy_for_a_checkpoint(play: Play) -> None:
@@ -129,7 +129,7 @@ def test_a_cut_link_is_done_without_and_a_frozen_node_starts_over(play: Play) ->
         iterations=24,
     )
     assert_struck(outcome)
-    assert outcome.said("gone", 8) == ["no sign of life for 1 s"], outcome.tale()
+    assert outcome.said("gone", 8) == ["no heartbeat for 1 s"], outcome.tale()
     assert outcome.said("joined", 8), "when it was thawed"
     assert outcome.said("cut"), outcome.tale()
     assert not outcome.said("gone", 0)

@@ -1,4 +1,4 @@
-"""How a coordinator ends a run and makes checkpoints, whoever is lost meanwhile."""
+"""How a coordinator ends a run and makes checkpoints, whichever nodes are lost meanwhile."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ from typing import Any
 
 import pytest
 
-from skippipe.runtime.coordinator.interfaces import WriteFailed
-from skippipe.runtime.coordinator.state_machine import Coordinator, CoordinatorState, Deadlines
+from skippipe.runtime.coordinator.interfaces import CoordinatorState, WriteFailed
+from skippipe.runtime.coordinator.settings import Deadlines
 from skippipe.runtime.messages import Begin, Commit, GatherState, Ready, Recover, StateRequest, Stepped, Stop
 from skippipe.transport.message import Message, MessageKind
-from tests.helpers.single_coordinator import ASKED, HELLO, Course, Room, Safe, coordinating, is_now
-from tests.helpers.single_node import AT_ONCE, LEARNING, small_plan
+from tests.helpers.single_coordinator import (
+    ANY_ID,
+    HELLO,
+    CoordinatorHarness,
+    RecordingEnv,
+    RecordingStore,
+    coordinating,
+    is_now,
+    new_coordinator,
+)
+from tests.helpers.single_node import AT_ONCE
 
 # The end
 
@@ -22,34 +31,36 @@ def piece(number: int, body: Any = None, *, kept: bool = False) -> Message:
     return Message(MessageKind.CHUNK, 0, 0, number, int(kept), body)
 
 
-def collecting(iterations: int = 1, **others: Any) -> Course:
-    course = coordinating(iterations, **others)
-    course.iterate(iterations)
-    assert is_now(course.coordinator, CoordinatorState.STEPPING)
+def collecting(iterations: int = 1, **others: Any) -> CoordinatorHarness:
+    harness = coordinating(iterations, **others)
+    harness.iterate(iterations)
+    assert is_now(harness.coordinator, CoordinatorState.STEPPING)
     for node in range(6):
-        course.hear(node, Stepped(iterations - 1))
-    assert is_now(course.coordinator, CoordinatorState.COLLECTING)
-    return course
+        harness.send(node, Stepped(iterations - 1))
+    assert is_now(harness.coordinator, CoordinatorState.GATHERING)
+    return harness
 
 
 def test_weights_come_from_one_node_of_each_stage_in_turn() -> None:
-    course = collecting(deadlines=Deadlines(collect=timedelta(seconds=7)))
-    coordinator, room = course.coordinator, course.room
-    assert [control for control in room.news()[0] if isinstance(control, GatherState)] == [GatherState(0, False, ASKED)]
-    course.wait(5)
-    course.receive(0, piece(0, "some weights"))
-    assert room.news() == {0: [GatherState(1, False, ASKED)]}
-    course.wait(6)
+    harness = collecting(deadlines=Deadlines(gather=timedelta(seconds=7)))
+    coordinator, env = harness.coordinator, harness.env
+    assert [control for control in env.new_messages()[0] if isinstance(control, GatherState)] == [
+        GatherState(0, False, ANY_ID)
+    ]
+    harness.wait(5)
+    harness.receive(0, piece(0, "some weights"))
+    assert env.new_messages() == {0: [GatherState(1, False, ANY_ID)]}
+    harness.wait(6)
     assert not coordinator.over, "every piece gives it time"
-    course.receive(0, piece(1))
-    assert room.news() == {2: [GatherState(0, False, ASKED)]}
-    course.receive(2, piece(0))
-    assert room.news() == {3: [GatherState(0, False, ASKED)]}
-    course.receive(3, piece(0))
+    harness.receive(0, piece(1))
+    assert env.new_messages() == {2: [GatherState(0, False, ANY_ID)]}
+    harness.receive(2, piece(0))
+    assert env.new_messages() == {3: [GatherState(0, False, ANY_ID)]}
+    harness.receive(3, piece(0))
     assert is_now(coordinator, CoordinatorState.DONE)
-    assert room.news() == {node: [Stop("")] for node in range(6)}
-    assert room.notes[-1] == {"done": 0}
-    assert room.stored == [(0, 0, "some weights"), (0, 1, None), (1, 0, None), (2, 0, None)]
+    assert env.new_messages() == {node: [Stop("")] for node in range(6)}
+    assert env.wal[-1] == {"done": 0}
+    assert env.stored == [(0, 0, "some weights"), (0, 1, None), (1, 0, None), (2, 0, None)]
 
 
 @pytest.mark.parametrize(
@@ -57,143 +68,143 @@ def test_weights_come_from_one_node_of_each_stage_in_turn() -> None:
     [(3, piece(0, "x")), (0, piece(1, "x")), (0, piece(0, "x", kept=True)), (6, piece(0, "x"))],
     ids=["of another stage", "of another number", "of a checkpoint", "of a stranger"],
 )
-def test_weights_that_nobody_asked_for_are_not_stored(node: int, message: Message) -> None:
-    course = collecting()
-    course.room.news()
-    course.receive(node, message)
-    assert (course.room.stored, course.room.told) == ([], [])
-    course = coordinating()
-    course.receive(node, message)
-    assert (course.room.stored, course.room.told) == ([], [])
+def test_weights_that_were_not_requested_are_not_stored(node: int, message: Message) -> None:
+    harness = collecting()
+    harness.env.new_messages()
+    harness.receive(node, message)
+    assert (harness.env.stored, harness.env.sent) == ([], [])
+    harness = coordinating()
+    harness.receive(node, message)
+    assert (harness.env.stored, harness.env.sent) == ([], [])
 
 
 def test_when_the_holder_is_lost_the_stage_comes_from_another_from_its_beginning() -> None:
-    course = collecting()
-    course.receive(0, piece(0, "half of it"))
-    course.room.news()
-    course.coordinator.lost(0, "its process ended")
-    assert course.room.news() == {1: [GatherState(0, False, ASKED)]}
-    course.receive(0, piece(1, "too late"))
-    course.receive(1, piece(0, "all of it"))
-    course.receive(1, piece(1))
-    course.room.news()
-    assert course.room.stored == [(0, 0, "half of it"), (0, 0, "all of it"), (0, 1, None)]
+    harness = collecting()
+    harness.receive(0, piece(0, "half of it"))
+    harness.env.new_messages()
+    harness.coordinator.node_lost(0, "its process ended")
+    assert harness.env.new_messages() == {1: [GatherState(0, False, ANY_ID)]}
+    harness.receive(0, piece(1, "too late"))
+    harness.receive(1, piece(0, "all of it"))
+    harness.receive(1, piece(1))
+    harness.env.new_messages()
+    assert harness.env.stored == [(0, 0, "half of it"), (0, 0, "all of it"), (0, 1, None)]
     for node in (2, 3):
-        course.receive(node, piece(0))
-    assert is_now(course.coordinator, CoordinatorState.DONE)
-    assert sorted(course.room.news()) == [1, 2, 3, 4, 5]
+        harness.receive(node, piece(0))
+    assert is_now(harness.coordinator, CoordinatorState.DONE)
+    assert sorted(harness.env.new_messages()) == [1, 2, 3, 4, 5]
 
 
-def test_when_the_last_holder_is_lost_a_newcomer_may_still_bring_it() -> None:
-    course = collecting()
-    course.receive(0, piece(0))
-    course.room.news()
-    course.coordinator.lost(2, "its process ended")
-    assert is_now(course.coordinator, CoordinatorState.PAUSED)
-    assert not course.coordinator.failure
-    learners = {node for node, stage, _ in course.room.logged("welcome")[6:] if stage == 1}
-    if not learners:
-        course.hear(6, HELLO)
-        learners = {6}
-    (learner,) = learners
-    course.hear(learner, Ready())
-    learn = [control for control in course.room.news()[learner] if isinstance(control, Recover)]
-    assert [each.origin["kind"] for each in learn] == ["neighbours"]
-    course.hear(learner, Ready())
-    assert is_now(course.coordinator, CoordinatorState.COLLECTING)
-    assert course.room.news() == {learner: [GatherState(0, False, ASKED)]}
+def test_when_the_last_holder_is_lost_a_node_that_joins_may_replace_it() -> None:
+    harness = collecting()
+    harness.receive(0, piece(0))
+    harness.env.new_messages()
+    harness.coordinator.node_lost(2, "its process ended")
+    assert is_now(harness.coordinator, CoordinatorState.PAUSED)
+    assert not harness.coordinator.failure
+    receivers = {node for node, stage, _ in harness.env.logged("welcome")[6:] if stage == 1}
+    if not receivers:
+        harness.send(6, HELLO)
+        receivers = {6}
+    (receiver,) = receivers
+    harness.send(receiver, Ready())
+    recoveries = [control for control in harness.env.new_messages()[receiver] if isinstance(control, Recover)]
+    assert [each.origin["kind"] for each in recoveries] == ["neighbours"]
+    harness.send(receiver, Ready())
+    assert is_now(harness.coordinator, CoordinatorState.GATHERING)
+    assert harness.env.new_messages() == {receiver: [GatherState(0, False, ANY_ID)]}
 
 
 def test_a_node_lost_before_its_last_step_is_not_waited_for() -> None:
-    course = coordinating(1)
-    course.iterate()
+    harness = coordinating(1)
+    harness.iterate()
     for node in (0, 1, 2, 4, 5):
-        course.hear(node, Stepped(0))
-    assert is_now(course.coordinator, CoordinatorState.STEPPING)
-    course.coordinator.lost(3, "its process ended")
-    assert is_now(course.coordinator, CoordinatorState.COLLECTING)
+        harness.send(node, Stepped(0))
+    assert is_now(harness.coordinator, CoordinatorState.STEPPING)
+    harness.coordinator.node_lost(3, "its process ended")
+    assert is_now(harness.coordinator, CoordinatorState.GATHERING)
 
 
-@pytest.mark.parametrize("state", ["joining", "preparing", "paused", "reuniting"])
-def test_to_finish_early_before_there_is_anything_to_keep_is_to_stop(state: str) -> None:
-    room = Room()
-    wal = coordinating().room.notes if state == "reuniting" else ()
-    coordinator = Coordinator(small_plan(), LEARNING, room, room, 2, survival=AT_ONCE, wal=wal)
-    course = Course(coordinator, room)
-    for node in range(5 if state in ("joining", "reuniting") else 6):
-        course.hear(node, HELLO)
+@pytest.mark.parametrize("state", ["joining", "preparing", "paused", "rejoining"])
+def test_to_stop_before_training_gathers_nothing(state: str) -> None:
+    env = RecordingEnv()
+    wal = coordinating().env.wal if state == "rejoining" else ()
+    coordinator = new_coordinator(env, 2, wal=wal, recovery=AT_ONCE)
+    harness = CoordinatorHarness(coordinator, env)
+    for node in range(5 if state in ("joining", "rejoining") else 6):
+        harness.send(node, HELLO)
     if state == "paused":
         for node in range(6):
-            course.hear(node, Ready())
+            harness.send(node, Ready())
         for node in (0, 1):
-            coordinator.lost(node, "its process ended")
+            coordinator.node_lost(node, "its process ended")
     assert coordinator.state.name.lower() == state
-    room.news()
-    coordinator.finish_early()
+    env.new_messages()
+    coordinator.stop_now()
     assert is_now(coordinator, CoordinatorState.DONE)
-    assert room.news() == {node: [Stop("")] for node in coordinator.membership}
-    assert not room.stored
+    assert env.new_messages() == {node: [Stop("")] for node in coordinator.membership}
+    assert not env.stored
 
 
-def test_to_finish_early_in_training_is_to_collect_what_there_is_at_once() -> None:
-    course = coordinating(50)
-    course.iterate()
-    course.room.news()
-    course.coordinator.finish_early()
-    assert is_now(course.coordinator, CoordinatorState.COLLECTING)
-    assert course.room.news() == {0: [GatherState(0, False, ASKED)]}
-    course.hear(0, course.averaged(0))
-    course.coordinator.finish_early()
-    assert not course.room.told
-    course.wait(3.9)
-    assert not course.coordinator.over
-    course.receive(0, piece(0, "half of it"))
-    course.wait(0.1)
-    assert course.coordinator.failure == "waited 4 s for n0 to send its weights", "no more time for every piece"
+def test_to_stop_in_training_gathers_the_weights_at_once() -> None:
+    harness = coordinating(50)
+    harness.iterate()
+    harness.env.new_messages()
+    harness.coordinator.stop_now()
+    assert is_now(harness.coordinator, CoordinatorState.GATHERING)
+    assert harness.env.new_messages() == {0: [GatherState(0, False, ANY_ID)]}
+    harness.send(0, harness.averaged(0))
+    harness.coordinator.stop_now()
+    assert not harness.env.sent
+    harness.wait(3.9)
+    assert not harness.coordinator.over
+    harness.receive(0, piece(0, "half of it"))
+    harness.wait(0.1)
+    assert harness.coordinator.failure == "waited 4 s for n0 to send its weights", "no more time for every piece"
 
 
 def test_asked_twice_it_does_not_wait_for_the_iteration() -> None:
-    course = coordinating(50)
-    course.iterate()
-    course.coordinator.asked_to_end(1)
-    assert is_now(course.coordinator, CoordinatorState.TRAINING)
-    course.coordinator.asked_to_end(2)
-    assert is_now(course.coordinator, CoordinatorState.COLLECTING)
+    harness = coordinating(50)
+    harness.iterate()
+    harness.coordinator.on_stop_requests(1)
+    assert is_now(harness.coordinator, CoordinatorState.TRAINING)
+    harness.coordinator.on_stop_requests(2)
+    assert is_now(harness.coordinator, CoordinatorState.GATHERING)
 
 
-def test_to_finish_early_after_the_last_iteration_is_to_finish() -> None:
-    course = coordinating(1)
-    course.iterate()
-    course.coordinator.finish_early()
-    assert is_now(course.coordinator, CoordinatorState.STEPPING)
+def test_to_stop_after_the_last_iteration_is_to_finish() -> None:
+    harness = coordinating(1)
+    harness.iterate()
+    harness.coordinator.stop_now()
+    assert is_now(harness.coordinator, CoordinatorState.STEPPING)
     for node in range(6):
-        course.hear(node, Stepped(0))
-    assert is_now(course.coordinator, CoordinatorState.COLLECTING)
-    course.coordinator.finish_early()
+        harness.send(node, Stepped(0))
+    assert is_now(harness.coordinator, CoordinatorState.GATHERING)
+    harness.coordinator.stop_now()
     for node in (0, 2, 3):
-        course.receive(node, piece(0))
-    assert is_now(course.coordinator, CoordinatorState.DONE)
+        harness.receive(node, piece(0))
+    assert is_now(harness.coordinator, CoordinatorState.DONE)
 
 
-def test_to_finish_early_does_not_wait_for_a_checkpoint() -> None:
-    course = collecting(kept_every=1, keeper=Safe())
-    course.room.news()
-    course.coordinator.finish_early()
-    assert course.room.news() == {0: [GatherState(0, False, ASKED)]}
+def test_to_stop_does_not_wait_for_a_checkpoint() -> None:
+    harness = collecting(checkpoint_every=1, store=RecordingStore())
+    harness.env.new_messages()
+    harness.coordinator.stop_now()
+    assert harness.env.new_messages() == {0: [GatherState(0, False, ANY_ID)]}
     for node in (0, 2, 3):
-        course.receive(node, piece(0))
-    assert is_now(course.coordinator, CoordinatorState.DONE)
-    assert [event.text for event in course.room.events] == [
+        harness.receive(node, piece(0))
+    assert is_now(harness.coordinator, CoordinatorState.DONE)
+    assert [event.text for event in harness.env.events] == [
         "none of the last iteration: the run was ended before it was made"
     ]
 
 
-def test_a_stage_without_weights_cannot_be_finished_early() -> None:
-    course = coordinating(50)
-    course.coordinator.lost(2, "its process ended")
-    course.coordinator.finish_early()
-    assert is_now(course.coordinator, CoordinatorState.FAILED)
-    assert "nobody is left who has the weights of stage 1" in course.coordinator.failure
+def test_to_stop_without_the_weights_of_a_stage_fails() -> None:
+    harness = coordinating(50)
+    harness.coordinator.node_lost(2, "its process ended")
+    harness.coordinator.stop_now()
+    assert is_now(harness.coordinator, CoordinatorState.FAILED)
+    assert "no node is left that has the weights of stage 1" in harness.coordinator.failure
 
 
 # Checkpoints
@@ -202,242 +213,242 @@ KEPT = Commit(0, 0.0, 0.0, last=True, kept=True, recorded=False)
 """After the last of one iteration: the step is taken, and a copy is wanted."""
 
 
-def send(course: Course, *nodes: int, kept: bool) -> None:
+def send(harness: CoordinatorHarness, *nodes: int, kept: bool) -> None:
     """All that they have, in one piece."""
     for node in nodes:
-        course.receive(node, piece(0, f"of {node}", kept=kept))
-        course.receive(node, piece(1, kept=kept))
+        harness.receive(node, piece(0, f"of {node}", kept=kept))
+        harness.receive(node, piece(1, kept=kept))
 
 
 def test_a_run_ends_with_a_checkpoint_and_then_the_weights() -> None:
-    safe = Safe()
-    course = collecting(kept_every=50, keeper=safe)
-    told = course.room.news()
-    assert [each for each in told[0] if each == KEPT or isinstance(each, GatherState)] == [
+    store = RecordingStore()
+    harness = collecting(checkpoint_every=50, store=store)
+    messages = harness.env.new_messages()
+    assert [each for each in messages[0] if each == KEPT or isinstance(each, GatherState)] == [
         KEPT,
-        GatherState(0, True, ASKED),
+        GatherState(0, True, ANY_ID),
     ]
-    assert {node for node, controls in told.items() if KEPT in controls} == {0, 2, 3}, "one of each stage"
-    send(course, 0, 2, 3, kept=True)
-    assert safe.done == [(1, (1, 1, 1))]
-    assert course.room.news()[0][-1] == GatherState(0, False, ASKED)
-    send(course, 0, 2, 3, kept=False)
-    assert is_now(course.coordinator, CoordinatorState.DONE)
-    assert safe.done == [(1, (1, 1, 1))]
-    assert not course.room.events
+    assert {node for node, controls in messages.items() if KEPT in controls} == {0, 2, 3}, "one of each stage"
+    send(harness, 0, 2, 3, kept=True)
+    assert store.done == [(1, (1, 1, 1))]
+    assert harness.env.new_messages()[0][-1] == GatherState(0, False, ANY_ID)
+    send(harness, 0, 2, 3, kept=False)
+    assert is_now(harness.coordinator, CoordinatorState.DONE)
+    assert store.done == [(1, (1, 1, 1))]
+    assert not harness.env.events
 
 
 def test_asked_once_the_iteration_that_is_under_way_is_the_last() -> None:
     """With a checkpoint of it, from which the run can go on."""
-    safe = Safe()
-    course = coordinating(50, kept_every=20, keeper=safe)
-    course.iterate()
-    course.room.news()
-    course.coordinator.asked_to_end(1)
-    course.coordinator.asked_to_end(1)
-    assert [event.kind for event in course.room.events] == ["ending"]
-    assert not course.room.told
-    course.iterate()
-    assert is_now(course.coordinator, CoordinatorState.STEPPING)
+    store = RecordingStore()
+    harness = coordinating(50, checkpoint_every=20, store=store)
+    harness.iterate()
+    harness.env.new_messages()
+    harness.coordinator.on_stop_requests(1)
+    harness.coordinator.on_stop_requests(1)
+    assert [event.kind for event in harness.env.events] == ["ending"]
+    assert not harness.env.sent
+    harness.iterate()
+    assert is_now(harness.coordinator, CoordinatorState.STEPPING)
     for node in range(6):
-        course.hear(node, Stepped(1))
-    send(course, 0, 2, 3, kept=True)
-    assert safe.done == [(2, (2, 2, 2))]
-    send(course, 0, 2, 3, kept=False)
-    assert is_now(course.coordinator, CoordinatorState.DONE)
+        harness.send(node, Stepped(1))
+    send(harness, 0, 2, 3, kept=True)
+    assert store.done == [(2, (2, 2, 2))]
+    send(harness, 0, 2, 3, kept=False)
+    assert is_now(harness.coordinator, CoordinatorState.DONE)
 
 
 def test_a_stage_that_is_lost_in_the_last_iteration_is_in_the_last_checkpoint() -> None:
-    safe = Safe()
-    course = coordinating(1, kept_every=1, keeper=safe)
-    course.come_back()
-    course.coordinator.lost(2, "its process ended")
-    for answer in (course.contributed, course.averaged):
-        for node in list(course.coordinator.nodes):
-            course.hear(node, answer(node))
-    for node in list(course.coordinator.nodes):
-        course.hear(node, Stepped(0))
-    assert is_now(course.coordinator, CoordinatorState.PAUSED)
-    learners = {node for node, stage, _ in course.room.logged("welcome")[6:] if stage == 1}
-    (learner,) = learners
-    (pause,) = (event.text for event in course.room.events if event.kind == "paused")
-    assert pause.endswith(f"and 'n{learner}' will take the place")
-    course.hear(learner, Ready(), Ready())
-    assert is_now(course.coordinator, CoordinatorState.COLLECTING)
-    assert KEPT in course.room.news()[learner]
-    holders = list(course.coordinator.membership.holders(course.coordinator.plan).values())
-    send(course, *holders, kept=True)
-    assert safe.done == [(1, (1, 0, 1))], "that stage begins anew"
-    send(course, *holders, kept=False)
-    assert is_now(course.coordinator, CoordinatorState.DONE)
+    store = RecordingStore()
+    harness = coordinating(1, checkpoint_every=1, store=store)
+    harness.return_microbatches()
+    harness.coordinator.node_lost(2, "its process ended")
+    for answer in (harness.contributed, harness.averaged):
+        for node in list(harness.coordinator.nodes):
+            harness.send(node, answer(node))
+    for node in list(harness.coordinator.nodes):
+        harness.send(node, Stepped(0))
+    assert is_now(harness.coordinator, CoordinatorState.PAUSED)
+    receivers = {node for node, stage, _ in harness.env.logged("welcome")[6:] if stage == 1}
+    (receiver,) = receivers
+    (pause,) = (event.text for event in harness.env.events if event.kind == "paused")
+    assert pause.endswith(f"and 'n{receiver}' will take the place")
+    harness.send(receiver, Ready(), Ready())
+    assert is_now(harness.coordinator, CoordinatorState.GATHERING)
+    assert KEPT in harness.env.new_messages()[receiver]
+    holders = list(harness.coordinator.membership.holders(harness.coordinator.plan).values())
+    send(harness, *holders, kept=True)
+    assert store.done == [(1, (1, 0, 1))], "that stage begins anew"
+    send(harness, *holders, kept=False)
+    assert is_now(harness.coordinator, CoordinatorState.DONE)
 
 
 def test_an_earlier_checkpoint_is_completed_before_the_last_is_made() -> None:
-    safe = Safe()
-    course = collecting(3, kept_every=2, keeper=safe)
+    store = RecordingStore()
+    harness = collecting(3, checkpoint_every=2, store=store)
     last = replace(KEPT, iteration=2)
-    assert not any(control == last for _, control in course.room.told)
-    send(course, 0, 2, 3, kept=True)
-    assert safe.done == [(2, (2, 2, 2))]
-    assert {node for node, controls in course.room.news().items() if last in controls} == {0, 2, 3}
-    send(course, 0, 2, 3, kept=True)
-    assert safe.done == [(2, (2, 2, 2)), (3, (3, 3, 3))]
-    send(course, 0, 2, 3, kept=False)
-    assert is_now(course.coordinator, CoordinatorState.DONE)
+    assert not any(control == last for _, control in harness.env.sent)
+    send(harness, 0, 2, 3, kept=True)
+    assert store.done == [(2, (2, 2, 2))]
+    assert {node for node, controls in harness.env.new_messages().items() if last in controls} == {0, 2, 3}
+    send(harness, 0, 2, 3, kept=True)
+    assert store.done == [(2, (2, 2, 2)), (3, (3, 3, 3))]
+    send(harness, 0, 2, 3, kept=False)
+    assert is_now(harness.coordinator, CoordinatorState.DONE)
 
 
-def test_the_last_checkpoint_is_begun_again_when_one_who_has_a_copy_is_lost() -> None:
-    safe = Safe()
-    course = collecting(kept_every=1, keeper=safe)
-    send(course, 0, 2, kept=True)
-    course.room.news()
-    course.coordinator.lost(3, "its process ended")
-    assert safe.abandoned == 1
-    (heir,) = {node for node, controls in course.room.news().items() if KEPT in controls} - {0, 2}
-    send(course, 0, 2, heir, kept=True)
-    assert safe.done == [(1, (1, 1, 1))]
-    send(course, 0, 2, heir, kept=False)
-    assert is_now(course.coordinator, CoordinatorState.DONE)
+def test_the_last_checkpoint_starts_over_when_a_node_with_a_snapshot_is_lost() -> None:
+    store = RecordingStore()
+    harness = collecting(checkpoint_every=1, store=store)
+    send(harness, 0, 2, kept=True)
+    harness.env.new_messages()
+    harness.coordinator.node_lost(3, "its process ended")
+    assert store.abandoned == 1
+    (replica,) = {node for node, controls in harness.env.new_messages().items() if KEPT in controls} - {0, 2}
+    send(harness, 0, 2, replica, kept=True)
+    assert store.done == [(1, (1, 1, 1))]
+    send(harness, 0, 2, replica, kept=False)
+    assert is_now(harness.coordinator, CoordinatorState.DONE)
 
 
 def test_a_checkpoint_is_made_while_training_goes_on() -> None:
-    safe = Safe()
-    course = coordinating(5, kept_every=2, keeper=safe)
-    course.iterate()
-    assert not any(isinstance(each, GatherState) for _, each in course.room.told)
-    course.room.news()
-    course.iterate()
-    told = course.room.news()
-    kept = {node for node, controls in told.items() if any(isinstance(e, Commit) and e.kept for e in controls)}
+    store = RecordingStore()
+    harness = coordinating(5, checkpoint_every=2, store=store)
+    harness.iterate()
+    assert not any(isinstance(each, GatherState) for _, each in harness.env.sent)
+    harness.env.new_messages()
+    harness.iterate()
+    messages = harness.env.new_messages()
+    kept = {node for node, controls in messages.items() if any(isinstance(e, Commit) and e.kept for e in controls)}
     assert kept == {0, 2, 3}, "one of each stage"
-    assert told[0][-1] == GatherState(0, True, ASKED)
-    assert GatherState(0, True, ASKED) not in told[2]
-    course.receive(0, piece(0, "a copy", kept=True))
-    course.iterate()
-    course.receive(0, piece(1, kept=True))
+    assert messages[0][-1] == GatherState(0, True, ANY_ID)
+    assert GatherState(0, True, ANY_ID) not in messages[2]
+    harness.receive(0, piece(0, "a copy", kept=True))
+    harness.iterate()
+    harness.receive(0, piece(1, kept=True))
     for node in (2, 3):
-        assert not safe.done
-        course.receive(node, piece(0, kept=True))
-    assert safe.done == [(2, (2, 2, 2))], "as of when it was made"
-    assert safe.saved_pieces == [(0, 0, "a copy"), (0, 1, None), (1, 0, None), (2, 0, None)]
+        assert not store.done
+        harness.receive(node, piece(0, kept=True))
+    assert store.done == [(2, (2, 2, 2))], "as of when it was made"
+    assert store.saved_pieces == [(0, 0, "a copy"), (0, 1, None), (1, 0, None), (2, 0, None)]
 
 
 @pytest.mark.parametrize(("lost", "abandoned"), [(3, 1), (5, 0)])
-def test_a_checkpoint_is_given_up_with_a_node_that_holds_its_copy(lost: int, abandoned: int) -> None:
-    safe = Safe()
-    course = coordinating(5, kept_every=1, keeper=safe)
-    course.iterate()
-    course.coordinator.lost(lost, "its process ended")
-    assert safe.abandoned == abandoned
-    course.receive(0, piece(0, "a copy", kept=True))
-    assert len(safe.saved_pieces) == 1 - abandoned
-    assert not safe.done
+def test_a_checkpoint_is_given_up_with_a_node_that_holds_its_snapshot(lost: int, abandoned: int) -> None:
+    store = RecordingStore()
+    harness = coordinating(5, checkpoint_every=1, store=store)
+    harness.iterate()
+    harness.coordinator.node_lost(lost, "its process ended")
+    assert store.abandoned == abandoned
+    harness.receive(0, piece(0, "a copy", kept=True))
+    assert len(store.saved_pieces) == 1 - abandoned
+    assert not store.done
 
 
 def test_a_piece_of_a_checkpoint_that_was_given_up_is_not_taken_for_one_of_the_last() -> None:
-    safe = Safe()
-    course = collecting(3, kept_every=2, keeper=safe)
-    course.room.news()
-    course.coordinator.lost(3, "its process ended")
-    assert safe.abandoned == 1
-    assert not course.room.told, "node 0 has yet to answer"
-    course.receive(0, piece(0, "after two iterations", kept=True))
-    assert course.room.news()[0] == [replace(KEPT, iteration=2), GatherState(0, True, ASKED)]
-    send(course, 0, 2, 4, kept=True)
-    assert safe.saved_pieces[0] == (0, 0, "of 0")
-    assert safe.done == [(3, (3, 3, 3))]
+    store = RecordingStore()
+    harness = collecting(3, checkpoint_every=2, store=store)
+    harness.env.new_messages()
+    harness.coordinator.node_lost(3, "its process ended")
+    assert store.abandoned == 1
+    assert not harness.env.sent, "node 0 has yet to answer"
+    harness.receive(0, piece(0, "after two iterations", kept=True))
+    assert harness.env.new_messages()[0] == [replace(KEPT, iteration=2), GatherState(0, True, ANY_ID)]
+    send(harness, 0, 2, 4, kept=True)
+    assert store.saved_pieces[0] == (0, 0, "of 0")
+    assert store.done == [(3, (3, 3, 3))]
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_sends_nodes_there_first() -> None:
-    room = Room(keeper=Safe(made=4))
-    coordinator = Coordinator(small_plan(), LEARNING, room, room, 2, first=4, resumed=True)
+    env = RecordingEnv(checkpoint_store=RecordingStore(made=4))
+    coordinator = new_coordinator(env, 6, resumed_from=4)
     for node in range(6):
-        coordinator.hear(node, HELLO)
-    for node, stage, origin in room.logged("welcome"):
+        coordinator.on_message(node, HELLO)
+    for node, stage, origin in env.logged("welcome"):
         expected = {"kind": "checkpoint", "sources": [], "stages": [stage], "shares": [1.0], "steps": 7 + stage}
         assert origin == expected, node
-    course = Course(coordinator, room)
-    course.hear(3, StateRequest(2, 0, 100, coordinator.membership[3].assignment))
-    assert room.logged("give") == [(3, 2, 0, 100)]
+    harness = CoordinatorHarness(coordinator, env)
+    harness.send(3, StateRequest(2, 0, 100, coordinator.membership[3].assignment))
+    assert env.logged("state") == [(3, 2, 0, 100)]
     for node in range(6):
-        course.hear(node, Ready())
-    assert room.news()[0] == [Begin(4, 1, False)]
+        harness.send(node, Ready())
+    assert env.new_messages()[0] == [Begin(4, 1, False)]
 
 
 # A disk that is full
 
 
 def test_weights_that_cannot_be_written_are_held_and_nodes_are_not_dismissed() -> None:
-    course = collecting(deadlines=Deadlines(room=timedelta(seconds=90), collect=timedelta(seconds=7)))
-    coordinator, room = course.coordinator, course.room
-    room.unwritten = WriteFailed("run/model: 2 GB cannot be written", "ways on")
-    room.news()
-    send(course, 0, kept=False)
-    assert room.news() == {0: [GatherState(1, False, ASKED)]}, "nobody else is asked before there is room"
-    course.wait(60)
+    harness = collecting(deadlines=Deadlines(disk_space=timedelta(seconds=90), gather=timedelta(seconds=7)))
+    coordinator, env = harness.coordinator, harness.env
+    env.unwritten = WriteFailed("run/model: 2 GB cannot be written", "ways on")
+    env.new_messages()
+    send(harness, 0, kept=False)
+    assert env.new_messages() == {0: [GatherState(1, False, ANY_ID)]}, "no other node is asked before there is room"
+    harness.wait(60)
     assert not coordinator.over
-    assert [event.text for event in room.events if event.kind == "storage"] == [
-        "run/model: 2 GB cannot be written; nodes keep their state, and room is waited for, 2 minutes at most"
+    assert [event.text for event in env.events if event.kind == "storage"] == [
+        "run/model: 2 GB cannot be written; nodes keep their state, and disk space is waited for, 2 minutes at most"
     ]
-    assert room.news() == {}
-    room.unwritten = None
-    course.wait(4)
-    assert room.news() == {2: [GatherState(0, False, ASKED)]}, "it is not fetched a second time"
-    assert [event.text for event in room.events][-1] == "the model can be written again"
-    send(course, 2, 3, kept=False)
+    assert env.new_messages() == {}
+    env.unwritten = None
+    harness.wait(4)
+    assert env.new_messages() == {2: [GatherState(0, False, ANY_ID)]}, "it is not fetched a second time"
+    assert [event.text for event in env.events][-1] == "the model can be written again"
+    send(harness, 2, 3, kept=False)
     assert is_now(coordinator, CoordinatorState.DONE)
-    assert [stage for stage, _, piece in room.stored if piece is None] == [0, 1, 2]
+    assert [stage for stage, _, piece in env.stored if piece is None] == [0, 1, 2]
 
 
-def test_when_there_is_no_room_in_time_nodes_keep_their_state_for_the_next_coordinator() -> None:
-    course = collecting(deadlines=Deadlines(room=timedelta(seconds=90)))
-    course.room.unwritten = WriteFailed("run/model: 2 GB cannot be written", "ways on")
-    send(course, 0, kept=False)
-    course.room.news()
-    course.wait(91)
-    assert is_now(course.coordinator, CoordinatorState.FAILED)
-    assert course.coordinator.failure == "run/model: 2 GB cannot be written; waited 90 s for room; ways on"
-    assert course.room.news() == {}, "nobody is told to stop"
-    assert not any("done" in record for record in course.room.notes)
+def test_without_disk_space_in_time_nodes_keep_their_state_for_the_next_coordinator() -> None:
+    harness = collecting(deadlines=Deadlines(disk_space=timedelta(seconds=90)))
+    harness.env.unwritten = WriteFailed("run/model: 2 GB cannot be written", "ways on")
+    send(harness, 0, kept=False)
+    harness.env.new_messages()
+    harness.wait(91)
+    assert is_now(harness.coordinator, CoordinatorState.FAILED)
+    assert harness.coordinator.failure == "run/model: 2 GB cannot be written; waited 90 s for disk space; ways on"
+    assert harness.env.new_messages() == {}, "no node is told to stop"
+    assert not any("done" in record for record in harness.env.wal)
 
 
-def test_whoever_asks_for_the_end_does_not_wait_for_room() -> None:
-    course = collecting()
-    course.room.unwritten = WriteFailed("run/model: 2 GB cannot be written", "ways on")
-    send(course, 0, kept=False)
-    course.wait(10)
-    course.coordinator.asked_to_end(1)
-    course.wait(1)
-    assert is_now(course.coordinator, CoordinatorState.FAILED)
+def test_to_stop_does_not_wait_for_disk_space() -> None:
+    harness = collecting()
+    harness.env.unwritten = WriteFailed("run/model: 2 GB cannot be written", "ways on")
+    send(harness, 0, kept=False)
+    harness.wait(10)
+    harness.coordinator.on_stop_requests(1)
+    harness.wait(1)
+    assert is_now(harness.coordinator, CoordinatorState.FAILED)
 
 
-def test_a_node_lost_while_room_is_waited_for_is_not_needed_if_its_weights_are_here() -> None:
-    course = collecting()
-    send(course, 0, 2, kept=False)
-    course.room.unwritten = WriteFailed("run/model: 2 GB cannot be written", "ways on")
-    send(course, 3, kept=False)
+def test_a_node_lost_while_the_disk_is_full_is_not_needed_if_its_weights_are_here() -> None:
+    harness = collecting()
+    send(harness, 0, 2, kept=False)
+    harness.env.unwritten = WriteFailed("run/model: 2 GB cannot be written", "ways on")
+    send(harness, 3, kept=False)
     for node in (3, 4, 5):
-        course.coordinator.lost(node, "its process ended")
-    assert is_now(course.coordinator, CoordinatorState.COLLECTING)
-    course.room.unwritten = None
-    course.wait(4)
-    assert is_now(course.coordinator, CoordinatorState.DONE)
+        harness.coordinator.node_lost(node, "its process ended")
+    assert is_now(harness.coordinator, CoordinatorState.GATHERING)
+    harness.env.unwritten = None
+    harness.wait(4)
+    assert is_now(harness.coordinator, CoordinatorState.DONE)
 
 
 def test_a_last_checkpoint_that_could_not_be_written_is_made_once_more_when_the_model_is_on_disk() -> None:
-    safe = Safe()
-    course = collecting(kept_every=50, keeper=safe)
-    safe.lacking = "none after 1 iterations: no room"
-    send(course, 0, 2, 3, kept=True)
-    course.room.news()
-    send(course, 0, 2, 3, kept=False)
-    assert is_now(course.coordinator, CoordinatorState.COLLECTING)
-    assert safe.moved == 1
-    assert [each for each in course.room.news()[0] if each == KEPT or isinstance(each, GatherState)][-2:] == [
+    store = RecordingStore()
+    harness = collecting(checkpoint_every=50, store=store)
+    store.lacking = "none after 1 iterations: no room"
+    send(harness, 0, 2, 3, kept=True)
+    harness.env.new_messages()
+    send(harness, 0, 2, 3, kept=False)
+    assert is_now(harness.coordinator, CoordinatorState.GATHERING)
+    assert store.moved == 1
+    assert [each for each in harness.env.new_messages()[0] if each == KEPT or isinstance(each, GatherState)][-2:] == [
         KEPT,
-        GatherState(0, True, ASKED),
+        GatherState(0, True, ANY_ID),
     ]
-    send(course, 0, 2, 3, kept=True)
-    assert is_now(course.coordinator, CoordinatorState.DONE), "once, whatever comes of it"
-    assert safe.done == [(1, (1, 1, 1))] * 2
-    assert safe.moved == 1
+    send(harness, 0, 2, 3, kept=True)
+    assert is_now(harness.coordinator, CoordinatorState.DONE), "once, whatever comes of it"
+    assert store.done == [(1, (1, 1, 1))] * 2
+    assert store.moved == 1

@@ -1,4 +1,4 @@
-"""Who gets which stage when nodes come and go: only what makes the plan better happens, and then nobody moves."""
+"""The stage of each node when nodes join and leave: only what makes the plan better happens, and then no node moves."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from skippipe.cluster import Cluster, Node
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.repair.repair import repaired
 from skippipe.planner.repair.stage_assignment import MOVE_GAIN, Reassignment, StageAssignment
-from skippipe.runtime.coordinator.state_machine import Event
+from skippipe.runtime.coordinator.interfaces import Event
+from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.simulation.fault_injection import Fault, kill
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.workload import Workload
 from tests.helpers.plans import TINY, uniform_cluster
-from tests.helpers.single_coordinator import HELLO, Course, coordinating, even_plan, with_a_quick_one
+from tests.helpers.single_coordinator import HELLO, CoordinatorHarness, coordinating, even_plan, with_a_quick_one
 from tests.helpers.single_node import AT_ONCE, LEARNING
 
 Members = list[set[int]]
@@ -243,7 +244,7 @@ def assert_rest(run: VirtualCluster, about: str) -> None:
     last = max((event.iteration for event in events if event.kind in EXTERNAL), default=0)
     for event in moves(events):
         assert event.iteration <= last + 2, f"{about}: {event} after the last event in iteration {last}"
-        if "which nobody holds" not in event.text:
+        if "which no node holds" not in event.text:
             found = NUMBERS.search(event.text)
             assert found, event.text
             before_s = inf if found["before"] == "for ever" else float(found["before"].removesuffix(" s"))
@@ -287,7 +288,7 @@ def drawn_run(seed: int, iterations: int = 10) -> Open:
         fault = kill(node).at(random.randint(1, 4), random.choice(["forward", "backward", "averaging"]))
         lasts_s = random.choice([None, 0.1, 2.0]) if faults else None
         faults.append(fault if lasts_s is None else fault.back_after(lasts_s))
-    run = Open(plan, LEARNING, iterations, faults=faults, survival=AT_ONCE)
+    run = Open(plan, CoordinatorSettings(LEARNING, iterations, recovery=AT_ONCE), faults=faults)
     for node in range(len(used), count):
         at_ns = int(random.uniform(0.5, 4) * plan.expected.iteration_ns)
         run.after(at_ns, lambda node=node: run.start(node))  # type: ignore[misc]
@@ -309,63 +310,65 @@ def with_speed_of_6(factor: float) -> Cluster:
     return replace(cluster, nodes=(*others, replace(cluster.nodes[6], flops_per_s=factor * others[0].flops_per_s)))
 
 
-def joined(course: Course, node: int) -> str:
-    """What is said of a newcomer after its hello."""
-    course.room.events.clear()
-    course.hear(node, HELLO)
-    (event,) = (event for event in course.room.events if event.kind != "joined")
+def joined(harness: CoordinatorHarness, node: int) -> str:
+    """The event of a node that joins."""
+    harness.env.events.clear()
+    harness.send(node, HELLO)
+    (event,) = (event for event in harness.env.events if event.kind != "joined")
     assert event.node == f"n{node}"
     return f"{event.kind}: {event.text}"
 
 
 def test_a_newcomer_that_helps_gets_a_stage_and_it_is_said_what_that_brings() -> None:
-    course = coordinating(5, replace(even_plan(), cluster=with_a_quick_one(7)))
-    said = joined(course, 6)
-    assert re.fullmatch(r"replanned: takes stage \d: [\d.]+ s instead of [\d.]+ s", said), said
-    assert course.room.logged("welcome")[-1][0] == 6
+    harness = coordinating(5, replace(even_plan(), cluster=with_a_quick_one(7)))
+    text = joined(harness, 6)
+    assert re.fullmatch(r"replanned: takes stage \d: [\d.]+ s instead of [\d.]+ s", text), text
+    assert harness.env.logged("welcome")[-1][0] == 6
 
 
 def test_a_newcomer_that_is_too_slow_stays_a_spare_until_others_are_lost() -> None:
-    course = coordinating(9, replace(even_plan(), cluster=with_speed_of_6(1 / 50)))
-    said = joined(course, 6)
-    numbers = re.fullmatch(r"refused: stays a spare: with it an iteration takes ([\d.]+) s, without ([\d.]+) s", said)
-    assert numbers, said
+    harness = coordinating(9, replace(even_plan(), cluster=with_speed_of_6(1 / 50)))
+    text = joined(harness, 6)
+    numbers = re.fullmatch(r"refused: stays a spare: with it an iteration takes ([\d.]+) s, without ([\d.]+) s", text)
+    assert numbers, text
     assert float(numbers[1]) >= float(numbers[2])
-    course.room.events.clear()
-    course.iterate(2)
-    assert not course.room.events, "it is said once, and nothing is planned for it again"
+    harness.env.events.clear()
+    harness.iterate(2)
+    assert not harness.env.events, "it is reported once, and nothing is planned for it again"
     for node in (1, 2, 3, 4):
-        course.coordinator.lost(node, "its process ended")
-    finish_without(course)
-    assert [(event.node, event.text) for event in moves(course.room.events)] == [
-        ("n6", "takes stage 1, which nobody holds")
+        harness.coordinator.node_lost(node, "its process ended")
+    finish_without(harness)
+    assert [(event.node, event.text) for event in moves(harness.env.events)] == [
+        ("n6", "takes stage 1, which no node holds")
     ]
-    assert (6, 1, {}) in course.room.logged("welcome")
+    assert (6, 1, {}) in harness.env.logged("welcome")
 
 
-def finish_without(course: Course) -> None:
+def finish_without(harness: CoordinatorHarness) -> None:
     """The iteration in which nodes were lost."""
-    course.come_back()
-    for answer in (course.contributed, course.averaged):
-        for node in list(course.coordinator.nodes):
-            course.hear(node, answer(node))
+    harness.return_microbatches()
+    for answer in (harness.contributed, harness.averaged):
+        for node in list(harness.coordinator.nodes):
+            harness.send(node, answer(node))
 
 
 def test_one_that_was_left_out_is_used_when_a_loss_makes_it_useful() -> None:
-    course = coordinating(9, replace(even_plan(), cluster=with_speed_of_6(1)))
-    assert joined(course, 6).startswith("refused: stays a spare: ")
-    course.coordinator.lost(1, "its process ended")
-    finish_without(course)
-    (event,) = moves(course.room.events)
+    harness = coordinating(9, replace(even_plan(), cluster=with_speed_of_6(1)))
+    assert joined(harness, 6).startswith("refused: stays a spare: ")
+    harness.coordinator.node_lost(1, "its process ended")
+    finish_without(harness)
+    (event,) = moves(harness.env.events)
     assert event.node == "n6"
     assert event.text.startswith("takes stage 0: ")
 
 
 def test_spares_that_were_there_before_the_first_iteration_are_looked_at_once() -> None:
-    run = Open(replace(even_plan(), cluster=with_speed_of_6(1 / 50)), LEARNING, 6, survival=AT_ONCE)
+    run = Open(
+        replace(even_plan(), cluster=with_speed_of_6(1 / 50)), CoordinatorSettings(LEARNING, 6, recovery=AT_ONCE)
+    )
     run.after(0, lambda: run.start(6))
     run.run()
-    said = [event.text for _, event in run.events if event.node == "n6"]
-    assert len(said) == 1, said
-    assert said[0].startswith("stays a spare: with it ")
+    text = [event.text for _, event in run.events if event.node == "n6"]
+    assert len(text) == 1, text
+    assert text[0].startswith("stays a spare: with it ")
     assert len(run.reports) == 6

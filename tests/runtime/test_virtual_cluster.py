@@ -16,7 +16,8 @@ from skippipe.dispatch import Dispatch
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.published import published20, published_plan
-from skippipe.runtime.coordinator.state_machine import CoordinatorState, RecoverySettings
+from skippipe.runtime.coordinator.interfaces import CoordinatorState
+from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
 from skippipe.runtime.messages import Averaged, Stop, from_json, to_json
 from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
@@ -54,7 +55,7 @@ def visits_by_stage(plan: Plan) -> list[int]:
 def test_an_iteration_takes_what_the_simulator_promises(plan: Plan, dispatch: Dispatch, split: bool) -> None:
     plan = replace(plan, dispatch=dispatch, split_backward=split)
     timeline = promised(plan)
-    cluster = VirtualCluster(plan, LEARNING, 1, recorded=frozenset({0}))
+    cluster = VirtualCluster(plan, CoordinatorSettings(LEARNING, 1, recorded=frozenset({0})))
     cluster.run()
     assert cluster.finished_ns == timeline.iteration_ns
     assert cluster.coordinator.state is CoordinatorState.DONE
@@ -66,7 +67,7 @@ def test_an_iteration_takes_what_the_simulator_promises(plan: Plan, dispatch: Di
 def test_the_published_plans_take_what_they_promise() -> None:
     for paths in ("skippipe", "dtfm_skip", "full_pipeline"):
         plan = published_plan(published20(), paths, None)
-        cluster = VirtualCluster(plan, LEARNING, 1)
+        cluster = VirtualCluster(plan, CoordinatorSettings(LEARNING, 1))
         cluster.run()
         assert cluster.finished_ns == simulate(plan, Timing.FULL).iteration_ns
 
@@ -77,7 +78,11 @@ def test_the_published_plans_take_what_they_promise() -> None:
 def test_every_iteration_completes_however_long_things_take(plan: Plan, seed: int, iterations: int) -> None:
     assume(deadlock_cycle([lane.path for lane in plan.lanes], plan.slots) is None)
     runs = [
-        VirtualCluster(plan, LEARNING, iterations, disturb=disturbance(seed), recorded=frozenset({iterations - 1}))
+        VirtualCluster(
+            plan,
+            CoordinatorSettings(LEARNING, iterations, recorded=frozenset({iterations - 1})),
+            disturb=disturbance(seed),
+        )
         for _ in range(2)
     ]
     for cluster in runs:
@@ -117,7 +122,7 @@ def plan_that_locks_up() -> Plan:
 
 
 def test_a_plan_that_locks_up_is_put_right_when_patience_ends() -> None:
-    run = VirtualCluster(plan_that_locks_up(), LEARNING, 2)
+    run = VirtualCluster(plan_that_locks_up(), CoordinatorSettings(LEARNING, 2))
     run.run()
     (at_ns, restarted) = next((at_ns, event) for at_ns, event in run.events if event.kind == "restarted")
     assert restarted.text == "waited 600 s for n1, n2 to average gradients"
@@ -133,7 +138,9 @@ def test_a_plan_that_locks_up_is_put_right_when_patience_ends() -> None:
 
 
 def test_a_plan_that_locks_up_ends_a_run_that_is_not_to_survive_with_the_names_of_those_waited_for() -> None:
-    run = VirtualCluster(plan_that_locks_up(), LEARNING, 1, survival=RecoverySettings(survives=False))
+    run = VirtualCluster(
+        plan_that_locks_up(), CoordinatorSettings(LEARNING, 1, recovery=RecoverySettings(fault_tolerant=False))
+    )
     run.run()
     assert run.coordinator.state is CoordinatorState.FAILED
     assert run.coordinator.failure == "waited 600 s for n1, n2 to average gradients"
@@ -143,7 +150,7 @@ def test_a_plan_that_locks_up_ends_a_run_that_is_not_to_survive_with_the_names_o
 def test_iterations_a_second() -> None:
     """A figure for people; run pytest with -s to see it."""
     plan = published_plan(published20(), "skippipe", None)
-    cluster = VirtualCluster(plan, LEARNING, 5, disturb=disturbance(1, 2.0))
+    cluster = VirtualCluster(plan, CoordinatorSettings(LEARNING, 5), disturb=disturbance(1, 2.0))
     began = time.perf_counter()
     cluster.run()
     took_s = time.perf_counter() - began

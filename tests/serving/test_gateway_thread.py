@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 from skippipe import __version__
-from skippipe.runtime.fencing import Life, stamped
+from skippipe.runtime.fencing import Incarnation, stamped
 from skippipe.runtime.messages import (
     ControlMessage,
     EndSequences,
@@ -40,14 +40,14 @@ class Peer:
 
     def __init__(self, name: str, pair: KeyPair, front: GatewayThread, public: str) -> None:
         self.heard: list[ControlMessage] = []
-        self._life = Life(1)
+        self._incarnation = Incarnation(1)
         self._mailbox = Mailbox(name, pair)
         self._mailbox.allow("coordinator", public)
         self._mailbox.connect("coordinator", front.address, public)
 
     def say(self, said: ControlMessage | dict[str, Any]) -> None:
         body = said if isinstance(said, dict) else to_json(said)
-        self._mailbox.send("coordinator", stamped(body, self._life.stamp()))
+        self._mailbox.send("coordinator", stamped(body, self._incarnation.stamp()))
 
     def hello(self, version: str = __version__) -> None:
         self.say(Hello(self._mailbox.address, version))

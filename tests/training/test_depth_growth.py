@@ -30,6 +30,7 @@ from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
+from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.training.depth_growth import check_job, donor_layers, grow, young_of
 from skippipe.training.job_config import load_job
@@ -112,7 +113,7 @@ def run_of(folder: Path, tokenizer: TextTokenizer, layers: Sequence[int], config
     stages = tuple(Stage(count, (node,), (node,)) for node, count in enumerate(layers))
     plan = Plan(uniform_cluster(len(layers)), workload, stages, (Lane(tuple(range(len(layers))), 3),))
     node_config = NodeConfig(plan, config.to_dict(), 11, OptimConfig(warmup=2, iterations=20), "tokens", "0" * 64)
-    return Run(node_config, spec, tokenizer, folder, 20)
+    return Run(node_config, spec, tokenizer, folder, CoordinatorSettings(node_config.learning, 20))
 
 
 def made_up(run: Run, steps: Sequence[int]) -> CheckpointOrigin:

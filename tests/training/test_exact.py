@@ -18,6 +18,7 @@ from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
 from skippipe.plan import Lane, Plan
 from skippipe.runtime.allreduce import GradientRing
+from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.transport.wire_codec import EncodedTensor, encode
@@ -158,7 +159,7 @@ def test_gradients_are_means_over_the_microbatches_that_came() -> None:
     for node, executor in computers.items():
         weights = executor.tasks.weights
         weights.step = partial(noted, node, weights, weights.step)  # type: ignore[method-assign]
-    cluster = VirtualCluster(plan, LEARNING, 1, computers=computers)
+    cluster = VirtualCluster(plan, CoordinatorSettings(LEARNING, 1), computers=computers)
     cluster.run()
     for node, stage in plan.stage_of.items():
         torch.testing.assert_close(found[node], expected[stage], rtol=1e-4, atol=1e-7, msg=f"node {node}")

@@ -17,7 +17,7 @@ from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.strategies import PlanRequest
 from skippipe.presets import preset
-from skippipe.runtime.coordinator.state_machine import Callback, IterationReport
+from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.toml_config import example, field_texts, from_table
@@ -319,7 +319,7 @@ def test_a_recipe_becomes_plans_on_the_same_stages(folder: Path) -> None:
         assert {len(lane.path) for lane in plan.lanes} == {length}
         assert validate(plan) == []
     assert made.node_config.recipe == made.run.node_config.recipe == made.job.recipe
-    assert made.run.plans == made.plans
+    assert made.run.settings.plans == made.plans
     for name in ("plan.json", "plan-3.json"):
         (Path(made.job.output) / name).unlink(missing_ok=True)
     made.save_plans()

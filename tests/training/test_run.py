@@ -32,7 +32,8 @@ from skippipe.launch.fork_server import ProcessPool
 from skippipe.model.model_spec import ModelSpec
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.coordinator.state_machine import Callback, Event, IterationReport, RecoverySettings
+from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport
+from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
 from skippipe.runtime.node.ops import Op, OpThread, OptimizerStep
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.simulator import simulate
@@ -113,7 +114,14 @@ def who_did_what(folder: Path) -> list[tuple[str, str]]:
 def run_in(folder: Path, iterations: int = 10**6, security: Security = "none", **others: Any) -> Run:
     node_config, spec = brief_in(folder, **others)
     tokenizer = prepare(folder / "text.txt", 300, folder / "tokens").tokenizer()
-    return Run(node_config, spec, tokenizer, folder / "run", iterations, frozenset({1}), security)
+    return Run(
+        node_config,
+        spec,
+        tokenizer,
+        folder / "run",
+        CoordinatorSettings(LEARNING, iterations, recorded=frozenset({1})),
+        security,
+    )
 
 
 # What owners do, each in a process of its own
@@ -123,6 +131,10 @@ def train(folder: Path) -> None:
     watching = Watching(folder)
     run = run_in(folder, ITERATIONS, "curve", emulated=True)
     run.here(watching, watching.started)
+
+
+def with_checkpoints(run: Run, every: int) -> Run:
+    return replace(run, settings=replace(run.settings, checkpoint_every=every))
 
 
 def lose_a_node(folder: Path, **others: Any) -> None:
@@ -137,7 +149,8 @@ def lose_a_node(folder: Path, **others: Any) -> None:
 
 
 def lose_a_node_and_give_up(folder: Path) -> None:
-    lose_a_node(folder, survival=RecoverySettings(survives=False))
+    settings = CoordinatorSettings(LEARNING, LOST_ITERATIONS, recovery=RecoverySettings(fault_tolerant=False))
+    lose_a_node(folder, settings=settings)
 
 
 def lose_the_fork_server_and_a_node_of_it(folder: Path) -> None:
@@ -154,12 +167,12 @@ def lose_the_fork_server_and_a_node_of_it(folder: Path) -> None:
 
 
 def lose_a_node_and_start_it_again(folder: Path) -> None:
-    lose_a_node(folder, restarts=1, iterations=10**6)
+    lose_a_node(folder, restarts=1, settings=CoordinatorSettings(LEARNING, 10**6))
 
 
 def be_asked_to_end(folder: Path) -> None:
     watching = Watching(folder)
-    run = replace(run_in(folder), kept_every=100)
+    run = with_checkpoints(run_in(folder), 100)
     complain(folder, lambda: run.here(watching, watching.started, lambda: len(told(folder)) >= 2))
 
 
@@ -178,7 +191,7 @@ def run_out_of_room(folder: Path) -> None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
     watching = Freeing(folder, fill)
-    run = replace(run_in(folder, 4), kept_every=1, run_id="00c0ffee00c0ffee")
+    run = replace(with_checkpoints(run_in(folder, 4), 1), run_id="00c0ffee00c0ffee")
     complain(folder, lambda: run.here(watching, watching.started))
 
 

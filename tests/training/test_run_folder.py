@@ -345,7 +345,7 @@ def test_a_model_that_cannot_be_written_is_waited_for_and_given_up_in_one_line(s
     assert len(warned) == 1, "four checkpoints were not written, and it was said once"
     assert "full/model: " in said[-1]
     assert "of the model cannot be written: File too large, " in said[-1]
-    assert "room is waited for, 60 minutes at most" in said[-1]
+    assert "disk space is waited for, 60 minutes at most" in said[-1]
     assert rest.startswith("error: full/model: ")
     assert "there is no checkpoint to go on from; start anew with --rescue DIR" in rest
     assert rest.count("\n") == 1

@@ -1,1 +1,1 @@
-"""The coordinator: who takes part, which iteration is on, what is committed, and what happens when nodes are lost."""
+"""The coordinator: membership, failure detection, commits, replanning, recovery and checkpoints of a training run."""

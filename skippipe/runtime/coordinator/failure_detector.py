@@ -1,182 +1,183 @@
-"""How long a coordinator waits, for whom, and what it does when that time is over."""
+"""The failure detector: nodes that are silent, slow or unreachable, and states that last too long.
+
+It looks at the clock and tells the coordinator what it finds. What follows is the coordinator's decision.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from skippipe.cost_model import ns
-from skippipe.runtime.coordinator.interfaces import WriteFailed
-from skippipe.runtime.coordinator.membership import MemberState
-from skippipe.runtime.coordinator.settings import CoordinatorState
+from skippipe.heartbeat import HELD_UP, IDLE, REPAIRED_ITERATION, SUSPECTED
+from skippipe.plan import Plan
+from skippipe.runtime.coordinator.interfaces import CoordinatorEnv, CoordinatorState, EventKind
+from skippipe.runtime.coordinator.membership import Membership, MemberState
+from skippipe.runtime.coordinator.settings import Deadlines
 from skippipe.runtime.messages import LinkDown
 
-if TYPE_CHECKING:
-    from skippipe.runtime.coordinator.state_machine import Coordinator
+WRITE_RETRY_S = 2.0  # from one attempt to write the final weights to the next
+SLOW = 3  # promised iterations after which the nodes that are awaited are slow
 
-SEVERAL = 4  # heartbeats, or promised iterations: how long nothing may come back after a repair
-ROOM_S = 2.0  # from one try to write the model to the next
-SLOW = 3  # promised iterations: then those who are waited for are slow
+
+class FailureContext(Protocol):
+    """What the failure detector sees of the coordinator."""
+
+    @property
+    def state(self) -> CoordinatorState: ...
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def is_disturbed(self) -> bool: ...
+
+    @property
+    def is_disk_full(self) -> bool: ...
+
+    def awaited(self) -> list[int]: ...
+
+    def node_lost(self, node: int, how: str) -> None: ...
+
+    def link_down(self, node: int, report: LinkDown) -> None: ...
+
+    def retry(self) -> None: ...
+
+    def deadline_passed(self, waited: str) -> None: ...
+
+    def log_event(self, kind: EventKind, text: str, node: int | None = None) -> None: ...
 
 
 class FailureDetector:
-    def __init__(self, coordinator: Coordinator, now_ns: int) -> None:
-        self._of = coordinator
-        self._since_ns = self._begun_ns = self._ticked_ns = self._tried_ns = now_ns
-        self._patient_from_ns = now_ns
-        """Before that nobody could be heard."""
-        self._again = 0
+    def __init__(
+        self, context: FailureContext, membership: Membership, env: CoordinatorEnv, deadlines: Deadlines
+    ) -> None:
+        self._context = context
+        self._membership = membership
+        self._env = env
+        self._deadlines = deadlines
+        self._progress_ns = self._committed_ns = self._ticked_ns = self._retried_ns = env.now_ns()
+        self._listening_from_ns = self._progress_ns
+        """Before that this process was held up, and could not hear any node."""
         self._slow: set[int] = set()
-        self._unwritten: WriteFailed | None = None
-        self._idle_said = False
-        self._complaints: list[tuple[int, LinkDown]] = []
-        """Nodes that cannot reach another, which is silent here, too: it may be gone."""
+        """Nodes that were reported to be slow in this iteration."""
+        self._idle_reported = False
+        self._link_reports: list[tuple[int, LinkDown]] = []
+        """Reports of links to nodes that are silent here, too: they may be dead."""
         self._building_since_ns: dict[tuple[int, int], int] = {}
-        """Node and stage."""
+        """Node and the stage that it builds → since when."""
 
     @property
     def iteration_s(self) -> float:
-        """Since the last iteration was done."""
-        return (self._now_ns - self._begun_ns) / 1e9
+        """Seconds since the last commit."""
+        return (self._env.now_ns() - self._committed_ns) / 1e9
 
-    def renew(self) -> None:
-        """Something has happened that was waited for."""
-        self._since_ns = self._now_ns
+    def progress(self) -> None:
+        """Something that was awaited has arrived: the deadline of the state starts over."""
+        self._progress_ns = self._env.now_ns()
 
-    def waits_for_room(self, unwritten: WriteFailed | None) -> bool:
-        """Whether weights cannot be written: nodes keep their state meanwhile."""
-        before, self._unwritten = self._unwritten, unwritten
-        if (before is None) != (unwritten is None):
-            self.renew()
-            wait = f"{self._of.deadlines.room.total_seconds() / 60:.0f} minutes"
-            waits = f"{unwritten}; nodes keep their state, and room is waited for, {wait} at most"
-            self._of.happened("storage", waits if unwritten else "the model can be written again")
-        return unwritten is not None
-
-    def iteration_done(self) -> None:
-        self._begun_ns, self._again = self._now_ns, 0
+    def committed(self) -> None:
+        """An iteration is done."""
+        self._committed_ns = self._env.now_ns()
         self._slow.clear()
-        self._idle_said = False
+        self._idle_reported = False
 
-    def complained(self, node: int, broken: LinkDown) -> None:
-        """A node cannot reach another. If that one has not been heard of here either, it is not the link: then it
-        either speaks again before long, or counts as gone."""
-        if self._is_quiet(broken.peer):
-            self._complaints.append((node, broken))
+    def hurry(self) -> None:
+        """The run is to stop at once: the final weights are awaited for a short time only."""
+        self._deadlines = replace(self._deadlines, gather=self._deadlines.abort, disk_space=self._deadlines.abort)
+
+    def link_reported(self, node: int, report: LinkDown) -> None:
+        """A node cannot reach a peer. If the peer has been silent here as well, the link may be fine: the peer either
+        sends something before long, or is declared dead."""
+        if self._is_suspected(report.peer):
+            self._link_reports.append((node, report))
         else:
-            self._of.cut(node, broken)
+            self._context.link_down(node, report)
 
     def deadline_ns(self) -> int:
-        """When the state that the coordinator is in has lasted too long."""
-        deadlines, plan = self._of.deadlines, self._of.plan
+        """When the coordinator's state has lasted too long."""
+        deadlines, state, promised = self._deadlines, self._context.state, self._context.plan.expected
         limit = {
             CoordinatorState.JOINING: deadlines.join,
             CoordinatorState.PREPARING: deadlines.ready,
             CoordinatorState.PAUSED: deadlines.join,
-            CoordinatorState.COLLECTING: deadlines.room if self._unwritten else deadlines.collect,
-            CoordinatorState.REUNITING: deadlines.reunion,
-        }.get(self._of.state, deadlines.iteration)
-        if self._of.state is CoordinatorState.TRAINING and self._of.is_disturbed and plan.expected:
-            limit = min(limit, SEVERAL * max(deadlines.heartbeat, timedelta(seconds=plan.expected.iteration_s)))
-        return self._since_ns + ns(limit.total_seconds())
+            CoordinatorState.GATHERING: deadlines.disk_space if self._context.is_disk_full else deadlines.gather,
+            CoordinatorState.REJOINING: deadlines.rejoin,
+        }.get(state, deadlines.iteration)
+        if state is CoordinatorState.TRAINING and self._context.is_disturbed and promised:
+            each = max(deadlines.heartbeat, timedelta(seconds=promised.iteration_s))
+            limit = min(limit, REPAIRED_ITERATION * each)
+        return self._progress_ns + ns(limit.total_seconds())
 
     def tick(self) -> None:
-        """Look at the clock. Those who were silent for too long are gone; what lasts too long is dealt with."""
-        coordinator, now_ns = self._of, self._now_ns
-        heartbeat_ns = ns(coordinator.deadlines.heartbeat.total_seconds())
-        held_up, self._ticked_ns = now_ns - self._ticked_ns > heartbeat_ns // 2, now_ns
-        if held_up:
-            self._patient_from_ns = now_ns
-        if coordinator.state not in (CoordinatorState.JOINING, CoordinatorState.REUNITING):  # then connections tell
-            self._give_up_silent(now_ns, heartbeat_ns)
-            self._look_at_complaints()
-        if coordinator.over:
+        """Look at the clock, and report nodes that are silent for too long and states that last too long."""
+        context, now_ns = self._context, self._env.now_ns()
+        heartbeat_ns = ns(self._deadlines.heartbeat.total_seconds())
+        if now_ns - self._ticked_ns > HELD_UP * heartbeat_ns:
+            self._listening_from_ns = now_ns
+        self._ticked_ns = now_ns
+        if context.state not in (CoordinatorState.JOINING, CoordinatorState.REJOINING):  # then connections tell
+            self._find_silent(now_ns, heartbeat_ns)
+            self._find_stuck_builders(now_ns)
+            self._resolve_link_reports()
+        retry_ns = ns(WRITE_RETRY_S) if context.state is CoordinatorState.GATHERING else heartbeat_ns
+        retries = context.state is CoordinatorState.PAUSED or (  # a link may be up again by now
+            context.state is CoordinatorState.GATHERING and context.is_disk_full
+        )
+        if context.state in (CoordinatorState.DONE, CoordinatorState.FAILED):
             return
         if now_ns >= self.deadline_ns():
-            self._overdue()
-        elif (
-            coordinator.state is CoordinatorState.PAUSED and now_ns > self._tried_ns + heartbeat_ns
-        ):  # a cut may be over by now
-            self._tried_ns = now_ns
-            coordinator.go_on_if_possible()
-        elif (
-            self._unwritten
-            and coordinator.state is CoordinatorState.COLLECTING
-            and now_ns > self._tried_ns + ns(ROOM_S)
-        ):
-            self._tried_ns = now_ns
-            coordinator.store_again()
-        elif coordinator.state is CoordinatorState.TRAINING:
-            self._look_for_slow(now_ns)
+            context.deadline_passed(f"waited {(now_ns - self._progress_ns) / 1e9:.0f} s for")
+        elif retries and now_ns > self._retried_ns + retry_ns:
+            self._retried_ns = now_ns
+            context.retry()
+        elif context.state is CoordinatorState.TRAINING:
+            self._find_slow(now_ns)
 
-    def _give_up_silent(self, now_ns: int, heartbeat_ns: int) -> None:
-        coordinator, deadlines = self._of, self._of.deadlines
+    def _find_silent(self, now_ns: int, heartbeat_ns: int) -> None:
         since_ns = now_ns - heartbeat_ns
-        for node in coordinator.membership.silent(since_ns) if self._patient_from_ns < since_ns else ():
-            coordinator.lost(node, f"no sign of life for {deadlines.heartbeat.total_seconds():g} s")
-        building = {
-            (node, coordinator.membership[node].stage) for node in coordinator.membership.of(MemberState.BUILDING)
-        }
+        for node in self._membership.silent(since_ns) if self._listening_from_ns < since_ns else ():
+            self._context.node_lost(node, f"no heartbeat for {heartbeat_ns / 1e9:g} s")
+
+    def _find_stuck_builders(self, now_ns: int) -> None:
+        membership, ready_s = self._membership, self._deadlines.ready.total_seconds()
+        building = {(node, membership[node].stage) for node in membership.in_state(MemberState.BUILDING)}
         self._building_since_ns = {each: self._building_since_ns.get(each, now_ns) for each in building}
-        if coordinator.state is CoordinatorState.TRAINING:
+        if self._context.state is CoordinatorState.TRAINING:
             for (node, _), since_ns in self._building_since_ns.items():
-                if since_ns < now_ns - ns(deadlines.ready.total_seconds()):
-                    coordinator.lost(node, f"it has been building its stage for {deadlines.ready.total_seconds():g} s")
+                if since_ns < now_ns - ns(ready_s):
+                    self._context.node_lost(node, f"it has been building its stage for {ready_s:g} s")
 
-    def _look_at_complaints(self) -> None:
-        membership, complaints = self._of.membership, self._complaints
-        self._complaints = [each for each in complaints if each[0] in membership and each[1].peer in membership]
-        for node, broken in [each for each in self._complaints if not self._is_quiet(each[1].peer)]:
-            self._complaints.remove((node, broken))
-            if node in membership and broken.peer in membership:
-                self._of.cut(node, broken)
+    def _resolve_link_reports(self) -> None:
+        membership, reports = self._membership, self._link_reports
+        self._link_reports = [each for each in reports if each[0] in membership and each[1].peer in membership]
+        for node, report in [each for each in self._link_reports if not self._is_suspected(each[1].peer)]:
+            self._link_reports.remove((node, report))
+            if node in membership and report.peer in membership:
+                self._context.link_down(node, report)
 
-    def _is_quiet(self, node: int) -> bool:
-        """Has it missed signs of life?"""
-        missed_ns = ns(self._of.deadlines.heartbeat.total_seconds()) // 2
-        return self._of.membership[node].heard_ns < self._now_ns - missed_ns
+    def _is_suspected(self, node: int) -> bool:
+        """Has a node missed heartbeats, so that it may be dead?"""
+        missed_ns = SUSPECTED * ns(self._deadlines.heartbeat.total_seconds())
+        return self._membership[node].last_seen_ns < self._env.now_ns() - missed_ns
 
-    def _overdue(self) -> None:
-        coordinator, state = self._of, self._of.state
-        waited = f"waited {(self._now_ns - self._since_ns) / 1e9:.0f} s for"
-        missing = coordinator.missing()
-        names = ", ".join(coordinator.membership.name(node) for node in missing)
-        survives = coordinator.survival.survives
-        if state is CoordinatorState.REUNITING:
-            coordinator.reunited()
-        elif state is CoordinatorState.TRAINING and survives and self._again == 0:
-            self._again += 1
-            coordinator.restart(f"{waited} {names} {state.value}")
-        elif state is CoordinatorState.PREPARING and survives and coordinator.membership.able:
-            for node in missing:
-                coordinator.lost(node, f"{waited} it {state.value}")
-        elif self._unwritten and state is CoordinatorState.COLLECTING:
-            coordinator.leave(f"{self._unwritten}; {waited} room; {self._unwritten.ways}")
-        elif state is CoordinatorState.PAUSED:
-            coordinator.fail(f"{waited} nodes {state.value}: {coordinator.lacking}")
-        else:
-            coordinator.fail(f"{waited} {names} {state.value}")
-
-    def _look_for_slow(self, now_ns: int) -> None:
-        """Those who are waited for longer than the plan promises and have had work all the time; who waits for others
-        is not slow. If nobody has work, that is said, because then it is a link."""
-        coordinator, promised = self._of, self._of.plan.expected
-        if promised is None or now_ns < self._begun_ns + SLOW * promised.iteration_ns:
+    def _find_slow(self, now_ns: int) -> None:
+        """Report awaited nodes that take longer than the plan promises and have had work all the time; a node that
+        waits for others is not slow. If no node has work, it is a link."""
+        context, promised = self._context, self._context.plan.expected
+        heartbeat_s = self._deadlines.heartbeat.total_seconds()
+        if promised is None or now_ns < self._committed_ns + SLOW * promised.iteration_ns:
             return
-        heartbeat_s = coordinator.deadlines.heartbeat.total_seconds()
-        if now_ns < self._since_ns + ns(heartbeat_s):
+        if now_ns < self._progress_ns + ns(heartbeat_s):
             return
-        missing = {node: coordinator.membership[node] for node in coordinator.missing()}
-        for node, peer in missing.items():
-            if node not in self._slow and peer.busy_s >= heartbeat_s:
+        awaited = {node: self._membership[node] for node in context.awaited()}
+        for node, member in awaited.items():
+            if node not in self._slow and member.busy_s >= heartbeat_s:
                 self._slow.add(node)
-                coordinator.happened("slow", f"is slow, but there: {peer.doing}", node)
-        idle = not any(peer.busy_s for peer in missing.values())
-        if idle and not self._idle_said and now_ns >= self._since_ns + 2 * ns(heartbeat_s):
-            self._idle_said = True
-            names = ", ".join(coordinator.membership.name(node) for node in missing)
-            coordinator.happened("slow", f"no node computes, {names} wait for what others send: a link is slow")
-
-    @property
-    def _now_ns(self) -> int:
-        return self._of.env.now_ns()
+                context.log_event("slow", f"is slow, but there: {member.activity}", node)
+        idle = not any(member.busy_s for member in awaited.values())
+        if idle and not self._idle_reported and now_ns >= self._progress_ns + IDLE * ns(heartbeat_s):
+            self._idle_reported = True
+            names = ", ".join(map(self._membership.name, awaited))
+            context.log_event("slow", f"no node computes, {names} wait for what others send: a link is slow")

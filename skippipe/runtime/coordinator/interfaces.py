@@ -1,9 +1,10 @@
-"""What a coordinator sees of the world: those it can reach, those who watch, those who keep checkpoints."""
+"""What a coordinator needs from its environment: a network, a write-ahead log, a checkpoint store, and callbacks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Literal, Protocol
 
 from skippipe.cluster import Cluster
@@ -11,50 +12,64 @@ from skippipe.plan import Plan
 from skippipe.runtime.messages import ControlMessage, StateRequest
 
 
+class CoordinatorState(Enum):
+    """What the coordinator does; the value completes the sentence "waited for nodes …"."""
+
+    JOINING = "to join"
+    PREPARING = "to be ready"
+    TRAINING = "to average gradients"
+    PAUSED = "to take the places of lost ones"
+    STEPPING = "to take the last step"
+    GATHERING = "to send its weights"
+    REJOINING = "to reconnect to the restarted coordinator"
+    DONE = "for nothing"
+    FAILED = "for nothing any more"
+
+
 class CoordinatorEnv(Protocol):
-    """All that a coordinator can do to the world."""
+    """Every effect that a coordinator has on the outside."""
 
     def now_ns(self) -> int: ...
 
-    def meet(self, node: int, address: str) -> bool:
-        """From now on the node can be told things, and the others know where it is; unless that is no address."""
+    def connect(self, node: int, address: str) -> bool:
+        """Make a node reachable, and tell the other nodes its address; False if it is no valid address."""
 
-    def tell(self, node: int, control: ControlMessage) -> None: ...
+    def send(self, node: int, control: ControlMessage) -> None: ...
 
-    def welcome(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:
-        """Have a node build its stage of the plan; and fetch its state from there, if that is said."""
+    def send_welcome(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:
+        """Have a node build its stage of the plan, and fetch its state from an origin, if one is given."""
 
-    def replan(self, node: int, plan: Plan) -> None:
-        """From its next iteration on, this is the plan."""
+    def send_plan(self, node: int, plan: Plan) -> None:
+        """Give a node the plan that holds from its next iteration on."""
 
-    def store(self, stage: int, number: int, piece: Any) -> None:
-        """Keep a piece of a stage's weights; None after the last, and then they are on disk. A stage may begin again
-        with its first piece. Unwritten if it is not on disk yet: the same call may be made again."""
+    def store_weights(self, stage: int, number: int, piece: Any) -> None:
+        """Store a piece of a stage's final weights; None after the last, and then they are on disk. A stage may begin
+        again with its first piece. Raises WriteFailed if it is not on disk yet: the same call may be repeated."""
 
-    def note(self, record: dict[str, Any]) -> None:
-        """Write down what has been decided; it is safe when this returns."""
+    def append_wal(self, record: dict[str, Any]) -> None:
+        """Append a decision to the write-ahead log; it is durable when this returns."""
 
     @property
-    def keeper(self) -> CheckpointStore | None: ...
+    def checkpoint_store(self) -> CheckpointStore | None: ...
 
-    def give(self, node: int, stage: int, want: StateRequest) -> None:
-        """Send a node numbers of a checkpoint's state."""
+    def send_checkpoint_state(self, node: int, stage: int, request: StateRequest) -> None:
+        """Send a node a slice of a stage's state from the checkpoint."""
 
-    def part(self, node: int) -> None:
-        """It is gone: nothing can be told to it any more."""
+    def disconnect(self, node: int) -> None:
+        """Drop the connection to a node that is lost."""
 
 
 class WriteFailed(Exception):
-    """What was to be stored could not be written; it is held meanwhile."""
+    """Weights could not be written; they are held in memory meanwhile."""
 
     def __init__(self, what: str, ways: str) -> None:
-        """`ways`: what can still be done if it is given up."""
+        """`ways`: what the user can still do if the run gives up."""
         super().__init__(what)
         self.ways = ways
 
 
 class Callback:
-    """Whoever wants to know how it goes; what is of no interest is passed over."""
+    """Receives the progress of a run; a subclass overrides what it is interested in."""
 
     def iteration_done(self, report: IterationReport) -> None:
         pass
@@ -63,35 +78,35 @@ class Callback:
         pass
 
     def measured(self, cluster: Cluster) -> None:
-        """What nodes and links really take by now; at checkpoints and at the end."""
+        """Measured speeds of nodes and links, at checkpoints and at the end of the run."""
 
 
 class CheckpointStore(Protocol):
-    """Whoever keeps checkpoints."""
+    """Writes checkpoints, and reads the state of the newest one."""
 
     def save(self, stage: int, number: int, piece: Any) -> None:
-        """A piece of a stage's state, in order; None after the last."""
+        """Take a piece of a stage's state, in order; None after the last."""
 
     def saved(self, iterations: int, steps: Sequence[int]) -> None:
-        """All stages were given: so many iterations are done, so many steps taken on each stage."""
+        """All stages were given: so many iterations are completed, so many optimizer steps taken on each stage."""
 
     def abandon(self) -> None:
-        """The checkpoint that is being made cannot be completed."""
+        """Drop the checkpoint that is being made: it cannot be completed."""
 
     def state(self, stage: int, first: int, count: int) -> Any:
-        """Numbers of the state to go on from."""
+        """A slice of a stage's state in the checkpoint that the run continues from."""
 
     def steps(self, stage: int) -> int:
-        """That the optimizer had taken by then."""
+        """Optimizer steps that a stage had taken when the checkpoint was made."""
 
     def lack(self) -> str:
-        """Why what was given last is not on disk; empty if all is well. Waits for what is being written."""
+        """Why the last checkpoint is not on disk; empty if it is. Waits for what is being written."""
 
     def move(self) -> None:
-        """From now on checkpoints go to the rescue folder, if there is one."""
+        """Write checkpoints to the rescue folder from now on, if there is one."""
 
     def newest(self) -> int | None:
-        """Go on from the newest checkpoint there is: after how many iterations it was made; None: there is none."""
+        """Continue from the newest checkpoint there is: its completed iterations; None: there is none."""
 
 
 EventKind = Literal[
@@ -115,12 +130,12 @@ EventKind = Literal[
 ]
 
 StopRequests = Callable[[], int]
-"""How often somebody has asked for the end of the run. Once: this iteration is the last. Twice: it ends at once."""
+"""How often the user has asked for the end of the run. Once: this iteration is the last. Twice: it ends at once."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something out of the ordinary."""
+    """Something out of the ordinary in a run, as a line of `events.jsonl`."""
 
     kind: EventKind
     iteration: int
@@ -129,29 +144,32 @@ class Event:
 
 
 class EventLogger(Protocol):
-    """To say that something out of the ordinary has happened, perhaps to a node."""
+    """Reports an event, perhaps of one node."""
 
     def __call__(self, kind: EventKind, text: str, node: int | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
 class IterationReport:
+    """What is known about a committed iteration."""
+
     iteration: int
     loss: float
     """Mean over the microbatches."""
     norm: float
-    """Of the whole model's gradient, before it is clipped."""
+    """Norm of the whole model's gradient, before clipping."""
     rate: float
+    """Learning rate."""
     seconds: float
-    """Since the one before was done."""
+    """Seconds since the iteration before was committed."""
     sent_bytes: dict[tuple[int, int], int]
-    """Sender and receiver → tensors sent."""
+    """Sender and receiver → bytes of tensors."""
     tasks: dict[int, list[list[int]]]
     """Node → its tasks, if they were recorded (see `Averaged`)."""
     visits: tuple[int, ...] = ()
-    """How many microbatches are in each stage's gradient."""
+    """Microbatches in the gradient of each stage."""
     plan: Plan | None = None
-    """Of this iteration; None in one process."""
+    """The plan of this iteration; None in one process."""
 
     @property
     def promised_s(self) -> float | None:

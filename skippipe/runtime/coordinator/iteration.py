@@ -1,16 +1,12 @@
-"""The book of an iteration: which microbatch is back, with what loss, and whose gradient it is part of, stage by stage.
-
-A microbatch counts for a stage at most once. What a lost node had added up is lost with it: the microbatch then counts
-for fewer stages, as if it had skipped that one, and the mean is over those that are in the book.
-
-
-One iteration as the coordinator sees it: microbatches that come back, gradients that are averaged, nodes that go.
+"""One iteration as the coordinator sees it: microbatches return, gradients are averaged, nodes are lost.
 
 As long as all goes as planned, nodes average by themselves when their tasks are done, and one report from each is all
-there is. When a node is lost, the others are told other ways; when all microbatches are back, everybody is asked what
-was added up, and that is averaged. If a gradient is not finite, everybody is asked once more, and whoever has made it
-leaves it out.
+there is. When a node is lost, the others are rerouted; when all microbatches have returned, every node is asked what it
+has accumulated (`Drain`), and that is averaged. If a gradient is not finite, every node is asked once more, and the one
+that made it leaves it out.
 
+A microbatch counts for a stage at most once. What a lost node had accumulated is lost with it: the microbatch then
+counts for fewer stages, as if it had skipped that one, and the mean is over what the contributions say.
 """
 
 from __future__ import annotations
@@ -24,30 +20,32 @@ from skippipe.constraints import circle
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import IterationReport
 from skippipe.runtime.messages import Average, Averaged, ControlMessage, Drain, DrainAck, MicrobatchDone
-from skippipe.runtime.routing import Route, apply, rerouted, routes_of
+from skippipe.runtime.routing import Route, apply_reroute, plan_reroute, routes_of
 
 
 @dataclass
 class ContributionLog:
-    returned: dict[int, int] = field(default_factory=dict)
-    """Lane → microbatches that are back; they come back in order."""
-    losses: dict[tuple[int, int], float] = field(default_factory=dict)
-    """Lane and microbatch → its loss, NaN if nobody is left who knew it."""
-    contributed: dict[int, frozenset[tuple[int, int]]] = field(default_factory=dict)
-    """Node → lane and microbatch of what it has added up."""
+    """Which microbatches have returned, with what loss, and which node has accumulated which of them."""
 
-    def back(self, lane: int, microbatch: int, loss: float) -> None:
-        """One is back, and so are those before it on its lane, though word of them may be lost. That it is back again,
-        because nobody knew, changes nothing but that its loss may be known."""
+    returned: dict[int, int] = field(default_factory=dict)
+    """Lane → microbatches that have returned; they return in order."""
+    losses: dict[tuple[int, int], float] = field(default_factory=dict)
+    """Lane and microbatch → its loss, NaN if no node is left that knew it."""
+    contributed: dict[int, frozenset[tuple[int, int]]] = field(default_factory=dict)
+    """Node → lane and microbatch of what it has accumulated."""
+
+    def add_returned(self, lane: int, microbatch: int, loss: float) -> None:
+        """One has returned, and so have those before it on its lane, though messages of them may be lost. If it returns
+        again, because no node knew that it had, nothing changes but that its loss may be known."""
         self.returned[lane] = max(microbatch + 1, self.returned.get(lane, 0))
         if math.isnan(self.losses.get((lane, microbatch), math.nan)):
             self.losses[lane, microbatch] = loss
 
-    def all_back(self, routes: Sequence[Route]) -> bool:
+    def all_returned(self, routes: Sequence[Route]) -> bool:
         return all(self.returned.get(lane, 0) == route.microbatches for lane, route in enumerate(routes))
 
     def flaw(self, plan: Plan, node: int, visits: Iterable[Sequence[int]]) -> str:
-        """What cannot be true of a node's account; empty if nothing."""
+        """What cannot be true of the contribution that a node reports; empty if nothing."""
         rows = [tuple(row) for row in visits]
         if not all(
             len(row) == 2 and row[0] < len(plan.lanes) and row[1] < plan.lanes[row[0]].microbatches for row in rows
@@ -61,11 +59,11 @@ class ContributionLog:
                 return f"counts a microbatch that node '{plan.cluster.nodes[other].name}' counts too"
         return ""
 
-    def account(self, node: int, visits: Iterable[Sequence[int]]) -> None:
+    def add_contribution(self, node: int, visits: Iterable[Sequence[int]]) -> None:
         self.contributed[node] = frozenset((lane, microbatch) for lane, microbatch in visits)
 
     def visits(self, plan: Plan) -> list[int]:
-        """How many microbatches are in the gradient of each stage."""
+        """Microbatches in the gradient of each stage."""
         return [sum(len(self.contributed.get(node, ())) for node in stage.nodes) for stage in plan.stages]
 
     def loss(self) -> float:
@@ -74,13 +72,13 @@ class ContributionLog:
         return sum(known) / len(known) if known else math.nan
 
 
-AGREE = 1e-4  # by which the norms of one gradient may differ from machine to machine
+NORM_TOLERANCE = 1e-4  # by which the norms of one gradient may differ from machine to machine
 
 
 class DrainState(Enum):
-    NO = "tasks and averaging as planned"
-    RUNNING = "microbatches go on another way"
-    ASKED = "everybody is asked what was added up"
+    AS_PLANNED = "nodes average by themselves when their tasks are done"
+    REROUTED = "microbatches go on another way"
+    DRAINING = "nodes are asked what they have accumulated"
     AVERAGING = "that is averaged"
 
 
@@ -90,113 +88,116 @@ class Iteration:
     plan: Plan
     epoch: int
     nodes: set[int]
-    """That average and step; one that is lost is taken out."""
-    tell_all: Callable[[ControlMessage], None]
-    throw_out: Callable[[int, str], None]
-    """A node that says what cannot be true, and why."""
-    ledger: ContributionLog = field(default_factory=ContributionLog)
+    """Nodes that average and step; one that is lost is removed."""
+    broadcast: Callable[[ControlMessage], None]
+    evict: Callable[[int, str], None]
+    """Evicts a node that reports what cannot be true, for a reason."""
+    log: ContributionLog = field(default_factory=ContributionLog)
     reports: dict[int, Averaged] = field(default_factory=dict)
-    spoiled: list[int] = field(default_factory=list)
+    not_finite: list[int] = field(default_factory=list)
     """Stages whose gradient was not finite."""
-    begun_epoch: int = field(init=False)
-    """In which it was begun, or begun again; what was said before is of an attempt that was given up."""
-    _settling: DrainState = DrainState.NO
+    first_epoch: int = field(init=False)
+    """Epoch in which the iteration began, or started over; earlier messages are of an attempt that was given up."""
+    _drain: DrainState = DrainState.AS_PLANNED
     _routes: list[Route] = field(init=False)
-    _answered: set[int] = field(default_factory=set)
+    _drained: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._routes = routes_of(self.plan)
-        self.begun_epoch = self.epoch
+        self.first_epoch = self.epoch
 
-    def hear(self, node: int, control: MicrobatchDone | DrainAck | Averaged) -> bool:
-        """Whether all is averaged, so that `norms` is final."""
+    def on_message(self, node: int, control: MicrobatchDone | DrainAck | Averaged) -> bool:
+        """True when all nodes have averaged, so that `norms` is final."""
         if control.iteration != self.number or node not in self.nodes:
             return False
         match control:
-            case MicrobatchDone() if control.epoch >= self.begun_epoch:  # ways that change keep what has come back
-                self._returned(node, control)
-            case DrainAck() if control.epoch == self.epoch and self._settling is DrainState.ASKED:
-                if self._accounted(node, control.visits):
-                    self._answered.add(node)
-                    self._average_if_answered()
-            case Averaged() if control.epoch == self.epoch and self._settling in (DrainState.NO, DrainState.AVERAGING):
-                if self._is_sound(node, control) and self._accounted(node, control.visits):
+            case MicrobatchDone() if control.epoch >= self.first_epoch:  # a reroute keeps what has returned
+                self._on_returned(node, control)
+            case DrainAck() if control.epoch == self.epoch and self._drain is DrainState.DRAINING:
+                if self._accept_contribution(node, control.visits):
+                    self._drained.add(node)
+                    self._average_if_drained()
+            case Averaged() if control.epoch == self.epoch and self._drain in (
+                DrainState.AS_PLANNED,
+                DrainState.AVERAGING,
+            ):
+                if self._is_sound(node, control) and self._accept_contribution(node, control.visits):
                     self.reports[node] = control
                     return self.complete()
-            case _:  # of an epoch that is over
+            case _:  # of an earlier epoch
                 pass
         return False
 
-    def without(self, node: int, able: list[int]) -> tuple[int, int] | None:
-        """A node is lost: how many lanes go on another way, and how many places they skip. None: there is no way."""
+    def reroute(self, node: int, active: list[int]) -> tuple[int, int] | None:
+        """A node is lost: how many lanes go another way, and how many places they skip. None: there is no way."""
         self.nodes.discard(node)
-        self.ledger.contributed.pop(node, None)
-        change = rerouted(
+        self.log.contributed.pop(node, None)
+        change = plan_reroute(
             self.plan,
             self._routes,
-            able,
-            self.ledger.returned,
+            active,
+            self.log.returned,
             iteration=self.number,
             epoch=self.epoch + 1,
-            gone=[node],
+            lost=node,
         )
         if change is None:
             return None
         self.epoch = change.epoch
-        apply(self._routes, change)
-        self._settling = DrainState.RUNNING
+        apply_reroute(self._routes, change)
+        self._drain = DrainState.REROUTED
         self.reports.clear()
-        self.tell_all(change)
-        self._settle_if_back()
+        self.broadcast(change)
+        self._drain_if_returned()
         return len(change.lanes), len(change.skipped)
 
     def uses(self, a: int, b: int) -> bool:
-        """Does anything go from one of these nodes to the other?"""
-        ways = [[node for at, node in enumerate(route.path) if at not in route.skipped] for route in self._routes]
+        """Does a hop or a ring use the link between two nodes?"""
+        paths = [[node for at, node in enumerate(route.path) if at not in route.skipped] for route in self._routes]
         rings = [[node for node in stage.ring if node in self.nodes] for stage in self.plan.stages]
-        return any({a, b} == set(pair) for each in (*ways, *rings) for pair in circle(each))
+        return any({a, b} == set(pair) for each in (*paths, *rings) for pair in circle(each))
 
     def complete(self) -> bool:
-        """Has everybody averaged, and to something finite? If not finite, it is done again without."""
-        if not self.reports.keys() >= self.nodes or self._disagreeing():
+        """Have all nodes averaged to something finite? If it is not finite, it is averaged again without its maker."""
+        if not self.reports.keys() >= self.nodes or self._evict_disagreeing():
             return False
         bad = [stage for stage, norm in enumerate(self.norms) if not math.isfinite(norm)]
-        if not bad or self.spoiled:
+        if not bad or self.not_finite:
             return True
-        self.spoiled = bad
+        self.not_finite = bad
         self.epoch += 1
-        self._ask(inspect=True)
+        self._start_drain(inspect=True)
         return False
 
     @property
     def is_disturbed(self) -> bool:
         """Has something happened that the plan did not foresee?"""
-        return self._settling is not DrainState.NO
+        return self._drain is not DrainState.AS_PLANNED
 
     @property
     def norms(self) -> list[float]:
-        """Squared, of each stage's gradient; 0 where nobody holds the stage."""
-        said = [
+        """Squared norm of each stage's gradient; 0 where no node holds the stage."""
+        reported = [
             [self.reports[node].squared_norm for node in stage.nodes if node in self.reports]
             for stage in self.plan.stages
         ]
-        return [next((norm for norm in each if not math.isfinite(norm)), each[0]) if each else 0.0 for each in said]
+        return [next((norm for norm in each if not math.isfinite(norm)), each[0]) if each else 0.0 for each in reported]
 
     @property
     def visits(self) -> list[int]:
-        return self.ledger.visits(self.plan)
+        return self.log.visits(self.plan)
 
     @property
-    def missing(self) -> list[int]:
-        """Who has not said what is waited for."""
-        heard = self._answered if self._settling is DrainState.ASKED else self.reports.keys()
-        return sorted(self.nodes - heard)
+    def awaited(self) -> list[int]:
+        """Nodes whose report or answer is missing."""
+        arrived = self._drained if self._drain is DrainState.DRAINING else self.reports.keys()
+        return sorted(self.nodes - arrived)
 
     def report(self, rate: float, norm: float, seconds: float) -> IterationReport:
         reports = sorted(self.reports.items())
         return IterationReport(
             iteration=self.number,
-            loss=self.ledger.loss(),
+            loss=self.log.loss(),
             norm=norm,
             rate=rate,
             seconds=seconds,
@@ -206,18 +207,18 @@ class Iteration:
             plan=self.plan,
         )
 
-    def _returned(self, node: int, control: MicrobatchDone) -> None:
+    def _on_returned(self, node: int, control: MicrobatchDone) -> None:
         lanes = self._routes
         known = control.lane < len(lanes) and control.microbatch < lanes[control.lane].microbatches
         if known and lanes[control.lane].path[0] == node:
-            self.ledger.back(control.lane, control.microbatch, control.loss)
-            self._settle_if_back()
+            self.log.add_returned(control.lane, control.microbatch, control.loss)
+            self._drain_if_returned()
 
-    def _accounted(self, node: int, visits: list[list[int]]) -> bool:
-        if flaw := self.ledger.flaw(self.plan, node, visits):
-            self.throw_out(node, f"it {flaw}")
+    def _accept_contribution(self, node: int, visits: list[list[int]]) -> bool:
+        if flaw := self.log.flaw(self.plan, node, visits):
+            self.evict(node, f"it {flaw}")
             return False
-        self.ledger.account(node, visits)
+        self.log.add_contribution(node, visits)
         return True
 
     def _is_sound(self, node: int, report: Averaged) -> bool:
@@ -228,40 +229,40 @@ class Iteration:
             and all(len(row) == 6 and row[0] < lanes for row in report.tasks)
         )
         if not sound:
-            self.throw_out(node, "its report is of nothing that is in the plan")
+            self.evict(node, "its report is of nothing that is in the plan")
         return sound
 
-    def _settle_if_back(self) -> None:
-        if self._settling is DrainState.RUNNING and self.ledger.all_back(self._routes):
-            self._ask(inspect=False)
+    def _drain_if_returned(self) -> None:
+        if self._drain is DrainState.REROUTED and self.log.all_returned(self._routes):
+            self._start_drain(inspect=False)
 
-    def _ask(self, *, inspect: bool) -> None:
-        self._settling = DrainState.ASKED
-        self._answered = set()
+    def _start_drain(self, *, inspect: bool) -> None:
+        self._drain = DrainState.DRAINING
+        self._drained = set()
         self.reports.clear()
-        self.ledger.contributed.clear()
-        self.tell_all(Drain(self.number, self.epoch, inspect))
+        self.log.contributed.clear()
+        self.broadcast(Drain(self.number, self.epoch, inspect))
 
-    def _average_if_answered(self) -> None:
-        if self._answered >= self.nodes:
-            self._settling = DrainState.AVERAGING
-            self.tell_all(Average(self.number, self.epoch, self.visits))
+    def _average_if_drained(self) -> None:
+        if self._drained >= self.nodes:
+            self._drain = DrainState.AVERAGING
+            self.broadcast(Average(self.number, self.epoch, self.visits))
 
-    def _disagreeing(self) -> bool:
-        """Nodes of a stage whose gradient is not that of most others are thrown out."""
+    def _evict_disagreeing(self) -> bool:
+        """Evict nodes of a stage whose gradient is not that of most others."""
         for stage in self.plan.stages:
-            said = {node: self.reports[node].squared_norm for node in stage.nodes if node in self.reports}
-            if not all(map(math.isfinite, said.values())):
+            norms = {node: self.reports[node].squared_norm for node in stage.nodes if node in self.reports}
+            if not all(map(math.isfinite, norms.values())):
                 continue
-            alike = {
-                node: sum(math.isclose(norm, other, rel_tol=AGREE) for other in said.values())
-                for node, norm in said.items()
+            agreeing = {
+                node: sum(math.isclose(norm, other, rel_tol=NORM_TOLERANCE) for other in norms.values())
+                for node, norm in norms.items()
             }
-            if any(count < len(said) for count in alike.values()):
-                right = max(alike, key=lambda node: alike[node])
+            if any(count < len(norms) for count in agreeing.values()):
+                right = max(agreeing, key=lambda node: agreeing[node])
                 name = self.plan.cluster.nodes[right].name
-                for node, norm in said.items():
-                    if not math.isclose(norm, said[right], rel_tol=AGREE):
-                        self.throw_out(node, f"its gradient is not that of '{name}'")
+                for node, norm in norms.items():
+                    if not math.isclose(norm, norms[right], rel_tol=NORM_TOLERANCE):
+                        self.evict(node, f"its gradient is not that of '{name}'")
                 return True
         return False

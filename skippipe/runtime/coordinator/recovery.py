@@ -1,7 +1,7 @@
-"""How a node that came late gets the state of its stage: from a replica, a checkpoint, or the stages beside it.
+"""Where a node that joins late gets the state of its stage from: a replica, a checkpoint, or the neighbouring stages.
 
-What only stage 0 holds no other stage can give: it comes from a copy that is kept for that (`ends_backup`). Where there
-is none, stage 0 is not made up: nothing goes on.
+Embedding, final norm and head, which only stage 0 holds, come from their backup (`embedding_backup`). Where there is
+none, stage 0 is not made up: training does not go on.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from skippipe.runtime.coordinator.ends_backup import ENDS, EndsBackup
+from skippipe.runtime.coordinator.embedding_backup import BACKED_UP, EmbeddingBackup
 from skippipe.runtime.coordinator.interfaces import CoordinatorEnv, EventLogger
 from skippipe.runtime.coordinator.membership import Membership, MemberState
 from skippipe.runtime.coordinator.settings import RecoverySettings
@@ -21,19 +21,19 @@ from skippipe.runtime.task_timing import ClusterEstimator
 
 @dataclass
 class StageProgress:
-    """How far the stages are."""
+    """How far each stage is trained."""
 
     steps: list[int]
-    """That the optimizer has taken on each."""
+    """Optimizer steps taken."""
     norms: list[float]
-    """Squared, of each one's last gradient."""
+    """Squared norm of the last gradient."""
 
     @classmethod
     def nothing(cls, stages: int) -> StageProgress:
         return cls([0] * stages, [0.0] * stages)
 
     def stepped(self, visits: list[int], norms: list[float]) -> None:
-        """A stage that nobody visited takes no step."""
+        """A step was taken on every stage that a microbatch has visited."""
         self.steps = [steps + (count > 0) for steps, count in zip(self.steps, visits, strict=True)]
         self.norms = [norm if math.isfinite(norm) else 0.0 for norm in norms]
 
@@ -42,84 +42,85 @@ class StageProgress:
 class RecoverySourceSelector:
     membership: Membership
     env: CoordinatorEnv
-    survival: RecoverySettings
-    measured: ClusterEstimator
-    trained: StageProgress
-    ends: EndsBackup
-    happened: EventLogger
+    settings: RecoverySettings
+    estimator: ClusterEstimator
+    progress: StageProgress
+    backup: EmbeddingBackup
+    log_event: EventLogger
 
-    def teach(self, node: int) -> bool:
-        """Tell a node where to learn from; whether there is anybody."""
-        peer = self.membership[node]
-        peer.standing = MemberState.LEARNING
-        origin = self._origin(peer.stage, node)
-        if origin is None:
-            peer.sources = ()
-            return bool(self.membership.able)  # somebody who cannot be reached now
-        peer.sources = origin.lenders
-        self.happened("learning", f"stage {peer.stage} {self._told(origin)}", node)
-        self.env.tell(node, Recover(origin_to_json(origin), self.membership.assign(node)))
+    def start(self, node: int) -> bool:
+        """Have a node fetch the state of its stage; False if there is no node to fetch anything from."""
+        member = self.membership[node]
+        member.state = MemberState.RECOVERING
+        source = self._source(member.stage, node)
+        if source is None:
+            member.sources = ()
+            return bool(self.membership.active)  # one that cannot be reached now
+        member.sources = source.lenders
+        self.log_event("learning", f"stage {member.stage} {self._describe(source)}", node)
+        self.env.send(node, Recover(origin_to_json(source), self.membership.assign(node)))
         return True
 
-    def teach_again(self) -> None:
-        """Those who have lost their teacher, or found none, get another."""
-        for node in self.membership.of(MemberState.LEARNING):
+    def replace_lost_sources(self) -> None:
+        """Give another source to nodes that have lost theirs, or have found none."""
+        for node in self.membership.in_state(MemberState.RECOVERING):
             sources = self.membership[node].sources
-            if not sources or not set(sources) <= {COORDINATOR, *self.membership.able}:
-                self.teach(node)
+            if not sources or not set(sources) <= {COORDINATOR, *self.membership.active}:
+                self.start(node)
 
-    def copied(self, node: int, copied: BackupStored) -> None:
-        """A copy of stage 0's ends is there. Whoever learns from an older one of that node has to ask for this one."""
-        self.ends.copied(node, copied)
-        for learner in self.membership.of(MemberState.LEARNING):
-            if self.membership[learner].stage == 0 and node in self.membership[learner].sources:
-                self.teach(learner)
+    def backup_stored(self, node: int, stored: BackupStored) -> None:
+        """A node has a new embedding backup: nodes that fetch its old one have to ask for this one."""
+        self.backup.stored(node, stored)
+        for other in self.membership.in_state(MemberState.RECOVERING):
+            if self.membership[other].stage == 0 and node in self.membership[other].sources:
+                self.start(other)
 
     def from_checkpoint(self, stage: int) -> StateSource:
-        keeper = self.env.keeper
-        assert keeper is not None
-        self.trained.steps[stage] = keeper.steps(stage)
-        return StateSource("checkpoint", (COORDINATOR,), (stage,), (1.0,), self.trained.steps[stage])
+        store = self.env.checkpoint_store
+        assert store is not None
+        self.progress.steps[stage] = store.steps(stage)
+        return StateSource("checkpoint", (COORDINATOR,), (stage,), (1.0,), self.progress.steps[stage])
 
-    def _origin(self, stage: int, learner: int) -> StateSource | None:
-        now_ns = self.env.now_ns()
-        able = [node for node in self.membership.able if not self.measured.is_cut(node, learner, now_ns)]
-        holders = [node for node in able if self.membership[node].stage == stage and node != learner]
-        if holders:
-            busy = [source for node in self.membership for source in self.membership[node].sources]
-            lender = min(holders, key=lambda node: (busy.count(node), node))
-            return StateSource("replica", (lender,), (stage,), (1.0,), self.trained.steps[stage])
-        learners = [node for node in self.membership.of(MemberState.LEARNING) if node != learner]
-        if any(self.membership[node].stage == stage and self.membership[node].sources for node in learners):
-            return None  # one rebuilds the stage, the others learn from it: two that rebuild it would not be alike
-        if self.survival.lost_stage == "checkpoint" and self.ends.has_checkpoint:
+    def _source(self, stage: int, receiver: int) -> StateSource | None:
+        now_ns, membership = self.env.now_ns(), self.membership
+        reachable = [node for node in membership.active if not self.estimator.is_down(node, receiver, now_ns)]
+        replicas = [node for node in reachable if membership[node].stage == stage and node != receiver]
+        if replicas:
+            busy = [source for node in membership for source in membership[node].sources]
+            replica = min(replicas, key=lambda node: (busy.count(node), node))
+            return StateSource("replica", (replica,), (stage,), (1.0,), self.progress.steps[stage])
+        others = [membership[node] for node in membership.in_state(MemberState.RECOVERING) if node != receiver]
+        if any(other.stage == stage and other.sources for other in others):
+            return None  # one rebuilds the stage, the others fetch it from there: two that rebuild it would differ
+        if self.settings.lost_stage == "checkpoint" and self.backup.has_checkpoint:
             return self.from_checkpoint(stage)
         backup = None
-        if stage == 0 and self.ends.are_trained:
-            holder = self.ends.holder(able)
+        if stage == 0 and self.backup.is_trained:
+            holder = self.backup.holder(reachable)
             if holder is None:
-                return self.from_checkpoint(stage) if self.ends.has_checkpoint else None
-            backup = holder, self.membership[holder].backup
-        held = {self.membership[node].stage: node for node in reversed(able)}
+                return self.from_checkpoint(stage) if self.backup.has_checkpoint else None
+            backup = holder, membership[holder].backup
+        held = {membership[node].stage: node for node in reversed(reachable)}
         below, above = sorted(each for each in held if each < stage), sorted(each for each in held if each > stage)
-        near = [*below[-1:], *above[:1]]
-        if not near:
+        neighbours = [*below[-1:], *above[:1]]
+        if not neighbours:
             return None
-        self.trained.steps[stage] = 0
-        norms = [self.trained.norms[other] for other in near]
+        self.progress.steps[stage] = 0
+        norms = [self.progress.norms[other] for other in neighbours]
         total = sum(norms)
-        shares = tuple(norm / total if total else 1 / len(near) for norm in norms)
-        return StateSource("neighbours", tuple(held[other] for other in near), tuple(near), shares, 0, backup)
+        shares = tuple(norm / total if total else 1 / len(neighbours) for norm in norms)
+        nodes = tuple(held[other] for other in neighbours)
+        return StateSource("neighbours", nodes, tuple(neighbours), shares, 0, backup)
 
-    def _told(self, origin: StateSource) -> str:
-        if origin.kind == "replica":
-            return f"from '{self.membership.name(origin.sources[0])}'"
-        if origin.kind == "checkpoint":
-            return "from the newest checkpoint, for nobody holds it any more"
-        shares = " and ".join(f"{share:.2f} × stage {s}" for s, share in zip(origin.stages, origin.shares, strict=True))
-        if origin.backup is None:
-            return f"from its neighbours ({shares}), for nobody holds it any more"
-        holder, iterations = origin.backup
-        age = max(0, self.ends.done - iterations)
-        kept = f"{ENDS} from the copy that '{self.membership.name(holder)}' keeps, {age} iterations old"
-        return f"from its neighbours ({shares}), {kept}, for nobody holds it any more"
+    def _describe(self, source: StateSource) -> str:
+        if source.kind == "replica":
+            return f"from '{self.membership.name(source.sources[0])}'"
+        if source.kind == "checkpoint":
+            return "from the newest checkpoint, for no node holds it any more"
+        shares = " and ".join(f"{share:.2f} × stage {s}" for s, share in zip(source.stages, source.shares, strict=True))
+        if source.backup is None:
+            return f"from its neighbours ({shares}), for no node holds it any more"
+        holder, iterations = source.backup
+        age = max(0, self.backup.completed - iterations)
+        backup = f"{BACKED_UP} from the backup on '{self.membership.name(holder)}', {age} iterations old"
+        return f"from its neighbours ({shares}), {backup}, for no node holds it any more"

@@ -1,13 +1,8 @@
-"""The plan in use, renewed for those who are there: who has which stage, and which ways microbatches take.
+"""The plan in use, renewed for the nodes that are there: the stage of each node, and the paths of microbatches.
 
-It is noted before anybody is told (`memory`).
-
-
-How many stages paths visit, iteration by iteration, and the plans for that.
-
-A plan that was made for a length is used again whenever its turn comes, as long as nobody comes or goes. Then all of
-them are out of date; one whose turn comes is where the search for its successor begins.
-
+Every plan is logged before a node is told (`wal_records`). If the skip schedule changes the length of paths, each
+length has a plan of its own, which is used again whenever its turn comes, as long as no node joins or leaves. Then all
+of them are out of date; one whose turn comes is where the search for its successor begins.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from skippipe.cluster import Cluster
 from skippipe.plan import Plan
-from skippipe.runtime.coordinator.ends_backup import EndsBackup
+from skippipe.runtime.coordinator.embedding_backup import EmbeddingBackup
 from skippipe.runtime.coordinator.interfaces import CoordinatorEnv, EventLogger
 from skippipe.runtime.coordinator.membership import Membership, MemberState
 from skippipe.runtime.coordinator.recovery import StageProgress
@@ -33,270 +28,271 @@ if TYPE_CHECKING:
     from skippipe.planner.repair.stage_assignment import Reassignment, StageAssignment
 
 
-USUAL_NODES = 20  # that the time for planning is meant for
-AT_ONCE = 3  # nodes that get another stage between two iterations, beside those for stages that nobody holds
+NODES_PER_BUDGET = 20  # that the time for planning is meant for
+MAX_MOVES = 3  # nodes that get another stage between two iterations, beside those for stages that no node holds
 
-Cuts = frozenset[frozenset[int]]
-Holding = tuple[frozenset[tuple[int, int]], Cuts]
-"""Who holds which stage or will before long, and which links are cut."""
+DownLinks = frozenset[frozenset[int]]
+Placement = tuple[frozenset[tuple[int, int]], DownLinks]
+"""Nodes and the stages that they hold or will before long, and the links that are down."""
 
 
 @dataclass
 class Replanner:
     plan: Plan
-    """In use."""
+    """The plan in use."""
     lengths: PathLengths
-    measured: ClusterEstimator
-    survival: RecoverySettings
+    estimator: ClusterEstimator
+    settings: RecoverySettings
     membership: Membership
-    trained: StageProgress
-    harvest: CheckpointGather
-    ends: EndsBackup
+    progress: StageProgress
+    gather: CheckpointGather
+    backup: EmbeddingBackup
     env: CoordinatorEnv
-    happened: EventLogger
+    log_event: EventLogger
     changed: bool = False
-    """Somebody came or went: the plan is to be renewed."""
-    _settled: tuple[frozenset[int], Cuts] | None = field(init=False)
-    """Who had a stage, and which links were cut, when it was last decided who moves; None: to be decided anew."""
-    _no_help: dict[int, Holding | None] = field(default_factory=dict)
-    """Spares → where they were of no help: they are not looked at again until that changes; None: speeds have."""
-    _leaving: list[int] = field(default_factory=list)
-    """Nodes that are to build another stage when the plan without them is noted."""
+    """A node has joined or left: the plan is to be renewed."""
+    _settled: tuple[frozenset[int], DownLinks] | None = field(init=False)
+    """Nodes with a stage, and links that were down, when it was last decided which nodes move; None: decide anew."""
+    _rejected: dict[int, Placement | None] = field(default_factory=dict)
+    """Spare → the placement in which it was of no help: it is not considered again until that changes; None: speeds
+    have changed."""
+    _moving: list[int] = field(default_factory=list)
+    """Nodes that are to build another stage when the plan without them is logged."""
 
     def __post_init__(self) -> None:
-        self._settled = frozenset(self.plan.stage_of), self.measured.cuts(self.env.now_ns())
+        self._settled = frozenset(self.plan.stage_of), self.estimator.down_links(self.env.now_ns())
 
     # Plans
 
     def begin(self, iteration: int) -> None:
-        """Everybody of the plan is there; the first iteration may have paths of another length."""
-        self._turned(iteration, self.plan.stage_of)
-        self._note()
+        """All nodes of the plan are there; the first iteration may have paths of another length."""
+        self._select_length(iteration, self.plan.stage_of)
+        self._log_plan()
 
-    def turn(self, iteration: int) -> bool:
-        """Take the plan for paths of another length, if the recipe has them from this iteration on; whether it has."""
-        if not self._turned(iteration, self.membership.able):
+    def switch_length(self, iteration: int) -> bool:
+        """Take the plan for another path length, if the schedule has one from this iteration on; whether it has."""
+        if not self._select_length(iteration, self.membership.active):
             return False
-        self._note()
+        self._log_plan()
         return True
 
     def renew(self, iteration: int, *, finishing: bool = False) -> bool:
-        """Make a plan for those who are there, from this iteration on; whether that is possible."""
+        """Make a plan for the nodes that are there, from this iteration on; whether that is possible."""
         began_ns = self.env.now_ns()
         self._reassign(iteration, finishing=finishing)
         length = self.lengths.at(iteration)
-        found = self._for_those_there(length, began_ns)
+        found = self._repair_for_members(length, began_ns)
         if found is not None:
             self.plan = found
             self.changed = False
             self.lengths.renew(length, found)
-            self.measured.planned(found)
+            self.estimator.replanned(found)
             took_s = (self.env.now_ns() - began_ns) / 1e9
-            self._note()
-            self.happened(
-                "replanned", f"{len(self.membership.able)} nodes take microbatches; planned in {took_s:.2f} s"
+            self._log_plan()
+            self.log_event(
+                "replanned", f"{len(self.membership.active)} nodes take microbatches; planned in {took_s:.2f} s"
             )
-        for node in self._leaving:
+        for node in self._moving:
             self._build(node)
-        self._leaving.clear()
+        self._moving.clear()
         return found is not None
 
     def is_outdated(self, iteration: int) -> bool:
-        """Has somebody come or gone, or does something take much more or less time than planned?
+        """Has a node joined or left, or does something take much more or less time than planned?
 
         Spares that have come to be of use get a stage on the way, from this iteration on, and nodes that help more
         elsewhere leave theirs.
         """
-        drift = self.measured.drift(self.survival.drift) if self.survival.drift and not self.changed else ""
+        drift = self.estimator.drift(self.settings.drift) if self.settings.drift and not self.changed else ""
         if drift:
-            self.happened("slow", drift)
+            self.log_event("slow", drift)
             self._settled = None
-            self._no_help = dict.fromkeys(self._no_help)
+            self._rejected = dict.fromkeys(self._rejected)
         elif not self.changed:
             self._reassign(iteration)
         return self.changed or bool(drift)
 
-    def _for_those_there(self, length: int, now_ns: int) -> Plan | None:
-        """Who average and step; None if nothing can go on with them."""
+    def _repair_for_members(self, length: int, now_ns: int) -> Plan | None:
+        """A plan for the nodes that average and step; None if training cannot go on with them."""
         membership = self.membership
         members = [
-            [*ring, *(node for node in membership.of(MemberState.READY) if membership[node].stage == stage)]
-            for stage, ring in enumerate(membership.members(self.plan))
+            [*ring, *(node for node in membership.in_state(MemberState.READY) if membership[node].stage == stage)]
+            for stage, ring in enumerate(membership.rings(self.plan))
         ]
         spent_s = (self.env.now_ns() - now_ns) / 1e9
-        return self._repaired(length, members, membership.able, self._cluster(now_ns), spent_s)
+        return self._repair(length, members, membership.active, self._cluster(now_ns), spent_s)
 
     def _cluster(self, now_ns: int) -> Cluster:
-        """As it is known to be by now."""
-        return self.measured.cluster(now_ns, speeds=self.survival.drift > 0) or self.plan.cluster
+        """The cluster as it is known to be by now."""
+        return self.estimator.cluster(now_ns, speeds=self.settings.drift > 0) or self.plan.cluster
 
-    def _turned(self, iteration: int, able: Collection[int]) -> bool:
+    def _select_length(self, iteration: int, active: Collection[int]) -> bool:
         length = self.lengths.at(iteration)
-        if length == self.lengths.now:
+        if length == self.lengths.current:
             return False
-        if not self.lengths.ready(length):
+        if length not in self.lengths.up_to_date:
             members = [stage.nodes for stage in self.plan.stages]
-            self.lengths.add(length, self._repaired(length, members, able, self.plan.cluster) or self.plan)
-        self.lengths.now = length
+            self.lengths.add(length, self._repair(length, members, active, self.plan.cluster) or self.plan)
+        self.lengths.current = length
         self.plan = self.lengths.plans[length]
         return True
 
-    def _repaired(
+    def _repair(
         self,
         length: int,
         members: Sequence[Collection[int]],
-        able: Collection[int],
+        active: Collection[int],
         cluster: Cluster,
         spent_s: float = 0.0,
     ) -> Plan | None:
-        """The time for it is what is left when so many seconds are spent, but half of all of it at least."""
+        """The search time is what is left when so many seconds are spent, but half of all of it at least."""
         from skippipe.planner.repair.repair import repaired
 
-        whole_s = self.survival.planning.total_seconds() * max(1.0, len(able) / USUAL_NODES)
+        whole_s = self.settings.planning.total_seconds() * max(1.0, len(active) / NODES_PER_BUDGET)
         return repaired(
             self.lengths.plans.get(length, self.plan),
             members,
-            able,
+            active,
             cluster=cluster,
             budget_s=max(whole_s - spent_s, whole_s / 2),
             visited=length,
         )
 
-    def _note(self) -> None:
-        """In full once; later its name will do, as long as nobody comes or goes."""
-        length = self.lengths.now
-        if length in self.lengths.noted:
-            self.env.note({"turn": length})
+    def _log_plan(self) -> None:
+        """The plan in full once; later its length will do, as long as no node joins or leaves."""
+        length = self.lengths.current
+        if length in self.lengths.logged:
+            self.env.append_wal({"turn": length})
             return
-        self.lengths.noted.add(length)
-        learning = self.membership.of(MemberState.READY, MemberState.LEARNING)
-        self.env.note(plan_record(self.plan, learning, self.trained, length))
+        self.lengths.logged.add(length)
+        recovering = self.membership.in_state(MemberState.READY, MemberState.RECOVERING)
+        self.env.append_wal(plan_record(self.plan, recovering, self.progress, length))
 
     # Stages
 
     def place(self, node: int, iteration: int) -> None:
-        """A newcomer gets the stage where it helps most; if it is of no help, it stays a spare, and that is said."""
+        """Give a node that joins the stage where it helps most; one that is of no help stays a spare."""
         now_ns = self.env.now_ns()
-        if self.measured.accusations.is_barred(node, now_ns):
+        if self.estimator.link_reports.is_banned(node, now_ns):
             return
-        staff = self._staff(iteration)
-        self._no_help.pop(node, None)
-        found = staff.filling([node])
+        assignment = self._assignment(iteration)
+        self._rejected.pop(node, None)
+        found = assignment.filling([node])
         if found is not None and found.node != node:
             return  # a better one moves there when the iteration is done
-        found = found or staff.using([node])
-        if found is not None and (found.helps or not staff.members[found.stage]):
-            self._give(found, now_ns)
+        found = found or assignment.using([node])
+        if found is not None and (found.helps or not assignment.members[found.stage]):
+            self._assign(found, now_ns)
         else:
-            self._spare(node, found, now_ns)
+            self._reject(node, found, now_ns)
 
     def _reassign(self, iteration: int, *, finishing: bool = False) -> None:
-        """Decide who holds which stage from now on, until no change makes the plan better or a few have changed.
+        """Decide which node holds which stage from now on, until no move makes the plan better or a few have moved.
 
-        A stage that nobody holds is filled at once. Beside that, nodes move only if somebody came or went since it was
-        last decided, or links or speeds have changed; so after the last of these all stay where they are.
+        A stage that no node holds is filled at once. Beside that, nodes move only if a node has joined or left since it
+        was last decided, or links or speeds have changed; so after the last of these all stay where they are.
         """
         membership, now_ns = self.membership, self.env.now_ns()
-        empty = not all(membership.expected(self.plan))
-        if not empty and not self._news(now_ns) and self._settled == self._taking_part(now_ns):
+        empty = not all(membership.future_rings(self.plan))
+        if not empty and not self._new_spares(now_ns) and self._settled == self._stage_holders(now_ns):
             return
-        staff = self._staff(iteration)
-        while found := staff.filling(self._spares(now_ns), last=not finishing):
-            self._give(found, now_ns)
-            staff.carry_out(found)
+        assignment = self._assignment(iteration)
+        while found := assignment.filling(self._eligible_spares(now_ns), last=not finishing):
+            self._assign(found, now_ns)
+            assignment.carry_out(found)
         if finishing:
             return
-        for _ in range(AT_ONCE):
-            found = self._best(staff, iteration, now_ns)
+        for _ in range(MAX_MOVES):
+            found = self._next_move(assignment, iteration, now_ns)
             if found is None:
                 break
-            self._give(found, now_ns)
-            staff.carry_out(found)
-        self._settled = self._taking_part(now_ns)
+            self._assign(found, now_ns)
+            assignment.carry_out(found)
+        self._settled = self._stage_holders(now_ns)
 
-    def _best(self, staff: StageAssignment, iteration: int, now_ns: int) -> Reassignment | None:
+    def _next_move(self, assignment: StageAssignment, iteration: int, now_ns: int) -> Reassignment | None:
         """The next spare to get a stage, or else the next node to move."""
-        if spares := self._news(now_ns):
-            found = staff.using(spares)
+        if spares := self._new_spares(now_ns):
+            found = assignment.using(spares)
             if found is not None and found.helps:
                 return found
             for node in spares:
-                self._spare(node, found if staff.open_to(node) else None, now_ns)
-        if self._settled == self._taking_part(now_ns):
+                self._reject(node, found if assignment.open_to(node) else None, now_ns)
+        if self._settled == self._stage_holders(now_ns):
             return None
-        return staff.moving(self.lengths.iterations - iteration)
+        return assignment.moving(self.lengths.iterations - iteration)
 
-    def _staff(self, iteration: int) -> StageAssignment:
+    def _assignment(self, iteration: int) -> StageAssignment:
         from skippipe.planner.repair.stage_assignment import StageAssignment
 
         membership, now_ns, length = self.membership, self.env.now_ns(), self.lengths.at(iteration)
         plan, cluster = self.lengths.plans.get(length, self.plan), self._cluster(now_ns)
-        stay = membership.able if self.ends.is_lost else self.ends.needed
-        takes_part = membership.of(MemberState.READY, MemberState.LEARNING, MemberState.ABLE)
+        stay = membership.active if self.backup.is_lost else self.backup.needed
+        takes_part = membership.in_state(MemberState.READY, MemberState.RECOVERING, MemberState.ACTIVE)
         return StageAssignment(
             plan if plan.cluster is cluster else replace(plan, cluster=cluster, expected=None, lower_bound_ns=None),
             length,
-            [set(nodes) for nodes in membership.expected(self.plan)],
-            membership.able,
+            [set(nodes) for nodes in membership.future_rings(self.plan)],
+            membership.active,
             [node for node in takes_part if node not in stay],
-            lambda a, b: self.measured.is_cut(a, b, now_ns),
+            lambda a, b: self.estimator.is_down(a, b, now_ns),
         )
 
-    def _give(self, found: Reassignment, now_ns: int) -> None:
-        """A node its stage: a spare builds it at once, one that has another when the plan without it is noted."""
+    def _assign(self, found: Reassignment, now_ns: int) -> None:
+        """Give a node its stage: a spare builds it at once, one that has another when the plan without it is logged."""
         node, stage = found.node, found.stage
-        spare = self.membership[node].standing is MemberState.SPARE
-        empty = all(peer.stage != stage for peer in self.membership.peers.values())
-        why = ", which nobody holds" if empty else f": {_seconds(found.after_s)} instead of {_seconds(found.before_s)}"
+        spare = self.membership[node].state is MemberState.SPARE
+        empty = all(member.stage != stage for member in self.membership.members.values())
+        why = ", which no node holds" if empty else f": {_seconds(found.after_s)} instead of {_seconds(found.before_s)}"
         why += ", and its state is held a second time" if found.seconds else ""
-        self.happened("replanned", f"{'takes' if spare else 'moves to'} stage {stage}{why}", node)
+        self.log_event("replanned", f"{'takes' if spare else 'moves to'} stage {stage}{why}", node)
         self.membership.add(node, MemberState.BUILDING, stage, now_ns)
-        self._no_help.pop(node, None)
+        self._rejected.pop(node, None)
         if spare:
             self._build(node)
         else:
-            self.harvest.lost(node)
-            self._leaving.append(node)
+            self.gather.lost(node)
+            self._moving.append(node)
             self.changed = True
 
     def _build(self, node: int) -> None:
         plan = _with_node(self.plan, node, self.membership[node].stage)
-        self.env.welcome(node, plan, {}, self.membership.assign(node))
+        self.env.send_welcome(node, plan, {}, self.membership.assign(node))
 
-    def _spare(self, node: int, found: Reassignment | None, now_ns: int) -> None:
-        """It is of no help now, which is said once."""
-        known = node in self._no_help
-        self._no_help[node] = self._holding(now_ns)
+    def _reject(self, node: int, found: Reassignment | None, now_ns: int) -> None:
+        """A node is of no help now, which is reported once."""
+        known = node in self._rejected
+        self._rejected[node] = self._placement(now_ns)
         if known:
             return
         if found is not None and isinf(found.before_s):
-            why = "there is no plan for those who are here, and none with it either"
+            why = "there is no plan for the nodes that are here, and none with it either"
         elif found is not None:
             whom = "it" if found.node == node else f"'{self.membership.name(found.node)}'"  # which would help more
             why = f"with {whom} an iteration takes {_seconds(found.after_s)}, without {_seconds(found.before_s)}"
         elif not self.plan.costs.slots[:, node].any():
             why = f"'{self.membership.name(node)}' has too little memory for any stage and one microbatch: leave it out"
         else:
-            why = "it cannot reach those who hold the stages that it has the memory for"
-        self.happened("refused", f"stays a spare: {why}", node)
+            why = "it cannot reach the nodes that hold the stages that it has the memory for"
+        self.log_event("refused", f"stays a spare: {why}", node)
 
-    def _news(self, now_ns: int) -> list[int]:
-        """Spares that are new, or for which something has changed since they were of no help."""
-        spares = self._spares(now_ns)
-        return [node for node in spares if self._no_help.get(node) != self._holding(now_ns)] if spares else []
+    def _new_spares(self, now_ns: int) -> list[int]:
+        """Spares that are new, or for which something has changed since they were rejected."""
+        spares = self._eligible_spares(now_ns)
+        return [node for node in spares if self._rejected.get(node) != self._placement(now_ns)] if spares else []
 
-    def _spares(self, now_ns: int) -> list[int]:
-        """Those that may get a stage now."""
-        barred = self.measured.accusations.is_barred
-        return [node for node in self.membership.of(MemberState.SPARE) if not barred(node, now_ns)]
+    def _eligible_spares(self, now_ns: int) -> list[int]:
+        """Spares that may get a stage now."""
+        banned = self.estimator.link_reports.is_banned
+        return [node for node in self.membership.in_state(MemberState.SPARE) if not banned(node, now_ns)]
 
-    def _holding(self, now_ns: int) -> Holding:
-        held = frozenset((node, peer.stage) for node, peer in self.membership.peers.items() if peer.stage >= 0)
-        return held, self.measured.cuts(now_ns)
+    def _placement(self, now_ns: int) -> Placement:
+        held = frozenset((node, member.stage) for node, member in self.membership.members.items() if member.stage >= 0)
+        return held, self.estimator.down_links(now_ns)
 
-    def _taking_part(self, now_ns: int) -> tuple[frozenset[int], Cuts]:
-        held, cuts = self._holding(now_ns)
-        return frozenset(node for node, _ in held), cuts
+    def _stage_holders(self, now_ns: int) -> tuple[frozenset[int], DownLinks]:
+        held, down = self._placement(now_ns)
+        return frozenset(node for node, _ in held), down
 
 
 def _seconds(iteration_s: float) -> str:
@@ -304,7 +300,7 @@ def _seconds(iteration_s: float) -> str:
 
 
 def _with_node(plan: Plan, node: int, stage: int) -> Plan:
-    """A node on a stage: enough to build it from. It gets another plan before it takes a microbatch."""
+    """The plan with a node on a stage: enough to build it. The node gets another plan before it takes a microbatch."""
     stages = []
     for index, each in enumerate(plan.stages):
         ring = tuple(other for other in each.ring if other != node)
@@ -315,41 +311,39 @@ def _with_node(plan: Plan, node: int, stage: int) -> Plan:
 
 @dataclass
 class PathLengths:
-    recipe: SkipSchedule
+    """How many stages paths visit, iteration by iteration, and the plans for that."""
+
+    schedule: SkipSchedule
     iterations: int
-    """Of the whole run, from its very first."""
-    now: int
-    """That the plan in use was made for; while stages are missing, its paths may be shorter."""
+    """Iterations of the whole run, from its very first."""
+    current: int
+    """The length that the plan in use was made for; while stages are missing, its paths may be shorter."""
     plans: dict[int, Plan]
     """Length → the last plan for it; the one in use is among them."""
     usual: int = field(init=False)
-    """All along, where the recipe says nothing."""
-    noted: set[int] = field(init=False, default_factory=set)
-    """Lengths whose plans are in the journal as they are."""
-    _sound: set[int] = field(init=False)
-    """Lengths whose plans are for those who are there."""
+    """The length where the schedule says nothing."""
+    logged: set[int] = field(init=False, default_factory=set)
+    """Lengths whose plans are in the write-ahead log as they are."""
+    up_to_date: set[int] = field(init=False)
+    """Lengths whose plans are for the nodes that are there."""
 
     def __post_init__(self) -> None:
-        self.usual = self.now
-        used = self.plans[self.now]
-        self._sound = {
+        self.usual = self.current
+        used = self.plans[self.current]
+        self.up_to_date = {
             length for length, plan in self.plans.items() if plan.stages == used.stages and plan.cluster == used.cluster
         }
 
     def at(self, iteration: int) -> int:
-        return self.recipe.visited(iteration, self.iterations, len(self.plans[self.now].stages), self.usual)
-
-    def ready(self, length: int) -> bool:
-        """Is there a plan for those who are there?"""
-        return length in self._sound
+        return self.schedule.visited(iteration, self.iterations, len(self.plans[self.current].stages), self.usual)
 
     def add(self, length: int, plan: Plan) -> None:
         self.plans[length] = plan
-        self._sound.add(length)
+        self.up_to_date.add(length)
 
     def renew(self, length: int, plan: Plan) -> None:
-        """Somebody came or went: this is in use from now on, and the others are out of date."""
-        self.now = length
-        self._sound.clear()
-        self.noted.clear()
+        """A node has joined or left: this plan is in use from now on, and the others are out of date."""
+        self.current = length
+        self.up_to_date.clear()
+        self.logged.clear()
         self.add(length, plan)

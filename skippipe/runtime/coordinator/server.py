@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from skippipe.errors import UserError
-from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
-from skippipe.runtime.coordinator.interfaces import StopRequests
-from skippipe.runtime.coordinator.state_machine import (
-    Callback,
-    CheckpointStore,
-    Coordinator,
-    Deadlines,
-    RecoverySettings,
-)
+from skippipe.runtime.coordinator.interfaces import Callback, CheckpointStore, StopRequests
+from skippipe.runtime.coordinator.settings import CoordinatorSettings
+from skippipe.runtime.coordinator.state_machine import Coordinator
 from skippipe.runtime.messages import ControlMessage, NewPlan, PeerUpdate, StateRequest, Stop, Welcome
 from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.node.state_transfer import state_message
 from skippipe.runtime.node_config import NodeConfig
-from skippipe.runtime.rendezvous import Gone, Listener
+from skippipe.runtime.rendezvous import EndedNodes, Listener, poll_s
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox, Security
 from skippipe.transport.message import MessageKind, Received
 
-CLOSE_LINGER_S = 2.0  # for the last words to leave
-MOST_LENT = 2**24  # numbers of a state in one message
-EXIT_MESSAGE_S = 0.5  # for those of a node that is gone to arrive
+CLOSE_LINGER_S = 2.0  # for the last messages to leave
+MAX_STATE_VALUES = 2**24  # numbers of a state in one message
+EXIT_MESSAGE_S = 0.5  # for the last messages of a node whose connection broke to arrive
 
 
 class CoordinatorServer:
-    """What the coordinator's state machine sees of the world, and the loop around it."""
+    """The environment of the coordinator's state machine, and the event loop around it."""
 
     def __init__(
         self,
@@ -44,23 +37,23 @@ class CoordinatorServer:
         listen: str = "127.0.0.1:0",
         security: Security = "curve",
         store: Callable[[int, int, Any], None],
-        keeper: CheckpointStore | None = None,
-        note: Callable[[dict[str, Any]], None] = lambda record: None,
+        checkpoint_store: CheckpointStore | None = None,
+        append_wal: Callable[[dict[str, Any]], None] = lambda record: None,
     ) -> None:
-        self.keeper = keeper
+        self.checkpoint_store = checkpoint_store
         self.machine: Coordinator | None = None
-        self._node_config = node_config
-        self._brief_json = node_config.to_json()
-        self._publics = publics
         self._store = store
-        self._note = note
+        self._append_wal = append_wal
+        self._node_config = node_config
+        self._node_config_json = node_config.to_json()
+        self._publics = publics
         self._names = {number: node.name for number, node in enumerate(node_config.plan.cluster.nodes)}
         self._numbers = dict(node_config.plan.cluster.number)
         self._mailbox = Mailbox(THE_COORDINATOR, keys, listen=listen, security=security, depth=1024)
-        self._reception = Listener(self._mailbox, self._numbers, publics, self._complain)
-        self._leaving: dict[str, tuple[float, str]] = {}
-        """Nodes that are gone, but may have said why: until when that is waited for."""
-        self._plan_told: tuple[Plan, dict[str, Any]] | None = None
+        self._listener = Listener(self._mailbox, self._numbers, publics, self._on_malformed)
+        self._disconnected: dict[str, tuple[float, str]] = {}
+        """Node whose connection broke → until when its last messages are awaited, and what is known of its end."""
+        self._plan_json: tuple[Plan, dict[str, Any]] | None = None
 
     @property
     def address(self) -> str:
@@ -68,44 +61,20 @@ class CoordinatorServer:
 
     def run(
         self,
-        learning: OptimConfig,
-        iterations: int,
+        settings: CoordinatorSettings,
         callback: Callback,
         *,
-        first: int = 0,
-        plans: Mapping[int, Plan] | None = None,
-        resumed: bool = False,
-        recorded: Container[int] = frozenset(),
-        kept_every: int = 0,
-        deadlines: Deadlines | None = None,
-        survival: RecoverySettings | None = None,
         wal: Sequence[Mapping[str, Any]] = (),
-        gone: Gone = lambda: (),
-        asked: StopRequests = lambda: 0,
-        patience: timedelta = timedelta(milliseconds=200),
+        ended: EndedNodes = lambda: (),
+        stop_requests: StopRequests = lambda: 0,
     ) -> None:
         """Train; UserError if it cannot be done."""
-        self.machine = Coordinator(
-            self._node_config.plan,
-            learning,
-            self,
-            callback,
-            iterations,
-            first=first,
-            recipe=self._node_config.recipe,
-            plans=plans or {},
-            resumed=resumed,
-            recorded=recorded,
-            kept_every=kept_every,
-            deadlines=deadlines or Deadlines(),
-            survival=survival or RecoverySettings(),
-            wal=wal,
-        )
-        self._reception.fence.term = self.machine.term
+        self.machine = Coordinator(self._node_config.plan, settings, self, callback, wal)
+        self._listener.fence.term = self.machine.term
         try:
             while not self.machine.over:
-                self._turn(self.machine, gone, patience.total_seconds())
-                self.machine.asked_to_end(asked())
+                self._poll(self.machine, poll_s(settings.deadlines.heartbeat.total_seconds()), ended)
+                self.machine.on_stop_requests(stop_requests())
         except BaseException:
             self.machine.fail("the run was ended")
             raise
@@ -114,90 +83,90 @@ class CoordinatorServer:
         if self.machine.failure:
             raise UserError(self.machine.failure)
 
-    def _turn(self, machine: Coordinator, gone: Gone, patience_s: float) -> None:
-        for received in self._mailbox.receive(patience_s):
+    def _poll(self, machine: Coordinator, timeout_s: float, ended: EndedNodes) -> None:
+        for received in self._mailbox.receive(timeout_s):
             self._deliver(machine, received)
         now = time.monotonic()
-        for name, how in self._reception.lost():
-            self._leaving.setdefault(name, (now + EXIT_MESSAGE_S, how))
-        for name, how in gone():  # what it had to say is here
-            self._leaving.pop(name, None)
-            machine.lost(self._numbers[name], how)
-        for name, (until, how) in list(self._leaving.items()):
+        for name, how in self._listener.lost():
+            self._disconnected.setdefault(name, (now + EXIT_MESSAGE_S, how))
+        for name, how in ended():  # its last messages have arrived
+            self._disconnected.pop(name, None)
+            machine.node_lost(self._numbers[name], how)
+        for name, (until, how) in list(self._disconnected.items()):
             if now >= until or machine.over:
-                del self._leaving[name]
-                machine.lost(self._numbers[name], how)
+                del self._disconnected[name]
+                machine.node_lost(self._numbers[name], how)
         machine.tick()
 
     def close(self) -> None:
         self._mailbox.close()
 
-    # What the state machine sees
+    # The state machine's environment
 
     def now_ns(self) -> int:
         return time.monotonic_ns()
 
-    def meet(self, node: int, address: str) -> bool:
-        name, reception = self._names[node], self._reception
-        self._leaving.pop(name, None)  # that was in another life
+    def connect(self, node: int, address: str) -> bool:
+        name, listener = self._names[node], self._listener
+        self._disconnected.pop(name, None)  # that was another incarnation
         try:
-            reception.meet(name, address)
+            listener.connect(name, address)
         except UserError:
             return False
-        others = [other for other in reception.addresses if other != name]
-        if others:  # one that comes back to a new coordinator is not welcomed again, and they may have moved
-            self.tell(node, PeerUpdate(reception.introduced(others)))
+        others = [other for other in listener.addresses if other != name]
+        if others:  # one that reconnects to a restarted coordinator gets no welcome, and they may have moved
+            self.send(node, PeerUpdate(listener.peer_addresses(others)))
         return True
 
-    def part(self, node: int) -> None:
-        self._reception.part(self._names[node], EXIT_MESSAGE_S)
+    def disconnect(self, node: int) -> None:
+        self._listener.disconnect(self._names[node], EXIT_MESSAGE_S)
 
-    def tell(self, node: int, control: ControlMessage) -> None:
+    def send(self, node: int, control: ControlMessage) -> None:
         name = self._names[node]
-        if isinstance(control, Stop) and name not in self._reception.addresses:  # it is there after all
-            self._reception.answer_a_ghost(name)
+        if isinstance(control, Stop) and name not in self._listener.addresses:  # it is there after all
+            self._listener.request_rejoin(name)
         else:
-            self._reception.tell(name, control)
+            self._listener.send(name, control)
 
-    def welcome(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:
-        node_config = {**self._brief_json, "plan": self._told(plan)}
-        self.tell(node, Welcome(node_config, self._reception.introduced(self._publics), origin, assignment))
+    def send_welcome(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:
+        node_config = {**self._node_config_json, "plan": self._to_json(plan)}
+        self.send(node, Welcome(node_config, self._listener.peer_addresses(self._publics), origin, assignment))
 
-    def replan(self, node: int, plan: Plan) -> None:
-        self.tell(node, NewPlan(self._told(plan)))
+    def send_plan(self, node: int, plan: Plan) -> None:
+        self.send(node, NewPlan(self._to_json(plan)))
 
-    def store(self, stage: int, number: int, piece: Any) -> None:
+    def store_weights(self, stage: int, number: int, piece: Any) -> None:
         self._store(stage, number, piece)
 
-    def note(self, record: dict[str, Any]) -> None:
-        self._note(record)
+    def append_wal(self, record: dict[str, Any]) -> None:
+        self._append_wal(record)
 
-    def give(self, node: int, stage: int, want: StateRequest) -> None:
-        assert self.keeper is not None
+    def send_checkpoint_state(self, node: int, stage: int, request: StateRequest) -> None:
+        assert self.checkpoint_store is not None
         try:
-            state = self.keeper.state(stage, want.first, min(want.count, MOST_LENT))
-            message = state_message(want.first, state, want.assignment)
+            state = self.checkpoint_store.state(stage, request.first, min(request.count, MAX_STATE_VALUES))
+            message = state_message(request.first, state, request.assignment)
         except (UserError, ValueError, AssertionError) as error:
             assert self.machine is not None
-            self.machine.lost(node, f"it asked for state that is not there: {error}")
+            self.machine.node_lost(node, f"it asked for state that is not there: {error}")
             return
-        self._reception.send(self._names[node], message)
+        self._listener.send_message(self._names[node], message)
 
-    def _told(self, plan: Plan) -> dict[str, Any]:
-        """As JSON; everybody gets the same."""
-        if self._plan_told is None or self._plan_told[0] is not plan:
-            self._plan_told = plan, plan.to_json()
-        return self._plan_told[1]
+    def _to_json(self, plan: Plan) -> dict[str, Any]:
+        """A plan as JSON, made once for all nodes."""
+        if self._plan_json is None or self._plan_json[0] is not plan:
+            self._plan_json = plan, plan.to_json()
+        return self._plan_json[1]
 
     def _deliver(self, machine: Coordinator, received: Received) -> None:
         node = self._numbers[received.peer]
         if received.message.kind is not MessageKind.CONTROL:
-            machine.receive(node, received.message)
+            machine.on_piece(node, received.message)
             return
-        control = self._reception.understood(received)
+        control = self._listener.decode(received)
         if control is not None:
-            machine.hear(node, control)
+            machine.on_message(node, control)
 
-    def _complain(self, name: str, what: str) -> None:
+    def _on_malformed(self, name: str, what: str) -> None:
         assert self.machine is not None
-        self.machine.complain(self._numbers[name], what)
+        self.machine.on_malformed(self._numbers[name], what)

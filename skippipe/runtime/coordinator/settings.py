@@ -1,63 +1,78 @@
-"""What a coordinator is waiting for.
-
-How patient a coordinator is, and what it does when things go wrong.
-"""
+"""What a coordinator is told about its run: how long it waits, how it recovers, and what the run consists of."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
-from enum import Enum
 from typing import Literal
 
-
-class CoordinatorState(Enum):
-    JOINING = "to join"
-    PREPARING = "to be ready"
-    TRAINING = "to average gradients"
-    PAUSED = "to take the places of those who are gone"
-    STEPPING = "to take the last step"
-    COLLECTING = "to send its weights"
-    REUNITING = "to come back to a coordinator that was started again"
-    DONE = "for nothing"
-    FAILED = "for nothing any more"
+from skippipe.heartbeat import TIMEOUT_S
+from skippipe.optim.config import OptimConfig
+from skippipe.plan import Plan
+from skippipe.skip_schedule import SkipSchedule
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long the coordinator waits before it gives up and says for whom it waited."""
+    """How long the coordinator waits in each state before it gives up and names the nodes that it waited for."""
 
     join: timedelta = timedelta(minutes=10)
-    """For the last node to join, or for somebody to take the place of those without whom nothing goes on."""
+    """For the last node to join, and in a pause for nodes to take the places of lost ones."""
     ready: timedelta = timedelta(minutes=5)
-    """For nodes to build their stage."""
+    """For a node to build its stage."""
     iteration: timedelta = timedelta(minutes=10)
-    """For an iteration, whatever the plan promises."""
-    collect: timedelta = timedelta(minutes=10)
-    """For the weights of a stage."""
-    early: timedelta = timedelta(seconds=4)
-    """The same, if somebody wants to stop at once."""
-    room: timedelta = timedelta(hours=1)
-    """For room on the disk, if the model cannot be written in the end."""
-    heartbeat: timedelta = timedelta(seconds=5)
-    """For a sign of life of a node; then it counts as gone."""
-    reunion: timedelta = timedelta(seconds=20)
-    """For nodes to notice that the coordinator was started again."""
+    """For a message that takes the iteration further, whatever the plan promises."""
+    gather: timedelta = timedelta(minutes=10)
+    """For the next piece of the final weights."""
+    abort: timedelta = timedelta(seconds=4)
+    """For the next piece of the final weights, and for disk space, if the run is to stop at once."""
+    disk_space: timedelta = timedelta(hours=1)
+    """For space on the disk, if the final weights cannot be written."""
+    heartbeat: timedelta = timedelta(seconds=TIMEOUT_S)
+    """Without a heartbeat after which a node is declared dead."""
+    rejoin: timedelta = timedelta(seconds=20)
+    """For nodes to reconnect to a coordinator that was restarted."""
 
 
 @dataclass(frozen=True)
 class RecoverySettings:
-    """What to do when things go wrong."""
+    """How a run gets over lost nodes, slow ones and broken links."""
 
     lost_stage: Literal["checkpoint", "neighbours"] = "checkpoint"
-    """Where the state of a stage comes from that nobody holds any more; without a checkpoint, from its neighbours."""
+    """Where the state of a stage comes from that no node holds any more; without a checkpoint, from its neighbours."""
     drift: float = 0.0
-    """The plan is renewed when a task or a link takes this share more or less than planned; 0: never."""
+    """Share by which a task or a link may differ from the plan before the plan is renewed; 0: any."""
     planning: timedelta = timedelta(milliseconds=500)
-    """For the search for a better plan when one has to be repaired, for every 20 nodes; 0: the first that is found,
-    always the same."""
+    """Search time for a better plan when one is repaired, for every 20 nodes; 0: the first plan found, which is always
+    the same."""
     backup_every: int = 10
-    """Iterations from one copy of what only stage 0 holds (embedding, final norm, head), on a node of another stage, to
-    the next; 0: none are made."""
-    survives: bool = True
-    """Go on without lost nodes; no: a lost node ends the run."""
+    """Iterations from one backup of embedding, final norm and head to the next; 0: none are made."""
+    fault_tolerant: bool = True
+    """The run continues without lost nodes; no: a lost node ends it."""
+
+
+@dataclass(frozen=True)
+class CoordinatorSettings:
+    """All that a coordinator is told about a run, beside the plan that it starts with."""
+
+    optim: OptimConfig
+    iterations: int
+    """Iterations of the whole run, counted from its very first."""
+    resumed_from: int | None = None
+    """Completed iterations of the checkpoint that nodes start from; None: they start from initial weights."""
+    skip_schedule: SkipSchedule = field(default_factory=SkipSchedule)
+    """How many stages the paths of each iteration visit."""
+    plans: Mapping[int, Plan] = field(default_factory=dict)
+    """Path length → a plan for it on the same stages; one that is missing is made when it is needed."""
+    recorded: Container[int] = frozenset()
+    """Iterations of which nodes report every task."""
+    checkpoint_every: int = 0
+    """Iterations from one checkpoint to the next; 0: none are made."""
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    recovery: RecoverySettings = field(default_factory=RecoverySettings)
+
+    @property
+    def first_iteration(self) -> int:
+        """Number of the iteration that the run starts with."""
+        return self.resumed_from or 0

@@ -1,90 +1,130 @@
-"""Everybody together before the first iteration: nodes that join, or that come back to a coordinator started again."""
+"""Before the first iteration: nodes join and build their stages, or reconnect to a coordinator that was restarted."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Protocol
 
-from skippipe.runtime.coordinator.commit_loop import CommitLoop
-from skippipe.runtime.coordinator.interfaces import CoordinatorEnv
+from skippipe.runtime.coordinator.commit_loop import CommitContext, CommitLoop
+from skippipe.runtime.coordinator.interfaces import CoordinatorEnv, CoordinatorState
 from skippipe.runtime.coordinator.membership import Membership, MemberState
 from skippipe.runtime.coordinator.recovery import RecoverySourceSelector
 from skippipe.runtime.coordinator.replanner import Replanner
 from skippipe.runtime.coordinator.wal_records import RecoveredLog
-from skippipe.runtime.fencing import first_number
+from skippipe.runtime.fencing import first_id
 from skippipe.runtime.messages import Hello
 from skippipe.runtime.node.state_transfer import origin_to_json
 
 
-class RejoinCheck(NamedTuple):
-    stepped: set[int]
-    """Nodes that have taken the last step that was noted; others are told to."""
-    strays: list[int]
-    """Nodes that are in the middle of something else."""
+class StartupContext(CommitContext, Protocol):
+    """What the startup sees of the coordinator."""
+
+    def gather_weights(self) -> None: ...
+
+    def await_last_step(self, stepped: set[int]) -> None: ...
 
 
 @dataclass
 class Startup:
-    memory: RecoveredLog
+    context: StartupContext
+    log: RecoveredLog
     resumed: bool
-    """Nodes go on from a checkpoint."""
+    """Nodes start from a checkpoint."""
     membership: Membership
     env: CoordinatorEnv
-    replanning: Replanner
-    teaching: RecoverySourceSelector
-    progress: CommitLoop
-    _places: dict[int, Hello] = field(default_factory=dict)
-    """Where nodes say they are, after a restart of the coordinator."""
+    replanner: Replanner
+    recovery: RecoverySourceSelector
+    commits: CommitLoop
+    _hellos: dict[int, Hello] = field(default_factory=dict)
+    """Where the nodes that reconnected are in the run."""
 
     @property
     def missing(self) -> list[int]:
-        """Nodes of the plan that are not here."""
-        return [node for node in sorted(self.replanning.plan.stage_of) if node not in self.membership]
+        """Nodes of the plan that are not connected."""
+        return [node for node in sorted(self.replanner.plan.stage_of) if node not in self.membership]
 
-    def prepare(self) -> None:
-        """All are here: they build their stages and, if there is a checkpoint to go on from, fetch their state."""
-        self.replanning.begin(self.progress.now.number)
-        for index, stage in enumerate(self.replanning.plan.stages):
-            origin = origin_to_json(self.teaching.from_checkpoint(index)) if self.resumed else {}
-            for node in stage.nodes:
-                self.membership[node].standing, self.membership[node].stage = MemberState.BUILDING, index
-                self.env.welcome(node, self.replanning.plan, origin, self.membership.assign(node))
-
-    # Coming back
-
-    def came_back(self, node: int, hello: Hello) -> None:
-        self._places[node] = hello
+    def joined(self, node: int, hello: Hello) -> None:
+        if self.context.state is CoordinatorState.REJOINING:
+            self._hellos[node] = hello
+            if not self.missing:
+                self.finish_rejoin()
+        else:
+            self._prepare_if_complete()
 
     def lost(self, node: int) -> None:
-        self._places.pop(node, None)
+        self._hellos.pop(node, None)
 
-    def reunite(self) -> RejoinCheck:
-        """Whoever is where it should be takes part again, if need be after the last step that was noted."""
-        places, self._places = self._places, {}
-        memory, progress, stage_of = self.memory, self.progress, self.replanning.plan.stage_of
-        seen = [hello.epoch for hello in places.values()]  # others may have seen more, but none of this term
-        progress.epoch = max([progress.epoch, first_number(memory.term), *seen]) + 1
+    def begin_if_ready(self) -> None:
+        """Start to train when all nodes have built their stages."""
+        if self.context.state is not CoordinatorState.PREPARING or self.membership.in_state(MemberState.BUILDING):
+            return
+        if self.commits.current.number >= self.commits.end:  # the checkpoint is of the end: only weights are missing
+            self.context.gather_weights()
+        else:
+            complete = set(self.replanner.plan.stage_of) <= set(self.membership.active)
+            self.commits.restart("" if complete else "nodes are missing")
+
+    def finish_rejoin(self) -> None:
+        """All nodes have reconnected, or have had time enough: those whose state fits the log continue."""
+        stepped, misplaced = self._readmit()
+        if not self.membership.active:
+            self._begin_from_checkpoint()
+            return
+        new = len(self.membership.in_state(MemberState.SPARE))
+        there = len(self.membership.members) - new
+        self.context.log_event("recovered", f"{there} nodes are where they were, {new} are new")
+        for node in misplaced:
+            self.context.evict(node, "it is not where the others are")
+        if self.context.state is CoordinatorState.FAILED:
+            return
+        self.replanner.changed = True
+        if self.commits.current.number == self.commits.end:
+            self.context.await_last_step(stepped)
+        else:
+            self.commits.restart("the coordinator was restarted")
+
+    def _prepare_if_complete(self) -> None:
+        """Once all nodes are connected they build their stages and, if the run is resumed, fetch the checkpoint."""
+        if self.missing:
+            return
+        self.context.enter(CoordinatorState.PREPARING)
+        self.replanner.begin(self.commits.current.number)
+        for index, stage in enumerate(self.replanner.plan.stages):
+            origin = origin_to_json(self.recovery.from_checkpoint(index)) if self.resumed else {}
+            for node in stage.nodes:
+                self.membership[node].state, self.membership[node].stage = MemberState.BUILDING, index
+                self.env.send_welcome(node, self.replanner.plan, origin, self.membership.assign(node))
+
+    def _readmit(self) -> tuple[set[int], list[int]]:
+        """Nodes whose state fits the log take part again, if need be after the last step in the log. Gives those that
+        had taken that step, and those that are in the middle of something else."""
+        hellos, self._hellos = self._hellos, {}
+        log, commits, stage_of = self.log, self.commits, self.replanner.plan.stage_of
+        seen = [hello.epoch for hello in hellos.values()]  # others may have seen more, but none of this term
+        commits.epoch = max([commits.epoch, first_id(log.term), *seen]) + 1
         stepped = set()
-        for node, hello in places.items():
-            behind = hello.iteration == memory.iteration and hello.phase == "AVERAGED"
-            if node in stage_of and hello.phase and (behind or hello.iteration == progress.now.number):
-                standing = MemberState.LEARNING if node in memory.learning else MemberState.ABLE
-                self.membership.add(node, standing, stage_of[node], self.env.now_ns())
-                self.membership[node].backup = hello.backup if hello.backup <= progress.now.number else 0
+        for node, hello in hellos.items():
+            behind = hello.iteration == log.iteration and hello.phase == "AVERAGED"
+            if node in stage_of and hello.phase and (behind or hello.iteration == commits.current.number):
+                state = MemberState.RECOVERING if node in log.recovering else MemberState.ACTIVE
+                self.membership.add(node, state, stage_of[node], self.env.now_ns())
+                self.membership[node].backup = hello.backup if hello.backup <= commits.current.number else 0
                 if behind:
-                    self.env.tell(node, memory.proceed)
+                    self.env.send(node, log.last_commit)
                 else:
                     stepped.add(node)
-        return RejoinCheck(stepped, [node for node in self.membership.of(MemberState.SPARE) if places[node].phase])
+        return stepped, [node for node in self.membership.in_state(MemberState.SPARE) if hellos[node].phase]
 
-    def rewind(self) -> bool:
-        """Nobody has any state: whoever is here, or comes, begins where a checkpoint was made. Whether there is one."""
-        keeper = self.env.keeper
-        done = keeper.newest() if keeper is not None else None
-        if done is None:
-            return False
+    def _begin_from_checkpoint(self) -> None:
+        """No node has any state: those that are here, or join, begin where the newest checkpoint was made."""
+        store = self.env.checkpoint_store
+        completed = store.newest() if store is not None else None
+        if completed is None:
+            self.context.fail("no node is left that was there before, and there is no checkpoint; start anew")
+            return
         self.resumed = True
         for node in self.membership:
             self.membership.add(node, MemberState.SPARE, -1, self.env.now_ns())
-        self.progress.open(done)
-        return True
+        self.commits.open(completed)
+        self.context.enter(CoordinatorState.JOINING)
+        self._prepare_if_complete()

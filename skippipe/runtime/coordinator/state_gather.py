@@ -1,4 +1,4 @@
-"""Fetching the state of every stage, piece by piece and one stage after another, from a node that holds it."""
+"""Gathering the state of every stage, piece by piece and one stage after another, from a node that holds it."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from skippipe.transport.message import Message
 
 @dataclass
 class StateGather:
-    """`holders` says whom to ask for a stage."""
+    """The pieces of all stages, once."""
 
     holders: Mapping[int, int]
-    kept: bool
-    """The copies that were made for a checkpoint, instead of the weights as they are now."""
-    tell: Callable[[int, ControlMessage], None]
-    take: Callable[[int, int, Any], None]
-    """Stage, number of the piece, and the piece; None after the last. A stage that starts over has a first again.
-    Unwritten if the stage is not on disk after its last: then it is held, and nobody needs to send it again."""
-    numbers: Iterator[int]
-    """For what is asked: pieces that were asked for under another number are not taken."""
+    """Stage → the node that is asked for it."""
+    snapshots: bool
+    """Gather the snapshots that nodes took for a checkpoint, instead of the weights as they are now."""
+    send: Callable[[int, ControlMessage], None]
+    store: Callable[[int, int, Any], None]
+    """Takes stage, number of the piece, and the piece; None after the last. A stage that starts over has a first piece
+    again. Raises WriteFailed if a complete stage is not on disk: then it is held, and no node has to send it again."""
+    ids: Iterator[int]
+    """Ids for requests: pieces that were requested under another id are not taken."""
     stage: int = field(init=False, default=-1)
     over: bool = field(init=False, default=False)
     unwritten: WriteFailed | None = field(init=False, default=None)
-    """Why the stage that has come is not on disk."""
+    """Why the stage that has arrived is not on disk."""
     given_up: bool = field(init=False, default=False)
-    """Nothing more is asked for. What was asked last is waited for, lest it be taken for an answer to somebody else."""
+    """Nothing more is requested. The last request is awaited, lest its answer be taken for that to another one."""
     _piece: int = field(init=False, default=0)
-    _number: int = field(init=False, default=0)
-    _asked: bool = field(init=False, default=True)
+    _id: int = field(init=False, default=0)
+    _awaits: bool = field(init=False, default=True)
 
-    def begin(self) -> None:
+    def __post_init__(self) -> None:
         self._next_stage()
 
     @property
     def holder(self) -> int:
-        """Who has to answer now."""
+        """The node whose answer is awaited."""
         return self.holders[self.stage]
 
     @property
@@ -49,9 +50,9 @@ class StateGather:
         return self.stage + 1 >= len(self.holders)
 
     def receive(self, node: int, number: int, piece: int, body: Any) -> bool:
-        """Whether it was asked for."""
-        asked = self._asked and (node, number, piece) == (self.holders.get(self.stage), self._number, self._piece)
-        if self.over or not asked:
+        """Whether the piece was requested."""
+        requested = self._awaits and (node, number, piece) == (self.holders.get(self.stage), self._id, self._piece)
+        if self.over or not requested:
             return False
         if self.given_up:
             self.over = True
@@ -59,60 +60,61 @@ class StateGather:
         if body is None:
             self.end_stage()
         else:
-            self.take(self.stage, self._piece, body)
+            self.store(self.stage, self._piece, body)
             self._piece += 1
-            self._ask()
+            self._request()
         return True
 
     def end_stage(self) -> None:
-        """All of the stage has come; again, if it could not be written."""
+        """All of the stage has arrived; called again if it could not be written."""
         try:
-            self.take(self.stage, self._piece, None)
+            self.store(self.stage, self._piece, None)
         except WriteFailed as error:
-            self.unwritten, self._asked = error, False
+            self.unwritten, self._awaits = error, False
             return
-        self.unwritten, self._asked = None, True
+        self.unwritten, self._awaits = None, True
         self._next_stage()
 
     def lost(self, node: int) -> None:
-        """Nothing more is taken from it, also not if it comes back, until it is asked `again`."""
+        """Take nothing more from a node, also not if it comes back, until it is asked again (`restart_stage`)."""
         if not self.over and node == self.holder:
-            self._asked = False
+            self._awaits = False
 
-    def again(self, holders: Mapping[int, int]) -> None:
-        """Somebody is gone: from now on others are asked, for the stage that was on its way from its beginning."""
+    def restart_stage(self, holders: Mapping[int, int]) -> None:
+        """A node is lost: others are asked from now on, for the stage that was on its way from its beginning."""
         self.holders = holders
         if self.unwritten is not None:
             return  # that stage is here
-        self._asked = True
+        self._awaits = True
         if not self.over:
-            self._piece, self._number = 0, next(self.numbers)
-            self._ask()
+            self._piece, self._id = 0, next(self.ids)
+            self._request()
 
     def _next_stage(self) -> None:
-        self.stage, self._piece, self._number = self.stage + 1, 0, next(self.numbers)
+        self.stage, self._piece, self._id = self.stage + 1, 0, next(self.ids)
         self.over = self.stage == len(self.holders)
         if not self.over:
-            self._ask()
+            self._request()
 
-    def _ask(self) -> None:
-        self.tell(self.holder, GatherState(self._piece, self.kept, self._number))
+    def _request(self) -> None:
+        self.send(self.holder, GatherState(self._piece, self.snapshots, self._id))
 
 
 @dataclass
 class CheckpointGather:
-    """The checkpoint that is being made while training goes on; in the end another, and then the weights."""
+    """The checkpoint that is being made while training goes on; in the end another one, and then the weights."""
 
     env: CoordinatorEnv
-    kept_every: int
+    every: int
     """Iterations from one checkpoint to the next; 0: none are made."""
     made: int = -1
-    """How many iterations were done when the newest checkpoint was made; −1: there is none."""
-    numbers: Iterator[int] = field(default_factory=lambda: count(1))
+    """Completed iterations of the newest checkpoint; −1: there is none."""
+    ids: Iterator[int] = field(default_factory=lambda: count(1))
     weights: StateGather | None = None
     _checkpoint: StateGather | None = None
     _of: tuple[int, tuple[int, ...]] = (0, ())
-    _again: bool = False
+    """Completed iterations and optimizer steps of the checkpoint that is being made."""
+    _repeated: bool = False
     """The last checkpoint was made a second time."""
 
     @property
@@ -122,26 +124,27 @@ class CheckpointGather:
 
     @property
     def over(self) -> bool:
-        """Are all weights there?"""
+        """Are all weights on disk?"""
         return self.weights is not None and self.weights.over
 
     @property
     def is_fetched(self) -> bool:
-        """Does nobody have to send weights any more, though they may not be on disk?"""
+        """Have all weights arrived, though they may not be on disk?"""
         weights = self.weights
         return self.over or (weights is not None and weights.unwritten is not None and weights.is_last)
 
     @property
     def unwritten(self) -> WriteFailed | None:
-        """Why weights that have come are not on disk."""
+        """Why weights that have arrived are not on disk."""
         return self.weights.unwritten if self.weights is not None else None
 
-    def store_again(self) -> None:
+    def retry_write(self) -> None:
         if self.weights is not None and self.weights.unwritten is not None:
             self.weights.end_stage()
 
     @property
-    def waits_for(self) -> list[int]:
+    def awaited(self) -> list[int]:
+        """Nodes that have to send a piece."""
         for each in (self.weights, self._checkpoint):
             if each is not None and not each.over:
                 return [each.holder]
@@ -149,44 +152,42 @@ class CheckpointGather:
 
     def is_due(self, iterations: int) -> bool:
         """Is a checkpoint to be made after so many iterations, while training goes on? Not while another is."""
-        return self.lacks(iterations) and not self.busy and iterations % self.kept_every == 0
+        return self.lacks(iterations) and not self.busy and iterations % self.every == 0
 
     def lacks(self, iterations: int) -> bool:
         """Are checkpoints made, but none yet of so many iterations?"""
-        return self.kept_every > 0 and self.env.keeper is not None and self.made != iterations
+        return self.every > 0 and self.env.checkpoint_store is not None and self.made != iterations
 
     def last_checkpoint(self, iterations: int, steps: Sequence[int], holders: Mapping[int, int]) -> None:
-        """All have taken their last step: copies that nobody has asked for before are kept now, and fetched."""
+        """All nodes have taken their last step: they take snapshots now, which are gathered."""
         for node in holders.values():
-            self.env.tell(node, Commit(iterations - 1, 0.0, 0.0, last=True, kept=True, recorded=False))
+            self.env.send(node, Commit(iterations - 1, 0.0, 0.0, last=True, kept=True, recorded=False))
         self.checkpoint(iterations, steps, holders)
 
     def checkpoint(self, iterations: int, steps: Sequence[int], holders: Mapping[int, int]) -> None:
-        """Fetch the copies that were kept after so many iterations."""
+        """Gather the snapshots that were taken after so many iterations."""
         self._of = iterations, tuple(steps)
-        self._checkpoint = StateGather(holders, True, self.env.tell, self._keeper.save, self.numbers)
-        self._checkpoint.begin()
+        self._checkpoint = StateGather(holders, True, self.env.send, self._store.save, self.ids)
 
-    def keep_again(self, iterations: int, steps: Sequence[int], holders: Mapping[int, int]) -> bool:
-        """The model is on disk. If the last checkpoint is not, make it once more: there may be room by now, or a rescue
-        folder. Whether that was begun."""
-        if self._again or not holders or self.made != iterations or not self._keeper.lack():
+    def repeat_last(self, iterations: int, steps: Sequence[int], holders: Mapping[int, int]) -> bool:
+        """The model is on disk. If the last checkpoint is not, make it once more: there may be space by now, or a
+        rescue folder. Whether that was begun."""
+        if self._repeated or not holders or self.made != iterations or not self._store.lack():
             return False
-        self._again = True
-        self._keeper.move()
+        self._repeated = True
+        self._store.move()
         self.last_checkpoint(iterations, steps, holders)
         return True
 
-    def collect(self, holders: Mapping[int, int]) -> None:
-        """Fetch the weights; what has come already is not fetched again."""
+    def gather_weights(self, holders: Mapping[int, int]) -> None:
+        """Gather the weights; stages that have arrived are not gathered again."""
         if self.weights is None:
-            self.weights = StateGather(holders, False, self.env.tell, self.env.store, self.numbers)
-            self.weights.begin()
+            self.weights = StateGather(holders, False, self.env.send, self.env.store_weights, self.ids)
         else:
-            self.weights.again(holders)
+            self.weights.restart_stage(holders)
 
     def receive(self, node: int, message: Message) -> bool:
-        """A piece; whether it was asked for."""
+        """Take a piece; whether it was requested."""
         collection = self._checkpoint if message.step else self.weights
         asked = collection is not None and collection.receive(node, message.epoch, message.microbatch, message.body)
         checkpoint = self._checkpoint
@@ -194,11 +195,11 @@ class CheckpointGather:
             self._checkpoint = None
             if not checkpoint.given_up:
                 self.made = self._of[0]
-                self._keeper.saved(*self._of)
+                self._store.saved(*self._of)
         return asked
 
     def lost(self, node: int) -> bool:
-        """Whether a checkpoint was given up with it: only it has the copy."""
+        """Whether a checkpoint was given up with a lost node: only that node has the snapshot."""
         if self.weights is not None:
             self.weights.lost(node)
         checkpoint = self._checkpoint
@@ -208,10 +209,10 @@ class CheckpointGather:
         if node == checkpoint.holder:
             self._checkpoint = None
         if not before:
-            self._keeper.abandon()
+            self._store.abandon()
         return not before
 
     @property
-    def _keeper(self) -> CheckpointStore:
-        assert self.env.keeper is not None
-        return self.env.keeper
+    def _store(self) -> CheckpointStore:
+        assert self.env.checkpoint_store is not None
+        return self.env.checkpoint_store

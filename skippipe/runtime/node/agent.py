@@ -23,7 +23,8 @@ from typing import Any
 
 from skippipe import __version__
 from skippipe.errors import UserError
-from skippipe.runtime.fencing import NO_STAMP, Life, stamp_of, stamped
+from skippipe.heartbeat import HEARTBEATS, HELD_UP, LINK_DOWN, LINK_WATCHED, RESEND
+from skippipe.runtime.fencing import NO_STAMP, Incarnation, stamp_of, stamped
 from skippipe.runtime.messages import (
     COORDINATOR,
     ControlMessage,
@@ -51,9 +52,6 @@ CLOSE_LINGER_S = 2.0
 LAST_OP_S = 10.0  # for a pass that is being computed
 UNTOLD_S = 1.0  # taken for the heartbeat until somebody says what it is: one with no stage must not seem silent
 RETRY_S = 2.0  # from one try to reach the coordinator to the next
-HEARTBEATS_PER_DEADLINE = 5  # of life, within the time after which a node counts as gone
-CUT = 0.75  # heartbeats without an answer over a link that is asked about every fifth of one: then it is cut
-WATCHED = 4  # heartbeats, since a link was last needed: a lane that serves is needed for moments, again and again
 LARGEST_BYTES = 2**33  # a ring of two passes on half the gradient of a stage at a time
 
 
@@ -97,7 +95,7 @@ class NodeAgent:
         for name in self._names.values():
             if name != THE_COORDINATOR:
                 self._mailbox.disconnect(name)
-        self._life = Life(secrets.randbits(62) + 1)
+        self._incarnation = Incarnation(secrets.randbits(62) + 1)
         self._held = DelayQueue()
         self._node: StateMachine | None = None
         self._welcome: Welcome | None = None
@@ -169,7 +167,7 @@ class NodeAgent:
         self._post(name, message, due_ns)
 
     def say(self, control: ControlMessage, to: int = COORDINATOR) -> None:
-        stamp = self._life.stamp() if to == COORDINATOR else NO_STAMP
+        stamp = self._incarnation.stamp() if to == COORDINATOR else NO_STAMP
         self._post(self._names[to], stamped(to_json(control), stamp))
 
     def start(self, work: Any) -> None:
@@ -212,9 +210,7 @@ class NodeAgent:
             if THE_COORDINATOR in self._mailbox.connected:  # a spare may be needed later
                 deadline = time.monotonic() + patience_s
             self._give_sign("waiting for a stage")
-            came = deque(
-                self._mailbox.receive(min(self._heartbeat_s / HEARTBEATS_PER_DEADLINE, deadline - time.monotonic()))
-            )
+            came = deque(self._mailbox.receive(min(self._heartbeat_s / HEARTBEATS, deadline - time.monotonic())))
             while came:
                 received = came.popleft()
                 control = self._control(received)
@@ -339,18 +335,18 @@ class NodeAgent:
 
     def _give_sign(self, doing: str) -> None:
         if time.monotonic() >= self._sign_at:
-            self._sign_at = time.monotonic() + self._heartbeat_s / HEARTBEATS_PER_DEADLINE
+            self._sign_at = time.monotonic() + self._heartbeat_s / HEARTBEATS
             if self._alone_since is None:
                 self.say(Heartbeat(doing, time.monotonic() - self._busy_since if self._busy_since else 0.0))
             if self._node is not None:
-                self._node.remind(int(2e9 * self._heartbeat_s))
+                self._node.remind(int(1e9 * RESEND * self._heartbeat_s))
                 self._watch()
 
     def _watch(self) -> None:
         """Links to the coordinator and to those whom this node talks to."""
         assert self._node is not None
         now = time.monotonic()
-        recent = {name: at for name, at in self._needed_at.items() if now < at + WATCHED * self._heartbeat_s}
+        recent = {name: at for name, at in self._needed_at.items() if now < at + LINK_WATCHED * self._heartbeat_s}
         self._needed_at = recent | {self._names[other]: now for other in self._node.talks_to()}
         self._mailbox.watch({*self._needed_at, THE_COORDINATOR}, self._heartbeat_s)
 
@@ -395,7 +391,7 @@ class NodeAgent:
             if self.nonsense[received.peer] == 1:
                 log.warning("nonsense from '%s' (later ones are only counted): %s", received.peer, error)
             return None
-        if received.peer == THE_COORDINATOR and not self._life.takes(stamp_of(received.message)):
+        if received.peer == THE_COORDINATOR and not self._incarnation.accepts(stamp_of(received.message)):
             log.debug("dropped a %s of the coordinator that is of the past", type(control).__name__)
             return None
         return control
@@ -404,7 +400,7 @@ class NodeAgent:
         """Say which connections stay broken, or do not come about, and which links are silent."""
         assert self._node is not None
         now, silent = time.monotonic(), self._mailbox.silent
-        held_up, self._turned_at = now > self._turned_at + self._heartbeat_s / 2, now
+        held_up, self._turned_at = now > self._turned_at + HELD_UP * self._heartbeat_s, now
         if held_up or self._alone_since is not None or self._coordinator_silent_since() is not None:
             self._patient_from = now
         waited_for = {name: self._linked_at[name] for name in self._linked.keys() - self._mailbox.connected}
@@ -419,7 +415,7 @@ class NodeAgent:
                 self._complain(name)
         for name in silent.keys() & self._linked.keys() & self._mailbox.connected:
             since = max(silent[name], self._complained_at.get(name, 0.0), self._patient_from)
-            if now > since + (CUT if name in self._mailbox.watched else 1.0) * self._heartbeat_s:
+            if now > since + (LINK_DOWN if name in self._mailbox.watched else 1.0) * self._heartbeat_s:
                 self._complained_at[name] = now
                 self._complain(name)
 

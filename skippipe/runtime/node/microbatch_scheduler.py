@@ -16,7 +16,7 @@ from skippipe.jit import python_version
 from skippipe.plan import Plan
 from skippipe.runtime.messages import ControlMessage, MicrobatchDone, Reroute
 from skippipe.runtime.node.ops import DropMicrobatch, Op, OpResult, StageTask
-from skippipe.runtime.routing import apply, routes_of
+from skippipe.runtime.routing import apply_reroute, routes_of
 from skippipe.timeline import Timing
 from skippipe.transport.message import Message, MessageKind
 
@@ -179,7 +179,9 @@ class MicrobatchScheduler:
 
     def _task(self, lane: int, microbatch: int, step: int, given: Any = None) -> StageTask:
         route = self.routes[lane]
-        return StageTask(self._iteration, lane, microbatch, step, route.length, route.data + microbatch, given)
+        return StageTask(
+            self._iteration, lane, microbatch, step, route.length, route.first_microbatch + microbatch, given
+        )
 
     def _may_start(self, task: StageTask) -> bool:
         """A task needs room, or what an earlier one has left here; that may have to be done again first."""
@@ -285,7 +287,7 @@ class MicrobatchScheduler:
     def reroute(self, change: Reroute) -> bool:
         """Go on as told; whether the task that runs is to be given up."""
         before = [route.path for route in self.routes]
-        apply(self.routes, change)
+        apply_reroute(self.routes, change)
         void = [self._forget_beyond(lane, at) for lane, at in change.skipped]
         for lane, on_its_way, *path in change.lanes:
             route = self.routes[lane]

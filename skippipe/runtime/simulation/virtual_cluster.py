@@ -11,27 +11,20 @@ what sockets and processes would do, without the seconds.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from skippipe import __version__
 from skippipe.cluster import Cluster
 from skippipe.cost_model import ns
-from skippipe.optim.config import OptimConfig
+from skippipe.heartbeat import HEARTBEATS, RESEND
 from skippipe.plan import Plan
 from skippipe.ring_timing import chunk_ns
-from skippipe.runtime.coordinator.interfaces import StopRequests
-from skippipe.runtime.coordinator.state_machine import (
-    Callback,
-    CheckpointStore,
-    Coordinator,
-    Deadlines,
-    Event,
-    IterationReport,
-    RecoverySettings,
-)
-from skippipe.runtime.fencing import Fence, Life, Stamp
+from skippipe.runtime.coordinator.interfaces import Callback, CheckpointStore, Event, IterationReport, StopRequests
+from skippipe.runtime.coordinator.settings import CoordinatorSettings
+from skippipe.runtime.coordinator.state_machine import Coordinator
+from skippipe.runtime.fencing import Fence, Incarnation, Stamp
 from skippipe.runtime.messages import COORDINATOR, ControlMessage, Heartbeat, Hello, LinkDown, StateRequest, Stop
 from skippipe.runtime.node.ops import Executor, Op, OptimizerStep
 from skippipe.runtime.node.state_machine import Node
@@ -39,7 +32,6 @@ from skippipe.runtime.node.state_transfer import is_backup, state_message
 from skippipe.runtime.simulation.fault_injection import Fault, MessageReplay, phase_of
 from skippipe.runtime.simulation.symbolic_executor import PIECES, SymbolicExecutor
 from skippipe.runtime.task_timing import planned_ns
-from skippipe.skip_schedule import SkipSchedule
 from skippipe.transport.message import Message, MessageKind
 
 Disturb = Callable[[int], int]
@@ -89,43 +81,44 @@ class _Desk(Callback):
         return self.cluster.now_ns
 
     @property
-    def keeper(self) -> CheckpointStore | None:
-        return self.cluster.keeper
+    def checkpoint_store(self) -> CheckpointStore | None:
+        return self.cluster.checkpoint_store
 
     def hear(self, node: int, control: ControlMessage, stamp: Stamp) -> None:
-        if self.fence.takes(node, stamp, hello=isinstance(control, Hello)):
-            self.cluster.coordinator.hear(node, control)
-        elif self.fence.is_ghost(node, stamp):
-            self.tell(node, Stop("another speaks in your name", again=True), stamp.life)
+        if self.fence.accepts(node, stamp, hello=isinstance(control, Hello)):
+            self.cluster.coordinator.on_message(node, control)
+        elif self.fence.is_other_incarnation(node, stamp):
+            self.send(node, Stop("another node has joined under your name", again=True), stamp.incarnation)
 
-    def meet(self, node: int, address: str) -> bool:  # noqa: ARG002
-        self.fence.met(node)
+    def connect(self, node: int, address: str) -> bool:  # noqa: ARG002
+        self.fence.joined(node)
         return True
 
-    def part(self, node: int) -> None:
-        self.fence.parted(node)
+    def disconnect(self, node: int) -> None:
+        self.fence.left(node)
 
-    def tell(self, node: int, control: ControlMessage, life: int | None = None) -> None:
+    def send(self, node: int, control: ControlMessage, life: int | None = None) -> None:
         self._say(node, lambda: self.cluster.nodes[node].hear(control), life)
 
-    def welcome(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:
+    def send_welcome(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:
         self._say(node, lambda: self.cluster.build(node, plan, origin, assignment))
 
-    def replan(self, node: int, plan: Plan) -> None:
+    def send_plan(self, node: int, plan: Plan) -> None:
         self._say(node, lambda: self.cluster.nodes[node].replan(plan))
 
-    def store(self, stage: int, number: int, piece: Any) -> None:
+    def store_weights(self, stage: int, number: int, piece: Any) -> None:
         if number == 0:
             self.cluster.stored[stage] = []
         self.cluster.stored[stage].append(piece)
 
-    def note(self, record: dict[str, Any]) -> None:
+    def append_wal(self, record: dict[str, Any]) -> None:
         if self.life == self.cluster.reign:
             self.cluster.wal.append(record)
 
-    def give(self, node: int, stage: int, want: StateRequest) -> None:
-        assert self.cluster.keeper is not None
-        message = state_message(want.first, self.cluster.keeper.state(stage, want.first, want.count), want.assignment)
+    def send_checkpoint_state(self, node: int, stage: int, request: StateRequest) -> None:
+        assert self.cluster.checkpoint_store is not None
+        state = self.cluster.checkpoint_store.state(stage, request.first, request.count)
+        message = state_message(request.first, state, request.assignment)
         self._reach(node, lambda: self.cluster.nodes[node].restore(message))
 
     def iteration_done(self, report: IterationReport) -> None:
@@ -144,7 +137,7 @@ class _Desk(Callback):
 
     def _say(self, node: int, happen: Callable[[], None], life: int | None = None) -> None:
         stamp = self.fence.stamp(node, life)
-        self._reach(node, lambda: happen() if self.cluster.born[node].takes(stamp) else None)
+        self._reach(node, lambda: happen() if self.cluster.born[node].accepts(stamp) else None)
 
     def _reach(self, node: int, happen: Callable[[], None]) -> None:
         if self.life == self.cluster.reign:
@@ -154,25 +147,14 @@ class _Desk(Callback):
 @dataclass
 class VirtualCluster:
     plan: Plan
-    learning: OptimConfig
-    iterations: int
+    settings: CoordinatorSettings
     computers: Mapping[int, Executor] | None = None
     """Of the nodes; none: symbols."""
-    recipe: SkipSchedule = field(default_factory=SkipSchedule)
-    plans: Mapping[int, Plan] = field(default_factory=dict)
-    """For paths of other lengths."""
     disturb: Disturb = lambda duration_ns: duration_ns
-    recorded: Container[int] = frozenset()
     callback: Callback | None = None
-    first: int = 0
-    kept_every: int = 0
-    keeper: CheckpointStore | None = None
-    """Where checkpoints go, and where state comes from to go on from."""
-    resumed: bool = False
-    asked: StopRequests = lambda: 0
-    """For the end of the run."""
-    deadlines: Deadlines = field(default_factory=Deadlines)
-    survival: RecoverySettings = field(default_factory=RecoverySettings)
+    checkpoint_store: CheckpointStore | None = None
+    """Where checkpoints go, and where the state comes from that a resumed run starts with."""
+    stop_requests: StopRequests = lambda: 0
     builder: Callable[[int, Plan], Executor] | None = None
     """Makes the computer of a node that was started again, or moved; none: symbols."""
     faults: Sequence[Fault] = ()
@@ -205,7 +187,7 @@ class VirtualCluster:
         self._lived = 0
         self._pending = list(self.faults)
         self.lives = dict.fromkeys(self.plan.stage_of, 0)
-        self.born = {node: Life(1) for node in range(len(self.plan.cluster.nodes))}
+        self.born = {node: Incarnation(1) for node in range(len(self.plan.cluster.nodes))}
         self._echoes = MessageReplay()
         self._accusers: set[int] = set()
         made = self.computers or {node: SymbolicExecutor(node, self.plan) for node in self.plan.stage_of}
@@ -216,22 +198,7 @@ class VirtualCluster:
     def _appoint(self, wal: Any) -> Coordinator:
         self._appointed = self.reign
         self._desk = desk = _Desk(self, self.reign)
-        coordinator = Coordinator(
-            self.plan,
-            self.learning,
-            desk,
-            desk,
-            self.iterations,
-            first=self.first,
-            recipe=self.recipe,
-            plans=self.plans,
-            recorded=self.recorded,
-            kept_every=self.kept_every,
-            resumed=self.resumed,
-            deadlines=self.deadlines,
-            survival=self.survival,
-            wal=wal,
-        )
+        coordinator = Coordinator(self.plan, self.settings, desk, desk, wal)
         desk.fence.term = coordinator.term
         return coordinator
 
@@ -258,7 +225,7 @@ class VirtualCluster:
                 if node != COORDINATOR and node in self.lives and node not in self.frozen:
                     self.nodes[node].decide()
                     self._look_after(node)
-            self.coordinator.asked_to_end(self.asked())
+            self.coordinator.on_stop_requests(self.stop_requests())
 
     def after(self, delay_ns: int, happen: Callable[[], None], node: int = COORDINATOR) -> None:
         """Let something happen to a node, which then decides."""
@@ -325,7 +292,7 @@ class VirtualCluster:
         if not place.lives:
             return
         if receiver == COORDINATOR:
-            self._reach_coordinator(sender, lambda: self.coordinator.receive(sender, message))
+            self._reach_coordinator(sender, lambda: self.coordinator.on_piece(sender, message))
             return
         plan, costs = self.nodes[sender].plan, self.plan.costs
         if message.kind is MessageKind.CHUNK:
@@ -426,7 +393,7 @@ class VirtualCluster:
             return
         self._lived += 1
         self.lives[node] = self._lived
-        self.born[node] = Life(self.born[node].number + 1)
+        self.born[node] = Incarnation(self.born[node].number + 1)
         self._new_machine(node, self.plan)
         self._greet(node)
 
@@ -442,7 +409,7 @@ class VirtualCluster:
         """One way."""
         self.broken.add((sender, receiver))
         if COORDINATOR not in (sender, receiver):
-            heartbeat_ns = ns(self.deadlines.heartbeat.total_seconds())
+            heartbeat_ns = ns(self.settings.deadlines.heartbeat.total_seconds())
             self.after(heartbeat_ns, lambda: self._complain(sender, receiver))
 
     def mend(self, sender: int, receiver: int) -> None:
@@ -478,7 +445,7 @@ class VirtualCluster:
 
     def _notice(self, node: int) -> None:
         if node not in self.lives:
-            self.coordinator.lost(node, "its process ended")
+            self.coordinator.node_lost(node, "its process ended")
 
     def _complain(self, sender: int, receiver: int) -> None:
         """Of a link that is cut and needed; an accuser complains of any."""
@@ -489,7 +456,7 @@ class VirtualCluster:
             node = self.nodes[sender]
             if lies or receiver in node.talks_to():
                 self.say(_Place(self, sender, self.lives[sender]), LinkDown(receiver, node.epoch), COORDINATOR)
-        heartbeat_ns = ns(self.deadlines.heartbeat.total_seconds())
+        heartbeat_ns = ns(self.settings.deadlines.heartbeat.total_seconds())
         self.after(heartbeat_ns // (FALSE_REPORTS if lies else 1), lambda: self._complain(sender, receiver))
 
     def _new_machine(self, node: int, plan: Plan) -> None:
@@ -506,19 +473,19 @@ class VirtualCluster:
         """One that was taken for dead says hello again, as if it were new."""
         stop = self.nodes[node].stopped
         if stop is not None and stop.again:
-            self.born[node] = Life(self.born[node].number + 1)
+            self.born[node] = Incarnation(self.born[node].number + 1)
             self._new_machine(node, self.nodes[node].plan)
             self._greet(node)
 
     def _beat(self) -> None:
         """Signs of life, and the coordinator's look at the clock."""
-        interval_ns = ns(self.deadlines.heartbeat.total_seconds()) // 5
+        interval_ns = ns(self.settings.deadlines.heartbeat.total_seconds()) // HEARTBEATS
         for node in list(self.lives):
             if node not in self.frozen:
                 busy_ns = self.now_ns - self._busy_ns.get(node, self.now_ns) if node not in self._idle_ns else 0
                 alive = Heartbeat(self.nodes[node].doing, busy_ns / 1e9)
                 self.say(_Place(self, node, self.lives[node]), alive, COORDINATOR)
-                self.nodes[node].remind(10 * interval_ns)
+                self.nodes[node].remind(int(RESEND * HEARTBEATS * interval_ns))
         if not self.deposed:
             self.after(0, lambda: self._to_coordinator(lambda: self.coordinator.tick()))
         if not self.coordinator.over:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from skippipe.errors import UserError
+from skippipe.heartbeat import TIMEOUT_S
 from skippipe.json_fields import Fields, as_integer, exists
 from skippipe.runtime.node.interfaces import SERVING, NodeEnv, Role, Roles
 from skippipe.serving.node.state_machine import ServingNode
@@ -43,8 +44,8 @@ class ServingConfig:
     drive: Annotated[float, RESIDUAL_SCALE] = 1.0
     """By what stages count while others are missing."""
     threads: Annotated[int, THREADS] = 1
-    heartbeat_s: Annotated[float, HEARTBEAT_S] = 5.0
-    """Within which a node gives several signs of life."""
+    heartbeat_s: Annotated[float, HEARTBEAT_S] = TIMEOUT_S
+    """Seconds without a heartbeat after which a node is declared dead."""
 
     @property
     def number(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What only stage 0 holds is kept a second time, and never made up: lost data nodes, lost copies, lost coordinators."""
+"""The embedding backup: lost data nodes, lost backups, lost coordinators, and weights that are never made up."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from skippipe.cluster import Cluster
 from skippipe.model.model_spec import ModelSpec
 from skippipe.plan import Lane, Plan
 from skippipe.runtime import stage_executor
-from skippipe.runtime.coordinator.ends_backup import best_pair
-from skippipe.runtime.coordinator.state_machine import CoordinatorState, RecoverySettings
+from skippipe.runtime.coordinator.embedding_backup import best_pair
+from skippipe.runtime.coordinator.interfaces import CoordinatorState
+from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
 from skippipe.runtime.messages import (
     Backup,
     BackupRequest,
@@ -60,7 +61,7 @@ ONE = (((0,), (1, 2), (3, 4)), [((0, 1, 3), 2), ((0, 2, 4), 2)])
 TWO = (((0, 1), (2, 3), (4, 5)), [((0, 2, 4), 2), ((1, 3, 5), 2)])
 
 
-def survival(every: int = 2, **others: Any) -> RecoverySettings:
+def recovery(every: int = 2, **others: Any) -> RecoverySettings:
     return RecoverySettings(planning=timedelta(0), backup_every=every, **others)
 
 
@@ -72,14 +73,17 @@ def trained(
     **others: Any,
 ) -> VirtualCluster:
     plan = plan_over(*shape, False)
-    lost_stage = others.pop("lost_stage", "checkpoint")
+    lost_stage, checkpoint_every = others.pop("lost_stage", "checkpoint"), others.pop("checkpoint_every", 0)
     cluster = VirtualCluster(
         plan,
-        LEARNING,
-        ITERATIONS,
+        CoordinatorSettings(
+            LEARNING,
+            ITERATIONS,
+            checkpoint_every=checkpoint_every,
+            recovery=recovery(every, lost_stage=lost_stage),
+        ),
         computers or {node: SymbolicExecutor(node, plan) for node in plan.stage_of},
         faults=faults,
-        survival=survival(every, lost_stage=lost_stage),
         **others,
     )
     for machine in cluster.machines.values():
@@ -103,7 +107,7 @@ class Killing(SymbolicExecutor):
         return super().run(work)
 
 
-def keeper_of(shape: tuple[Any, Any], without: Sequence[int] = ()) -> int:
+def holder_of(shape: tuple[Any, Any], without: Sequence[int] = ()) -> int:
     plan = plan_over(*shape, False)
     pair = best_pair(plan, [node for node in plan.stage_of if node not in without])
     assert pair is not None
@@ -112,17 +116,17 @@ def keeper_of(shape: tuple[Any, Any], without: Sequence[int] = ()) -> int:
 
 def data_nodes(cluster: VirtualCluster) -> list[int]:
     membership = cluster.coordinator.membership
-    return [node for node in membership.able if membership[node].stage == 0]
+    return [node for node in membership.active if membership[node].stage == 0]
 
 
-def said(cluster: VirtualCluster, kind: str) -> list[str]:
+def events_of(cluster: VirtualCluster, kind: str) -> list[str]:
     return [event.text for _, event in cluster.events if event.kind == kind]
 
 
 def assert_goes_on_with_trained_ends(cluster: VirtualCluster, before: SymbolicExecutor, lost_in: int) -> int:
-    """How many iterations old the copy was that the ends were taken from."""
+    """Age in iterations of the backup that was used."""
     assert cluster.coordinator.state is CoordinatorState.DONE, (cluster.coordinator.failure, cluster.events)
-    (learned,) = (text for text in said(cluster, "learning") if "iterations old" in text)
+    (learned,) = (text for text in events_of(cluster, "learning") if "iterations old" in text)
     age = int(learned.split(" iterations old")[0].split()[-1])
     copied = lost_in - age
     assert copied > 0
@@ -137,7 +141,7 @@ def assert_goes_on_with_trained_ends(cluster: VirtualCluster, before: SymbolicEx
 
 @pytest.mark.parametrize(("shape", "lost"), [(ONE, (0,)), (TWO, (0, 1))])
 @pytest.mark.parametrize("during", ["forward", "head", "averaging"])
-def test_all_data_nodes_are_lost_and_what_they_had_learned_is_not(
+def test_all_data_nodes_are_lost_and_their_trained_weights_are_not(
     shape: Any, lost: tuple[int, ...], during: Any
 ) -> None:
     cluster = trained(shape, *(kill(node).at(4, during) for node in lost))
@@ -147,19 +151,19 @@ def test_all_data_nodes_are_lost_and_what_they_had_learned_is_not(
     assert assert_goes_on_with_trained_ends(cluster, before, 4) <= 2
 
 
-def test_who_keeps_the_copy_is_lost_before_and_another_has_one_soon() -> None:
-    first = keeper_of(TWO)
+def test_when_the_holder_is_lost_another_node_gets_a_backup() -> None:
+    first = holder_of(TWO)
     cluster = trained(TWO, kill(first).at(2), kill(0).at(5), kill(1).at(5), every=20)
     before = cluster.machines[0]
     assert isinstance(before, SymbolicExecutor)
     cluster.run()
     assert assert_goes_on_with_trained_ends(cluster, before, 5) <= 2
-    assert f"'n{first}'" not in next(text for text in said(cluster, "learning") if "iterations old" in text)
+    assert f"'n{first}'" not in next(text for text in events_of(cluster, "learning") if "iterations old" in text)
 
 
-def test_a_data_node_that_is_lost_while_its_copy_is_fetched_leaves_the_one_before() -> None:
+def test_a_data_node_that_is_lost_while_its_backup_is_fetched_leaves_the_one_before() -> None:
     plan = plan_over(*ONE, False)
-    target = keeper_of(ONE)
+    target = holder_of(ONE)
     computers = {node: (Killing if node == target else SymbolicExecutor)(node, plan) for node in plan.stage_of}
     killing = computers[target]
     assert isinstance(killing, Killing)
@@ -170,12 +174,12 @@ def test_a_data_node_that_is_lost_while_its_copy_is_fetched_leaves_the_one_befor
     assert isinstance(before, SymbolicExecutor)
     cluster.run()
     lost_in = next(event.iteration for _, event in cluster.events if event.kind == "gone")
-    assert assert_goes_on_with_trained_ends(cluster, before, lost_in) >= 2, "the new copy was not whole"
+    assert assert_goes_on_with_trained_ends(cluster, before, lost_in) >= 2, "the new backup was not complete"
 
 
-def test_a_copy_that_is_whole_when_its_data_node_is_lost_is_of_use() -> None:
+def test_a_backup_that_is_complete_when_its_data_node_is_lost_is_used() -> None:
     plan = plan_over(*ONE, False)
-    target = keeper_of(ONE)
+    target = holder_of(ONE)
     computers = {node: (Killing if node == target else SymbolicExecutor)(node, plan) for node in plan.stage_of}
     killing = computers[target]
     assert isinstance(killing, Killing)
@@ -192,38 +196,38 @@ def test_a_copy_that_is_whole_when_its_data_node_is_lost_is_of_use() -> None:
 
 
 @pytest.mark.parametrize("both_at_once", [False, True])
-def test_a_coordinator_that_is_started_again_hears_who_keeps_the_copy(both_at_once: bool) -> None:
+def test_a_restarted_coordinator_learns_which_node_has_the_backup(both_at_once: bool) -> None:
     cluster = trained(ONE, kill_coordinator().at(4 if both_at_once else 3), kill(0).at(4), every=20)
     before = cluster.machines[0]
     assert isinstance(before, SymbolicExecutor)
     cluster.run()
-    assert said(cluster, "recovered")
+    assert events_of(cluster, "recovered")
     assert_goes_on_with_trained_ends(cluster, before, 4)
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_without_a_copy_the_run_pauses_and_says_what_is_lost(restarted: bool) -> None:
+def test_without_a_backup_the_run_pauses_and_says_what_is_lost(restarted: bool) -> None:
     faults = [kill(0).at(4).back_after(3.0), *([kill_coordinator().at(4)] if restarted else [])]
     cluster = trained(ONE, *faults, every=0)
     cluster.run()
     coordinator = cluster.coordinator
     assert coordinator.state is CoordinatorState.FAILED
-    assert "stage 0 is lost: nobody has its embedding, final norm and head" in coordinator.failure
-    (paused,) = (text for text in said(cluster, "paused") if "is lost" in text)
+    assert "stage 0 is lost: no node has its embedding, final norm and head" in coordinator.failure
+    (paused,) = (text for text in events_of(cluster, "paused") if "is lost" in text)
     assert "checkpoint.every" in paused
     assert len(cluster.reports) == 4, "nothing is trained with new ones"
-    assert not said(cluster, "learning")
+    assert not events_of(cluster, "learning")
     assert [coordinator.membership[node].stage for node in (1, 2, 3, 4)] == [1, 1, 2, 2], (
-        "and nobody gives up what it has"
+        "and no node gives up what it has"
     )
 
 
-def test_when_data_node_and_copy_are_lost_together_the_run_pauses() -> None:
+def test_when_data_node_and_backup_are_lost_together_the_run_pauses() -> None:
     plan = plan_over(*ONE, False)
     computers = {node: (SymbolicExecutor if node else Killing)(node, plan) for node in plan.stage_of}
     killing = computers[0]
     assert isinstance(killing, Killing)
-    killing.victims = (0, keeper_of(ONE))
+    killing.victims = (0, holder_of(ONE))
     killing.when = lambda cluster, work: isinstance(work, StageTask) and work.iteration == 4
     cluster = trained(ONE, kill(4).at(100), computers=computers)
     cluster.run()
@@ -231,7 +235,7 @@ def test_when_data_node_and_copy_are_lost_together_the_run_pauses() -> None:
     assert len(cluster.reports) == 4
 
 
-def test_before_anything_is_learned_the_seed_is_as_good_as_a_copy() -> None:
+def test_before_the_first_step_the_seed_is_as_good_as_a_backup() -> None:
     cluster = trained(ONE, kill(0).at(0))
     cluster.run()
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
@@ -246,12 +250,14 @@ def test_before_anything_is_learned_the_seed_is_as_good_as_a_copy() -> None:
     ("checkpoint", 2, "from the newest checkpoint"),
     ("neighbours", 2, "iterations old"),
 ])  # fmt: skip
-def test_a_checkpoint_or_a_copy(lost_stage: str, every: int, origin: str) -> None:
+def test_a_checkpoint_or_a_backup(lost_stage: str, every: int, origin: str) -> None:
     shelf = Shelf(3)
-    cluster = trained(ONE, kill(0).at(5), every=every, lost_stage=lost_stage, keeper=shelf, kept_every=2)
+    cluster = trained(
+        ONE, kill(0).at(5), every=every, lost_stage=lost_stage, checkpoint_store=shelf, checkpoint_every=2
+    )
     cluster.run()
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
-    assert any(origin in text for text in said(cluster, "learning")), cluster.events
+    assert any(origin in text for text in events_of(cluster, "learning")), cluster.events
     for node in data_nodes(cluster):
         machine = cluster.machines[node]
         assert isinstance(machine, SymbolicExecutor)
@@ -261,44 +267,44 @@ def test_a_checkpoint_or_a_copy(lost_stage: str, every: int, origin: str) -> Non
 # A coordinator by itself, and a node
 
 
-def test_a_copy_is_made_fetched_and_made_again() -> None:
-    course = coordinating(9, plan_over(*ONE, False), survival=survival(2))
-    course.iterate()
-    target = keeper_of(ONE)
-    assert Snapshot(1) in course.room.news()[0]
-    course.hear(0, BackupStored(1))
-    assert course.room.news() == {target: [Backup(0, 1)]}
-    course.iterate()
-    assert not any(isinstance(each, Snapshot) for each in course.room.news()[0]), "one is on its way"
-    course.hear(target, BackupStored(1))
-    assert course.coordinator.membership[target].backup == 1
-    course.iterate()
-    assert Snapshot(3) in course.room.news()[0]
+def test_a_backup_is_made_fetched_and_made_again() -> None:
+    harness = coordinating(9, plan_over(*ONE, False), recovery=recovery(2))
+    harness.iterate()
+    target = holder_of(ONE)
+    assert Snapshot(1) in harness.env.new_messages()[0]
+    harness.send(0, BackupStored(1))
+    assert harness.env.new_messages() == {target: [Backup(0, 1)]}
+    harness.iterate()
+    assert not any(isinstance(each, Snapshot) for each in harness.env.new_messages()[0]), "one is on its way"
+    harness.send(target, BackupStored(1))
+    assert harness.coordinator.membership[target].backup == 1
+    harness.iterate()
+    assert Snapshot(3) in harness.env.new_messages()[0]
 
 
-def test_who_learns_from_a_copy_that_is_not_there_any_more_is_told_of_the_next() -> None:
-    course = coordinating(9, plan_over(*ONE, False), survival=survival(1))
-    target = keeper_of(ONE)
-    course.iterate()
-    course.hear(0, BackupStored(1))
-    course.hear(target, BackupStored(1))
-    course.iterate()
-    course.hear(0, BackupStored(2))
-    course.coordinator.lost(0, "its process ended")
-    assert is_now(course.coordinator, CoordinatorState.PAUSED)
-    (moved,) = (node for node, stage, _ in course.room.logged("welcome")[5:] if stage == 0)
-    assert moved != target, "who keeps the copy stays"
-    course.hear(moved, Ready())
-    (learn,) = (each for each in course.room.news()[moved] if isinstance(each, Recover))
-    assert learn.origin["backup"] == [target, 1]
-    course.hear(target, BackupStored(2))
-    (learn,) = (each for each in course.room.news()[moved] if isinstance(each, Recover))
-    assert learn.origin["backup"] == [target, 2]
-    course.hear(target, BackupStored(0))
-    assert course.coordinator.lacking.startswith("stage 0 is lost")
+def test_a_node_that_fetches_a_replaced_backup_gets_the_next() -> None:
+    harness = coordinating(9, plan_over(*ONE, False), recovery=recovery(1))
+    target = holder_of(ONE)
+    harness.iterate()
+    harness.send(0, BackupStored(1))
+    harness.send(target, BackupStored(1))
+    harness.iterate()
+    harness.send(0, BackupStored(2))
+    harness.coordinator.node_lost(0, "its process ended")
+    assert is_now(harness.coordinator, CoordinatorState.PAUSED)
+    (moved,) = (node for node, stage, _ in harness.env.logged("welcome")[5:] if stage == 0)
+    assert moved != target, "the holder of the backup stays"
+    harness.send(moved, Ready())
+    (recover,) = (each for each in harness.env.new_messages()[moved] if isinstance(each, Recover))
+    assert recover.origin["backup"] == [target, 1]
+    harness.send(target, BackupStored(2))
+    (recover,) = (each for each in harness.env.new_messages()[moved] if isinstance(each, Recover))
+    assert recover.origin["backup"] == [target, 2]
+    harness.send(target, BackupStored(0))
+    assert harness.coordinator.lacking.startswith("stage 0 is lost")
 
 
-def test_a_keeper_takes_only_what_it_asked_for_and_says_what_it_has() -> None:
+def test_a_node_stores_only_what_it_requested_and_says_what_it_has() -> None:
     bench = Bench(2)
     bench.begin(3)
     bench.hear(Backup(0, 3))
@@ -306,7 +312,7 @@ def test_a_keeper_takes_only_what_it_asked_for_and_says_what_it_has() -> None:
     assert bench.asked == [(0, BackupRequest(3, 0, 1, 3))]
     bench.node.asked(0, StateDigest(0, "sound", 3))
     bench.take(0, replace(bench_loan((((0, 0),),)), microbatch=1))
-    assert bench.work() == [], "a piece of a state is none of a copy"
+    assert bench.work() == [], "a piece of a state is none of a backup"
     for first, steps in enumerate(((((0, 0),),), (((1, 1),), ((2, 2),)))):
         assert bench.heard() == []
         bench.node.asked(0, StateDigest(first, "sound", 3))
@@ -329,7 +335,7 @@ def bench_loan(steps: Any, first: int = 0) -> Any:
 # Memory and links
 
 
-def test_who_keeps_the_copy_has_room_for_it_and_if_possible_a_link_of_its_own() -> None:
+def test_the_holder_has_memory_for_the_backup_and_if_possible_a_link_of_its_own() -> None:
     plan = plan_over(ONE[0], [((0, 1, 3), 2), ((0, 2, 3), 2)], False)
     assert best_pair(plan, plan.stage_of) == (0, 4), "microbatches take the other links"
     everywhere = plan_over(((0,), (1,)), [((0, 1), 2)], False)
@@ -372,7 +378,7 @@ def ends_of(executor: StageExecutor) -> dict[str, torch.Tensor]:
 def test_the_ends_come_back_bit_for_bit(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_executor, "BACKUP_VALUES", 777)
     config = {"tie_word_embeddings": tied}
-    data, keeper = computer_of(0, config=config), computer_of(2, config=config)
+    data, holder = computer_of(0, config=config), computer_of(2, config=config)
     lost = computer_of(0, config=config, seed=9)
     size = len(data.tasks.weights.gradient)
     for number in range(2):
@@ -381,47 +387,47 @@ def test_the_ends_come_back_bit_for_bit(tied: bool, monkeypatch: pytest.MonkeyPa
     data.run(CopyEnds(2))
     expected = ends_of(data)
     assert len(expected) == (2 if tied else 3)
-    copy_from(data, keeper, 2)
+    copy_from(data, holder, 2)
     data.tasks.weights.gradient.copy_(noise(5, size))
     stepped(data, 2)
     data.run(CopyEnds(3))
-    (first, *_) = keeper.run(OpenBackup(0, 3))
-    assert keeper.run(StoreBackup(first, *data.run(ReadState(first.first, first.count, 2, backup=3)))) is True
-    assert keeper.run(StoreBackup(first, encode(torch.zeros(first.count), "fp32"), "0" * 64)) is False
+    (first, *_) = holder.run(OpenBackup(0, 3))
+    assert holder.run(StoreBackup(first, *data.run(ReadState(first.first, first.count, 2, backup=3)))) is True
+    assert holder.run(StoreBackup(first, encode(torch.zeros(first.count), "fp32"), "0" * 64)) is False
     assert data.run(ReadState(0, 1, 2, backup=2)).payload is None, "it has a later one"
     origin = StateSource("neighbours", (5,), (1,), (1.0,), 0, backup=(2, 2))
     neighbour = computer_of(1, config=config, seed=3)
     for part in lost.run(PlanTransfer(origin)):
-        loan = (keeper if part.backup else neighbour).run(ReadState(part.first, part.count, 1, backup=part.backup))
+        loan = (holder if part.backup else neighbour).run(ReadState(part.first, part.count, 1, backup=part.backup))
         assert lost.run(WriteState(part, *loan)) is True
     for name, each in ends_of(lost).items():
         assert torch.equal(each, expected[name]), name
     assert not lost.tasks.weights.optimizer.state["exp_avg"].any()
 
 
-def copy_from(data: StageExecutor, keeper: StageExecutor, iterations: int) -> None:
-    parts = keeper.run(OpenBackup(0, iterations))
+def copy_from(data: StageExecutor, holder: StageExecutor, iterations: int) -> None:
+    parts = holder.run(OpenBackup(0, iterations))
     assert len(parts) > 2
     for part in parts:
-        assert keeper.run(ReadState(0, 1, 1, backup=iterations)).payload is None, "it is not whole"
+        assert holder.run(ReadState(0, 1, 1, backup=iterations)).payload is None, "it is not whole"
         assert (
-            keeper.run(StoreBackup(part, *data.run(ReadState(part.first, part.count, 2, backup=part.backup)))) is True
+            holder.run(StoreBackup(part, *data.run(ReadState(part.first, part.count, 2, backup=part.backup)))) is True
         )
 
 
 def test_the_loss_goes_on_near_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Much nearer than with new ends, which are worth nothing."""
+    """Much nearer than with a new embedding and head, which are worth nothing."""
     monkeypatch.setattr(exact_training, "TEXT", np.tile(np.arange(0, 97, 8), 300))
     plan, spec = plan_of((Lane((0, 1, 3), 2), Lane((0, 2, 4), 2)), (1, 2, 2), stages=((0,), (1, 2), (3, 4)))
     cluster, copied = with_tensors(plan, spec, 30, kill(0).at(24))
     losses = [report.loss for report in cluster.reports]
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
-    assert any("iterations old" in text for text in said(cluster, "learning"))
+    assert any("iterations old" in text for text in events_of(cluster, "learning"))
     learned = losses[0] - losses[23]
     assert learned > 0.5, losses
     assert losses[24] < losses[23] + learned / 2, losses
     assert losses[-1] < losses[0] - learned / 2
-    assert copied, "the embedding that was rebuilt is the copy"
+    assert copied, "the embedding that was rebuilt is the backup"
 
 
 def with_tensors(plan: Plan, spec: ModelSpec, iterations: int, *faults: Fault) -> tuple[VirtualCluster, list[bool]]:
@@ -449,18 +455,16 @@ def with_tensors(plan: Plan, spec: ModelSpec, iterations: int, *faults: Fault) -
 
     cluster = VirtualCluster(
         plan,
-        learning,
-        iterations,
+        CoordinatorSettings(learning, iterations, recovery=recovery(4)),
         tensors_of(plan, spec, learning),
         faults=faults,
         builder=built,
-        survival=survival(4),
     )
     cluster.run()
     return cluster, matches
 
 
-def test_who_is_told_to_learn_while_it_steps_has_learned_nothing_yet() -> None:
+def test_a_node_told_to_recover_while_it_steps_has_nothing_yet() -> None:
     bench = Bench(3)
     bench.begin(0)
     bench.hear(Recover({"kind": "replica", "sources": [4], "stages": [2], "shares": [1.0], "steps": 0}, 1))
@@ -470,17 +474,17 @@ def test_who_is_told_to_learn_while_it_steps_has_learned_nothing_yet() -> None:
     assert bench.asked == [(4, StateRequest(2, 0, 1, 1))]
 
 
-def test_of_two_that_come_for_a_lost_stage_one_rebuilds_it_and_the_other_learns_from_that_one() -> None:
-    course = coordinating(9, plan_over(*ONE, False), survival=survival(1))
-    course.iterate()
-    course.coordinator.lost(1, "its process ended")
-    course.coordinator.lost(2, "its process ended")
-    course.coordinator.lost(0, "its process ended")
-    course.hear(3, BackupStored(1))
+def test_of_two_nodes_for_a_lost_stage_one_rebuilds_it_and_the_other_fetches_it_there() -> None:
+    harness = coordinating(9, plan_over(*ONE, False), recovery=recovery(1))
+    harness.iterate()
+    harness.coordinator.node_lost(1, "its process ended")
+    harness.coordinator.node_lost(2, "its process ended")
+    harness.coordinator.node_lost(0, "its process ended")
+    harness.send(3, BackupStored(1))
     for node in (0, 1, 2):
-        course.hear(node, HELLO)
-        course.hear(node, Ready())
-    stages = [course.coordinator.membership[node].stage for node in (0, 1, 2)]
-    learns = [each for _, each in course.room.told if isinstance(each, Recover)]
-    rebuilt = [each.origin["kind"] for each in learns if each.origin["kind"] != "replica"]
-    assert len(rebuilt) == len({stage for stage in stages if stage in (0, 1)}), (stages, learns)
+        harness.send(node, HELLO)
+        harness.send(node, Ready())
+    stages = [harness.coordinator.membership[node].stage for node in (0, 1, 2)]
+    recoveries = [each for _, each in harness.env.sent if isinstance(each, Recover)]
+    rebuilt = [each.origin["kind"] for each in recoveries if each.origin["kind"] != "replica"]
+    assert len(rebuilt) == len({stage for stage in stages if stage in (0, 1)}), (stages, recoveries)
