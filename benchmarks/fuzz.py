@@ -13,7 +13,6 @@ import argparse
 import json
 import multiprocessing
 import random
-import re
 import resource
 import struct
 import sys
@@ -45,13 +44,15 @@ from skippipe.transport.fast_path import (
 )
 from skippipe.transport.message import (
     HEADER,
-    LARGEST_COUNT,
+    HEADERS,
     LARGEST_NS,
     MOST_DIMS,
+    Header,
     Limits,
     Malformed,
     Message,
     MessageKind,
+    Stamp,
     from_frames,
     to_frames,
 )
@@ -85,10 +86,8 @@ ODD_NAMES = ['"say"', '""', '"\\ud800"', '"' + "n" * 2000 + '"', '"\\u001b[2J"']
 # Good ones
 
 
-def some_counts(rng: random.Random) -> tuple[int, int, int, int]:
-    iteration = rng.choice((0, 1, rng.randrange(LARGEST_NS), LARGEST_NS))
-    lane, microbatch, step = (rng.choice((0, 1, rng.randrange(LARGEST_COUNT), LARGEST_COUNT)) for _ in range(3))
-    return iteration, lane, microbatch, step
+def some_header(rng: random.Random, kind: type[Header]) -> Header:
+    return kind(*(rng.choice((0, 1, rng.randrange(most), most)) for most in kind.bounds().values()))
 
 
 def good_message(rng: random.Random) -> list[bytes]:
@@ -98,8 +97,8 @@ def good_message(rng: random.Random) -> list[bytes]:
         shape = tuple(rng.randint(1, 7) for _ in range(rng.randrange(5)))
         dtype = rng.choice(WIRE_DTYPES)
         body = EncodedTensor(dtype, shape, rng.randbytes(wire_bytes(prod(shape), dtype)))
-    kind = rng.choice((MessageKind.HOP, MessageKind.CHUNK))
-    message = Message(kind, *some_counts(rng), body, rng.randrange(LARGEST_COUNT), rng.randrange(LARGEST_NS))
+    kind = rng.choice([each for each in MessageKind if each is not MessageKind.CONTROL])
+    message = Message(some_header(rng, HEADERS[kind]), body, rng.randrange(LARGEST_NS))
     header, payload = to_frames(message, rng.randrange(LARGEST_NS))
     return [header, bytes(payload)]
 
@@ -111,12 +110,12 @@ def good_value(rng: random.Random, hint: Any) -> Any:
         return good_value(rng, rng.choice(inner))
     if origin is Literal:
         return rng.choice(inner)
+    if is_dataclass(hint):
+        return {name: good_value(rng, each) for name, each in get_type_hints(hint).items()}
     if origin in (list, tuple):
         return [good_value(rng, inner[0]) for _ in range(rng.randrange(4))]
     if origin is dict:
         return {f"key{at}": good_value(rng, inner[1]) for at in range(rng.randrange(3))}
-    if is_dataclass(hint):
-        return {name: good_value(rng, each) for name, each in get_type_hints(hint).items()}
     simple = {
         str: lambda: rng.choice(("", "127.0.0.1:5555", "Zürich", "\ud800\x1b[2J")),
         int: lambda: rng.choice((0, 1, 7, 2**53)),
@@ -164,22 +163,26 @@ def spoiled(rng: random.Random, data: bytes, other: bytes) -> bytes:
 
 def edited(rng: random.Random, header: bytes) -> bytes:
     """Still a header, but with odd values in some of its fields."""
-    magic, *fields = HEADER.unpack(header)
+    found = bytearray(header)
     for _ in range(rng.randint(1, 3)):
-        at = rng.randrange(len(fields))
-        fields[at] = rng.choice(ODD_NUMBERS) % 256 ** SIZES[at]
+        at, size = rng.choice(PLACES)
+        found[at : at + size] = (rng.choice(ODD_NUMBERS) % 256**size).to_bytes(size, "little")
     if rng.random() < 0.3:
-        fields[3], fields[-MOST_DIMS:] = rng.randrange(MOST_DIMS + 2), rng.choice(ODD_SHAPES)
+        found[7] = rng.randrange(MOST_DIMS + 2)
+        found[-4 * MOST_DIMS :] = struct.pack(f"<{MOST_DIMS}I", *rng.choice(ODD_SHAPES))
     if rng.random() < 0.1:
-        magic = rng.choice((b"SKPL", b"SKIP", bytes(4)))
-    return HEADER.pack(magic, *fields)
+        found[:4] = rng.choice((b"SKPL", b"SKIP", bytes(4)))
+    return bytes(found)
 
 
-SIZES = [
-    struct.calcsize("<" + code)
-    for count, code in re.findall(r"(\d*)([A-Z])", HEADER.format)
-    for _ in range(int(count or 1))
+PLACES = [
+    *((at, 1) for at in range(4, 8)),  # version, kind, body, dims
+    *((at, 4) for at in range(8, 32, 4)),  # the numbers of the kind
+    *((at, 8) for at in (8, 16, 32, 40)),  # wide ones among them; the times
+    *((at, 4) for at in range(48, 64, 4)),  # the shape
 ]
+"""Where the fields of a header are, and their bytes."""
+assert HEADER.size == 64
 
 
 def in_pieces(rng: random.Random, payload: bytes) -> list[bytes]:
@@ -237,7 +240,7 @@ def bad_control(rng: random.Random) -> list[bytes]:
         text = odd_json(rng, good_control(rng)).encode(errors="surrogatepass")
     elif way < 9:
         text = spoiled(rng, text, json.dumps(good_control(rng)).encode())
-    header, _ = to_frames(Message(MessageKind.CONTROL, *some_counts(rng), {}))
+    header, _ = to_frames(Message(some_header(rng, Stamp), {}))
     return [header, *in_pieces(rng, text)]
 
 

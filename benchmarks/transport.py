@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.link_emulation import DelayQueue, EmulatedLink, LinkEmulator
 from skippipe.transport.mailbox import Mailbox, QueueFull, Security
-from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.message import Hop, Message
 from skippipe.transport.wire_codec import EncodedTensor
 
 SIZE = 2**23
@@ -87,7 +87,7 @@ def mailbox_sender(
 ) -> None:
     box = opened("sender", pipe, security, fast_lane)
     shaper = LinkEmulator({"receiver": link} if link else {}, time.monotonic_ns)
-    message = Message(MessageKind.HOP, 0, 0, 0, 0, EncodedTensor("fp32", (SIZE // 4,), bytes(SIZE)))
+    message = Message(Hop(0, 0, 0, 0), EncodedTensor("fp32", (SIZE // 4,), bytes(SIZE)))
     deadline = time.perf_counter() + DEADLINE_S
     box.send("receiver", message)
     while fast_lane and not box.in_fast_lane and time.perf_counter() < deadline:

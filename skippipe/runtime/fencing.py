@@ -14,23 +14,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
-from skippipe.transport.message import LARGEST_COUNT, Message, MessageKind
+from skippipe.transport.message import LARGEST_COUNT, Message, Stamp
 
 RETIRED = 64  # former lives of a node that are remembered, so that a late hello of one is not taken for a new one
 NUMBERS_A_TERM = 2**16  # epochs and other numbers that a coordinator has for itself before it meets its successor's
-
-
-@dataclass(frozen=True)
-class Stamp:
-    life: int
-    """Of the node, whichever of the two speaks: a number that no other life of it has."""
-    term: int
-    """Of the coordinator: each that takes over has a higher one. From a node, the highest it has heard of."""
-    number: int
-    """Of the word among all of its sender to this life, from 1."""
 
 
 NO_STAMP = Stamp(0, 0, 0)
@@ -110,9 +99,8 @@ class Fence:
 
 
 def stamped(body: dict[str, Any], stamp: Stamp) -> Message:
-    """A word on the wire: of the fields that tell tensors apart, three carry the stamp."""
-    return Message(MessageKind.CONTROL, stamp.life, stamp.term, 0, 0, body, stamp.number)
+    return Message(stamp, body)
 
 
 def stamp_of(message: Message) -> Stamp:
-    return Stamp(message.iteration, message.lane, message.epoch)
+    return message.header if isinstance(message.header, Stamp) else NO_STAMP

@@ -46,7 +46,7 @@ from skippipe.runtime.node.ops import (
 )
 from skippipe.runtime.node.state_transfer import LEAST_VALUES
 from skippipe.skip_schedule import SkipSchedule
-from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.message import Message, RingPiece
 from skippipe.transport.wire_codec import EncodedTensor, decode, encode
 from skippipe.workload import Workload
 
@@ -139,8 +139,8 @@ class StageExecutor:
             return isinstance(body, (Tensor, EncodedTensor))
         if not isinstance(body, EncodedTensor):
             return False
-        if message.kind is MessageKind.CHUNK:
-            return self._ring.fits(body, message.step + 1, at, size)
+        if isinstance(message.header, RingPiece):
+            return self._ring.fits(body, message.header.round + 1, at, size)
         return body.shape == self._shape and body.dtype == self._wire_dtype
 
     def _inspect(self) -> bool:

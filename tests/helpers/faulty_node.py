@@ -157,14 +157,14 @@ class Stricken(NodeAgent):
         scene.born(join_config.name, self._mailbox.address)
 
     def start(self, work: Op) -> None:
-        assert isinstance(self._node, Node)
-        self._scene.look(self._node.number, work, self._node.iteration)
+        assert isinstance(self._machine, Node)
+        self._scene.look(self._machine.number, work, self._machine.iteration)
         super().start(work)
 
-    def _meet(self, peers: dict[str, Any]) -> None:
+    def _update_peers(self, peers: dict[str, Any]) -> None:
         own = int(self._join_config.name[1:])
         detours = {name_of(there): address for (here, there), address in self._scene.wires.items() if here == own}
-        super()._meet(
+        super()._update_peers(
             {
                 name: [detours[name], found[1]] if name in detours and found[0] else found
                 for name, found in peers.items()

@@ -9,11 +9,11 @@ from typing import Any
 
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Lost, Mailbox, Security
-from skippipe.transport.message import Message, MessageKind, Received
+from skippipe.transport.message import Hop, Message, Received, Stamp
 
 PATIENCE_S = 10.0  # the deadline of every wait here
 KEYS = {name: KeyPair.new() for name in ("a", "b", "stranger")}
-HELLO = Message(MessageKind.CONTROL, 1, 2, 3, 4, {"hello": [1, 2.5, "ü"]})
+HELLO = Message(Stamp(1, 2, 3), {"hello": [1, 2.5, "ü"]})
 
 
 class Net:
@@ -75,3 +75,9 @@ def network(security: Security) -> Iterator[Net]:
 
 def link(sender: Mailbox, receiver: Mailbox, key_of: str = "") -> None:
     sender.connect(receiver.name, receiver.address, KEYS[key_of or receiver.name].public)
+
+
+def number_of(received: Received) -> int:
+    """The iteration of a hop, by which tests number their messages."""
+    assert isinstance(received.message.header, Hop)
+    return received.message.header.iteration

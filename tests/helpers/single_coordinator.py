@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec import structs
+
 from skippipe import __version__
 from skippipe.cluster import Cluster
 from skippipe.plan import Plan
@@ -30,6 +32,7 @@ from skippipe.runtime.messages import (
     from_json,
     to_json,
 )
+from skippipe.runtime.node.ops import StateSource
 from skippipe.transport.message import Message
 from tests.helpers.plans import uniform_cluster
 from tests.helpers.single_node import AT_ONCE, LEARNING, plan_of, small_plan
@@ -105,7 +108,7 @@ class Room(Callback):
         assert from_json(to_json(control)) == control
         if isinstance(control, GatherState):
             self.collections[node] = control.collection
-            control = replace(control, collection=ASKED)
+            control = structs.replace(control, collection=ASKED)
         self.log.append(("tell", node, control))
         self.told.append((node, control))
         if isinstance(control, (Begin, Reroute, Drain)):
@@ -115,7 +118,7 @@ class Room(Callback):
         elif isinstance(control, Reroute):
             self.heirs |= {lane: path[0] for lane, _, *path in control.lanes}
 
-    def welcome(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:  # noqa: ARG002
+    def welcome(self, node: int, plan: Plan, origin: StateSource | None, assignment: int) -> None:  # noqa: ARG002
         self.log.append(("welcome", node, plan.stage_of[node], origin))
 
     def replan(self, node: int, plan: Plan) -> None:
@@ -176,13 +179,14 @@ class Course:
         """Ready and Learned answer what the node was told last."""
         for control in controls:
             if isinstance(control, Ready | Recovered) and node in self.coordinator.membership:
-                control = replace(control, assignment=self.coordinator.membership[node].assignment)
+                control = structs.replace(control, assignment=self.coordinator.membership[node].assignment)
             self.coordinator.hear(node, control)
         return self
 
     def receive(self, node: int, message: Message) -> None:
         """A piece, under the number that it was asked for."""
-        self.coordinator.receive(node, replace(message, epoch=self.room.collections.get(node, 0)))
+        header: Any = replace(message.header, collection=self.room.collections.get(node, 0))  # type: ignore[type-var]
+        self.coordinator.receive(node, replace(message, header=header))
 
     def visits(self, node: int) -> list[list[int]]:
         lanes = enumerate(self.coordinator.plan.lanes)
@@ -190,7 +194,7 @@ class Course:
 
     def averaged(self, node: int, **others: Any) -> Averaged:
         said = Averaged(self.coordinator.iteration, self.room.epoch, 4.0, self.visits(node), [], [], [], [])
-        return replace(said, **others)
+        return structs.replace(said, **others)
 
     def contributed(self, node: int, visits: list[list[int]] | None = None) -> DrainAck:
         return DrainAck(self.coordinator.iteration, self.room.epoch, self.visits(node) if visits is None else visits)
@@ -271,18 +275,18 @@ def learning_late() -> tuple[Course, int]:
     course.hear(6, HELLO)
     assert course.room.logged("meet")[-1] == (6, HELLO.address)
     ((number, stage, origin),) = course.room.logged("welcome")[6:]
-    assert (number, origin) == (6, {})
+    assert (number, origin) == (6, None)
     course.hear(6, Ready())
     assert not course.room.told, "it has to wait for the next iteration"
     course.iterate()
     begin, learn = course.room.news()[6]
     assert begin == Begin(1, 1, False)
     assert isinstance(learn, Recover)
-    assert learn.origin["kind"] == "replica"
-    assert learn.origin["stages"] == [stage]
+    assert learn.origin.kind == "replica"
+    assert learn.origin.stages == (stage,)
     assert [each[0] for each in course.room.logged("replan")] == list(range(7))
     assert course.coordinator.nodes == list(range(7))
     assert all(6 not in lane.path for lane in course.coordinator.plan.lanes)
-    (teacher,) = learn.origin["sources"]
+    (teacher,) = learn.origin.sources
     assert teacher in course.coordinator.plan.stages[stage].nodes
     return course, teacher

@@ -6,9 +6,11 @@ import math
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from skippipe.runtime.coordinator.state_machine import Coordinator, CoordinatorState, Event, RecoverySettings
 from skippipe.runtime.messages import (
+    COORDINATOR,
     Average,
     Averaged,
     Backup,
@@ -40,6 +42,7 @@ from skippipe.runtime.messages import (
     from_json,
     to_json,
 )
+from skippipe.runtime.node.ops import StateSource
 from tests.helpers.single_coordinator import (
     HELLO,
     Course,
@@ -370,16 +373,16 @@ def test_who_loses_its_teacher_gets_another() -> None:
     reroute, learn = course.room.news()[6]
     assert isinstance(reroute, Reroute)
     assert isinstance(learn, Recover)
-    (other,) = learn.origin["sources"]
+    (other,) = learn.origin.sources
     stage = even_plan().stage_of[teacher]
-    assert learn.origin["kind"] == "replica"
+    assert learn.origin.kind == "replica"
     assert {teacher, other} == set(even_plan().stages[stage].nodes)
     course.coordinator.lost(other, "its process ended")
     *_, learn = course.room.news()[6]
     assert isinstance(learn, Recover)
-    assert learn.origin["kind"] == "neighbours", "nobody is left who holds the stage"
-    assert stage not in learn.origin["stages"]
-    assert sum(learn.origin["shares"]) == pytest.approx(1)
+    assert learn.origin.kind == "neighbours", "nobody is left who holds the stage"
+    assert stage not in learn.origin.stages
+    assert sum(learn.origin.shares) == pytest.approx(1)
 
 
 def test_a_stage_that_nobody_holds_comes_from_a_checkpoint_if_there_is_one() -> None:
@@ -390,9 +393,7 @@ def test_a_stage_that_nobody_holds_comes_from_a_checkpoint_if_there_is_one() -> 
         course.coordinator.lost(node, "its process ended")
     *_, learn = course.room.news()[6]
     assert isinstance(learn, Recover)
-    assert learn.origin == {
-        "kind": "checkpoint", "sources": [], "stages": [stage], "shares": [1.0], "steps": 7 + stage
-    }  # fmt: skip
+    assert learn.origin == StateSource("checkpoint", (COORDINATOR,), (stage,), (1.0,), 7 + stage)
     course.hear(6, StateRequest(0, 5, 10, learn.assignment - 1), StateRequest(0, 5, 10, learn.assignment))
     assert course.room.logged("give") == [(6, stage, 5, 10)]
 
@@ -411,7 +412,7 @@ def test_who_loses_its_teacher_when_nothing_goes_on_without_it_gets_another_too(
     course.coordinator.lost(teacher, "its process ended")
     assert is_now(course.coordinator, CoordinatorState.PAUSED)
     learns = [control for control in course.room.news()[2] if isinstance(control, Recover)]
-    assert [learn.origin["kind"] for learn in learns] == ["neighbours"]
+    assert [learn.origin.kind for learn in learns] == ["neighbours"]
     course.hear(2, Recovered(1, 0))
     assert is_now(course.coordinator, CoordinatorState.TRAINING)
 
@@ -425,11 +426,11 @@ def test_a_teacher_that_is_lost_in_a_pause_is_replaced_too() -> None:
     assert stage == 0
     course.hear(moved, Ready())
     (learn,) = (control for control in course.room.news()[moved] if isinstance(control, Recover))
-    course.coordinator.lost(learn.origin["sources"][0], "its process ended")
+    course.coordinator.lost(learn.origin.sources[0], "its process ended")
     course.wait(7)
     assert is_now(course.coordinator, CoordinatorState.PAUSED)
     (again,) = (control for control in course.room.news()[moved] if isinstance(control, Recover))
-    assert again.origin["sources"] != learn.origin["sources"]
+    assert again.origin.sources != learn.origin.sources
 
 
 def test_a_node_that_is_started_again_is_lost_and_new() -> None:
@@ -503,6 +504,6 @@ def test_a_run_that_failed_at_the_reunion_stays_so() -> None:
     course.iterate(1)
     again = coordinating(3, wal=list(course.room.notes), survival=RecoverySettings(survives=False))
     for node in range(6):
-        again.hear(node, replace(HELLO, epoch=1, iteration=1 if node else 7, phase="RUNNING"))
+        again.hear(node, structs.replace(HELLO, epoch=1, iteration=1 if node else 7, phase="RUNNING"))
     assert again.coordinator.state is CoordinatorState.FAILED
     assert again.coordinator.failure

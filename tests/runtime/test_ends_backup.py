@@ -45,6 +45,7 @@ from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.training.build_run import RunSetup
 from skippipe.training.job_config import CheckpointConfig, JobConfig, RecoveryConfig
+from skippipe.transport.message import BackupPiece, Message
 from skippipe.transport.wire_codec import encode
 from tests.helpers.executors import computer_of, noise, stepped
 from tests.helpers.single_coordinator import HELLO, coordinating, is_now
@@ -82,7 +83,7 @@ def trained(
         survival=survival(every, lost_stage=lost_stage),
         **others,
     )
-    for machine in cluster.machines.values():
+    for machine in cluster.executor_of.values():
         if isinstance(machine, Killing):
             machine.cluster = cluster
     return cluster
@@ -127,7 +128,7 @@ def assert_goes_on_with_trained_ends(cluster: VirtualCluster, before: SymbolicEx
     copied = lost_in - age
     assert copied > 0
     for node in data_nodes(cluster):
-        machine = cluster.machines[node]
+        machine = cluster.executor_of[node]
         assert isinstance(machine, SymbolicExecutor)
         assert machine is not before
         assert machine.ends[:copied] == before.ends[:copied], "as they were after so many iterations"
@@ -141,7 +142,7 @@ def test_all_data_nodes_are_lost_and_what_they_had_learned_is_not(
     shape: Any, lost: tuple[int, ...], during: Any
 ) -> None:
     cluster = trained(shape, *(kill(node).at(4, during) for node in lost))
-    before = cluster.machines[0]
+    before = cluster.executor_of[0]
     assert isinstance(before, SymbolicExecutor)
     cluster.run()
     assert assert_goes_on_with_trained_ends(cluster, before, 4) <= 2
@@ -150,7 +151,7 @@ def test_all_data_nodes_are_lost_and_what_they_had_learned_is_not(
 def test_who_keeps_the_copy_is_lost_before_and_another_has_one_soon() -> None:
     first = keeper_of(TWO)
     cluster = trained(TWO, kill(first).at(2), kill(0).at(5), kill(1).at(5), every=20)
-    before = cluster.machines[0]
+    before = cluster.executor_of[0]
     assert isinstance(before, SymbolicExecutor)
     cluster.run()
     assert assert_goes_on_with_trained_ends(cluster, before, 5) <= 2
@@ -165,8 +166,8 @@ def test_a_data_node_that_is_lost_while_its_copy_is_fetched_leaves_the_one_befor
     assert isinstance(killing, Killing)
     killing.victims = (0,)
     killing.when = lambda cluster, work: isinstance(work, StoreBackup) and len(cluster.reports) >= 3
-    cluster = trained(ONE, kill(4).at(100), computers=computers)
-    before = cluster.machines[0]
+    cluster = trained(ONE, kill(4).at(100), executors=computers)
+    before = cluster.executor_of[0]
     assert isinstance(before, SymbolicExecutor)
     cluster.run()
     lost_in = next(event.iteration for _, event in cluster.events if event.kind == "gone")
@@ -183,8 +184,8 @@ def test_a_copy_that_is_whole_when_its_data_node_is_lost_is_of_use() -> None:
     killing.when = lambda cluster, work: (
         isinstance(work, StoreBackup) and work.part.at == 1 and len(cluster.reports) >= 3
     )
-    cluster = trained(ONE, kill(4).at(100), computers=computers)
-    before = cluster.machines[0]
+    cluster = trained(ONE, kill(4).at(100), executors=computers)
+    before = cluster.executor_of[0]
     assert isinstance(before, SymbolicExecutor)
     cluster.run()
     lost_in = next(event.iteration for _, event in cluster.events if event.kind == "gone")
@@ -194,7 +195,7 @@ def test_a_copy_that_is_whole_when_its_data_node_is_lost_is_of_use() -> None:
 @pytest.mark.parametrize("both_at_once", [False, True])
 def test_a_coordinator_that_is_started_again_hears_who_keeps_the_copy(both_at_once: bool) -> None:
     cluster = trained(ONE, kill_coordinator().at(4 if both_at_once else 3), kill(0).at(4), every=20)
-    before = cluster.machines[0]
+    before = cluster.executor_of[0]
     assert isinstance(before, SymbolicExecutor)
     cluster.run()
     assert said(cluster, "recovered")
@@ -225,7 +226,7 @@ def test_when_data_node_and_copy_are_lost_together_the_run_pauses() -> None:
     assert isinstance(killing, Killing)
     killing.victims = (0, keeper_of(ONE))
     killing.when = lambda cluster, work: isinstance(work, StageTask) and work.iteration == 4
-    cluster = trained(ONE, kill(4).at(100), computers=computers)
+    cluster = trained(ONE, kill(4).at(100), executors=computers)
     cluster.run()
     assert "stage 0 is lost" in cluster.coordinator.failure
     assert len(cluster.reports) == 4
@@ -236,7 +237,7 @@ def test_before_anything_is_learned_the_seed_is_as_good_as_a_copy() -> None:
     cluster.run()
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
     for node in data_nodes(cluster):
-        machine = cluster.machines[node]
+        machine = cluster.executor_of[node]
         assert isinstance(machine, SymbolicExecutor)
         assert len(machine.ends) == ITERATIONS
 
@@ -253,7 +254,7 @@ def test_a_checkpoint_or_a_copy(lost_stage: str, every: int, origin: str) -> Non
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
     assert any(origin in text for text in said(cluster, "learning")), cluster.events
     for node in data_nodes(cluster):
-        machine = cluster.machines[node]
+        machine = cluster.executor_of[node]
         assert isinstance(machine, SymbolicExecutor)
         assert len(machine.ends) >= ITERATIONS - 5 + 2
 
@@ -290,10 +291,10 @@ def test_who_learns_from_a_copy_that_is_not_there_any_more_is_told_of_the_next()
     assert moved != target, "who keeps the copy stays"
     course.hear(moved, Ready())
     (learn,) = (each for each in course.room.news()[moved] if isinstance(each, Recover))
-    assert learn.origin["backup"] == [target, 1]
+    assert learn.origin.backup == (target, 1)
     course.hear(target, BackupStored(2))
     (learn,) = (each for each in course.room.news()[moved] if isinstance(each, Recover))
-    assert learn.origin["backup"] == [target, 2]
+    assert learn.origin.backup == (target, 2)
     course.hear(target, BackupStored(0))
     assert course.coordinator.lacking.startswith("stage 0 is lost")
 
@@ -304,26 +305,24 @@ def test_a_keeper_takes_only_what_it_asked_for_and_says_what_it_has() -> None:
     bench.hear(Backup(0, 3))
     bench.work()
     assert bench.asked == [(0, BackupRequest(3, 0, 1, 3))]
-    bench.node.asked(0, StateDigest(0, "sound", 3))
+    bench.node.handle_peer_control(0, StateDigest(0, "sound", 3))
     bench.take(0, replace(bench_loan((((0, 0),),)), microbatch=1))
     assert bench.work() == [], "a piece of a state is none of a copy"
     for first, steps in enumerate(((((0, 0),),), (((1, 1),), ((2, 2),)))):
         assert bench.heard() == []
-        bench.node.asked(0, StateDigest(first, "sound", 3))
+        bench.node.handle_peer_control(0, StateDigest(first, "sound", 3))
         bench.take(0, bench_loan(steps, first))
         bench.work()
     assert bench.heard() == [BackupStored(3)]
     assert bench.node.hello("here", "1").backup == 3
-    bench.node.asked(4, BackupRequest(2, 0, 1, 2))
+    bench.node.handle_peer_control(4, BackupRequest(2, 0, 1, 2))
     bench.work()
     assert bench.heard() == [BackupStored(3)], "it has another than the one that is asked for"
-    assert not bench.posted
+    assert not bench.sent_messages
 
 
 def bench_loan(steps: Any, first: int = 0) -> Any:
-    from skippipe.runtime.node.state_transfer import state_message
-
-    return state_message(first, steps, 3, backup=True)
+    return Message(BackupPiece(first, 3), steps)
 
 
 # Memory and links
@@ -435,7 +434,7 @@ def with_tensors(plan: Plan, spec: ModelSpec, iterations: int, *faults: Fault) -
         def watched(work: Op) -> Any:
             result = run(work)
             if isinstance(work, WriteState) and work.part.backup:
-                holder = cluster.machines[work.part.source]
+                holder = cluster.executor_of[work.part.source]
                 assert isinstance(holder, StageExecutor)
                 assert holder._backup is not None
                 here = machine.tasks.weights.values[work.part.at : work.part.at + work.part.count]
@@ -463,7 +462,7 @@ def with_tensors(plan: Plan, spec: ModelSpec, iterations: int, *faults: Fault) -
 def test_who_is_told_to_learn_while_it_steps_has_learned_nothing_yet() -> None:
     bench = Bench(3)
     bench.begin(0)
-    bench.hear(Recover({"kind": "replica", "sources": [4], "stages": [2], "shares": [1.0], "steps": 0}, 1))
+    bench.hear(Recover(StateSource("replica", (4,), (2,), (1.0,), 0), 1))
     bench.begin(1)
     assert not any(isinstance(each, Recovered) for each in bench.heard())
     bench.work()
@@ -482,5 +481,5 @@ def test_of_two_that_come_for_a_lost_stage_one_rebuilds_it_and_the_other_learns_
         course.hear(node, Ready())
     stages = [course.coordinator.membership[node].stage for node in (0, 1, 2)]
     learns = [each for _, each in course.room.told if isinstance(each, Recover)]
-    rebuilt = [each.origin["kind"] for each in learns if each.origin["kind"] != "replica"]
+    rebuilt = [each.origin.kind for each in learns if each.origin.kind != "replica"]
     assert len(rebuilt) == len({stage for stage in stages if stage in (0, 1)}), (stages, learns)

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from skippipe.runtime.coordinator.membership import MemberState
 from skippipe.runtime.coordinator.state_machine import Coordinator, CoordinatorState, Deadlines, Event, RecoverySettings
@@ -33,7 +34,7 @@ from skippipe.runtime.messages import (
 from skippipe.runtime.node.state_machine import NodePhase
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
-from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.message import Message, WeightsPiece
 from tests.helpers.single_coordinator import (
     ASKED,
     HELLO,
@@ -349,7 +350,7 @@ def test_what_comes_after_the_end_changes_nothing() -> None:
     course.coordinator.lost(2, "late")
     course.coordinator.fail("later")
     course.coordinator.finish_early()
-    course.coordinator.receive(3, Message(MessageKind.CHUNK, 0, 0, 0, 0))
+    course.coordinator.receive(3, Message(WeightsPiece(0, 0)))
     course.wait(10_000)
     assert not course.room.told
     assert course.coordinator.failure == "enough"
@@ -359,7 +360,7 @@ def test_what_comes_after_the_end_changes_nothing() -> None:
 
 
 def at(iteration: int, phase: NodePhase, epoch: int = 1) -> Hello:
-    return replace(HELLO, epoch=epoch, iteration=iteration, phase=phase.name)
+    return structs.replace(HELLO, epoch=epoch, iteration=iteration, phase=phase.name)
 
 
 def started_again(iterations: int = 5, done: int = 2, **others: Any) -> Course:

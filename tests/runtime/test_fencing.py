@@ -15,7 +15,7 @@ from skippipe.runtime.coordinator.state_machine import CoordinatorState
 from skippipe.runtime.fencing import NUMBERS_A_TERM, Fence, Life, Stamp, stamp_of, stamped
 from skippipe.runtime.messages import ControlMessage, Drain, Hello, LinkDown, MicrobatchDone, Ready, Recovered, Stepped
 from skippipe.runtime.simulation.fault_injection import accuse, kill, kill_coordinator, replay_messages
-from skippipe.transport.message import LARGEST_COUNT, Message, MessageKind
+from skippipe.transport.message import LARGEST_COUNT, CheckpointPiece, Message
 from tests.helpers.single_coordinator import HELLO, Safe, coordinating, is_now, learning_late
 from tests.helpers.single_node import small_plan
 from tests.helpers.virtual_chaos import Scenario, play, staged, thin, wide
@@ -106,9 +106,9 @@ def test_a_piece_of_an_earlier_collection_is_not_taken() -> None:
     course.iterate()
     number = course.room.collections[0]
     for other in (0, number - 1, number + 1):
-        course.coordinator.receive(0, Message(MessageKind.CHUNK, 0, 0, 0, 1, None, other))
+        course.coordinator.receive(0, Message(CheckpointPiece(0, 0, other)))
     assert not safe.saved_pieces
-    course.coordinator.receive(0, Message(MessageKind.CHUNK, 0, 0, 0, 1, None, number))
+    course.coordinator.receive(0, Message(CheckpointPiece(0, 0, number)))
     assert safe.saved_pieces == [(0, 0, None)]
     assert course.room.collections[2] != number
 

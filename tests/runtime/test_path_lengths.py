@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from skippipe.errors import Infeasible
 from skippipe.model.stage_step import StageStep
@@ -154,7 +155,7 @@ def test_a_coordinator_that_is_started_again_goes_on_with_the_right_length(notes
     )
     course = Course(coordinator, room)
     for node in range(8):
-        course.hear(node, replace(HELLO, epoch=1, iteration=done, phase="RUNNING"))
+        course.hear(node, structs.replace(HELLO, epoch=1, iteration=done, phase="RUNNING"))
     assert coordinator.iteration == done
     assert coordinator.plan.visited == recipe.visited(done, 9, 4, 0)
     course.iterate(2)

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from skippipe.runtime.coordinator.interfaces import WriteFailed
 from skippipe.runtime.coordinator.state_machine import Coordinator, CoordinatorState, Deadlines
-from skippipe.runtime.messages import Begin, Commit, GatherState, Ready, Recover, StateRequest, Stepped, Stop
-from skippipe.transport.message import Message, MessageKind
+from skippipe.runtime.messages import (
+    COORDINATOR,
+    Begin,
+    Commit,
+    GatherState,
+    Ready,
+    Recover,
+    StateRequest,
+    Stepped,
+    Stop,
+)
+from skippipe.runtime.node.ops import StateSource
+from skippipe.transport.message import CheckpointPiece, Message, WeightsPiece
 from tests.helpers.single_coordinator import ASKED, HELLO, Course, Room, Safe, coordinating, is_now
 from tests.helpers.single_node import AT_ONCE, LEARNING, small_plan
 
@@ -19,7 +30,7 @@ from tests.helpers.single_node import AT_ONCE, LEARNING, small_plan
 
 
 def piece(number: int, body: Any = None, *, kept: bool = False) -> Message:
-    return Message(MessageKind.CHUNK, 0, 0, number, int(kept), body)
+    return Message((CheckpointPiece if kept else WeightsPiece)(0, number), body)
 
 
 def collecting(iterations: int = 1, **others: Any) -> Course:
@@ -98,7 +109,7 @@ def test_when_the_last_holder_is_lost_a_newcomer_may_still_bring_it() -> None:
     (learner,) = learners
     course.hear(learner, Ready())
     learn = [control for control in course.room.news()[learner] if isinstance(control, Recover)]
-    assert [each.origin["kind"] for each in learn] == ["neighbours"]
+    assert [each.origin.kind for each in learn] == ["neighbours"]
     course.hear(learner, Ready())
     assert is_now(course.coordinator, CoordinatorState.COLLECTING)
     assert course.room.news() == {learner: [GatherState(0, False, ASKED)]}
@@ -275,7 +286,7 @@ def test_a_stage_that_is_lost_in_the_last_iteration_is_in_the_last_checkpoint() 
 def test_an_earlier_checkpoint_is_completed_before_the_last_is_made() -> None:
     safe = Safe()
     course = collecting(3, kept_every=2, keeper=safe)
-    last = replace(KEPT, iteration=2)
+    last = structs.replace(KEPT, iteration=2)
     assert not any(control == last for _, control in course.room.told)
     send(course, 0, 2, 3, kept=True)
     assert safe.done == [(2, (2, 2, 2))]
@@ -342,7 +353,7 @@ def test_a_piece_of_a_checkpoint_that_was_given_up_is_not_taken_for_one_of_the_l
     assert safe.abandoned == 1
     assert not course.room.told, "node 0 has yet to answer"
     course.receive(0, piece(0, "after two iterations", kept=True))
-    assert course.room.news()[0] == [replace(KEPT, iteration=2), GatherState(0, True, ASKED)]
+    assert course.room.news()[0] == [structs.replace(KEPT, iteration=2), GatherState(0, True, ASKED)]
     send(course, 0, 2, 4, kept=True)
     assert safe.saved_pieces[0] == (0, 0, "of 0")
     assert safe.done == [(3, (3, 3, 3))]
@@ -354,8 +365,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_sends_nodes_there_first() -> None:
     for node in range(6):
         coordinator.hear(node, HELLO)
     for node, stage, origin in room.logged("welcome"):
-        expected = {"kind": "checkpoint", "sources": [], "stages": [stage], "shares": [1.0], "steps": 7 + stage}
-        assert origin == expected, node
+        assert origin == StateSource("checkpoint", (COORDINATOR,), (stage,), (1.0,), 7 + stage), node
     course = Course(coordinator, room)
     course.hear(3, StateRequest(2, 0, 100, coordinator.membership[3].assignment))
     assert room.logged("give") == [(3, 2, 0, 100)]

@@ -87,9 +87,9 @@ def test_every_iteration_completes_however_long_things_take(plan: Plan, seed: in
     assert [report.iteration for report in cluster.reports] == list(range(iterations))
     assert cluster.reports == again.reports
     assert cluster.finished_ns == again.finished_ns
-    assert cluster.machines
+    assert cluster.executor_of
     expected = visits_by_stage(plan)
-    for node, executor in cluster.machines.items():  # Symbols also watch slots, order and what is handed over
+    for node, executor in cluster.executor_of.items():  # Symbols also watch slots, order and what is handed over
         assert isinstance(executor, SymbolicExecutor)
         assert executor.history == [expected[plan.stage_of[node]]] * iterations
     assert sorted(cluster.stored) == list(range(len(plan.stages)))

@@ -195,7 +195,7 @@ def test_nobody_answers(place: Place, names: list[str]) -> None:
     key = place.folder / "keys" / f"{names[0]}.key"
     code, _, err = end(start("node", "--join", at, "--key", key, "--patience", "0.5"), within_s=20)
     assert code == 2
-    assert only_error(err).startswith(f"waited 0.5 s for the coordinator: nobody answers at {at}; is it started")
+    assert only_error(err).startswith(f"waited 0.5 s for the coordinator: no answer from {at}; is it started")
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from skippipe.transport import sender
 from skippipe.transport.aead import TAG_BYTES
 from skippipe.transport.fast_path import LARGE_BYTES, FastPathMessage, FastPathReceiver, FastPathVerb
 from skippipe.transport.mailbox import LossReason, Lost, Mailbox, QueueFull
-from skippipe.transport.message import HEADER, Message, MessageKind, Received
+from skippipe.transport.message import HEADER, Hop, Message, Received, Stamp
 from skippipe.transport.wire_codec import EncodedTensor
-from tests.helpers.mailboxes import HELLO, KEYS, PATIENCE_S, Net, link, network
+from tests.helpers.mailboxes import HELLO, KEYS, PATIENCE_S, Net, link, network, number_of
 from tests.helpers.relay import Relay, Tamper
 
 
@@ -33,23 +33,17 @@ def net() -> Iterator[Net]:
 def numbered(number: int, nbytes: int) -> Message:
     """A message that can be told from others by its payload, too."""
     if not nbytes:
-        return Message(MessageKind.HOP, number, 0, 0, 0)
-    return Message(
-        MessageKind.HOP,
-        number,
-        0,
-        0,
-        0,
-        EncodedTensor("bf16", (nbytes // 2,), bytes([number % 251]) * (nbytes // 2 * 2)),
-    )
+        return Message(Hop(number, 0, 0, 0))
+    body = EncodedTensor("bf16", (nbytes // 2,), bytes([number % 251]) * (nbytes // 2 * 2))
+    return Message(Hop(number, 0, 0, 0), body)
 
 
 def check(received: list[Received]) -> list[int]:
     """Numbers of the messages, which are as they were sent."""
     for each in received:
         body = each.message.body
-        assert each.message == numbered(each.message.iteration, body.nbytes if isinstance(body, EncodedTensor) else 0)
-    return [each.message.iteration for each in received]
+        assert each.message == numbered(number_of(each), body.nbytes if isinstance(body, EncodedTensor) else 0)
+    return [number_of(each) for each in received]
 
 
 LARGE = numbered(0, LARGE_BYTES)
@@ -372,8 +366,8 @@ def test_offer_for_a_question_of_the_past(net: Net) -> None:
 
 def test_control_messages_ask_for_no_lane(net: Net) -> None:
     a, b = both_ways(net, json_bytes=2**20)
-    a.send("b", Message(MessageKind.CONTROL, 0, 0, 0, 0, {"brief": "x" * LARGE_BYTES}))
-    a.send("b", Message(MessageKind.CONTROL, 0, 0, 0, 0, {"brief": "x" * 2**20}))
+    a.send("b", Message(Stamp(0, 0, 0), {"brief": "x" * LARGE_BYTES}))
+    a.send("b", Message(Stamp(0, 0, 0), {"brief": "x" * 2**20}))
     assert len(net.until(lambda: b.malformed)["b"]) == 1
     assert a._outgoing["b"]._asked is None
 

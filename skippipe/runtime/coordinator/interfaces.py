@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 from skippipe.cluster import Cluster
 from skippipe.plan import Plan
 from skippipe.runtime.messages import ControlMessage, StateRequest
+from skippipe.runtime.node.ops import StateSource
 
 
 class CoordinatorEnv(Protocol):
@@ -21,7 +22,7 @@ class CoordinatorEnv(Protocol):
 
     def tell(self, node: int, control: ControlMessage) -> None: ...
 
-    def welcome(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:
+    def welcome(self, node: int, plan: Plan, origin: StateSource | None, assignment: int) -> None:
         """Have a node build its stage of the plan; and fetch its state from there, if that is said."""
 
     def replan(self, node: int, plan: Plan) -> None:

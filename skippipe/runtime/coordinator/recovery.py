@@ -15,7 +15,6 @@ from skippipe.runtime.coordinator.membership import Membership, MemberState
 from skippipe.runtime.coordinator.settings import RecoverySettings
 from skippipe.runtime.messages import COORDINATOR, BackupStored, Recover
 from skippipe.runtime.node.ops import StateSource
-from skippipe.runtime.node.state_transfer import origin_to_json
 from skippipe.runtime.task_timing import ClusterEstimator
 
 
@@ -56,9 +55,9 @@ class RecoverySourceSelector:
         if origin is None:
             peer.sources = ()
             return bool(self.membership.able)  # somebody who cannot be reached now
-        peer.sources = origin.lenders
+        peer.sources = origin.all_sources
         self.happened("learning", f"stage {peer.stage} {self._told(origin)}", node)
-        self.env.tell(node, Recover(origin_to_json(origin), self.membership.assign(node)))
+        self.env.tell(node, Recover(origin, self.membership.assign(node)))
         return True
 
     def teach_again(self) -> None:

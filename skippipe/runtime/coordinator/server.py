@@ -20,12 +20,12 @@ from skippipe.runtime.coordinator.state_machine import (
 )
 from skippipe.runtime.messages import ControlMessage, NewPlan, PeerUpdate, StateRequest, Stop, Welcome
 from skippipe.runtime.node.agent import THE_COORDINATOR
-from skippipe.runtime.node.state_transfer import state_message
+from skippipe.runtime.node.ops import StateSource
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.rendezvous import Gone, Listener
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox, Security
-from skippipe.transport.message import MessageKind, Received
+from skippipe.transport.message import Message, MessageKind, Received, StatePiece
 
 CLOSE_LINGER_S = 2.0  # for the last words to leave
 MOST_LENT = 2**24  # numbers of a state in one message
@@ -159,7 +159,7 @@ class CoordinatorServer:
         else:
             self._reception.tell(name, control)
 
-    def welcome(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:
+    def welcome(self, node: int, plan: Plan, origin: StateSource | None, assignment: int) -> None:
         node_config = {**self._brief_json, "plan": self._told(plan)}
         self.tell(node, Welcome(node_config, self._reception.introduced(self._publics), origin, assignment))
 
@@ -176,7 +176,7 @@ class CoordinatorServer:
         assert self.keeper is not None
         try:
             state = self.keeper.state(stage, want.first, min(want.count, MOST_LENT))
-            message = state_message(want.first, state, want.assignment)
+            message = Message(StatePiece(0, want.first, want.assignment), state)
         except (UserError, ValueError, AssertionError) as error:
             assert self.machine is not None
             self.machine.lost(node, f"it asked for state that is not there: {error}")

@@ -13,7 +13,6 @@ from skippipe.runtime.coordinator.replanner import Replanner
 from skippipe.runtime.coordinator.wal_records import RecoveredLog
 from skippipe.runtime.fencing import first_number
 from skippipe.runtime.messages import Hello
-from skippipe.runtime.node.state_transfer import origin_to_json
 
 
 class RejoinCheck(NamedTuple):
@@ -45,7 +44,7 @@ class Startup:
         """All are here: they build their stages and, if there is a checkpoint to go on from, fetch their state."""
         self.replanning.begin(self.progress.now.number)
         for index, stage in enumerate(self.replanning.plan.stages):
-            origin = origin_to_json(self.teaching.from_checkpoint(index)) if self.resumed else {}
+            origin = self.teaching.from_checkpoint(index) if self.resumed else None
             for node in stage.nodes:
                 self.membership[node].standing, self.membership[node].stage = MemberState.BUILDING, index
                 self.env.welcome(node, self.replanning.plan, origin, self.membership.assign(node))
