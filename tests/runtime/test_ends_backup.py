@@ -45,7 +45,7 @@ from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.training.build_run import RunSetup
 from skippipe.training.job_config import CheckpointConfig, JobConfig, RecoveryConfig
-from skippipe.transport.message import BackupPiece, Message
+from skippipe.transport.message import BackupPiece, Message, StatePiece
 from skippipe.transport.wire_codec import encode
 from tests.helpers.executors import computer_of, noise, stepped
 from tests.helpers.single_coordinator import HELLO, coordinating, is_now
@@ -306,7 +306,7 @@ def test_a_keeper_takes_only_what_it_asked_for_and_says_what_it_has() -> None:
     bench.work()
     assert bench.asked == [(0, BackupRequest(3, 0, 1, 3))]
     bench.node.handle_peer_control(0, StateDigest(0, "sound", 3))
-    bench.take(0, replace(bench_loan((((0, 0),),)), microbatch=1))
+    bench.take(0, replace(bench_loan((((0, 0),),)), header=StatePiece(0, 0, 3)))
     assert bench.work() == [], "a piece of a state is none of a copy"
     for first, steps in enumerate(((((0, 0),),), (((1, 1),), ((2, 2),)))):
         assert bench.heard() == []
