@@ -34,8 +34,8 @@ from skippipe.runtime import messages
 from skippipe.transport.addresses import Context
 from skippipe.transport.aead import KEY_BYTES, Forged, Sealer
 from skippipe.transport.fast_path import (
-    LANE_DOMAIN,
     LENGTH,
+    PATH_DOMAIN,
     PIECE_BYTES,
     FastPathMessage,
     FastPathReceiver,
@@ -287,7 +287,7 @@ REQUESTS = {
     LANE.hex().encode(): [
         b"1.0",
         b"2",
-        LANE_DOMAIN,
+        PATH_DOMAIN,
         b"::1",
         b"",
         b"PLAIN",
@@ -305,7 +305,7 @@ def bad_request(rng: random.Random) -> list[bytes]:
         if way < 3:
             request[at] = spoiled(rng, request[at], rng.choice(request))
         elif way == 3:
-            request[at] = rng.choice((b"", b"1.0", b"CURVE", b"PLAIN", b"NULL", ZAP_DOMAIN, LANE_DOMAIN, CURVE_KEY))
+            request[at] = rng.choice((b"", b"1.0", b"CURVE", b"PLAIN", b"NULL", ZAP_DOMAIN, PATH_DOMAIN, CURVE_KEY))
         elif way == 4:
             request.insert(at, rng.choice(request))
         else:

@@ -15,7 +15,7 @@ import zmq
 
 from benchmarks.fuzz import bad_message
 from skippipe.transport.addresses import Socket
-from skippipe.transport.fast_path import WORD_MAGIC
+from skippipe.transport.fast_path import VERB_MAGIC
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox
 from skippipe.transport.message import (
@@ -81,7 +81,7 @@ def junk(rng: random.Random) -> list[bytes]:
             [b"a", header, json.dumps(["no object"] * 100).encode()],
             [b"a", huge, bytes(100)],
             [b"a", header, *[b" " * 2**10] * 100],  # more frames than there may be
-            [b"a", WORD_MAGIC + rng.randbytes(rng.randrange(40))],
+            [b"a", VERB_MAGIC + rng.randbytes(rng.randrange(40))],
             [b"a", *_broken(rng)],
         ]
     )

@@ -23,7 +23,7 @@ from skippipe.runtime import messages as control_messages
 from skippipe.runtime.node.ops import StateSource
 from skippipe.transport import aead
 from skippipe.transport.aead import TAG_BYTES, Forged, Opener, Sealer
-from skippipe.transport.fast_path import LANE_DOMAIN, FastPathMessage, FastPathVerb
+from skippipe.transport.fast_path import PATH_DOMAIN, FastPathMessage, FastPathVerb
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from skippipe.transport.message import (
     HEADER,
@@ -462,20 +462,20 @@ def test_keys_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_questions_about_strangers_always_get_an_answer() -> None:
     admission, name, password = ZapAuth(), bytes(16), bytes(32)
     admission.expect(name, password)
-    question = [b"1.0", b"7", LANE_DOMAIN, b"", b"", b"PLAIN", name.hex().encode(), password.hex().encode()]
+    question = [b"1.0", b"7", PATH_DOMAIN, b"", b"", b"PLAIN", name.hex().encode(), password.hex().encode()]
     for bad in (*(question[:end] for end in range(8)), [*question, b""]):
         assert admission.answer(bad) == [b"1.0", (*bad, b"", b"")[1], b"400", b"not on the list", b"", b""]
     assert admission.refused == 9
     assert admission.answer(question)[2] == b"200" and admission.answer(question)[2] == b"400"  # lets in once
 
 
-def test_words_about_lanes() -> None:
-    word = FastPathMessage(FastPathVerb.OFFER, secrets.token_bytes(16), 5555, secrets.token_bytes(32))
-    assert FastPathMessage.from_bytes(word.to_bytes()) == word
+def test_messages_about_fast_paths() -> None:
+    offer = FastPathMessage(FastPathVerb.OFFER, secrets.token_bytes(16), 5555, secrets.token_bytes(32))
+    assert FastPathMessage.from_bytes(offer.to_bytes()) == offer
     for bad in (
-        word.to_bytes()[:-1],
+        offer.to_bytes()[:-1],
         FastPathMessage(FastPathVerb.OFFER, bytes(16)).to_bytes(),
-        b"SKPL\x09" + word.to_bytes()[5:],
+        b"SKPL\x09" + offer.to_bytes()[5:],
     ):
-        with pytest.raises(Malformed, match="fast lane"):
+        with pytest.raises(Malformed, match="fast path"):
             FastPathMessage.from_bytes(bad)
