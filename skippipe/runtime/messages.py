@@ -380,7 +380,7 @@ def from_json(value: Any) -> ControlMessage:
     few and printable characters whatever came."""
     try:
         control: ControlMessage = msgspec.convert(_prepared(value), _ANY_CONTROL)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter for surrogates in names of fields
         raise UserError(ascii(_explained(str(error), value))[1:-1][:MOST_QUOTED]) from None
     return control
 

@@ -13,7 +13,7 @@ import zmq
 from skippipe.errors import UserError
 from skippipe.transport.addresses import Socket, endpoint, pull_socket
 from skippipe.transport.aead import Forged
-from skippipe.transport.fast_path import WORD_MAGIC, FastPathMessage, FastPathReceiver, FastPathVerb
+from skippipe.transport.fast_path import VERB_MAGIC, FastPathMessage, FastPathReceiver, FastPathVerb
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.message import Limits, Malformed, Received, from_frames
 from skippipe.transport.sender import Sender, SocketSettings
@@ -126,7 +126,7 @@ class Receiver:
                 raise Malformed(f"the sender says it is {claimed!a}, but its key is that of '{peer}'")
             if beyond:
                 raise Malformed(f"{len(frames) + beyond} frames; at most {self._most_frames} are taken")
-            if self._curve and len(frames) == 1 and frames[0][:4] == WORD_MAGIC:
+            if self._curve and len(frames) == 1 and frames[0][:4] == VERB_MAGIC:
                 self._handle_verb(peer, FastPathMessage.from_bytes(frames[0]), found, outgoing.get(peer))
                 return
         except Malformed as error:
