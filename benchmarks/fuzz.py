@@ -135,7 +135,7 @@ def good_control(rng: random.Random) -> dict[str, Any]:
 HINTS = {say: get_type_hints(kind) for say, kind in messages.MESSAGE_TYPES.items()}
 
 
-def good_word(rng: random.Random) -> bytes:
+def good_verb(rng: random.Random) -> bytes:
     return FastPathMessage(
         rng.choice(list(FastPathVerb)), rng.randbytes(16), rng.randint(1, 65535), rng.randbytes(32)
     ).to_bytes()
@@ -244,9 +244,9 @@ def bad_control(rng: random.Random) -> list[bytes]:
     return [header, *in_pieces(rng, text)]
 
 
-def bad_word(rng: random.Random) -> list[bytes]:
-    word = good_word(rng)
-    return [spoiled(rng, word, good_word(rng)) if rng.random() < 0.9 else word]
+def bad_verb(rng: random.Random) -> list[bytes]:
+    verb = good_verb(rng)
+    return [spoiled(rng, verb, good_verb(rng)) if rng.random() < 0.9 else verb]
 
 
 class Seeded(Sealer):
@@ -257,13 +257,13 @@ class Seeded(Sealer):
         super(Sealer, self).__init__(key, between)
 
 
-LANE = bytes(range(16))
+PATH_ID = bytes(range(16))
 
 
-def bad_lane(rng: random.Random) -> list[bytes]:
-    """The key, then frames of one or two messages: sealed by somebody who means ill, or damaged on their way."""
+def bad_path(rng: random.Random) -> list[bytes]:
+    """The key, then frames of one or two messages: sealed by a hostile peer, or damaged on their way."""
     key = rng.randbytes(KEY_BYTES)
-    sealer = Seeded(key, between(LANE, "a", "b"))
+    sealer = Seeded(key, between(PATH_ID, "a", "b"))
     frames = []
     for _ in range(rng.randint(1, 2)):
         header, payload, *_ = [*(bad_message if rng.random() < 0.5 else good_message)(rng), b"", b""]
@@ -284,18 +284,18 @@ CURVE_KEY = bytes(range(100, 132))
 PASSWORD = bytes(range(200, 232))
 REQUESTS = {
     z85.encode(CURVE_KEY): [b"1.0", b"1", ZAP_DOMAIN, b"127.0.0.1", b"", b"CURVE", CURVE_KEY],
-    LANE.hex().encode(): [
+    PATH_ID.hex().encode(): [
         b"1.0",
         b"2",
         PATH_DOMAIN,
         b"::1",
         b"",
         b"PLAIN",
-        LANE.hex().encode(),
+        PATH_ID.hex().encode(),
         PASSWORD.hex().encode(),
     ],
 }
-ADMISSION = ZapAuth()
+AUTH = ZapAuth()
 
 
 def bad_request(rng: random.Random) -> list[bytes]:
@@ -335,12 +335,12 @@ def read_control(frames: list[bytes]) -> bool:
     return True
 
 
-def read_word(frames: list[bytes]) -> bool:
+def read_verb(frames: list[bytes]) -> bool:
     return bool(FastPathMessage.from_bytes(frames[0]))
 
 
 class Replayed:
-    """A socket with these frames in it, as far as a lane needs one."""
+    """A socket with these frames in it, as far as a fast path needs one."""
 
     def __init__(self, frames: Iterable[bytes]) -> None:
         self._frames = [zmq.Frame(frame) for frame in frames]
@@ -363,17 +363,17 @@ class Replayed:
         return self._frames.pop(0)
 
 
-def read_lane(frames: list[bytes]) -> bool:
-    lane = FastPathReceiver(cast(Context, Replayed(frames[1:])), "127.0.0.1", LANE, LIMITS.payload_bytes, 16)
-    lane.open(frames[0], "a", "b")
-    taken = [read_message([bytes(frame) for frame in found]) for found in lane.messages()]
+def read_path(frames: list[bytes]) -> bool:
+    path = FastPathReceiver(cast(Context, Replayed(frames[1:])), "127.0.0.1", PATH_ID, LIMITS.payload_bytes, 16)
+    path.open(frames[0], "a", "b")
+    taken = [read_message([bytes(frame) for frame in found]) for found in path.messages()]
     return bool(taken)
 
 
 def read_request(frames: list[bytes]) -> bool:
-    ADMISSION.allow("a", z85.encode(CURVE_KEY).decode())
-    ADMISSION.expect(LANE, PASSWORD)  # for one connection only
-    version, _, status, _, user, _ = ADMISSION.answer(frames)
+    AUTH.allow("a", z85.encode(CURVE_KEY).decode())
+    AUTH.expect(PATH_ID, PASSWORD)  # for one connection only
+    version, _, status, _, user, _ = AUTH.answer(frames)
     assert version == b"1.0"
     if status != b"200":
         assert status == b"400" and not user
@@ -395,9 +395,9 @@ class Reader:
 READERS = {
     "messages": Reader(bad_message, read_message, (Malformed,), 50),
     "control": Reader(bad_control, read_control, (Malformed, UserError), 25),
-    "words": Reader(bad_word, read_word, (Malformed,), 5),
-    "lanes": Reader(bad_lane, read_lane, (Malformed, Forged), 12),
-    "admission": Reader(bad_request, read_request, (), 8),
+    "verbs": Reader(bad_verb, read_verb, (Malformed,), 5),
+    "fast-paths": Reader(bad_path, read_path, (Malformed, Forged), 12),
+    "zap": Reader(bad_request, read_request, (), 8),
 }
 TURNS = [name for name, reader in READERS.items() for _ in range(reader.share)]
 
