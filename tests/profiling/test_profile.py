@@ -330,7 +330,9 @@ def test_nodes_that_join(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture
     members = []
     for name in ("ann", "bob"):
         mine = KeyFile.load(keys / f"{name}.key")
-        join_config = JoinConfig(name, where, mine.keys, mine.coordinator, patience=timedelta(seconds=PATIENCE_S))
+        join_config = JoinConfig(
+            name, where, mine.keys, mine.coordinator, coordinator_timeout=timedelta(seconds=PATIENCE_S)
+        )
         members.append(threading.Thread(target=NodeAgent(join_config, ROLES).run, daemon=True))
         members[-1].start()
     nodes = tuple(Node(name, "there", 1.0, 1) for name in ("ann", "bob", "carol"))

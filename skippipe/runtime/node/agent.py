@@ -206,11 +206,11 @@ class NodeAgent:
         self._retry_at = time.monotonic() + RETRY_S
 
     def _wait_for_welcome(self) -> Welcome:
-        patience_s = self._join_config.patience.total_seconds()
-        deadline = time.monotonic() + patience_s
+        timeout_s = self._join_config.coordinator_timeout.total_seconds()
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if THE_COORDINATOR in self._mailbox.connected:  # a spare node may be needed later
-                deadline = time.monotonic() + patience_s
+                deadline = time.monotonic() + timeout_s
             self._send_heartbeat("waiting for a stage")
             wait_s = min(self._heartbeat_s / HEARTBEATS_PER_DEADLINE, deadline - time.monotonic())
             arrived = deque(self._mailbox.receive(wait_s))
@@ -230,7 +230,7 @@ class NodeAgent:
             self._check_coordinator()
         where = self._join_config.coordinator
         raise Stopped(
-            f"waited {patience_s:g} s for the coordinator: no answer from {where}; is it started, and does a firewall "
+            f"waited {timeout_s:g} s for the coordinator: no answer from {where}; is it started, and does a firewall "
             "let this node through?"
         )
 
@@ -456,7 +456,7 @@ class NodeAgent:
         if THE_COORDINATOR in self._mailbox.connected:
             self._cut_off_since = None
             self.send_control(self._hello())
-        elif waited_s > self._join_config.patience.total_seconds():
+        elif waited_s > self._join_config.coordinator_timeout.total_seconds():
             raise Stopped(f"{self._explain_loss(LossReason.DISCONNECTED)}, for {waited_s:.0f} s now")
         elif time.monotonic() > self._retry_at:
             self._connect_to_coordinator()

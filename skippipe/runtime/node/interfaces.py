@@ -132,7 +132,7 @@ class JoinConfig:
     """The folder of the model that is served, on this machine; none: the same path as on the gateway's."""
     device: str | None = None
     """The device that this machine computes on; none: the job's."""
-    patience: timedelta = timedelta(minutes=15)
+    coordinator_timeout: timedelta = timedelta(minutes=15)
     """How long to wait for the coordinator, before training starts and whenever it is gone."""
 
 

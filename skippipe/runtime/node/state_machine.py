@@ -148,7 +148,7 @@ class Node:
                     self._change(control)
                 else:
                     self.drop(COORDINATOR, f"{type(control).__name__} while {self.phase.value}")
-            case GatherState():  # after the step, if one was asked for
+            case GatherState():  # after the step, if one was committed
                 self._ops.add(ReadWeights(control.piece, control.kept, control.collection))
             case Stop():
                 self.stopped = control
