@@ -65,6 +65,7 @@ LEAST_LINGER_S = 0.1
 between them, and libzmq ends the process (session_base.cpp, clean_pipes: "Resource temporarily unavailable") if the
 connection breaks at that moment."""
 CONNECT_S = 5.0  # for an attempt to connect; then the next: TCP alone would wait longer with each attempt
+RECONNECT_MS = 100  # before the first attempt to reconnect
 KEEPALIVE_S = (2, 1, 3)  # silence before the first probe, between probes; and how many go unanswered
 UNANSWERED_S = 10  # for what was sent, and on Linux for probes, until the other side's machine confirms it
 EVENT = struct.Struct("=HI")
@@ -115,6 +116,19 @@ def keep_alive(socket: Socket) -> None:
     socket.setsockopt(zmq.TCP_MAXRT, UNANSWERED_S * 1000)
 
 
+def push_socket(context: Context, host: str, most_queued: int, reconnect_most_ms: int = 0) -> Socket:
+    """A socket to send with; it reconnects at intervals up to the given one, or never (0)."""
+    push = context.socket(zmq.PUSH)
+    push.setsockopt(zmq.LINGER, 0)
+    push.setsockopt(zmq.SNDHWM, most_queued)
+    push.setsockopt(zmq.IPV6, int(":" in host))
+    push.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS if reconnect_most_ms else -1)
+    if reconnect_most_ms:
+        push.setsockopt(zmq.RECONNECT_IVL_MAX, reconnect_most_ms)
+        push.setsockopt(zmq.CONNECT_TIMEOUT, round(CONNECT_S * 1000))
+    return push
+
+
 def pull_socket(context: Context, host: str, largest_frame: int, most_queued: int) -> Socket:
     pull = context.socket(zmq.PULL)
     pull.setsockopt(zmq.LINGER, 0)
@@ -136,6 +150,8 @@ def monitor_events(monitor: Socket) -> Iterator[int]:
         yield event
 
 
-def close_sending(socket: Socket, linger_s: float) -> None:
+def close_sending(socket: Socket, monitor: Socket, linger_s: float) -> None:
     """Close a socket that sends; what is queued gets that long to leave, and never less than LEAST_LINGER_S."""
+    socket.disable_monitor()
+    monitor.close(linger=0)
     socket.close(linger=round(max(linger_s, LEAST_LINGER_S) * 1000))

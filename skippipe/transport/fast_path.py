@@ -38,6 +38,7 @@ from skippipe.transport.addresses import (
     keep_alive,
     monitor_events,
     pull_socket,
+    push_socket,
 )
 from skippipe.transport.aead import TAG_BYTES, Forged, Opener, Sealer
 from skippipe.transport.message import HEADER, Malformed
@@ -117,11 +118,7 @@ class FastPathSender:
         self._sealer = Sealer(between(offer.path_id, sender, receiver))
         self._queued: deque[weakref.ref[memoryview]] = deque()
         self._has_waiter = False
-        self.push = context.socket(zmq.PUSH)
-        self.push.setsockopt(zmq.LINGER, 0)
-        self.push.setsockopt(zmq.SNDHWM, 0)  # messages are counted here: libzmq would count their pieces
-        self.push.setsockopt(zmq.RECONNECT_IVL, -1)
-        self.push.setsockopt(zmq.IPV6, int(":" in host))
+        self.push = push_socket(context, host, 0)  # messages are counted here: libzmq would count their pieces
         self.push.setsockopt(zmq.PLAIN_USERNAME, offer.path_id.hex().encode())
         self.push.setsockopt(zmq.PLAIN_PASSWORD, offer.secret.hex().encode())
         keep_alive(self.push)
@@ -176,9 +173,7 @@ class FastPathSender:
 
     def close(self, linger_s: float) -> None:
         self._queued.clear()
-        self.push.disable_monitor()
-        self.monitor.close(linger=0)
-        close_sending(self.push, linger_s)
+        close_sending(self.push, self.monitor, linger_s)
 
 
 class FastPathReceiver:

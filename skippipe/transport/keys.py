@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from skippipe.errors import UserError
-from skippipe.json_fields import Fields, check_writable, exists, json_text, read_as, write_text
+from skippipe.json_fields import Fields, exists, json_text, read_as, write_bytes, write_text
 
 KEY_FORMAT = "skippipe-key"
 PEERS_FORMAT = "skippipe-peers"
@@ -86,19 +86,7 @@ class KeyFile:
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all, readable by its owner only from the first byte on."""
-        check_writable(path)
-        partial = path.with_name(path.name + ".partial")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial.unlink(missing_ok=True)
-            try:
-                partial.touch(mode=0o600, exist_ok=False)
-                partial.write_text(json_text(self.to_json()) + "\n", encoding="utf-8")
-                partial.replace(path.resolve())
-            finally:
-                partial.unlink(missing_ok=True)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
+        write_bytes(path, (json_text(self.to_json()) + "\n").encode(), private=True)
 
 
 @dataclass(frozen=True)

@@ -15,38 +15,41 @@ from collections.abc import Callable
 
 import zmq
 
-from skippipe.transport.addresses import CONNECT_S, CONNECTION_EVENTS, Context, Socket, monitor_events
+from skippipe.transport.addresses import (
+    CONNECT_S,
+    CONNECTION_EVENTS,
+    Context,
+    Socket,
+    endpoint,
+    monitor_events,
+    push_socket,
+)
 
 PROBES_PER_HEARTBEAT = 5
 UNANSWERED_HEARTBEATS = 0.5
 """Heartbeats until a probe counts as unanswered."""
-RECONNECT_MS = 100
 RECONNECT_MOST_MS = 1000
 
 
 class LinkHeartbeat:
     """The side that probes. The other one needs nothing but a mailbox."""
 
-    def __init__(self, context: Context, secure: Callable[[Socket], None], where: str, heartbeat_s: float) -> None:
-        """`secure` gives a socket its keys; `where` is the endpoint that messages go to as well."""
+    def __init__(
+        self, context: Context, secure: Callable[[Socket], None], host: str, port: int, heartbeat_s: float
+    ) -> None:
+        """`secure` gives a socket its keys; host and port are those that messages go to as well."""
         self._unanswered_s = UNANSWERED_HEARTBEATS * heartbeat_s
         self.answered = False
         """The other side has answered at least once."""
         self.silent_since: float | None = time.monotonic()
         """Since when there is no answer, by `time.monotonic`; none: there is."""
-        push = self._push = context.socket(zmq.PUSH)
-        push.setsockopt(zmq.LINGER, 0)
-        push.setsockopt(zmq.SNDHWM, 1)
-        push.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        push.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
-        push.setsockopt(zmq.CONNECT_TIMEOUT, round(CONNECT_S * 1000))
+        push = self._push = push_socket(context, host, 1, RECONNECT_MOST_MS)
         push.setsockopt(zmq.HANDSHAKE_IVL, round(CONNECT_S * 1000))
         push.setsockopt(zmq.HEARTBEAT_IVL, max(1, round(heartbeat_s / PROBES_PER_HEARTBEAT * 1000)))
         push.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, round(self._unanswered_s * 1000)))
-        push.setsockopt(zmq.IPV6, int("[" in where))
         secure(push)
         self.monitor = push.get_monitor_socket(CONNECTION_EVENTS)
-        push.connect(where)
+        push.connect(endpoint(host, port))
 
     def changed(self) -> bool:
         """Read the monitor's events; whether the answers have stopped, or come again."""

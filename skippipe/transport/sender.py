@@ -10,7 +10,6 @@ from enum import StrEnum
 import zmq
 
 from skippipe.transport.addresses import (
-    CONNECT_S,
     CONNECTION_EVENTS,
     Context,
     Socket,
@@ -18,13 +17,13 @@ from skippipe.transport.addresses import (
     endpoint,
     keep_alive,
     monitor_events,
+    push_socket,
 )
 from skippipe.transport.fast_path import FastPathMessage, FastPathSender, FastPathVerb, new_path_id
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.link_keepalive import LinkHeartbeat
 from skippipe.transport.wire_codec import Buffer
 
-RECONNECT_MS = 100
 RECONNECT_MOST_MS = 2000
 REQUEST_AGAIN_S = 30.0  # between two requests for a fast path, in case it breaks again and again
 
@@ -80,13 +79,7 @@ class Sender:
         self._settings = settings
         self._peer = peer
         self._host = host
-        self.push = settings.context.socket(zmq.PUSH)
-        self.push.setsockopt(zmq.LINGER, 0)
-        self.push.setsockopt(zmq.SNDHWM, settings.depth)
-        self.push.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self.push.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
-        self.push.setsockopt(zmq.CONNECT_TIMEOUT, round(CONNECT_S * 1000))
-        self.push.setsockopt(zmq.IPV6, int(":" in host))
+        self.push = push_socket(settings.context, host, settings.depth, RECONNECT_MOST_MS)
         keep_alive(self.push)
         self.monitor = self.push.get_monitor_socket(CONNECTION_EVENTS)
         settings.poller.register(self.monitor, zmq.POLLIN)
@@ -111,7 +104,7 @@ class Sender:
     def watch(self, heartbeat_s: float) -> None:
         """From now on `heartbeat` tells whether the link is silent."""
         settings = self._settings
-        self.heartbeat = LinkHeartbeat(settings.context, self._secure, endpoint(self._host, self._port), heartbeat_s)
+        self.heartbeat = LinkHeartbeat(settings.context, self._secure, self._host, self._port, heartbeat_s)
         settings.poller.register(self.heartbeat.monitor, zmq.POLLIN)
 
     def unwatch(self) -> None:
@@ -215,6 +208,4 @@ class Sender:
         self.close_fast_path(linger_s)
         self.unwatch()
         self._settings.poller.unregister(self.monitor)
-        self.push.disable_monitor()
-        self.monitor.close(linger=0)
-        close_sending(self.push, linger_s)
+        close_sending(self.push, self.monitor, linger_s)

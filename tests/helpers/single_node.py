@@ -11,8 +11,9 @@ from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator.state_machine import RecoverySettings
 from skippipe.runtime.messages import COORDINATOR, Begin, ControlMessage
+from skippipe.runtime.node.interfaces import NodePhase
 from skippipe.runtime.node.ops import DropMicrobatch, GradNorm, Op, RingStep, StageTask, op_name
-from skippipe.runtime.node.state_machine import Node, NodePhase
+from skippipe.runtime.node.state_machine import Node
 from skippipe.runtime.simulation.symbolic_executor import Gradient, SymbolicExecutor, Trail
 from skippipe.transport.message import Hop, Message, MessageKind, RingPiece, StatePiece
 from skippipe.workload import Workload

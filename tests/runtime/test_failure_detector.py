@@ -31,7 +31,7 @@ from skippipe.runtime.messages import (
     Stepped,
     Stop,
 )
-from skippipe.runtime.node.state_machine import NodePhase
+from skippipe.runtime.node.interfaces import NodePhase
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.transport.message import Message, WeightsPiece

@@ -28,8 +28,9 @@ from skippipe.runtime.messages import (
     Stop,
     Welcome,
 )
+from skippipe.runtime.node.interfaces import NodePhase
 from skippipe.runtime.node.ops import Op, StateSource
-from skippipe.runtime.node.state_machine import MOST_EARLY, NodePhase
+from skippipe.runtime.node.state_machine import MOST_EARLY
 from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.training.train_job import _Screen

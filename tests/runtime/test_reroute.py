@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from skippipe.runtime.messages import Average, Averaged, Commit, Drain, DrainAck, MicrobatchDone, Reroute
-from skippipe.runtime.node.state_machine import NodePhase
+from skippipe.runtime.node.interfaces import NodePhase
 from tests.helpers.single_node import A_HOP, Bench, average_alone, hop, long_plan, plan_of, ring_piece
 
 # Repair inside an iteration, node by node, on `long_plan`: lane 0 goes 0 → 2 → 3 → 5 → (head at 0) → 5 → 3 → 2 → 0

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Protocol
 from skippipe import dispatch
 from skippipe.jit import python_version
 from skippipe.plan import Plan
-from skippipe.runtime.messages import ControlMessage, MicrobatchDone, Reroute
-from skippipe.runtime.node.ops import DropMicrobatch, Op, OpResult, StageTask
+from skippipe.runtime.messages import MicrobatchDone, Reroute
+from skippipe.runtime.node.interfaces import NodeEnv
+from skippipe.runtime.node.ops import DropMicrobatch, OpQueue, OpResult, StageTask
 from skippipe.runtime.routing import apply, routes_of
 from skippipe.timeline import Timing
 from skippipe.transport.message import Hop, Message
@@ -40,20 +41,11 @@ class ReadyTask(NamedTuple):
     ready_ns: int
 
 
-class SchedulerEnv(Protocol):
-    """What a scheduler sees of its node."""
+class EpochHolder(Protocol):
+    """The node that the scheduler works for."""
 
     @property
     def epoch(self) -> int: ...
-
-    def now_ns(self) -> int: ...
-
-    def send(self, receiver: int, message: Message) -> None: ...
-
-    def send_control(self, control: ControlMessage) -> None: ...
-
-    def add_op(self, op: Op) -> None:
-        """Have an operation run before the next task."""
 
 
 class NodeSchedule:
@@ -81,7 +73,9 @@ class NodeSchedule:
 class MicrobatchScheduler:
     """Chooses the node's next task, and keeps account of one iteration."""
 
-    def __init__(self, schedule: NodeSchedule, iteration: int, env: SchedulerEnv, *, recorded: bool) -> None:
+    def __init__(
+        self, schedule: NodeSchedule, iteration: int, node: EpochHolder, env: NodeEnv, ops: OpQueue, *, recorded: bool
+    ) -> None:
         self.routes = routes_of(schedule.plan)
         self.left = schedule.tasks
         """Tasks that are still to come, if all goes as planned."""
@@ -97,7 +91,9 @@ class MicrobatchScheduler:
         self._number = schedule.number
         self._split = schedule.plan.split_backward
         self._iteration = iteration
+        self._node = node
         self._env = env
+        self._ops = ops
         self._recorded = recorded
         self._begun_ns = env.now_ns()
         self._ready: list[ReadyTask] = []
@@ -260,7 +256,7 @@ class MicrobatchScheduler:
             self._send(lane, microbatch, step, payload)
             return
         loss = self._losses.get((lane, microbatch), float("nan"))
-        self._env.send_control(MicrobatchDone(self._iteration, self._env.epoch, lane, microbatch, float(loss)))
+        self._env.send_control(MicrobatchDone(self._iteration, self._node.epoch, lane, microbatch, float(loss)))
         if microbatch + 1 < route.microbatches:
             self._start_microbatch(lane, microbatch + 1, self._env.now_ns())
 
@@ -279,7 +275,7 @@ class MicrobatchScheduler:
         assert after is not None
         receiver = self.routes[lane].node_at(after)
         self.sent_bytes[receiver] += getattr(payload, "nbytes", 0)
-        hop = Hop(self._iteration, lane, microbatch, after, self._env.epoch)
+        hop = Hop(self._iteration, lane, microbatch, after, self._node.epoch)
         self._env.send(receiver, Message(hop, payload, self._env.now_ns()))
 
     # When nodes are lost
@@ -338,4 +334,4 @@ class MicrobatchScheduler:
         """Free the memory of microbatches that come again, or never."""
         self._holding -= microbatches
         for which in sorted(microbatches):
-            self._env.add_op(DropMicrobatch(*which))
+            self._ops.add(DropMicrobatch(*which))

@@ -267,7 +267,9 @@ class Node:
 
     def _clear(self, *, recorded: bool) -> None:
         """Forget all of the iteration before."""
-        self._scheduler = MicrobatchScheduler(self._schedule, self.iteration, self, recorded=recorded)
+        self._scheduler = MicrobatchScheduler(
+            self._schedule, self.iteration, self, self._env, self._ops, recorded=recorded
+        )
         self._ring = RingProtocol(self.number, self.stage, self.plan.stages[self.stage].ring)
         self._visits = self.plan.exposure[self.stage]
         self._gone: frozenset[int] = frozenset()
@@ -320,19 +322,7 @@ class Node:
         else:
             self._begin(self.iteration + 1, recorded=commit.recorded)
 
-    # What the scheduler and the state transfer see of the node
-
-    def now_ns(self) -> int:
-        return self._env.now_ns()
-
-    def send_control(self, control: ControlMessage) -> None:
-        self._env.send_control(control)
-
-    def send(self, receiver: int, message: Message) -> None:
-        self._env.send(receiver, message)
-
-    def add_op(self, op: Op) -> None:
-        self._ops.add(op)
+    # Messages from nodes
 
     def drop(self, sender: int, what: str) -> None:
         """Count a message that is of no use; the first of its kind goes to the log."""
@@ -340,8 +330,6 @@ class Node:
         if self.dropped[sender, what] == 1:
             name = "the coordinator" if sender == COORDINATOR else self.plan.cluster.nodes[sender].name
             log.warning("dropped a message of %s: %s (later ones are only counted)", name, what)
-
-    # Messages from nodes
 
     def _take(self, sender: int, message: Message, arrived_ns: int) -> None:
         """A message of this iteration, and of this epoch or an earlier one; any other is dropped."""
