@@ -22,6 +22,7 @@ from skippipe.model.stage_step import StageStep
 from skippipe.runtime.allreduce import GradientRing
 from skippipe.runtime.neighbour_init import ends_of, init_from_backup, init_from_neighbours
 from skippipe.runtime.node.ops import (
+    LEAST_VALUES,
     AllReduce,
     CheckFinite,
     ClearGradients,
@@ -44,7 +45,6 @@ from skippipe.runtime.node.ops import (
     StoreBackup,
     WriteState,
 )
-from skippipe.runtime.node.state_transfer import LEAST_VALUES
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.transport.message import Message, RingPiece
 from skippipe.transport.wire_codec import EncodedTensor, decode, encode

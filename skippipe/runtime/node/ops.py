@@ -17,6 +17,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from skippipe.transport.message import Message
 
+LEAST_VALUES = 2**12  # of a slice of state; one that comes too late is halved, but not below this
+
 
 @dataclass(frozen=True)
 class StageTask:

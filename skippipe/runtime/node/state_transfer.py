@@ -30,6 +30,7 @@ from skippipe.runtime.messages import (
 )
 from skippipe.runtime.node.interfaces import NodeEnv, NodePhase
 from skippipe.runtime.node.ops import (
+    LEAST_VALUES,
     CopyEnds,
     OpenBackup,
     OpQueue,
@@ -42,8 +43,6 @@ from skippipe.runtime.node.ops import (
     WriteState,
 )
 from skippipe.transport.message import BackupPiece, Message, StatePiece
-
-LEAST_VALUES = 2**12  # of a slice; one that comes too late is halved, but not below this
 
 
 class StateReceiver:
