@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
-from typing import Any, ClassVar, Never, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Never, TypeAlias
 
 from skippipe.transport.wire_codec import Buffer, EncodedTensor
 from skippipe.workload import WIRE_DTYPES, wire_bytes
@@ -59,9 +59,14 @@ class Header:
     """The numbers that say what a message is about; each kind of message has a subclass with its own fields."""
 
     __slots__ = ()
+    __match_args__: ClassVar[tuple[str, ...]]
     kind: ClassVar[MessageKind]
     layout: ClassVar[struct.Struct]
     """Of 24 bytes, in the order of the fields: Q for those up to LARGEST_NS, I for those up to LARGEST_COUNT."""
+
+    if TYPE_CHECKING:  # each subclass is a dataclass of whole numbers
+
+        def __init__(self, *numbers: int, **named: int) -> None: ...
 
     def __post_init__(self) -> None:
         for name, most in self.bounds().items():
@@ -72,14 +77,13 @@ class Header:
     @cache
     def bounds(cls) -> dict[str, int]:
         """The largest value of each field, by its name."""
-        names: tuple[str, ...] = cls.__match_args__  # type: ignore[attr-defined]
-        return {
-            name: LARGEST_NS if code == "Q" else LARGEST_COUNT
-            for name, code in zip(names, re.sub(r"[^QI]", "", cls.layout.format), strict=True)
-        }
+        codes = re.sub(r"[^QI]", "", cls.layout.format)
+        return dict(
+            zip(cls.__match_args__, (LARGEST_NS if code == "Q" else LARGEST_COUNT for code in codes), strict=True)
+        )
 
     def to_bytes(self) -> bytes:
-        return self.layout.pack(*(getattr(self, name) for name in self.__match_args__))  # type: ignore[attr-defined]
+        return self.layout.pack(*(getattr(self, name) for name in self.__match_args__))
 
 
 @dataclass(frozen=True, slots=True)

@@ -346,7 +346,7 @@ class NodeAgent:
                 self._machine.retry_requests(int(2e9 * self._heartbeat_s))
                 self._watch_links()
 
-    def _watch(self) -> None:
+    def _watch_links(self) -> None:
         """Watch the links to the coordinator and to the peers that this node exchanges messages with."""
         assert self._machine is not None
         now = time.monotonic()

@@ -221,8 +221,9 @@ class Node:
             case OptimizerStep():
                 self._stepped()
             case ReadWeights():
-                kind = CheckpointPiece if op.kept else WeightsPiece
-                self._env.send(COORDINATOR, Message(kind(self.stage, op.piece, op.collection), result))
+                numbers = self.stage, op.piece, op.collection
+                header = CheckpointPiece(*numbers) if op.kept else WeightsPiece(*numbers)
+                self._env.send(COORDINATOR, Message(header, result))
             case ReadState() | PlanTransfer() | WriteState() | CopyEnds() | OpenBackup() | StoreBackup():
                 if isinstance(op, ReadState) and op.backup:
                     self._scheduler.sent_bytes[op.to] += getattr(result.payload, "nbytes", 0)
