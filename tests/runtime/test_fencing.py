@@ -222,7 +222,7 @@ def test_they_read_as_sentences() -> None:
     again = replay_messages(3, share=0.1).at(iteration=2, during="backward").back_after(1.5)
     told = "let 10% of the messages from and to node 3 come again later in iteration 2 during backward, for 1.5 s"
     assert str(again) == told
-    assert str(accuse(4).at(1)) == "have node 4 complain of everybody in iteration 1 during forward"
+    assert str(accuse(4).at(1)) == "have node 4 report all its links as down in iteration 1 during forward"
 
 
 # A peer that complains of everybody

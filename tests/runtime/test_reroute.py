@@ -94,7 +94,7 @@ def test_a_node_that_was_given_up_is_not_heard_any_more() -> None:
     bench = on_lane_0(2, 1).hear(THREE_BY_FOUR)
     bench.take(3, hop(0, 7), hop(0, 7, epoch=1))
     assert bench.work() == []
-    assert bench.node.dropped == {(3, "from a node that was given up"): 2}
+    assert bench.node.dropped == {(3, "from a node that was declared lost"): 2}
     bench.begin(1, 2)  # in the next iteration it may be back
     bench.take(0, hop(0, 1, iteration=1, epoch=2)).work()
     bench.take(3, hop(0, 7, iteration=1, epoch=2))
@@ -324,7 +324,7 @@ def test_averaging_that_is_under_way_is_given_up_and_begun_again_with_those_who_
     assert bench.sent() == [], "what was under way comes to nothing"
     assert bench.work() == []
     bench.take(3, ring_piece(1, epoch=0))
-    assert bench.node.dropped == {(3, "a chunk of a ring that was given up"): 1}
+    assert bench.node.dropped == {(3, "a piece of a ring that was given up"): 1}
     bench.hear(Drain(0, 1, False))
     assert bench.work() == []
     assert bench.heard() == [DrainAck(0, 1, [])]
