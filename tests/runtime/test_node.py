@@ -1,4 +1,4 @@
-"""What nodes are told that the plan does not foresee, and what they learn and lend."""
+"""Messages to a node that its plan does not expect, and the transfer of state between nodes."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_nothing_is_taken_twice_while_it_waits_or_later() -> None:
     ]
 
 
-def test_a_chunk_is_not_taken_twice_before_while_or_after_it_is_passed_on() -> None:
+def test_a_ring_piece_is_not_taken_twice_before_while_or_after_it_is_passed_on() -> None:
     taken = 4, "a ring piece that has been taken before"
     bench = Bench(5).begin()  # no lane comes here: its ring begins at once
     assert bench.decide() == "pass 0, 2 of 3"
@@ -267,14 +267,14 @@ def test_a_stop_ends_all() -> None:
 
 
 @pytest.mark.parametrize("control", [StateDigest(0, "sound", 0), Stop("from a friend"), Begin(0, 9, False), Ready()])
-def test_what_nodes_say_to_each_other_is_of_no_use_unless_one_learns(control: ControlMessage) -> None:
+def test_control_between_nodes_is_dropped_unless_one_recovers(control: ControlMessage) -> None:
     bench, twin = Bench(2).begin(), Bench(2).begin()
     bench.node.handle_peer_control(0, control)
     assert bench.node.dropped == {(0, f"{type(control).__name__} of no use here"): 1}
     assert_alike(bench, twin)
 
 
-def test_state_from_a_checkpoint_that_nobody_asked_for_is_dropped() -> None:
+def test_state_from_a_checkpoint_that_was_not_requested_is_dropped() -> None:
     bench, twin = Bench(2).begin(), Bench(2).begin()
     for message in (state_piece(), Message(BackupPiece(0))):
         bench.node.receive(COORDINATOR, message)
@@ -290,13 +290,13 @@ def test_a_change_of_an_iteration_whose_step_is_taken_is_dropped() -> None:
     assert bench.node.phase is NodePhase.WAITING
 
 
-# A node that learns, and one that lends
+# State transfer
 
 FROM_3 = Recover(StateSource("replica", (3,), (2,), (1.0,), 4), 0)
 
 
-def learning() -> Bench:
-    """Node 5 has asked node 3."""
+def recovering() -> Bench:
+    """Node 5 has requested state of node 3."""
     bench = Bench(5).begin(4).hear(FROM_3)
     assert bench.work() == ["pass 0, 2 of 3", "plan transfer"]
     assert bench.asked == [(3, StateRequest(2, 0, 1, 0))]
@@ -304,8 +304,8 @@ def learning() -> Bench:
     return bench
 
 
-def test_a_node_learns_what_its_teacher_has_sealed() -> None:
-    bench = learning()
+def test_a_node_takes_state_that_has_its_digest() -> None:
+    bench = recovering()
     bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
     bench.take(3, state_piece(iteration=4, body=(((9, 9),),)))
     assert bench.work() == ["write state"]
@@ -316,7 +316,7 @@ def test_a_node_learns_what_its_teacher_has_sealed() -> None:
 
 
 def test_an_answer_that_comes_twice_is_taken_once() -> None:
-    bench = learning()
+    bench = recovering()
     for _ in range(2):
         bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
         bench.take(3, state_piece(iteration=4, body=(((9, 9),),)))
@@ -334,8 +334,8 @@ def test_an_answer_that_comes_twice_is_taken_once() -> None:
     ],
     ids=["other numbers", "of another", "of the iteration before", "of another stage"],
 )
-def test_a_node_learns_nothing_else(sender: int, message: Message) -> None:
-    bench = learning()
+def test_a_node_takes_no_other_state(sender: int, message: Message) -> None:
+    bench = recovering()
     bench.node.handle_peer_control(sender, StateDigest(message.header.first, "sound", 0))
     bench.take(sender, message)
     assert bench.work() == []
@@ -343,15 +343,15 @@ def test_a_node_learns_nothing_else(sender: int, message: Message) -> None:
     assert not bench.heard()
 
 
-def test_what_comes_too_late_is_asked_for_again() -> None:
-    bench = learning()
+def test_state_that_comes_too_late_is_requested_again() -> None:
+    bench = recovering()
     bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
     bench.take(3, state_piece(iteration=3))
     assert bench.asked == [(3, StateRequest(2, 0, 1, 0))]
 
 
-def test_what_comes_too_early_is_of_the_next_iteration() -> None:
-    bench = learning()
+def test_state_that_comes_early_is_of_the_next_iteration() -> None:
+    bench = recovering()
     bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
     bench.take(3, state_piece(iteration=5, body=(((9, 9),),)))
     assert bench.work() == [], "its own step is still to come, and would be one too many"
@@ -360,15 +360,15 @@ def test_what_comes_too_early_is_of_the_next_iteration() -> None:
     assert bench.heard() == [Recovered(5, 0)]
 
 
-def test_without_a_seal_nothing_is_believed() -> None:
-    bench = learning()
+def test_state_without_a_digest_is_not_taken() -> None:
+    bench = recovering()
     bench.take(3, state_piece(iteration=4, body=(((9, 9),),)))
     assert bench.work() == []
     assert bench.executor.state == []
 
 
-def test_another_teacher_is_asked_from_the_beginning() -> None:
-    bench = learning().hear(Recover(StateSource("replica", (4,), (2,), (1.0,), 4), 0))
+def test_another_source_is_asked_from_the_beginning() -> None:
+    bench = recovering().hear(Recover(StateSource("replica", (4,), (2,), (1.0,), 4), 0))
     assert bench.work() == ["plan transfer"]
     assert bench.asked == [(4, StateRequest(2, 0, 1, 0))]
     bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
@@ -376,16 +376,16 @@ def test_another_teacher_is_asked_from_the_beginning() -> None:
     assert bench.node.dropped == {(3, "StateDigest of no use here"): 1, (3, "state that was not requested"): 1}
 
 
-def test_a_broken_connection_to_the_teacher_makes_it_ask_again() -> None:
-    bench = learning()
+def test_a_broken_connection_to_the_source_makes_it_request_again() -> None:
+    bench = recovering()
     bench.node.reconnected(4)
     assert bench.asked == []
     bench.node.reconnected(3)
     assert bench.asked == [(3, StateRequest(2, 0, 1, 0))]
 
 
-def test_one_that_learns_itself_does_not_teach() -> None:
-    bench = learning()
+def test_a_node_that_recovers_sends_no_state() -> None:
+    bench = recovering()
     bench.node.handle_peer_control(4, StateRequest(2, 0, 1, 0))
     assert bench.work() == []
     assert bench.node.dropped == {(4, "StateRequest of no use here"): 1}
@@ -396,8 +396,8 @@ def test_one_that_learns_itself_does_not_teach() -> None:
     assert [(to, message.header) for to, message in able.sent_messages] == [(5, StatePiece(4, 0))]
 
 
-def test_what_is_lent_after_the_last_step_before_a_pause_is_of_the_next_iteration() -> None:
-    """Or one that learns, and has not taken that step yet, takes it twice."""
+def test_state_after_the_last_step_before_a_pause_is_of_the_next_iteration() -> None:
+    """Or a node that recovers, and has not taken that step yet, takes it twice."""
     bench = Bench(2).begin(4)
     average_alone(bench)
     bench.hear(Commit(4, 1.0, 1.0, True, False, False)).work()
@@ -423,7 +423,7 @@ def test_a_node_without_an_origin_is_ready_at_once() -> None:
     assert bench.heard() == [Ready()]
 
 
-def test_weights_are_shown_after_the_step_that_was_asked_for() -> None:
+def test_weights_are_read_after_the_step_that_was_committed() -> None:
     plan = small_plan()
     order: list[str] = []
 

@@ -90,7 +90,7 @@ def test_what_the_replica_sends_that_the_lost_node_had_sent_is_dropped() -> None
     assert bench.node.dropped == {(4, "a hop that has been taken before"): 1}
 
 
-def test_a_node_that_was_given_up_is_not_heard_any_more() -> None:
+def test_messages_of_a_node_that_was_declared_lost_are_dropped() -> None:
     bench = on_lane_0(2, 1).hear(THREE_BY_FOUR)
     bench.take(3, hop(0, 7), hop(0, 7, epoch=1))
     assert bench.work() == []
