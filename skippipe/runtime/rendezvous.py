@@ -210,7 +210,7 @@ class Rendezvous(Listener):
             self.host.refused(name, str(error))
             return
         self._heard[name] = time.monotonic()
-        self.tell(name, Welcome(self.node_config, self.introduced(self.names), {}))
+        self.tell(name, Welcome(self.node_config, self.introduced(self.names)))
         self.host.joined(name)
 
     def _turn_away(self, name: str, hello: Hello) -> None:

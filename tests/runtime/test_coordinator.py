@@ -68,7 +68,7 @@ def test_nodes_join_build_and_begin_together() -> None:
     coordinator.hear(4, HELLO)
     assert is_now(coordinator, CoordinatorState.PREPARING)
     assert [each[0] for each in room.log[6:]] == ["note", *["welcome"] * 6], "noted before anybody is told"
-    assert sorted(room.logged("welcome")) == [(node, coordinator.plan.stage_of[node], {}) for node in range(6)]
+    assert sorted(room.logged("welcome")) == [(node, coordinator.plan.stage_of[node], None) for node in range(6)]
     course = Course(coordinator, room)
     for node in (3, 1, 2, 5, 0):
         course.hear(node, Ready())
@@ -450,7 +450,7 @@ def test_a_node_that_is_started_again_is_lost_and_new() -> None:
     [
         Hello("[::1]:5", "1.0"),
         Hello("[::1]:5", "1.0", 3, 4, "RUNNING"),
-        Welcome({"plan": {"deep": [1]}}, {"n0": ["127.0.0.1:1", None]}, {"kind": "replica"}),
+        Welcome({"plan": {"deep": [1]}}, {"n0": ["127.0.0.1:1", None]}, StateSource("replica", (3,), (1,), (1.0,), 4)),
         PeerUpdate({"n0": ["127.0.0.1:1", None]}),
         Ready(),
         Heartbeat("averaging", 1.5),

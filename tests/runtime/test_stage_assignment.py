@@ -340,7 +340,7 @@ def test_a_newcomer_that_is_too_slow_stays_a_spare_until_others_are_lost() -> No
     assert [(event.node, event.text) for event in moves(course.room.events)] == [
         ("n6", "takes stage 1, which nobody holds")
     ]
-    assert (6, 1, {}) in course.room.logged("welcome")
+    assert (6, 1, None) in course.room.logged("welcome")
 
 
 def finish_without(course: Course) -> None:

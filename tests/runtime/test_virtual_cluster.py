@@ -128,7 +128,7 @@ def test_a_plan_that_locks_up_is_put_right_when_patience_ends() -> None:
     assert deadlock_cycle([lane.path for lane in found.lanes], found.slots) is None
     assert run.finished_ns - at_ns == 2 * simulate(found, Timing.FULL).iteration_ns
     for node, stage in found.stage_of.items():  # of the first attempt nothing is left
-        assert isinstance(executor := run.machines[node], SymbolicExecutor)
+        assert isinstance(executor := run.executor_of[node], SymbolicExecutor)
         assert executor.history == [visits_by_stage(found)[stage]] * 2
 
 

@@ -261,7 +261,7 @@ class Replanner:
 
     def _build(self, node: int) -> None:
         plan = _with_node(self.plan, node, self.membership[node].stage)
-        self.env.welcome(node, plan, {}, self.membership.assign(node))
+        self.env.welcome(node, plan, None, self.membership.assign(node))
 
     def _spare(self, node: int, found: Reassignment | None, now_ns: int) -> None:
         """It is of no help now, which is said once."""
