@@ -363,7 +363,7 @@ class Stop(ControlMessage, frozen=True):
 
 
 MESSAGE_TYPES: dict[str, type[ControlMessage]] = {_tag(kind.__name__): kind for kind in ControlMessage.__subclasses__()}
-_ANY_CONTROL = Union[tuple(MESSAGE_TYPES.values())]  # noqa: UP007  the types are known at run time only
+_ANY_CONTROL: Any = Union[tuple(MESSAGE_TYPES.values())]  # noqa: UP007  the types are known at run time only
 _FLOATS = {
     say: {field.name for field in msgspec.structs.fields(kind) if "float" in str(field.type)}
     for say, kind in MESSAGE_TYPES.items()

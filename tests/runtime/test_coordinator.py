@@ -458,7 +458,7 @@ def test_a_node_that_is_started_again_is_lost_and_new() -> None:
         MicrobatchDone(2, 1, 0, 1, float("nan")),
         DrainAck(2, 5, [[0, 1], [1, 0]]),
         Averaged(2, 1, float("inf"), [[0, 1]], [[0, 1, 2, 3, 4, 5]], [[1, 10**12]], [[0, 2, 99]], [[1.0, -0.5]]),
-        Recover({"kind": "checkpoint", "sources": []}, 6),
+        Recover(StateSource("checkpoint", (COORDINATOR,), (1,), (1.0,), 4), 6),
         Recovered(2, 0),
         LinkDown(4),
         StateRequest(0, 2**40, 5, 6),

@@ -46,7 +46,7 @@ def test_delivery_in_order(net: Net, dtype: str) -> None:
     sizes.append(a.send("b", Message(RingPiece(5, 0, 2))))
     first, second, third = net.delivered(b, 3)
     assert first == Received("a", HELLO, 0)
-    assert (second.peer, second.due_ns, second.message.microbatch) == ("a", 99, 2)
+    assert (second.peer, second.due_ns, second.message.header) == ("a", 99, Hop(5, 1, 2, 3))
     assert isinstance(second.message.body, EncodedTensor)
     assert torch.equal(decode(second.message.body), decode(encode(tensor, dtype)))
     assert third.message == Message(RingPiece(5, 0, 2))
