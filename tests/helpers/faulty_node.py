@@ -108,9 +108,9 @@ class Scene:
     def look(self, number: int, work: Op, iteration: int) -> None:
         """Does anything begin now?"""
         phase = phase_of(work)
-        anybody = phase not in COMMON
+        any_node = phase not in COMMON
         for index, fault in enumerate(self.faults):
-            begins = phase == fault.during and fault.strikes(number, work, iteration, anybody=anybody)
+            begins = phase == fault.during and fault.strikes(number, work, iteration, any_node=any_node)
             if begins and not self.path("struck", index).exists() and self._claim(index, iteration):
                 self._strike(fault)
 
@@ -240,7 +240,7 @@ def run_coordinator(scene: Scene, resumed: bool) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     scene.born(THE_COORDINATOR, scene.job.transport.listen if scene.joined else "")
-    skippipe.training.run.node_process = lambda roles, told: birth(scene, told)  # type: ignore[attr-defined]
+    skippipe.training.run.node_process = lambda roles, join_config: birth(scene, join_config)  # type: ignore[attr-defined]
     if scene.full_disk is not None:
         _fill_disk(scene)
     try:

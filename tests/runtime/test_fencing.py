@@ -12,10 +12,10 @@ from skippipe.plan import Plan
 from skippipe.runtime.coordinator.iteration import Iteration
 from skippipe.runtime.coordinator.membership import MOST_BELIEVED, MemberState
 from skippipe.runtime.coordinator.state_machine import CoordinatorState
-from skippipe.runtime.fencing import NUMBERS_A_TERM, Fence, Life, Stamp, stamp_of, stamped
+from skippipe.runtime.fencing import NUMBERS_A_TERM, Fence, Life, stamp_of, stamped
 from skippipe.runtime.messages import ControlMessage, Drain, Hello, LinkDown, MicrobatchDone, Ready, Recovered, Stepped
 from skippipe.runtime.simulation.fault_injection import accuse, kill, kill_coordinator, replay_messages
-from skippipe.transport.message import LARGEST_COUNT, CheckpointPiece, Message
+from skippipe.transport.message import LARGEST_COUNT, CheckpointPiece, Message, Stamp
 from tests.helpers.single_coordinator import HELLO, Safe, coordinating, is_now, learning_late
 from tests.helpers.single_node import small_plan
 from tests.helpers.virtual_chaos import Scenario, play, staged, thin, wide

@@ -506,7 +506,7 @@ class Echo:
         return torch.full((3,), work.rate)
 
     def fits(self, message: Message, at: int, size: int) -> bool:
-        return (message.step, at, size) == (1, 2, 3)
+        return (message.header, at, size) == (Hop(0, 0, 0, 1), 2, 3)
 
 
 def test_a_worker_keeps_nothing_of_what_it_made() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from skippipe import __version__
@@ -332,8 +333,8 @@ class VirtualCluster:
         factor = self._delayed.get((sender, receiver), 1.0)
         end_ns = max(self.now_ns, self._link_free_ns.get(link, 0)) + int(self.disturb(transmit_ns) * factor)
         self._link_free_ns[link] = end_ns
-        arrival_ns = end_ns + int(costs.flight_ns[sender, receiver] * factor)
-        self.deliver(sender, receiver, lambda: self.nodes[receiver].receive(sender, message), arrival_ns - self.now_ns)
+        delay_ns = end_ns + int(costs.flight_ns[sender, receiver] * factor) - self.now_ns
+        self.deliver(sender, receiver, lambda: self.nodes[receiver].receive(sender, message), delay_ns)
 
     def assign(self, node: int, plan: Plan, origin: StateSource | None, assignment: int) -> None:
         """A node gets its stage; a node that had one gives it up."""
@@ -370,7 +371,7 @@ class VirtualCluster:
             case "freeze":
                 return lambda: self.freeze(node), lambda: self.thaw(node)
             case "cut" | "cut one way":
-                return lambda: [self.cut(*link) for link in links], lambda: [self.mend(*link) for link in links]
+                return lambda: self._cut(links), lambda: self._mend(links)
             case "slow node":
                 return lambda: self._slowed.update({node: fault.times}), lambda: self._slowed.pop(node, None)
             case "slow link":
@@ -406,16 +407,17 @@ class VirtualCluster:
         for action in self.frozen.pop(node, ()):
             self.deliver(node, node, action)
 
-    def cut(self, sender: int, receiver: int) -> None:
-        """Cut the link in one direction."""
-        self._broken.add((sender, receiver))
-        if COORDINATOR not in (sender, receiver):
-            self.after(self._heartbeat_ns, lambda: self._report_link(sender, receiver))
+    def _cut(self, links: Sequence[tuple[int, int]]) -> None:
+        for sender, receiver in links:
+            self._broken.add((sender, receiver))
+            if COORDINATOR not in (sender, receiver):
+                self.after(self._heartbeat_ns, partial(self._report_link, sender, receiver))
 
-    def mend(self, sender: int, receiver: int) -> None:
-        self._broken.discard((sender, receiver))
-        if sender in self.alive and receiver in self.alive and COORDINATOR not in (sender, receiver):
-            self.deliver(sender, sender, lambda: self.nodes[sender].reconnected(receiver))
+    def _mend(self, links: Sequence[tuple[int, int]]) -> None:
+        for sender, receiver in links:
+            self._broken.discard((sender, receiver))
+            if sender in self.alive and receiver in self.alive and COORDINATOR not in (sender, receiver):
+                self.deliver(sender, sender, lambda s=sender, r=receiver: self.nodes[s].reconnected(r))  # type: ignore[misc]
 
     def kill_coordinator(self) -> None:
         """The coordinator's process ends; its write-ahead log stays."""
@@ -446,10 +448,10 @@ class VirtualCluster:
             self._report_link(node, accused)
 
     def _deliver_to_coordinator(self, sender: int, action: Action) -> None:
-        delay_ns = self.control_delay_ns(sender, COORDINATOR)
-        self._replay_later(sender, COORDINATOR, lambda: self._to_coordinator(action), delay_ns)
+        delay_ns, arrive = self.control_delay_ns(sender, COORDINATOR), partial(self._to_coordinator, action)
+        self._replay_later(sender, COORDINATOR, arrive, delay_ns)
         if (sender, COORDINATOR) not in self._broken:
-            self.after(delay_ns, lambda: self._to_coordinator(action))
+            self.after(delay_ns, arrive)
 
     def _to_coordinator(self, action: Action) -> None:
         if not self._coordinator_is_down:
