@@ -263,8 +263,6 @@ class VirtualCluster:
         heapq.heappush(self._heap, (self.now_ns + delay_ns, self._count, node, action))
         self._count += 1
 
-    # Messages and operations
-
     def deliver(self, sender: int, node: int, action: Action, delay_ns: int = 0) -> None:
         """Something that happens to a node if it still is the same incarnation by then, and later if it is frozen."""
         if sender != node:
@@ -389,7 +387,7 @@ class VirtualCluster:
             return
         self.frozen.pop(node, None)
         self._link_free_ns = {link: at_ns for link, at_ns in self._link_free_ns.items() if node not in link[:2]}
-        self.after(EXIT_NOTICED_NS, lambda: self._to_coordinator(lambda: self._report_exit(node)))
+        self.after(EXIT_NOTICED_NS, partial(self._to_coordinator, partial(self._report_exit, node)))
 
     def start(self, node: int) -> None:
         """Start another incarnation of a node."""
