@@ -13,7 +13,6 @@ import argparse
 import json
 import multiprocessing
 import random
-import re
 import resource
 import struct
 import sys
@@ -35,8 +34,8 @@ from skippipe.runtime import messages
 from skippipe.transport.addresses import Context
 from skippipe.transport.aead import KEY_BYTES, Forged, Sealer
 from skippipe.transport.fast_path import (
-    LANE_DOMAIN,
     LENGTH,
+    PATH_DOMAIN,
     PIECE_BYTES,
     FastPathMessage,
     FastPathReceiver,
@@ -45,13 +44,15 @@ from skippipe.transport.fast_path import (
 )
 from skippipe.transport.message import (
     HEADER,
-    LARGEST_COUNT,
+    HEADERS,
     LARGEST_NS,
     MOST_DIMS,
+    Header,
     Limits,
     Malformed,
     Message,
     MessageKind,
+    Stamp,
     from_frames,
     to_frames,
 )
@@ -85,10 +86,8 @@ ODD_NAMES = ['"say"', '""', '"\\ud800"', '"' + "n" * 2000 + '"', '"\\u001b[2J"']
 # Good ones
 
 
-def some_counts(rng: random.Random) -> tuple[int, int, int, int]:
-    iteration = rng.choice((0, 1, rng.randrange(LARGEST_NS), LARGEST_NS))
-    lane, microbatch, step = (rng.choice((0, 1, rng.randrange(LARGEST_COUNT), LARGEST_COUNT)) for _ in range(3))
-    return iteration, lane, microbatch, step
+def some_header(rng: random.Random, kind: type[Header]) -> Header:
+    return kind(*(rng.choice((0, 1, rng.randrange(most), most)) for most in kind.bounds().values()))
 
 
 def good_message(rng: random.Random) -> list[bytes]:
@@ -98,8 +97,8 @@ def good_message(rng: random.Random) -> list[bytes]:
         shape = tuple(rng.randint(1, 7) for _ in range(rng.randrange(5)))
         dtype = rng.choice(WIRE_DTYPES)
         body = EncodedTensor(dtype, shape, rng.randbytes(wire_bytes(prod(shape), dtype)))
-    kind = rng.choice((MessageKind.HOP, MessageKind.CHUNK))
-    message = Message(kind, *some_counts(rng), body, rng.randrange(LARGEST_COUNT), rng.randrange(LARGEST_NS))
+    kind = rng.choice([each for each in MessageKind if each is not MessageKind.CONTROL])
+    message = Message(some_header(rng, HEADERS[kind]), body, rng.randrange(LARGEST_NS))
     header, payload = to_frames(message, rng.randrange(LARGEST_NS))
     return [header, bytes(payload)]
 
@@ -111,12 +110,12 @@ def good_value(rng: random.Random, hint: Any) -> Any:
         return good_value(rng, rng.choice(inner))
     if origin is Literal:
         return rng.choice(inner)
+    if is_dataclass(hint):
+        return {name: good_value(rng, each) for name, each in get_type_hints(hint).items()}
     if origin in (list, tuple):
         return [good_value(rng, inner[0]) for _ in range(rng.randrange(4))]
     if origin is dict:
         return {f"key{at}": good_value(rng, inner[1]) for at in range(rng.randrange(3))}
-    if is_dataclass(hint):
-        return {name: good_value(rng, each) for name, each in get_type_hints(hint).items()}
     simple = {
         str: lambda: rng.choice(("", "127.0.0.1:5555", "Zürich", "\ud800\x1b[2J")),
         int: lambda: rng.choice((0, 1, 7, 2**53)),
@@ -136,7 +135,7 @@ def good_control(rng: random.Random) -> dict[str, Any]:
 HINTS = {say: get_type_hints(kind) for say, kind in messages.MESSAGE_TYPES.items()}
 
 
-def good_word(rng: random.Random) -> bytes:
+def good_verb(rng: random.Random) -> bytes:
     return FastPathMessage(
         rng.choice(list(FastPathVerb)), rng.randbytes(16), rng.randint(1, 65535), rng.randbytes(32)
     ).to_bytes()
@@ -164,22 +163,26 @@ def spoiled(rng: random.Random, data: bytes, other: bytes) -> bytes:
 
 def edited(rng: random.Random, header: bytes) -> bytes:
     """Still a header, but with odd values in some of its fields."""
-    magic, *fields = HEADER.unpack(header)
+    found = bytearray(header)
     for _ in range(rng.randint(1, 3)):
-        at = rng.randrange(len(fields))
-        fields[at] = rng.choice(ODD_NUMBERS) % 256 ** SIZES[at]
+        at, size = rng.choice(PLACES)
+        found[at : at + size] = (rng.choice(ODD_NUMBERS) % 256**size).to_bytes(size, "little")
     if rng.random() < 0.3:
-        fields[3], fields[-MOST_DIMS:] = rng.randrange(MOST_DIMS + 2), rng.choice(ODD_SHAPES)
+        found[7] = rng.randrange(MOST_DIMS + 2)
+        found[-4 * MOST_DIMS :] = struct.pack(f"<{MOST_DIMS}I", *rng.choice(ODD_SHAPES))
     if rng.random() < 0.1:
-        magic = rng.choice((b"SKPL", b"SKIP", bytes(4)))
-    return HEADER.pack(magic, *fields)
+        found[:4] = rng.choice((b"SKPL", b"SKIP", bytes(4)))
+    return bytes(found)
 
 
-SIZES = [
-    struct.calcsize("<" + code)
-    for count, code in re.findall(r"(\d*)([A-Z])", HEADER.format)
-    for _ in range(int(count or 1))
+PLACES = [
+    *((at, 1) for at in range(4, 8)),  # version, kind, body, dims
+    *((at, 4) for at in range(8, 32, 4)),  # the numbers of the kind
+    *((at, 8) for at in (8, 16, 32, 40)),  # wide ones among them; the times
+    *((at, 4) for at in range(48, 64, 4)),  # the shape
 ]
+"""Where the fields of a header are, and their bytes."""
+assert HEADER.size == 64
 
 
 def in_pieces(rng: random.Random, payload: bytes) -> list[bytes]:
@@ -237,13 +240,13 @@ def bad_control(rng: random.Random) -> list[bytes]:
         text = odd_json(rng, good_control(rng)).encode(errors="surrogatepass")
     elif way < 9:
         text = spoiled(rng, text, json.dumps(good_control(rng)).encode())
-    header, _ = to_frames(Message(MessageKind.CONTROL, *some_counts(rng), {}))
+    header, _ = to_frames(Message(some_header(rng, Stamp), {}))
     return [header, *in_pieces(rng, text)]
 
 
-def bad_word(rng: random.Random) -> list[bytes]:
-    word = good_word(rng)
-    return [spoiled(rng, word, good_word(rng)) if rng.random() < 0.9 else word]
+def bad_verb(rng: random.Random) -> list[bytes]:
+    verb = good_verb(rng)
+    return [spoiled(rng, verb, good_verb(rng)) if rng.random() < 0.9 else verb]
 
 
 class Seeded(Sealer):
@@ -254,13 +257,13 @@ class Seeded(Sealer):
         super(Sealer, self).__init__(key, between)
 
 
-LANE = bytes(range(16))
+PATH_ID = bytes(range(16))
 
 
-def bad_lane(rng: random.Random) -> list[bytes]:
-    """The key, then frames of one or two messages: sealed by somebody who means ill, or damaged on their way."""
+def bad_path(rng: random.Random) -> list[bytes]:
+    """The key, then frames of one or two messages: sealed by a hostile peer, or damaged on their way."""
     key = rng.randbytes(KEY_BYTES)
-    sealer = Seeded(key, between(LANE, "a", "b"))
+    sealer = Seeded(key, between(PATH_ID, "a", "b"))
     frames = []
     for _ in range(rng.randint(1, 2)):
         header, payload, *_ = [*(bad_message if rng.random() < 0.5 else good_message)(rng), b"", b""]
@@ -281,18 +284,18 @@ CURVE_KEY = bytes(range(100, 132))
 PASSWORD = bytes(range(200, 232))
 REQUESTS = {
     z85.encode(CURVE_KEY): [b"1.0", b"1", ZAP_DOMAIN, b"127.0.0.1", b"", b"CURVE", CURVE_KEY],
-    LANE.hex().encode(): [
+    PATH_ID.hex().encode(): [
         b"1.0",
         b"2",
-        LANE_DOMAIN,
+        PATH_DOMAIN,
         b"::1",
         b"",
         b"PLAIN",
-        LANE.hex().encode(),
+        PATH_ID.hex().encode(),
         PASSWORD.hex().encode(),
     ],
 }
-ADMISSION = ZapAuth()
+AUTH = ZapAuth()
 
 
 def bad_request(rng: random.Random) -> list[bytes]:
@@ -302,7 +305,7 @@ def bad_request(rng: random.Random) -> list[bytes]:
         if way < 3:
             request[at] = spoiled(rng, request[at], rng.choice(request))
         elif way == 3:
-            request[at] = rng.choice((b"", b"1.0", b"CURVE", b"PLAIN", b"NULL", ZAP_DOMAIN, LANE_DOMAIN, CURVE_KEY))
+            request[at] = rng.choice((b"", b"1.0", b"CURVE", b"PLAIN", b"NULL", ZAP_DOMAIN, PATH_DOMAIN, CURVE_KEY))
         elif way == 4:
             request.insert(at, rng.choice(request))
         else:
@@ -332,12 +335,12 @@ def read_control(frames: list[bytes]) -> bool:
     return True
 
 
-def read_word(frames: list[bytes]) -> bool:
+def read_verb(frames: list[bytes]) -> bool:
     return bool(FastPathMessage.from_bytes(frames[0]))
 
 
 class Replayed:
-    """A socket with these frames in it, as far as a lane needs one."""
+    """A socket with these frames in it, as far as a fast path needs one."""
 
     def __init__(self, frames: Iterable[bytes]) -> None:
         self._frames = [zmq.Frame(frame) for frame in frames]
@@ -360,17 +363,17 @@ class Replayed:
         return self._frames.pop(0)
 
 
-def read_lane(frames: list[bytes]) -> bool:
-    lane = FastPathReceiver(cast(Context, Replayed(frames[1:])), "127.0.0.1", LANE, LIMITS.payload_bytes, 16)
-    lane.open(frames[0], "a", "b")
-    taken = [read_message([bytes(frame) for frame in found]) for found in lane.messages()]
+def read_path(frames: list[bytes]) -> bool:
+    path = FastPathReceiver(cast(Context, Replayed(frames[1:])), "127.0.0.1", PATH_ID, LIMITS.payload_bytes, 16)
+    path.open(frames[0], "a", "b")
+    taken = [read_message([bytes(frame) for frame in found]) for found in path.messages()]
     return bool(taken)
 
 
 def read_request(frames: list[bytes]) -> bool:
-    ADMISSION.allow("a", z85.encode(CURVE_KEY).decode())
-    ADMISSION.expect(LANE, PASSWORD)  # for one connection only
-    version, _, status, _, user, _ = ADMISSION.answer(frames)
+    AUTH.allow("a", z85.encode(CURVE_KEY).decode())
+    AUTH.expect(PATH_ID, PASSWORD)  # for one connection only
+    version, _, status, _, user, _ = AUTH.answer(frames)
     assert version == b"1.0"
     if status != b"200":
         assert status == b"400" and not user
@@ -392,9 +395,9 @@ class Reader:
 READERS = {
     "messages": Reader(bad_message, read_message, (Malformed,), 50),
     "control": Reader(bad_control, read_control, (Malformed, UserError), 25),
-    "words": Reader(bad_word, read_word, (Malformed,), 5),
-    "lanes": Reader(bad_lane, read_lane, (Malformed, Forged), 12),
-    "admission": Reader(bad_request, read_request, (), 8),
+    "verbs": Reader(bad_verb, read_verb, (Malformed,), 5),
+    "fast-paths": Reader(bad_path, read_path, (Malformed, Forged), 12),
+    "zap": Reader(bad_request, read_request, (), 8),
 }
 TURNS = [name for name, reader in READERS.items() for _ in range(reader.share)]
 

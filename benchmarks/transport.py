@@ -3,7 +3,7 @@
 python -m benchmarks.transport
 
 Goals: half of TCP without encryption, 0.15 of it with CURVE, 0.9 of the bandwidth of an emulated link.
-Under CURVE the fast lane seals with AES-256-GCM; without it ZeroMQ encrypts with XSalsa20-Poly1305. Either cipher's
+Under CURVE the fast path seals with AES-256-GCM; without it ZeroMQ encrypts with XSalsa20-Poly1305. Either cipher's
 speed on one core is the ceiling of its row, and other work on the machine shows. The last column does not depend on
 it: bytes for each CPU second of the receiver.
 """
@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.link_emulation import DelayQueue, EmulatedLink, LinkEmulator
 from skippipe.transport.mailbox import Mailbox, QueueFull, Security
-from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.message import Hop, Message
 from skippipe.transport.wire_codec import EncodedTensor
 
 SIZE = 2**23
@@ -66,9 +66,9 @@ def tcp_sender(pipe: Connection, count: int) -> None:
             connection.sendall(payload)
 
 
-def mailbox_receiver(pipe: Connection, count: int, security: Security, fast_lane: bool) -> Speed:
-    """From the second message to the last, each delivered when it is due; with the first there is no fast lane yet."""
-    box, held = opened("receiver", pipe, security, fast_lane), DelayQueue()
+def mailbox_receiver(pipe: Connection, count: int, security: Security, fast_path: bool) -> Speed:
+    """From the second message to the last, each delivered when it is due; with the first there is no fast path yet."""
+    box, held = opened("receiver", pipe, security, fast_path), DelayQueue()
     arrivals: list[tuple[float, float]] = []
     deadline = time.perf_counter() + DEADLINE_S
     while len(arrivals) < count + 1 and time.perf_counter() < deadline:
@@ -83,14 +83,14 @@ def mailbox_receiver(pipe: Connection, count: int, security: Security, fast_lane
 
 
 def mailbox_sender(
-    pipe: Connection, count: int, security: Security, fast_lane: bool, link: EmulatedLink | None
+    pipe: Connection, count: int, security: Security, fast_path: bool, link: EmulatedLink | None
 ) -> None:
-    box = opened("sender", pipe, security, fast_lane)
+    box = opened("sender", pipe, security, fast_path)
     shaper = LinkEmulator({"receiver": link} if link else {}, time.monotonic_ns)
-    message = Message(MessageKind.HOP, 0, 0, 0, 0, EncodedTensor("fp32", (SIZE // 4,), bytes(SIZE)))
+    message = Message(Hop(0, 0, 0, 0), EncodedTensor("fp32", (SIZE // 4,), bytes(SIZE)))
     deadline = time.perf_counter() + DEADLINE_S
     box.send("receiver", message)
-    while fast_lane and not box.in_fast_lane and time.perf_counter() < deadline:
+    while fast_path and not box.on_fast_path and time.perf_counter() < deadline:
         box.receive(0.01)
     for _ in range(count):
         due_ns = shaper.due_ns("receiver", SIZE)
@@ -103,10 +103,10 @@ def mailbox_sender(
     box.close(linger_s=DEADLINE_S)
 
 
-def opened(name: str, pipe: Connection, security: Security, fast_lane: bool) -> Mailbox:
+def opened(name: str, pipe: Connection, security: Security, fast_path: bool) -> Mailbox:
     """A mailbox that knows the one at the other end of the pipe."""
     keys = KeyPair.new()
-    box = Mailbox(name, keys, security=security, largest_bytes=SIZE, depth=4, fast_lane=fast_lane)
+    box = Mailbox(name, keys, security=security, largest_bytes=SIZE, depth=4, fast_path=fast_path)
     pipe.send((name, box.address, keys.public))
     peer, address, public = pipe.recv()
     box.allow(peer, public)
@@ -144,7 +144,7 @@ def main() -> None:
     runs: dict[str, Callable[[], Speed]] = {
         "plain TCP": lambda: measure(tcp_receiver, tcp_sender, 60),
         "mailbox, security none": mailbox(60, "none", False, None),
-        "mailbox, curve with fast lane": mailbox(60, "curve", True, None),
+        "mailbox, curve with fast path": mailbox(60, "curve", True, None),
         "mailbox, curve alone": mailbox(30, "curve", False, None),
     }
     shaped: dict[str, Callable[[], Speed]] = {

@@ -46,6 +46,7 @@ EXTRAS = {
     "transformers": "train",
     "tokenizers": "train",
     "safetensors": "train",
+    "msgspec": "train",
     "zmq": "train",
     "fastapi": "serve",
     "uvicorn": "serve",

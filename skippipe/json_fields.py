@@ -68,8 +68,9 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: an interrupted run leaves the old one."""
+def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Write a file whole or not at all: an interrupted run leaves the old one. If it is private, only its owner can
+    read it, from its first byte on."""
     check_writable(path)
     partial = path.with_name(path.name + ".partial")
     try:
@@ -78,6 +79,9 @@ def write_bytes(path: Path, content: bytes) -> None:
             path.write_bytes(content)
             return
         try:
+            if private:
+                partial.unlink(missing_ok=True)
+                partial.touch(mode=0o600, exist_ok=False)
             partial.write_bytes(content)
             partial.replace(path.resolve())
         finally:

@@ -203,7 +203,7 @@ def node(
             data_folder=tokens,
             checkpoint=checkpoint,
             device=device,
-            patience=timedelta(seconds=patience),
+            coordinator_timeout=timedelta(seconds=patience),
         ),
         _all_roles(),
     )

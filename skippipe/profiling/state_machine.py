@@ -15,11 +15,12 @@ from typing import Any
 from skippipe.profiling.link_probe import SMALL_BYTES, LinkProbe, ProbeSettings
 from skippipe.runtime.messages import COORDINATOR, Computed, ControlMessage, Hello, Probe, Probed, Stop
 from skippipe.runtime.node.interfaces import NodeEnv
-from skippipe.transport.message import Message, MessageKind
+from skippipe.runtime.node.ops import StateSource
+from skippipe.transport.message import Message, ProbePiece
 from skippipe.transport.wire_codec import EncodedTensor
 
 log = logging.getLogger(__name__)
-QUESTION, ANSWER = 0, 1  # which of them a message is: its lane
+QUESTION, ANSWER = 0, 1  # the direction of a message that measures a link
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,17 @@ class ProfilingNode:
         self._probe = None
         return Hello(address, version)
 
-    def welcomed(self, _origin: dict[str, Any], _assignment: int) -> None:
+    def executor_ready(self, _origin: StateSource | None, _assignment: int) -> None:
         self._computes = True
         self._env.start(RunPasses())
 
     def finished(self, _work: Any, result: Computed) -> None:
         self._computes = False
-        self._env.say(result)
+        self._env.send_control(result)
 
     # What it is told
 
-    def hear(self, control: ControlMessage) -> None:
+    def handle_control(self, control: ControlMessage) -> None:
         match control:
             case Probe() if 0 <= control.peer < self._nodes and control.peer != self._number:
                 self._probe, self._probing, self._step = control, LinkProbe(self._effort), 0
@@ -78,27 +79,21 @@ class ProfilingNode:
                 self._drop(COORDINATOR, type(control).__name__)
 
     def receive(self, sender: int, message: Message) -> None:
-        if message.kind is not MessageKind.HOP or message.body is None:
-            self._drop(sender, f"a {message.kind.name.lower()}")
-        elif message.lane == QUESTION:
+        header = message.header
+        if not isinstance(header, ProbePiece) or message.body is None:
+            self._drop(sender, message.kind.label)
+        elif header.direction == QUESTION:
             self._asker = sender
-            self._env.send(sender, _message(message.iteration, ANSWER, message.step, SMALL_BYTES))
-        elif self._probe and (sender, message.iteration, message.step) == (
-            self._probe.peer,
-            self._probe.probe,
-            self._step,
-        ):
+            self._env.send(sender, _message(header.probe, ANSWER, header.step, SMALL_BYTES))
+        elif self._probe and (sender, header.probe, header.step) == (self._probe.peer, self._probe.probe, self._step):
             self._probing.took((self._env.now_ns() - self._sent_ns) / 1e9)
             self._step += 1
             self._send_next()
         else:
             self._drop(sender, "an answer that nobody waits for")
 
-    def asked(self, sender: int, control: ControlMessage) -> None:
+    def handle_peer_control(self, sender: int, control: ControlMessage) -> None:
         self._drop(sender, type(control).__name__)
-
-    def restore(self, _message: Message) -> None:
-        self._drop(COORDINATOR, "state")
 
     # What it does
 
@@ -107,15 +102,15 @@ class ProfilingNode:
         if self._probe and self._env.now_ns() - self._sent_ns > 1e9 * self._effort.patience_s:
             self._report(self._probe)
 
-    def talks_to(self) -> set[int]:
+    def active_peers(self) -> set[int]:
         """Whom it measures the link to, and whom it answers."""
         measured = self._probe.peer if self._probe else None
         return {each for each in (measured, self._asker) if each is not None}
 
-    def lost(self, _peer: int) -> None:
+    def reconnected(self, _peer: int) -> None:
         """A connection broke and came back: what was on its way may be gone, which is noticed by its time."""
 
-    def remind(self, _patience_ns: int) -> None:
+    def retry_requests(self, _timeout_ns: int) -> None:
         """Nothing is said twice."""
 
     def _send_next(self) -> None:
@@ -130,7 +125,7 @@ class ProfilingNode:
 
     def _report(self, probe: Probe) -> None:
         self._probe = None
-        self._env.say(Probed(probe.probe, [[float(size), took_s] for size, took_s in self._probing.samples]))
+        self._env.send_control(Probed(probe.probe, [[float(size), took_s] for size, took_s in self._probing.samples]))
 
     def _drop(self, sender: int, what: str) -> None:
         self.dropped[sender, what] += 1
@@ -138,5 +133,5 @@ class ProfilingNode:
             log.warning("dropped from %s: %s (later ones are only counted)", sender, what)
 
 
-def _message(probe: int, which: int, step: int, size: int) -> Message:
-    return Message(MessageKind.HOP, probe, which, 0, step, EncodedTensor("fp32", (size // 4,), bytes(size)))
+def _message(probe: int, direction: int, step: int, size: int) -> Message:
+    return Message(ProbePiece(probe, direction, step), EncodedTensor("fp32", (size // 4,), bytes(size)))

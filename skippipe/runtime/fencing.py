@@ -14,25 +14,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
-from skippipe.transport.message import LARGEST_COUNT, Message, MessageKind
+from skippipe.transport.message import LARGEST_COUNT, Message, Stamp
 
 RETIRED = (
     64  # former incarnations of a node that are remembered, so that a late hello of one is not taken for a new one
 )
 IDS_PER_TERM = 2**16  # epochs and other ids that a coordinator has for itself before it meets its successor's
-
-
-@dataclass(frozen=True)
-class Stamp:
-    incarnation: int
-    """Incarnation of the node, whichever of the two sends: a number that no other incarnation of it has."""
-    term: int
-    """Term of the coordinator: each that takes over has a higher one. From a node, the highest it has seen."""
-    number: int
-    """Number of the message among all of its sender to this incarnation, from 1."""
 
 
 NO_STAMP = Stamp(0, 0, 0)
@@ -114,9 +103,8 @@ class Fence:
 
 
 def stamped(body: dict[str, Any], stamp: Stamp) -> Message:
-    """A control message on the wire: of the header fields that tell tensors apart, three carry the stamp."""
-    return Message(MessageKind.CONTROL, stamp.incarnation, stamp.term, 0, 0, body, stamp.number)
+    return Message(stamp, body)
 
 
 def stamp_of(message: Message) -> Stamp:
-    return Stamp(message.iteration, message.lane, message.epoch)
+    return message.header if isinstance(message.header, Stamp) else NO_STAMP

@@ -1,487 +1,420 @@
-"""What coordinator and nodes say to each other beside tensors: a few small typed messages, JSON on the wire."""
+"""Control messages between coordinator and nodes: everything that is not a tensor.
+
+They form a tagged union: JSON objects on the wire, whose field `say` names the type. What comes from the network is
+checked against the types here before anything acts on it.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
-from typing import Any
+import reprlib
+from dataclasses import asdict
+from typing import Annotated, Any, Union
+
+import msgspec
 
 from skippipe.errors import UserError
-from skippipe.json_fields import Fields, as_integer, as_number
+from skippipe.runtime.node.ops import StateSource
+from skippipe.value_ranges import COUNT
 
-MOST_QUOTED = 200  # characters of what came, in a complaint about it
+MOST_QUOTED = 200  # characters of an error about a message; it goes into logs and to the coordinator
+NON_FINITE = ("nan", "inf", "-inf")  # JSON has no such numbers, but a loss may be one, and must be seen
+
 COORDINATOR = -1
-"""Its number among the nodes."""
+"""Stands for the coordinator where a node's number is expected."""
+
+Count = Annotated[int, msgspec.Meta(ge=int(COUNT.least), le=int(COUNT.most))]
 
 
-# A node to the coordinator
+def _tag(name: str) -> str:
+    """`StateRequest` → state_request."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-@dataclass(frozen=True)
-class Hello:
-    """A node is there: where others reach it, what runs it, and how far it is if it has been there before."""
+class ControlMessage(msgspec.Struct, frozen=True, tag_field="say", tag=_tag, forbid_unknown_fields=True):
+    """Base of all control messages; every subclass in this module is one kind."""
+
+
+# From a node to the coordinator
+
+
+class Hello(ControlMessage, frozen=True):
+    """A node announces itself: its address, its version, and how far it is if it has trained before."""
 
     address: str
     version: str
-    epoch: int = 0
-    iteration: int = 0
-    """That it is in, or waits to begin."""
+    epoch: Count = 0
+    iteration: Count = 0
+    """The iteration that the node is in, or waits to begin."""
     phase: str = ""
-    """The name of a `Phase`; empty: it is new."""
-    backup: int = 0
-    """After how many iterations the copy of stage 0's ends was made that it keeps; 0: it keeps none."""
+    """The name of its `NodePhase`; empty for a node that is new."""
+    backup: Count = 0
+    """Iterations that were done when the copy of stage 0's ends was made that this node keeps; 0: it keeps none."""
 
 
-@dataclass(frozen=True)
-class Ready:
-    """The stage is built and the node can begin; or, while nobody steps, it has its state."""
+class Ready(ControlMessage, frozen=True):
+    """The node's stage is built, with its state, and the node can begin an iteration."""
 
-    assignment: int = 0
+    assignment: Count = 0
     """The number of the `Welcome` or `Recover` that this answers."""
 
 
-@dataclass(frozen=True)
-class Heartbeat:
-    """A sign of life."""
+class Heartbeat(ControlMessage, frozen=True):
+    """The node is alive."""
 
     doing: str
-    """What it is busy with, for people."""
+    """The operation that runs, or what the node waits for, in words for people."""
     busy_s: float = 0.0
-    """For how long it has had work all the time; 0: it waits for others."""
+    """Seconds for which the node has had work without a pause; 0: it waits for others."""
 
 
-@dataclass(frozen=True)
-class MicrobatchDone:
-    """A microbatch is back at its data node, all its backward passes are done."""
+class MicrobatchDone(ControlMessage, frozen=True):
+    """A microbatch is back at its data node; all its backward passes are done."""
 
-    iteration: int
-    epoch: int
-    lane: int
-    microbatch: int
+    iteration: Count
+    epoch: Count
+    lane: Count
+    microbatch: Count
     loss: float
-    """NaN if the node that knew it is gone."""
+    """NaN if the node that ran the head is lost."""
 
 
-@dataclass(frozen=True)
-class DrainAck:
-    """The answer to `Drain`: what this node has added up."""
+class DrainAck(ControlMessage, frozen=True):
+    """The answer to `Drain`: the microbatches in this node's sum of gradients."""
 
-    iteration: int
-    epoch: int
-    visits: list[list[int]]
-    """Lane and microbatch."""
+    iteration: Count
+    epoch: Count
+    visits: list[list[Count]]
+    """Lane and microbatch of each."""
 
 
-@dataclass(frozen=True)
-class Averaged:
-    """A node's stage has its mean gradient; the node waits for the step."""
+class Averaged(ControlMessage, frozen=True):
+    """The node has the mean gradient of its stage and waits for the `Commit`."""
 
-    iteration: int
-    epoch: int
+    iteration: Count
+    epoch: Count
     squared_norm: float
-    visits: list[list[int]]
-    """Lane and microbatch of all that this node has added up."""
-    tasks: list[list[int]]
-    """Lane, microbatch, step, ready, start and end in ns since the iteration began here; empty unless asked for."""
-    sent_bytes: list[list[int]]
-    """Receiver and bytes of tensors sent to it in this iteration."""
-    speeds: list[list[int]]
-    """Kind of task (see `traffic.KINDS_OF_TASK`), how many, and ns that they took."""
+    visits: list[list[Count]]
+    """Lane and microbatch of all that are in this node's sum of gradients."""
+    tasks: list[list[Count]]
+    """Lane, microbatch, step, ready, start and end in ns since the iteration began here; empty unless recorded."""
+    sent_bytes: list[list[Count]]
+    """Receiver, and bytes of tensors sent to it in this iteration."""
+    speeds: list[list[Count]]
+    """Kind of task (see `microbatch_scheduler.KINDS_OF_TASK`), number of tasks, and ns that they took."""
     lags: list[list[float]]
     """Sender, and the least seconds from there to here; by two clocks, so only there and back together mean much."""
 
 
-@dataclass(frozen=True)
-class Recovered:
-    """A node that came late has the state of its stage, and is as good as any other."""
+class Recovered(ControlMessage, frozen=True):
+    """A node that joined during training has the whole state of its stage: it is a full replica."""
 
-    iteration: int
-    assignment: int
+    iteration: Count
+    assignment: Count
     """The number of the `Recover` that this answers."""
 
 
-@dataclass(frozen=True)
-class BackupStored:
-    """A node has a whole copy of stage 0's ends: a data node that was told to make one, or one that fetched it."""
+class BackupStored(ControlMessage, frozen=True):
+    """The node has a whole copy of stage 0's ends: a data node that made one, or a node that fetched one."""
 
-    iterations: int
-    """That were done when it was made."""
-
-
-@dataclass(frozen=True)
-class LinkDown:
-    """The connection to a peer broke; it may be gone, or only the link."""
-
-    peer: int
-    epoch: int = 0
+    iterations: Count
+    """Iterations that were done when the copy was made."""
 
 
-@dataclass(frozen=True)
-class Stepped:
-    """The last step is taken, or the last before a pause."""
+class LinkDown(ControlMessage, frozen=True):
+    """The link to a peer is broken or silent; the peer may be lost, or only the link."""
 
-    iteration: int
+    peer: Count
+    epoch: Count = 0
 
 
-@dataclass(frozen=True)
-class Failed:
-    """A node cannot go on."""
+class Stepped(ControlMessage, frozen=True):
+    """The optimizer step of a `Commit` that was the last, or the last before a pause, is taken."""
+
+    iteration: Count
+
+
+class Failed(ControlMessage, frozen=True):
+    """The node cannot go on."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """A node that serves: a step is back, and these are the next tokens of its rows."""
+class Sampled(ControlMessage, frozen=True):
+    """Serving: a step is done, and these are the next tokens of its rows."""
 
-    step: int
-    tokens: list[int]
+    step: Count
+    tokens: list[Count]
 
 
-@dataclass(frozen=True)
-class StepFailed:
-    """A node that serves: a step cannot be done, because of what this node or the one before it has made."""
+class StepFailed(ControlMessage, frozen=True):
+    """Serving: a step cannot be done, because of what this node or the one before it has computed."""
 
-    step: int
-    node: int
-    """Whose fault it seems."""
+    step: Count
+    node: Count
+    """The node that seems to be at fault."""
     reason: str
 
 
-@dataclass(frozen=True)
-class Computed:
-    """A node that is profiled: what one layer takes, and what there is room for."""
+class Computed(ControlMessage, frozen=True):
+    """Profiling: how long one layer takes on this node, and the memory that the node has."""
 
     passes: list[list[float]]
-    """Seconds of the forward and of the backward pass with a microbatch, again and again."""
-    memory_bytes: int
+    """Seconds of the forward and of the backward pass with a microbatch, once for each repetition."""
+    memory_bytes: Count
     device: str
     machine: str
-    """That others of the same name share with it."""
+    """Nodes with the same name here share one machine."""
 
 
-@dataclass(frozen=True)
-class Probed:
-    """A node that is profiled: the answer to `Probe`."""
+class Probed(ControlMessage, frozen=True):
+    """Profiling: the answer to `Probe`."""
 
-    probe: int
+    probe: Count
     samples: list[list[float]]
-    """Bytes sent, and seconds until the other had them and said so; none if it never did."""
+    """Bytes sent, and seconds until the peer had confirmed them; empty if it never did."""
 
 
-# A node to the coordinator, or to a node of its stage
+# From a node to the coordinator, or to a node of its stage
 
 
-@dataclass(frozen=True)
-class StateRequest:
-    """Numbers of a stage's state (see `work.Part`), for one that learns."""
+class StateRequest(ControlMessage, frozen=True):
+    """Asks for a slice of a stage's state (see `ops.StateSlice`)."""
 
-    stage: int
-    """That it is asked for; whoever was asked may hold another by now."""
-    first: int
-    count: int
-    assignment: int
-    """The number of the `Welcome` or `Recover` that it is for; what is lent has it as its epoch."""
-
-
-@dataclass(frozen=True)
-class BackupRequest:
-    """Numbers of a copy of stage 0's ends: asked of the data node that made it, or of the node that keeps it."""
-
-    iterations: int
-    """That were done when it was made."""
-    first: int
-    count: int
-    assignment: int
-    """As in `StateRequest`; for one that keeps the copy, `iterations`."""
+    stage: Count
+    """The stage whose state is needed; the receiver may hold another one by now, and then does not answer."""
+    first: Count
+    count: Count
+    assignment: Count
+    """The number of the `Welcome` or `Recover` that the state is for; the answer carries it."""
 
 
-@dataclass(frozen=True)
-class StateDigest:
-    """What a lender says before it sends: the SHA-256 of the numbers that come next."""
+class BackupRequest(ControlMessage, frozen=True):
+    """Asks for a slice of a copy of stage 0's ends, of the data node that made it or of the node that keeps it."""
 
-    first: int
+    iterations: Count
+    """Iterations that were done when the copy was made."""
+    first: Count
+    count: Count
+    assignment: Count
+    """As in `StateRequest`; for a node that fetches the copy to keep it, `iterations`."""
+
+
+class StateDigest(ControlMessage, frozen=True):
+    """Comes before a slice of state: the SHA-256 of its bytes."""
+
+    first: Count
     digest: str
-    assignment: int
+    assignment: Count
     """As in `StateRequest`."""
 
 
-# The coordinator to a node
+# From the coordinator to a node
 
 
-@dataclass(frozen=True)
-class Welcome:
-    """What to train, and where the others are."""
+class Welcome(ControlMessage, frozen=True):
+    """The node's configuration, and where the other nodes are."""
 
     node_config: dict[str, Any]
     peers: dict[str, Any]
-    """Name → address, empty if it is not there, and public key."""
-    origin: dict[str, Any] = field(default_factory=dict)
-    """Where the state comes from before the node is ready (see `work.Origin`); empty: from the seed."""
-    assignment: int = 0
-    """Of the node to its stage: a number that no other `Welcome`, `Recover` or `GatherState` of the run has."""
+    """Name → address, empty if the node is not there, and public key."""
+    origin: StateSource | None = None
+    """Where the state comes from before the node is ready; none: from the seed."""
+    assignment: Count = 0
+    """The number of this assignment of the node to its stage; no `Welcome`, `Recover` or `GatherState` shares it."""
 
 
-@dataclass(frozen=True)
-class PeerUpdate:
-    """Others are there now, or elsewhere."""
+class PeerUpdate(ControlMessage, frozen=True):
+    """Other nodes have joined, or have new addresses."""
 
     peers: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Begin:
-    """Start an iteration, or start it over: whatever there is of it is forgotten."""
+class Begin(ControlMessage, frozen=True):
+    """Start an iteration, or start it over: what the node has of it is discarded."""
 
-    iteration: int
-    epoch: int
+    iteration: Count
+    epoch: Count
     recorded: bool
-    """Report every task of this iteration."""
+    """The node reports every task of this iteration."""
 
 
-@dataclass(frozen=True)
-class Recover:
-    """Where a node that comes late gets its state from (see `work.Origin`), while the others go on."""
+class Recover(ControlMessage, frozen=True):
+    """A node that joined during training gets its state from there, while the others go on."""
 
-    origin: dict[str, Any]
-    assignment: int
+    origin: StateSource
+    assignment: Count
     """As in `Welcome`."""
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """To a data node: copy what only stage 0 holds, after the step that was told last."""
+class Snapshot(ControlMessage, frozen=True):
+    """To a data node: copy the parameters that only stage 0 holds, after the step that was committed last."""
 
-    iterations: int
-    """That are done then."""
-
-
-@dataclass(frozen=True)
-class Backup:
-    """To a node of another stage: fetch this copy of stage 0's ends while the others go on, and keep it."""
-
-    source: int
-    iterations: int
+    iterations: Count
+    """Iterations that are done by then."""
 
 
-@dataclass(frozen=True)
-class Reroute:
-    """Nodes are gone: how this iteration goes on without them."""
+class Backup(ControlMessage, frozen=True):
+    """To a node of another stage: fetch this copy of stage 0's ends during training, and keep it."""
 
-    iteration: int
-    epoch: int
-    gone: list[int]
-    lanes: list[list[int]]
+    source: Count
+    iterations: Count
+
+
+class Reroute(ControlMessage, frozen=True):
+    """Nodes are lost: how this iteration goes on without them."""
+
+    iteration: Count
+    epoch: Count
+    gone: list[Count]
+    lanes: list[list[Count]]
     """The lanes that change: lane, the microbatch that is on its way, and the path."""
-    skipped: list[list[int]]
-    """Lane, and a place of its path that is left out from now on."""
+    skipped: list[list[Count]]
+    """Lane, and a place of its path that is skipped from now on."""
 
 
-@dataclass(frozen=True)
-class Drain:
-    """All microbatches are back: say what you have added up."""
+class Drain(ControlMessage, frozen=True):
+    """All microbatches are back: the node finishes what is left and answers with `DrainAck`."""
 
-    iteration: int
-    epoch: int
+    iteration: Count
+    epoch: Count
     inspect: bool
-    """Somebody's gradient is not finite: look whether it is yours, and clear it."""
+    """The gradient of some node is not finite: the node checks its own, and clears it if it is that one."""
 
 
-@dataclass(frozen=True)
-class Average:
-    """The answers are in: average again."""
+class Average(ControlMessage, frozen=True):
+    """All nodes have answered `Drain`: average the gradients."""
 
-    iteration: int
-    epoch: int
-    visits: list[int]
-    """Of each stage."""
+    iteration: Count
+    epoch: Count
+    visits: list[Count]
+    """Microbatches in the sum of each stage."""
 
 
-@dataclass(frozen=True)
-class NewPlan:
-    """From the next iteration on there is another plan."""
+class NewPlan(ControlMessage, frozen=True):
+    """The plan from the next iteration on."""
 
     plan: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Commit:
+class Commit(ControlMessage, frozen=True):
     """Take the optimizer step, then go on with the next iteration, unless this was the last."""
 
-    iteration: int
+    iteration: Count
     rate: float
     scale: float
-    """Of the gradient; 0: no step, it is of no use."""
+    """Factor of the gradient; 0: no step, because the gradient is not finite."""
     last: bool
-    """Wait after the step."""
+    """The node waits after the step."""
     kept: bool
-    """Keep a copy of the stage's state after the step, for a checkpoint; also if that step was taken before."""
+    """The node copies its state after the step, for a checkpoint; also if it has taken that step before."""
     recorded: bool
-    """Report every task of the next iteration."""
+    """The node reports every task of the next iteration."""
 
 
-@dataclass(frozen=True)
-class GatherState:
-    """Send a piece of the stage's weights; the next is asked for when it has come, so that no queue fills up."""
+class GatherState(ControlMessage, frozen=True):
+    """Send one piece of the stage's state; the next is requested when it has come, so that no queue fills up."""
 
-    piece: int
+    piece: Count
     kept: bool
-    """Of the copy that was made for a checkpoint, optimizer and all, instead of the weights as they are now."""
-    collection: int
-    """The number of what is collected; the piece has it as its epoch."""
+    """A piece of the copy that was made for a checkpoint, with the optimizer's state, instead of the weights."""
+    collection: Count
+    """The number of this gathering; the piece carries it."""
 
 
-@dataclass(frozen=True)
-class RunStep:
-    """To nodes that serve: new tokens of several streams go along a path."""
+class RunStep(ControlMessage, frozen=True):
+    """Serving: run the new tokens of several sequences along a path."""
 
-    step: int
-    lane: int
-    path: list[int]
-    rows: list[list[int]]
-    """Of each stream its slot, the tokens that were fed before, and how many are new."""
-    freed: list[int]
-    """Slots to empty first."""
-    tokens: list[list[int]]
-    """The new ones of each row; empty but for the first node of the path."""
+    step: Count
+    lane: Count
+    path: list[Count]
+    rows: list[list[Count]]
+    """Cache slot, tokens computed before, and new tokens of each sequence."""
+    freed: list[Count]
+    """Cache slots to empty first."""
+    tokens: list[list[Count]]
+    """The new tokens of each row; empty but for the first node of the path."""
     chances: list[list[float]]
-    """Of each row: temperature, top-k, top-p; likewise."""
-    seeds: list[int]
-    """Of each row; likewise."""
+    """Temperature, top-k and top-p of each row; likewise."""
+    seeds: list[Count]
+    """The seed of each row; likewise."""
 
 
-@dataclass(frozen=True)
-class EndSequences:
-    """To nodes that serve: nothing more comes on a lane."""
+class EndSequences(ControlMessage, frozen=True):
+    """Serving: nothing more comes on a lane."""
 
-    lane: int
-
-
-@dataclass(frozen=True)
-class Probe:
-    """To a node that is profiled: measure the link to another."""
-
-    probe: int
-    peer: int
+    lane: Count
 
 
-@dataclass(frozen=True)
-class Stop:
+class Probe(ControlMessage, frozen=True):
+    """Profiling: measure the link to a peer."""
+
+    probe: Count
+    peer: Count
+
+
+class Stop(ControlMessage, frozen=True):
     """End at once; `reason` is empty if all is well."""
 
     reason: str
     again: bool = False
-    """Say hello again: you were taken for dead."""
+    """The node was declared dead: it starts over with a new `Hello`."""
 
 
-ControlMessage = (
-    Hello
-    | Ready
-    | Heartbeat
-    | MicrobatchDone
-    | DrainAck
-    | Averaged
-    | Recovered
-    | BackupStored
-    | LinkDown
-    | Stepped
-    | Failed
-    | Sampled
-    | StepFailed
-    | Computed
-    | Probed
-    | StateRequest
-    | BackupRequest
-    | StateDigest
-    | Welcome
-    | PeerUpdate
-    | Begin
-    | Recover
-    | Snapshot
-    | Backup
-    | Reroute
-    | Drain
-    | Average
-    | NewPlan
-    | Commit
-    | GatherState
-    | RunStep
-    | EndSequences
-    | Probe
-    | Stop
-)
-
-
-def _tag(kind: type[Any]) -> str:
-    """`StateRequest` → state_request: how a message is named in JSON."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
-
-
-MESSAGE_TYPES: dict[str, type[Any]] = {_tag(kind): kind for kind in ControlMessage.__args__}
+MESSAGE_TYPES: dict[str, type[ControlMessage]] = {_tag(kind.__name__): kind for kind in ControlMessage.__subclasses__()}
+_ANY_CONTROL: Any = Union[tuple(MESSAGE_TYPES.values())]  # noqa: UP007  the types are known at run time only
+_FLOATS = {
+    say: {field.name for field in msgspec.structs.fields(kind) if "float" in str(field.type)}
+    for say, kind in MESSAGE_TYPES.items()
+}
 
 
 def to_json(control: ControlMessage) -> dict[str, Any]:
-    return {"say": _tag(type(control)), **{name: _plain(value) for name, value in vars(control).items()}}
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN, but a loss may be one, and must be seen."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return value
+    fields = {name: _to_plain(getattr(control, name)) for name in control.__struct_fields__}
+    return {"say": control.__struct_config__.tag, **fields}
 
 
 def from_json(value: Any) -> ControlMessage:
-    """Checked field by field; UserError says what is wrong, in few and plain characters whatever came."""
-    said = value.get("say") if isinstance(value, dict) else None
-    kind = MESSAGE_TYPES.get(said) if isinstance(said, str) else None
-    if kind is None or value.keys() != {"say", *kind.__annotations__}:
-        raise UserError(f"no message of ours: it says {ascii(said)[:MOST_QUOTED]}")
-    fields = Fields(value, "message")
-    fields.take("say")
+    """The message, checked field by field. UserError names the field, what was expected and what was found there, in
+    few and printable characters whatever came."""
     try:
-        control: ControlMessage = kind(
-            **{name: _read(fields, name, hint) for name, hint in kind.__annotations__.items()}
-        )
-    except UserError as error:
-        raise UserError(ascii(str(error))[1:-1][:MOST_QUOTED]) from None
+        control: ControlMessage = msgspec.convert(_prepared(value), _ANY_CONTROL)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter for surrogates in names of fields
+        raise UserError(ascii(_explained(str(error), value))[1:-1][:MOST_QUOTED]) from None
     return control
 
 
-def _read(fields: Fields, name: str, hint: str) -> Any:
-    at = fields.at(name)
-    if hint == "str":
-        return _text(fields.take(name), at)
-    if hint == "bool":
-        return fields.flag(name)
-    if hint == "int":
-        return fields.integer(name)
-    if hint == "float":
-        return _number(fields.take(name), at)
-    if hint.startswith("dict"):
-        value = fields.take(name)
-        if not isinstance(value, dict):
-            raise UserError(f"{at}: expected an object")
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_to_plain(each) for each in value]
+    if isinstance(value, StateSource):
+        return asdict(value)
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _prepared(value: Any) -> Any:
+    """Numbers that are not finite become floats; characters that could play tricks on a terminal become spaces."""
+    floats = _FLOATS.get(str(value.get("say"))) if isinstance(value, dict) else None
+    if floats is None:
         return value
-    if hint == "list[int]":
-        return [as_integer(each, at) for each in fields.items(name)]
-    rows = fields.items(name)
-    if not all(isinstance(row, list) for row in rows):
-        raise UserError(f"{at}: expected a list of lists")
-    if "int" in hint:
-        return [[as_integer(each, at) for each in row] for row in rows]
-    return [[_number(each, at) for each in row] for row in rows]
+    return {name: _to_floats(each) if name in floats else _printable(each) for name, each in value.items()}
 
 
-def _text(value: Any, at: str) -> str:
-    """Any, also an empty one; what could play tricks on a terminal becomes a space."""
-    if not isinstance(value, str):
-        raise UserError(f"{at}: expected a text")
-    return "".join(each if each.isprintable() else " " for each in value)
+def _to_floats(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_to_floats(each) for each in value]
+    return float(value) if isinstance(value, str) and value in NON_FINITE else value
 
 
-def _number(value: Any, at: str) -> float:
-    return float(value) if value in ("nan", "inf", "-inf") else as_number(value, at)
+def _printable(value: Any) -> Any:
+    return "".join(each if each.isprintable() else " " for each in value) if isinstance(value, str) else value
+
+
+def _explained(error: str, value: Any) -> str:
+    """What msgspec says, the way our other errors say it: "message.visits[0]: expected int >= 0, found -1"."""
+    reason, _, path = error.partition(" - at `$")
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        value = value[name] if name else value[int(index)]
+    reason = "expected a kind of control message" if path == ".say`" else reason.partition(", got ")[0].replace("`", "")
+    return f"message{path.rstrip('`')}: {reason[:1].lower()}{reason[1:]}, found {reprlib.repr(value)}"

@@ -219,7 +219,7 @@ class Rendezvous(Listener):
             self.host.refused(name, str(error))
             return
         self._last_seen[name] = time.monotonic()
-        self.send(name, Welcome(self.node_config, self.peer_addresses(self.names), {}))
+        self.send(name, Welcome(self.node_config, self.peer_addresses(self.names)))
         self.host.joined(name)
 
     def _refuse_version(self, name: str, hello: Hello) -> None:

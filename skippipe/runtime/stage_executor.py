@@ -22,6 +22,7 @@ from skippipe.model.stage_step import StageStep
 from skippipe.runtime.allreduce import GradientRing
 from skippipe.runtime.neighbour_init import embedding_slots, init_from_backup, init_from_neighbours
 from skippipe.runtime.node.ops import (
+    LEAST_VALUES,
     AllReduce,
     CheckFinite,
     ClearGradients,
@@ -44,9 +45,8 @@ from skippipe.runtime.node.ops import (
     StoreBackup,
     WriteState,
 )
-from skippipe.runtime.node.state_transfer import LEAST_VALUES
 from skippipe.skip_schedule import SkipSchedule
-from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.message import Message, RingPiece
 from skippipe.transport.wire_codec import EncodedTensor, decode, encode
 from skippipe.workload import Workload
 
@@ -145,8 +145,8 @@ class StageExecutor:
             return isinstance(body, (Tensor, EncodedTensor))
         if not isinstance(body, EncodedTensor):
             return False
-        if message.kind is MessageKind.CHUNK:
-            return self._ring.fits(body, message.step + 1, at, size)
+        if isinstance(message.header, RingPiece):
+            return self._ring.fits(body, message.header.round + 1, at, size)
         return body.shape == self._shape and body.dtype == self._wire_dtype
 
     def _check_finite(self) -> bool:

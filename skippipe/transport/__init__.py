@@ -1,5 +1,5 @@
-"""From machine to machine: tensors as bytes, messages, keys, mailboxes and their fast lanes, and slower links.
+"""Messages between machines: tensors as bytes, keys, mailboxes and their fast paths, and emulated links.
 
-`packed` and `message` need no sockets and import without pyzmq; torch is imported when the first tensor is packed.
-Nothing is imported here, so that each of them comes alone.
+`wire_codec` and `message` need no sockets and import without pyzmq; torch is imported when the first tensor is encoded.
+Nothing is imported here, so that each module comes alone.
 """

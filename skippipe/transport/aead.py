@@ -1,7 +1,7 @@
 """Frames sealed with AES-256-GCM, one after the other.
 
 Both ends count the frames. The count is the nonce and does not travel, so a frame that was altered, repeated, left
-out or moved does not open, and no nonce is used twice: the sender makes the key, with its `Sealer`, and nobody else
+out or moved does not open, and no nonce is used twice: the sender makes the key, with its `Sealer`, and no other
 seals with it. After RENEWED_AFTER frames both ends replace the key by its hash: GCM's bounds hold for as long as a run
 may last, and a key that leaks does not open what came before.
 
@@ -38,7 +38,7 @@ class _Counted:
     """The key and the nonce of the next frame."""
 
     def __init__(self, key: bytes, between: bytes) -> None:
-        """`between` says who speaks to whom; every frame is bound to it."""
+        """`between` names sender and receiver; every frame is bound to it."""
         self._key = key
         self._between = between
         self._cipher = AESGCM(key)
@@ -54,6 +54,8 @@ class _Counted:
 
 
 class Sealer(_Counted):
+    """The sender's end: encrypts frames."""
+
     def __init__(self, between: bytes) -> None:
         self.key = secrets.token_bytes(KEY_BYTES)
         """The first key, for the other end."""
@@ -66,8 +68,10 @@ class Sealer(_Counted):
 
 
 class Opener(_Counted):
+    """The receiver's end: decrypts frames, each of which must be the next one."""
+
     def open_into(self, sealed: Buffer, into: bytearray | memoryview, bound: bytes = b"") -> None:
-        """`into` takes exactly what was sealed. After the first Forged there is nothing more to open."""
+        """Decrypt into `into`, which has the size of what was sealed. After the first Forged no other frame opens."""
         nonce = self._next_nonce()
         if len(sealed) != len(into) + TAG_BYTES:
             raise Forged(f"a frame of {len(sealed)} bytes instead of {len(into) + TAG_BYTES}")

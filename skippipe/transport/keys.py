@@ -1,4 +1,4 @@
-"""Who is who: CURVE key pairs, the file a node keeps its own in, and the list of those it lets in.
+"""Identities: CURVE key pairs, the file with a node's own, and the list of peers that may connect to it.
 
 A public key is a node's identity; names are for people. Keys are written as 40 characters of Z85, as ZeroMQ does.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from skippipe.errors import UserError
-from skippipe.json_fields import Fields, check_writable, exists, json_text, read_as, write_text
+from skippipe.json_fields import Fields, exists, json_text, read_as, write_bytes, write_text
 
 KEY_FORMAT = "skippipe-key"
 PEERS_FORMAT = "skippipe-peers"
@@ -43,7 +43,7 @@ class KeyPair:
 
 @dataclass(frozen=True)
 class KeyFile:
-    """What a node must keep to itself, and whom it trusts from the start."""
+    """A node's own key pair, which is secret, and the coordinator that it trusts from the start."""
 
     node: str
     keys: KeyPair
@@ -77,7 +77,7 @@ class KeyFile:
 
     @classmethod
     def load(cls, path: Path) -> KeyFile:
-        """Read it, unless others can as well: then the key is no secret any more."""
+        """Read the file, unless other users can as well: then the key is no secret any more."""
         if exists(path) and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
             raise UserError(
                 f"{path}: mode {mode:o} lets others at the secret key; run: chmod 600 {shlex.quote(str(path))}"
@@ -85,25 +85,13 @@ class KeyFile:
         return read_as(cls.from_json, path)
 
     def save(self, path: Path) -> None:
-        """Write it whole or not at all, and for the owner alone from its first byte on."""
-        check_writable(path)
-        partial = path.with_name(path.name + ".partial")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial.unlink(missing_ok=True)
-            try:
-                partial.touch(mode=0o600, exist_ok=False)
-                partial.write_text(json_text(self.to_json()) + "\n", encoding="utf-8")
-                partial.replace(path.resolve())
-            finally:
-                partial.unlink(missing_ok=True)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
+        """Write the file whole or not at all, readable by its owner only from the first byte on."""
+        write_bytes(path, (json_text(self.to_json()) + "\n").encode(), private=True)
 
 
 @dataclass(frozen=True)
 class PeerList:
-    """Whom a node lets in: name → public key."""
+    """Peers that may connect to a node: name → public key."""
 
     peers: Mapping[str, str]
 

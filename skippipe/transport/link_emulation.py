@@ -1,8 +1,8 @@
 """Emulated links: on one machine, the delays of machines that are far apart.
 
-The sender asks its `LinkEmulator` when a link of the given latency and bandwidth would have delivered the message,
-stamps that moment on it and sends it at once; the receiver keeps it in `DelayQueue` until then. So the true transfer
-runs while the emulated one does, and only a link faster than the machine itself cannot be emulated.
+The sender's `LinkEmulator` computes when a link of the given latency and bandwidth would have delivered the message;
+the message carries that moment and is sent at once; the receiver keeps it in `DelayQueue` until then. So the true
+transfer runs while the emulated one does, and only a link faster than the machine itself cannot be emulated.
 
 Moments are nanoseconds of one clock, `time.monotonic_ns`: processes of one machine share it, two machines do not.
 `DelayQueue` has no bound of its own: it holds what emulated links would have had in flight or still at the sender.
@@ -20,8 +20,9 @@ from skippipe.transport.message import Received
 
 @dataclass(frozen=True)
 class EmulatedLink:
+    """Latency and bandwidth of a link, in one direction."""
+
     latency_s: float
-    """One way."""
     bandwidth_bytes_per_s: float
 
     def __post_init__(self) -> None:
@@ -30,7 +31,7 @@ class EmulatedLink:
 
 
 class LinkEmulator:
-    """When messages would arrive. Transfers over one link queue; links do not disturb each other."""
+    """Computes when messages would arrive. Transfers over one link queue; links do not disturb each other."""
 
     def __init__(self, links: Mapping[str, EmulatedLink], clock: Callable[[], int]) -> None:
         self._links = dict(links)
@@ -66,7 +67,7 @@ class DelayQueue:
         return self._heap[0][0] if self._heap else None
 
     def ready(self, now_ns: int) -> list[Received]:
-        """Take out what is due."""
+        """Remove the messages that are due, and give them."""
         due = []
         while self._heap and self._heap[0][0] <= now_ns:
             due.append(heapq.heappop(self._heap)[2])

@@ -1,10 +1,10 @@
-"""Whether a link still carries anything: a connection of its own, on which ZeroMQ asks and the other side answers.
+"""Keepalive of a link: a connection of its own, on which ZeroMQ sends probes and the other side answers.
 
-A link can be cut without a word: packets are dropped, and neither side hears of it until TCP gives up on what it has
-sent, which takes many seconds, or never where nothing is sent. ZeroMQ's heartbeat asks every so often and gives up when
-no answer comes. On the connection that carries messages it could not be used, because its answer would wait behind
+A link can be cut silently: packets are dropped, and neither side notices until TCP gives up on what it has sent, which
+takes many seconds, or never where nothing is sent. ZeroMQ's heartbeat probes at an interval and gives up when no answer
+comes. On the connection that carries messages it could not be used, because its answer would wait behind
 tensors of many megabytes, and a healthy slow link would count as dead. Here nothing else is sent, so an answer only
-waits for the network. Both ways are tested, for a question and its answer have to pass. Both ends of it live in
+waits for the network. Both ways are tested, for a probe and its answer have to pass. Both ends of it live in
 ZeroMQ's own threads: a process that computes or imports answers like any other, one that is stopped does not.
 """
 
@@ -16,38 +16,41 @@ from collections.abc import Callable
 import zmq
 
 from skippipe.heartbeat import LINK_PROBES, PROBE_UNANSWERED
-from skippipe.transport.addresses import CONNECT_S, CONNECTION_EVENTS, Context, Socket, monitor_events
+from skippipe.transport.addresses import (
+    CONNECT_S,
+    CONNECTION_EVENTS,
+    Context,
+    Socket,
+    endpoint,
+    monitor_events,
+    push_socket,
+)
 
-RECONNECT_MS = 100
 RECONNECT_MOST_MS = 1000
 
 
 class LinkHeartbeat:
-    """The side that asks. The other one needs nothing but a mailbox."""
+    """The side that probes. The other one needs nothing but a mailbox."""
 
-    def __init__(self, context: Context, secure: Callable[[Socket], None], where: str, heartbeat_s: float) -> None:
-        """`secure` gives a socket its keys; `where` is the endpoint that messages go to as well."""
+    def __init__(
+        self, context: Context, secure: Callable[[Socket], None], host: str, port: int, heartbeat_s: float
+    ) -> None:
+        """`secure` gives a socket its keys; host and port are those that messages go to as well."""
         self._unanswered_s = PROBE_UNANSWERED * heartbeat_s
         self.answered = False
-        """It has, once."""
+        """The other side has answered at least once."""
         self.silent_since: float | None = time.monotonic()
-        """By `time.monotonic`; none: it answers."""
-        push = self._push = context.socket(zmq.PUSH)
-        push.setsockopt(zmq.LINGER, 0)
-        push.setsockopt(zmq.SNDHWM, 1)
-        push.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        push.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
-        push.setsockopt(zmq.CONNECT_TIMEOUT, round(CONNECT_S * 1000))
+        """Since when there is no answer, by `time.monotonic`; none: there is."""
+        push = self._push = push_socket(context, host, 1, RECONNECT_MOST_MS)
         push.setsockopt(zmq.HANDSHAKE_IVL, round(CONNECT_S * 1000))
         push.setsockopt(zmq.HEARTBEAT_IVL, max(1, round(heartbeat_s / LINK_PROBES * 1000)))
         push.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, round(self._unanswered_s * 1000)))
-        push.setsockopt(zmq.IPV6, int("[" in where))
         secure(push)
         self.monitor = push.get_monitor_socket(CONNECTION_EVENTS)
-        push.connect(where)
+        push.connect(endpoint(host, port))
 
-    def news(self) -> bool:
-        """Take in what the monitor has to say; whether the answers have stopped, or come again."""
+    def changed(self) -> bool:
+        """Read the monitor's events; whether the answers have stopped, or come again."""
         before = self.silent_since
         for event in monitor_events(self.monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

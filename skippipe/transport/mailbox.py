@@ -1,8 +1,8 @@
-"""A node's door to the others: one socket that everybody sends to, one queue for each peer it sends to.
+"""A node's mailbox: one socket that all peers send to, and one queue for each peer it sends to.
 
 All queues are bounded and nothing blocks but `receive`, which has a deadline. `send` refuses when a queue is full;
-what an unbroken connection has taken arrives, in order. When a connection breaks, `lost` says so, and what was on its
-way may be gone: whoever needs an answer asks again.
+what an unbroken connection has taken arrives, in order. When a connection breaks, `lost` tells, and what was on its way
+may be lost: a node that needs an answer requests it again.
 
 Security "curve" encrypts and checks both sides' keys. "none" is for one machine: it works on loopback only.
 
@@ -11,14 +11,14 @@ there in both modes so that there is one format; under CURVE it must be the one 
 and a node whose name and key do not match is noticed with its first message. Under CURVE the payload is cut into
 pieces, so that encryption, transfer and decryption of one message overlap: ZeroMQ seals a frame whole before its
 first byte leaves. libzmq refuses a frame above the limit before it takes memory for it; how many frames a message
-has it does not limit, so a peer on the list could still fill the memory of a node. Strangers cannot: they get no
-further than the handshake.
+has it does not limit, so a peer on the list could still fill the memory of a node. Others cannot: they get no further
+than the handshake.
 
-Where two mailboxes are connected both ways under CURVE, the first large tensor opens a fast lane (see `lanes`), and
+Where two mailboxes are connected both ways under CURVE, the first large tensor opens a fast path (see `fast_path`), and
 from then on all messages in that direction go there. Nothing changes for callers but the speed.
 
-Strangers' and friends' handshakes are answered inside `receive`: a node that does not call it for
-HANDSHAKE_S keeps others from connecting (connections that stand are not affected).
+Handshakes are answered inside `receive`: a node that does not call it for HANDSHAKE_S keeps others from connecting
+(connections that stand are not affected).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = ["LossReason", "Lost", "Mailbox", "NotConnected", "QueueFull"]
 Security: TypeAlias = Literal["curve", "none"]
 
 PIECE_BYTES = 2**20
-MOST_SOCKETS = 2**14  # of ZeroMQ; a connection takes three, with a fast lane each way seven; two more if watched
+MOST_SOCKETS = 2**14  # of ZeroMQ; a connection takes three, with a fast path each way seven; two more if watched
 
 
 class Mailbox:
@@ -67,13 +67,13 @@ class Mailbox:
         io_threads: int = 2,
         json_bytes: int = 2**22,
         trusted: str | None = None,
-        fast_lane: bool = True,
+        fast_path: bool = True,
     ) -> None:
-        """`largest_bytes` of payload and `depth` messages to a queue bound what memory a connection can take.
+        """`largest_bytes` of payload and `depth` messages to a queue bound the memory that a connection can take.
 
         Of JSON `json_bytes` are taken at most, for it takes many times its size in memory; from the `trusted` peer, 16
-        times as many. `fast_lane` counts under CURVE only, and where the package
-        `cryptography` is installed at both ends; its port is any free one of the host we listen on.
+        times as many. `fast_path` counts under CURVE only, and where the package `cryptography` is installed at both
+        ends; its port is any free one of the host that the mailbox listens on.
         `io_threads` share the connections among them and do the encryption: one alone would do it all in turn.
         """
         if security == "curve" and keys is None:
@@ -93,16 +93,16 @@ class Mailbox:
         self._context = zmq.Context(io_threads)
         self._context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)
         self._poller = zmq.Poller()
-        self._wiring = SocketSettings(
+        self._settings = SocketSettings(
             self._context,
             self._poller,
             name,
             depth,
             piece_bytes=PIECE_BYTES if security == "curve" else largest_bytes,
-            fast_lane=fast_lane and security == "curve" and aead.AVAILABLE,
+            fast_path=fast_path and security == "curve" and aead.AVAILABLE,
             wake=self.wake,
         )
-        self._incoming = Receiver(self._wiring, self._keys, host, port, self._limits, trusted)
+        self._incoming = Receiver(self._settings, self._keys, host, port, self._limits, trusted)
         self.address = self._incoming.address
         self.malformed = self._incoming.malformed
         self.received_bytes = self._incoming.received_bytes
@@ -119,44 +119,44 @@ class Mailbox:
             raise UserError(f"{host}: security 'none' is for one machine; use a loopback address or security 'curve'")
 
     def allow(self, peer: str, public: str | None = None) -> None:
-        """Let a peer's messages in. Under CURVE its public key is what counts; with security none, its name."""
+        """Admit a peer's messages. Under CURVE its public key is what counts; with security none, its name."""
         if self._keys is not None and public is None:
-            raise UserError(f"key of '{peer}': missing; under CURVE nobody gets in without one")
+            raise UserError(f"key of '{peer}': missing; under CURVE every peer needs one")
         self._incoming.allow(peer, public)
 
     def forbid(self, peer: str) -> None:
-        """Take no more from this peer, from now on; it cannot connect again either."""
+        """Refuse this peer's messages from now on; it cannot connect again either."""
         self._incoming.forbid(peer)
 
     @property
     def refused(self) -> int:
-        """Connections and messages from those who are not on the list, and frames in fast lanes that are forged."""
-        return self._incoming.admission.refused
+        """The number of connections and messages of senders that are not on the list, and of forged frames."""
+        return self._incoming.auth.refused
 
     @property
     def last_refused(self) -> str:
-        return self._incoming.admission.last_refused
+        return self._incoming.auth.last_refused
 
     @property
     def connected(self) -> frozenset[str]:
-        """Peers that took our connection, as far as the last `receive` or `lost` has seen."""
+        """Peers that this mailbox is connected to, as of the last `receive` or `lost`."""
         return frozenset(peer for peer, outgoing in self._outgoing.items() if outgoing.connected)
 
     @property
-    def in_fast_lane(self) -> frozenset[str]:
-        """Peers that the next message goes to in a fast lane, as far as the last `receive` or `lost` has seen."""
-        return frozenset(peer for peer, out in self._outgoing.items() if out.lane is not None and out.lane.ready)
+    def on_fast_path(self) -> frozenset[str]:
+        """Peers that the next message goes to on a fast path, as of the last `receive` or `lost`."""
+        return frozenset(peer for peer, out in self._outgoing.items() if out.fast_path and out.fast_path.ready)
 
     def connect(self, peer: str, address: str, public: str | None = None) -> None:
-        """Start to connect, and to reconnect whenever the connection breaks; an earlier connection is given up."""
+        """Start to connect, and to reconnect whenever the connection breaks; an earlier connection is closed."""
         host, port = split_address(address)
         self._check_loopback(host)
         if self._keys is not None:
             if public is None:
-                raise UserError(f"key of '{peer}': missing; under CURVE the other side must prove who it is")
+                raise UserError(f"key of '{peer}': missing; under CURVE the other side must prove its identity")
             check_key(public, f"key of '{peer}'")
         self.disconnect(peer)
-        outgoing = Sender(self._wiring, peer, host)
+        outgoing = Sender(self._settings, peer, host)
         try:
             outgoing.connect(port, self._keys, public)
         except zmq.ZMQError as error:
@@ -165,7 +165,7 @@ class Mailbox:
         self._outgoing[peer] = outgoing
 
     def watch(self, peers: Collection[str], heartbeat_s: float) -> None:
-        """From now on `silent` says which of the links to these peers are cut, as far as we are connected to them."""
+        """From now on `silent` tells which of the links to these peers are cut, as far as there are connections."""
         for peer, outgoing in self._outgoing.items():
             if peer not in peers:
                 outgoing.unwatch()
@@ -179,8 +179,8 @@ class Mailbox:
 
     @property
     def silent(self) -> dict[str, float]:
-        """Peers that do not answer over a link that is watched, and since when, by `time.monotonic`: whatever the
-        connection for messages looks like, nothing gets there, or nothing back."""
+        """Peers that do not answer over a link that is watched → since when, by `time.monotonic`: whatever the state of
+        the connection for messages, nothing gets there, or nothing back."""
         watched = {peer: outgoing.heartbeat for peer, outgoing in self._outgoing.items() if outgoing.heartbeat}
         return {peer: each.silent_since for peer, each in watched.items() if each.silent_since is not None}
 
@@ -188,7 +188,7 @@ class Mailbox:
         """Close the connection; what is still queued gets `linger_s` to leave (in the background)."""
         outgoing = self._outgoing.pop(peer, None)
         if outgoing is not None:
-            self._forget(outgoing)
+            self._stop_waiting(outgoing)
             outgoing.close(linger_s)
         self._lost.pop(peer, None)
 
@@ -202,13 +202,13 @@ class Mailbox:
             raise ValueError(f"{len(payload)} bytes for '{peer}'; at most {self._limits.payload_bytes} can be sent")
         try:
             queued = outgoing.send(header, payload)
-            if self._wiring.fast_lane and isinstance(message.body, EncodedTensor) and len(payload) >= LARGE_BYTES:
-                outgoing.ask_for_lane()
+            if self._settings.fast_path and isinstance(message.body, EncodedTensor) and len(payload) >= LARGE_BYTES:
+                outgoing.request_fast_path()
         except ConnectionError:
             self._lose(peer, LossReason.REFUSED)
             raise NotConnected(peer) from None
         if not queued:
-            if outgoing.lane is None or not outgoing.lane.in_use:  # a lane calls `wake`
+            if outgoing.fast_path is None or not outgoing.fast_path.in_use:  # a fast path calls `wake`
                 self._poller.register(outgoing.push, zmq.POLLOUT)
             raise QueueFull(peer)
         size = len(self.name.encode()) + len(header) + len(payload)
@@ -216,7 +216,7 @@ class Mailbox:
         return size
 
     def receive(self, timeout_s: float) -> list[Received]:
-        """What has arrived; waits for at most `timeout_s`.
+        """The messages that have arrived; waits for at most `timeout_s`.
 
         It waits less when woken, when a connection is lost, and when a queue that was full has room again.
         """
@@ -224,28 +224,28 @@ class Mailbox:
         while True:
             left_s = max(0.0, deadline - time.monotonic())
             ready = dict(self._poller.poll(math.ceil(left_s * 1000)))
-            self._incoming.answer_strangers()
-            lost = self._watch()
+            self._incoming.answer_authentication()
+            lost = self._poll_connections()
             woken = self._woken in ready
             if woken:
                 os.read(self._woken, 65536)
             roomy = [outgoing for outgoing in self._outgoing.values() if outgoing.push in ready]
             for outgoing in roomy:
-                self._forget(outgoing)
+                self._stop_waiting(outgoing)
             found = self._incoming.drain(self._outgoing)
             if found or lost or woken or roomy or not left_s:
                 return found
 
     def lost(self) -> list[Lost]:
-        """Peers whose connection broke or was turned away since the last call; nobody answering at all is no loss."""
-        self._watch()
+        """Connections that broke or were refused since the last call; one that never came up is no loss."""
+        self._poll_connections()
         lost = [Lost(peer, reason) for peer, reason in self._lost.items()]
         self._lost.clear()
         return lost
 
     def wake(self) -> None:
         """Make `receive` return, now or when it is next called. From any thread."""
-        with self._wake_lock, contextlib.suppress(BlockingIOError):  # full: it is going to wake up anyway
+        with self._wake_lock, contextlib.suppress(BlockingIOError):  # full: `receive` is going to return anyway
             if not self._closed:
                 os.write(self._wakes, b"!")
 
@@ -262,19 +262,19 @@ class Mailbox:
         self._incoming.close()
         self._context.term()  # waits for the queues, and their linger has an end
 
-    def _watch(self) -> bool:
-        news = {peer: outgoing.news() for peer, outgoing in self._outgoing.items()}
-        for peer, reason in news.items():
+    def _poll_connections(self) -> bool:
+        losses = {peer: outgoing.poll() for peer, outgoing in self._outgoing.items()}
+        for peer, reason in losses.items():
             if reason is not None:
                 self._lose(peer, reason)
-        return any(news.values())
+        return any(losses.values())
 
-    def _forget(self, outgoing: Sender) -> None:
-        """Nobody waits for room in this queue (any more)."""
+    def _stop_waiting(self, outgoing: Sender) -> None:
+        """Room in this queue is not waited for (any more)."""
         with contextlib.suppress(KeyError):
             self._poller.unregister(outgoing.push)
 
     def _lose(self, peer: str, reason: LossReason) -> None:
         if reason in (LossReason.REFUSED, LossReason.FOREIGN):
-            self.disconnect(peer)  # libzmq does not try again, and would take messages for nobody
+            self.disconnect(peer)  # libzmq does not try again, and would queue messages for ever
         self._lost[peer] = reason

@@ -1,90 +1,239 @@
-"""What one node says to another: a header of fixed layout, and a tensor, a JSON object or nothing.
+"""Messages on the wire: a header of fixed layout with the numbers of its kind, and a tensor, a JSON object or nothing.
 
 Bytes from the network are checked in full before anything is built from them: `from_frames` either gives a message
-or raises `Malformed` with the reason, whatever it is handed. There is no pickle here, and no length in the header
-that is believed: sizes follow from the tensor's shape and must equal what has arrived.
+or raises `Malformed` with the reason, whatever it is given. There is no pickle here, and no length in the header
+that is trusted: sizes follow from the tensor's shape and must equal what has arrived.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Never, TypeAlias
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, Never, TypeAlias
 
 from skippipe.transport.wire_codec import Buffer, EncodedTensor
 from skippipe.workload import WIRE_DTYPES, wire_bytes
 
 MAGIC = b"SKPP"
-VERSION = 3
+VERSION = 4
 MOST_DIMS = 4
 LARGEST_COUNT = 2**32 - 1
 LARGEST_NS = 2**63 - 1
-SHOWN = 32  # characters of a number in a complaint; it may have a million
+SHOWN = 32  # characters of a number in an error; it may have a million
 
-# magic, version, kind, body, dims; iteration; lane, microbatch, step, epoch; sent_ns, due_ns; dims (unused ones are 0)
-HEADER = struct.Struct(f"<4sBBBBQIIIIQQ{MOST_DIMS}I")
+# magic, version, kind, body, dims; the numbers of the kind (see Header.layout); sent_ns, due_ns; dims (unused: 0)
+HEADER = struct.Struct(f"<4sBBBB24sQQ{MOST_DIMS}I")
 BODIES = ("nothing", "json", *WIRE_DTYPES)  # by their number in the header
-
-BOUNDS = (
-    ("iteration", LARGEST_NS),
-    ("sent_ns", LARGEST_NS),
-    *((name, LARGEST_COUNT) for name in ("lane", "microbatch", "step", "epoch")),
-)
 
 Body: TypeAlias = EncodedTensor | dict[str, Any] | None
 
 
 class Malformed(Exception):
-    """Bytes that are no message of ours, and why."""
+    """Bytes that are no message of this protocol; the argument is the reason."""
 
 
 class MessageKind(IntEnum):
     HOP = 1
-    """An activation, or the gradient of one, along the path of a lane."""
-    CHUNK = 2
-    """A piece of a gradient on its way round a ring; `lane` is the stage, `microbatch` the piece, `step` the round."""
+    RING_PIECE = 2
     CONTROL = 3
-    """A JSON object: everything that is not a tensor."""
+    STATE_PIECE = 4
+    BACKUP_PIECE = 5
+    WEIGHTS_PIECE = 6
+    CHECKPOINT_PIECE = 7
+    STEP_HOP = 8
+    PROBE_PIECE = 9
+
+    @property
+    def label(self) -> str:
+        """For people: "a ring piece"."""
+        return f"a {self.name.replace('_', ' ').lower()}"
+
+
+class Header:
+    """The numbers that say what a message is about; each kind of message has a subclass with its own fields."""
+
+    __slots__ = ()
+    __match_args__: ClassVar[tuple[str, ...]]
+    kind: ClassVar[MessageKind]
+    layout: ClassVar[struct.Struct]
+    """Of 24 bytes, in the order of the fields: Q for those up to LARGEST_NS, I for those up to LARGEST_COUNT."""
+
+    if TYPE_CHECKING:  # each subclass is a dataclass of whole numbers
+
+        def __init__(self, *numbers: int, **named: int) -> None: ...
+
+    def __post_init__(self) -> None:
+        for name, most in self.bounds().items():
+            if not 0 <= getattr(self, name) <= most:
+                raise ValueError(f"{name} {getattr(self, name)} does not fit into a message")
+
+    @classmethod
+    @cache
+    def bounds(cls) -> dict[str, int]:
+        """The largest value of each field, by its name."""
+        codes = re.sub(r"[^QI]", "", cls.layout.format)
+        return dict(
+            zip(cls.__match_args__, (LARGEST_NS if code == "Q" else LARGEST_COUNT for code in codes), strict=True)
+        )
+
+    def to_bytes(self) -> bytes:
+        return self.layout.pack(*(getattr(self, name) for name in self.__match_args__))
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    kind: MessageKind
+class Hop(Header):
+    """An activation, or the gradient of one, along the path of a lane."""
+
+    kind = MessageKind.HOP
+    layout = struct.Struct("<QIIII")
     iteration: int
     lane: int
     microbatch: int
     step: int
-    body: Body = None
     epoch: int = 0
-    """How often the coordinator had changed the ways, as far as the sender knew."""
+    """How often the coordinator had changed the routes of the run, as far as the sender knew."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingPiece(Header):
+    """A piece of a stage's gradient on its way round the ring."""
+
+    kind = MessageKind.RING_PIECE
+    layout = struct.Struct("<QIII4x")
+    iteration: int
+    stage: int
+    round: int
+    epoch: int = 0
+    """As in `Hop`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatePiece(Header):
+    """A slice of a stage's state, as it was in an iteration, for a node that recovers."""
+
+    kind = MessageKind.STATE_PIECE
+    layout = struct.Struct("<QQI4x")
+    iteration: int
+    first: int
+    """The place of its first value in the state."""
+    assignment: int = 0
+    """The number of the `Welcome` or `Recover` that the state is for."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackupPiece(Header):
+    """A slice of a copy of stage 0's ends, which is of use in any iteration."""
+
+    kind = MessageKind.BACKUP_PIECE
+    layout = struct.Struct("<QI12x")
+    first: int
+    assignment: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPiece(Header):
+    """A piece of a stage's weights, for the coordinator; without a body after the last one."""
+
+    kind = MessageKind.WEIGHTS_PIECE
+    layout = struct.Struct("<III12x")
+    stage: int
+    piece: int
+    collection: int = 0
+    """The number of the `GatherState` that this answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPiece(Header):
+    """The same of the copy that a node made for a checkpoint, with the state of the optimizer."""
+
+    kind = MessageKind.CHECKPOINT_PIECE
+    layout = struct.Struct("<III12x")
+    stage: int
+    piece: int
+    collection: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepHop(Header):
+    """Activations of a serving step along its path."""
+
+    kind = MessageKind.STEP_HOP
+    layout = struct.Struct("<QII8x")
+    step: int
+    lane: int
+    place: int
+    """The place of the receiver on the path."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePiece(Header):
+    """Bytes that measure a link."""
+
+    kind = MessageKind.PROBE_PIECE
+    layout = struct.Struct("<QII8x")
+    probe: int
+    direction: int
+    """0 from the node that measures, 1 for the answer."""
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp(Header):
+    """The header of a control message, whose body is a JSON object: it tells messages of the past (see `fencing`)."""
+
+    kind = MessageKind.CONTROL
+    layout = struct.Struct("<QII8x")
+    incarnation: int
+    """Incarnation of the node, whichever of the two sends: a number that no other incarnation of it has."""
+    term: int
+    """The coordinator's term: each that takes over has a higher one. From a node, the highest it has seen."""
+    number: int
+    """The place of this message among all of its sender to this incarnation, from 1."""
+
+
+HEADERS: dict[MessageKind, type[Header]] = {
+    each.kind: each
+    for each in (*(Hop, RingPiece, Stamp, StatePiece, BackupPiece, WeightsPiece, CheckpointPiece, StepHop, ProbePiece),)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    header: Header
+    body: Body = None
     sent_ns: int = 0
-    """On the sender's clock; two nodes that send to each other learn from it what the link takes both ways."""
+    """By the sender's clock; two nodes that send to each other find out from it what the link takes both ways."""
 
     def __post_init__(self) -> None:
-        for name, most in BOUNDS:
-            if not 0 <= getattr(self, name) <= most:
-                raise ValueError(f"{name} {getattr(self, name)} does not fit into a message")
+        if not 0 <= self.sent_ns <= LARGEST_NS:
+            raise ValueError(f"sent_ns {self.sent_ns} does not fit into a message")
         if self.body is not None and isinstance(self.body, dict) != (self.kind is MessageKind.CONTROL):
-            raise ValueError(f"a {self.kind.name} message cannot carry {type(self.body).__name__}")
+            raise ValueError(f"{self.kind.label} cannot carry {type(self.body).__name__}")
+
+    @property
+    def kind(self) -> MessageKind:
+        return self.header.kind
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message as it came out of a mailbox."""
+    """A message that a mailbox has received."""
 
     peer: str
     message: Message
     due_ns: int = 0
-    """When an emulated link would have delivered it (see `shaping`); 0: now."""
+    """When an emulated link would have delivered it (see `link_emulation`); 0: now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a message from outside may ask for at most."""
+    """The most that a message from the network may take."""
 
     payload_bytes: int
     json_bytes: int = 2**20
@@ -106,8 +255,8 @@ def to_frames(message: Message, due_ns: int = 0) -> tuple[bytes, Buffer]:
         number = BODIES.index("json")
         payload = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
     dims = shape + (0,) * (MOST_DIMS - len(shape))
-    counts = (message.iteration, message.lane, message.microbatch, message.step, message.epoch, message.sent_ns)
-    return HEADER.pack(MAGIC, VERSION, message.kind, number, len(shape), *counts, due_ns, *dims), payload
+    about, sent_ns = message.header.to_bytes(), message.sent_ns
+    return HEADER.pack(MAGIC, VERSION, message.kind, number, len(shape), about, sent_ns, due_ns, *dims), payload
 
 
 def from_frames(frames: Sequence[Buffer], limits: Limits) -> tuple[Message, int]:
@@ -116,7 +265,7 @@ def from_frames(frames: Sequence[Buffer], limits: Limits) -> tuple[Message, int]
         raise Malformed(f"{len(frames)} frames instead of a header and a payload")
     if len(frames[0]) != HEADER.size:
         raise Malformed(f"a header of {len(frames[0])} bytes instead of {HEADER.size}")
-    magic, version, kind, number, ndim, iteration, *places, sent_ns, due_ns, d0, d1, d2, d3 = HEADER.unpack(frames[0])
+    magic, version, kind, number, ndim, about, sent_ns, due_ns, *dims = HEADER.unpack(frames[0])
     if magic != MAGIC:
         raise Malformed("the header does not start like one of ours")
     if version != VERSION:
@@ -125,14 +274,13 @@ def from_frames(frames: Sequence[Buffer], limits: Limits) -> tuple[Message, int]
         raise Malformed(f"kind {kind} is unknown")
     if number >= len(BODIES):
         raise Malformed(f"body {number} is unknown")
-    if max(iteration, sent_ns, due_ns) > LARGEST_NS:
-        raise Malformed("iteration or time out of range")
+    if max(sent_ns, due_ns) > LARGEST_NS:
+        raise Malformed("a time out of range")
     if BODIES[number] != "nothing" and (BODIES[number] == "json") != (kind == MessageKind.CONTROL):
-        raise Malformed(f"a {MessageKind(kind).name} message with a body of {BODIES[number]}")
+        raise Malformed(f"{MessageKind(kind).label} with a body of {BODIES[number]}")
     size = sum(len(frame) for frame in frames[1:])
     if size > limits.payload_bytes:
         raise Malformed(f"{size} bytes; at most {limits.payload_bytes} are taken")
-    dims = (d0, d1, d2, d3)
     if BODIES[number] in WIRE_DTYPES:
         body: Body = _tensor(BODIES[number], dims, ndim, frames[1:], size)
     elif ndim or any(dims):
@@ -143,14 +291,24 @@ def from_frames(frames: Sequence[Buffer], limits: Limits) -> tuple[Message, int]
         raise Malformed(f"{size} bytes where there should be no payload")
     else:
         body = None
-    lane, microbatch, step, epoch = places
-    return Message(MessageKind(kind), iteration, lane, microbatch, step, body, epoch, sent_ns), due_ns
+    return Message(_header(MessageKind(kind), about), body, sent_ns), due_ns
 
 
-def _tensor(dtype: str, dims: tuple[int, ...], ndim: int, payload: Sequence[Buffer], size: int) -> EncodedTensor:
-    shape = dims[:ndim]
+def _header(kind: MessageKind, about: bytes) -> Header:
+    header = HEADERS[kind]
+    try:
+        found = header(*header.layout.unpack(about))
+    except ValueError as error:
+        raise Malformed(f"out of range: {error}") from None
+    if found.to_bytes() != about:
+        raise Malformed(f"{kind.label} with numbers that it does not have")
+    return found
+
+
+def _tensor(dtype: str, dims: Sequence[int], ndim: int, payload: Sequence[Buffer], size: int) -> EncodedTensor:
+    shape = tuple(dims[:ndim])
     if ndim > MOST_DIMS or not all(shape) or any(dims[ndim:]):
-        raise Malformed(f"{ndim} dimensions {list(dims)} are no shape")
+        raise Malformed(f"{ndim} dimensions {dims} are no shape")
     needed = wire_bytes(math.prod(shape), dtype)  # Python's whole numbers cannot overflow
     if size != needed:
         raise Malformed(f"{size} bytes; a {dtype} tensor of shape {list(shape)} has {needed}")

@@ -1,4 +1,4 @@
-"""One peer that we send to: a bounded queue, what becomes of the connection, and its fast lane."""
+"""The sending side of one connection: a bounded queue, the fate of the connection, and its fast path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from enum import StrEnum
 import zmq
 
 from skippipe.transport.addresses import (
-    CONNECT_S,
     CONNECTION_EVENTS,
     Context,
     Socket,
@@ -18,15 +17,15 @@ from skippipe.transport.addresses import (
     endpoint,
     keep_alive,
     monitor_events,
+    push_socket,
 )
 from skippipe.transport.fast_path import FastPathMessage, FastPathSender, FastPathVerb, new_path_id
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.link_keepalive import LinkHeartbeat
 from skippipe.transport.wire_codec import Buffer
 
-RECONNECT_MS = 100
 RECONNECT_MOST_MS = 2000
-ASK_AGAIN_S = 30.0  # between two questions for a lane: one that breaks again and again is left alone for a while
+REQUEST_AGAIN_S = 30.0  # between two requests for a fast path, in case it breaks again and again
 
 
 class QueueFull(Exception):
@@ -38,60 +37,58 @@ class NotConnected(Exception):
 
 
 class LossReason(StrEnum):
+    """Why a connection was lost."""
+
     DISCONNECTED = "disconnected"
-    """The connection, or its fast lane, was up and broke. Messages on their way are gone, and those still queued for
-    the lane; those still queued under CURVE go when it is up again."""
+    """The connection, or its fast path, was up and broke. Messages on their way are lost, and those queued for the
+    fast path; those still queued under CURVE are sent when it is up again."""
     HANDSHAKE = "handshake failed"
-    """Somebody answers who does not hold the key we expect; tried again and again."""
+    """The program at that address does not hold the expected key; tried again and again."""
     FOREIGN = "protocol error"
-    """Somebody answers who does not speak our language, or not with our security. Given up, as when refused."""
+    """The program at that address has another protocol, or another security. Given up, as when refused."""
     REFUSED = "refused"
-    """The peer does not let our key in. Given up, with all that was queued, until `connect` is called again."""
+    """The peer does not admit this key. Given up, with all that was queued, until `connect` is called again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
+    """A connection that was lost."""
+
     peer: str
     reason: LossReason
 
 
 @dataclass(frozen=True, slots=True)
 class SocketSettings:
-    """What all connections of a mailbox share."""
+    """Settings that all connections of a mailbox share."""
 
     context: Context
     poller: zmq.Poller
     name: str
     depth: int
     piece_bytes: int
-    """What a frame carries at most, outside fast lanes."""
-    fast_lane: bool
+    """The most bytes that a frame carries, outside fast paths."""
+    fast_path: bool
     wake: Callable[[], None]
 
 
 class Sender:
-    """A PUSH socket and its monitor; beside it, for a while or never, a lane and a heartbeat."""
+    """A PUSH socket and its monitor; beside it, for a while or never, a fast path and a keepalive."""
 
-    def __init__(self, wiring: SocketSettings, peer: str, host: str) -> None:
-        self._wiring = wiring
+    def __init__(self, settings: SocketSettings, peer: str, host: str) -> None:
+        self._settings = settings
         self._peer = peer
         self._host = host
-        self.push = wiring.context.socket(zmq.PUSH)
-        self.push.setsockopt(zmq.LINGER, 0)
-        self.push.setsockopt(zmq.SNDHWM, wiring.depth)
-        self.push.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self.push.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
-        self.push.setsockopt(zmq.CONNECT_TIMEOUT, round(CONNECT_S * 1000))
-        self.push.setsockopt(zmq.IPV6, int(":" in host))
+        self.push = push_socket(settings.context, host, settings.depth, RECONNECT_MOST_MS)
         keep_alive(self.push)
         self.monitor = self.push.get_monitor_socket(CONNECTION_EVENTS)
-        wiring.poller.register(self.monitor, zmq.POLLIN)
+        settings.poller.register(self.monitor, zmq.POLLIN)
         self.connected = False
-        self.lane: FastPathSender | None = None
+        self.fast_path: FastPathSender | None = None
         self.heartbeat: LinkHeartbeat | None = None
-        self._asked: bytes | None = None
-        self._lane_lost = False
-        self._ask_from_s = 0.0
+        self._requested: bytes | None = None
+        self._path_lost = False
+        self._request_from_s = 0.0
 
     def connect(self, port: int, keys: KeyPair | None, server: str | None) -> None:
         self._port, self._keys, self._server = port, keys, server
@@ -105,44 +102,44 @@ class Sender:
             socket.setsockopt(zmq.CURVE_SERVERKEY, self._server.encode())
 
     def watch(self, heartbeat_s: float) -> None:
-        """From now on `heartbeat` says whether the link is silent."""
-        wiring = self._wiring
-        self.heartbeat = LinkHeartbeat(wiring.context, self._secure, endpoint(self._host, self._port), heartbeat_s)
-        wiring.poller.register(self.heartbeat.monitor, zmq.POLLIN)
+        """From now on `heartbeat` tells whether the link is silent."""
+        settings = self._settings
+        self.heartbeat = LinkHeartbeat(settings.context, self._secure, self._host, self._port, heartbeat_s)
+        settings.poller.register(self.heartbeat.monitor, zmq.POLLIN)
 
     def unwatch(self) -> None:
         if self.heartbeat is not None:
-            self._wiring.poller.unregister(self.heartbeat.monitor)
+            self._settings.poller.unregister(self.heartbeat.monitor)
             self.heartbeat.close()
             self.heartbeat = None
 
     def send(self, header: bytes, payload: Buffer) -> bool:
-        """Queue all or nothing; False when there is no room. Large frames are not copied but held until they left."""
-        lane = self.lane
-        if lane is not None and lane.ready and not lane.in_use:
-            lane.in_use = self.say(lane.switch())
-        if lane is not None and lane.in_use:
+        """Queue all or nothing; False when there is no room. Large frames are not copied: they are held until sent."""
+        path = self.fast_path
+        if path is not None and path.ready and not path.in_use:
+            path.in_use = self.send_verb(path.switch())
+        if path is not None and path.in_use:
             try:
-                return lane.send(header, payload)
+                return path.send(header, payload)
             except ConnectionError:
-                self._lane_lost = True
-                self.leave_lane()
-                self._wiring.wake()  # to have it noticed
-        cut, whole = self._wiring.piece_bytes, memoryview(payload)
+                self._path_lost = True
+                self.close_fast_path()
+                self._settings.wake()  # to have it noticed
+        cut, whole = self._settings.piece_bytes, memoryview(payload)
         return self._put([header, *(whole[at : at + cut] for at in range(0, max(len(payload), 1), cut))])
 
     def has_room(self) -> bool:
-        """For a message that does not go in the lane."""
+        """Is there room for a message outside the fast path?"""
         return bool(int(self.push.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
-    def say(self, word: FastPathMessage) -> bool:
+    def send_verb(self, verb: FastPathMessage) -> bool:
         try:
-            return self._put([word.to_bytes()])
+            return self._put([verb.to_bytes()])
         except ConnectionError:
             return False
 
     def _put(self, frames: list[Buffer]) -> bool:
-        frames = [self._wiring.name.encode(), *frames]
+        frames = [self._settings.name.encode(), *frames]
         for index, frame in enumerate(frames):
             more = zmq.SNDMORE if index < len(frames) - 1 else 0
             try:
@@ -153,35 +150,35 @@ class Sender:
                 return False
         return True
 
-    def ask_for_lane(self) -> None:
-        """Unless there is one, or it was asked for not long ago."""
-        if (self.lane is not None and self.lane.ready) or time.monotonic() < self._ask_from_s:
+    def request_fast_path(self) -> None:
+        """Request a fast path, unless there is one or it was requested not long ago."""
+        if (self.fast_path is not None and self.fast_path.ready) or time.monotonic() < self._request_from_s:
             return
-        self.leave_lane()  # it leads nowhere
+        self.close_fast_path()  # it never came up
         name = new_path_id()
-        if self.say(FastPathMessage(FastPathVerb.ASK, name)):
-            self._asked = name
-            self._ask_from_s = time.monotonic() + ASK_AGAIN_S
+        if self.send_verb(FastPathMessage(FastPathVerb.REQUEST, name)):
+            self._requested = name
+            self._request_from_s = time.monotonic() + REQUEST_AGAIN_S
 
-    def take_lane(self, offer: FastPathMessage) -> None:
-        if offer.lane != self._asked or self.lane is not None:
-            return  # for a question of the past
-        wiring = self._wiring
-        self.lane = FastPathSender(
-            wiring.context, self._host, offer, wiring.name, self._peer, depth=wiring.depth, wake=wiring.wake
+    def open_fast_path(self, offer: FastPathMessage) -> None:
+        if offer.path_id != self._requested or self.fast_path is not None:
+            return  # the answer to a request of the past
+        settings = self._settings
+        self.fast_path = FastPathSender(
+            settings.context, self._host, offer, settings.name, self._peer, depth=settings.depth, wake=settings.wake
         )
-        wiring.poller.register(self.lane.monitor, zmq.POLLIN)
+        settings.poller.register(self.fast_path.monitor, zmq.POLLIN)
 
-    def leave_lane(self, linger_s: float = 0.0) -> None:
-        """Go on under CURVE."""
-        self._asked = None
-        if self.lane is not None:
-            self._wiring.poller.unregister(self.lane.monitor)
-            self.lane.close(linger_s)
-            self.lane = None
+    def close_fast_path(self, linger_s: float = 0.0) -> None:
+        """Close the fast path; messages go under CURVE again."""
+        self._requested = None
+        if self.fast_path is not None:
+            self._settings.poller.unregister(self.fast_path.monitor)
+            self.fast_path.close(linger_s)
+            self.fast_path = None
 
-    def news(self) -> LossReason | None:
-        """Take in what the monitors have to say; the gravest loss, if there was any."""
+    def poll(self) -> LossReason | None:
+        """Read the monitors' events; the gravest loss, if there was any."""
         found: LossReason | None = None
         for event in monitor_events(self.monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -190,27 +187,25 @@ class Sender:
                 found = LossReason.REFUSED
             elif event == zmq.EVENT_DISCONNECTED and self.connected:
                 self.connected = False
-                self.leave_lane()  # its switch may be among what was lost
-                self._ask_from_s = 0.0
+                self.close_fast_path()  # its `switch` may be among what was lost
+                self._request_from_s = 0.0
                 found = found or LossReason.DISCONNECTED
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 found = LossReason.FOREIGN
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 found = found or LossReason.HANDSHAKE
-        if self.heartbeat is not None and self.heartbeat.news():
-            self._wiring.wake()  # to have it noticed
-        if self.lane is not None and self.lane.broken():
-            self._lane_lost |= self.lane.in_use
-            self.leave_lane()
-        if self._lane_lost:
-            self._lane_lost = False
+        if self.heartbeat is not None and self.heartbeat.changed():
+            self._settings.wake()  # to have it noticed
+        if self.fast_path is not None and self.fast_path.broken():
+            self._path_lost |= self.fast_path.in_use
+            self.close_fast_path()
+        if self._path_lost:
+            self._path_lost = False
             found = found or LossReason.DISCONNECTED
         return found
 
     def close(self, linger_s: float = 0.0) -> None:
-        self.leave_lane(linger_s)
+        self.close_fast_path(linger_s)
         self.unwatch()
-        self._wiring.poller.unregister(self.monitor)
-        self.push.disable_monitor()
-        self.monitor.close(linger=0)
-        close_sending(self.push, linger_s)
+        self._settings.poller.unregister(self.monitor)
+        close_sending(self.push, self.monitor, linger_s)

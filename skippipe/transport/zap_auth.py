@@ -1,11 +1,13 @@
-"""Who may speak to this mailbox: the list of peers, and the answers to libzmq's question "let this key in?".
+"""Admission to a mailbox: the list of peers, and the answers to libzmq's requests to authenticate a connection.
 
 libzmq asks over ZAP (rfc.zeromq.org/spec/27) once per connection, after the other side has proved that it holds the
 secret half of its key. The answer names the public key as the connection's user, and the name that goes with it is
-looked up again for every message: a peer that is forbidden is silent at once, although its connection still stands.
+looked up again for every message: messages of a peer that is forbidden are refused at once, although its connection
+still stands.
 
-A fast lane asks for the name and password that were given to one peer under CURVE, and lets them in once. Who has
-read them off the wire comes too late, or keeps the peer out of that lane; what it sends is not sealed and not read.
+A fast path admits one connection with the name and password that were given to one peer under CURVE. An eavesdropper
+who has read them off the wire comes too late, or keeps the peer out of that path; what it sends is not sealed and not
+read.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from collections.abc import Sequence
 from zmq.utils import z85
 
 from skippipe.errors import UserError
-from skippipe.transport.fast_path import LANE_DOMAIN
+from skippipe.transport.fast_path import PATH_DOMAIN
 from skippipe.transport.keys import check_key
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-ZAP_DOMAIN = b"skippipe"  # with a domain set, libzmq lets nobody in when there is no answer
-ZAP_FRAMES = 6  # and then what the mechanism has to show: a key, or a name and a password
+ZAP_DOMAIN = b"skippipe"  # with a domain set, libzmq admits no connection when there is no answer
+ZAP_FRAMES = 6  # and then the credentials of the mechanism: a key, or a name and a password
 KEY_BYTES = 32
 SHOWN = 8  # characters of a stranger's key in a log
 
@@ -30,16 +32,16 @@ log = logging.getLogger(__name__)
 
 
 class ZapAuth:
-    """Names and public keys; with security none, names alone."""
+    """The list of peers: names and public keys; with security none, names alone."""
 
     def __init__(self) -> None:
         self._key_of: dict[str, str | None] = {}
         self._name_of: dict[str, str] = {}
         self._token_of: dict[bytes, bytes] = {}
         self.refused = 0
-        """Connections of strangers, messages of those who are not on the list or not any more, forged frames."""
+        """Connections and messages of senders that are not on the list, and forged frames."""
         self.last_refused = ""
-        """First characters of the key, or the name, of the last one; or whose fast lane it was."""
+        """First characters of the key, or the name, of the last one; or the peer whose fast path it was."""
 
     def allow(self, peer: str, public: str | None) -> None:
         if public is not None:
@@ -59,12 +61,12 @@ class ZapAuth:
     def key_of(self, peer: str) -> str | None:
         return self._key_of.get(peer)
 
-    def expect(self, lane: bytes, token: bytes) -> None:
-        """Let one connection in that knows both."""
-        self._token_of[lane] = token
+    def expect(self, path_id: bytes, token: bytes) -> None:
+        """Admit one connection that knows both."""
+        self._token_of[path_id] = token
 
-    def expect_no_more(self, lane: bytes) -> None:
-        self._token_of.pop(lane, None)
+    def expect_no_more(self, path_id: bytes) -> None:
+        self._token_of.pop(path_id, None)
 
     def by_key(self, public: str) -> str | None:
         """Name of the peer with this key; None, and counted, where there is none."""
@@ -81,15 +83,15 @@ class ZapAuth:
 
     def answer(self, request: Sequence[bytes]) -> list[bytes]:
         """The reply to a ZAP request: version, request id, status, text, user, metadata."""
-        whole = [*request, *[b""] * (ZAP_FRAMES - len(request))]  # a question cut short gets an answer, too
-        version, request_id, domain, _, _, mechanism, *proofs = whole  # without: address, routing id
+        whole = [*request, *[b""] * (ZAP_FRAMES - len(request))]  # a request that is cut short gets an answer, too
+        version, request_id, domain, _, _, mechanism, *credentials = whole  # without: address, routing id
         user = ""
-        given = [len(proof) for proof in proofs]
+        given = [len(credential) for credential in credentials]
         if version == b"1.0" and domain == ZAP_DOMAIN and mechanism == b"CURVE" and given == [KEY_BYTES]:
-            public = z85.encode(proofs[0]).decode()
+            public = z85.encode(credentials[0]).decode()
             user = public if self.by_key(public) is not None else ""
-        elif version == b"1.0" and domain == LANE_DOMAIN and mechanism == b"PLAIN" and len(given) == 2:
-            user = self._by_token(*proofs)
+        elif version == b"1.0" and domain == PATH_DOMAIN and mechanism == b"PLAIN" and len(given) == 2:
+            user = self._by_token(*credentials)
         else:
             self.refuse(f"mechanism {mechanism[:SHOWN]!a}")
         if user:
@@ -97,11 +99,11 @@ class ZapAuth:
         return [b"1.0", request_id, b"400", b"not on the list", b"", b""]
 
     def _by_token(self, user: bytes, password: bytes) -> str:
-        for lane, token in self._token_of.items():
-            if user == lane.hex().encode() and hmac.compare_digest(password, token.hex().encode()):
-                del self._token_of[lane]
-                return lane.hex()
-        self.refuse(f"lane {user[:SHOWN].decode(errors='replace')!a}")
+        for path_id, token in self._token_of.items():
+            if user == path_id.hex().encode() and hmac.compare_digest(password, token.hex().encode()):
+                del self._token_of[path_id]
+                return path_id.hex()
+        self.refuse(f"fast path {user[:SHOWN].decode(errors='replace')!a}")
         return ""
 
     def refuse(self, who: str, why: str = "is not on the list") -> None:

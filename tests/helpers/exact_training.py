@@ -103,7 +103,7 @@ def trained(
     cluster = VirtualCluster(
         plan,
         CoordinatorSettings(learning, ITERATIONS, skip_schedule=recipe, plans=plans),
-        computers=computers,
+        executors=computers,
         disturb=lambda ns: int(ns * random.uniform(0.2, 2)),
     )
     cluster.run()

@@ -108,9 +108,9 @@ class Scene:
     def look(self, number: int, work: Op, iteration: int) -> None:
         """Does anything begin now?"""
         phase = phase_of(work)
-        anybody = phase not in COMMON
+        any_node = phase not in COMMON
         for index, fault in enumerate(self.faults):
-            begins = phase == fault.during and fault.strikes(number, work, iteration, anybody=anybody)
+            begins = phase == fault.during and fault.strikes(number, work, iteration, any_node=any_node)
             if begins and not self.path("struck", index).exists() and self._claim(index, iteration):
                 self._strike(fault)
 
@@ -157,14 +157,14 @@ class Stricken(NodeAgent):
         scene.born(join_config.name, self._mailbox.address)
 
     def start(self, work: Op) -> None:
-        assert isinstance(self._node, Node)
-        self._scene.look(self._node.number, work, self._node.iteration)
+        assert isinstance(self._machine, Node)
+        self._scene.look(self._machine.number, work, self._machine.iteration)
         super().start(work)
 
-    def _meet(self, peers: dict[str, Any]) -> None:
+    def _update_peers(self, peers: dict[str, Any]) -> None:
         own = int(self._join_config.name[1:])
         detours = {name_of(there): address for (here, there), address in self._scene.wires.items() if here == own}
-        super()._meet(
+        super()._update_peers(
             {
                 name: [detours[name], found[1]] if name in detours and found[0] else found
                 for name, found in peers.items()
@@ -240,7 +240,7 @@ def run_coordinator(scene: Scene, resumed: bool) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     scene.born(THE_COORDINATOR, scene.job.transport.listen if scene.joined else "")
-    skippipe.training.run.node_process = lambda roles, told: birth(scene, told)  # type: ignore[attr-defined]
+    skippipe.training.run.node_process = lambda roles, join_config: birth(scene, join_config)  # type: ignore[attr-defined]
     if scene.full_disk is not None:
         _fill_disk(scene)
     try:

@@ -15,7 +15,7 @@ from skippipe.transport.wire_codec import EncodedTensor
 
 PATIENCE_S = 10.0  # the deadline of every wait here
 KEYS = {name: KeyPair.new() for name in ("a", "b", "stranger")}
-HELLO = Message(MessageKind.CONTROL, 1, 2, 3, 4, {"hello": [1, 2.5, "ü"]})
+HELLO = Message(Stamp(1, 2, 3), {"hello": [1, 2.5, "ü"]})
 
 
 class Net:

@@ -78,7 +78,7 @@ class Net(ProfilingCallback):
                 assert not other & {node, control.peer}, "measured twice at once"
             self.busy[control.probe] = {node, control.peer}
             self.most_at_once = max(self.most_at_once, len(self.busy))
-        self.later(0, lambda: self.alive[node].hear(control) if node in self.alive else None)
+        self.later(0, lambda: self.alive[node].handle_control(control) if node in self.alive else None)
 
     def join(self, node: int, computed: Computed | None = None) -> None:
         self.alive[node] = ProfilingNode(node, len(self.true), QUICK, Door(self, node))
@@ -118,13 +118,13 @@ class Door:
         assert message.body is not None and not isinstance(message.body, dict)
         bandwidth = self.net.true.bandwidth_bytes_per_s[self.node, receiver]
         if not bandwidth:
-            self.net.later(5, lambda: self.say(LinkDown(receiver)))
+            self.net.later(5, lambda: self.send_control(LinkDown(receiver)))
             return
         took_s = float(self.net.true.latency_s[self.node, receiver] + message.body.nbytes / bandwidth)
         net, sender = self.net, self.node
         net.later(took_s, lambda: net.alive[receiver].receive(sender, message) if receiver in net.alive else None)
 
-    def say(self, control: ControlMessage, _to: int = -1) -> None:
+    def send_control(self, control: ControlMessage, _to: int = -1) -> None:
         if isinstance(control, Probed):
             self.net.busy.pop(control.probe, None)
         if isinstance(control, LinkDown):

@@ -1,4 +1,4 @@
-"""Links that fail, and somebody between two ends of a fast lane who may do with ZeroMQ's frames as they like."""
+"""Links that fail, and an attacker between two ends of a fast path who may do with ZeroMQ's frames as they like."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tamper = Callable[[int, bytes, bytes], Iterable[bytes]]
 
 
 class Relay:
-    """For each lane that is offered, another port that leads to it."""
+    """For each fast path that is offered, another port that leads to it."""
 
     def __init__(self, tamper: Tamper = lambda number, head, body: [head + body]) -> None:
         self._tamper = tamper
@@ -33,13 +33,13 @@ class Relay:
         self.offers: list[FastPathMessage] = []
         """What was said under CURVE."""
 
-    def offer(self, lane: FastPathReceiver) -> FastPathMessage:
+    def offer(self, path: FastPathReceiver) -> FastPathMessage:
         """Instead of LaneIn.offer."""
-        self.offers.append(FastPathMessage(FastPathVerb.OFFER, lane.name, lane.port, lane.token))
+        self.offers.append(FastPathMessage(FastPathVerb.OFFER, path.path_id, path.port, path.token))
         server = socket.create_server(("127.0.0.1", 0))
         server.settimeout(DEADLINE_S)
-        self._start(partial(self._serve, lane.port), server)
-        return FastPathMessage(FastPathVerb.OFFER, lane.name, server.getsockname()[1], lane.token)
+        self._start(partial(self._serve, path.port), server)
+        return FastPathMessage(FastPathVerb.OFFER, path.path_id, server.getsockname()[1], path.token)
 
     def cut(self) -> None:
         self._hang_up(*self._sockets)

@@ -291,11 +291,11 @@ def recovering_late() -> tuple[CoordinatorHarness, int]:
     begin, recover = harness.env.new_messages()[6]
     assert begin == Begin(1, 1, False)
     assert isinstance(recover, Recover)
-    assert recover.origin["kind"] == "replica"
-    assert recover.origin["stages"] == [stage]
+    assert recover.origin.kind == "replica"
+    assert recover.origin.stages == [stage]
     assert [each[0] for each in harness.env.logged("plan")] == list(range(7))
     assert harness.coordinator.nodes == list(range(7))
     assert all(6 not in lane.path for lane in harness.coordinator.plan.lanes)
-    (source,) = recover.origin["sources"]
+    (source,) = recover.origin.sources
     assert source in harness.coordinator.plan.stages[stage].nodes
     return harness, source

@@ -11,11 +11,11 @@ from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator.settings import RecoverySettings
 from skippipe.runtime.messages import COORDINATOR, Begin, ControlMessage
+from skippipe.runtime.node.interfaces import NodePhase
 from skippipe.runtime.node.ops import DropMicrobatch, GradNorm, Op, RingStep, StageTask, op_name
-from skippipe.runtime.node.state_machine import Node, NodePhase
-from skippipe.runtime.node.state_transfer import STATE
+from skippipe.runtime.node.state_machine import Node
 from skippipe.runtime.simulation.symbolic_executor import Gradient, SymbolicExecutor, Trail
-from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.message import Hop, Message, MessageKind, RingPiece, StatePiece
 from skippipe.workload import Workload
 from tests.helpers.plans import TINY, uniform_cluster
 
@@ -50,13 +50,13 @@ class Bench:
     def __init__(self, number: int, plan: Plan | None = None) -> None:
         plan = plan or small_plan()
         self.now = 0
-        self.posted: list[tuple[int, Message]] = []
+        self.sent_messages: list[tuple[int, Message]] = []
         self.said: list[ControlMessage] = []
         self.asked: list[tuple[int, ControlMessage]] = []
         self.shown: list[Any] = []
         self.misfits: set[MessageKind] = set()
-        self.doing: Op | None = None
-        self.symbols = SymbolicExecutor(number, plan)
+        self.running: Op | None = None
+        self.executor = SymbolicExecutor(number, plan)
         self.node = Node(number, plan, self)
 
     # what the node sees
@@ -65,26 +65,26 @@ class Bench:
         return self.now
 
     def send(self, receiver: int, message: Message) -> None:
-        (self.shown if receiver == COORDINATOR else self.posted).append((receiver, message))
+        (self.shown if receiver == COORDINATOR else self.sent_messages).append((receiver, message))
 
-    def say(self, control: ControlMessage, to: int = COORDINATOR) -> None:
+    def send_control(self, control: ControlMessage, to: int = COORDINATOR) -> None:
         if to == COORDINATOR:
             self.said.append(control)
         else:
             self.asked.append((to, control))
 
     def start(self, work: Op) -> None:
-        assert self.doing is None, "one work at a time"
-        self.doing = work
+        assert self.running is None, "one work at a time"
+        self.running = work
 
     def fits(self, message: Message, at: int, size: int) -> bool:
         assert 0 <= at < size
-        return message.kind not in self.misfits and self.symbols.fits(message, at, size)
+        return message.kind not in self.misfits and self.executor.fits(message, at, size)
 
     # what a test does
 
     def begin(self, iteration: int = 0, epoch: int = 0) -> Bench:
-        self.node.hear(Begin(iteration, epoch, False))
+        self.node.handle_control(Begin(iteration, epoch, False))
         return self
 
     def take(self, sender: int, *messages: Message) -> Bench:
@@ -94,19 +94,19 @@ class Bench:
 
     def hear(self, *controls: ControlMessage) -> Bench:
         for control in controls:
-            self.node.hear(control)
+            self.node.handle_control(control)
         return self
 
     def decide(self) -> str:
         """What it begins with, or is still busy with."""
         self.node.decide()
-        return words(self.doing) if self.doing is not None else ""
+        return words(self.running) if self.running is not None else ""
 
     def end(self) -> str:
         """Of what it is busy with."""
-        work, self.doing = self.doing, None
+        work, self.running = self.running, None
         assert work is not None
-        self.node.finished(work, self.symbols.run(work))
+        self.node.finished(work, self.executor.run(work))
         return words(work)
 
     def work(self) -> list[str]:
@@ -118,8 +118,8 @@ class Bench:
 
     def sent(self) -> list[str]:
         """Since it was last asked."""
-        posted, self.posted = self.posted, []
-        return [f"{_called(message)} → {receiver}, epoch {message.epoch}" for receiver, message in posted]
+        posted, self.sent_messages = self.sent_messages, []
+        return [f"{_name(message)} → {receiver}, epoch {message.header.epoch}" for receiver, message in posted]  # type: ignore[attr-defined]
 
     def heard(self) -> list[ControlMessage]:
         """What the coordinator was told since it was last asked."""
@@ -127,10 +127,12 @@ class Bench:
         return said
 
 
-def _called(message: Message) -> str:
-    if message.kind is MessageKind.CHUNK:
-        return f"chunk {message.step}"
-    return f"{message.lane}/{message.microbatch} step {message.step}"
+def _name(message: Message) -> str:
+    header = message.header
+    if isinstance(header, RingPiece):
+        return f"piece {header.round}"
+    assert isinstance(header, Hop)
+    return f"{header.lane}/{header.microbatch} step {header.step}"
 
 
 def words(work: Op) -> str:
@@ -148,19 +150,19 @@ def words(work: Op) -> str:
 
 def hop(lane: int, step: int, microbatch: int = 0, *, iteration: int = 0, epoch: int = 0) -> Message:
     trail: Any = Trail(lane, microbatch, step)
-    return Message(MessageKind.HOP, iteration, lane, microbatch, step, trail, epoch)
+    return Message(Hop(iteration, lane, microbatch, step, epoch), trail)
 
 
-def chunk(round_: int, *, stage: int = 2, iteration: int = 0, epoch: int = 0, piece: int = 0) -> Message:
+def ring_piece(round_: int, *, stage: int = 2, iteration: int = 0, epoch: int = 0, piece: int = 0) -> Message:
     gradient: Any = Gradient(piece, Counter())
-    return Message(MessageKind.CHUNK, iteration, stage, 0, round_, gradient, epoch)
+    return Message(RingPiece(iteration, stage, round_, epoch), gradient)
 
 
-def loan(first: int = 0, *, iteration: int = 0, body: Any = ()) -> Message:
-    return Message(MessageKind.CHUNK, iteration, first, STATE, 0, body)
+def state_piece(first: int = 0, *, iteration: int = 0, body: Any = ()) -> Message:
+    return Message(StatePiece(iteration, first), body)
 
 
-A_HOP, A_CHUNK = "a hop that does not come here from there", "a chunk that does not come here from there"
+A_HOP, A_PIECE = "a hop that does not come here from there", "a ring piece that does not come here from there"
 
 
 def average_alone(bench: Bench) -> None:

@@ -287,7 +287,7 @@ class Played:
         cluster, coordinator = self.cluster, self.cluster.coordinator
         able, membership = coordinator.membership.active, coordinator.membership
         if STAGE_0_LOST in coordinator.failure:
-            kept = any(cluster.machines[node].keeps for node in able if membership[node].stage != 0)  # type: ignore[attr-defined]
+            kept = any(cluster.executor_of[node].has_backup for node in able if membership[node].stage != 0)  # type: ignore[attr-defined]
             return not kept and not any(membership[node].stage == 0 for node in able) and not self.shelf.kept
         return NOTHING_LEFT in coordinator.failure and not able and not self.shelf.kept
 
@@ -405,11 +405,11 @@ def check_visits(wal: Sequence[Mapping[str, Any]], told: Sequence[Event | Iterat
 def check_replicas(cluster: VirtualCluster) -> list[list[tuple[Which, ...]]]:
     """All who hold a stage have the same state, and that is what was collected; the state of each stage."""
     coordinator, found = cluster.coordinator, []
-    there = [node for node in coordinator.membership.active if node in cluster.lives and node not in cluster.frozen]
+    there = [node for node in coordinator.membership.active if node in cluster.alive and node not in cluster.frozen]
     for stage in range(len(coordinator.plan.stages)):
         states: list[list[tuple[Which, ...]]] = []
         for node in there:
-            machine = cluster.machines[node]
+            machine = cluster.executor_of[node]
             assert isinstance(machine, Counting)
             if coordinator.membership[node].stage != stage:
                 continue
@@ -456,8 +456,8 @@ def check_ends(played: Played, state: list[tuple[Which, ...]]) -> None:
     cluster, coordinator = played.cluster, played.cluster.coordinator
     ends = list(cluster.stored[0][0].ends)
     for node in coordinator.membership.active:
-        if coordinator.membership[node].stage == 0 and node in cluster.lives and node not in cluster.frozen:
-            machine = cluster.machines[node]
+        if coordinator.membership[node].stage == 0 and node in cluster.alive and node not in cluster.frozen:
+            machine = cluster.executor_of[node]
             assert isinstance(machine, Counting)
             assert machine.ends == ends, f"node {node} has other ends than were collected"
     since = last_lost(played.story.told, 0)

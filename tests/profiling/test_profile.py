@@ -36,7 +36,7 @@ from skippipe.runtime.simulation.fault_injection import slow_link, slow_node
 from skippipe.training.metrics import CallbackList, ClusterFile, LazyCallback
 from skippipe.transport.addresses import free_port
 from skippipe.transport.keys import KeyFile
-from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.message import Message, ProbePiece, RingPiece
 from skippipe.workload import MODELS, Workload
 from tests.helpers.doc_pages import documented
 from tests.helpers.profiling import (
@@ -261,14 +261,14 @@ def test_a_node_drops_what_it_did_not_ask_for() -> None:
     net = Net(far_apart(3))
     net.join(0)
     node = net.alive[0]
-    node.receive(1, Message(MessageKind.CHUNK, 0, 0, 0, 0))
-    node.receive(1, Message(MessageKind.HOP, 7, 1, 0, 0, None))
-    node.asked(1, Stop(""))
+    node.receive(1, Message(RingPiece(0, 0, 0)))
+    node.receive(1, Message(ProbePiece(7, 1, 0)))
+    node.handle_peer_control(1, Stop(""))
     for peer in (0, 3):
-        node.hear(Probe(1, peer))
+        node.handle_control(Probe(1, peer))
     assert sum(node.dropped.values()) == 5
     assert node.stopped is None
-    node.hear(Stop(""))
+    node.handle_control(Stop(""))
     assert node.stopped is not None
     assert node.hello("here", "1") == Hello("here", "1")
 
@@ -330,7 +330,9 @@ def test_nodes_that_join(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture
     members = []
     for name in ("ann", "bob"):
         mine = KeyFile.load(keys / f"{name}.key")
-        join_config = JoinConfig(name, where, mine.keys, mine.coordinator, patience=timedelta(seconds=PATIENCE_S))
+        join_config = JoinConfig(
+            name, where, mine.keys, mine.coordinator, coordinator_timeout=timedelta(seconds=PATIENCE_S)
+        )
         members.append(threading.Thread(target=NodeAgent(join_config, ROLES).run, daemon=True))
         members[-1].start()
     nodes = tuple(Node(name, "there", 1.0, 1) for name in ("ann", "bob", "carol"))

@@ -10,6 +10,7 @@ import pytest
 from skippipe.runtime.coordinator.interfaces import CoordinatorState, Event
 from skippipe.runtime.coordinator.settings import RecoverySettings
 from skippipe.runtime.messages import (
+    COORDINATOR,
     Average,
     Averaged,
     Backup,
@@ -41,6 +42,7 @@ from skippipe.runtime.messages import (
     from_json,
     to_json,
 )
+from skippipe.runtime.node.ops import StateSource
 from tests.helpers.single_coordinator import (
     HELLO,
     CoordinatorHarness,
@@ -372,16 +374,16 @@ def test_a_recovering_node_that_loses_its_source_gets_another() -> None:
     reroute, recover = harness.env.new_messages()[6]
     assert isinstance(reroute, Reroute)
     assert isinstance(recover, Recover)
-    (other,) = recover.origin["sources"]
+    (other,) = recover.origin.sources
     stage = even_plan().stage_of[source]
-    assert recover.origin["kind"] == "replica"
+    assert recover.origin.kind == "replica"
     assert {source, other} == set(even_plan().stages[stage].nodes)
     harness.coordinator.node_lost(other, "its process ended")
     *_, recover = harness.env.new_messages()[6]
     assert isinstance(recover, Recover)
-    assert recover.origin["kind"] == "neighbours", "no node is left that holds the stage"
-    assert stage not in recover.origin["stages"]
-    assert sum(recover.origin["shares"]) == pytest.approx(1)
+    assert recover.origin.kind == "neighbours", "no node is left that holds the stage"
+    assert stage not in recover.origin.stages
+    assert sum(recover.origin.shares) == pytest.approx(1)
 
 
 def test_a_stage_that_no_node_holds_comes_from_a_checkpoint_if_there_is_one() -> None:
@@ -413,7 +415,7 @@ def test_a_recovering_node_that_loses_the_last_replica_gets_another_source() -> 
     harness.coordinator.node_lost(source, "its process ended")
     assert is_now(harness.coordinator, CoordinatorState.PAUSED)
     recoveries = [control for control in harness.env.new_messages()[2] if isinstance(control, Recover)]
-    assert [each.origin["kind"] for each in recoveries] == ["neighbours"]
+    assert [each.origin.kind for each in recoveries] == ["neighbours"]
     harness.send(2, Recovered(1, 0))
     assert is_now(harness.coordinator, CoordinatorState.TRAINING)
 
@@ -427,11 +429,11 @@ def test_a_source_that_is_lost_in_a_pause_is_replaced() -> None:
     assert stage == 0
     harness.send(moved, Ready())
     (recover,) = (control for control in harness.env.new_messages()[moved] if isinstance(control, Recover))
-    harness.coordinator.node_lost(recover.origin["sources"][0], "its process ended")
+    harness.coordinator.node_lost(recover.origin.sources[0], "its process ended")
     harness.wait(7)
     assert is_now(harness.coordinator, CoordinatorState.PAUSED)
     (again,) = (control for control in harness.env.new_messages()[moved] if isinstance(control, Recover))
-    assert again.origin["sources"] != recover.origin["sources"]
+    assert again.origin.sources != recover.origin.sources
 
 
 def test_a_node_that_is_restarted_is_lost_and_new() -> None:
@@ -451,7 +453,7 @@ def test_a_node_that_is_restarted_is_lost_and_new() -> None:
     [
         Hello("[::1]:5", "1.0"),
         Hello("[::1]:5", "1.0", 3, 4, "RUNNING"),
-        Welcome({"plan": {"deep": [1]}}, {"n0": ["127.0.0.1:1", None]}, {"kind": "replica"}),
+        Welcome({"plan": {"deep": [1]}}, {"n0": ["127.0.0.1:1", None]}, StateSource("replica", (3,), (1,), (1.0,), 4)),
         PeerUpdate({"n0": ["127.0.0.1:1", None]}),
         Ready(),
         Heartbeat("averaging", 1.5),
@@ -459,7 +461,7 @@ def test_a_node_that_is_restarted_is_lost_and_new() -> None:
         MicrobatchDone(2, 1, 0, 1, float("nan")),
         DrainAck(2, 5, [[0, 1], [1, 0]]),
         Averaged(2, 1, float("inf"), [[0, 1]], [[0, 1, 2, 3, 4, 5]], [[1, 10**12]], [[0, 2, 99]], [[1.0, -0.5]]),
-        Recover({"kind": "checkpoint", "sources": []}, 6),
+        Recover(StateSource("checkpoint", (COORDINATOR,), (1,), (1.0,), 4), 6),
         Recovered(2, 0),
         LinkDown(4),
         StateRequest(0, 2**40, 5, 6),

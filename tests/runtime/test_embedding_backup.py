@@ -46,6 +46,7 @@ from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.training.build_run import RunSetup
 from skippipe.training.job_config import CheckpointConfig, JobConfig, RecoveryConfig
+from skippipe.transport.message import BackupPiece, Message
 from skippipe.transport.wire_codec import encode
 from tests.helpers import exact_training
 from tests.helpers.exact_training import plan_of, tensors_of
@@ -86,7 +87,7 @@ def trained(
         faults=faults,
         **others,
     )
-    for machine in cluster.machines.values():
+    for machine in cluster.executor_of.values():
         if isinstance(machine, Killing):
             machine.cluster = cluster
     return cluster
@@ -131,7 +132,7 @@ def assert_goes_on_with_trained_ends(cluster: VirtualCluster, before: SymbolicEx
     copied = lost_in - age
     assert copied > 0
     for node in data_nodes(cluster):
-        machine = cluster.machines[node]
+        machine = cluster.executor_of[node]
         assert isinstance(machine, SymbolicExecutor)
         assert machine is not before
         assert machine.ends[:copied] == before.ends[:copied], "as they were after so many iterations"
@@ -145,7 +146,7 @@ def test_all_data_nodes_are_lost_and_their_trained_weights_are_not(
     shape: Any, lost: tuple[int, ...], during: Any
 ) -> None:
     cluster = trained(shape, *(kill(node).at(4, during) for node in lost))
-    before = cluster.machines[0]
+    before = cluster.executor_of[0]
     assert isinstance(before, SymbolicExecutor)
     cluster.run()
     assert assert_goes_on_with_trained_ends(cluster, before, 4) <= 2
@@ -154,7 +155,7 @@ def test_all_data_nodes_are_lost_and_their_trained_weights_are_not(
 def test_when_the_holder_is_lost_another_node_gets_a_backup() -> None:
     first = holder_of(TWO)
     cluster = trained(TWO, kill(first).at(2), kill(0).at(5), kill(1).at(5), every=20)
-    before = cluster.machines[0]
+    before = cluster.executor_of[0]
     assert isinstance(before, SymbolicExecutor)
     cluster.run()
     assert assert_goes_on_with_trained_ends(cluster, before, 5) <= 2
@@ -169,8 +170,8 @@ def test_a_data_node_that_is_lost_while_its_backup_is_fetched_leaves_the_one_bef
     assert isinstance(killing, Killing)
     killing.victims = (0,)
     killing.when = lambda cluster, work: isinstance(work, StoreBackup) and len(cluster.reports) >= 3
-    cluster = trained(ONE, kill(4).at(100), computers=computers)
-    before = cluster.machines[0]
+    cluster = trained(ONE, kill(4).at(100), executors=computers)
+    before = cluster.executor_of[0]
     assert isinstance(before, SymbolicExecutor)
     cluster.run()
     lost_in = next(event.iteration for _, event in cluster.events if event.kind == "gone")
@@ -187,8 +188,8 @@ def test_a_backup_that_is_complete_when_its_data_node_is_lost_is_used() -> None:
     killing.when = lambda cluster, work: (
         isinstance(work, StoreBackup) and work.part.at == 1 and len(cluster.reports) >= 3
     )
-    cluster = trained(ONE, kill(4).at(100), computers=computers)
-    before = cluster.machines[0]
+    cluster = trained(ONE, kill(4).at(100), executors=computers)
+    before = cluster.executor_of[0]
     assert isinstance(before, SymbolicExecutor)
     cluster.run()
     lost_in = next(event.iteration for _, event in cluster.events if event.kind == "gone")
@@ -198,7 +199,7 @@ def test_a_backup_that_is_complete_when_its_data_node_is_lost_is_used() -> None:
 @pytest.mark.parametrize("both_at_once", [False, True])
 def test_a_restarted_coordinator_learns_which_node_has_the_backup(both_at_once: bool) -> None:
     cluster = trained(ONE, kill_coordinator().at(4 if both_at_once else 3), kill(0).at(4), every=20)
-    before = cluster.machines[0]
+    before = cluster.executor_of[0]
     assert isinstance(before, SymbolicExecutor)
     cluster.run()
     assert events_of(cluster, "recovered")
@@ -229,7 +230,7 @@ def test_when_data_node_and_backup_are_lost_together_the_run_pauses() -> None:
     assert isinstance(killing, Killing)
     killing.victims = (0, holder_of(ONE))
     killing.when = lambda cluster, work: isinstance(work, StageTask) and work.iteration == 4
-    cluster = trained(ONE, kill(4).at(100), computers=computers)
+    cluster = trained(ONE, kill(4).at(100), executors=computers)
     cluster.run()
     assert "stage 0 is lost" in cluster.coordinator.failure
     assert len(cluster.reports) == 4
@@ -240,7 +241,7 @@ def test_before_the_first_step_the_seed_is_as_good_as_a_backup() -> None:
     cluster.run()
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
     for node in data_nodes(cluster):
-        machine = cluster.machines[node]
+        machine = cluster.executor_of[node]
         assert isinstance(machine, SymbolicExecutor)
         assert len(machine.ends) == ITERATIONS
 
@@ -259,7 +260,7 @@ def test_a_checkpoint_or_a_backup(lost_stage: str, every: int, origin: str) -> N
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
     assert any(origin in text for text in events_of(cluster, "learning")), cluster.events
     for node in data_nodes(cluster):
-        machine = cluster.machines[node]
+        machine = cluster.executor_of[node]
         assert isinstance(machine, SymbolicExecutor)
         assert len(machine.ends) >= ITERATIONS - 5 + 2
 
@@ -296,10 +297,10 @@ def test_a_node_that_fetches_a_replaced_backup_gets_the_next() -> None:
     assert moved != target, "the holder of the backup stays"
     harness.send(moved, Ready())
     (recover,) = (each for each in harness.env.new_messages()[moved] if isinstance(each, Recover))
-    assert recover.origin["backup"] == [target, 1]
+    assert recover.origin.backup == [target, 1]
     harness.send(target, BackupStored(2))
     (recover,) = (each for each in harness.env.new_messages()[moved] if isinstance(each, Recover))
-    assert recover.origin["backup"] == [target, 2]
+    assert recover.origin.backup == [target, 2]
     harness.send(target, BackupStored(0))
     assert harness.coordinator.lacking.startswith("stage 0 is lost")
 
@@ -315,21 +316,19 @@ def test_a_node_stores_only_what_it_requested_and_says_what_it_has() -> None:
     assert bench.work() == [], "a piece of a state is none of a backup"
     for first, steps in enumerate(((((0, 0),),), (((1, 1),), ((2, 2),)))):
         assert bench.heard() == []
-        bench.node.asked(0, StateDigest(first, "sound", 3))
+        bench.node.handle_peer_control(0, StateDigest(first, "sound", 3))
         bench.take(0, bench_loan(steps, first))
         bench.work()
     assert bench.heard() == [BackupStored(3)]
     assert bench.node.hello("here", "1").backup == 3
-    bench.node.asked(4, BackupRequest(2, 0, 1, 2))
+    bench.node.handle_peer_control(4, BackupRequest(2, 0, 1, 2))
     bench.work()
     assert bench.heard() == [BackupStored(3)], "it has another than the one that is asked for"
-    assert not bench.posted
+    assert not bench.sent_messages
 
 
 def bench_loan(steps: Any, first: int = 0) -> Any:
-    from skippipe.runtime.node.state_transfer import state_message
-
-    return state_message(first, steps, 3, backup=True)
+    return Message(BackupPiece(first, 3), steps)
 
 
 # Memory and links
@@ -441,7 +440,7 @@ def with_tensors(plan: Plan, spec: ModelSpec, iterations: int, *faults: Fault) -
         def watched(work: Op) -> Any:
             result = run(work)
             if isinstance(work, WriteState) and work.part.backup:
-                holder = cluster.machines[work.part.source]
+                holder = cluster.executor_of[work.part.source]
                 assert isinstance(holder, StageExecutor)
                 assert holder._backup is not None
                 here = machine.tasks.weights.values[work.part.at : work.part.at + work.part.count]
@@ -467,7 +466,7 @@ def with_tensors(plan: Plan, spec: ModelSpec, iterations: int, *faults: Fault) -
 def test_a_node_told_to_recover_while_it_steps_has_nothing_yet() -> None:
     bench = Bench(3)
     bench.begin(0)
-    bench.hear(Recover({"kind": "replica", "sources": [4], "stages": [2], "shares": [1.0], "steps": 0}, 1))
+    bench.hear(Recover(StateSource("replica", (4,), (2,), (1.0,), 0), 1))
     bench.begin(1)
     assert not any(isinstance(each, Recovered) for each in bench.heard())
     bench.work()
@@ -486,5 +485,5 @@ def test_of_two_nodes_for_a_lost_stage_one_rebuilds_it_and_the_other_fetches_it_
         harness.send(node, Ready())
     stages = [harness.coordinator.membership[node].stage for node in (0, 1, 2)]
     recoveries = [each for _, each in harness.env.sent if isinstance(each, Recover)]
-    rebuilt = [each.origin["kind"] for each in recoveries if each.origin["kind"] != "replica"]
+    rebuilt = [each.origin.kind for each in recoveries if each.origin.kind != "replica"]
     assert len(rebuilt) == len({stage for stage in stages if stage in (0, 1)}), (stages, recoveries)

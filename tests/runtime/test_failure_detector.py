@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from skippipe.runtime.coordinator.interfaces import CoordinatorState, Event
 from skippipe.runtime.coordinator.membership import MemberState
@@ -31,10 +32,10 @@ from skippipe.runtime.messages import (
     Stepped,
     Stop,
 )
-from skippipe.runtime.node.state_machine import NodePhase
+from skippipe.runtime.node.interfaces import NodePhase
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
-from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.message import Message
 from tests.helpers.single_coordinator import (
     ANY_ID,
     HELLO,
@@ -361,7 +362,7 @@ def test_what_comes_after_the_end_changes_nothing() -> None:
 
 
 def at(iteration: int, phase: NodePhase, epoch: int = 1) -> Hello:
-    return replace(HELLO, epoch=epoch, iteration=iteration, phase=phase.name)
+    return structs.replace(HELLO, epoch=epoch, iteration=iteration, phase=phase.name)
 
 
 def started_again(iterations: int = 5, done: int = 2, **others: Any) -> CoordinatorHarness:

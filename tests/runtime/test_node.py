@@ -1,4 +1,4 @@
-"""What nodes are told that the plan does not foresee, and what they learn and lend."""
+"""Messages to a node that its plan does not expect, and the transfer of state between nodes."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from skippipe.runtime.messages import (
     Stop,
     Welcome,
 )
-from skippipe.runtime.node.ops import Op
-from skippipe.runtime.node.state_machine import MOST_EARLY, NodePhase
-from skippipe.runtime.node.state_transfer import STATE
+from skippipe.runtime.node.interfaces import NodePhase
+from skippipe.runtime.node.ops import Op, StateSource
+from skippipe.runtime.node.state_machine import MOST_EARLY
 from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.training.train_job import _Screen
-from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.message import BackupPiece, Hop, Message, RingPiece, Stamp, StatePiece
 from tests.helpers.single_node import (
-    A_CHUNK,
     A_HOP,
+    A_PIECE,
     LEARNING,
     Bench,
     average_alone,
-    chunk,
     hop,
-    loan,
     long_plan,
     plan_of,
+    ring_piece,
     small_plan,
+    state_piece,
 )
 
 VIOLATIONS: dict[str, tuple[int, int, Message, str]] = {
@@ -59,19 +59,23 @@ VIOLATIONS: dict[str, tuple[int, int, Message, str]] = {
     "a step past all": (2, 3, hop(0, 10**6), A_HOP),
     "a lane that is not there": (2, 0, hop(7, 1), A_HOP),
     "a microbatch that is not there": (2, 0, hop(0, 1, 2), A_HOP),
-    "an empty hop": (2, 0, Message(MessageKind.HOP, 0, 0, 0, 1), "an empty hop"),
-    "an empty chunk": (4, 3, Message(MessageKind.CHUNK, 0, 2, 0, 0), "an empty chunk"),
-    "a hop that is no activation": (2, 0, replace(hop(0, 1), body=chunk(0).body), "a hop of another shape or type"),
-    "a chunk that is no gradient": (4, 3, replace(chunk(0), body=hop(0, 1).body), "a chunk of another shape or type"),
-    "a chunk from a stranger": (4, 2, chunk(0), A_CHUNK),
-    "a chunk the wrong way round": (4, 5, chunk(0), A_CHUNK),
-    "a chunk of another stage": (4, 3, chunk(0, stage=1), A_CHUNK),
-    "a chunk past the last round": (4, 3, chunk(4), A_CHUNK),
-    "a chunk where there is no ring": (2, 3, chunk(0, stage=1), A_CHUNK),
-    "control between nodes": (
-        2, 0, Message(MessageKind.CONTROL, 0, 0, 0, 1, {"say": "stop"}), "a control that does not come here from there"
+    "an empty hop": (2, 0, Message(Hop(0, 0, 0, 1)), "a hop without a tensor"),
+    "an empty ring piece": (4, 3, Message(RingPiece(0, 2, 0)), "a ring piece without a tensor"),
+    "a hop that is no activation": (
+        2, 0, replace(hop(0, 1), body=ring_piece(0).body), "a hop of another shape or type"
     ),
-    "state that nobody asked for": (2, 0, loan(), "state that was not asked for"),
+    "a ring piece that is no gradient": (
+        4, 3, replace(ring_piece(0), body=hop(0, 1).body), "a ring piece of another shape or type"
+    ),
+    "a ring piece from a stranger": (4, 2, ring_piece(0), A_PIECE),
+    "a ring piece the wrong way round": (4, 5, ring_piece(0), A_PIECE),
+    "a ring piece of another stage": (4, 3, ring_piece(0, stage=1), A_PIECE),
+    "a ring piece past the last round": (4, 3, ring_piece(4), A_PIECE),
+    "a ring piece where there is no ring": (2, 3, ring_piece(0, stage=1), A_PIECE),
+    "control between nodes": (
+        2, 0, Message(Stamp(0, 0, 0), {"say": "stop"}), "a control that does not come here from there"
+    ),
+    "state that nobody asked for": (2, 0, state_piece(), "state that was not requested"),
 }  # fmt: skip
 
 
@@ -90,18 +94,23 @@ def assert_alike(bench: Bench, twin: Bench) -> None:
         assert found[0] == found[1]
 
 
+def in_iteration(iteration: int, message: Message) -> Message:
+    header = message.header
+    return replace(message, header=replace(header, iteration=iteration)) if hasattr(header, "iteration") else message  # type: ignore[type-var]
+
+
 @pytest.mark.parametrize("violation", VIOLATIONS)
 @pytest.mark.parametrize("early", [False, True])
 def test_what_the_plan_does_not_foresee_is_dropped_and_counted(violation: str, early: bool) -> None:
     number, sender, message, reason = VIOLATIONS[violation]
     bench, twin = Bench(number).begin(), Bench(number).begin()
-    bench.take(sender, replace(message, iteration=int(early)))
+    bench.take(sender, in_iteration(int(early), message))
     if early:  # it does not come in by being early either
         bench.begin(1)
         twin.begin(1)
     assert bench.node.dropped == {(sender, reason): 1}
     assert_alike(bench, twin)
-    bench.take(sender, replace(message, iteration=int(early)))
+    bench.take(sender, in_iteration(int(early), message))
     assert bench.node.dropped[sender, reason] == 2, "every one is counted"
 
 
@@ -148,23 +157,23 @@ def test_nothing_is_taken_twice_while_it_waits_or_later() -> None:
     ]
 
 
-def test_a_chunk_is_not_taken_twice_before_while_or_after_it_is_passed_on() -> None:
-    taken = 4, "a chunk that has been taken before"
+def test_a_ring_piece_is_not_taken_twice_before_while_or_after_it_is_passed_on() -> None:
+    taken = 4, "a ring piece that has been taken before"
     bench = Bench(5).begin()  # no lane comes here: its ring begins at once
     assert bench.decide() == "pass 0, 2 of 3"
-    bench.take(4, chunk(0, piece=1), chunk(0, piece=1))
+    bench.take(4, ring_piece(0, piece=1), ring_piece(0, piece=1))
     assert bench.node.dropped == {taken: 1}
     bench.end()
     assert bench.work() == ["pass 1, 2 of 3"]
-    bench.take(4, chunk(0, piece=1))
+    bench.take(4, ring_piece(0, piece=1))
     assert bench.work() == []
     assert bench.node.dropped == {taken: 2}
-    bench.take(4, chunk(1, piece=0))
+    bench.take(4, ring_piece(1, piece=0))
     assert bench.decide() == "pass 2, 2 of 3"
-    bench.take(4, chunk(1, piece=0))
+    bench.take(4, ring_piece(1, piece=0))
     bench.end()
     assert bench.work() == []
-    assert bench.sent() == ["chunk 0 → 3, epoch 0", "chunk 1 → 3, epoch 0", "chunk 2 → 3, epoch 0"]
+    assert bench.sent() == ["piece 0 → 3, epoch 0", "piece 1 → 3, epoch 0", "piece 2 → 3, epoch 0"]
 
 
 def test_what_comes_before_the_beginning_waits_for_it() -> None:
@@ -210,8 +219,6 @@ IN_THE_WRONG_PHASE: dict[str, ControlMessage] = {
     "a welcome that is not for the state machine": Welcome({}, {}),
     "an acquaintance that is not for the state machine": PeerUpdate({}),
     "a report": Stepped(0),
-    "a state from nowhere": Recover({"kind": "replica", "sources": [], "stages": [], "shares": [], "steps": 0}, 0),
-    "a state of a kind that is not there": Recover({"kind": "heaven"}, 0),
 }
 
 
@@ -259,18 +266,18 @@ def test_a_stop_ends_all() -> None:
 
 
 @pytest.mark.parametrize("control", [StateDigest(0, "sound", 0), Stop("from a friend"), Begin(0, 9, False), Ready()])
-def test_what_nodes_say_to_each_other_is_of_no_use_unless_one_learns(control: ControlMessage) -> None:
+def test_control_between_nodes_is_dropped_unless_one_recovers(control: ControlMessage) -> None:
     bench, twin = Bench(2).begin(), Bench(2).begin()
-    bench.node.asked(0, control)
+    bench.node.handle_peer_control(0, control)
     assert bench.node.dropped == {(0, f"{type(control).__name__} of no use here"): 1}
     assert_alike(bench, twin)
 
 
-def test_state_from_a_checkpoint_that_nobody_asked_for_is_dropped() -> None:
+def test_state_from_a_checkpoint_that_was_not_requested_is_dropped() -> None:
     bench, twin = Bench(2).begin(), Bench(2).begin()
-    for message in (loan(), hop(0, 1), chunk(0)):
-        bench.node.restore(message)
-    assert bench.node.dropped == {(COORDINATOR, "state that was not asked for"): 3}
+    for message in (state_piece(), Message(BackupPiece(0))):
+        bench.node.receive(COORDINATOR, message)
+    assert bench.node.dropped == {(COORDINATOR, "state that was not requested"): 2}
     assert_alike(bench, twin)
 
 
@@ -282,13 +289,13 @@ def test_a_change_of_an_iteration_whose_step_is_taken_is_dropped() -> None:
     assert bench.node.phase is NodePhase.WAITING
 
 
-# A node that learns, and one that lends
+# State transfer
 
-FROM_3 = Recover({"kind": "replica", "sources": [3], "stages": [2], "shares": [1.0], "steps": 4}, 0)
+FROM_3 = Recover(StateSource("replica", (3,), (2,), (1.0,), 4), 0)
 
 
-def learning() -> Bench:
-    """Node 5 has asked node 3."""
+def recovering() -> Bench:
+    """Node 5 has requested state of node 3."""
     bench = Bench(5).begin(4).hear(FROM_3)
     assert bench.work() == ["pass 0, 2 of 3", "plan transfer"]
     assert bench.asked == [(3, StateRequest(2, 0, 1, 0))]
@@ -296,121 +303,127 @@ def learning() -> Bench:
     return bench
 
 
-def test_a_node_learns_what_its_teacher_has_sealed() -> None:
-    bench = learning()
-    bench.node.asked(3, StateDigest(0, "sound", 0))
-    bench.take(3, loan(iteration=4, body=(((9, 9),),)))
+def test_a_node_takes_state_that_has_its_digest() -> None:
+    bench = recovering()
+    bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
+    bench.take(3, state_piece(iteration=4, body=(((9, 9),),)))
     assert bench.work() == ["write state"]
-    assert bench.symbols.state == [((9, 9),)]
+    assert bench.executor.state == [((9, 9),)]
     assert bench.heard() == [Recovered(4, 0)]
-    bench.take(3, loan(iteration=4))
-    assert bench.node.dropped == {(3, "state that was not asked for"): 1}, "it has all"
+    bench.take(3, state_piece(iteration=4))
+    assert bench.node.dropped == {(3, "state that was not requested"): 1}, "it has all"
 
 
 def test_an_answer_that_comes_twice_is_taken_once() -> None:
-    bench = learning()
+    bench = recovering()
     for _ in range(2):
-        bench.node.asked(3, StateDigest(0, "sound", 0))
-        bench.take(3, loan(iteration=4, body=(((9, 9),),)))
+        bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
+        bench.take(3, state_piece(iteration=4, body=(((9, 9),),)))
     assert bench.work() == ["write state"]
     assert bench.heard() == [Recovered(4, 0)]
 
 
 @pytest.mark.parametrize(
     ("sender", "message"),
-    [(3, loan(7, iteration=4)), (4, loan(iteration=4)), (3, loan(iteration=3)), (2, loan(iteration=4))],
+    [
+        (3, state_piece(7, iteration=4)),
+        (4, state_piece(iteration=4)),
+        (3, state_piece(iteration=3)),
+        (2, state_piece(iteration=4)),
+    ],
     ids=["other numbers", "of another", "of the iteration before", "of another stage"],
 )
-def test_a_node_learns_nothing_else(sender: int, message: Message) -> None:
-    bench = learning()
-    bench.node.asked(sender, StateDigest(message.lane, "sound", 0))
+def test_a_node_takes_no_other_state(sender: int, message: Message) -> None:
+    bench = recovering()
+    assert isinstance(message.header, StatePiece)
+    bench.node.handle_peer_control(sender, StateDigest(message.header.first, "sound", 0))
     bench.take(sender, message)
     assert bench.work() == []
-    assert bench.symbols.state == []
+    assert bench.executor.state == []
     assert not bench.heard()
 
 
-def test_what_comes_too_late_is_asked_for_again() -> None:
-    bench = learning()
-    bench.node.asked(3, StateDigest(0, "sound", 0))
-    bench.take(3, loan(iteration=3))
+def test_state_that_comes_too_late_is_requested_again() -> None:
+    bench = recovering()
+    bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
+    bench.take(3, state_piece(iteration=3))
     assert bench.asked == [(3, StateRequest(2, 0, 1, 0))]
 
 
-def test_what_comes_too_early_is_of_the_next_iteration() -> None:
-    bench = learning()
-    bench.node.asked(3, StateDigest(0, "sound", 0))
-    bench.take(3, loan(iteration=5, body=(((9, 9),),)))
+def test_state_that_comes_early_is_of_the_next_iteration() -> None:
+    bench = recovering()
+    bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
+    bench.take(3, state_piece(iteration=5, body=(((9, 9),),)))
     assert bench.work() == [], "its own step is still to come, and would be one too many"
     bench.begin(5)
     assert "write state" in bench.work()
     assert bench.heard() == [Recovered(5, 0)]
 
 
-def test_without_a_seal_nothing_is_believed() -> None:
-    bench = learning()
-    bench.take(3, loan(iteration=4, body=(((9, 9),),)))
+def test_state_without_a_digest_is_not_taken() -> None:
+    bench = recovering()
+    bench.take(3, state_piece(iteration=4, body=(((9, 9),),)))
     assert bench.work() == []
-    assert bench.symbols.state == []
+    assert bench.executor.state == []
 
 
-def test_another_teacher_is_asked_from_the_beginning() -> None:
-    bench = learning().hear(Recover({"kind": "replica", "sources": [4], "stages": [2], "shares": [1.0], "steps": 4}, 0))
+def test_another_source_is_asked_from_the_beginning() -> None:
+    bench = recovering().hear(Recover(StateSource("replica", (4,), (2,), (1.0,), 4), 0))
     assert bench.work() == ["plan transfer"]
     assert bench.asked == [(4, StateRequest(2, 0, 1, 0))]
-    bench.node.asked(3, StateDigest(0, "sound", 0))
-    bench.take(3, loan(iteration=4))
-    assert bench.node.dropped == {(3, "StateDigest of no use here"): 1, (3, "state that was not asked for"): 1}
+    bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
+    bench.take(3, state_piece(iteration=4))
+    assert bench.node.dropped == {(3, "StateDigest of no use here"): 1, (3, "state that was not requested"): 1}
 
 
-def test_a_broken_connection_to_the_teacher_makes_it_ask_again() -> None:
-    bench = learning()
-    bench.node.lost(4)
+def test_a_broken_connection_to_the_source_makes_it_request_again() -> None:
+    bench = recovering()
+    bench.node.reconnected(4)
     assert bench.asked == []
-    bench.node.lost(3)
+    bench.node.reconnected(3)
     assert bench.asked == [(3, StateRequest(2, 0, 1, 0))]
 
 
-def test_one_that_learns_itself_does_not_teach() -> None:
-    bench = learning()
-    bench.node.asked(4, StateRequest(2, 0, 1, 0))
+def test_a_node_that_recovers_sends_no_state() -> None:
+    bench = recovering()
+    bench.node.handle_peer_control(4, StateRequest(2, 0, 1, 0))
     assert bench.work() == []
     assert bench.node.dropped == {(4, "StateRequest of no use here"): 1}
     able = Bench(3).begin(4)
-    able.node.asked(5, StateRequest(2, 0, 1, 0))
+    able.node.handle_peer_control(5, StateRequest(2, 0, 1, 0))
     assert able.work() == ["read state"]
     assert able.asked == [(5, StateDigest(0, "sound", 0))]
-    assert [(to, message.microbatch, message.iteration) for to, message in able.posted] == [(5, STATE, 4)]
+    assert [(to, message.header) for to, message in able.sent_messages] == [(5, StatePiece(4, 0))]
 
 
-def test_what_is_lent_after_the_last_step_before_a_pause_is_of_the_next_iteration() -> None:
-    """Or one that learns, and has not taken that step yet, takes it twice."""
+def test_state_after_the_last_step_before_a_pause_is_of_the_next_iteration() -> None:
+    """Or a node that recovers, and has not taken that step yet, takes it twice."""
     bench = Bench(2).begin(4)
     average_alone(bench)
     bench.hear(Commit(4, 1.0, 1.0, True, False, False)).work()
-    bench.node.asked(6, StateRequest(1, 0, 1, 0))
+    bench.node.handle_peer_control(6, StateRequest(1, 0, 1, 0))
     assert bench.work() == ["read state"]
-    assert [message.iteration for to, message in bench.posted if to == 6] == [5]
+    assert [message.header for to, message in bench.sent_messages if to == 6] == [StatePiece(5, 0)]
 
 
 def test_a_node_that_begins_with_a_checkpoint_is_ready_when_it_has_it() -> None:
     bench = Bench(2)
-    bench.node.welcomed({"kind": "checkpoint", "sources": [], "stages": [1], "shares": [1.0], "steps": 3}, 0)
+    bench.node.executor_ready(StateSource("checkpoint", (COORDINATOR,), (1,), (1.0,), 3), 0)
     assert bench.work() == ["plan transfer"]
     assert bench.heard() == [StateRequest(1, 0, 1, 0)]
-    bench.node.restore(loan(body=(((1, 1),),)))
+    bench.node.receive(COORDINATOR, state_piece(body=(((1, 1),),)))
     assert bench.work() == ["write state"]
     assert bench.heard() == [Ready()]
-    assert bench.symbols.state == [((1, 1),)]
+    assert bench.executor.state == [((1, 1),)]
 
 
 def test_a_node_without_an_origin_is_ready_at_once() -> None:
     bench = Bench(2)
-    bench.node.welcomed({}, 0)
+    bench.node.executor_ready(None, 0)
     assert bench.heard() == [Ready()]
 
 
-def test_weights_are_shown_after_the_step_that_was_asked_for() -> None:
+def test_weights_are_read_after_the_step_that_was_committed() -> None:
     plan = small_plan()
     order: list[str] = []
 
@@ -423,7 +436,7 @@ def test_weights_are_shown_after_the_step_that_was_asked_for() -> None:
     cluster = VirtualCluster(
         plan,
         CoordinatorSettings(LEARNING, 50),
-        computers=computers,
+        executors=computers,
         stop_requests=lambda: 2 * (len(cluster.reports) == 2),
     )
     cluster.run()

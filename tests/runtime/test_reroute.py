@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from skippipe.runtime.messages import Average, Averaged, Commit, Drain, DrainAck, MicrobatchDone, Reroute
-from skippipe.runtime.node.state_machine import NodePhase
-from tests.helpers.single_node import A_HOP, Bench, average_alone, chunk, hop, long_plan, plan_of
+from skippipe.runtime.node.interfaces import NodePhase
+from tests.helpers.single_node import A_HOP, Bench, average_alone, hop, long_plan, plan_of, ring_piece
 
 # Repair inside an iteration, node by node, on `long_plan`: lane 0 goes 0 → 2 → 3 → 5 → (head at 0) → 5 → 3 → 2 → 0
 
@@ -90,11 +90,11 @@ def test_what_the_replica_sends_that_the_lost_node_had_sent_is_dropped() -> None
     assert bench.node.dropped == {(4, "a hop that has been taken before"): 1}
 
 
-def test_a_node_that_was_given_up_is_not_heard_any_more() -> None:
+def test_messages_of_a_node_that_was_declared_lost_are_dropped() -> None:
     bench = on_lane_0(2, 1).hear(THREE_BY_FOUR)
     bench.take(3, hop(0, 7), hop(0, 7, epoch=1))
     assert bench.work() == []
-    assert bench.node.dropped == {(3, "from a node that was given up"): 2}
+    assert bench.node.dropped == {(3, "from a node that was declared lost"): 2}
     bench.begin(1, 2)  # in the next iteration it may be back
     bench.take(0, hop(0, 1, iteration=1, epoch=2)).work()
     bench.take(3, hop(0, 7, iteration=1, epoch=2))
@@ -302,29 +302,29 @@ def test_what_was_sent_before_a_new_beginning_is_stale() -> None:
 
 def test_a_broken_connection_has_what_was_sent_last_sent_again() -> None:
     bench = on_lane_0(2, 1)
-    bench.node.lost(3)
+    bench.node.reconnected(3)
     assert bench.sent() == ["0/0 step 2 → 3, epoch 0"]
-    bench.node.lost(4)
-    bench.node.lost(0)
+    bench.node.reconnected(4)
+    bench.node.reconnected(0)
     assert bench.sent() == []
     bench.take(3, hop(0, 7)).work()
     bench.sent()
-    bench.node.lost(0)
+    bench.node.reconnected(0)
     assert bench.sent() == ["0/0 step 8 → 0, epoch 0"]
 
 
 def test_averaging_that_is_under_way_is_given_up_and_begun_again_with_those_who_are_left() -> None:
     bench = Bench(5).begin()
     assert bench.work() == ["pass 0, 2 of 3"]
-    bench.take(4, chunk(0, piece=1))
+    bench.take(4, ring_piece(0, piece=1))
     assert bench.decide() == "pass 1, 2 of 3"
-    assert bench.sent() == ["chunk 0 → 3, epoch 0"]
+    assert bench.sent() == ["piece 0 → 3, epoch 0"]
     bench.hear(Reroute(0, 1, [4], [[1, 0, 1, 2, 3]], []))
     bench.end()
     assert bench.sent() == [], "what was under way comes to nothing"
     assert bench.work() == []
-    bench.take(3, chunk(1, epoch=0))
-    assert bench.node.dropped == {(3, "a chunk of a ring that was given up"): 1}
+    bench.take(3, ring_piece(1, epoch=0))
+    assert bench.node.dropped == {(3, "a piece of a ring that was given up"): 1}
     bench.hear(Drain(0, 1, False))
     assert bench.work() == []
     assert bench.heard() == [DrainAck(0, 1, [])]
@@ -333,11 +333,11 @@ def test_averaging_that_is_under_way_is_given_up_and_begun_again_with_those_who_
     assert bench.heard() == [DrainAck(0, 1, [])], "averaging of another epoch does not begin"
     bench.hear(Average(0, 1, [4, 4, 0]))
     assert bench.work() == ["pass 0, 1 of 2"]
-    bench.take(3, chunk(0, epoch=1, piece=0))
+    bench.take(3, ring_piece(0, epoch=1, piece=0))
     assert bench.work() == ["pass 1, 1 of 2"]
-    bench.take(3, chunk(1, epoch=1, piece=1))
+    bench.take(3, ring_piece(1, epoch=1, piece=1))
     assert bench.work() == ["pass 2, 1 of 2", "measure 0"]
-    assert bench.sent() == ["chunk 0 → 3, epoch 1", "chunk 1 → 3, epoch 1"]
+    assert bench.sent() == ["piece 0 → 3, epoch 1", "piece 1 → 3, epoch 1"]
     (averaged,) = bench.heard()
     assert isinstance(averaged, Averaged)
     assert (averaged.iteration, averaged.epoch, averaged.squared_norm) == (0, 1, 0.0)
@@ -423,7 +423,7 @@ def test_a_microbatch_that_comes_again_before_its_weight_gradients_were_added_go
 def test_a_gradient_that_is_not_finite_is_left_out_by_the_one_who_has_made_it() -> None:
     for poison, visits in ((False, [[0, 0]]), (True, [])):
         bench = on_lane_0(5, 3)
-        bench.symbols.poison = poison
+        bench.executor.poison = poison
         bench.take(0, hop(0, 5)).work()
         bench.hear(Drain(0, 1, True))
         assert bench.work() == ["check finite"]
@@ -433,7 +433,7 @@ def test_a_gradient_that_is_not_finite_is_left_out_by_the_one_who_has_made_it() 
 def test_a_change_while_a_gradient_is_inspected_forgets_nothing() -> None:
     """What the computer has cleared is in no account."""
     bench = on_lane_0(5, 3)
-    bench.symbols.poison = True
+    bench.executor.poison = True
     bench.take(0, hop(0, 5)).work()
     bench.hear(Drain(0, 1, True))
     assert bench.decide() == "check finite"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from skippipe.runtime.coordinator.interfaces import CoordinatorState, WriteFailed
 from skippipe.runtime.coordinator.settings import Deadlines
 from skippipe.runtime.messages import Begin, Commit, GatherState, Ready, Recover, StateRequest, Stepped, Stop
-from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.message import Message
 from tests.helpers.single_coordinator import (
     ANY_ID,
     HELLO,
@@ -28,7 +27,7 @@ from tests.helpers.single_node import AT_ONCE
 
 
 def piece(number: int, body: Any = None, *, kept: bool = False) -> Message:
-    return Message(MessageKind.CHUNK, 0, 0, number, int(kept), body)
+    return Message((CheckpointPiece if kept else WeightsPiece)(0, number), body)
 
 
 def collecting(iterations: int = 1, **others: Any) -> CoordinatorHarness:
@@ -109,7 +108,7 @@ def test_when_the_last_holder_is_lost_a_node_that_joins_may_replace_it() -> None
     (receiver,) = receivers
     harness.send(receiver, Ready())
     recoveries = [control for control in harness.env.new_messages()[receiver] if isinstance(control, Recover)]
-    assert [each.origin["kind"] for each in recoveries] == ["neighbours"]
+    assert [each.origin.kind for each in recoveries] == ["neighbours"]
     harness.send(receiver, Ready())
     assert is_now(harness.coordinator, CoordinatorState.GATHERING)
     assert harness.env.new_messages() == {receiver: [GatherState(0, False, ANY_ID)]}

@@ -1,4 +1,4 @@
-"""The state of a stage, learned from a replica or a checkpoint, or rebuilt from the stages beside it."""
+"""The state of a stage, received from a replica or a checkpoint, or rebuilt from the stages beside it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tests.helpers.executors import RATE, computer_of, noise, ring, state_of, st
 torch.set_num_threads(1)
 
 
-def learn(learner: StageExecutor, parts: Sequence[StateSlice], sources: dict[int, StageExecutor]) -> None:
+def transfer(receiver: StageExecutor, parts: Sequence[StateSlice], sources: dict[int, StageExecutor]) -> None:
     for part in parts:
-        loan = sources[part.source].run(ReadState(part.first, part.count, to=0))
-        assert learner.run(WriteState(part, *loan)) is True
+        chunk = sources[part.source].run(ReadState(part.first, part.count, to=0))
+        assert receiver.run(WriteState(part, *chunk)) is True
 
 
 def test_a_learner_that_steps_along_ends_as_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,21 +39,21 @@ def test_a_learner_that_steps_along_ends_as_the_replica(monkeypatch: pytest.Monk
     for number in range(3):
         replica.tasks.weights.gradient.copy_(noise(number, size))
         stepped(replica, 2)
-    parts = learner.run(PlanTransfer(StateSource("replica", (4,), (1,), (1.0,), replica.tasks.weights.steps)))
+    parts = receiver.run(PlanTransfer(StateSource("replica", (4,), (1,), (1.0,), replica.tasks.weights.steps)))
     assert sum(part.count for part in parts) == 3 * size
     assert max(part.count for part in parts) == 5000
     assert size % 5000, "a part should hold the end of the weights and the beginning of the means"
     assert {part.source for part in parts} == {4}
     for number, part in enumerate(reversed(parts)):
         replica.tasks.weights.gradient.copy_(noise(50 + number, size))
-        ring([replica, learner])
-        norms = [each.run(GradNorm(2, alone=False)) for each in (replica, learner)]
+        ring([replica, receiver])
+        norms = [each.run(GradNorm(2, alone=False)) for each in (replica, receiver)]
         assert norms[0] == norms[1]
-        learn(learner, [part], {4: replica})
-        for each in (replica, learner):
+        transfer(receiver, [part], {4: replica})
+        for each in (replica, receiver):
             each.run(OptimizerStep(RATE, 0.5))
-    assert torch.equal(state_of(replica), state_of(learner))
-    assert replica.tasks.weights.steps == learner.tasks.weights.steps == 3 + len(parts)
+    assert torch.equal(state_of(replica), state_of(receiver))
+    assert replica.tasks.weights.steps == receiver.tasks.weights.steps == 3 + len(parts)
 
 
 def named(executor: StageExecutor) -> dict[str, torch.Tensor]:
@@ -64,7 +64,7 @@ def rebuilt(
     stage: int, stages: tuple[int, ...], shares: tuple[float, ...], layers: tuple[int, ...], **options: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
     """The weights before and after, and those of the neighbours."""
-    learner = computer_of(stage, layers=layers, seed=1, **options)
+    receiver = computer_of(stage, layers=layers, seed=1, **options)
     others = {10 + each: computer_of(each, layers=layers, seed=2, **options) for each in stages}
     means = learner.tasks.weights.optimizer.state
     for part in means.values():
@@ -129,11 +129,11 @@ def test_the_same_depth() -> None:
 
 @pytest.mark.parametrize("kind", ["replica", "checkpoint"])
 def test_all_of_a_state_comes_from_one(kind: Literal["replica", "checkpoint"]) -> None:
-    learner, source = computer_of(0, seed=8), computer_of(0)
+    receiver, source = computer_of(0, seed=8), computer_of(0)
     source.tasks.weights.gradient.copy_(noise(0, len(source.tasks.weights.gradient)))
     stepped(source, 1)
-    learn(learner, learner.run(PlanTransfer(StateSource(kind, (-1,), (0,), (1.0,), 1))), {-1: source})
-    assert torch.equal(state_of(learner), state_of(source))
+    transfer(receiver, receiver.run(PlanTransfer(StateSource(kind, (-1,), (0,), (1.0,), 1))), {-1: source})
+    assert torch.equal(state_of(receiver), state_of(source))
 
 
 def test_what_was_not_asked_for_is_not_taken_over() -> None:
@@ -146,8 +146,8 @@ def test_what_was_not_asked_for_is_not_taken_over() -> None:
         assert executor.run(ReadState(first, count, to=0)).payload is None
     with pytest.raises(ValueError, match="of a state of"):
         executor.run(WriteState(StateSlice(0, 0, 10, size - 5), encode(torch.ones(10), "fp32")))
-    loan = executor.run(ReadState(0, 10, to=0))
-    bent = bytearray(loan.payload.data)
+    chunk = executor.run(ReadState(0, 10, to=0))
+    bent = bytearray(chunk.payload.data)
     bent[3] ^= 1
-    assert executor.run(WriteState(StateSlice(0, 0, 10, 20), EncodedTensor("fp32", (10,), bent), loan.digest)) is False
+    assert executor.run(WriteState(StateSlice(0, 0, 10, 20), EncodedTensor("fp32", (10,), bent), chunk.digest)) is False
     assert torch.equal(state_of(executor), before)

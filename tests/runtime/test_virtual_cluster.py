@@ -92,9 +92,9 @@ def test_every_iteration_completes_however_long_things_take(plan: Plan, seed: in
     assert [report.iteration for report in cluster.reports] == list(range(iterations))
     assert cluster.reports == again.reports
     assert cluster.finished_ns == again.finished_ns
-    assert cluster.machines
+    assert cluster.executor_of
     expected = visits_by_stage(plan)
-    for node, executor in cluster.machines.items():  # Symbols also watch slots, order and what is handed over
+    for node, executor in cluster.executor_of.items():  # Symbols also watch slots, order and what is handed over
         assert isinstance(executor, SymbolicExecutor)
         assert executor.history == [expected[plan.stage_of[node]]] * iterations
     assert sorted(cluster.stored) == list(range(len(plan.stages)))
@@ -133,7 +133,7 @@ def test_a_plan_that_locks_up_is_put_right_when_patience_ends() -> None:
     assert deadlock_cycle([lane.path for lane in found.lanes], found.slots) is None
     assert run.finished_ns - at_ns == 2 * simulate(found, Timing.FULL).iteration_ns
     for node, stage in found.stage_of.items():  # of the first attempt nothing is left
-        assert isinstance(executor := run.machines[node], SymbolicExecutor)
+        assert isinstance(executor := run.executor_of[node], SymbolicExecutor)
         assert executor.history == [visits_by_stage(found)[stage]] * 2
 
 

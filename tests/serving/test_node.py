@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 from random import Random
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from skippipe.inference.request import SamplingParams
 from skippipe.runtime.messages import (
@@ -44,7 +44,7 @@ from skippipe.serving.step_protocol import (
     StepRefused,
     step_messages,
 )
-from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.message import Message
 from tests.helpers.echo_engine import PLACES, VOCABULARY, answer, next_token
 
 STAGE_OF = {node: stage for stage, nodes in PLACES.items() for node in nodes}
@@ -114,7 +114,7 @@ class Place:
     def send(self, receiver: int, message: Message) -> None:
         self.world.between(self.number, receiver, lambda place: place.node.receive(self.number, message))
 
-    def say(self, control: ControlMessage, to: int = COORDINATOR) -> None:
+    def send_control(self, control: ControlMessage, to: int = COORDINATOR) -> None:
         assert to == COORDINATOR
         self.world.to_gateway(self, from_json(to_json(control)))
 
@@ -145,7 +145,7 @@ class World:
 
     def begin(self, node: int) -> None:
         self.places[node] = Place(self, node)
-        self.places[node].node.welcomed({}, 0)
+        self.places[node].node.executor_ready(None, 0)
 
     def kill(self, node: int, back_after_s: float) -> None:
         self.places[node].alive = False
@@ -207,7 +207,7 @@ class World:
 
         def arrive() -> None:
             if there.alive and self.places[node] is there:
-                there.node.hear(heard)
+                there.node.handle_control(heard)
                 there.node.decide()
 
         self.at(0.005, arrive)  # in the order in which it was said
@@ -251,16 +251,16 @@ def test_what_no_step_foresees_is_dropped() -> None:
     world = World(0, ServingSettings())
     place = world.places[2]
     feed = RunStep(1, 1, [0, 2], [[0, 0, 1]], [], [], [], [])
-    place.node.hear(feed)
-    hop = Message(MessageKind.HOP, 1, 1, 0, 1)
+    place.node.handle_control(feed)
+    hop = Message(StepHop(1, 1, 1))
     for sender, body in ((4, [(1,)]), (0, [(1,), (2,)]), (0, "nonsense")):
-        place.node.receive(sender, Message(MessageKind.HOP, 1, 1, 0, 1, body))  # type: ignore[arg-type]
+        place.node.receive(sender, Message(StepHop(1, 1, 1), body))  # type: ignore[arg-type]
     place.node.receive(0, hop)
-    place.node.receive(0, Message(MessageKind.CHUNK, 1, 1, 0, 1))
+    place.node.receive(0, Message(RingPiece(1, 1, 1)))
     assert sum(place.node.dropped.values()) == 5
-    place.node.hear(RunStep(2, 1, [0, 4], [[0, 0, 1]], [], [], [], []))
+    place.node.handle_control(RunStep(2, 1, [0, 4], [[0, 0, 1]], [], [], [], []))
     assert sum(place.node.dropped.values()) == 6
-    place.node.receive(0, Message(MessageKind.HOP, 1, 1, 0, 1, [(1,)]))  # type: ignore[arg-type]
+    place.node.receive(0, Message(StepHop(1, 1, 1), [(1,)]))  # type: ignore[arg-type]
     assert sum(place.node.dropped.values()) == 6
 
 
@@ -294,13 +294,13 @@ GOOD = RunStep(1, 1, [0, 2], [[0, 0, 2], [1, 4, 1]], [3], [[5, 6], [7]], [[0.5, 
 )
 def test_steps_that_cannot_be_are_dropped(changed: dict[str, Any], why: str) -> None:
     node = World(0, ServingSettings()).places[0].node
-    node.hear(replace(GOOD, **changed))
+    node.handle_control(structs.replace(GOOD, **changed))
     ((sender, what),) = node.dropped
     assert sender == COORDINATOR
     assert why in what
     node.decide()
     assert node.doing == "serving", "nothing is done about it"
-    node.hear(GOOD)
+    node.handle_control(GOOD)
     node.decide()
     assert node.doing == "serving, forward step"
 
@@ -318,9 +318,9 @@ def test_tensors_that_nobody_told_of_make_room_for_others() -> None:
 
 def test_a_tensor_from_elsewhere_does_not_take_the_place_of_the_one_that_is_waited_for() -> None:
     place = World(0, ServingSettings()).places[2]
-    place.node.receive(0, Message(MessageKind.HOP, 1, 1, 0, 1, [(1,)]))  # type: ignore[arg-type]
-    place.node.receive(4, Message(MessageKind.HOP, 1, 1, 0, 1, [(9,)]))  # type: ignore[arg-type]
-    place.node.hear(RunStep(1, 1, [0, 2], [[0, 0, 1]], [], [], [], []))
+    place.node.receive(0, Message(StepHop(1, 1, 1), [(1,)]))  # type: ignore[arg-type]
+    place.node.receive(4, Message(StepHop(1, 1, 1), [(9,)]))  # type: ignore[arg-type]
+    place.node.handle_control(RunStep(1, 1, [0, 2], [[0, 0, 1]], [], [], [], []))
     place.node.decide()
     assert place.node.doing == "serving, forward step"
 

@@ -159,7 +159,7 @@ def test_gradients_are_means_over_the_microbatches_that_came() -> None:
     for node, executor in computers.items():
         weights = executor.tasks.weights
         weights.step = partial(noted, node, weights, weights.step)  # type: ignore[method-assign]
-    cluster = VirtualCluster(plan, CoordinatorSettings(LEARNING, 1), computers=computers)
+    cluster = VirtualCluster(plan, CoordinatorSettings(LEARNING, 1), executors=computers)
     cluster.run()
     for node, stage in plan.stage_of.items():
         torch.testing.assert_close(found[node], expected[stage], rtol=1e-4, atol=1e-7, msg=f"node {node}")

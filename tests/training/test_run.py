@@ -40,7 +40,7 @@ from skippipe.simulator import simulate
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.training.run import Run
 from skippipe.transport.mailbox import Security
-from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.message import Hop, Message
 from skippipe.transport.wire_codec import encode
 from skippipe.workload import Workload
 from tests.helpers.models import FAMILIES, tiny
@@ -384,7 +384,7 @@ class Echo:
         return torch.full((3,), work.rate)
 
     def fits(self, message: Message, at: int, size: int) -> bool:
-        return (message.step, at, size) == (1, 2, 3)
+        return (message.header, at, size) == (Hop(0, 0, 0, 1), 2, 3)
 
 
 def test_a_worker_keeps_nothing_of_what_it_made() -> None:
@@ -400,8 +400,8 @@ def test_a_worker_keeps_nothing_of_what_it_made() -> None:
     del made
     gc.collect()
     assert gone() is None
-    assert worker.fits(Message(MessageKind.HOP, 0, 0, 0, 1), 2, 3), "its computer says so"
-    assert not worker.fits(Message(MessageKind.HOP, 0, 0, 0, 2), 2, 3)
+    assert worker.fits(Message(Hop(0, 0, 0, 1)), 2, 3), "its computer says so"
+    assert not worker.fits(Message(Hop(0, 0, 0, 2)), 2, 3)
     worker.stop()
 
 
@@ -419,7 +419,7 @@ def test_a_worker_builds_on_its_own_thread_when_the_former_one_has_ended() -> No
     worker = OpThread(lambda: build("worker", may), woken.set, None, former)
     may.set()
     assert not worker.built
-    assert not worker.fits(Message(MessageKind.HOP, 0, 0, 0, 1), 2, 3), "nobody can say yet"
+    assert not worker.fits(Message(Hop(0, 0, 0, 1)), 2, 3), "nobody can say yet"
     former_may.set()
     assert woken.wait(PATIENCE_S)
     assert worker.built

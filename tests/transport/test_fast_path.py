@@ -1,4 +1,4 @@
-"""Fast lanes: the order of messages stays, forged frames get nowhere, and without a lane all goes on under CURVE."""
+"""Fast paths: the order of messages stays, forged frames get nowhere, and without one all goes on under CURVE."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skippipe.transport import sender
 from skippipe.transport.aead import TAG_BYTES
 from skippipe.transport.fast_path import LARGE_BYTES, FastPathMessage, FastPathReceiver, FastPathVerb
 from skippipe.transport.mailbox import LossReason, Lost, Mailbox, QueueFull
-from skippipe.transport.message import HEADER, Message, MessageKind, Received
+from skippipe.transport.message import HEADER, Message, Received, Stamp
 from skippipe.transport.wire_codec import EncodedTensor
 from tests.helpers.mailboxes import HELLO, KEYS, LARGE, PATIENCE_S, Net, link, network, numbered
 from tests.helpers.relay import Relay, Tamper
@@ -34,8 +34,8 @@ def check(received: list[Received]) -> list[int]:
     """Numbers of the messages, which are as they were sent."""
     for each in received:
         body = each.message.body
-        assert each.message == numbered(each.message.iteration, body.nbytes if isinstance(body, EncodedTensor) else 0)
-    return [each.message.iteration for each in received]
+        assert each.message == numbered(number_of(each), body.nbytes if isinstance(body, EncodedTensor) else 0)
+    return [number_of(each) for each in received]
 
 
 def both_ways(net: Net, **options: Any) -> tuple[Mailbox, Mailbox]:
@@ -46,18 +46,18 @@ def both_ways(net: Net, **options: Any) -> tuple[Mailbox, Mailbox]:
 
 
 def fast(net: Net, **options: Any) -> tuple[Mailbox, Mailbox]:
-    """Two mailboxes, with a lane from a to b that is in use."""
+    """Two mailboxes, with a fast path from a to b that is in use."""
     a, b = both_ways(net, **options)
     a.send("b", LARGE)
-    net.until(lambda: a.in_fast_lane)
+    net.until(lambda: a.on_fast_path)
     a.send("b", HELLO)
     net.until(lambda: b.received_bytes["a"] == a.sent_bytes["b"])
     return a, b
 
 
 def later(box: Mailbox) -> None:
-    """As if ASK_AGAIN_S had passed."""
-    box._outgoing["b"]._ask_from_s = 0.0
+    """As if REQUEST_AGAIN_S had passed."""
+    box._outgoing["b"]._request_from_s = 0.0
 
 
 def relayed(monkeypatch: pytest.MonkeyPatch, relay: Relay) -> None:
@@ -68,8 +68,8 @@ def relayed(monkeypatch: pytest.MonkeyPatch, relay: Relay) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_order_across_lanes(net: Net, seed: int) -> None:
-    """Both ways, from before there is a lane, with full queues."""
+def test_order_across_fast_path(net: Net, seed: int) -> None:
+    """Both ways, from before there is a fast path, with full queues."""
     rng = random.Random(seed)
     boxes = both_ways(net, depth=3)
     lists = [[numbered(n, rng.choice([0, 2, 1000, 70_000, LARGE_BYTES, 2_000_001])) for n in range(120)] for _ in boxes]
@@ -92,14 +92,14 @@ def test_order_across_lanes(net: Net, seed: int) -> None:
 
     found = net.until(send_some)
     for box, peer in (boxes, boxes[::-1]):
-        assert box.in_fast_lane == {peer.name} and not box.lost()
+        assert box.on_fast_path == {peer.name} and not box.lost()
         assert check(found[peer.name]) == list(range(120))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_order_stays_when_lanes_break(net: Net, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_order_stays_when_fast_path_break(net: Net, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Some messages are gone, each time with a loss; none comes twice, none too late, and it goes on."""
-    monkeypatch.setattr(sender, "ASK_AGAIN_S", 0.5)
+    monkeypatch.setattr(sender, "REQUEST_AGAIN_S", 0.5)
     rng, relay = random.Random(seed), Relay()
     relayed(monkeypatch, relay)
     a, b = both_ways(net, depth=4)
@@ -116,7 +116,7 @@ def test_order_stays_when_lanes_break(net: Net, monkeypatch: pytest.MonkeyPatch,
                 except QueueFull:
                     break
                 sent += 1
-            if cuts < 3 and a.in_fast_lane and rng.random() < 0.05:
+            if cuts < 3 and a.on_fast_path and rng.random() < 0.05:
                 relay.cut()
                 cuts, last = cuts + 1, sent + 50
             a.receive(0.001)
@@ -151,27 +151,27 @@ TAMPERS: dict[str, Tamper] = {
 
 
 @pytest.mark.parametrize("how", TAMPERS)
-def test_tampering_ends_the_lane_and_nothing_else(net: Net, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Frame 3 is the payload of the second message in the lane; nothing after it comes through."""
+def test_tampering_ends_the_fast_path_and_nothing_else(net: Net, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Frame 3 is the payload of the second message in the fast path; nothing after it comes through."""
     relay = Relay(TAMPERS[how])
     relayed(monkeypatch, relay)
     try:
         a, b = both_ways(net)
         a.send("b", LARGE)
-        net.until(lambda: a.in_fast_lane)
+        net.until(lambda: a.on_fast_path)
         for number in range(1, 6):
             a.send("b", numbered(number, LARGE_BYTES))
-        found = net.until(lambda: not a.in_fast_lane)
+        found = net.until(lambda: not a.on_fast_path)
         assert a.lost() == [Lost("b", LossReason.DISCONNECTED)] and a.connected == {"b"}
         assert set(check(found["b"])) <= ({1, 2} if how == "replayed" else {1})
         assert b.refused == (how != "too long") and not b.malformed  # libzmq itself hangs up on a frame too long
         if b.refused:
-            assert b.last_refused == "lane of 'a'"
+            assert b.last_refused == "fast path of 'a'"
         later(a)
         a.send("b", numbered(6, LARGE_BYTES))  # under CURVE
-        assert net.until(lambda: a.in_fast_lane)["b"][-1].message == numbered(6, LARGE_BYTES)
+        assert net.until(lambda: a.on_fast_path)["b"][-1].message == numbered(6, LARGE_BYTES)
         first, second = relay.offers
-        assert first.lane != second.lane and first.secret != second.secret
+        assert first.path_id != second.path_id and first.secret != second.secret
     finally:
         relay.close()
 
@@ -200,7 +200,7 @@ def stranger(offer: FastPathMessage) -> Iterator[zmq.Socket[bytes]]:
     """Somebody who has read name and password off the wire."""
     with zmq.Context() as context, context.socket(zmq.PUSH) as push:
         push.setsockopt(zmq.LINGER, 0)
-        push.setsockopt(zmq.PLAIN_USERNAME, offer.lane.hex().encode())
+        push.setsockopt(zmq.PLAIN_USERNAME, offer.path_id.hex().encode())
         push.setsockopt(zmq.PLAIN_PASSWORD, offer.secret.hex().encode())
         push.connect(f"tcp://127.0.0.1:{offer.port}")
         yield push
@@ -214,26 +214,28 @@ def test_name_and_password_are_good_for_once(net: Net, monkeypatch: pytest.Monke
         with stranger(relay.offers[0]) as push:
             push.send(b"x" * (HEADER.size + 8 + TAG_BYTES))
             assert not net.until(lambda: b.refused)["b"]
-        assert b.last_refused == f"lane '{relay.offers[0].lane.hex()[:8]}'"
-        a.send("b", HELLO)  # the lane stands
-        assert net.delivered(b) == [Received("a", HELLO)] and not a.lost() and a.in_fast_lane
+        assert b.last_refused == f"fast path '{relay.offers[0].path_id.hex()[:8]}'"
+        a.send("b", HELLO)  # the fast path stands
+        assert net.delivered(b) == [Received("a", HELLO)] and not a.lost() and a.on_fast_path
     finally:
         relay.close()
 
 
-def test_stranger_who_comes_first_keeps_out_of_the_lane_and_no_more(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stranger_who_comes_first_keeps_out_of_the_fast_path_and_no_more(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
     offers: list[FastPathMessage] = []
     real, came = FastPathReceiver.offer, ExitStack()
 
-    def raced(lane: FastPathReceiver) -> FastPathMessage:
+    def raced(path: FastPathReceiver) -> FastPathMessage:
         """The offer goes to a when the stranger is in."""
-        offers.append(real(lane))
+        offers.append(real(path))
         if len(offers) == 1:
             push = came.enter_context(stranger(offers[0]))
             push.send(b"x" * (HEADER.size + 8 + TAG_BYTES))
             deadline = time.monotonic() + PATIENCE_S
-            while b._incoming.admission._token_of and time.monotonic() < deadline:
-                b._incoming.answer_strangers()
+            while b._incoming.auth._token_of and time.monotonic() < deadline:
+                b._incoming.answer_authentication()
         return offers[-1]
 
     monkeypatch.setattr(FastPathReceiver, "offer", raced)
@@ -241,43 +243,43 @@ def test_stranger_who_comes_first_keeps_out_of_the_lane_and_no_more(net: Net, mo
         a, b = both_ways(net)
         a.send("b", LARGE)
         net.until(lambda: b.refused)  # it is a that is refused
-        assert not a.in_fast_lane and not a.lost()
+        assert not a.on_fast_path and not a.lost()
         later(a)
         a.send("b", numbered(1, LARGE_BYTES))
-        found = net.until(lambda: a.in_fast_lane)["b"]  # the second try is better
+        found = net.until(lambda: a.on_fast_path)["b"]  # the second try is better
         assert check(found) == [1] and len(offers) == 2 and not b.malformed
 
 
 # Losses, and doing without
 
 
-def test_peer_that_returns_gets_a_new_lane(net: Net) -> None:
+def test_peer_that_returns_gets_a_new_fast_path(net: Net) -> None:
     a, b = fast(net)
     address = b.address
     b.close()
     net.forget(b)
     net.until(lambda: not a.connected)
-    assert set(a.lost()) == {Lost("b", LossReason.DISCONNECTED)} and not a.in_fast_lane
+    assert set(a.lost()) == {Lost("b", LossReason.DISCONNECTED)} and not a.on_fast_path
     again = net.box("b", listen=address)
     link(again, a)
     for number in range(3):
         a.send("b", numbered(number, LARGE_BYTES))
-    assert check(net.until(lambda: a.in_fast_lane and again.received_bytes["a"] >= 3 * LARGE_BYTES)["b"]) == [0, 1, 2]
+    assert check(net.until(lambda: a.on_fast_path and again.received_bytes["a"] >= 3 * LARGE_BYTES)["b"]) == [0, 1, 2]
 
 
-def test_sender_that_returns_gets_a_new_lane(net: Net) -> None:
+def test_sender_that_returns_gets_a_new_fast_path(net: Net) -> None:
     a, b = fast(net)
     a.close(linger_s=PATIENCE_S)
     net.forget(a)
     again = net.box("a", listen=a.address)
     link(again, b)
     again.send("b", numbered(1, LARGE_BYTES))
-    assert check(net.until(lambda: again.in_fast_lane)["b"]) == [1]
+    assert check(net.until(lambda: again.on_fast_path)["b"]) == [1]
     again.send("b", numbered(2, LARGE_BYTES))
     assert check(net.delivered(b)) == [2]
 
 
-def test_close_lets_the_lane_leave(net: Net) -> None:
+def test_close_lets_the_fast_path_leave(net: Net) -> None:
     a, b = fast(net)
     for number in range(8):
         a.send("b", numbered(number, 4 * LARGE_BYTES))
@@ -287,7 +289,7 @@ def test_close_lets_the_lane_leave(net: Net) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [60_000, 16 * LARGE_BYTES])  # the smaller ones pyzmq would copy
-def test_full_lane_is_an_error_and_loses_nothing(net: Net, nbytes: int) -> None:
+def test_full_fast_path_is_an_error_and_loses_nothing(net: Net, nbytes: int) -> None:
     a, b = fast(net, depth=2, largest_bytes=16 * LARGE_BYTES)
     sent, full_s = 0, 0.0
     while full_s < 0.3:  # meanwhile some of it leaves for what b's queue can take
@@ -305,10 +307,10 @@ def test_full_lane_is_an_error_and_loses_nothing(net: Net, nbytes: int) -> None:
     assert check(net.delivered(b, sent)) == list(range(sent))
     assert a.receive(PATIENCE_S) == [] and time.monotonic() - began < PATIENCE_S  # there is room: no need to wait
     a.send("b", HELLO)
-    assert net.delivered(b) == [Received("a", HELLO)] and a.in_fast_lane
+    assert net.delivered(b) == [Received("a", HELLO)] and a.on_fast_path
 
 
-def test_forbidden_in_the_lane_too(net: Net) -> None:
+def test_forbidden_in_the_fast_path_too(net: Net) -> None:
     a, b = fast(net)
     b.forbid("a")
     a.send("b", LARGE)
@@ -318,15 +320,15 @@ def test_forbidden_in_the_lane_too(net: Net) -> None:
     b.allow("a", KEYS["a"].public)
     later(a)
     a.send("b", LARGE)
-    assert len(net.until(lambda: a.in_fast_lane)["b"]) == 1
+    assert len(net.until(lambda: a.on_fast_path)["b"]) == 1
 
 
-def test_oversize_ends_the_lane(net: Net) -> None:
+def test_oversize_ends_the_fast_path(net: Net) -> None:
     a, b = net.box("a"), net.box("b", largest_bytes=2**20)
     link(a, b)
     link(b, a)
     a.send("b", LARGE)
-    net.until(lambda: a.in_fast_lane)
+    net.until(lambda: a.on_fast_path)
     a.send("b", numbered(1, 2**20 + 2))
     assert net.loss(a) == Lost("b", LossReason.DISCONNECTED) and b.malformed == {"a": 1}
     a.send("b", HELLO)
@@ -339,29 +341,29 @@ def test_lane_needs_both_ways(net: Net) -> None:
     a.send("b", LARGE)
     assert net.delivered(b)[0].message == LARGE
     a.receive(0.05)
-    assert not a.in_fast_lane
+    assert not a.on_fast_path
     link(b, a)  # later than asked for
-    net.until(lambda: a.in_fast_lane)
-    assert not b.in_fast_lane  # each way has its own, and this way nothing large was sent
+    net.until(lambda: a.on_fast_path)
+    assert not b.on_fast_path  # each way has its own, and this way nothing large was sent
 
 
 def test_offer_for_a_question_of_the_past(net: Net) -> None:
     a, _ = both_ways(net)
     a.send("b", LARGE)
-    a._outgoing["b"].take_lane(FastPathMessage(FastPathVerb.OFFER, bytes(16), 5555))
-    assert a._outgoing["b"].lane is None
-    net.until(lambda: a.in_fast_lane)
+    a._outgoing["b"].open_fast_path(FastPathMessage(FastPathVerb.OFFER, bytes(16), 5555))
+    assert a._outgoing["b"].fast_path is None
+    net.until(lambda: a.on_fast_path)
 
 
-def test_control_messages_ask_for_no_lane(net: Net) -> None:
+def test_control_messages_ask_for_no_fast_path(net: Net) -> None:
     a, b = both_ways(net, json_bytes=2**20)
-    a.send("b", Message(MessageKind.CONTROL, 0, 0, 0, 0, {"brief": "x" * LARGE_BYTES}))
-    a.send("b", Message(MessageKind.CONTROL, 0, 0, 0, 0, {"brief": "x" * 2**20}))
+    a.send("b", Message(Stamp(0, 0, 0), {"brief": "x" * LARGE_BYTES}))
+    a.send("b", Message(Stamp(0, 0, 0), {"brief": "x" * 2**20}))
     assert len(net.until(lambda: b.malformed)["b"]) == 1
-    assert a._outgoing["b"]._asked is None
+    assert a._outgoing["b"]._requested is None
 
 
-@pytest.mark.parametrize("options", [({"fast_lane": False}, {}), ({}, {"fast_lane": False})])
+@pytest.mark.parametrize("options", [({"fast_path": False}, {}), ({}, {"fast_path": False})])
 def test_lane_needs_both_to_want_it(net: Net, options: tuple[dict[str, Any], dict[str, Any]]) -> None:
     a, b = net.box("a", **options[0]), net.box("b", **options[1])
     link(a, b)
@@ -369,7 +371,7 @@ def test_lane_needs_both_to_want_it(net: Net, options: tuple[dict[str, Any], dic
     for number in range(4):
         a.send("b", numbered(number, LARGE_BYTES))
     assert check(net.until(lambda: b.received_bytes["a"] == a.sent_bytes["b"])["b"]) == [0, 1, 2, 3]
-    assert not a.in_fast_lane and not b._incoming._lanes
+    assert not a.on_fast_path and not b._incoming._paths
 
 
 def test_unreachable_port_is_not_tried_all_the_time(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,9 +380,9 @@ def test_unreachable_port_is_not_tried_all_the_time(net: Net, monkeypatch: pytes
         port = nobody.getsockname()[1]
         offers: list[bytes] = []
 
-        def wrong_offer(lane: FastPathReceiver) -> FastPathMessage:
-            offers.append(lane.name)
-            return FastPathMessage(FastPathVerb.OFFER, lane.name, port, lane.token)
+        def wrong_offer(path: FastPathReceiver) -> FastPathMessage:
+            offers.append(path.path_id)
+            return FastPathMessage(FastPathVerb.OFFER, path.path_id, port, path.token)
 
         monkeypatch.setattr(FastPathReceiver, "offer", wrong_offer)
         a, b = both_ways(net)
@@ -389,8 +391,8 @@ def test_unreachable_port_is_not_tried_all_the_time(net: Net, monkeypatch: pytes
                 later(a)
             a.send("b", numbered(number, LARGE_BYTES))
             assert check(net.until(lambda: b.received_bytes["a"] == a.sent_bytes["b"])["b"]) == [number]
-        net.until(lambda: len(offers) == 2 and a._outgoing["b"].lane is None)
-        assert not a.lost() and not a.in_fast_lane
+        net.until(lambda: len(offers) == 2 and a._outgoing["b"].fast_path is None)
+        assert not a.lost() and not a.on_fast_path
 
 
 def test_without_cryptography() -> None:

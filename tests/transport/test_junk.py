@@ -15,10 +15,19 @@ import zmq
 
 from benchmarks.fuzz import bad_message
 from skippipe.transport.addresses import Socket
-from skippipe.transport.fast_path import WORD_MAGIC
+from skippipe.transport.fast_path import VERB_MAGIC
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox
-from skippipe.transport.message import HEADER, Limits, Malformed, Message, MessageKind, Received, from_frames, to_frames
+from skippipe.transport.message import (
+    HEADER,
+    Hop,
+    Limits,
+    Malformed,
+    Message,
+    Received,
+    from_frames,
+    to_frames,
+)
 from skippipe.transport.wire_codec import EncodedTensor
 from tests.helpers.mailboxes import HELLO, KEYS, PATIENCE_S, Net, link, network
 
@@ -55,7 +64,7 @@ def junk(rng: random.Random) -> list[bytes]:
     """What a peer with the name 'a' may send, and nobody can make sense of."""
     header = SOUND[0]
     deep = b'{"a":' * 3000 + b"0" + b"}" * 3000
-    small, _ = to_frames(Message(MessageKind.HOP, 0, 0, 0, 0, EncodedTensor("fp32", (1, 1), bytes(4))))
+    small, _ = to_frames(Message(Hop(0, 0, 0, 0), EncodedTensor("fp32", (1, 1), bytes(4))))
     huge = small[:-16] + struct.pack("<4I", 2**32 - 1, 2**32 - 1, 0, 0)
     return rng.choice(
         [
@@ -72,7 +81,7 @@ def junk(rng: random.Random) -> list[bytes]:
             [b"a", header, json.dumps(["no object"] * 100).encode()],
             [b"a", huge, bytes(100)],
             [b"a", header, *[b" " * 2**10] * 100],  # more frames than there may be
-            [b"a", WORD_MAGIC + rng.randbytes(rng.randrange(40))],
+            [b"a", VERB_MAGIC + rng.randbytes(rng.randrange(40))],
             [b"a", *_broken(rng)],
         ]
     )

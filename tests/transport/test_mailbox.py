@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from skippipe.errors import UserError
 from skippipe.transport.link_emulation import DelayQueue, EmulatedLink, LinkEmulator
 from skippipe.transport.mailbox import PIECE_BYTES, LossReason, Lost, Mailbox, NotConnected, QueueFull
-from skippipe.transport.message import Message, MessageKind, Received, to_frames
+from skippipe.transport.message import Hop, Message, Received, RingPiece, to_frames
 from skippipe.transport.wire_codec import EncodedTensor, decode, encode
 from skippipe.workload import WIRE_DTYPES
-from tests.helpers.mailboxes import HELLO, KEYS, PATIENCE_S, Net, link, network
+from tests.helpers.mailboxes import HELLO, KEYS, PATIENCE_S, Net, link, network, number_of
 from tests.helpers.relay import Wire
 
 
@@ -42,14 +42,14 @@ def test_delivery_in_order(net: Net, dtype: str) -> None:
     link(a, b)
     tensor = torch.randn(3, PIECE_BYTES // 2 + 7)  # several pieces, and a rest
     sizes = [a.send("b", HELLO)]
-    sizes.append(a.send("b", Message(MessageKind.HOP, 5, 1, 2, 3, encode(tensor, dtype)), due_ns=99))
-    sizes.append(a.send("b", Message(MessageKind.CHUNK, 5, 0, 1, 2)))
+    sizes.append(a.send("b", Message(Hop(5, 1, 2, 3), encode(tensor, dtype)), due_ns=99))
+    sizes.append(a.send("b", Message(RingPiece(5, 0, 2))))
     first, second, third = net.delivered(b, 3)
     assert first == Received("a", HELLO, 0)
-    assert (second.peer, second.due_ns, second.message.microbatch) == ("a", 99, 2)
+    assert (second.peer, second.due_ns, second.message.header) == ("a", 99, Hop(5, 1, 2, 3))
     assert isinstance(second.message.body, EncodedTensor)
     assert torch.equal(decode(second.message.body), decode(encode(tensor, dtype)))
-    assert third.message == Message(MessageKind.CHUNK, 5, 0, 1, 2)
+    assert third.message == Message(RingPiece(5, 0, 2))
     assert a.sent_bytes["b"] == b.received_bytes["a"] == sum(sizes)
     assert not a.lost() and a.connected == {"b"}
 
@@ -136,7 +136,7 @@ def test_noise_is_counted_and_the_connection_stands(caplog: pytest.LogCaptureFix
 def test_oversize_is_refused(net: Net) -> None:
     a, b = net.box("a"), net.box("b", largest_bytes=2**16)
     link(a, b)
-    large = Message(MessageKind.HOP, 0, 0, 0, 0, encode(torch.zeros(2**16), "fp32"))
+    large = Message(Hop(0, 0, 0, 0), encode(torch.zeros(2**16), "fp32"))
     a.send("b", large)
     assert net.loss(a) == Lost("b", LossReason.DISCONNECTED)
     assert not b.received_bytes
@@ -151,7 +151,7 @@ def test_oversize_is_refused(net: Net) -> None:
 def test_oversize_in_pieces_is_malformed(curve: Net) -> None:
     a, b = curve.box("a"), curve.box("b", largest_bytes=PIECE_BYTES)
     link(a, b)
-    a.send("b", Message(MessageKind.HOP, 0, 0, 0, 0, encode(torch.zeros(PIECE_BYTES), "fp32")))
+    a.send("b", Message(Hop(0, 0, 0, 0), encode(torch.zeros(PIECE_BYTES), "fp32")))
     assert not curve.until(lambda: b.malformed["a"])["b"]
 
 
@@ -169,14 +169,14 @@ def test_full_queue_is_an_error_and_loses_nothing(net: Net) -> None:
     sent, body = 0, encode(torch.zeros(2**20), "fp32")  # larger than what TCP takes on its own
     while True:
         try:
-            a.send("b", Message(MessageKind.HOP, sent, 0, 0, 0, body))
+            a.send("b", Message(Hop(sent, 0, 0, 0), body))
         except QueueFull:
             break
         sent += 1
         assert sent < 1000
     began = time.monotonic()
     found = net.delivered(b, sent)
-    assert [received.message.iteration for received in found] == list(range(sent))
+    assert [number_of(received) for received in found] == list(range(sent))
     assert a.receive(PATIENCE_S) == [] and time.monotonic() - began < PATIENCE_S  # there is room: no need to wait
 
 
@@ -249,7 +249,7 @@ def test_a_link_that_is_busy_with_a_large_message_is_not_silent(net: Net) -> Non
         wire.times = 20.0
         silent: dict[str, float] = {}
         began = time.monotonic()
-        a.send("b", Message(MessageKind.HOP, 0, 0, 0, 0, EncodedTensor("fp32", (2**20,), bytes(2**22))))
+        a.send("b", Message(Hop(0, 0, 0, 0), EncodedTensor("fp32", (2**20,), bytes(2**22))))
         net.until(lambda: silent.update(a.silent) or b.received_bytes["a"])
         assert time.monotonic() > began + 1.0, "a heartbeat behind this message would have come too late"
         assert not silent
@@ -291,7 +291,7 @@ def test_bad_addresses_and_keys() -> None:
 
 
 def at(due_ns: int, number: int = 0, peer: str = "a") -> Received:
-    return Received(peer, Message(MessageKind.HOP, number, 0, 0, 0), due_ns)
+    return Received(peer, Message(Hop(number, 0, 0, 0)), due_ns)
 
 
 def test_transfers_queue_on_a_link() -> None:
@@ -319,7 +319,7 @@ def test_order_and_rate_of_a_link(sends: list[tuple[int, int]], bandwidth: float
     assert last_ns >= sum(nbytes for _, nbytes in sends) / bandwidth * 1e9 - len(sends)
     for number, (_, nbytes) in enumerate(sends):
         held.put(at(shaper.due_ns("b", nbytes), number))
-    order = [entry.message.iteration for entry in held.ready(2**62)]
+    order = [number_of(entry) for entry in held.ready(2**62)]
     assert order == sorted(order)
 
 
@@ -328,9 +328,9 @@ def test_held_until_due() -> None:
     for received in (at(30, 1), at(10, 2), at(10, 3), at(0, 4)):
         held.put(received)
     assert held.next_due_ns() == 0
-    assert [entry.message.iteration for entry in held.ready(9)] == [4]
+    assert [number_of(entry) for entry in held.ready(9)] == [4]
     assert held.next_due_ns() == 10 and held.ready(9) == []
-    assert [entry.message.iteration for entry in held.ready(10)] == [2, 3]
+    assert [number_of(entry) for entry in held.ready(10)] == [2, 3]
     assert len(held) == 1
-    assert [entry.message.iteration for entry in held.ready(10**9)] == [1]
+    assert [number_of(entry) for entry in held.ready(10**9)] == [1]
     assert held.next_due_ns() is None

@@ -20,19 +20,23 @@ from hypothesis import strategies as st
 from benchmarks.fuzz import good_control
 from skippipe.errors import UserError
 from skippipe.runtime import messages as control_messages
+from skippipe.runtime.node.ops import StateSource
 from skippipe.transport import aead
 from skippipe.transport.aead import TAG_BYTES, Forged, Opener, Sealer
-from skippipe.transport.fast_path import LANE_DOMAIN, FastPathMessage, FastPathVerb
+from skippipe.transport.fast_path import PATH_DOMAIN, FastPathMessage, FastPathVerb
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from skippipe.transport.message import (
-    BOUNDS,
     HEADER,
+    HEADERS,
     VERSION,
     Body,
+    Header,
+    Hop,
     Limits,
     Malformed,
     Message,
     MessageKind,
+    StatePiece,
     from_frames,
     to_frames,
 )
@@ -44,7 +48,6 @@ from tests.helpers.plans import may_skip
 LIMITS = Limits(payload_bytes=2**24)
 
 shapes = st.lists(st.integers(1, 300), min_size=0, max_size=4).filter(lambda dims: math.prod(dims) <= 2000).map(tuple)
-counts = st.integers(0, 2**32 - 1)
 times = st.integers(0, 2**63 - 1)
 
 
@@ -137,22 +140,24 @@ objects = st.dictionaries(
 @st.composite
 def messages(draw: st.DrawFn) -> Message:
     kind = draw(st.sampled_from(MessageKind))
-    places = (draw(times), draw(counts), draw(counts), draw(counts))
+    header = HEADERS[kind](*(draw(st.integers(0, most)) for most in HEADERS[kind].bounds().values()))
     body: Body = None
     if draw(st.booleans()) and kind is MessageKind.CONTROL:
         body = draw(objects)
     elif draw(st.booleans()) and kind is not MessageKind.CONTROL:
         dtype, shape = draw(st.sampled_from(WIRE_DTYPES)), draw(shapes)
         body = EncodedTensor(dtype, shape, b"\x5a" * wire_bytes(math.prod(shape), dtype))
-    return Message(kind, *places, body, epoch=draw(counts), sent_ns=draw(times))
+    return Message(header, body, draw(times))
 
 
-MOST = Message(MessageKind.CHUNK, 2**63 - 1, 2**32 - 1, 2**32 - 1, 2**32 - 1, epoch=2**32 - 1, sent_ns=2**63 - 1)
+def largest(kind: type[Header]) -> Message:
+    return Message(kind(*kind.bounds().values()), sent_ns=2**63 - 1)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(messages(), times, st.integers(1, 400))
-@example(MOST, 2**63 - 1, 1)
+@example(largest(Hop), 2**63 - 1, 1)
+@example(largest(StatePiece), 2**63 - 1, 1)
 def test_frames_and_back(message: Message, due_ns: int, cut: int) -> None:
     header, payload = to_frames(message, due_ns)
     limits = Limits(payload_bytes=2**24, json_depth=100)
@@ -178,43 +183,58 @@ def test_damaged_messages_are_messages_or_malformed(message: Message, at: int, b
     assert not isinstance(back.body, EncodedTensor) or back.body.nbytes == wire_bytes(back.body.values, back.body.dtype)
 
 
-PLACES = ("iteration", "lane", "microbatch", "step", "epoch", "sent_ns", "due_ns")
-
-
 def frames_with(**changes: Any) -> list[bytes]:
     """The frames of a good message, with some fields of its header or its payload replaced."""
-    fields: dict[str, Any] = {"magic": b"SKPP", "version": VERSION, "kind": 1, "body": 2, "ndim": 1} | dict.fromkeys(
-        PLACES, 0
-    )
-    fields |= {"dims": (2, 0, 0, 0), "payload": bytes(8)} | changes
+    fields: dict[str, Any] = {"magic": b"SKPP", "version": VERSION, "kind": 1, "body": 2, "ndim": 1}
+    fields |= {"about": bytes(24), "sent_ns": 0, "due_ns": 0, "dims": (2, 0, 0, 0), "payload": bytes(8)} | changes
     payload, dims = fields.pop("payload"), fields.pop("dims")
     return [HEADER.pack(*fields.values(), *dims), payload]
 
 
 def test_every_field_has_its_place() -> None:
-    frames = frames_with(iteration=1, lane=2, microbatch=3, step=4, epoch=5, sent_ns=6, due_ns=7)
-    message = Message(MessageKind.HOP, 1, 2, 3, 4, EncodedTensor("fp32", (2,), bytes(8)), epoch=5, sent_ns=6)
+    frames = frames_with(about=Hop(1, 2, 3, 4, 5).to_bytes(), sent_ns=6, due_ns=7)
+    message = Message(Hop(1, 2, 3, 4, epoch=5), EncodedTensor("fp32", (2,), bytes(8)), sent_ns=6)
     assert from_frames(frames, LIMITS) == (message, 7)
     assert list(to_frames(message, 7)) == frames
     assert frames[0] == bytes.fromhex(
-        "534b5050 03 01 02 01 0100000000000000 02000000 03000000 04000000 05000000"
+        "534b5050 04 01 02 01 0100000000000000 02000000 03000000 04000000 05000000"
         "0600000000000000 0700000000000000 02000000 00000000 00000000 00000000"
     )
+
+
+def test_every_kind_has_its_numbers() -> None:
+    """What they are called, and their bytes in the header: what an older release would send is not taken for them."""
+    about = {kind: header(*range(1, 1 + len(header.bounds()))).to_bytes() for kind, header in HEADERS.items()}
+    assert set(about) == set(MessageKind)
+    assert {len(each) for each in about.values()} == {24}
+    shown = {kind.name: (" ".join(HEADERS[kind].bounds()), each.rstrip(bytes(1)).hex()) for kind, each in about.items()}
+    assert shown == {
+        "HOP": ("iteration lane microbatch step epoch", "0100000000000000020000000300000004000000" + "05"),
+        "RING_PIECE": ("iteration stage round epoch", "0100000000000000020000000300000004"),
+        "CONTROL": ("life term number", "01000000000000000200000003"),
+        "STATE_PIECE": ("iteration first assignment", "0100000000000000020000000000000003"),
+        "BACKUP_PIECE": ("first assignment", "010000000000000002"),
+        "WEIGHTS_PIECE": ("stage piece collection", "010000000200000003"),
+        "CHECKPOINT_PIECE": ("stage piece collection", "010000000200000003"),
+        "STEP_HOP": ("step lane place", "01000000000000000200000003"),
+        "PROBE_PIECE": ("probe direction step", "01000000000000000200000003"),
+    }
 
 
 MALFORMED: dict[str, tuple[list[bytes], str]] = {
     "no payload": (frames_with()[:1], "1 frames instead of"),
     "short header": ([b"SKPP", b""], "a header of 4 bytes"),
     "magic": (frames_with(magic=b"SKIP"), "does not start like"),
-    "version": (frames_with(version=1), "version 1 is not known here; this release speaks 3"),
+    "version": (frames_with(version=1), "version 1 is not known here; this release speaks 4"),
     "header of version 1": ([frames_with(version=1)[0][:52], bytes(8)], "a header of 52 bytes instead of 64"),
-    "kind": (frames_with(kind=9), "kind 9 is unknown"),
+    "kind": (frames_with(kind=10), "kind 10 is unknown"),
     "body": (frames_with(body=5), "body 5 is unknown"),
-    "json in a hop": (frames_with(body=1), "a HOP message with a body of json"),
-    "tensor in control": (frames_with(kind=3), "a CONTROL message with a body of fp32"),
+    "json in a hop": (frames_with(body=1), "a hop with a body of json"),
+    "tensor in control": (frames_with(kind=3), "a control with a body of fp32"),
     "due time": (frames_with(due_ns=2**63), "out of range"),
     "time of sending": (frames_with(sent_ns=2**63), "out of range"),
-    "iteration": (frames_with(iteration=2**63), "out of range"),
+    "iteration": (frames_with(about=bytes(7) + b"\x80" + bytes(16)), f"iteration {2**63} does not fit"),
+    "numbers of another kind": (frames_with(kind=5, about=bytes(23) + b"\1"), "a backup piece with numbers that it"),
     "short payload": (frames_with(payload=bytes(7)), "7 bytes; a fp32 tensor of shape [2] has 8"),
     "huge shape": (frames_with(ndim=4, dims=(2**32 - 1,) * 4), "8 bytes; a fp32 tensor"),
     "zero": (frames_with(dims=(0, 0, 0, 0), payload=b""), "are no shape"),
@@ -254,17 +274,18 @@ def test_malformed_json_says_why(payload: bytes) -> None:
 
 
 def test_messages_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="lane -1 does not fit"):
-        Message(MessageKind.HOP, 0, -1, 0, 0)
-    for field, most in BOUNDS:
-        for beyond in (-1, most + 1):
-            fields: dict[str, Any] = dict.fromkeys(PLACES[:6], 0) | {"kind": MessageKind.HOP, field: beyond}
-            with pytest.raises(ValueError, match=f"{field} {beyond} does not fit"):
-                Message(**fields)
-    with pytest.raises(ValueError, match="a HOP message cannot carry dict"):
-        Message(MessageKind.HOP, 0, 0, 0, 0, {})
+    for header in HEADERS.values():
+        for field, most in header.bounds().items():
+            for beyond in (-1, most + 1):
+                with pytest.raises(ValueError, match=f"{field} {beyond} does not fit"):
+                    header(**{**dict.fromkeys(header.bounds(), 0), field: beyond})
+    for beyond in (-1, 2**63):
+        with pytest.raises(ValueError, match=f"sent_ns {beyond} does not fit"):
+            Message(Hop(0, 0, 0, 0), sent_ns=beyond)
+    with pytest.raises(ValueError, match="a hop cannot carry dict"):
+        Message(Hop(0, 0, 0, 0), {})
     with pytest.raises(ValueError, match="3 bytes are no fp32 tensor"):
-        to_frames(Message(MessageKind.HOP, 0, 0, 0, 0, EncodedTensor("fp32", (1,), b"abc")))
+        to_frames(Message(Hop(0, 0, 0, 0), EncodedTensor("fp32", (1,), b"abc")))
 
 
 def test_a_shape_alone_takes_no_memory() -> None:
@@ -275,7 +296,7 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for dims in ([2**32 - 1] * 4, [2**31, 2**31, 4, 1], [2**30, 1, 1, 1], [2**28, 0, 0, 0]):
     for body in (2, 3, 4):
         for payload in (b"", bytes(8)):
-            header = HEADER.pack(MAGIC, VERSION, 1, body, sum(map(bool, dims)), 0, 0, 0, 0, 0, 0, 0, *dims)
+            header = HEADER.pack(MAGIC, VERSION, 1, body, sum(map(bool, dims)), bytes(24), 0, 0, *dims)
             try:
                 from_frames([header, payload], Limits(payload_bytes=2**40))
                 raise SystemExit("taken")
@@ -300,7 +321,7 @@ def test_a_few_thousand_broken_inputs() -> None:
 def test_broken_control_messages_start_from_sound_ones() -> None:
     """Of every kind: otherwise nobody gets to the checks behind the first."""
     rng, taken = random.Random(0), set()
-    for _ in range(50 * len(control_messages.MESSAGE_TYPES)):
+    for _ in range(200 * len(control_messages.MESSAGE_TYPES)):
         body = good_control(rng)
         with contextlib.suppress(UserError):
             control_messages.from_json(body)
@@ -308,10 +329,42 @@ def test_broken_control_messages_start_from_sound_ones() -> None:
     assert taken == set(control_messages.MESSAGE_TYPES)
 
 
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"say": "bogus"}, "message.say: expected a kind of control message, found 'bogus'"),
+        ({"say": ["begin"]}, "message.say: expected a kind of control message, found ['begin']"),
+        ({"iteration": -1}, "message.iteration: expected int >= 0, found -1"),
+        ({"iteration": 2**53 + 1}, "message.iteration: expected int <= 9007199254740992, found 9007199254740993"),
+        ({"epoch": True}, "message.epoch: expected int, found True"),
+        ({"lanes": [[1], [2, "3"]]}, "message.lanes[1][1]: expected int, found '3'"),
+        ({"gone": {}}, "message.gone: expected array, found {}"),
+        ({"more": 1}, "message: object contains unknown field more, found {'epoch': 1, "),
+    ],
+)
+def test_bad_control_messages_are_refused_with_place_and_value(change: dict[str, Any], complaint: str) -> None:
+    sound = control_messages.to_json(control_messages.Reroute(0, 1, [3], [[0, 1, 2]], []))
+    assert control_messages.to_json(control_messages.from_json(sound)) == sound
+    with pytest.raises(UserError) as caught:
+        control_messages.from_json(sound | change)
+    assert str(caught.value).startswith(complaint)
+
+
+def test_a_source_of_state_that_is_none() -> None:
+    good = StateSource("neighbours", (3, 4), (1, 2), (0.5, 0.5), 7, backup=(5, 2))
+    sound = control_messages.to_json(control_messages.Recover(good, 1))
+    assert control_messages.from_json(json.loads(json.dumps(sound))) == control_messages.Recover(good, 1)
+    for change, complaint in (({"stages": [1]}, "must be as many"), ({"kind": "guess"}, "found 'guess'")):
+        with pytest.raises(UserError, match=complaint):
+            control_messages.from_json({**sound, "origin": {**sound["origin"], **change}})
+
+
 def test_messages_and_tensors_need_no_sockets() -> None:
-    """GPU machines may lack pyzmq."""
-    program = "import sys; sys.modules['zmq'] = None; import skippipe.transport.message, skippipe.transport.wire_codec"
-    subprocess.run([sys.executable, "-c", program + "; assert 'torch' not in sys.modules"], check=True, timeout=60)
+    """GPU machines may lack pyzmq and msgspec."""
+    missing = "import sys; sys.modules['zmq'] = sys.modules['msgspec'] = None; "
+    program = missing + "import skippipe.transport.message, skippipe.transport.wire_codec, skippipe.runtime.node.ops"
+    program += "; assert 'torch' not in sys.modules; import skippipe.training.reference, skippipe.inference.engine"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 # Keys
@@ -409,20 +462,20 @@ def test_keys_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_questions_about_strangers_always_get_an_answer() -> None:
     admission, name, password = ZapAuth(), bytes(16), bytes(32)
     admission.expect(name, password)
-    question = [b"1.0", b"7", LANE_DOMAIN, b"", b"", b"PLAIN", name.hex().encode(), password.hex().encode()]
+    question = [b"1.0", b"7", PATH_DOMAIN, b"", b"", b"PLAIN", name.hex().encode(), password.hex().encode()]
     for bad in (*(question[:end] for end in range(8)), [*question, b""]):
         assert admission.answer(bad) == [b"1.0", (*bad, b"", b"")[1], b"400", b"not on the list", b"", b""]
     assert admission.refused == 9
     assert admission.answer(question)[2] == b"200" and admission.answer(question)[2] == b"400"  # lets in once
 
 
-def test_words_about_lanes() -> None:
-    word = FastPathMessage(FastPathVerb.OFFER, secrets.token_bytes(16), 5555, secrets.token_bytes(32))
-    assert FastPathMessage.from_bytes(word.to_bytes()) == word
+def test_messages_about_fast_paths() -> None:
+    offer = FastPathMessage(FastPathVerb.OFFER, secrets.token_bytes(16), 5555, secrets.token_bytes(32))
+    assert FastPathMessage.from_bytes(offer.to_bytes()) == offer
     for bad in (
-        word.to_bytes()[:-1],
+        offer.to_bytes()[:-1],
         FastPathMessage(FastPathVerb.OFFER, bytes(16)).to_bytes(),
-        b"SKPL\x09" + word.to_bytes()[5:],
+        b"SKPL\x09" + offer.to_bytes()[5:],
     ):
-        with pytest.raises(Malformed, match="fast lane"):
+        with pytest.raises(Malformed, match="fast path"):
             FastPathMessage.from_bytes(bad)

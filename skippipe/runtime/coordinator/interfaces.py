@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 from skippipe.cluster import Cluster
 from skippipe.plan import Plan
 from skippipe.runtime.messages import ControlMessage, StateRequest
+from skippipe.runtime.node.ops import StateSource
 
 
 class CoordinatorState(Enum):
@@ -36,7 +37,7 @@ class CoordinatorEnv(Protocol):
 
     def send(self, node: int, control: ControlMessage) -> None: ...
 
-    def send_welcome(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:
+    def send_welcome(self, node: int, plan: Plan, origin: StateSource | None, assignment: int) -> None:
         """Have a node build its stage of the plan, and fetch its state from an origin, if one is given."""
 
     def send_plan(self, node: int, plan: Plan) -> None:

@@ -15,7 +15,6 @@ from skippipe.runtime.coordinator.membership import Membership, MemberState
 from skippipe.runtime.coordinator.settings import RecoverySettings
 from skippipe.runtime.messages import COORDINATOR, BackupStored, Recover
 from skippipe.runtime.node.ops import StateSource
-from skippipe.runtime.node.state_transfer import origin_to_json
 from skippipe.runtime.task_timing import ClusterEstimator
 
 
@@ -56,9 +55,9 @@ class RecoverySourceSelector:
         if source is None:
             member.sources = ()
             return bool(self.membership.active)  # one that cannot be reached now
-        member.sources = source.lenders
+        member.sources = source.all_sources
         self.log_event("learning", f"stage {member.stage} {self._describe(source)}", node)
-        self.env.send(node, Recover(origin_to_json(source), self.membership.assign(node)))
+        self.env.send(node, Recover(source, self.membership.assign(node)))
         return True
 
     def replace_lost_sources(self) -> None:

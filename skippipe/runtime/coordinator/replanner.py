@@ -257,7 +257,7 @@ class Replanner:
 
     def _build(self, node: int) -> None:
         plan = _with_node(self.plan, node, self.membership[node].stage)
-        self.env.send_welcome(node, plan, {}, self.membership.assign(node))
+        self.env.send_welcome(node, plan, None, self.membership.assign(node))
 
     def _reject(self, node: int, found: Reassignment | None, now_ns: int) -> None:
         """A node is of no help now, which is reported once."""

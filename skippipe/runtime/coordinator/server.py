@@ -13,12 +13,12 @@ from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.state_machine import Coordinator
 from skippipe.runtime.messages import ControlMessage, NewPlan, PeerUpdate, StateRequest, Stop, Welcome
 from skippipe.runtime.node.agent import THE_COORDINATOR
-from skippipe.runtime.node.state_transfer import state_message
+from skippipe.runtime.node.ops import StateSource
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.rendezvous import EndedNodes, Listener, poll_s
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox, Security
-from skippipe.transport.message import MessageKind, Received
+from skippipe.transport.message import Message, MessageKind, Received, StatePiece
 
 CLOSE_LINGER_S = 2.0  # for the last messages to leave
 MAX_STATE_VALUES = 2**24  # numbers of a state in one message
@@ -128,7 +128,7 @@ class CoordinatorServer:
         else:
             self._listener.send(name, control)
 
-    def send_welcome(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:
+    def send_welcome(self, node: int, plan: Plan, origin: StateSource | None, assignment: int) -> None:
         node_config = {**self._node_config_json, "plan": self._to_json(plan)}
         self.send(node, Welcome(node_config, self._listener.peer_addresses(self._publics), origin, assignment))
 
@@ -145,7 +145,7 @@ class CoordinatorServer:
         assert self.checkpoint_store is not None
         try:
             state = self.checkpoint_store.state(stage, request.first, min(request.count, MAX_STATE_VALUES))
-            message = state_message(request.first, state, request.assignment)
+            message = Message(StatePiece(0, request.first, request.assignment), state)
         except (UserError, ValueError, AssertionError) as error:
             assert self.machine is not None
             self.machine.node_lost(node, f"it asked for state that is not there: {error}")

@@ -13,7 +13,6 @@ from skippipe.runtime.coordinator.replanner import Replanner
 from skippipe.runtime.coordinator.wal_records import RecoveredLog
 from skippipe.runtime.fencing import first_id
 from skippipe.runtime.messages import Hello
-from skippipe.runtime.node.state_transfer import origin_to_json
 
 
 class StartupContext(CommitContext, Protocol):
@@ -90,7 +89,7 @@ class Startup:
         self.context.enter(CoordinatorState.PREPARING)
         self.replanner.begin(self.commits.current.number)
         for index, stage in enumerate(self.replanner.plan.stages):
-            origin = origin_to_json(self.recovery.from_checkpoint(index)) if self.resumed else {}
+            origin = self.recovery.from_checkpoint(index) if self.resumed else None
             for node in stage.nodes:
                 self.membership[node].state, self.membership[node].stage = MemberState.BUILDING, index
                 self.env.send_welcome(node, self.replanner.plan, origin, self.membership.assign(node))

@@ -9,7 +9,7 @@ from typing import Any
 
 from skippipe.runtime.coordinator.interfaces import CheckpointStore, CoordinatorEnv, WriteFailed
 from skippipe.runtime.messages import Commit, ControlMessage, GatherState
-from skippipe.transport.message import Message
+from skippipe.transport.message import CheckpointPiece, Message, WeightsPiece
 
 
 @dataclass
@@ -188,8 +188,13 @@ class CheckpointGather:
 
     def receive(self, node: int, message: Message) -> bool:
         """Take a piece; whether it was requested."""
-        collection = self._checkpoint if message.step else self.weights
-        asked = collection is not None and collection.receive(node, message.epoch, message.microbatch, message.body)
+        header = message.header
+        collection = self._checkpoint if isinstance(header, CheckpointPiece) else self.weights
+        asked = (
+            collection is not None
+            and isinstance(header, (WeightsPiece, CheckpointPiece))
+            and collection.receive(node, header.collection, header.piece, message.body)
+        )
         checkpoint = self._checkpoint
         if checkpoint is not None and checkpoint.over:
             self._checkpoint = None

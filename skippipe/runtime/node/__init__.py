@@ -1,1 +1,1 @@
-"""A node: what it is told, what it computes, what it sends, and how it gets the state of its stage."""
+"""A node: its process, its state machine, the operations that it runs, and how it gets the state of its stage."""

@@ -1,7 +1,4 @@
-"""What a node sees of the world, and how far it is in an iteration.
-
-What a member is to do: the state machine it runs, and the computer that works for it.
-"""
+"""Interfaces of a node: what its state machine sees of the world, what the agent sees of a state machine, and roles."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from skippipe.runtime.messages import COORDINATOR, ControlMessage, Hello, Stop
+from skippipe.runtime.node.ops import StateSource
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.link_emulation import EmulatedLink
 from skippipe.transport.mailbox import Security
@@ -20,101 +18,104 @@ from skippipe.transport.message import Message
 
 
 class NodeEnv(Protocol):
-    """All that a node can do to the world."""
+    """The world as a node's state machine sees it: clock, network and executor."""
 
     def now_ns(self) -> int: ...
 
     def send(self, receiver: int, message: Message) -> None: ...
 
-    def say(self, control: ControlMessage, to: int = COORDINATOR) -> None: ...
+    def send_control(self, control: ControlMessage, to: int = COORDINATOR) -> None: ...
 
-    def start(self, work: Any) -> None:
-        """Have it run; `finished` follows. One work at a time."""
+    def start(self, op: Any) -> None:
+        """Have an operation run; `finished` follows. One at a time."""
 
     def fits(self, message: Message, at: int, size: int) -> bool:
-        """Is a tensor what it should be? (See `work.Computer`.)"""
+        """Has the message's tensor the shape and type that it should have? (See `ops.Executor`.)"""
 
 
 class NodePhase(Enum):
+    """How far a node is in an iteration; the value is for people."""
+
     WAITING = "waiting for the coordinator to begin"
     RUNNING = "running tasks"
-    SETTLING = "finishing what is left"
-    SETTLED = "waiting for the coordinator to have gradients averaged"
+    DRAINING = "finishing what is left"
+    DRAINED = "waiting for the coordinator to have gradients averaged"
     AVERAGING = "averaging gradients"
     AVERAGED = "waiting for the coordinator's step"
     STEPPING = "taking the optimizer step"
 
 
-IN_ITERATION = (NodePhase.RUNNING, NodePhase.SETTLING, NodePhase.SETTLED, NodePhase.AVERAGING, NodePhase.AVERAGED)
+IN_ITERATION = (NodePhase.RUNNING, NodePhase.DRAINING, NodePhase.DRAINED, NodePhase.AVERAGING, NodePhase.AVERAGED)
 
 
 TRAINING, SERVING, PROFILING = "training", "serving", "profiling"
-"""What a node is asked to do: the `kind` of the configuration that it gets; TRAINING where it has none."""
+"""A node's role: the `kind` of the configuration that it gets; TRAINING where it has none."""
 
 
 class StateMachine(Protocol):
-    """A node's state machine, whatever it is for."""
+    """A node's state machine, in any role."""
 
     stopped: Stop | None
-    """It was told to end."""
+    """The coordinator's order to end."""
 
     @property
     def doing(self) -> str:
-        """For people."""
+        """The operation that runs, or what the node waits for, in words for people."""
 
     epoch: int
-    """The newest that it knows of; where there are none, 0."""
+    """The newest epoch that the node knows of; 0 in roles without epochs."""
 
-    def welcomed(self, origin: dict[str, Any], assignment: int) -> None:
-        """Its computer is there."""
+    def executor_ready(self, origin: StateSource | None, assignment: int) -> None:
+        """The executor is built; the node gets its state from there, or keeps what the seed gives."""
 
     def hello(self, address: str, version: str) -> Hello:
-        """To a coordinator, which may be another than the one before."""
+        """The announcement to a coordinator, which may be another than the one before."""
 
-    def hear(self, control: ControlMessage) -> None:
-        """From the coordinator."""
+    def handle_control(self, control: ControlMessage) -> None:
+        """A control message of the coordinator."""
 
-    def asked(self, sender: int, control: ControlMessage) -> None:
-        """By another node."""
+    def handle_peer_control(self, sender: int, control: ControlMessage) -> None:
+        """A control message of another node."""
 
-    def receive(self, sender: int, message: Message) -> None: ...
+    def receive(self, sender: int, message: Message) -> None:
+        """A tensor from another node or, if it is state, from the coordinator."""
 
-    def restore(self, message: Message) -> None:
-        """State, from the coordinator."""
-
-    def finished(self, work: Any, result: Any) -> None: ...
+    def finished(self, op: Any, result: Any) -> None:
+        """An operation that was started is done."""
 
     def decide(self) -> None:
-        """Start what goes next, if nothing runs."""
+        """Start the operation that goes next, if none runs."""
 
-    def talks_to(self) -> set[int]:
-        """Nodes that it sends to."""
+    def active_peers(self) -> set[int]:
+        """Nodes that this one exchanges messages with now."""
 
-    def lost(self, peer: int) -> None:
-        """A connection was broken and is there again."""
+    def reconnected(self, peer: int) -> None:
+        """The connection to a peer was broken and is up again: what was sent last may be lost."""
 
-    def remind(self, patience_ns: int) -> None:
-        """Say again what may have been lost."""
+    def retry_requests(self, timeout_ns: int) -> None:
+        """Send requests again that got no answer in that time."""
 
 
 @dataclass(frozen=True)
 class Role:
+    """What a node does in a run: its state machine, its executor, and how they are run."""
+
     machine: StateMachine
     build: Callable[[], Any]
-    """Makes the computer, which may take long."""
+    """Makes the executor, which may take long."""
     numbers: dict[str, int]
-    """Of all nodes."""
+    """Name → number of every node."""
     heartbeat_s: float
     threads: int
     pace: Callable[[Any], int] | None = None
-    """How long a work takes at least, in ns: an emulated node is no faster than the plan says."""
+    """The least ns that an operation takes: an emulated node is no faster than the plan says."""
     links: Mapping[str, EmulatedLink] = field(default_factory=dict)
-    """To other nodes, if they are emulated."""
+    """Name → emulated link to that node."""
 
 
 @dataclass(frozen=True)
 class JoinConfig:
-    """How a node finds its way in."""
+    """How a node reaches its coordinator, and what is particular to its machine."""
 
     name: str
     coordinator: str
@@ -124,18 +125,18 @@ class JoinConfig:
     security: Security = "curve"
     listen: str = "127.0.0.1:0"
     address: str | None = None
-    """Where others reach this node; none: where it listens."""
+    """The address at which other nodes reach this one; none: the one it listens on."""
     data_folder: Path | None = None
-    """Where this machine keeps the text; none: where the coordinator does."""
+    """The folder of the data on this machine; none: the same path as on the coordinator's."""
     checkpoint: Path | None = None
-    """Where this machine keeps the model that is served; none: where the gateway does."""
+    """The folder of the model that is served, on this machine; none: the same path as on the gateway's."""
     device: str | None = None
-    """What this machine computes on; none: what the job says."""
-    patience: timedelta = timedelta(minutes=15)
+    """The device that this machine computes on; none: the job's."""
+    coordinator_timeout: timedelta = timedelta(minutes=15)
     """How long to wait for the coordinator, before training starts and whenever it is gone."""
 
 
 RoleBuilder = Callable[[dict[str, Any], JoinConfig, NodeEnv], Role]
 """Makes a node's role from the configuration that the coordinator sent, as JSON."""
 Roles = Mapping[str, RoleBuilder]
-"""What a process can do as a node, by the kind of the configuration."""
+"""The roles that a process can take as a node, by the kind of the configuration."""

@@ -1,8 +1,8 @@
-"""The microbatches of one iteration on one node: what has come, what runs, what is held, what was added up and sent on.
+"""The microbatches of one iteration on one node: which are ready, run, are held in memory, were added up and sent on.
 
 Tasks are taken in the order that `dispatch` gives. What was sent last on a lane is kept until the lane's next
-microbatch comes by: if the node that it was for is lost, its heir gets it (see `routes`). What comes twice is taken
-once, and what has been added up once is never added up again.
+microbatch comes by: if its receiver is lost, the node that takes over from it gets it (see `routing`). What comes twice
+is taken once, and what has been added up once is never added up again.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, Protocol
 from skippipe import dispatch
 from skippipe.jit import python_version
 from skippipe.plan import Plan
-from skippipe.runtime.messages import ControlMessage, MicrobatchDone, Reroute
-from skippipe.runtime.node.ops import DropMicrobatch, Op, OpResult, StageTask
+from skippipe.runtime.messages import MicrobatchDone, Reroute
+from skippipe.runtime.node.interfaces import NodeEnv
+from skippipe.runtime.node.ops import DropMicrobatch, OpQueue, OpResult, StageTask
 from skippipe.runtime.routing import apply_reroute, routes_of
 from skippipe.timeline import Timing
-from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.message import Hop, Message
 
 all_steps, steps, place = (
     python_version(dispatch.all_steps),
@@ -40,28 +41,15 @@ class ReadyTask(NamedTuple):
     ready_ns: int
 
 
-def _which(arrived: ReadyTask) -> Which:
-    return arrived.task.lane, arrived.task.microbatch
-
-
-class SchedulerEnv(Protocol):
-    """Out of the node."""
+class EpochHolder(Protocol):
+    """The node that the scheduler works for."""
 
     @property
     def epoch(self) -> int: ...
 
-    def now_ns(self) -> int: ...
-
-    def post(self, receiver: int, message: Message) -> None: ...
-
-    def say(self, control: ControlMessage) -> None: ...
-
-    def chore(self, work: Op) -> None:
-        """To be done before the next task."""
-
 
 class NodeSchedule:
-    """What a plan asks of one node in every iteration."""
+    """One node's tasks in every iteration of a plan."""
 
     def __init__(self, number: int, plan: Plan) -> None:
         self.number = number
@@ -75,44 +63,51 @@ class NodeSchedule:
             if lane.path[place(step, len(lane.path))] == number
         )
         self.planned_ns: dict[tuple[int, int, int], int] = {}
-        """When each task is to start; empty if nothing is promised, or not in full."""
+        """Lane, microbatch and step → planned start of the task; empty if the plan has none, or not of the full
+        timing."""
         if plan.expected is not None and plan.expected.timing is Timing.FULL:
             mine = [task for task in plan.expected.tasks if task.node == number]
             self.planned_ns = {(task.lane, task.microbatch, task.step): task.start_ns for task in mine}
 
 
 class MicrobatchScheduler:
-    def __init__(self, duties: NodeSchedule, iteration: int, way: SchedulerEnv, *, recorded: bool) -> None:
-        self.routes = routes_of(duties.plan)
-        self.left = duties.tasks
+    """Chooses the node's next task, and keeps account of one iteration."""
+
+    def __init__(
+        self, schedule: NodeSchedule, iteration: int, node: EpochHolder, env: NodeEnv, ops: OpQueue, *, recorded: bool
+    ) -> None:
+        self.routes = routes_of(schedule.plan)
+        self.left = schedule.tasks
         """Tasks that are still to come, if all goes as planned."""
         self.contributed: set[Which] = set()
-        """That are in this node's sum of gradients."""
+        """Microbatches that are in this node's sum of gradients."""
         self.record: list[list[int]] = []
         self.took_ns: dict[int, list[int]] = {}
-        """Kind of task → how many, and how long they took."""
+        """Kind of task → number of tasks, and ns that they took."""
         self.lag_ns: dict[int, int] = {}
-        """Sender → the least that a hop took from there."""
+        """Sender → the least time that a hop took from there."""
         self.sent_bytes: Counter[int] = Counter()
-        self._duties = duties
-        self._number = duties.number
-        self._split = duties.plan.split_backward
+        self._schedule = schedule
+        self._number = schedule.number
+        self._split = schedule.plan.split_backward
         self._iteration = iteration
-        self._way = way
+        self._node = node
+        self._env = env
+        self._ops = ops
         self._recorded = recorded
-        self._begun_ns = way.now_ns()
+        self._begun_ns = env.now_ns()
         self._ready: list[ReadyTask] = []
         self._running: tuple[ReadyTask, int] | None = None
-        self._mute = False
+        self._suppress_send = False
         self._holding: set[Which] = set()
         self._headed: set[Which] = set()
         self._losses: dict[Which, Any] = {}
         self._seen: set[tuple[int, int, int]] = set()
-        self._latest: dict[int, int] = {}
+        self._newest: dict[int, int] = {}
         self._sent: dict[tuple[int, int], tuple[int, Any]] = {}
         for lane, route in enumerate(self.routes):
             if route.path[0] == self._number:
-                self._set_out(lane, 0, self._begun_ns)
+                self._start_microbatch(lane, 0, self._begun_ns)
 
     # Tasks
 
@@ -130,51 +125,51 @@ class MicrobatchScheduler:
         task = chosen.task
         if task.step < task.length:
             self._holding.add((task.lane, task.microbatch))
-        self._running = chosen, self._way.now_ns()
+        self._running = chosen, self._env.now_ns()
         counted = self._headed if task.step == task.length else self.contributed
         return replace(task, counts=(task.lane, task.microbatch) not in counted)
 
-    def ended(self, outcome: OpResult) -> None:
-        """The task that was taken last."""
+    def finish(self, result: OpResult) -> None:
+        """The running task is done."""
         assert self._running is not None
         (task, ready_ns), start_ns = self._running
         self._running = None
-        mute, self._mute = self._mute, False
-        now_ns = self._way.now_ns()
+        suppressed, self._suppress_send = self._suppress_send, False
+        now_ns = self._env.now_ns()
         lane, microbatch, step, length = task.lane, task.microbatch, task.step, task.length
         which = lane, microbatch
         self._time(task, ready_ns, start_ns, now_ns)
         if step == length:
             self._headed.add(which)
-            self._losses[which] = outcome.loss
+            self._losses[which] = result.loss
         if frees_slot(step, length, self._split):
             self._holding.discard(which)
             self.contributed.add(which)
         if self._split and step > length and not is_weights(step, length):
             later = self._task(lane, microbatch, weights_after(step, length))
             self._ready.append(ReadyTask(later, now_ns))
-        if step < steps(length) and not mute:
-            self._hop(lane, microbatch, step, outcome.payload)
+        if step < steps(length) and not suppressed:
+            self._hop(lane, microbatch, step, result.payload)
         self.left -= 1
 
-    def given_up(self) -> None:
-        """The task that was taken last has come to nothing."""
+    def discard_running(self) -> None:
+        """The result of the running task is of no use."""
         self._running = None
 
     @property
-    def put_off(self) -> bool:
+    def has_deferred(self) -> bool:
         """Are weight gradients still to be added, or does a task run?"""
-        return self._running is not None or any(self._is_put_off(each.task) for each in self._ready)
+        return self._running is not None or any(self._is_deferred(each.task) for each in self._ready)
 
-    def settle(self) -> None:
-        """Everything is back: what is ready but for weight gradients was sent twice."""
-        self._ready = [each for each in self._ready if self._is_put_off(each.task)]
+    def drain(self) -> None:
+        """All microbatches are back: tasks that are ready, other than weight gradients, were sent twice."""
+        self._ready = [each for each in self._ready if self._is_deferred(each.task)]
 
-    def let_all_go(self) -> None:
-        self._let_go(set(self._holding))
+    def release_all(self) -> None:
+        self._release(set(self._holding))
 
-    def _set_out(self, lane: int, microbatch: int, now_ns: int) -> None:
-        self._latest[lane] = microbatch
+    def _start_microbatch(self, lane: int, microbatch: int, now_ns: int) -> None:
+        self._newest[lane] = microbatch
         self._ready.append(ReadyTask(self._task(lane, microbatch, 0), now_ns))
 
     def _task(self, lane: int, microbatch: int, step: int, given: Any = None) -> StageTask:
@@ -184,27 +179,29 @@ class MicrobatchScheduler:
         )
 
     def _may_start(self, task: StageTask) -> bool:
-        """A task needs room, or what an earlier one has left here; that may have to be done again first."""
+        """A task needs a free slot, or what an earlier task has left here, which may have to run again first."""
         which = task.lane, task.microbatch
         here = which in self._holding
-        if task.step < task.length and here:  # it comes again: what is put off of the first time goes before
-            return not any(self._is_put_off(each.task) and _which(each) == which for each in self._ready)
+        if task.step < task.length and here:  # it comes again: what was deferred of the first time goes before
+            return not any(
+                self._is_deferred(each.task) and (each.task.lane, each.task.microbatch) == which for each in self._ready
+            )
         if task.step <= task.length:
-            return may_start(task.step, task.length, len(self._holding), self._duties.slots)
+            return may_start(task.step, task.length, len(self._holding), self._schedule.slots)
         return here
 
-    def _is_put_off(self, task: StageTask) -> bool:
+    def _is_deferred(self, task: StageTask) -> bool:
         return is_weights(task.step, task.length) and (task.lane, task.microbatch) in self._holding
 
     def _rank(self, arrived: ReadyTask) -> tuple[int, int, int]:
-        """Of tasks that are ready, the one that the plan has first goes first.
+        """The place of a ready task: the one that the plan has first goes first.
 
         The simulator takes the one that was ready first. If all goes as planned that is the same; if not, this brings
         the node back to the order that was promised, instead of making one late message the cause of many.
         """
         task = arrived.task
-        at_ns = self._duties.planned_ns.get((task.lane, task.microbatch, task.step), arrived.ready_ns)
-        return urgency(task.step, task.length, task.lane, self._duties.order), at_ns, task.lane
+        at_ns = self._schedule.planned_ns.get((task.lane, task.microbatch, task.step), arrived.ready_ns)
+        return urgency(task.step, task.length, task.lane, self._schedule.order), at_ns, task.lane
 
     def _time(self, task: StageTask, ready_ns: int, start_ns: int, now_ns: int) -> None:
         if self._recorded:
@@ -218,36 +215,36 @@ class MicrobatchScheduler:
 
     # Hops
 
-    def foresees(self, sender: int, message: Message) -> bool:
+    def expects(self, sender: int, hop: Hop) -> bool:
         """Does this hop come here, from there?"""
-        if not 0 <= message.lane < len(self.routes):
+        if hop.lane >= len(self.routes):
             return False
-        route, step = self.routes[message.lane], message.step
+        route, step = self.routes[hop.lane], hop.step
         before = route.before(step) if 0 < step < steps(route.length) else None
         return (
             before is not None
-            and 0 <= message.microbatch < route.microbatches
+            and hop.microbatch < route.microbatches
             and route.node_at(step) == self._number
             and route.node_at(before) == sender
-            and not route.is_stale(step, message.epoch)
+            and not route.is_stale(step, hop.epoch)
         )
 
-    def take(self, sender: int, message: Message, arrived_ns: int) -> bool:
-        """A hop that is foreseen; whether it is the first of its kind."""
-        lane, microbatch = message.lane, message.microbatch
-        if (lane, microbatch, message.step) in self._seen or microbatch < self._latest.get(lane, 0):
+    def take(self, sender: int, message: Message, hop: Hop, arrived_ns: int) -> bool:
+        """A hop that is expected; whether it is the first of its kind."""
+        lane, microbatch = hop.lane, hop.microbatch
+        if (lane, microbatch, hop.step) in self._seen or microbatch < self._newest.get(lane, 0):
             return False
-        if microbatch > self._latest.get(lane, 0):
+        if microbatch > self._newest.get(lane, 0):
             self._forget_before(lane, microbatch)
-        self._seen.add((lane, microbatch, message.step))
-        self._latest[lane] = microbatch
+        self._seen.add((lane, microbatch, hop.step))
+        self._newest[lane] = microbatch
         lag_ns = arrived_ns - message.sent_ns
         self.lag_ns[sender] = min(lag_ns, self.lag_ns.get(sender, lag_ns))
-        self._ready.append(ReadyTask(self._task(lane, microbatch, message.step, message.body), arrived_ns))
+        self._ready.append(ReadyTask(self._task(lane, microbatch, hop.step, message.body), arrived_ns))
         return True
 
     def send_again_to(self, peer: int) -> None:
-        """What was sent there last, if it still matters."""
+        """Send what was sent there last, if it still matters."""
         for lane, route in enumerate(self.routes):
             for step in range(steps(route.length)):
                 after = route.after(step)
@@ -261,14 +258,14 @@ class MicrobatchScheduler:
             self._send(lane, microbatch, step, payload)
             return
         loss = self._losses.get((lane, microbatch), float("nan"))
-        self._way.say(MicrobatchDone(self._iteration, self._way.epoch, lane, microbatch, float(loss)))
+        self._env.send_control(MicrobatchDone(self._iteration, self._node.epoch, lane, microbatch, float(loss)))
         if microbatch + 1 < route.microbatches:
-            self._set_out(lane, microbatch + 1, self._way.now_ns())
+            self._start_microbatch(lane, microbatch + 1, self._env.now_ns())
 
     def _send_again(self, lane: int, step: int) -> None:
         microbatch, payload = self._sent.get((lane, step), (-1, None))
         route = self.routes[lane]
-        if microbatch < 0 or microbatch != self._latest.get(lane):
+        if microbatch < 0 or microbatch != self._newest.get(lane):
             return
         went_back = (lane, microbatch, route.back(step)) in self._seen
         if step < route.length and went_back and route.after(step) != route.length:
@@ -280,32 +277,33 @@ class MicrobatchScheduler:
         assert after is not None
         receiver = self.routes[lane].node_at(after)
         self.sent_bytes[receiver] += getattr(payload, "nbytes", 0)
-        self._way.post(receiver, Message(MessageKind.HOP, self._iteration, lane, microbatch, after, payload))
+        hop = Hop(self._iteration, lane, microbatch, after, self._node.epoch)
+        self._env.send(receiver, Message(hop, payload, self._env.now_ns()))
 
     # When nodes are lost
 
     def reroute(self, change: Reroute) -> bool:
-        """Go on as told; whether the task that runs is to be given up."""
+        """Follow the new routes; whether the result of the running task is of no use."""
         before = [route.path for route in self.routes]
         apply_reroute(self.routes, change)
-        void = [self._forget_beyond(lane, at) for lane, at in change.skipped]
+        cancelled = [self._forget_beyond(lane, at) for lane, at in change.skipped]
         for lane, on_its_way, *path in change.lanes:
             route = self.routes[lane]
             if path[0] == self._number != before[lane][0] and on_its_way < route.microbatches:
-                self._set_out(lane, on_its_way, self._way.now_ns())
-            heirs = {at for at in range(len(path)) if path[at] != before[lane][at]}
+                self._start_microbatch(lane, on_its_way, self._env.now_ns())
+            replaced = {at for at in range(len(path)) if path[at] != before[lane][at]}
             skipped = {at for other, at in change.skipped if other == lane}
             for step in range(steps(route.length)):
                 after = route.after(step)
                 if after is None or route.node_at(step) != self._number or place(step, route.length) in route.skipped:
                     continue
                 passed_over = set(range(step + 1, min(after, route.length))) if step < route.length else set()
-                if place(after, route.length) in heirs or skipped & passed_over:
+                if place(after, route.length) in replaced or skipped & passed_over:
                     self._send_again(lane, step)
-        return any(void)
+        return any(cancelled)
 
     def _forget_beyond(self, lane: int, at: int) -> bool:
-        """A place was skipped: what was beyond it starts over from there. Whether that is so for what runs."""
+        """A place was skipped: tasks beyond it run again; whether the running task is one of them."""
         route = self.routes[lane]
         mine = [step for step in range(steps(route.length)) if route.node_at(step) == self._number]
         beyond = {step for step in mine if route.beyond(at, step)}
@@ -313,29 +311,29 @@ class MicrobatchScheduler:
         self._ready = [each for each in self._ready if each.task.lane != lane or each.task.step not in beyond]
         for step in beyond:
             self._sent.pop((lane, step), None)
-        void, spared = False, set()
+        cancelled, kept = False, set()
         if self._running is not None and (task := self._running[0].task).lane == lane and task.step in beyond:
             if task.step < route.length:
-                void = True
-            else:  # what it adds up counts; only nobody is to get what it makes
-                self._mute = True
-                spared.add(task.microbatch)
+                cancelled = True
+            else:  # what it adds up counts; only its output is not to be sent
+                self._suppress_send = True
+                kept.add(task.microbatch)
         if any(step < route.length for step in beyond):
-            spared |= {each.task.microbatch for each in self._ready if each.task.lane == lane}  # weights are put off
-            self._let_go({each for each in self._holding if each[0] == lane and each[1] not in spared})
-        return void
+            kept |= {each.task.microbatch for each in self._ready if each.task.lane == lane}  # deferred weights
+            self._release({each for each in self._holding if each[0] == lane and each[1] not in kept})
+        return cancelled
 
     def _forget_before(self, lane: int, microbatch: int) -> None:
-        """A lane has one microbatch on its way: what came twice of those before will not be asked for any more."""
+        """A lane has one microbatch on its way: what came twice of those before is not needed any more."""
         old = [each for each in self._ready if each.task.lane == lane and each.task.microbatch < microbatch]
-        spared = {each.task.microbatch for each in old if self._is_put_off(each.task)}
-        self._ready = [each for each in self._ready if each not in old or self._is_put_off(each.task)]
+        kept = {each.task.microbatch for each in old if self._is_deferred(each.task)}
+        self._ready = [each for each in self._ready if each not in old or self._is_deferred(each.task)]
         if self._running is not None and self._running[0].task.lane == lane:
-            spared.add(self._running[0].task.microbatch)
-        self._let_go({each for each in self._holding if each[0] == lane and microbatch > each[1] not in spared})
+            kept.add(self._running[0].task.microbatch)
+        self._release({each for each in self._holding if each[0] == lane and microbatch > each[1] not in kept})
 
-    def _let_go(self, microbatches: set[Which]) -> None:
-        """They come again, or never."""
+    def _release(self, microbatches: set[Which]) -> None:
+        """Free the memory of microbatches that come again, or never."""
         self._holding -= microbatches
         for which in sorted(microbatches):
-            self._way.chore(DropMicrobatch(*which))
+            self._ops.add(DropMicrobatch(*which))

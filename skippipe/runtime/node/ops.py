@@ -1,8 +1,7 @@
-"""What a node asks its computer to do, one thing at a time.
+"""Operations of a node's executor: what they are, the queue that they wait in, and the thread that runs them.
 
-What a node's computer does: one thing at a time.
-
-The thread that builds a stage and computes, so that receiving, sending and signs of life go on meanwhile.
+The executor runs one operation at a time, on a thread of its own, so that receiving, sending and heartbeats go on
+meanwhile.
 """
 
 from __future__ import annotations
@@ -18,38 +17,40 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from skippipe.transport.message import Message
 
+LEAST_VALUES = 2**12  # of a slice of state; one that comes too late is halved, but not below this
+
 
 @dataclass(frozen=True)
 class StageTask:
-    """One step of one microbatch (see `dispatch`)."""
+    """One step of one microbatch on this stage (see `dispatch`)."""
 
     iteration: int
     lane: int
     microbatch: int
-    """Of the lane, from 0."""
+    """The microbatch's number on its lane, from 0."""
     step: int
     length: int
-    """Of the lane's path as it was planned: places that were skipped since are included."""
+    """The length of the lane's path as it was planned: places that were skipped since are included."""
     data: int
-    """The place of the microbatch among all of the iteration, which says what text it gets."""
+    """The place of the microbatch among all of the iteration, which determines its data."""
     given: Any = None
-    """What the message brought; None for a microbatch that sets out, and for weight gradients."""
+    """The tensor that the message brought; None for the first step of a microbatch, and for weight gradients."""
     counts: bool = True
-    """Its weight gradients are added up. Not if this node has added them before, and the microbatch comes again."""
+    """Its weight gradients are added up; not if this node has added them before, and the microbatch comes again."""
 
 
 class OpResult(NamedTuple):
-    """Of a task."""
+    """The result of a `StageTask`."""
 
     payload: Any
-    """For the next node on the path."""
+    """The tensor for the next node on the path."""
     loss: Any = None
-    """Of the microbatch, if the task was its head: a number, perhaps still on its way from a GPU."""
+    """The loss of the microbatch, if the task was its head: a number, perhaps still on its way from a GPU."""
 
 
 @dataclass(frozen=True)
 class DropMicrobatch:
-    """Forget a microbatch on its way: it starts over, or goes another way."""
+    """Discard a microbatch on its way: it starts over, or takes another route."""
 
     lane: int
     microbatch: int
@@ -57,26 +58,26 @@ class DropMicrobatch:
 
 @dataclass(frozen=True)
 class ClearGradients:
-    """Forget all microbatches and the gradients of the iteration: it starts over."""
+    """Discard all microbatches and the gradients of the iteration: it starts over."""
 
 
 @dataclass(frozen=True)
 class CheckFinite:
-    """Is all that this node has added up finite? If not, it is cleared."""
+    """Check whether this node's sum of gradients is finite; if not, clear it. Gives True if it is finite."""
 
 
 @dataclass(frozen=True)
 class RingStep:
-    """One round of the gradient ring: take in what the neighbour sent in the round before, give what goes out now.
+    """One round of the gradient ring: add what the neighbour sent in the round before, give what is sent on now.
 
-    What the node itself has added up stays as it is, so that a ring that breaks can be begun again.
+    The node's own sum stays as it is, so that a ring that breaks can be begun again.
     """
 
     round: int
     at: int
-    """This node's place in the ring …"""
+    """This node's place in the ring."""
     size: int
-    """… of so many."""
+    """The number of nodes in the ring."""
     given: Any = None
 
 
@@ -91,7 +92,7 @@ class GradNorm:
 
     visits: int
     alone: bool
-    """Of this node's own sum, instead of what the ring has made."""
+    """The node is alone in its stage: its own sum is meant, instead of what the ring has made."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,13 @@ class OptimizerStep:
 
 @dataclass(frozen=True)
 class ReadWeights:
-    """A piece of the weights, for whoever collects them; None past the last."""
+    """Give a piece of the weights, for the coordinator; None past the last."""
 
     piece: int
     kept: bool = False
-    """Of the copy that was kept, with the optimizer's state, instead of the weights as they are now."""
+    """A piece of the snapshot, with the optimizer's state, instead of the weights as they are now."""
     collection: int = 0
-    """What the piece is for (see `control.Collect`)."""
+    """The number of the gathering that the piece is for (see `messages.GatherState`)."""
 
 
 @dataclass(frozen=True)
@@ -125,77 +126,83 @@ class StateSource:
     kind: Literal["replica", "checkpoint", "neighbours", "backup"]
     """A backup is not the state of a stage: it is kept for another node (see `OpenBackup`)."""
     sources: tuple[int, ...]
-    """Nodes to ask, the coordinator for a checkpoint."""
+    """Nodes to request it of; the coordinator for a checkpoint."""
     stages: tuple[int, ...]
-    """That they hold."""
+    """The stage that each source holds."""
     shares: tuple[float, ...]
-    """Of each in the mean; they add up to 1."""
+    """The weight of each source in the mean; they add up to 1."""
     steps: int
-    """That the optimizer has taken on this stage."""
+    """Steps that the optimizer has taken on this stage."""
     backup: tuple[int, int] | None = None
-    """For stage 0 from its neighbours: who keeps a copy of what they do not have, and after how many iterations it was
-    made."""
+    """For stage 0 from its neighbours: the node that keeps a copy of what they do not have, and the iterations that
+    were done when it was made."""
+
+    def __post_init__(self) -> None:
+        if not len(self.sources) == len(self.stages) == len(self.shares) > 0:
+            raise ValueError("sources, stages and shares must be as many, and at least one")
 
     @property
-    def lenders(self) -> tuple[int, ...]:
-        """All who are asked."""
+    def all_sources(self) -> tuple[int, ...]:
+        """All nodes that something is requested of."""
         return self.sources if self.backup is None else (*self.sources, self.backup[0])
 
 
 @dataclass(frozen=True)
 class StateSlice:
-    """Of a state: weights, means and squares one after another, as one flat sequence of numbers."""
+    """A slice of a state, which is one flat sequence of values: weights, means and squares one after another."""
 
     source: int
     first: int
-    """There."""
+    """The place of its first value in the source's state."""
     count: int
     at: int
-    """Here."""
+    """The place of its first value in this node's state."""
     share: float = 1.0
-    """What comes is multiplied by this …"""
+    """The factor of the values."""
     added: bool = False
-    """… and added to what is there, instead of taking its place."""
+    """The values are added to those that are there, instead of taking their place."""
     backup: int = 0
-    """Of the copy of stage 0's ends that its source made or keeps, of after so many iterations; 0: of its own state."""
+    """The slice is of the copy of stage 0's ends that was made after so many iterations; 0: of the source's state."""
 
 
 @dataclass(frozen=True)
 class PlanTransfer:
-    """What does it take to get the state? Gives a list of `StateSlice`s; the optimizer's count is set at once."""
+    """Give the list of `StateSlice`s that make up the state; the optimizer's number of steps is set at once."""
 
     origin: StateSource
 
 
 @dataclass(frozen=True)
 class ReadState:
-    """Numbers of this node's state as it is now, for one that learns; gives a `StateChunk`."""
+    """Give values of this node's state as it is now, for a node that recovers, as a `StateChunk`."""
 
     first: int
     count: int
     to: int
-    """Who asked."""
+    """The node that requested them."""
     assignment: int = 0
-    """What it is for (see `control.Want`)."""
+    """What they are for (see `messages.StateRequest`)."""
     backup: int = 0
-    """Of the copy of stage 0's ends of after so many iterations, instead of the state."""
+    """Values of the copy of stage 0's ends that was made after so many iterations, instead of the state; 0: state."""
 
 
 class StateChunk(NamedTuple):
+    """The result of `ReadState`."""
+
     payload: Any
-    """None if there are no such numbers."""
+    """None if there are no such values."""
     digest: str
-    """SHA-256 of its bytes."""
+    """SHA-256 of the payload's bytes."""
 
 
 @dataclass(frozen=True)
 class WriteState:
-    """Take over what came; False if it does not have the digest."""
+    """Write received values into the state; gives False if they do not have the digest."""
 
     part: StateSlice
     given: Any
     digest: str = ""
-    """Empty: it was checked where it comes from."""
+    """Empty for values from the coordinator, which has checked them."""
 
 
 @dataclass(frozen=True)
@@ -203,12 +210,12 @@ class CopyEnds:
     """Copy the weights of stage 0's ends (embedding, final norm, head), for a node of another stage to keep."""
 
     iterations: int
-    """That are done by now."""
+    """Iterations that are done by now."""
 
 
 @dataclass(frozen=True)
 class OpenBackup:
-    """Make room for a copy of stage 0's ends beside the one that is kept; gives a list of `StateSlice`s."""
+    """Allocate a copy of stage 0's ends beside the one that is kept; gives the list of its `StateSlice`s."""
 
     source: int
     iterations: int
@@ -216,7 +223,8 @@ class OpenBackup:
 
 @dataclass(frozen=True)
 class StoreBackup:
-    """A piece of that copy; False if it does not have the digest. With the last one it takes the older one's place."""
+    """Write a piece of that copy; gives False if it does not have the digest. With the last piece, the copy takes the
+    older one's place."""
 
     part: StateSlice
     given: Any
@@ -244,66 +252,64 @@ Op = (
 
 
 class Executor(Protocol):
-    """Runs work, one at a time. Real tensors, or symbols under virtual time."""
+    """Runs operations, one at a time: with real tensors, or with symbols under virtual time."""
 
-    def run(self, work: Op) -> Any: ...
+    def run(self, op: Op) -> Any: ...
 
     def fits(self, message: Message, at: int, size: int) -> bool:
-        """Is a tensor from another node what it should be? Of a ring, this node has a place among so many.
-
-        Asked on another thread than `run`'s.
-        """
+        """Has the message's tensor the shape and type that it should have? `at` is this node's place in its ring of
+        `size` nodes. Called on another thread than `run`."""
 
 
 def piece_sent(at: int, round_: int, size: int) -> int:
-    """Which piece the node at a place of the ring passes on in a round: first its own, then what came last."""
+    """The piece that the node at a place of the ring passes on in a round: first its own, then what came last."""
     return (at - round_) % size
 
 
 class OpQueue:
-    """Chores wait in a row. Nothing that runs can be called back: if it is given up, its result is of no use."""
+    """Operations that wait, in order. One that runs cannot be interrupted: if it is cancelled, its result is unused."""
 
     def __init__(self, start: Callable[[Op], None]) -> None:
-        self.doing: Op | None = None
-        self.void = False
-        """What runs was given up."""
+        self.running: Op | None = None
+        self.cancelled = False
+        """The running operation was cancelled."""
         self._start = start
-        self._chores: deque[Op] = deque()
+        self._waiting: deque[Op] = deque()
 
-    def add(self, chore: Op) -> None:
-        self._chores.append(chore)
+    def add(self, op: Op) -> None:
+        self._waiting.append(op)
 
-    def start(self, work: Op) -> None:
-        self.doing = work
-        self._start(work)
+    def start(self, op: Op) -> None:
+        self.running = op
+        self._start(op)
 
-    def start_chore(self) -> bool:
-        """The next one, if there is one; whether there is."""
-        if not self._chores:
+    def start_next(self) -> bool:
+        """Start the next operation; whether there was one."""
+        if not self._waiting:
             return False
-        self.start(self._chores.popleft())
+        self.start(self._waiting.popleft())
         return True
 
-    def give_up(self, *kinds: type[Op]) -> None:
-        """Work of some kinds, whether it waits or runs."""
-        self._chores = deque(each for each in self._chores if not isinstance(each, kinds))
-        self.void = self.void or isinstance(self.doing, kinds)
+    def cancel(self, *kinds: type[Op]) -> None:
+        """Cancel operations of some kinds, whether they wait or run."""
+        self._waiting = deque(each for each in self._waiting if not isinstance(each, kinds))
+        self.cancelled = self.cancelled or isinstance(self.running, kinds)
 
     def finished(self) -> bool:
-        """Nothing runs any more; whether what ran is of use."""
-        void, self.void, self.doing = self.void, False, None
-        return not void
+        """No operation runs any more; whether the last one's result is of use."""
+        cancelled, self.cancelled, self.running = self.cancelled, False, None
+        return not cancelled
 
 
-FORMER_S = 300.0  # for one that is told to stop: as long as a stage may take to build
+FORMER_S = 300.0  # for a thread that was stopped to end: as long as a stage may take to build
 
 
 class OpThread:
-    """Builds its computer and runs one work after another, on its own thread. It wakes the owner, who finds that it is
-    `built`, what is `done`, or the `failure`.
+    """Builds its executor and runs one operation after another, on its own thread. It wakes the owner, who finds that
+    it is `built`, what is `done`, or the `failure`.
 
-    `least_ns` says how long a work takes at least: an emulated node is no faster than the plan says. The `former` one
-    ends before this one builds, so that there is no need for memory for both.
+    `least_ns` gives the least time that an operation takes: an emulated node is no faster than the plan says. The
+    `former` thread ends before this one builds, so that there is no need for memory for both.
     """
 
     def __init__(
@@ -325,18 +331,18 @@ class OpThread:
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._thread.start()
 
-    def start(self, work: Op) -> None:
-        self._queue.put((work, time.monotonic_ns()))
+    def start(self, op: Op) -> None:
+        self._queue.put((op, time.monotonic_ns()))
 
     def fits(self, message: Message, at: int, size: int) -> bool:
         return self._executor is not None and self._executor.fits(message, at, size)
 
     def stop(self) -> None:
-        """After what runs now."""
+        """End after the operation that runs now."""
         self._queue.put(None)
 
     def join(self, within_s: float) -> None:
-        """A thread that is inside torch when the interpreter ends takes the process down with SIGABRT."""
+        """Wait for the end: a thread that is inside torch when the interpreter ends aborts the process (SIGABRT)."""
         self._thread.join(within_s)
 
     def _run(self) -> None:
@@ -348,14 +354,14 @@ class OpThread:
             self.built = True
             self._wake()
             while (job := self._queue.get()) is not None:
-                work, started_ns = job
-                result = executor.run(work)
+                op, started_ns = job
+                result = executor.run(op)
                 if self._least_ns is not None:
-                    left_ns = started_ns + self._least_ns(work) - time.monotonic_ns()
+                    left_ns = started_ns + self._least_ns(op) - time.monotonic_ns()
                     if left_ns > 0:
                         time.sleep(left_ns / 1e9)
-                self.done.append((work, result))
-                del job, work, result  # or the tensors would live on until there is other work
+                self.done.append((op, result))
+                del job, op, result  # or the tensors would live on until the next operation
                 self._wake()
         except Exception as error:
             self.failure = error

@@ -1,71 +1,62 @@
-"""A node's part in its stage's gradient ring: what has come from the neighbour, and what is passed on next."""
+"""A node's part in its stage's gradient ring: pieces that have come from the neighbour, and what is passed on next."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from skippipe.runtime.node.ops import GradNorm, RingStep
-from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.message import Message, RingPiece
 
 
 class RingProtocol:
-    """Of one attempt; if a member is lost, there is another with those who are left."""
+    """One attempt at averaging; if a member is lost, there is another attempt with the members that are left."""
 
     def __init__(self, number: int, stage: int, ring: tuple[int, ...]) -> None:
         self.ring = ring
+        self.at = ring.index(number)
+        """This node's place in the ring."""
         self.last_sent: Message | None = None
         self._stage = stage
-        self._at = ring.index(number)
-        self._chunks: dict[int, Any] = {}
+        self._pieces: dict[int, Any] = {}
         self._next = 0
         self._passing = False
 
     @property
-    def before(self) -> int:
-        return self.ring[self._at - 1]
-
-    @property
     def after(self) -> int:
-        return self.ring[(self._at + 1) % len(self.ring)]
+        """The node that this one sends to."""
+        return self.ring[(self.at + 1) % len(self.ring)]
 
     @property
-    def at(self) -> int:
-        return self._at
-
-    @property
-    def count(self) -> int:
+    def _rounds(self) -> int:
         return 2 * (len(self.ring) - 1)
 
     def begin(self) -> RingStep:
         self._passing = True
-        return RingStep(0, self._at, len(self.ring))
+        return RingStep(0, self.at, len(self.ring))
 
-    def foresees(self, sender: int, message: Message) -> bool:
-        return (
-            len(self.ring) > 1
-            and sender == self.before
-            and (message.lane, message.microbatch) == (self._stage, 0)
-            and 0 <= message.step < self.count
-        )
+    def expects(self, sender: int, piece: RingPiece) -> bool:
+        """Does this piece come here, from there?"""
+        from_neighbour = len(self.ring) > 1 and sender == self.ring[self.at - 1]
+        return from_neighbour and piece.stage == self._stage and piece.round < self._rounds
 
-    def take(self, message: Message) -> bool:
-        """A chunk that is foreseen; whether it is the first of its round."""
-        if message.step in self._chunks or message.step < self._next - 1:
+    def take(self, round_: int, body: Any) -> bool:
+        """A piece that is expected; whether it is the first of its round."""
+        if round_ in self._pieces or round_ < self._next - 1:
             return False
-        self._chunks[message.step] = message.body
+        self._pieces[round_] = body
         return True
 
-    def message(self, iteration: int, round_: int, payload: Any) -> Message | None:
-        """What is to be sent on after a round; None after the last."""
+    def round_done(self, round_: int) -> bool:
+        """This node has done its part of a round; whether it has something to send on, as after all but the last."""
         self._passing = False
         self._next = round_ + 1
-        return None if round_ == self.count else Message(MessageKind.CHUNK, iteration, self._stage, 0, round_, payload)
+        return round_ < self._rounds
 
     def next(self, visits: int) -> RingStep | GradNorm | None:
-        """What to do next, if this node has done its part of the round and the neighbour's has come."""
-        if self._next > self.count:
+        """The next operation, if this node has done its part of the round and the neighbour's piece has come."""
+        if self._next > self._rounds:
             return GradNorm(visits, alone=False)
-        if self._passing or self._next == 0 or self._next - 1 not in self._chunks:
+        if self._passing or self._next == 0 or self._next - 1 not in self._pieces:
             return None
         self._passing = True
-        return RingStep(self._next, self._at, len(self.ring), self._chunks.pop(self._next - 1))
+        return RingStep(self._next, self.at, len(self.ring), self._pieces.pop(self._next - 1))

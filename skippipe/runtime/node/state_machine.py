@@ -1,24 +1,23 @@
-"""A node's part in training, as a state machine.
+"""The state machine of a node that trains.
 
-It sees the clock, the network and its computer only through `NodeEnv`, so the same code runs in a process with sockets
-and in one thread under virtual time. It never waits: messages and finished work are taken in by `receive` and
-`finished`, and `decide` then starts what goes next. Whoever runs it takes in all that happens at one time before it
-calls `decide`, as the simulator does.
+It sees the clock, the network and its executor only through `NodeEnv`, so the same code runs in a process with sockets
+and in one thread under virtual time. It never waits: messages and finished operations are handed to `receive`,
+`handle_control` and `finished`, and `decide` then starts what goes next. The caller hands over all that happens at one
+time before it calls `decide`, as the simulator does.
 
 An iteration: tasks in the order that `dispatch` gives, until none is left; then the stage's ring averages gradients;
-then the coordinator, which knows all norms, says how to step; then the next iteration begins.
+then the coordinator, which knows all norms, commits the step; then the next iteration begins.
 
-When nodes are lost, the coordinator says how to go on (`Reroute`, see `routes`). From then on nobody can tell by
-counting when all tasks are done, so the coordinator says that too (`Drain`), asks everybody what they have added up,
-and has it averaged. A node's own sum of gradients stays untouched until the step, so averaging can begin again at any
-time, and what a node has added once it never adds again. What comes that is not foreseen is dropped and counted.
+When nodes are lost, the coordinator decides how to go on (`Reroute`, see `routing`). From then on no node can tell by
+counting when all tasks are done, so the coordinator announces that too (`Drain`), collects what every node has added
+up, and has it averaged. A node's own sum of gradients stays untouched until the step, so averaging can begin again at
+any time, and what a node has added once it never adds again. Messages that are not expected are dropped and counted.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 from skippipe.constraints import circle
@@ -62,21 +61,31 @@ from skippipe.runtime.node.ops import (
     RingStep,
     SnapshotState,
     StageTask,
+    StateSource,
     StoreBackup,
     WriteState,
     op_name,
 )
 from skippipe.runtime.node.ring_protocol import RingProtocol
-from skippipe.runtime.node.state_transfer import StateTransfer, is_state
-from skippipe.transport.message import Message, MessageKind
-
-__all__ = ["MOST_EARLY", "Node", "NodeEnv", "NodePhase"]
+from skippipe.runtime.node.state_transfer import StateTransfer
+from skippipe.transport.message import (
+    BackupPiece,
+    CheckpointPiece,
+    Header,
+    Hop,
+    Message,
+    RingPiece,
+    StatePiece,
+    WeightsPiece,
+)
 
 log = logging.getLogger(__name__)
 MOST_EARLY = 64  # messages of one sender that are kept because they are ahead of their time
 
 
 class Node:
+    """One node of a run: its phase in the iteration, its tasks, its part in averaging, and its state transfers."""
+
     def __init__(self, number: int, plan: Plan, env: NodeEnv, *, own_ring: bool = True) -> None:
         self.number = number
         self.stage = plan.stage_of[number]
@@ -86,52 +95,52 @@ class Node:
         self._begun_epoch = 0
         self.stopped: Stop | None = None
         self.dropped: Counter[tuple[int, str]] = Counter()
-        """Sender and what was wrong → how many messages of that kind were not taken."""
+        """Sender and what was wrong → number of messages that were not taken."""
         self._env = env
         self._own_ring = own_ring
         self._next_plan: Plan | None = None
         self._next_begin: Begin | None = None
         self._next_changes: list[Reroute | Drain | Average] = []
-        self._agenda = OpQueue(env.start)
-        self._loans = StateTransfer(self, env, self._agenda)
+        self._ops = OpQueue(env.start)
+        self._transfer = StateTransfer(self, env, self._ops)
         self._early: dict[int, list[tuple[Message, int]]] = {}
-        self._proceed: Commit | None = None
+        self._commit: Commit | None = None
         self._adopt(plan)
         self._clear(recorded=False)
 
     def hello(self, address: str, version: str) -> Hello:
-        """To a coordinator, which may be another than the one before."""
+        """The announcement to a coordinator, which may be another than the one before."""
         if self.iteration < 0:
             return Hello(address, version)
         stepped = self.phase in (NodePhase.STEPPING, NodePhase.WAITING)
-        return Hello(address, version, self.epoch, self.iteration + stepped, self.phase.name, self._loans.backup)
+        return Hello(address, version, self.epoch, self.iteration + stepped, self.phase.name, self._transfer.backup)
 
-    # What it is told
+    # Control messages
 
-    def hear(self, control: ControlMessage) -> None:
-        """From the coordinator."""
+    def handle_control(self, control: ControlMessage) -> None:
+        """A message of the coordinator."""
         match control:
             case Begin():
                 if self.phase is NodePhase.STEPPING:
                     self._next_begin = control
                 else:
-                    self._begin_as_told(control)
+                    self._restart(control)
             case Recover():
-                self._loans.learn(control.origin, control.assignment)
+                self._transfer.recover(control.origin, control.assignment)
             case Snapshot() if self.stage == 0:
-                self._agenda.add(CopyEnds(control.iterations))
+                self._ops.add(CopyEnds(control.iterations))
             case Backup() if self.stage != 0:
-                self._loans.fetch(control)
+                self._transfer.fetch_backup(control)
             case NewPlan():
                 self.replan(Plan.from_json(control.plan))
             case Commit() if self.phase is NodePhase.AVERAGED and control.iteration == self.iteration:
                 self.phase = NodePhase.STEPPING
-                self._proceed = control
-                self._agenda.add(OptimizerStep(control.rate, control.scale))
+                self._commit = control
+                self._ops.add(OptimizerStep(control.rate, control.scale))
                 if control.kept:
-                    self._agenda.add(SnapshotState())
-            case Commit() if self.phase is NodePhase.WAITING and control.kept:  # there was no word of a copy before
-                self._agenda.add(SnapshotState())
+                    self._ops.add(SnapshotState())
+            case Commit() if self.phase is NodePhase.WAITING and control.kept:  # no copy was requested before
+                self._ops.add(SnapshotState())
             case Reroute() | Drain() | Average():
                 if control.iteration == self.iteration + 1 and self.phase in (NodePhase.STEPPING, NodePhase.WAITING):
                     self._next_changes.append(control)
@@ -139,139 +148,140 @@ class Node:
                     self._change(control)
                 else:
                     self.drop(COORDINATOR, f"{type(control).__name__} while {self.phase.value}")
-            case GatherState():  # after the step, if one was asked for
-                self._agenda.add(ReadWeights(control.piece, control.kept, control.collection))
+            case GatherState():  # after the step, if one was committed
+                self._ops.add(ReadWeights(control.piece, control.kept, control.collection))
             case Stop():
                 self.stopped = control
             case _:
                 self.drop(COORDINATOR, f"{type(control).__name__} while {self.phase.value}")
 
     def replan(self, plan: Plan) -> None:
-        """From the next iteration on."""
+        """Adopt a plan from the next iteration on."""
         self._next_plan = plan
 
-    def asked(self, sender: int, control: ControlMessage) -> None:
-        """By a node that learns, or told by one that lends."""
-        self._loans.asked(sender, control)
+    def handle_peer_control(self, sender: int, control: ControlMessage) -> None:
+        """A message of another node."""
+        self._transfer.handle_control(sender, control)
 
-    def welcomed(self, origin: dict[str, Any], assignment: int) -> None:
+    def executor_ready(self, origin: StateSource | None, assignment: int) -> None:
         """The stage is built; its state is as the seed has it, or still to come."""
-        if origin:
-            self._loans.learn(origin, assignment)
+        if origin is not None:
+            self._transfer.recover(origin, assignment)
         else:
-            self._env.say(Ready(assignment))
+            self._env.send_control(Ready(assignment))
 
-    def lost(self, peer: int) -> None:
-        """The connection to a peer broke: what was sent last may not have arrived. It takes nothing twice."""
-        self._traffic.send_again_to(peer)
-        if self._rounds.last_sent is not None and self._rounds.after == peer:
-            self._env.send(peer, self._rounds.last_sent)
-        self._loans.lost(peer)
+    def reconnected(self, peer: int) -> None:
+        """The connection to a peer broke: what was sent last may not have arrived. The peer takes nothing twice."""
+        self._scheduler.send_again_to(peer)
+        if self._ring.last_sent is not None and self._ring.after == peer:
+            self._env.send(peer, self._ring.last_sent)
+        self._transfer.reconnected(peer)
 
-    def remind(self, patience_ns: int) -> None:
+    def retry_requests(self, timeout_ns: int) -> None:
         """To be called now and then, because answers may be lost."""
-        self._loans.remind(patience_ns)
+        self._transfer.retry(timeout_ns)
 
     def receive(self, sender: int, message: Message) -> None:
-        """From another node; what comes from one that is ahead is kept until this node gets there."""
-        epoch = 0 if is_state(message) else message.epoch  # a loan has the number of what it is for
-        ahead = message.iteration > self.iteration or self.phase is NodePhase.WAITING or epoch > self.epoch
-        waits = self.phase is NodePhase.WAITING or not self._loans.goes_along
-        if not ahead or (is_state(message) and waits):
+        """A tensor from another node, or state from the coordinator; what comes from a node that is ahead is kept until
+        this node gets there."""
+        is_state = isinstance(message.header, (StatePiece, BackupPiece))
+        iteration, epoch = _version(message.header)
+        waits = self.phase is NodePhase.WAITING
+        ahead = waits or iteration > self.iteration or epoch > self.epoch
+        if not ahead or (is_state and (waits or not self._transfer.is_versioned)):
             self._take(sender, message, self._env.now_ns())
-        elif message.iteration > self.iteration + 1 and self.phase is not NodePhase.WAITING:
+        elif iteration > self.iteration + 1 and not waits:
             self.drop(sender, "too far ahead")
         elif len(early := self._early.setdefault(sender, [])) >= MOST_EARLY + 4 * len(self.plan.lanes):
             self.drop(sender, "too much ahead of its time")
         else:
             early.append((message, self._env.now_ns()))
 
-    def restore(self, message: Message) -> None:
-        """State from a checkpoint, from the coordinator."""
-        self._loans.borrow(COORDINATOR, message)
-
-    def finished(self, work: Op, result: Any) -> None:
-        counts = self._agenda.finished()
-        if isinstance(work, CheckFinite) and not result:
-            self._traffic.contributed.clear()
+    def finished(self, op: Op, result: Any) -> None:
+        """An operation that was started is done."""
+        counts = self._ops.finished()
+        if isinstance(op, CheckFinite) and not result:
+            self._scheduler.contributed.clear()
         if not counts:
-            if isinstance(work, StageTask):
-                self._traffic.given_up()
+            if isinstance(op, StageTask):
+                self._scheduler.discard_running()
             return
-        match work:
+        match op:
             case StageTask():
-                self._traffic.ended(result)
+                self._scheduler.finish(result)
                 self._average_if_done()
             case RingStep():
-                self._passed_on(work.round, result)
+                self._pass_on(op.round, result)
             case AllReduce():
-                self._agenda.add(GradNorm(self._visits, alone=False))
+                self._ops.add(GradNorm(self._visits, alone=False))
             case GradNorm():
                 self._report(result)
             case CheckFinite():
-                self._say_contributed()
+                self._acknowledge_drain()
             case OptimizerStep():
                 self._stepped()
             case ReadWeights():
-                at = max(0, self.iteration), self.stage, work.piece, int(work.kept)
-                self._env.send(COORDINATOR, Message(MessageKind.CHUNK, *at, result, work.collection))
+                numbers = self.stage, op.piece, op.collection
+                header = CheckpointPiece(*numbers) if op.kept else WeightsPiece(*numbers)
+                self._env.send(COORDINATOR, Message(header, result))
             case ReadState() | PlanTransfer() | WriteState() | CopyEnds() | OpenBackup() | StoreBackup():
-                if isinstance(work, ReadState) and work.backup:
-                    self._traffic.sent_bytes[work.to] += getattr(result.payload, "nbytes", 0)
-                self._loans.finished(work, result)
+                if isinstance(op, ReadState) and op.backup:
+                    self._scheduler.sent_bytes[op.to] += getattr(result.payload, "nbytes", 0)
+                self._transfer.finished(op, result)
             case _:
                 pass
 
     def decide(self) -> None:
-        """Start what goes next, if nothing runs."""
-        if self._agenda.doing is not None or self.stopped or self._agenda.start_chore():
+        """Start the operation that goes next, if none runs."""
+        if self._ops.running is not None or self.stopped or self._ops.start_next():
             return
-        if self.phase not in (NodePhase.RUNNING, NodePhase.SETTLING):
+        if self.phase not in (NodePhase.RUNNING, NodePhase.DRAINING):
             return
-        task = self._traffic.next()
+        task = self._scheduler.next()
         if task is not None:
-            self._agenda.start(task)
-        elif self.phase is NodePhase.SETTLING and not self._traffic.put_off:
-            self._settled()
+            self._ops.start(task)
+        elif self.phase is NodePhase.DRAINING and not self._scheduler.has_deferred:
+            self._finish_draining()
 
     @property
     def doing(self) -> str:
-        """For people."""
-        work = self._agenda.doing
-        if isinstance(work, StageTask):
-            at = f"step {work.step} of microbatch {work.microbatch} on lane {work.lane}"
-            return f"{at}, iteration {work.iteration + 1}"
-        if work is not None:
-            return f"{op_name(work)}, iteration {self.iteration + 1}"
+        """The operation that runs, or what the node waits for, in words for people."""
+        op = self._ops.running
+        if isinstance(op, StageTask):
+            return f"step {op.step} of microbatch {op.microbatch} on lane {op.lane}, iteration {op.iteration + 1}"
+        if op is not None:
+            return f"{op_name(op)}, iteration {self.iteration + 1}"
         return f"{self.phase.value}, iteration {self.iteration + 1}"
 
-    def talks_to(self) -> set[int]:
-        """The nodes before and after this one on its lanes and in its ring; whom it learns from, and who learns."""
-        paths = [route.path for route in self._traffic.routes if self.number in route.path]
-        pairs = [pair for path in paths for pair in circle(path)] + circle(self._rounds.ring)
+    def active_peers(self) -> set[int]:
+        """The nodes before and after this one on its lanes and in its ring, and those that it exchanges state with."""
+        paths = [route.path for route in self._scheduler.routes if self.number in route.path]
+        pairs = [pair for path in paths for pair in circle(path)] + circle(self._ring.ring)
         near = {node for pair in pairs if self.number in pair for node in pair}
-        return (near | self._loans.lenders | self._loans.borrowers) - {self.number}
+        return (near | self._transfer.source_nodes | self._transfer.requesters) - {self.number}
 
     # Iterations
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
-        self._duties = NodeSchedule(self.number, plan)
+        self._schedule = NodeSchedule(self.number, plan)
 
     def _clear(self, *, recorded: bool) -> None:
-        """Nothing of an iteration is there."""
-        self._traffic = MicrobatchScheduler(self._duties, self.iteration, self, recorded=recorded)
-        self._rounds = RingProtocol(self.number, self.stage, self.plan.stages[self.stage].ring)
+        """Forget all of the iteration before."""
+        self._scheduler = MicrobatchScheduler(
+            self._schedule, self.iteration, self, self._env, self._ops, recorded=recorded
+        )
+        self._ring = RingProtocol(self.number, self.stage, self.plan.stages[self.stage].ring)
         self._visits = self.plan.exposure[self.stage]
         self._gone: frozenset[int] = frozenset()
         self._as_planned = True
-        self._loans.borrowers.clear()
-        self._inspect = False
+        self._transfer.requesters.clear()
+        self._check_finite = False
 
-    def _begin_as_told(self, begin: Begin) -> None:
-        self._agenda.give_up(*_OF_AN_ITERATION)
-        if self.phase is not NodePhase.WAITING or self._agenda.void:
-            self._agenda.add(ClearGradients())
+    def _restart(self, begin: Begin) -> None:
+        self._ops.cancel(*_OPS_OF_ITERATION)
+        if self.phase is not NodePhase.WAITING or self._ops.cancelled:
+            self._ops.add(ClearGradients())
         self.epoch = self._begun_epoch = begin.epoch
         self._begin(begin.iteration, recorded=begin.recorded)
 
@@ -281,7 +291,7 @@ class Node:
             self._next_plan = None
         self.iteration = iteration
         self.phase = NodePhase.RUNNING
-        self._proceed = None
+        self._commit = None
         self._clear(recorded=recorded)
         self._take_early()
         self._average_if_done()
@@ -289,86 +299,71 @@ class Node:
         for change in changes:
             if change.iteration == iteration and change.epoch >= self.epoch:
                 self._change(change)
-        self._loans.begun(iteration)
+        self._transfer.iteration_begun(iteration)
 
     def _take_early(self) -> None:
         early, self._early = self._early, {}
         for sender, messages in early.items():
             for message, arrived_ns in messages:
-                epoch = 0 if is_state(message) else message.epoch
-                if (message.iteration, epoch) <= (self.iteration, self.epoch):
+                if _version(message.header) <= (self.iteration, self.epoch):
                     self._take(sender, message, arrived_ns)
                 else:
                     self._early.setdefault(sender, []).append((message, arrived_ns))
 
     def _stepped(self) -> None:
-        assert self._proceed is not None
-        proceed, begin = self._proceed, self._next_begin
+        assert self._commit is not None
+        commit, begin = self._commit, self._next_begin
         self._next_begin = None
         if begin is not None:
             self.phase = NodePhase.WAITING
-            self._begin_as_told(begin)
-        elif proceed.last:
+            self._restart(begin)
+        elif commit.last:
             self.phase = NodePhase.WAITING
-            self._env.say(Stepped(self.iteration))
+            self._env.send_control(Stepped(self.iteration))
         else:
-            self._begin(self.iteration + 1, recorded=proceed.recorded)
-
-    # What its parts see of the node
-
-    def now_ns(self) -> int:
-        return self._env.now_ns()
-
-    def say(self, control: ControlMessage) -> None:
-        self._env.say(control)
-
-    def post(self, receiver: int, message: Message) -> None:
-        self._env.send(receiver, self._stamped(message))
-
-    def chore(self, work: Op) -> None:
-        self._agenda.add(work)
-
-    def drop(self, sender: int, what: str) -> None:
-        self.dropped[sender, what] += 1
-        if self.dropped[sender, what] == 1:
-            who = "the coordinator" if sender == COORDINATOR else self.plan.cluster.nodes[sender].name
-            log.warning("dropped a message of %s: %s (later ones are only counted)", who, what)
-
-    def _stamped(self, message: Message) -> Message:
-        return replace(message, epoch=self.epoch, sent_ns=self._env.now_ns())
+            self._begin(self.iteration + 1, recorded=commit.recorded)
 
     # Messages from nodes
 
+    def drop(self, sender: int, what: str) -> None:
+        """Count a message that is of no use; the first of its kind goes to the log."""
+        self.dropped[sender, what] += 1
+        if self.dropped[sender, what] == 1:
+            name = "the coordinator" if sender == COORDINATOR else self.plan.cluster.nodes[sender].name
+            log.warning("dropped a message of %s: %s (later ones are only counted)", name, what)
+
     def _take(self, sender: int, message: Message, arrived_ns: int) -> None:
-        """It is of this iteration, of this epoch or an earlier one; or it is of no use."""
-        if is_state(message):
-            self._loans.borrow(sender, message)
-        elif message.iteration != self.iteration or self.phase not in IN_ITERATION:
+        """A message of this iteration, and of this epoch or an earlier one; any other is dropped."""
+        header, label = message.header, message.kind.label
+        if isinstance(header, (StatePiece, BackupPiece)):
+            self._transfer.receive(sender, message)
+        elif not isinstance(header, (Hop, RingPiece)):
+            self.drop(sender, f"{label} that does not come here from there")
+        elif header.iteration != self.iteration or self.phase not in IN_ITERATION:
             self.drop(sender, "of an iteration that is over")
-        elif message.epoch < self._begun_epoch:
+        elif header.epoch < self._begun_epoch:
             self.drop(sender, "of an iteration that was begun again")
         elif sender in self._gone:
-            self.drop(sender, "from a node that was given up")
+            self.drop(sender, "from a node that was declared lost")
         elif message.body is None:
-            self.drop(sender, f"an empty {message.kind.name.lower()}")
-        elif not self._foresees(sender, message):
-            self.drop(sender, f"a {message.kind.name.lower()} that does not come here from there")
-        elif message.kind is MessageKind.CHUNK and message.epoch != self.epoch:
-            self.drop(sender, "a chunk of a ring that was given up")
-        elif not self._env.fits(message, self._rounds.at, len(self._rounds.ring)):
-            self.drop(sender, f"a {message.kind.name.lower()} of another shape or type")
-        elif message.kind is MessageKind.HOP:
-            if not self._traffic.take(sender, message, arrived_ns):
-                self.drop(sender, "a hop that has been taken before")
-        elif self._rounds.take(message):
-            self._pass_next()
+            self.drop(sender, f"{label} without a tensor")
+        elif not self._expects(sender, header):
+            self.drop(sender, f"{label} that does not come here from there")
+        elif isinstance(header, RingPiece) and header.epoch != self.epoch:
+            self.drop(sender, "a piece of a ring that was given up")
+        elif not self._env.fits(message, self._ring.at, len(self._ring.ring)):
+            self.drop(sender, f"{label} of another shape or type")
+        elif isinstance(header, Hop) and self._scheduler.take(sender, message, header, arrived_ns):
+            pass
+        elif isinstance(header, RingPiece) and self._ring.take(header.round, message.body):
+            self._continue_ring()
         else:
-            self.drop(sender, "a chunk that has been taken before")
+            self.drop(sender, f"{label} that has been taken before")
 
-    def _foresees(self, sender: int, message: Message) -> bool:
-        if message.kind is MessageKind.HOP:
-            return self._traffic.foresees(sender, message)
-        return message.kind is MessageKind.CHUNK and self._own_ring and self._rounds.foresees(sender, message)
+    def _expects(self, sender: int, header: Hop | RingPiece) -> bool:
+        if isinstance(header, Hop):
+            return self._scheduler.expects(sender, header)
+        return self._own_ring and self._ring.expects(sender, header)
 
     # When nodes are lost
 
@@ -379,10 +374,10 @@ class Node:
             case Drain() if self.phase in IN_ITERATION:
                 self._stop_averaging()
                 self.epoch = change.epoch
-                self._inspect = change.inspect
-                self.phase = NodePhase.SETTLING
-                self._traffic.settle()
-            case Average() if self.phase is NodePhase.SETTLED and change.epoch == self.epoch:
+                self._check_finite = change.inspect
+                self.phase = NodePhase.DRAINING
+                self._scheduler.drain()
+            case Average() if self.phase is NodePhase.DRAINED and change.epoch == self.epoch:
                 self._visits = change.visits[self.stage]
                 self._take_early()
                 self._average()
@@ -395,76 +390,81 @@ class Node:
         self._stop_averaging()
         self.phase = NodePhase.RUNNING
         self.epoch = change.epoch
-        if self._traffic.reroute(change):
-            self._agenda.void = True
+        if self._scheduler.reroute(change):
+            self._ops.cancelled = True
         self._take_early()
 
     def _stop_averaging(self) -> None:
-        """What the ring has done so far is of no use; nothing of this node's own is lost."""
-        self._agenda.give_up(*_OF_AVERAGING)
-        left = tuple(node for node in self._rounds.ring if node not in self._gone)
-        self._rounds = RingProtocol(self.number, self.stage, left)
+        """Discard what the ring has done so far; this node's own sum is not touched."""
+        self._ops.cancel(*_OPS_OF_AVERAGING)
+        left = tuple(node for node in self._ring.ring if node not in self._gone)
+        self._ring = RingProtocol(self.number, self.stage, left)
 
-    def _settled(self) -> None:
-        """Weight gradients that were put off are added; nothing is left."""
-        self.phase = NodePhase.SETTLED
-        self._traffic.let_all_go()
-        if self._inspect:
-            self._agenda.add(CheckFinite())
+    def _finish_draining(self) -> None:
+        """Weight gradients that were deferred are added; nothing is left."""
+        self.phase = NodePhase.DRAINED
+        self._scheduler.release_all()
+        if self._check_finite:
+            self._ops.add(CheckFinite())
         else:
-            self._say_contributed()
-        self._agenda.start_chore()
+            self._acknowledge_drain()
+        self._ops.start_next()
 
-    def _say_contributed(self) -> None:
-        self._env.say(DrainAck(self.iteration, self.epoch, self._account()))
+    def _acknowledge_drain(self) -> None:
+        self._env.send_control(DrainAck(self.iteration, self.epoch, self._contributed()))
 
-    def _account(self) -> list[list[int]]:
-        return [list(each) for each in sorted(self._traffic.contributed)]
+    def _contributed(self) -> list[list[int]]:
+        return [list(each) for each in sorted(self._scheduler.contributed)]
 
     # Averaging
 
     def _average_if_done(self) -> None:
-        if self._traffic.left == 0 and self._as_planned and self.phase is NodePhase.RUNNING:
+        if self._scheduler.left == 0 and self._as_planned and self.phase is NodePhase.RUNNING:
             self._average()
 
     def _average(self) -> None:
         self.phase = NodePhase.AVERAGING
-        if len(self._rounds.ring) == 1:
-            self._agenda.add(GradNorm(self._visits, alone=True))
+        if len(self._ring.ring) == 1:
+            self._ops.add(GradNorm(self._visits, alone=True))
         elif not self._own_ring:
-            self._agenda.add(AllReduce())
+            self._ops.add(AllReduce())
         else:
-            self._agenda.add(self._rounds.begin())
+            self._ops.add(self._ring.begin())
 
-    def _passed_on(self, round_: int, payload: Any) -> None:
-        message = self._rounds.message(self.iteration, round_, payload)
-        if message is not None:
-            message = self._rounds.last_sent = self._stamped(message)
-            self._traffic.sent_bytes[self._rounds.after] += getattr(payload, "nbytes", 0)
-            self._env.send(self._rounds.after, message)
-        self._pass_next()
+    def _pass_on(self, round_: int, payload: Any) -> None:
+        if self._ring.round_done(round_):
+            header = RingPiece(self.iteration, self.stage, round_, self.epoch)
+            message = self._ring.last_sent = Message(header, payload, self._env.now_ns())
+            self._scheduler.sent_bytes[self._ring.after] += getattr(payload, "nbytes", 0)
+            self._env.send(self._ring.after, message)
+        self._continue_ring()
 
-    def _pass_next(self) -> None:
-        work = self._rounds.next(self._visits)
-        if work is not None:
-            self._agenda.add(work)
+    def _continue_ring(self) -> None:
+        op = self._ring.next(self._visits)
+        if op is not None:
+            self._ops.add(op)
 
     def _report(self, squared_norm: float) -> None:
         self.phase = NodePhase.AVERAGED
-        traffic = self._traffic
-        self._env.say(
+        scheduler = self._scheduler
+        self._env.send_control(
             Averaged(
                 self.iteration,
                 self.epoch,
                 squared_norm,
-                visits=self._account(),
-                tasks=traffic.record,
-                sent_bytes=[[receiver, count] for receiver, count in sorted(traffic.sent_bytes.items())],
-                speeds=[[kind, *sums] for kind, sums in sorted(traffic.took_ns.items())],
-                lags=[[sender, lag_ns / 1e9] for sender, lag_ns in sorted(traffic.lag_ns.items())],
+                visits=self._contributed(),
+                tasks=scheduler.record,
+                sent_bytes=[[receiver, count] for receiver, count in sorted(scheduler.sent_bytes.items())],
+                speeds=[[kind, *sums] for kind, sums in sorted(scheduler.took_ns.items())],
+                lags=[[sender, lag_ns / 1e9] for sender, lag_ns in sorted(scheduler.lag_ns.items())],
             )
         )
 
 
-_OF_AVERAGING = (RingStep, AllReduce, GradNorm, CheckFinite)
-_OF_AN_ITERATION = (StageTask, DropMicrobatch, *_OF_AVERAGING)
+_OPS_OF_AVERAGING = (RingStep, AllReduce, GradNorm, CheckFinite)
+_OPS_OF_ITERATION = (StageTask, DropMicrobatch, *_OPS_OF_AVERAGING)
+
+
+def _version(header: Header) -> tuple[int, int]:
+    """The iteration and the epoch of a message; state has no epoch, a copy of stage 0's ends neither."""
+    return getattr(header, "iteration", 0), getattr(header, "epoch", 0)

@@ -1,15 +1,14 @@
 """Faults that read as sentences: `kill(node=3).at(iteration=2, during="backward").back_after(1.5)`.
 
 A fault begins when its node does what `during` says for the first time in that iteration or a later one; if the node
-never does that (only data nodes run heads), when somebody does. The same faults strike virtual clusters and processes.
-
-
-Messages that come late, or come again, as from the buffer of a connection that has been replaced since.
+never does that (only data nodes run heads), when another node does. The same faults strike virtual clusters and
+processes. Messages that come late, or come again as from the buffer of a connection that has been replaced, are for
+virtual clusters only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
@@ -50,21 +49,23 @@ DURING: tuple[During, ...] = (
 
 @dataclass(frozen=True)
 class Fault:
+    """One thing that goes wrong, when it begins, and how long it lasts."""
+
     kind: FaultKind
     nodes: tuple[int, ...]
-    """One; two for a link; those whose messages come again; the coordinator's number is −1."""
+    """One node; two for a link; the nodes whose messages come again; the coordinator's number is −1."""
     iteration: int = 0
     during: During = "forward"
     lasts_s: float | None = None
-    """Until it is over: a killed node is started again, a frozen one goes on, a link works; none: for ever."""
+    """Seconds until a killed node is started again, a frozen one goes on, a link works; none: for ever."""
     times: float = 10.0
-    """By which something slow takes longer."""
+    """The factor by which something slow takes longer."""
     silent: bool = False
-    """A link that is cut drops what it is given, and nobody is told; no: connections are broken."""
+    """A link that is cut drops what it is given, and neither end is told; if not, its connections are broken."""
     share: float = 0.1
-    """Of messages that come again."""
+    """The share of messages that come again."""
     late_s: float = 0.0
-    """The most that words between nodes and coordinator are on their way."""
+    """The longest that control messages between nodes and coordinator are on their way."""
 
     def at(self, iteration: int, during: During = "forward") -> Fault:
         return replace(self, iteration=iteration, during=during)
@@ -72,10 +73,10 @@ class Fault:
     def back_after(self, seconds: float) -> Fault:
         return replace(self, lasts_s=seconds)
 
-    def strikes(self, node: int, work: Op, iteration: int, *, anybody: bool) -> bool:
-        """Does it begin with this work? `anybody`: the node that it is for never does such work."""
-        here = anybody or node in self.nodes or COORDINATOR in self.nodes
-        return iteration >= self.iteration and here and phase_of(work) == self.during
+    def strikes(self, node: int, op: Op, iteration: int, *, any_node: bool) -> bool:
+        """Does it begin with this operation? `any_node`: the node that it is for never runs such operations."""
+        here = any_node or node in self.nodes or COORDINATOR in self.nodes
+        return iteration >= self.iteration and here and phase_of(op) == self.during
 
     def __str__(self) -> str:
         names = ["the coordinator" if node == COORDINATOR else f"node {node}" for node in self.nodes]
@@ -89,8 +90,8 @@ class Fault:
             "slow link": f"make the link between {who} {self.times:g} times slower",
             "poison": f"spoil a gradient of {who}",
             "stale": f"let {self.share:.0%} of the messages from and to {who} come again later"
-            + f", words to and from the coordinator up to {self.late_s:g} s late" * bool(self.late_s),
-            "accuse": f"have {who} complain of everybody",
+            + f", control messages to and from the coordinator up to {self.late_s:g} s late" * bool(self.late_s),
+            "accuse": f"have {who} report all its links as down",
         }[self.kind]
         end = "" if self.lasts_s is None else f", for {self.lasts_s:g} s"
         return f"{what} in iteration {self.iteration} during {self.during}{end}"
@@ -130,18 +131,18 @@ def replay_messages(*nodes: int, share: float = 0.1, late_s: float = 0.0) -> Fau
 
 
 def accuse(node: int) -> Fault:
-    """Under virtual time only: it says again and again that it cannot reach anybody."""
+    """Under virtual time only: it reports again and again that it cannot reach any node."""
     return Fault("accuse", (node,))
 
 
-def phase_of(work: Op) -> During | None:
-    match work:
+def phase_of(op: Op) -> During | None:
+    match op:
         case StageTask():
-            if work.step < work.length:
+            if op.step < op.length:
                 return "forward"
-            if work.step == work.length:
+            if op.step == op.length:
                 return "head"
-            return "weights" if is_weights(work.step, work.length) else "backward"
+            return "weights" if is_weights(op.step, op.length) else "backward"
         case RingStep() | GradNorm():
             return "averaging"
         case OptimizerStep():
@@ -151,45 +152,38 @@ def phase_of(work: Op) -> During | None:
         case CopyEnds() | OpenBackup() | StoreBackup():
             return "backup"
         case PlanTransfer() | WriteState() | ReadState():
-            return "backup" if isinstance(work, ReadState) and work.backup else "joining"
+            return "backup" if isinstance(op, ReadState) and op.backup else "joining"
         case DropMicrobatch() | CheckFinite():
             return "repair"
     return None
 
 
 def drawn(random: Random, plan: Plan, iterations: int, most: int = 3) -> list[Fault]:
-    """A few faults at random, such that somebody comes back in time to go on with."""
+    """A few faults at random, all of which end: nodes come back in time to go on with."""
     nodes = sorted(plan.stage_of)
     faults = []
     for _ in range(random.randint(1, most)):
         node, other = random.sample(nodes, 2)
-        makers: list[Callable[[], Fault]] = [
-            lambda node=node: kill(node),  # type: ignore[misc]
-            lambda node=node: kill(node),  # type: ignore[misc]
-            lambda node=node: kill(node),  # type: ignore[misc]
-            lambda node=node: freeze(node),  # type: ignore[misc]
-            lambda node=node, other=other: cut(node, other),  # type: ignore[misc]
-            lambda node=node, other=other: cut(node, other, one_way=True),  # type: ignore[misc]
-            lambda node=node: slow_node(node),  # type: ignore[misc]
-            lambda node=node, other=other: slow_link(node, other),  # type: ignore[misc]
-            lambda node=node: poison(node),  # type: ignore[misc]
-            kill_coordinator,
+        kinds = [
+            *(kill(node), kill(node), kill(node), freeze(node)),
+            *(cut(node, other), cut(node, other, one_way=True), slow_node(node), slow_link(node, other)),
+            *(poison(node), kill_coordinator()),
         ]
-        fault = random.choice(makers)().at(random.randrange(iterations), random.choice(DURING))
+        fault = random.choice(kinds).at(random.randrange(iterations), random.choice(DURING))
         faults.append(fault.back_after(random.choice([0.01, 0.5, 3.0, 12.0, 40.0])))
     return faults
 
 
-LATER_S = (0.0005, 0.02, 0.5, 4.0, 15.0)  # roughly: within an iteration, or many lives later
+LATER_S = (0.0005, 0.02, 0.5, 4.0, 15.0)  # roughly: within an iteration, or many incarnations later
 
 
 class MessageReplay:
-    """What comes again, and when, follows from the fault alone."""
+    """Messages that come again: which and when follows from the fault alone."""
 
     def __init__(self) -> None:
         self._faults: list[tuple[Fault, Random]] = []
         self._last_ns: dict[tuple[int, int], int] = {}
-        """Sender and receiver → when the last word arrives; those that follow do not overtake it."""
+        """Sender and receiver → when the last control message arrives; those that follow do not overtake it."""
 
     def begin(self, fault: Fault) -> None:
         self._faults.append((fault, Random(str(fault))))
@@ -198,13 +192,13 @@ class MessageReplay:
         self._faults = [each for each in self._faults if each[0] is not fault]
 
     def of(self, sender: int, receiver: int) -> Iterator[int]:
-        """A message is sent: after how many nanoseconds it comes once more."""
+        """The delays in ns after which a message that is sent now comes once more."""
         for fault, random in self._faults:
             if (sender in fault.nodes or receiver in fault.nodes) and random.random() < fault.share:
                 yield ns(random.choice(LATER_S) * random.uniform(0.5, 1.5))
 
     def arrival_ns(self, sender: int, receiver: int, now_ns: int) -> int:
-        """When a word between a node and the coordinator arrives, so that words of both sides cross on their way."""
+        """When a control message between a node and the coordinator arrives; those of both sides may cross."""
         at_ns = max(now_ns, self._last_ns.get((sender, receiver), 0))
         for fault, random in self._faults:
             if fault.late_s and (sender in fault.nodes or receiver in fault.nodes):

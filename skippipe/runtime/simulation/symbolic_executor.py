@@ -1,4 +1,4 @@
-"""A computer that computes nothing, but notices what is missing, doubled or out of order."""
+"""An executor that computes nothing, but checks that no microbatch is missing, doubled or out of order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from skippipe.runtime.node.ops import (
     WriteState,
     piece_sent,
 )
-from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.message import Message, RingPiece
 
 is_weights = python_version(dispatch.is_weights)
 Which = tuple[int, int]
@@ -58,8 +58,8 @@ class Gradient:
     nbytes: int = 0
 
 
-class Numbers(tuple[tuple[Which, ...], ...]):
-    """Stands for a stage's state that is lent or kept, with that of the ends."""
+class SymbolicState(tuple[tuple[Which, ...], ...]):
+    """Stands for a stage's state that is sent or copied, with that of the ends."""
 
     ends: tuple[tuple[Which, ...], ...] = ()
 
@@ -68,6 +68,8 @@ PIECES = 2  # of a copy of the ends
 
 
 class SymbolicExecutor:
+    """An `Executor` whose tensors are the sets of microbatches that are in them."""
+
     def __init__(self, node: int, plan: Plan) -> None:
         self._node = node
         self._has_ends = plan.stage_of.get(node) == 0
@@ -79,32 +81,32 @@ class SymbolicExecutor:
         self._pieces: list[Counter[Which]] = []
         self._mean: Counter[Which] = Counter()
         self.state: list[tuple[Which, ...]] = []
-        """Stands for the weights: what was in the gradient of every step taken, from the first."""
+        """Stands for the weights: the microbatches in the gradient of every step taken, from the first."""
         self.ends: list[tuple[Which, ...]] = []
-        """The same for embedding, final norm and head; empty: as the seed has them, or on another stage than 0."""
+        """The same for embedding, final norm and head; empty as the seed has them, and on other stages than 0."""
         self._rebuilt = False
         self._backup: tuple[int, tuple[tuple[Which, ...], ...]] | None = None
         self._incoming: list[tuple[Which, ...]] = []
         self.poison = False
-        """The next gradient that is added up is not a number."""
+        """The next gradient that is added up is NaN."""
         self._spoiled = False
 
     @property
-    def keeps(self) -> bool:
-        """Has it a whole copy of the ends?"""
+    def has_backup(self) -> bool:
+        """Does it hold a whole copy of the ends?"""
         return self._backup is not None
 
     @property
     def history(self) -> list[int]:
-        """Microbatches in the mean gradient of every step taken."""
+        """The number of microbatches in the mean gradient of every step taken."""
         return [len(each) for each in self.state]
 
-    def run(self, work: Op) -> Any:
-        match work:
+    def run(self, op: Op) -> Any:
+        match op:
             case StageTask():
-                return self._task(work)
+                return self._task(op)
             case DropMicrobatch():
-                self._held.discard((work.lane, work.microbatch))
+                self._held.discard((op.lane, op.microbatch))
             case ClearGradients():
                 self._held.clear()
                 self._sum.clear()
@@ -115,17 +117,17 @@ class SymbolicExecutor:
                     self._sum.clear()
                 return sound
             case RingStep():
-                return self._pass(work)
+                return self._ring_step(op)
             case GradNorm():
-                whole = [self._sum] if work.alone else self._pieces
+                whole = [self._sum] if op.alone else self._pieces
                 assert all(piece == whole[0] for piece in whole), (self._node, whole)
                 assert all(count == 1 for count in whole[0].values()), f"a microbatch counts twice: {whole[0]}"
-                assert whole[0].total() == work.visits, (self._node, whole[0], work.visits)
+                assert whole[0].total() == op.visits, (self._node, whole[0], op.visits)
                 self._mean, self._pieces = whole[0].copy(), []
-                return float("nan") if self._spoiled else float(work.visits)
+                return float("nan") if self._spoiled else float(op.visits)
             case OptimizerStep():
                 assert not self._held, "a microbatch is still here"
-                if work.scale > 0:
+                if op.scale > 0:
                     self.state.append(tuple(sorted(self._mean)))
                     if self._has_ends:
                         self.ends.append(self.state[-1])
@@ -133,61 +135,61 @@ class SymbolicExecutor:
                 self._mean.clear()
                 self._spoiled = False
             case ReadWeights():
-                return None if work.piece else self._kept if work.kept else self._numbers()
+                return None if op.piece else self._kept if op.kept else self._copy_state()
             case PlanTransfer():
-                return self._study(work.origin)
+                return self._plan_transfer(op.origin)
             case ReadState():
-                return self._lend(work)
+                return self._read_state(op)
             case WriteState():
-                self._load(work)
+                self._write_state(op)
                 return True
             case SnapshotState():
-                self._kept = self._numbers()
+                self._kept = self._copy_state()
             case CopyEnds():
-                self._backup = work.iterations, tuple(self.ends)
+                self._backup = op.iterations, tuple(self.ends)
             case OpenBackup():
                 self._incoming = []
-                return _parts_of_backup(work.source, work.iterations)
+                return _backup_slices(op.source, op.iterations)
             case StoreBackup():
-                self._incoming += work.given
-                if work.part.at == PIECES - 1:
-                    self._backup = work.part.backup, tuple(self._incoming)
+                self._incoming += op.given
+                if op.part.at == PIECES - 1:
+                    self._backup = op.part.backup, tuple(self._incoming)
                 return True
             case AllReduce():
-                raise AssertionError("symbols know no other way to average")
+                raise AssertionError("symbols are averaged by the ring only")
         return None
 
     def fits(self, message: Message, at: int, size: int) -> bool:  # noqa: ARG002
-        return isinstance(message.body, Gradient if message.kind is MessageKind.CHUNK else Trail)
+        return isinstance(message.body, Gradient if isinstance(message.header, RingPiece) else Trail)
 
-    def _numbers(self) -> Numbers:
-        numbers = Numbers(self.state)
-        numbers.ends = tuple(self.ends)
-        return numbers
+    def _copy_state(self) -> SymbolicState:
+        state = SymbolicState(self.state)
+        state.ends = tuple(self.ends)
+        return state
 
-    def _study(self, origin: StateSource) -> list[StateSlice]:
+    def _plan_transfer(self, origin: StateSource) -> list[StateSlice]:
         self._rebuilt = origin.kind == "neighbours"
         if origin.kind == "replica":
             return [StateSlice(origin.sources[0], 0, 1, 0)]
         parts = [StateSlice(source, 0, 1, 0, added=at > 0) for at, source in enumerate(origin.sources)]
-        return parts if origin.backup is None else [*parts, *_parts_of_backup(*origin.backup)]
+        return parts if origin.backup is None else [*parts, *_backup_slices(*origin.backup)]
 
-    def _lend(self, work: ReadState) -> StateChunk:
-        if not work.backup:
-            return StateChunk(self._numbers(), "sound")
-        if self._backup is None or self._backup[0] != work.backup:
+    def _read_state(self, op: ReadState) -> StateChunk:
+        if not op.backup:
+            return StateChunk(self._copy_state(), "sound")
+        if self._backup is None or self._backup[0] != op.backup:
             return StateChunk(None, "")
         whole = self._backup[1]
         half = len(whole) // PIECES
-        return StateChunk(whole[half:] if work.first else whole[:half], "sound")
+        return StateChunk(whole[half:] if op.first else whole[:half], "sound")
 
-    def _load(self, work: WriteState) -> None:
-        if work.part.backup:
-            self.ends = [*(self.ends if work.part.at else ()), *work.given]
-        elif not work.part.added:
-            self.state = list(work.given)
+    def _write_state(self, op: WriteState) -> None:
+        if op.part.backup:
+            self.ends = [*(self.ends if op.part.at else ()), *op.given]
+        elif not op.part.added:
+            self.state = list(op.given)
             if self._has_ends and not self._rebuilt:
-                self.ends = list(getattr(work.given, "ends", work.given))
+                self.ends = list(getattr(op.given, "ends", op.given))
 
     def _task(self, task: StageTask) -> OpResult:
         which = task.lane, task.microbatch
@@ -211,21 +213,21 @@ class SymbolicExecutor:
             self._spoiled = self._spoiled or self.poison
             self.poison = False
 
-    def _pass(self, work: RingStep) -> Gradient | None:
-        size = work.size
-        if work.round == 0:
+    def _ring_step(self, op: RingStep) -> Gradient | None:
+        size = op.size
+        if op.round == 0:
             self._pieces = [self._sum.copy() for _ in range(size)]
         else:
-            piece = work.given.piece
-            if work.round < size:
-                self._pieces[piece] += work.given.visits
+            piece = op.given.piece
+            if op.round < size:
+                self._pieces[piece] += op.given.visits
             else:
-                self._pieces[piece] = work.given.visits.copy()
-        if work.round == 2 * (size - 1):
+                self._pieces[piece] = op.given.visits.copy()
+        if op.round == 2 * (size - 1):
             return None
-        outgoing = piece_sent(work.at, work.round, size)
+        outgoing = piece_sent(op.at, op.round, size)
         return Gradient(outgoing, self._pieces[outgoing].copy())
 
 
-def _parts_of_backup(source: int, iterations: int) -> list[StateSlice]:
+def _backup_slices(source: int, iterations: int) -> list[StateSlice]:
     return [StateSlice(source, piece, 1, piece, backup=iterations) for piece in range(PIECES)]

@@ -2,10 +2,11 @@
 
 Everything that happens is an event in a heap, so a run depends on its inputs alone and takes as long as it takes to
 handle the events, not as long as the cluster would. With the plan's own durations an iteration takes exactly the time
-that the simulator promises. Computers may be real (`tensors`) or `SymbolicExecutor`, which check what they are handed.
+that the simulator predicts. Executors may be real (`stage_executor`) or `SymbolicExecutor`, which checks what it is
+given.
 
-Nodes can be killed, frozen, cut off and started again, and so can the coordinator (see `faults`): what happens then is
-what sockets and processes would do, without the seconds.
+Nodes can be killed, frozen, cut off and started again, and so can the coordinator (see `fault_injection`): what happens
+then is what sockets and processes would do, without the seconds.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from skippipe import __version__
@@ -24,57 +26,59 @@ from skippipe.ring_timing import chunk_ns
 from skippipe.runtime.coordinator.interfaces import Callback, CheckpointStore, Event, IterationReport, StopRequests
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.state_machine import Coordinator
-from skippipe.runtime.fencing import Fence, Incarnation, Stamp
+from skippipe.runtime.fencing import Fence, Incarnation
 from skippipe.runtime.messages import COORDINATOR, ControlMessage, Heartbeat, Hello, LinkDown, StateRequest, Stop
-from skippipe.runtime.node.ops import Executor, Op, OptimizerStep
+from skippipe.runtime.node.ops import Executor, Op, OptimizerStep, StateSource
 from skippipe.runtime.node.state_machine import Node
-from skippipe.runtime.node.state_transfer import is_backup, state_message
 from skippipe.runtime.simulation.fault_injection import Fault, MessageReplay, phase_of
 from skippipe.runtime.simulation.symbolic_executor import PIECES, SymbolicExecutor
 from skippipe.runtime.task_timing import planned_ns
-from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.message import BackupPiece, Hop, Message, Stamp, StatePiece
 
 Disturb = Callable[[int], int]
-"""What becomes of a planned duration."""
+"""Gives the actual duration for a planned one."""
+Action = Callable[[], object]
 
 FALSE_REPORTS = 20  # of each link within a heartbeat, by a node that reports links falsely
-NOTICED_NS = 1_000_000  # from the end of a process to the news of it
+EXIT_NOTICED_NS = 1_000_000  # from the end of a process until the coordinator is told
 
 
 @dataclass
-class _Place:
-    """What one node sees of the world. It sees nothing any more when another life of the node has begun."""
+class _NodeEnv:
+    """The `NodeEnv` of one incarnation of a node; without effect once another one has begun."""
 
     cluster: VirtualCluster
     number: int
-    life: int
+    incarnation: int
 
     @property
-    def lives(self) -> bool:
-        return self.cluster.lives.get(self.number) == self.life
+    def is_alive(self) -> bool:
+        return self.cluster.alive.get(self.number) == self.incarnation
 
     def now_ns(self) -> int:
         return self.cluster.now_ns
 
     def send(self, receiver: int, message: Message) -> None:
-        self.cluster.carry(self, receiver, message)
+        if self.is_alive:
+            self.cluster.send(self.number, receiver, message)
 
-    def say(self, control: ControlMessage, to: int = COORDINATOR) -> None:
-        self.cluster.say(self, control, to)
+    def send_control(self, control: ControlMessage, to: int = COORDINATOR) -> None:
+        if self.is_alive:
+            self.cluster.send_control(self.number, control, to)
 
-    def start(self, work: Op) -> None:
-        self.cluster.compute(self, work)
+    def start(self, op: Op) -> None:
+        self.cluster.start_op(self.number, op)
 
     def fits(self, message: Message, at: int, size: int) -> bool:
-        return self.cluster.machines[self.number].fits(message, at, size)
+        return self.cluster.executor_of[self.number].fits(message, at, size)
 
 
 @dataclass
-class _Desk(Callback):
-    """What a coordinator sees of the world; nothing any more once another has taken its place."""
+class _CoordinatorEnv(Callback):
+    """The `CoordinatorEnv` of one incarnation of the coordinator; without effect once another one has begun."""
 
     cluster: VirtualCluster
-    life: int
+    incarnation: int
     fence: Fence = field(default_factory=Fence)
 
     def now_ns(self) -> int:
@@ -97,14 +101,14 @@ class _Desk(Callback):
     def disconnect(self, node: int) -> None:
         self.fence.left(node)
 
-    def send(self, node: int, control: ControlMessage, life: int | None = None) -> None:
-        self._say(node, lambda: self.cluster.nodes[node].hear(control), life)
+    def send(self, node: int, control: ControlMessage, incarnation: int | None = None) -> None:
+        self._send(node, lambda: self.cluster.nodes[node].handle_control(control), incarnation)
 
-    def send_welcome(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:
-        self._say(node, lambda: self.cluster.build(node, plan, origin, assignment))
+    def send_welcome(self, node: int, plan: Plan, origin: StateSource | None, assignment: int) -> None:
+        self._send(node, lambda: self.cluster.assign(node, plan, origin, assignment))
 
     def send_plan(self, node: int, plan: Plan) -> None:
-        self._say(node, lambda: self.cluster.nodes[node].replan(plan))
+        self._send(node, lambda: self.cluster.nodes[node].replan(plan))
 
     def store_weights(self, stage: int, number: int, piece: Any) -> None:
         if number == 0:
@@ -112,53 +116,52 @@ class _Desk(Callback):
         self.cluster.stored[stage].append(piece)
 
     def append_wal(self, record: dict[str, Any]) -> None:
-        if self.life == self.cluster.reign:
+        if self.incarnation == self.cluster.coordinator_incarnation:
             self.cluster.wal.append(record)
 
     def send_checkpoint_state(self, node: int, stage: int, request: StateRequest) -> None:
         assert self.cluster.checkpoint_store is not None
         state = self.cluster.checkpoint_store.state(stage, request.first, request.count)
-        message = state_message(request.first, state, request.assignment)
-        self._reach(node, lambda: self.cluster.nodes[node].restore(message))
+        message = Message(StatePiece(0, request.first, request.assignment), state)
+        self._deliver(node, lambda: self.cluster.nodes[node].receive(COORDINATOR, message))
 
     def iteration_done(self, report: IterationReport) -> None:
         self.cluster.reports.append(report)
-        if self.cluster.callback is not None:
-            self.cluster.callback.iteration_done(report)
+        self.cluster.callback.iteration_done(report)
 
     def happened(self, event: Event) -> None:
         self.cluster.events.append((self.cluster.now_ns, event))
-        if self.cluster.callback is not None:
-            self.cluster.callback.happened(event)
+        self.cluster.callback.happened(event)
 
     def measured(self, cluster: Cluster) -> None:
-        if self.cluster.callback is not None:
-            self.cluster.callback.measured(cluster)
+        self.cluster.callback.measured(cluster)
 
-    def _say(self, node: int, happen: Callable[[], None], life: int | None = None) -> None:
-        stamp = self.fence.stamp(node, life)
-        self._reach(node, lambda: happen() if self.cluster.born[node].accepts(stamp) else None)
+    def _send(self, node: int, action: Action, incarnation: int | None = None) -> None:
+        stamp = self.fence.stamp(node, incarnation)
+        self._deliver(node, lambda: action() if self.cluster.incarnation_of[node].accepts(stamp) else None)
 
-    def _reach(self, node: int, happen: Callable[[], None]) -> None:
-        if self.life == self.cluster.reign:
-            self.cluster.reach(COORDINATOR, node, happen, self.cluster.lateness_ns(COORDINATOR, node))
+    def _deliver(self, node: int, action: Action) -> None:
+        if self.incarnation == self.cluster.coordinator_incarnation:
+            self.cluster.deliver(COORDINATOR, node, action, self.cluster.control_delay_ns(COORDINATOR, node))
 
 
 @dataclass
 class VirtualCluster:
+    """A coordinator and its nodes under virtual time; `run` runs them to the end."""
+
     plan: Plan
     settings: CoordinatorSettings
-    computers: Mapping[int, Executor] | None = None
-    """Of the nodes; none: symbols."""
+    executors: Mapping[int, Executor] | None = None
+    """Node → its executor; none: symbolic ones."""
     disturb: Disturb = lambda duration_ns: duration_ns
-    callback: Callback | None = None
+    callback: Callback = field(default_factory=Callback)
     checkpoint_store: CheckpointStore | None = None
     """Where checkpoints go, and where the state comes from that a resumed run starts with."""
     stop_requests: StopRequests = lambda: 0
     builder: Callable[[int, Plan], Executor] | None = None
-    """Makes the computer of a node that was started again, or moved; none: symbols."""
+    """Makes the executor of a node that was started again, or moved; none: a symbolic one."""
     faults: Sequence[Fault] = ()
-    """What goes wrong. If anything does, nodes give signs of life, and somebody listens."""
+    """Faults to inject. Heartbeats are sent only if there are any."""
     now_ns: int = 0
     reports: list[IterationReport] = field(default_factory=list)
     events: list[tuple[int, Event]] = field(default_factory=list)
@@ -168,111 +171,110 @@ class VirtualCluster:
     """When the last node had taken its last step."""
 
     def __post_init__(self) -> None:
-        self._heap: list[tuple[int, int, int, Callable[[], None]]] = []
+        self._heap: list[tuple[int, int, int, Action]] = []
         self._count = 0
-        self._link_free_ns: dict[tuple[int, int, MessageKind], int] = {}
+        self._link_free_ns: dict[tuple[int, int, bool], int] = {}
+        """Sender, receiver and whether hops are meant → when the link has sent what was queued."""
         self._busy_ns: dict[int, int] = {}
-        """Node → since when it has had work all the time."""
+        """Node → since when it has had work without a pause."""
         self._idle_ns: dict[int, int] = {}
-        """Node → since when it has none."""
-        self.frozen: dict[int, list[Callable[[], None]]] = {}
-        """Node → what happened to it meanwhile."""
-        self.broken: set[tuple[int, int]] = set()
+        """Node → since when it has no work."""
+        self.frozen: dict[int, list[Action]] = {}
+        """Node → what is delivered to it once it thaws."""
+        self._broken: set[tuple[int, int]] = set()
         """Links that carry nothing: from, to."""
-        self.slowed: dict[int, float] = {}
-        """Node → how many times longer its tasks take."""
-        self.delayed: dict[tuple[int, int], float] = {}
-        """Link → how many times longer it takes."""
-        self.reign = 0
-        self._lived = 0
+        self._slowed: dict[int, float] = {}
+        """Node → factor of the duration of its operations."""
+        self._delayed: dict[tuple[int, int], float] = {}
+        """Link → factor of its latency and transfer times."""
         self._pending = list(self.faults)
-        self.lives = dict.fromkeys(self.plan.stage_of, 0)
-        self.born = {node: Incarnation(1) for node in range(len(self.plan.cluster.nodes))}
-        self._echoes = MessageReplay()
+        self._incarnations = 0
+        self.alive = dict.fromkeys(self.plan.stage_of, 0)
+        """Node that is alive → the number of its incarnation."""
+        self.coordinator_incarnation = 0
+        self.incarnation_of = {node: Incarnation(1) for node in range(len(self.plan.cluster.nodes))}
+        self._replay = MessageReplay()
         self._accusers: set[int] = set()
-        made = self.computers or {node: SymbolicExecutor(node, self.plan) for node in self.plan.stage_of}
-        self.machines = dict(made)
-        self.nodes = {node: Node(node, self.plan, _Place(self, node, 0)) for node in self.plan.stage_of}
-        self.coordinator = self._appoint(())
+        symbolic = {node: SymbolicExecutor(node, self.plan) for node in self.plan.stage_of}
+        self.executor_of: dict[int, Executor] = dict(self.executors or symbolic)
+        self.nodes = {node: Node(node, self.plan, _NodeEnv(self, node, 0)) for node in self.plan.stage_of}
+        self.coordinator = self._start_coordinator(())
 
-    def _appoint(self, wal: Any) -> Coordinator:
-        self._appointed = self.reign
-        self._desk = desk = _Desk(self, self.reign)
-        coordinator = Coordinator(self.plan, self.settings, desk, desk, wal)
-        desk.fence.term = coordinator.term
+    def _start_coordinator(self, wal: Any) -> Coordinator:
+        self._env = env = _CoordinatorEnv(self, self.coordinator_incarnation)
+        coordinator = Coordinator(self.plan, self.settings, env, env, wal)
+        env.fence.term = coordinator.term
         return coordinator
 
     def run(self) -> None:
-        """Until everybody is done."""
+        """Run until the coordinator and all nodes are done."""
         for node in self.nodes:
-            self._greet(node)
+            self._send_hello(node)
         if self.faults:
-            self._beat()
+            self._send_heartbeats()
         while self._heap or not self.coordinator.over:
             if self.faults and self.coordinator.over:
                 break
-            if not self._heap:  # nothing will happen any more, but that somebody's patience ends
+            if not self._heap:  # nothing will happen any more, but that a deadline passes
                 self.now_ns = max(self.now_ns, self.coordinator.deadline_ns())
                 self.coordinator.tick()
                 continue
             self.now_ns = self._heap[0][0]
             touched: dict[int, None] = {}
             while self._heap and self._heap[0][0] == self.now_ns:
-                _, _, node, happen = heapq.heappop(self._heap)
-                happen()
+                _, _, node, action = heapq.heappop(self._heap)
+                action()
                 touched[node] = None
             for node in touched:
-                if node != COORDINATOR and node in self.lives and node not in self.frozen:
+                if node != COORDINATOR and node in self.alive and node not in self.frozen:
                     self.nodes[node].decide()
-                    self._look_after(node)
+                    stop = self.nodes[node].stopped
+                    if stop is not None and stop.again:  # it was declared dead by mistake
+                        self._rejoin(node, self.nodes[node].plan)
             self.coordinator.on_stop_requests(self.stop_requests())
 
-    def after(self, delay_ns: int, happen: Callable[[], None], node: int = COORDINATOR) -> None:
+    def after(self, delay_ns: int, action: Action, node: int = COORDINATOR) -> None:
         """Let something happen to a node, which then decides."""
-        heapq.heappush(self._heap, (self.now_ns + delay_ns, self._count, node, happen))
+        heapq.heappush(self._heap, (self.now_ns + delay_ns, self._count, node, action))
         self._count += 1
 
-    def reach(self, sender: int, node: int, happen: Callable[[], None], delay_ns: int = 0) -> None:
-        """Something that happens to a node if it still lives the same life by then, and later if it is frozen."""
+    def deliver(self, sender: int, node: int, action: Action, delay_ns: int = 0) -> None:
+        """Something that happens to a node if it still is the same incarnation by then, and later if it is frozen."""
         if sender != node:
-            self.echo(sender, node, happen, delay_ns)
-        life = self.lives.get(node)
-        if life is not None and (sender, node) not in self.broken:
-            self.after(delay_ns, lambda: self._arrive(node, happen, life), node)
+            self._replay_later(sender, node, action, delay_ns)
+        incarnation = self.alive.get(node)
+        if incarnation is not None and (sender, node) not in self._broken:
+            self.after(delay_ns, lambda: self._arrive(node, action, incarnation), node)
 
-    def echo(self, sender: int, receiver: int, happen: Callable[[], None], delay_ns: int = 0) -> None:
-        """What comes after a delay may come again, in another life of either or to another coordinator."""
-        for later_ns in self._echoes.of(sender, receiver):
-            self.after(delay_ns + later_ns, lambda: self._arrive(receiver, happen, None), receiver)
+    def _replay_later(self, sender: int, receiver: int, action: Action, delay_ns: int = 0) -> None:
+        """What comes after a delay may come again, in another incarnation of either or to another coordinator."""
+        for later_ns in self._replay.of(sender, receiver):
+            self.after(delay_ns + later_ns, lambda: self._arrive(receiver, action, None), receiver)
 
-    def _arrive(self, node: int, happen: Callable[[], None], life: int | None) -> None:
-        """At a node, in one of its lives or in any; or at the coordinator."""
-        if node in self.lives and life not in (None, self.lives[node]):
+    def _arrive(self, node: int, action: Action, incarnation: int | None) -> None:
+        """At one incarnation of a node, or at any (None); or at the coordinator."""
+        if node in self.alive and incarnation not in (None, self.alive[node]):
             return
         if node in self.frozen:
-            self.frozen[node].append(happen)
-        elif node in self.lives or node == COORDINATOR:
-            happen()
+            self.frozen[node].append(action)
+        elif node in self.alive or node == COORDINATOR:
+            action()
 
-    def lateness_ns(self, sender: int, receiver: int) -> int:
-        return self._echoes.arrival_ns(sender, receiver, self.now_ns) - self.now_ns
+    def control_delay_ns(self, sender: int, receiver: int) -> int:
+        return self._replay.arrival_ns(sender, receiver, self.now_ns) - self.now_ns
 
-    def say(self, place: _Place, control: ControlMessage, to: int) -> None:
-        if not place.lives:
-            return
-        sender = place.number
+    def send_control(self, sender: int, control: ControlMessage, to: int) -> None:
         if to != COORDINATOR:
-            self.reach(sender, to, lambda: self.nodes[to].asked(sender, control))
+            self.deliver(sender, to, lambda: self.nodes[to].handle_peer_control(sender, control))
         else:
-            stamp = self.born[sender].stamp()
-            self._reach_coordinator(sender, lambda: self._desk.hear(sender, control, stamp))
+            stamp = self.incarnation_of[sender].stamp()
+            self._deliver_to_coordinator(sender, lambda: self._env.hear(sender, control, stamp))
 
-    def compute(self, place: _Place, work: Op) -> None:
-        number = place.number
-        result = self.machines[number].run(work)
-        planned = planned_ns(self.plan, self.nodes[number].stage, number, work)
-        duration_ns = int(self.disturb(planned) * self.slowed.get(number, 1.0))
-        if isinstance(work, OptimizerStep):
+    def start_op(self, number: int, op: Op) -> None:
+        result = self.executor_of[number].run(op)
+        planned = planned_ns(self.plan, self.nodes[number].stage, number, op)
+        duration_ns = int(self.disturb(planned) * self._slowed.get(number, 1.0))
+        if isinstance(op, OptimizerStep):
             self.finished_ns = max(self.finished_ns, self.now_ns + duration_ns)
         if self._idle_ns.pop(number, None) != self.now_ns:
             self._busy_ns[number] = self.now_ns
@@ -280,213 +282,193 @@ class VirtualCluster:
 
         def finish() -> None:
             self._idle_ns[number] = self.now_ns
-            node.finished(work, result)
+            node.finished(op, result)
 
-        self.reach(number, number, finish, duration_ns)
-        for fault in [each for each in self._pending if self._strikes(each, number, work)]:
+        self.deliver(number, number, finish, duration_ns)
+        for fault in [each for each in self._pending if self._strikes(each, number, op)]:
             self._pending.remove(fault)
-            self.after(duration_ns // 2, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+            self.after(duration_ns // 2, lambda fault=fault: self._begin(fault))  # type: ignore[misc]
 
-    def carry(self, place: _Place, receiver: int, message: Message) -> None:
-        sender = place.number
-        if not place.lives:
-            return
+    def send(self, sender: int, receiver: int, message: Message) -> None:
         if receiver == COORDINATOR:
-            self._reach_coordinator(sender, lambda: self.coordinator.on_piece(sender, message))
+            self._deliver_to_coordinator(sender, lambda: self.coordinator.on_piece(sender, message))
             return
-        plan, costs = self.nodes[sender].plan, self.plan.costs
-        if message.kind is MessageKind.CHUNK:
+        plan, costs, is_hop = self.nodes[sender].plan, self.plan.costs, isinstance(message.header, Hop)
+        if is_hop:
+            transmit_ns = int(costs.transmit_ns[sender, receiver])
+        elif isinstance(message.header, BackupPiece):
+            size = getattr(message.body, "nbytes", plan.workload.backup_bytes // PIECES)
+            transmit_ns = ns(size / costs.bandwidth_bytes_per_s[sender, receiver])
+        else:
             stage = self.nodes[sender].stage
             transmit_ns = int(chunk_ns(costs, stage, max(1, len(plan.stages[stage].ring)))[sender, receiver])
-            if is_backup(message):
-                size = getattr(message.body, "nbytes", plan.workload.backup_bytes // PIECES)
-                transmit_ns = ns(size / costs.bandwidth_bytes_per_s[sender, receiver])
-        else:
-            transmit_ns = int(costs.transmit_ns[sender, receiver])
-        link = sender, receiver, message.kind  # hops and pieces of gradients do not wait for each other
-        times = self.delayed.get((sender, receiver), 1.0)
-        end_ns = max(self.now_ns, self._link_free_ns.get(link, 0)) + int(self.disturb(transmit_ns) * times)
+        link = sender, receiver, is_hop  # hops and pieces of gradients do not wait for each other
+        factor = self._delayed.get((sender, receiver), 1.0)
+        end_ns = max(self.now_ns, self._link_free_ns.get(link, 0)) + int(self.disturb(transmit_ns) * factor)
         self._link_free_ns[link] = end_ns
-        arrival_ns = end_ns + int(costs.flight_ns[sender, receiver] * times)
-        delay_ns = arrival_ns - self.now_ns
-        self.reach(sender, receiver, lambda: self.nodes[receiver].receive(sender, message), delay_ns)
+        delay_ns = end_ns + int(costs.flight_ns[sender, receiver] * factor) - self.now_ns
+        self.deliver(sender, receiver, lambda: self.nodes[receiver].receive(sender, message), delay_ns)
 
-    def build(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:
-        """A node is told its stage; a node that had one forgets it."""
+    def assign(self, node: int, plan: Plan, origin: StateSource | None, assignment: int) -> None:
+        """A node gets its stage; a node that had one gives it up."""
         if self.nodes[node].iteration >= 0 or self.nodes[node].stage != plan.stage_of[node]:
             self._new_machine(node, plan)
         self.nodes[node].replan(plan)
-        self.nodes[node].welcomed(origin, assignment)
+        self.nodes[node].executor_ready(origin, assignment)
 
-    # What goes wrong
+    # Faults
 
-    def _strikes(self, fault: Fault, number: int, work: Op) -> bool:
-        phase = phase_of(work)
+    def _strikes(self, fault: Fault, number: int, op: Op) -> bool:
+        phase = phase_of(op)
         if phase is None or phase != fault.during:
             return False
         common = phase in ("forward", "backward", "averaging", "step")  # that every node does, if it does anything
-        anybody = not common or not any(node in self.lives for node in fault.nodes)
-        return fault.strikes(number, work, self.nodes[number].iteration, anybody=anybody)
+        any_node = not common or not any(node in self.alive for node in fault.nodes)
+        return fault.strikes(number, op, self.nodes[number].iteration, any_node=any_node)
 
-    def _strike(self, fault: Fault) -> None:
+    def _begin(self, fault: Fault) -> None:
+        begin, end = self._effect(fault)
+        begin()
+        if fault.lasts_s is not None:
+            self.after(int(fault.lasts_s * 1e9), end)
+
+    def _effect(self, fault: Fault) -> tuple[Action, Action]:
+        """What happens when a fault begins, and when it ends."""
         node, other = fault.nodes[0], fault.nodes[-1]
         links = [(node, other)] if fault.kind == "cut one way" else [(node, other), (other, node)]
         match fault.kind:
             case "kill" if node == COORDINATOR:
-                self.depose()
+                return self.kill_coordinator, self.restart_coordinator
             case "kill":
-                self.kill(node)
+                return lambda: self.kill(node), lambda: self.start(node)
             case "freeze":
-                self.freeze(node)
+                return lambda: self.freeze(node), lambda: self.thaw(node)
             case "cut" | "cut one way":
-                for link in links:
-                    self.cut(*link)
+                return lambda: self._cut(links), lambda: self._mend(links)
             case "slow node":
-                self.slowed[node] = fault.times
+                return lambda: self._slowed.update({node: fault.times}), lambda: self._slowed.pop(node, None)
             case "slow link":
-                self.delayed |= dict.fromkeys(links, fault.times)
+                slow = dict.fromkeys(links, fault.times)
+                return lambda: self._delayed.update(slow), lambda: [self._delayed.pop(link, None) for link in links]
             case "poison":
-                if isinstance(machine := self.machines[node], SymbolicExecutor):
-                    machine.poison = True
+                return lambda: self._poison(node), lambda: None
             case "stale":
-                self._echoes.begin(fault)
+                return lambda: self._replay.begin(fault), lambda: self._replay.end(fault)
             case "accuse":
-                self._accusers.add(node)
-                for accused in sorted(self.plan.stage_of.keys() - {node}):
-                    self._complain(node, accused)
-        if fault.lasts_s is not None:
-            self.after(int(fault.lasts_s * 1e9), lambda: self._relent(fault, links))
-
-    def _relent(self, fault: Fault, links: list[tuple[int, int]]) -> None:
-        node = fault.nodes[0]
-        match fault.kind:
-            case "kill" if node == COORDINATOR:
-                self.reappoint()
-            case "kill":
-                self.start(node)
-            case "freeze":
-                self.thaw(node)
-            case "cut" | "cut one way":
-                for link in links:
-                    self.mend(*link)
-            case "slow node":
-                self.slowed.pop(node, None)
-            case "slow link":
-                for link in links:
-                    self.delayed.pop(link, None)
-            case "stale":
-                self._echoes.end(fault)
-            case "accuse":
-                self._accusers.discard(node)
+                return lambda: self._accuse(node), lambda: self._accusers.discard(node)
 
     def kill(self, node: int) -> None:
-        if self.lives.pop(node, None) is None:
+        if self.alive.pop(node, None) is None:
             return
         self.frozen.pop(node, None)
-        for link in [link for link in self._link_free_ns if node in link[:2]]:
-            del self._link_free_ns[link]
-        self.after(NOTICED_NS, lambda: self._to_coordinator(lambda: self._notice(node)))
+        self._link_free_ns = {link: at_ns for link, at_ns in self._link_free_ns.items() if node not in link[:2]}
+        self.after(EXIT_NOTICED_NS, partial(self._to_coordinator, partial(self._report_exit, node)))
 
     def start(self, node: int) -> None:
-        """A new life."""
-        if node in self.lives:
+        """Start another incarnation of a node."""
+        if node in self.alive:
             return
-        self._lived += 1
-        self.lives[node] = self._lived
-        self.born[node] = Incarnation(self.born[node].number + 1)
-        self._new_machine(node, self.plan)
-        self._greet(node)
+        self._incarnations += 1
+        self.alive[node] = self._incarnations
+        self._rejoin(node, self.plan)
 
     def freeze(self, node: int) -> None:
-        if node in self.lives:
+        if node in self.alive:
             self.frozen.setdefault(node, [])
 
     def thaw(self, node: int) -> None:
-        for happen in self.frozen.pop(node, ()):
-            self.reach(node, node, happen)
+        for action in self.frozen.pop(node, ()):
+            self.deliver(node, node, action)
 
-    def cut(self, sender: int, receiver: int) -> None:
-        """One way."""
-        self.broken.add((sender, receiver))
-        if COORDINATOR not in (sender, receiver):
-            heartbeat_ns = ns(self.settings.deadlines.heartbeat.total_seconds())
-            self.after(heartbeat_ns, lambda: self._complain(sender, receiver))
+    def _cut(self, links: Sequence[tuple[int, int]]) -> None:
+        for sender, receiver in links:
+            self._broken.add((sender, receiver))
+            if COORDINATOR not in (sender, receiver):
+                self.after(self._heartbeat_ns, partial(self._report_link, sender, receiver))
 
-    def mend(self, sender: int, receiver: int) -> None:
-        self.broken.discard((sender, receiver))
-        if sender in self.lives and receiver in self.lives and COORDINATOR not in (sender, receiver):
-            self.reach(sender, sender, lambda: self.nodes[sender].lost(receiver))
+    def _mend(self, links: Sequence[tuple[int, int]]) -> None:
+        for sender, receiver in links:
+            self._broken.discard((sender, receiver))
+            if sender in self.alive and receiver in self.alive and COORDINATOR not in (sender, receiver):
+                self.deliver(sender, sender, lambda s=sender, r=receiver: self.nodes[s].reconnected(r))  # type: ignore[misc]
 
-    def depose(self) -> None:
-        """The coordinator's process ends; what it has noted stays."""
-        self.reign += 1
+    def kill_coordinator(self) -> None:
+        """The coordinator's process ends; its write-ahead log stays."""
+        self.coordinator_incarnation += 1
 
-    def reappoint(self) -> None:
-        """It is started again, from its notes, and nodes find it."""
-        self.reign += 1
-        self.coordinator = self._appoint(list(self.wal))
-        for node in self.lives:
-            self._greet(node)
+    def restart_coordinator(self) -> None:
+        """It is started again, from its log, and nodes find it."""
+        self.coordinator_incarnation += 1
+        self.coordinator = self._start_coordinator(list(self.wal))
+        for node in self.alive:
+            self._send_hello(node)
 
     @property
-    def deposed(self) -> bool:
-        return self._appointed != self.reign
+    def _coordinator_is_down(self) -> bool:
+        return self._env.incarnation != self.coordinator_incarnation
 
-    def _reach_coordinator(self, sender: int, happen: Callable[[], None]) -> None:
-        delay_ns = self.lateness_ns(sender, COORDINATOR)
-        self.echo(sender, COORDINATOR, lambda: self._to_coordinator(happen), delay_ns)
-        if (sender, COORDINATOR) not in self.broken:
-            self.after(delay_ns, lambda: self._to_coordinator(happen))
+    @property
+    def _heartbeat_ns(self) -> int:
+        return ns(self.settings.deadlines.heartbeat.total_seconds())
 
-    def _to_coordinator(self, happen: Callable[[], None]) -> None:
-        """If it lives."""
-        if not self.deposed:
-            happen()
+    def _poison(self, node: int) -> None:
+        if isinstance(executor := self.executor_of[node], SymbolicExecutor):
+            executor.poison = True
 
-    def _notice(self, node: int) -> None:
-        if node not in self.lives:
+    def _accuse(self, node: int) -> None:
+        self._accusers.add(node)
+        for accused in sorted(self.plan.stage_of.keys() - {node}):
+            self._report_link(node, accused)
+
+    def _deliver_to_coordinator(self, sender: int, action: Action) -> None:
+        delay_ns, arrive = self.control_delay_ns(sender, COORDINATOR), partial(self._to_coordinator, action)
+        self._replay_later(sender, COORDINATOR, arrive, delay_ns)
+        if (sender, COORDINATOR) not in self._broken:
+            self.after(delay_ns, arrive)
+
+    def _to_coordinator(self, action: Action) -> None:
+        if not self._coordinator_is_down:
+            action()
+
+    def _report_exit(self, node: int) -> None:
+        if node not in self.alive:
             self.coordinator.node_lost(node, "its process ended")
 
-    def _complain(self, sender: int, receiver: int) -> None:
-        """Of a link that is cut and needed; an accuser complains of any."""
+    def _report_link(self, sender: int, receiver: int) -> None:
+        """A node reports a link that is cut and needed; an accuser reports any."""
         lies = sender in self._accusers
-        if not lies and (sender, receiver) not in self.broken:
+        if not lies and (sender, receiver) not in self._broken:
             return
-        if sender in self.lives and receiver in self.lives and sender not in self.frozen:
+        if sender in self.alive and receiver in self.alive and sender not in self.frozen:
             node = self.nodes[sender]
-            if lies or receiver in node.talks_to():
-                self.say(_Place(self, sender, self.lives[sender]), LinkDown(receiver, node.epoch), COORDINATOR)
-        heartbeat_ns = ns(self.settings.deadlines.heartbeat.total_seconds())
-        self.after(heartbeat_ns // (FALSE_REPORTS if lies else 1), lambda: self._complain(sender, receiver))
+            if lies or receiver in node.active_peers():
+                self.send_control(sender, LinkDown(receiver, node.epoch), COORDINATOR)
+        self.after(self._heartbeat_ns // (FALSE_REPORTS if lies else 1), lambda: self._report_link(sender, receiver))
 
     def _new_machine(self, node: int, plan: Plan) -> None:
-        self.nodes[node] = Node(node, plan, _Place(self, node, self.lives[node]))
-        self.machines[node] = self.builder(node, plan) if self.builder else SymbolicExecutor(node, plan)
+        self.nodes[node] = Node(node, plan, _NodeEnv(self, node, self.alive[node]))
+        self.executor_of[node] = self.builder(node, plan) if self.builder else SymbolicExecutor(node, plan)
         self._busy_ns.pop(node, None)
         self._idle_ns.pop(node, None)
 
-    def _greet(self, node: int) -> None:
+    def _send_hello(self, node: int) -> None:
         if node not in self.frozen:
-            self.say(_Place(self, node, self.lives[node]), self.nodes[node].hello("", __version__), COORDINATOR)
+            self.send_control(node, self.nodes[node].hello("", __version__), COORDINATOR)
 
-    def _look_after(self, node: int) -> None:
-        """One that was taken for dead says hello again, as if it were new."""
-        stop = self.nodes[node].stopped
-        if stop is not None and stop.again:
-            self.born[node] = Incarnation(self.born[node].number + 1)
-            self._new_machine(node, self.nodes[node].plan)
-            self._greet(node)
+    def _rejoin(self, node: int, plan: Plan) -> None:
+        self.incarnation_of[node] = Incarnation(self.incarnation_of[node].number + 1)
+        self._new_machine(node, plan)
+        self._send_hello(node)
 
-    def _beat(self) -> None:
-        """Signs of life, and the coordinator's look at the clock."""
-        interval_ns = ns(self.settings.deadlines.heartbeat.total_seconds()) // HEARTBEATS
-        for node in list(self.lives):
+    def _send_heartbeats(self) -> None:
+        """Heartbeats of all nodes, and the coordinator's look at the clock."""
+        interval_ns = self._heartbeat_ns // HEARTBEATS
+        for node in list(self.alive):
             if node not in self.frozen:
                 busy_ns = self.now_ns - self._busy_ns.get(node, self.now_ns) if node not in self._idle_ns else 0
-                alive = Heartbeat(self.nodes[node].doing, busy_ns / 1e9)
-                self.say(_Place(self, node, self.lives[node]), alive, COORDINATOR)
-                self.nodes[node].remind(int(RESEND * HEARTBEATS * interval_ns))
-        if not self.deposed:
+                self.send_control(node, Heartbeat(self.nodes[node].doing, busy_ns / 1e9), COORDINATOR)
+                self.nodes[node].retry_requests(int(RESEND * HEARTBEATS * interval_ns))
+        if not self._coordinator_is_down:
             self.after(0, lambda: self._to_coordinator(lambda: self.coordinator.tick()))
         if not self.coordinator.over:
-            self.after(interval_ns, self._beat)
+            self.after(interval_ns, self._send_heartbeats)

@@ -26,7 +26,7 @@ from skippipe.runtime.messages import (
     Stop,
 )
 from skippipe.runtime.node.interfaces import NodeEnv
-from skippipe.runtime.node.ops import op_name
+from skippipe.runtime.node.ops import StateSource, op_name
 from skippipe.serving.step_protocol import (
     ForwardStep,
     FreeSlots,
@@ -37,7 +37,7 @@ from skippipe.serving.step_protocol import (
     StepRefused,
     parse_step,
 )
-from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.message import Message, StepHop
 
 log = logging.getLogger(__name__)
 MOST_STEPS = 1024  # that are told of and not done
@@ -66,12 +66,12 @@ class ServingNode:
         self._ready.clear()
         return Hello(address, version)
 
-    def welcomed(self, _origin: dict[str, Any], _assignment: int) -> None:
-        self._env.say(Ready())
+    def executor_ready(self, _origin: StateSource | None, _assignment: int) -> None:
+        self._env.send_control(Ready())
 
     # What it is told
 
-    def hear(self, control: ControlMessage) -> None:
+    def handle_control(self, control: ControlMessage) -> None:
         """From the gateway."""
         match control:
             case RunStep():
@@ -87,19 +87,16 @@ class ServingNode:
                 self._drop(COORDINATOR, type(control).__name__)
 
     def receive(self, sender: int, message: Message) -> None:
-        key = message.iteration, message.step
-        if message.kind is not MessageKind.HOP or message.body is None:
-            self._drop(sender, f"a {message.kind.name.lower()}")
-        elif key in self._told:
+        header = message.header
+        if not isinstance(header, StepHop) or message.body is None:
+            self._drop(sender, message.kind.label)
+        elif (key := (header.step, header.place)) in self._told:
             self._take(key, sender, message.body)
         else:
             self._early.put(sender, key, message.body)
 
-    def asked(self, sender: int, control: ControlMessage) -> None:
+    def handle_peer_control(self, sender: int, control: ControlMessage) -> None:
         self._drop(sender, type(control).__name__)
-
-    def restore(self, _message: Message) -> None:
-        self._drop(COORDINATOR, "state")
 
     # What it does
 
@@ -112,13 +109,13 @@ class ServingNode:
             return
         if isinstance(result, StepRefused):
             at_fault = told.path[place - 1] if result.given else self.number
-            self._env.say(StepFailed(told.step, at_fault, result.reason))
+            self._env.send_control(StepFailed(told.step, at_fault, result.reason))
             return
         if isinstance(work, SampleTokens):
-            self._env.say(Sampled(told.step, list(result)))
+            self._env.send_control(Sampled(told.step, list(result)))
             return
         after = place + 1
-        message = Message(MessageKind.HOP, told.step, told.lane, 0, after, result)
+        message = Message(StepHop(told.step, told.lane, after), result)
         receiver = told.path[after % len(told.path)]
         if receiver == self.number:  # the only stage that is left
             self.receive(receiver, message)
@@ -134,15 +131,15 @@ class ServingNode:
     def doing(self) -> str:
         return "serving" if self._doing is None else f"serving, {op_name(self._doing[2])}"
 
-    def talks_to(self) -> set[int]:
+    def active_peers(self) -> set[int]:
         """Whoever comes next on a path that it has been told of."""
         near = {told.path[(place + 1) % len(told.path)] for (_, place), told in self._told.items()}
         return near - {self.number}
 
-    def lost(self, _node: int) -> None:
+    def reconnected(self, _node: int) -> None:
         """A connection broke and came back: what was on its way may be gone, which the gateway notices."""
 
-    def remind(self, _patience_ns: int) -> None:
+    def retry_requests(self, _timeout_ns: int) -> None:
         """Nothing is sent twice."""
 
     def _feed(self, feed: RunStep) -> None:
@@ -170,9 +167,7 @@ class ServingNode:
         if sender != told.path[place - 1]:
             self._drop(sender, "a tensor of a step that does not come from there")
             return
-        if not self._env.fits(
-            Message(MessageKind.HOP, told.step, told.lane, 0, place, body), told.count, len(told.rows)
-        ):
+        if not self._env.fits(Message(StepHop(told.step, told.lane, place), body), told.count, len(told.rows)):
             self._drop(sender, "a tensor of another shape or type")
             return
         del self._told[key]
