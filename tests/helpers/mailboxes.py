@@ -10,7 +10,7 @@ from typing import Any
 from skippipe.transport.fast_path import LARGE_BYTES
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Lost, Mailbox, Security
-from skippipe.transport.message import Message, MessageKind, Received
+from skippipe.transport.message import Hop, Message, Received, Stamp
 from skippipe.transport.wire_codec import EncodedTensor
 
 PATIENCE_S = 10.0  # the deadline of every wait here
@@ -82,15 +82,15 @@ def link(sender: Mailbox, receiver: Mailbox, key_of: str = "") -> None:
 def numbered(number: int, nbytes: int) -> Message:
     """A message that can be told from others by its payload, too."""
     if not nbytes:
-        return Message(MessageKind.HOP, number, 0, 0, 0)
-    return Message(
-        MessageKind.HOP,
-        number,
-        0,
-        0,
-        0,
-        EncodedTensor("bf16", (nbytes // 2,), bytes([number % 251]) * (nbytes // 2 * 2)),
-    )
+        return Message(Hop(number, 0, 0, 0))
+    body = EncodedTensor("bf16", (nbytes // 2,), bytes([number % 251]) * (nbytes // 2 * 2))
+    return Message(Hop(number, 0, 0, 0), body)
+
+
+def number_of(received: Received) -> int:
+    """The iteration of a hop, by which tests number their messages."""
+    assert isinstance(received.message.header, Hop)
+    return received.message.header.iteration
 
 
 LARGE = numbered(0, LARGE_BYTES)

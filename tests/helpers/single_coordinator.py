@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec import structs
+
 from skippipe import __version__
 from skippipe.cluster import Cluster
 from skippipe.plan import Plan
@@ -32,6 +34,7 @@ from skippipe.runtime.messages import (
     from_json,
     to_json,
 )
+from skippipe.runtime.node.ops import StateSource
 from skippipe.transport.message import Message
 from tests.helpers.plans import uniform_cluster
 from tests.helpers.single_node import AT_ONCE, LEARNING, plan_of, small_plan
@@ -107,7 +110,7 @@ class RecordingEnv(Callback):
         assert from_json(to_json(control)) == control
         if isinstance(control, GatherState):
             self.collections[node] = control.collection
-            control = replace(control, collection=ANY_ID)
+            control = structs.replace(control, collection=ANY_ID)
         self.log.append(("send", node, control))
         self.sent.append((node, control))
         if isinstance(control, (Begin, Reroute, Drain)):
@@ -117,7 +120,7 @@ class RecordingEnv(Callback):
         elif isinstance(control, Reroute):
             self.data_nodes |= {lane: path[0] for lane, _, *path in control.lanes}
 
-    def send_welcome(self, node: int, plan: Plan, origin: dict[str, Any], assignment: int) -> None:  # noqa: ARG002
+    def send_welcome(self, node: int, plan: Plan, origin: StateSource | None, assignment: int) -> None:  # noqa: ARG002
         self.log.append(("welcome", node, plan.stage_of[node], origin))
 
     def send_plan(self, node: int, plan: Plan) -> None:
@@ -178,13 +181,14 @@ class CoordinatorHarness:
         """Deliver messages of a node; Ready and Recovered answer its last order."""
         for control in controls:
             if isinstance(control, Ready | Recovered) and node in self.coordinator.membership:
-                control = replace(control, assignment=self.coordinator.membership[node].assignment)
+                control = structs.replace(control, assignment=self.coordinator.membership[node].assignment)
             self.coordinator.on_message(node, control)
         return self
 
     def receive(self, node: int, message: Message) -> None:
         """Deliver a piece of a node, under the id of its last request."""
-        self.coordinator.on_piece(node, replace(message, epoch=self.env.collections.get(node, 0)))
+        header: Any = replace(message.header, collection=self.env.collections.get(node, 0))  # type: ignore[type-var]
+        self.coordinator.on_piece(node, replace(message, header=header))
 
     def visits(self, node: int) -> list[list[int]]:
         lanes = enumerate(self.coordinator.plan.lanes)
@@ -192,7 +196,7 @@ class CoordinatorHarness:
 
     def averaged(self, node: int, **others: Any) -> Averaged:
         report = Averaged(self.coordinator.iteration, self.env.epoch, 4.0, self.visits(node), [], [], [], [])
-        return replace(report, **others)
+        return structs.replace(report, **others)
 
     def contributed(self, node: int, visits: list[list[int]] | None = None) -> DrainAck:
         return DrainAck(self.coordinator.iteration, self.env.epoch, self.visits(node) if visits is None else visits)
@@ -284,7 +288,7 @@ def recovering_late() -> tuple[CoordinatorHarness, int]:
     harness.send(6, HELLO)
     assert harness.env.logged("connect")[-1] == (6, HELLO.address)
     ((number, stage, origin),) = harness.env.logged("welcome")[6:]
-    assert (number, origin) == (6, {})
+    assert (number, origin) == (6, None)
     harness.send(6, Ready())
     assert not harness.env.sent, "it has to wait for the next iteration"
     harness.iterate()
@@ -292,7 +296,7 @@ def recovering_late() -> tuple[CoordinatorHarness, int]:
     assert begin == Begin(1, 1, False)
     assert isinstance(recover, Recover)
     assert recover.origin.kind == "replica"
-    assert recover.origin.stages == [stage]
+    assert recover.origin.stages == (stage,)
     assert [each[0] for each in harness.env.logged("plan")] == list(range(7))
     assert harness.coordinator.nodes == list(range(7))
     assert all(6 not in lane.path for lane in harness.coordinator.plan.lanes)

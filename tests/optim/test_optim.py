@@ -32,7 +32,8 @@ from skippipe.optim.interface import Optimizer, ParamSlot, StateTensor
 from skippipe.optim.registry import OPTIMIZERS
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime import stage_executor
-from skippipe.runtime.coordinator.state_machine import CoordinatorState
+from skippipe.runtime.coordinator.interfaces import CoordinatorState
+from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.node.ops import PlanTransfer, ReadState, StateSource, WriteState
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
@@ -136,7 +137,8 @@ def run_of(folder: Path, tokenizer: TextTokenizer, layers: tuple[int, ...], opti
     stages = tuple(Stage(count, (node,), (node,)) for node, count in enumerate(layers))
     plan = Plan(uniform_cluster(len(layers)), work, stages, (Lane(tuple(range(len(layers))), MICROBATCHES),))
     learning = OptimConfig(optimizer, rate=3e-2, warmup=1, iterations=20)
-    return Run(NodeConfig(plan, spec.config.to_dict(), 11, learning, "tokens", "0" * 64), spec, tokenizer, folder, 20)
+    node_config = NodeConfig(plan, spec.config.to_dict(), 11, learning, "tokens", "0" * 64)
+    return Run(node_config, spec, tokenizer, folder, CoordinatorSettings(learning, 20))
 
 
 def sampler_of(plan: Plan) -> BatchSampler:
@@ -159,13 +161,11 @@ def nodes_trained(run: Run, until: int, origin: CheckpointOrigin | None = None) 
     store = CheckpointManager(run.checkpoints, config, run.spec, run.tokenizer, origin)
     cluster = VirtualCluster(
         config.plan,
-        config.learning,
-        until - first,
+        CoordinatorSettings(
+            config.learning, until - first, resumed_from=first if origin else None, checkpoint_every=100
+        ),
         executors,
-        first=first,
-        kept_every=100,
-        keeper=store,
-        resumed=origin is not None,
+        checkpoint_store=store,
     )
     cluster.run()
     store.close()

@@ -69,7 +69,7 @@ def test_nodes_join_build_and_begin_together() -> None:
     coordinator.on_message(4, HELLO)
     assert is_now(coordinator, CoordinatorState.PREPARING)
     assert [each[0] for each in env.log[6:]] == ["wal", *["welcome"] * 6], "logged before any node is told"
-    assert sorted(env.logged("welcome")) == [(node, coordinator.plan.stage_of[node], {}) for node in range(6)]
+    assert sorted(env.logged("welcome")) == [(node, coordinator.plan.stage_of[node], None) for node in range(6)]
     harness = CoordinatorHarness(coordinator, env)
     for node in (3, 1, 2, 5, 0):
         harness.send(node, Ready())
@@ -394,9 +394,7 @@ def test_a_stage_that_no_node_holds_comes_from_a_checkpoint_if_there_is_one() ->
         harness.coordinator.node_lost(node, "its process ended")
     *_, recover = harness.env.new_messages()[6]
     assert isinstance(recover, Recover)
-    assert recover.origin == {
-        "kind": "checkpoint", "sources": [], "stages": [stage], "shares": [1.0], "steps": 7 + stage
-    }  # fmt: skip
+    assert recover.origin == StateSource("checkpoint", (COORDINATOR,), (stage,), (1.0,), 7 + stage)
     harness.send(6, StateRequest(0, 5, 10, recover.assignment - 1), StateRequest(0, 5, 10, recover.assignment))
     assert harness.env.logged("state") == [(6, stage, 5, 10)]
 

@@ -46,7 +46,7 @@ from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.training.build_run import RunSetup
 from skippipe.training.job_config import CheckpointConfig, JobConfig, RecoveryConfig
-from skippipe.transport.message import BackupPiece, Message
+from skippipe.transport.message import BackupPiece, Message, StatePiece
 from skippipe.transport.wire_codec import encode
 from tests.helpers import exact_training
 from tests.helpers.exact_training import plan_of, tensors_of
@@ -297,10 +297,10 @@ def test_a_node_that_fetches_a_replaced_backup_gets_the_next() -> None:
     assert moved != target, "the holder of the backup stays"
     harness.send(moved, Ready())
     (recover,) = (each for each in harness.env.new_messages()[moved] if isinstance(each, Recover))
-    assert recover.origin.backup == [target, 1]
+    assert recover.origin.backup == (target, 1)
     harness.send(target, BackupStored(2))
     (recover,) = (each for each in harness.env.new_messages()[moved] if isinstance(each, Recover))
-    assert recover.origin.backup == [target, 2]
+    assert recover.origin.backup == (target, 2)
     harness.send(target, BackupStored(0))
     assert harness.coordinator.lacking.startswith("stage 0 is lost")
 
@@ -311,8 +311,8 @@ def test_a_node_stores_only_what_it_requested_and_says_what_it_has() -> None:
     bench.hear(Backup(0, 3))
     bench.work()
     assert bench.asked == [(0, BackupRequest(3, 0, 1, 3))]
-    bench.node.asked(0, StateDigest(0, "sound", 3))
-    bench.take(0, replace(bench_loan((((0, 0),),)), microbatch=1))
+    bench.node.handle_peer_control(0, StateDigest(0, "sound", 3))
+    bench.take(0, replace(bench_loan((((0, 0),),)), header=StatePiece(0, 0, 3)))
     assert bench.work() == [], "a piece of a state is none of a backup"
     for first, steps in enumerate(((((0, 0),),), (((1, 1),), ((2, 2),)))):
         assert bench.heard() == []

@@ -35,7 +35,7 @@ from skippipe.runtime.messages import (
 from skippipe.runtime.node.interfaces import NodePhase
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
-from skippipe.transport.message import Message
+from skippipe.transport.message import Message, WeightsPiece
 from tests.helpers.single_coordinator import (
     ANY_ID,
     HELLO,
@@ -352,7 +352,7 @@ def test_what_comes_after_the_end_changes_nothing() -> None:
     harness.coordinator.node_lost(2, "late")
     harness.coordinator.fail("later")
     harness.coordinator.stop_now()
-    harness.coordinator.on_piece(3, Message(MessageKind.CHUNK, 0, 0, 0, 0))
+    harness.coordinator.on_piece(3, Message(WeightsPiece(0, 0)))
     harness.wait(10_000)
     assert not harness.env.sent
     assert harness.coordinator.failure == "enough"

@@ -12,10 +12,10 @@ from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
 from skippipe.runtime.coordinator.iteration import Iteration
 from skippipe.runtime.coordinator.membership import MAX_COSTLY_REPORTS, MemberState
-from skippipe.runtime.fencing import IDS_PER_TERM, Fence, Incarnation, Stamp, stamp_of, stamped
+from skippipe.runtime.fencing import IDS_PER_TERM, Fence, Incarnation, stamp_of, stamped
 from skippipe.runtime.messages import ControlMessage, Drain, Hello, LinkDown, MicrobatchDone, Ready, Recovered, Stepped
 from skippipe.runtime.simulation.fault_injection import accuse, kill, kill_coordinator, replay_messages
-from skippipe.transport.message import LARGEST_COUNT, Message, MessageKind
+from skippipe.transport.message import LARGEST_COUNT, CheckpointPiece, Message, Stamp
 from tests.helpers.single_coordinator import HELLO, RecordingStore, coordinating, is_now, recovering_late
 from tests.helpers.single_node import small_plan
 from tests.helpers.virtual_chaos import Scenario, play, staged, thin, wide
@@ -106,9 +106,9 @@ def test_a_piece_of_an_earlier_request_is_not_taken() -> None:
     harness.iterate()
     number = harness.env.collections[0]
     for other in (0, number - 1, number + 1):
-        harness.coordinator.on_piece(0, Message(MessageKind.CHUNK, 0, 0, 0, 1, None, other))
+        harness.coordinator.on_piece(0, Message(CheckpointPiece(0, 0, other)))
     assert not store.saved_pieces
-    harness.coordinator.on_piece(0, Message(MessageKind.CHUNK, 0, 0, 0, 1, None, number))
+    harness.coordinator.on_piece(0, Message(CheckpointPiece(0, 0, number)))
     assert store.saved_pieces == [(0, 0, None)]
     assert harness.env.collections[2] != number
 
@@ -222,7 +222,7 @@ def test_they_read_as_sentences() -> None:
     again = replay_messages(3, share=0.1).at(iteration=2, during="backward").back_after(1.5)
     sentence = "let 10% of the messages from and to node 3 come again later in iteration 2 during backward, for 1.5 s"
     assert str(again) == sentence
-    assert str(accuse(4).at(1)) == "have node 4 complain of everybody in iteration 1 during forward"
+    assert str(accuse(4).at(1)) == "have node 4 report all its links as down in iteration 1 during forward"
 
 
 # A peer that reports all links down

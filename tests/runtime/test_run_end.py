@@ -6,11 +6,23 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from skippipe.runtime.coordinator.interfaces import CoordinatorState, WriteFailed
 from skippipe.runtime.coordinator.settings import Deadlines
-from skippipe.runtime.messages import Begin, Commit, GatherState, Ready, Recover, StateRequest, Stepped, Stop
-from skippipe.transport.message import Message
+from skippipe.runtime.messages import (
+    COORDINATOR,
+    Begin,
+    Commit,
+    GatherState,
+    Ready,
+    Recover,
+    StateRequest,
+    Stepped,
+    Stop,
+)
+from skippipe.runtime.node.ops import StateSource
+from skippipe.transport.message import CheckpointPiece, Message, WeightsPiece
 from tests.helpers.single_coordinator import (
     ANY_ID,
     HELLO,
@@ -285,7 +297,7 @@ def test_a_stage_that_is_lost_in_the_last_iteration_is_in_the_last_checkpoint() 
 def test_an_earlier_checkpoint_is_completed_before_the_last_is_made() -> None:
     store = RecordingStore()
     harness = collecting(3, checkpoint_every=2, store=store)
-    last = replace(KEPT, iteration=2)
+    last = structs.replace(KEPT, iteration=2)
     assert not any(control == last for _, control in harness.env.sent)
     send(harness, 0, 2, 3, kept=True)
     assert store.done == [(2, (2, 2, 2))]
@@ -352,7 +364,7 @@ def test_a_piece_of_a_checkpoint_that_was_given_up_is_not_taken_for_one_of_the_l
     assert store.abandoned == 1
     assert not harness.env.sent, "node 0 has yet to answer"
     harness.receive(0, piece(0, "after two iterations", kept=True))
-    assert harness.env.new_messages()[0] == [replace(KEPT, iteration=2), GatherState(0, True, ANY_ID)]
+    assert harness.env.new_messages()[0] == [structs.replace(KEPT, iteration=2), GatherState(0, True, ANY_ID)]
     send(harness, 0, 2, 4, kept=True)
     assert store.saved_pieces[0] == (0, 0, "of 0")
     assert store.done == [(3, (3, 3, 3))]
@@ -364,8 +376,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_sends_nodes_there_first() -> None:
     for node in range(6):
         coordinator.on_message(node, HELLO)
     for node, stage, origin in env.logged("welcome"):
-        expected = {"kind": "checkpoint", "sources": [], "stages": [stage], "shares": [1.0], "steps": 7 + stage}
-        assert origin == expected, node
+        assert origin == StateSource("checkpoint", (COORDINATOR,), (stage,), (1.0,), 7 + stage), node
     harness = CoordinatorHarness(coordinator, env)
     harness.send(3, StateRequest(2, 0, 100, coordinator.membership[3].assignment))
     assert env.logged("state") == [(3, 2, 0, 100)]

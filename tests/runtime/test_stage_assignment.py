@@ -341,7 +341,7 @@ def test_a_newcomer_that_is_too_slow_stays_a_spare_until_others_are_lost() -> No
     assert [(event.node, event.text) for event in moves(harness.env.events)] == [
         ("n6", "takes stage 1, which no node holds")
     ]
-    assert (6, 1, {}) in harness.env.logged("welcome")
+    assert (6, 1, None) in harness.env.logged("welcome")
 
 
 def finish_without(harness: CoordinatorHarness) -> None:

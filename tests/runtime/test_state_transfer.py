@@ -34,7 +34,7 @@ def transfer(receiver: StageExecutor, parts: Sequence[StateSlice], sources: dict
 
 def test_a_learner_that_steps_along_ends_as_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_executor, "CHUNK_VALUES", 5000)
-    replica, learner = computer_of(1), computer_of(1, seed=8)
+    replica, receiver = computer_of(1), computer_of(1, seed=8)
     size = len(replica.tasks.weights.gradient)
     for number in range(3):
         replica.tasks.weights.gradient.copy_(noise(number, size))
@@ -66,15 +66,15 @@ def rebuilt(
     """The weights before and after, and those of the neighbours."""
     receiver = computer_of(stage, layers=layers, seed=1, **options)
     others = {10 + each: computer_of(each, layers=layers, seed=2, **options) for each in stages}
-    means = learner.tasks.weights.optimizer.state
+    means = receiver.tasks.weights.optimizer.state
     for part in means.values():
         part.fill_(1.0)
-    before = named(learner)
-    parts = learner.run(PlanTransfer(StateSource("neighbours", tuple(others), stages, shares, 6)))
-    learn(learner, parts, others)
-    assert learner.tasks.weights.steps == 6
+    before = named(receiver)
+    parts = receiver.run(PlanTransfer(StateSource("neighbours", tuple(others), stages, shares, 6)))
+    transfer(receiver, parts, others)
+    assert receiver.tasks.weights.steps == 6
     assert len(means) == 2 and not any(part.any() for part in means.values())
-    return before, named(learner), [named(each) for each in others.values()]
+    return before, named(receiver), [named(each) for each in others.values()]
 
 
 # Layers 0, 1 | 2 | 3, 4, 5 | 6, 7. Of the first neighbour and of the second, for each layer.

@@ -44,7 +44,7 @@ from skippipe.serving.step_protocol import (
     StepRefused,
     step_messages,
 )
-from skippipe.transport.message import Message
+from skippipe.transport.message import Message, RingPiece, StepHop
 from tests.helpers.echo_engine import PLACES, VOCABULARY, answer, next_token
 
 STAGE_OF = {node: stage for stage, nodes in PLACES.items() for node in nodes}

@@ -20,7 +20,7 @@ from skippipe.transport.fast_path import LARGE_BYTES, FastPathMessage, FastPathR
 from skippipe.transport.mailbox import LossReason, Lost, Mailbox, QueueFull
 from skippipe.transport.message import HEADER, Message, Received, Stamp
 from skippipe.transport.wire_codec import EncodedTensor
-from tests.helpers.mailboxes import HELLO, KEYS, LARGE, PATIENCE_S, Net, link, network, numbered
+from tests.helpers.mailboxes import HELLO, KEYS, LARGE, PATIENCE_S, Net, link, network, number_of, numbered
 from tests.helpers.relay import Relay, Tamper
 
 
