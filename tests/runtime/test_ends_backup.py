@@ -69,7 +69,7 @@ def trained(
     shape: tuple[Any, Any],
     *faults: Fault,
     every: int = 2,
-    computers: dict[int, SymbolicExecutor] | None = None,
+    executors: dict[int, SymbolicExecutor] | None = None,
     **others: Any,
 ) -> VirtualCluster:
     plan = plan_over(*shape, False)
@@ -78,7 +78,7 @@ def trained(
         plan,
         LEARNING,
         ITERATIONS,
-        computers or {node: SymbolicExecutor(node, plan) for node in plan.stage_of},
+        executors or {node: SymbolicExecutor(node, plan) for node in plan.stage_of},
         faults=faults,
         survival=survival(every, lost_stage=lost_stage),
         **others,
