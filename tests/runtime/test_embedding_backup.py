@@ -70,7 +70,7 @@ def trained(
     shape: tuple[Any, Any],
     *faults: Fault,
     every: int = 2,
-    computers: dict[int, SymbolicExecutor] | None = None,
+    executors: dict[int, SymbolicExecutor] | None = None,
     **others: Any,
 ) -> VirtualCluster:
     plan = plan_over(*shape, False)
@@ -83,7 +83,7 @@ def trained(
             checkpoint_every=checkpoint_every,
             recovery=recovery(every, lost_stage=lost_stage),
         ),
-        computers or {node: SymbolicExecutor(node, plan) for node in plan.stage_of},
+        executors or {node: SymbolicExecutor(node, plan) for node in plan.stage_of},
         faults=faults,
         **others,
     )
