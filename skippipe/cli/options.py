@@ -71,6 +71,8 @@ Seed = Annotated[
 
 def _drive(others: str) -> Any:
     return typer.Option(
+        "--drive",
+        "--residual-scale",
         help="How strongly the stages that are left are driven, other than stage 0: plain (as trained), scaled (by "
         f"(S−1)/(L−1), so that L stages add as much as all S), {others}",
         rich_help_panel=PART,

@@ -17,7 +17,7 @@ from skippipe.inference.checkpoint_loader import load
 from skippipe.inference.eval.perplexity import PerplexityMeter
 from skippipe.inference.eval.tables import number
 from skippipe.inference.eval.windows import Windows
-from tests.inference.test_evaluate import by_itself, part
+from tests.inference.test_evaluate import by_itself, subset
 from tests.lm_harness.test_likelihood import TOKENIZER, checkpoint_in, export_to
 from tests.training.test_exact import FULL, plan_of
 
@@ -64,9 +64,9 @@ def test_the_command(
     staged = load(folder)
     windows = Windows.of("words", prepared.ids, 32, 300)
     assert len(found["parts"]) == 4
-    whole = by_itself(staged, part(0, 1, 2, total=3), windows)
+    whole = by_itself(staged, subset(0, 1, 2, total=3), windows)
     for each in found["parts"]:
-        loss = by_itself(staged, part(*each["stages"], total=3), windows)
+        loss = by_itself(staged, subset(*each["stages"], total=3), windows)
         assert each["texts"]["words"] == each["texts"]["tokens"], "a text is what was prepared of it"
         assert each["texts"]["words"]["loss"] == pytest.approx(loss, abs=1e-5)
         assert each["texts"]["words"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
@@ -94,7 +94,7 @@ def test_a_run_is_measured_on_windows_of_its_plan(
 def test_ctrl_c_shows_what_is_done(
     folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    walk, calls = PerplexityMeter._walked, 0
+    walk, calls = PerplexityMeter._losses, 0
 
     def interrupted(self: PerplexityMeter, *given: Any) -> Any:
         nonlocal calls
@@ -103,7 +103,7 @@ def test_ctrl_c_shows_what_is_done(
             raise KeyboardInterrupt
         return walk(self, *given)
 
-    monkeypatch.setattr(PerplexityMeter, "_walked", interrupted)
+    monkeypatch.setattr(PerplexityMeter, "_losses", interrupted)
     text.write_text(TEXT * 20)
     assert run(monkeypatch, folder, "--text", text, "--tokens", 10_240, "--all") == 130
     printed = capsys.readouterr().out
