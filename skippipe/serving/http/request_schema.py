@@ -21,6 +21,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    ModelWrapValidatorHandler,
     Tag,
     ValidationError,
     ValidationInfo,
@@ -101,29 +102,26 @@ class _Object(BaseModel):
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Fields that are refused → values that ask for nothing and pass."""
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _known_fields(cls, value: Any) -> Any:
+    def _refuse_others(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Fields that are not supported or unknown are refused last: what is wrong with the others says more."""
         if not isinstance(value, dict):
-            return value
-        fields = {}
-        for name, each in value.items():
-            if name in cls.model_fields:
-                if each is not None:
-                    fields[name] = each
-            elif name in cls.UNSUPPORTED:
+            return validate(value)
+        fields = {name: each for name, each in value.items() if each is not None}
+        known = validate({name: each for name, each in fields.items() if name in cls.model_fields})
+        for name, each in fields.items():
+            if name in cls.UNSUPPORTED:
                 # 0 == False in Python, but not in a request
-                neutral = any(type(each) is type(other) and each == other for other in cls.UNSUPPORTED[name])
-                if each is not None and not neutral:
+                if not any(type(each) is type(other) and each == other for other in cls.UNSUPPORTED[name]):
                     message = "not supported here; leave it out"
                     raise PydanticCustomError("unsupported_parameter", message, {"field": name})
-            elif name not in cls.IGNORED:
-                known = (*cls.model_fields, *cls.UNSUPPORTED, *cls.IGNORED)
-                near = difflib.get_close_matches(short(name), known, n=1)
+            elif name not in cls.model_fields and name not in cls.IGNORED:
+                near = difflib.get_close_matches(short(name), (*cls.model_fields, *cls.UNSUPPORTED, *cls.IGNORED), n=1)
                 hint = f"did you mean '{near[0]}'?" if near else "leave it out"
                 context = {"field": short(name), "hint": hint}
                 raise PydanticCustomError("unknown_parameter", "unknown parameter; {hint}", context)
-        return fields
+        return known
 
 
 class StreamOptions(_Object):
