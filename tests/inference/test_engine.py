@@ -233,7 +233,7 @@ def test_texts_are_those_of_transformers(family: str) -> None:
     )
 
 
-@pytest.mark.parametrize("part", [StageSubset((0, 2), 3, 1.7), StageSubset((0, 2, 1), 3), StageSubset((0,), 3)])
+@pytest.mark.parametrize("subset", [StageSubset((0, 2), 3, 1.7), StageSubset((0, 2, 1), 3), StageSubset((0,), 3)])
 def test_a_part_writes_what_it_writes_without_a_cache(subset: StageSubset) -> None:
     model = staged()
     plain = SubsetModel(model, subset)

@@ -96,7 +96,7 @@ def by_itself(staged: StagedModel, wanted: StageSubset, windows: Windows) -> flo
     return float(functional.cross_entropy(values.flatten(0, 1), rows[:, 1:].flatten()))
 
 
-@pytest.mark.parametrize("drive", ["plain", "scaled", "0.7"])
+@pytest.mark.parametrize("residual_scale", ["plain", "scaled", "0.7"])
 def test_every_part_is_what_its_stages_make(staged: StagedModel, windows: Windows, residual_scale: str) -> None:
     subsets = [StageSubset(stages, 5, residual_scale_of(residual_scale, 5, len(stages))) for stages in all_subsets(5)]
     found = losses(staged, windows, [*subsets, subset(0, 4, 2, residual_scale=1.3)])

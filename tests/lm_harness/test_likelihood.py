@@ -115,7 +115,7 @@ def test_a_number_drives_only_what_misses_something() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total", "stages", "keep", "drive", "complaint"),
+    ("total", "stages", "keep", "residual_scale", "complaint"),
     [
         (4, "1,2", None, "plain", "begin with 0"),
         (4, "0,4", None, "plain", "the model has 4 stages, 0 to 3"),
