@@ -115,11 +115,11 @@ def test_ctrl_c_shows_what_is_done(
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--context", "65"], "--context 65: the model looks at 64 tokens; name that many or fewer"),
+        (["--context", "65"], "--context 65: the model has a context of 64 tokens; give that many or fewer"),
         (["--stages", "1,2"], "begin with 0"),
         (["--keep", "half"], "'half' is not a share"),
         (["--keep", "1/2", "--drive", "harder"], "'harder' is neither a number nor one of"),
-        (["--cut", "1", "--losing"], "the model is in one piece: say with --cut how many stages it has"),
+        (["--cut", "1", "--losing"], "the model is in one piece: give its number of stages with --cut"),
         (["--cut", "9"], "at most 5 stages"),
         (["--text", "nowhere.txt"], "nowhere.txt: no such text file"),
         (["--json", "."], ".: this is a folder; name a file in it"),

@@ -99,8 +99,8 @@ def test_ctrl_c_keeps_what_was_said(
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (("--stages", "0", "--keep", "1/2"), "say one of the two"),
-        (("--draft-tokens", "2"), "say with --draft which stages"),
+        (("--stages", "0", "--keep", "1/2"), "give one of the two"),
+        (("--draft-tokens", "2"), "give the stages that draft with --draft"),
         (("--draft", "0,7"), "some of the stages 0,1,2"),
         (("--top-p", "0"), "give above 0 to 1"),
         (("some words " * 100,), "the model looks at 128"),

@@ -94,7 +94,7 @@ def output_tokens(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_schedule_of_passes_gives_the_logits_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of unequal length, with and without a past, padding, slots in any order, cut back, moved and used again."""
-    monkeypatch.setattr(kv_cache, "SMALLEST_ROOM", 4)  # so that it grows
+    monkeypatch.setattr(kv_cache, "MIN_ROOM", 4)  # so that it grows
     model, rate = staged(family), random.Random(family)
     texts = torch.randint(TOKENIZER.size, (6, 24), generator=torch.Generator().manual_seed(1))
     expected = theirs(model)(texts).logits
@@ -187,7 +187,7 @@ def test_room_is_bounded() -> None:
 
 def test_rotations_that_change_with_the_length_are_refused() -> None:
     config = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-    with pytest.raises(UserError, match="rope_type 'dynamic' rotates by how long"):
+    with pytest.raises(UserError, match="rope_type 'dynamic' depends on the length"):
         CachedStage(StageModel(ModelSpec(config), range(2), ends=True), 100)
 
 
@@ -513,5 +513,5 @@ def test_drafts_that_cannot_be() -> None:
     ):
         with pytest.raises(UserError, match=complaint):
             parse_draft(text, WHOLE)
-    with pytest.raises(UserError, match="say with --cut"):
+    with pytest.raises(UserError, match="give the number of stages with --cut"):
         parse_draft("0", StageSubset((0,), 1))

@@ -162,7 +162,7 @@ def test_bfloat16_comes_near(staged: StagedModel, windows: Windows) -> None:
 
 
 def test_values_without_bounds(staged: StagedModel, windows: Windows) -> None:
-    with pytest.raises(UserError, match="stages 0,1 ×1e\\+38 of the model make values beyond all bounds"):
+    with pytest.raises(UserError, match="stages 0,1 ×1e\\+38 of the model compute values beyond all bounds"):
         losses(staged, windows, [subset(0, 1, residual_scale=1e38)])
 
 
@@ -244,7 +244,7 @@ def test_stages_go_by_what_they_add(lost: Evaluation) -> None:
 def test_many_stages_are_dropped_without_measuring_all(
     weighted: StagedModel, spoken: Windows, lost: Evaluation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skippipe.inference.eval.evaluate.EXACT_PARTS", 8)
+    monkeypatch.setattr("skippipe.inference.eval.evaluate.MAX_EXACT_SUBSETS", 8)
     found = evaluate(weighted, [spoken], Selection(ablation=True))
     assert found.order == lost.order
     assert found.single_ablations() == lost.single_ablations()
@@ -317,7 +317,7 @@ def test_an_interruption_leaves_what_was_found(staged: StagedModel, windows: Win
 def test_an_interruption_while_dropping(
     weighted: StagedModel, spoken: Windows, lost: Evaluation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skippipe.inference.eval.evaluate.EXACT_PARTS", 8)
+    monkeypatch.setattr("skippipe.inference.eval.evaluate.MAX_EXACT_SUBSETS", 8)
     found = evaluate(weighted, [spoken], Selection(ablation=True), progress=stop_after(1 + 4 + 3 + 1))
     assert found.interrupted
     assert found.order == lost.order[:2]
@@ -355,7 +355,7 @@ def test_parts_without_a_drive_of_their_own() -> None:
 
 
 def test_too_many_parts() -> None:
-    with pytest.raises(UserError, match=r"--all: 12 stages have 2,048 parts, more than 1,024; draw some with --keep"):
+    with pytest.raises(UserError, match=r"--all: 12 stages have 2,048 subsets, more than 1,024; draw some with --keep"):
         Selection(everything=True).stages(12)
     assert len(Selection(everything=True).stages(11)) == 1024
     assert len(Selection(ablation=True).for_ablation(8)) == 128

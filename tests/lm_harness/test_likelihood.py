@@ -125,7 +125,7 @@ def test_a_number_drives_only_what_misses_something() -> None:
         (4, None, "3/2", "plain", "not between 0 and 1"),
         (4, "0,1", None, "strong", "'strong' is neither a number nor one of plain, scaled"),
         (4, None, None, "-1", "--drive: -1 is out of range; give above 0 to 1,000"),
-        (1, None, "1/2", "plain", "say with --cut"),
+        (1, None, "1/2", "plain", "give its number of stages with --cut"),
     ],
 )
 def test_parts_that_cannot_be(
@@ -359,7 +359,7 @@ def test_long_contexts_lose_their_beginning(folder: Path) -> None:
 
 
 def test_values_that_are_not_finite(folder: Path) -> None:
-    with pytest.raises(UserError, match="stages 0,1 ×1e\\+38 of the model make values that are not finite"):
+    with pytest.raises(UserError, match="stages 0,1 ×1e\\+38 of the model compute values that are not finite"):
         SubsetModel(load(folder), StageSubset((0, 1), 3, 1e38)).likelihoods(asked())
 
 
