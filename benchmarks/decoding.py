@@ -83,14 +83,17 @@ def theirs(model: Any, prompts: Prompts, tokens: int) -> list[list[int]]:
 def ours(
     staged: StagedModel, decoder: Decoder, prompts: Prompts, tokens: int, how: SamplingParams = GREEDY
 ) -> list[list[int]]:
-    generator = GenerationEngine(staged, decoder, len(prompts), ends=frozenset())
-    return [reply.said for reply in generator.run(GenerationRequest(prompt, tokens, how) for prompt in prompts)]
+    generator = GenerationEngine(staged, decoder, len(prompts), end_tokens=frozenset())
+    return [
+        generation.output_tokens
+        for generation in generator.run(GenerationRequest(prompt, tokens, how) for prompt in prompts)
+    ]
 
 
 def one_by_one(
     staged: StagedModel, how: SamplingParams, prompts: Prompts, decoder: Decoder, tokens: int
 ) -> list[list[int]]:
-    return [said for prompt in prompts for said in ours(staged, decoder, [prompt], tokens, how)]
+    return [output_tokens for prompt in prompts for output_tokens in ours(staged, decoder, [prompt], tokens, how)]
 
 
 def clock() -> float:
@@ -203,9 +206,9 @@ def prompts_of(staged: StagedModel, lengths: Sequence[int], asked: argparse.Name
             tuple(staged.tokenizer(passage)["input_ids"][:length])
             for passage, length in zip(passages, lengths, strict=True)
         ]
-    chance = torch.Generator().manual_seed(0)
+    rate = torch.Generator().manual_seed(0)
     vocabulary = staged.stages[0].spec.config.vocab_size
-    return [tuple(torch.randint(1, vocabulary, (length,), generator=chance).tolist()) for length in lengths]
+    return [tuple(torch.randint(1, vocabulary, (length,), generator=rate).tolist()) for length in lengths]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A part of a model: some of its stages, in order, stage 0 first."""
+"""Subsets of a model's stages, stage 0 first."""
 
 from __future__ import annotations
 
@@ -17,41 +17,49 @@ from skippipe.skip_schedule import Residual, SkipSchedule, parse_share, visited_
 from skippipe.value_ranges import RESIDUAL_SCALE
 
 Visits = tuple[int, ...]
-"""Stages, in the order in which they are visited."""
+"""Numbers of stages, in the order in which they are visited."""
 
 DIGITS = 9  # of a stage's number, or of how many layers it has
 WHOLE = {"1", "100%"}
-"""Ways to say that nothing is left out."""
+"""Spellings of the share that leaves nothing out."""
 
 
 @dataclass(frozen=True)
 class StageSubset:
     stages: Visits
-    """Those that are visited, one after another."""
+    """The stages that are visited, in order."""
     total: int
-    """Stages of the whole model."""
-    drive: float = 1.0
-    """By what the contribution of a visited stage, other than stage 0, is multiplied."""
+    """Number of stages of the whole model."""
+    residual_scale: float = 1.0
+    """Factor of what a visited stage, other than stage 0, adds to the residual stream."""
 
     @property
     def name(self) -> str:
         if self.stages == tuple(range(self.total)):
             return f"all {self.total}" if self.total > 1 else "whole"
-        driven = "" if self.drive == 1.0 else f" ×{self.drive:.3g}"
-        return ",".join(map(str, self.stages)) + driven
+        scale = "" if self.residual_scale == 1.0 else f" ×{self.residual_scale:.3g}"
+        return ",".join(map(str, self.stages)) + scale
 
 
 def parse_subsets(
-    total: int, named: Iterable[str], shares: Iterable[str], drive: str = "plain", draws: int = 1, seed: int = 0
+    total: int,
+    named: Iterable[str],
+    shares: Iterable[str],
+    residual_scale: str = "plain",
+    draws: int = 1,
+    seed: int = 0,
 ) -> list[StageSubset]:
-    """Parts by their share (1, 1/2) and by their stages (0,2,3); neither: the whole model. Each of them once."""
+    """Subsets by their share (1, 1/2) and by their stages (0,2,3), each once; without either, the whole model."""
     named, shares = list(named), [share.strip() for share in shares]
     if total == 1 and (named or set(shares) - WHOLE):
-        raise UserError("the model is in one piece: say with --cut how many stages it has, as in --cut 6")
+        raise UserError("the model is in one piece: give its number of stages with --cut, as in --cut 6")
     found = [stages for share in shares for stages in draw_stages(share, total, draws, seed)]
     found += [parse_stages(text, total) for text in named]
     found = found or [tuple(range(total))]
-    return [StageSubset(stages, total, residual_scale_of(drive, total, len(stages))) for stages in dict.fromkeys(found)]
+    return [
+        StageSubset(stages, total, residual_scale_of(residual_scale, total, len(stages)))
+        for stages in dict.fromkeys(found)
+    ]
 
 
 def parse_stages(text: str, total: int) -> Visits:
@@ -66,21 +74,21 @@ def parse_stages(text: str, total: int) -> Visits:
 
 
 def draw_stages(share: str, total: int, draws: int, seed: int) -> list[Visits]:
-    """Different parts of that share, so many at random or all there are; the same as in a study with this seed."""
+    """Different subsets of that share, so many at random or all there are; the same as in a study with this seed."""
     kept = Fraction(1) if share in WHOLE else parse_share(share, "--keep")
     return draw_subsets(total, visited_of(1 - kept, total), draws, seed)
 
 
 def residual_scale_of(text: str, total: int, visited: int) -> float:
-    """'plain', 'scaled' or a number. Where nothing is missing, nothing is made up for."""
+    """The factor for 'plain', 'scaled' or a number; 1 where no stage is missing."""
     if text in get_args(Residual):
         return SkipSchedule(residual=cast(Residual, text)).residual_scale(total, visited)
     try:
-        drive = float(text)
+        residual_scale = float(text)
     except ValueError:
         raise UserError(f"--drive: '{text}' is neither a number nor one of {', '.join(get_args(Residual))}") from None
-    RESIDUAL_SCALE.check(drive, "--drive")
-    return drive if visited < total else 1.0
+    RESIDUAL_SCALE.check(residual_scale, "--drive")
+    return residual_scale if visited < total else 1.0
 
 
 def whole_numbers(text: str, option: str) -> tuple[int, ...]:
@@ -95,7 +103,7 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def draw_subsets(stages: int, visited: int, draws: int, seed: int) -> list[Visits]:
-    """Different parts of that many stages, stage 0 among them: all, or as many as asked for, at random."""
+    """Different subsets of that many stages, stage 0 among them: all of them, or `draws` at random."""
     if math.comb(stages - 1, visited - 1) <= draws:
         return [(0, *others) for others in combinations(range(1, stages), visited - 1)]
     generator = default_rng([seed, stages, visited])

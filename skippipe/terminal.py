@@ -44,3 +44,18 @@ def plan_progress(strategy: str) -> Iterator[Callable[[str, float, float | None]
             bar.update(task, description=what, completed=share, best=best)
 
         yield show
+
+
+@contextmanager
+def count_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on a terminal, updated with what is done, how much of it, and of how much; silent elsewhere."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda what, done, of: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done, of: bar.update(task, description=what, completed=done, total=of)

@@ -1,26 +1,25 @@
-"""The command that measures perplexity: eval."""
+"""The command `eval`: perplexity of a model, whole or with stages missing."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from skippipe.cli import options as cli_options
 from skippipe.errors import UserError
 from skippipe.json_fields import check_writable, json_text, write_text
+from skippipe.terminal import count_progress
 from skippipe.value_ranges import CONTEXT, SEED, TOKENS, Range
 
 if TYPE_CHECKING:
-    from skippipe.inference.eval.evaluate import EvalProgress, Evaluation
+    from skippipe.inference.eval.evaluate import Evaluation
 
 OUTPUT = "Output"
-UNBOUNDED = 1000  # columns of a table that goes into a file
+FILE_COLUMNS = 1000  # width of a table that goes into a file
 
 
 def evaluate(
@@ -51,11 +50,11 @@ def evaluate(
     stages: cli_options.SeveralStages = None,
     keep: cli_options.SeveralKeep = None,
     draws: cli_options.Draws = 10,
-    seed: Annotated[int, SEED, typer.Option(help="Same seed, same parts.", rich_help_panel=cli_options.PART)] = 0,
+    seed: Annotated[int, SEED, typer.Option(help="Same seed, same subsets.", rich_help_panel=cli_options.PART)] = 0,
     everything: Annotated[
         bool,
         typer.Option(
-            "--all", help="Measure all 2^(S−1) parts of S stages that keep stage 0.", rich_help_panel=cli_options.PART
+            "--all", help="Measure all 2^(S−1) subsets of S stages that keep stage 0.", rich_help_panel=cli_options.PART
         ),
     ] = False,
     losing: Annotated[
@@ -66,7 +65,7 @@ def evaluate(
             rich_help_panel=cli_options.PART,
         ),
     ] = False,
-    drive: cli_options.ResidualScaleOrBest = "plain",
+    residual_scale: cli_options.ResidualScaleOrBest = "plain",
     cut: cli_options.Cut = None,
     device: cli_options.Device = "cpu",
     dtype: cli_options.Dtype = "fp32",
@@ -86,33 +85,33 @@ def evaluate(
 ) -> None:
     """Measure the perplexity of a model, whole or with stages missing.
 
-    Parts that begin alike share that work: all 32 parts of 6 stages cost as much as about 9 passes through the whole.
+    Subsets that begin alike share that work: all 32 of 6 stages cost as much as about 9 passes through the whole.
     Ctrl-C shows what was found until then.
 
     Example: skippipe eval run --text classics-val --keep 2/3 --keep 1/2 --drive best
     """
-    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers would draw a bar for every folder that it loads
+    os.environ.setdefault("TQDM_DISABLE", "1")  # or transformers draws a bar for every folder that it loads
     for path in (json, png, html):
         if path:
             check_writable(path)
     from skippipe.data.tokenizer import TextTokenizer
-    from skippipe.inference.checkpoint_loader import found_place, load
+    from skippipe.inference.checkpoint_loader import load, locate_checkpoint
     from skippipe.inference.eval.evaluate import Selection
     from skippipe.inference.eval.evaluate import evaluate as evaluated
-    from skippipe.inference.eval.windows import Windows, beginning_of, labels, opened, usual_context
+    from skippipe.inference.eval.windows import Windows, beginning_of, default_context, labels, open_text
 
-    place = found_place(checkpoint)
+    place = locate_checkpoint(checkpoint)
     tokenizer = TextTokenizer.load(place)
     names = labels(text)
-    selection = Selection(stages or (), keep or (), draws, seed, everything, losing, drive)
-    with _progress() as progress:
-        ids = [opened(name, tokenizer, lambda what, share: progress(what, round(100 * share), 100)) for name in text]
+    selection = Selection(stages or (), keep or (), draws, seed, everything, losing, residual_scale)
+    with count_progress() as progress:
+        ids = [open_text(name, tokenizer, lambda what, share: progress(what, round(100 * share), 100)) for name in text]
         staged = load(checkpoint, cut, device)
         if (context or 0) > staged.context:
             raise UserError(
-                f"--context {context}: the model looks at {staged.context:,} tokens; name that many or fewer"
+                f"--context {context}: the model has a context of {staged.context:,} tokens; give that many or fewer"
             )
-        window, beginning = context or usual_context(place, staged.context), beginning_of(staged.tokenizer)
+        window, beginning = context or default_context(place, staged.context), beginning_of(staged.tokenizer)
         windows = [Windows.of(name, each, window, tokens, beginning) for name, each in zip(names, ids, strict=True)]
         found = evaluated(staged, windows, selection, dtype, progress)
     _show(found)
@@ -120,8 +119,8 @@ def evaluate(
     if json:
         from skippipe.inference.eval.tables import as_json
 
-        said = {"checkpoint": str(checkpoint), "device": device, "dtype": dtype, "seed": seed}
-        write_text(json, json_text({**said, **as_json(found)}) + "\n")
+        header = {"checkpoint": str(checkpoint), "device": device, "dtype": dtype, "seed": seed}
+        write_text(json, json_text({**header, **as_json(found)}) + "\n")
     if png:
         from skippipe.inference.eval.plots import write_png
 
@@ -140,7 +139,7 @@ def _show(found: Evaluation) -> None:
 
     from skippipe.inference.eval.tables import notes, tables
 
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else UNBOUNDED)
+    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else FILE_COLUMNS)
     for note in notes(found):
         console.print(note, soft_wrap=True)
     for each in tables(found):
@@ -150,18 +149,3 @@ def _show(found: Evaluation) -> None:
         for row in each.rows:
             shown.add_row(*row)
         console.print(shown)
-
-
-@contextmanager
-def _progress() -> Iterator[EvalProgress]:
-    """On a terminal; elsewhere long work is silent."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield lambda what, done, of: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns: Any = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda what, done, of: bar.update(task, description=what, completed=done, total=of)

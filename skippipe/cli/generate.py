@@ -1,4 +1,4 @@
-"""The command that writes: generate."""
+"""The command `generate`: text by a trained model, whole or with stages missing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from skippipe.value_ranges import CONTEXT, SEED, Range
 if TYPE_CHECKING:
     from skippipe.inference.checkpoint_loader import StagedModel
     from skippipe.inference.decoder import Decoder
-    from skippipe.inference.request import GenerationRequest, OutputPiece
+    from skippipe.inference.request import GenerationRequest, TokenOutput
     from skippipe.stage_subset import StageSubset
 
-CHOICE, DRAFT = "Which words", "Drafts"
+SAMPLING, DRAFT = "Sampling", "Drafts"
 SAMPLE_TOKENS = 48  # that the model writes before 'auto' compares drafts
 
 
@@ -38,48 +38,50 @@ def generate(
     max_tokens: Annotated[
         int,
         Range(1, CONTEXT.most),
-        typer.Option(help="Tokens to write, at most, after each prompt.", rich_help_panel=CHOICE),
+        typer.Option(help="Tokens to write, at most, after each prompt.", rich_help_panel=SAMPLING),
     ] = 128,
     temperature: Annotated[
         float,
         Range(0, 1_000),
         typer.Option(
-            help="0: always the likeliest word. 1: as likely as the model finds it. Between: likelier words get "
+            help="0: always the likeliest token. 1: by the model's probabilities. Between: likelier tokens get "
             "likelier.",
-            rich_help_panel=CHOICE,
+            rich_help_panel=SAMPLING,
         ),
     ] = 0.8,
     top_k: Annotated[
         int,
         Range(0, 10**9),
-        typer.Option(help="Only from so many of the likeliest tokens.", show_default="0: all", rich_help_panel=CHOICE),
+        typer.Option(
+            help="Sample from so many of the likeliest tokens.", show_default="0: all", rich_help_panel=SAMPLING
+        ),
     ] = 0,
     top_p: Annotated[
         float,
         Range(0, 1, above=True),
         typer.Option(
-            help="Only from the likeliest ones that together have this share.",
+            help="Sample from the likeliest tokens that together have this probability.",
             show_default="1: all",
-            rich_help_panel=CHOICE,
+            rich_help_panel=SAMPLING,
         ),
     ] = 1.0,
     seed: Annotated[
-        int, SEED, typer.Option(help="Same seed and prompt, same text (and same --keep).", rich_help_panel=CHOICE)
+        int, SEED, typer.Option(help="Same seed and prompt, same text (and same --keep).", rich_help_panel=SAMPLING)
     ] = 0,
     stop: Annotated[
         list[str] | None,
         typer.Option(
-            help="End before this string; \\n is a new line. May be given several times.", rich_help_panel=CHOICE
+            help="End before this string; \\n is a new line. May be given several times.", rich_help_panel=SAMPLING
         ),
     ] = None,
     stages: cli_options.Stages = None,
     keep: cli_options.Keep = None,
-    drive: cli_options.ResidualScale = "plain",
+    residual_scale: cli_options.ResidualScale = "plain",
     cut: cli_options.Cut = None,
     draft: Annotated[
         str | None,
         typer.Option(
-            help="Stages that draft, as in 0,1, driven as --drive says; then all verify the drafted tokens in one "
+            help="Stages that draft, as in 0,1, scaled by --drive; then all verify the drafted tokens in one "
             "pass. The text stays the same. Fastest are those that the others go on from: 0,1 rather than 0,3. 'auto' "
             "tries some and picks.",
             rich_help_panel=DRAFT,
@@ -90,7 +92,7 @@ def generate(
         Range(1, 10**4),
         typer.Option(
             help="Tokens of a draft.",
-            show_default="as many as pay, by how many were right",
+            show_default="as many as pay, by how many were accepted",
             rich_help_panel=DRAFT,
         ),
     ] = None,
@@ -103,7 +105,7 @@ def generate(
         int | None,
         CONTEXT,
         typer.Option(
-            help="Tokens of prompt and text together, at most. Say it if the model was trained on shorter samples "
+            help="Tokens of prompt and text together, at most. Set it if the model was trained on shorter samples "
             "than its config allows.",
             show_default="as the model's config says",
             rich_help_panel=cli_options.WORK,
@@ -113,12 +115,12 @@ def generate(
     dtype: cli_options.Dtype = "fp32",
     stats: Annotated[
         bool,
-        typer.Option("--stats", help="Say at the end, on stderr, how fast it was.", rich_help_panel=cli_options.WORK),
+        typer.Option("--stats", help="Print at the end, on stderr, how fast it was.", rich_help_panel=cli_options.WORK),
     ] = False,
 ) -> None:
-    """Let a trained model write, whole or with stages missing.
+    """Generate text with a trained model, whole or with stages missing.
 
-    Text goes to stdout as it is made, without the prompt. Ctrl-C ends it; what was said stays.
+    Text goes to stdout as it is generated, without the prompt. Ctrl-C ends it and keeps the text so far.
 
     \b
         skippipe generate run "It is a truth"
@@ -129,13 +131,15 @@ def generate(
 
     Example: skippipe generate run "It is a truth" --max-tokens 40
     """
-    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers would draw a bar for every folder that it loads
+    os.environ.setdefault("TQDM_DISABLE", "1")  # or transformers draws a bar for every folder that it loads
     if stages and keep:
-        raise UserError("--stages names the stages and --keep draws them: say one of the two")
+        raise UserError("--stages names the stages and --keep draws them: give one of the two")
     if draft_tokens and not draft:
-        raise UserError("--draft-tokens: say with --draft which stages draft, as in --draft 0,1 or --draft auto")
+        raise UserError("--draft-tokens: give the stages that draft with --draft, as in --draft 0,1 or --draft auto")
     if top_p == 0:
-        raise UserError("--top-p 0 leaves no token to take: say a share above 0, or --temperature 0 for the likeliest")
+        raise UserError(
+            "--top-p 0 leaves no token to sample: give a share above 0, or --temperature 0 for the likeliest"
+        )
     texts = [_read(prompt) for prompt in prompts or [""]]
     from skippipe.inference.cached_stage import convert
     from skippipe.inference.checkpoint_loader import load
@@ -145,39 +149,41 @@ def generate(
 
     staged = load(checkpoint, cut, device, context)
     convert(staged, dtype)
-    part = parse_subsets(len(staged.stages), [stages] if stages else [], [keep] if keep else [], drive, 1, seed)[0]
-    ends = tuple(text.replace("\\n", "\n") for text in stop or ())
+    subset = parse_subsets(
+        len(staged.stages), [stages] if stages else [], [keep] if keep else [], residual_scale, 1, seed
+    )[0]
+    stops = tuple(text.replace("\\n", "\n") for text in stop or ())
     sampling = SamplingParams(temperature, top_k, top_p, seed)
-    requests = [GenerationRequest(_tokens(staged, text), max_tokens, sampling, ends) for text in texts]
-    room = min(together, len(requests)) * max(request.longest(staged.context) for request in requests)
-    decoder = _decoder(staged, part, room, requests[0], draft, drive, draft_tokens)
+    requests = [GenerationRequest(_tokens(staged, text), max_tokens, sampling, stops) for text in texts]
+    cache_tokens = min(together, len(requests)) * max(request.max_length(staged.context) for request in requests)
+    decoder = _decoder(staged, subset, cache_tokens, requests[0], draft, residual_scale, draft_tokens)
     generator = GenerationEngine(staged, decoder, together)
-    printer, clock = _Printer(texts), _Clock()
+    printer, stopwatch = _Printer(texts), _Stopwatch()
 
-    def hear(piece: OutputPiece) -> None:
-        clock.hear()
-        printer.hear(piece)
+    def show(output: TokenOutput) -> None:
+        stopwatch.count()
+        printer.add(output)
 
     try:
-        generator.run(requests, hear)
+        generator.run(requests, show)
     finally:  # Ctrl-C too
         printer.close()
         if stats:
-            _report(part, decoder, requests, clock)
+            _report(subset, decoder, requests, stopwatch)
 
 
 def _decoder(
     staged: StagedModel,
-    part: StageSubset,
-    room: int,
+    subset: StageSubset,
+    cache_tokens: int,
     first: GenerationRequest,
     draft: str | None,
-    drive: str,
+    residual_scale: str,
     draft_tokens: int | None,
 ) -> Decoder:
     from skippipe.inference.decoder import TokenByToken
 
-    plain = TokenByToken(staged, part, room)
+    plain = TokenByToken(staged, subset, cache_tokens)
     if draft is None:
         return plain
     from skippipe.inference.draft_policy import parse_draft, pick_draft
@@ -186,11 +192,11 @@ def _decoder(
     from skippipe.inference.speculative import Speculator
 
     if draft != "auto":
-        return Speculator(staged, part, parse_draft(draft, part, drive), room, draft_tokens)
+        return Speculator(staged, subset, parse_draft(draft, subset, residual_scale), cache_tokens, draft_tokens)
     likeliest = GenerationRequest(first.prompt, min(SAMPLE_TOKENS, first.max_tokens), SamplingParams(temperature=0))
-    (sample,) = GenerationEngine(staged, plain, ends=frozenset()).run([likeliest])
-    picked = pick_draft(staged, part, sample.tokens, drive)
-    return Speculator(staged, part, picked, room, draft_tokens) if picked else plain
+    (sample,) = GenerationEngine(staged, plain, end_tokens=frozenset()).run([likeliest])
+    picked = pick_draft(staged, subset, sample.tokens, residual_scale)
+    return Speculator(staged, subset, picked, cache_tokens, draft_tokens) if picked else plain
 
 
 def _read(prompt: str) -> str:
@@ -203,32 +209,32 @@ def _read(prompt: str) -> str:
 
 
 def _tokens(staged: StagedModel, text: str) -> tuple[int, ...]:
-    """As the tokenizer makes them; of nothing, the one that begins a text."""
+    """The tokens of a text; of an empty one, the token that begins a text."""
     return tuple(staged.tokenizer(text)["input_ids"]) or (staged.prefix,)
 
 
 class _Printer:
-    """One text after another, each as it is made; of those whose turn has not come, what there is is kept."""
+    """Prints one text after another, each as it is generated; later texts are kept until their turn."""
 
     def __init__(self, prompts: Sequence[str]) -> None:
         self._prompts = prompts
         self._kept = [""] * len(prompts)
-        self._ended = [False] * len(prompts)
+        self._finished = [False] * len(prompts)
         self._turn = 0
         self._begin()
 
-    def hear(self, piece: OutputPiece) -> None:
-        self._kept[piece.request] += piece.text
-        self._ended[piece.request] = piece.ending is not None
-        self._say()
-        while self._ended[self._turn] and self._turn + 1 < len(self._prompts):
+    def add(self, output: TokenOutput) -> None:
+        self._kept[output.request] += output.text
+        self._finished[output.request] = output.finish_reason is not None
+        self._print()
+        while self._finished[self._turn] and self._turn + 1 < len(self._prompts):
             self._next()
-            self._say()
+            self._print()
 
     def close(self) -> None:
         while any(self._kept[self._turn + 1 :]):
             self._next()
-            self._say()
+            self._print()
         print(flush=True)
 
     def _next(self) -> None:
@@ -241,36 +247,39 @@ class _Printer:
             line = " ".join(self._prompts[self._turn].split())
             print(f"==> {line if len(line) <= 60 else line[:59] + '…'} <==")
 
-    def _say(self) -> None:
+    def _print(self) -> None:
         print(self._kept[self._turn], end="", flush=True)
         self._kept[self._turn] = ""
 
 
 @dataclass
-class _Clock:
+class _Stopwatch:
     began: float = field(default_factory=time.monotonic)
     first: float | None = None
     tokens: int = 0
 
-    def hear(self) -> None:
+    def count(self) -> None:
         self.first = self.first or time.monotonic()
         self.tokens += 1
 
 
-def _report(part: StageSubset, decoder: Decoder, requests: Sequence[GenerationRequest], clock: _Clock) -> None:
+def _report(
+    subset: StageSubset, decoder: Decoder, requests: Sequence[GenerationRequest], stopwatch: _Stopwatch
+) -> None:
     from skippipe.inference.speculative import Speculator
 
-    if clock.first is None:
+    if stopwatch.first is None:
         return
     read, now = sum(len(request.prompt) for request in requests), time.monotonic()
     lines = [
-        f"stages {part.name}: {read:,} tokens read, {clock.tokens:,} written; the first after "
-        f"{clock.first - clock.began:.2f} s, then {(clock.tokens - 1) / max(now - clock.first, 1e-9):,.1f} a second"
+        f"stages {subset.name}: {read:,} tokens read, {stopwatch.tokens:,} written; the first after "
+        f"{stopwatch.first - stopwatch.began:.2f} s, "
+        f"then {(stopwatch.tokens - 1) / max(now - stopwatch.first, 1e-9):,.1f} a second"
     ]
     if isinstance(decoder, Speculator):
-        found = decoder.record
+        record = decoder.record
         lines += [
-            f"drafts by stages {decoder.draft.name}: {found.acceptance:.0%} of {found.tested:,} tokens right, "
-            f"{found.tokens_per_pass:.2f} tokens a pass"
+            f"drafts by stages {decoder.draft.name}: {record.acceptance:.0%} of {record.tested:,} tokens accepted, "
+            f"{record.tokens_per_pass:.2f} tokens a pass"
         ]
     print(*lines, sep="\n", file=sys.stderr)

@@ -1,11 +1,9 @@
-"""The command that scores: score."""
+"""The command `score`: a model, whole or with stages missing, on tasks of the lm-evaluation-harness."""
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +12,7 @@ import typer
 
 from skippipe.cli import options as cli_options
 from skippipe.json_fields import check_writable, json_text, write_text
+from skippipe.terminal import count_progress
 from skippipe.value_ranges import CONTEXT, SEED, Range
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from skippipe.stage_subset import StageSubset
 
 ENVIRONMENT = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TQDM_DISABLE", "DISABLE_MULTIPROC")
-"""No network; no progress bars but our own; no process for each core to draw samples in."""
+"""Variables set to 1: no network; no progress bars but our own; no process for each core to draw samples in."""
 
 
 def score(
@@ -46,19 +45,19 @@ def score(
     stages: cli_options.SeveralStages = None,
     keep: cli_options.SeveralKeep = None,
     draws: cli_options.Draws = 1,
-    drive: cli_options.ResidualScale = "plain",
+    residual_scale: cli_options.ResidualScale = "plain",
     cut: cli_options.Cut = None,
     limit: Annotated[
         int, Range(1, 10**6), typer.Option(help="Questions of each task, at most.", rich_help_panel=cli_options.WORK)
     ] = 500,
     seed: Annotated[
-        int, SEED, typer.Option(help="Same seed, same questions and same parts.", rich_help_panel=cli_options.WORK)
+        int, SEED, typer.Option(help="Same seed, same questions and same subsets.", rich_help_panel=cli_options.WORK)
     ] = 0,
     context: Annotated[
         int | None,
         CONTEXT,
         typer.Option(
-            help="Tokens that the model looks at, at most; longer texts lose their beginning. Say it if the model was "
+            help="Tokens of context, at most; longer texts lose their beginning. Set it if the model was "
             "trained on shorter samples than a passage, about 200 tokens.",
             show_default="as the model's config says",
             rich_help_panel=cli_options.WORK,
@@ -77,7 +76,7 @@ def score(
     """Score a model, whole or with stages missing, on questions made of a text.
 
     The lm-evaluation-harness asks (pip install 'skippipe\\[harness]'); nothing is downloaded. Every value comes with
-    its standard error, and with what guessing would get; every part has a column.
+    its standard error, and with what guessing would get; every subset has a column.
 
     n: questions. acc: share of right answers, where the likeliest one counts as the answer. acc_norm: the same by
     likelihood per character, fairer to long answers. acc_mutual_info: the same by how much likelier the passage makes
@@ -96,17 +95,20 @@ def score(
     from skippipe.lm_harness.tasks import build_tasks, parse_names, write_tasks
     from skippipe.stage_subset import parse_subsets
 
-    asked = build_tasks(parse_names(tasks), Prose(text), seed, limit)
+    built = build_tasks(parse_names(tasks), Prose(text), seed, limit)
     staged = load(checkpoint, cut, device, context)
-    parts = parse_subsets(len(staged.stages), stages or (), keep or (), drive, draws, seed)
-    with TemporaryDirectory() as scratch, _progress() as progress:
+    subsets = parse_subsets(len(staged.stages), stages or (), keep or (), residual_scale, draws, seed)
+    with TemporaryDirectory() as scratch, count_progress() as progress:
         folder = write or Path(scratch)
-        write_tasks(asked, folder)
-        found = {part: scored(SubsetLM(staged, part, progress(part)), asked, folder) for part in parts}
-    _show(asked, found)
+        write_tasks(built, folder)
+        found = {
+            subset: scored(SubsetLM(staged, subset, partial(progress, subset.name)), built, folder)
+            for subset in subsets
+        }
+    _show(built, found)
     if json:
-        said = {"checkpoint": str(checkpoint), "text": text, "seed": seed, "layers": list(staged.layers)}
-        write_text(json, json_text({**said, "parts": _as_json(asked, found)}) + "\n")
+        header = {"checkpoint": str(checkpoint), "text": text, "seed": seed, "layers": list(staged.layers)}
+        write_text(json, json_text({**header, "parts": _as_json(built, found)}) + "\n")
 
 
 Found = dict["StageSubset", dict[str, list["Score"]]]
@@ -119,8 +121,8 @@ def _show(tasks: list[Task], found: Found) -> None:
     table = Table()
     for heading in ("task", "metric", "n", "chance"):
         table.add_column(heading, justify="left" if heading in ("task", "metric") else "right", no_wrap=True)
-    for part in found:
-        table.add_column(part.name, justify="right")
+    for subset in found:
+        table.add_column(subset.name, justify="right")
     for task in tasks:
         columns = [scores[task.name] for scores in found.values()]
         for first, *others in zip(*columns, strict=True):
@@ -138,8 +140,8 @@ def _value(score: Score) -> str:
 def _as_json(tasks: list[Task], found: Found) -> list[dict[str, Any]]:
     return [
         {
-            "stages": list(part.stages),
-            "drive": part.drive,
+            "stages": list(subset.stages),
+            "drive": subset.residual_scale,
             "tasks": {
                 task.name: {
                     "questions": len(task.items),
@@ -149,24 +151,5 @@ def _as_json(tasks: list[Task], found: Found) -> list[dict[str, Any]]:
                 for task in tasks
             },
         }
-        for part, scores in found.items()
+        for subset, scores in found.items()
     ]
-
-
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """On a terminal; elsewhere long work is silent."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield lambda part: lambda done, of: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-
-        def of_part(part: StageSubset) -> Any:
-            task = bar.add_task(part.name, total=None)
-            return lambda done, of: bar.update(task, completed=done, total=of)
-
-        yield of_part

@@ -1,4 +1,4 @@
-"""The command that answers: serve."""
+"""The command `serve`: a model over many nodes, behind HTTP."""
 
 from __future__ import annotations
 
@@ -21,30 +21,33 @@ from skippipe.value_ranges import CONTEXT, HEARTBEAT_S, NODES, PORT, THREADS, WA
 if TYPE_CHECKING:
     from skippipe.cluster import Cluster
 
-TOKEN = "SKIPPIPE_API_TOKEN"
-USUAL_ROOM = 2**16
-WHERE, LIMITS = "Where", "Limits"
+TOKEN_VARIABLE = "SKIPPIPE_API_TOKEN"
+DEFAULT_CACHE_TOKENS = 2**16
+SERVER, LIMITS = "Server", "Limits"
 
 
 def serve(
     checkpoint: cli_options.Checkpoint,
     host: Annotated[
-        str, typer.Option(help="Address to answer at; other than loopback: with a token only.", rich_help_panel=WHERE)
+        str,
+        typer.Option(
+            help="Address of the HTTP server; other than loopback: with a token only.", rich_help_panel=SERVER
+        ),
     ] = "127.0.0.1",
-    port: Annotated[int, PORT, typer.Option(help="0: any.", rich_help_panel=WHERE)] = 8000,
+    port: Annotated[int, PORT, typer.Option(help="Port of the HTTP server; 0: any.", rich_help_panel=SERVER)] = 8000,
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help=f"A file with bearer tokens, one a line; any of them lets requests in. Or one in {TOKEN}.",
-            show_default="none: whoever is on this machine may ask",
-            rich_help_panel=WHERE,
+            help=f"A file with bearer tokens, one a line; any of them admits requests. Or one in {TOKEN_VARIABLE}.",
+            show_default="none: every request from this machine is admitted",
+            rich_help_panel=SERVER,
         ),
     ] = None,
     nodes: Annotated[
         int | None,
         NODES,
         typer.Option(
-            help="Processes of this machine that stages are dealt to, one after another.",
+            help="Number of processes on this machine, which get the stages in turn.",
             show_default="two for every stage; one, if there are more than 8 stages",
             rich_help_panel=cli_options.NODES,
         ),
@@ -52,7 +55,7 @@ def serve(
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="A cluster file: its nodes get stages in their order, and answers take the fastest way between them.",
+            help="A cluster file: its nodes get stages in their order, and answers take the fastest route.",
             rich_help_panel=cli_options.NODES,
         ),
     ] = None,
@@ -72,14 +75,14 @@ def serve(
     wire: Annotated[
         Literal["fp32", "bf16", "int8"] | None,
         typer.Option(
-            help="Hidden states between nodes.", show_default="like --dtype", rich_help_panel=cli_options.WORK
+            help="Type of hidden states between nodes.", show_default="like --dtype", rich_help_panel=cli_options.WORK
         ),
     ] = None,
-    threads: Annotated[int, THREADS, typer.Option(help="Of a node.", rich_help_panel=cli_options.WORK)] = 1,
+    threads: Annotated[int, THREADS, typer.Option(help="Threads of a node.", rich_help_panel=cli_options.WORK)] = 1,
     logs: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for what nodes of this machine write.",
+            help="Folder for the logs of nodes on this machine.",
             show_default="not kept",
             rich_help_panel=cli_options.NODES,
         ),
@@ -95,7 +98,7 @@ def serve(
     ] = "0",
     name: Annotated[
         str | None,
-        typer.Option(help="Of the model, to clients.", show_default="the folder's", rich_help_panel=WHERE),
+        typer.Option(help="The model's name, to clients.", show_default="the folder's", rich_help_panel=SERVER),
     ] = None,
     context: Annotated[
         int | None,
@@ -107,7 +110,7 @@ def serve(
         ),
     ] = None,
     max_tokens: Annotated[
-        int, Range(1, CONTEXT.most), typer.Option(help="Of an answer.", rich_help_panel=LIMITS)
+        int, Range(1, CONTEXT.most), typer.Option(help="Tokens of an answer, at most.", rich_help_panel=LIMITS)
     ] = 4096,
     timeout: Annotated[
         float,
@@ -115,13 +118,15 @@ def serve(
         typer.Option(help="Seconds in which an answer has to be complete.", rich_help_panel=LIMITS),
     ] = 600,
     requests_a_minute: Annotated[
-        int, Range(1, 10**6), typer.Option(help="With one token.", rich_help_panel=LIMITS)
+        int, Range(1, 10**6), typer.Option(help="Requests a minute with one token.", rich_help_panel=LIMITS)
     ] = 600,
     at_once: Annotated[
-        int, Range(1, 10**6), typer.Option(help="Requests with one token.", rich_help_panel=LIMITS)
+        int, Range(1, 10**6), typer.Option(help="Concurrent requests with one token.", rich_help_panel=LIMITS)
     ] = 64,
     queue: Annotated[
-        int, Range(1, 10**6), typer.Option(help="Answers that wait for a place; beyond: 503.", rich_help_panel=LIMITS)
+        int,
+        Range(1, 10**6),
+        typer.Option(help="Answers that may wait for a place; beyond: 503.", rich_help_panel=LIMITS),
     ] = 256,
     patience: Annotated[
         float,
@@ -132,7 +137,7 @@ def serve(
         int | None,
         Range(2, 10**9),
         typer.Option(
-            help="That a lane of up to 16 answers has room for, on every node.",
+            help="Tokens in the KV cache of a route of up to 16 answers, on every node.",
             show_default="65,536, or the context if that is more",
             rich_help_panel=LIMITS,
         ),
@@ -141,8 +146,8 @@ def serve(
     """Serve a model over many nodes, with an HTTP interface for OpenAI's clients.
 
     Stages are on nodes: processes of this machine, which are started again when they end, or nodes that join from
-    other machines. When a node is lost, another one of its stage goes on with its answers. When none is left, the stage
-    is left out, and answers say so. Ctrl-C ends it.
+    other machines. When a node is lost, another one of its stage continues its answers. When none is left, the stage is
+    left out, and answers say so. Ctrl-C ends it.
 
     \b
         skippipe serve run
@@ -152,25 +157,25 @@ def serve(
     Example: skippipe serve run --port 8000
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers would draw a bar for every folder that it loads
+    os.environ.setdefault("TQDM_DISABLE", "1")  # or transformers draws a bar for every folder that it loads
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if nodes is not None and (cluster or keys):
-        raise UserError("--nodes: says how many nodes there are, and so do --cluster and --keys: leave it out")
+        raise UserError("--nodes: --cluster and --keys give the number of nodes already: leave it out")
     from skippipe.serving.scheduler import ServingSettings
     from skippipe.transport.addresses import is_loopback
     from skippipe.web import server as web_server
     from skippipe.web.auth import ApiSettings
 
-    web_server.check_installed()
+    web_server.check_installed("prometheus_client")
     settings = ApiSettings(
         tokens=_tokens(token_file),
         loopback=is_loopback(host),
-        answer=timedelta(seconds=timeout),
-        answer_tokens=max_tokens,
-        requests_a_minute=requests_a_minute,
-        at_once=at_once,
+        answer_timeout=timedelta(seconds=timeout),
+        max_tokens=max_tokens,
+        requests_per_minute=requests_a_minute,
+        max_concurrent=at_once,
     )
-    gateway = ServingSettings(waiting=queue, floor=_floor(floor), patience=timedelta(seconds=patience))
+    gateway = ServingSettings(max_waiting=queue, min_coverage=_floor(floor), wait_timeout=timedelta(seconds=patience))
     import torch
 
     torch.set_num_threads(1)  # nodes are forked from here
@@ -183,48 +188,48 @@ def serve(
     if keys is None:
         check_device(device)
     outline = read_outline(checkpoint, cut)
-    config, layers, known = outline.spec.config, outline.layers, _cluster(cluster)
-    looked_at = context or config.max_position_embeddings
+    model_config, layers, known = outline.spec.config, outline.layers, _cluster(cluster)
+    max_context = context or model_config.max_position_embeddings
     node_config = ServingConfig(
         checkpoint=str(outline.place.resolve()),
         layers=layers,
         stage_of=assign_stages(_names(len(layers), nodes, known, keys), len(layers)),
-        vocabulary=config.vocab_size,
+        vocabulary=model_config.vocab_size,
         fingerprint=fingerprint(outline.place),
         device=device,
         dtype=dtype,
         wire_dtype=wire or dtype,
-        lane_tokens=_room(cache_tokens, looked_at),
+        cache_tokens=_cache_tokens(cache_tokens, max_context),
         threads=threads,
         heartbeat_s=heartbeat,
     )
-    hosting = ServeConfig(
+    config = ServeConfig(
         name=name or checkpoint.resolve().name,
-        context=looked_at,
+        context=max_context,
         api=settings,
-        gateway=replace(gateway, lane_tokens=node_config.lane_tokens),
-        distance=ClusterCost.of(known, outline.spec.shape, layers, node_config.wire_dtype) if known else UniformCost(),
+        gateway=replace(gateway, cache_tokens=node_config.cache_tokens),
+        cost=ClusterCost.of(known, outline.spec.shape, layers, node_config.wire_dtype) if known else UniformCost(),
         host=host,
         port=port,
         keys=keys,
         listen=listen if keys else "127.0.0.1:0",
         logs=logs,
     )
-    ServeApp(outline, node_config, hosting).run()
+    ServeApp(outline, node_config, config).run()
 
 
-def _room(asked: int | None, context: int) -> int:
-    """Tokens for the cache of a lane."""
-    if asked is None:
-        return max(USUAL_ROOM, context)
-    if asked < context:
-        raise UserError(f"--cache-tokens {asked}: one answer may need {context:,}; say more, or less --context")
-    return asked
+def _cache_tokens(given: int | None, context: int) -> int:
+    """Tokens of a route's KV cache."""
+    if given is None:
+        return max(DEFAULT_CACHE_TOKENS, context)
+    if given < context:
+        raise UserError(f"--cache-tokens {given}: one answer may need {context:,}; give more, or less --context")
+    return given
 
 
 def _tokens(file: Path | None) -> tuple[str, ...]:
-    """Never from the command line, which everybody on the machine can read."""
-    given = os.environ.get(TOKEN, "")
+    """Tokens never come from the command line, which every user of the machine can read."""
+    given = os.environ.get(TOKEN_VARIABLE, "")
     if file is None:
         return (given,) if given else ()
     try:
@@ -256,7 +261,7 @@ def _cluster(named: str | None) -> Cluster | None:
 
 
 def _names(stages: int, nodes: int | None, cluster: Cluster | None, keys: Path | None) -> list[str]:
-    """Of the nodes, in the order in which they get stages."""
+    """Names of the nodes, in the order in which they get stages."""
     if cluster is not None:
         return [node.name for node in cluster.nodes]
     if keys is not None:

@@ -1,1 +1,1 @@
-"""Trained models at work: loaded from disk, whole or in parts."""
+"""Inference with a trained model in one process: whole, or with a subset of its stages."""

@@ -1,7 +1,7 @@
-"""A trained model from disk, cut into stages: a checkpoint, a run's output folder or any Hugging Face folder.
+"""Loads a trained model, cut into stages: from a checkpoint, a run's output folder or any Hugging Face folder.
 
-A checkpoint knows its stages. So does a folder that `skippipe export` wrote: it has one file for each, and the first
-one holds both ends. Weights lie under the names that they have in the whole model, so another cut is as good.
+A checkpoint records its stages. So does a folder that `skippipe export` wrote: it has one file for each stage, and the
+first one holds embedding and head. Weights have their names of the whole model, so any other cut can be loaded too.
 """
 
 from __future__ import annotations
@@ -30,44 +30,46 @@ from skippipe.workload import Workload
 
 _Language: Any = AutoModelForCausalLM  # untyped
 _Tokenizer: Any = AutoTokenizer
-WEIGHTS = ".weights.safetensors"  # how files of a checkpoint end that have weights
-PROBES, PROBE_BYTES = 16, 2**16  # of a file of weights, that its fingerprint looks at
+WEIGHTS = ".weights.safetensors"  # suffix of a checkpoint's files with weights
+PROBES, PROBE_BYTES = 16, 2**16  # parts of a file of weights that its fingerprint is made of
 
 
 @dataclass(frozen=True)
 class StagedModel:
+    """A model in stages, all of them in this process."""
+
     stages: list[StageModel]
     tokenizer: Any
-    """Of transformers: whatever it adds to a text, the harness's own models get too."""
+    """A tokenizer of transformers: what it adds to a text, the harness's own models get too."""
     prefix: int
-    """The token that stands before a text without context: the one that begins a text, or else that ends one."""
+    """The token before a text without context: the one that begins a text, or else that ends one."""
     context: int
-    """Tokens that it looks at, at most."""
+    """Tokens that the model attends to, at most."""
     device: str
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Of each stage."""
+        """Number of layers of each stage."""
         return tuple(len(stage.layers) for stage in self.stages)
 
 
 @dataclass(frozen=True)
 class CheckpointOutline:
-    """A model on disk: all but its weights."""
+    """A model on disk, without its weights."""
 
     place: Path
     spec: ModelSpec
     layers: tuple[int, ...]
-    """Of each stage."""
+    """Number of layers of each stage."""
 
     def tokenizer(self) -> Any:
         return _tokenizer(self.place, self.spec.config.vocab_size)
 
 
 def load(checkpoint: Path, cut: str | None = None, device: str = "cpu", context: int | None = None) -> StagedModel:
-    """`cut` into so many stages ("6"), or into stages of so many layers ("4,4,6"); None: as it was trained.
+    """A model cut into so many stages ("6"), or into stages of so many layers ("4,4,6"); `cut` None: as it was trained.
 
-    `context`: look at so many tokens instead of those that the configuration allows.
+    `context` replaces the number of tokens that the configuration allows.
     """
     check_device(device)
     outline = read_outline(checkpoint, cut)
@@ -75,7 +77,7 @@ def load(checkpoint: Path, cut: str | None = None, device: str = "cpu", context:
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if prefix is None:
         raise UserError(f"{place}: its tokenizer names no token that begins or ends a text ('eos_token')")
-    weights = _of_checkpoint(place) if (place / MANIFEST).is_file() else _of_folder(place, spec.config)
+    weights = _checkpoint_weights(place) if (place / MANIFEST).is_file() else _folder_weights(place, spec.config)
     stages = []
     for number, each in enumerate(layer_ranges(outline.layers)):
         stage = StageModel(spec, each, ends=number == 0).eval()
@@ -85,8 +87,8 @@ def load(checkpoint: Path, cut: str | None = None, device: str = "cpu", context:
 
 
 def read_outline(checkpoint: Path, cut: str | None = None) -> CheckpointOutline:
-    """`cut` as in `load`."""
-    place = found_place(checkpoint)
+    """The model at this place, cut as by `load`."""
+    place = locate_checkpoint(checkpoint)
     check_model_folder(place)
     if (place / MANIFEST).is_file():
         manifest = _manifest(place)
@@ -98,15 +100,15 @@ def read_outline(checkpoint: Path, cut: str | None = None) -> CheckpointOutline:
 
 
 def load_stage(outline: CheckpointOutline, number: int, device: str = "cpu") -> StageModel:
-    """One stage alone: of the other stages' weights none are read, if they lie under the names that they have here."""
+    """One stage alone; the weights of other stages are not read, unless the files have other names for them."""
     check_device(device)
     stage = StageModel(outline.spec, layer_ranges(outline.layers)[number], ends=number == 0).eval()
-    _fill(stage, _some(outline, {name for name, _ in stage.named_weights()}), outline.place)
+    _fill(stage, _select_weights(outline, {name for name, _ in stage.named_weights()}), outline.place)
     return stage.to(device)
 
 
 def fingerprint(place: Path) -> str:
-    """Of a checkpoint or a folder: tells one set of weights from another, without reading all of them."""
+    """A digest of a checkpoint or a folder: tells one set of weights from another, without reading all of them."""
     digest = sha256()
     if (place / MANIFEST).is_file():  # it has a hash of every file
         digest.update((place / MANIFEST).read_bytes())
@@ -121,8 +123,8 @@ def fingerprint(place: Path) -> str:
     return digest.hexdigest()
 
 
-def found_place(checkpoint: Path) -> Path:
-    """A checkpoint, a Hugging Face folder, or what a run's output folder has: its newest checkpoint or its model."""
+def locate_checkpoint(checkpoint: Path) -> Path:
+    """A checkpoint or a Hugging Face folder itself; of a run's output folder, its newest checkpoint or its model."""
     if not exists(checkpoint):
         raise UserError(f"{checkpoint}: no such folder")
     checkpoints = Checkpoints.of_run(checkpoint)
@@ -145,7 +147,7 @@ def _check_model(place: Path, run: Path) -> None:
 
 
 def layers_of(cut: str, spec: ModelSpec) -> tuple[int, ...]:
-    """Layers of each stage."""
+    """Number of layers of each stage, by `--cut`."""
     counts = whole_numbers(cut, "--cut")
     if len(counts) == 1:
         if not counts[0]:
@@ -157,7 +159,7 @@ def layers_of(cut: str, spec: ModelSpec) -> tuple[int, ...]:
 
 
 def exported_layers(weight_map: Mapping[str, str]) -> tuple[int, ...]:
-    """Layers of each stage, if the files that hold the weights are stages; else nothing."""
+    """Number of layers of each stage, if every file of weights is a stage; else empty."""
     held: dict[str, set[int]] = {file: set() for file in sorted(set(weight_map.values()))}
     first = next(iter(held), None)
     for name, file in weight_map.items():
@@ -175,7 +177,7 @@ def _manifest(place: Path) -> Manifest:
     return read_as(Manifest.from_json, place / MANIFEST)
 
 
-def _of_checkpoint(place: Path) -> dict[str, Tensor]:
+def _checkpoint_weights(place: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for file in verified(place).files:
         if file.name.endswith(WEIGHTS):
@@ -183,13 +185,13 @@ def _of_checkpoint(place: Path) -> dict[str, Tensor]:
     return weights
 
 
-def _of_folder(place: Path, config: Any) -> dict[str, Tensor]:
-    """Through transformers, which knows in how many ways weights have been stored; of safetensors files alone."""
+def _folder_weights(place: Path, config: Any) -> dict[str, Tensor]:
+    """Weights through transformers, which knows the many ways in which they are stored; of safetensors files alone."""
     weight_map_of(place)  # refuses an index that names files elsewhere
     if not any(place.glob("*.safetensors")):
         raise UserError(f"{place}: has no weights in safetensors files, and others (pickle) are not read; convert them")
     try:
-        model, said = _Language.from_pretrained(
+        model, info = _Language.from_pretrained(
             place,
             config=config,
             dtype=torch.float32,
@@ -200,29 +202,29 @@ def _of_folder(place: Path, config: Any) -> dict[str, Tensor]:
         )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise UserError(f"{place}: transformers cannot load it: {str(error).strip().splitlines()[0]}") from None
-    if said["missing_keys"]:
-        raise UserError(f"{place}: has no tensor '{min(said['missing_keys'])}'")
+    if info["missing_keys"]:
+        raise UserError(f"{place}: has no tensor '{min(info['missing_keys'])}'")
     return dict(model.named_parameters())
 
 
-def _some(outline: CheckpointOutline, names: set[str]) -> dict[str, Tensor]:
-    """The weights of these names; more of them, if they cannot be had by themselves."""
+def _select_weights(outline: CheckpointOutline, names: set[str]) -> dict[str, Tensor]:
+    """The weights of these names; all of them where the files have other names."""
     place = outline.place
     if (place / MANIFEST).is_file():
         weights: dict[str, Tensor] = {}
         for file in _manifest(place).files:
-            if file.name.endswith(WEIGHTS) and (found := _picked(place / file.name, names)):
+            if file.name.endswith(WEIGHTS) and (found := _read_tensors(place / file.name, names)):
                 check_file(place, file)
                 weights |= found
         return weights
     weights = {}
     for name in sorted(set(weight_map_of(place).values())) or ["model.safetensors"]:
         if (place / name).is_file():
-            weights |= _picked(place / name, names)
-    return weights if weights.keys() >= names else _of_folder(place, outline.spec.config)
+            weights |= _read_tensors(place / name, names)
+    return weights if weights.keys() >= names else _folder_weights(place, outline.spec.config)
 
 
-def _picked(file: Path, names: set[str]) -> dict[str, Tensor]:
+def _read_tensors(file: Path, names: set[str]) -> dict[str, Tensor]:
     try:
         with safe_open(file, "pt") as opened:
             return {name: opened.get_tensor(name) for name in set(opened.keys()) & names}
@@ -233,7 +235,7 @@ def _picked(file: Path, names: set[str]) -> dict[str, Tensor]:
 def _tokenizer(place: Path, vocabulary: int) -> Any:
     try:
         found = _Tokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever any of its hundred tokenizers raises
+    except Exception as error:  # any error of its hundred tokenizers
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"{place}: no tokenizer that transformers reads: {reason}") from None
     if len(found) > vocabulary:

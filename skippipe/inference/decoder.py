@@ -1,4 +1,4 @@
-"""The next tokens of many texts together, by a part of the model in one process."""
+"""Decoders: the next tokens of a batch of sequences, by a subset of the stages in one process."""
 
 from __future__ import annotations
 
@@ -17,77 +17,79 @@ from skippipe.stage_subset import StageSubset, Visits
 
 
 class Decoder(ABC):
-    """The caches hold all tokens of a reply but the last, which nobody has looked at yet."""
+    """A batch of sequences, whose KV caches hold all tokens but the last."""
 
-    def __init__(self, staged: StagedModel, part: StageSubset, max_tokens: int) -> None:
-        assert part.total == len(staged.stages), "the part of another model"
-        self.part = part
+    def __init__(self, staged: StagedModel, subset: StageSubset, max_tokens: int) -> None:
+        assert subset.total == len(staged.stages), "a subset of another model"
+        self.subset = subset
         self.max_tokens = max_tokens
-        """Of all replies together, that each stage has room for."""
+        """Tokens of all sequences together that each stage's KV cache has room for."""
         self._staged = staged
-        self._stretches: list[StageChain] = []
+        self._chains: list[StageChain] = []
 
     @abstractmethod
-    def begin(self, replies: Sequence[Generation]) -> list[list[int]]:
-        """The first tokens of each, one or more, by its prompt."""
+    def begin(self, generations: Sequence[Generation]) -> list[list[int]]:
+        """The first tokens of each sequence, one or more, from its prompt."""
 
     @abstractmethod
-    def advance(self, replies: Sequence[Generation]) -> list[list[int]]:
-        """The next tokens of each, one or more."""
+    def advance(self, generations: Sequence[Generation]) -> list[list[int]]:
+        """The next tokens of each sequence, one or more."""
 
     def free(self, slot: int) -> None:
-        for stretch in self._stretches:
-            stretch.free(slot)
+        for chain in self._chains:
+            chain.free(slot)
 
     def move(self, source: int, target: int) -> None:
-        for stretch in self._stretches:
-            stretch.move(source, target)
+        for chain in self._chains:
+            chain.move(source, target)
 
-    def _stretch(self, visits: Visits, drive: float) -> StageChain:
-        self._stretches.append(StageChain(self._staged.stages, visits, drive, self.max_tokens))
-        return self._stretches[-1]
+    def _chain(self, visits: Visits, residual_scale: float) -> StageChain:
+        self._chains.append(StageChain(self._staged.stages, visits, residual_scale, self.max_tokens))
+        return self._chains[-1]
 
-    def _embedded(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+    def _embed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         return embed(self._staged.stages[0], tokens)
 
-    def _chosen(self, hidden: Tensor, replies: Sequence[Generation], positions: Sequence[int]) -> list[int]:
-        """A token for each of [rows, d]; the replies they are for, and where in them."""
-        how = [reply.request.sampling for reply in replies]
-        return sample(logits(self._staged.stages[0], hidden), how, positions)
+    def _sample(self, hidden: Tensor, generations: Sequence[Generation], positions: Sequence[int]) -> list[int]:
+        """A token for each of [rows, d], at these positions of these sequences."""
+        sampling = [generation.request.sampling for generation in generations]
+        return sample(logits(self._staged.stages[0], hidden), sampling, positions)
 
-    def _following(self, hidden: Tensor, rows: BatchRows, replies: Sequence[Generation]) -> list[list[int]]:
-        """The token after the last one of each row."""
-        chosen = self._chosen(last(hidden, rows), replies, [len(reply.tokens) for reply in replies])
+    def _sample_last(self, hidden: Tensor, rows: BatchRows, generations: Sequence[Generation]) -> list[list[int]]:
+        """The token that follows each row."""
+        chosen = self._sample(last(hidden, rows), generations, [len(generation.tokens) for generation in generations])
         return [[token] for token in chosen]
 
 
 class TokenByToken(Decoder):
-    """The whole part, for every token."""
+    """All stages of the subset for every token."""
 
-    def __init__(self, staged: StagedModel, part: StageSubset, max_tokens: int) -> None:
-        super().__init__(staged, part, max_tokens)
-        self._whole = self._stretch(part.stages, part.drive)
+    def __init__(self, staged: StagedModel, subset: StageSubset, max_tokens: int) -> None:
+        super().__init__(staged, subset, max_tokens)
+        self._whole = self._chain(subset.stages, subset.residual_scale)
 
-    def begin(self, replies: Sequence[Generation]) -> list[list[int]]:
-        rows = rows_of_prompts(replies)
-        hidden = self._embedded([reply.tokens for reply in replies])
-        return self._following(self._whole.forward(hidden, rows), rows, replies)
+    def begin(self, generations: Sequence[Generation]) -> list[list[int]]:
+        rows = rows_of_prompts(generations)
+        hidden = self._embed([generation.tokens for generation in generations])
+        return self._sample_last(self._whole.forward(hidden, rows), rows, generations)
 
-    def advance(self, replies: Sequence[Generation]) -> list[list[int]]:
-        rows = rows_after(replies, [1] * len(replies))
-        hidden = self._embedded([reply.tokens[-1:] for reply in replies])
-        return self._following(self._whole.forward(hidden, rows), rows, replies)
-
-
-def rows_of_prompts(replies: Sequence[Generation]) -> BatchRows:
-    return BatchRows(_slots(replies), (0,) * len(replies), tuple(len(reply.tokens) for reply in replies))
+    def advance(self, generations: Sequence[Generation]) -> list[list[int]]:
+        rows = rows_after(generations, [1] * len(generations))
+        hidden = self._embed([generation.tokens[-1:] for generation in generations])
+        return self._sample_last(self._whole.forward(hidden, rows), rows, generations)
 
 
-def rows_after(replies: Sequence[Generation], counts: Sequence[int], ahead: Sequence[int] = ()) -> BatchRows:
-    """From the last token that was said on, or so many after it, so many tokens."""
-    ends = [len(reply.tokens) - 1 for reply in replies]
+def rows_of_prompts(generations: Sequence[Generation]) -> BatchRows:
+    return BatchRows(
+        _slots(generations), (0,) * len(generations), tuple(len(generation.tokens) for generation in generations)
+    )
+
+
+def rows_after(generations: Sequence[Generation], counts: Sequence[int], ahead: Sequence[int] = ()) -> BatchRows:
+    """Rows of `counts` tokens from the last token of each sequence on, or from `ahead` tokens after it."""
+    ends = [len(generation.tokens) - 1 for generation in generations]
     starts = [end + more for end, more in zip(ends, ahead, strict=True)] if ahead else ends
-    return BatchRows(_slots(replies), tuple(starts), tuple(counts))
+    return BatchRows(_slots(generations), tuple(starts), tuple(counts))
 
 
 def last(hidden: Tensor, rows: BatchRows) -> Tensor:
@@ -97,5 +99,5 @@ def last(hidden: Tensor, rows: BatchRows) -> Tensor:
     return hidden[torch.arange(len(rows.counts)), torch.tensor(rows.counts) - 1]
 
 
-def _slots(replies: Sequence[Generation]) -> tuple[int, ...]:
-    return tuple(reply.slot for reply in replies)
+def _slots(generations: Sequence[Generation]) -> tuple[int, ...]:
+    return tuple(generation.slot for generation in generations)

@@ -1,4 +1,4 @@
-"""With which stages to draft, and how many tokens."""
+"""Which stages draft, and how many tokens."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ from skippipe.inference.kv_cache import BatchRows
 from skippipe.inference.likelihood import SubsetModel
 from skippipe.stage_subset import StageSubset, Visits, residual_scale_of, whole_numbers
 
-LONGEST = 12  # tokens of a draft
-FIRST = 3  # tokens of the first one, before it is known how long they take
-WORTHWHILE = 1.05  # a draft that promises less is none: promises are not that exact
+MAX_DRAFT_TOKENS = 12
+FIRST_DRAFT_TOKENS = 3  # before it is known how long a token takes
+MIN_SPEEDUP = 1.05  # a draft with a lower estimate is not used: estimates are not that exact
 SAMPLE_TOKENS = 256
 TIMED, TIMED_TOKENS, TIMED_AFTER = 5, 4, 16  # how often, how many tokens to verify, after so many others
-GRADES = 10  # of how sure a draft is
-WEIGHT = 4  # what to begin with counts as if it had been seen so many times
-FADING = 0.98  # of what was right, with every token that is tested; and of what rounds gave, with every round
-HABIT = 0.6  # of times that were measured, with every new one
-DOUBT = 48  # rounds after which what is not being done is tried: it may have become better
-TRIED = 4  # rounds with drafts, where there were none; they count for more than what was before
+BINS = 10  # of the probability of a drafted token
+PRIOR_WEIGHT = 4  # the prior counts as so many observations
+DECAY = 0.98  # of acceptance with every token that is tested, and of what rounds gave with every round
+TIME_DECAY = 0.6  # of measured times with every new one
+EXPLORE_EVERY = 48  # rounds after which the other way is tried: it may have become better
+EXPLORE_ROUNDS = 4  # with drafts, where there were none; they count for more than the rounds before
 
 
 @dataclass
 class DraftRecord:
+    """Counts of drafted tokens, for the statistics."""
+
     tested: int = 0
-    """Drafted tokens that were compared: those up to the first wrong one."""
+    """Drafted tokens that were compared, up to the first wrong one of each draft."""
     accepted: int = 0
     passes: int = 0
-    """Of each text through the whole part."""
+    """Passes through the whole subset, of each sequence."""
     tokens: int = 0
-    """That came of these passes."""
+    """Tokens that these passes gave."""
 
     @property
     def acceptance(self) -> float:
@@ -51,86 +53,86 @@ class DraftRecord:
 
 
 class Round(NamedTuple):
-    """A draft and the pass that verifies it, of all texts together."""
+    """A draft and the pass that verifies it, of all sequences together."""
 
     drafting: bool
-    """False: only a pass."""
+    """False: a pass without a draft."""
     length: int
-    """Of the longest draft; 0 with `drafting`: not even the first token seemed worth it."""
+    """Tokens of the longest draft; 0 with `drafting`: not even the first token seemed worth it."""
     tokens: float
-    """That came of it, for each text: one, and those that were right."""
+    """Tokens that it gave each sequence: one, and those that were accepted."""
     drafting_s: float
     passing_s: float
 
 
 class AcceptanceEstimate:
-    """How often drafted tokens are right, by how likely the draft holds them to be."""
+    """How often drafted tokens are accepted, by their probability in the draft."""
 
     def __init__(self) -> None:
         # two models agree on the likeliest token more often than either is right: so not the likelihood, but its root
-        middles = [(grade + 0.5) / GRADES for grade in range(GRADES)]
-        self._right = [WEIGHT * math.sqrt(middle) for middle in middles]
-        self._tested = [float(WEIGHT)] * GRADES
+        middles = [(number + 0.5) / BINS for number in range(BINS)]
+        self._accepted = [PRIOR_WEIGHT * math.sqrt(middle) for middle in middles]
+        self._tested = [float(PRIOR_WEIGHT)] * BINS
 
-    def chance(self, share: float) -> float:
-        grade = self._grade(share)
-        return self._right[grade] / self._tested[grade]
+    def rate(self, probability: float) -> float:
+        number = self._bin(probability)
+        return self._accepted[number] / self._tested[number]
 
-    def learn(self, share: float, right: bool) -> None:
-        grade = self._grade(share)
-        self._right[grade] = FADING * self._right[grade] + right
-        self._tested[grade] = FADING * self._tested[grade] + 1
+    def update(self, probability: float, accepted: bool) -> None:
+        number = self._bin(probability)
+        self._accepted[number] = DECAY * self._accepted[number] + accepted
+        self._tested[number] = DECAY * self._tested[number] + 1
 
-    def _grade(self, share: float) -> int:
-        return min(int(share * GRADES), GRADES - 1)
+    def _bin(self, probability: float) -> int:
+        return min(int(probability * BINS), BINS - 1)
 
 
 class DraftLength:
-    """How long drafts are: as long as they give more tokens a second, by what was right and how long things took.
+    """The length of drafts: as long as they give more tokens a second, by measured acceptance and times.
 
-    A draft ends where one more token, which counts only if all before it are right too, is likely to take longer than
+    A draft ends where one more token, which counts only if all before it are accepted, is likely to take longer than
     it saves. There are none where rounds with drafts give fewer tokens a second than passes without.
     """
 
     def __init__(self, fixed: int | None = None) -> None:
         self._fixed = fixed
-        self.trust = AcceptanceEstimate()
+        self.acceptance = AcceptanceEstimate()
         self._plain_s: float | None = None
-        """A pass without a draft."""
+        """Seconds of a pass without a draft."""
         self._token_s: float | None = None
-        """A drafted token."""
+        """Seconds of a drafted token."""
         self._rounds, self._round_tokens, self._round_s = 0, 0.0, 0.0
-        """With drafts: what they gave each text, and how long that took; lately."""
+        """Tokens that rounds with drafts gave each sequence, and their seconds; both decay."""
 
-    def most(self) -> int:
-        """Tokens of the next draft, at most; 0: a pass without."""
+    def max_tokens(self) -> int:
+        """Tokens of the next draft, at most; 0: a pass without a draft."""
         if self._fixed is not None:
             return self._fixed
         if self._plain_s is None:
             return 0
         if not self._round_tokens:
-            return FIRST
-        turn = self._rounds % DOUBT
+            return FIRST_DRAFT_TOKENS
+        turn = self._rounds % EXPLORE_EVERY
         if self._drafting_pays:
-            return 0 if turn == DOUBT - 1 else LONGEST
-        return LONGEST if turn < TRIED else 0
+            return 0 if turn == EXPLORE_EVERY - 1 else MAX_DRAFT_TOKENS
+        return MAX_DRAFT_TOKENS if turn < EXPLORE_ROUNDS else 0
 
-    def pays(self, chance: float) -> bool:
-        """One more token: that it and all before it are right has this chance, the mean of all texts."""
+    def pays(self, probability: float) -> bool:
+        """Is one more token worth it, if it and all before it are accepted with this probability, the batch's mean?"""
         if self._fixed is not None or self._token_s is None or self._plain_s is None:
             return True
-        return chance * min(self._plain_s, self._round_s / self._round_tokens) > self._token_s
+        return probability * min(self._plain_s, self._round_s / self._round_tokens) > self._token_s
 
-    def learn(self, done: Round) -> None:
+    def update(self, done: Round) -> None:
         self._rounds += 1
         if not done.drafting:
             self._plain_s = _average(self._plain_s, done.drafting_s + done.passing_s)
             return
         if done.length:
             self._token_s = _average(self._token_s, done.drafting_s / (done.length + 1))
-        fading = FADING if self._plain_s is None or self._drafting_pays else HABIT
-        self._round_tokens = fading * self._round_tokens + done.tokens
-        self._round_s = fading * self._round_s + done.drafting_s + done.passing_s
+        decay = DECAY if self._plain_s is None or self._drafting_pays else TIME_DECAY
+        self._round_tokens = decay * self._round_tokens + done.tokens
+        self._round_s = decay * self._round_s + done.drafting_s + done.passing_s
 
     @property
     def _drafting_pays(self) -> bool:
@@ -139,9 +141,9 @@ class DraftLength:
 
 
 def best_length(acceptance: float, cost: float, verifying: float = 1.0) -> tuple[int, float]:
-    """Of a draft, and how much faster than without.
+    """The length of a draft, and its speedup.
 
-    A pass gives as many tokens as were right, and one (Leviathan, Kalman and Matias, 2023, equation 1). `cost` of
+    A pass gives as many tokens as were accepted, and one (Leviathan, Kalman and Matias, 2023, equation 1). `cost` of
     drafting a token and of `verifying` some, a pass over one token being 1.
     """
 
@@ -149,23 +151,23 @@ def best_length(acceptance: float, cost: float, verifying: float = 1.0) -> tuple
         tokens = sum(acceptance**index for index in range(length + 1))
         return tokens / (verifying + cost * length) if length else 1.0
 
-    length = max(range(LONGEST + 1), key=speedup)
+    length = max(range(MAX_DRAFT_TOKENS + 1), key=speedup)
     return length, speedup(length)
 
 
 def _average(before: float | None, new: float) -> float:
-    return new if before is None else HABIT * before + (1 - HABIT) * new
+    return new if before is None else TIME_DECAY * before + (1 - TIME_DECAY) * new
 
 
 class StageTimings:
-    """Seconds of each stage of a part, and of the head, for a token; and how many times that for a few together."""
+    """Seconds of each stage of a subset, and of the head, for a token; and the factor for a few tokens together."""
 
-    def __init__(self, staged: StagedModel, part: StageSubset, clock: Callable[[], float]) -> None:
+    def __init__(self, staged: StagedModel, subset: StageSubset, clock: Callable[[], float]) -> None:
         self._clock = clock
         stages = staged.stages
         hidden = {count: embed(stages[0], [[0] * count]) for count in (1, TIMED_TOKENS, TIMED_AFTER)}
         times: dict[int, list[float]] = {1: [], TIMED_TOKENS: []}
-        for number in part.stages:
+        for number in subset.stages:
             stage = CachedStage(stages[number], TIMED_AFTER + TIMED_TOKENS)
             stage.forward(hidden[TIMED_AFTER], BatchRows((0,), (0,), (TIMED_AFTER,)))
             for count, found in times.items():
@@ -173,12 +175,12 @@ class StageTimings:
                 found.append(self._seconds(partial(stage.forward, hidden[count], rows)))
         heads = {count: self._seconds(partial(logits, stages[0], hidden[count])) for count in times}
         self.head_s = heads[1]
-        self.stage_s = dict(zip(part.stages, times[1], strict=True))
+        self.stage_s = dict(zip(subset.stages, times[1], strict=True))
         self.several = (sum(times[TIMED_TOKENS]) + heads[TIMED_TOKENS]) / (sum(times[1]) + heads[1])
 
-    def promise(self, part: StageSubset, draft: StageSubset, agreement: float) -> float:
-        """How much faster with this draft, if so many of its tokens are right."""
-        shared = sum(self.stage_s[number] for number in part.stages[: shared_stages(part, draft)])
+    def speedup(self, subset: StageSubset, draft: StageSubset, agreement: float) -> float:
+        """The speedup by this draft, if this share of its tokens is accepted."""
+        shared = sum(self.stage_s[number] for number in subset.stages[: shared_stages(subset, draft)])
         whole = sum(self.stage_s.values()) + self.head_s
         drafting = sum(self.stage_s[number] for number in draft.stages) + self.head_s
         verifying = shared + self.several * (whole - shared)
@@ -193,61 +195,62 @@ class StageTimings:
         return min(taken)
 
 
-def shared_stages(part: StageSubset, draft: StageSubset) -> int:
-    """With how many of the same stages, driven alike, both begin; stage 0 is never driven."""
+def shared_stages(subset: StageSubset, draft: StageSubset) -> int:
+    """Number of stages with which both begin, at the same residual scale; stage 0 is never scaled."""
     count = 0
-    for one, other in zip(part.stages, draft.stages, strict=False):
-        if one != other or (one and part.drive != draft.drive):
+    for one, other in zip(subset.stages, draft.stages, strict=False):
+        if one != other or (one and subset.residual_scale != draft.residual_scale):
             break
         count += 1
     return count
 
 
-def parse_draft(text: str, part: StageSubset, drive: str = "plain") -> StageSubset:
+def parse_draft(text: str, subset: StageSubset, residual_scale: str = "plain") -> StageSubset:
     stages = whole_numbers(text, "--draft")
-    _check_pieces(part)
+    _check_several(subset)
     if stages[0] != 0 or len(set(stages)) < len(stages):
         raise UserError(f"--draft {text}: begin with stage 0, which has the head, and name every stage once")
-    if not set(stages) < set(part.stages):
-        raise UserError(f"--draft {text}: some of the stages {','.join(map(str, part.stages))}, and not all of them")
-    return _driven(stages, part, drive)
+    if not set(stages) < set(subset.stages):
+        raise UserError(f"--draft {text}: some of the stages {','.join(map(str, subset.stages))}, and not all of them")
+    return _scaled(stages, subset, residual_scale)
 
 
 def pick_draft(
     staged: StagedModel,
-    part: StageSubset,
+    subset: StageSubset,
     tokens: Sequence[int],
-    drive: str = "plain",
+    residual_scale: str = "plain",
     clock: Callable[[], float] = time.perf_counter,
 ) -> StageSubset | None:
-    """The one that promises most, by how often it agrees with the whole part on a text and by what stages take.
+    """The draft of the highest estimated speedup, by its agreement with the whole subset on a text and by stage times.
 
-    Tried are those that leave early, and those that leave out what lies before the last stage. None: none is faster.
+    Tried are early exits, and subsets that leave out stages before the last one. None: no draft is faster.
     """
-    _check_pieces(part)
-    count = len(part.stages)
-    early = [part.stages[:kept] for kept in range(1, count)]
-    tried = dict.fromkeys([*early, *((*some, part.stages[-1]) for some in early[:-1])])
+    _check_several(subset)
+    count = len(subset.stages)
+    early = [subset.stages[:kept] for kept in range(1, count)]
+    tried = dict.fromkeys([*early, *((*some, subset.stages[-1]) for some in early[:-1])])
     text = torch.tensor([tokens[-min(SAMPLE_TOKENS, staged.context) :]], device=staged.device)
 
-    def likeliest(which: StageSubset) -> torch.Tensor:
-        model = SubsetModel(staged, which)
-        return model.logits(model.hidden(text)).argmax(-1)
+    def greedy(which: StageSubset) -> torch.Tensor:
+        return logits(staged.stages[0], SubsetModel(staged, which).hidden(text)).argmax(-1)
 
-    wanted, timing = likeliest(part), StageTimings(staged, part, clock)
-    promises: dict[StageSubset, float] = {}
+    wanted, timing = greedy(subset), StageTimings(staged, subset, clock)
+    speedups: dict[StageSubset, float] = {}
     for stages in tried:
-        draft = _driven(stages, part, drive)
-        agreement = float((likeliest(draft) == wanted).double().mean())
-        promises[draft] = timing.promise(part, draft, agreement)
-    best = max(promises, key=lambda draft: promises[draft])
-    return best if promises[best] >= WORTHWHILE else None
+        draft = _scaled(stages, subset, residual_scale)
+        agreement = float((greedy(draft) == wanted).double().mean())
+        speedups[draft] = timing.speedup(subset, draft, agreement)
+    best = max(speedups, key=lambda draft: speedups[draft])
+    return best if speedups[best] >= MIN_SPEEDUP else None
 
 
-def _driven(stages: Visits, part: StageSubset, drive: str) -> StageSubset:
-    return StageSubset(stages, part.total, residual_scale_of(drive, part.total, len(stages)))
+def _scaled(stages: Visits, subset: StageSubset, residual_scale: str) -> StageSubset:
+    return StageSubset(stages, subset.total, residual_scale_of(residual_scale, subset.total, len(stages)))
 
 
-def _check_pieces(part: StageSubset) -> None:
-    if len(part.stages) == 1:
-        raise UserError("--draft: there is one stage, and nothing to leave out: say with --cut how many, as in --cut 6")
+def _check_several(subset: StageSubset) -> None:
+    if len(subset.stages) == 1:
+        raise UserError(
+            "--draft: there is one stage, and nothing to leave out: give the number of stages with --cut, as in --cut 6"
+        )

@@ -1,4 +1,4 @@
-"""Many prompts together: a text that ends makes place for the next one at once."""
+"""Continuous batching: a sequence that ends makes room for the next one at once."""
 
 from __future__ import annotations
 
@@ -9,106 +9,108 @@ from typing import Any
 from skippipe.inference.checkpoint_loader import StagedModel
 from skippipe.inference.decoder import Decoder
 from skippipe.inference.kv_cache import CacheFull
-from skippipe.inference.request import Generation, GenerationRequest, OutputPiece
+from skippipe.inference.request import Generation, GenerationRequest, TokenOutput
 
-PROMPT_TOKENS = 8192  # of prompts that are read in one pass, padding included
+MAX_PROMPT_TOKENS = 8192  # of prompts in one pass, padding included
 
-Hear = Callable[[OutputPiece], None]
+OutputCallback = Callable[[TokenOutput], None]
 
 
 class GenerationEngine:
     def __init__(
-        self, staged: StagedModel, decoder: Decoder, together: int = 8, ends: frozenset[int] | None = None
+        self, staged: StagedModel, decoder: Decoder, max_sequences: int = 8, end_tokens: frozenset[int] | None = None
     ) -> None:
-        """`ends`: tokens that end a text; None: those that the model names."""
+        """`end_tokens` end a text; None: those that the model names."""
         self._tokenizer = staged.tokenizer
         self._context = staged.context
-        self._ends = ending_tokens(staged.stages[0].spec.config, staged.tokenizer) if ends is None else ends
+        named = model_end_tokens(staged.stages[0].spec.config, staged.tokenizer)
+        self._end_tokens = named if end_tokens is None else end_tokens
         self._decoder = decoder
-        self._together = together
-        """Texts at a time, at most."""
+        self._max_sequences = max_sequences
         self._waiting: deque[Generation] = deque()
         self._active: list[Generation] = []
-        """By slot: 0, 1, 2 and so on, so that the caches are read without copying."""
-        self._asked = 0
+        """In the order of their slots, which are 0, 1, 2 and so on, so that the KV caches are read without copying."""
+        self._added = 0
 
     @property
     def busy(self) -> bool:
         return bool(self._waiting or self._active)
 
-    def ask(self, request: GenerationRequest) -> Generation:
-        """It is filled as steps are made."""
-        reply = Generation.to(request, self._asked, self._context, self._ends, self._tokenizer)
-        if reply.longest > self._decoder.max_tokens:
+    def add_request(self, request: GenerationRequest) -> Generation:
+        """Queues a request; the generation grows with every step."""
+        generation = Generation.of(request, self._added, self._context, self._end_tokens, self._tokenizer)
+        if generation.max_length > self._decoder.max_tokens:
             raise CacheFull(
-                f"a text of up to {reply.longest:,} tokens: there is room for {self._decoder.max_tokens:,}; "
+                f"a text of up to {generation.max_length:,} tokens: there is room for {self._decoder.max_tokens:,}; "
                 "ask for fewer, or shorten the prompt"
             )
-        self._asked += 1
-        self._waiting.append(reply)
-        return reply
+        self._added += 1
+        self._waiting.append(generation)
+        return generation
 
-    def step(self) -> list[OutputPiece]:
-        """New texts begin, then all go on by a token or more."""
-        new = self._entering()
-        pieces = self._heard(new, self._decoder.begin(new)) if new else []
+    def step(self) -> list[TokenOutput]:
+        """Waiting sequences with room begin, then all go on by a token or more."""
+        new = self._admit()
+        outputs = self._append(new, self._decoder.begin(new)) if new else []
         self._close_gaps()
         if self._active:
-            pieces += self._heard(self._active, self._decoder.advance(self._active))
-        return pieces
+            outputs += self._append(self._active, self._decoder.advance(self._active))
+        return outputs
 
-    def run(self, requests: Iterable[GenerationRequest], hear: Hear = lambda piece: None) -> list[Generation]:
-        """All of them, to their ends."""
-        replies = [self.ask(request) for request in requests]
+    def run(
+        self, requests: Iterable[GenerationRequest], callback: OutputCallback = lambda output: None
+    ) -> list[Generation]:
+        """Generates all requests to their end."""
+        generations = [self.add_request(request) for request in requests]
         while self.busy:
-            for piece in self.step():
-                hear(piece)
-        return replies
+            for output in self.step():
+                callback(output)
+        return generations
 
-    def _entering(self) -> list[Generation]:
-        """Those that are next and fit, in the lowest slots that are free."""
+    def _admit(self) -> list[Generation]:
+        """Waiting sequences that fit, in the lowest slots that are free."""
         new: list[Generation] = []
-        longest = max((reply.longest for reply in self._active), default=0)
+        longest = max((generation.max_length for generation in self._active), default=0)
         widest = 0
-        while self._waiting and len(self._active) + len(new) < self._together:
-            reply = self._waiting[0]
-            longest, widest = max(longest, reply.longest), max(widest, len(reply.tokens))
+        while self._waiting and len(self._active) + len(new) < self._max_sequences:
+            generation = self._waiting[0]
+            longest, widest = max(longest, generation.max_length), max(widest, len(generation.tokens))
             if (len(self._active) + len(new) + 1) * longest > self._decoder.max_tokens:
                 break
-            if new and (len(new) + 1) * widest > PROMPT_TOKENS:
+            if new and (len(new) + 1) * widest > MAX_PROMPT_TOKENS:
                 break
             new.append(self._waiting.popleft())
-        taken = {reply.slot for reply in self._active}
-        free = (slot for slot in range(self._together) if slot not in taken)
-        for reply, slot in zip(new, free, strict=False):
-            reply.slot = slot
-        self._active = sorted([*self._active, *new], key=lambda reply: reply.slot)
+        taken = {generation.slot for generation in self._active}
+        free = (slot for slot in range(self._max_sequences) if slot not in taken)
+        for generation, slot in zip(new, free, strict=False):
+            generation.slot = slot
+        self._active = sorted([*self._active, *new], key=lambda generation: generation.slot)
         self._close_gaps()
         return new
 
     def _close_gaps(self) -> None:
-        """The last ones move into slots that nobody took; never new ones, which took the lowest."""
+        """The last sequences move into free slots; never new ones, which took the lowest."""
         for slot in range(len(self._active)):
             if self._active[slot].slot != slot:
-                reply = self._active.pop()
-                self._decoder.move(reply.slot, slot)
-                reply.slot = slot
-                self._active.insert(slot, reply)
+                generation = self._active.pop()
+                self._decoder.move(generation.slot, slot)
+                generation.slot = slot
+                self._active.insert(slot, generation)
 
-    def _heard(self, replies: list[Generation], tokens: list[list[int]]) -> list[OutputPiece]:
-        pieces = []
-        for reply, said in zip(replies, tokens, strict=True):
-            for token in said:
-                pieces.append(reply.take(token))
-                if reply.ending:
-                    self._decoder.free(reply.slot)
+    def _append(self, generations: list[Generation], tokens: list[list[int]]) -> list[TokenOutput]:
+        outputs = []
+        for generation, new in zip(generations, tokens, strict=True):
+            for token in new:
+                outputs.append(generation.append(token))
+                if generation.finish_reason:
+                    self._decoder.free(generation.slot)
                     break
-        self._active = [reply for reply in self._active if not reply.ending]
-        return pieces
+        self._active = [generation for generation in self._active if not generation.finish_reason]
+        return outputs
 
 
-def ending_tokens(config: Any, tokenizer: Any) -> frozenset[int]:
-    """What the model's configuration and its tokenizer say."""
+def model_end_tokens(config: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end a text, by the model's configuration and its tokenizer."""
     named = config.eos_token_id
     found = named if isinstance(named, list) else [named]
     return frozenset(token for token in (*found, tokenizer.eos_token_id) if token is not None)

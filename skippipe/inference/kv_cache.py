@@ -1,4 +1,4 @@
-"""Keys and values of one stage, for many sequences at once.
+"""The KV cache of one stage, for many sequences at once.
 
 A sequence has a slot; the rows of a batch name their slots. For each layer there is one tensor of keys and one of
 values, [slots, heads, room, head size], made once and doubled when it is too small, so that a step writes a token for
@@ -20,23 +20,23 @@ from torch import Tensor
 
 from skippipe.errors import UserError
 
-SMALLEST_ROOM = 64  # tokens of a slot, at first
-Made = TypeVar("Made")
+MIN_ROOM = 64  # tokens of a slot, at first
+Value = TypeVar("Value")
 
 
 class CacheFull(UserError):
-    """More tokens than there may be."""
+    """The cache has no room for so many tokens."""
 
 
 @dataclass(frozen=True)
 class BatchRows:
-    """Of a batch [rows, tokens, d]: which sequence each row is of, and which of its tokens are there."""
+    """The rows of a batch [rows, tokens, d]: each one's slot, and which tokens of its sequence are there."""
 
     slots: tuple[int, ...]
     starts: tuple[int, ...]
-    """Tokens of the sequence that come before. Fewer than its slot holds: what the slot holds beyond is forgotten."""
+    """Tokens of the sequence that come before; tokens that its slot holds beyond them are overwritten."""
     counts: tuple[int, ...]
-    """Tokens of each row; the rest of it is padding, which may be all of it."""
+    """Tokens of each row; the rest of it, which may be all, is padding."""
 
     @cached_property
     def width(self) -> int:
@@ -44,68 +44,68 @@ class BatchRows:
 
     @cached_property
     def end(self) -> int:
-        """Tokens of the longest sequence, these ones included."""
+        """Tokens of the longest sequence, those of the batch included."""
         return max(start + count for start, count in zip(self.starts, self.counts, strict=True))
 
     @cached_property
     def fresh(self) -> bool:
-        """Nothing comes before."""
+        """Do all rows begin their sequences?"""
         return not any(self.starts)
 
     @cached_property
     def even(self) -> bool:
-        """All begin at the same place."""
+        """Do all rows begin at the same position?"""
         return len(set(self.starts)) == 1
 
     @cached_property
     def uniform(self) -> bool:
-        """All begin and end at the same place."""
+        """Do all rows begin and end at the same position?"""
         return self.even and len(set(self.counts)) == 1
 
     @cached_property
     def block(self) -> slice | None:
-        """Slots that follow one another."""
+        """The slots as a slice, if they follow one another."""
         first, count = self.slots[0], len(self.slots)
         return slice(first, first + count) if self.slots == tuple(range(first, first + count)) else None
 
     @cached_property
     def positions(self) -> Tensor:
-        """[rows, tokens]; padding stays at the last token of its row, so that it sees something and nothing new."""
+        """Positions [rows, tokens]; padding repeats its row's last one: it attends to something and nothing new."""
         starts, counts = torch.tensor(self.starts)[:, None], torch.tensor(self.counts)[:, None]
         return starts + torch.minimum(torch.arange(self.width), counts - 1)
 
     @cached_property
     def single(self) -> bool:
-        """A token of each, and no padding."""
+        """Has every row one token, and no padding?"""
         return self.width == 1 and all(self.counts)
 
     @cached_property
-    def _made(self) -> dict[Hashable, Any]:
+    def _memo(self) -> dict[Hashable, Any]:
         return {}
 
-    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """For all stages of a pass the same: what they need to know of the rows is made and sent to the device once."""
-        if key not in self._made:
-            self._made[key] = make()
-        return cast(Made, self._made[key])
+    def once(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """A value that all stages of a pass share: it is computed and sent to the device once."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return cast(Value, self._memo[key])
 
     def positions_on(self, device: torch.device) -> Tensor:
         return self.once(("positions", device), lambda: self.positions.to(device))
 
     def first_seen(self, window: int | None) -> int:
-        """The first position that any of the tokens looks at, if each looks at so many, itself included."""
+        """The first position that any token attends to, if each attends to `window` tokens, itself included."""
         return 0 if window is None else max(0, min(self.starts) - window + 1)
 
 
 class CacheSlots(NamedTuple):
-    """On the device: the tokens of a batch that are not padding, and where in the cache they go."""
+    """The tokens of a batch that are not padding and their places in the cache, as tensors on the device."""
 
     row: Tensor
     column: Tensor
     slot: Tensor
     position: Tensor
     slots: Tensor
-    """Of all rows."""
+    """Slots of all rows."""
 
     @classmethod
     def of(cls, rows: BatchRows, device: torch.device) -> CacheSlots:
@@ -120,22 +120,22 @@ class StageCache:
     def __init__(self, first_layer: int, windows: Sequence[int | None], max_tokens: int) -> None:
         self.first_layer = first_layer
         self.windows = windows
-        """How many tokens each layer looks at; None: all of them."""
+        """Tokens that each layer attends to; None: all."""
         self.max_tokens = max_tokens
-        """Room in all slots together."""
+        """Tokens of all slots together."""
         self.stores: list[tuple[Tensor, Tensor] | None] = [None] * len(windows)
         self._slots = 0
         self._room = 0
         self._lengths: dict[int, int] = {}
         self._touched: dict[int, int] = {}
-        """Up to where each slot was written since it was free."""
+        """Slot → tokens that were written there since it was free."""
 
     def length(self, slot: int) -> int:
-        """Tokens that it holds."""
+        """Tokens that a slot holds."""
         return self._lengths.get(slot, 0)
 
     def begin(self, rows: BatchRows, device: torch.device) -> CacheView:
-        """Before the layers of a pass."""
+        """Makes room for a batch; to be called before the layers of a pass."""
         assert len(set(rows.slots)) == len(rows.slots), "a slot named twice"
         for slot, start, count in zip(rows.slots, rows.starts, rows.counts, strict=True):
             assert not count or start <= self.length(slot), f"slot {slot} ends before token {start}"
@@ -148,7 +148,7 @@ class StageCache:
 
     @torch.inference_mode()
     def free(self, slot: int) -> None:
-        """Wiped: the next sequence there looks away from it by a factor of 0, which does not make 0 of NaN."""
+        """Frees a slot and wipes it: masked values get a factor of 0, which does not make 0 of NaN."""
         self._lengths.pop(slot, None)
         touched = self._touched.pop(slot, 0)
         for store in self._tensors() if touched else ():
@@ -165,12 +165,12 @@ class StageCache:
         self.free(source)
 
     def layer(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Made when its first keys and values are there, which say of what size and kind they are."""
-        found = self.stores[index]
-        if found is None:
-            made = [new.new_zeros(self._slots, new.shape[1], self._room, new.shape[3]) for new in (keys, values)]
-            found = self.stores[index] = made[0], made[1]
-        return found
+        """The stores of a layer, allocated by the size and type of its first keys and values."""
+        stores = self.stores[index]
+        if stores is None:
+            new = [each.new_zeros(self._slots, each.shape[1], self._room, each.shape[3]) for each in (keys, values)]
+            stores = self.stores[index] = new[0], new[1]
+        return stores
 
     def _tensors(self) -> list[Tensor]:
         return [store for pair in self.stores if pair is not None for store in pair]
@@ -181,13 +181,13 @@ class StageCache:
             return
         used = max(slots, *(slot + 1 for slot in self._touched)) if self._touched else slots
         longest = max(tokens, *self._touched.values()) if self._touched else tokens
-        wanted = max(self._slots, _doubled(slots)), max(self._room, _doubled(tokens, SMALLEST_ROOM))
+        wanted = max(self._slots, _doubled(slots)), max(self._room, _doubled(tokens, MIN_ROOM))
         if wanted[0] * wanted[1] > self.max_tokens:
-            wanted = used, self.max_tokens // used  # all there is, as it is needed now
+            wanted = used, self.max_tokens // used  # all the room there is, as it is needed now
         if wanted[1] < longest:
             raise CacheFull(
                 f"{used} texts of up to {longest:,} tokens need room for {used * longest:,}, and there is room for "
-                f"{self.max_tokens:,}: fewer or shorter ones, please"
+                f"{self.max_tokens:,}: ask for fewer or shorter ones"
             )
         self._slots, self._room = wanted
         for index, pair in enumerate(self.stores):
@@ -195,14 +195,14 @@ class StageCache:
                 self.stores[index] = self._resized(pair[0]), self._resized(pair[1])
 
     def _resized(self, store: Tensor) -> Tensor:
-        made = store.new_zeros(self._slots, store.shape[1], self._room, store.shape[3])
+        new = store.new_zeros(self._slots, store.shape[1], self._room, store.shape[3])
         slots, room = min(self._slots, store.shape[0]), min(self._room, store.shape[2])
-        made[:slots, :, :room] = store[:slots, :, :room]
-        return made
+        new[:slots, :, :room] = store[:slots, :, :room]
+        return new
 
 
 class CacheView:
-    """What the layers know as `past_key_values` while a batch goes through them."""
+    """The cache as the layers see it, as `past_key_values`, while a batch goes through them."""
 
     def __init__(self, cache: StageCache, rows: BatchRows, device: torch.device) -> None:
         self._cache = cache
@@ -212,7 +212,7 @@ class CacheView:
             self._places = rows.once(("places", device), lambda: CacheSlots.of(rows, device))
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Keeps the new ones and gives back all that the layer looks at."""
+        """Stores new keys and values, and returns all that the layer attends to."""
         index = layer - self._cache.first_layer
         stores = self._cache.layer(index, keys, values)
         for store, new in zip(stores, (keys, values), strict=True):
@@ -236,5 +236,5 @@ class CacheView:
 
 
 def _doubled(count: int, smallest: int = 1) -> int:
-    """The power of two that is enough."""
+    """The smallest power of two that is not below `count` or `smallest`."""
     return max(smallest, 1 << (count - 1).bit_length())

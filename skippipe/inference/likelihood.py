@@ -1,7 +1,7 @@
-"""What a part of a model makes of tokens: how likely a continuation is, and which token comes next.
+"""Likelihoods by a subset of the stages, without a KV cache: of continuations, and of the next token.
 
 Rows of about the same length are computed together, padded at the end, where a causal model does not look. Logits are
-made only where somebody asks for them.
+computed only at the positions that are scored.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from skippipe.errors import UserError
+from skippipe.inference.cached_stage import logits
 from skippipe.inference.checkpoint_loader import StagedModel
 from skippipe.stage_subset import StageSubset
 
@@ -22,11 +23,11 @@ HEAD_ROWS = 2048  # positions of which the logits are in memory at once
 PAD_TO = 8  # few different lengths: a stage keeps the masks of each
 
 CountProgress = Callable[[int, int], None]
-"""How many are done, of how many."""
+"""Called with the number of requests that are done, and of all."""
 
 
 class LikelihoodRequest(NamedTuple):
-    """How likely is it that this is continued like that?"""
+    """A continuation whose likelihood after a context is wanted."""
 
     context: Sequence[int]
     continuation: Sequence[int]
@@ -34,75 +35,69 @@ class LikelihoodRequest(NamedTuple):
 
 class Likelihood(NamedTuple):
     log: float
-    """Natural logarithm, summed over the tokens of the continuation."""
+    """Natural logarithm, summed over the continuation's tokens."""
     greedy: bool
     """Is every token of it the most likely one?"""
 
 
 class SubsetModel:
-    def __init__(self, staged: StagedModel, part: StageSubset, batch_tokens: int = BATCH_TOKENS) -> None:
-        assert part.total == len(staged.stages), "the part of another model"
-        self.part = part
+    """A model of some of its stages."""
+
+    def __init__(self, staged: StagedModel, subset: StageSubset, batch_tokens: int = BATCH_TOKENS) -> None:
+        assert subset.total == len(staged.stages), "a subset of another model"
+        self.subset = subset
         self.context = staged.context
         self._staged = staged
         self._batch_tokens = batch_tokens
 
     @torch.no_grad()
     def hidden(self, tokens: Tensor) -> Tensor:
-        """What the last of its stages makes of [rows, tokens]."""
+        """Hidden states of the last stage for [rows, tokens]."""
         hidden = self._staged.stages[0].embed(tokens)
-        for number in self.part.stages:
-            made = self._staged.stages[number](hidden)
-            driven = number != 0 and self.part.drive != 1.0
-            hidden = torch.lerp(hidden, made, self.part.drive) if driven else made
+        for number in self.subset.stages:
+            output = self._staged.stages[number](hidden)
+            scaled = number != 0 and self.subset.residual_scale != 1.0
+            hidden = torch.lerp(hidden, output, self.subset.residual_scale) if scaled else output
         return hidden
 
-    @torch.no_grad()
-    def logits(self, hidden: Tensor) -> Tensor:
-        ends = self._staged.stages[0]
-        assert ends.norm is not None
-        assert ends.head is not None
-        found: Tensor = ends.head(ends.norm(hidden))
-        return found.float()
-
     def likelihoods(
-        self, questions: Sequence[LikelihoodRequest], progress: CountProgress = lambda done, of: None
+        self, requests: Sequence[LikelihoodRequest], progress: CountProgress = lambda done, of: None
     ) -> list[Likelihood]:
-        """A context that does not fit loses its beginning."""
-        asked = [self._fitting(question) for question in questions]
+        """The likelihood of each request; a context that does not fit loses its beginning."""
+        rows_of = [self._fit(request) for request in requests]
         found: dict[int, Likelihood] = {}
-        for batch in _batches([len(row) for row, _ in asked], self._batch_tokens):
-            rows, counts = zip(*(asked[index] for index in batch), strict=True)
+        for batch in _batches([len(row) for row, _ in rows_of], self._batch_tokens):
+            rows, counts = zip(*(rows_of[index] for index in batch), strict=True)
             made = self._likelihoods(rows, list(counts))
             if not all(math.isfinite(each.log) for each in made):
-                raise UserError(f"stages {self.part.name} of the model make values that are not finite")
+                raise UserError(f"stages {self.subset.name} of the model compute values that are not finite")
             found |= zip(batch, made, strict=True)
-            progress(len(found), len(asked))
-        return [found[index] for index in range(len(asked))]
+            progress(len(found), len(rows_of))
+        return [found[index] for index in range(len(rows_of))]
 
     def most_likely(self, rows: Sequence[Sequence[int]]) -> list[int]:
-        """The token that follows each row."""
+        """The likeliest next token of each row."""
         found: dict[int, int] = {}
         for batch in _batches([len(row) for row in rows], self._batch_tokens):
             chosen = [rows[index][-self.context :] for index in batch]
             last = torch.tensor([len(row) - 1 for row in chosen])
-            hidden = self.hidden(self._padded(chosen))[torch.arange(len(chosen)), last]
-            found |= zip(batch, self.logits(hidden).argmax(-1).tolist(), strict=True)
+            hidden = self.hidden(self._pad(chosen))[torch.arange(len(chosen)), last]
+            found |= zip(batch, logits(self._staged.stages[0], hidden).argmax(-1).tolist(), strict=True)
         return [found[index] for index in range(len(rows))]
 
-    def _fitting(self, question: LikelihoodRequest) -> tuple[list[int], int]:
-        """The row, the last token included, and how many tokens of it are scored."""
-        count = len(question.continuation)
-        if not question.context or not 0 < count <= self.context:
+    def _fit(self, request: LikelihoodRequest) -> tuple[list[int], int]:
+        """The tokens of a request, and how many of them are scored."""
+        count = len(request.continuation)
+        if not request.context or not 0 < count <= self.context:
             raise UserError(
-                f"a continuation of {count} tokens after {len(question.context)} cannot be scored: "
+                f"a continuation of {count} tokens after {len(request.context)} cannot be scored: "
                 f"the model looks at {self.context} tokens"
             )
-        return [*question.context, *question.continuation][-(self.context + 1) :], count
+        return [*request.context, *request.continuation][-(self.context + 1) :], count
 
     @torch.no_grad()
     def _likelihoods(self, rows: Sequence[list[int]], counts: list[int]) -> list[Likelihood]:
-        hidden = self.hidden(self._padded([row[:-1] for row in rows]))
+        hidden = self.hidden(self._pad([row[:-1] for row in rows]))
         flat = [
             hidden[index, len(row) - 1 - count : len(row) - 1]
             for index, (row, count) in enumerate(zip(rows, counts, strict=True))
@@ -111,13 +106,13 @@ class SubsetModel:
         logs, best = [], []
         for some, tokens in zip(torch.split(torch.cat(flat), HEAD_ROWS), torch.split(wanted, HEAD_ROWS), strict=True):
             tokens = tokens.to(some.device)
-            chances = self.logits(some).log_softmax(-1)
-            logs.append(chances.gather(-1, tokens[:, None])[:, 0].double().cpu())
-            best.append((chances.argmax(-1) == tokens).cpu())
+            log_probabilities = logits(self._staged.stages[0], some).log_softmax(-1)
+            logs.append(log_probabilities.gather(-1, tokens[:, None])[:, 0].double().cpu())
+            best.append((log_probabilities.argmax(-1) == tokens).cpu())
         each = zip(torch.split(torch.cat(logs), counts), torch.split(torch.cat(best), counts), strict=True)
         return [Likelihood(float(log.sum()), bool(greedy.all())) for log, greedy in each]
 
-    def _padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
+    def _pad(self, rows: Sequence[Sequence[int]]) -> Tensor:
         longest = max(map(len, rows))
         width = min(-(-longest // PAD_TO) * PAD_TO, max(self.context, longest))
         padded = torch.zeros(len(rows), width, dtype=torch.long)
@@ -127,7 +122,7 @@ class SubsetModel:
 
 
 def _batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Indices of rows of about the same length, the longest first: what does not fit into memory fails at once."""
+    """Indices of rows of about the same length, the longest first: one too large for memory fails at once."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if batch and (len(batch) + 1) * lengths[batch[0]] > tokens:

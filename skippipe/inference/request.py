@@ -1,30 +1,31 @@
-"""How the next token is to be chosen; `choosing` does it.
-
-What is asked, and what has been said to it so far.
-
-Tokens become text as they come: no broken characters, and nothing of a stop string.
-"""
+"""A request to generate text: how tokens are sampled, what has been generated so far, and tokens as text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple
 
 from skippipe.errors import UserError
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+MAX_CHARACTER_TOKENS = 4  # as many as a character has bytes
 
 
 @dataclass(frozen=True)
 class SamplingParams:
+    """How the next token of a sequence is chosen."""
+
     temperature: float = 1.0
-    """Logits are divided by it; 0: always the likeliest token."""
+    """Divisor of the logits; 0: always the likeliest token."""
     top_k: int = 0
-    """Only from so many of the likeliest tokens; 0: from all."""
+    """Number of the likeliest tokens that are sampled from; 0: all."""
     top_p: float = 1.0
-    """Then only from the fewest likely ones that together have this share."""
+    """Probability that the fewest likely tokens which are sampled from have together."""
     seed: int = 0
-    """With the place of a token it says what chance says, so that any node gives the same answer."""
+    """With a token's position it determines the noise, so that any node samples the same tokens."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -35,27 +36,37 @@ class SamplingParams:
             raise UserError(f"top-p {self.top_p}: a share above 0, 1 at most")
 
 
-FinishReason = Literal["end", "stop", "length"]
-"""The model ended its text; a stop string came; there were as many tokens as asked for, or as the model looks at."""
+class FinishReason(Enum):
+    """Why a sequence has no further tokens."""
+
+    STOP = "stop"
+    """The model ended its text, or a stop string came."""
+    LENGTH = "length"
+    """The text has as many tokens as were asked for, or as the model's context has."""
+    CANCELLED = "cancelled"
+    UNAVAILABLE = "unavailable"
+    """Too few stages were there for too long."""
+    FAILED = "failed"
+    """No node could compute it."""
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
     prompt: tuple[int, ...]
     max_tokens: int
-    """To be said, at most."""
+    """Tokens to generate, at most."""
     sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()
-    """Strings that end the text; they are not part of it."""
+    """Strings that end the text and are not part of it."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise UserError("a prompt has one token or more: that which begins a text, if there is nothing else")
         if self.max_tokens < 1:
-            raise UserError(f"{self.max_tokens} tokens: at least one is said")
+            raise UserError(f"{self.max_tokens} tokens: at least one is generated")
 
-    def longest(self, context: int) -> int:
-        """Tokens in the end, those of the prompt included."""
+    def max_length(self, context: int) -> int:
+        """Tokens of prompt and output in the end, at most."""
         if len(self.prompt) >= context:
             raise UserError(
                 f"a prompt of {len(self.prompt):,} tokens: the model looks at {context:,} and must have some left to "
@@ -64,128 +75,128 @@ class GenerationRequest:
         return min(len(self.prompt) + self.max_tokens, context)
 
 
-class OutputPiece(NamedTuple):
-    """Of a reply, as it is made."""
+class TokenOutput(NamedTuple):
+    """A token that was generated, and the text that became certain with it."""
 
     request: int
-    """In the order in which they were asked."""
+    """Number of the request, in the order in which they were added."""
     token: int
     text: str
-    """New text; empty while a character or a stop string may be under way."""
-    ending: FinishReason | None
+    """New text; empty while a character or a stop string may be incomplete."""
+    finish_reason: FinishReason | None
 
 
 @dataclass(eq=False)
 class Generation:
+    """A request and its output so far."""
+
     number: int
     request: GenerationRequest
-    longest: int
-    ends: frozenset[int]
+    max_length: int
+    end_tokens: frozenset[int]
     """Tokens that end a text."""
-    stream: TextStream
+    detokenizer: Detokenizer
     slot: int = -1
-    """Where its keys and values lie, in every stage."""
+    """Its slot in the KV cache of every stage."""
     tokens: list[int] = field(default_factory=list)
-    """The prompt and what was said."""
+    """Prompt and output so far."""
     text: str = ""
-    ending: FinishReason | None = None
+    finish_reason: FinishReason | None = None
 
     @classmethod
-    def to(
-        cls, request: GenerationRequest, number: int, context: int, ends: frozenset[int], tokenizer: Any
+    def of(
+        cls, request: GenerationRequest, number: int, context: int, end_tokens: frozenset[int], tokenizer: Any
     ) -> Generation:
-        stream = TextStream(tokenizer, request.prompt, request.stop)
-        return cls(number, request, request.longest(context), ends, stream, tokens=list(request.prompt))
+        detokenizer = Detokenizer(tokenizer, request.prompt, request.stop)
+        return cls(number, request, request.max_length(context), end_tokens, detokenizer, tokens=list(request.prompt))
 
     @property
-    def said(self) -> list[int]:
+    def output_tokens(self) -> list[int]:
         return self.tokens[len(self.request.prompt) :]
 
     @property
-    def left(self) -> int:
-        """Tokens that may still come."""
-        return self.longest - len(self.tokens)
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.max_length - len(self.tokens)
 
-    def take(self, token: int) -> OutputPiece:
-        assert self.ending is None
+    def append(self, token: int) -> TokenOutput:
+        assert self.finish_reason is None
         self.tokens.append(token)
-        text = "" if token in self.ends else self.stream.push(token)
-        if token in self.ends:
-            self.ending = "end"
-        elif self.stream.stopped:
-            self.ending = "stop"
-        elif not self.left:
-            self.ending = "length"
-        if self.ending:
-            text += self.stream.rest()
+        text = "" if token in self.end_tokens else self.detokenizer.push(token)
+        if token in self.end_tokens or self.detokenizer.stopped:
+            self.finish_reason = FinishReason.STOP
+        elif not self.remaining:
+            self.finish_reason = FinishReason.LENGTH
+        if self.finish_reason:
+            text += self.detokenizer.flush()
         self.text += text
-        return OutputPiece(self.number, token, text, self.ending)
+        return TokenOutput(self.number, token, text, self.finish_reason)
 
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"
-LONGEST = 4  # bytes of a character, so tokens, at most, that make one
-
-
-class TextStream:
-    """What to say after each token."""
+class Detokenizer:
+    """Tokens as text, incrementally: no broken characters, and nothing of a stop string."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = [text for text in stop if text]
-        self._tokens = self._before(prompt)
+        self._tokens = self._prompt_end(prompt)
         self._old = len(self._tokens)
-        self._said = len(self._decoded(self._tokens))
-        """Characters of these tokens that were said before."""
+        self._emitted = len(self._decode(self._tokens))
+        """Characters of these tokens that were returned before."""
         self._held = ""
+        """Text that may become a stop string."""
         self.stopped = False
         """A stop string has come."""
 
     def push(self, token: int) -> str:
+        """The text that has become certain with this token."""
         assert not self.stopped
         self._tokens.append(token)
-        self._held += self._solid()
+        self._held += self._complete_text()
         found = min((at for at in map(self._held.find, self._stop) if at >= 0), default=None)
         self.stopped = found is not None
-        count = self._safe() if found is None else found
-        said, self._held = self._held[:count], self._held[count:]
-        return said
+        count = self._safe_length() if found is None else found
+        text, self._held = self._held[:count], self._held[count:]
+        return text
 
-    def rest(self) -> str:
-        """At the end: what might have become a stop string. A character that lacks bytes is not said."""
+    def flush(self) -> str:
+        """The end of the text, which might have become a stop string. An incomplete character is dropped."""
         rest, self._held = "" if self.stopped else self._held, ""
         return rest
 
-    def _solid(self) -> str:
-        """Text that later tokens do not change, as far as it is new."""
-        text = self._decoded(self._tokens)
+    def _complete_text(self) -> str:
+        """The new text that later tokens do not change."""
+        text = self._decode(self._tokens)
         if text.endswith(BROKEN):
-            if len(self._tokens) - self._old < LONGEST:
+            if len(self._tokens) - self._old < MAX_CHARACTER_TOKENS:
                 return ""
-            for _ in range(LONGEST - 1):  # bytes that make no sense; only the last few may still become a character
+            for _ in range(
+                MAX_CHARACTER_TOKENS - 1
+            ):  # bytes that make no sense; only the last few may still become a character
                 text = text.removesuffix(BROKEN)
-            new, self._said = text[self._said :], max(self._said, len(text))
+            new, self._emitted = text[self._emitted :], max(self._emitted, len(text))
             return new
-        new = text[self._said :]
+        new = text[self._emitted :]
         if new:
             del self._tokens[: self._old]
             self._old = len(self._tokens)
-            self._said = len(self._decoded(self._tokens))
+            self._emitted = len(self._decode(self._tokens))
         return new
 
-    def _before(self, prompt: Sequence[int]) -> list[int]:
+    def _prompt_end(self, prompt: Sequence[int]) -> list[int]:
         """The end of the prompt: some tokenizers drop a space before the first of the tokens that they are given.
 
         From the beginning of a character, for bytes that belong to none can spoil those that follow them.
         """
-        ends = [list(prompt[-count:]) for count in range(LONGEST, 2 * LONGEST)]
-        return next((end for end in ends if not self._decoded(end).startswith(BROKEN)), ends[0])
+        ends = [list(prompt[-count:]) for count in range(MAX_CHARACTER_TOKENS, 2 * MAX_CHARACTER_TOKENS)]
+        return next((end for end in ends if not self._decode(end).startswith(BROKEN)), ends[0])
 
-    def _decoded(self, tokens: Sequence[int]) -> str:
+    def _decode(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def _safe(self) -> int:
-        """Up to where the held text can no longer become a stop string."""
+    def _safe_length(self) -> int:
+        """Characters of the held text that can no longer become part of a stop string."""
         text = self._held
         for begin in range(max(0, len(text) - max(map(len, self._stop), default=0)), len(text)):
             if any(stop.startswith(text[begin:]) for stop in self._stop):

@@ -1,6 +1,6 @@
-"""A part of a model as the lm-evaluation-harness sees one: `SubsetLM` goes wherever the harness takes an `LM`.
+"""A subset of a model's stages as the lm-evaluation-harness sees a model: `SubsetLM` is an `LM` of the harness.
 
-    model = PartLM(staged, Part((0, 2, 3), 6))
+    model = SubsetLM(staged, StageSubset((0, 2, 3), 6))
     lm_eval.simple_evaluate(model=model, tasks=[...])
 
 Texts become tokens as they do for the harness's own class for Hugging Face models, so whole models score the same.
@@ -31,10 +31,12 @@ BOOTSTRAPS = 1000  # for the standard error of a perplexity
 
 
 class SubsetLM(_Language):  # type: ignore[misc]
-    def __init__(self, staged: StagedModel, part: StageSubset, progress: CountProgress = lambda done, of: None) -> None:
-        """`progress` hears how many requests are done."""
+    def __init__(
+        self, staged: StagedModel, subset: StageSubset, progress: CountProgress = lambda done, of: None
+    ) -> None:
+        """`progress` is called with the number of requests that are done."""
         super().__init__()
-        self.part = SubsetModel(staged, part)
+        self.subset = SubsetModel(staged, subset)
         self.tokenizer = staged.tokenizer
         self._staged = staged
         self._progress = progress
@@ -50,26 +52,26 @@ class SubsetLM(_Language):  # type: ignore[misc]
 
     @property
     def max_length(self) -> int:
-        return self.part.context
+        return self.subset.context
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_others: Any) -> list[int]:
         if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
             add_special_tokens = False  # it is there already
-        said = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        found: list[int] = self.tokenizer.encode(string, **said)
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        found: list[int] = self.tokenizer.encode(string, **options)
         return found
 
     def loglikelihood(self, requests: Sequence[Any], **_others: Any) -> list[tuple[float, bool]]:
-        """Of continuations after their contexts, and whether the model would say the same."""
+        """Log-likelihoods of continuations after their contexts, and whether they are the greedy ones."""
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         return found
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_others: Any) -> list[tuple[float, bool]]:
         questions = [LikelihoodRequest(context, continuation) for _, context, continuation in requests]
-        return [(each.log, each.greedy) for each in self.part.likelihoods(questions, self._progress)]
+        return [(each.log, each.greedy) for each in self.subset.likelihoods(questions, self._progress)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_others: Any) -> list[float]:
-        """Of whole texts, in windows as long as the model's context."""
+        """Log-likelihoods of whole texts, in windows as long as the model's context."""
         windows = import_module("lm_eval.utils")
         questions, owners = [], []
         for owner, request in enumerate(requests):
@@ -78,52 +80,54 @@ class SubsetLM(_Language):  # type: ignore[misc]
                 questions.append(LikelihoodRequest(*windows.make_disjoint_window(pair)))
                 owners.append(owner)
         sums = [0.0] * len(requests)
-        for owner, found in zip(owners, self.part.likelihoods(questions, self._progress), strict=True):
+        for owner, found in zip(owners, self.subset.likelihoods(questions, self._progress), strict=True):
             sums[owner] += found.log
         return sums
 
     def generate_until(self, requests: Sequence[Any], **_others: Any) -> list[str]:
-        """Greedily, without a cache: every token takes a whole forward pass."""
-        written = [self._begun(*request.args) for request in requests]
-        for start in range(0, len(written), GENERATED_ROWS):
-            going = written[start : start + GENERATED_ROWS]
-            while going := [each for each in going if not each.ended]:
-                for each, token in zip(going, self.part.most_likely([one.row for one in going]), strict=True):
+        """Greedy texts, without a KV cache: every token takes a whole forward pass."""
+        generations = [self._begin(*request.args) for request in requests]
+        for start in range(0, len(generations), GENERATED_ROWS):
+            active = generations[start : start + GENERATED_ROWS]
+            while active := [each for each in active if not each.ended]:
+                for each, token in zip(active, self.subset.most_likely([one.row for one in active]), strict=True):
                     each.add(token)
-            self._progress(min(start + GENERATED_ROWS, len(written)), len(written))
-        return [each.text for each in written]
+            self._progress(min(start + GENERATED_ROWS, len(generations)), len(generations))
+        return [each.text for each in generations]
 
-    def _begun(self, context: str, settings: dict[str, Any]) -> _Written:
+    def _begin(self, context: str, settings: dict[str, Any]) -> _Generation:
         if settings.get("do_sample") or (settings.get("do_sample") is None and settings.get("temperature")):
             raise UserError("text is generated greedily here; the task wants it drawn at random")
         until = settings.get("until") or []
-        most = int(next((settings[name] for name in TOKEN_LIMITS if settings.get(name) is not None), GENERATED_TOKENS))
-        room = self.max_length - most
+        max_tokens = int(
+            next((settings[name] for name in TOKEN_LIMITS if settings.get(name) is not None), GENERATED_TOKENS)
+        )
+        room = self.max_length - max_tokens
         if room < 1:
-            raise UserError(f"{most} tokens to generate leave none of {self.max_length} for the context")
+            raise UserError(f"{max_tokens} tokens to generate leave none of {self.max_length} for the context")
         row = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
-        return _Written(self, row, [until] if isinstance(until, str) else list(until), most)
+        return _Generation(self, row, [until] if isinstance(until, str) else list(until), max_tokens)
 
 
-class _Written:
+class _Generation:
     """A text that is being generated."""
 
-    def __init__(self, model: SubsetLM, row: list[int], until: list[str], most: int) -> None:
+    def __init__(self, model: SubsetLM, row: list[int], until: list[str], max_tokens: int) -> None:
         self.row = row
         self.text = ""
-        self.ended = most < 1
+        self.ended = max_tokens < 1
         self._model = model
         self._until = [stop for stop in until if stop]
-        self._begin, self._most = len(row), most
+        self._prompt_tokens, self._max_tokens = len(row), max_tokens
 
     def add(self, token: int) -> None:
         if token == self._model.eot_token_id:
             self.ended = True
             return
         self.row.append(token)
-        made = self.row[self._begin :]
-        self.text = self._model.tokenizer.decode(made, skip_special_tokens=True)
-        self.ended = len(made) == self._most or any(stop in self.text for stop in self._until)
+        new = self.row[self._prompt_tokens :]
+        self.text = self._model.tokenizer.decode(new, skip_special_tokens=True)
+        self.ended = len(new) == self._max_tokens or any(stop in self.text for stop in self._until)
         for stop in self._until:
             self.text = self.text.partition(stop)[0]
 
@@ -136,18 +140,18 @@ class Score(NamedTuple):
 
 
 def score(model: SubsetLM, tasks: Sequence[Task], folder: Path) -> dict[str, list[Score]]:
-    """What the harness says of a model on tasks that were written to this folder."""
+    """The harness's scores of a model on tasks that were written to this folder."""
     task_type = import_module("lm_eval.api.task").ConfigurableTask
     loaded = {
         task.harness_name: task_type(config=config_of(task, folder.resolve() / f"{task.harness_name}.jsonl"))
         for task in tasks
     }
     try:
-        with redirect_stdout(StringIO()):  # it speaks of bootstrapping
+        with redirect_stdout(StringIO()):  # it prints lines about bootstrapping
             found = _harness.evaluate(lm=model, task_dict=loaded, bootstrap_iters=BOOTSTRAPS, log_samples=False)
     except OverflowError:
         raise UserError(
-            "the model is so unsure of the right words that their perplexity is beyond all numbers"
+            "the model is so unsure of the right words that their perplexity is beyond the range of numbers"
         ) from None
     return {task.name: _scores(task.name, found["results"][task.harness_name]) for task in tasks}
 

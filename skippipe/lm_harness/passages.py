@@ -1,4 +1,4 @@
-"""A text as sentences, and sentences as passages that end where one of them ends.
+"""A text split into sentences, and passages of whole sentences.
 
 Line breaks inside a paragraph become spaces; paragraphs of a passage are parted by an empty line, as in most files of
 plain text. Written for English: sentences end with a full stop or the like before a capital letter.
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from skippipe.data.documents import source
 
-READ_CHARACTERS = 2**24  # what follows in a longer file is not looked at
-FEWEST_WORDS, MOST_WORDS = 60, 100
+READ_CHARACTERS = 2**24  # the rest of a longer file is not read
+MIN_WORDS, MAX_WORDS = 60, 100
 
 _END = re.compile(r"""[.!?]+["'’”)\]]*\s+(?=["'‘“(\[]*[A-ZÀ-Þ])""")
 _PARAGRAPHS = re.compile(r"\n\s*\n")
@@ -34,25 +34,25 @@ class Passage(NamedTuple):
     document: int
     first: int
     last: int
-    """Numbers of its sentences."""
+    """Numbers of its first and last sentence."""
 
 
 class Prose:
     """The documents of a text file, sentence by sentence."""
 
     def __init__(self, name: str) -> None:
-        """A file, or a text that the package carries (classics-val)."""
+        """The text of a file, or one that comes with the package (classics-val)."""
         self.documents = [sentences_of(text) for text in _documents(name)]
 
     def passages(self) -> Iterator[Passage]:
-        """One for every sentence with enough of its document before it: the longest that ends with it."""
+        """For every sentence with enough of its document before it, the longest passage that ends with it."""
         for number, document in enumerate(self.documents):
             for last in range(len(document)):
                 first, words = last, document[last].words
-                while first > 0 and words + document[first - 1].words <= MOST_WORDS:
+                while first > 0 and words + document[first - 1].words <= MAX_WORDS:
                     first -= 1
                     words += document[first].words
-                if FEWEST_WORDS <= words <= MOST_WORDS:
+                if MIN_WORDS <= words <= MAX_WORDS:
                     yield Passage(joined(document[first : last + 1]), number, first, last)
 
 

@@ -26,10 +26,10 @@ Anything = TypeVar("Anything")
 Item = dict[str, Any]
 CHOICES = 4
 PREFIX = "skippipe_"
-"""Of the tasks' names in the harness, which has thousands of others."""
-DRAWS = 200  # until three sentences are found that suit
-FAR = 20  # sentences between a passage and what is taken from elsewhere
-FEWEST_WORDS, MOST_WORDS = 6, 40  # of a sentence to choose from
+"""Prefix of the tasks' names in the harness, which has thousands of others."""
+MAX_DRAWS = 200  # of sentences, until three suit
+MIN_DISTANCE = 20  # sentences between a passage and wrong answers from the same document
+MIN_WORDS, MAX_WORDS = 6, 40  # of a sentence to choose from
 
 _LAST_WORD = re.compile(r"""(.+) ([^\W\d_]{4,})[.!?]+["'’”)\]]*""", re.DOTALL)
 _LONG_WORD = re.compile(r"[^\W\d_]{4,}")
@@ -40,7 +40,7 @@ class Task:
     name: str
     items: list[Item]
     chance: float
-    """Share of right answers that a guess gets; for cloze, one among the passage's words of four letters or more."""
+    """Accuracy of guessing; for cloze, among the passage's words of four letters or more."""
 
     @property
     def harness_name(self) -> str:
@@ -48,7 +48,7 @@ class Task:
 
 
 def build_tasks(names: list[str], prose: Prose, seed: int = 0, limit: int | None = None) -> list[Task]:
-    """With at most `limit` questions each."""
+    """Tasks of at most `limit` questions each."""
     return [_build(name, prose, seed, limit) for name in names]
 
 
@@ -61,7 +61,7 @@ def parse_names(text: str) -> list[str]:
 
 
 def write_tasks(tasks: list[Task], folder: Path) -> None:
-    """A file with the questions and one that tells the harness about them, for each task."""
+    """Writes a file with the questions of each task, and one that describes it to the harness."""
     for task in tasks:
         questions = folder.resolve() / f"{task.harness_name}.jsonl"
         write_text(questions, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in task.items))
@@ -69,7 +69,7 @@ def write_tasks(tasks: list[Task], folder: Path) -> None:
 
 
 def config_of(task: Task, questions: Path) -> dict[str, Any]:
-    """What the harness wants to know."""
+    """The harness's configuration of a task."""
     return {
         "task": task.harness_name,
         "tag": "skippipe",
@@ -113,19 +113,19 @@ def _choice_items(prose: Prose, generator: Random) -> Iterator[Item]:
         if (passage.document, passage.last + 1) not in allowed:
             continue
         true = prose.documents[passage.document][passage.last + 1]
-        others = _from_elsewhere(prose, within, passage, true, generator)
+        others = _distractors(prose, within, passage, true, generator)
         if others:
             yield {"context": passage.text, **_among(true.text, others, generator)}
 
 
-def _from_elsewhere(
+def _distractors(
     prose: Prose, places: list[tuple[int, int]], passage: Passage, true: Sentence, generator: Random
 ) -> list[str]:
-    """Three sentences about as long as the true one, or none if they are not found soon."""
+    """Three wrong answers about as long as the true one; none if they are not found within `MAX_DRAWS`."""
     found: list[str] = []
-    for number, place in generator.choices(places, k=DRAWS):
+    for number, place in generator.choices(places, k=MAX_DRAWS):
         sentence = prose.documents[number][place]
-        near = number == passage.document and passage.first - FAR <= place <= passage.last + FAR
+        near = number == passage.document and passage.first - MIN_DISTANCE <= place <= passage.last + MIN_DISTANCE
         alike = abs(sentence.words - true.words) <= max(2, true.words // 4)
         if alike and not near and sentence.text not in (true.text, *found):
             found.append(sentence.text)
@@ -154,7 +154,7 @@ def _swapped(words: list[str], place: int) -> str:
 
 
 def _suits(sentence: Sentence) -> bool:
-    return FEWEST_WORDS <= sentence.words <= MOST_WORDS
+    return MIN_WORDS <= sentence.words <= MAX_WORDS
 
 
 def _among(true: str, others: list[str], generator: Random) -> Item:
@@ -180,7 +180,7 @@ class TaskKind:
     items: Callable[[Prose, Random], Iterator[Item]]
     chance: Callable[[Item], float]
     settings: dict[str, Any]
-    """Of the harness, for all tasks of this kind."""
+    """The harness's settings for tasks of this kind."""
 
     @property
     def metrics(self) -> list[str]:

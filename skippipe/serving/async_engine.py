@@ -1,4 +1,4 @@
-"""Text in, text out: requests to the gateway's front, and what comes back as an asynchronous stream of words."""
+"""Text in, text out: requests to the gateway, and their outputs as asynchronous iterators."""
 
 from __future__ import annotations
 
@@ -12,35 +12,34 @@ from contextlib import contextmanager
 from typing import Any
 
 from skippipe.errors import UserError
-from skippipe.inference.request import SamplingParams, TextStream
+from skippipe.inference.request import Detokenizer, FinishReason, SamplingParams
 from skippipe.serving.engine_client import RequestOutput, RequestRefused, StageCoverage
 from skippipe.serving.gateway_thread import GatewayThread
-from skippipe.serving.scheduler import FinishReason, SequenceRequest, SequenceState
+from skippipe.serving.scheduler import SequenceRequest, SequenceState
 
 TEMPLATE_S = 5.0
-"""For a chat template to make a text of a conversation: it comes with the model, and may loop for ever."""
+"""Deadline of a chat template: it is a program that comes with the model, and may loop for ever."""
 TEMPLATE_CHARACTERS = 2**24
-_News = tuple[list[int], int, FinishReason | None] | Exception
-ENDINGS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+_Update = tuple[list[int], int, FinishReason | None] | Exception
 REFUSALS = {
-    FinishReason.NO_WAY: "too few stages of the model are there",
-    FinishReason.SPOILED: "no node could compute it",
+    FinishReason.UNAVAILABLE: "too few stages of the model are there",
+    FinishReason.FAILED: "no node could compute it",
     FinishReason.CANCELLED: "the server is being stopped",
 }
 
 
 @contextmanager
 def _bounded(seconds: float) -> Iterator[None]:
-    """A deadline for Python code that loops: no thread can be stopped from outside, so this one looks at every line."""
+    """A deadline for Python code that loops: no thread can be stopped from outside, so this one checks every line."""
     end = time.monotonic() + seconds
 
-    def look(_frame: Any, _event: str, _argument: Any) -> Any:
+    def check(_frame: Any, _event: str, _argument: Any) -> Any:
         if time.monotonic() > end:
             raise TimeoutError(f"it is not done after {seconds:g} s")
-        return look
+        return check
 
     before = sys.gettrace()
-    sys.settrace(look)
+    sys.settrace(check)
     try:
         yield
     finally:
@@ -48,36 +47,42 @@ def _bounded(seconds: float) -> Iterator[None]:
 
 
 class AsyncEngine:
-    """What `answering.Answering` asks for, by a model on nodes."""
+    """The `EngineClient` of a model whose stages are on nodes."""
 
     def __init__(
-        self, front: GatewayThread, tokenizer: Any, model: str, *, context: int, vocabulary: int, ends: frozenset[int]
+        self,
+        gateway: GatewayThread,
+        tokenizer: Any,
+        model: str,
+        *,
+        context: int,
+        vocabulary: int,
+        end_tokens: frozenset[int],
     ) -> None:
-        """`ends`: tokens that end an answer."""
         self.model = model
         self.vocabulary = vocabulary
         self.created = int(time.time())
         self.context = context
-        self._front = front
+        self._gateway = gateway
         self._tokenizer = tokenizer
-        self._ends = ends
+        self._end_tokens = end_tokens
 
-    def share(self) -> StageCoverage:
-        return self._front.seen.share
+    def coverage(self) -> StageCoverage:
+        return self._gateway.status.coverage
 
-    def figures(self) -> dict[str, float]:
-        return self._front.seen.figures
+    def stats(self) -> dict[str, float]:
+        return self._gateway.status.stats
 
-    def tokens(self, text: str) -> list[int]:
-        """With those around them that the model was trained with."""
+    def encode(self, text: str) -> list[int]:
+        """Tokens, with the special ones around them that the model was trained with."""
         found: list[int] = self._tokenizer(text)["input_ids"]
         return found
 
-    def text(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         found: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return found
 
-    def chat_tokens(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         if getattr(self._tokenizer, "chat_template", None):
             try:
                 with _bounded(TEMPLATE_S):
@@ -93,51 +98,54 @@ class AsyncEngine:
                 )
             found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
             return found
-        said = "".join(f"{message['role'].capitalize()}: {message['content']}\n" for message in messages)
-        return self.tokens(f"{said}Assistant:")
+        text = "".join(f"{message['role'].capitalize()}: {message['content']}\n" for message in messages)
+        return self.encode(f"{text}Assistant:")
 
-    async def answer(
-        self, prompt: Sequence[int], most: int, sampling: SamplingParams, stops: Sequence[str]
+    async def generate(
+        self, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams, stop: Sequence[str]
     ) -> AsyncGenerator[RequestOutput, None]:
         loop = asyncio.get_running_loop()
-        news: asyncio.Queue[_News] = asyncio.Queue()
-        begun: list[int] = []
-        gone = threading.Event()
+        updates: asyncio.Queue[_Update] = asyncio.Queue()
+        submitted: list[int] = []
+        closed = threading.Event()
 
-        def put(found: _News) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(news.put_nowait, found)
+        def put(update: _Update) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no request waits any more
+                loop.call_soon_threadsafe(updates.put_nowait, update)
 
-        def take(stream: SequenceState) -> None:
-            begun.append(stream.number)
-            if gone.is_set():
-                self._front.cancel(stream.number)
+        def begin(sequence: SequenceState) -> None:
+            submitted.append(sequence.number)
+            if closed.is_set():
+                self._gateway.cancel(sequence.number)
 
-        request = SequenceRequest(tuple(prompt), most, self._ends, sampling)
-        self._front.submit(request, lambda stream: put((stream.answer, stream.visited, stream.ending)), put, take)
-        text = TextStream(self._tokenizer, prompt, stops)
-        done = 0
-        over = False
+        def updated(sequence: SequenceState) -> None:
+            put((sequence.output_tokens, sequence.num_stages, sequence.finish_reason))
+
+        self._gateway.submit(
+            SequenceRequest(tuple(prompt), max_tokens, self._end_tokens, sampling), updated, put, begin
+        )
+        detokenizer = Detokenizer(self._tokenizer, prompt, stop)
+        num_tokens, reason = 0, None
         try:
-            while not over:
-                found = await news.get()
-                if isinstance(found, Exception):
-                    raise RequestRefused(str(found)) from None
-                answer, visited, ending = found
-                if ending in REFUSALS:
-                    raise RequestRefused(REFUSALS[ending])
-                said = ""
-                for token in answer[done:]:
-                    done += 1
-                    if token in self._ends or text.stopped:
+            while reason is None:
+                update = await updates.get()
+                if isinstance(update, Exception):
+                    raise RequestRefused(str(update)) from None
+                tokens, num_stages, reason = update
+                if reason in REFUSALS:
+                    raise RequestRefused(REFUSALS[reason])
+                text = ""
+                for token in tokens[num_tokens:]:
+                    num_tokens += 1
+                    if token in self._end_tokens or detokenizer.stopped:
                         break
-                    said += text.push(token)
-                over = ending is not None or text.stopped
-                if over:
-                    said += text.rest()
-                finish = "stop" if text.stopped else ENDINGS[ending] if ending else None
-                yield RequestOutput(said, done, visited, finish)
+                    text += detokenizer.push(token)
+                if detokenizer.stopped:
+                    reason = FinishReason.STOP
+                if reason is not None:
+                    text += detokenizer.flush()
+                yield RequestOutput(text, num_tokens, num_stages, reason)
         finally:
-            gone.set()
-            for number in begun:
-                self._front.cancel(number)
+            closed.set()
+            for number in submitted:
+                self._gateway.cancel(number)

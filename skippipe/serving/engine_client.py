@@ -1,4 +1,4 @@
-"""What the HTTP interface sees of those who answer."""
+"""What the HTTP interface knows of the engine behind it."""
 
 from __future__ import annotations
 
@@ -6,61 +6,60 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from skippipe.inference.request import SamplingParams
+from skippipe.inference.request import FinishReason, SamplingParams
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A piece of an answer."""
+    """New text of an answer, and the answer's counts so far."""
 
     text: str
     """May be empty: a token need not end a character, and what could begin a stop string is held back."""
-    tokens: int
-    """Of the answer so far."""
-    visited: int
-    """Stages that the shortest way had by which a token was made, so far."""
-    ending: str | None = None
-    """"stop", "length", or None: there is more."""
+    num_tokens: int
+    num_stages: int
+    """Stages of the shortest route by which a token of the answer was computed."""
+    finish_reason: FinishReason | None = None
+    """STOP or LENGTH with the last output; None: there is more."""
 
 
 @dataclass(frozen=True)
 class StageCoverage:
-    """Of the model that is there."""
+    """How many of the model's stages are there, or computed something."""
 
     stages: int
     total: int
 
 
 class RequestRefused(Exception):
-    """Too many requests wait, or too few stages are left; the argument says which, for people."""
+    """The queue is full, or too few stages are left; the argument says which, for people."""
 
 
 class EngineClient(Protocol):
-    """Text is turned into tokens and back on one thread, which need not be the one that answers."""
+    """The engine. Text is encoded and decoded on one thread, which need not be the one that generates."""
 
     model: str
-    """What it is called."""
+    """The model's name, to clients."""
     created: int
-    """When it was loaded, in seconds since 1970."""
+    """When the model was loaded, in seconds since 1970."""
     context: int
     """Tokens of prompt and answer at most."""
     vocabulary: int
-    """Tokens that the model knows: ids are below it."""
+    """Number of the model's tokens: ids are below it."""
 
-    def share(self) -> StageCoverage:
-        """No stages at all where nothing can be answered."""
+    def coverage(self) -> StageCoverage:
+        """The stages that are there; none where nothing can be answered."""
 
-    def figures(self) -> dict[str, float]:
-        """For Prometheus: name → value; names end in _total if they only grow."""
+    def stats(self) -> dict[str, float]:
+        """Values for Prometheus by their names, which end in _total if they only grow."""
 
-    def tokens(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]: ...
 
-    def text(self, tokens: Sequence[int]) -> str: ...
+    def decode(self, tokens: Sequence[int]) -> str: ...
 
-    def chat_tokens(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """A conversation as a prompt: each message has a role and content."""
 
-    def answer(
-        self, prompt: Sequence[int], most: int, sampling: SamplingParams, stops: Sequence[str]
+    def generate(
+        self, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams, stop: Sequence[str]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Piece by piece; the last one has an ending. Closing the iterator cancels. Refused if it cannot be done."""
+        """Output by output; the last one has a finish reason. Closing the iterator cancels. Raises RequestRefused."""

@@ -1,6 +1,6 @@
-"""The gateway as a process's thread: its state machine over a real mailbox, and answers for those who wait.
+"""The gateway as a thread: the scheduler over a mailbox that nodes join.
 
-Requests come from other threads (an HTTP server's); each is told of its tokens as they are made.
+Requests come from other threads (an HTTP server's); a callback gets the tokens of each as they are sampled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.rendezvous import CLOSE_LINGER_S, EndedNodes, Rendezvous
 from skippipe.serving.engine_client import StageCoverage
 from skippipe.serving.node.role import ServingConfig
-from skippipe.serving.routing import LinkCost, ServingRoute, UniformCost
+from skippipe.serving.routing import RouteCost, ServingRoute, UniformCost
 from skippipe.serving.scheduler import (
     EngineFull,
     Scheduler,
@@ -44,27 +44,27 @@ from skippipe.transport.mailbox import Mailbox, Security
 log = logging.getLogger(__name__)
 
 SequenceCallback = Callable[[SequenceState], None]
-"""Called on the front's thread, with every token and with the ending; must not wait."""
+"""Called on the gateway's thread with every token and at the end of a sequence; must not block."""
 
 
 class GatewayCallback:
-    """Is told what happens, on the front's thread."""
+    """Called on the gateway's thread; must not block."""
 
-    def holds(self, node: str, stage: int) -> None:
-        """It has its weights and takes steps from now on."""
+    def node_ready(self, node: str, stage: int) -> None:
+        """A node has the weights of its stage and takes steps from now on."""
 
-    def gone(self, node: str, how: str) -> None: ...
+    def node_lost(self, node: str, reason: str) -> None: ...
 
     def failed(self, error: Exception) -> None:
-        """The front is no more."""
+        """The gateway has ended with an error."""
 
 
 @dataclass(frozen=True)
 class GatewayStatus:
-    """How things stand, for other threads to look at."""
+    """A snapshot for other threads."""
 
-    share: StageCoverage
-    figures: dict[str, float]
+    coverage: StageCoverage
+    stats: dict[str, float]
 
 
 class GatewayThread:
@@ -75,18 +75,18 @@ class GatewayThread:
         publics: Mapping[str, str | None],
         *,
         settings: ServingSettings | None = None,
-        distance: LinkCost | None = None,
+        cost: RouteCost | None = None,
         listen: str = "127.0.0.1:0",
         security: Security = "curve",
-        gone: EndedNodes = lambda: (),
-        watching: GatewayCallback | None = None,
+        ended: EndedNodes = lambda: (),
+        callback: GatewayCallback | None = None,
     ) -> None:
         self._node_config = node_config
-        self._gone = gone
-        self._watching = watching or GatewayCallback()
+        self._ended = ended
+        self._callback = callback or GatewayCallback()
         self._names = {number: name for name, number in node_config.number.items()}
         self._mailbox = Mailbox(THE_COORDINATOR, keys, listen=listen, security=security, depth=1024)
-        self._attendance = Rendezvous(
+        self._rendezvous = Rendezvous(
             self._mailbox,
             node_config.stage_of,
             publics,
@@ -94,15 +94,15 @@ class GatewayThread:
             node_config=node_config.to_json(),
             timeout_s=node_config.heartbeat_s,
         )
-        self.gateway = Scheduler(
-            len(node_config.layers), self, settings or ServingSettings(), distance or UniformCost()
-        )
-        self.counted: Counter[str] = Counter()
-        """What has happened how often, for whoever watches."""
-        self.seen = GatewayStatus(StageCoverage(0, len(node_config.layers)), {})
-        self._told: dict[int, SequenceCallback] = {}
-        self._asked: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._over = threading.Event()
+        self._stages = len(node_config.layers)
+        self._scheduler = Scheduler(self._stages, self, settings or ServingSettings(), cost or UniformCost())
+        self._events: Counter[str] = Counter()
+        """Numbers of lost nodes, broken links and failed steps, for the metrics."""
+        self.status = GatewayStatus(StageCoverage(0, self._stages), {})
+        self._callbacks: dict[int, SequenceCallback] = {}
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        """What other threads want to be done on this one."""
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
 
     @property
@@ -113,8 +113,8 @@ class GatewayThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Nodes are told to end; returns when that is said."""
-        self._over.set()
+        """Stops the nodes and the thread; returns when the nodes have been sent the message."""
+        self._stopping.set()
         self._mailbox.wake()
         if self._thread.is_alive():
             self._thread.join(2 * CLOSE_LINGER_S)
@@ -124,80 +124,82 @@ class GatewayThread:
     def submit(
         self,
         request: SequenceRequest,
-        told: SequenceCallback,
+        updated: SequenceCallback,
         refused: Callable[[Exception], None],
-        begun: SequenceCallback,
+        submitted: SequenceCallback,
     ) -> None:
-        """`begun` gets the stream, by which it can be cancelled; or `refused` says why there is none."""
+        """`submitted` gets the sequence, by whose number it can be cancelled; or `refused` gets the error."""
 
-        def ask() -> None:
+        def submit() -> None:
             try:
-                stream = self.gateway.submit(request)
+                sequence = self._scheduler.submit(request)
             except Exception as error:
                 refused(error)
                 return
-            self._told[stream.number] = told
-            begun(stream)
+            self._callbacks[sequence.number] = updated
+            submitted(sequence)
 
-        self._ask(ask)
-        if self._over.is_set():
+        self._call(submit)
+        if self._stopping.is_set():
             refused(EngineFull("the server is being stopped"))
 
     def cancel(self, number: int) -> None:
-        self._ask(lambda: self.gateway.cancel(number))
+        self._call(lambda: self._scheduler.cancel(number))
 
-    def hang_up(self) -> None:
-        """Whoever is being answered is told that it is over."""
-        self._ask(self.gateway.close)
+    def cancel_all(self) -> None:
+        self._call(self._scheduler.close)
 
-    def _ask(self, what: Callable[[], None]) -> None:
-        self._asked.put(what)
+    def _call(self, function: Callable[[], None]) -> None:
+        self._calls.put(function)
         self._mailbox.wake()
 
     # The loop
 
     def _run(self) -> None:
         try:
-            while not self._over.is_set():
+            while not self._stopping.is_set():
                 self._turn()
         except Exception as error:
-            self._watching.failed(error)
+            self._callback.failed(error)
         finally:
-            self._over.set()
-            self._do_what_is_asked()
-            self.gateway.close()
-            self._attendance.close()
+            self._stopping.set()
+            self._run_calls()
+            self._scheduler.close()
+            self._rendezvous.close()
 
     def _turn(self) -> None:
-        self._attendance.poll()
-        self._do_what_is_asked()
-        for name, how in self._gone():
-            self._attendance.declare_lost(name, how)
-        self.gateway.tick()
-        self.seen = self._look()
+        self._rendezvous.poll()
+        self._run_calls()
+        for name, reason in self._ended():
+            self._rendezvous.declare_lost(name, reason)
+        self._scheduler.tick()
+        self.status = self._snapshot()
 
-    def _do_what_is_asked(self) -> None:
+    def _run_calls(self) -> None:
         with contextlib.suppress(Empty):
             while True:
-                self._asked.get_nowait()()
+                self._calls.get_nowait()()
 
-    def _look(self) -> GatewayStatus:
-        gateway = self.gateway
-        there = int(gateway.share * gateway.stages) if gateway.is_open else 0
-        happened = {f"{what.replace(' ', '_')}_total": float(count) for what, count in self.counted.items()}
-        happened["nonsense_total"] = float(self._attendance.malformed.total())
-        figures = {"nodes": float(len(gateway.stage_of)), "streams": float(len(gateway.streams)), **happened}
-        return GatewayStatus(StageCoverage(there, gateway.stages), figures)
+    def _snapshot(self) -> GatewayStatus:
+        scheduler = self._scheduler
+        there = int(scheduler.coverage * self._stages) if scheduler.is_ready else 0
+        stats = {
+            "nodes": float(len(scheduler.stage_of)),
+            "streams": float(len(scheduler.sequences)),
+            "nonsense_total": float(self._rendezvous.malformed.total()),
+            **{f"{event}_total": float(count) for event, count in self._events.items()},
+        }
+        return GatewayStatus(StageCoverage(there, self._stages), stats)
 
-    # Who is there
+    # The rendezvous' host
 
     def joined(self, name: str) -> None:
-        """Nothing is asked of it before it has its weights."""
+        """Does nothing: a node takes no steps before it has its weights."""
 
     def lost(self, name: str, how: str) -> None:
-        self.counted["lost nodes"] += 1
-        self.gateway.lost(self._node_config.number[name])
-        self._watching.gone(name, how)
+        self._events["lost_nodes"] += 1
+        self._scheduler.node_lost(self._node_config.number[name])
+        self._callback.node_lost(name, how)
 
     def refused(self, name: str, why: str) -> None:
         log.warning("'%s' cannot take part: %s", name, why)
@@ -206,57 +208,57 @@ class GatewayThread:
         node = self._node_config.number[name]
         match control:
             case Ready():
-                self.gateway.joined(node, self._node_config.stage_of[name])
-                self._watching.holds(name, self._node_config.stage_of[name])
+                self._scheduler.node_joined(node, self._node_config.stage_of[name])
+                self._callback.node_ready(name, self._node_config.stage_of[name])
             case Sampled():
                 self._sampled(node, control)
             case StepFailed():
-                self._spoiled(node, control)
+                self._step_failed(node, control)
             case LinkDown() if control.peer in self._names:
-                self.counted["broken links"] += 1
-                self.gateway.broken(node, control.peer)
+                self._events["broken_links"] += 1
+                self._scheduler.link_broken(node, control.peer)
             case Failed():
-                self._attendance.declare_lost(name, control.reason)
+                self._rendezvous.declare_lost(name, control.reason)
             case Heartbeat():
                 pass
             case _:
-                log.warning("'%s' says %s, which is not for a gateway", name, type(control).__name__)
+                log.warning("'%s' sends %s, which is not for a gateway", name, type(control).__name__)
 
     def _sampled(self, node: int, control: Sampled) -> None:
         try:
             if not all(token < self._node_config.vocabulary for token in control.tokens):
-                raise ValueError("says tokens that nobody knows")
-            self.gateway.sampled(control.step, control.tokens, node)
+                raise ValueError("reports tokens beyond the vocabulary")
+            self._scheduler.sampled(control.step, control.tokens, node)
         except ValueError as error:
-            self._attendance.declare_lost(self._names[node], str(error))
+            self._rendezvous.declare_lost(self._names[node], str(error))
 
-    def _spoiled(self, node: int, control: StepFailed) -> None:
-        """Whoever made what is of no use has to start over, and may come back."""
-        self.counted["spoiled steps"] += 1
-        path = self.gateway.spoiled(control.step, node)
+    def _step_failed(self, node: int, control: StepFailed) -> None:
+        """A node that sent bad input to the next one is declared lost; started again, it may come back."""
+        self._events["spoiled_steps"] += 1
+        path = self._scheduler.step_failed(control.step, node)
         if path and control.node == path[path.index(node) - 1]:
-            self._attendance.declare_lost(
+            self._rendezvous.declare_lost(
                 self._names[control.node], f"'{self._names[node]}' got from it {control.reason}"
             )
         elif path:
-            log.warning("'%s' cannot do a step: %s", self._names[node], control.reason)
+            log.warning("'%s' cannot compute a step: %s", self._names[node], control.reason)
 
-    # What the gateway sees
+    # The scheduler's environment
 
     def now_ns(self) -> int:
         return time.monotonic_ns()
 
-    def step(self, step: ServingStep) -> None:
-        for node, feed in step_messages(step).items():
-            self._attendance.send(self._names[node], feed)
+    def start_step(self, step: ServingStep) -> None:
+        for node, message in step_messages(step).items():
+            self._rendezvous.send(self._names[node], message)
 
-    def close_lane(self, lane: ServingRoute) -> None:
-        for node in lane.path:
-            self._attendance.send(self._names[node], EndSequences(lane.number))
+    def close_route(self, route: ServingRoute) -> None:
+        for node in route.path:
+            self._rendezvous.send(self._names[node], EndSequences(route.number))
 
-    def said(self, stream: SequenceState) -> None:
-        told = self._told.get(stream.number)
-        if stream.ending is not None:
-            self._told.pop(stream.number, None)
-        if told is not None:
-            told(stream)
+    def updated(self, sequence: SequenceState) -> None:
+        callback = self._callbacks.get(sequence.number)
+        if sequence.finish_reason is not None:
+            self._callbacks.pop(sequence.number, None)
+        if callback is not None:
+            callback(sequence)

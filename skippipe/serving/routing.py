@@ -1,7 +1,4 @@
-"""Which way a token takes: for every stage that anybody holds, one node; all in all, the fastest way there is.
-
-Who holds which stage, and how far it is from one to the other.
-"""
+"""Which nodes hold which stage, and the fastest route through one node of every stage that is held."""
 
 from __future__ import annotations
 
@@ -16,19 +13,19 @@ from skippipe.errors import UserError
 from skippipe.workload import ModelShape, wire_bytes
 
 
-class LinkCost(Protocol):
-    """What a token takes."""
+class RouteCost(Protocol):
+    """Seconds that one token takes on nodes and links."""
 
     def task_s(self, stage: int, node: int) -> float:
-        """On a node that holds this stage."""
+        """Seconds of a stage on a node that holds it."""
 
     def hop_s(self, sender: int, receiver: int) -> float:
-        """From node to node; infinite if there is no way."""
+        """Seconds from node to node; infinite if there is no link."""
 
 
 @dataclass(frozen=True)
 class UniformCost:
-    """Nothing is known of nodes and links: all alike."""
+    """The same cost for all nodes and links, where nothing is known of them."""
 
     def task_s(self, stage: int, node: int) -> float:  # noqa: ARG002
         return 1.0
@@ -39,30 +36,29 @@ class UniformCost:
 
 @dataclass
 class ServingRoute:
-    """A way through the stages, and the streams that take it."""
+    """A path through the stages, and the sequences that take it; on the wire, a lane."""
 
     number: int
-    """Never given twice: caches are kept by it."""
+    """Never given twice: nodes keep KV caches by it."""
     path: tuple[int, ...]
-    """Begins at the node that embeds and samples."""
+    """Nodes in their order, from the one that embeds and samples on."""
     slots: dict[int, int] = field(default_factory=dict)
-    """Slot → the stream that has it."""
+    """Slot of the KV caches → number of the sequence that has it."""
     step: int | None = None
-    """That is on its way round."""
-    stepped_ns: int = 0
-    """When it set out."""
+    """Number of the step in flight."""
+    step_began_ns: int = 0
 
     def free_slot(self) -> int:
-        """The lowest: caches stay dense."""
+        """The lowest free slot: caches stay dense."""
         return next(slot for slot in range(len(self.slots) + 1) if slot not in self.slots)
 
 
 def fastest_route(
-    holders: Sequence[Sequence[int]], distance: LinkCost, busy: Mapping[int, int], start: int
+    holders: Sequence[Sequence[int]], cost: RouteCost, load: Mapping[int, int], start: int
 ) -> tuple[int, ...] | None:
-    """From this node of stage 0 through one node of every other stage that anybody holds, and back; None: no way.
+    """From this node of stage 0 through one node of every other stage that is held, and back; None: there is none.
 
-    Whoever lies on `busy` lanes already takes so many times longer: lanes spread over replicas.
+    A node on n routes already (`load`) counts as n + 1 times slower, so that routes spread over replicas.
     """
     best: dict[int, tuple[float, tuple[int, ...]]] = {start: (0.0, (start,))}
     for stage, nodes in enumerate(holders):
@@ -70,32 +66,31 @@ def fastest_route(
             continue
         found: dict[int, tuple[float, tuple[int, ...]]] = {}
         for node in nodes:
-            task_s = distance.task_s(stage, node) * (1 + busy.get(node, 0))
+            task_s = cost.task_s(stage, node) * (1 + load.get(node, 0))
             found[node] = min(
-                (so_far_s + distance.hop_s(last, node) + task_s, (*path, node))
-                for last, (so_far_s, path) in best.items()
+                (so_far_s + cost.hop_s(last, node) + task_s, (*path, node)) for last, (so_far_s, path) in best.items()
             )
         best = found
-    whole_s, path = min((so_far_s + distance.hop_s(last, start), path) for last, (so_far_s, path) in best.items())
+    whole_s, path = min((so_far_s + cost.hop_s(last, start), path) for last, (so_far_s, path) in best.items())
     return path if whole_s < inf else None
 
 
 def links(path: Sequence[int]) -> set[frozenset[int]]:
-    """Between one node and the next, and back to the first."""
+    """The links between one node of a path and the next, and back to the first."""
     return {frozenset(pair) for pair in circle(path) if pair[0] != pair[1]}
 
 
-MANY_STAGES = 8  # beyond it, one node each unless more are asked for
+MAX_REPLICATED_STAGES = 8  # a model of more stages gets one node for each unless --nodes says more
 
 
 def local_node_names(stages: int, nodes: int | None) -> list[str]:
-    """Of nodes on this machine: so many, or two for every stage."""
-    count = nodes if nodes is not None else stages * (2 if stages <= MANY_STAGES else 1)
+    """Names of nodes on this machine: so many, or two for every stage."""
+    count = nodes if nodes is not None else stages * (2 if stages <= MAX_REPLICATED_STAGES else 1)
     return [f"stage{number % stages}.{number // stages}" for number in range(count)]
 
 
 def assign_stages(names: Sequence[str], stages: int) -> dict[str, int]:
-    """Name → stage: one node for each stage in turn, in the order in which they are named."""
+    """Name → stage: the nodes get the stages in turn."""
     if len(names) < stages:
         raise UserError(f"{len(names)} nodes cannot hold {stages} stages: start more, or cut the model into fewer")
     return {name: number % stages for number, name in enumerate(names)}
@@ -103,13 +98,13 @@ def assign_stages(names: Sequence[str], stages: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ClusterCost:
-    """As the cluster file says; nodes have the numbers that they have there."""
+    """Cost by a cluster file, whose numbers the nodes have."""
 
     cluster: Cluster
     stage_flops: tuple[int, ...]
-    """Of a token, in each stage."""
+    """Operations of a token in each stage."""
     hop_bytes: int
-    """Of a token's hidden state."""
+    """Bytes of a token's hidden state on the wire."""
 
     @classmethod
     def of(cls, cluster: Cluster, shape: ModelShape, layers: Sequence[int], wire_dtype: str) -> ClusterCost:

@@ -1,15 +1,12 @@
-"""The gateway: puts streams on lanes, steps them, and moves them when nodes are lost.
+"""The scheduler: puts sequences on routes, steps them, and moves them when nodes are lost.
 
-A state machine: it is told what happens and says what to do, and knows neither sockets nor HTTP. Every lane has one
-step on its way at a time: tokens of all its streams, whoever is new with the whole prompt, everybody else with the
-last token. The nodes of the lane are told of the step by the gateway and pass tensors on to each other; the first one
-embeds in the beginning and samples in the end.
+A state machine: events are its method calls, actions go to its environment, and it knows neither sockets nor HTTP.
+Every route has one step in flight at a time: a new sequence of the route takes part with its whole prompt, every other
+one with its last token. The gateway sends the step to the nodes of the route, which pass tensors on to each other; the
+first node embeds in the beginning and samples in the end.
 
-A stream that loses its lane is put on another one and fed again from its first token. As chance depends on seed and
-place alone, the answer goes on as it would have. Where nobody holds a stage any more, lanes do without it.
-
-
-A request on its way to an answer.
+A sequence that loses its route is put on another one and computed again from its first token. As sampling depends on
+seed and position alone, the answer goes on as it would have. Where no node holds a stage, routes do without it.
 """
 
 from __future__ import annotations
@@ -18,315 +15,364 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from enum import Enum
 from fractions import Fraction
 from math import inf
 from typing import Protocol
 
-from skippipe.inference.request import SamplingParams
-from skippipe.serving.routing import LinkCost, ServingRoute, UniformCost, fastest_route, links
+from skippipe.inference.request import FinishReason, SamplingParams
+from skippipe.serving.routing import RouteCost, ServingRoute, UniformCost, fastest_route, links
 
-DOUBT = 10  # times longer that a link seems, for every step that was lost on a way over it
-MOST_SPOILED = 3  # steps with a stream that nodes may say cannot be done
+LOST_STEP_PENALTY = 10  # times longer that a link seems, for every step that was lost on a route over it
+MAX_FAILED_STEPS = 3  # steps of a sequence that nodes may report as failed
+
+
+@dataclass(frozen=True)
+class SequenceRequest:
+    prompt: tuple[int, ...]
+    max_tokens: int
+    """Tokens to answer with, at most."""
+    end_tokens: frozenset[int] = frozenset()
+    """Tokens that end the answer."""
+    sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (frozen)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of prompt and answer in the end."""
+        return len(self.prompt) + self.max_tokens
+
+
+@dataclass
+class SequenceState:
+    """A request on its way to an answer."""
+
+    number: int
+    request: SequenceRequest
+    tokens: list[int] = field(default_factory=list)
+    """Prompt and answer so far."""
+    num_computed_tokens: int = 0
+    """Tokens that are in the KV caches of its route."""
+    route: int | None = None
+    slot: int = -1
+    """Its slot in the KV caches of the route's nodes."""
+    num_stages: int = 0
+    """Stages of the shortest route by which a token was computed; 0: none yet."""
+    waiting_since_ns: int = 0
+    failed_steps: int = 0
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = [*self.request.prompt, *self.tokens]
+
+    @property
+    def output_tokens(self) -> list[int]:
+        return self.tokens[len(self.request.prompt) :]
+
+    def append(self, token: int, num_stages: int) -> None:
+        """Adds a token that was computed by so many stages."""
+        self.tokens.append(token)
+        self.num_stages = min(self.num_stages, num_stages) if self.num_stages else num_stages
+        if token in self.request.end_tokens:
+            self.finish_reason = FinishReason.STOP
+        elif len(self.output_tokens) >= self.request.max_tokens:
+            self.finish_reason = FinishReason.LENGTH
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """A stream's part in a step."""
+    """The tokens of one sequence in a step."""
 
     slot: int
     start: int
-    """Tokens that are in the caches already."""
+    """Tokens of the sequence that are in the KV caches already."""
     tokens: tuple[int, ...]
-    """The next ones."""
-    stream: SequenceState
+    """The tokens that follow them."""
+    sequence: SequenceState
 
 
 @dataclass(frozen=True)
 class ServingStep:
     number: int
-    lane: ServingRoute
+    route: ServingRoute
     rows: tuple[StepRow, ...]
     freed: tuple[int, ...]
-    """Slots whose streams are over, since the lane's last step."""
+    """Slots whose sequences have finished since the route's last step."""
 
 
-class GatewayEnv(Protocol):
-    """All that a gateway can do to the world."""
+class SchedulerEnv(Protocol):
+    """The clock and the actions of a scheduler."""
 
     def now_ns(self) -> int: ...
 
-    def step(self, step: ServingStep) -> None:
-        """Tell every node on the lane."""
+    def start_step(self, step: ServingStep) -> None:
+        """Send a step to every node of its route."""
 
-    def close_lane(self, lane: ServingRoute) -> None:
-        """Its caches are of no use any more."""
+    def close_route(self, route: ServingRoute) -> None:
+        """Let the nodes of a route free its KV caches."""
 
-    def said(self, stream: SequenceState) -> None:
-        """A stream has another token, or is over."""
+    def updated(self, sequence: SequenceState) -> None:
+        """A sequence has another token, or has finished."""
 
 
 @dataclass(frozen=True)
 class ServingSettings:
-    streams: int = 16
-    """On a lane at once."""
-    lanes: int = 2
-    """For every node of stage 0."""
-    waiting: int = 256
-    """Requests that wait for a place at most."""
-    prompt_tokens: int = 4096
-    """New tokens that a step feeds at most."""
-    lane_tokens: int = 2**16
-    """That the caches of a lane have room for: as many slots as it has, each of its longest stream."""
-    floor: Fraction = Fraction(0)
+    max_sequences: int = 16
+    """Sequences on a route at once."""
+    routes_per_head: int = 2
+    """Routes for every node of stage 0, which has the head."""
+    max_waiting: int = 256
+    """Requests in the queue at most."""
+    max_prompt_tokens: int = 4096
+    """Tokens of prompts in a step at most."""
+    cache_tokens: int = 2**16
+    """Room of a route's KV caches: its number of slots × the length of its longest sequence."""
+    min_coverage: Fraction = Fraction(0)
     """Share of the stages below which nothing is answered."""
-    step: timedelta = timedelta(seconds=20)
-    """After which a step counts as lost."""
-    patience: timedelta = timedelta(seconds=30)
-    """How long a request waits for a way to be there."""
-    gathering: timedelta = timedelta(minutes=10)
-    """How long all wait for the first node of every stage, before answers are given without some of them."""
+    step_timeout: timedelta = timedelta(seconds=20)
+    """Time after which a step counts as lost."""
+    wait_timeout: timedelta = timedelta(seconds=30)
+    """How long a request waits while there is no route at all."""
+    startup_timeout: timedelta = timedelta(minutes=10)
+    """How long requests wait for the first node of every stage, before answers are given without some stages."""
 
 
 class EngineFull(Exception):
-    """Too many requests wait already."""
+    """The queue or the KV caches have no room for another request."""
 
 
 @dataclass
 class Scheduler:
     stages: int
-    env: GatewayEnv
+    env: SchedulerEnv
     settings: ServingSettings = field(default_factory=ServingSettings)
-    distance: LinkCost = field(default_factory=UniformCost)
+    cost: RouteCost = field(default_factory=UniformCost)
     stage_of: dict[int, int] = field(default_factory=dict)
-    """Of the nodes that are there."""
-    streams: dict[int, SequenceState] = field(default_factory=dict)
-    """That are not over."""
+    """Live node → the stage that it holds."""
+    sequences: dict[int, SequenceState] = field(default_factory=dict)
+    """Sequences that have not finished, by their number."""
     _waiting: deque[SequenceState] = field(default_factory=deque)
-    _lanes: dict[int, ServingRoute] = field(default_factory=dict)
+    _routes: dict[int, ServingRoute] = field(default_factory=dict)
     _steps: dict[int, ServingStep] = field(default_factory=dict)
-    """On their way."""
+    """Steps in flight, by their number."""
     _freed: dict[int, list[int]] = field(default_factory=dict)
-    _cut: set[frozenset[int]] = field(default_factory=set)
-    """Pairs of nodes with no way between them."""
-    _doubts: Counter[frozenset[int]] = field(default_factory=Counter)
-    """How many steps in a row were lost on lanes over a link."""
+    """Route → slots whose sequences have finished since its last step."""
+    _broken_links: set[frozenset[int]] = field(default_factory=set)
+    _lost_steps: Counter[frozenset[int]] = field(default_factory=Counter)
+    """Link → how many steps in a row were lost on routes over it."""
     _numbers: Counter[str] = field(default_factory=Counter)
-    _gathers_until_ns: int | None = field(init=False)
-    """None: everybody was there once."""
+    _startup_until_ns: int | None = field(init=False)
+    """None: every stage was there once, or the time for that is over."""
 
     def __post_init__(self) -> None:
-        self._gathers_until_ns = self.env.now_ns() + _ns(self.settings.gathering)
+        self._startup_until_ns = self.env.now_ns() + _ns(self.settings.startup_timeout)
 
     # Requests
 
     def submit(self, request: SequenceRequest) -> SequenceState:
-        """Full if too many wait already."""
-        if len(self._waiting) >= self.settings.waiting:
+        if len(self._waiting) >= self.settings.max_waiting:
             raise EngineFull(f"{len(self._waiting)} requests wait already")
-        if request.longest > self.settings.lane_tokens:
+        if request.max_length > self.settings.cache_tokens:
             raise EngineFull(
-                f"{request.longest} tokens are more than caches have room for, {self.settings.lane_tokens}"
+                f"{request.max_length} tokens are more than caches have room for, {self.settings.cache_tokens}"
             )
-        stream = SequenceState(self._next("stream"), request, waits_since_ns=self.env.now_ns())
-        self.streams[stream.number] = stream
-        self._waiting.append(stream)
-        self._go_on()
-        return stream
+        sequence = SequenceState(self._next("sequence"), request, waiting_since_ns=self.env.now_ns())
+        self.sequences[sequence.number] = sequence
+        self._waiting.append(sequence)
+        self._schedule()
+        return sequence
 
     def cancel(self, number: int) -> None:
-        stream = self.streams.get(number)
-        if stream is not None:
-            self._end(stream, FinishReason.CANCELLED)
-            self._go_on()
+        sequence = self.sequences.get(number)
+        if sequence is not None:
+            self._finish(sequence, FinishReason.CANCELLED)
+            self._schedule()
 
     def close(self) -> None:
-        """Nobody is answered any more."""
-        for number in list(self.streams):
-            self._end(self.streams[number], FinishReason.CANCELLED)
+        """Cancels every sequence."""
+        for sequence in list(self.sequences.values()):
+            self._finish(sequence, FinishReason.CANCELLED)
 
     # Nodes
 
-    def joined(self, node: int, stage: int) -> None:
-        """It has its weights and can take steps; if it was here before, it was started again."""
+    def node_joined(self, node: int, stage: int) -> None:
+        """A node has its weights and can take steps; one that was here before was started again."""
         if node in self.stage_of:
-            self.lost(node)
+            self.node_lost(node)
         self.stage_of[node] = stage
-        self._cut = {pair for pair in self._cut if node not in pair}
-        if self.share == 1:
-            self._gathers_until_ns = None
-        self._go_on()
+        self._broken_links = {link for link in self._broken_links if node not in link}
+        if self.coverage == 1:
+            self._startup_until_ns = None
+        self._schedule()
 
-    def lost(self, node: int) -> None:
+    def node_lost(self, node: int) -> None:
         self.stage_of.pop(node, None)
-        for lane in [each for each in self._lanes.values() if node in each.path]:
-            self._give_up(lane)
-        self._go_on()
+        for route in [each for each in self._routes.values() if node in each.path]:
+            self._abandon(route)
+        self._schedule()
 
-    def broken(self, a: int, b: int) -> None:
-        """There is no way between two nodes that are both there."""
-        self._cut.add(frozenset((a, b)))
-        for lane in [each for each in self._lanes.values() if {a, b} in links(each.path)]:
-            self._give_up(lane)
-        self._go_on()
+    def link_broken(self, a: int, b: int) -> None:
+        """Two live nodes cannot reach each other."""
+        self._broken_links.add(frozenset((a, b)))
+        for route in [each for each in self._routes.values() if {a, b} in links(each.path)]:
+            self._abandon(route)
+        self._schedule()
 
     def sampled(self, number: int, tokens: Sequence[int], node: int) -> None:
-        """A step is back, with a token for every row; ValueError if the node that says so says what cannot be."""
+        """A node reports the tokens of a step, one for every row; ValueError if its report cannot be true."""
         step = self._steps.get(number)
-        if step is None:  # of a lane that was given up
+        if step is None:  # its route was abandoned
             return
-        if node != step.lane.path[0] or len(tokens) != len(step.rows):
+        if node != step.route.path[0] or len(tokens) != len(step.rows):
             raise ValueError(
-                f"says {len(tokens)} tokens to a step of {len(step.rows)} that node {step.lane.path[0]} ends"
+                f"reports {len(tokens)} tokens for a step of {len(step.rows)} rows that node {step.route.path[0]} ends"
             )
         del self._steps[number]
-        step.lane.step = None
-        for link in links(step.lane.path):
-            self._doubts.pop(link, None)
+        step.route.step = None
+        for link in links(step.route.path):
+            self._lost_steps.pop(link, None)
         for row, token in zip(step.rows, tokens, strict=True):
-            stream = row.stream
-            if stream.lane != step.lane.number:  # it was cancelled meanwhile
+            sequence = row.sequence
+            if sequence.route != step.route.number:  # it was cancelled meanwhile
                 continue
-            stream.fed = row.start + len(row.tokens)
-            if stream.fed == len(stream.tokens):
-                stream.add(token, len(step.lane.path))
-                if stream.ending is None:
-                    self.env.said(stream)
+            sequence.num_computed_tokens = row.start + len(row.tokens)
+            if sequence.num_computed_tokens == len(sequence.tokens):
+                sequence.append(token, len(step.route.path))
+                if sequence.finish_reason is None:
+                    self.env.updated(sequence)
                 else:
-                    self._end(stream, stream.ending)
-        self._go_on()
+                    self._finish(sequence, sequence.finish_reason)
+        self._schedule()
 
-    def spoiled(self, number: int, node: int) -> tuple[int, ...]:
-        """A node says that it cannot do a step; the step's path, if it is one that the node had to do."""
+    def step_failed(self, number: int, node: int) -> tuple[int, ...]:
+        """A node reports that it cannot compute a step; the step's path, if the node is on it."""
         step = self._steps.get(number)
-        if step is None or node not in step.lane.path:
+        if step is None or node not in step.route.path:
             return ()
-        self._give_up(step.lane)
-        for stream in [row.stream for row in step.rows if row.stream.ending is None]:
-            stream.spoiled += 1
-            if stream.spoiled >= MOST_SPOILED:
-                self._end(stream, FinishReason.SPOILED)
-        self._go_on()
-        return step.lane.path
+        self._abandon(step.route)
+        for sequence in [row.sequence for row in step.rows if row.sequence.finish_reason is None]:
+            sequence.failed_steps += 1
+            if sequence.failed_steps >= MAX_FAILED_STEPS:
+                self._finish(sequence, FinishReason.FAILED)
+        self._schedule()
+        return step.route.path
 
     def tick(self) -> None:
-        """To be called often: deadlines pass."""
+        """Acts on deadlines that have passed; to be called often."""
         now_ns = self.env.now_ns()
-        if self._gathers_until_ns is not None and now_ns >= self._gathers_until_ns:
-            self._gathers_until_ns = None
-        late_ns = now_ns - _ns(self.settings.step)
-        for lane in [each for each in self._lanes.values() if each.step is not None and each.stepped_ns < late_ns]:
-            self._doubts.update(links(lane.path))
-            self._give_up(lane)
-        given_up_ns = now_ns - _ns(self.settings.patience)
-        if not self._lanes:  # there is no way at all, it is not that all are taken
-            for stream in [each for each in self._waiting if each.waits_since_ns < given_up_ns]:
-                self._end(stream, FinishReason.NO_WAY)
-        self._go_on()
+        if self._startup_until_ns is not None and now_ns >= self._startup_until_ns:
+            self._startup_until_ns = None
+        late_ns = now_ns - _ns(self.settings.step_timeout)
+        for route in [each for each in self._routes.values() if each.step is not None and each.step_began_ns < late_ns]:
+            self._lost_steps.update(links(route.path))
+            self._abandon(route)
+        expired_ns = now_ns - _ns(self.settings.wait_timeout)
+        if not self._routes:  # there is no route at all, it is not that all are full
+            for sequence in [each for each in self._waiting if each.waiting_since_ns < expired_ns]:
+                self._finish(sequence, FinishReason.UNAVAILABLE)
+        self._schedule()
 
-    # Lanes
+    # Routes
 
     @property
     def holders(self) -> list[list[int]]:
-        """For every stage, the nodes that hold it."""
+        """For every stage, the live nodes that hold it."""
         return [sorted(node for node, held in self.stage_of.items() if held == stage) for stage in range(self.stages)]
 
     @property
-    def share(self) -> Fraction:
-        """Of the stages, that anybody holds; 0 without stage 0."""
+    def coverage(self) -> Fraction:
+        """Share of the stages that a live node holds; 0 without stage 0."""
         holders = self.holders
         return Fraction(sum(map(bool, holders)), self.stages) if holders[0] else Fraction(0)
 
     @property
-    def is_open(self) -> bool:
+    def is_ready(self) -> bool:
         """Are there stages enough to answer with?"""
-        return self._gathers_until_ns is None and self.share > 0 and self.share >= self.settings.floor
+        return self._startup_until_ns is None and self.coverage > 0 and self.coverage >= self.settings.min_coverage
 
-    def _go_on(self) -> None:
-        """Everybody who can be is put on a lane, and every lane that can sets out."""
-        while self._waiting and self.is_open:
-            lane = self._roomiest(self._waiting[0])
-            if lane is None:
+    def _schedule(self) -> None:
+        """Puts waiting sequences on routes with room, and starts a step on every route without one in flight."""
+        while self._waiting and self.is_ready:
+            route = self._choose_route(self._waiting[0])
+            if route is None:
                 break
-            stream = self._waiting.popleft()
-            stream.lane, stream.slot, stream.fed = lane.number, lane.free_slot(), 0
-            lane.slots[stream.slot] = stream.number
-        for lane in list(self._lanes.values()):
-            if lane.step is None:
-                self._set_out(lane)
+            sequence = self._waiting.popleft()
+            sequence.route, sequence.slot, sequence.num_computed_tokens = route.number, route.free_slot(), 0
+            route.slots[sequence.slot] = sequence.number
+        for route in list(self._routes.values()):
+            if route.step is None:
+                self._start_step(route)
 
-    def _roomiest(self, stream: SequenceState) -> ServingRoute | None:
-        """With as few streams as any, a new one if there may be more; None: all are full."""
-        whole = sum(map(bool, self.holders))
-        usable = [lane for lane in self._lanes.values() if len(lane.path) == whole]
-        roomy = [lane for lane in usable if self._has_room(lane, stream)]
-        idle = min(roomy, key=lambda lane: len(lane.slots), default=None)
-        if (idle is None or idle.slots) and len(usable) < self.settings.lanes * len(self.holders[0]):
-            idle = self._opened() or idle
-        return idle
+    def _choose_route(self, sequence: SequenceState) -> ServingRoute | None:
+        """The route with the fewest sequences, a new one if there may be more; None: all are full."""
+        held = sum(map(bool, self.holders))
+        usable = [route for route in self._routes.values() if len(route.path) == held]
+        roomy = [route for route in usable if self._has_room(route, sequence)]
+        chosen = min(roomy, key=lambda route: len(route.slots), default=None)
+        if (chosen is None or chosen.slots) and len(usable) < self.settings.routes_per_head * len(self.holders[0]):
+            chosen = self._open_route() or chosen
+        return chosen
 
-    def _has_room(self, lane: ServingRoute, stream: SequenceState) -> bool:
-        there = [self.streams[number].request.longest for number in lane.slots.values()]
-        slots = max([lane.free_slot(), *lane.slots]) + 1
-        longest = max([stream.request.longest, *there])
-        return len(there) < self.settings.streams and slots * longest <= self.settings.lane_tokens
+    def _has_room(self, route: ServingRoute, sequence: SequenceState) -> bool:
+        lengths = [self.sequences[number].request.max_length for number in route.slots.values()]
+        slots = max([route.free_slot(), *route.slots]) + 1
+        longest = max([sequence.request.max_length, *lengths])
+        return len(lengths) < self.settings.max_sequences and slots * longest <= self.settings.cache_tokens
 
-    def _opened(self) -> ServingRoute | None:
-        busy = Counter(node for lane in self._lanes.values() for node in lane.path)
-        holders, distance = self.holders, _Around(self.distance, self._cut, self._doubts)
-        for start in sorted(holders[0], key=lambda node: (busy[node], node)):
-            path = fastest_route(holders, distance, busy, start)
+    def _open_route(self) -> ServingRoute | None:
+        load = Counter(node for route in self._routes.values() for node in route.path)
+        holders, cost = self.holders, _CostWithFaults(self.cost, self._broken_links, self._lost_steps)
+        for start in sorted(holders[0], key=lambda node: (load[node], node)):
+            path = fastest_route(holders, cost, load, start)
             if path is not None:
-                lane = ServingRoute(self._next("lane"), path)
-                self._lanes[lane.number] = lane
-                return lane
+                route = ServingRoute(self._next("route"), path)
+                self._routes[route.number] = route
+                return route
         return None
 
-    def _set_out(self, lane: ServingRoute) -> None:
-        if not lane.slots:
-            if self._lanes.pop(lane.number, None) is not None:
-                self._freed.pop(lane.number, None)
-                self.env.close_lane(lane)
+    def _start_step(self, route: ServingRoute) -> None:
+        if not route.slots:
+            if self._routes.pop(route.number, None) is not None:
+                self._freed.pop(route.number, None)
+                self.env.close_route(route)
             return
-        room = self.settings.prompt_tokens
+        room = self.settings.max_prompt_tokens
         rows: list[StepRow] = []
-        for slot, number in sorted(lane.slots.items()):
-            stream = self.streams[number]
-            new = stream.tokens[stream.fed :]
+        for slot, number in sorted(route.slots.items()):
+            sequence = self.sequences[number]
+            new = sequence.tokens[sequence.num_computed_tokens :]
             if len(new) > 1:  # a prompt, or what is left of one: as much of it as there is room for
                 new = new[:room]
                 room -= len(new)
             if new:
-                rows.append(StepRow(slot, stream.fed, tuple(new), stream))
-        step = ServingStep(self._next("step"), lane, tuple(rows), tuple(self._freed.pop(lane.number, ())))
-        lane.step, lane.stepped_ns = step.number, self.env.now_ns()
+                rows.append(StepRow(slot, sequence.num_computed_tokens, tuple(new), sequence))
+        step = ServingStep(self._next("step"), route, tuple(rows), tuple(self._freed.pop(route.number, ())))
+        route.step, route.step_began_ns = step.number, self.env.now_ns()
         self._steps[step.number] = step
-        self.env.step(step)
+        self.env.start_step(step)
 
-    def _give_up(self, lane: ServingRoute) -> None:
-        """Its streams wait for another one, before all others."""
-        del self._lanes[lane.number]
-        if lane.step is not None:
-            self._steps.pop(lane.step, None)
-        self._freed.pop(lane.number, None)
-        now_ns = self.env.now_ns()
-        for _, number in sorted(lane.slots.items(), reverse=True):
-            stream = self.streams[number]
-            stream.lane, stream.slot, stream.fed, stream.waits_since_ns = None, -1, 0, now_ns
-            self._waiting.appendleft(stream)
-        self.env.close_lane(lane)
+    def _abandon(self, route: ServingRoute) -> None:
+        """Closes a route; its sequences wait for another one, at the head of the queue."""
+        del self._routes[route.number]
+        if route.step is not None:
+            self._steps.pop(route.step, None)
+        self._freed.pop(route.number, None)
+        for _, number in sorted(route.slots.items(), reverse=True):
+            sequence = self.sequences[number]
+            sequence.route, sequence.slot, sequence.num_computed_tokens = None, -1, 0
+            sequence.waiting_since_ns = self.env.now_ns()
+            self._waiting.appendleft(sequence)
+        self.env.close_route(route)
 
-    def _end(self, stream: SequenceState, ending: FinishReason) -> None:
-        stream.ending = ending
-        del self.streams[stream.number]
-        if stream.lane is None:
-            self._waiting.remove(stream)
+    def _finish(self, sequence: SequenceState, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        del self.sequences[sequence.number]
+        if sequence.route is None:
+            self._waiting.remove(sequence)
         else:
-            lane = self._lanes[stream.lane]
-            del lane.slots[stream.slot]
-            self._freed.setdefault(lane.number, []).append(stream.slot)
-            stream.lane = None
-        self.env.said(stream)
+            route = self._routes[sequence.route]
+            del route.slots[sequence.slot]
+            self._freed.setdefault(route.number, []).append(sequence.slot)
+            sequence.route = None
+        self.env.updated(sequence)
 
     def _next(self, what: str) -> int:
         self._numbers[what] += 1
@@ -338,78 +384,18 @@ def _ns(duration: timedelta) -> int:
 
 
 @dataclass(frozen=True)
-class _Around:
-    """Not over links that are cut, and rather not over those where steps were lost."""
+class _CostWithFaults:
+    """A route's cost: infinite over broken links, and higher over links where steps were lost."""
 
-    distance: LinkCost
-    cut: set[frozenset[int]]
-    doubts: Counter[frozenset[int]]
+    cost: RouteCost
+    broken: set[frozenset[int]]
+    lost_steps: Counter[frozenset[int]]
 
     def task_s(self, stage: int, node: int) -> float:
-        return self.distance.task_s(stage, node)
+        return self.cost.task_s(stage, node)
 
     def hop_s(self, sender: int, receiver: int) -> float:
         link = frozenset((sender, receiver))
-        if link in self.cut:
+        if link in self.broken:
             return inf
-        return self.distance.hop_s(sender, receiver) * (1 + DOUBT * self.doubts[link])
-
-
-@dataclass(frozen=True)
-class SequenceRequest:
-    prompt: tuple[int, ...]
-    most: int
-    """Tokens to answer with."""
-    ends: frozenset[int] = frozenset()
-    """Tokens that end the answer."""
-    sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (frozen)
-
-    @property
-    def longest(self) -> int:
-        """Tokens in the end."""
-        return len(self.prompt) + self.most
-
-
-class FinishReason(Enum):
-    STOP = "stop"
-    LENGTH = "length"
-    CANCELLED = "cancelled"
-    NO_WAY = "no way"
-    """Too few stages were left for too long."""
-    SPOILED = "spoiled"
-    """No node could compute it."""
-
-
-@dataclass
-class SequenceState:
-    number: int
-    request: SequenceRequest
-    tokens: list[int] = field(default_factory=list)
-    """Prompt and answer so far."""
-    fed: int = 0
-    """Tokens that the stages of its lane have seen."""
-    lane: int | None = None
-    slot: int = -1
-    """Its place in the caches of the lane's nodes."""
-    visited: int = 0
-    """Stages that the shortest lane had by which a token was made; 0: none yet."""
-    waits_since_ns: int = 0
-    spoiled: int = 0
-    """Steps with it that could not be done."""
-    ending: FinishReason | None = None
-
-    def __post_init__(self) -> None:
-        self.tokens = [*self.request.prompt, *self.tokens]
-
-    @property
-    def answer(self) -> list[int]:
-        return self.tokens[len(self.request.prompt) :]
-
-    def add(self, token: int, visited: int) -> None:
-        """A token was made by so many stages."""
-        self.tokens.append(token)
-        self.visited = min(self.visited, visited) if self.visited else visited
-        if token in self.request.ends:
-            self.ending = FinishReason.STOP
-        elif len(self.answer) >= self.request.most:
-            self.ending = FinishReason.LENGTH
+        return self.cost.hop_s(sender, receiver) * (1 + LOST_STEP_PENALTY * self.lost_steps[link])

@@ -1,1 +1,1 @@
-"""What every HTTP server of the project shares: the server, who may ask, how errors read."""
+"""What every HTTP server of the project shares: the server, authentication and limits, errors."""

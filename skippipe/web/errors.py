@@ -1,4 +1,4 @@
-"""Answers that are errors, in OpenAI's shape."""
+"""Errors of an HTTP API, in the shape of OpenAI's."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-RATE_LIMITED, FIRST_OF_OURS = 429, 500  # statuses
-LARGE = 10**15  # beyond it a number is not repeated to whoever sent it
+RATE_LIMITED, SERVER_ERROR = 429, 500  # statuses
+LARGE = 10**15  # larger numbers are not repeated in an error
 
 
 @dataclass(eq=False)
 class APIError(Exception):
+    """An error that the client is answered with."""
+
     status: int
     message: str
-    """For people: what is wrong, and what to do."""
+    """What is wrong and what to do, for people."""
     code: str
-    """For programs."""
+    """The kind of error, for programs."""
     param: str | None = None
-    """The field that is wrong."""
+    """The field of the request that is wrong."""
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def type(self) -> str:
         if self.status == RATE_LIMITED:
             return "requests"
-        return "server_error" if self.status >= FIRST_OF_OURS else "invalid_request_error"
+        return "server_error" if self.status >= SERVER_ERROR else "invalid_request_error"
 
     @property
     def body(self) -> dict[str, Any]:
@@ -35,16 +37,18 @@ class APIError(Exception):
 
 
 def wrong(param: str | None, message: str, code: str = "invalid_value") -> APIError:
-    """A field that cannot be taken as it is."""
+    """A request that is invalid because of one field, or as a whole."""
     return APIError(400, f"{param}: {message}" if param else message, code, param)
 
 
-def no_such_model(asked: str, there: str) -> APIError:
-    return APIError(404, f"model: '{short(asked)}' is not served here; ask for '{there}'", "model_not_found", "model")
+def no_such_model(requested: str, served: str) -> APIError:
+    return APIError(
+        404, f"model: '{short(requested)}' is not served here; ask for '{served}'", "model_not_found", "model"
+    )
 
 
 def too_long(param: str, context: int, prompt: int, answer: int) -> APIError:
-    """The first words are OpenAI's: there are clients that look for them."""
+    """A prompt beyond the context. The first words are OpenAI's: there are clients that look for them."""
     return wrong(
         param,
         f"This model's maximum context length is {context} tokens; this asks for {prompt + answer} "
@@ -53,38 +57,38 @@ def too_long(param: str, context: int, prompt: int, answer: int) -> APIError:
     )
 
 
-def not_let_in(message: str) -> APIError:
+def unauthorized(message: str) -> APIError:
     return APIError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-def too_large(most_bytes: int) -> APIError:
-    """What has not been read of the request is not wanted any more, so the connection ends."""
-    message = f"the request has more than the {most_bytes:,} bytes that are taken here: send less at once"
+def too_large(max_bytes: int) -> APIError:
+    """A body beyond the limit; the connection ends, as the rest of the body is not read."""
+    message = f"the request has more than the {max_bytes:,} bytes that are taken here: send less at once"
     return APIError(413, message, "request_too_large", headers={"Connection": "close"})
 
 
-def too_often(message: str, wait_s: float) -> APIError:
+def rate_limited(message: str, wait_s: float) -> APIError:
     return APIError(RATE_LIMITED, message, "rate_limit_exceeded", headers=_retry_after(wait_s))
 
 
-def unavailable(reason: str, wait: timedelta) -> APIError:
+def unavailable(reason: str, retry_after: timedelta) -> APIError:
     message = f"no answer can be given now: {reason}; try again later"
-    return APIError(503, message, "unavailable", headers=_retry_after(wait.total_seconds()))
+    return APIError(503, message, "unavailable", headers=_retry_after(retry_after.total_seconds()))
 
 
-def too_slow(most: timedelta) -> APIError:
-    """OpenAI's clients repeat what failed unless they are told not to; this would only take as long once more."""
-    message = f"the answer was not complete after {most.total_seconds():g} s: ask for a shorter one"
+def timed_out(timeout: timedelta) -> APIError:
+    """An answer beyond its deadline. OpenAI's clients would retry, which would take as long: the header forbids it."""
+    message = f"the answer was not complete after {timeout.total_seconds():g} s: ask for a shorter one"
     return APIError(504, message, "timeout", headers={"x-should-retry": "false"})
 
 
-def our_fault(request: str) -> APIError:
-    message = f"the server failed; whoever runs it finds the reason in its log under {request}"
+def internal_error(request_id: str) -> APIError:
+    message = f"the server failed; its operator finds the reason in its log under {request_id}"
     return APIError(500, message, "internal_error")
 
 
 def found(value: Any) -> str:
-    """What somebody sent, in few words."""
+    """A value of a request in few words, for an error."""
     match value:
         case None:
             return "null"
@@ -100,7 +104,7 @@ def found(value: Any) -> str:
 
 
 def short(text: str, most: int = 40) -> str:
-    """What somebody sent, so that it can be shown: what could play tricks on a terminal becomes a space."""
+    """A text of a request, shortened; characters that could play tricks on a terminal become spaces."""
     shown = "".join(each if each.isprintable() else " " for each in text[:most])
     return shown if len(text) <= most else f"{shown}…"
 

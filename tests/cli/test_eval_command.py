@@ -18,7 +18,7 @@ from skippipe.inference.eval.perplexity import PerplexityMeter
 from skippipe.inference.eval.tables import number
 from skippipe.inference.eval.windows import Windows
 from tests.helpers.exact_training import FULL, plan_of
-from tests.helpers.model_folders import TOKENIZER, by_itself, checkpoint_in, export_to, part
+from tests.helpers.model_folders import TOKENIZER, by_itself, checkpoint_in, export_to, subset
 
 torch.set_num_threads(1)
 TEXT = 'Some words, and some more words: "Of what?" said Emma. ' * 40
@@ -63,9 +63,9 @@ def test_the_command(
     staged = load(folder)
     windows = Windows.of("words", prepared.ids, 32, 300)
     assert len(found["parts"]) == 4
-    whole = by_itself(staged, part(0, 1, 2, total=3), windows)
+    whole = by_itself(staged, subset(0, 1, 2, total=3), windows)
     for each in found["parts"]:
-        loss = by_itself(staged, part(*each["stages"], total=3), windows)
+        loss = by_itself(staged, subset(*each["stages"], total=3), windows)
         assert each["texts"]["words"] == each["texts"]["tokens"], "a text is what was prepared of it"
         assert each["texts"]["words"]["loss"] == pytest.approx(loss, abs=1e-5)
         assert each["texts"]["words"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
@@ -93,7 +93,7 @@ def test_a_run_is_measured_on_windows_of_its_plan(
 def test_ctrl_c_shows_what_is_done(
     folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    walk, calls = PerplexityMeter._walked, 0
+    walk, calls = PerplexityMeter._losses, 0
 
     def interrupted(self: PerplexityMeter, *given: Any) -> Any:
         nonlocal calls
@@ -102,7 +102,7 @@ def test_ctrl_c_shows_what_is_done(
             raise KeyboardInterrupt
         return walk(self, *given)
 
-    monkeypatch.setattr(PerplexityMeter, "_walked", interrupted)
+    monkeypatch.setattr(PerplexityMeter, "_losses", interrupted)
     text.write_text(TEXT * 20)
     assert run(monkeypatch, folder, "--text", text, "--tokens", 10_240, "--all") == 130
     printed = capsys.readouterr().out
@@ -114,11 +114,11 @@ def test_ctrl_c_shows_what_is_done(
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--context", "65"], "--context 65: the model looks at 64 tokens; name that many or fewer"),
+        (["--context", "65"], "--context 65: the model has a context of 64 tokens; give that many or fewer"),
         (["--stages", "1,2"], "begin with 0"),
         (["--keep", "half"], "'half' is not a share"),
         (["--keep", "1/2", "--drive", "harder"], "'harder' is neither a number nor one of"),
-        (["--cut", "1", "--losing"], "the model is in one piece: say with --cut how many stages it has"),
+        (["--cut", "1", "--losing"], "the model is in one piece: give its number of stages with --cut"),
         (["--cut", "9"], "at most 5 stages"),
         (["--text", "nowhere.txt"], "nowhere.txt: no such text file"),
         (["--json", "."], ".: this is a folder; name a file in it"),

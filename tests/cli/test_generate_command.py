@@ -14,7 +14,7 @@ from skippipe.cli import main
 from skippipe.inference.checkpoint_loader import load
 from skippipe.inference.decoder import TokenByToken
 from skippipe.inference.engine import GenerationEngine
-from skippipe.inference.request import GenerationRequest, OutputPiece, SamplingParams
+from skippipe.inference.request import GenerationRequest, SamplingParams, TokenOutput
 from skippipe.stage_subset import StageSubset
 from tests.helpers.model_folders import export_to
 
@@ -53,15 +53,15 @@ def test_the_command(generate: Callable[..., tuple[str, str, int]], folder: Path
     model = load(folder)
     prompt = tuple(model.tokenizer("some words")["input_ids"])
     decoder = TokenByToken(model, WHOLE, 1000)
-    (reply,) = GenerationEngine(model, decoder).run([GenerationRequest(prompt, 20, SamplingParams(0.8, seed=3))])
+    (generation,) = GenerationEngine(model, decoder).run([GenerationRequest(prompt, 20, SamplingParams(0.8, seed=3))])
     options = ("--max-tokens", "20", "--seed", "3")
-    assert generate("some words", *options) == (reply.text + "\n", "", 0)
+    assert generate("some words", *options) == (generation.text + "\n", "", 0)
     text, stats, _ = generate("some words", *options, "--draft", "0,1", "--draft-tokens", "2", "--stats")
-    assert text == reply.text + "\n"
-    assert f"stages all 3: 2 tokens read, {len(reply.said)} written; the first after" in stats
+    assert text == generation.text + "\n"
+    assert f"stages all 3: 2 tokens read, {len(generation.output_tokens)} written; the first after" in stats
     assert "drafts by stages 0,1: " in stats
     assert generate("some words", *options, "--draft", "auto")[0] == text
-    assert generate("some words", *options, "--stop", reply.text[3:5])[0] == reply.text[:3] + "\n"
+    assert generate("some words", *options, "--stop", generation.text[3:5])[0] == generation.text[:3] + "\n"
     assert generate("some words", *options, "--stages", "0,2", "--drive", "scaled")[0] != text
 
 
@@ -82,7 +82,7 @@ def test_ctrl_c_keeps_what_was_said(
     whole = generate(*options)[0]
     step, steps = GenerationEngine.step, iter([True, True, True, False])
 
-    def impatient(self: GenerationEngine) -> list[OutputPiece]:
+    def impatient(self: GenerationEngine) -> list[TokenOutput]:
         if not next(steps):
             raise KeyboardInterrupt
         return step(self)
@@ -99,8 +99,8 @@ def test_ctrl_c_keeps_what_was_said(
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (("--stages", "0", "--keep", "1/2"), "say one of the two"),
-        (("--draft-tokens", "2"), "say with --draft which stages"),
+        (("--stages", "0", "--keep", "1/2"), "give one of the two"),
+        (("--draft-tokens", "2"), "give the stages that draft with --draft"),
         (("--draft", "0,7"), "some of the stages 0,1,2"),
         (("--top-p", "0"), "give above 0 to 1"),
         (("some words " * 100,), "the model looks at 128"),

@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 
 from skippipe.errors import UserError
-from skippipe.inference.request import SamplingParams
+from skippipe.inference.request import FinishReason, SamplingParams
 from skippipe.serving.engine_client import RequestOutput, RequestRefused, StageCoverage
 from skippipe.serving.http import routes
 from skippipe.serving.scheduler import SequenceRequest
@@ -22,7 +22,7 @@ from skippipe.web.auth import ApiSettings
 
 MODEL = "org/mirror"
 STAGES = 6
-OPEN = ApiSettings(loopback=True, requests_a_minute=1_000_000)
+OPEN = ApiSettings(loopback=True, requests_per_minute=1_000_000)
 PATIENCE_S = 10.0
 VOCABULARY = 50
 PLACES = {0: (0, 1), 1: (2, 3), 2: (4, 5), 3: (6,)}
@@ -30,8 +30,8 @@ PLACES = {0: (0, 1), 1: (2, 3), 2: (4, 5), 3: (6,)}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-class Mirror:
-    """Answers a prompt with the same backwards, character by character."""
+class EchoEngine:
+    """Answers a prompt with its text backwards, character by character."""
 
     model = MODEL
     created = 1_700_000_000
@@ -40,63 +40,64 @@ class Mirror:
 
     def __init__(self) -> None:
         self.pause_s = 0.0
-        """Before every token from this one on."""
+        """Pause before every token from `slow_from` on."""
         self.slow_from = 1
         self.refusal: str | None = None
         self.stages = STAGES
         self.lost: dict[int, int] = {}
-        """Token → how many stages are left from there on; with none of them, it is refused."""
+        """Token → how many stages are left from there on; with none of them, the request is refused."""
         self.breaks_at: int | None = None
-        """The token at which it fails as nobody foresaw."""
+        """The token at which it raises `failure`."""
         self.failure: Exception = RuntimeError("node 7 of 10.0.0.9 sent nonsense")
         self.ends = True
-        """Does it say that it is over?"""
-        self.asked: list[tuple[tuple[int, ...], int, SamplingParams, tuple[str, ...]]] = []
+        """Has the last output a finish reason?"""
+        self.requests: list[tuple[tuple[int, ...], int, SamplingParams, tuple[str, ...]]] = []
         self.conversations: list[list[dict[str, str]]] = []
         self.begun = threading.Event()
         self.cancelled = threading.Event()
 
-    def share(self) -> StageCoverage:
+    def coverage(self) -> StageCoverage:
         return StageCoverage(self.stages, STAGES)
 
-    def figures(self) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         return {"steps_total": 12, "streams": 1.5}
 
-    def tokens(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         return [ord(each) for each in text]
 
-    def text(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         return "".join(map(chr, tokens))
 
-    def chat_tokens(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         if messages[-1]["role"] == "assistant":
             raise UserError("the last word is the assistant's: end with the user's")
         self.conversations.append(list(messages))
-        return self.tokens(messages[-1]["content"])
+        return self.encode(messages[-1]["content"])
 
-    async def answer(
-        self, prompt: Sequence[int], most: int, sampling: SamplingParams, stops: Sequence[str]
+    async def generate(
+        self, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams, stop: Sequence[str]
     ) -> AsyncGenerator[RequestOutput, None]:
-        self.asked.append((tuple(prompt), most, sampling, tuple(stops)))
+        self.requests.append((tuple(prompt), max_tokens, sampling, tuple(stop)))
         self.begun.set()
         if self.refusal is not None:
             raise RequestRefused(self.refusal)
-        whole = self.text(prompt)[::-1]
-        found = [(whole.index(stop), whole.index(stop) + len(stop)) for stop in stops if stop in whole]
+        whole = self.decode(prompt)[::-1]
+        found = [(whole.index(each), whole.index(each) + len(each)) for each in stop if each in whole]
         shown, until = min(found, default=(len(whole), len(whole)))
-        visited = self.stages
+        num_stages = self.stages
         try:
-            for count, each in enumerate(whole[:most], 1):
+            for count, each in enumerate(whole[:max_tokens], 1):
                 await asyncio.sleep(self.pause_s if count >= self.slow_from else 0.0)
                 if count == self.breaks_at:
                     raise self.failure
                 self.stages = self.lost.get(count, self.stages)
                 if not self.stages:
                     raise RequestRefused("no stage is left")
-                visited = min(visited, self.stages)
-                ending = "stop" if count == until else "length" if count == most else None
-                yield RequestOutput(each if count <= shown else "", count, visited, ending if self.ends else None)
-                if ending is not None:
+                num_stages = min(num_stages, self.stages)
+                stopped = FinishReason.STOP if count == until else None
+                reason = stopped or (FinishReason.LENGTH if count == max_tokens else None)
+                yield RequestOutput(each if count <= shown else "", count, num_stages, reason if self.ends else None)
+                if reason is not None:
                     return
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.set()
@@ -104,19 +105,19 @@ class Mirror:
 
 
 class Caller:
-    """Asks an application without a server."""
+    """Calls an application without a server."""
 
-    def __init__(self, mirror: Mirror | None = None, settings: ApiSettings = OPEN) -> None:
-        self.mirror = mirror or Mirror()
-        self.app = routes.app(self.mirror, settings)
+    def __init__(self, engine: EchoEngine | None = None, settings: ApiSettings = OPEN) -> None:
+        self.engine = engine or EchoEngine()
+        self.app = routes.application(self.engine, settings)
 
-    def __call__(self, method: str, path: str, **how: Any) -> httpx2.Response:
-        return asyncio.run(self.asked(method, path, **how))
+    def __call__(self, method: str, path: str, **options: Any) -> httpx2.Response:
+        return asyncio.run(self.request(method, path, **options))
 
-    async def asked(self, method: str, path: str, **how: Any) -> httpx2.Response:
+    async def request(self, method: str, path: str, **options: Any) -> httpx2.Response:
         transport = httpx2.ASGITransport(self.app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            return await asyncio.wait_for(client.request(method, path, **how), PATIENCE_S)
+            return await asyncio.wait_for(client.request(method, path, **options), PATIENCE_S)
 
     def post(self, path: str = COMPLETIONS, **fields: Any) -> httpx2.Response:
         body = json.dumps(valid(path) | fields)  # httpx2 would not send half a character
@@ -129,8 +130,8 @@ def valid(path: str) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "hello"}
 
 
-def complaint(response: httpx2.Response, status: int, code: str, param: str | None = None) -> str:
-    """The message of an error, whose shape is as it should be."""
+def api_error(response: httpx2.Response, status: int, code: str, param: str | None = None) -> str:
+    """The message of an error, after a check of its shape."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"].startswith("req_")
@@ -151,10 +152,10 @@ def events(response: httpx2.Response) -> list[Any]:
 
 
 @contextmanager
-def serving(mirror: Mirror, settings: ApiSettings = OPEN) -> Iterator[str]:
+def serving(engine: EchoEngine, settings: ApiSettings = OPEN) -> Iterator[str]:
     """The address of a server on loopback, in a thread of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:  # who connects before it has begun just waits a bit
-        server = web_server.server(routes.app(mirror, settings), "127.0.0.1", 0)
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # an early client waits in its backlog
+        server = web_server.server(routes.application(engine, settings), "127.0.0.1", 0)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])), daemon=True)
         thread.start()
         try:
@@ -173,10 +174,10 @@ def next_token(tokens: list[int], seed: int) -> int:
     return found % VOCABULARY
 
 
-def answer(request: SequenceRequest) -> list[int]:
+def expected_tokens(request: SequenceRequest) -> list[int]:
     tokens = list(request.prompt)
-    while len(tokens) < len(request.prompt) + request.most:
+    while len(tokens) < len(request.prompt) + request.max_tokens:
         tokens.append(next_token(tokens, request.sampling.seed))
-        if tokens[-1] in request.ends:
+        if tokens[-1] in request.end_tokens:
             break
     return tokens[len(request.prompt) :]

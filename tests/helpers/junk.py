@@ -1,4 +1,4 @@
-"""Requests that nobody would send on purpose: each gets an error that says why, and the server is none the worse."""
+"""Random and malformed requests: each gets an error that says why, and the server goes on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 
 from skippipe.web.auth import ApiSettings
-from tests.helpers.echo_engine import CHAT, COMPLETIONS, MODEL, Caller, complaint, valid
+from tests.helpers.echo_engine import CHAT, COMPLETIONS, MODEL, Caller, api_error, valid
 
 
 def random_json(random: Random, depth: int = 0) -> Any:
@@ -37,7 +37,7 @@ def random_text(random: Random) -> str:
 
 
 def mutated(random: Random, value: Any) -> Any:
-    """The same, but for one thing."""
+    """The value with one thing changed."""
     if isinstance(value, dict) and value and random.random() < 0.8:
         changed = dict(value)
         name = random.choice(list(changed))
@@ -121,9 +121,9 @@ def junk_request(random: Random) -> tuple[str, str, bytes, dict[bytes, bytes]]:
 
 
 async def junk_answered(count: int, seed: int = 0) -> Counter[int]:
-    """Status → how often; every answer is proper, and afterwards all is well (for `benchmarks` too)."""
+    """Status → how often; every error has its shape, and afterwards the server works."""
     random, statuses = Random(seed), Counter[int]()
-    caller = Caller(settings=ApiSettings(loopback=True, requests_a_minute=10**9))
+    caller = Caller(settings=ApiSettings(loopback=True, requests_per_minute=10**9))
     transport = httpx2.ASGITransport(caller.app)
     async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as ask:
         for number in range(count):
@@ -133,9 +133,9 @@ async def junk_answered(count: int, seed: int = 0) -> Counter[int]:
             assert response.status_code < 500, (number, method, path, body, headers, response.text)
             if response.status_code >= 400:
                 error = response.json()["error"]
-                complaint(response, response.status_code, error["code"], error["param"])
+                api_error(response, response.status_code, error["code"], error["param"])
         assert (await ask.get("/health")).json()["status"] == "ok"
         whole = (await ask.post(COMPLETIONS, json=valid(COMPLETIONS))).json()
         assert whole["choices"][0]["text"] == "olleh"
-        assert "\nskippipe_requests_in_flight 1\n" in (await ask.get("/metrics")).text
+        assert "\nskippipe_requests_in_flight 1.0\n" in (await ask.get("/metrics")).text
     return statuses

@@ -12,6 +12,7 @@ from torch.nn import functional
 from skippipe.checkpoint.format import Checkpoints, Manifest, StageWriter
 from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.data.tokenizer import train_bpe
+from skippipe.inference.cached_stage import logits
 from skippipe.inference.checkpoint_loader import StagedModel
 from skippipe.inference.eval.windows import Windows
 from skippipe.inference.likelihood import SubsetModel
@@ -61,16 +62,16 @@ def checkpoint_in(run: Path) -> list[StageModel]:
     return stages
 
 
-def part(*stages: int, drive: float = 1.0, total: int = 5) -> StageSubset:
-    return StageSubset(stages, total, drive)
+def subset(*stages: int, residual_scale: float = 1.0, total: int = 5) -> StageSubset:
+    return StageSubset(stages, total, residual_scale)
 
 
 def by_itself(staged: StagedModel, wanted: StageSubset, windows: Windows) -> float:
     """As the scoring of parts has it."""
     model = SubsetModel(staged, wanted)
     rows = windows.rows(windows.numbers)
-    logits = model.logits(model.hidden(rows[:, :-1]))
-    return float(functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
+    values = logits(staged.stages[0], model.hidden(rows[:, :-1]))
+    return float(functional.cross_entropy(values.flatten(0, 1), rows[:, 1:].flatten()))
 
 
 def plainly(logits: torch.Tensor, tokens: Sequence[int]) -> tuple[float, bool]:

@@ -31,10 +31,10 @@ from skippipe.inference.draft_policy import (
     pick_draft,
     shared_stages,
 )
-from skippipe.inference.engine import GenerationEngine, ending_tokens
+from skippipe.inference.engine import GenerationEngine, model_end_tokens
 from skippipe.inference.kv_cache import BatchRows, CacheFull, StageCache
 from skippipe.inference.likelihood import SubsetModel
-from skippipe.inference.request import Generation, GenerationRequest, OutputPiece, SamplingParams
+from skippipe.inference.request import FinishReason, Generation, GenerationRequest, SamplingParams, TokenOutput
 from skippipe.inference.speculative import Speculator
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import StageModel, layer_ranges
@@ -71,8 +71,8 @@ def theirs(model: StagedModel) -> Any:
 
 
 def prompts(count: int = 5, seed: int = 0) -> list[tuple[int, ...]]:
-    chance = random.Random(seed)
-    return [tuple(chance.choices(range(TOKENIZER.size), k=chance.randint(1, 20))) for _ in range(count)]
+    rate = random.Random(seed)
+    return [tuple(rate.choices(range(TOKENIZER.size), k=rate.randint(1, 20))) for _ in range(count)]
 
 
 def asked(sampling: SamplingParams = GREEDY, count: int = 5, seed: int = 0) -> list[GenerationRequest]:
@@ -80,11 +80,11 @@ def asked(sampling: SamplingParams = GREEDY, count: int = 5, seed: int = 0) -> l
     return [GenerationRequest(each, 2 + 3 * index, sampling) for index, each in enumerate(prompts(count, seed))]
 
 
-def said(
-    model: StagedModel, decoder: Decoder, requests: Sequence[GenerationRequest], together: int = 3
+def output_tokens(
+    model: StagedModel, decoder: Decoder, requests: Sequence[GenerationRequest], max_sequences: int = 3
 ) -> list[list[int]]:
-    replies = GenerationEngine(model, decoder, together, ends=frozenset()).run(requests)
-    return [reply.said for reply in replies]
+    generations = GenerationEngine(model, decoder, max_sequences, end_tokens=frozenset()).run(requests)
+    return [generation.output_tokens for generation in generations]
 
 
 # ---- caches
@@ -94,11 +94,11 @@ def said(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_schedule_of_passes_gives_the_logits_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of unequal length, with and without a past, padding, slots in any order, cut back, moved and used again."""
-    monkeypatch.setattr(kv_cache, "SMALLEST_ROOM", 4)  # so that it grows
-    model, chance = staged(family), random.Random(family)
+    monkeypatch.setattr(kv_cache, "MIN_ROOM", 4)  # so that it grows
+    model, rate = staged(family), random.Random(family)
     texts = torch.randint(TOKENIZER.size, (6, 24), generator=torch.Generator().manual_seed(1))
     expected = theirs(model)(texts).logits
-    stretch = StageChain(model.stages, WHOLE.stages, WHOLE.drive, 400)
+    chain = StageChain(model.stages, WHOLE.stages, WHOLE.residual_scale, 400)
     holds: dict[int, tuple[int, int]] = {}  # slot → which text, and how much of it
 
     def fed(slots: Sequence[int], counts: Sequence[int], junk: bool = False) -> None:
@@ -107,7 +107,7 @@ def test_any_schedule_of_passes_gives_the_logits_of_transformers(family: str, mo
             texts[holds[slot][0], holds[slot][1] :][: rows.width].flip(0 if junk else ()).tolist() for slot in slots
         ]
         padded = [[*row, *[0] * (rows.width - len(row))] for row in tokens]
-        made = logits(model.stages[0], stretch.forward(embed(model.stages[0], padded), rows))
+        made = logits(model.stages[0], chain.forward(embed(model.stages[0], padded), rows))
         for slot, count, row in zip(slots, counts, made, strict=True):
             text, begin = holds[slot]
             if not junk:
@@ -115,33 +115,33 @@ def test_any_schedule_of_passes_gives_the_logits_of_transformers(family: str, mo
                 holds[slot] = text, begin + count
 
     for turn in range(36):
-        for slot in set(chance.sample(range(6), 2)) - holds.keys():
-            holds[slot] = chance.randrange(6), 0
+        for slot in set(rate.sample(range(6), 2)) - holds.keys():
+            holds[slot] = rate.randrange(6), 0
         for slot in list(holds):
             text, begin = holds[slot]
-            if begin > 18 or chance.random() < 0.05:
-                stretch.free(slot)
+            if begin > 18 or rate.random() < 0.05:
+                chain.free(slot)
                 del holds[slot]
-            elif begin > 2 and chance.random() < 0.15:
-                holds[slot] = text, chance.randrange(1, begin)
+            elif begin > 2 and rate.random() < 0.15:
+                holds[slot] = text, rate.randrange(1, begin)
         full = [slot for slot, (_, begin) in holds.items() if begin]
         empty = [slot for slot in range(max(full, default=0)) if slot not in holds]
         if full and empty and turn % 5 == 0:
-            stretch.move(full[0], empty[0])
+            chain.move(full[0], empty[0])
             holds[empty[0]] = holds.pop(full[0])
         started = [slot for slot, (_, begin) in holds.items() if begin]
         new = sorted(holds.keys() - set(started))
         if new:
-            fed(new, [chance.randint(1, 6) for _ in new])
+            fed(new, [rate.randint(1, 6) for _ in new])
         if started:
-            slots = chance.sample(started, chance.randint(1, len(started)))
-            slots = sorted(slots) if chance.random() < 0.5 else slots
-            if chance.random() < 0.2:
-                fed(slots, [chance.randint(1, 3) for _ in slots], junk=True)
-            if chance.random() < 0.4:
+            slots = rate.sample(started, rate.randint(1, len(started)))
+            slots = sorted(slots) if rate.random() < 0.5 else slots
+            if rate.random() < 0.2:
+                fed(slots, [rate.randint(1, 3) for _ in slots], junk=True)
+            if rate.random() < 0.4:
                 fed(slots, [1] * len(slots))
             else:
-                fed(slots, [4, *[chance.randint(0, 4) for _ in slots[1:]]])
+                fed(slots, [4, *[rate.randint(0, 4) for _ in slots[1:]]])
 
 
 def test_slots_that_follow_one_another_are_read_without_copying() -> None:
@@ -166,9 +166,9 @@ def test_a_freed_slot_is_wiped(counts: tuple[int, int]) -> None:
     used.free(0)
     hidden = torch.randn(2, 4, 32)
     found = []
-    for stretch in (used, new):
-        stretch.forward(hidden, BatchRows((0, 1), (0, 0), counts))
-        found.append(stretch.forward(hidden[:, :1], BatchRows((0, 1), counts, (1, 1))))
+    for chain in (used, new):
+        chain.forward(hidden, BatchRows((0, 1), (0, 0), counts))
+        found.append(chain.forward(hidden[:, :1], BatchRows((0, 1), counts, (1, 1))))
     assert torch.equal(*found)
 
 
@@ -187,7 +187,7 @@ def test_room_is_bounded() -> None:
 
 def test_rotations_that_change_with_the_length_are_refused() -> None:
     config = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-    with pytest.raises(UserError, match="rope_type 'dynamic' rotates by how long"):
+    with pytest.raises(UserError, match="rope_type 'dynamic' depends on the length"):
         CachedStage(StageModel(ModelSpec(config), range(2), ends=True), 100)
 
 
@@ -206,8 +206,8 @@ def test_bf16(family: str) -> None:
     row = list(prompts()[2])
     hidden = embed(model.stages[0], [row])
     assert hidden.dtype == torch.bfloat16
-    stretch = StageChain(model.stages, WHOLE.stages, 1.0, 400)
-    found = logits(model.stages[0], stretch.forward(hidden, BatchRows((0,), (0,), (len(row),))))
+    chain = StageChain(model.stages, WHOLE.stages, 1.0, 400)
+    found = logits(model.stages[0], chain.forward(hidden, BatchRows((0,), (0,), (len(row),))))
     with torch.no_grad():
         expected = whole(torch.tensor([row])).logits
     assert torch.allclose(found, expected.float(), atol=0.05)
@@ -227,20 +227,22 @@ def test_texts_are_those_of_transformers(family: str) -> None:
             row, attention_mask=torch.ones_like(row), do_sample=False, max_new_tokens=request.max_tokens
         )
         expected.append(made[0, len(request.prompt) :].tolist())
-    assert said(model, TokenByToken(model, WHOLE, 1000), asked()) == expected
-    assert said(model, TokenByToken(model, WHOLE, 90), asked(), together=8) == expected, "when there is little room"
+    assert output_tokens(model, TokenByToken(model, WHOLE, 1000), asked()) == expected
+    assert output_tokens(model, TokenByToken(model, WHOLE, 90), asked(), max_sequences=8) == expected, (
+        "when there is little room"
+    )
 
 
-@pytest.mark.parametrize("part", [StageSubset((0, 2), 3, 1.7), StageSubset((0, 2, 1), 3), StageSubset((0,), 3)])
-def test_a_part_writes_what_it_writes_without_a_cache(part: StageSubset) -> None:
+@pytest.mark.parametrize("subset", [StageSubset((0, 2), 3, 1.7), StageSubset((0, 2, 1), 3), StageSubset((0,), 3)])
+def test_a_part_writes_what_it_writes_without_a_cache(subset: StageSubset) -> None:
     model = staged()
-    plain = SubsetModel(model, part)
+    plain = SubsetModel(model, subset)
     rows = [list(request.prompt) for request in asked(count=3)]
     for _ in range(6):
         for row, token in zip(rows, plain.most_likely(rows), strict=True):
             row.append(token)
     requests = [GenerationRequest(prompt, 6, GREEDY) for prompt in prompts(3)]
-    found = said(model, TokenByToken(model, part, 1000), requests)
+    found = output_tokens(model, TokenByToken(model, subset, 1000), requests)
     assert found == [row[len(request.prompt) :] for row, request in zip(rows, requests, strict=True)]
 
 
@@ -252,20 +254,22 @@ class Pretending(Decoder):
         self.holds: dict[int, Generation] = {}
         self.most = 0
 
-    def begin(self, replies: Sequence[Generation]) -> list[list[int]]:
-        for reply in replies:
-            assert reply.slot not in self.holds
-            self.holds[reply.slot] = reply
-        return self._said(replies)
+    def begin(self, generations: Sequence[Generation]) -> list[list[int]]:
+        for generation in generations:
+            assert generation.slot not in self.holds
+            self.holds[generation.slot] = generation
+        return self._output_tokens(generations)
 
-    def advance(self, replies: Sequence[Generation]) -> list[list[int]]:
-        assert [self.holds[slot] for slot in range(len(self.holds))] == replies
-        return self._said(replies)
+    def advance(self, generations: Sequence[Generation]) -> list[list[int]]:
+        assert [self.holds[slot] for slot in range(len(self.holds))] == generations
+        return self._output_tokens(generations)
 
-    def _said(self, replies: Sequence[Generation]) -> list[list[int]]:
-        assert (max(self.holds) + 1) * max(reply.longest for reply in self.holds.values()) <= self.max_tokens
+    def _output_tokens(self, generations: Sequence[Generation]) -> list[list[int]]:
+        assert (max(self.holds) + 1) * max(
+            generation.max_length for generation in self.holds.values()
+        ) <= self.max_tokens
         self.most = max(self.most, len(self.holds))
-        return [[7] * (1 + reply.number % 3) for reply in replies]
+        return [[7] * (1 + generation.number % 3) for generation in generations]
 
     def free(self, slot: int) -> None:
         del self.holds[slot]
@@ -281,40 +285,42 @@ LENGTHS = st.tuples(st.integers(1, 30), st.integers(1, 30))
 @settings(max_examples=60, deadline=None)
 @given(st.lists(LENGTHS, min_size=1, max_size=14), st.integers(1, 6), st.integers(60, 300))
 @example([(1, 2), (1, 4), (1, 6), (1, 2), (1, 4), (25, 25), (30, 30)], 6, 300)  # one is left in the highest slot
-def test_texts_come_and_go(lengths: list[tuple[int, int]], together: int, room: int) -> None:
+def test_texts_come_and_go(lengths: list[tuple[int, int]], max_sequences: int, room: int) -> None:
     decoder = Pretending(room)
     requests = [GenerationRequest((1,) * prompt, count, GREEDY) for prompt, count in lengths]
-    replies = GenerationEngine(staged_once(), decoder, together).run(requests)
-    assert [len(reply.said) for reply in replies] == [count for _, count in lengths]
+    generations = GenerationEngine(staged_once(), decoder, max_sequences).run(requests)
+    assert [len(generation.output_tokens) for generation in generations] == [count for _, count in lengths]
     assert not decoder.holds
-    assert decoder.most <= together
-    if together * 60 <= room:
-        assert decoder.most == min(together, len(lengths))
+    assert decoder.most <= max_sequences
+    if max_sequences * 60 <= room:
+        assert decoder.most == min(max_sequences, len(lengths))
 
 
 def test_every_token_is_heard_and_texts_end() -> None:
     model = staged()
-    (whole,) = GenerationEngine(model, TokenByToken(model, WHOLE, 1000), ends=frozenset()).run([asked()[3]])
-    last = whole.said[5]
-    pieces: list[OutputPiece] = []
+    (whole,) = GenerationEngine(model, TokenByToken(model, WHOLE, 1000), end_tokens=frozenset()).run([asked()[3]])
+    last = whole.output_tokens[5]
+    pieces: list[TokenOutput] = []
     decoder = TokenByToken(model, WHOLE, 1000)
-    (cut,) = GenerationEngine(model, decoder, ends=frozenset({last})).run([asked()[3]], pieces.append)
-    assert cut.said == whole.said[: whole.said.index(last) + 1]
-    assert [piece.token for piece in pieces] == cut.said
+    (cut,) = GenerationEngine(model, decoder, end_tokens=frozenset({last})).run([asked()[3]], pieces.append)
+    assert cut.output_tokens == whole.output_tokens[: whole.output_tokens.index(last) + 1]
+    assert [piece.token for piece in pieces] == cut.output_tokens
     assert "".join(piece.text for piece in pieces) == cut.text
-    assert [piece.ending for piece in pieces] == [None] * (len(pieces) - 1) + ["end"]
-    assert whole.ending == "length"
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [FinishReason.STOP]
+    assert whole.finish_reason is FinishReason.LENGTH
 
 
 def test_the_context_ends_a_text() -> None:
     model = replace(staged(), context=12)
     decoder = TokenByToken(model, WHOLE, 1000)
-    (reply,) = GenerationEngine(model, decoder, ends=frozenset()).run([GenerationRequest(tuple(range(9)), 50, GREEDY)])
-    assert (len(reply.said), reply.ending) == (3, "length")
+    (generation,) = GenerationEngine(model, decoder, end_tokens=frozenset()).run(
+        [GenerationRequest(tuple(range(9)), 50, GREEDY)]
+    )
+    assert (len(generation.output_tokens), generation.finish_reason) == (3, FinishReason.LENGTH)
     with pytest.raises(UserError, match="a prompt of 12 tokens: the model looks at 12"):
-        GenerationEngine(model, decoder).ask(GenerationRequest(tuple(range(12)), 1))
+        GenerationEngine(model, decoder).add_request(GenerationRequest(tuple(range(12)), 1))
     with pytest.raises(CacheFull, match="a text of up to 12 tokens: there is room for 11"):
-        GenerationEngine(model, TokenByToken(model, WHOLE, 11)).ask(GenerationRequest((1,), 50))
+        GenerationEngine(model, TokenByToken(model, WHOLE, 11)).add_request(GenerationRequest((1,), 50))
     for prompt, count in (((), 1), ((1,), 0)):
         with pytest.raises(UserError, match="one"):
             GenerationRequest(prompt, count)
@@ -322,20 +328,20 @@ def test_the_context_ends_a_text() -> None:
 
 def test_tokens_that_end_a_text() -> None:
     config = staged().stages[0].spec.config
-    assert ending_tokens(config, TEXT) == frozenset()
+    assert model_end_tokens(config, TEXT) == frozenset()
     config.eos_token_id = [3, 4]
-    assert ending_tokens(config, TEXT) == {3, 4}
+    assert model_end_tokens(config, TEXT) == {3, 4}
 
 
 def test_a_stop_string_ends_a_reply() -> None:
     model = staged()
     decoder = TokenByToken(model, WHOLE, 1000)
     request = replace(asked()[4], max_tokens=30)
-    (plain,) = GenerationEngine(model, decoder, ends=frozenset()).run([request])
+    (plain,) = GenerationEngine(model, decoder, end_tokens=frozenset()).run([request])
     stop = plain.text[9:14]
-    (reply,) = GenerationEngine(model, decoder, ends=frozenset()).run([replace(request, stop=(stop,))])
-    assert reply.text == plain.text[: plain.text.index(stop)]
-    assert reply.ending == "stop"
+    (generation,) = GenerationEngine(model, decoder, end_tokens=frozenset()).run([replace(request, stop=(stop,))])
+    assert generation.text == plain.text[: plain.text.index(stop)]
+    assert generation.finish_reason is FinishReason.STOP
 
 
 def test_company_does_not_matter() -> None:
@@ -343,12 +349,14 @@ def test_company_does_not_matter() -> None:
     requests = [
         GenerationRequest(each, 8, SamplingParams(1.0, top_p=0.95, seed=index)) for index, each in enumerate(prompts())
     ]
-    together = said(model, TokenByToken(model, WHOLE, 1000), requests, together=8)
-    backwards = said(model, TokenByToken(model, WHOLE, 1000), requests[::-1], together=3)[::-1]
-    alone = [said(model, TokenByToken(model, WHOLE, 1000), [request])[0] for request in requests]
-    assert together == backwards == alone
-    other = said(model, TokenByToken(model, WHOLE, 1000), [replace(requests[0], sampling=SamplingParams(seed=77))])
-    assert other[0] != alone[0]
+    max_sequences = output_tokens(model, TokenByToken(model, WHOLE, 1000), requests, max_sequences=8)
+    backwards = output_tokens(model, TokenByToken(model, WHOLE, 1000), requests[::-1], max_sequences=3)[::-1]
+    single_ablations = [output_tokens(model, TokenByToken(model, WHOLE, 1000), [request])[0] for request in requests]
+    assert max_sequences == backwards == single_ablations
+    other = output_tokens(
+        model, TokenByToken(model, WHOLE, 1000), [replace(requests[0], sampling=SamplingParams(seed=77))]
+    )
+    assert other[0] != single_ablations[0]
 
 
 # ---- drafts
@@ -379,27 +387,29 @@ def test_drafts_change_nothing(case: Case) -> None:
     """Whether they are nearly always right, now and then, or hardly ever; the likeliest tokens, or some at random."""
     model = staged(case.family, late=case.late)
     requests = asked(case.sampling)
-    expected = said(model, TokenByToken(model, WHOLE, 1000), requests)
+    expected = output_tokens(model, TokenByToken(model, WHOLE, 1000), requests)
     for draft in DRAFTS:
         decoder = Speculator(model, WHOLE, draft, 1000, case.draft_tokens)
-        assert said(model, decoder, requests) == expected
+        assert output_tokens(model, decoder, requests) == expected
         assert decoder.record.tokens_per_pass >= case.least
 
 
 @settings(max_examples=5, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(DRAFTS), st.floats(0, 0.5), st.integers(1, 9), st.integers(1, 4))
-def test_drafts_of_random_models(seed: int, draft: StageSubset, late: float, count: int, together: int) -> None:
+def test_drafts_of_random_models(seed: int, draft: StageSubset, late: float, count: int, max_sequences: int) -> None:
     model = staged("llama-tied", seed, late)
     requests = asked(GREEDY if seed % 3 else SamplingParams(seed=seed), 3, seed)
     decoder = Speculator(model, WHOLE, draft, 1000, count)
-    assert said(model, decoder, requests, together) == said(model, TokenByToken(model, WHOLE, 1000), requests)
+    assert output_tokens(model, decoder, requests, max_sequences) == output_tokens(
+        model, TokenByToken(model, WHOLE, 1000), requests
+    )
 
 
 def test_a_part_drafts_for_a_part() -> None:
     model = staged(late=0.1)
-    part = StageSubset((0, 2), 3, 2.0)
-    expected = said(model, TokenByToken(model, part, 1000), asked())
-    assert said(model, Speculator(model, part, StageSubset((0,), 3), 1000), asked()) == expected
+    subset = StageSubset((0, 2), 3, 2.0)
+    expected = output_tokens(model, TokenByToken(model, subset, 1000), asked())
+    assert output_tokens(model, Speculator(model, subset, StageSubset((0,), 3), 1000), asked()) == expected
 
 
 def test_what_both_begin_with_is_shared() -> None:
@@ -424,14 +434,14 @@ def test_drafts_adapt() -> None:
         """Lengths of drafts, None without; each token is right with the same chance, and as many as may be are."""
         lengths: list[int | None] = []
         for _ in range(rounds):
-            most, length, chance = adapting.most(), 0, right
-            while length < most and adapting.pays(chance):
-                length, chance = length + 1, chance * right
+            most, length, rate = adapting.max_tokens(), 0, right
+            while length < most and adapting.pays(rate):
+                length, rate = length + 1, rate * right
             lengths.append(length if most else None)
             tokens = sum(right**index for index in range(length + 1))
             drafting_s = 0.2 * (length + 1) if most else 0.2
-            adapting.learn(Round(most > 0, length, tokens, drafting_s, (verifying_s if most else 1.0) - 0.2))
-            fixed.learn(Round(True, 5, 1.0, 1.0, 1.0))
+            adapting.update(Round(most > 0, length, tokens, drafting_s, (verifying_s if most else 1.0) - 0.2))
+            fixed.update(Round(True, 5, 1.0, 1.0, 1.0))
         return lengths
 
     assert lived(2, 1.0) == [None, 3], "a pass without, to compare with"
@@ -444,28 +454,28 @@ def test_drafts_adapt() -> None:
     slow = lived(200, 1.0, verifying_s=20.0)[-48:]
     assert slow.count(None) >= 44, "not where verifying takes too long"
     assert slow.count(12) == 4, "after a while, it is tried again"
-    assert (fixed.most(), fixed.pays(0.0)) == (5, True)
+    assert (fixed.max_tokens(), fixed.pays(0.0)) == (5, True)
 
 
 def test_trust_is_learned() -> None:
-    trust = AcceptanceEstimate()
-    assert trust.chance(0.0) < trust.chance(0.5) < trust.chance(1.0) < 1
+    acceptance = AcceptanceEstimate()
+    assert acceptance.rate(0.0) < acceptance.rate(0.5) < acceptance.rate(1.0) < 1
     for index in range(200):
-        trust.learn(0.32, index % 4 > 0)
-        trust.learn(0.97, False)
-    assert abs(trust.chance(0.38) - 0.75) < 0.05
-    assert trust.chance(1.0) < 0.01
+        acceptance.update(0.32, index % 4 > 0)
+        acceptance.update(0.97, False)
+    assert abs(acceptance.rate(0.38) - 0.75) < 0.05
+    assert acceptance.rate(1.0) < 0.01
 
 
 def test_drafts_that_end_early_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it is that another token does not seem to pay, with caches of their own or without."""
     model = staged(late=0.15)
-    expected = said(model, TokenByToken(model, WHOLE, 1000), asked())
+    expected = output_tokens(model, TokenByToken(model, WHOLE, 1000), asked())
     for draft in DRAFTS:
         for place in range(4):
             turns = itertools.count()
-            monkeypatch.setattr(DraftLength, "pays", lambda _self, _chance, t=turns, p=place: next(t) % 5 != p)
-            assert said(model, Speculator(model, WHOLE, draft, 1000, 5), asked()) == expected
+            monkeypatch.setattr(DraftLength, "pays", lambda _self, _rate, t=turns, p=place: next(t) % 5 != p)
+            assert output_tokens(model, Speculator(model, WHOLE, draft, 1000, 5), asked()) == expected
 
 
 def test_auto_picks_what_agrees() -> None:
@@ -481,14 +491,14 @@ def test_auto_picks_nothing_slower() -> None:
     timing = StageTimings(model, WHOLE, lambda: float(next(ticks)))
     timing.stage_s, timing.head_s, timing.several = {0: 2.0, 1: 1.0, 2: 2.0}, 1.0, 1.0
     early = StageSubset((0,), 3)
-    assert timing.promise(WHOLE, early, 0.0) == 1.0
+    assert timing.speedup(WHOLE, early, 0.0) == 1.0
     assert (
-        timing.promise(WHOLE, early, 0.8)
+        timing.speedup(WHOLE, early, 0.8)
         == best_length(0.8, 0.5)[1]
-        > timing.promise(WHOLE, StageSubset((0, 1), 3), 0.8)
+        > timing.speedup(WHOLE, StageSubset((0, 1), 3), 0.8)
     )
     timing.several = 3.0
-    assert timing.promise(WHOLE, early, 0.8) == 1.0, "verifying takes too long"
+    assert timing.speedup(WHOLE, early, 0.8) == 1.0, "verifying takes too long"
 
 
 def test_drafts_that_cannot_be() -> None:
@@ -503,5 +513,5 @@ def test_drafts_that_cannot_be() -> None:
     ):
         with pytest.raises(UserError, match=complaint):
             parse_draft(text, WHOLE)
-    with pytest.raises(UserError, match="say with --cut"):
+    with pytest.raises(UserError, match="give the number of stages with --cut"):
         parse_draft("0", StageSubset((0,), 1))

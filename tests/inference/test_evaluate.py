@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from skippipe.errors import UserError
+from skippipe.inference.cached_stage import logits
 from skippipe.inference.checkpoint_loader import StagedModel, load
 from skippipe.inference.eval.evaluate import (
     Evaluation,
@@ -23,7 +24,7 @@ from skippipe.inference.eval.evaluate import (
     Selection,
     StageAblation,
     ablation_order,
-    all_parts,
+    all_subsets,
     best_of_every_size,
     evaluate,
 )
@@ -33,7 +34,7 @@ from skippipe.inference.eval.tables import as_json, notes, number, tables
 from skippipe.inference.eval.windows import Windows
 from skippipe.inference.likelihood import SubsetModel
 from skippipe.stage_subset import StageSubset, Visits, residual_scale_of
-from tests.helpers.model_folders import TOKENIZER, by_itself, export_to, part
+from tests.helpers.model_folders import TOKENIZER, by_itself, export_to, subset
 from tests.helpers.models import FAMILIES
 
 torch.set_num_threads(1)
@@ -59,11 +60,11 @@ def windows() -> Windows:
 
 
 def losses(
-    staged: StagedModel, windows: Windows, parts: Sequence[StageSubset], **others: Any
+    staged: StagedModel, windows: Windows, subsets: Sequence[StageSubset], **others: Any
 ) -> dict[StageSubset, float]:
     meter = PerplexityMeter(staged, [windows], **others)
-    meter.measure(parts)
-    return {part: found[windows.text].mean for part, found in meter.losses.items()}
+    meter.measure(subsets)
+    return {subset: found[windows.text].mean for subset, found in meter.losses.items()}
 
 
 # ---- losses
@@ -79,14 +80,14 @@ def test_the_whole_model_is_that_of_transformers(tmp_path: Path, family: str) ->
         with torch.no_grad():
             logits = model(row[None, :-1]).logits[0]
         total += functional.cross_entropy(logits, row[1:], reduction="sum").double()
-    (found,) = losses(load(tmp_path), windows, [part(0, 1, 2, total=3)], batch_tokens=90).values()
+    (found,) = losses(load(tmp_path), windows, [subset(0, 1, 2, total=3)], batch_tokens=90).values()
     assert found == pytest.approx(float(total) / windows.tokens, abs=1e-5)
 
 
-@pytest.mark.parametrize("drive", ["plain", "scaled", "0.7"])
-def test_every_part_is_what_its_stages_make(staged: StagedModel, windows: Windows, drive: str) -> None:
-    parts = [StageSubset(stages, 5, residual_scale_of(drive, 5, len(stages))) for stages in all_parts(5)]
-    found = losses(staged, windows, [*parts, part(0, 4, 2, drive=1.3)])
+@pytest.mark.parametrize("residual_scale", ["plain", "scaled", "0.7"])
+def test_every_part_is_what_its_stages_make(staged: StagedModel, windows: Windows, residual_scale: str) -> None:
+    subsets = [StageSubset(stages, 5, residual_scale_of(residual_scale, 5, len(stages))) for stages in all_subsets(5)]
+    found = losses(staged, windows, [*subsets, subset(0, 4, 2, residual_scale=1.3)])
     assert len(found) == 17
     assert len(set(found.values())) == 17
     for each, loss in found.items():
@@ -112,42 +113,45 @@ class Counting:
 
 
 def test_shared_work_changes_no_bit(staged: StagedModel, windows: Windows) -> None:
-    parts = [part(*stages) for stages in all_parts(5)]
+    subsets = [subset(*stages) for stages in all_subsets(5)]
     with Counting(staged) as shared:
-        together = losses(staged, windows, parts)
+        max_sequences = losses(staged, windows, subsets)
     with Counting(staged) as single:
-        alone = {each: losses(staged, windows, [each])[each] for each in parts}
-    assert together == alone
+        single_ablations = {each: losses(staged, windows, [each])[each] for each in subsets}
+    assert max_sequences == single_ablations
     assert (shared.count, single.count) == (16, 48)
 
 
 def test_driven_parts_share_what_they_can(staged: StagedModel, windows: Windows) -> None:
-    parts = [part(0, 2, drive=drive) for drive in (1.0, 1.5, 2.0)] + [part(0, 2, 3, drive=1.5), part(0)]
+    subsets = [subset(0, 2, residual_scale=residual_scale) for residual_scale in (1.0, 1.5, 2.0)] + [
+        subset(0, 2, 3, residual_scale=1.5),
+        subset(0),
+    ]
     with Counting(staged) as visits:
-        together = losses(staged, windows, parts)
+        max_sequences = losses(staged, windows, subsets)
     assert visits.count == 3
-    assert together == {each: losses(staged, windows, [each])[each] for each in parts}
+    assert max_sequences == {each: losses(staged, windows, [each])[each] for each in subsets}
 
 
 def test_batches_do_not_matter_nor_does_the_order(staged: StagedModel, windows: Windows) -> None:
-    parts = [part(0, 1), part(0, 3, 4), part(0, 1, 2, 3, 4)]
-    one = losses(staged, windows, parts)
-    for each, loss in losses(staged, windows, parts[::-1], batch_tokens=40).items():
+    subsets = [subset(0, 1), subset(0, 3, 4), subset(0, 1, 2, 3, 4)]
+    one = losses(staged, windows, subsets)
+    for each, loss in losses(staged, windows, subsets[::-1], batch_tokens=40).items():
         assert loss == pytest.approx(one[each], abs=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a processor without bfloat16
 def test_bfloat16_comes_near(staged: StagedModel, windows: Windows) -> None:
-    parts = [part(0, 1, 2, 3, 4), part(0, 2, drive=1.5)]
-    exact, near = (losses(staged, windows, parts, dtype=dtype) for dtype in ("fp32", "bf16"))
-    for each in parts:
-        assert exact[each] != near[each]
-        assert exact[each] == pytest.approx(near[each], rel=0.01)
+    subsets = [subset(0, 1, 2, 3, 4), subset(0, 2, residual_scale=1.5)]
+    best_by_size, near = (losses(staged, windows, subsets, dtype=dtype) for dtype in ("fp32", "bf16"))
+    for each in subsets:
+        assert best_by_size[each] != near[each]
+        assert best_by_size[each] == pytest.approx(near[each], rel=0.01)
 
 
 def test_values_without_bounds(staged: StagedModel, windows: Windows) -> None:
-    with pytest.raises(UserError, match="stages 0,1 ×1e\\+38 of the model make values beyond all bounds"):
-        losses(staged, windows, [part(0, 1, drive=1e38)])
+    with pytest.raises(UserError, match="stages 0,1 ×1e\\+38 of the model compute values beyond all bounds"):
+        losses(staged, windows, [subset(0, 1, residual_scale=1e38)])
 
 
 def test_the_best_drive_is_the_best(staged: StagedModel, windows: Windows) -> None:
@@ -178,7 +182,7 @@ def test_greedy_may_be_beaten() -> None:
         (0, 3): 1.9,
         (0,): 3.0,
     }
-    order = list(ablation_order(4, lambda parts: [known[stages] for stages in parts]))
+    order = list(ablation_order(4, lambda subsets: [known[stages] for stages in subsets]))
     assert order == [StageAblation(1, (0, 2, 3)), StageAblation(3, (0, 2)), StageAblation(2, (0,))]
     assert best_of_every_size(known) == {4: (0, 1, 2, 3), 3: (0, 2, 3), 2: (0, 1), 1: (0,)}
 
@@ -202,10 +206,10 @@ def weighted(folder: Path) -> StagedModel:
 @pytest.fixture(scope="module")
 def spoken(weighted: StagedModel) -> Windows:
     """A text by the model itself, so that nothing predicts it better than the whole of it."""
-    model, generator = SubsetModel(weighted, part(0, 1, 2, 3, 4)), torch.Generator().manual_seed(2)
+    model, generator = SubsetModel(weighted, subset(0, 1, 2, 3, 4)), torch.Generator().manual_seed(2)
     rows = torch.full((64, 1), TOKENIZER.end_id)
     for _ in range(24):
-        chances: Tensor = model.logits(model.hidden(rows)[:, -1]).softmax(-1)
+        chances: Tensor = logits(weighted.stages[0], model.hidden(rows)[:, -1]).softmax(-1)
         rows = torch.cat([rows, torch.multinomial(chances, 1, generator=generator)], 1)
     ids = rows[:, 1:].flatten().numpy().astype(np.uint16)
     return Windows.of("spoken", ids, context=24, tokens=len(ids), beginning=TOKENIZER.end_id)
@@ -213,29 +217,31 @@ def spoken(weighted: StagedModel) -> Windows:
 
 @pytest.fixture(scope="module")
 def lost(weighted: StagedModel, spoken: Windows) -> Evaluation:
-    return evaluate(weighted, [spoken], Selection(losing=True))
+    return evaluate(weighted, [spoken], Selection(ablation=True))
 
 
 def test_stages_go_by_what_they_add(lost: Evaluation) -> None:
-    assert [drop.stage for drop in lost.drops] == ORDER_OF_WEIGHT
-    assert [stage for stage, _ in lost.alone()] == ORDER_OF_WEIGHT[::-1]
-    costs = [lost.increase(lost.part(drop.left), "spoken") for drop in lost.drops]
+    assert [drop.stage for drop in lost.order] == ORDER_OF_WEIGHT
+    assert [stage for stage, _ in lost.single_ablations()] == ORDER_OF_WEIGHT[::-1]
+    costs = [lost.increase(lost.subset(drop.remaining), "spoken") for drop in lost.order]
     assert costs[0] == 0.0
     assert costs == sorted(costs, key=lambda cost: cost or 0.0)
-    assert lost.exact("spoken") == {5: lost.whole} | {len(drop.left): lost.part(drop.left) for drop in lost.drops}
+    assert lost.best_by_size("spoken") == {5: lost.whole} | {
+        len(drop.remaining): lost.subset(drop.remaining) for drop in lost.order
+    }
 
 
 def test_many_stages_are_dropped_without_measuring_all(
     weighted: StagedModel, spoken: Windows, lost: Evaluation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skippipe.inference.eval.evaluate.EXACT_PARTS", 8)
-    found = evaluate(weighted, [spoken], Selection(losing=True))
-    assert found.drops == lost.drops
-    assert found.alone() == lost.alone()
-    assert found.exact("spoken") == {}
+    monkeypatch.setattr("skippipe.inference.eval.evaluate.MAX_EXACT_SUBSETS", 8)
+    found = evaluate(weighted, [spoken], Selection(ablation=True))
+    assert found.order == lost.order
+    assert found.single_ablations() == lost.single_ablations()
+    assert found.best_by_size("spoken") == {}
     assert len(found.losses) == 1 + 4 + 3 + 2 + 1
     assert all(found.losses[each] == lost.losses[each] for each in found.losses)
-    assert [table.title for table in tables(found)] == ["Parts", "Losing one stage", "Dropping one after another"]
+    assert [table.title for table in tables(found)] == ["Subsets", "Losing one stage", "Dropping one after another"]
 
 
 # ---- evaluations
@@ -247,32 +253,32 @@ def test_sizes_are_summed_up(staged: StagedModel, windows: Windows) -> None:
     (three,) = (size for size in found.sizes("random") if size.kept == 3)
     own = {each: math.exp(by_itself(staged, each, windows)) for each in found.wanted if len(each.stages) == 3}
     assert three.mean == pytest.approx(sum(own.values()) / 6, rel=1e-5)
-    assert (three.parts, three.best, three.worst) == (6, min(own, key=own.__getitem__), max(own, key=own.__getitem__))
+    assert (three.subsets, three.best, three.worst) == (6, min(own, key=own.__getitem__), max(own, key=own.__getitem__))
     assert found.share_of_parameters(found.whole) == 1.0
-    assert found.share_of_parameters(part(0)) == pytest.approx(1 - 4 * found.parameters[1] / sum(found.parameters))
+    assert found.share_of_parameters(subset(0)) == pytest.approx(1 - 4 * found.parameters[1] / sum(found.parameters))
 
 
 def test_shares_are_drawn_and_driven(staged: StagedModel, windows: Windows) -> None:
-    selection = Selection(named=["0,3,1"], shares=["3/5"], draws=4, drive="best")
+    selection = Selection(named=["0,3,1"], shares=["3/5"], draws=4, residual_scale="best")
     found = evaluate(staged, [windows], selection)
     kept = [each for each in found.wanted if each != found.whole]
     assert [len(each.stages) for each in kept] == [3] * 5
-    assert {each.drive for each in kept} == {2 ** found.driving.exponents[3]}
-    assert found.driving.tokens == 8 * 16
+    assert {each.residual_scale for each in kept} == {2 ** found.scaling.exponents[3]}
+    assert found.scaling.tokens == 8 * 16
     assert any("the best of 0, 0.25, 0.5, 0.75, 1 on 128 tokens of random" in note for note in notes(found))
     assert evaluate(staged, [windows], selection).losses == found.losses
 
 
 def test_nothing_missing_needs_no_drive(staged: StagedModel, windows: Windows) -> None:
-    found = evaluate(staged, [windows], Selection(drive="best"))
-    assert found.wanted == [part(0, 1, 2, 3, 4)]
-    assert not found.driving.exponents
+    found = evaluate(staged, [windows], Selection(residual_scale="best"))
+    assert found.wanted == [subset(0, 1, 2, 3, 4)]
+    assert not found.scaling.exponents
 
 
 def stop_after(batches: int) -> Any:
     calls = 0
 
-    def progress(*_said: object) -> None:
+    def progress(*_output_tokens: object) -> None:
         nonlocal calls
         calls += 1
         if calls > batches:
@@ -286,7 +292,7 @@ def test_an_interruption_leaves_what_was_found(staged: StagedModel, windows: Win
     selection = Selection(named=["0,2"])
     found = evaluate(staged, [windows, other], selection, progress=stop_after(3), batch_tokens=64)
     assert found.interrupted
-    assert [loss.tokens for part in found.wanted for loss in found.losses[part].values()] == [64, 64]
+    assert [loss.tokens for subset in found.wanted for loss in found.losses[subset].values()] == [64, 64]
     assert notes(found)[:2] == [
         "random: 64 of 192 tokens, spread over its 500, in windows of 16",
         "other: none of 192 tokens, spread over its 500, in windows of 16",
@@ -301,10 +307,10 @@ def test_an_interruption_leaves_what_was_found(staged: StagedModel, windows: Win
 def test_an_interruption_while_dropping(
     weighted: StagedModel, spoken: Windows, lost: Evaluation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skippipe.inference.eval.evaluate.EXACT_PARTS", 8)
-    found = evaluate(weighted, [spoken], Selection(losing=True), progress=stop_after(1 + 4 + 3 + 1))
+    monkeypatch.setattr("skippipe.inference.eval.evaluate.MAX_EXACT_SUBSETS", 8)
+    found = evaluate(weighted, [spoken], Selection(ablation=True), progress=stop_after(1 + 4 + 3 + 1))
     assert found.interrupted
-    assert found.drops == lost.drops[:2]
+    assert found.order == lost.order[:2]
     assert len(found.losses) == 1 + 4 + 3
     assert len(panels(found)[0].lines[ORDER]) == 3
 
@@ -332,15 +338,15 @@ def test_perplexities_are_short() -> None:
 
 
 def test_parts_without_a_drive_of_their_own() -> None:
-    assert ResidualScaling(5, "best", {3: 0.5}).part((0, 1, 2)).drive == 2**0.5
-    assert ResidualScaling(5, "best").part((0, 1, 2)).drive == 1.0
-    assert ResidualScaling(5, "scaled").part((0, 1, 2)).drive == 2.0
-    assert ResidualScaling(5, "1.4").part((0, 1, 2, 3, 4)).drive == 1.0
+    assert ResidualScaling(5, "best", {3: 0.5}).subset((0, 1, 2)).residual_scale == 2**0.5
+    assert ResidualScaling(5, "best").subset((0, 1, 2)).residual_scale == 1.0
+    assert ResidualScaling(5, "scaled").subset((0, 1, 2)).residual_scale == 2.0
+    assert ResidualScaling(5, "1.4").subset((0, 1, 2, 3, 4)).residual_scale == 1.0
 
 
 def test_too_many_parts() -> None:
-    with pytest.raises(UserError, match=r"--all: 12 stages have 2,048 parts, more than 1,024; draw some with --keep"):
+    with pytest.raises(UserError, match=r"--all: 12 stages have 2,048 subsets, more than 1,024; draw some with --keep"):
         Selection(everything=True).stages(12)
     assert len(Selection(everything=True).stages(11)) == 1024
-    assert len(Selection(losing=True).to_know_losing(8)) == 128
-    assert len(Selection(losing=True).to_know_losing(9)) == 8
+    assert len(Selection(ablation=True).for_ablation(8)) == 128
+    assert len(Selection(ablation=True).for_ablation(9)) == 8

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from skippipe.errors import UserError
-from skippipe.inference.request import BROKEN, SamplingParams, TextStream
+from skippipe.inference.request import BROKEN, Detokenizer, SamplingParams
 from skippipe.inference.sampler import sample
 from tests.helpers.model_folders import TOKENIZER
 
@@ -66,8 +66,8 @@ def test_positions_and_seeds_are_independent() -> None:
 
 
 def test_limits_that_limit_nothing_or_all() -> None:
-    chance = torch.Generator().manual_seed(0)
-    many = torch.randn(50, 300, generator=chance)
+    rate = torch.Generator().manual_seed(0)
+    many = torch.randn(50, 300, generator=rate)
     free = sample(many, [SamplingParams()] * 50, range(50))
     for same in (SamplingParams(top_k=300), SamplingParams(top_k=10**6), SamplingParams(top_p=1.0, top_k=300)):
         assert sample(many, [same] * 50, range(50)) == free
@@ -86,8 +86,8 @@ def test_each_row_has_its_own_settings() -> None:
         SamplingParams(2.0, top_p=0.5, seed=3),
         SamplingParams(1.0, 7, 0.9),
     ]
-    alone = [sample(many[row : row + 1], how[row : row + 1], [row]) for row in range(5)]
-    assert sample(many, how, range(5)) == [token for (token,) in alone]
+    single_ablations = [sample(many[row : row + 1], how[row : row + 1], [row]) for row in range(5)]
+    assert sample(many, how, range(5)) == [token for (token,) in single_ablations]
 
 
 @pytest.mark.parametrize(
@@ -125,13 +125,13 @@ class Letters:
 
 
 def spoken(pieces: Sequence[str], stop: Sequence[str]) -> tuple[list[str], bool]:
-    stream = TextStream(Letters(*pieces), [], stop)
+    stream = Detokenizer(Letters(*pieces), [], stop)
     found = []
     for token in range(len(pieces)):
         found.append(stream.push(token))
         if stream.stopped:
             break
-    return [*found, stream.rest()], stream.stopped
+    return [*found, stream.flush()], stream.stopped
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ def bytes_of(text: str) -> list[int]:
 
 
 def read(tokenizer: Any, tokens: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
-    stream = TextStream(tokenizer, prompt)
-    return [*(stream.push(token) for token in tokens), stream.rest()]
+    stream = Detokenizer(tokenizer, prompt)
+    return [*(stream.push(token) for token in tokens), stream.flush()]
 
 
 @settings(max_examples=60, deadline=None)
@@ -192,10 +192,10 @@ def test_characters_of_several_tokens_are_held_back() -> None:
 
 
 def test_bytes_that_make_no_sense() -> None:
-    (alone,) = (token for token in range(TOKENIZER.size) if TEXT.convert_ids_to_tokens(token) == "Ģ")  # 0x80
+    (single_ablations,) = (token for token in range(TOKENIZER.size) if TEXT.convert_ids_to_tokens(token) == "Ģ")  # 0x80
     good = TOKENIZER.encode("€.")
-    assert "".join(read(TEXT, [alone, *good])) == BROKEN + "€."
-    assert "".join(read(TEXT, [alone] * 20 + good)) == BROKEN * 20 + "€."
+    assert "".join(read(TEXT, [single_ablations, *good])) == BROKEN + "€."
+    assert "".join(read(TEXT, [single_ablations] * 20 + good)) == BROKEN * 20 + "€."
 
 
 def test_spaces_before_words() -> None:

@@ -11,7 +11,7 @@ from numpy.random import default_rng
 
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import load
-from skippipe.inference.eval.windows import Windows, beginning_of, labels, usual_context
+from skippipe.inference.eval.windows import Windows, beginning_of, default_context, labels
 from tests.helpers.exact_training import FULL, plan_of
 from tests.helpers.model_folders import export_to
 
@@ -57,13 +57,13 @@ def test_names_of_texts() -> None:
 
 def test_a_window_is_as_long_as_samples_were_in_training(tmp_path: Path) -> None:
     checkpoint, model = tmp_path / "checkpoints" / "000007", tmp_path / "model"
-    assert usual_context(checkpoint, 4096) == usual_context(model, 4096) == 512
-    assert usual_context(tmp_path, 64) == 64
+    assert default_context(checkpoint, 4096) == default_context(model, 4096) == 512
+    assert default_context(tmp_path, 64) == 64
     plan, _ = plan_of(FULL)
     plan.save(tmp_path / "plan.json")
     trained = plan.workload.sequence_tokens
-    assert usual_context(checkpoint, 4096) == usual_context(model, 4096) == trained != 512
-    assert usual_context(tmp_path, 4096) == 512, "a plan that lies about is not the model's"
+    assert default_context(checkpoint, 4096) == default_context(model, 4096) == trained != 512
+    assert default_context(tmp_path, 4096) == 512, "a plan that lies about is not the model's"
 
 
 def test_the_token_that_a_tokenizer_begins_with(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from skippipe.cli import main
 from skippipe.cli.score import ENVIRONMENT
 from skippipe.errors import UserError
-from skippipe.inference.checkpoint_loader import exported_layers, found_place, load
+from skippipe.inference.checkpoint_loader import exported_layers, load, locate_checkpoint
 from skippipe.inference.likelihood import LikelihoodRequest, SubsetModel
 from skippipe.lm_harness.passages import Prose, sentences_of
 from skippipe.lm_harness.tasks import TASK_KINDS, Task, build_tasks, parse_names, write_tasks
@@ -46,12 +46,12 @@ def tasks(prose: Prose) -> dict[str, Task]:
 
 
 def test_parts_by_share_and_by_stages() -> None:
-    parts = parse_subsets(6, ["0,2,3"], ["1", "1/2", "50%"], "scaled")
-    assert parts[0].name == "all 6"
-    assert parts[0].drive == 1.0
-    assert parts[-1] == StageSubset((0, 2, 3), 6, 2.5)
-    assert parts[-1].name == "0,2,3 ×2.5"
-    halves = parts[1:-1]
+    subsets = parse_subsets(6, ["0,2,3"], ["1", "1/2", "50%"], "scaled")
+    assert subsets[0].name == "all 6"
+    assert subsets[0].residual_scale == 1.0
+    assert subsets[-1] == StageSubset((0, 2, 3), 6, 2.5)
+    assert subsets[-1].name == "0,2,3 ×2.5"
+    halves = subsets[1:-1]
     assert len(halves) == 1, "the same share and seed give the same part, and it is wanted once"
     assert len(halves[0].stages) == 3
     assert halves[0].stages[0] == 0
@@ -65,12 +65,12 @@ def test_shares_are_drawn_by_seed() -> None:
 
 
 def test_a_number_drives_only_what_misses_something() -> None:
-    whole, part = parse_subsets(4, ["0,3,1"], ["100%"], "1.4")
-    assert (whole.drive, part.drive, part.stages) == (1.0, 1.4, (0, 3, 1))
+    whole, subset = parse_subsets(4, ["0,3,1"], ["100%"], "1.4")
+    assert (whole.residual_scale, subset.residual_scale, subset.stages) == (1.0, 1.4, (0, 3, 1))
 
 
 @pytest.mark.parametrize(
-    ("total", "stages", "keep", "drive", "complaint"),
+    ("total", "stages", "keep", "residual_scale", "complaint"),
     [
         (4, "1,2", None, "plain", "begin with 0"),
         (4, "0,4", None, "plain", "the model has 4 stages, 0 to 3"),
@@ -80,12 +80,14 @@ def test_a_number_drives_only_what_misses_something() -> None:
         (4, None, "3/2", "plain", "not between 0 and 1"),
         (4, "0,1", None, "strong", "'strong' is neither a number nor one of plain, scaled"),
         (4, None, None, "-1", "--drive: -1 is out of range; give above 0 to 1,000"),
-        (1, None, "1/2", "plain", "say with --cut"),
+        (1, None, "1/2", "plain", "give its number of stages with --cut"),
     ],
 )
-def test_parts_that_cannot_be(total: int, stages: str | None, keep: str | None, drive: str, complaint: str) -> None:
+def test_parts_that_cannot_be(
+    total: int, stages: str | None, keep: str | None, residual_scale: str, complaint: str
+) -> None:
     with pytest.raises(UserError, match=complaint):
-        parse_subsets(total, [stages] if stages else [], [keep] if keep else [], drive)
+        parse_subsets(total, [stages] if stages else [], [keep] if keep else [], residual_scale)
 
 
 # ---- questions
@@ -170,7 +172,7 @@ def test_texts_and_names_that_cannot_be(tmp_path: Path) -> None:
 
 def test_every_way_to_store_a_model_is_read(tmp_path: Path, folder: Path) -> None:
     stages = checkpoint_in(tmp_path / "run")
-    assert found_place(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "000007"
+    assert locate_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "000007"
     expected = {name: each for stage in stages for name, each in stage.named_weights()}
     for place in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "000007", folder):
         found = load(place)
@@ -186,7 +188,7 @@ def test_every_way_to_store_a_model_is_read(tmp_path: Path, folder: Path) -> Non
 
 def test_a_run_without_checkpoints_has_its_model(tmp_path: Path, folder: Path) -> None:
     shutil.copytree(folder, tmp_path / "model")
-    assert found_place(tmp_path) == tmp_path / "model"
+    assert locate_checkpoint(tmp_path) == tmp_path / "model"
 
 
 def test_a_folder_of_others_is_in_one_piece(tmp_path: Path, folder: Path) -> None:
@@ -268,8 +270,8 @@ def asked(count: int = 12) -> list[LikelihoodRequest]:
 def test_likelihoods_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     export_to(tmp_path, family)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    part = SubsetModel(load(tmp_path), StageSubset((0, 1, 2), 3), batch_tokens=64)
-    for question, found in zip(asked(), part.likelihoods(asked()), strict=True):
+    subset = SubsetModel(load(tmp_path), StageSubset((0, 1, 2), 3), batch_tokens=64)
+    for question, found in zip(asked(), subset.likelihoods(asked()), strict=True):
         row = [*question.context, *question.continuation[:-1]]
         with torch.no_grad():
             log, greedy = plainly(model(torch.tensor([row])).logits[0], question.continuation)
@@ -279,12 +281,12 @@ def test_likelihoods_are_those_of_transformers(tmp_path: Path, family: str) -> N
 
 def test_a_part_is_what_its_stages_make(folder: Path) -> None:
     staged = load(folder)
-    part = SubsetModel(staged, StageSubset((0, 2), 3, 1.7), batch_tokens=64)
+    subset = SubsetModel(staged, StageSubset((0, 2), 3, 1.7), batch_tokens=64)
     whole = SubsetModel(staged, StageSubset((0, 1, 2), 3)).likelihoods(asked())
     first, _, last = staged.stages
     assert first.norm is not None
     assert first.head is not None
-    for question, found, other in zip(asked(), part.likelihoods(asked()), whole, strict=True):
+    for question, found, other in zip(asked(), subset.likelihoods(asked()), whole, strict=True):
         with torch.no_grad():
             given = first(first.embed(torch.tensor([[*question.context, *question.continuation[:-1]]])))
             driven = given + 1.7 * (last(given) - given)
@@ -307,12 +309,12 @@ def test_long_contexts_lose_their_beginning(folder: Path) -> None:
 
 
 def test_values_that_are_not_finite(folder: Path) -> None:
-    with pytest.raises(UserError, match="stages 0,1 ×1e\\+38 of the model make values that are not finite"):
+    with pytest.raises(UserError, match="stages 0,1 ×1e\\+38 of the model compute values that are not finite"):
         SubsetModel(load(folder), StageSubset((0, 1), 3, 1e38)).likelihoods(asked())
 
 
 def test_the_most_likely_token(folder: Path) -> None:
-    part = SubsetModel(load(folder), StageSubset((0, 1), 3), batch_tokens=32)
+    subset = SubsetModel(load(folder), StageSubset((0, 1), 3), batch_tokens=32)
     rows = [list(question.context) for question in asked()]
-    for row, token in zip(rows, part.most_likely(rows), strict=True):
-        assert part.likelihoods([LikelihoodRequest(row, [token])])[0].greedy
+    for row, token in zip(rows, subset.most_likely(rows), strict=True):
+        assert subset.likelihoods([LikelihoodRequest(row, [token])])[0].greedy

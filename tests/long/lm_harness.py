@@ -133,9 +133,9 @@ def test_likelihoods_are_those_of_transformers(staged: StagedModel, folder: Path
     seen = [as_tokens(tokenizer, *pair) for pair in pairs]
     assert max(len(row) for row, _ in seen) == 160, "some are too long for the model"
     found = SubsetLM(staged, WHOLE).loglikelihood(requests("loglikelihood", *pairs))
-    for (row, said), (log, greedy) in zip(seen, found, strict=True):
+    for (row, output_tokens), (log, greedy) in zip(seen, found, strict=True):
         with torch.no_grad():
-            expected = model_folders.plainly(model(torch.tensor([row])).logits[0], said)
+            expected = model_folders.plainly(model(torch.tensor([row])).logits[0], output_tokens)
         assert log == pytest.approx(expected[0], abs=1e-4)
         assert greedy == expected[1]
 
@@ -148,11 +148,11 @@ def test_a_part_is_what_its_stages_make(staged: StagedModel, tasks: list[Task]) 
     found = SubsetLM(staged, PART).loglikelihood(requests("loglikelihood", *pairs))
     whole = SubsetLM(staged, WHOLE).loglikelihood(requests("loglikelihood", *pairs))
     for pair, (log, greedy), (other, _) in zip(pairs, found, whole, strict=True):
-        row, said = as_tokens(staged.tokenizer, *pair)
+        row, output_tokens = as_tokens(staged.tokenizer, *pair)
         with torch.no_grad():
             given = first(first.embed(torch.tensor([row])))
-            driven = given + PART.drive * (last(given) - given)
-            expected = model_folders.plainly(first.head(first.norm(driven))[0], said)
+            driven = given + PART.residual_scale * (last(given) - given)
+            expected = model_folders.plainly(first.head(first.norm(driven))[0], output_tokens)
         assert log == pytest.approx(expected[0], abs=1e-4)
         assert greedy == expected[1]
         assert abs(log - other) > 1e-3
@@ -189,14 +189,14 @@ def test_a_text_ends_where_the_model_ends_it(staged: StagedModel) -> None:
     asked = requests("generate_until", ("Emma", {"until": [], "max_gen_toks": 8}))
     row = staged.tokenizer.encode("Emma")
     for _ in range(5):
-        row += SubsetLM(staged, PART).part.most_likely([row])
-    *said, end = row[len(row) - 5 :]
-    assert end not in said
+        row += SubsetLM(staged, PART).subset.most_likely([row])
+    *output_tokens, end = row[len(row) - 5 :]
+    assert end not in output_tokens
 
     class Ending(SubsetLM):
         eot_token_id = end
 
-    assert Ending(staged, PART).generate_until(asked) == [staged.tokenizer.decode(said)]
+    assert Ending(staged, PART).generate_until(asked) == [staged.tokenizer.decode(output_tokens)]
 
 
 def test_our_way_to_ask_is_the_harness_own(staged: StagedModel, tasks: list[Task], questions: Path) -> None:
@@ -235,11 +235,11 @@ def test_the_command(
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 0
-    said = capfd.readouterr()
-    assert "all 3" in said.out
-    assert "0,2 ×2" in said.out
+    output_tokens = capfd.readouterr()
+    assert "all 3" in output_tokens.out
+    assert "0,2 ×2" in output_tokens.out
     scores = json.loads((tmp_path / "scores.json").read_text())
-    assert [(part["stages"], part["drive"]) for part in scores["parts"]] == [([0, 1, 2], 1.0), ([0, 2], 2.0)]
+    assert [(subset["stages"], subset["drive"]) for subset in scores["parts"]] == [([0, 1, 2], 1.0), ([0, 2], 2.0)]
     asked = build_tasks(["cloze", "order"], Prose("classics-val"), limit=6)
     again = score(SubsetLM(load(folder), StageSubset((0, 2), 3, 2.0)), asked, tmp_path / "t")
     for name, found in scores["parts"][1]["tasks"].items():

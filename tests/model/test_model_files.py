@@ -259,11 +259,11 @@ def test_unpacking_takes_bounded_memory(tmp_path: Path, monkeypatch: pytest.Monk
 
 def chat(folder: Path, template: str) -> list[int]:
     change(folder / "tokenizer_config.json", chat_template=template)
-    front: Any = None
-    answering = async_engine.AsyncEngine(
-        front, read_outline(folder).tokenizer(), "m", context=64, vocabulary=TOKENIZER.size, ends=frozenset()
+    gateway: Any = None
+    engine = async_engine.AsyncEngine(
+        gateway, read_outline(folder).tokenizer(), "m", context=64, vocabulary=TOKENIZER.size, end_tokens=frozenset()
     )
-    return answering.chat_tokens([{"role": "user", "content": "best"}])
+    return engine.encode_chat([{"role": "user", "content": "best"}])
 
 
 def test_a_template_makes_a_text_of_a_conversation(folder: Path) -> None:

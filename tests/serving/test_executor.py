@@ -1,4 +1,4 @@
-"""The computer of a node that serves, on real tensors: as transformers has it, and unmoved by what cannot be."""
+"""The executor of a node that serves, on real tensors: as transformers has it, and undisturbed by bad input."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ torch.set_num_threads(1)
 LANE = 1
 
 
-def computers(stages: list[StageModel], wire: str = "fp32") -> list[ServingExecutor]:
+def executors(stages: list[StageModel], wire: str = "fp32") -> list[ServingExecutor]:
     each = enumerate(stages)
-    return [ServingExecutor(number, stage.eval(), lane_tokens=512, wire_dtype=wire) for number, stage in each]
+    return [ServingExecutor(number, stage.eval(), cache_tokens=512, wire_dtype=wire) for number, stage in each]
 
 
-def around(nodes: list[ServingExecutor], rows: list[InputRow], tokens: list[list[int]], freed: tuple[int, ...]) -> Any:
+def forward_all(
+    nodes: list[ServingExecutor], rows: list[InputRow], tokens: list[list[int]], freed: tuple[int, ...]
+) -> Any:
     """What the last stage makes of these tokens."""
     given: Any = tuple(map(tuple, tokens))
     for node in nodes:
@@ -46,30 +48,30 @@ def around(nodes: list[ServingExecutor], rows: list[InputRow], tokens: list[list
 def test_logits_of_batched_prompts_and_single_tokens_are_those_of_transformers(family: str) -> None:
     """Streams enter and leave; in a step, some are new, some go on by a token, some by a piece of their prompt."""
     spec, stages = made(family)
-    nodes, random = computers(stages), Random(family)
+    nodes, random = executors(stages), Random(family)
     texts = torch.randint(TOKENIZER.size, (8, 24), generator=torch.Generator().manual_seed(2))
     expected = whole_model(spec.config, stages).eval()(texts).logits
-    fed: dict[int, tuple[int, int]] = {}  # slot → which text, and how much of it
+    computed: dict[int, tuple[int, int]] = {}  # slot → which text, and how much of it
     single = longer = 0
     for step in range(40):
-        freed = tuple(slot for slot, (_, done) in fed.items() if done == 24 or random.random() < 0.05)
+        freed = tuple(slot for slot, (_, done) in computed.items() if done == 24 or random.random() < 0.05)
         for slot in freed:
-            del fed[slot]
-        if len(fed) < 4:
-            fed[min(set(range(5)) - set(fed))] = step % 8, 0
+            del computed[slot]
+        if len(computed) < 4:
+            computed[min(set(range(5)) - set(computed))] = step % 8, 0
         rows, tokens = [], []
-        for slot, (text, done) in fed.items():
+        for slot, (text, done) in computed.items():
             count = 1 if done > 5 else random.randint(1, 6)
             rows.append(InputRow(slot, done, count))
             tokens.append(texts[text, done : done + count].tolist())
-            fed[slot] = text, done + count
+            computed[slot] = text, done + count
             single, longer = single + (done > 0 and count == 1), longer + (count > 1)
-        back = decode(around(nodes, rows, tokens, freed))
+        back = decode(forward_all(nodes, rows, tokens, freed))
         found = torch.split(logits(stages[0], back), [row.count for row in rows])
         for row, each in zip(rows, found, strict=True):
-            want = expected[fed[row.slot][0], row.start : row.start + row.count]
+            want = expected[computed[row.slot][0], row.start : row.start + row.count]
             assert (each - want).abs().max() < 1e-4
-        ends = [fed[row.slot] for row in rows]
+        ends = [computed[row.slot] for row in rows]
         greedy = tuple(SamplingParams(temperature=0) for _ in rows)
         chosen = nodes[0].run(SampleTokens(tuple(rows), greedy, encode(back, "fp32")))
         assert chosen == [int(expected[text, done - 1].argmax()) for text, done in ends]
@@ -78,20 +80,20 @@ def test_logits_of_batched_prompts_and_single_tokens_are_those_of_transformers(f
 
 def test_what_cannot_be_done_is_said_and_the_node_goes_on() -> None:
     _, stages = made()
-    first, second, _ = nodes = computers(stages)
+    first, second, _ = nodes = executors(stages)
     row = InputRow(0, 0, 2)
     sick = encode(torch.tensor([[0.0] * 31 + [float("nan")]] * 2), "fp32")
     for work in (ForwardStep(LANE, (row,), (), sick), SampleTokens((row,), (SamplingParams(),), sick)):
         node = first if isinstance(work, SampleTokens) else second
-        assert node.run(work) == StepRefused("hidden states that are not finite", given=True)
+        assert node.run(work) == StepRefused("hidden states that are not finite", bad_input=True)
     late = first.run(ForwardStep(LANE, (InputRow(3, 7, 1),), (), ((1,),)))
-    assert isinstance(late, StepRefused) and not late.given
+    assert isinstance(late, StepRefused) and not late.bad_input
     much = first.run(ForwardStep(LANE, (InputRow(0, 0, 600),), (), ((1,) * 600,)))
-    assert isinstance(much, StepRefused) and not much.given
-    good = around(nodes, [row], [[1, 2]], freed=(0, 5, 400))  # slots that were never taken
+    assert isinstance(much, StepRefused) and not much.bad_input
+    good = forward_all(nodes, [row], [[1, 2]], freed=(0, 5, 400))  # slots that were never taken
     for node in nodes:
         node.run(FreeSlots(LANE))
-    assert around(nodes, [row], [[1, 2]], freed=()).data == good.data
+    assert forward_all(nodes, [row], [[1, 2]], freed=()).data == good.data
 
 
 def test_a_head_that_is_damaged_is_its_own_fault() -> None:
@@ -100,15 +102,15 @@ def test_a_head_that_is_damaged_is_its_own_fault() -> None:
     assert head is not None
     with torch.no_grad():
         next(head.parameters()).fill_(float("inf"))
-    node = computers(stages)[0]
+    node = executors(stages)[0]
     result = node.run(SampleTokens((InputRow(0, 0, 1),), (SamplingParams(),), encode(torch.ones(1, 32), "fp32")))
-    assert isinstance(result, StepRefused) and not result.given
+    assert isinstance(result, StepRefused) and not result.bad_input
 
 
 def test_a_model_that_cannot_be_served_is_refused_before_anybody_asks() -> None:
     _, stages = made(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
     with pytest.raises(UserError, match="rope_type"):
-        computers(stages)
+        executors(stages)
 
 
 # Weights

@@ -28,8 +28,8 @@ from tests.helpers.echo_engine import (
     PATIENCE_S,
     STAGES,
     Caller,
-    Mirror,
-    complaint,
+    EchoEngine,
+    api_error,
     events,
     serving,
     valid,
@@ -44,8 +44,8 @@ def client(address: str, token: str = "none needed") -> openai.OpenAI:
 
 
 def test_openai_client() -> None:
-    mirror = Mirror()
-    with serving(mirror) as address, client(address) as ask:
+    engine = EchoEngine()
+    with serving(engine) as address, client(address) as ask:
         assert [model.id for model in ask.models.list()] == [MODEL]
         assert ask.models.retrieve(MODEL).owned_by == "skippipe"
 
@@ -59,7 +59,7 @@ def test_openai_client() -> None:
         assert text.model_extra == {"skippipe": {"stages": 6, "of": 6}}
         assert text.usage is not None
         assert (text.usage.prompt_tokens, text.usage.completion_tokens, text.usage.total_tokens) == (5, 5, 10)
-        assert mirror.asked[-1] == (tuple(map(ord, "hello")), 16, SamplingParams(0.5, 0, 1.0, 5), ())
+        assert engine.requests[-1] == (tuple(map(ord, "hello")), 16, SamplingParams(0.5, 0, 1.0, 5), ())
 
         answer = ask.chat.completions.create(
             model=MODEL,
@@ -71,8 +71,8 @@ def test_openai_client() -> None:
         assert answer.choices[0].message.role == "assistant"
         assert answer.choices[0].finish_reason == "length"
         assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion"
-        assert mirror.conversations[-1][0] == {"role": "system", "content": "be brief"}
-        assert mirror.asked[-1][2].top_k == 3
+        assert engine.conversations[-1][0] == {"role": "system", "content": "be brief"}
+        assert engine.requests[-1][2].top_k == 3
 
         again = ask.chat.completions.create(  # what the client made of our message is a message again
             model=MODEL,
@@ -82,7 +82,7 @@ def test_openai_client() -> None:
 
 
 def test_openai_client_streams() -> None:
-    with serving(Mirror()) as address, client(address) as ask:
+    with serving(EchoEngine()) as address, client(address) as ask:
         pieces = list(ask.completions.create(model=MODEL, prompt="hello", stream=True))
         assert "".join(piece.choices[0].text for piece in pieces) == "olleh"
         assert [piece.choices[0].finish_reason for piece in pieces] == [None] * 5 + ["stop"]
@@ -128,16 +128,16 @@ def test_openai_client_asks_many_things_at_once() -> None:
             assert wholes == [word[::-1] for word in words]
             assert streams == [[word[::-1]] * 3 for word in words]
 
-    mirror = Mirror()
-    mirror.pause_s = 0.002
-    with serving(mirror) as address:
+    engine = EchoEngine()
+    engine.pause_s = 0.002
+    with serving(engine) as address:
         asyncio.run(asyncio.wait_for(all_of_it(address), PATIENCE_S))
         assert_counted(address, 200, 20)
 
 
 def test_openai_client_sees_errors_as_what_they_are() -> None:
-    mirror = Mirror()
-    with serving(mirror, ApiSettings(tokens=(TOKEN,), loopback=True)) as address:
+    engine = EchoEngine()
+    with serving(engine, ApiSettings(tokens=(TOKEN,), loopback=True)) as address:
         with client(address, "wrong") as ask, pytest.raises(openai.AuthenticationError, match="not known here"):
             ask.models.list()
         with client(address, TOKEN) as ask:
@@ -147,47 +147,47 @@ def test_openai_client_sees_errors_as_what_they_are() -> None:
             with pytest.raises(openai.BadRequestError) as bad:
                 ask.completions.create(model=MODEL, prompt="hello", logprobs=2)
             assert (bad.value.param, bad.value.code) == ("logprobs", "unsupported_parameter")
-            mirror.refusal = "256 requests wait already"
+            engine.refusal = "256 requests wait already"
             with pytest.raises(openai.InternalServerError, match="256 requests wait already") as full:
                 ask.completions.create(model=MODEL, prompt="hello", stream=True)
             assert full.value.status_code == 503 and full.value.response.headers["retry-after"] == "5"
-            mirror.refusal, mirror.lost = None, {3: 0}
+            engine.refusal, engine.lost = None, {3: 0}
             pieces = ask.completions.create(model=MODEL, prompt="hello", stream=True)
             assert [next(pieces).choices[0].text, next(pieces).choices[0].text] == ["o", "l"]
             with pytest.raises(openai.APIError, match="no stage is left"):
                 next(pieces)
-            mirror.stages, mirror.lost = STAGES, {}
+            engine.stages, engine.lost = STAGES, {}
             with pytest.raises(openai.AuthenticationError, match="no token"):
                 ask.with_options(default_headers={"Authorization": "Basic abc"}).models.list()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_answer_is_cancelled_when_the_client_is_gone(stream: bool) -> None:
-    mirror = Mirror()
-    mirror.slow_from, mirror.pause_s = 3, 3600.0
-    with serving(mirror) as address:
+    engine = EchoEngine()
+    engine.slow_from, engine.pause_s = 3, 3600.0
+    with serving(engine) as address:
         with connected(address) as line:
             line.sendall(request(valid(COMPLETIONS) | {"stream": stream, "n": 2}))
-            assert mirror.begun.wait(PATIENCE_S)
+            assert engine.begun.wait(PATIENCE_S)
             if stream:
                 assert b"200 OK" in line.recv(1000)
-        assert mirror.cancelled.wait(PATIENCE_S), "it went on for nobody"
+        assert engine.cancelled.wait(PATIENCE_S), "it went on for nobody"
         assert_counted(address, 499, 1)
 
 
 def test_client_that_does_not_read_gives_up_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skippipe.serving.http.middleware.CLOSE_S", 0.1)
-    mirror = Mirror()
-    mirror.context = 1_000_000
-    settings = ApiSettings(loopback=True, at_once=1, answer=timedelta(seconds=1))
-    with serving(mirror, settings) as address:
+    engine = EchoEngine()
+    engine.context = 1_000_000
+    settings = ApiSettings(loopback=True, max_concurrent=1, answer_timeout=timedelta(seconds=1))
+    with serving(engine, settings) as address:
         with connected(address) as line:  # the echo is more than all buffers between us hold
             line.sendall(request(valid(COMPLETIONS) | {"prompt": "x" * 500_000, "n": 16, "echo": True, "stream": True}))
-            assert mirror.begun.wait(PATIENCE_S)
+            assert engine.begun.wait(PATIENCE_S)
             assert_counted(address, 504, 1)
             with httpx2.Client(base_url=address, timeout=PATIENCE_S) as ask:
                 assert ask.post(COMPLETIONS, json=valid(COMPLETIONS)).status_code == 200
-        assert mirror.cancelled.is_set()
+        assert engine.cancelled.is_set()
 
 
 def connected(address: str) -> socket.socket:
@@ -202,8 +202,8 @@ def request(fields: dict[str, Any]) -> bytes:
 
 
 def assert_counted(address: str, status: int, times: int) -> None:
-    """Soon."""
-    line = f'skippipe_requests_total{{endpoint="{COMPLETIONS}",status="{status}"}} {times}\n'
+    """The metrics count so many answers of that status before long."""
+    line = f'skippipe_requests_total{{endpoint="{COMPLETIONS}",status="{status}"}} {times}.0\n'
     deadline_s = time.monotonic() + PATIENCE_S
     with httpx2.Client(base_url=address, timeout=PATIENCE_S) as ask:
         while line not in ask.get("/metrics").text:
@@ -215,14 +215,14 @@ def assert_counted(address: str, status: int, times: int) -> None:
 
 def test_addresses_and_methods() -> None:
     caller = Caller()
-    assert "/v1/completions" in complaint(caller("GET", "/v1/engines"), 404, "not_found")
-    complaint(caller("GET", "/v1/models/"), 404, "model_not_found", "model")
-    complaint(caller("GET", "/docs"), 404, "not_found")
-    complaint(caller("GET", "/v1/models/other"), 404, "model_not_found", "model")
+    assert "/v1/completions" in api_error(caller("GET", "/v1/engines"), 404, "not_found")
+    api_error(caller("GET", "/v1/models/"), 404, "model_not_found", "model")
+    api_error(caller("GET", "/docs"), 404, "not_found")
+    api_error(caller("GET", "/v1/models/other"), 404, "model_not_found", "model")
     wrong = caller("GET", COMPLETIONS)
-    assert "use POST" in complaint(wrong, 405, "method_not_allowed")
+    assert "use POST" in api_error(wrong, 405, "method_not_allowed")
     assert wrong.headers["allow"] == "POST"
-    assert caller("GET", f"/v1/models/{MODEL}").json()["created"] == Mirror.created
+    assert caller("GET", f"/v1/models/{MODEL}").json()["created"] == EchoEngine.created
 
 
 def test_only_json_is_read() -> None:
@@ -232,7 +232,7 @@ def test_only_json_is_read() -> None:
         {},
         {"Content-Type": "application/json", "Content-Encoding": "gzip"},
     ):
-        complaint(Caller()("POST", COMPLETIONS, content=body, headers=headers), 415, "unsupported_media_type")
+        api_error(Caller()("POST", COMPLETIONS, content=body, headers=headers), 415, "unsupported_media_type")
     headers = {"Content-Type": "Application/JSON; charset=utf-8"}
     assert Caller()("POST", COMPLETIONS, content=body, headers=headers).status_code == 200
 
@@ -246,18 +246,18 @@ def test_too_much_is_not_read_to_its_end() -> None:
             sent += 1
             yield b" " * 1000
 
-    caller = Caller(settings=ApiSettings(loopback=True, body_bytes=10_000))
+    caller = Caller(settings=ApiSettings(loopback=True, max_body_bytes=10_000))
     kind = {"Content-Type": "application/json"}
-    says = complaint(caller("POST", COMPLETIONS, content=endless(), headers=kind), 413, "request_too_large")
+    says = api_error(caller("POST", COMPLETIONS, content=endless(), headers=kind), 413, "request_too_large")
     assert "10,000 bytes" in says and sent == 11
-    with serving(Mirror()) as address, connected(address) as line:
+    with serving(EchoEngine()) as address, connected(address) as line:
         line.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode())
         line.sendall(b"Content-Length: 99999999999\r\n\r\n")
         answer = b"".join(iter(lambda: line.recv(4096), b""))  # until the server closes it
         assert answer.startswith(b"HTTP/1.1 413") and b'"code":"request_too_large"' in answer
         for _ in range(5):  # a client that sends all before it listens
             much = httpx2.post(f"{address}{CHAT}", json={"model": "x" * 2**21}, timeout=PATIENCE_S)
-            complaint(much, 413, "request_too_large")
+            api_error(much, 413, "request_too_large")
 
 
 # When those who answer are in trouble
@@ -265,7 +265,7 @@ def test_too_much_is_not_read_to_its_end() -> None:
 
 def test_share_of_the_model() -> None:
     caller = Caller()
-    caller.mirror.lost = {3: 4, 4: 6}
+    caller.engine.lost = {3: 4, 4: 6}
     body = caller.post()
     assert body.headers["x-skippipe-stages"] == "4/6"
     assert body.json()["skippipe"] == {"stages": 4, "of": 6}
@@ -312,28 +312,28 @@ def test_pieces_of_many_answers_come_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_refused(stream: bool) -> None:
-    caller = Caller(settings=ApiSettings(loopback=True, retry=timedelta(seconds=6.5)))
-    caller.mirror.refusal = "2 of 6 stages are left"
+    caller = Caller(settings=ApiSettings(loopback=True, retry_after=timedelta(seconds=6.5)))
+    caller.engine.refusal = "2 of 6 stages are left"
     response = caller.post(stream=stream, n=3)
-    assert "2 of 6 stages are left" in complaint(response, 503, "unavailable")
+    assert "2 of 6 stages are left" in api_error(response, 503, "unavailable")
     assert response.headers["retry-after"] == "7"
 
 
 def test_stream_that_cannot_go_on_says_so() -> None:
     caller = Caller()
-    caller.mirror.lost = {3: 0}
-    complaint(caller.post(), 503, "unavailable")
-    caller.mirror.stages = STAGES
+    caller.engine.lost = {3: 0}
+    api_error(caller.post(), 503, "unavailable")
+    caller.engine.stages = STAGES
     heard = events(caller.post(stream=True))
     assert [each["choices"][0]["text"] for each in heard[:-1]] == ["o", "l"]
     assert heard[-1]["error"]["code"] == "unavailable"
-    assert 'status="503"} 2' in caller("GET", "/metrics").text
+    assert 'status="503"} 2.0' in caller("GET", "/metrics").text
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_answer_that_fails_ends_the_others(stream: bool) -> None:
     caller = Caller()
-    caller.mirror.breaks_at = 3
+    caller.engine.breaks_at = 3
     response = caller.post(prompt=["abcdef", "xy"], stream=stream)
     assert response.status_code == (200 if stream else 500)
     assert "internal_error" in response.text and "[DONE]" not in response.text
@@ -342,29 +342,29 @@ def test_one_answer_that_fails_ends_the_others(stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_our_own_faults_are_kept_to_the_log(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     caller = Caller()
-    caller.mirror.breaks_at = 1
+    caller.engine.breaks_at = 1
     with caplog.at_level(logging.ERROR):
         response = caller.post(stream=stream)
-    says = complaint(response, 500, "internal_error")
+    says = api_error(response, 500, "internal_error")
     assert "10.0.0.9" not in response.text and "10.0.0.9" in caplog.text
     assert response.headers["x-request-id"] in says and response.headers["x-request-id"] in caplog.text
-    caller.mirror.failure = TimeoutError("not that of the request")
-    complaint(caller.post(stream=stream), 500, "internal_error")
-    caller.mirror.breaks_at, caller.mirror.ends = None, False
-    complaint(caller.post(), 500, "internal_error")
+    caller.engine.failure = TimeoutError("not that of the request")
+    api_error(caller.post(stream=stream), 500, "internal_error")
+    caller.engine.breaks_at, caller.engine.ends = None, False
+    api_error(caller.post(), 500, "internal_error")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_slow_answers_are_given_up(stream: bool) -> None:
-    caller = Caller(settings=ApiSettings(loopback=True, answer=timedelta(seconds=0.5)))
-    caller.mirror.slow_from, caller.mirror.pause_s = 3, 3600.0
+    caller = Caller(settings=ApiSettings(loopback=True, answer_timeout=timedelta(seconds=0.5)))
+    caller.engine.slow_from, caller.engine.pause_s = 3, 3600.0
     response = caller.post(stream=stream)
     if stream:
         assert events(response)[-1]["error"]["code"] == "timeout"
     else:
-        assert "after 0.5 s" in complaint(response, 504, "timeout")
+        assert "after 0.5 s" in api_error(response, 504, "timeout")
         assert response.headers["x-should-retry"] == "false"
-    assert caller.mirror.cancelled.is_set()
+    assert caller.engine.cancelled.is_set()
 
 
 def test_slow_requests_are_given_up() -> None:
@@ -372,15 +372,15 @@ def test_slow_requests_are_given_up() -> None:
         yield b"{"
         await asyncio.sleep(3600)
 
-    caller = Caller(settings=ApiSettings(loopback=True, body=timedelta(seconds=0.05)))
+    caller = Caller(settings=ApiSettings(loopback=True, body_timeout=timedelta(seconds=0.05)))
     kind = {"Content-Type": "application/json"}
-    complaint(caller("POST", COMPLETIONS, content=never(), headers=kind), 408, "request_timeout")
+    api_error(caller("POST", COMPLETIONS, content=never(), headers=kind), 408, "request_timeout")
 
 
 def test_health() -> None:
     caller = Caller(settings=ApiSettings(tokens=(TOKEN,)))
     for stages, status, code in ((6, "ok", 200), (1, "degraded", 200), (0, "down", 503)):
-        caller.mirror.stages = stages
+        caller.engine.stages = stages
         response = caller("GET", "/health")
         assert (response.status_code, response.json()) == (code, {"status": status, "stages": stages, "of": 6})
 
@@ -419,7 +419,7 @@ def test_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("skippipe.optional_deps.import_module", nothing)
     with pytest.raises(UserError, match=r"fastapi.*pip install 'skippipe\[serve\]'"):
-        routes.app(Mirror(), OPEN)
+        routes.application(EchoEngine(), OPEN)
 
 
 def test_junk() -> None:

@@ -1,4 +1,4 @@
-"""Gateway and nodes together under virtual time, over messages as they are on the wire."""
+"""Scheduler and nodes together under virtual time, over messages as they are on the wire."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from skippipe.inference.request import SamplingParams
+from skippipe.inference.request import FinishReason, SamplingParams
 from skippipe.runtime.messages import (
     COORDINATOR,
     ControlMessage,
@@ -24,10 +24,9 @@ from skippipe.runtime.messages import (
     from_json,
     to_json,
 )
-from skippipe.serving.node.state_machine import MOST, EarlyMessages, ServingNode
+from skippipe.serving.node.state_machine import MAX_EARLY, EarlyMessages, ServingNode
 from skippipe.serving.routing import ServingRoute
 from skippipe.serving.scheduler import (
-    FinishReason,
     Scheduler,
     SequenceRequest,
     SequenceState,
@@ -45,15 +44,15 @@ from skippipe.serving.step_protocol import (
     step_messages,
 )
 from skippipe.transport.message import Message, RingPiece, StepHop
-from tests.helpers.echo_engine import PLACES, VOCABULARY, answer, next_token
+from tests.helpers.echo_engine import PLACES, VOCABULARY, expected_tokens, next_token
 
 STAGE_OF = {node: stage for stage, nodes in PLACES.items() for node in nodes}
 Prefixes = list[tuple[int, ...]]
 """What stands for a hidden state: all tokens up to and with this one."""
 
 
-class Symbols:
-    """A computer that checks that every stage sees every token once and in order."""
+class SymbolicExecutor:
+    """An executor that checks that every stage sees every token once and in order."""
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
@@ -64,30 +63,30 @@ class Symbols:
             case ForwardStep():
                 return self._pass(work)
             case SampleTokens():
-                ends = [sum(row.count for row in work.rows[: at + 1]) for at in range(len(work.rows))]
+                end_tokens = [sum(row.count for row in work.rows[: at + 1]) for at in range(len(work.rows))]
                 return [
-                    next_token(list(work.given[end - 1]), sampling.seed)
-                    for end, sampling in zip(ends, work.how, strict=True)
+                    next_token(list(work.inputs[end - 1]), sampling.seed)
+                    for end, sampling in zip(end_tokens, work.sampling, strict=True)
                 ]
             case FreeSlots():
-                self.caches = {key: each for key, each in self.caches.items() if key[0] != work.lane}
+                self.caches = {key: each for key, each in self.caches.items() if key[0] != work.route}
                 return None
 
     def _pass(self, work: ForwardStep) -> Prefixes:
         for slot in work.freed:
-            self.caches.pop((work.lane, slot), None)
+            self.caches.pop((work.route, slot), None)
         made: Prefixes = []
         at = 0
         for number, row in enumerate(work.rows):
-            cache = self.caches.setdefault((work.lane, row.slot), [])
+            cache = self.caches.setdefault((work.route, row.slot), [])
             assert len(cache) == row.start
-            new = self._new(work.given, number, row, at)
+            new = self._new(work.inputs, number, row, at)
             at += row.count
             for token in new:
                 cache.append(token)
                 made.append(tuple(cache))
         if self.stage > 0:
-            assert made == work.given
+            assert made == work.inputs
         return made
 
     def _new(self, given: Any, number: int, row: InputRow, at: int) -> Sequence[int]:
@@ -104,7 +103,7 @@ class Place:
     def __init__(self, world: World, number: int) -> None:
         self.world = world
         self.number = number
-        self.executor = Symbols(STAGE_OF[number])
+        self.executor = SymbolicExecutor(STAGE_OF[number])
         self.node = ServingNode(NodeInfo(number, STAGE_OF[number], len(STAGE_OF), VOCABULARY, 2**16), self)
         self.alive = True
 
@@ -136,10 +135,10 @@ class World:
         self.clock_ns = 0
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
-        self.gateway = Scheduler(len(PLACES), self, settings)
+        self.scheduler = Scheduler(len(PLACES), self, settings)
         self.places: dict[int, Place] = {}
         self.over: list[SequenceState] = []
-        self.spoiled: list[StepFailed] = []
+        self.step_failed: list[StepFailed] = []
         for node in STAGE_OF:
             self.begin(node)
 
@@ -149,14 +148,14 @@ class World:
 
     def kill(self, node: int, back_after_s: float) -> None:
         self.places[node].alive = False
-        self.at(0.05, lambda: self.gateway.lost(node))
+        self.at(0.05, lambda: self.scheduler.node_lost(node))
         self.at(0.05 + back_after_s, lambda: self.begin(node))
 
     def at(self, delay_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.clock_ns + int(delay_s * 1e9), next(self._order), what))
 
     def between(self, sender: int, receiver: int, what: Callable[[Place], None]) -> None:
-        """Messages are lost with whoever is gone when they arrive, or with the one that it took the place of."""
+        """A message is lost if its receiver has ended, or was started again, before it arrives."""
         there = self.places[receiver]
 
         def arrive() -> None:
@@ -173,12 +172,12 @@ class World:
                 return
             match control:
                 case Ready():
-                    self.gateway.joined(place.number, STAGE_OF[place.number])
+                    self.scheduler.node_joined(place.number, STAGE_OF[place.number])
                 case Sampled():
-                    self.gateway.sampled(control.step, control.tokens, place.number)
+                    self.scheduler.sampled(control.step, control.tokens, place.number)
                 case StepFailed():
-                    self.spoiled.append(control)
-                    self.gateway.spoiled(control.step, place.number)
+                    self.step_failed.append(control)
+                    self.scheduler.step_failed(control.step, place.number)
                 case _:
                     raise AssertionError(control)
 
@@ -189,17 +188,17 @@ class World:
     def now_ns(self) -> int:
         return self.clock_ns
 
-    def step(self, step: ServingStep) -> None:
+    def start_step(self, step: ServingStep) -> None:
         for node, feed in step_messages(step).items():
             self._tell(node, feed)
 
-    def close_lane(self, lane: ServingRoute) -> None:
-        for node in lane.path:
-            self._tell(node, EndSequences(lane.number))
+    def close_route(self, route: ServingRoute) -> None:
+        for node in route.path:
+            self._tell(node, EndSequences(route.number))
 
-    def said(self, stream: SequenceState) -> None:
-        if stream.ending is not None:
-            self.over.append(stream)
+    def updated(self, sequence: SequenceState) -> None:
+        if sequence.finish_reason is not None:
+            self.over.append(sequence)
 
     def _tell(self, node: int, control: RunStep | EndSequences) -> None:
         heard = from_json(to_json(control))
@@ -219,32 +218,35 @@ class World:
                 self.at(0.5, lambda: None)
             self.clock_ns, _, what = heapq.heappop(self._events)
             what()
-            self.gateway.tick()
+            self.scheduler.tick()
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_streams_go_on_whoever_is_lost(seed: int) -> None:
-    world = World(seed, ServingSettings(streams=3, lanes=2, prompt_tokens=12, step=timedelta(seconds=1)))
+def test_sequences_go_on_whichever_nodes_are_lost(seed: int) -> None:
+    world = World(
+        seed,
+        ServingSettings(max_sequences=3, routes_per_head=2, max_prompt_tokens=12, step_timeout=timedelta(seconds=1)),
+    )
     random = world.random
     world.at(1, lambda: None)
-    world.run(lambda: len(world.gateway.stage_of) == len(STAGE_OF))
-    streams: list[SequenceState] = []
+    world.run(lambda: len(world.scheduler.stage_of) == len(STAGE_OF))
+    sequences: list[SequenceState] = []
     for _ in range(12):
         prompt = tuple(random.randrange(50) for _ in range(random.randint(1, 30)))
         request = SequenceRequest(prompt, random.randint(1, 12), sampling=SamplingParams(seed=random.randrange(2**40)))
-        world.at(random.uniform(0, 2), lambda request=request: streams.append(world.gateway.submit(request)))  # type: ignore[misc]
+        world.at(random.uniform(0, 2), lambda request=request: sequences.append(world.scheduler.submit(request)))  # type: ignore[misc]
     for _ in range(4):
         node = random.randrange(1, 7)
         world.at(random.uniform(0, 2), lambda node=node: world.kill(node, random.uniform(0.1, 1)))  # type: ignore[misc]
-    world.run(lambda: len(streams) == 12 and not world.gateway.streams)
-    for stream in streams:
-        assert stream.ending is FinishReason.LENGTH
-        assert stream.answer == answer(stream.request)
+    world.run(lambda: len(sequences) == 12 and not world.scheduler.sequences)
+    for sequence in sequences:
+        assert sequence.finish_reason is FinishReason.LENGTH
+        assert sequence.output_tokens == expected_tokens(sequence.request)
     assert len(world.over) == 12
     world.at(1, lambda: None)
     done_ns = world.clock_ns + int(1e9)
     world.run(lambda: world.clock_ns >= done_ns)
-    assert not any(place.executor.caches for place in world.places.values() if place.alive), "lanes are closed"
+    assert not any(place.executor.caches for place in world.places.values() if place.alive), "routes are closed"
 
 
 def test_what_no_step_foresees_is_dropped() -> None:
@@ -272,24 +274,24 @@ GOOD = RunStep(1, 1, [0, 2], [[0, 0, 2], [1, 4, 1]], [3], [[5, 6], [7]], [[0.5, 
     [
         ({"lane": 2**32}, "too large"),
         ({"path": [0, 2, 2]}, "twice"),
-        ({"path": [0, 70]}, "nobody knows"),
+        ({"path": [0, 70]}, "unknown nodes"),
         ({"path": [1, 2]}, "does not come here"),
         ({"path": [2, 0]}, "stage 0"),
         ({"path": []}, "does not come here"),
         ({"rows": []}, "without slot"),
         ({"rows": [[0, 0], [1, 4, 1]]}, "without slot"),
         ({"rows": [[0, 0, 2], [0, 4, 1]]}, "twice"),
-        ({"rows": [[0, 0, 2], [1, 4, 0]]}, "a row of nothing"),
+        ({"rows": [[0, 0, 2], [1, 4, 0]]}, "a row without tokens"),
         ({"rows": [[0, 0, 2], [2**40, 4, 1]]}, "room"),
         ({"tokens": [[5, 6]]}, "other tokens"),
         ({"tokens": [[5, 6], [7, 8]]}, "other tokens"),
-        ({"tokens": [[5, 6], [VOCABULARY]]}, "nobody knows"),
-        ({"chances": [[0.5, 3.0, 0.9]]}, "chances"),
-        ({"chances": [[0.5, 3.0], [0.0, 0.0, 1.0]]}, "chances"),
-        ({"chances": [[0.5, float("inf"), 0.9], [0.0, 0.0, 1.0]]}, "chances"),
+        ({"tokens": [[5, 6], [VOCABULARY]]}, "beyond the vocabulary"),
+        ({"chances": [[0.5, 3.0, 0.9]]}, "sampling parameters"),
+        ({"chances": [[0.5, 3.0], [0.0, 0.0, 1.0]]}, "sampling parameters"),
+        ({"chances": [[0.5, float("inf"), 0.9], [0.0, 0.0, 1.0]]}, "sampling parameters"),
         ({"chances": [[float("nan"), 3.0, 0.9], [0.0, 0.0, 1.0]]}, "temperature"),
         ({"chances": [[0.5, 3.0, 0.0], [0.0, 0.0, 1.0]]}, "top-p"),
-        ({"seeds": [1]}, "chances"),
+        ({"seeds": [1]}, "sampling parameters"),
     ],
 )
 def test_steps_that_cannot_be_are_dropped(changed: dict[str, Any], why: str) -> None:
@@ -307,11 +309,11 @@ def test_steps_that_cannot_be_are_dropped(changed: dict[str, Any], why: str) -> 
 
 def test_tensors_that_nobody_told_of_make_room_for_others() -> None:
     early = EarlyMessages()
-    for step in range(3 * MOST):
+    for step in range(3 * MAX_EARLY):
         early.put(4, (step, 1), step)
     early.put(5, (0, 1), "another's")
     assert early.take(4, (0, 1)) is None
-    assert early.take(4, (3 * MOST - 1, 1)) == 3 * MOST - 1
+    assert early.take(4, (3 * MAX_EARLY - 1, 1)) == 3 * MAX_EARLY - 1
     assert early.take(5, (0, 1)) == "another's"
     assert early.take(5, (0, 1)) is None
 
@@ -325,21 +327,21 @@ def test_a_tensor_from_elsewhere_does_not_take_the_place_of_the_one_that_is_wait
     assert place.node.doing == "serving, forward step"
 
 
-class Sick(Symbols):
+class Sick(SymbolicExecutor):
     """Gets nothing that it can use."""
 
     def run(self, work: ServingWork) -> Any:
-        return super().run(work) if isinstance(work, FreeSlots) else StepRefused("not finite", given=True)
+        return super().run(work) if isinstance(work, FreeSlots) else StepRefused("not finite", bad_input=True)
 
 
 def test_whoever_sends_what_is_of_no_use_is_named() -> None:
-    world = World(0, ServingSettings(lanes=1))
+    world = World(0, ServingSettings(routes_per_head=1))
     for node in PLACES[2]:
         world.places[node].executor = Sick(2)
     world.at(1, lambda: None)
-    world.run(lambda: len(world.gateway.stage_of) == len(STAGE_OF))
-    stream = world.gateway.submit(SequenceRequest((1, 2), 3))
-    world.run(lambda: not world.gateway.streams)
-    assert stream.ending is FinishReason.SPOILED
-    assert len(world.spoiled) == 3
-    assert {STAGE_OF[control.node] for control in world.spoiled} == {1}
+    world.run(lambda: len(world.scheduler.stage_of) == len(STAGE_OF))
+    sequence = world.scheduler.submit(SequenceRequest((1, 2), 3))
+    world.run(lambda: not world.scheduler.sequences)
+    assert sequence.finish_reason is FinishReason.FAILED
+    assert len(world.step_failed) == 3
+    assert {STAGE_OF[control.node] for control in world.step_failed} == {1}

@@ -1,4 +1,4 @@
-"""What can be asked for over HTTP, and what is said about everything else."""
+"""The request schema: what can be asked for over HTTP, and the errors for everything else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.echo_engine import CHAT, COMPLETIONS, Caller, complaint, events
+from tests.helpers.echo_engine import CHAT, COMPLETIONS, Caller, api_error, events
 
 # What can be asked
 
@@ -25,11 +25,11 @@ def test_prompts(prompt: Any, texts: list[str], n: int) -> None:
     body = Caller().post(prompt=prompt, n=n).json()
     assert [choice["text"] for choice in body["choices"]] == [text for text in texts for _ in range(n)]
     assert [choice["index"] for choice in body["choices"]] == list(range(n * len(texts)))
-    asked = sum(map(len, texts))
+    request = sum(map(len, texts))
     assert body["usage"] == {
-        "prompt_tokens": asked,
-        "completion_tokens": n * asked,
-        "total_tokens": asked + n * asked,
+        "prompt_tokens": request,
+        "completion_tokens": n * request,
+        "total_tokens": request + n * request,
     }
 
 
@@ -54,12 +54,12 @@ def test_stops_and_lengths() -> None:
     assert (long["choices"][0]["finish_reason"], long["usage"]["completion_tokens"]) == ("length", 16)
     assert caller.post(prompt="x" * 90).json()["usage"]["completion_tokens"] == 10  # as much as there is room for
     assert caller.post(CHAT, messages=[{"role": "user", "content": "x" * 40}]).status_code == 200
-    assert caller.mirror.asked[-1][1] == 60
+    assert caller.engine.requests[-1][1] == 60
 
 
 def test_parts_of_a_message_are_put_together() -> None:
-    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "cd"}]
-    body = Caller().post(CHAT, messages=[{"role": "user", "content": parts}]).json()
+    subsets = [{"type": "text", "text": "ab"}, {"type": "text", "text": "cd"}]
+    body = Caller().post(CHAT, messages=[{"role": "user", "content": subsets}]).json()
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "dcba", "refusal": None}
 
 
@@ -67,14 +67,14 @@ def test_seeds() -> None:
     """Each of n answers has its own, which is the same next time, and which nodes can be told."""
     caller = Caller()
     for seed in (7, -7, 2**63 - 1, -(2**63), None):
-        caller.mirror.asked.clear()
+        caller.engine.requests.clear()
         caller.post(n=4, seed=seed)
         caller.post(n=4, seed=seed)
-        seeds = [sampling.seed for _, _, sampling, _ in caller.mirror.asked]
+        seeds = [sampling.seed for _, _, sampling, _ in caller.engine.requests]
         assert len(set(seeds[:4])) == 4 and all(0 <= each < 2**53 for each in seeds)
         assert (seeds[:4] == seeds[4:]) == (seed is not None)
     caller.post(seed=7)
-    assert caller.mirror.asked[-1][2].seed == 7
+    assert caller.engine.requests[-1][2].seed == 7
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -122,7 +122,7 @@ def test_what_makes_no_difference_passes(path: str) -> None:
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(path: str, field: str, value: Any) -> None:
-    assert "leave it out" in complaint(Caller().post(path, **{field: value}), 400, "unsupported_parameter", field)
+    assert "leave it out" in api_error(Caller().post(path, **{field: value}), 400, "unsupported_parameter", field)
 
 
 # What is wrong
@@ -134,12 +134,12 @@ def test_what_is_not_supported_is_refused_by_name(path: str, field: str, value: 
         ("model", None, "missing_required_parameter", "add it"),
         ("model", 5, "invalid_type", "expected a text, found the number 5"),
         ("prompt", None, "missing_required_parameter", "add it"),
-        ("prompt", "", "invalid_value", "empty"),
-        ("prompt", [], "invalid_value", "found an empty list"),
-        ("prompt", {"a": 1}, "invalid_value", "found an object"),
+        ("prompt", "", "invalid_value", "at least 1 character"),
+        ("prompt", [], "invalid_value", "at least 1 item"),
+        ("prompt", {"a": 1}, "invalid_type", "found an object"),
         ("prompt", "\ud800", "invalid_value", "half a character"),
         ("max_tokens", 0, "invalid_value", "from 1 to 4096, found the number 0"),
-        ("max_tokens", 1.5, "invalid_type", "whole number"),
+        ("max_tokens", 1.5, "invalid_type", "whole number, found the number 1.5"),
         ("max_tokens", True, "invalid_type", "found true"),
         ("max_tokens", 10**400, "invalid_value", "too large"),
         ("temperature", 2.1, "invalid_value", "from 0.0 to 2.0"),
@@ -149,9 +149,7 @@ def test_what_is_not_supported_is_refused_by_name(path: str, field: str, value: 
         ("top_k", -1, "invalid_value", "from 0"),
         ("seed", 2**63, "invalid_value", "too large"),
         ("n", 17, "invalid_value", "from 1 to 16"),
-        ("stop", ["a"] * 5, "invalid_value", "4 at most"),
-        ("stop", "", "invalid_value", "empty"),
-        ("stop", [1], "invalid_type", "expected a text"),
+        ("stop", ["a"] * 5, "invalid_value", "at most 4 items"),
         ("stream", "yes", "invalid_type", "true or false"),
         ("stream_options", {"include_usage": True}, "invalid_value", "set stream to true"),
         ("temprature", 1, "unknown_parameter", "did you mean 'temperature'?"),
@@ -159,17 +157,17 @@ def test_what_is_not_supported_is_refused_by_name(path: str, field: str, value: 
     ],
 )
 def test_wrong_fields_are_named(field: str, value: Any, code: str, says: str) -> None:
-    assert says in complaint(Caller().post(**{field: value}), 400, code, field)
+    assert says in api_error(Caller().post(**{field: value}), 400, code, field)
 
 
 @pytest.mark.parametrize(
     ("path", "fields", "param", "says"),
     [
-        (COMPLETIONS, {"prompt": ["ok", ""]}, "prompt[1]", "empty"),
+        (COMPLETIONS, {"prompt": ["ok", ""]}, "prompt[1]", "at least 1 character"),
         (COMPLETIONS, {"prompt": ["ok", 3]}, "prompt[1]", "expected a text"),
-        (COMPLETIONS, {"prompt": [3, "no"]}, "prompt[1]", "expected a token id"),
+        (COMPLETIONS, {"prompt": [3, "no"]}, "prompt[1]", "expected a whole number, found the text 'no'"),
         (COMPLETIONS, {"prompt": [[3], [-1]]}, "prompt[1][0]", "from 0 to 1114111"),
-        (COMPLETIONS, {"prompt": [True]}, "prompt[0]", "expected a token id, found true"),
+        (COMPLETIONS, {"prompt": [True]}, "prompt[0]", "expected a whole number, found true"),
         (COMPLETIONS, {"prompt": [0x110000]}, "prompt[0]", "from 0 to 1114111"),
         (COMPLETIONS, {"prompt": ["a"] * 17}, "prompt", "17 prompts × 1 answers each"),
         (COMPLETIONS, {"prompt": ["a"] * 6, "n": 3}, "n", "6 prompts × 3 answers each"),
@@ -179,12 +177,24 @@ def test_wrong_fields_are_named(field: str, value: Any, code: str, says: str) ->
             "stream_options.include_usages",
             "mean",
         ),
-        (CHAT, {"messages": []}, "messages", "empty"),
+        (COMPLETIONS, {"stop": ["ok", ""]}, "stop[1]", "at least 1 character"),
+        (COMPLETIONS, {"stop": [1]}, "stop[0]", "expected a text"),
+        (CHAT, {"messages": []}, "messages", "at least 1 item"),
         (CHAT, {"messages": "hi"}, "messages", "expected a list"),
         (CHAT, {"messages": ["hi"]}, "messages[0]", "expected an object"),
         (CHAT, {"messages": [{"content": "hi"}]}, "messages[0].role", "missing"),
-        (CHAT, {"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].role", "no tools"),
-        (CHAT, {"messages": [{"role": "king", "content": "hi"}]}, "messages[0].role", "none of system"),
+        (
+            CHAT,
+            {"messages": [{"role": "tool", "content": "hi"}]},
+            "messages[0].role",
+            "or 'assistant', found the text 'tool'",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "king", "content": "hi"}]},
+            "messages[0].role",
+            "expected 'system', 'developer', 'user' or 'assistant'",
+        ),
         (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages[0].content", "missing"),
         (CHAT, {"messages": [{"role": "user", "content": ""}]}, "messages", "no tokens"),
         (CHAT, {"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name", "leave it out"),
@@ -192,7 +202,7 @@ def test_wrong_fields_are_named(field: str, value: Any, code: str, says: str) ->
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0].type",
-            "only 'text' is",
+            "expected 'text', found the text 'image_url'",
         ),
         (CHAT, {"messages": [{"role": "user", "content": "a", "tone": "b"}]}, "messages[0].tone", "unknown"),
         (
@@ -208,7 +218,7 @@ def test_wrong_fields_are_named(field: str, value: Any, code: str, says: str) ->
 def test_wrong_places_are_named(path: str, fields: dict[str, Any], param: str, says: str) -> None:
     response = Caller().post(path, **fields)
     assert response.json()["error"]["param"] == param
-    assert says in complaint(response, 400, response.json()["error"]["code"], param)
+    assert says in api_error(response, 400, response.json()["error"]["code"], param)
 
 
 @pytest.mark.parametrize(
@@ -226,15 +236,15 @@ def test_wrong_places_are_named(path: str, fields: dict[str, Any], param: str, s
 )
 def test_malformed_requests(body: bytes, says: str) -> None:
     response = Caller()("POST", COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
-    assert says in complaint(response, 400, response.json()["error"]["code"])
+    assert says in api_error(response, 400, response.json()["error"]["code"])
 
 
 def test_prompts_that_are_too_long() -> None:
     caller = Caller()
-    says = complaint(caller.post(prompt="x" * 90, max_tokens=20), 400, "context_length_exceeded", "prompt")
+    says = api_error(caller.post(prompt="x" * 90, max_tokens=20), 400, "context_length_exceeded", "prompt")
     assert "maximum context length is 100 tokens; this asks for 110 (90 in the prompt, 20 for the answer)" in says
-    says = complaint(
+    says = api_error(
         caller.post(CHAT, messages=[{"role": "user", "content": "x" * 100}]), 400, "context_length_exceeded", "messages"
     )
     assert "asks for 101" in says
-    assert caller.mirror.asked == []
+    assert caller.engine.requests == []

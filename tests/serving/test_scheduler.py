@@ -1,4 +1,4 @@
-"""The gateway under virtual time: answers are what they should be, whoever is lost on the way."""
+"""The scheduler under virtual time: answers are right, whichever nodes are lost on the way."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from random import Random
 import pytest
 
 from skippipe.errors import UserError
+from skippipe.inference.request import FinishReason
 from skippipe.serving.routing import (
     ClusterCost,
     ServingRoute,
@@ -24,7 +25,6 @@ from skippipe.serving.routing import (
 )
 from skippipe.serving.scheduler import (
     EngineFull,
-    FinishReason,
     Scheduler,
     SequenceRequest,
     SequenceState,
@@ -32,31 +32,31 @@ from skippipe.serving.scheduler import (
     ServingStep,
 )
 from skippipe.workload import MODELS
-from tests.helpers.echo_engine import PLACES, VOCABULARY, answer, next_token
+from tests.helpers.echo_engine import PLACES, VOCABULARY, expected_tokens, next_token
 from tests.helpers.plans import uniform_cluster
 
 END = 7
 
 
 class World:
-    """Nodes that remember what they were fed, and take a while."""
+    """Nodes that keep the tokens of every slot, and take a while for a step."""
 
     def __init__(self, seed: int, settings: ServingSettings | None = None) -> None:
         self.random = Random(seed)
         self.clock_ns = 0
         self.caches: dict[tuple[int, int, int], list[int]] = {}
-        """Node, lane, slot → tokens."""
+        """Node, route, slot → tokens."""
         self.alive = {node for nodes in PLACES.values() for node in nodes}
         self.cut: set[frozenset[int]] = set()
-        self.said_of: list[SequenceState] = []
+        self.updates: list[SequenceState] = []
         self.closed: set[int] = set()
         self.steps: list[ServingStep] = []
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
-        self.gateway = Scheduler(len(PLACES), self, settings or ServingSettings())
+        self.scheduler = Scheduler(len(PLACES), self, settings or ServingSettings())
         for stage, nodes in PLACES.items():
             for node in nodes:
-                self.gateway.joined(node, stage)
+                self.scheduler.node_joined(node, stage)
 
     def now_ns(self) -> int:
         return self.clock_ns
@@ -64,77 +64,80 @@ class World:
     def at(self, delay_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.clock_ns + int(delay_s * 1e9), next(self._order), what))
 
-    def step(self, step: ServingStep) -> None:
+    def start_step(self, step: ServingStep) -> None:
         self.steps.append(step)
         assert len({row.slot for row in step.rows}) == len(step.rows)
         self.at(self.random.uniform(0.01, 0.05), lambda: self._run(step))
 
     def _run(self, step: ServingStep) -> None:
-        path = step.lane.path
-        if not set(path) <= self.alive or self.cut & links(path) or step.lane.number in self.closed:
+        path = step.route.path
+        if not set(path) <= self.alive or self.cut & links(path) or step.route.number in self.closed:
             return  # it never comes back
         made = []
         for node in path:
             for slot in step.freed:
-                self.caches.pop((node, step.lane.number, slot), None)
+                self.caches.pop((node, step.route.number, slot), None)
         for row in step.rows:
             for node in path:
-                cache = self.caches.setdefault((node, step.lane.number, row.slot), [])
-                assert len(cache) == row.start, "what is fed follows what was fed"
+                cache = self.caches.setdefault((node, step.route.number, row.slot), [])
+                assert len(cache) == row.start, "new tokens follow those that were computed"
                 cache.extend(row.tokens)
-            made.append(next_token(cache, row.stream.request.sampling.seed))
-        self.gateway.sampled(step.number, made, path[0])
+            made.append(next_token(cache, row.sequence.request.sampling.seed))
+        self.scheduler.sampled(step.number, made, path[0])
 
-    def close_lane(self, lane: ServingRoute) -> None:
-        self.closed.add(lane.number)
-        for key in [key for key in self.caches if key[1] == lane.number]:
+    def close_route(self, route: ServingRoute) -> None:
+        self.closed.add(route.number)
+        for key in [key for key in self.caches if key[1] == route.number]:
             del self.caches[key]
 
-    def said(self, stream: SequenceState) -> None:
-        self.said_of.append(stream)
+    def updated(self, sequence: SequenceState) -> None:
+        self.updates.append(sequence)
 
     def kill(self, node: int, back_after_s: float | None = None) -> None:
         self.alive.discard(node)
-        self.at(0.1, lambda: self.gateway.lost(node))
+        self.at(0.1, lambda: self.scheduler.node_lost(node))
         if back_after_s is not None:
             self.at(0.2 + back_after_s, lambda: self._back(node))
 
     def _back(self, node: int) -> None:
         self.alive.add(node)
         self.caches = {key: each for key, each in self.caches.items() if key[0] != node}
-        self.gateway.joined(node, next(stage for stage, nodes in PLACES.items() if node in nodes))
+        self.scheduler.node_joined(node, next(stage for stage, nodes in PLACES.items() if node in nodes))
 
     def run(self, until_s: float = 600) -> None:
         while self._events and self.clock_ns < until_s * 1e9:
             self.clock_ns, _, what = heapq.heappop(self._events)
             what()
-            self.gateway.tick()
-            if not self.gateway.streams:
+            self.scheduler.tick()
+            if not self.scheduler.sequences:
                 return
             if not self._events:
                 self.at(1.0, lambda: None)
 
     def request(self) -> SequenceRequest:
         prompt = tuple(self.random.randrange(VOCABULARY) for _ in range(self.random.randint(1, 40)))
-        ends = frozenset({END}) if self.random.random() < 0.5 else frozenset()
-        request = SequenceRequest(prompt, self.random.randint(1, 30), ends)
+        end_tokens = frozenset({END}) if self.random.random() < 0.5 else frozenset()
+        request = SequenceRequest(prompt, self.random.randint(1, 30), end_tokens)
         return replace(request, sampling=replace(request.sampling, seed=self.random.randrange(1000)))
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_answers_are_right_whoever_is_lost(seed: int) -> None:
-    world = World(seed, ServingSettings(streams=3, lanes=1, prompt_tokens=16, step=timedelta(seconds=2)))
+def test_answers_are_right_whichever_nodes_are_lost(seed: int) -> None:
+    world = World(
+        seed,
+        ServingSettings(max_sequences=3, routes_per_head=1, max_prompt_tokens=16, step_timeout=timedelta(seconds=2)),
+    )
     random = world.random
-    streams: list[SequenceState] = []
+    sequences: list[SequenceState] = []
     for _ in range(20):
-        world.at(random.uniform(0, 3), lambda: streams.append(world.gateway.submit(world.request())))
+        world.at(random.uniform(0, 3), lambda: sequences.append(world.scheduler.submit(world.request())))
     cancelled: set[int] = set()
 
     def cancel() -> None:
-        if world.gateway.streams:
-            number = random.choice(sorted(world.gateway.streams))
+        if world.scheduler.sequences:
+            number = random.choice(sorted(world.scheduler.sequences))
             cancelled.add(number)
-            world.gateway.cancel(number)
+            world.scheduler.cancel(number)
 
     world.at(1.0, cancel)
     for _ in range(4):  # stage 0 keeps one node, or nobody could answer at all for a while
@@ -142,84 +145,84 @@ def test_answers_are_right_whoever_is_lost(seed: int) -> None:
 
     def sever() -> None:
         world.cut.add(frozenset((0, 2)))
-        world.at(0.2, lambda: world.gateway.broken(0, 2))
+        world.at(0.2, lambda: world.scheduler.link_broken(0, 2))
 
     world.at(random.uniform(0, 3), sever)
     world.at(4, lambda: None)
     world.run()
-    while len(streams) < 20:
+    while len(sequences) < 20:
         world.run()
-    assert not world.gateway.streams
-    for stream in streams:
-        if stream.number in cancelled:
-            assert stream.ending is FinishReason.CANCELLED
-            assert stream.answer == answer(stream.request)[: len(stream.answer)]
+    assert not world.scheduler.sequences
+    for sequence in sequences:
+        if sequence.number in cancelled:
+            assert sequence.finish_reason is FinishReason.CANCELLED
+            assert sequence.output_tokens == expected_tokens(sequence.request)[: len(sequence.output_tokens)]
         else:
-            assert stream.ending in (FinishReason.STOP, FinishReason.LENGTH)
-            assert stream.answer == answer(stream.request)
-            assert 2 <= stream.visited <= 4
-    assert {each.number for each in world.said_of if each.ending} == {each.number for each in streams}
+            assert sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+            assert sequence.output_tokens == expected_tokens(sequence.request)
+            assert 2 <= sequence.num_stages <= 4
+    assert {each.number for each in world.updates if each.finish_reason} == {each.number for each in sequences}
     assert not world.caches, "nothing is kept for nobody"
 
 
 def test_many_share_a_step() -> None:
-    world = World(0, ServingSettings(lanes=1))
+    world = World(0, ServingSettings(routes_per_head=1))
     for _ in range(8):
-        world.gateway.submit(world.request())
+        world.scheduler.submit(world.request())
     world.run()
     assert max(len(step.rows) for step in world.steps) >= 4
 
 
 def test_prompts_are_fed_in_pieces() -> None:
-    world = World(0, ServingSettings(lanes=1, prompt_tokens=8))
-    stream = world.gateway.submit(SequenceRequest(tuple(range(30)), 3))
+    world = World(0, ServingSettings(routes_per_head=1, max_prompt_tokens=8))
+    sequence = world.scheduler.submit(SequenceRequest(tuple(range(30)), 3))
     world.run()
     assert [len(step.rows[0].tokens) for step in world.steps] == [8, 8, 8, 6, 1, 1]
-    assert stream.answer == answer(stream.request)
+    assert sequence.output_tokens == expected_tokens(sequence.request)
 
 
 def test_a_stage_that_nobody_holds_is_done_without() -> None:
     world = World(1)
-    stream = world.gateway.submit(SequenceRequest((1, 2, 3), 40))
+    sequence = world.scheduler.submit(SequenceRequest((1, 2, 3), 40))
     world.at(0.3, lambda: world.kill(6))
     world.run()
-    assert stream.answer == answer(stream.request)
-    assert stream.visited == 3
-    assert world.gateway.share == Fraction(3, 4)
-    assert {len(step.lane.path) for step in world.steps} == {4, 3}
+    assert sequence.output_tokens == expected_tokens(sequence.request)
+    assert sequence.num_stages == 3
+    assert world.scheduler.coverage == Fraction(3, 4)
+    assert {len(step.route.path) for step in world.steps} == {4, 3}
 
 
 def test_below_the_floor_nobody_is_answered() -> None:
-    world = World(1, ServingSettings(floor=Fraction(1), patience=timedelta(seconds=5)))
-    begun = world.gateway.submit(SequenceRequest((1, 2, 3), 40))
+    world = World(1, ServingSettings(min_coverage=Fraction(1), wait_timeout=timedelta(seconds=5)))
+    begun = world.scheduler.submit(SequenceRequest((1, 2, 3), 40))
     world.at(0.3, lambda: world.kill(6))
     late: list[SequenceState] = []
-    world.at(0.5, lambda: late.append(world.gateway.submit(SequenceRequest((1,), 2))))
+    world.at(0.5, lambda: late.append(world.scheduler.submit(SequenceRequest((1,), 2))))
     world.run()
-    assert begun.ending is FinishReason.NO_WAY
-    assert late[0].ending is FinishReason.NO_WAY
-    assert late[0].answer == []
+    assert begun.finish_reason is FinishReason.UNAVAILABLE
+    assert late[0].finish_reason is FinishReason.UNAVAILABLE
+    assert late[0].output_tokens == []
 
 
 def test_who_waits_is_answered_when_nodes_come_back() -> None:
-    world = World(2, ServingSettings(floor=Fraction(1)))
-    stream = world.gateway.submit(SequenceRequest((1, 2, 3), 20))
+    world = World(2, ServingSettings(min_coverage=Fraction(1)))
+    sequence = world.scheduler.submit(SequenceRequest((1, 2, 3), 20))
     world.at(0.2, lambda: world.kill(6, back_after_s=4))
     world.run()
-    assert stream.ending is FinishReason.LENGTH
-    assert stream.answer == answer(stream.request)
-    assert stream.visited == 4
+    assert sequence.finish_reason is FinishReason.LENGTH
+    assert sequence.output_tokens == expected_tokens(sequence.request)
+    assert sequence.num_stages == 4
 
 
 def test_the_queue_is_bounded() -> None:
-    world = World(3, ServingSettings(streams=1, lanes=1, waiting=2))
+    world = World(3, ServingSettings(max_sequences=1, routes_per_head=1, max_waiting=2))
     for _ in range(4):
-        world.gateway.submit(SequenceRequest((1,), 5))
+        world.scheduler.submit(SequenceRequest((1,), 5))
     with pytest.raises(EngineFull):
-        world.gateway.submit(SequenceRequest((1,), 5))
+        world.scheduler.submit(SequenceRequest((1,), 5))
 
 
-def test_lanes_take_the_fastest_way_and_spread() -> None:
+def test_routes_are_the_fastest_and_spread() -> None:
     class Far(UniformCost):
         def hop_s(self, sender: int, receiver: int) -> float:
             return 10.0 if 2 in (sender, receiver) else super().hop_s(sender, receiver)
@@ -236,60 +239,62 @@ def test_lanes_take_the_fastest_way_and_spread() -> None:
     assert fastest_route(holders, Nowhere(), {}, 0) is None
 
 
-def test_streams_share_a_lane_only_as_far_as_its_caches_go() -> None:
-    world = World(4, ServingSettings(streams=8, lanes=1, lane_tokens=60))
-    short = [world.gateway.submit(SequenceRequest((1, 2), 8)) for _ in range(8)]
-    long = world.gateway.submit(SequenceRequest(tuple(range(30)), 30))
+def test_sequences_share_a_route_only_as_far_as_its_caches_go() -> None:
+    world = World(4, ServingSettings(max_sequences=8, routes_per_head=1, cache_tokens=60))
+    short = [world.scheduler.submit(SequenceRequest((1, 2), 8)) for _ in range(8)]
+    long = world.scheduler.submit(SequenceRequest(tuple(range(30)), 30))
     with pytest.raises(EngineFull, match="61 tokens"):
-        world.gateway.submit(SequenceRequest(tuple(range(30)), 31))
+        world.scheduler.submit(SequenceRequest(tuple(range(30)), 31))
     world.run()
-    for stream in (*short, long):
-        assert stream.answer == answer(stream.request)
+    for sequence in (*short, long):
+        assert sequence.output_tokens == expected_tokens(sequence.request)
     for step in world.steps:
-        longest = max(row.stream.request.longest for row in step.rows)
-        assert (max(row.slot for row in step.rows) + 1) * longest <= 60
+        max_length = max(row.sequence.request.max_length for row in step.rows)
+        assert (max(row.slot for row in step.rows) + 1) * max_length <= 60
 
 
 def test_nobody_is_answered_before_every_stage_was_there_once() -> None:
-    world = World(5, ServingSettings(gathering=timedelta(seconds=100), patience=timedelta(seconds=200)))
-    world.gateway = Scheduler(len(PLACES), world, world.gateway.settings)
+    world = World(5, ServingSettings(startup_timeout=timedelta(seconds=100), wait_timeout=timedelta(seconds=200)))
+    world.scheduler = Scheduler(len(PLACES), world, world.scheduler.settings)
     for node in (0, 2, 4):
         world._back(node)
-    stream = world.gateway.submit(SequenceRequest((1, 2), 3))
-    assert not world.gateway.is_open
+    sequence = world.scheduler.submit(SequenceRequest((1, 2), 3))
+    assert not world.scheduler.is_ready
     world.at(5, lambda: world._back(6))
     world.run()
-    assert (stream.answer, stream.visited) == (answer(stream.request), 4)
+    assert (sequence.output_tokens, sequence.num_stages) == (expected_tokens(sequence.request), 4)
 
-    world = World(5, world.gateway.settings)
-    world.gateway = Scheduler(len(PLACES), world, world.gateway.settings)
+    world = World(5, world.scheduler.settings)
+    world.scheduler = Scheduler(len(PLACES), world, world.scheduler.settings)
     world._back(0)
-    stream = world.gateway.submit(SequenceRequest((1, 2), 3))
+    sequence = world.scheduler.submit(SequenceRequest((1, 2), 3))
     world.at(1, lambda: None)
     world.run()
-    assert (stream.answer, stream.visited) == (answer(stream.request), 1), "those who are there after a while will do"
+    assert (sequence.output_tokens, sequence.num_stages) == (expected_tokens(sequence.request), 1), (
+        "those who are there after a while will do"
+    )
 
 
 def test_a_stream_that_cannot_be_done_ends() -> None:
-    world = World(6, ServingSettings(lanes=1))
-    world.step = world.steps.append  # type: ignore[method-assign, assignment]
-    stream = world.gateway.submit(SequenceRequest((1, 2), 3))
+    world = World(6, ServingSettings(routes_per_head=1))
+    world.start_step = world.steps.append  # type: ignore[method-assign, assignment]
+    sequence = world.scheduler.submit(SequenceRequest((1, 2), 3))
     for tried in range(3):
         step = world.steps[-1]
-        assert world.gateway.spoiled(step.number, 77) == (), "not on its path"
-        assert world.gateway.spoiled(step.number, step.lane.path[1]) == step.lane.path
-        assert world.gateway.spoiled(step.number, step.lane.path[1]) == (), "said twice"
+        assert world.scheduler.step_failed(step.number, 77) == (), "not on its path"
+        assert world.scheduler.step_failed(step.number, step.route.path[1]) == step.route.path
+        assert world.scheduler.step_failed(step.number, step.route.path[1]) == (), "said twice"
         assert len(world.steps) == min(tried + 2, 3)
-    assert stream.ending is FinishReason.SPOILED
-    assert not world.gateway.streams
+    assert sequence.finish_reason is FinishReason.FAILED
+    assert not world.scheduler.sequences
 
 
 def test_whoever_waits_is_told_when_all_is_over() -> None:
-    world = World(7, ServingSettings(streams=1, lanes=1))
-    streams = [world.gateway.submit(SequenceRequest((1, 2), 30)) for _ in range(6)]
-    world.gateway.close()
-    assert [stream.ending for stream in streams] == [FinishReason.CANCELLED] * 6
-    assert world.said_of == streams
+    world = World(7, ServingSettings(max_sequences=1, routes_per_head=1))
+    sequences = [world.scheduler.submit(SequenceRequest((1, 2), 30)) for _ in range(6)]
+    world.scheduler.close()
+    assert [sequence.finish_reason for sequence in sequences] == [FinishReason.CANCELLED] * 6
+    assert world.updates == sequences
 
 
 def test_the_cluster_file_says_what_is_near() -> None:

@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skippipe.cli import main
-from skippipe.inference.request import TextStream
+from skippipe.inference.request import Detokenizer
 from skippipe.transport.addresses import free_port
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from tests.helpers.model_folders import export_to
@@ -51,9 +51,9 @@ class Theirs:
         return tuple(made[0, given.shape[1] :].tolist())
 
     def text(self, prompt: str, count: int) -> str:
-        said = TextStream(self.tokenizer, self.tokenizer(prompt)["input_ids"])
+        said = Detokenizer(self.tokenizer, self.tokenizer(prompt)["input_ids"])
         text = "".join(said.push(token) for token in self.tokens(prompt, count) if token != self.tokenizer.eos_token_id)
-        return text + said.rest()
+        return text + said.flush()
 
     def prompt_for(self, count: int) -> str:
         """One whose answer is that long."""

@@ -16,7 +16,7 @@ import pytest
 
 from skippipe.checkpoint.format import MANIFEST, Checkpoints
 from skippipe.errors import UserError
-from skippipe.inference.checkpoint_loader import found_place
+from skippipe.inference.checkpoint_loader import locate_checkpoint
 from skippipe.runs.history import read_history
 from skippipe.runs.tail import checkpoints_in, run_id_of
 from skippipe.runs.wal import WriteAheadLog
@@ -248,12 +248,12 @@ def test_the_model_of_another_run_is_not_taken_for_this_one(tmp_path: Path) -> N
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "model.safetensors.index.json").write_text('{"metadata": {"run": "b"}}')
-    assert found_place(tmp_path) == tmp_path / "model"
+    assert locate_checkpoint(tmp_path) == tmp_path / "model"
     (tmp_path / "run.json").write_text('{"id": "b"}')
-    assert found_place(tmp_path) == tmp_path / "model"
+    assert locate_checkpoint(tmp_path) == tmp_path / "model"
     (tmp_path / "run.json").write_text('{"id": "a"}')
     with pytest.raises(UserError, match=rf"{tmp_path}/model: is the model of another run than {tmp_path}"):
-        found_place(tmp_path)
+        locate_checkpoint(tmp_path)
 
 
 # The whole command, in a process of its own
@@ -364,5 +364,5 @@ def test_a_model_that_cannot_be_written_goes_to_the_rescue_folder(shop: Path) ->
     assert run.returncode == 0, err
     assert "the output folder cannot be written: the model goes to safe/model" in err
     assert "done; the model is in safe/model, figures in blocked/metrics.jsonl" in out
-    assert found_place(shop / "safe") == shop / "safe" / "model"
+    assert locate_checkpoint(shop / "safe") == shop / "safe" / "model"
     assert run_id_of(shop / "safe") == run_id_of(shop / "blocked")

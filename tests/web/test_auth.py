@@ -10,7 +10,7 @@ import pytest
 from skippipe.errors import UserError
 from skippipe.web.auth import ApiSettings, RateLimiter
 from skippipe.web.errors import APIError
-from tests.helpers.echo_engine import CHAT, COMPLETIONS, Caller, complaint, valid
+from tests.helpers.echo_engine import CHAT, COMPLETIONS, Caller, api_error, valid
 
 TOKEN, OTHER = "a-token-that-is-long", "another-token-as-long"
 
@@ -30,7 +30,7 @@ def test_tokens() -> None:
         headers = {} if given is None else {"Authorization": given.encode("latin-1")}
         for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("POST", COMPLETIONS)):
             response = caller(method, path, headers=headers)
-            complaint(response, 401, "invalid_api_key")
+            api_error(response, 401, "invalid_api_key")
             assert response.headers["www-authenticate"] == "Bearer"
             assert TOKEN not in response.text
     for token in (TOKEN, OTHER):
@@ -44,8 +44,8 @@ def test_settings_that_would_not_do() -> None:
         ({}, "tokens: none, and others can reach the server"),
         ({"tokens": ("short",)}, "5 characters"),
         ({"tokens": ("with a space in the middle",)}, "a space"),
-        ({"loopback": True, "answers": 0}, "answers: 0"),
-        ({"loopback": True, "answer": timedelta(0)}, "answer: 0 s"),
+        ({"loopback": True, "max_choices": 0}, "max_choices: 0"),
+        ({"loopback": True, "answer_timeout": timedelta(0)}, "answer_timeout: 0 s"),
     ):
         with pytest.raises(UserError, match=says):
             ApiSettings(**settings)
@@ -57,19 +57,19 @@ def test_without_tokens_only_this_machine_is_answered() -> None:
     for host in ("localhost", "localhost:8000", "127.0.0.1:1", "[::1]:80", "[::1]", "LOCALHOST"):
         assert caller("GET", "/v1/models", headers={"Host": host}).status_code == 200, host
     for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1", "[", "::1"):
-        assert "give the server a token" in complaint(
+        assert "give the server a token" in api_error(
             caller("GET", "/v1/models", headers={"Host": host}), 403, "host_not_allowed"
         )
 
 
-def test_turnstile_lets_so_many_pass_a_minute() -> None:
+def test_rate_limiter_admits_so_many_requests_a_minute() -> None:
     now_s, waits = 0.0, list[str]()
-    turnstile = RateLimiter(ApiSettings(loopback=True, requests_a_minute=30), lambda: now_s)
+    rate_limiter = RateLimiter(ApiSettings(loopback=True, requests_per_minute=30), lambda: now_s)
 
     def passed(token: int) -> int:
         for count in range(1000):
             try:
-                with turnstile.passing(token):
+                with rate_limiter.admit(token):
                     pass
             except APIError as refused:
                 waits.append(refused.headers["Retry-After"])
@@ -87,12 +87,12 @@ def test_turnstile_lets_so_many_pass_a_minute() -> None:
 
 
 def test_too_many_requests() -> None:
-    caller = Caller(settings=ApiSettings(tokens=(TOKEN, OTHER), requests_a_minute=2))
+    caller = Caller(settings=ApiSettings(tokens=(TOKEN, OTHER), requests_per_minute=2))
     mine, theirs = ({"Authorization": f"Bearer {token}"} for token in (TOKEN, OTHER))
     for _ in range(2):
         assert caller("POST", COMPLETIONS, json=valid(COMPLETIONS), headers=mine).status_code == 200
     response = caller("POST", COMPLETIONS, json=valid(COMPLETIONS), headers=mine)
-    assert "more than 2 requests a minute" in complaint(response, 429, "rate_limit_exceeded")
+    assert "more than 2 requests a minute" in api_error(response, 429, "rate_limit_exceeded")
     assert response.json()["error"]["type"] == "requests"
     assert 1 <= int(response.headers["retry-after"]) <= 30
     assert caller("POST", COMPLETIONS, json=valid(COMPLETIONS), headers=theirs).status_code == 200
@@ -101,13 +101,13 @@ def test_too_many_requests() -> None:
 
 def test_too_many_at_once() -> None:
     async def both() -> None:
-        caller = Caller(settings=ApiSettings(loopback=True, at_once=1))
-        caller.mirror.pause_s = 0.01
-        answers = await asyncio.gather(*(caller.asked("POST", CHAT, json=valid(CHAT)) for _ in range(3)))
+        caller = Caller(settings=ApiSettings(loopback=True, max_concurrent=1))
+        caller.engine.pause_s = 0.01
+        answers = await asyncio.gather(*(caller.request("POST", CHAT, json=valid(CHAT)) for _ in range(3)))
         assert sorted(answer.status_code for answer in answers) == [200, 429, 429]
         refused = next(answer for answer in answers if answer.status_code == 429)
-        assert "wait until one is done" in complaint(refused, 429, "rate_limit_exceeded")
+        assert "wait until one is done" in api_error(refused, 429, "rate_limit_exceeded")
         assert refused.headers["retry-after"] == "1"
-        assert (await caller.asked("POST", CHAT, json=valid(CHAT))).status_code == 200
+        assert (await caller.request("POST", CHAT, json=valid(CHAT))).status_code == 200
 
     asyncio.run(both())

@@ -1,9 +1,7 @@
-"""A trained model held against parts of itself: what was asked, what was found, and what follows from it.
+"""Evaluation of a trained model by subsets of its stages: which ones to measure, and what follows from the losses.
 
-Which stages a model can do without: each alone, one after another, and the best choice of so many.
-
-Stage 0 has the embedding and the head, and always stays.
-
+Stage ablation tells which stages a model can do without: each one alone, one after another, and the best subset of each
+size. Stage 0 has the embedding and the head, and always stays.
 """
 
 from __future__ import annotations
@@ -17,88 +15,130 @@ from statistics import fmean
 from typing import NamedTuple
 
 from skippipe.errors import UserError
+from skippipe.inference.cached_stage import DtypeName
 from skippipe.inference.checkpoint_loader import StagedModel
-from skippipe.inference.eval.perplexity import BATCH_TOKENS, Dtype, PerplexityMeter, TextLoss, best_exponents
+from skippipe.inference.eval.perplexity import PerplexityMeter, TextLoss, best_exponents
 from skippipe.inference.eval.windows import Windows
+from skippipe.inference.likelihood import BATCH_TOKENS
 from skippipe.stage_subset import StageSubset, Visits, draw_subsets, parse_subsets, residual_scale_of
 
-MOST_PARTS = 1024
-EXACT_PARTS = 128  # up to so many are all measured to find the best of every size
-CALIBRATED = 16  # how strongly to drive is chosen by as many windows as are a 16th of those to measure on,
-CALIBRATED_LEAST = 8  # but by so many at least,
-CALIBRATED_PARTS = 4  # and for every size by so many parts at most
+MAX_SUBSETS = 1024
+MAX_EXACT_SUBSETS = 128  # up to so many are all measured, to find the best of every size
+CALIBRATION_SHARE = 16  # the residual scale is chosen on as many windows as are a 16th of those to measure on,
+MIN_CALIBRATION_WINDOWS = 8  # but on so many at least,
+CALIBRATION_SUBSETS = 4  # and for every size by so many subsets at most
 BEST = "best"
 
 EvalProgress = Callable[[str, int, int], None]
-"""What is being done, how much of it is done, of how much."""
+"""Called with what is being done, how much of it is done, and how much there is."""
+
+
+Losses = Callable[[Sequence[Visits]], Sequence[float]]
+"""The losses of these subsets."""
+
+
+class StageAblation(NamedTuple):
+    """A stage that is left out, and the stages that remain."""
+
+    stage: int
+    remaining: Visits
+
+
+def all_subsets(total: int) -> list[Visits]:
+    """Every subset with stage 0, in order, the largest first."""
+    return [(0, *others) for kept in range(total - 1, -1, -1) for others in combinations(range(1, total), kept)]
+
+
+def ablations(stages: Visits) -> list[StageAblation]:
+    return [StageAblation(stage, tuple(other for other in stages if other != stage)) for stage in stages[1:]]
+
+
+def ablation_order(total: int, losses: Losses) -> Iterator[StageAblation]:
+    """The greedy order: always the stage without which the loss is lowest, until stage 0 is alone."""
+    remaining = tuple(range(total))
+    while len(remaining) > 1:
+        candidates = ablations(remaining)
+        found = losses([ablation.remaining for ablation in candidates])
+        best = candidates[min(range(len(candidates)), key=found.__getitem__)]
+        remaining = best.remaining
+        yield best
+
+
+def best_of_every_size(losses: Mapping[Visits, float]) -> dict[int, Visits]:
+    """The subset of the lowest loss, of every size."""
+    sizes = sorted({len(stages) for stages in losses}, reverse=True)
+    return {size: min((each for each in losses if len(each) == size), key=losses.__getitem__) for size in sizes}
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which parts are to be measured, beside the whole."""
+    """Which subsets are measured, beside the whole model."""
 
     named: Sequence[str] = ()
-    """Stages, as in "0,2,3"."""
+    """Subsets by their stages, as in "0,2,3"."""
     shares: Sequence[str] = ()
-    """Of the stages, drawn at random, as in "1/2"."""
+    """Shares of the stages, drawn at random, as in "1/2"."""
     draws: int = 10
-    """Parts for each share."""
+    """Number of subsets for each share."""
     seed: int = 0
     everything: bool = False
-    """All parts that keep the order."""
-    losing: bool = False
-    """Those that tell which stages the model can do without."""
-    drive: str = "plain"
-    """As for `drive_of`, or "best"."""
+    """Measure all subsets that keep the order?"""
+    ablation: bool = False
+    """Measure the subsets that tell which stages the model can do without?"""
+    residual_scale: str = "plain"
+    """As for `residual_scale_of`, or "best"."""
 
     def stages(self, total: int) -> list[Visits]:
-        """Those that are asked for by themselves, the whole first."""
-        if total == 1 and (self.everything or self.losing):
-            raise UserError("the model is in one piece: say with --cut how many stages it has, as in --cut 6")
-        if self.everything and 2 ** (total - 1) > MOST_PARTS:
+        """The subsets that are selected by themselves, the whole model first."""
+        if total == 1 and (self.everything or self.ablation):
+            raise UserError("the model is in one piece: give its number of stages with --cut, as in --cut 6")
+        if self.everything and 2 ** (total - 1) > MAX_SUBSETS:
             raise UserError(
-                f"--all: {total} stages have {2 ** (total - 1):,} parts, more than {MOST_PARTS:,}; draw some with "
+                f"--all: {total} stages have {2 ** (total - 1):,} subsets, more than {MAX_SUBSETS:,}; draw some with "
                 "--keep 1/2 --draws 100, or cut the model into fewer stages with --cut 8"
             )
-        found = [part.stages for part in parse_subsets(total, self.named, self.shares, "plain", self.draws, self.seed)]
-        return list(dict.fromkeys([tuple(range(total)), *found, *(all_parts(total) if self.everything else ())]))
+        found = [
+            subset.stages for subset in parse_subsets(total, self.named, self.shares, "plain", self.draws, self.seed)
+        ]
+        return list(dict.fromkeys([tuple(range(total)), *found, *(all_subsets(total) if self.everything else ())]))
 
-    def to_know_losing(self, total: int) -> list[Visits]:
-        """What to measure at once; what else the order of dropping needs shows on the way."""
-        if not self.losing:
+    def for_ablation(self, total: int) -> list[Visits]:
+        """Subsets to measure for the ablation at once; what else its order needs shows on the way."""
+        if not self.ablation:
             return []
-        if 2 ** (total - 1) <= EXACT_PARTS:
-            return all_parts(total)
-        return [drop.left for drop in ablations(tuple(range(total)))]
+        if 2 ** (total - 1) <= MAX_EXACT_SUBSETS:
+            return all_subsets(total)
+        return [ablation.remaining for ablation in ablations(tuple(range(total)))]
 
 
 @dataclass(frozen=True)
 class ResidualScaling:
-    """How strongly the stages of a part are driven, by how many there are."""
+    """The residual scale of subsets, by their size."""
 
     total: int
-    said: str
+    mode: str
+    """As for `residual_scale_of`, or "best"."""
     exponents: Mapping[int, float] = field(default_factory=dict)
-    """By how many stages there are: where the best was looked for, between plain and scaled."""
+    """Size → exponent between plain (0) and scaled (1), if the mode is "best"."""
     tokens: int = 0
-    """That it was looked for on."""
+    """Tokens that the exponents were chosen on."""
 
-    def part(self, stages: Visits) -> StageSubset:
+    def subset(self, stages: Visits) -> StageSubset:
         kept = len(stages)
-        if self.said != BEST:
-            return StageSubset(stages, self.total, residual_scale_of(self.said, self.total, kept))
+        if self.mode != BEST:
+            return StageSubset(stages, self.total, residual_scale_of(self.mode, self.total, kept))
         return StageSubset(
             stages, self.total, residual_scale_of("scaled", self.total, kept) ** self.exponents.get(kept, 0.0)
         )
 
 
-class Size(NamedTuple):
-    """What parts of so many stages do on a text."""
+class SizeSummary(NamedTuple):
+    """Perplexities on a text of subsets of one size."""
 
     kept: int
-    parts: int
+    subsets: int
+    """Number of subsets."""
     mean: float
-    """Of the perplexities."""
     best: StageSubset
     worst: StageSubset
 
@@ -107,17 +147,17 @@ class Size(NamedTuple):
 class Evaluation:
     texts: Sequence[Windows]
     layers: tuple[int, ...]
-    """Of each stage."""
+    """Number of layers of each stage."""
     parameters: tuple[int, ...]
-    """Of each stage; those of the embedding and the head are stage 0's."""
+    """Number of parameters of each stage; those of the embedding and the head are stage 0's."""
     wanted: Sequence[StageSubset]
-    """What was asked for by itself, the whole first."""
+    """The subsets that were selected by themselves, the whole model first."""
     losses: Mapping[StageSubset, Mapping[str, TextLoss]]
-    """Of all that was measured, by the texts' names; all on the same windows."""
-    driving: ResidualScaling
-    drops: Sequence[StageAblation]
-    """The best order in which to drop stages, if that was asked for."""
-    losing: bool
+    """Losses of all subsets that were measured, by the texts' names; all on the same windows."""
+    scaling: ResidualScaling
+    order: Sequence[StageAblation]
+    """The greedy order in which stages are left out, if ablation was selected."""
+    ablation: bool
     interrupted: bool
 
     @property
@@ -130,87 +170,89 @@ class Evaluation:
 
     @cached_property
     def sampled(self) -> list[StageSubset]:
-        """Parts that stand for all of their size: all there are, or else those that were asked for."""
+        """Subsets that stand for all of their size: all there are, or else the selected ones."""
         if 2 ** (self.total - 1) <= len(self.losses):
-            every = [self.part(stages) for stages in all_parts(self.total)]
-            if all(part in self.losses for part in every):
+            every = [self.subset(stages) for stages in all_subsets(self.total)]
+            if all(subset in self.losses for subset in every):
                 return every
         return list(self.wanted)
 
-    def part(self, stages: Visits) -> StageSubset:
-        return self.driving.part(stages)
+    def subset(self, stages: Visits) -> StageSubset:
+        return self.scaling.subset(stages)
 
-    def loss(self, part: StageSubset, text: str) -> TextLoss | None:
-        return self.losses.get(part, {}).get(text)
+    def loss(self, subset: StageSubset, text: str) -> TextLoss | None:
+        return self.losses.get(subset, {}).get(text)
 
-    def increase(self, part: StageSubset, text: str) -> float | None:
-        """Of the perplexity, against the whole model's."""
-        found, whole = self.loss(part, text), self.loss(self.whole, text)
+    def increase(self, subset: StageSubset, text: str) -> float | None:
+        """Relative increase of the perplexity, against the whole model's."""
+        found, whole = self.loss(subset, text), self.loss(self.whole, text)
         return math.expm1(found.mean - whole.mean) if found and whole else None
 
-    def share_of_parameters(self, part: StageSubset) -> float:
-        return sum(self.parameters[stage] for stage in part.stages) / sum(self.parameters)
+    def share_of_parameters(self, subset: StageSubset) -> float:
+        return sum(self.parameters[stage] for stage in subset.stages) / sum(self.parameters)
 
-    def sizes(self, text: str) -> list[Size]:
-        """The largest first."""
-        known = {part: loss for part in self.sampled if (loss := self.loss(part, text))}
+    def sizes(self, text: str) -> list[SizeSummary]:
+        """A summary of every size, the largest first."""
+        known = {subset: loss for subset in self.sampled if (loss := self.loss(subset, text))}
         found = []
-        for kept in sorted({len(part.stages) for part in known}, reverse=True):
-            ranked = sorted((part for part in known if len(part.stages) == kept), key=lambda part: known[part].mean)
-            mean = fmean(known[part].perplexity for part in ranked)
-            found.append(Size(kept, len(ranked), mean, ranked[0], ranked[-1]))
+        for kept in sorted({len(subset.stages) for subset in known}, reverse=True):
+            ranked = sorted(
+                (subset for subset in known if len(subset.stages) == kept), key=lambda subset: known[subset].mean
+            )
+            mean = fmean(known[subset].perplexity for subset in ranked)
+            found.append(SizeSummary(kept, len(ranked), mean, ranked[0], ranked[-1]))
         return found
 
-    def alone(self) -> list[tuple[int, StageSubset]]:
-        """Each stage, and what is there without it, the costliest to lose first, by the first text."""
-        if not self.losing:
+    def single_ablations(self) -> list[tuple[int, StageSubset]]:
+        """Each stage and the subset without it, the costliest first, by the first text."""
+        if not self.ablation:
             return []
-        drops = [(drop.stage, self.part(drop.left)) for drop in ablations(self.whole.stages)]
-        costs = {part: loss.mean for _, part in drops if (loss := self.loss(part, self.texts[0].text))}
-        return sorted((each for each in drops if each[1] in costs), key=lambda each: -costs[each[1]])
+        found = [(ablation.stage, self.subset(ablation.remaining)) for ablation in ablations(self.whole.stages)]
+        costs = {subset: loss.mean for _, subset in found if (loss := self.loss(subset, self.texts[0].text))}
+        return sorted((each for each in found if each[1] in costs), key=lambda each: -costs[each[1]])
 
-    def exact(self, text: str) -> dict[int, StageSubset]:
-        """The best part of every size, if all parts are known."""
-        losses = {part.stages: loss.mean for part in self.sampled if (loss := self.loss(part, text))}
-        if not self.losing or len(losses) < 2 ** (self.total - 1):
+    def best_by_size(self, text: str) -> dict[int, StageSubset]:
+        """The best subset of every size, if all subsets were measured."""
+        losses = {subset.stages: loss.mean for subset in self.sampled if (loss := self.loss(subset, text))}
+        if not self.ablation or len(losses) < 2 ** (self.total - 1):
             return {}
-        return {kept: self.part(stages) for kept, stages in best_of_every_size(losses).items()}
+        return {kept: self.subset(stages) for kept, stages in best_of_every_size(losses).items()}
 
 
 def evaluate(
     staged: StagedModel,
     texts: Sequence[Windows],
     selection: Selection,
-    dtype: Dtype = "fp32",
+    dtype: DtypeName = "fp32",
     progress: EvalProgress = lambda what, done, of: None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Evaluation:
-    """Stages are dropped, and the best drive is chosen, by the first text. An interruption ends it with what is known,
-    unless that is nothing."""
+    """Measures the selected subsets. Ablation and the best residual scale go by the first text. An interruption ends it
+    with what was measured until then, unless that is nothing."""
     total, first = len(staged.stages), texts[0]
     wanted = selection.stages(total)
-    needed = [*wanted, *selection.to_know_losing(total)]
-    driving = ResidualScaling(total, selection.drive)
-    if selection.drive == BEST:
-        some = first.others(max(CALIBRATED_LEAST, len(first.numbers) // CALIBRATED))
-        meter = PerplexityMeter(staged, [some], dtype, _on(progress, "choosing the drive"), batch_tokens)
-        sizes = _calibrated(total, needed, selection)
-        driving = ResidualScaling(total, BEST, best_exponents(meter, sizes, total), some.tokens)
-    asked = [driving.part(stages) for stages in wanted]
-    meter = PerplexityMeter(staged, texts, dtype, _on(progress, "measuring"), batch_tokens)
+    needed = [*wanted, *selection.for_ablation(total)]
+    scaling = ResidualScaling(total, selection.residual_scale)
+    if selection.residual_scale == BEST:
+        some = first.others(max(MIN_CALIBRATION_WINDOWS, len(first.numbers) // CALIBRATION_SHARE))
+        meter = PerplexityMeter(staged, [some], dtype, _labelled(progress, "choosing the residual scale"), batch_tokens)
+        sizes = _calibration_subsets(total, needed, selection)
+        scaling = ResidualScaling(total, BEST, best_exponents(meter, sizes, total), some.tokens)
+    subsets_wanted = [scaling.subset(stages) for stages in wanted]
+    meter = PerplexityMeter(staged, texts, dtype, _labelled(progress, "measuring"), batch_tokens)
 
-    def losses(parts: Sequence[Visits]) -> list[float]:
-        driven = [driving.part(stages) for stages in parts]
-        meter.measure(driven)
-        return [meter.losses[part][first.text].mean for part in driven]
+    def losses(subsets: Sequence[Visits]) -> list[float]:
+        scaled = [scaling.subset(stages) for stages in subsets]
+        meter.measure(scaled)
+        return [meter.losses[subset][first.text].mean for subset in scaled]
 
-    drops: list[StageAblation] = []
+    order: list[StageAblation] = []
     interrupted = False
     try:
-        meter.measure(driving.part(stages) for stages in needed)
-        if selection.losing:
-            for drop in ablation_order(total, losses):
-                drops.append(drop)  # one by one: an interruption leaves those that are known
+        meter.measure(scaling.subset(stages) for stages in needed)
+        if selection.ablation:
+            for ablation in ablation_order(total, losses):
+                order.append(ablation)  # one by one: an interruption leaves those that are known
     except KeyboardInterrupt:
         if not meter.losses:
             raise
@@ -219,73 +261,37 @@ def evaluate(
         texts=texts,
         layers=staged.layers,
         parameters=tuple(sum(each.numel() for _, each in stage.named_weights()) for stage in staged.stages),
-        wanted=asked,
-        losses=_comparable(meter.losses, asked[0]),
-        driving=driving,
-        drops=drops,
-        losing=selection.losing,
+        wanted=subsets_wanted,
+        losses=_comparable(meter.losses, subsets_wanted[0]),
+        scaling=scaling,
+        order=order,
+        ablation=selection.ablation,
         interrupted=interrupted,
     )
 
 
-def _on(progress: EvalProgress, what: str) -> Callable[[int, int], None]:
+def _labelled(progress: EvalProgress, what: str) -> Callable[[int, int], None]:
     return lambda done, of: progress(what, done, of)
 
 
-def _calibrated(total: int, needed: Sequence[Visits], selection: Selection) -> dict[int, list[Visits]]:
-    """By how many stages they have: parts to choose the drive by. Where nothing can be driven, there are none."""
-    sizes = range(2, total) if selection.losing else sorted({len(stages) for stages in needed} - {1, total})
+def _calibration_subsets(total: int, needed: Sequence[Visits], selection: Selection) -> dict[int, list[Visits]]:
+    """Size → subsets to choose the residual scale by; none for sizes that are never scaled."""
+    sizes = range(2, total) if selection.ablation else sorted({len(stages) for stages in needed} - {1, total})
     found = {}
     for kept in sizes:
-        parts = [stages for stages in needed if len(stages) == kept]
-        every = max(1, -(-len(parts) // CALIBRATED_PARTS))
-        found[kept] = parts[::every] or draw_subsets(total, kept, CALIBRATED_PARTS, selection.seed)
+        subsets = [stages for stages in needed if len(stages) == kept]
+        every = max(1, -(-len(subsets) // CALIBRATION_SUBSETS))
+        found[kept] = subsets[::every] or draw_subsets(total, kept, CALIBRATION_SUBSETS, selection.seed)
     return found
 
 
 def _comparable(
     losses: Mapping[StageSubset, Mapping[str, TextLoss]], whole: StageSubset
 ) -> dict[StageSubset, dict[str, TextLoss]]:
-    """Without what an interruption left measured on fewer windows than the whole model."""
+    """The losses without those that an interruption left measured on fewer windows than the whole model."""
     tokens = {text: loss.tokens for text, loss in losses[whole].items()}
     found = {
-        part: {text: loss for text, loss in texts.items() if loss.tokens == tokens[text]}
-        for part, texts in losses.items()
+        subset: {text: loss for text, loss in texts.items() if loss.tokens == tokens[text]}
+        for subset, texts in losses.items()
     }
-    return {part: texts for part, texts in found.items() if texts}
-
-
-Losses = Callable[[Sequence[Visits]], Sequence[float]]
-"""What these parts lose."""
-
-
-class StageAblation(NamedTuple):
-    stage: int
-    left: Visits
-    """What is there without it."""
-
-
-def all_parts(total: int) -> list[Visits]:
-    """Everything that keeps stage 0 and the order, the largest first."""
-    return [(0, *others) for kept in range(total - 1, -1, -1) for others in combinations(range(1, total), kept)]
-
-
-def ablations(stages: Visits) -> list[StageAblation]:
-    return [StageAblation(stage, tuple(other for other in stages if other != stage)) for stage in stages[1:]]
-
-
-def ablation_order(total: int, losses: Losses) -> Iterator[StageAblation]:
-    """Greedily: always the one without which the rest loses least, until stage 0 is alone."""
-    left = tuple(range(total))
-    while len(left) > 1:
-        drops = ablations(left)
-        found = losses([drop.left for drop in drops])
-        best = min(range(len(drops)), key=found.__getitem__)
-        left = drops[best].left
-        yield drops[best]
-
-
-def best_of_every_size(losses: Mapping[Visits, float]) -> dict[int, Visits]:
-    """Of these parts."""
-    sizes = sorted({len(stages) for stages in losses}, reverse=True)
-    return {size: min((each for each in losses if len(each) == size), key=losses.__getitem__) for size in sizes}
+    return {subset: texts for subset, texts in found.items() if texts}

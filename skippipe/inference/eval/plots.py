@@ -1,4 +1,4 @@
-"""Perplexity against the share of stages that is kept, as an image and as a page without a network."""
+"""Plots of perplexity against the share of stages that is kept, as an image and as a self-contained page."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ KEPT_TITLE, PERPLEXITY_TITLE = "stages kept, % of the model's", "perplexity (log
 MEAN, ORDER, EXACT = "mean", "dropped one after another", "best of its size"
 COLOURS = {MEAN: HUES[0], ORDER: HUES[1], EXACT: HUES[3]}
 DASHES = {MEAN: "solid", ORDER: "solid", EXACT: "dot"}
-IN_WORDS = """Points: parts of the model. Lines: the mean of each size; what is left when stages are dropped in the best
-order, one after another (−3: stage 3 goes); the best part of each size."""
+IN_WORDS = """Points: subsets of the stages. Lines: the mean of each size; what is left when stages are dropped in the
+best order, one after another (−3: stage 3 goes); the best subset of each size."""
 
 
 @dataclass(frozen=True)
 class Point:
     kept: float
-    """Share of the stages, %."""
+    """Percentage of the stages."""
     perplexity: float
     name: str
     mark: str = ""
-    """Written beside it."""
+    """Label beside the point."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """What was found on one text."""
+    """The points and lines of one text."""
 
     text: str
     points: list[Point]
@@ -48,24 +48,27 @@ class Panel:
 
 
 def panels(evaluation: Evaluation) -> list[Panel]:
-    """Of the texts that were begun."""
+    """A panel for every text that was begun."""
     found = (_panel(evaluation, text.text) for text in evaluation.texts)
     return [panel for panel in found if panel.points]
 
 
 def _panel(evaluation: Evaluation, text: str) -> Panel:
-    def points(parts: Sequence[StageSubset]) -> list[Point]:
-        known = {part: loss for part in parts if (loss := evaluation.loss(part, text))}
-        return [Point(100 * len(part.stages) / part.total, loss.perplexity, part.name) for part, loss in known.items()]
+    def points(subsets: Sequence[StageSubset]) -> list[Point]:
+        known = {subset: loss for subset in subsets if (loss := evaluation.loss(subset, text))}
+        return [
+            Point(100 * len(subset.stages) / subset.total, loss.perplexity, subset.name)
+            for subset, loss in known.items()
+        ]
 
     sizes = evaluation.sizes(text)
-    dropped = points([evaluation.part(drop.left) for drop in evaluation.drops])
-    marks = [f"−{drop.stage}" for drop in evaluation.drops]
+    dropped = points([evaluation.subset(ablation.remaining) for ablation in evaluation.order])
+    marks = [f"−{ablation.stage}" for ablation in evaluation.order]
     lines = {
-        MEAN: [Point(100 * size.kept / evaluation.total, size.mean, f"mean of {size.parts}") for size in sizes],
+        MEAN: [Point(100 * size.kept / evaluation.total, size.mean, f"mean of {size.subsets}") for size in sizes],
         ORDER: points([evaluation.whole])
         + [replace(point, mark=mark) for point, mark in zip(dropped, marks, strict=False)],
-        EXACT: points(list(evaluation.exact(text).values())),
+        EXACT: points(list(evaluation.best_by_size(text).values())),
     }
     return Panel(text, points(list(evaluation.losses)), {name: line for name, line in lines.items() if len(line) > 1})
 
@@ -99,7 +102,7 @@ def write_png(evaluation: Evaluation, title: str, path: Path) -> None:
 
 def _draw(axes: Axes, panel: Panel) -> None:
     kept, perplexities = [point.kept for point in panel.points], [point.perplexity for point in panel.points]
-    axes.plot(kept, perplexities, "o", color="#9A9A9A", markersize=4.5, alpha=0.6, linewidth=0, label="a part")
+    axes.plot(kept, perplexities, "o", color="#9A9A9A", markersize=4.5, alpha=0.6, linewidth=0, label="a subset")
     for name, line in panel.lines.items():
         axes.plot(
             [point.kept for point in line],
@@ -120,7 +123,7 @@ def write_page(evaluation: Evaluation, title: str, path: Path) -> None:
     sections = [
         *(f"<p>{escape(note)}</p>" for note in notes(evaluation)),
         section("Perplexity by the share of stages that is kept", IN_WORDS, _figure(panels(evaluation))),
-        *(table_html(table, names=0) for table in (*others, first)),  # that of all parts may be long
+        *(table_html(table, names=0) for table in (*others, first)),  # that of all subsets may be long
     ]
     write_text(path, page(title, sections))
 
@@ -129,7 +132,7 @@ def _figure(found: Sequence[Panel]) -> str:
     titles = [f"on '{escape(panel.text)}'" for panel in found]
     figure = make_subplots(1, len(found), subplot_titles=titles, horizontal_spacing=0.06)
     for column, panel in enumerate(found, start=1):
-        drawn = {"a part": panel.points, **panel.lines}
+        drawn = {"a subset": panel.points, **panel.lines}
         for name, points in drawn.items():
             line = {"color": COLOURS.get(name), "dash": DASHES.get(name), "width": 2}
             marks = {"mode": "lines", "line": line} if name in COLOURS else {"mode": "markers", "marker": MARKER}

@@ -1,4 +1,4 @@
-"""Texts to measure a model on: windows of equal length, spread evenly over the text.
+"""Evaluation windows: stretches of a text of equal length, spread evenly over it.
 
 The token after a window is the label of its last one, as in training. Where the tokenizer begins every text with a
 token of its own, that one stands before every window instead: such models need it there.
@@ -22,13 +22,13 @@ from skippipe.data.tokenizer import TextTokenizer
 from skippipe.errors import UserError
 from skippipe.plan import Plan
 
-USUAL = 512  # tokens of a window, unless it is known on how many the model was trained
+DEFAULT_CONTEXT = 512  # tokens of a window, if it is unknown on how many the model was trained
 
 
 @dataclass(frozen=True)
 class Windows:
     text: str
-    """What it is called."""
+    """The text's name."""
     ids: Ids
     length: int
     """Tokens of a window; all of them are predicted."""
@@ -39,7 +39,7 @@ class Windows:
 
     @classmethod
     def of(cls, text: str, ids: Ids, context: int, tokens: int, beginning: int | None = None) -> Windows:
-        """Of at most so many tokens together, one window at least. A text shorter than a window is one by itself."""
+        """Windows of at most `tokens` together, but one at least. A text shorter than a window is one by itself."""
         predicted = len(ids) - (beginning is None)
         if predicted < 1:
             raise UserError(f"--text {text}: has {len(ids)} tokens, too few to predict one; name a longer text")
@@ -48,7 +48,7 @@ class Windows:
 
     @property
     def total(self) -> int:
-        """Windows of the text."""
+        """Number of windows of the whole text."""
         return (len(self.ids) - (self.beginning is None)) // self.length
 
     @property
@@ -56,17 +56,17 @@ class Windows:
         return len(self.numbers) * self.length
 
     def others(self, wanted: int) -> Windows:
-        """So many that are not among these, to choose something by; of these, where too few are left."""
+        """So many windows that are not among these, to calibrate on; some of these, where too few are left."""
         left = sorted(set(range(self.total)) - set(self.numbers))
         return replace(self, numbers=_spread(left if len(left) >= wanted else self.numbers, wanted))
 
     def batches(self, tokens: int) -> list[Sequence[int]]:
-        """Of about so many tokens. Each is spread over the whole text, so that the first ones are a fair sample."""
+        """Batches of about so many tokens, each spread over the whole text: the first ones are a fair sample."""
         count = -(-len(self.numbers) // max(1, tokens // self.length))
         return [self.numbers[start::count] for start in range(count)]
 
     def rows(self, numbers: Sequence[int]) -> Tensor:
-        """What stands before a window, and its tokens."""
+        """The tokens of each window, and the one before it."""
         starts = np.array(numbers)[:, None] * self.length
         if self.beginning is None:
             return torch.from_numpy(self.ids[starts + np.arange(self.length + 1)].astype(np.int64))
@@ -79,15 +79,15 @@ def _spread(numbers: Sequence[int], wanted: int) -> tuple[int, ...]:
     return tuple(numbers[at * len(numbers) // wanted] for at in range(wanted))
 
 
-def opened(name: str, tokenizer: TextTokenizer, progress: PrepareProgress = lambda what, share: None) -> Ids:
-    """A prepared folder, or a text file, which is kept prepared in the cache."""
+def open_text(name: str, tokenizer: TextTokenizer, progress: PrepareProgress = lambda what, share: None) -> Ids:
+    """Token ids of a prepared folder, or of a text file, which is kept prepared in the cache."""
     if name not in BUILT_IN and Path(name).is_dir():
         return TokenFile.open(Path(name), tokenizer).ids
     return prepare(name, tokenizer, progress=progress).ids
 
 
 def labels(names: Sequence[str]) -> list[str]:
-    """What the texts are called: short, if that tells them apart."""
+    """Names of the texts: short, if that tells them apart."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"--text {twice}: named twice; once is enough")
@@ -101,10 +101,10 @@ def beginning_of(tokenizer: Any) -> int | None:
     return added[0] if added and added[0] == tokenizer.bos_token_id else None
 
 
-def usual_context(place: Path, most: int) -> int:
-    """As long as the samples that the model was trained on, if its run's plan lies where a run puts it."""
+def default_context(place: Path, most: int) -> int:
+    """The length of the samples that the model was trained on, if its run's plan is found; else a default."""
     run = place.parent if place.name == "model" else place.parent.parent
     of_run = place.name == "model" or place.parent.name == "checkpoints"
     if of_run and (run / "plan.json").is_file():
         return min(most, Plan.load(run / "plan.json").workload.sequence_tokens)
-    return min(most, USUAL)
+    return min(most, DEFAULT_CONTEXT)

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP interface."""
+"""HTTP as OpenAI's clients know it, in front of any engine."""

@@ -1,4 +1,4 @@
-"""What clients are told, in OpenAI's words: whole answers, and pieces of them."""
+"""The OpenAI response schema: completions in one piece, and chunks of a stream."""
 
 from __future__ import annotations
 
@@ -15,35 +15,34 @@ END_OF_STREAM = b"data: [DONE]\n\n"
 
 @dataclass
 class Choice:
-    """One of the answers to a request, as far as it has come."""
+    """One of the answers to a request, as far as it has been generated."""
 
     index: int
     prompt: tuple[int, ...]
-    most: int
-    """Tokens to answer with."""
+    max_tokens: int
     sampling: SamplingParams
     echo: str = ""
-    """What stands before the answer."""
-    pieces: list[str] = field(default_factory=list)
-    tokens: int = 0
-    """Of the answer."""
-    visited: int = 0
-    """Stages that the shortest way had by which a token of it was made."""
-    ending: str | None = None
-    told: bool = False
-    """Does the client know that it is over?"""
+    """The prompt's text, where it is to stand before the answer."""
+    texts: list[str] = field(default_factory=list)
+    num_tokens: int = 0
+    num_stages: int = 0
+    """Stages of the shortest route by which a token of the answer was computed."""
+    finish_reason: str | None = None
+    finish_sent: bool = False
+    """Has the stream's client been sent the finish reason?"""
 
-    def add(self, said: RequestOutput) -> int:
-        """How many tokens are new."""
-        new = said.tokens - self.tokens
-        self.pieces.append(said.text)
-        self.tokens, self.visited, self.ending = said.tokens, said.visited, said.ending
+    def add(self, output: RequestOutput) -> int:
+        """The number of tokens that are new."""
+        new = output.num_tokens - self.num_tokens
+        self.texts.append(output.text)
+        self.num_tokens, self.num_stages = output.num_tokens, output.num_stages
+        self.finish_reason = output.finish_reason.value if output.finish_reason else None
         return new
 
 
 @dataclass(frozen=True)
 class ResponseBuilder:
-    """All answers to one request."""
+    """The response to one request, in JSON."""
 
     id: str
     created: int
@@ -51,46 +50,47 @@ class ResponseBuilder:
     fingerprint: str
     chat: bool
     n: int
-    """Answers to each prompt."""
+    """Choices for each prompt."""
     choices: Sequence[Choice]
     stages: int
-    """Of the whole model."""
+    """Stages of the whole model."""
 
     @property
-    def least(self) -> StageCoverage:
-        """Of the model that a token was made by; to be asked when all answers are complete."""
-        return StageCoverage(min(choice.visited for choice in self.choices), self.stages)
+    def coverage(self) -> StageCoverage:
+        """The fewest stages by which a token was computed; to be read when all choices are complete."""
+        return StageCoverage(min(choice.num_stages for choice in self.choices), self.stages)
 
     def whole(self) -> dict[str, Any]:
         return {
             **self._head("chat.completion" if self.chat else "text_completion"),
             "choices": [self._choice(choice) for choice in self.choices],
             "usage": self._usage(),
-            "skippipe": share_json(self.least),
+            "skippipe": coverage_json(self.coverage),
         }
 
-    def chunks(self, choice: Choice, said: RequestOutput, with_usage: bool) -> Iterator[dict[str, Any]]:
-        """For a piece that `choice` has just been given. A stream without its usage ends with the last of them."""
-        first = len(choice.pieces) == 1
+    def chunks(self, choice: Choice, output: RequestOutput, with_usage: bool) -> Iterator[dict[str, Any]]:
+        """Chunks for an output that was just added to `choice`; the very last one carries the coverage, unless a chunk
+        with the usage follows."""
+        first = len(choice.texts) == 1
         if self.chat and first:
             yield self._chunk(choice, {"role": "assistant", "content": ""}, None, with_usage)
-        text = choice.echo + said.text if first else said.text
+        text = choice.echo + output.text if first else output.text
         if text:
             yield self._chunk(choice, {"content": text} if self.chat else text, None, with_usage)
-        if said.ending is not None:
-            last = self._chunk(choice, {} if self.chat else "", said.ending, with_usage)
-            choice.told = True
-            if not with_usage and all(each.told for each in self.choices):
-                last["skippipe"] = share_json(self.least)
+        if choice.finish_reason is not None:
+            last = self._chunk(choice, {} if self.chat else "", choice.finish_reason, with_usage)
+            choice.finish_sent = True
+            if not with_usage and all(each.finish_sent for each in self.choices):
+                last["skippipe"] = coverage_json(self.coverage)
             yield last
 
     def usage_chunk(self) -> dict[str, Any]:
-        return {**self._chunk_head(), "choices": [], "usage": self._usage(), "skippipe": share_json(self.least)}
+        return {**self._chunk_head(), "choices": [], "usage": self._usage(), "skippipe": coverage_json(self.coverage)}
 
-    def _head(self, what: str) -> dict[str, Any]:
+    def _head(self, kind: str) -> dict[str, Any]:
         return {
             "id": self.id,
-            "object": what,
+            "object": kind,
             "created": self.created,
             "model": self.model,
             "system_fingerprint": self.fingerprint,
@@ -100,35 +100,36 @@ class ResponseBuilder:
         return self._head("chat.completion.chunk" if self.chat else "text_completion")
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        text = choice.echo + "".join(choice.pieces)
+        text = choice.echo + "".join(choice.texts)
         message = {"role": "assistant", "content": text, "refusal": None}
-        said = {"message": message} if self.chat else {"text": text}
-        return {"index": choice.index, **said, "logprobs": None, "finish_reason": choice.ending}
+        content = {"message": message} if self.chat else {"text": text}
+        return {"index": choice.index, **content, "logprobs": None, "finish_reason": choice.finish_reason}
 
-    def _chunk(self, choice: Choice, new: Any, ending: str | None, with_usage: bool) -> dict[str, Any]:
-        said = {"index": choice.index, "delta" if self.chat else "text": new, "logprobs": None, "finish_reason": ending}
-        return {**self._chunk_head(), "choices": [said], **({"usage": None} if with_usage else {})}
+    def _chunk(self, choice: Choice, new: Any, finish: str | None, with_usage: bool) -> dict[str, Any]:
+        delta = {"delta" if self.chat else "text": new}
+        one = {"index": choice.index, **delta, "logprobs": None, "finish_reason": finish}
+        return {**self._chunk_head(), "choices": [one], **({"usage": None} if with_usage else {})}
 
     def _usage(self) -> dict[str, int]:
-        """A prompt counts once, however many answers it gets."""
-        asked = sum(len(choice.prompt) for choice in self.choices[:: self.n])
-        answered = sum(choice.tokens for choice in self.choices)
-        return {"prompt_tokens": asked, "completion_tokens": answered, "total_tokens": asked + answered}
+        """A prompt counts once, however many choices it gets."""
+        prompt = sum(len(choice.prompt) for choice in self.choices[:: self.n])
+        completion = sum(choice.num_tokens for choice in self.choices)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def share_json(share: StageCoverage) -> dict[str, int]:
-    return {"stages": share.stages, "of": share.total}
+def coverage_json(coverage: StageCoverage) -> dict[str, int]:
+    return {"stages": coverage.stages, "of": coverage.total}
 
 
-def share_text(share: StageCoverage) -> str:
-    return f"{share.stages}/{share.total}"
+def coverage_text(coverage: StageCoverage) -> str:
+    return f"{coverage.stages}/{coverage.total}"
 
 
 def json_bytes(value: Any) -> bytes:
-    """ASCII, whatever texts there are in it: also halves of characters that somebody sent us."""
+    """JSON in ASCII, so that halves of characters which a client sent can be repeated to it."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
 def event(value: Any) -> bytes:
-    """Of a stream of server-sent events."""
+    """One event of a stream of server-sent events."""
     return b"data: %b\n\n" % json_bytes(value)

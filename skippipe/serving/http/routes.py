@@ -1,4 +1,4 @@
-"""The addresses of the HTTP interface, and what is done there."""
+"""The endpoints of the HTTP interface, which OpenAI's clients know (see docs/serving-api.md)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import replace
 from hashlib import sha256
 from typing import Any, NoReturn
 from uuid import uuid4
 
 from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -24,77 +24,74 @@ from starlette.types import Receive, Scope, Send
 from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.serving.engine_client import EngineClient, RequestOutput, RequestRefused
-from skippipe.serving.http.metrics import CONTENT_TYPE, Metrics
-from skippipe.serving.http.middleware import RequestMetrics, body, while_there, within
+from skippipe.serving.http.metrics import Metrics
+from skippipe.serving.http.middleware import RequestMetrics, read_body, while_connected, within
 from skippipe.serving.http.request_schema import (
+    AnyRequest,
+    ChatCompletionRequest,
     CompletionRequest,
-    Conversation,
-    RequestParser,
     ServedModel,
-    parse_chat,
-    parse_completion,
-    read_object,
-    seed_of,
+    parse_request,
 )
 from skippipe.serving.http.response_schema import (
     END_OF_STREAM,
     Choice,
     ResponseBuilder,
+    coverage_json,
+    coverage_text,
     event,
     json_bytes,
-    share_json,
-    share_text,
 )
 from skippipe.web.auth import ApiSettings, BearerAuth, RateLimiter
-from skippipe.web.errors import APIError, no_such_model, short, too_slow, unavailable, wrong
+from skippipe.web.errors import APIError, no_such_model, short, timed_out, unavailable, wrong
 from skippipe.web.server import check_installed
 
-JSON = "application/json"
 STAGES = "X-SkipPipe-Stages"
 EVENTS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # or a proxy would keep them until the end
 }
-Hear = Callable[[Choice, RequestOutput], Awaitable[None]]
+OutputCallback = Callable[[Choice, RequestOutput], Awaitable[None]]
 
 
-def application(answering: EngineClient, settings: ApiSettings) -> FastAPI:
-    desk = ApiRoutes(answering, settings)
+def application(engine: EngineClient, settings: ApiSettings) -> FastAPI:
+    check_installed("prometheus_client")
+    api = ApiRoutes(engine, settings)
     return FastAPI(
         title="SkipPipe",
         version=__version__,
         openapi_url=None,  # requests are read by us, so it would be empty
         redirect_slashes=False,
         routes=[
-            Route("/v1/models", desk.models),
-            Route("/v1/models/{model:path}", desk.one_model),
-            Route("/v1/completions", CompletionEndpoint(desk, parse_completion), methods=["POST"]),
-            Route("/v1/chat/completions", CompletionEndpoint(desk, parse_chat), methods=["POST"]),
-            Route("/health", desk.health),
-            Route("/metrics", desk.metrics),
+            Route("/v1/models", api.models),
+            Route("/v1/models/{model:path}", api.one_model),
+            Route("/v1/completions", CompletionEndpoint(api, CompletionRequest), methods=["POST"]),
+            Route("/v1/chat/completions", CompletionEndpoint(api, ChatCompletionRequest), methods=["POST"]),
+            Route("/health", api.health),
+            Route("/metrics", api.read_metrics),
         ],
-        middleware=[Middleware(RequestMetrics, tally=desk.tally)],
-        exception_handlers={HTTPException: _not_here},
+        middleware=[Middleware(RequestMetrics, metrics=api.metrics)],
+        exception_handlers={HTTPException: _not_found},
     )
 
 
 class ApiRoutes:
-    """What all endpoints share, and those that only tell something."""
+    """What all endpoints share, and the endpoints that only read something."""
 
-    def __init__(self, answering: EngineClient, settings: ApiSettings) -> None:
-        self.answering = answering
+    def __init__(self, engine: EngineClient, settings: ApiSettings) -> None:
+        self.engine = engine
         self.settings = settings
-        self.served = ServedModel(answering.model, answering.vocabulary, settings)
-        self.tally = Metrics()
-        self.turnstile = RateLimiter(settings, time.monotonic)
-        self.tokenizer = ThreadPoolExecutor(1, "tokenizer")  # a long text must not hold up everybody's streams
-        named = f"{answering.model} {answering.created} {__version__}"
+        self.served = ServedModel(engine.model, engine.vocabulary, settings)
+        self.metrics = Metrics(engine)
+        self.rate_limiter = RateLimiter(settings, time.monotonic)
+        self.tokenizer = ThreadPoolExecutor(1, "tokenizer")  # a long text must not hold up other requests' streams
+        named = f"{engine.model} {engine.created} {__version__}"
         self.fingerprint = f"fp_{sha256(named.encode()).hexdigest()[:10]}"
-        self._door = BearerAuth(settings)
+        self._auth = BearerAuth(settings)
 
     def admit(self, headers: Headers) -> int:
-        return self._door.admit(headers.get("authorization"), headers.get("host"))
+        return self._auth.admit(headers.get("authorization"), headers.get("host"))
 
     async def models(self, request: Request) -> Response:
         self.admit(request.headers)
@@ -102,144 +99,136 @@ class ApiRoutes:
 
     async def one_model(self, request: Request) -> Response:
         self.admit(request.headers)
-        if request.path_params["model"] != self.answering.model:
-            raise no_such_model(request.path_params["model"], self.answering.model)
+        if request.path_params["model"] != self.engine.model:
+            raise no_such_model(request.path_params["model"], self.engine.model)
         return _json(self._model())
 
     async def health(self, _request: Request) -> Response:
-        share = self.answering.share()
-        status = "down" if not share.stages else "ok" if share.stages == share.total else "degraded"
-        return _json({"status": status, **share_json(share)}, 200 if share.stages else 503)
+        coverage = self.engine.coverage()
+        status = "down" if not coverage.stages else "ok" if coverage.stages == coverage.total else "degraded"
+        return _json({"status": status, **coverage_json(coverage)}, 200 if coverage.stages else 503)
 
-    async def metrics(self, request: Request) -> Response:
+    async def read_metrics(self, request: Request) -> Response:
         self.admit(request.headers)
-        text = self.tally.text(self.answering.share(), self.answering.figures())
-        return Response(text, headers={"Content-Type": CONTENT_TYPE})
+        return Response(generate_latest(self.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     def _model(self) -> dict[str, Any]:
-        return {
-            "id": self.answering.model,
-            "object": "model",
-            "created": self.answering.created,
-            "owned_by": "skippipe",
-        }
+        return {"id": self.engine.model, "object": "model", "created": self.engine.created, "owned_by": "skippipe"}
 
 
 class CompletionEndpoint:
-    """An endpoint that answers."""
+    """An endpoint that generates."""
 
-    def __init__(self, desk: ApiRoutes, read: RequestParser) -> None:
-        self._desk = desk
-        self._read = read
+    def __init__(self, api: ApiRoutes, schema: type[AnyRequest]) -> None:
+        self._api = api
+        self._schema = schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        desk, headers = self._desk, Headers(scope=scope)
-        with desk.turnstile.passing(desk.admit(headers)):
-            asked = self._read(read_object(await body(headers, receive, desk.settings)), desk.served)
-            await while_there(receive, self._answer(asked, scope, receive, send))
+        api, headers = self._api, Headers(scope=scope)
+        with api.rate_limiter.admit(api.admit(headers)):
+            body = await read_body(headers, receive, api.settings)
+            request = parse_request(self._schema, body, api.served)
+            await while_connected(receive, self._respond(request, scope, receive, send))
 
-    async def _answer(self, asked: CompletionRequest, scope: Scope, receive: Receive, send: Send) -> None:
-        most = self._desk.settings.answer
-        async with within(most, too_slow(most)):
-            reply = self._reply(asked, await self._choices(asked))
-            if asked.stream:
-                await self._in_pieces(reply, asked, send)
+    async def _respond(self, request: AnyRequest, scope: Scope, receive: Receive, send: Send) -> None:
+        timeout = self._api.settings.answer_timeout
+        async with within(timeout, timed_out(timeout)):
+            response = self._builder(request, await self._choices(request))
+            if request.stream:
+                await self._stream(response, request, send)
                 return
-            await self._hear_all(reply, asked, _nothing)
-        await _json(reply.whole(), headers={STAGES: share_text(reply.least)})(scope, receive, send)
+            await self._generate_all(response, request, _keep)
+        await _json(response.whole(), headers={STAGES: coverage_text(response.coverage)})(scope, receive, send)
 
-    async def _in_pieces(self, reply: ResponseBuilder, asked: CompletionRequest, send: Send) -> None:
-        """The first piece comes before the status: until then it can still be an error."""
-        talking = asyncio.Lock()
+    async def _stream(self, response: ResponseBuilder, request: AnyRequest, send: Send) -> None:
+        """Sends outputs as events. The status follows the first output: until then it can still be an error."""
+        sending = asyncio.Lock()
         begun = False
 
-        async def tell(choice: Choice, said: RequestOutput) -> None:
+        async def send_output(choice: Choice, output: RequestOutput) -> None:
             nonlocal begun
-            async with talking:
+            async with sending:
                 if not begun:
                     begun = True
-                    headers = Headers({**EVENTS, STAGES: share_text(self._desk.answering.share())})
+                    headers = Headers({**EVENTS, STAGES: coverage_text(self._api.engine.coverage())})
                     await send({"type": "http.response.start", "status": 200, "headers": headers.raw})
-                events = b"".join(map(event, reply.chunks(choice, said, asked.usage)))
+                events = b"".join(map(event, response.chunks(choice, output, request.include_usage)))
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
 
-        await self._hear_all(reply, asked, tell)
-        end = event(reply.usage_chunk()) + END_OF_STREAM if asked.usage else END_OF_STREAM
+        await self._generate_all(response, request, send_output)
+        end = event(response.usage_chunk()) + END_OF_STREAM if request.include_usage else END_OF_STREAM
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
-    async def _hear_all(self, reply: ResponseBuilder, asked: CompletionRequest, hear: Hear) -> None:
-        """If one answer fails, all do."""
+    async def _generate_all(self, response: ResponseBuilder, request: AnyRequest, callback: OutputCallback) -> None:
+        """If one choice fails, all do."""
         try:
             async with asyncio.TaskGroup() as group:
-                for choice in reply.choices:
-                    group.create_task(self._hear(choice, asked.stops, hear))
+                for choice in response.choices:
+                    group.create_task(self._generate(choice, request.stop, callback))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    async def _hear(self, choice: Choice, stops: Sequence[str], hear: Hear) -> None:
-        answer = self._desk.answering.answer
+    async def _generate(self, choice: Choice, stop: Sequence[str], callback: OutputCallback) -> None:
+        generate = self._api.engine.generate
         try:
-            async with aclosing(answer(choice.prompt, choice.most, choice.sampling, stops)) as pieces:
-                async for said in pieces:
-                    self._desk.tally.answer_tokens += choice.add(said)
-                    await hear(choice, said)
-                    if said.ending is not None:
+            async with aclosing(generate(choice.prompt, choice.max_tokens, choice.sampling, stop)) as outputs:
+                async for output in outputs:
+                    self._api.metrics.answer_tokens.inc(choice.add(output))
+                    await callback(choice, output)
+                    if output.finish_reason is not None:
                         return
         except RequestRefused as refused:
-            raise unavailable(str(refused), self._desk.settings.retry) from None
-        raise RuntimeError("an answer stopped without an ending")
+            raise unavailable(str(refused), self._api.settings.retry_after) from None
+        raise RuntimeError("an answer stopped without a finish reason")
 
-    async def _choices(self, asked: CompletionRequest) -> list[Choice]:
-        loop = asyncio.get_running_loop()
+    async def _choices(self, request: AnyRequest) -> list[Choice]:
+        api, loop = self._api, asyncio.get_running_loop()
         try:
-            read = await loop.run_in_executor(self._desk.tokenizer, self._tokens, asked)
+            prompts = await loop.run_in_executor(api.tokenizer, self._encode, request)
         except UserError as error:  # say, a conversation that the model's template does not foresee
-            raise wrong(asked.param, str(error)) from None
+            raise wrong(request.param, str(error)) from None
         choices: list[Choice] = []
-        for prompt, echo in read:
+        for prompt, echo in prompts:
             if not prompt:
-                raise wrong(asked.param, "no tokens are in it: say something")
-            most = asked.most_after(len(prompt), self._desk.answering.context)
-            for answer in range(asked.n):
-                sampling = replace(asked.sampling, seed=seed_of(asked.sampling.seed, answer))
-                choices.append(Choice(len(choices), prompt, most, sampling, echo))
-            self._desk.tally.prompt_tokens += len(prompt)
+                raise wrong(request.param, "no tokens are in it: say something")
+            most = request.max_new_tokens(len(prompt), api.engine.context, api.settings.max_tokens)
+            for number in range(request.n):
+                choices.append(Choice(len(choices), prompt, most, request.sampling(number), echo))
+            api.metrics.prompt_tokens.inc(len(prompt))
         return choices
 
-    def _tokens(self, asked: CompletionRequest) -> list[tuple[tuple[int, ...], str]]:
-        """Of every prompt, and its text if that is to be repeated."""
-        answering = self._desk.answering
+    def _encode(self, request: AnyRequest) -> list[tuple[tuple[int, ...], str]]:
+        """The tokens of every prompt, and its text if that is to be repeated."""
+        engine = self._api.engine
+        if isinstance(request, ChatCompletionRequest):
+            return [(tuple(engine.encode_chat([message.for_template() for message in request.messages])), "")]
         found: list[tuple[tuple[int, ...], str]] = []
-        for prompt in asked.prompts:
-            match prompt:
-                case Conversation():
-                    found.append((tuple(answering.chat_tokens(prompt.messages)), ""))
-                case str():
-                    found.append((tuple(answering.tokens(prompt)), prompt if asked.echo else ""))
-                case _:
-                    found.append((prompt, answering.text(prompt) if asked.echo else ""))
+        for prompt in request.prompts:
+            tokens = engine.encode(prompt) if isinstance(prompt, str) else prompt
+            text = prompt if isinstance(prompt, str) else engine.decode(prompt) if request.echo else ""
+            found.append((tuple(tokens), text if request.echo else ""))
         return found
 
-    def _reply(self, asked: CompletionRequest, choices: Sequence[Choice]) -> ResponseBuilder:
-        desk = self._desk
+    def _builder(self, request: AnyRequest, choices: Sequence[Choice]) -> ResponseBuilder:
+        chat = isinstance(request, ChatCompletionRequest)
         return ResponseBuilder(
-            id=f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid4().hex}",
+            id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}",
             created=int(time.time()),
-            model=desk.answering.model,
-            fingerprint=desk.fingerprint,
-            chat=asked.chat,
-            n=asked.n,
+            model=request.model,
+            fingerprint=self._api.fingerprint,
+            chat=chat,
+            n=request.n,
             choices=choices,
-            stages=desk.answering.share().total,
+            stages=self._api.engine.coverage().total,
         )
 
 
-async def _nothing(_choice: Choice, _said: RequestOutput) -> None:
-    """Whoever wants the answer in one piece hears nothing before its end."""
+async def _keep(_choice: Choice, _output: RequestOutput) -> None:
+    """A response in one piece is sent at the end: the choices keep the outputs until then."""
 
 
-async def _not_here(request: Request, error: Exception) -> NoReturn:
+async def _not_found(request: Request, error: Exception) -> NoReturn:
     assert isinstance(error, HTTPException)
     path = short(request.scope["path"])  # request.url chokes on odd hosts
     if error.status_code == 405:
@@ -251,9 +240,4 @@ async def _not_here(request: Request, error: Exception) -> NoReturn:
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(json_bytes(value), status, headers, JSON)
-
-
-def app(answering: EngineClient, settings: ApiSettings) -> FastAPI:
-    check_installed()
-    return application(answering, settings)
+    return Response(json_bytes(value), status, headers, "application/json")

@@ -1,1 +1,1 @@
-"""What a node does to serve a stage."""
+"""A node that holds a stage of the model and computes steps."""

@@ -1,7 +1,7 @@
-"""The computer of a node that serves: a stage, and a cache for every lane that comes through it.
+"""The executor of a node that serves: a stage, and a KV cache for every route that comes through it.
 
-Between nodes, hidden states are [tokens of all rows, hidden], without padding. Here, single tokens and prompts pass
-the stage separately: one padded to the other's length would cost as much (see `inference.cache`).
+Between nodes, hidden states are [tokens of all rows, d], without padding. Here, single tokens and prompts pass the
+stage separately: one padded to the other's length would cost as much (see `inference.kv_cache`).
 """
 
 from __future__ import annotations
@@ -23,87 +23,86 @@ from skippipe.transport.wire_codec import EncodedTensor, decode, encode
 
 
 class NotFinite(UserError):
-    """What was given has values that are none."""
+    """Hidden states from another node that are not finite."""
 
 
 class ServingExecutor:
-    def __init__(self, stage: int, model: StageModel, *, lane_tokens: int, wire_dtype: str, drive: float = 1.0) -> None:
-        """`lane_tokens` that the cache of a lane has room for. UserError if such a model cannot be served."""
-        CachedStage(model, lane_tokens)
+    def __init__(self, stage: int, model: StageModel, *, cache_tokens: int, wire_dtype: str) -> None:
+        """Every route's KV cache has room for `cache_tokens`. UserError if such a model cannot be served."""
+        CachedStage(model, cache_tokens)
         self._stage = stage
         self._model = model
-        self._lane_tokens = lane_tokens
+        self._cache_tokens = cache_tokens
         self._wire_dtype = wire_dtype
-        self._drive = drive if stage else 1.0
-        self._lanes: dict[int, CachedStage] = {}
+        self._routes: dict[int, CachedStage] = {}
         weight = next(model.parameters())
         self._device, self._dtype = weight.device, weight.dtype
         self._hidden = model.spec.config.hidden_size
 
     def run(self, work: ServingWork) -> Any:
-        """`StepRefused` where it cannot be done: whatever others send, the node goes on."""
+        """The result, or StepRefused: the node survives whatever other nodes send."""
         try:
-            return self._done(work)
+            return self._result(work)
         except UserError as error:
-            return StepRefused(str(error), given=isinstance(error, NotFinite))
+            return StepRefused(str(error), bad_input=isinstance(error, NotFinite))
         except torch.OutOfMemoryError:
-            return StepRefused("not enough memory", given=False)
+            return StepRefused("not enough memory", bad_input=False)
 
-    def _done(self, work: ServingWork) -> Any:
+    def _result(self, work: ServingWork) -> Any:
         match work:
             case ForwardStep():
-                return encode(self._pass(work), self._wire_dtype)
+                return encode(self._forward(work), self._wire_dtype)
             case SampleTokens():
-                return self._choose(work)
+                return self._sample(work)
             case FreeSlots():
-                self._lanes.pop(work.lane, None)
+                self._routes.pop(work.route, None)
                 return None
 
     def fits(self, message: Message, at: int, size: int) -> bool:  # noqa: ARG002
-        """`at` tokens in all, of `size` rows."""
+        """Does the message carry the hidden states of `at` tokens, in all rows together?"""
         body = message.body
         return isinstance(body, EncodedTensor) and body.shape == (at, self._hidden) and body.dtype == self._wire_dtype
 
-    def _pass(self, work: ForwardStep) -> Tensor:
-        if work.lane not in self._lanes:
-            self._lanes[work.lane] = CachedStage(self._model, self._lane_tokens)
-        lane = self._lanes[work.lane]
+    def _forward(self, work: ForwardStep) -> Tensor:
+        if work.route not in self._routes:
+            self._routes[work.route] = CachedStage(self._model, self._cache_tokens)
+        stage = self._routes[work.route]
         for slot in work.freed:
-            lane.cache.free(slot)
+            stage.cache.free(slot)
         for row in work.rows:
-            if row.start > lane.cache.length(row.slot):
+            if row.start > stage.cache.length(row.slot):
                 raise UserError(f"slot {row.slot} ends before token {row.start}")
-        pieces = self._pieces(work)
-        for alike in _alike(work.rows):
-            rows = [work.rows[number] for number in alike]
-            named = BatchRows(tuple(r.slot for r in rows), tuple(r.start for r in rows), tuple(r.count for r in rows))
-            padded = torch.nn.utils.rnn.pad_sequence([pieces[number] for number in alike], batch_first=True)
-            made = lane.forward(padded, named, self._drive)
-            for number, row, each in zip(alike, rows, made, strict=True):
-                pieces[number] = each[: row.count]
-        return torch.cat(pieces)
+        hidden = self._hidden_states(work)
+        for group in _by_length(work.rows):
+            rows = [work.rows[number] for number in group]
+            batch = BatchRows(tuple(r.slot for r in rows), tuple(r.start for r in rows), tuple(r.count for r in rows))
+            padded = torch.nn.utils.rnn.pad_sequence([hidden[number] for number in group], batch_first=True)
+            outputs = stage.forward(padded, batch)
+            for number, row, output in zip(group, rows, outputs, strict=True):
+                hidden[number] = output[: row.count]
+        return torch.cat(hidden)
 
-    def _pieces(self, work: ForwardStep) -> list[Tensor]:
-        """The new tokens of each row: [tokens, hidden]."""
+    def _hidden_states(self, work: ForwardStep) -> list[Tensor]:
+        """The inputs of each row's new tokens: [tokens, d]."""
         if self._stage == 0:
-            padded = embed(self._model, work.given)
+            padded = embed(self._model, work.inputs)
             return [each[: row.count] for each, row in zip(padded, work.rows, strict=True)]
-        return list(torch.split(self._unpacked(work.given), [row.count for row in work.rows]))
+        return list(torch.split(self._decode(work.inputs), [row.count for row in work.rows]))
 
-    def _choose(self, work: SampleTokens) -> list[int]:
+    def _sample(self, work: SampleTokens) -> list[int]:
         ends = torch.tensor([row.count for row in work.rows]).cumsum(0) - 1
-        last = self._unpacked(work.given)[ends.to(self._device)]
-        return sample(logits(self._model, last), work.how, [row.start + row.count for row in work.rows])
+        last = self._decode(work.inputs)[ends.to(self._device)]
+        return sample(logits(self._model, last), work.sampling, [row.start + row.count for row in work.rows])
 
-    def _unpacked(self, given: EncodedTensor) -> Tensor:
-        made = decode(given).to(self._device, self._dtype)
-        if not made.isfinite().all():
+    def _decode(self, inputs: EncodedTensor) -> Tensor:
+        hidden = decode(inputs).to(self._device, self._dtype)
+        if not hidden.isfinite().all():
             raise NotFinite("hidden states that are not finite")
-        return made
+        return hidden
 
 
-def _alike(rows: Sequence[InputRow]) -> list[list[int]]:
-    """Rows of one token, and those of more."""
+def _by_length(rows: Sequence[InputRow]) -> list[list[int]]:
+    """Numbers of the rows of one token, and of those of more."""
     single = [number for number, row in enumerate(rows) if row.count == 1]
     longer = [number for number, row in enumerate(rows) if row.count > 1]
-    return [each for each in (single, longer) if each]
+    return [group for group in (single, longer) if group]

@@ -1,7 +1,4 @@
-"""What a node must know to serve: which model, cut how, who holds which stage.
-
-What a node that serves is made of, from the brief.
-"""
+"""The configuration of a node that serves, and the role that is built from it."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from skippipe.json_fields import Fields, as_integer, exists
 from skippipe.runtime.node.interfaces import SERVING, NodeEnv, Role, Roles
 from skippipe.serving.node.state_machine import ServingNode
 from skippipe.serving.step_protocol import NodeInfo
-from skippipe.value_ranges import HEARTBEAT_S, POSITIVE, RESIDUAL_SCALE, THREADS
+from skippipe.value_ranges import HEARTBEAT_S, POSITIVE, THREADS
 
 if TYPE_CHECKING:
     from skippipe.runtime.node.interfaces import JoinConfig
@@ -24,32 +21,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServingConfig:
+    """What the gateway tells every node: the model, how it is cut, which node holds which stage."""
+
     checkpoint: str
-    """As it is called on the gateway's machine."""
+    """The model's folder on the gateway's machine."""
     layers: tuple[int, ...]
-    """Of each stage."""
+    """Number of layers of each stage."""
     stage_of: dict[str, int]
-    """Name of a node → the stage it holds."""
+    """Name of a node → the stage that it holds."""
     vocabulary: Annotated[int, POSITIVE]
-    """Tokens that the model knows: ids are below it."""
+    """Number of the model's tokens: ids are below it."""
     fingerprint: str
-    """Of the checkpoint."""
+    """Fingerprint of the checkpoint."""
     device: str = "cpu"
     dtype: str = "fp32"
-    """What stages compute in."""
+    """Type that stages compute in."""
     wire_dtype: str = "bf16"
-    """Of hidden states between nodes."""
-    lane_tokens: Annotated[int, POSITIVE] = 2**16
-    """That the cache of a lane has room for, on every node."""
-    drive: Annotated[float, RESIDUAL_SCALE] = 1.0
-    """By what stages count while others are missing."""
+    """Type of hidden states between nodes."""
+    cache_tokens: Annotated[int, POSITIVE] = 2**16
+    """Tokens that the KV cache of a route has room for, on every node."""
     threads: Annotated[int, THREADS] = 1
     heartbeat_s: Annotated[float, HEARTBEAT_S] = TIMEOUT_S
     """Seconds without a heartbeat after which a node is declared dead."""
 
     @property
     def number(self) -> dict[str, int]:
-        """Of each node."""
+        """Name of a node → its number."""
         return {name: number for number, name in enumerate(self.stage_of)}
 
     def to_json(self) -> dict[str, Any]:
@@ -57,12 +54,12 @@ class ServingConfig:
 
     @classmethod
     def from_json(cls, value: Any) -> ServingConfig:
-        fields = Fields(value, "brief", of=cls)
+        fields = Fields(value, "node_config", of=cls)
         fields.text("kind", (SERVING,))
-        layers = tuple(as_integer(each, "brief.layers") for each in fields.items("layers"))
+        layers = tuple(as_integer(each, "node_config.layers") for each in fields.items("layers"))
         held = fields.take("stage_of")
         if not isinstance(held, dict) or not all(isinstance(s, int) and 0 <= s < len(layers) for s in held.values()):
-            raise UserError("brief.stage_of: expected names of nodes with their stages")
+            raise UserError("node_config.stage_of: expected names of nodes with their stages")
         node_config = cls(
             checkpoint=fields.text("checkpoint"),
             layers=layers,
@@ -72,8 +69,7 @@ class ServingConfig:
             device=fields.text("device"),
             dtype=fields.text("dtype", ("fp32", "bf16")),
             wire_dtype=fields.text("wire_dtype", ("fp32", "bf16", "int8")),
-            lane_tokens=fields.integer("lane_tokens"),
-            drive=fields.number("drive"),
+            cache_tokens=fields.integer("cache_tokens"),
             threads=fields.integer("threads"),
             heartbeat_s=fields.number("heartbeat_s"),
         )
@@ -81,12 +77,12 @@ class ServingConfig:
         return node_config
 
 
-def serving_role(said: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
-    node_config = ServingConfig.from_json(said)
+def serving_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
+    node_config = ServingConfig.from_json(config)
     number, stage = node_config.number[join_config.name], node_config.stage_of[join_config.name]
-    seat = NodeInfo(number, stage, len(node_config.stage_of), node_config.vocabulary, node_config.lane_tokens)
+    info = NodeInfo(number, stage, len(node_config.stage_of), node_config.vocabulary, node_config.cache_tokens)
     return Role(
-        machine=ServingNode(seat, env),
+        machine=ServingNode(info, env),
         build=lambda: build_executor(node_config, stage, join_config),
         numbers=node_config.number,
         heartbeat_s=node_config.heartbeat_s,
@@ -104,12 +100,10 @@ def build_executor(node_config: ServingConfig, stage: int, join_config: JoinConf
 
     here = join_config.checkpoint or Path(node_config.checkpoint)
     if not exists(here):
-        raise UserError(f"{here}: no such folder on this machine; copy the model, or say with --checkpoint where it is")
+        raise UserError(f"{here}: no such folder on this machine; copy the model, or name its folder with --checkpoint")
     outline = read_outline(here)
     if fingerprint(outline.place) != node_config.fingerprint:
         raise UserError(f"{outline.place}: another model than the gateway's; copy that one here")
     model = load_stage(replace(outline, layers=node_config.layers), stage, join_config.device or node_config.device)
     convert_stage(model, "bf16" if node_config.dtype == "bf16" else "fp32")
-    return ServingExecutor(
-        stage, model, lane_tokens=node_config.lane_tokens, wire_dtype=node_config.wire_dtype, drive=node_config.drive
-    )
+    return ServingExecutor(stage, model, cache_tokens=node_config.cache_tokens, wire_dtype=node_config.wire_dtype)

@@ -1,10 +1,8 @@
-"""A node that serves: takes the steps that the gateway tells it of, and passes tensors on along their lane.
+"""The state machine of a node that serves: computes the steps that the gateway sends, and passes tensors on along their
+route.
 
-A state machine like the one that trains, over the same sockets. The gateway says who is fed what, and which way; from
-other nodes come tensors only, and only those that a step foresees are taken.
-
-
-Tensors that came before the step they are of was told: kept for a while, so much from each sender.
+It runs over the same sockets as the one that trains. The gateway says which sequences a step computes and by which
+route; from other nodes come tensors only, and only those that a step foresees are taken.
 """
 
 from __future__ import annotations
@@ -40,28 +38,60 @@ from skippipe.serving.step_protocol import (
 from skippipe.transport.message import Message, StepHop
 
 log = logging.getLogger(__name__)
-MOST_STEPS = 1024  # that are told of and not done
+MAX_STEPS = 1024  # pending steps
+MAX_EARLY, MAX_EARLY_BYTES = 256, 2**28  # tensors of each sender that are kept before their step is known
+Queued = tuple[StepInput | None, int, ServingWork]
+"""A step, the node's position on its path, and the work; no step for work that nothing is reported of."""
+
+
+class EarlyMessages:
+    """Tensors that arrive before the step that they belong to: a bounded number and size from each sender."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, dict[tuple[int, int], Any]] = {}
+        """Sender → step and position on its path → tensor, the oldest first."""
+
+    def put(self, sender: int, key: tuple[int, int], body: Any) -> None:
+        """The oldest tensors make room: their step may have been abandoned and never come."""
+        kept = self._kept.setdefault(sender, {})
+        kept.pop(key, None)
+        kept[key] = body
+        while len(kept) > 1 and (len(kept) > MAX_EARLY or sum(map(_num_bytes, kept.values())) > MAX_EARLY_BYTES):
+            del kept[next(iter(kept))]
+
+    def take(self, sender: int, key: tuple[int, int]) -> Any:
+        """The tensor, or None if it has not arrived."""
+        return self._kept.get(sender, {}).pop(key, None)
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+
+def _num_bytes(body: Any) -> int:
+    return int(getattr(body, "nbytes", 0))
 
 
 class ServingNode:
+    """A node of a route; `epoch` is constant, as plans do not change here."""
+
     epoch = 0
 
-    def __init__(self, seat: NodeInfo, env: NodeEnv) -> None:
-        self.number = seat.number
+    def __init__(self, info: NodeInfo, env: NodeEnv) -> None:
+        self.number = info.number
         self.stopped: Stop | None = None
         self.dropped: Counter[tuple[int, str]] = Counter()
-        """Sender and what was wrong → how many messages of that kind were not taken."""
-        self._seat = seat
+        """Sender and reason → number of messages that were dropped."""
+        self._info = info
         self._env = env
-        self._told: dict[tuple[int, int], StepInput] = {}
-        """Step and place on its path → what to do when the tensor comes."""
+        self._pending: dict[tuple[int, int], StepInput] = {}
+        """Step and position on its path → the step, until its tensor arrives."""
         self._early = EarlyMessages()
-        self._ready: deque[tuple[StepInput | None, int, ServingWork]] = deque()
-        self._doing: tuple[StepInput | None, int, ServingWork] | None = None
+        self._ready: deque[Queued] = deque()
+        self._running: Queued | None = None
 
     def hello(self, address: str, version: str) -> Hello:
-        """To a gateway that is new: whatever this node was doing, nobody waits for it."""
-        self._told.clear()
+        """The greeting to a new gateway, which waits for none of the steps of the one before."""
+        self._pending.clear()
         self._early.clear()
         self._ready.clear()
         return Hello(address, version)
@@ -69,17 +99,17 @@ class ServingNode:
     def executor_ready(self, _origin: StateSource | None, _assignment: int) -> None:
         self._env.send_control(Ready())
 
-    # What it is told
+    # Messages
 
     def handle_control(self, control: ControlMessage) -> None:
-        """From the gateway."""
+        """Takes a message of the gateway."""
         match control:
             case RunStep():
-                self._feed(control)
+                self._add_step(control)
             case EndSequences():
-                for key in [key for key, told in self._told.items() if told.lane == control.lane]:
-                    del self._told[key]
-                self._ready = deque(each for each in self._ready if each[0] is None or each[0].lane != control.lane)
+                for key in [key for key, step in self._pending.items() if step.route == control.lane]:
+                    del self._pending[key]
+                self._ready = deque(each for each in self._ready if each[0] is None or each[0].route != control.lane)
                 self._ready.append((None, 0, FreeSlots(control.lane)))
             case Stop():
                 self.stopped = control
@@ -90,7 +120,7 @@ class ServingNode:
         header = message.header
         if not isinstance(header, StepHop) or message.body is None:
             self._drop(sender, message.kind.label)
-        elif (key := (header.step, header.place)) in self._told:
+        elif (key := (header.step, header.place)) in self._pending:
             self._take(key, sender, message.body)
         else:
             self._early.put(sender, key, message.body)
@@ -98,114 +128,86 @@ class ServingNode:
     def handle_peer_control(self, sender: int, control: ControlMessage) -> None:
         self._drop(sender, type(control).__name__)
 
-    # What it does
+    # Work
 
     def finished(self, work: ServingWork, result: Any) -> None:
-        assert self._doing is not None
-        told, place, done = self._doing
+        assert self._running is not None
+        step, position, done = self._running
         assert done is work
-        self._doing = None
-        if told is None:
+        self._running = None
+        if step is None:
             return
         if isinstance(result, StepRefused):
-            at_fault = told.path[place - 1] if result.given else self.number
-            self._env.send_control(StepFailed(told.step, at_fault, result.reason))
+            at_fault = step.path[position - 1] if result.bad_input else self.number
+            self._env.send_control(StepFailed(step.step, at_fault, result.reason))
             return
         if isinstance(work, SampleTokens):
-            self._env.send_control(Sampled(told.step, list(result)))
+            self._env.send_control(Sampled(step.step, list(result)))
             return
-        after = place + 1
-        message = Message(StepHop(told.step, told.lane, after), result)
-        receiver = told.path[after % len(told.path)]
-        if receiver == self.number:  # the only stage that is left
+        after = position + 1
+        message = Message(StepHop(step.step, step.route, after), result)
+        receiver = step.path[after % len(step.path)]
+        if receiver == self.number:  # the only stage of the route
             self.receive(receiver, message)
         else:
             self._env.send(receiver, message)
 
     def decide(self) -> None:
-        if self._doing is None and self._ready:
-            self._doing = self._ready.popleft()
-            self._env.start(self._doing[2])
+        if self._running is None and self._ready:
+            self._running = self._ready.popleft()
+            self._env.start(self._running[2])
 
     @property
     def doing(self) -> str:
-        return "serving" if self._doing is None else f"serving, {op_name(self._doing[2])}"
+        return "serving" if self._running is None else f"serving, {op_name(self._running[2])}"
 
     def active_peers(self) -> set[int]:
-        """Whoever comes next on a path that it has been told of."""
-        near = {told.path[(place + 1) % len(told.path)] for (_, place), told in self._told.items()}
+        """The nodes that come next on the paths of pending steps."""
+        near = {step.path[(position + 1) % len(step.path)] for (_, position), step in self._pending.items()}
         return near - {self.number}
 
     def reconnected(self, _node: int) -> None:
-        """A connection broke and came back: what was on its way may be gone, which the gateway notices."""
+        """A connection was restored; the gateway notices what was lost with it."""
 
     def retry_requests(self, _timeout_ns: int) -> None:
-        """Nothing is sent twice."""
+        """Does nothing: no tensor is sent twice."""
 
-    def _feed(self, feed: RunStep) -> None:
-        """On its path the node has a place; the first one has another at the end."""
-        if len(self._told) >= MOST_STEPS:
-            self._drop(COORDINATOR, "more steps than are ever on their way")
+    def _add_step(self, message: RunStep) -> None:
+        """The node has a position on the step's path; the first node has another one at the end."""
+        if len(self._pending) >= MAX_STEPS:
+            self._drop(COORDINATOR, "more steps than are ever in flight")
             return
         try:
-            told = parse_step(feed, self._seat)
+            step = parse_step(message, self._info)
         except UserError as error:
             self._drop(COORDINATOR, str(error))
             return
-        place = told.path.index(self.number)
-        if place == 0:
-            self._ready.append((told, 0, ForwardStep(told.lane, told.rows, told.freed, told.tokens)))
-            place = len(told.path)
-        key = told.step, place
-        self._told[key] = told
-        before = told.path[place - 1]
+        position = step.path.index(self.number)
+        if position == 0:
+            self._ready.append((step, 0, ForwardStep(step.route, step.rows, step.freed, step.tokens)))
+            position = len(step.path)
+        key = step.step, position
+        self._pending[key] = step
+        before = step.path[position - 1]
         if (body := self._early.take(before, key)) is not None:
             self._take(key, before, body)
 
     def _take(self, key: tuple[int, int], sender: int, body: Any) -> None:
-        told, place = self._told[key], key[1]
-        if sender != told.path[place - 1]:
-            self._drop(sender, "a tensor of a step that does not come from there")
+        step, position = self._pending[key], key[1]
+        if sender != step.path[position - 1]:
+            self._drop(sender, "a tensor of a step that does not come from this sender")
             return
-        if not self._env.fits(Message(StepHop(told.step, told.lane, place), body), told.count, len(told.rows)):
+        message = Message(StepHop(step.step, step.route, position), body)
+        if not self._env.fits(message, step.num_tokens, len(step.rows)):
             self._drop(sender, "a tensor of another shape or type")
             return
-        del self._told[key]
-        if place == len(told.path):
-            self._ready.append((told, place, SampleTokens(told.rows, told.how, body)))
-        else:
-            self._ready.append((told, place, ForwardStep(told.lane, told.rows, told.freed, body)))
+        del self._pending[key]
+        work: ServingWork = ForwardStep(step.route, step.rows, step.freed, body)
+        if position == len(step.path):
+            work = SampleTokens(step.rows, step.sampling, body)
+        self._ready.append((step, position, work))
 
-    def _drop(self, sender: int, what: str) -> None:
-        self.dropped[sender, what] += 1
-        if self.dropped[sender, what] == 1:
-            log.warning("dropped from %s: %s (later ones are only counted)", sender, what)
-
-
-MOST = 256
-MOST_BYTES = 2**28
-
-
-class EarlyMessages:
-    def __init__(self) -> None:
-        self._kept: dict[int, dict[tuple[int, int], Any]] = {}
-        """Sender → step and place on its path → what came, the oldest first."""
-
-    def put(self, sender: int, key: tuple[int, int], body: Any) -> None:
-        """Steps that are given up are never told: what is too much, the oldest makes room for."""
-        kept = self._kept.setdefault(sender, {})
-        kept.pop(key, None)
-        kept[key] = body
-        while len(kept) > 1 and (len(kept) > MOST or sum(map(_bytes, kept.values())) > MOST_BYTES):
-            del kept[next(iter(kept))]
-
-    def take(self, sender: int, key: tuple[int, int]) -> Any:
-        """None: it has not come."""
-        return self._kept.get(sender, {}).pop(key, None)
-
-    def clear(self) -> None:
-        self._kept.clear()
-
-
-def _bytes(body: Any) -> int:
-    return int(getattr(body, "nbytes", 0))
+    def _drop(self, sender: int, reason: str) -> None:
+        self.dropped[sender, reason] += 1
+        if self.dropped[sender, reason] == 1:
+            log.warning("dropped from %s: %s (later ones are only counted)", sender, reason)
