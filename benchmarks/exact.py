@@ -146,7 +146,7 @@ def main() -> None:
         for index, case in enumerate(cases):  # all of them first: a process that has computed gradients may not fork
             plan, losses, output = plan_of(case, spec), Losses(), Path(name) / str(index)
             node_config = brief_of(case, plan, spec, tokens)
-            Run(node_config, spec, tokens.tokenizer(), output, ITERATIONS).here(losses)
+            Run(node_config, spec, tokens.tokenizer(), output, ITERATIONS).launch_local(losses)
             files = sorted((output / "model").glob("*.safetensors"))
             weights = {name: each for file in files for name, each in load_file(file).items()}
             runs.append((case, node_config, losses.found, weights))

@@ -172,7 +172,7 @@ def as_processes(asked: argparse.Namespace) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         run = Run(node_config, spec, tokens.tokenizer(), Path(folder), max(8, round(asked.seconds)), security="none")
-        run.here(Clock())
+        run.launch_local(Clock())
     per_iteration = plan.microbatches * asked.samples * asked.sequence
     each_s = median(taken[3:])
     print(

@@ -88,7 +88,7 @@ def speed(tokens: TokenFile, rounds: int, iterations: int) -> None:
         torch.set_num_threads(1)  # what is forked must not have threads
         watch = Watch()
         with tempfile.TemporaryDirectory() as folder:
-            Run(node_config, spec, tokens.tokenizer(), Path(folder), iterations).here(watch)
+            Run(node_config, spec, tokens.tokenizer(), Path(folder), iterations).launch_local(watch)
         nodes += watch.seconds[1:]
         for threads, taken in alone.items():
             torch.set_num_threads(threads)
@@ -125,7 +125,7 @@ def start_and_memory(tokens: TokenFile) -> None:
     node_config = brief_of(plan, spec, tokens)
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
-        Run(node_config, spec, tokens.tokenizer(), Path(folder), 5).here(watch, watch.started)
+        Run(node_config, spec, tokens.tokenizer(), Path(folder), 5).launch_local(watch, watch.started)
     print(f"20 nodes ready after {watch.ready_s:.1f} s (goal 15)")
     beyond = {}
     for name, private in watch.private_bytes.items():

@@ -153,7 +153,7 @@ class ProcessPool:
         self._orders[name] = told
         self._order(name)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take in what has happened."""
         for server in list(self._servers):
             news, gone = server.news()
@@ -195,7 +195,7 @@ class ProcessPool:
                 [*(server.socket.fileno() for server in self._servers), *known],
                 left_s if len(known) == len(handles) else min(left_s, LOOK_S),
             )
-            self.look()
+            self.poll()
 
     def _hear(self, server: ForkServer, news: dict[str, Any]) -> None:
         if "twin" in news:
@@ -249,16 +249,24 @@ def how_ended(status: int | None) -> str:
     return f"exit status {status}" if status >= 0 else f"signal {-status}"
 
 
+def log_file(log_folder: Path, name: str) -> Path:
+    return log_folder / f"{name.replace(os.sep, '_')}.log"
+
+
+def last_log_line(log_folder: Path, name: str) -> str:
+    try:
+        lines = log_file(log_folder, name).read_text(errors="replace").split("\n")
+    except OSError:
+        lines = []
+    return next((line for line in reversed(lines) if line.strip()), "its log is empty")
+
+
 def _ready(handles: list[int], within_s: float) -> list[tuple[int, int]]:
     """Those that have something to say; `select` could not take numbers above 1023."""
     poll = select.poll()
     for handle in handles:
         poll.register(handle, select.POLLIN)
     return poll.poll(within_s * 1000)
-
-
-def log_file(log_folder: Path, name: str) -> Path:
-    return log_folder / f"{name.replace(os.sep, '_')}.log"
 
 
 def _tend(owner: socket.socket, birth: ProcessMain, log_folder: Path, lifeline: int) -> NoReturn:

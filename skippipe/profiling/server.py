@@ -1,4 +1,4 @@
-"""The conductor as a process: its state machine over a real mailbox."""
+"""The coordinator of profiling as a process: its state machine over a mailbox, with the nodes of a launcher."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
+from skippipe.launch.launcher import Launcher
 from skippipe.profiling.config import ProfilingConfig
 from skippipe.profiling.coordinator import ProfilingCallback, ProfilingCoordinator, ProfilingDeadlines
 from skippipe.profiling.results import ProfileResult
@@ -15,11 +16,32 @@ from skippipe.runtime.rendezvous import Gone, Rendezvous
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox, Security
 
-SILENT = 3  # times the heartbeat, after which a node counts as gone
+HEARTBEATS_MISSED = 3  # after so many a node is declared dead
+
+
+def profile_nodes(
+    node_config: ProfilingConfig,
+    launcher: Launcher,
+    callback: ProfilingCallback,
+    *,
+    listen: str = "127.0.0.1:0",
+    deadlines: ProfilingDeadlines | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> ProfileResult:
+    """Measure the nodes of a launcher, which is closed in the end."""
+    try:
+        keys = launcher.prepare().public_keys
+        server = ProfilingServer(
+            node_config, launcher.keys, keys, listen=listen, deadlines=deadlines, callback=callback
+        )
+        launcher.start(server.address)
+        return server.run(launcher.ended, stopped)
+    finally:
+        launcher.close()
 
 
 class ProfilingServer:
-    """What the conductor sees of the world, and the loop around it."""
+    """What the coordinator sees of the world, and the loop around it."""
 
     def __init__(
         self,
@@ -30,25 +52,25 @@ class ProfilingServer:
         listen: str = "127.0.0.1:0",
         security: Security = "curve",
         deadlines: ProfilingDeadlines | None = None,
-        watching: ProfilingCallback | None = None,
+        callback: ProfilingCallback | None = None,
     ) -> None:
         self._node_config = node_config
-        self._watching = watching or ProfilingCallback()
+        self._callback = callback or ProfilingCallback()
         self._mailbox = Mailbox(THE_COORDINATOR, keys, listen=listen, security=security, depth=1024)
-        self._attendance = Rendezvous(
+        self._rendezvous = Rendezvous(
             self._mailbox,
             node_config.names,
             publics,
             host=self,
             node_config=node_config.to_json(),
-            silent_s=SILENT * node_config.heartbeat_s,
+            silent_s=HEARTBEATS_MISSED * node_config.heartbeat_s,
         )
-        self.conductor = ProfilingCoordinator(
+        self.coordinator = ProfilingCoordinator(
             node_config.names,
             node_config.work,
             node_config.workload,
             self,
-            self._watching,
+            self._callback,
             node_config.effort,
             deadlines or ProfilingDeadlines(),
         )
@@ -58,39 +80,39 @@ class ProfilingServer:
         return self._mailbox.address
 
     def run(self, gone: Gone = lambda: (), stopped: Callable[[], bool] = lambda: False) -> ProfileResult:
-        """Until all is measured, or somebody wants it to end: then, what was measured so far."""
+        """Measure until all is done, or until `stopped`: then the result has what was measured so far."""
         try:
-            while not self.conductor.over and not stopped():
+            while not self.coordinator.over and not stopped():
                 self._turn(gone)
         finally:
-            self._attendance.close()
-        return self.conductor.survey(datetime.now(UTC).isoformat(timespec="seconds"))
+            self._rendezvous.close()
+        return self.coordinator.result(datetime.now(UTC).isoformat(timespec="seconds"))
 
-    # What the conductor sees
+    # ProfilingEnv
 
     def now_ns(self) -> int:
         return time.monotonic_ns()
 
     def tell(self, node: int, control: ControlMessage) -> None:
-        self._attendance.tell(self._node_config.names[node], control)
+        self._rendezvous.tell(self._node_config.names[node], control)
 
-    # Who is there
+    # MembershipCallback
 
     def joined(self, name: str) -> None:
-        self.conductor.joined(self._node_config.number[name])
+        self.coordinator.joined(self._node_config.number[name])
 
     def heard(self, name: str, control: ControlMessage) -> None:
-        self.conductor.hear(self._node_config.number[name], control)
+        self.coordinator.hear(self._node_config.number[name], control)
 
     def lost(self, name: str, how: str) -> None:
-        self.conductor.lost(self._node_config.number[name], how)
+        self.coordinator.lost(self._node_config.number[name], how)
 
     def refused(self, name: str, why: str) -> None:
-        self._watching.happened(f"'{name}' is left out: {why}")
+        self._callback.happened(f"'{name}' is left out: {why}")
 
     def _turn(self, gone: Gone) -> None:
-        self._attendance.turn()
+        self._rendezvous.turn()
         for name, how in gone():
-            if not self._attendance.lose(name, how):
-                self.lost(name, how)  # it has ended before it ever said hello
-        self.conductor.tick()
+            if not self._rendezvous.lose(name, how):
+                self.lost(name, how)  # it has ended before it joined
+        self.coordinator.tick()

@@ -252,7 +252,7 @@ class LocalNodePool:
 
     def gone(self) -> Iterator[tuple[str, str]]:
         """Nodes that ended since it was last asked, and how; those whose time has come are started again."""
-        self._pool.look()
+        self._pool.poll()
         ended = dict(self._pool.ended)
         self._pool.ended.clear()
         now = time.monotonic()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 
 from skippipe.errors import UserError
+from skippipe.launch.join import JoinLauncher
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import StopRequests
 from skippipe.runtime.coordinator.state_machine import Callback, IterationReport
@@ -16,16 +18,16 @@ from skippipe.transport.wire_codec import encode
 Backend = Callable[[RunSetup, Callback, StopRequests], None]
 
 
-def processes(run_setup: RunSetup, callback: Callback, asked: StopRequests) -> None:
-    """Every node as a process of this machine; or, with a list of peers, wherever they join from."""
-    run = run_setup.run
-    if run_setup.job.transport.peers:
-        run.joined(callback, asked)
+def processes(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
+    """Every node as a process of this machine; or, with a list of peers, nodes that join from anywhere."""
+    run, transport = run_setup.run, run_setup.job.transport
+    if transport.peers:
+        run.launch(JoinLauncher(run.names, Path(transport.key), Path(transport.peers)), callback, stop_requests)
     else:
-        run.here(callback, asked=asked)
+        run.launch_local(callback, stop_requests=stop_requests)
 
 
-def one_process(run_setup: RunSetup, callback: Callback, asked: StopRequests) -> None:
+def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
     """No nodes: the oracle."""
     if run_setup.resumed:
         raise UserError("--resume: one process makes no checkpoints; use --engine virtual or processes")
@@ -49,13 +51,13 @@ def one_process(run_setup: RunSetup, callback: Callback, asked: StopRequests) ->
         done = oracle.iteration(number)
         report = IterationReport(number, done.loss, done.norm, done.rate, time.monotonic() - began, {}, {})
         callback.iteration_done(report)
-        if asked():
+        if stop_requests():
             break
     stages = ((index, [encode(stage.weights.values.cpu(), "fp32"), None]) for index, stage in enumerate(oracle.stages))
-    run_setup.run.store(stages, callback, asked)
+    run_setup.run.store(stages, callback, stop_requests)
 
 
-def virtual(run_setup: RunSetup, callback: Callback, asked: StopRequests) -> None:
+def virtual(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
     """Every node's own code on real tensors, in one thread and in virtual time: seconds are those of the plan."""
     from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
     from skippipe.runtime.stage_executor import StageExecutor
@@ -81,7 +83,7 @@ def virtual(run_setup: RunSetup, callback: Callback, asked: StopRequests) -> Non
         kept_every=run.kept_every,
         keeper=run.keeper,
         resumed=run.resumed,
-        asked=asked,
+        asked=stop_requests,
         survival=run.survival,
         builder=executor,
     )
@@ -89,16 +91,20 @@ def virtual(run_setup: RunSetup, callback: Callback, asked: StopRequests) -> Non
     run.close(callback)
     if cluster.coordinator.failure:
         raise UserError(cluster.coordinator.failure)
-    run.store(sorted(cluster.stored.items()), callback, asked)
+    run.store(sorted(cluster.stored.items()), callback, stop_requests)
 
 
-def ray(run_setup: RunSetup, callback: Callback, asked: StopRequests) -> None:
+def ray(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
     """One actor a node."""
     if find_spec("ray") is None:
         raise UserError("--engine ray: needs Ray; pip install 'skippipe[ray]'")
-    from skippipe.training.launch_ray import train_on_ray
+    from skippipe.launch.ray_actors import RayLauncher
 
-    train_on_ray(run_setup, callback, asked)
+    run, job = run_setup.run, run_setup.job
+    if job.transport.peers:
+        raise UserError("transport.peers: is for nodes that join by themselves; Ray's have keys made for the run")
+    gpus = int(job.compute.device.startswith("cuda"))
+    run.launch(RayLauncher(run.names, job.compute.threads, gpus, run.security), callback, stop_requests)
 
 
 BACKENDS: dict[str, Backend] = {

@@ -132,7 +132,7 @@ def grow(young: CheckpointOrigin, run: Run, begin: Callable[[], None] = lambda: 
         files=tuple(files),
         run=run.run_id,
     )
-    assert not run.memories, "a run that begins has none"
+    assert not run.recovered_records, "a run that begins has none"
     run.wal.close()
     checkpoints.commit(unfinished, manifest)
     return Grown(checkpoints.complete()[0], copied)

@@ -23,13 +23,15 @@ import pytest
 from skippipe.cli import main, profile
 from skippipe.cluster import Cluster, Node
 from skippipe.launch.fork_server import ProcessPool
+from skippipe.launch.local import LocalLauncher
 from skippipe.model.model_spec import ModelSpec
 from skippipe.optim_config import OptimConfig
-from skippipe.profiling import launcher
 from skippipe.profiling.config import ProfilingConfig
 from skippipe.profiling.coordinator import ProfilingCallback, ProfilingCoordinator, ProfilingDeadlines
 from skippipe.profiling.link_probe import ProbeSettings
 from skippipe.profiling.results import ProfileResult, save_results
+from skippipe.profiling.role import ROLES
+from skippipe.profiling.server import profile_nodes
 from skippipe.profiling.state_machine import ProfilingNode
 from skippipe.runtime.coordinator.state_machine import Callback, RecoverySettings
 from skippipe.runtime.messages import Computed, ControlMessage, LinkDown, Probe, Probed
@@ -64,7 +66,7 @@ class Net(ProfilingCallback):
         self.alive: dict[int, ProfilingNode] = {}
         self.busy: dict[int, set[int]] = {}
         self.names = tuple(node.name for node in self.true.nodes)
-        self.conductor = ProfilingCoordinator(self.names, "tiny", WORK, self, self, QUICK, self.deadlines)
+        self.coordinator = ProfilingCoordinator(self.names, "tiny", WORK, self, self, QUICK, self.deadlines)
 
     def now_ns(self) -> int:
         return self.now
@@ -85,16 +87,18 @@ class Net(ProfilingCallback):
 
     def join(self, node: int, computed: Computed | None = None) -> None:
         self.alive[node] = ProfilingNode(node, len(self.true), QUICK, Door(self, node))
-        self.conductor.joined(node)
-        self.later(1, lambda: self.conductor.hear(node, computed or Computed([[0.01, 0.02]], 2**30, "cpu", f"m{node}")))
+        self.coordinator.joined(node)
+        self.later(
+            1, lambda: self.coordinator.hear(node, computed or Computed([[0.01, 0.02]], 2**30, "cpu", f"m{node}"))
+        )
 
     def die(self, node: int) -> None:
         del self.alive[node]
         self.busy = {probe: nodes for probe, nodes in self.busy.items() if node not in nodes}
-        self.conductor.lost(node, "it was killed")
+        self.coordinator.lost(node, "it was killed")
 
     def run(self, until: Callable[[], bool] | None = None) -> ProfileResult:
-        while not (until or (lambda: self.conductor.over))():
+        while not (until or (lambda: self.coordinator.over))():
             assert self.now < 3600e9, "no end"
             if not self._events:
                 self.now += 10**9
@@ -103,8 +107,8 @@ class Net(ProfilingCallback):
                 what()
             for node in self.alive.values():
                 node.decide()
-            self.conductor.tick()
-        return self.conductor.survey("now")
+            self.coordinator.tick()
+        return self.coordinator.result("now")
 
 
 @dataclass
@@ -134,7 +138,7 @@ class Door:
             self.net.busy = {
                 probe: nodes for probe, nodes in self.net.busy.items() if nodes != {self.node, control.peer}
             }
-        self.net.later(0, lambda: self.net.conductor.hear(self.node, control))
+        self.net.later(0, lambda: self.net.coordinator.hear(self.node, control))
 
     def start(self, _work: Any) -> None:
         raise AssertionError("computing is not up to this")
@@ -189,16 +193,19 @@ def emulated(folder: Path) -> None:
     """Four nodes, and a fifth that is killed when all have computed."""
     true = far_apart(5, 0.03)
     notes = Notes(folder)
-    nurseries: list[ProcessPool] = []
+    pools: list[ProcessPool] = []
 
     def stopped() -> bool:
-        if notes.done >= 5 and nurseries:
-            pool = nurseries.pop()
-            pool.look()
+        if notes.done >= 5 and pools:
+            pool = pools.pop()
+            pool.poll()
             os.kill(pool.pids["n4"], signal.SIGKILL)
         return False
 
-    found = launcher.here(brief_of(true), notes, stopped, nurseries.append)
+    config = brief_of(true)
+    launcher = LocalLauncher(config.names, ROLES)
+    pools.append(launcher.pool)
+    found = profile_nodes(config, launcher, notes, stopped=stopped)
     save_results(folder / "cluster.json", [found])
 
 

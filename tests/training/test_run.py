@@ -91,7 +91,7 @@ class Watching(Callback):
 
     def iteration_done(self, report: IterationReport) -> None:
         assert self.pool is not None
-        self.pool.look()
+        self.pool.poll()
         with (self._folder / "iterations").open("a") as file:
             print(json.dumps([report.loss, report.seconds, len(report.tasks), self.pool.pids]), file=file)
         self._then(report)
@@ -130,7 +130,7 @@ def run_in(folder: Path, iterations: int = 10**6, security: Security = "none", *
 def train(folder: Path) -> None:
     watching = Watching(folder)
     run = run_in(folder, ITERATIONS, "curve", emulated=True)
-    run.here(watching, watching.started)
+    run.launch_local(watching, watching.started)
 
 
 def lose_a_node(folder: Path, **others: Any) -> None:
@@ -141,7 +141,9 @@ def lose_a_node(folder: Path, **others: Any) -> None:
 
     watching = Watching(folder, kill)
     run = replace(run_in(folder, LOST_ITERATIONS), **others)
-    complain(folder, lambda: run.here(watching, watching.started, lambda: ("able", "n3") in who_did_what(folder)))
+    complain(
+        folder, lambda: run.launch_local(watching, watching.started, lambda: ("able", "n3") in who_did_what(folder))
+    )
 
 
 def lose_a_node_and_give_up(folder: Path) -> None:
@@ -158,7 +160,9 @@ def lose_the_fork_server_and_a_node_of_it(folder: Path) -> None:
 
     watching = Watching(folder, kill)
     run = replace(run_in(folder), restarts=1)
-    complain(folder, lambda: run.here(watching, watching.started, lambda: ("able", "n3") in who_did_what(folder)))
+    complain(
+        folder, lambda: run.launch_local(watching, watching.started, lambda: ("able", "n3") in who_did_what(folder))
+    )
 
 
 def lose_a_node_and_start_it_again(folder: Path) -> None:
@@ -168,7 +172,7 @@ def lose_a_node_and_start_it_again(folder: Path) -> None:
 def be_asked_to_end(folder: Path) -> None:
     watching = Watching(folder)
     run = replace(run_in(folder), kept_every=100)
-    complain(folder, lambda: run.here(watching, watching.started, lambda: len(told(folder)) >= 2))
+    complain(folder, lambda: run.launch_local(watching, watching.started, lambda: len(told(folder)) >= 2))
 
 
 def run_out_of_room(folder: Path) -> None:
@@ -187,12 +191,12 @@ def run_out_of_room(folder: Path) -> None:
 
     watching = Freeing(folder, fill)
     run = replace(run_in(folder, 4), kept_every=1, run_id="00c0ffee00c0ffee")
-    complain(folder, lambda: run.here(watching, watching.started))
+    complain(folder, lambda: run.launch_local(watching, watching.started))
 
 
 def lack_the_text(folder: Path) -> None:
     watching = Watching(folder)
-    complain(folder, lambda: run_in(folder, data_fingerprint="0" * 64).here(watching, watching.started))
+    complain(folder, lambda: run_in(folder, data_fingerprint="0" * 64).launch_local(watching, watching.started))
 
 
 def be_interrupted(folder: Path) -> None:
@@ -201,14 +205,14 @@ def be_interrupted(folder: Path) -> None:
             raise KeyboardInterrupt
 
     watching = Watching(folder, interrupt)
-    complain(folder, lambda: run_in(folder).here(watching, watching.started))
+    complain(folder, lambda: run_in(folder).launch_local(watching, watching.started))
 
 
 def go_on(folder: Path) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what runs in its background
     watching = Watching(folder)
-    complain(folder, lambda: run_in(folder).here(watching, watching.started))
+    complain(folder, lambda: run_in(folder).launch_local(watching, watching.started))
 
 
 def complain(folder: Path, run: Callable[[], None]) -> None:
@@ -352,7 +356,7 @@ def test_a_killed_node_ends_a_run_that_is_not_to_survive(tmp_path: Path) -> None
         process.join(10)
         assert process.exitcode == 0, "it took more than seconds"
     complaint = (tmp_path / "complaint").read_text()
-    assert complaint.startswith("UserError: node 'n3' is gone (signal 9; its last words are in ")
+    assert complaint.startswith("UserError: node 'n3' is gone (signal 9; last log lines in ")
     assert not any(alive(pid) for pid in pids_in(tmp_path))
 
 
@@ -422,7 +426,7 @@ def tend(folder: Path) -> None:
     deadline = time.monotonic() + PATIENCE_S
     log = folder / "logs" / "a_stay.log"
     while (len(pool.ended) < 3 or not log.exists() or "staying" not in log.read_text()) and time.monotonic() < deadline:
-        pool.look()
+        pool.poll()
         time.sleep(0.01)
     began = time.monotonic()
     pool.close()
@@ -447,7 +451,7 @@ def look_until(pool: ProcessPool, done: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not done():
         assert time.monotonic() < deadline, "waited in vain"
-        pool.look()
+        pool.poll()
         time.sleep(0.01)
 
 
