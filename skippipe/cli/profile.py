@@ -8,14 +8,14 @@ import sys
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
 from skippipe.cli import options as cli_options
 from skippipe.errors import UserError
 from skippipe.json_fields import check_writable
-from skippipe.terminal import interruptible
+from skippipe.terminal import ProgressBar, interruptible
 from skippipe.value_ranges import NODES, SAMPLES, SEQUENCE, THREADS, WAIT_S, Range
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def profile(
     if local is not None:
         check_device(wanted.compute.device)
     node_config = _node_config(wanted, _names(local, peers), transfer)
-    screen = _Screen()
+    console = _Console()
     with interruptible() as stopped:
         launcher: Launcher
         if peers is None or key is None:
@@ -162,12 +162,12 @@ def profile(
         found = profile_nodes(
             node_config,
             launcher,
-            cast("ProfilingCallback", screen),
+            cast("ProfilingCallback", console),
             listen=where,
             deadlines=ProfilingDeadlines(joining=timedelta(seconds=patience)),
             stopped=lambda: bool(stopped),
         )
-    screen.close()
+    console.close()
     if stopped and not found.nodes:
         raise KeyboardInterrupt
     results = [*before, _located(found, known)]
@@ -307,32 +307,18 @@ def _print_result(output: Path, cluster: Cluster, results: list[ProfileResult], 
     print(f"written to {output}{together}; next: skippipe plan {output}")
 
 
-class _Screen:
+class _Console:
     """A progress bar on a terminal; elsewhere only unusual events are printed."""
 
     def __init__(self) -> None:
-        self._bar: Any = None
-        self._task: Any = None
+        self._bar = ProgressBar(transient=True)
 
     def progressed(self, done: int, of: int, doing: str) -> None:
-        if sys.stderr is None or not sys.stderr.isatty():
-            return
-        if self._bar is None:  # by now nodes are forked, and threads may start
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task("", total=of)
-        self._bar.update(self._task, completed=done, total=of, description=doing)
+        if sys.stderr is not None and sys.stderr.isatty():
+            self._bar.show(done, of, doing)
 
     def happened(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.console.print(text, highlight=False, markup=False)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        self._bar.print(text)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.close()

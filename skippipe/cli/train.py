@@ -124,9 +124,9 @@ def train(
 
 def _told_to_rescue(output: Path, rescue: Path) -> bool:
     """Whether a run is going on there, which now knows where its model may go."""
-    from skippipe.training.run_folder import tell_rescue
+    from skippipe.training.run_folder import set_rescue_folder
 
-    process = tell_rescue(output, rescue)
+    process = set_rescue_folder(output, rescue)
     if process is not None:
         print(f"{output}: the run that is going on (process {process}) was told; what it cannot write goes to {rescue}")
     return process is not None
@@ -136,7 +136,7 @@ def _shown(folder: Path, at: str | None, resumed: bool) -> AbstractContextManage
     """In the browser, if that is asked for."""
     if at is None:
         return nullcontext()
-    from skippipe.dashboard.side_process import dashboard_process
+    from skippipe.dashboard.server import dashboard_process
 
     return dashboard_process(folder, at, resumed=resumed)
 

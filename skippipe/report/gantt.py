@@ -22,7 +22,7 @@ STAGE_GAP = 0.5  # rows of space between stages
 BRIEF = 1.35  # an iteration this many times as long as its passes is shown whole
 
 
-class Bar(NamedTuple):
+class GanttBar(NamedTuple):
     row: int
     kind: BarKind
     start_ns: int
@@ -43,7 +43,7 @@ class Bar(NamedTuple):
         return seconds(self.end_ns)
 
 
-class Row(NamedTuple):
+class GanttRow(NamedTuple):
     node: int
     stage: int
     name: str
@@ -63,15 +63,15 @@ class Gantt:
     timeline: Timeline
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[GanttRow, ...]:
         held = [(stage, node) for stage, held_by in enumerate(self.plan.stages) for node in held_by.nodes]
         return tuple(
-            Row(node, stage, self.plan.cluster.nodes[node].name, index + STAGE_GAP * stage)
+            GanttRow(node, stage, self.plan.cluster.nodes[node].name, index + STAGE_GAP * stage)
             for index, (stage, node) in enumerate(held)
         )
 
     @cached_property
-    def bars(self) -> tuple[Bar, ...]:
+    def bars(self) -> tuple[GanttBar, ...]:
         return (*self._task_bars(), *self._closing_bars())
 
     @cached_property
@@ -99,7 +99,7 @@ class Gantt:
         averaged_s = seconds(max(end for _, end in self.timeline.averaging_ns))
         return f"averaging goes on until {averaged_s:.2f} s, the iteration ends at {self.timeline.iteration_s:.2f} s"
 
-    def _task_bars(self) -> Iterator[Bar]:
+    def _task_bars(self) -> Iterator[GanttBar]:
         row_of = {row.node: index for index, row in enumerate(self.rows)}
         for task in self.timeline.tasks:
             kind = kind_of(task.step, len(self.plan.lanes[task.lane].path))
@@ -108,8 +108,8 @@ class Gantt:
             which = (task.lane, task.microbatch, task.step)
             if task.start_ns > task.ready_ns and kind is not BarKind.WEIGHTS:  # nobody waits for these
                 waiting = (row_of[task.node], BarKind.WAITING, task.ready_ns, task.start_ns)
-                yield Bar(*waiting, *which, NEUTRAL[BarKind.WAITING], f"waiting for the node: {hover}")
-            yield Bar(row_of[task.node], kind, task.start_ns, task.end_ns, *which, colour, hover)
+                yield GanttBar(*waiting, *which, NEUTRAL[BarKind.WAITING], f"waiting for the node: {hover}")
+            yield GanttBar(row_of[task.node], kind, task.start_ns, task.end_ns, *which, colour, hover)
 
     def _told(self, task: Task, kind: BarKind) -> str:
         data_node = self.plan.cluster.nodes[self.plan.lanes[task.lane].path[0]].name
@@ -124,7 +124,7 @@ class Gantt:
             )
         return "\n".join(lines)
 
-    def _closing_bars(self) -> Iterator[Bar]:
+    def _closing_bars(self) -> Iterator[GanttBar]:
         """Averaging on every node of its stage, then the optimizer step once all stages are averaged."""
         if not self.timeline.averaging_ns:
             return
@@ -136,10 +136,10 @@ class Gantt:
                 yield self._closing_bar(index, BarKind.AVERAGING, start, end)
             yield self._closing_bar(index, BarKind.OPTIMIZER, averaged_ns, averaged_ns + step_ns[row.node])
 
-    def _closing_bar(self, index: int, kind: BarKind, start: int, end: int) -> Bar:
+    def _closing_bar(self, index: int, kind: BarKind, start: int, end: int) -> GanttBar:
         row = self.rows[index]
         hover = f"{kind} of stage {row.stage}\non {row.name}\n{span(start, end)}"
-        return Bar(index, kind, start, end, None, None, None, NEUTRAL[kind], hover)
+        return GanttBar(index, kind, start, end, None, None, None, NEUTRAL[kind], hover)
 
 
 def kind_of(step: int, length: int) -> BarKind:

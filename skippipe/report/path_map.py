@@ -35,7 +35,7 @@ class Station(NamedTuple):
     """Of a data node."""
 
 
-class Hop(NamedTuple):
+class LineHop(NamedTuple):
     """One hop of a line, from the edge of one station to the edge of the next."""
 
     points: tuple[Point, ...]
@@ -43,13 +43,13 @@ class Hop(NamedTuple):
     """Leads to an earlier stage than the one before it."""
 
 
-class Line(NamedTuple):
+class PathLine(NamedTuple):
     """Lanes that take the same path."""
 
     lanes: tuple[int, ...]
     data_node: int
     hue: str
-    legs: tuple[Hop, ...]
+    legs: tuple[LineHop, ...]
     hover: str
 
 
@@ -58,7 +58,7 @@ class PathMap:
     columns: tuple[str, ...]
     height: float
     stations: tuple[Station, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[PathLine, ...]
 
 
 class _Track(NamedTuple):
@@ -96,7 +96,7 @@ def path_map(picture: Gantt) -> PathMap:
             for index, node in enumerate(nodes)
         ),
         lines=tuple(
-            Line(tuple(group), path[0], hues[path[0]], _legs(stops, y), _told(picture, group))
+            PathLine(tuple(group), path[0], hues[path[0]], _legs(stops, y), _told(picture, group))
             for group, stops, y in zip(groups, tracks, ys, strict=True)
             for path in [plan.lanes[group[0]].path]
         ),
@@ -157,8 +157,8 @@ def spacing(room: float, lines: int) -> float:
     return min(LINE_SPACING, 0.85 * room / lines)
 
 
-def _legs(tracks: list[_Track], ys: list[float]) -> tuple[Hop, ...]:
-    legs: list[Hop] = []
+def _legs(tracks: list[_Track], ys: list[float]) -> tuple[LineHop, ...]:
+    legs: list[LineHop] = []
     points: list[Point] = []
     for (a, y_a), (b, y_b) in pairwise(zip(tracks, ys, strict=True)):
         onward = 1 if b.column >= a.column else -1
@@ -166,7 +166,7 @@ def _legs(tracks: list[_Track], ys: list[float]) -> tuple[Hop, ...]:
         end = (b.column - onward * HALF_WIDTH, y_b)
         points += [start, end] if onward < 0 else _curve(start, end)
         if not b.gap:
-            legs.append(Hop(tuple(points), swapped=onward < 0))
+            legs.append(LineHop(tuple(points), swapped=onward < 0))
             points = []
     return tuple(legs)
 

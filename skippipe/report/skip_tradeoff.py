@@ -12,9 +12,9 @@ from plotly import graph_objects as go
 
 from skippipe.json_fields import write_text
 from skippipe.planner.sweep import SweepPoint, Trade, best, efficient
-from skippipe.report.matplotlib_utils import INK, blank, dress, write_image
-from skippipe.report.plotly_utils import figure_html, page, section, table_html
-from skippipe.report.table import Table
+from skippipe.report.html import figure_html, page, section, table_html
+from skippipe.report.png import INK, blank, dress, write_image
+from skippipe.report.summary import Table
 from skippipe.timeline import HUES
 
 SKIPPED_TITLE, SECONDS_TITLE = "share of the stages skipped, %", "seconds per microbatch"

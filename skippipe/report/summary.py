@@ -1,13 +1,15 @@
-"""The numbers that people ask for first, each with its unit, in the same words wherever they are shown."""
+"""Key figures, each with its unit, in the same words on every page and terminal; and tables of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from skippipe.cost_model import seconds
 from skippipe.plan import Plan
 from skippipe.timeline import Timeline, Timing, ranges_text
 
+NOTHING = "–"  # in a cell without a figure
 TIMING_IN_WORDS = {
     Timing.FULL: "full: queues on links, gradient averaging and the optimizer step are counted",
     Timing.CONTENTION_ONLY: "contention-only: the iteration ends with the last backward pass, averaging is not counted",
@@ -74,3 +76,18 @@ def equal_lanes(plan: Plan) -> list[list[int]]:
     for number, lane in enumerate(plan.lanes):
         groups.setdefault((lane.path, lane.microbatches), []).append(number)
     return list(groups.values())
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text and figures, shown by pages, terminals and documents."""
+
+    title: str
+    note: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        lines = [self.headings, ["---"] * len(self.headings), *self.rows]
+        cells = ("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+        return f"## {self.title}\n\n" + "\n".join(cells) + (f"\n\n{self.note}" if self.note else "") + "\n"

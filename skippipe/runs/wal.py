@@ -177,14 +177,14 @@ def _parsed(content: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
         raise UserError(f"{path}: this is no journal, or its first line is damaged; restore it, or name another file")
     records: list[dict[str, Any]] = []
     at = len(HEADER)
-    while (end := content.find(b"\n", at)) >= 0 and (text := sound(content[at:end])) is not None:
+    while (end := content.find(b"\n", at)) >= 0 and (text := checked_json(content[at:end])) is not None:
         try:
             records.append(json.loads(text))
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: line {len(records) + 2} cannot be read: {error}") from None
         at = end + 1
     *lines, _ = content[at:].split(b"\n")
-    if any(sound(line, match.start()) is not None for line in lines for match in START.finditer(line)):
+    if any(checked_json(line, match.start()) is not None for line in lines for match in START.finditer(line)):
         number = len(records) + 2
         raise UserError(
             f"{path}: line {number} is damaged, and sound ones follow, so no crash has done this; restore the file, "
@@ -193,7 +193,7 @@ def _parsed(content: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
     return records, at
 
 
-def sound(line: bytes, start: int = 0) -> bytes | None:
+def checked_json(line: bytes, start: int = 0) -> bytes | None:
     """The JSON in a line, if the line is as it was written from `start` on."""
     found = START.match(line, start)
     if found is None or int(found[1]) != len(line) - found.end(1) - 1:

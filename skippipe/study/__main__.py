@@ -29,16 +29,16 @@ def main() -> None:
         metavar="MINUTES",
         help="begin no run that would take longer than this from now on, by what runs before it took",
     )
-    said = parser.parse_args()
+    arguments = parser.parse_args()
     run_command(
         lambda: run_study(
-            chosen(load_study(said.study), said.only),
-            said.results,
-            said.device,
-            said.compiled,
+            chosen(load_study(arguments.study), arguments.only),
+            arguments.results,
+            arguments.device,
+            arguments.compiled,
             LineProgress(),
-            said.models,
-            said.stop_after,
+            arguments.models,
+            arguments.stop_after,
         )
     )
 

@@ -1,4 +1,4 @@
-"""The ways to run an assembled job."""
+"""The engines of `skippipe train`: real nodes behind a launcher, virtual nodes, or one process without nodes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def processes(run_setup: RunSetup, callback: Callback, stop_requests: StopReques
 
 
 def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
-    """No nodes: the oracle."""
+    """Without nodes: the reference trainer, microbatch after microbatch."""
     if run_setup.resumed:
         raise UserError("--resume: one process makes no checkpoints; use --engine virtual or processes")
     from skippipe.training.reference import ReferenceTrainer
 
     job = run_setup.job
     node_config = run_setup.node_config
-    oracle = ReferenceTrainer(
+    trainer = ReferenceTrainer(
         run_setup.plan,
         run_setup.spec,
         job.schedule,
@@ -48,12 +48,12 @@ def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequ
     )
     for number in range(job.iterations):
         began = time.monotonic()
-        done = oracle.iteration(number)
+        done = trainer.iteration(number)
         report = IterationReport(number, done.loss, done.norm, done.rate, time.monotonic() - began, {}, {})
         callback.iteration_done(report)
         if stop_requests():
             break
-    stages = ((index, [encode(stage.weights.values.cpu(), "fp32"), None]) for index, stage in enumerate(oracle.stages))
+    stages = ((index, [encode(stage.weights.values.cpu(), "fp32"), None]) for index, stage in enumerate(trainer.stages))
     run_setup.run.store(stages, callback, stop_requests)
 
 
@@ -69,12 +69,12 @@ def virtual(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests
     def executor(node: int, plan: Plan) -> StageExecutor:
         return build_stage_executor(plan.stage_of[node], node_config, node_config.device, sampler, packing=False)
 
-    computers = {node: executor(node, node_config.plan) for node in node_config.plan.stage_of}
+    executors = {node: executor(node, node_config.plan) for node in node_config.plan.stage_of}
     cluster = VirtualCluster(
         node_config.plan,
         node_config.learning,
         run.iterations - run.first,
-        computers,
+        executors,
         recipe=node_config.recipe,
         plans=run.plans,
         recorded=run.recorded,
@@ -95,7 +95,7 @@ def virtual(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests
 
 
 def ray(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
-    """One actor a node."""
+    """One Ray actor a node."""
     if find_spec("ray") is None:
         raise UserError("--engine ray: needs Ray; pip install 'skippipe[ray]'")
     from skippipe.launch.ray_actors import RayLauncher

@@ -1,7 +1,4 @@
-"""A run on this machine: start every node, coordinate, collect the model.
-
-An exercise: a node's process is killed in the middle of training, to see what becomes of it.
-"""
+"""A run: start nodes with a launcher, coordinate them, store the model."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ from skippipe.transport.mailbox import Security
 
 @dataclass(frozen=True)
 class Run:
-    """What it takes, beside the brief that nodes get."""
+    """All that the coordinator of a run needs, beside the configuration that nodes get."""
 
     node_config: NodeConfig
     spec: ModelSpec
@@ -57,38 +54,38 @@ class Run:
     deadlines: Deadlines = field(default_factory=Deadlines)
     survival: RecoverySettings = field(default_factory=RecoverySettings)
     drills: frozenset[int] = frozenset()
-    """After how many iterations a node is killed, for exercise."""
+    """Numbers of iterations after which a node is killed, as a drill."""
     restarts: int = 0
-    """How often a node that was started here is started again."""
+    """How often the launcher restarts a node of this machine."""
     kept_every: int = 0
     """Iterations from one checkpoint to the next; 0: none are made."""
     kept: int = 2
     """How many checkpoints stay."""
     resumed: bool = False
-    """Go on from the newest checkpoint in the output folder."""
+    """Continue from the newest checkpoint in the output folder."""
     plans: Mapping[int, Plan] = field(default_factory=dict)
-    """For paths of the lengths that the recipe asks for."""
+    """Length of paths, as the recipe has them → the plan for it."""
     run_id: str = ""
-    """Every file of the run repeats it; what has another one is not touched."""
+    """Id of the run, which all its files repeat; files with another one are not touched."""
     rescue: Rescue = lambda: None
     """Where the model and the last checkpoint go if the output folder cannot be written."""
 
     @cached_property
     def origin(self) -> CheckpointOrigin | None:
-        """Where to go on from; found, and checked, when it is first asked for."""
+        """The checkpoint to continue from; found and checked at the first access."""
         if not self.resumed or (self.recovered_records and not self.checkpoints.complete()):
             return None
         origin = origin_of(self.checkpoints, self.node_config)
         if origin.manifest.iterations >= self.iterations and not self.recovered_records:
             raise UserError(
-                f"{origin.place}: is {origin.manifest.iterations} iterations on already; "
-                f"{self.iterations} are asked for: ask for more"
+                f"{origin.place}: has {origin.manifest.iterations} iterations already, and the job wants "
+                f"{self.iterations}: set a higher number"
             )
         return origin
 
     @property
     def first(self) -> int:
-        """The iteration to begin with."""
+        """The first iteration to do."""
         return self.origin.manifest.iterations if self.origin else 0
 
     @cached_property
@@ -97,17 +94,17 @@ class Run:
 
     @cached_property
     def recovered_records(self) -> list[dict[str, Any]]:
-        """What an earlier coordinator has noted, if its nodes may still be there: those that join by themselves."""
+        """The journal of an earlier coordinator, if its nodes may still be there: those that join by themselves."""
         found = self.wal.records
         if self.resumed and found and journal_run_id(found) != self.run_id:
             raise UserError(f"{self.wal.path}: was written by another run; move it away to go on from a checkpoint")
         planned = any("plan" in record for record in found)
         if self.resumed and self.nodes_join and planned and "done" not in found[-1]:
-            noted = [
+            planned_names = [
                 node["name"] for record in found if "plan" in record for node in record["plan"]["cluster"]["nodes"]
             ]
             ours = [node.name for node in self.node_config.plan.cluster.nodes]
-            if noted[: len(ours)] != ours or len(noted) % len(ours):
+            if planned_names[: len(ours)] != ours or len(planned_names) % len(ours):
                 raise UserError(
                     f"{self.wal.path}: was written for another cluster; give the job that one, "
                     "or remove the file to go on from a checkpoint"
@@ -126,7 +123,7 @@ class Run:
 
     @property
     def names(self) -> list[str]:
-        """Of the nodes that the plan uses, in its order."""
+        """Names of the nodes that the plan uses, in its order."""
         return [self.node_config.plan.cluster.nodes[number].name for number in sorted(self.node_config.plan.stage_of)]
 
     def launch_local(
@@ -209,7 +206,7 @@ class Run:
         self.wal.close()
 
     def close(self, callback: Callback) -> None:
-        """When checkpoints are on disk; if the last one could not be written, that is said."""
+        """Wait until checkpoints are on disk; if the last one could not be written, there is an event."""
         self.keeper.close()
         if self.keeper.lacking:
             callback.happened(Event("checkpoint", self.iterations - 1, self.keeper.lacking))
@@ -219,10 +216,10 @@ class Run:
         folder = ModelFolder(
             self.output / "model", self.node_config.plan.layers, self.spec, self.tokenizer, run_id=self.run_id
         )
-        return ModelStore(folder, self.rescue, self._ways_on)
+        return ModelStore(folder, self.rescue, self._what_to_do)
 
-    def _ways_on(self) -> str:
-        """When the model cannot be written in the end, and nobody has made room."""
+    def _what_to_do(self) -> str:
+        """Advice for when the model cannot be written, and no room was made in time."""
         if self.nodes_join:
             return "nodes wait for a while: make room, or add --rescue DIR, and go on with --resume"
         done = self.checkpoints.complete()
@@ -233,35 +230,35 @@ class Run:
     def store(
         self, stages: Iterable[tuple[int, Iterable[Any]]], callback: Callback, stop_requests: StopRequests
     ) -> None:
-        """The pieces of every stage, None after the last, from the memory of this process. Waits for room if need be,
-        unless somebody asks for the end meanwhile; UserError if there is none in the end."""
+        """Write the pieces of every stage, None after the last, from the memory of this process. Waits for room on the
+        disk until there is a stop request; UserError if there is none in the end."""
         for stage, pieces in stages:
             for number, piece in enumerate(pieces):
                 self._store_one(stage, number, piece, callback, stop_requests)
 
     def _store_one(self, stage: int, number: int, piece: Any, callback: Callback, stop_requests: StopRequests) -> None:
-        deadline, before, said = time.monotonic() + self.deadlines.room.total_seconds(), stop_requests(), False
+        deadline, before, waiting = time.monotonic() + self.deadlines.room.total_seconds(), stop_requests(), False
         while True:
             try:
                 self.models.store(stage, number, piece)
             except WriteFailed as error:
                 if stop_requests() > before or time.monotonic() > deadline:
                     raise UserError(f"{error}; {error.ways}") from None
-                if not said:
+                if not waiting:
                     minutes = f"{self.deadlines.room.total_seconds() / 60:.0f} minutes"
                     text = f"{error}; room is waited for, {minutes} at most"
                     callback.happened(Event("storage", self.iterations - 1, text))
-                said = True
-                time.sleep(ROOM_S)  # a disk does not say when it has room
+                waiting = True
+                time.sleep(ROOM_S)  # a disk does not report when it has room
             else:
                 break
-        if said:
+        if waiting:
             callback.happened(Event("storage", self.iterations - 1, "the model can be written again"))
 
 
 class WalWriter:
-    """Records on their way to the journal. Those that cannot be written wait, so that none is ever left out between
-    others: a coordinator that is started again finds all up to some record, or goes on from a checkpoint."""
+    """Writes records to the journal. Those that cannot be written wait, so that none is ever left out between others: a
+    coordinator that is restarted finds all up to some record, or continues from a checkpoint."""
 
     def __init__(self, wal: WriteAheadLog) -> None:
         self._wal = wal

@@ -18,7 +18,7 @@ import pytest
 
 from skippipe.dashboard import server as dashboard_server
 from skippipe.dashboard.routes import ASSETS
-from skippipe.dashboard.side_process import dashboard_process
+from skippipe.dashboard.server import dashboard_process
 from skippipe.errors import UserError
 from tests.helpers.commands import Command
 from tests.helpers.dashboards import HOSTILE, PATIENCE_S, RunFolder, panels, plan_of, shown
@@ -179,7 +179,7 @@ def test_beside_a_run(run: RunFolder, capfd: pytest.CaptureFixture[str]) -> None
 OWNER = """
 import sys
 from pathlib import Path
-from skippipe.dashboard.side_process import dashboard_process
+from skippipe.dashboard.server import dashboard_process
 with dashboard_process(Path(sys.argv[1]), "0", resumed=False):
     sys.stdin.read()
 """

@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skippipe import optional_deps
-from skippipe.data import hf_stream, prepare
+from skippipe.data import prepare
 from skippipe.data.batch_sampler import BatchSampler, permute, validation_batches
-from skippipe.data.documents import END, PIECE_CHARACTERS, Piece, cut, source
+from skippipe.data.documents import END, PIECE_CHARACTERS, Piece, cut, source, stream_text
 from skippipe.data.token_file import HEADER, TokenFile, cache_folder
 from skippipe.data.tokenizer import FILE, SETTINGS, TextTokenizer, train_bpe
 from skippipe.errors import UserError
@@ -453,7 +453,7 @@ def test_sampling_needs_numpy_alone(story: Path, bpe: TextTokenizer, tmp_path: P
     prepare.prepare(story, bpe, tmp_path / "tokens")
     code = (
         "import sys; from pathlib import Path\n"
-        "from skippipe.data import hf_stream, prepare\n"
+        "from skippipe.data import documents, prepare\n"
         "from skippipe.data.batch_sampler import BatchSampler; from skippipe.data.token_file import TokenFile\n"
         "BatchSampler(TokenFile.open(Path(sys.argv[1])).ids, 4, 0, 1, 1).batch(0, 0)\n"
         "print({'torch', 'tokenizers', 'transformers', 'datasets', 'numba'} & set(sys.modules))"
@@ -471,7 +471,7 @@ def test_missing_packages_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(optional_deps, "import_module", missing)
     with pytest.raises(UserError, match=r"needs the package 'datasets': .*skippipe\[datasets\]"):
-        hf_stream.stream_text("some/dataset")
+        stream_text("some/dataset")
     with pytest.raises(UserError, match=r"needs the package 'tokenizers': .*skippipe\[train\]"):
         train_bpe(["text"], 300)
 
@@ -482,18 +482,18 @@ def test_stream_of_a_local_file(bpe: TextTokenizer, tmp_path: Path, monkeypatch:
     path = tmp_path / "some.jsonl"
     documents = [f"{STORY} {number}" for number in range(20)]
     path.write_text("".join(json.dumps({"n": 1, "body": text}) + "\n" for text in documents))
-    assert list(hf_stream.stream_text(path, field="body")) == documents
-    found = prepare.prepare(hf_stream.stream_text(path, field="body", documents=7), bpe, tmp_path / "tokens")
+    assert list(stream_text(path, field="body")) == documents
+    found = prepare.prepare(stream_text(path, field="body", documents=7), bpe, tmp_path / "tokens")
     assert found.tokenizer().decode(found.ids.tolist()) == "".join(text + END for text in documents[:7])
     with pytest.raises(UserError, match="no text in field 'text'; fields with text: body"):
-        list(hf_stream.stream_text(path))
+        list(stream_text(path))
     with pytest.raises(UserError, match="give a text file to 'prepare'"):
-        hf_stream.stream_text(__file__)
+        stream_text(__file__)
     with pytest.raises(UserError, match="no such file"):
-        hf_stream.stream_text(tmp_path / "none.jsonl")
+        stream_text(tmp_path / "none.jsonl")
     (tmp_path / "folder").mkdir()
     path.write_text('{"body": \n')
     with pytest.raises(UserError, match="cannot be read"):
-        list(hf_stream.stream_text(path, field="body"))
+        list(stream_text(path, field="body"))
     with pytest.raises(UserError, match="cannot be read"):
-        list(hf_stream.stream_text(tmp_path / "folder"))
+        list(stream_text(tmp_path / "folder"))

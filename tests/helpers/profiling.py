@@ -212,11 +212,11 @@ def emulated(folder: Path) -> None:
 def stopped_early(folder: Path) -> None:
     """Ctrl-C, when the first of six links is measured."""
 
-    def progressed(_screen: Any, done: int, _of: int, _doing: str) -> None:
+    def progressed(_console: Any, done: int, _of: int, _doing: str) -> None:
         if done == 4:
             os.kill(os.getpid(), signal.SIGINT)
 
-    vars(profile)["_Screen"].progressed = progressed
+    vars(profile)["_Console"].progressed = progressed
     command(folder, "profile", "--local", "3", "--model", "llama-tiny", "--sequence", "16", "-o", "c.json")
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from skippipe.transport.addresses import free_port
 from skippipe.transport.keys import PeerList
-from tests.helpers.dashboards import HOSTILE, RunFolder, noted, plan_of, shown
+from tests.helpers.dashboards import HOSTILE, RunFolder, plan_line, plan_of, shown
 from tests.helpers.serve_process import Command
 from tests.training.test_launch import NODES, Place
 
@@ -148,7 +148,7 @@ def background(tab: Tab) -> str:
 def test_usable_at(browser: Any, tmp_path: Path, nodes: int, stages: int, width: int) -> None:
     plan = plan_of(nodes, stages)
     run = RunFolder(tmp_path, plan)
-    run.wal(noted(plan))
+    run.wal(plan_line(plan))
     for number in range(4):
         run.iteration(number, 4.0 - number / 5, recorded=number == 3)
     run.event("gone", "no sign of life for 5 s", "node-3")

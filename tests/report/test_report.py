@@ -21,7 +21,7 @@ from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.published import published20
 from skippipe.report import text
 from skippipe.report.chrome_trace import trace_events, write_trace
-from skippipe.report.gantt import Bar, Gantt, shade
+from skippipe.report.gantt import Gantt, GanttBar, shade
 from skippipe.report.html import write_html
 from skippipe.report.path_map import HALF_WIDTH, HEIGHT, path_map
 from skippipe.report.png import write_png
@@ -134,7 +134,7 @@ def test_grid_says_which_node_is_overfull() -> None:
 # the bars and the map
 
 
-def by_row(bars: tuple[Bar, ...], *kinds: BarKind) -> dict[int, list[Bar]]:
+def by_row(bars: tuple[GanttBar, ...], *kinds: BarKind) -> dict[int, list[GanttBar]]:
     rows = defaultdict(list)
     for bar in sorted(bars, key=lambda bar: bar.start_ns):
         if bar.kind in kinds:

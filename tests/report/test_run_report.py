@@ -23,8 +23,8 @@ from skippipe.report.run.gantt import MARK_KINDS
 from skippipe.report.run.html import write_run_html
 from skippipe.report.run.png import PRINT_DPI, WIDTH_IN
 from skippipe.report.run.summary import MEANINGS, amount, run_json
-from skippipe.runs.history import MOST_CHARTS, RunHistory, node_outages, node_utilization, read_history
-from skippipe.runs.records import CHECKPOINTED, MetricsRow, thinned
+from skippipe.runs.history import MOST_RECORDED, RunHistory, node_outages, node_utilization, read_history
+from skippipe.runs.records import CHECKPOINTED, MetricsRow, downsample
 from skippipe.runs.wal import WriteAheadLog
 from skippipe.runtime.coordinator.interfaces import EventKind
 from skippipe.runtime.coordinator.state_machine import IterationReport, RecoverySettings
@@ -33,7 +33,7 @@ from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.simulator import simulate
 from skippipe.training.metrics import CallbackList, ClusterFile, EventsFile, IterationMetrics, MetricsFile, TraceFiles
 from tests.helpers.commands import Command
-from tests.helpers.dashboards import HOSTILE, RunFolder, noted, plan_of
+from tests.helpers.dashboards import HOSTILE, RunFolder, plan_line, plan_of
 from tests.training.test_exact import FULL, LEARNING, tensors_of
 from tests.training.test_exact import plan_of as exact_plan
 
@@ -109,13 +109,17 @@ def test_bytes_add_up(ran: Ran) -> None:
         wanted.update({(ran.names[a], ran.names[b]): count for (a, b), count in report.sent_bytes.items()})
     assert history.links == dict(wanted)
     assert sum(history.links.values()) == history.sent_bytes > 0
-    uses = node_utilization(history)
-    assert sum(use.sent_bytes for use in uses) == sum(use.received_bytes for use in uses) == history.sent_bytes
+    utilization = node_utilization(history)
+    assert (
+        sum(use.sent_bytes for use in utilization)
+        == sum(use.received_bytes for use in utilization)
+        == history.sent_bytes
+    )
 
 
 def test_busy_and_idle_are_the_recorded_iterations(ran: Ran) -> None:
     history = read_history(ran.folder)
-    assert [chart.iteration for chart in history.charts] == list(RECORDED)
+    assert [chart.iteration for chart in history.recorded] == list(RECORDED)
     reports = [ran.reports[number] for number in RECORDED]
     for use in node_utilization(history):
         node = ran.names.index(use.name)
@@ -210,7 +214,7 @@ def test_iterations_that_were_done_again_count_once(folder: Path) -> None:
     assert [row.iteration for row in history.rows] == list(range(8))
     assert [row.loss for row in history.rows[6:]] == [9.0, 9.0]
     assert sum(history.links.values()) == history.sent_bytes
-    assert [chart.iteration for chart in history.charts] == [1, 5]
+    assert [chart.iteration for chart in history.recorded] == [1, 5]
     assert "metrics.jsonl: 1 line cannot be read" in history.missing
 
 
@@ -269,7 +273,7 @@ def test_what_an_earlier_run_has_left_does_not_count(folder: Path) -> None:
     for name in ("traces/iteration-000007.json", "journal", "cluster.json"):
         os.utime(folder / name, (past, past))
     history = read_history(folder)
-    assert [chart.iteration for chart in history.charts] == list(RECORDED)
+    assert [chart.iteration for chart in history.recorded] == list(RECORDED)
     assert (history.measured, history.last_plan) == (None, None)
 
 
@@ -292,7 +296,7 @@ def test_a_node_that_is_back_without_a_word(tmp_path: Path) -> None:
         (["joined"], "came back in iteration 1; no event says that it got microbatches"),
         (["joined", "learning", "able"], "back at work from iteration 2 on"),
         (["gone"], "came back, and was lost again in iteration 1"),
-        (["recovered"], "asked anew when the coordinator was started again"),
+        (["recovered"], "membership began anew when the coordinator was restarted"),
     ],
 )
 def test_ends_of_a_loss(tmp_path: Path, then: list[EventKind], end: str) -> None:
@@ -307,17 +311,17 @@ def test_no_more_traces_are_read_than_anybody_looks_at(folder: Path) -> None:
     row = lines_of(folder / "metrics.jsonl")[-1]
     trace = (folder / TRACE).read_bytes()
     with (folder / "metrics.jsonl").open("a") as file:
-        for number in range(ITERATIONS, ITERATIONS + MOST_CHARTS):
+        for number in range(ITERATIONS, ITERATIONS + MOST_RECORDED):
             file.write(json.dumps({**row, "iteration": number}) + "\n")
             (folder / "traces" / f"iteration-{number:06d}.json").write_bytes(trace)
     history = read_history(folder)
-    assert len(history.charts) == MOST_CHARTS
-    assert any(f"the last {MOST_CHARTS} are counted" in each for each in history.missing)
+    assert len(history.recorded) == MOST_RECORDED
+    assert any(f"the last {MOST_RECORDED} are counted" in each for each in history.missing)
 
 
 def test_thinned_curves_keep_means_and_ends() -> None:
     rows = [MetricsRow(number, float(number), None, 2.0, 1.0, 1.0, number, 10.0 * number) for number in range(10)]
-    size, found = thinned(rows, 4)
+    size, found = downsample(rows, 4)
     assert size == 3
     assert [row.iteration for row in found] == [2, 5, 8, 9]
     assert [row.loss for row in found] == [1.0, 4.0, 7.0, 9.0]
@@ -338,7 +342,7 @@ def only_plan(folder: Path) -> None:
 
 def no_iteration(folder: Path) -> None:
     run = RunFolder(folder, plan_of())
-    run.wal(noted(run.plan))
+    run.wal(plan_line(run.plan))
 
 
 @pytest.mark.parametrize(

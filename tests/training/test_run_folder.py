@@ -20,7 +20,7 @@ from skippipe.inference.checkpoint_loader import found_place
 from skippipe.runs.history import read_history
 from skippipe.runs.tail import checkpoints_in, run_id_of
 from skippipe.runs.wal import WriteAheadLog
-from skippipe.training.run_folder import LOCK_FILE, RunFolder, held_run_folder, tell_rescue
+from skippipe.training.run_folder import LOCK_FILE, RunFolder, open_run_folder, set_rescue_folder
 from tests.helpers.dashboards import RunFolder as Written
 from tests.helpers.dashboards import noted, panels, plan_of
 
@@ -33,7 +33,7 @@ def holds(folder: Path) -> set[str]:
 
 @contextmanager
 def begun(folder: Path, *, resumed: bool = False, force: bool = False) -> Iterator[RunFolder]:
-    with held_run_folder(folder, resumed=resumed, force=force) as found:
+    with open_run_folder(folder, resumed=resumed, force=force) as found:
         found.begin()
         yield found
 
@@ -97,7 +97,7 @@ def test_a_run_is_not_trained_over(tmp_path: Path, sign: str) -> None:
     with pytest.raises(UserError, match=f"holds a run, {how}; --resume goes on with it, --force sets it aside whole"):
         RunFolder(output)
     assert holds(output) == before
-    with held_run_folder(output, force=True) as forced:
+    with open_run_folder(output, force=True) as forced:
         assert holds(output) == before, "what is wrong with the job is found before anything is moved"
         aside = forced.begin()
         assert aside is not None
@@ -163,12 +163,12 @@ def test_files_of_somebody_else_stay(tmp_path: Path) -> None:
 def test_what_the_new_run_needs_is_not_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "metrics.jsonl").write_text(ROW)
     with (
-        held_run_folder(tmp_path, force=True) as folder,
+        open_run_folder(tmp_path, force=True) as folder,
         pytest.raises(UserError, match=rf"--force: {tmp_path}/tokens lies in {tmp_path}, which is to be set aside"),
     ):
         folder.begin([tmp_path / "tokens"])
     monkeypatch.chdir(tmp_path)
-    with held_run_folder(Path(), force=True) as folder, pytest.raises(UserError, match=r"--force: .* lies in "):
+    with open_run_folder(Path(), force=True) as folder, pytest.raises(UserError, match=r"--force: .* lies in "):
         folder.begin()
     assert (tmp_path / "metrics.jsonl").read_text() == ROW
 
@@ -178,15 +178,15 @@ def test_what_the_new_run_needs_is_not_set_aside(tmp_path: Path, monkeypatch: py
 
 def test_a_run_is_told_where_its_model_may_go(tmp_path: Path) -> None:
     output, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    assert tell_rescue(output, elsewhere) is None
+    assert set_rescue_folder(output, elsewhere) is None
     with begun(output) as folder:
         assert folder.rescue() is None
         size = (output / LOCK_FILE).stat().st_size
-        assert tell_rescue(output, elsewhere) == os.getpid()
+        assert set_rescue_folder(output, elsewhere) == os.getpid()
         assert (output / LOCK_FILE).stat().st_size == size, "a full disk has no room for more"
         assert folder.rescue() == elsewhere
         assert run_id_of(elsewhere) == folder.run_id, "it can be resumed there"
-    assert tell_rescue(output, elsewhere) is None, "nobody is there"
+    assert set_rescue_folder(output, elsewhere) is None, "nobody is there"
     with pytest.raises(UserError, match="elsewhere holds another run"):
         RunFolder(tmp_path / "other", rescue=elsewhere)
     with pytest.raises(UserError, match="is the output folder"):
