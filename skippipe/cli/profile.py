@@ -65,8 +65,8 @@ def profile(
     job: Annotated[
         Path | None,
         typer.Option(
-            help="A job file, for model, batch, device, threads, and where nodes join; what else is said here counts "
-            "instead.",
+            help="A job file, for model, batch, device, threads, and where nodes join; other options "
+            "count before it.",
             rich_help_panel=cli_options.WORKLOAD,
         ),
     ] = None,

@@ -126,9 +126,9 @@ def _print_run(history: RunHistory) -> None:
     width = max(len(name) for name, _ in figures)
     for name, value in figures:
         print(f"  {name:{width}}  {value}")
-    for loss in history.outages:
-        told = "; ".join(filter(None, (loss.why, loss.answer, loss.end)))
-        print(f"iteration {loss.iteration + 1:5}  lost: '{loss.node}' {told}")
+    for outage in history.outages:
+        text = "; ".join(filter(None, (outage.why, outage.answer, outage.end)))
+        print(f"iteration {outage.iteration + 1:5}  lost: '{outage.node}' {text}")
     table = short_nodes_table(history)
     print(f"\n{table.title}. {table.note}".rstrip())
     plan_command.show(table)

@@ -37,21 +37,23 @@ MOST_UNPACKER_BYTES = 2**30  # xz -9 asks for 65 MiB
 
 
 class Piece(NamedTuple):
+    """A part of a document."""
+
     text: str
     last: bool
-    """Does the document end with it?"""
+    """The document ends with it."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A text file as it was when it was looked at."""
+    """A text file as it was when it was opened."""
 
     path: Path
     size_bytes: int
     sha256: str
 
     def pieces(self, on_read: Callable[[int], None] = lambda count: None) -> Iterator[Piece]:
-        """The documents of the file; `on_read` hears of every block how many bytes on disk it took."""
+        """The documents of the file; `on_read` is called with the bytes on disk of every block."""
         empty = True
         for piece in cut(_blocks(self.path, on_read)):
             empty = False
@@ -76,7 +78,7 @@ def source(name: str | Path) -> Source:
 
 def cut(blocks: Iterable[str]) -> Iterator[Piece]:
     """Documents in pieces, from text in blocks that may end anywhere. Documents of white space alone are left out."""
-    rest, inside = "", False  # inside: a piece of this document was handed on already
+    rest, inside = "", False  # inside: a piece of this document was yielded already
     for block in blocks:
         *whole, rest = (rest + block).split(END)
         for document in whole:
@@ -190,7 +192,7 @@ def stream_text(
 
         prepare(stream_text("HuggingFaceFW/fineweb-edu", documents=100_000), 32_000, folder)
 
-    The order is the dataset's. Reading starts with the first document that is asked for.
+    The order is the dataset's. Reading starts when the first document is taken.
     """
     datasets = require("datasets", EXTRA, f"streaming '{name_or_path}'")
     path = Path(name_or_path)
@@ -199,15 +201,15 @@ def stream_text(
     if exists(path) and path.is_file():
         if path.suffix not in READERS:
             raise UserError(f"{path}: streams come from {', '.join(READERS)}; give a text file to 'prepare' as it is")
-        asked: dict[str, Any] = {"path": READERS[path.suffix], "data_files": {split: str(path)}}
+        source: dict[str, Any] = {"path": READERS[path.suffix], "data_files": {split: str(path)}}
     else:
-        asked = {"path": str(name_or_path), "name": subset}
-    return islice(_texts(datasets, str(name_or_path), field, {**asked, "split": split, "streaming": True}), documents)
+        source = {"path": str(name_or_path), "name": subset}
+    return islice(_texts(datasets, str(name_or_path), field, {**source, "split": split, "streaming": True}), documents)
 
 
-def _texts(datasets: Any, name: str, field: str, asked: dict[str, Any]) -> Iterator[str]:
+def _texts(datasets: Any, name: str, field: str, options: dict[str, Any]) -> Iterator[str]:
     try:  # a dataset that is a script is refused with a RuntimeError: from version 4 on the library runs none
-        for row in datasets.load_dataset(**asked):
+        for row in datasets.load_dataset(**options):
             if not isinstance(row.get(field), str):
                 known = ", ".join(key for key, value in row.items() if isinstance(value, str))
                 raise UserError(f"{name}: no text in field '{field}'; fields with text: {known or 'none'}")

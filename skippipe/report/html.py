@@ -137,14 +137,14 @@ def _map(picture: Gantt) -> go.Figure:
     for line in paths.lines:
         name = escape(f"{lanes_named(list(line.lanes))} of {picture.plan.cluster.nodes[line.data_node].name}")
         (hover,) = _lines([line.hover])
-        for number, leg in enumerate(line.legs):
-            xs, ys = zip(*leg.points, strict=True)
+        for number, hop in enumerate(line.hops):
+            xs, ys = zip(*hop.points, strict=True)
             figure.add_trace(
                 go.Scatter(
                     x=xs,
                     y=ys,
-                    mode="lines+markers" if leg.swapped else "lines",
-                    line={"color": line.hue, "width": 1 + len(line.lanes), "dash": "dash" if leg.swapped else "solid"},
+                    mode="lines+markers" if hop.swapped else "lines",
+                    line={"color": line.hue, "width": 1 + len(line.lanes), "dash": "dash" if hop.swapped else "solid"},
                     marker={"symbol": "arrow", "size": [0, 14], "angleref": "previous", "color": line.hue},
                     name=name,
                     legendgroup=name,
@@ -173,8 +173,8 @@ def _map(picture: Gantt) -> go.Figure:
 def _links(picture: Gantt) -> go.Figure:
     sent = {(use.sender, use.receiver): use.sent_bytes / 1e6 for use in picture.timeline.links}
     table = [[sent.get((a.node, b.node)) for b in picture.rows] for a in picture.rows]
-    told = "from %{y}<br>to %{x}<br>%{z:,.1f} MB<extra></extra>"
-    return heat_figure([row.label for row in picture.rows], table, "MB", zmin=0, hovertemplate=told)
+    hover = "from %{y}<br>to %{x}<br>%{z:,.1f} MB<extra></extra>"
+    return heat_figure([row.label for row in picture.rows], table, "MB", zmin=0, hovertemplate=hover)
 
 
 def heat_figure(names: Sequence[str], table: Sequence[Sequence[float | None]], unit: str, **look: Any) -> go.Figure:
@@ -227,8 +227,8 @@ def page(title: str, sections: Sequence[str]) -> str:
 
 def section(title: str, note: str, content: str) -> str:
     """The content is HTML, the others are text."""
-    told = f"<p>{escape(note)}</p>\n" if note else ""
-    return f"<h2>{escape(title)}</h2>\n{told}{content}"
+    paragraph = f"<p>{escape(note)}</p>\n" if note else ""
+    return f"<h2>{escape(title)}</h2>\n{paragraph}{content}"
 
 
 def table_html(table: Table, names: int = 1) -> str:

@@ -158,7 +158,7 @@ def _draw_map(axes: Axes, paths: PathMap) -> None:
     axes.spines[:].set_visible(False)
     axes.set_title("Which way every lane goes", loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
     note = "a line passes between the nodes of the stages it skips; lane numbers at the left"
-    if any(leg.swapped for line in paths.lines for leg in line.legs):
+    if any(hop.swapped for line in paths.lines for hop in line.hops):
         note += "; dashed arrow: a swap"
     axes.set_title(note, loc="right", fontsize=9, color=INK, pad=9)
 
@@ -166,8 +166,8 @@ def _draw_map(axes: Axes, paths: PathMap) -> None:
 def _draw_line(axes: Axes, line: PathLine, beside: int) -> None:
     """`beside`: how many lines leave the same data node, whose numbers must not run into each other."""
     width = min(3.5, 0.9 + 0.45 * len(line.lanes))
-    for leg in line.legs:
-        if leg.swapped:
+    for hop in line.hops:
+        if hop.swapped:
             arrow = {
                 "arrowstyle": "-|>",
                 "color": line.hue,
@@ -175,10 +175,10 @@ def _draw_line(axes: Axes, line: PathLine, beside: int) -> None:
                 "linestyle": (0, (2.5, 1.5)),
                 "shrinkA": 0,
             }
-            axes.annotate("", leg.points[-1], leg.points[0], arrowprops={**arrow, "shrinkB": 0, "mutation_scale": 11})
+            axes.annotate("", hop.points[-1], hop.points[0], arrowprops={**arrow, "shrinkB": 0, "mutation_scale": 11})
         else:
-            axes.plot(*zip(*leg.points, strict=True), color=line.hue, linewidth=width, zorder=2)
-    x, y = line.legs[0].points[0]
+            axes.plot(*zip(*hop.points, strict=True), color=line.hue, linewidth=width, zorder=2)
+    x, y = line.hops[0].points[0]
     left = x - 2 * HALF_WIDTH - 0.02
     size = min(8.0, 72 * STATION_IN * spacing(HEIGHT, beside))
     axes.text(left, y, ranges_text(line.lanes), fontsize=size, color=INK, ha="right", va="center")

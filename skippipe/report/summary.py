@@ -17,7 +17,7 @@ TIMING_IN_WORDS = {
 
 
 def plan_figures(plan: Plan) -> list[tuple[str, str]]:
-    """What was decided."""
+    """Key figures of a plan."""
     return [
         ("cluster", plan.cluster.name),
         ("model", plan.workload.model.name),
@@ -33,7 +33,7 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
 
 
 def timeline_figures(timeline: Timeline) -> list[tuple[str, str]]:
-    """What comes of it."""
+    """Key figures of an iteration."""
     busy_ns = sum(use.busy_ns for use in timeline.nodes)
     share = busy_ns / max(1, len(timeline.nodes) * timeline.iteration_ns)
     return [
@@ -59,7 +59,7 @@ def _averaging_figure(timeline: Timeline) -> list[tuple[str, str]]:
 
 
 def scaled(count: float, units: Sequence[str]) -> tuple[float, str]:
-    """In the unit, each a thousand times the one before, that makes it short."""
+    """A number in the unit that makes it short; each unit is a thousand times the one before."""
     power = 0
     while abs(count) >= 999.5 and power < len(units) - 1:
         count, power = count / 1000, power + 1
@@ -71,7 +71,7 @@ def lanes_named(numbers: list[int]) -> str:
 
 
 def equal_lanes(plan: Plan) -> list[list[int]]:
-    """Lanes that share path and microbatches, together: nobody wants to read the same line three times."""
+    """Groups of lanes with the same path and microbatches, which are shown as one."""
     groups: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for number, lane in enumerate(plan.lanes):
         groups.setdefault((lane.path, lane.microbatches), []).append(number)

@@ -21,7 +21,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N; default: %(default)s")
     parser.add_argument("--compiled", action="store_true", help="compile layers: slow to start, faster from then on")
     parser.add_argument("--models", type=Path, help="folder to keep the trained models in")
-    parser.add_argument("--only", action="append", metavar="VARIANT", help="only this variant; may be said repeatedly")
+    parser.add_argument(
+        "--only", action="append", metavar="VARIANT", help="only this variant; may be given several times"
+    )
     parser.add_argument(
         "--stop-after",
         type=float,

@@ -201,9 +201,9 @@ class Engine:
         return loss.detach()
 
     def _through(self, shape: StudyShape, inputs: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What comes out in the end, the balancing loss of routers on the way, and what stage 0 alone made of it.
+        """The final hidden states, the balancing loss of routers, and the output of stage 0 alone.
 
-        `places` has two rows: who passes the stage of each step, and where it goes from there.
+        `places` has two rows: the samples that pass the stage of each step, and where each goes from there.
         """
         hidden = early = self._embed(inputs)
         balance = torch.zeros((), device=self.device)
@@ -211,18 +211,18 @@ class Engine:
         visitors = torch.split(places, [step.visitors * samples for step in shape.steps], dim=1)
         for step, (here, targets) in zip(shape.steps, visitors, strict=True):
             model = self.stages[step.stage]
-            everybody = step.visitors == shape.microbatches
-            given = hidden if everybody else _chosen(hidden, here)
+            all_visit = step.visitors == shape.microbatches
+            given = hidden if all_visit else _chosen(hidden, here)
             made = model(given)
             made = _driven(given, made, step.drives, samples)
             added = model.balance()
             if added is not None:  # the mean over its microbatches, of which each counts as one of all
                 balance = balance + added * (step.visitors / shape.microbatches)
             if step.stage == 0:
-                early = made if everybody else hidden.index_copy(0, here, made)
+                early = made if all_visit else hidden.index_copy(0, here, made)
             if shape.bridged and step.stage < len(self.bridges):
                 made = self.bridges[step.stage](made, targets)
-            hidden = made if everybody else hidden.index_copy(0, here, made)
+            hidden = made if all_visit else hidden.index_copy(0, here, made)
         return hidden, balance, early
 
     def _learning_in(self, shape: StudyShape) -> list[tuple[FlatParams, float]]:
@@ -255,7 +255,7 @@ class Engine:
         return hidden.to(torch.bfloat16) if self._low_precision else hidden
 
     def _drives(self, stage: int, rows: Sequence[int], visits: Sequence[Visits]) -> tuple[tuple[float, int], ...]:
-        """Of the rows at a stage, as many after one another as have the same; empty: nobody is driven."""
+        """Of the rows at a stage, as many after one another as have the same; empty: none is driven."""
         each = [self.recipe.drive(len(self.stages), len(visits[row])) for row in rows] if stage else []
         return tuple((drive, len(list(same))) for drive, same in groupby(each)) if set(each) - {1.0} else ()
 

@@ -311,7 +311,7 @@ def _bands_html(found: list[SubsetBand], styles: dict[str, LineStyle]) -> str:
             hoverinfo="skip",
             **common,
         )
-        told = [
+        hover = [
             f"{escape(band.variant)}, {kept:.0f}% kept<br>mean {mean:+.1%}, best {best:+.1%}, worst {worst:+.1%}"
             for kept, mean, best, worst in zip(band.kept, band.means, band.bests, band.worsts, strict=True)
         ]
@@ -321,7 +321,7 @@ def _bands_html(found: list[SubsetBand], styles: dict[str, LineStyle]) -> str:
             mode="lines+markers",
             line={"color": style.colour, "width": style.width, "dash": style.dash},
             showlegend=band.text == texts[0],
-            hovertext=told,
+            hovertext=hover,
             hoverinfo="text",
             **common,
         )

@@ -110,9 +110,9 @@ def texts(runs: Runs) -> Table | None:
                 found: float | None = result["whole"].get(text)
                 return found
 
-            told = spread([each for result in seeds.values() if (each := loss(result)) is not None], ".4f")
+            mean = spread([each for result in seeds.values() if (each := loss(result)) is not None], ".4f")
             apart = gaps(runs, name, loss)
-            row.append(f"{told} ({spread(apart, '+.4f')})" if apart else told)
+            row.append(f"{mean} ({spread(apart, '+.4f')})" if apart else mean)
         rows.append(row)
     note = f"Loss of the whole model; in brackets the gap to {FULL}."
     return Table("Texts", note, ("variant", *names), rows) if len(names) > 1 else None
@@ -202,7 +202,7 @@ def time_to_loss(runs: Runs, times: PlannedTimes) -> Table | None:
     rows = []
     for name, seeds in runs.items():
         reached: list[float] = []
-        told = []
+        cells = []
         for seed, result in seeds.items():
             at = elapsed_s(result, times)
             if at is None or seed not in runs[FULL]:
@@ -211,14 +211,14 @@ def time_to_loss(runs: Runs, times: PlannedTimes) -> Table | None:
             when_s = first_reach(at, held_out(result), target)
             if when_s is None:
                 closest = min(held_out(result))
-                told.append(f"not reached (closest {closest:.4f}, {closest - target:+.4f})")
+                cells.append(f"not reached (closest {closest:.4f}, {closest - target:+.4f})")
             else:
                 reached.append(when_s)
-                told.append(f"{when_s / full_s:.3f}")
-        if not told:
+                cells.append(f"{when_s / full_s:.3f}")
+        if not cells:
             continue
-        some = f" ({len(reached)} of {len(told)} seeds)" if 0 < len(reached) < len(told) else ""
-        row = [name, ", ".join(told), spread([each / full_s for each in reached], ".3f") + some]
+        some = f" ({len(reached)} of {len(cells)} seeds)" if 0 < len(reached) < len(cells) else ""
+        row = [name, ", ".join(cells), spread([each / full_s for each in reached], ".3f") + some]
         if published_s:
             row.append(spread([each / published_s for each in reached], ".3f") + some)
         rows.append(row)
@@ -243,9 +243,9 @@ def equal_time(runs: Runs, times: PlannedTimes) -> Table | None:
         cells = []
         for end_s in ends_s.values():
             losses = [loss_at(at, losses, end_s) for at, losses in spans]
-            told = spread([loss for loss in losses if loss is not None], ".4f")
+            mean = spread([loss for loss in losses if loss is not None], ".4f")
             over = max((at[-1] for at, _ in spans), default=end_s) / end_s
-            cells.append(told if over > 0.995 else f"{told} (ends at {over:.0%})")
+            cells.append(mean if over > 0.995 else f"{mean} (ends at {over:.0%})")
         if spans:
             rows.append((name, *cells))
     if len(rows) < 2 or not ends_s:
@@ -331,8 +331,8 @@ def spread(values: Sequence[float], form: str) -> str:
     if not values:
         return NOTHING
     size = form.lstrip("+")
-    told = f"{fmean(values):{'' if size == form else '+'}z{size}}".replace("-", "−")
-    return told if len(values) < 2 else f"{told} ± {stdev(values):{size}}"
+    mean = f"{fmean(values):{'' if size == form else '+'}z{size}}".replace("-", "−")
+    return mean if len(values) < 2 else f"{mean} ± {stdev(values):{size}}"
 
 
 def gaps(runs: Runs, name: str, figure: Callable[[Result], float | None]) -> list[float]:

@@ -77,7 +77,7 @@ class RunFolder:
 
     def rescue(self) -> Path | None:
         """Where the model and the last checkpoint go if this folder cannot be written: as the run was started with, or
-        as `set_rescue_folder` has said since. It gets the run's id like this one."""
+        as `set_rescue_folder` has set it since. It gets the run's id like this one."""
         found = _read_lock(self.path).get("rescue") or self._rescue
         if not found:
             return None

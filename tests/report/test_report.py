@@ -213,17 +213,17 @@ def test_lines_call_at_their_nodes_in_order_and_pass_all_others(paths: str) -> N
     plan, timeline = published(paths, Timing.CONTENTION_ONLY)
     drawn = path_map(Gantt(plan, timeline))
     assert sorted(lane for line in drawn.lines for lane in line.lanes) == list(range(len(plan.lanes)))
-    assert all(0 <= y <= drawn.height for line in drawn.lines for leg in line.legs for _, y in leg.points)
+    assert all(0 <= y <= drawn.height for line in drawn.lines for hop in line.hops for _, y in hop.points)
     for line in drawn.lines:
         path = plan.lanes[line.lanes[0]].path
         visits = [*plan.visits(plan.lanes[line.lanes[0]]), len(plan.stages)]
-        for leg, stops, (before, after) in zip(line.legs, pairwise([*path, path[0]]), pairwise(visits), strict=True):
-            assert leg.swapped == (after < before)
-            for point, node, column in zip((leg.points[0], leg.points[-1]), stops, (before, after), strict=True):
+        for hop, stops, (before, after) in zip(line.hops, pairwise([*path, path[0]]), pairwise(visits), strict=True):
+            assert hop.swapped == (after < before)
+            for point, node, column in zip((hop.points[0], hop.points[-1]), stops, (before, after), strict=True):
                 (station,) = [each for each in drawn.stations if (each.node, each.x) == (node, column)]
                 assert abs(point[0] - station.x) == pytest.approx(HALF_WIDTH)
                 assert abs(point[1] - station.y) < HEIGHT / 2
-            for x, y in leg.points[1:-1]:
+            for x, y in hop.points[1:-1]:
                 assert not any(
                     abs(x - each.x) < HALF_WIDTH + 1e-9 and abs(y - each.y) < HEIGHT / 2 for each in drawn.stations
                 )

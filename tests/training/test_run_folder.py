@@ -22,7 +22,7 @@ from skippipe.runs.tail import checkpoints_in, run_id_of
 from skippipe.runs.wal import WriteAheadLog
 from skippipe.training.run_folder import LOCK_FILE, RunFolder, open_run_folder, set_rescue_folder
 from tests.helpers.dashboards import RunFolder as Written
-from tests.helpers.dashboards import noted, panels, plan_of
+from tests.helpers.dashboards import panels, plan_line, plan_of
 
 ROW = '{"iteration": 3, "loss": 2.0, "seconds": 1.0}\n'
 
@@ -136,7 +136,7 @@ def test_a_resumed_run_that_has_lost_its_id_has_that_of_its_files(tmp_path: Path
 def test_a_run_that_has_done_nothing_is_begun_anew(tmp_path: Path) -> None:
     with begun(tmp_path) as first:
         wal = WriteAheadLog(tmp_path / "journal")
-        wal.write(noted(plan_of()))
+        wal.write(plan_line(plan_of()))
         wal.close()
         (tmp_path / "events.jsonl").write_text("{}\n")
     with begun(tmp_path) as second:
@@ -219,7 +219,7 @@ def test_what_is_shown_is_of_this_run(tmp_path: Path) -> None:
     other.event("gone", "of another run")
     other.checkpoint(8)
     WriteAheadLog(tmp_path / "journal").close()
-    other.wal(noted(plan), {"done": 7})
+    other.wal(plan_line(plan), {"done": 7})
     (tmp_path / "run.json").write_text('{"id": "a"}')
     ours = Written(tmp_path, plan, resumed=True, run_id="a")
     ours.iteration(0, 4.0)

@@ -1,7 +1,5 @@
-"""A recorded iteration as bars, for every node: as planned above, as measured below. Pure geometry.
-
-What stands out of the curves of a run: where nodes were lost, came back, and what was done about it.
-"""
+"""What pages and images draw of a run: a recorded iteration as bars, for every node as planned above and as measured
+below; and marks on the curves, where nodes were lost or came back. Pure geometry."""
 
 from __future__ import annotations
 
@@ -71,13 +69,15 @@ class RecordedGantt:
 
 
 class MarkKind(NamedTuple):
+    """A kind of mark on the curves of a run."""
+
     name: str
     kinds: tuple[str, ...]
     colour: str
     plotly: str
-    """Its symbol there …"""
+    """Its symbol in plotly."""
     matplotlib: str
-    """… and there."""
+    """Its symbol in matplotlib."""
 
 
 MARK_KINDS = (
@@ -90,26 +90,28 @@ MARK_KINDS = (
 
 
 class Mark(NamedTuple):
+    """Events of one kind in an iteration."""
+
     iteration: int
     height: int
-    """Of marks in the same iteration, how many stand below it."""
-    told: str
+    """How many marks of the same iteration are below it."""
+    text: str
 
 
 def marks_of(history: RunHistory) -> list[tuple[MarkKind, list[Mark]]]:
-    """One mark for all events of a sort in an iteration; sorts that occur."""
+    """The kinds of marks that occur, each with one mark for all its events in an iteration."""
     heights: dict[int, int] = {}
     found = []
-    for sort in MARK_KINDS:
-        told: dict[int, list[str]] = {}
+    for kind in MARK_KINDS:
+        text: dict[int, list[str]] = {}
         for event in history.events:
-            if event.kind in sort.kinds:
+            if event.kind in kind.kinds:
                 who = f"'{event.node}' " if event.node else ""
-                told.setdefault(event.iteration, []).append(f"{event.kind}: {who}{event.text}")
+                text.setdefault(event.iteration, []).append(f"{event.kind}: {who}{event.text}")
         marks = []
-        for iteration, lines in sorted(told.items()):
+        for iteration, lines in sorted(text.items()):
             marks.append(Mark(iteration, heights.get(iteration, 0), "\n".join(lines)))
             heights[iteration] = heights.get(iteration, 0) + 1
         if marks:
-            found.append((sort, marks))
+            found.append((kind, marks))
     return found

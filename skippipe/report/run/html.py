@@ -117,24 +117,26 @@ def _seconds(history: RunHistory) -> go.Figure:
     size, rows = downsample(history.rows, MOST_POINTS)
     figure = go.Figure()
     at = [row.iteration + 1 for row in rows]
-    told = "iteration %{x}<br>%{y:.3f} s<extra></extra>"
+    hover = "iteration %{x}<br>%{y:.3f} s<extra></extra>"
     if any(row.promised_s is not None for row in rows):
         line = {"color": PROMISED, "shape": "hvh", "dash": "dash"}
         promised = [row.promised_s for row in rows]
         name = "promised" + _means(size)
-        figure.add_scatter(x=at, y=promised, mode="lines", line=line, name=name, hovertemplate=told)
+        figure.add_scatter(x=at, y=promised, mode="lines", line=line, name=name, hovertemplate=hover)
     seconds = [row.seconds for row in rows]
     line = {"color": MEASURED}
-    figure.add_scatter(x=at, y=seconds, mode=_mode(rows), line=line, name="measured" + _means(size), hovertemplate=told)
+    figure.add_scatter(
+        x=at, y=seconds, mode=_mode(rows), line=line, name="measured" + _means(size), hovertemplate=hover
+    )
     top_s = max((row.seconds or 0.0 for row in history.rows), default=0.0)
-    for sort, marks in marks_of(history):
+    for kind, marks in marks_of(history):
         figure.add_scatter(
             x=[mark.iteration + 1 for mark in marks],
             y=[top_s * (1.08 + 0.07 * mark.height) for mark in marks],
             mode="markers",
-            marker={"symbol": sort.plotly, "color": sort.colour, "size": 10},
-            name=sort.name,
-            hovertext=[f"iteration {mark.iteration + 1}<br>" + _lines(mark.told) for mark in marks],
+            marker={"symbol": kind.plotly, "color": kind.colour, "size": 10},
+            name=kind.name,
+            hovertext=[f"iteration {mark.iteration + 1}<br>" + _lines(mark.text) for mark in marks],
             hoverinfo="text",
         )
     figure.update_layout(xaxis_title="iteration", yaxis_title="seconds", height=420)
@@ -213,10 +215,10 @@ def _links(history: RunHistory) -> list[str]:
     sent = {pair: count for pair, count in history.links.items() if count}
     steps = steps_of(sent.values())
     bar = {"tickvals": [math.log10(count) for count in steps], "ticktext": [amount(count) for count in steps]}
-    told = [[amount(sent.get((a, b), 0)) for b in names] for a in names]
+    amounts = [[amount(sent.get((a, b), 0)) for b in names] for a in names]
     hover = "from %{y}<br>to %{x}<br>%{customdata}<extra></extra>"
     table = [[math.log10(sent[a, b]) if (a, b) in sent else None for b in names] for a in names]
-    figure = heat_figure(names, table, "", colorbar=bar, customdata=told, hovertemplate=hover)
+    figure = heat_figure(names, table, "", colorbar=bar, customdata=amounts, hovertemplate=hover)
     return [section("How much every link carried", LINKS_IN_WORDS, figure_html(figure))]
 
 

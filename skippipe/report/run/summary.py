@@ -17,20 +17,20 @@ MEANINGS = {
     "rerouted": "its microbatches went another way, within the iteration",
     "restarted": "the iteration was begun again",
     "replanned": "a new plan held from the next iteration on",
-    "joined": "a node said hello",
-    "learning": "it fetched the state of its stage",
+    "joined": "a node joined",
+    "learning": "it received the state of its stage",
     "able": "it had that state, and got microbatches from the next iteration on",
     "paused": "nothing could go on; nodes were waited for",
-    "slow": "it was waited for, though it gave signs of life; or the plan counted on other speeds",
+    "slow": "it was waited for, though it sent heartbeats; or speeds differ from the plan",
     "cut": "a link was down; plans did without it for a while",
     "not-finite": "a gradient was not finite, and was left out",
-    "refused": "a node, or what it sent, was not taken",
+    "refused": "a node, or what it sent, was refused",
     "checkpoint": "a checkpoint that was being made was given up",
     "checkpointed": "a checkpoint was complete",
-    "recovered": "the coordinator was started again",
-    "ending": "somebody asked for the end of the run",
+    "recovered": "the coordinator was restarted",
+    "ending": "the end of the run was requested",
     "storage": "the model could not be written, or could be in the end",
-    "drill": "an exercise: a node was killed on purpose",
+    "drill": "a node was killed on purpose, as a drill",
 }
 NODES_IN_WORDS = """Busy: forward, head, backward and weight gradients. Idle: the rest of the iteration, averaging
 included. Collisions: the waiting of all tasks that were ready, added up. Seconds of an iteration."""
@@ -39,7 +39,7 @@ MOST_NAMED = 3  # nodes that are slow or waited for
 
 
 def run_figures(history: RunHistory) -> list[tuple[str, str]]:
-    """What people ask for first."""
+    """Key figures of a run."""
     return [
         ("iterations", _iterations(len(history.rows), history.rows[-1])),
         ("end", _end(history)),
@@ -50,7 +50,7 @@ def run_figures(history: RunHistory) -> list[tuple[str, str]]:
         ("sent", f"{amount(history.sent_bytes)} of tensors" if history.sent_bytes else NOTHING),
         ("nodes lost", _outages(history.outages)),
         ("new plans", f"{sum(event.kind == 'replanned' for event in history.events)}"),
-        *_conspicuous(history),
+        *_notable_nodes(history),
     ]
 
 
@@ -102,15 +102,15 @@ def _tokens(history: RunHistory) -> str:
     return ", ".join(parts) or NOTHING
 
 
-def _outages(losses: list[NodeOutage]) -> str:
-    times = Counter(loss.node for loss in losses)
+def _outages(outages: list[NodeOutage]) -> str:
+    times = Counter(outage.node for outage in outages)
     named = [f"{node} ({count} times)" if count > 1 else node for node, count in times.most_common()]
     more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
     return ", ".join(named[:MOST_NAMED]) + more or "none"
 
 
-def _conspicuous(history: RunHistory) -> list[tuple[str, str]]:
-    """Those who are slow, those who were waited for, those in front of whom tasks queue."""
+def _notable_nodes(history: RunHistory) -> list[tuple[str, str]]:
+    """Nodes that are slow, that were waited for, and at which tasks queue."""
     utilization = history.utilization
     usual = median([use.slowdown for use in utilization if use.slowdown] or [1.0])  # if all are slow, it is the plan
     slow = sorted(
@@ -118,19 +118,19 @@ def _conspicuous(history: RunHistory) -> list[tuple[str, str]]:
     )
     waited = sorted((use for use in utilization if use.waited_for), key=lambda use: -use.waited_for)
     queues = sorted((use for use in utilization if _queue_s(use) > 0), key=lambda use: -_queue_s(use))
-    told = [
+    lists = [
         ("slower at the end", [f"{use.name} ({use.slowdown:.2f} times)" for use in slow]),
         ("waited for", [f"{use.name} ({use.waited_for} times)" for use in waited]),
         ("most tasks queue at", [f"{use.name} ({short_s(_queue_s(use))} s an iteration)" for use in queues]),
     ]
-    found = [(name, ", ".join(nodes[:MOST_NAMED])) for name, nodes in told if nodes]
+    found = [(name, ", ".join(nodes[:MOST_NAMED])) for name, nodes in lists if nodes]
     if not 1 / UNLIKE < usual < UNLIKE:
         found.insert(0, ("nodes", f"took {usual:.2g} times as long as planned, in the median: the plan is for others"))
     return found
 
 
 def _queue_s(use: NodeUtilization) -> float:
-    """Nothing, if that is no hundredth of the iteration."""
+    """Seconds for which tasks queued at a node; 0 if that is less than a hundredth of the iteration."""
     found = use.measured
     return found.collision_s if found and found.collision_s > 0.01 * found.iteration_s else 0.0
 
@@ -201,7 +201,7 @@ def events_table(history: RunHistory) -> Table:
         [f"{event.iteration + 1}", moment(event.time), event.kind, event.node, event.text, MEANINGS.get(event.kind, "")]
         for event in history.events
     ]
-    headings = ("iteration", "time", "event", "node", "as it was told", "what it means")
+    headings = ("iteration", "time", "event", "node", "message", "what it means")
     return Table("Everything out of the ordinary", "" if rows else "Nothing.", headings, rows)
 
 
