@@ -8,7 +8,6 @@ anything: a restart, or a microbatch given to another node, repeats nothing and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -79,25 +78,6 @@ class BatchSampler:
     def batch(self, iteration: int, microbatch: int) -> Batch:
         windows = [self.window(iteration, microbatch, sample) for sample in range(self.samples)]
         return _cut_out(self.tokens, self.sequence, windows)
-
-    def epoch(self, iteration: int) -> float:
-        """How often the whole text has been seen when this iteration starts."""
-        return iteration * self.microbatches * self.samples / self.windows
-
-
-def validation_batches(
-    tokens: npt.ArrayLike, sequence: int, samples: int, batches: int | None = None
-) -> Iterator[Batch]:
-    """The same windows every time, from the start of the text on: all of them, or as many as fill so many batches.
-
-    The last batch holds fewer samples if they do not come out even.
-    """
-    ids = np.asarray(tokens)
-    _check_positive(sequence=sequence, samples=samples)
-    windows = _windows(ids, sequence)
-    count = windows if batches is None else min(windows, batches * samples)
-    starts = range(0, count, samples)
-    return (_cut_out(ids, sequence, range(start, min(start + samples, count))) for start in starts)
 
 
 def _check_positive(**numbers: int) -> None:

@@ -30,7 +30,7 @@ TOKEN = "a-token-that-is-long"
 def run(tmp_path: Path) -> RunFolder:
     run = RunFolder(tmp_path, plan_of(names=[HOSTILE, "</script>"]))
     run.iteration(0, recorded=True)
-    run.event("rerouted", f"its last words: {HOSTILE}\u2028\r\n\ndata: {{}}", HOSTILE)
+    run.event("rerouted", f"last log lines: {HOSTILE}\u2028\r\n\ndata: {{}}", HOSTILE)
     return run
 
 

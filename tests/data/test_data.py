@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from skippipe import optional_deps
 from skippipe.data import prepare
-from skippipe.data.batch_sampler import BatchSampler, permute, validation_batches
+from skippipe.data.batch_sampler import BatchSampler, permute
 from skippipe.data.documents import END, PIECE_CHARACTERS, Piece, cut, source, stream_text
 from skippipe.data.token_file import HEADER, TokenFile, cache_folder
 from skippipe.data.tokenizer import FILE, SETTINGS, TextTokenizer, train_bpe
@@ -132,16 +132,6 @@ def test_sampler_refuses() -> None:
         BatchSampler(np.arange(9), 8, 0, 1, 0)
     with pytest.raises(ValueError, match="microbatch 3 of 3"):
         BatchSampler(np.arange(9), 8, 0, 3, 1).batch(0, 3)
-
-
-def test_validation_takes_windows_in_order() -> None:
-    batches = list(validation_batches(np.arange(52), 5, 4))
-    assert [len(inputs) for inputs, _ in batches] == [4, 4, 2]
-    assert np.concatenate([inputs for inputs, _ in batches]).ravel().tolist() == list(range(50))
-    assert np.array_equal(batches[1][1], batches[1][0] + 1)
-    assert len(list(validation_batches(np.arange(52), 5, 4, batches=2))) == 2
-    with pytest.raises(UserError, match="too short"):
-        validation_batches(np.arange(5), 5, 4)
 
 
 # Documents

@@ -52,7 +52,7 @@ forked.set_forkserver_preload([__name__])
 
 @dataclass
 class Net(ProfilingCallback):
-    """A conductor and its nodes over links of a cluster; a bandwidth of 0 swallows everything."""
+    """A coordinator of profiling and its nodes over links of a cluster; a bandwidth of 0 swallows everything."""
 
     true: Cluster
     deadlines: ProfilingDeadlines = field(default_factory=ProfilingDeadlines)

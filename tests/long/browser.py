@@ -94,7 +94,7 @@ def test_it_renders(browser: Any, tmp_path: Path) -> None:
     run = RunFolder(tmp_path, plan_of(names=[HOSTILE, "</script><script>alert(2)</script>"]))
     for number in range(6):
         run.iteration(number, 4.0 - number / 5, recorded=number == 4)
-    run.event("gone", f"its last words: {HOSTILE}", HOSTILE)
+    run.event("gone", f"last log lines: {HOSTILE}", HOSTILE)
     run.event("rerouted", "3 lanes go on another way", HOSTILE)
     run.checkpoint(5)
     with shown(tmp_path) as address:

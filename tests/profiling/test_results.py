@@ -26,7 +26,7 @@ def result(
     return replace(ProfileResult(when, "w", nodes, {("a", "b"): link, ("b", "a"): link}), **others)
 
 
-def test_surveys_are_put_together_by_medians() -> None:
+def test_results_are_merged_by_medians() -> None:
     cluster = merge_results([result(bandwidth=1e6), result(bandwidth=9e9, flops=2e9), result(bandwidth=1.2e6)], "three")
     assert cluster.bandwidth_bytes_per_s[0, 1] == 1.2e6
     assert cluster.nodes[0].flops_per_s == 1e9
@@ -71,13 +71,13 @@ def test_outliers_are_named() -> None:
 
 
 @given(clusters())
-def test_a_cluster_file_is_a_survey_too(cluster: Cluster) -> None:
+def test_a_cluster_file_is_a_result_too(cluster: Cluster) -> None:
     again = merge_results([ProfileResult.of_cluster(cluster)], cluster.name)
     assert again.nodes == cluster.nodes
     agrees(again, replace(cluster, latency_s=cluster.latency_s + cluster.hop_overhead_s, hop_overhead_s=0), 1e-9, 0)
 
 
-def test_surveys_go_to_a_file_and_back(tmp_path: Path) -> None:
+def test_results_go_to_a_file_and_back(tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
     assert load_results(file) == []
     shaky = result("9", links={("a", "b"): LinkEstimate(0.1, 2.0, 0.3), ("b", "a"): None}, missing=("c",))
