@@ -80,7 +80,7 @@ class LossChart:
 
     @property
     def mean_curves(self) -> list[LossCurve]:
-        """The mean over seeds, where they were looked at at the same points."""
+        """The mean over seeds, where they were evaluated at the same points."""
         found = []
         for name in dict.fromkeys(curve.variant for curve in self.curves):
             own = [curve for curve in self.curves if curve.variant == name]

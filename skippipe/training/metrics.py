@@ -10,9 +10,9 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,59 +52,37 @@ def recorded_timeline(plan: Plan, report: IterationReport) -> Timeline:
 
 
 class CallbackList(Callback):
-    """Calls several callbacks."""
+    """Calls several callbacks. One that fails is no reason to stop training; it is logged once.
 
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self._callbacks = callbacks
+    A function that makes them is called before the first: by then nodes are forked, and threads may start.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback] | Callable[[], Sequence[Callback]]) -> None:
+        self._given = callbacks
         self._warned: set[str] = set()
 
     def iteration_done(self, report: IterationReport) -> None:
-        for callback in self._callbacks:
-            with self._tolerate(callback):
-                callback.iteration_done(report)
+        self._call(lambda callback: callback.iteration_done(report))
 
     def happened(self, event: Event) -> None:
-        for callback in self._callbacks:
-            with self._tolerate(callback):
-                callback.happened(event)
+        self._call(lambda callback: callback.happened(event))
 
     def measured(self, cluster: Cluster) -> None:
+        self._call(lambda callback: callback.measured(cluster))
+
+    @cached_property
+    def _callbacks(self) -> Sequence[Callback]:
+        return self._given() if callable(self._given) else self._given
+
+    def _call(self, method: Callable[[Callback], None]) -> None:
         for callback in self._callbacks:
-            with self._tolerate(callback):
-                callback.measured(cluster)
-
-    @contextmanager
-    def _tolerate(self, callback: Callback) -> Iterator[None]:
-        """A callback that fails is no reason to stop training; it is logged once."""
-        try:
-            yield
-        except (OSError, UserError) as error:
-            line = f"{type(callback).__name__}: {error}"
-            if line not in self._warned:
-                self._warned.add(line)
-                log.warning("%s", line)
-
-
-class LazyCallback(Callback):
-    """A callback that is made at its first call: by then nodes are forked, and threads may start."""
-
-    def __init__(self, factory: Callable[[], Callback]) -> None:
-        self._factory = factory
-        self._callback: Callback | None = None
-
-    def iteration_done(self, report: IterationReport) -> None:
-        self._create().iteration_done(report)
-
-    def happened(self, event: Event) -> None:
-        self._create().happened(event)
-
-    def measured(self, cluster: Cluster) -> None:
-        self._create().measured(cluster)
-
-    def _create(self) -> Callback:
-        if self._callback is None:
-            self._callback = self._factory()
-        return self._callback
+            try:
+                method(callback)
+            except (OSError, UserError) as error:
+                line = f"{type(callback).__name__}: {error}"
+                if line not in self._warned:
+                    self._warned.add(line)
+                    log.warning("%s", line)
 
 
 class IterationMetrics:

@@ -164,7 +164,6 @@ def _callbacks(run_setup: RunSetup) -> Iterator[Callback]:
         ClusterFile,
         EventsFile,
         IterationMetrics,
-        LazyCallback,
         MetricsFile,
         Prometheus,
         TensorBoard,
@@ -176,7 +175,7 @@ def _callbacks(run_setup: RunSetup) -> Iterator[Callback]:
     config = run_setup.job.report
     console = ConsoleCallback(metrics, run_setup.job.iterations)
 
-    def create() -> Callback:
+    def create() -> list[Callback]:
         written: dict[str, Any] = {"resumed": run_setup.resumed, "run_id": run_setup.run_id}
         callbacks: list[Callback] = [
             MetricsFile(folder / "metrics.jsonl", metrics, run_setup.job.iterations, **written),
@@ -188,10 +187,10 @@ def _callbacks(run_setup: RunSetup) -> Iterator[Callback]:
             callbacks.append(TensorBoard(folder / "tensorboard", metrics))
         if config.prometheus:
             callbacks.append(Prometheus(config.prometheus, metrics))
-        return CallbackList([*callbacks, cast("Callback", console)])
+        return [*callbacks, cast("Callback", console)]
 
     try:
-        yield LazyCallback(create)
+        yield CallbackList(create)
     finally:
         console.close()
 

@@ -34,7 +34,7 @@ from skippipe.runtime.messages import Computed, Failed, Hello, Probe, Stop
 from skippipe.runtime.node.agent import NodeAgent
 from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.runtime.simulation.fault_injection import slow_link, slow_node
-from skippipe.training.metrics import CallbackList, ClusterFile, LazyCallback
+from skippipe.training.metrics import CallbackList, ClusterFile
 from skippipe.transport.addresses import free_port
 from skippipe.transport.keys import KeyFile
 from skippipe.transport.message import Message, MessageKind
@@ -401,7 +401,7 @@ def test_memory_is_what_is_free_within_the_limit(tmp_path: Path, monkeypatch: py
 def test_training_finds_out_what_nodes_and_links_take(tmp_path: Path) -> None:
     last = Last()
     planned = trained(
-        LazyCallback(lambda: CallbackList([last, ClusterFile(tmp_path / "cluster.json")])),
+        CallbackList(lambda: [last, ClusterFile(tmp_path / "cluster.json")]),
         slow_node(3, 4.0).at(iteration=1),
         slow_link(0, 2).at(iteration=1),
     )
