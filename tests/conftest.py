@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from skippipe.cli import main
-from tests.helpers.commands import Command, Ran
+from tests.helpers.commands import Command, CommandResult
 
 
 @pytest.fixture
 def skippipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """The command, in this process."""
 
-    def run(*words: str | Path) -> Ran:
+    def run(*words: str | Path) -> CommandResult:
         monkeypatch.setattr(sys, "argv", ["skippipe", *map(str, words)])
         code = 0
         try:
             main()
         except SystemExit as end:
             code = int(end.code or 0)
-        return Ran(code, *capsys.readouterr())
+        return CommandResult(code, *capsys.readouterr())
 
     return run

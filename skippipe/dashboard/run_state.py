@@ -107,11 +107,11 @@ class RunFollower:
         return any(more)
 
     def _read_metrics(self) -> bool:
-        state, poll = self.state, self._metrics.poll()
-        if poll.reset:
+        state, new = self.state, self._metrics.poll()
+        if new.reset:
             state.rows, state.links, state.visits = [], [], []
             state.unread["metrics.jsonl"] = 0
-        for line in poll.lines:
+        for line in new.lines:
             found = metrics_of(line)
             if found is None:
                 state.unread["metrics.jsonl"] += 1
@@ -122,10 +122,10 @@ class RunFollower:
                 state.rows.pop()
             state.rows.append(found.row)
             state.links, state.visits = found.links, found.visits
-        if poll.lines or poll.reset:
+        if new.lines or new.reset:
             state.versions["metrics"] += 1
         self._clear_stale_status()
-        return poll.more
+        return new.more
 
     def _clear_stale_status(self) -> None:
         """Drop the status of nodes that are no longer slow, and of lost ones that send again.
@@ -136,29 +136,29 @@ class RunFollower:
         last, when = (state.rows[-1].iteration, state.rows[-1].time or 0.0) if state.rows else (0, 0.0)
         senders = {sender for sender, _, _ in state.links}
         back = {name for name in senders if state.status.get(name) == "lost" and when > self._status_times[name]}
-        forgiven = {name for name, iteration in state.slow.as_list() if iteration < last - SLOW_FOR}
+        recovered = {name for name, iteration in state.slow.items() if iteration < last - SLOW_FOR}
         for name in back:
             del state.status[name]
-        for name in forgiven:
+        for name in recovered:
             del state.slow[name]
-        if back or forgiven:
+        if back or recovered:
             state.versions["events"] += 1
 
     def _read_events(self) -> bool:
-        state, poll = self.state, self._events.poll()
-        if poll.reset:
+        state, new = self.state, self._events.poll()
+        if new.reset:
             state.events.clear()
             state.status, state.slow, state.events_total = {}, {}, 0
             state.unread["events.jsonl"] = 0
-        for line in poll.lines:
+        for line in new.lines:
             found = event_of(line)
             if found is None:
                 state.unread["events.jsonl"] += 1
             elif belongs_to(self._run_id, found[1]):
                 self._take(found[0])
-        if poll.lines or poll.reset:
+        if new.lines or new.reset:
             state.versions["events"] += 1
-        return poll.more
+        return new.more
 
     def _take(self, event: EventRecord) -> None:
         state = self.state
@@ -178,12 +178,12 @@ class RunFollower:
 
     def _read_wal(self) -> bool:
         """The journal has the plan in use, also when it was repaired on the way."""
-        state, poll = self.state, self._wal_file.poll()
+        state, new = self.state, self._wal_file.poll()
         before = self._wal.last, state.done
-        if poll.reset:
+        if new.reset:
             self._wal, self._plan_stamp = WalSummary(), None
             state.unread["journal"] = 0
-        for line in poll.lines:
+        for line in new.lines:
             if not self._wal.add_line(line):
                 state.unread["journal"] += 1
         ours = belongs_to(self._run_id, self._wal.run)
@@ -192,7 +192,7 @@ class RunFollower:
             if last is not None and last is not before[0]:
                 self._set_plan(last.get("plan"), as_list(last.get("learning")), "journal")
             state.versions["plan"] += 1
-        return poll.more
+        return new.more
 
     def _read_plan_file(self) -> None:
         path = self.folder / "plan.json"

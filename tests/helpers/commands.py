@@ -1,4 +1,4 @@
-"""What a command did."""
+"""The result of a `skippipe` command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Ran:
+class CommandResult:
     code: int
     out: str
     err: str
@@ -19,5 +19,5 @@ class Ran:
         return json.loads(self.out)
 
 
-Command = Callable[..., Ran]
-"""Takes what stands behind `skippipe` on the command line."""
+Command = Callable[..., CommandResult]
+"""Runs `skippipe` with these arguments."""

@@ -27,7 +27,7 @@ from skippipe.web.auth import ApiSettings
 from skippipe.workload import Workload
 from tests.helpers.plans import TINY, uniform_cluster
 
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 HOSTILE = "<img src=x onerror=alert(1)>"
 LANES = 2  # of a data node
 
@@ -138,5 +138,5 @@ def shown(folder: Path, token: str = "") -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
         finally:
             server.should_exit = True
-            thread.join(PATIENCE_S)
+            thread.join(TIMEOUT_S)
             assert not thread.is_alive()

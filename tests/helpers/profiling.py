@@ -42,7 +42,7 @@ from tests.helpers.models import tiny
 from tests.helpers.plans import TINY
 from tests.runtime.test_cluster_estimator import wide_plan
 
-PATIENCE_S = 60.0  # for processes, on a machine that is busy with others
+TIMEOUT_S = 60.0  # for processes, on a machine that is busy with others
 WORK = Workload(TINY, 16, 2, compute_dtype="fp32")
 QUICK = ProbeSettings(round_trips=5, transfers=3, transfer_s=0.06)
 
@@ -181,7 +181,7 @@ class Notes(ProfilingCallback):
             print(text, file=file)
 
 
-def brief_of(true: Cluster, **others: Any) -> ProfilingConfig:
+def profiling_config(true: Cluster, **others: Any) -> ProfilingConfig:
     spec = ModelSpec(tiny("llama"))
     workload = Workload(spec.shape, 16, 2, compute_dtype="fp32")
     names, config = tuple(node.name for node in true.nodes), spec.config.to_dict()
@@ -202,7 +202,7 @@ def emulated(folder: Path) -> None:
             os.kill(pool.pids["n4"], signal.SIGKILL)
         return False
 
-    config = brief_of(true)
+    config = profiling_config(true)
     launcher = LocalLauncher(config.names, ROLES)
     pools.append(launcher.pool)
     found = profile_nodes(config, launcher, notes, stopped=stopped)
@@ -234,7 +234,7 @@ def command(folder: Path, *words: str) -> None:
 def in_a_process(target: Callable[..., None], *more: Any) -> int | None:
     process = forked.Process(target=target, args=more)
     process.start()
-    process.join(PATIENCE_S)
+    process.join(TIMEOUT_S)
     try:
         assert process.exitcode is not None, "no end"
     finally:

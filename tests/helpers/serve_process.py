@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from skippipe.cli import main
-from tests.helpers.process_output import END_S, Hearing
+from tests.helpers.process_output import END_S, ProcessOutput
 
 PRELOADED = [
     "transformers.models.llama.modeling_llama",
@@ -25,7 +25,7 @@ PRELOADED = [
 ]
 
 
-class Command(Hearing):
+class Command(ProcessOutput):
     """Forked from a process that has torch, since importing it takes longer than all else."""
 
     def __init__(self, *words: object, environment: Mapping[str, str] | None = None) -> None:
@@ -49,7 +49,7 @@ class Command(Hearing):
         self.process.join(END_S)
         self.process.kill()  # if it is still there; its nodes end when it is gone
         self.process.join(END_S)
-        self.heard_out()
+        self.all_lines()
         return self.process.exitcode
 
 

@@ -26,7 +26,7 @@ from tests.training.test_launch import NODES, Place
 
 playwright = pytest.importorskip("playwright.sync_api")
 
-PATIENCE_S = 90.0  # for runs on a busy machine
+TIMEOUT_S = 90.0  # for runs on a busy machine
 LOOK_MS = 50
 DRAWN_S = 5.0  # within which all of a page is there, at any size; under a second on an idle machine
 PANELS = ("run", "map", "load", "chart", "curves", "events")
@@ -50,7 +50,7 @@ class Tab:
         self.wrong: list[str] = []
         self.asked: list[str] = []
         self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        self.page.set_default_timeout(1000 * PATIENCE_S)
+        self.page.set_default_timeout(1000 * TIMEOUT_S)
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
         self.page.on("console", lambda said: self.wrong.append(said.text) if said.type == "error" else None)
         self.page.on("dialog", self._startled)
@@ -66,7 +66,7 @@ class Tab:
 
     def until(self, holds: str) -> None:
         """The page's own policy forbids what Playwright would wait with."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not self.page.evaluate(holds):
             assert time.monotonic() < deadline, f"never: {holds}; the page says: {self.text('body')[:500]}"
             self.page.wait_for_timeout(LOOK_MS)

@@ -41,19 +41,19 @@ from skippipe.transport.message import Message, MessageKind
 from skippipe.workload import MODELS, Workload
 from tests.helpers.doc_pages import documented
 from tests.helpers.profiling import (
-    PATIENCE_S,
     QUICK,
+    TIMEOUT_S,
     WORK,
     Door,
     Last,
     Net,
     Notes,
     agrees,
-    brief_of,
     command,
     emulated,
     far_apart,
     in_a_process,
+    profiling_config,
     stopped_early,
     trained,
 )
@@ -331,16 +331,16 @@ def test_nodes_that_join(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture
     members = []
     for name in ("ann", "bob"):
         mine = KeyFile.load(keys / f"{name}.key")
-        join_config = JoinConfig(name, where, mine.keys, mine.coordinator, patience=timedelta(seconds=PATIENCE_S))
+        join_config = JoinConfig(name, where, mine.keys, mine.coordinator, patience=timedelta(seconds=TIMEOUT_S))
         members.append(threading.Thread(target=NodeAgent(join_config, ROLES).run, daemon=True))
         members[-1].start()
     nodes = tuple(Node(name, "there", 1.0, 1) for name in ("ann", "bob", "carol"))
-    node_config = brief_of(replace(far_apart(3, 0.01), nodes=nodes))
+    node_config = profiling_config(replace(far_apart(3, 0.01), nodes=nodes))
     deadlines = ProfilingDeadlines(joining=timedelta(seconds=3))
     launcher = JoinLauncher(node_config.names, keys / "coordinator.key", keys / "peers.json")
     found = profile_nodes(node_config, launcher, Notes(tmp_path), listen=where, deadlines=deadlines)
     for member in members:
-        member.join(PATIENCE_S)
+        member.join(TIMEOUT_S)
         assert not member.is_alive(), "they are dismissed"
     assert set(found.links) == {("ann", "bob"), ("bob", "ann")}
     assert found.missing == ("carol",)

@@ -46,7 +46,7 @@ SECTIONS = (
 )  # fmt: skip
 
 
-class Ran:
+class FinishedRun:
     """A virtual cluster on real tensors that loses a node; tasks take a quarter longer than planned."""
 
     def __init__(self, folder: Path) -> None:
@@ -85,12 +85,12 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return Ran(tmp_path_factory.mktemp("run"))
+def ran(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    return FinishedRun(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture
-def folder(ran: Ran, tmp_path: Path) -> Path:
+def folder(ran: FinishedRun, tmp_path: Path) -> Path:
     """A copy to spoil."""
     return Path(shutil.copytree(ran.folder, tmp_path / "run"))
 
@@ -102,7 +102,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 # Figures
 
 
-def test_bytes_add_up(ran: Ran) -> None:
+def test_bytes_add_up(ran: FinishedRun) -> None:
     history = read_history(ran.folder)
     wanted: Counter[tuple[str, str]] = Counter()
     for report in ran.reports.values():
@@ -117,7 +117,7 @@ def test_bytes_add_up(ran: Ran) -> None:
     )
 
 
-def test_busy_and_idle_are_the_recorded_iterations(ran: Ran) -> None:
+def test_busy_and_idle_are_the_recorded_iterations(ran: FinishedRun) -> None:
     history = read_history(ran.folder)
     assert [chart.iteration for chart in history.recorded] == list(RECORDED)
     reports = [ran.reports[number] for number in RECORDED]
@@ -153,7 +153,7 @@ def test_planned_idle_and_busy_are_the_promise(folder: Path) -> None:
     assert any("no iteration was recorded" in each for each in history.missing)
 
 
-def test_what_became_of_the_lost_node(ran: Ran) -> None:
+def test_what_became_of_the_lost_node(ran: FinishedRun) -> None:
     (loss,) = node_outages(read_history(ran.folder))
     able = next(event for event in ran.events if event.kind == "able")
     assert (loss.node, loss.iteration) == (ran.name, LOST_IN)
@@ -162,7 +162,7 @@ def test_what_became_of_the_lost_node(ran: Ran) -> None:
     assert LOST_NODE in ran.reports[ITERATIONS - 1].tasks
 
 
-def test_every_event_is_there_and_has_a_meaning(ran: Ran) -> None:
+def test_every_event_is_there_and_has_a_meaning(ran: FinishedRun) -> None:
     history = read_history(ran.folder)
     told = [(event.kind, event.iteration, event.text, event.node) for event in history.events]
     wanted = [(event.kind, event.iteration, event.text, event.node) for event in ran.events]
@@ -171,7 +171,7 @@ def test_every_event_is_there_and_has_a_meaning(ran: Ran) -> None:
     assert all(kind in MEANINGS for sort in MARK_KINDS for kind in sort.kinds)
 
 
-def test_the_summary_and_json_say_the_same(ran: Ran, skippipe: Command) -> None:
+def test_the_summary_and_json_say_the_same(ran: FinishedRun, skippipe: Command) -> None:
     found = skippipe("show", ran.folder, "--json").json
     assert found == json.loads(json.dumps(run_json(read_history(ran.folder))))
     rows = lines_of(ran.folder / "metrics.jsonl")
@@ -365,7 +365,7 @@ def test_what_is_no_run_is_refused(
     assert skippipe("show", tmp_path / "missing").code == 2
 
 
-def test_options_that_make_no_sense(ran: Ran, folder: Path, tmp_path: Path, skippipe: Command) -> None:
+def test_options_that_make_no_sense(ran: FinishedRun, folder: Path, tmp_path: Path, skippipe: Command) -> None:
     refused = skippipe("show", ran.folder, "--trace", tmp_path / "t.json")
     assert refused.code == 2
     assert re.search(r"open .*traces/iteration-000009\.json", refused.err)
@@ -409,7 +409,7 @@ def page_of(history: RunHistory, path: Path) -> Page:
     return Page(path.read_text())
 
 
-def test_the_page_has_everything_and_needs_nothing(ran: Ran, tmp_path: Path) -> None:
+def test_the_page_has_everything_and_needs_nothing(ran: FinishedRun, tmp_path: Path) -> None:
     page = page_of(read_history(ran.folder), tmp_path / "report.html")
     assert [heading for heading in SECTIONS if heading not in page.headings] == []
     assert page.addresses == []
@@ -441,7 +441,7 @@ def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
     assert r"\u003cimg" not in (tmp_path / "report.html").read_text()  # plotly takes some markup, as it writes it
 
 
-def test_pictures_for_papers(ran: Ran, tmp_path: Path, skippipe: Command) -> None:
+def test_pictures_for_papers(ran: FinishedRun, tmp_path: Path, skippipe: Command) -> None:
     def size(path: Path) -> tuple[int, int]:
         content = path.read_bytes()
         assert content.startswith(b"\x89PNG")

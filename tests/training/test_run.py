@@ -51,7 +51,7 @@ from skippipe.workload import Workload
 from tests.helpers.models import FAMILIES, tiny
 from tests.helpers.plans import uniform_cluster
 
-PATIENCE_S = 60.0  # for a whole run on a machine that is busy with others
+TIMEOUT_S = 60.0  # for a whole run on a machine that is busy with others
 ITERATIONS = 3
 LOST_ITERATIONS = 8
 FULL_BYTES = 20_000  # that a file may have on a full disk: enough for a journal, too little for a stage
@@ -62,7 +62,7 @@ forked = multiprocessing.get_context("forkserver")
 forked.set_forkserver_preload([__name__])
 
 
-def brief_in(folder: Path, **others: Any) -> tuple[NodeConfig, ModelSpec]:
+def node_config_in(folder: Path, **others: Any) -> tuple[NodeConfig, ModelSpec]:
     """Five nodes: stage 0 on two, stage 1 on one, stage 2 on two. One lane skips stage 1, one swaps 1 and 2."""
     text = folder / "text.txt"
     if not text.exists():
@@ -119,7 +119,7 @@ def who_did_what(folder: Path) -> list[tuple[str, str]]:
 
 
 def run_in(folder: Path, iterations: int = 10**6, security: Security = "none", **others: Any) -> Run:
-    node_config, spec = brief_in(folder, **others)
+    node_config, spec = node_config_in(folder, **others)
     tokenizer = prepare(folder / "text.txt", 300, folder / "tokens").tokenizer()
     return Run(node_config, spec, tokenizer, folder / "run", iterations, frozenset({1}), security)
 
@@ -232,10 +232,10 @@ def owner(task: Callable[[Path], None], folder: Path) -> Iterator[ForkServerProc
         yield process
     finally:
         process.kill()
-        process.join(PATIENCE_S)
+        process.join(TIMEOUT_S)
 
 
-def wait_for(what: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+def wait_for(what: Callable[[], bool], patience_s: float = TIMEOUT_S) -> None:
     deadline = time.monotonic() + patience_s
     while not what():
         assert time.monotonic() < deadline, f"waited {patience_s} s"
@@ -258,9 +258,9 @@ def pids_in(folder: Path) -> list[int]:
 
 def test_processes_train_what_one_process_does(tmp_path: Path) -> None:
     with owner(train, tmp_path) as process:
-        process.join(PATIENCE_S)
+        process.join(TIMEOUT_S)
         assert process.exitcode == 0
-    node_config, spec = brief_in(tmp_path)
+    node_config, spec = node_config_in(tmp_path)
     oracle = ReferenceTrainer(node_config.plan, spec, LEARNING, node_config.sampler())
     expected = [oracle.iteration(number).loss for number in range(ITERATIONS)]
     found = told(tmp_path)
@@ -282,7 +282,7 @@ def test_processes_train_what_one_process_does(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_without_a_killed_node(tmp_path: Path) -> None:
     with owner(lose_a_node, tmp_path) as process:
-        process.join(PATIENCE_S)
+        process.join(TIMEOUT_S)
         assert process.exitcode == 0
     assert (tmp_path / "complaint").read_text() == "no complaint"
     losses = [row[0] for row in told(tmp_path)]
@@ -302,7 +302,7 @@ def test_a_killed_node_that_is_started_again_learns_and_takes_part(
     losing: Callable[[Path], None], tmp_path: Path
 ) -> None:
     with owner(losing, tmp_path) as process:
-        process.join(PATIENCE_S)
+        process.join(TIMEOUT_S)
         assert process.exitcode == 0
     assert (tmp_path / "complaint").read_text() == "no complaint"
     life = ("gone", "joined", "learning", "able")
@@ -314,14 +314,14 @@ def test_a_killed_node_that_is_started_again_learns_and_takes_part(
 
 def test_a_run_that_is_asked_to_end_completes_its_iteration_and_can_go_on(tmp_path: Path) -> None:
     with owner(be_asked_to_end, tmp_path) as process:
-        process.join(PATIENCE_S)
+        process.join(TIMEOUT_S)
         assert process.exitcode == 0
     assert (tmp_path / "complaint").read_text() == "no complaint"
     assert [kind for kind, _ in who_did_what(tmp_path)] == ["ending"]
     done = len(told(tmp_path))
     assert done < 100
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"{done:06d}"]
-    node_config, spec = brief_in(tmp_path)
+    node_config, spec = node_config_in(tmp_path)
     oracle = ReferenceTrainer(node_config.plan, spec, LEARNING, node_config.sampler())
     for number in range(done):
         oracle.iteration(number)
@@ -332,13 +332,13 @@ def test_a_run_that_is_asked_to_end_completes_its_iteration_and_can_go_on(tmp_pa
 
 def test_a_disk_that_is_full_in_the_end_costs_nothing_but_the_wait(tmp_path: Path) -> None:
     with owner(run_out_of_room, tmp_path) as process:
-        process.join(PATIENCE_S)
+        process.join(TIMEOUT_S)
         assert process.exitcode == 0
     assert (tmp_path / "complaint").read_text() == "no complaint"
     said = [text for kind, _, text in events(tmp_path) if kind == "storage"]
     assert "of the model cannot be written: File too large, " in said[0]
     assert said[1:] == ["the model can be written again"]
-    node_config, spec = brief_in(tmp_path)
+    node_config, spec = node_config_in(tmp_path)
     oracle = ReferenceTrainer(node_config.plan, spec, LEARNING, node_config.sampler())
     for number in range(4):
         oracle.iteration(number)
@@ -362,7 +362,7 @@ def test_a_killed_node_ends_a_run_that_is_not_to_survive(tmp_path: Path) -> None
 
 def test_a_node_that_cannot_begin_says_why(tmp_path: Path) -> None:
     with owner(lack_the_text, tmp_path) as process:
-        process.join(PATIENCE_S)
+        process.join(TIMEOUT_S)
         assert process.exitcode == 0
     complaint = (tmp_path / "complaint").read_text()
     assert complaint.startswith(("UserError: node 'n0': ", "UserError: node 'n1': "))
@@ -423,7 +423,7 @@ def tend(folder: Path) -> None:
     pool = ProcessPool(misbehave, folder / "logs")
     for what in ("0", "7", "crash", "stay"):
         pool.start(f"a/{what}", {"what": what})
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     log = folder / "logs" / "a_stay.log"
     while (len(pool.ended) < 3 or not log.exists() or "staying" not in log.read_text()) and time.monotonic() < deadline:
         pool.poll()
@@ -436,7 +436,7 @@ def tend(folder: Path) -> None:
 
 def test_a_nursery_says_who_ended_how_and_ends_the_rest(tmp_path: Path) -> None:
     with owner(tend, tmp_path) as process:
-        process.join(PATIENCE_S)
+        process.join(TIMEOUT_S)
         assert process.exitcode == 0
     found = json.loads((tmp_path / "found").read_text())
     assert found["ended"] == {"a/0": 0, "a/7": 7, "a/crash": 1}
@@ -448,7 +448,7 @@ def test_a_nursery_says_who_ended_how_and_ends_the_rest(tmp_path: Path) -> None:
 
 
 def look_until(pool: ProcessPool, done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not done():
         assert time.monotonic() < deadline, "waited in vain"
         pool.poll()
@@ -480,7 +480,7 @@ def lose_fork_servers(folder: Path) -> None:
         pool.close()
         return
     while True:
-        time.sleep(PATIENCE_S)
+        time.sleep(TIMEOUT_S)
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -491,7 +491,7 @@ def test_nodes_outlive_those_who_forked_them_but_not_their_owner(tmp_path: Path,
         found = tmp_path / "found"
         wait_for(lambda: found.exists() and found.read_text().endswith("]]"))
         if closed:
-            process.join(PATIENCE_S)
+            process.join(TIMEOUT_S)
             assert process.exitcode == 0
         else:
             process.kill()
@@ -517,7 +517,7 @@ def test_a_worker_keeps_nothing_of_what_it_made() -> None:
     woken = threading.Event()
     worker = OpThread(Echo, woken.set, None)
     worker.start(OptimizerStep(0.1, 1.0))
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not worker.done:
         assert woken.wait(deadline - time.monotonic())
         woken.clear()
@@ -536,7 +536,7 @@ def test_a_worker_builds_on_its_own_thread_when_the_former_one_has_ended() -> No
     built: list[str] = []
 
     def build(name: str, allowed: threading.Event) -> Echo:
-        assert allowed.wait(PATIENCE_S)
+        assert allowed.wait(TIMEOUT_S)
         built.append(name)
         return Echo()
 
@@ -547,7 +547,7 @@ def test_a_worker_builds_on_its_own_thread_when_the_former_one_has_ended() -> No
     assert not worker.built
     assert not worker.fits(Message(MessageKind.HOP, 0, 0, 0, 1), 2, 3), "nobody can say yet"
     former_may.set()
-    assert woken.wait(PATIENCE_S)
+    assert woken.wait(TIMEOUT_S)
     assert worker.built
     assert built == ["former", "worker"]
     worker.stop()
