@@ -222,8 +222,8 @@ def _bands_png(found: list[SubsetBand], styles: dict[str, LineStyle]) -> Figure:
             style = styles[band.variant]
             low, mean, high = (squeezed(each) for each in (band.bests, band.means, band.worsts))
             axes.fill_between(band.kept, low, high, color=style.colour, alpha=0.12, linewidth=0)
-            style = LINE_STYLES[style.dash] + "o"
-            axes.plot(band.kept, mean, style, color=style.colour, linewidth=style.width, markersize=4.5)
+            line_and_dots = LINE_STYLES[style.dash] + "o"
+            axes.plot(band.kept, mean, line_and_dots, color=style.colour, linewidth=style.width, markersize=4.5)
         axes.set_xlim(max(band.kept[0] for band in found) + 2, min(band.kept[-1] for band in found) - 2)
         axes.set_yticks(squeezed(ticks), [_percent(tick) for tick in ticks])
         dress(axes, f"On '{text}'", KEPT_TITLE, "" if at % columns else INCREASE_TITLE)

@@ -130,7 +130,7 @@ def shown(folder: Path, token: str = "") -> Iterator[str]:
     settings = ApiSettings(tokens=(token,) if token else (), loopback=True)
     with dashboard_server.listen("127.0.0.1", 0, "--port") as listener:
         port = listener.getsockname()[1]
-        app = application(Panels(RunFollower(folder)), settings, over=lambda: server.should_exit)
+        app = application(Panels(RunFollower(folder)), settings, stopping=lambda: server.should_exit)
         server = web_server.server(app, "127.0.0.1", port)
         thread = threading.Thread(target=asyncio.run, args=(server.serve([listener]),), daemon=True)
         thread.start()

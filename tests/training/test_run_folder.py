@@ -228,7 +228,7 @@ def test_what_is_shown_is_of_this_run(tmp_path: Path) -> None:
     found = read_history(tmp_path)
     assert [(row.iteration, row.loss) for row in found.rows] == [(0, 4.0), (1, 3.0)]
     assert [event.text for event in found.events] == ["of this one"]
-    assert not found.charts
+    assert not found.recorded
     assert found.last_plan is None
     for line in (
         "metrics.jsonl: 2 lines of another run are passed over",
