@@ -106,9 +106,9 @@ def _places(picture: Gantt, bars: Sequence[GanttBar]) -> list[Place]:
     return [(picture.rows[bar.row].y + low, high) for bar, (low, high) in zip(bars, offsets, strict=True)]
 
 
-def bar_trace(bars: Sequence[GanttBar], places: Sequence[Place], name: str) -> go.GanttBar:
+def bar_trace(bars: Sequence[GanttBar], places: Sequence[Place], name: str) -> go.Bar:
     patterns = [{BarKind.HEAD: "/", BarKind.AVERAGING: "."}.get(bar.kind, "") for bar in bars]
-    return go.GanttBar(
+    return go.Bar(
         orientation="h",
         name=name,
         y=[middle for middle, _ in places],
