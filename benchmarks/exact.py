@@ -149,7 +149,7 @@ def main() -> None:
             node_config = brief_of(case, plan, spec, tokens)
             Run(
                 node_config, spec, tokens.tokenizer(), output, CoordinatorSettings(node_config.learning, ITERATIONS)
-            ).here(losses)
+            ).launch_local(losses)
             files = sorted((output / "model").glob("*.safetensors"))
             weights = {name: each for file in files for name, each in load_file(file).items()}
             runs.append((case, node_config, losses.found, weights))

@@ -174,7 +174,7 @@ def as_processes(asked: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings = CoordinatorSettings(node_config.learning, max(8, round(asked.seconds)))
         run = Run(node_config, spec, tokens.tokenizer(), Path(folder), settings, security="none")
-        run.here(Clock())
+        run.launch_local(Clock())
     per_iteration = plan.microbatches * asked.samples * asked.sequence
     each_s = median(taken[3:])
     print(

@@ -96,7 +96,7 @@ def speed(tokens: TokenFile, rounds: int, iterations: int) -> None:
                 tokens.tokenizer(),
                 Path(folder),
                 CoordinatorSettings(node_config.learning, iterations),
-            ).here(watch)
+            ).launch_local(watch)
         nodes += watch.seconds[1:]
         for threads, taken in alone.items():
             torch.set_num_threads(threads)
@@ -133,9 +133,9 @@ def start_and_memory(tokens: TokenFile) -> None:
     node_config = brief_of(plan, spec, tokens)
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
-        Run(node_config, spec, tokens.tokenizer(), Path(folder), CoordinatorSettings(node_config.learning, 5)).here(
-            watch, watch.started
-        )
+        Run(
+            node_config, spec, tokens.tokenizer(), Path(folder), CoordinatorSettings(node_config.learning, 5)
+        ).launch_local(watch, watch.started)
     print(f"20 nodes ready after {watch.ready_s:.1f} s (goal 15)")
     beyond = {}
     for name, private in watch.private_bytes.items():

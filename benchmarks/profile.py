@@ -21,12 +21,14 @@ import numpy as np
 import torch
 
 from skippipe.cluster import Cluster, Node
+from skippipe.launch.local import LocalLauncher
 from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.profiling.config import ProfilingConfig
 from skippipe.profiling.coordinator import ProfilingCallback
-from skippipe.profiling.launcher import here
 from skippipe.profiling.link_probe import ProbeSettings
 from skippipe.profiling.merge import merge_results, outliers
+from skippipe.profiling.role import ROLES
+from skippipe.profiling.server import profile_nodes
 from skippipe.workload import MODELS, Workload
 
 LATENCY_S = 0.0005, 0.12
@@ -69,9 +71,10 @@ def main() -> None:
     torch.set_num_threads(1)
     true = unequal(asked.nodes, asked.seed)
     began = time.monotonic()
-    survey = here(brief_of(true, ProbeSettings(transfer_s=asked.transfer)), Told())
+    config = brief_of(true, ProbeSettings(transfer_s=asked.transfer))
+    result = profile_nodes(config, LocalLauncher(config.names, ROLES), Told())
     took_s = time.monotonic() - began
-    found = merge_results([survey], "measured")
+    found = merge_results([result], "measured")
     print(f"{'link':<12} {'latency, ms':>21} {'bandwidth, MB/s':>23}")
     print(f"{'':<12} {'true':>8} {'found':>8} {'off':>6} {'true':>8} {'found':>8} {'off':>6}")
     late_s, share, missed = [], [], 0
@@ -99,7 +102,7 @@ def main() -> None:
     print(f"{len(late_s)} of {len(true) * (len(true) - 1)} links in {took_s:.1f} s, start and computing included")
     print(f"worst latency {1e3 * max(late_s, key=abs):+.2f} ms; worst bandwidth {max(share, key=abs):+.1%}")
     print(f"{missed} links miss a goal (latency within 10% or 1 ms, bandwidth within 10%)")
-    print("\n".join(f"outlier: {each}" for each in outliers([survey])))
+    print("\n".join(f"outlier: {each}" for each in outliers([result])))
 
 
 if __name__ == "__main__":

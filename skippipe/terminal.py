@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -23,6 +24,36 @@ def interruptible(times: int = 1) -> Iterator[list[bool]]:
         yield stopped
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class ProgressBar:
+    """A bar that appears when there is progress to show, and lines above it."""
+
+    def __init__(self, *, transient: bool = False) -> None:
+        """Transient: it disappears when it is closed."""
+        self._transient = transient
+        self._progress: Any = None
+
+    def show(self, done: int, total: int, text: str) -> None:
+        if self._progress is None:  # rich starts a thread: not before there is something to show
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=Console(stderr=True), transient=self._transient)
+            self._progress.start()
+            self._task = self._progress.add_task("", total=total)
+        self._progress.update(self._task, completed=done, total=total, description=text)
+
+    def print(self, line: str) -> None:
+        if self._progress is not None:
+            self._progress.console.print(line, highlight=False, markup=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from skippipe.cli import main
-from tests.helpers.processes import Command, Ran
+from tests.helpers.processes import Command, CommandResult
 
 LONG_FILES = ("test_recovery.py", "test_run.py", "test_serve.py", "test_profile.py", "test_launch.py")
 """Those that start many processes, each of them a minute or less: begun first, so that no worker is left with one."""
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def skippipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """The command, in this process."""
 
-    def run(*words: str | Path) -> Ran:
+    def run(*words: str | Path) -> CommandResult:
         monkeypatch.setattr(sys, "argv", ["skippipe", *map(str, words)])
         code, before = 0, dict(os.environ)
         try:
@@ -33,6 +33,6 @@ def skippipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         finally:  # commands set what is not set, and that is not for the tests that follow
             os.environ.clear()
             os.environ.update(before)
-        return Ran(code, *capsys.readouterr())
+        return CommandResult(code, *capsys.readouterr())
 
     return run

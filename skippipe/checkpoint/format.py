@@ -35,7 +35,7 @@ from skippipe.json_fields import Fields, json_text, read_as
 from skippipe.model.model_files import check_plain_name
 from skippipe.optim.interface import STORED_BYTES, Optimizer, ParamSlot
 from skippipe.optim.registry import DEFAULT, OPTIMIZERS
-from skippipe.runs.tail import checkpoint_run_id, is_of, run_id_of
+from skippipe.runs.tail import belongs_to, checkpoint_run_id, run_id_of
 from skippipe.transport.wire_codec import Buffer
 
 log = logging.getLogger(__name__)
@@ -226,11 +226,11 @@ class Checkpoints:
 
     def complete(self) -> list[Path]:
         """Checkpoints of the run that have a manifest, newest first."""
-        return [place for place in self._all() if is_of(self.run_id, checkpoint_run_id(place))]
+        return [place for place in self._all() if belongs_to(self.run_id, checkpoint_run_id(place))]
 
     def others(self) -> list[Path]:
         """Checkpoints of other runs in the folder, newest first."""
-        return [place for place in self._all() if not is_of(self.run_id, checkpoint_run_id(place))]
+        return [place for place in self._all() if not belongs_to(self.run_id, checkpoint_run_id(place))]
 
     def warn_of_others(self) -> None:
         """Name the checkpoints that are ignored: the user may have put them there on purpose."""

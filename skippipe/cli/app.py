@@ -1,4 +1,4 @@
-"""All commands under one roof. Heavy rooms (numba, plotly, matplotlib) are entered only by the command that needs
+"""The command line: all commands. Heavy libraries (numba, plotly, matplotlib) are imported by the command that needs
 them, so that `--help` answers at once."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(shown: bool) -> None:
+    if shown:
         print(f"skippipe {skippipe.__version__}")
         raise typer.Exit
 

@@ -36,9 +36,9 @@ def dashboard(
     if not run.is_dir():
         raise UserError(f"{run}: is no folder; name the output folder of a run")
     dashboard_server.check_installed()
-    settings = dashboard_server.who_may_look(host)
-    with dashboard_server.listening(host, port, "--port") as listens:
+    settings = dashboard_server.access_settings(host)
+    with dashboard_server.listen(host, port, "--port") as listener:
         if not any((run / file).exists() for file in FILES):
             print(f"{run}: there is nothing of a run yet; the page fills when there is", file=sys.stderr)
-        print(f"{run} is shown at {dashboard_server.address(listens)}; Ctrl-C ends it", flush=True)
-        dashboard_server.run(run, listens, settings)
+        print(f"{run} is shown at {dashboard_server.url_of(listener)}; Ctrl-C ends it", flush=True)
+        dashboard_server.run(run, listener, settings)

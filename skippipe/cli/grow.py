@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from skippipe.terminal import interruptible
-from skippipe.training.train_job import assembled, begin, wanted_job
+from skippipe.training.train_job import begin_run, build_setup, wanted_job
 
 
 def grow(
@@ -57,16 +57,16 @@ def grow(
     """
     wanted = wanted_job(job, None, None)
     from skippipe.training import depth_growth
-    from skippipe.training.run_folder import held_run_folder
+    from skippipe.training.run_folder import open_run_folder
 
     young = depth_growth.young_of(run)
     depth_growth.check_job(young, wanted)
-    with held_run_folder(Path(wanted.output), force=force) as folder:
+    with open_run_folder(Path(wanted.output), force=force) as folder:
         with interruptible() as stopped:
-            run_setup = assembled(wanted, stopped, nodes_here=False, resumed=False, drills=frozenset(), folder=folder)
+            run_setup = build_setup(wanted, stopped, nodes_here=False, resumed=False, drills=frozenset(), folder=folder)
         if stopped:
             raise KeyboardInterrupt
-        grown = depth_growth.grow(young, run_setup.run, lambda: begin(folder, run_setup))
+        grown = depth_growth.grow(young, run_setup.run, lambda: begin_run(folder, run_setup))
         run_setup.save_plans()
     other = depth_growth.other_batch(run, run_setup.plan)
     if other:

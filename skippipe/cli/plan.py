@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from skippipe.plan import Plan
     from skippipe.planner.problem import Placement, Problem
     from skippipe.planner.strategies import PlanProgress, PlanRequest
-    from skippipe.report.table import Table
+    from skippipe.report.summary import Table
 
 StrategyName = Annotated[
     Literal["best", "skippipe", "no-tc2", "dtfm-skip", "dtfm"],
@@ -308,7 +308,7 @@ def _spread(plan: Plan, jitter: float) -> Spread:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    from skippipe.report.table import Table
+    from skippipe.report.summary import Table
 
     headings = ("strategy", "skipped", "micro-\nbatches", "last\nbackward", "iteration",
                 f"against\n{rows[0]['strategy']}", "moved\nGB", "collisions", "nodes", "planned\nin")  # fmt: skip

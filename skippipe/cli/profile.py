@@ -8,14 +8,14 @@ import sys
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
 from skippipe.cli import options as cli_options
 from skippipe.errors import UserError
 from skippipe.json_fields import check_writable
-from skippipe.terminal import interruptible
+from skippipe.terminal import ProgressBar, interruptible
 from skippipe.value_ranges import HEARTBEAT_S, NODES, SAMPLES, SEQUENCE, THREADS, WAIT_S, Range
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ def profile(
     job: Annotated[
         Path | None,
         typer.Option(
-            help="A job file, for model, batch, device, threads, and where nodes join; what else is said here counts "
-            "instead.",
+            help="A job file, for model, batch, device, threads, and where nodes join; other options "
+            "count before it.",
             rich_help_panel=cli_options.WORKLOAD,
         ),
     ] = None,
@@ -144,34 +144,44 @@ def profile(
     import torch
 
     torch.set_num_threads(1)  # nodes are forked from here
+    from skippipe.launch.join import JoinLauncher
+    from skippipe.launch.launcher import Launcher
+    from skippipe.launch.local import LocalLauncher
     from skippipe.model.model_spec import check_device
-    from skippipe.profiling import launcher
     from skippipe.profiling.coordinator import ProfilingDeadlines
     from skippipe.profiling.results import ProfileResult, load_results
+    from skippipe.profiling.role import ROLES
+    from skippipe.profiling.server import profile_nodes
 
     known = [_cluster(path) for path in (output, merge) if path is not None and (path is merge or path.exists())]
     before = [] if fresh else load_results(output)
     if merge is not None:
-        before = _put_in(load_results(merge) or [ProfileResult.of_cluster(known[-1])], before)
+        before = _merged(load_results(merge) or [ProfileResult.of_cluster(known[-1])], before)
     if local is not None:
         check_device(wanted.compute.device)
     node_config = _node_config(wanted, _names(local, peers), transfer, heartbeat)
-    screen = _Screen()
+    console = _Console()
     with interruptible() as stopped:
+        launcher: Launcher
         if peers is None or key is None:
-            found = launcher.here(node_config, cast("ProfilingCallback", screen), lambda: bool(stopped))
+            launcher, where = LocalLauncher(node_config.names, ROLES), "127.0.0.1:0"
         else:
+            launcher = JoinLauncher(node_config.names, key, peers)
             where = listen or (wanted.transport.listen if job and wanted.transport.peers else "0.0.0.0:5555")
-            deadlines = ProfilingDeadlines(joining=timedelta(seconds=patience))
-            found = launcher.joined(
-                node_config, key, peers, where, cast("ProfilingCallback", screen), deadlines, lambda: bool(stopped)
-            )
-    screen.close()
+        found = profile_nodes(
+            node_config,
+            launcher,
+            cast("ProfilingCallback", console),
+            listen=where,
+            deadlines=ProfilingDeadlines(joining=timedelta(seconds=patience)),
+            stopped=lambda: bool(stopped),
+        )
+    console.close()
     if stopped and not found.nodes:
         raise KeyboardInterrupt
-    surveys = [*before, _located(found, known)]
-    cluster = _saved(output, surveys, known[0].name if known else output.stem)
-    _say(output, cluster, surveys, as_json=as_json)
+    results = [*before, _located(found, known)]
+    cluster = _saved(output, results, known[0].name if known else output.stem)
+    _print_result(output, cluster, results, as_json=as_json)
     if stopped:
         print(f"stopped; what was measured so far is in {output}", file=sys.stderr)
         raise SystemExit(130)
@@ -187,7 +197,7 @@ def _job(
     dtype: Literal["fp32", "bf16"] | None,
     threads: int | None,
 ) -> JobConfig:
-    """What a job says, or what 'skippipe plan' takes to be usual; and instead of it, what was said."""
+    """The job file's settings, or the defaults of 'skippipe plan'; options on the command line replace them."""
     from skippipe.training.job_config import BatchConfig, JobConfig, ModelConfig, load_job
 
     usual = JobConfig(model=ModelConfig("llama-1.5b"), batch=BatchConfig(sequence=4096, samples=2))
@@ -250,9 +260,9 @@ def _node_config(
     )
 
 
-def _put_in(others: list[ProfileResult], own: list[ProfileResult]) -> list[ProfileResult]:
-    """Of both, the oldest first; those that are in both once."""
-    return sorted([*own, *(each for each in others if each not in own)], key=lambda survey: survey.when)
+def _merged(others: list[ProfileResult], own: list[ProfileResult]) -> list[ProfileResult]:
+    """Both lists without duplicates, the oldest first."""
+    return sorted([*own, *(each for each in others if each not in own)], key=lambda result: result.when)
 
 
 def _cluster(path: Path) -> Cluster:
@@ -261,32 +271,32 @@ def _cluster(path: Path) -> Cluster:
     return Cluster.load(path)
 
 
-def _located(survey: ProfileResult, known: list[Cluster]) -> ProfileResult:
-    """Nodes are where an earlier file says that they are: machines only know their own names."""
+def _located(result: ProfileResult, known: list[Cluster]) -> ProfileResult:
+    """Locations are as in an earlier cluster file: machines only know their own names."""
     locations = {node.name: node.location for cluster in reversed(known) for node in cluster.nodes}
-    nodes = {name: replace(node, location=locations.get(name, node.location)) for name, node in survey.nodes.items()}
-    return replace(survey, nodes=nodes)
+    nodes = {name: replace(node, location=locations.get(name, node.location)) for name, node in result.nodes.items()}
+    return replace(result, nodes=nodes)
 
 
-def _saved(output: Path, surveys: list[ProfileResult], name: str) -> Cluster:
+def _saved(output: Path, results: list[ProfileResult], name: str) -> Cluster:
     from skippipe.profiling.merge import merge_results
     from skippipe.profiling.results import save_results
 
-    cluster = merge_results(surveys, name)
+    cluster = merge_results(results, name)
     cluster.save(output)
-    save_results(output, surveys)
+    save_results(output, results)
     return cluster
 
 
-def _say(output: Path, cluster: Cluster, surveys: list[ProfileResult], *, as_json: bool) -> None:
+def _print_result(output: Path, cluster: Cluster, results: list[ProfileResult], *, as_json: bool) -> None:
     from skippipe.profiling.merge import outliers, unreachable
 
-    odd, apart = outliers(surveys), unreachable(surveys)
+    odd, apart = outliers(results), unreachable(results)
     if as_json:
-        found = {"output": str(output), "surveys": len(surveys), "unreachable": apart, "outliers": odd}
+        found = {"output": str(output), "surveys": len(results), "unreachable": apart, "outliers": odd}
         print(json.dumps({**found, "cluster": cluster.to_json()}))
         return
-    newest = surveys[-1]
+    newest = results[-1]
     print(f"{'node':<20} {'GFLOP/s':>9} {'forward':>10} {'backward':>10} {'memory':>9}   of one layer: {newest.work}")
     for name, node in newest.nodes.items():
         print(
@@ -305,36 +315,22 @@ def _say(output: Path, cluster: Cluster, surveys: list[ProfileResult], *, as_jso
         print("".join(f"{line}\n" for line in some[:NAMED]), end="")
         if len(some) > NAMED:
             print(f"… and {len(some) - NAMED} more of these")
-    together = f"; {len(surveys)} measurements put together" if len(surveys) > 1 else ""
+    together = f"; {len(results)} measurements put together" if len(results) > 1 else ""
     print(f"written to {output}{together}; next: skippipe plan {output}")
 
 
-class _Screen:
-    """A bar on a terminal; elsewhere only what is out of the ordinary."""
+class _Console:
+    """A progress bar on a terminal; elsewhere only unusual events are printed."""
 
     def __init__(self) -> None:
-        self._bar: Any = None
-        self._task: Any = None
+        self._bar = ProgressBar(transient=True)
 
     def progressed(self, done: int, of: int, doing: str) -> None:
-        if sys.stderr is None or not sys.stderr.isatty():
-            return
-        if self._bar is None:  # by now nodes are forked, and threads may start
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task("", total=of)
-        self._bar.update(self._task, completed=done, total=of, description=doing)
+        if sys.stderr is not None and sys.stderr.isatty():
+            self._bar.show(done, of, doing)
 
     def happened(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.console.print(text, highlight=False, markup=False)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        self._bar.print(text)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.close()

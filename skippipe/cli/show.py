@@ -112,24 +112,24 @@ def _show_run(folder: Path, html: Path | None, png: Path | None, trace: Path | N
 
 
 def _no_trace(history: RunHistory) -> str:
-    if not history.charts:
+    if not history.recorded:
         return f"--trace: no iteration of {history.folder} was recorded; 'recorded' under [report] in the job says when"
-    last = history.folder / "traces" / f"iteration-{history.charts[-1].iteration:06d}.json"
+    last = history.folder / "traces" / f"iteration-{history.recorded[-1].iteration:06d}.json"
     return f"--trace: recorded iterations are such files already; open {last}"
 
 
 def _print_run(history: RunHistory) -> None:
-    from skippipe.report.run.summary import brief_nodes_table, run_figures
+    from skippipe.report.run.summary import run_figures, short_nodes_table
 
     print(f"{history.name}:")
     figures = run_figures(history)
     width = max(len(name) for name, _ in figures)
     for name, value in figures:
         print(f"  {name:{width}}  {value}")
-    for loss in history.lost:
-        told = "; ".join(filter(None, (loss.why, loss.answer, loss.end)))
-        print(f"iteration {loss.iteration + 1:5}  lost: '{loss.node}' {told}")
-    table = brief_nodes_table(history)
+    for outage in history.outages:
+        text = "; ".join(filter(None, (outage.why, outage.answer, outage.end)))
+        print(f"iteration {outage.iteration + 1:5}  lost: '{outage.node}' {text}")
+    table = short_nodes_table(history)
     print(f"\n{table.title}. {table.note}".rstrip())
     plan_command.show(table)
     if history.missing:

@@ -88,7 +88,7 @@ def report(
     from skippipe.study.config import load_study, read_results
     from skippipe.study.planned_time import planned_times
     from skippipe.study.plots import write_page, write_pictures
-    from skippipe.study.tables import all_tables, runs_of, strangers
+    from skippipe.study.tables import all_tables, outdated_variants, runs_of
 
     wanted = load_study(study)
     missing = [path for path in results if not path.exists()]
@@ -97,7 +97,7 @@ def report(
     runs = runs_of([line for path in results for line in read_results(path)], wanted)
     if not runs:
         raise UserError(f"{results[0]}: no run is done yet")
-    others = strangers(runs, wanted)
+    others = outdated_variants(runs, wanted)
     warning = f"Made with other settings than {study.name} has now: {', '.join(others)}." if others else ""
     if warning:
         print(warning, file=sys.stderr)

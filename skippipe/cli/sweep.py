@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from skippipe.plan import Plan
     from skippipe.planner.problem import Problem
     from skippipe.planner.sweep import InfeasiblePoint, SweepPoint, Trade
-    from skippipe.report.table import Table
+    from skippipe.report.summary import Table
 
 LOSS, OUTPUT = "Time against loss", "Output"
 
@@ -151,7 +151,7 @@ def _in_order(answers: list[SweepPoint | InfeasiblePoint], rows: list[dict[str, 
 
 
 def _table(rows: list[dict[str, Any]], first: SweepPoint) -> Table:
-    from skippipe.report.table import Table
+    from skippipe.report.summary import Table
 
     headings = ("stages", "visited", "skipped", "micro-\nbatches", "iteration", "s a micro-\nbatch",
                 f"against\n{first.name}", "s at the\nsame loss", "effi-\ncient", "nodes", "planned\nin")  # fmt: skip

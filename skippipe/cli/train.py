@@ -18,8 +18,6 @@ from skippipe.value_ranges import ITERATIONS, WAIT_S
 if TYPE_CHECKING:
     from skippipe.runtime.node.interfaces import JoinConfig, NodeEnv, Role, Roles
 
-    pass
-
 
 def job(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it to this file.")] = None,
@@ -65,7 +63,7 @@ def train(
         typer.Option(
             metavar="DIR",
             help="Where model and last checkpoint go if the output folder cannot be written in the end. While a run "
-            "waits for room, the same command with --rescue in another terminal tells it.",
+            "waits for room, the same command with --rescue in another terminal gives it the folder.",
         ),
     ] = None,
     drill: Annotated[
@@ -112,7 +110,7 @@ def train(
         raise UserError("--drill: is for nodes that are processes of this machine")
     if resume and force:
         raise UserError("--force: begins anew, and --resume goes on; give one of them")
-    if rescue is not None and _told_to_rescue(Path(wanted.output), rescue):
+    if rescue is not None and _sent_to_running_run(Path(wanted.output), rescue):
         return
     nodes_here = engine != "ray" and not wanted.transport.peers
     with _shown(Path(wanted.output), dashboard, resume):
@@ -122,21 +120,21 @@ def train(
         )
 
 
-def _told_to_rescue(output: Path, rescue: Path) -> bool:
-    """Whether a run is going on there, which now knows where its model may go."""
-    from skippipe.training.run_folder import tell_rescue
+def _sent_to_running_run(output: Path, rescue: Path) -> bool:
+    """Give a run that is going on there its rescue folder; False if there is none."""
+    from skippipe.training.run_folder import set_rescue_folder
 
-    process = tell_rescue(output, rescue)
+    process = set_rescue_folder(output, rescue)
     if process is not None:
-        print(f"{output}: the run that is going on (process {process}) was told; what it cannot write goes to {rescue}")
+        print(f"{output}: the run that is going on (process {process}) now has a rescue folder: {rescue}")
     return process is not None
 
 
 def _shown(folder: Path, at: str | None, resumed: bool) -> AbstractContextManager[None]:
-    """In the browser, if that is asked for."""
+    """Show the run in the browser, if an address is given."""
     if at is None:
         return nullcontext()
-    from skippipe.dashboard.side_process import dashboard_process
+    from skippipe.dashboard.server import dashboard_process
 
     return dashboard_process(folder, at, resumed=resumed)
 
@@ -192,7 +190,7 @@ def node(
         from skippipe.model.model_spec import check_device
 
         check_device(device)
-    member = NodeAgent(
+    agent = NodeAgent(
         JoinConfig(
             name=mine.node,
             coordinator=join,
@@ -208,28 +206,28 @@ def node(
         _all_roles(),
     )
     print(f"node '{mine.node}' joins {join}", file=sys.stderr)
-    reason = member.run()
+    reason = agent.run()
     if reason:
         raise UserError(reason)
 
 
 def _all_roles() -> Roles:
-    """What the coordinator may ask for. Imported when it does: nobody waits for what another role needs."""
+    """Roles that a coordinator may assign, imported when it does: no node waits for what another role needs."""
 
-    def train(said: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
+    def train(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
         from skippipe.runtime.train_role import train_role
 
-        return train_role(said, join_config, env)
+        return train_role(config, join_config, env)
 
-    def serve(said: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
+    def serve(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
         from skippipe.serving.node.role import serving_role
 
-        return serving_role(said, join_config, env)
+        return serving_role(config, join_config, env)
 
-    def profile(said: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
+    def profile(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
         from skippipe.profiling.role import profiling_role
 
-        return profiling_role(said, join_config, env)
+        return profiling_role(config, join_config, env)
 
     from skippipe.runtime.node.interfaces import PROFILING, SERVING, TRAINING
 
@@ -300,16 +298,16 @@ def keys(
     print(f"{len(peers)} node keys, coordinator.key and peers.json are in {folder}/")
 
 
-def _node_names(said: str) -> list[str]:
-    """Those of a cluster, or a list of them."""
+def _node_names(argument: str) -> list[str]:
+    """Names from a cluster, or from a list with commas."""
     from skippipe.json_fields import exists
     from skippipe.planner.problem_spec import cluster_named
     from skippipe.runtime.node.agent import THE_COORDINATOR
 
-    if "," not in said or exists(Path(said)):
-        return [node.name for node in cluster_named(said)[0].nodes]
-    names = [name.strip() for name in said.split(",")]
+    if "," not in argument or exists(Path(argument)):
+        return [node.name for node in cluster_named(argument)[0].nodes]
+    names = [name.strip() for name in argument.split(",")]
     odd = [name for name in names if not name or not name.isprintable() or name == THE_COORDINATOR]
     if odd or len(set(names)) < len(names):
-        raise UserError(f"'{said}': {len(names)} different names of nodes are needed, with commas between them")
+        raise UserError(f"'{argument}': {len(names)} different names of nodes are needed, with commas between them")
     return names

@@ -13,8 +13,8 @@ from typing import Any
 
 from skippipe.dashboard.run_state import RunFollower, RunState, Source
 from skippipe.plan import Plan
-from skippipe.runs.gantt_data import KINDS, GanttBar
-from skippipe.runs.records import checkpointed, thinned
+from skippipe.runs.gantt_data import KINDS, TraceBar
+from skippipe.runs.records import checkpoint_event, downsample
 from skippipe.timeline import HUES
 
 MOST_POINTS = 300  # of a curve; more cannot be told apart on a screen
@@ -32,9 +32,9 @@ class Panels:
         """Panel → its JSON, in one line."""
         self._made_of: dict[str, tuple[int, ...]] = {}
 
-    def look(self) -> bool:
-        """At the files; whether there is more to read at once."""
-        more = self.follower.look()
+    def poll(self) -> bool:
+        """Read what is new in the files; True if there is more to read right away."""
+        more = self.follower.poll()
         state, texts = self.follower.state, dict(self.texts)
         for name, (made, sources) in PANELS.items():
             made_of = tuple(state.versions[source] for source in sources)
@@ -43,18 +43,18 @@ class Panels:
                 if text != texts.get(name):
                     texts[name] = text
                 self._made_of[name] = made_of
-        self.texts = texts  # at once: others may be reading
+        self.texts = texts  # replaced as a whole: other threads may be reading
         return more
 
 
 def run_panel(state: RunState, folder: Path) -> Panel:
-    """What is trained, and how far it is."""
+    """What is trained, and the progress of the run."""
     last = state.rows[-1] if state.rows else None
     return {
         "folder": folder.name or str(folder),
         "done": last is not None and last.is_last if state.done is None else state.done,
         "iterations": last.iteration + 1 if last else 0,
-        "asked": last.asked if last else None,
+        "total": last.total_iterations if last else None,
         "loss": last.loss if last else None,
         "seconds": last.seconds if last else None,
         "promised_s": last.promised_s if last else None,
@@ -98,7 +98,7 @@ def map_panel(state: RunState, _folder: Path) -> Panel:
                 "stage": plan.stage_of.get(number),
                 "lanes": lanes_of[number],
                 "slots": plan.slots.get(number),
-                "standing": _standing(state, node.name, number in plan.stage_of),
+                "status": _status(state, node.name, number in plan.stage_of),
             }
             for number, node in enumerate(plan.cluster.nodes)
         ],
@@ -115,11 +115,11 @@ def map_panel(state: RunState, _folder: Path) -> Panel:
     }
 
 
-def _standing(state: RunState, name: str, planned: bool) -> str:
-    """lost, here (has joined and waits for a stage), learning, slow, works, or spare (nobody has heard of it)."""
-    told = state.standing.get(name)
-    if told is not None:
-        return told
+def _status(state: RunState, name: str, planned: bool) -> str:
+    """lost, here (has joined and waits for a stage), learning, slow, works, or spare (it never joined)."""
+    known = state.status.get(name)
+    if known is not None:
+        return known
     if not planned:
         return "spare"
     if name in state.learning:
@@ -145,8 +145,8 @@ def load_panel(state: RunState, _folder: Path) -> Panel:
 
 
 def curves_panel(state: RunState, _folder: Path) -> Panel:
-    """What iterations took and gave; of long runs, the mean of neighbours."""
-    size, rows = thinned(state.rows, MOST_POINTS)
+    """Loss, speed and bytes of every iteration; of long runs, means of neighbours."""
+    size, rows = downsample(state.rows, MOST_POINTS)
     return {
         "mean_of": size,
         "iteration": [row.iteration for row in rows],
@@ -161,39 +161,39 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.7g}")
 
 
-def chart_panel(state: RunState, _folder: Path) -> Panel:
-    chart = state.chart
-    if chart is None:
+def gantt_panel(state: RunState, _folder: Path) -> Panel:
+    gantt = state.gantt
+    if gantt is None:
         return {"iteration": None}
     return {
-        "iteration": chart.iteration,
+        "iteration": gantt.iteration,
         "kinds": [str(kind) for kind in KINDS],
-        "rows": [{"stage": stage, "name": name} for stage, name in chart.rows],
-        "hues": chart.hues,
-        "planned": [_plain(bar) for bar in chart.planned],
-        "measured": [_plain(bar) for bar in chart.measured],
+        "rows": [{"stage": stage, "name": name} for stage, name in gantt.rows],
+        "hues": gantt.hues,
+        "planned": [_plain(bar) for bar in gantt.planned],
+        "measured": [_plain(bar) for bar in gantt.measured],
     }
 
 
-def _plain(bar: GanttBar) -> list[float]:
+def _plain(bar: TraceBar) -> list[float]:
     start_s, end_s = (round(time, 6) if math.isfinite(time) else 0.0 for time in (bar.start_s, bar.end_s))
     return [bar.row, bar.kind, start_s, end_s, bar.lane, bar.microbatch, bar.step]
 
 
 def events_panel(state: RunState, _folder: Path) -> Panel:
     """Newest first; checkpoints that are complete are among them."""
-    made = [checkpointed(number, time) for number, time in state.checkpoints.items()]
+    made = [checkpoint_event(number, time) for number, time in state.checkpoints.items()]
     shown = [event._asdict() for event in (*state.events, *made)]
     shown.sort(key=lambda event: float(event["time"]), reverse=True)
-    return {"events": shown, "in_all": state.happened + len(made)}
+    return {"events": shown, "in_all": state.events_total + len(made)}
 
 
 PANELS: dict[str, tuple[Callable[[RunState, Path], Panel], tuple[Source, ...]]] = {
     "run": (run_panel, ("plan", "metrics", "events")),
     "map": (map_panel, ("plan", "events")),
     "load": (load_panel, ("plan", "metrics")),
-    "chart": (chart_panel, ("trace",)),
+    "chart": (gantt_panel, ("trace",)),
     "curves": (curves_panel, ("metrics",)),
     "events": (events_panel, ("events",)),
 }
-"""What makes a panel, and of which sources."""
+"""Panel → the function that makes it, and the sources that it is made of."""

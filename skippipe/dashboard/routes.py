@@ -26,8 +26,8 @@ from skippipe.dashboard.panels import Panels
 from skippipe.web.auth import ApiSettings, BearerAuth
 from skippipe.web.errors import APIError
 
-LOOK_S = 0.5  # between two looks at the files: no system tells of changes on all kinds of disks
-SIGN_OF_LIFE_S = 10.0  # or a proxy takes the stream for dead
+POLL_S = 0.5  # between two polls of the files: no system reports changes on all kinds of disks
+KEEPALIVE_S = 10.0  # or a proxy takes the stream for dead
 MOST_STREAMS = 64
 ASSETS = {
     "": ("dashboard.html", "text/html; charset=utf-8"),
@@ -47,9 +47,9 @@ HEADERS = {
 }
 
 
-def application(page: Panels, settings: ApiSettings, over: Callable[[], bool] = lambda: False) -> FastAPI:
-    """Streams end when `over` says so."""
-    watched = SharedPage(page, over)
+def application(page: Panels, settings: ApiSettings, stopping: Callable[[], bool] = lambda: False) -> FastAPI:
+    """The dashboard as an ASGI application; streams end when `stopping` is true."""
+    shared = PanelStream(page, stopping)
     return FastAPI(
         title="SkipPipe",
         version=__version__,
@@ -57,8 +57,8 @@ def application(page: Panels, settings: ApiSettings, over: Callable[[], bool] = 
         redirect_slashes=False,
         routes=[
             *(Route(f"/{path}", partial(asset, *named)) for path, named in ASSETS.items()),
-            Route("/state", watched.state),
-            Route("/stream", watched.stream),
+            Route("/state", shared.state),
+            Route("/stream", shared.stream),
         ],
         middleware=[Middleware(AuthMiddleware, settings=settings)],
     )
@@ -68,18 +68,18 @@ async def asset(name: str, kind: str, _request: Request) -> Response:
     return Response(files("skippipe.dashboard").joinpath("static", name).read_bytes(), media_type=kind)
 
 
-class SharedPage:
-    """A page that is looked after while somebody watches, once for all who do."""
+class PanelStream:
+    """Polls the run while a browser is connected, once for all of them, and streams panels that change."""
 
-    def __init__(self, page: Panels, over: Callable[[], bool]) -> None:
+    def __init__(self, page: Panels, stopping: Callable[[], bool]) -> None:
         self._page = page
-        self._over = over
-        self._looking = asyncio.Lock()
-        self._looked_s = -LOOK_S
+        self._stopping = stopping
+        self._polling = asyncio.Lock()
+        self._polled_s = -POLL_S
         self._streams = 0
 
     async def state(self, _request: Request) -> Response:
-        await self._look()
+        await self._poll()
         body = ", ".join(f'"{name}": {text}' for name, text in self._page.texts.items())
         return Response(f"{{{body}}}", media_type="application/json")
 
@@ -93,42 +93,42 @@ class SharedPage:
     async def _changes(self) -> AsyncIterator[bytes]:
         """Every panel, and then those that are no longer what was sent."""
         sent: dict[str, str] = {}
-        said_s = time.monotonic()
+        sent_s = time.monotonic()
         self._streams += 1
         try:
             yield b"retry: 1000\n\n"
-            while not self._over():
-                more = await self._look()
+            while not self._stopping():
+                more = await self._poll()
                 for name, text in list(self._page.texts.items()):
                     if sent.get(name) is not text:
-                        sent[name], said_s = text, time.monotonic()
+                        sent[name], sent_s = text, time.monotonic()
                         yield f"event: {name}\ndata: {text}\n\n".encode()
-                if time.monotonic() - said_s > SIGN_OF_LIFE_S:
-                    said_s = time.monotonic()
+                if time.monotonic() - sent_s > KEEPALIVE_S:
+                    sent_s = time.monotonic()
                     yield b": here\n\n"
-                await asyncio.sleep(0 if more else LOOK_S)
+                await asyncio.sleep(0 if more else POLL_S)
         finally:
             self._streams -= 1
 
-    async def _look(self) -> bool:
-        """On another thread, so that a large plan holds up nobody's answer."""
-        async with self._looking:
-            if time.monotonic() - self._looked_s < LOOK_S / 2:
+    async def _poll(self) -> bool:
+        """Poll on another thread, so that a large plan does not delay other requests."""
+        async with self._polling:
+            if time.monotonic() - self._polled_s < POLL_S / 2:
                 return False
-            more = await asyncio.to_thread(self._page.look)
-            self._looked_s = -LOOK_S if more else time.monotonic()
+            more = await asyncio.to_thread(self._page.poll)
+            self._polled_s = -POLL_S if more else time.monotonic()
             return more
 
 
 class AuthMiddleware:
-    """Lets in whoever may look, and says to browsers what the page may do: nothing but show itself."""
+    """Checks the token, and forbids browsers all but showing the page itself."""
 
     def __init__(self, app: ASGIApp, settings: ApiSettings) -> None:
         self._app = app
-        self._door = BearerAuth(settings)
+        self._auth = BearerAuth(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def sealed(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
@@ -136,18 +136,16 @@ class AuthMiddleware:
         if scope["type"] != "http":
             return
         refusal = self._refusal(scope["method"], Headers(scope=scope))
-        await (refusal or self._app)(scope, receive, sealed)
+        await (refusal or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, method: str, headers: Headers) -> Response | None:
         try:
-            self._door.admit(bearer(headers.get("authorization")), headers.get("host"))
-        except APIError as complaint:
-            asked = {"WWW-Authenticate": 'Basic realm="SkipPipe: any name, the token as password"'}
-            return PlainTextResponse(
-                f"{complaint.message}\n", complaint.status, asked if complaint.status == 401 else None
-            )
+            self._auth.admit(bearer(headers.get("authorization")), headers.get("host"))
+        except APIError as error:
+            login = {"WWW-Authenticate": 'Basic realm="SkipPipe: any name, the token as password"'}
+            return PlainTextResponse(f"{error.message}\n", error.status, login if error.status == 401 else None)
         if method != "GET":
-            return PlainTextResponse("this page can only be looked at\n", 405, {"Allow": "GET"})
+            return PlainTextResponse("this page is read-only\n", 405, {"Allow": "GET"})
         return None
 
 

@@ -13,28 +13,28 @@ from typing import Any, Literal, get_args
 
 from skippipe.errors import UserError
 from skippipe.plan import Plan
-from skippipe.runs.gantt_data import LARGEST_BYTES, GanttData, read_gantt
+from skippipe.runs.gantt_data import LARGEST_BYTES, RecordedIteration, read_recorded
 from skippipe.runs.records import (
     EventRecord,
     Links,
     MetricsRow,
     WalSummary,
-    count,
+    as_count,
+    as_list,
     event_of,
-    items,
     metrics_of,
-    object_of,
+    parse_object,
 )
-from skippipe.runs.tail import FileTail, checkpoints_in, is_of, run_id_of, traces_in
+from skippipe.runs.tail import FileTail, belongs_to, checkpoints_in, run_id_of, traces_in
 
 MOST_EVENTS = 300  # kept; older ones are in the file
-SLOW_FOR = 1  # iterations after it was last waited for
+SLOW_FOR = 1  # iterations for which a node that was waited for is shown as slow
 
 Source = Literal["plan", "metrics", "events", "trace"]
 SOURCES: tuple[Source, ...] = get_args(Source)
 NodeStatus = Literal["lost", "here", "learning"]
-STANDINGS: dict[str, NodeStatus | None] = {"gone": "lost", "joined": "here", "learning": "learning", "able": None}
-"""What an event makes of a node; None: as the plan has it."""
+STATUS_OF_EVENT: dict[str, NodeStatus | None] = {"gone": "lost", "joined": "here", "learning": "learning", "able": None}
+"""Kind of event → the status of its node; None: as the plan has it."""
 
 
 @dataclass
@@ -42,156 +42,159 @@ class RunState:
     """What is known of a run by now."""
 
     plan: Plan | None = None
-    """In use."""
+    """The plan in use."""
     learning: frozenset[str] = frozenset()
-    """Nodes of the plan that do not have the state of their stage yet."""
+    """Nodes of the plan that are still receiving the state of their stage."""
     done: bool | None = None
-    """The run has ended, and said so; None: it has no journal in which it would."""
+    """The run has ended in order, by its journal; None: it has none."""
     rows: list[MetricsRow] = field(default_factory=list)
     links: Links = field(default_factory=list)
-    """In the last iteration."""
+    """Bytes between nodes in the last iteration."""
     visits: list[int] = field(default_factory=list)
     """Microbatches in the gradient of each stage, in the last iteration."""
     events: deque[EventRecord] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
-    happened: int = 0
-    """Events in all."""
-    standing: dict[str, NodeStatus] = field(default_factory=dict)
-    """Of nodes that are not just as the plan has them."""
+    events_total: int = 0
+    """All events, also those that are not kept."""
+    status: dict[str, NodeStatus] = field(default_factory=dict)
+    """Node → its status, where that is not as the plan has it."""
     slow: dict[str, int] = field(default_factory=dict)
-    """Node → the iteration in which it was last waited for."""
+    """Node → the last iteration that was late because of it."""
     checkpoints: dict[int, float] = field(default_factory=dict)
-    """Iterations that were done → when it was complete (Unix)."""
-    chart: GanttData | None = None
+    """Iterations that were done → when the checkpoint was complete (Unix)."""
+    gantt: RecordedIteration | None = None
     """The last recorded iteration."""
     unread: Counter[str] = field(default_factory=Counter)
-    """File → lines that nobody understands."""
+    """File → lines that cannot be parsed."""
     versions: Counter[Source] = field(default_factory=Counter)
+    """Source → a number that grows when it has changed."""
 
 
 class RunFollower:
+    """Keeps a `RunState` up to date with the files of a run."""
+
     def __init__(self, folder: Path, since: float = 0.0) -> None:
         """What was written before `since` (Unix) is of an earlier run in the same folder, and is not shown."""
         self.folder = folder
         self.state = RunState()
         self._since = since
         self._run_id: str | None = None
-        """What has another id is of another run, and is not shown; None: it is not known."""
+        """Files with another id are of another run, and are not shown; None: it is not known."""
         self._begin()
 
     def _begin(self) -> None:
-        """With nothing read."""
+        """Start over, with nothing read."""
         self._metrics = FileTail(self.folder / "metrics.jsonl", self._since)
         self._events = FileTail(self.folder / "events.jsonl", self._since)
-        self._wal = FileTail(self.folder / "journal", self._since)
-        self._noted = WalSummary()
-        self._stood_at: dict[str, float] = {}
-        """Node → the time of the last event that says where it stands."""
+        self._wal_file = FileTail(self.folder / "journal", self._since)
+        self._wal = WalSummary()
+        self._status_times: dict[str, float] = {}
+        """Node → the time of the event that gave it its status."""
         self._plan_stamp: tuple[int, int] | None = None
         self._trace_stamp: tuple[str, int, int] | None = None
 
-    def look(self) -> bool:
-        """Take in what is new; whether there is more to read at once."""
+    def poll(self) -> bool:
+        """Take in what is new; True if there is more to read right away."""
         run_id = run_id_of(self.folder)
         if run_id != self._run_id:  # another run is there now: nothing that was read counts
             versions = self.state.versions + Counter(dict.fromkeys(SOURCES, 1))
             self._run_id, self.state = run_id, RunState(versions=versions)
             self._begin()
-        more = [self._look_at_events(), self._look_at_metrics(), self._look_at_journal()]
-        if self._noted.last is None:
-            self._look_at_plan_file()
-        self._look_at_checkpoints()
-        self._look_at_traces()
+        more = [self._read_events(), self._read_metrics(), self._read_wal()]
+        if self._wal.last is None:
+            self._read_plan_file()
+        self._read_checkpoints()
+        self._read_newest_trace()
         return any(more)
 
-    def _look_at_metrics(self) -> bool:
-        state, look = self.state, self._metrics.look()
-        if look.anew:
+    def _read_metrics(self) -> bool:
+        state, new = self.state, self._metrics.poll()
+        if new.reset:
             state.rows, state.links, state.visits = [], [], []
             state.unread["metrics.jsonl"] = 0
-        for line in look.lines:
+        for line in new.lines:
             found = metrics_of(line)
             if found is None:
                 state.unread["metrics.jsonl"] += 1
                 continue
-            if not is_of(self._run_id, found.run):
+            if not belongs_to(self._run_id, found.run):
                 continue
             while state.rows and state.rows[-1].iteration >= found.row.iteration:  # done again: the newer line counts
                 state.rows.pop()
             state.rows.append(found.row)
             state.links, state.visits = found.links, found.visits
-        if look.lines or look.anew:
+        if new.lines or new.reset:
             state.versions["metrics"] += 1
-        self._forgive()
-        return look.more
+        self._clear_stale_status()
+        return new.more
 
-    def _forgive(self) -> None:
-        """Whoever is not waited for any more is slow no more; whoever sends is there.
+    def _clear_stale_status(self) -> None:
+        """Drop the status of nodes that are no longer slow, and of lost ones that send again.
 
         A coordinator that goes on from a checkpoint has all nodes again, and no event says so.
         """
         state = self.state
         last, when = (state.rows[-1].iteration, state.rows[-1].time or 0.0) if state.rows else (0, 0.0)
         senders = {sender for sender, _, _ in state.links}
-        back = {name for name in senders if state.standing.get(name) == "lost" and when > self._stood_at[name]}
-        forgiven = {name for name, iteration in state.slow.items() if iteration < last - SLOW_FOR}
+        back = {name for name in senders if state.status.get(name) == "lost" and when > self._status_times[name]}
+        recovered = {name for name, iteration in state.slow.items() if iteration < last - SLOW_FOR}
         for name in back:
-            del state.standing[name]
-        for name in forgiven:
+            del state.status[name]
+        for name in recovered:
             del state.slow[name]
-        if back or forgiven:
+        if back or recovered:
             state.versions["events"] += 1
 
-    def _look_at_events(self) -> bool:
-        state, look = self.state, self._events.look()
-        if look.anew:
+    def _read_events(self) -> bool:
+        state, new = self.state, self._events.poll()
+        if new.reset:
             state.events.clear()
-            state.standing, state.slow, state.happened = {}, {}, 0
+            state.status, state.slow, state.events_total = {}, {}, 0
             state.unread["events.jsonl"] = 0
-        for line in look.lines:
+        for line in new.lines:
             found = event_of(line)
             if found is None:
                 state.unread["events.jsonl"] += 1
-            elif is_of(self._run_id, found[1]):
+            elif belongs_to(self._run_id, found[1]):
                 self._take(found[0])
-        if look.lines or look.anew:
+        if new.lines or new.reset:
             state.versions["events"] += 1
-        return look.more
+        return new.more
 
     def _take(self, event: EventRecord) -> None:
         state = self.state
         state.events.append(event)
-        state.happened += 1
+        state.events_total += 1
         if event.kind == "recovered":
-            state.standing = {}
+            state.status = {}
         if event.kind == "slow" and event.node:
             state.slow[event.node] = event.iteration
-        if event.kind in STANDINGS and event.node:
-            standing = STANDINGS[event.kind]
-            state.standing.pop(event.node, None)
+        if event.kind in STATUS_OF_EVENT and event.node:
+            status = STATUS_OF_EVENT[event.kind]
+            state.status.pop(event.node, None)
             state.slow.pop(event.node, None)
-            if standing is not None:
-                state.standing[event.node] = standing
-            self._stood_at[event.node] = event.time
+            if status is not None:
+                state.status[event.node] = status
+            self._status_times[event.node] = event.time
 
-    def _look_at_journal(self) -> bool:
-        """Of plans that were repaired on the way, it has the one in use."""
-        state, look = self.state, self._wal.look()
-        before = self._noted.last, state.done
-        if look.anew:
-            self._noted, self._plan_stamp = WalSummary(), None
+    def _read_wal(self) -> bool:
+        """The journal has the plan in use, also when it was repaired on the way."""
+        state, new = self.state, self._wal_file.poll()
+        before = self._wal.last, state.done
+        if new.reset:
+            self._wal, self._plan_stamp = WalSummary(), None
             state.unread["journal"] = 0
-        for line in look.lines:
-            if not self._noted.take(line):
+        for line in new.lines:
+            if not self._wal.add_line(line):
                 state.unread["journal"] += 1
-        ours = is_of(self._run_id, self._noted.run)
-        last, state.done = (self._noted.last, self._noted.done) if ours else (None, None)
+        ours = belongs_to(self._run_id, self._wal.run)
+        last, state.done = (self._wal.last, self._wal.done) if ours else (None, None)
         if (last, state.done) != before:
             if last is not None and last is not before[0]:
-                self._use(last.get("plan"), items(last.get("learning")), "journal")
+                self._set_plan(last.get("plan"), as_list(last.get("learning")), "journal")
             state.versions["plan"] += 1
-        return look.more
+        return new.more
 
-    def _look_at_plan_file(self) -> None:
+    def _read_plan_file(self) -> None:
         path = self.folder / "plan.json"
         try:
             status = path.stat()
@@ -206,9 +209,9 @@ class RunFollower:
         except OSError:
             return
         self.state.unread["plan.json"] = 0
-        self._use(object_of(content), [], "plan.json")
+        self._set_plan(parse_object(content), [], "plan.json")
 
-    def _use(self, plan: Any, learning: list[Any], source: str) -> None:
+    def _set_plan(self, plan: Any, learning: list[Any], source: str) -> None:
         state = self.state
         try:
             state.plan = Plan.from_json(plan)
@@ -216,24 +219,24 @@ class RunFollower:
             state.unread[source] += 1  # the last one that could be read is shown
         else:
             nodes = state.plan.cluster.nodes
-            numbers = [count(each) for each in learning]
+            numbers = [as_count(each) for each in learning]
             state.learning = frozenset(nodes[each].name for each in numbers if each is not None and each < len(nodes))
         state.versions["plan"] += 1
 
-    def _look_at_checkpoints(self) -> None:
+    def _read_checkpoints(self) -> None:
         found = checkpoints_in(self.folder, self._since)
         if any(number not in self.state.checkpoints for number in found):
             self.state.checkpoints |= found  # also those that are deleted by now were made
             self.state.versions["events"] += 1
 
-    def _look_at_traces(self) -> None:
-        """The newest, of iterations that this run has done: a folder may have some of an earlier run too."""
+    def _read_newest_trace(self) -> None:
+        """The newest trace of an iteration that this run has done: a folder may have some of an earlier run too."""
         state = self.state
         last = state.rows[-1].iteration if state.rows else -1
         found = [each for each in traces_in(self.folder, self._since) if each.iteration <= last]
         if not found:
-            if state.chart is not None and not state.rows:
-                state.chart, self._trace_stamp = None, None
+            if state.gantt is not None and not state.rows:
+                state.gantt, self._trace_stamp = None, None
                 state.versions["trace"] += 1
             return
         _, iteration, path = max(found)
@@ -242,8 +245,8 @@ class RunFollower:
             stamp = (path.name, status.st_mtime_ns, status.st_size)
             if stamp == self._trace_stamp:
                 return
-            state.chart = read_gantt(path, iteration, self._run_id)
-        except (OSError, ValueError):  # being written: the next look will tell
+            state.gantt = read_recorded(path, iteration, self._run_id)
+        except (OSError, ValueError):  # being written: the next poll will tell
             return
         self._trace_stamp = stamp
         state.versions["trace"] += 1

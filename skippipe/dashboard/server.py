@@ -1,11 +1,15 @@
-"""Where the page listens, who may look, and how it begins and ends."""
+"""Where the dashboard listens, who has access, and how it starts and stops; alone or beside `skippipe train`."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import socket
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +20,11 @@ if TYPE_CHECKING:
     from skippipe.web.auth import ApiSettings
 
 TOKEN = "SKIPPIPE_DASHBOARD_TOKEN"
-USUAL_HOST = "127.0.0.1"
+DEFAULT_HOST = "127.0.0.1"
 BACKLOG = 128
+OPTION = "--dashboard"  # of `skippipe train`
+PRIORITY = 10  # nice: the side process gets what training leaves
+END_TIMEOUT_S = 5.0  # within which the side process ends by itself
 
 
 def check_installed() -> None:
@@ -26,18 +33,18 @@ def check_installed() -> None:
         require(package, extra, "the dashboard")
 
 
-def place(asked: str, option: str) -> tuple[str, int]:
+def parse_address(address: str, option: str) -> tuple[str, int]:
     """Host and port from `[HOST:]PORT`."""
     from skippipe.transport.addresses import split_address
 
     try:
-        return split_address(asked if ":" in asked else f"{USUAL_HOST}:{asked}")
+        return split_address(address if ":" in address else f"{DEFAULT_HOST}:{address}")
     except UserError:
-        raise UserError(f"{option} {asked}: expected a port, or host:port, such as 127.0.0.1:8090") from None
+        raise UserError(f"{option} {address}: expected a port, or host:port, such as 127.0.0.1:8090") from None
 
 
-def who_may_look(host: str) -> ApiSettings:
-    """Everybody on this machine; whoever knows the token, if there is one. Others only with a token."""
+def access_settings(host: str) -> ApiSettings:
+    """Without a token, only this machine has access; with one, every client that sends it."""
     from skippipe.transport.addresses import is_loopback
     from skippipe.web.auth import ApiSettings
 
@@ -50,7 +57,7 @@ def who_may_look(host: str) -> ApiSettings:
     return ApiSettings(tokens=(token,) if token else (), loopback=is_loopback(host))
 
 
-def listening(host: str, port: int, option: str) -> socket.socket:
+def listen(host: str, port: int, option: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -60,17 +67,17 @@ def listening(host: str, port: int, option: str) -> socket.socket:
         ) from None
 
 
-def address(listens: socket.socket) -> str:
+def url_of(listener: socket.socket) -> str:
     from skippipe.transport.addresses import join_address
 
-    host, port = listens.getsockname()[:2]
+    host, port = listener.getsockname()[:2]
     return f"http://{join_address(host, port)}/"
 
 
 def run(
-    folder: Path, listens: socket.socket, settings: ApiSettings, since: float = 0.0, *, owned: bool = False
+    folder: Path, listener: socket.socket, settings: ApiSettings, since: float = 0.0, *, owned: bool = False
 ) -> None:
-    """Until somebody stops it; if it is `owned`, until standard input ends."""
+    """Serve until the process is told to stop; if it is `owned`, until standard input ends."""
     from skippipe.dashboard.panels import Panels
     from skippipe.dashboard.routes import application
     from skippipe.dashboard.run_state import RunFollower
@@ -82,9 +89,54 @@ def run(
     async def serve() -> None:
         if owned:
             asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stop)
-        await server.serve([listens])
+        await server.serve([listener])
 
-    app = application(Panels(RunFollower(folder, since)), settings, over=lambda: server.should_exit)
-    host, port = listens.getsockname()[:2]
+    app = application(Panels(RunFollower(folder, since)), settings, stopping=lambda: server.should_exit)
+    host, port = listener.getsockname()[:2]
     server = web_server.server(app, host, port)
     asyncio.run(serve())
+
+
+@contextmanager
+def dashboard_process(folder: Path, address: str, *, resumed: bool) -> Iterator[None]:
+    """Show the run at `[HOST:]PORT`, from a process with a lower priority than training that ends with this one.
+
+    It follows the same files as `skippipe dashboard`; if it fails, training goes on. It notices its owner's end by the
+    pipe to it closing. Of a run that begins anew, it shows nothing older.
+    """
+    check_installed()
+    host, port = parse_address(address, OPTION)
+    access_settings(host)
+    listener = listen(host, port, OPTION)
+    print(f"the dashboard is at {url_of(listener)}", file=sys.stderr, flush=True)
+    with listener:
+        command = [sys.executable, "-m", __name__, str(folder), str(listener.fileno()), host]
+        since = 0.0 if resumed else time.time()
+        process = subprocess.Popen(
+            [*command, repr(since)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,  # Ctrl-C is for the owner, which may have minutes to go
+        )
+    assert process.stdin is not None
+    try:
+        yield
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def main(folder: str, descriptor: str, host: str, since: str) -> None:
+    os.nice(PRIORITY)
+    with socket.socket(fileno=int(descriptor)) as listener:
+        run(Path(folder), listener, access_settings(host), float(since), owned=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("SKIPPIPE_PURE_PYTHON", "1")  # before anything with kernels is imported
+    main(*sys.argv[1:])

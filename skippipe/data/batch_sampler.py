@@ -2,13 +2,12 @@
 
 The text is taken as windows of `sequence` tokens, which do not overlap; the token after a window is the label of its
 last. Position p = (iteration × microbatches + microbatch) × samples + sample runs through epochs of all windows, and
-within an epoch a keyed permutation says which window stands where. Nothing is stored and nobody has to agree on
+within an epoch a keyed permutation says which window stands where. Nothing is stored and nodes need not agree on
 anything: a restart, or a microbatch given to another node, repeats nothing and loses nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -25,7 +24,7 @@ MASK = 2**64 - 1
 
 
 def permute(seed: int, epoch: int, offset: int, n: int) -> int:
-    """Where `offset` goes in the permutation of 0…n−1 that belongs to seed and epoch.
+    """The place of `offset` in the permutation of 0…n−1 that belongs to seed and epoch.
 
     A Feistel network permutes 0…4^h−1, the smallest such range with n in it. A value that lands at n or beyond is
     sent through again: the way back from any value below n passes such values only, so that no two meet.
@@ -66,7 +65,7 @@ class BatchSampler:
         self.windows = _windows(self.tokens, sequence)
 
     def window(self, iteration: int, microbatch: int, sample: int) -> int:
-        """The window that this sample is."""
+        """The number of the window that this sample is."""
         if iteration < 0 or not 0 <= microbatch < self.microbatches or not 0 <= sample < self.samples:
             raise ValueError(
                 f"iteration {iteration}, microbatch {microbatch} of {self.microbatches}, "
@@ -79,25 +78,6 @@ class BatchSampler:
     def batch(self, iteration: int, microbatch: int) -> Batch:
         windows = [self.window(iteration, microbatch, sample) for sample in range(self.samples)]
         return _cut_out(self.tokens, self.sequence, windows)
-
-    def epoch(self, iteration: int) -> float:
-        """How often the whole text has been seen when this iteration starts."""
-        return iteration * self.microbatches * self.samples / self.windows
-
-
-def validation_batches(
-    tokens: npt.ArrayLike, sequence: int, samples: int, batches: int | None = None
-) -> Iterator[Batch]:
-    """The same windows every time, from the start of the text on: all of them, or as many as fill so many batches.
-
-    The last batch holds fewer samples if they do not come out even.
-    """
-    ids = np.asarray(tokens)
-    _check_positive(sequence=sequence, samples=samples)
-    windows = _windows(ids, sequence)
-    count = windows if batches is None else min(windows, batches * samples)
-    starts = range(0, count, samples)
-    return (_cut_out(ids, sequence, range(start, min(start + samples, count))) for start in starts)
 
 
 def _check_positive(**numbers: int) -> None:

@@ -17,11 +17,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import resources
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from skippipe.errors import UserError
+from skippipe.json_fields import exists
+from skippipe.optional_deps import require
 
+EXTRA = "datasets"
+READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 END = "<|endoftext|>"
 BUILT_IN = {"classics": "classics-train.txt.xz", "classics-val": "classics-val.txt.xz"}
 PIECE_CHARACTERS = 2**16
@@ -32,21 +37,23 @@ MOST_UNPACKER_BYTES = 2**30  # xz -9 asks for 65 MiB
 
 
 class Piece(NamedTuple):
+    """A part of a document."""
+
     text: str
     last: bool
-    """Does the document end with it?"""
+    """The document ends with it."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A text file as it was when it was looked at."""
+    """A text file as it was when it was opened."""
 
     path: Path
     size_bytes: int
     sha256: str
 
     def pieces(self, on_read: Callable[[int], None] = lambda count: None) -> Iterator[Piece]:
-        """The documents of the file; `on_read` hears of every block how many bytes on disk it took."""
+        """The documents of the file; `on_read` is called with the bytes on disk of every block."""
         empty = True
         for piece in cut(_blocks(self.path, on_read)):
             empty = False
@@ -71,7 +78,7 @@ def source(name: str | Path) -> Source:
 
 def cut(blocks: Iterable[str]) -> Iterator[Piece]:
     """Documents in pieces, from text in blocks that may end anywhere. Documents of white space alone are left out."""
-    rest, inside = "", False  # inside: a piece of this document was handed on already
+    rest, inside = "", False  # inside: a piece of this document was yielded already
     for block in blocks:
         *whole, rest = (rest + block).split(END)
         for document in whole:
@@ -170,3 +177,43 @@ def _blocks(path: Path, on_read: Callable[[int], None]) -> Iterator[str]:
         raise UserError(f"{path}: not a whole .xz file: {error}; compress or copy it again") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def stream_text(
+    name_or_path: str | Path,
+    split: str = "train",
+    field: str = "text",
+    subset: str | None = None,
+    documents: int | None = None,
+) -> Iterator[str]:
+    """The texts in one field of a dataset: its name on the hub, a folder with one, or a file (see `READERS`).
+
+    The documents come one after another, without having all of them on disk:
+
+        prepare(stream_text("HuggingFaceFW/fineweb-edu", documents=100_000), 32_000, folder)
+
+    The order is the dataset's. Reading starts when the first document is taken.
+    """
+    datasets = require("datasets", EXTRA, f"streaming '{name_or_path}'")
+    path = Path(name_or_path)
+    if path.suffix in READERS and not exists(path):
+        raise UserError(f"{path}: no such file to stream from")
+    if exists(path) and path.is_file():
+        if path.suffix not in READERS:
+            raise UserError(f"{path}: streams come from {', '.join(READERS)}; give a text file to 'prepare' as it is")
+        source: dict[str, Any] = {"path": READERS[path.suffix], "data_files": {split: str(path)}}
+    else:
+        source = {"path": str(name_or_path), "name": subset}
+    return islice(_texts(datasets, str(name_or_path), field, {**source, "split": split, "streaming": True}), documents)
+
+
+def _texts(datasets: Any, name: str, field: str, options: dict[str, Any]) -> Iterator[str]:
+    try:  # a dataset that is a script is refused with a RuntimeError: from version 4 on the library runs none
+        for row in datasets.load_dataset(**options):
+            if not isinstance(row.get(field), str):
+                known = ", ".join(key for key, value in row.items() if isinstance(value, str))
+                raise UserError(f"{name}: no text in field '{field}'; fields with text: {known or 'none'}")
+            yield row[field]
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{name}: the dataset cannot be read: {reason}") from None

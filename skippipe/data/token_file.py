@@ -1,4 +1,4 @@
-"""The token file: a text as ids on disk, made once, memory-mapped by whoever trains on it.
+"""The token file: a text as ids on disk, made once, memory-mapped by the nodes that train on it.
 
 It is a folder:
 
@@ -10,7 +10,7 @@ It is a folder:
 Header: `format` "skippipe-tokens", `version` 1, `data` (the name of the file with the ids), `type` "uint16" or
 "uint32", `tokens` (how many), `vocabulary` (ids are below it), `end_id` (ends every document), `content_sha256` (of the
 file with the ids), `tokenizer_sha256` (of tokenizer.json), `fingerprint` (SHA-256 of those two in hexadecimal, joined
-by a space), `tokenizer` (what was asked for: "bpe 2048", or a SHA-256) and `sources` (name, bytes and SHA-256 of every
+by a space), `tokenizer` (as requested: "bpe 2048", or a SHA-256) and `sources` (name, bytes and SHA-256 of every
 text file; none for a stream).
 
 Two machines have the same data if they have the same fingerprint; where the text came from does not enter into it.
@@ -44,7 +44,7 @@ Ids = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 
 def cache_folder(name: str) -> Path:
-    """Where prepared text is kept unless somebody says otherwise."""
+    """The default place of prepared text."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     return root / "skippipe" / "tokens" / name
 
@@ -62,14 +62,14 @@ class Inputs:
     """What a token file is made from: the same inputs need no second making."""
 
     tokenizer: str
-    """What was asked for: "bpe 2048" to be trained on the text, or the fingerprint of one that is there."""
+    """The requested tokenizer: "bpe 2048" to train one on the text, or the fingerprint of an existing one."""
     sources: tuple[tuple[str, int, str], ...]
     """Name, size in bytes and SHA-256 of every text file; none for a stream."""
 
     @classmethod
     def of(cls, sources: Iterable[Source], tokenizer: TextTokenizer | int) -> Inputs:
-        asked = f"bpe {tokenizer}" if isinstance(tokenizer, int) else tokenizer.fingerprint
-        return cls(asked, tuple((each.path.name, each.size_bytes, each.sha256) for each in sources))
+        requested = f"bpe {tokenizer}" if isinstance(tokenizer, int) else tokenizer.fingerprint
+        return cls(requested, tuple((each.path.name, each.size_bytes, each.sha256) for each in sources))
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,13 @@ class TokenFile:
         return TextTokenizer.load(self.folder)
 
     def check_content(self) -> None:
-        """Read all of it: are these the ids that were written?"""
+        """UserError unless the ids are those that were written; reads all of them."""
         if _sha256(self.folder / self.data) != self.content_sha256:
             raise UserError(f"{self.folder / self.data}: the ids are not those that were written; {AGAIN}")
 
     @classmethod
     def open(cls, folder: Path, tokenizer: TextTokenizer | None = None) -> TokenFile:
-        """Check what can be checked without reading the ids. With a tokenizer: that the ids are of that one."""
+        """Open a token file and check it without reading the ids. With a tokenizer: that the ids are from that one."""
         header = folder / HEADER
         if not header.is_file():
             raise UserError(

@@ -1,1 +1,5 @@
-"""How the processes of nodes are started and ended."""
+"""Where nodes come from: a launcher starts them and reports those that have ended.
+
+`launcher` is the interface; every other module is a way to get nodes: `local` (processes of this machine, forked by
+`fork_server`), `join` (nodes that join by themselves), `ray_actors` and `torchrun`.
+"""

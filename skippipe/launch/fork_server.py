@@ -1,13 +1,13 @@
-"""Nodes on this machine, all forked from one parent that has imported everything: twenty start in seconds.
+"""A fork server: nodes of this machine, forked from one process that has imported everything. Twenty start in seconds.
 
-The process that forks them is one of its own with a single thread, because a process with threads cannot be forked
-safely. It takes one JSON line for each node to start over a socket, and says when one has ended. There are two of it,
-and the second only waits: if one is killed, the other takes its place and forks itself, so there are two again. Nodes
-of one that was killed live on, and the owner looks after them itself; how they end is then not known, but that they do.
+The fork server has a single thread, because a process with threads cannot be forked safely. Over a socket it gets one
+JSON line for each node to start, and reports those that have ended. There are two of them, and the second is a standby:
+if the first is killed, the standby takes its place and forks another standby. Nodes of a fork server that was killed
+live on, and the owner watches them itself; it then learns that they end, but not how.
 
-When the owner is gone, however that came about, the sockets close: both end their nodes and themselves. A node that
-has outlived the process that forked it ends by itself: it holds the reading end of a pipe that only the owner could
-write to.
+When the owner is gone, however that came about, the sockets close: both fork servers end their nodes and themselves. A
+node that has outlived its fork server ends by itself: it holds the reading end of a pipe of which only the owner has
+the other end.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-STOP_S = 4.0  # from a polite request to end until force
-LOOK_S = 0.05  # from one look at a process to the next, where nothing tells that it has ended
-TWIN: dict[str, Any] = {"twin": True}
-"""The order to fork another that forks."""
+STOP_S = 4.0  # from SIGTERM to SIGKILL
+POLL_S = 0.05  # between two polls of a process whose end cannot be waited for
+STANDBY: dict[str, Any] = {"standby": True}
+"""The request to fork another fork server."""
 
 ProcessMain = Callable[[dict[str, Any]], int]
-"""What a node does with what it was told; gives its exit status."""
+"""What a node runs with its configuration; gives its exit status."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class ForkServer:
-    """A process that forks nodes, as its owner sees it."""
+    """A fork server, as its owner sees it."""
 
     pid: int
     socket: socket.socket
     lines: bytes = b""
-    passed: list[int] = field(default_factory=list)
-    """File descriptors that came with what it said."""
+    descriptors: list[int] = field(default_factory=list)
+    """File descriptors that came with its messages."""
 
-    def order(self, what: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # it is gone, which the next look finds
+    def send(self, request: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # it is gone, which the next poll finds
             self.socket.setblocking(True)
-            self.socket.sendall(json.dumps(what).encode() + b"\n")
+            self.socket.sendall(json.dumps(request).encode() + b"\n")
         self.socket.setblocking(False)
 
-    def news(self) -> tuple[list[dict[str, Any]], bool]:
-        """What it has said since, and whether it is gone."""
+    def receive(self) -> tuple[list[dict[str, Any]], bool]:
+        """Messages since the last call, and whether the fork server is gone."""
         block = b"first"
         while block:
             try:
-                block, passed, _, _ = socket.recv_fds(self.socket, 65536, 1)
+                block, descriptors, _, _ = socket.recv_fds(self.socket, 65536, 1)
             except BlockingIOError:
                 break
             except ConnectionError:
-                block, passed = b"", []
-            self.passed += passed
+                block, descriptors = b"", []
+            self.descriptors += descriptors
             self.lines += block
         *whole, self.lines = self.lines.split(b"\n")
         return [json.loads(line) for line in whole], not block
@@ -74,11 +74,11 @@ class ForkServer:
 
 @dataclass
 class NodeProcess:
-    """A node's, as far as it can be known without being its parent."""
+    """A node's process, as far as it can be known without being its parent."""
 
     pid: int
     handle: int | None
-    """A pidfd, where there is such a thing: the number of a process may mean another one day."""
+    """A pidfd, where there is such a thing: a process id may be given to another process one day."""
 
     @classmethod
     def of(cls, pid: int) -> NodeProcess:
@@ -112,55 +112,57 @@ class NodeProcess:
 
 
 class ProcessPool:
-    """The owner's side."""
+    """Nodes as processes, from the owner's side."""
 
-    def __init__(self, birth: ProcessMain, log_folder: Path) -> None:
-        """Forks at once: call it before threads are started. `birth` runs in each node."""
+    def __init__(self, process_main: ProcessMain, log_folder: Path) -> None:
+        """Forks at once: make it before threads are started. `process_main` runs in each node."""
         log_folder.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
-        sys.stdout.flush()  # or every node would write what stands in the buffer once more
+        sys.stdout.flush()  # or every node would write the buffer's content once more
         sys.stderr.flush()
         self._child = os.fork()
         if self._child == 0:
             ours.close()
             os.close(self._lifeline)
-            _tend(theirs, birth, log_folder, lifeline)
+            _serve(_Server(theirs, process_main, log_folder, lifeline))
         theirs.close()
         os.close(lifeline)
         ours.setblocking(False)
         self._servers = [ForkServer(self._child, ours)]
-        """That which starts nodes, and the one that waits to take its place."""
-        self._servers[0].order(TWIN)
-        self._orders: dict[str, dict[str, Any]] = {}
-        """Nodes that are to be started, and what they are told."""
+        """The one that forks nodes, and its standby."""
+        self._servers[0].send(STANDBY)
+        self._pending: dict[str, dict[str, Any]] = {}
+        """Nodes that are to be started → their configuration."""
         self._processes: dict[str, NodeProcess] = {}
         self._parents: dict[str, ForkServer | None] = {}
-        """Whoever forked a node that lives; none: it is gone."""
+        """Running node → its fork server; None: that is gone."""
         self._closing = False
         self.pids: dict[str, int] = {}
+        """Node → its newest process."""
         self.started: Counter[str] = Counter()
+        """Node → how often it was started."""
         self.ended: dict[str, int | None] = {}
-        """Nodes that are no more, and their exit status; −N: ended by signal N; none: it is not known."""
+        """Nodes that have ended → exit status; −N: ended by signal N; None: it is not known."""
 
     @property
     def servers(self) -> list[int]:
-        """The processes that fork nodes: the one that does, and those that wait to take its place."""
+        """Process ids of the fork server and its standby."""
         return [server.pid for server in self._servers]
 
-    def start(self, name: str, told: dict[str, Any]) -> None:
+    def start(self, name: str, config: dict[str, Any]) -> None:
         self.started[name] += 1
-        self._orders[name] = told
-        self._order(name)
+        self._pending[name] = config
+        self._request(name)
 
-    def look(self) -> None:
-        """Take in what has happened."""
+    def poll(self) -> None:
+        """Take in what has happened since the last call."""
         for server in list(self._servers):
-            news, gone = server.news()
-            for each in news:
-                self._hear(server, each)
+            messages, gone = server.receive()
+            for each in messages:
+                self._handle(server, each)
             if gone:
-                self._lose(server)
+                self._replace_server(server)
         for name in [name for name, parent in self._parents.items() if parent is None]:
             if self._processes[name].ended:
                 self._end(name, None)
@@ -171,12 +173,12 @@ class ProcessPool:
         for server in self._servers:
             with contextlib.suppress(OSError):
                 server.socket.shutdown(socket.SHUT_WR)
-        for kind in (signal.SIGTERM, signal.SIGKILL):
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
             for name, parent in self._parents.items():
                 if parent is None:
-                    self._processes[name].signal(kind)
-            self._wait(time.monotonic() + STOP_S + LOOK_S)
-        for server in list(self._servers):  # it was stopped, perhaps
+                    self._processes[name].signal(signal_number)
+            self._wait(time.monotonic() + STOP_S + POLL_S)
+        for server in list(self._servers):  # frozen, perhaps
             for name in [name for name, parent in self._parents.items() if parent is server]:
                 self._processes[name].signal(signal.SIGKILL)
             os.kill(server.pid, signal.SIGKILL)
@@ -184,7 +186,7 @@ class ProcessPool:
         os.close(self._lifeline)
 
     def _wait(self, deadline: float) -> None:
-        """For all to be gone."""
+        """Wait until all processes have ended, or until the deadline."""
         while self._servers or None in self._parents.values():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -193,25 +195,25 @@ class ProcessPool:
             known = [handle for handle in handles if handle is not None]
             _ready(
                 [*(server.socket.fileno() for server in self._servers), *known],
-                left_s if len(known) == len(handles) else min(left_s, LOOK_S),
+                left_s if len(known) == len(handles) else min(left_s, POLL_S),
             )
-            self.look()
+            self.poll()
 
-    def _hear(self, server: ForkServer, news: dict[str, Any]) -> None:
-        if "twin" in news:
-            twin = socket.socket(fileno=server.passed.pop(0))
-            twin.setblocking(False)
-            twin.set_inheritable(False)
-            self._servers.append(ForkServer(news["twin"], twin))
-        elif "pid" in news:
-            name = news["name"]
-            self.pids[name] = news["pid"]
-            self._processes[name] = NodeProcess.of(news["pid"])
+    def _handle(self, server: ForkServer, message: dict[str, Any]) -> None:
+        if "standby" in message:
+            standby = socket.socket(fileno=server.descriptors.pop(0))
+            standby.setblocking(False)
+            standby.set_inheritable(False)
+            self._servers.append(ForkServer(message["standby"], standby))
+        elif "pid" in message:
+            name = message["name"]
+            self.pids[name] = message["pid"]
+            self._processes[name] = NodeProcess.of(message["pid"])
             self._parents[name] = server
-            self._orders.pop(name, None)
+            self._pending.pop(name, None)
             self.ended.pop(name, None)
         else:
-            self._end(news["name"], news["status"])
+            self._end(message["name"], message["status"])
 
     def _end(self, name: str, status: int | None) -> None:
         if not self._closing:
@@ -219,8 +221,8 @@ class ProcessPool:
         self._processes.pop(name).close()
         del self._parents[name]
 
-    def _lose(self, server: ForkServer) -> None:
-        """Another takes its place. A node that it was forking has not begun to live."""
+    def _replace_server(self, server: ForkServer) -> None:
+        """The standby takes the place of one that is gone. A node that it was forking has not started to run."""
         self._servers.remove(server)
         server.socket.close()
         if server.pid == self._child:
@@ -230,62 +232,95 @@ class ProcessPool:
         if self._closing:
             return
         if not self._servers:
-            log.warning("the processes that start nodes are gone; nodes that are lost from now on do not come back")
+            log.warning("both fork servers are gone; nodes that are lost from now on are not restarted")
             return
-        log.warning("a process that starts nodes is gone (%d); its nodes live on, and it is replaced", server.pid)
-        self._servers[0].order(TWIN)
-        for name in self._orders:
-            self._order(name)
+        log.warning("fork server %d is gone; its nodes live on, and its standby takes over", server.pid)
+        self._servers[0].send(STANDBY)
+        for name in self._pending:
+            self._request(name)
 
-    def _order(self, name: str) -> None:
+    def _request(self, name: str) -> None:
         if self._servers:
-            self._servers[0].order({"name": name, "told": self._orders[name]})
+            self._servers[0].send({"name": name, "config": self._pending[name]})
 
 
 def how_ended(status: int | None) -> str:
-    """For people."""
+    """In words, for events."""
     if status is None:
-        return "ended, and whoever started it is gone"
+        return "ended, how is not known: its fork server is gone"
     return f"exit status {status}" if status >= 0 else f"signal {-status}"
-
-
-def _ready(handles: list[int], within_s: float) -> list[tuple[int, int]]:
-    """Those that have something to say; `select` could not take numbers above 1023."""
-    poll = select.poll()
-    for handle in handles:
-        poll.register(handle, select.POLLIN)
-    return poll.poll(within_s * 1000)
 
 
 def log_file(log_folder: Path, name: str) -> Path:
     return log_folder / f"{name.replace(os.sep, '_')}.log"
 
 
-def _tend(owner: socket.socket, birth: ProcessMain, log_folder: Path, lifeline: int) -> NoReturn:
-    """The whole life of a process that forks nodes."""
+def last_log_line(log_folder: Path, name: str) -> str:
     try:
-        _fork_as_told(owner, birth, log_folder, lifeline)
+        lines = log_file(log_folder, name).read_text(errors="replace").split("\n")
+    except OSError:
+        lines = []
+    return next((line for line in reversed(lines) if line.strip()), "its log is empty")
+
+
+def _ready(handles: list[int], timeout_s: float) -> list[tuple[int, int]]:
+    """Handles that can be read; `select` could not take numbers above 1023."""
+    poll = select.poll()
+    for handle in handles:
+        poll.register(handle, select.POLLIN)
+    return poll.poll(timeout_s * 1000)
+
+
+@dataclass
+class _Server:
+    """What a fork server holds in its own process."""
+
+    owner: socket.socket
+    process_main: ProcessMain
+    log_folder: Path
+    lifeline: int
+    """The reading end of a pipe that closes with the owner."""
+    nodes: dict[int, str] = field(default_factory=dict)
+    """Process → its node."""
+    wakeup: tuple[int, int] = (-1, -1)
+    """A pipe that can be read when a child has ended."""
+
+    def notify(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the owner is gone; the next read finds that
+            self.owner.sendall(json.dumps(message).encode() + b"\n")
+
+    def close_in_child(self) -> None:
+        """A forked process must not hold the fork server's handles."""
+        signal.set_wakeup_fd(-1)
+        for handle in (self.owner.fileno(), *self.wakeup):
+            os.close(handle)
+
+
+def _serve(server: _Server) -> NoReturn:
+    """All that the process of a fork server does."""
+    try:
+        _serve_requests(server)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)  # whatever happens, it must not go on as a second owner
 
 
-def _fork_as_told(owner: socket.socket, birth: ProcessMain, log_folder: Path, lifeline: int) -> NoReturn:
+def _serve_requests(server: _Server) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the owner decides what it means
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-    woken, wakes = os.pipe()
-    os.set_blocking(wakes, False)
-    signal.set_wakeup_fd(wakes)
-    nodes: dict[int, str] = {}
-    lines = b""
+    server.wakeup = os.pipe()
+    wakeup_read, wakeup_write = server.wakeup
+    os.set_blocking(wakeup_write, False)
+    signal.set_wakeup_fd(wakeup_write)
+    owner, lines = server.owner, b""
     while True:
-        readable = [handle for handle, _ in _ready([owner.fileno(), woken], STOP_S)]
-        if woken in readable:
-            os.read(woken, 4096)
+        readable = [handle for handle, _ in _ready([owner.fileno(), wakeup_read], STOP_S)]
+        if wakeup_read in readable:
+            os.read(wakeup_read, 4096)
         for pid, status in _reaped():
-            if pid in nodes:
-                _tell(owner, {"name": nodes.pop(pid), "status": os.waitstatus_to_exitcode(status)})
+            if pid in server.nodes:
+                server.notify({"name": server.nodes.pop(pid), "status": os.waitstatus_to_exitcode(status)})
         if owner.fileno() not in readable:
             continue
         try:
@@ -295,58 +330,40 @@ def _fork_as_told(owner: socket.socket, birth: ProcessMain, log_folder: Path, li
         if not block:
             break
         *whole, lines = (lines + block).split(b"\n")
-        for order in map(json.loads, whole):
-            ours = (owner.fileno(), woken, wakes)
-            if order == TWIN:
-                _fork_twin(owner, ours, birth, log_folder, lifeline)
+        for request in map(json.loads, whole):
+            if request == STANDBY:
+                _fork_standby(server)
             else:
-                _fork_node(owner, ours, order, nodes, birth, log_folder, lifeline)
-    _end(set(nodes), woken)
+                _fork_node(server, request["name"], request["config"])
+    _end(set(server.nodes), wakeup_read)
     os._exit(0)
 
 
-def _fork_twin(
-    owner: socket.socket, ours: tuple[int, ...], birth: ProcessMain, log_folder: Path, lifeline: int
-) -> None:
-    """Another like this one, with a socket of its own to the owner."""
-    near, far = socket.socketpair()
+def _fork_standby(server: _Server) -> None:
+    """Fork another fork server, with a socket of its own to the owner."""
+    owner_end, standby_end = socket.socketpair()
     pid = os.fork()
     if pid == 0:
-        signal.set_wakeup_fd(-1)
-        near.close()
-        for number in ours:
-            os.close(number)
-        _tend(far, birth, log_folder, lifeline)
-    with contextlib.suppress(OSError), near, far:
-        socket.send_fds(owner, [json.dumps({"twin": pid}).encode() + b"\n"], [near.fileno()])
+        owner_end.close()
+        server.close_in_child()
+        _serve(_Server(standby_end, server.process_main, server.log_folder, server.lifeline))
+    with contextlib.suppress(OSError), owner_end, standby_end:
+        socket.send_fds(server.owner, [json.dumps({"standby": pid}).encode() + b"\n"], [owner_end.fileno()])
 
 
-def _fork_node(
-    owner: socket.socket,
-    ours: tuple[int, ...],
-    order: dict[str, Any],
-    nodes: dict[int, str],
-    birth: ProcessMain,
-    log_folder: Path,
-    lifeline: int,
-) -> None:
-    """A node begins to live when the owner knows of it, or there could be two of one name."""
-    may, begin = os.pipe()
+def _fork_node(server: _Server, name: str, config: dict[str, Any]) -> None:
+    """A node runs once the owner knows of it, or there could be two of one name."""
+    go_read, go_write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.close(begin)
-        _live(order["name"], order["told"], birth, log_folder, (may, lifeline), ours)
-    os.close(may)
-    nodes[pid] = order["name"]
-    _tell(owner, {"name": order["name"], "pid": pid})
+        os.close(go_write)
+        _run_node(server, name, config, go_read)
+    os.close(go_read)
+    server.nodes[pid] = name
+    server.notify({"name": name, "pid": pid})
     with contextlib.suppress(OSError):
-        os.write(begin, b"!")
-    os.close(begin)
-
-
-def _tell(owner: socket.socket, news: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the owner is gone; the next read says so
-        owner.sendall(json.dumps(news).encode() + b"\n")
+        os.write(go_write, b"!")
+    os.close(go_write)
 
 
 def _reaped() -> list[tuple[int, int]]:
@@ -361,40 +378,35 @@ def _reaped() -> list[tuple[int, int]]:
         found.append((pid, status))
 
 
-def _end(nodes: set[int], woken: int) -> None:
-    """Ask, then force."""
-    for kind, patience_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
+def _end(nodes: set[int], wakeup_read: int) -> None:
+    """SIGTERM, then SIGKILL for those that are still there."""
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         for pid in nodes:
-            os.kill(pid, kind)  # it is there, at least as a zombie, until we have reaped it
-        deadline = time.monotonic() + patience_s
+            os.kill(pid, signal_number)  # it is there, at least as a zombie, until we have reaped it
+        deadline = time.monotonic() + STOP_S
         while nodes and time.monotonic() < deadline:
             nodes -= {pid for pid, _ in _reaped()}
-            if nodes and _ready([woken], max(0.0, deadline - time.monotonic())):
-                os.read(woken, 4096)
+            if nodes and _ready([wakeup_read], max(0.0, deadline - time.monotonic())):
+                os.read(wakeup_read, 4096)
         if not nodes:
             return
 
 
-def _live(
-    name: str, told: dict[str, Any], birth: ProcessMain, log_folder: Path, own: tuple[int, int], theirs: tuple[int, ...]
-) -> NoReturn:
-    """A node's whole life."""
+def _run_node(server: _Server, name: str, config: dict[str, Any], go_read: int) -> NoReturn:
+    """All that the process of a node does."""
     status = 1
-    may, lifeline = own
     try:
-        signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number in theirs:
-            os.close(number)
-        if not os.read(may, 1):  # whoever forked it is gone, and the owner may not know of it
+        server.close_in_child()
+        if not os.read(go_read, 1):  # the fork server is gone, and the owner may not know of this node
             os._exit(1)
-        os.close(may)
-        log = os.open(log_file(log_folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.close(go_read)
+        log = os.open(log_file(server.log_folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-        threading.Thread(target=_end_with_owner, args=(lifeline,), name="lifeline", daemon=True).start()
-        status = birth(told)
+        threading.Thread(target=_end_with_owner, args=(server.lifeline,), name="lifeline", daemon=True).start()
+        status = server.process_main(config)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -405,6 +417,6 @@ def _live(
 
 
 def _end_with_owner(lifeline: int) -> None:
-    """Nothing is ever written there: it ends with the owner."""
+    """Nothing is ever written to the lifeline: it closes with the owner."""
     os.read(lifeline, 1)
     os._exit(1)

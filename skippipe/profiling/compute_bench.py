@@ -18,14 +18,14 @@ from skippipe.profiling.state_machine import RunPasses
 from skippipe.runtime.messages import Computed
 from skippipe.transport.message import Message
 
-WARM_UP = 2  # passes that do not count
-FEWEST, MOST = 5, 200  # passes that do, unless one alone takes longer than there is time
+WARM_UP = 2  # passes that are not measured
+FEWEST, MOST = 5, 200  # passes that are, unless one alone takes longer than there is time
 CGROUP = Path("/sys/fs/cgroup")
 WHICH = (0, 0)
 
 
 class ComputeBench:
-    """A computer that measures itself. Everything is made in `run`, so that the node can give signs of life."""
+    """An executor that measures itself. Everything is made in `run`, so that the node can send heartbeats meanwhile."""
 
     def __init__(self, node_config: ProfilingConfig, device: str) -> None:
         check_device(device)
@@ -59,7 +59,7 @@ class ComputeBench:
         hidden = torch.randn(shape, device=self._device)
         passes: list[list[float]] = []
         began = time.monotonic()
-        for taken in range(WARM_UP + MOST):
+        for done in range(WARM_UP + MOST):
             late = time.monotonic() - began > node_config.compute_s
             if late and (
                 len(passes) >= FEWEST or (passes and time.monotonic() - began > FEWEST * node_config.compute_s)
@@ -69,7 +69,7 @@ class ComputeBench:
             gradient = torch.randn_like(made)
             backward_s, _ = self._timed(lambda gradient=gradient: tasks.backward(WHICH, gradient))  # type: ignore[misc]
             if (
-                taken >= WARM_UP or forward_s + backward_s > node_config.compute_s
+                done >= WARM_UP or forward_s + backward_s > node_config.compute_s
             ):  # so long a pass has no need to warm up
                 passes.append([forward_s, backward_s])
         return passes
@@ -83,13 +83,13 @@ class ComputeBench:
         return time.perf_counter() - began, made
 
     def _wait(self) -> None:
-        """For what a GPU has been given to do."""
+        """Wait until a GPU has done what it was given."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 def free_bytes(device: torch.device) -> int:
-    """What a node may fill: of the GPU, or of the machine and the limit that it was given."""
+    """Memory that a node may fill: of the GPU, or of the machine within the limit of its control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -101,7 +101,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def machine() -> str:
-    """The same for all nodes of a machine, or of a container: its name, and what tells it from namesakes."""
+    """An id of this machine or container: its name, and what tells it from others of that name."""
     boot = _text(Path("/proc/sys/kernel/random/boot_id")).strip()
     return f"{socket.gethostname()}/{boot}"
 

@@ -1,4 +1,4 @@
-"""What a node must know to be measured: who the others are, what to compute, and how thoroughly."""
+"""The configuration that a node gets to be measured: names of all nodes, what to compute, and how thoroughly."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from skippipe.workload import Workload
 @dataclass(frozen=True)
 class ProfilingConfig:
     names: tuple[str, ...]
-    """Of all nodes; a node's number is its place here."""
+    """All nodes; a node's number is its place here."""
     config: dict[str, Any]
-    """Of the model, as Hugging Face writes it."""
+    """The model's configuration, as Hugging Face writes it."""
     workload: Workload
-    """Of it, the size of a microbatch and how it is computed."""
+    """The size of a microbatch, and how it is computed."""
     device: str = "cpu"
     compiled: bool = False
     threads: Annotated[int, THREADS] = 1
     compute_s: Annotated[float, WAIT_S] = 1.0
-    """For the passes that are measured; what runs then is the last."""
+    """Seconds for the passes that are measured; the one that runs then is the last."""
     effort: ProbeSettings = field(default_factory=ProbeSettings)
     emulated: Cluster | None = None
-    """Links take what they take in this cluster of the same nodes; none: they are as they are."""
+    """Links are emulated as in this cluster of the same nodes; none: they are as they are."""
     heartbeat_s: Annotated[float, HEARTBEAT_S] = TIMEOUT_S
     """Seconds without a heartbeat after which a node is declared dead."""
 
     @property
     def number(self) -> dict[str, int]:
-        """Of each node."""
+        """Node → its number."""
         return {name: number for number, name in enumerate(self.names)}
 
     @property
     def work(self) -> str:
-        """What nodes compute, in words: how fast they are depends on it."""
+        """What nodes compute, in words: their speed depends on it."""
         work = self.workload
         how = [work.compute_dtype] + ["recomputed"] * work.activation_checkpointing + ["compiled"] * self.compiled
         return f"{work.model.name}, {work.samples_per_microbatch} × {work.sequence_tokens} tokens, {', '.join(how)}"

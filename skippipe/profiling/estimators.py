@@ -1,4 +1,4 @@
-"""Figures from samples."""
+"""Speed of nodes and links, estimated from samples."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from skippipe.profiling.link_probe import SMALL_BYTES
 from skippipe.workload import Workload
 
 STEADY = 0.25
-"""Repeats that lie further apart than by this share are not to be relied on."""
-SOONEST_S = 1e-9  # no layer is passed sooner
-LEAST = 0.001  # of the time of a transfer is the link's own, whatever a round trip was said to take
+"""Spread of repeats above which an estimate is not reliable."""
+LEAST_PASS_S = 1e-9  # no layer takes less
+LEAST_SHARE = 0.001  # of a transfer's time that is the link's own, whatever the round trips took
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class LinkEstimate:
     """One way, taken to be half of the way there and back."""
     bandwidth_bytes_per_s: float
     spread: float = 0.0
-    """How far the repeats of the bandwidth lie apart (see `spread`)."""
+    """How far repeated measurements of the bandwidth lie apart (see `spread`)."""
 
     @property
     def is_steady(self) -> bool:
@@ -35,10 +35,11 @@ class NodeEstimate:
     memory_bytes: int
     flops_per_s: float
     forward_s: float = 0.0
-    """Of one layer with one microbatch; 0: not known."""
+    """Seconds of one layer with one microbatch; 0: not known."""
     backward_s: float = 0.0
+    """Likewise."""
     spread: float = 0.0
-    """How far the repeats of both lie apart."""
+    """How far repeated measurements of both lie apart."""
 
     @property
     def is_steady(self) -> bool:
@@ -46,9 +47,9 @@ class NodeEstimate:
 
 
 def estimate_link(rows: Sequence[Sequence[float]]) -> LinkEstimate | None:
-    """From bytes there and seconds there and back; None if that is not enough.
+    """From pairs of bytes there and seconds there and back; None if there are too few.
 
-    Latency is half the least round trip, because whatever made another one longer is not the link's. Bandwidth is the
+    Latency is half the least round trip, because what made others longer is not the link's. Bandwidth is the
     median over the transfers of the largest amount, the least round trip taken off each.
     """
     samples = [row for row in rows if len(row) == 2 and all(math.isfinite(each) and each > 0 for each in row)]
@@ -57,21 +58,21 @@ def estimate_link(rows: Sequence[Sequence[float]]) -> LinkEstimate | None:
     if not trips_s or largest <= SMALL_BYTES:
         return None
     least_s = min(trips_s)
-    beyond_s = [max(took_s - least_s, LEAST * took_s) for sent, took_s in samples if sent == largest]
+    beyond_s = [max(took_s - least_s, LEAST_SHARE * took_s) for sent, took_s in samples if sent == largest]
     speeds = [(largest - SMALL_BYTES) / each for each in beyond_s]
-    figures = LinkEstimate(least_s / 2, median(speeds), spread(speeds))
-    return figures if all(map(math.isfinite, vars(figures).values())) else None
+    estimate = LinkEstimate(least_s / 2, median(speeds), spread(speeds))
+    return estimate if all(map(math.isfinite, vars(estimate).values())) else None
 
 
 def estimate_node(rows: Sequence[Sequence[float]], location: str, memory_bytes: int, work: Workload) -> NodeEstimate:
-    """From seconds of forward and backward passes of one layer with one microbatch.
+    """From pairs of seconds, of forward and backward passes of one layer with one microbatch.
 
     Operations a second are such that both together take in the planner's arithmetic what they took here.
     """
     passes = [(row[0], row[1]) for row in rows if len(row) == 2 and all(0 < each < math.inf for each in row)]
     both_s = [forward_s + backward_s for forward_s, backward_s in passes]
-    if not passes or min(both_s) < SOONEST_S:
-        raise ValueError("what it says of its passes cannot be")
+    if not passes or min(both_s) < LEAST_PASS_S:
+        raise ValueError("the seconds of its passes are impossible")
     return NodeEstimate(
         location=location,
         memory_bytes=memory_bytes,

@@ -1,12 +1,12 @@
-"""How a node measures the link to another: small round trips, then amounts of bytes that grow until one takes long
-enough, then more of that size. It says what to send next and takes in how long that took; it knows no clock.
+"""How a node measures the link to another: small round trips, then transfers that grow until one takes long enough,
+then more of that size. A probe says what to send next and is told how long that took; it has no clock.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-SMALL_BYTES = 4  # of a message whose time is all latency
+SMALL_BYTES = 4  # of a message that takes nothing but latency
 FIRST_BYTES = 2**14
 GROWTH = 8.0  # from one amount to the next, at most
 FEWEST = 3  # round trips, where each takes long
@@ -21,38 +21,38 @@ class ProbeSettings:
 
     round_trips: int = 10
     transfers: int = 5
-    """Of the amount that takes long enough."""
+    """Transfers of the size that takes long enough."""
     transfer_s: float = 0.25
-    """That one of them is to take, beside the round trip."""
+    """Seconds that one of them should take, beside the round trip."""
     most_bytes: int = 2**26
-    """In one transfer."""
+    """The largest transfer."""
     most_s: float = 15.0
-    """For all of it; what goes on then is the last."""
+    """Seconds for the whole probe; the transfer that runs then is the last."""
     patience_s: float = 20.0
-    """For one answer."""
+    """Seconds to wait for one answer."""
 
 
 @dataclass
 class LinkProbe:
     effort: ProbeSettings
     samples: list[tuple[int, float]] = field(default_factory=list)
-    """Bytes there and seconds there and back, of every message that was answered but the first."""
+    """Bytes there and seconds there and back, of every message that was answered except the first."""
     _connected: bool = False
     _bytes: int = FIRST_BYTES
-    _taken: int = 0
-    """Transfers of this amount."""
+    _transfers_done: int = 0
+    """Transfers of the final size."""
     _spent_s: float = 0.0
 
     def next_bytes(self) -> int | None:
-        """To send next; None: that was all."""
-        if self._travels:
+        """Bytes to send next; None: the probe is over."""
+        if self._more_round_trips:
             return SMALL_BYTES
         late = self._spent_s > self.effort.most_s
-        return None if self._taken >= (1 if late else self.effort.transfers) else self._bytes
+        return None if self._transfers_done >= (1 if late else self.effort.transfers) else self._bytes
 
     @property
-    def _travels(self) -> bool:
-        """Are more round trips needed? More where they take little time: there, a little too long is much."""
+    def _more_round_trips(self) -> bool:
+        """Are more round trips needed? More of them where they are short: there, a small disturbance counts much."""
         trips, effort = len(self.samples), self.effort
         if trips and self.samples[-1][0] != SMALL_BYTES:
             return False
@@ -60,7 +60,7 @@ class LinkProbe:
         return trips < least or (trips < MOST * effort.round_trips and self._spent_s < LITTLE_S)
 
     def took(self, seconds: float) -> None:
-        """The answer to what was to be sent next is back after so long."""
+        """The answer to what was sent came after so many seconds."""
         sent = self.next_bytes()
         self._spent_s += seconds
         if not self._connected:  # it waited for the connection
@@ -74,8 +74,8 @@ class LinkProbe:
     def _grow(self, seconds: float) -> None:
         effort = self.effort
         beyond_s = seconds - min(each for sent, each in self.samples if sent == SMALL_BYTES)
-        if self._taken or self._bytes >= effort.most_bytes or beyond_s >= ENOUGH * effort.transfer_s:
-            self._taken += 1
+        if self._transfers_done or self._bytes >= effort.most_bytes or beyond_s >= ENOUGH * effort.transfer_s:
+            self._transfers_done += 1
             return
         factor = min(GROWTH, 1.2 * effort.transfer_s / max(beyond_s, 1e-9))
         self._bytes = min(effort.most_bytes, int(self._bytes * factor) // 4 * 4)

@@ -1,4 +1,4 @@
-"""What one profiling has found, and the file beside a cluster file that keeps several of them, for merging."""
+"""The result of one profiling, and the file beside a cluster file that keeps several of them, for merging."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from skippipe.value_ranges import COUNT, WAIT_S, range_of
 
 FORMAT = "skippipe-profile"
 VERSION = 1
-KEPT = 9  # surveys in a file: the newest
+KEPT = 9  # results in a file: the newest
 
 Ends = tuple[str, str]
-"""Names of the node that sends and of the one that it sends to."""
+"""Names of sender and receiver of a link."""
 
 
 @dataclass(frozen=True)
 class ProfileResult:
+    """What one profiling has measured."""
+
     when: str
-    """In UTC, as ISO 8601 has it."""
+    """Time in UTC, as ISO 8601."""
     work: str
-    """What nodes computed: their speed depends on it. Empty: not known."""
+    """What nodes computed, in words: their speed depends on it. Empty: not known."""
     nodes: Mapping[str, NodeEstimate]
     links: Mapping[Ends, LinkEstimate | None]
-    """None: there is no way. A link that is not mentioned has not been measured."""
+    """None: the sender does not reach the receiver. A link that is not here has not been measured."""
     missing: tuple[str, ...] = field(default=())
-    """Nodes that did not come, or were lost."""
+    """Nodes that did not join, or were lost."""
 
     @classmethod
     def of_cluster(cls, cluster: Cluster) -> ProfileResult:
-        """A cluster file by itself: figures, but not what they were made of."""
+        """From a cluster file alone: figures, but not what they were made of."""
         names = [node.name for node in cluster.nodes]
         links: dict[Ends, LinkEstimate | None] = {
             (sender, receiver): LinkEstimate(
@@ -86,23 +88,23 @@ class ProfileResult:
         return cls(when, work, nodes, links, missing)
 
 
-def beside(cluster_file: Path) -> Path:
-    """Where the surveys of a cluster file are: cluster.json has cluster.profile.json."""
+def results_file(cluster_file: Path) -> Path:
+    """The file with the results for a cluster file: cluster.json has cluster.profile.json."""
     return cluster_file.with_suffix(".profile.json")
 
 
 def load_results(cluster_file: Path) -> list[ProfileResult]:
-    """The oldest first; none if there is no file."""
-    path = beside(cluster_file)
-    return read_as(_surveys, path) if exists(path) else []
+    """Earlier results for a cluster file, the oldest first; none if there is no file."""
+    path = results_file(cluster_file)
+    return read_as(_parse, path) if exists(path) else []
 
 
-def save_results(cluster_file: Path, surveys: Sequence[ProfileResult]) -> None:
-    told = [survey.to_json() for survey in surveys[-KEPT:]]
-    write_text(beside(cluster_file), json_text({"format": FORMAT, "version": VERSION, "surveys": told}) + "\n")
+def save_results(cluster_file: Path, results: Sequence[ProfileResult]) -> None:
+    kept = [result.to_json() for result in results[-KEPT:]]
+    write_text(results_file(cluster_file), json_text({"format": FORMAT, "version": VERSION, "surveys": kept}) + "\n")
 
 
-def _surveys(value: Any) -> list[ProfileResult]:
+def _parse(value: Any) -> list[ProfileResult]:
     fields = Fields(value, "")
     fields.header(FORMAT, VERSION)
     found = [ProfileResult.from_json(entry) for entry in fields.objects("surveys")]
@@ -117,7 +119,7 @@ def _ends(row: Any, at: str, length: int) -> tuple[Ends, list[Any]]:
 
 
 def _text(value: Any, at: str) -> str:
-    """Perhaps an empty one."""
+    """A text, perhaps an empty one."""
     if not isinstance(value, str):
         raise UserError(f"{at}: expected a text")
     return value

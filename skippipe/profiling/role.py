@@ -1,4 +1,4 @@
-"""What a node that is measured runs: its state machine and its benchmark."""
+"""The role of a node that is measured: its state machine and its benchmark."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from skippipe.runtime.node.interfaces import JoinConfig
 
 
-def profiling_role(said: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
-    node_config = ProfilingConfig.from_json(said)
+def profiling_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
+    node_config = ProfilingConfig.from_json(config)
     return Role(
         machine=ProfilingNode(node_config.number[join_config.name], len(node_config.names), node_config.effort, env),
         build=lambda: build_bench(node_config, join_config),

@@ -1,4 +1,4 @@
-"""The conductor as a process: its state machine over a real mailbox."""
+"""The coordinator of profiling as a process: its state machine over a mailbox, with the nodes of a launcher."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
 from skippipe.heartbeat import PROFILING_TIMEOUT
+from skippipe.launch.launcher import Launcher
 from skippipe.profiling.config import ProfilingConfig
 from skippipe.profiling.coordinator import ProfilingCallback, ProfilingCoordinator, ProfilingDeadlines
 from skippipe.profiling.results import ProfileResult
@@ -17,8 +18,29 @@ from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox, Security
 
 
+def profile_nodes(
+    node_config: ProfilingConfig,
+    launcher: Launcher,
+    callback: ProfilingCallback,
+    *,
+    listen: str = "127.0.0.1:0",
+    deadlines: ProfilingDeadlines | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> ProfileResult:
+    """Measure the nodes of a launcher, which is closed in the end."""
+    try:
+        keys = launcher.prepare().public_keys
+        server = ProfilingServer(
+            node_config, launcher.keys, keys, listen=listen, deadlines=deadlines, callback=callback
+        )
+        launcher.start(server.address)
+        return server.run(launcher.ended, stopped)
+    finally:
+        launcher.close()
+
+
 class ProfilingServer:
-    """What the conductor sees of the world, and the loop around it."""
+    """What the coordinator sees of the world, and the loop around it."""
 
     def __init__(
         self,
@@ -29,12 +51,12 @@ class ProfilingServer:
         listen: str = "127.0.0.1:0",
         security: Security = "curve",
         deadlines: ProfilingDeadlines | None = None,
-        watching: ProfilingCallback | None = None,
+        callback: ProfilingCallback | None = None,
     ) -> None:
         self._node_config = node_config
-        self._watching = watching or ProfilingCallback()
+        self._callback = callback or ProfilingCallback()
         self._mailbox = Mailbox(THE_COORDINATOR, keys, listen=listen, security=security, depth=1024)
-        self._attendance = Rendezvous(
+        self._rendezvous = Rendezvous(
             self._mailbox,
             node_config.names,
             publics,
@@ -42,12 +64,12 @@ class ProfilingServer:
             node_config=node_config.to_json(),
             timeout_s=PROFILING_TIMEOUT * node_config.heartbeat_s,
         )
-        self.conductor = ProfilingCoordinator(
+        self.coordinator = ProfilingCoordinator(
             node_config.names,
             node_config.work,
             node_config.workload,
             self,
-            self._watching,
+            self._callback,
             node_config.effort,
             deadlines or ProfilingDeadlines(),
         )
@@ -57,39 +79,39 @@ class ProfilingServer:
         return self._mailbox.address
 
     def run(self, gone: EndedNodes = lambda: (), stopped: Callable[[], bool] = lambda: False) -> ProfileResult:
-        """Until all is measured, or somebody wants it to end: then, what was measured so far."""
+        """Measure until all is done, or until `stopped`: then the result has what was measured so far."""
         try:
-            while not self.conductor.over and not stopped():
+            while not self.coordinator.over and not stopped():
                 self._turn(gone)
         finally:
-            self._attendance.close()
-        return self.conductor.survey(datetime.now(UTC).isoformat(timespec="seconds"))
+            self._rendezvous.close()
+        return self.coordinator.result(datetime.now(UTC).isoformat(timespec="seconds"))
 
-    # What the conductor sees
+    # ProfilingEnv
 
     def now_ns(self) -> int:
         return time.monotonic_ns()
 
     def tell(self, node: int, control: ControlMessage) -> None:
-        self._attendance.send(self._node_config.names[node], control)
+        self._rendezvous.send(self._node_config.names[node], control)
 
-    # Who is there
+    # MembershipCallback
 
     def joined(self, name: str) -> None:
-        self.conductor.joined(self._node_config.number[name])
+        self.coordinator.joined(self._node_config.number[name])
 
     def received(self, name: str, control: ControlMessage) -> None:
-        self.conductor.hear(self._node_config.number[name], control)
+        self.coordinator.hear(self._node_config.number[name], control)
 
     def lost(self, name: str, how: str) -> None:
-        self.conductor.lost(self._node_config.number[name], how)
+        self.coordinator.lost(self._node_config.number[name], how)
 
     def refused(self, name: str, why: str) -> None:
-        self._watching.happened(f"'{name}' is left out: {why}")
+        self._callback.happened(f"'{name}' is left out: {why}")
 
     def _turn(self, gone: EndedNodes) -> None:
-        self._attendance.poll()
+        self._rendezvous.poll()
         for name, how in gone():
-            if not self._attendance.declare_lost(name, how):
-                self.lost(name, how)  # it has ended before it ever said hello
-        self.conductor.tick()
+            if not self._rendezvous.declare_lost(name, how):
+                self.lost(name, how)  # it has ended before it joined
+        self.coordinator.tick()

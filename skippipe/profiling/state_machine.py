@@ -1,8 +1,8 @@
-"""A node that is measured: first it computes, then it measures links to others and answers those who do.
+"""A node that is measured: first it computes, then it probes links to others and answers their probes.
 
 A state machine like the one that trains, over the same sockets: what it sends are tensors along a path, as far as the
-transport can tell. Every one is answered at once by a small one; both carry the number of the measurement and of the
-message, so that what comes late is no answer to anything.
+transport can tell. Every one is answered at once by a small one; both carry the number of the probe and of the
+message, so that a late answer is not taken for another one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from skippipe.transport.message import Message, ProbePiece
 from skippipe.transport.wire_codec import EncodedTensor
 
 log = logging.getLogger(__name__)
-QUESTION, ANSWER = 0, 1  # the direction of a message that measures a link
+PING, PONG = 0, 1  # the direction of a message that measures a link
 
 
 @dataclass(frozen=True)
 class RunPasses:
-    """What its computer is asked to do, once (see `bench`)."""
+    """What its executor is asked to do, once (see `compute_bench`)."""
 
 
 class ProfilingNode:
@@ -34,7 +34,7 @@ class ProfilingNode:
     def __init__(self, number: int, nodes: int, effort: ProbeSettings, env: NodeEnv) -> None:
         self.stopped: Stop | None = None
         self.dropped: Counter[tuple[int, str]] = Counter()
-        """Sender and what was wrong → how many messages of that kind were not taken."""
+        """Sender and what was wrong → how many such messages were dropped."""
         self._number = number
         self._nodes = nodes
         self._effort = effort
@@ -43,8 +43,8 @@ class ProfilingNode:
         self._probing = LinkProbe(effort)
         self._step = 0
         self._sent_ns = 0
-        self._asker: int | None = None
-        """Whoever measures the link to this node, or was the last to do so."""
+        self._prober: int | None = None
+        """The node that probes the link to this one, or was the last to do so."""
         self._computes = False
 
     @property
@@ -54,7 +54,7 @@ class ProfilingNode:
         return "computing" if self._computes else "waiting to be measured"
 
     def hello(self, address: str, version: str) -> Hello:
-        """To a conductor that is new: whatever this node was doing, nobody waits for it."""
+        """Greet a new coordinator, which does not wait for the result of an earlier probe."""
         self._probe = None
         return Hello(address, version)
 
@@ -66,7 +66,7 @@ class ProfilingNode:
         self._computes = False
         self._env.send_control(result)
 
-    # What it is told
+    # Input
 
     def handle_control(self, control: ControlMessage) -> None:
         match control:
@@ -82,36 +82,36 @@ class ProfilingNode:
         header = message.header
         if not isinstance(header, ProbePiece) or message.body is None:
             self._drop(sender, message.kind.label)
-        elif header.direction == QUESTION:
-            self._asker = sender
-            self._env.send(sender, _message(header.probe, ANSWER, header.step, SMALL_BYTES))
+        elif header.direction == PING:
+            self._prober = sender
+            self._env.send(sender, _message(header.probe, PONG, header.step, SMALL_BYTES))
         elif self._probe and (sender, header.probe, header.step) == (self._probe.peer, self._probe.probe, self._step):
             self._probing.took((self._env.now_ns() - self._sent_ns) / 1e9)
             self._step += 1
             self._send_next()
         else:
-            self._drop(sender, "an answer that nobody waits for")
+            self._drop(sender, "a late answer")
 
     def handle_peer_control(self, sender: int, control: ControlMessage) -> None:
         self._drop(sender, type(control).__name__)
 
-    # What it does
+    # Actions
 
     def decide(self) -> None:
-        """No answer for too long: what there is by now is all that there will be."""
+        """Report what there is when an answer has not come in time."""
         if self._probe and self._env.now_ns() - self._sent_ns > 1e9 * self._effort.patience_s:
             self._report(self._probe)
 
     def active_peers(self) -> set[int]:
-        """Whom it measures the link to, and whom it answers."""
+        """The node whose link it probes, and the one that it answers."""
         measured = self._probe.peer if self._probe else None
-        return {each for each in (measured, self._asker) if each is not None}
+        return {each for each in (measured, self._prober) if each is not None}
 
     def reconnected(self, _peer: int) -> None:
-        """A connection broke and came back: what was on its way may be gone, which is noticed by its time."""
+        """A connection broke and came back: a message that was on its way may be lost, and its answer is then late."""
 
     def retry_requests(self, _timeout_ns: int) -> None:
-        """Nothing is said twice."""
+        """Nothing is repeated."""
 
     def _send_next(self) -> None:
         assert self._probe is not None
@@ -119,7 +119,7 @@ class ProfilingNode:
         if size is None:
             self._report(self._probe)
             return
-        message = _message(self._probe.probe, QUESTION, self._step, size)
+        message = _message(self._probe.probe, PING, self._step, size)
         self._sent_ns = self._env.now_ns()
         self._env.send(self._probe.peer, message)
 

@@ -1,6 +1,6 @@
-"""How people see a plan: as text (`grid`), as a page (`html`), as an image (`png`) and as a trace (`trace`).
+"""Reports of a plan: as text (`text`), as a page (`html`), as an image (`png`) and as a Chrome trace (`chrome_trace`).
 
-`picture` and `pathmap` work out what is drawn where; `html` and `png` only draw it. What all pages, images and tables
-have in common, those of studies and evaluations too, is in `page`, `image` and `table`. `run` shows what became of a
-plan. The drawing libraries take a second to load, so nothing here imports them until a page or an image is asked for.
+`gantt` and `path_map` work out what is drawn where; `html` and `png` only draw it. They also have what all pages and
+images have in common, those of studies and evaluations too; tables and key figures are in `summary`. `run` reports a
+run. The drawing libraries take a second to load, so they are imported only where a page or an image is made.
 """

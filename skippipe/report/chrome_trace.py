@@ -13,7 +13,7 @@ from typing import Any
 from skippipe.cost_model import seconds
 from skippipe.json_fields import write_text
 from skippipe.plan import Plan
-from skippipe.report.gantt import Bar, Gantt
+from skippipe.report.gantt import Gantt, GanttBar
 from skippipe.timeline import BarKind, Timeline
 
 PROCESS_ID = 1
@@ -58,11 +58,11 @@ def _names(picture: Gantt, process: str) -> list[dict[str, Any]]:
     return events
 
 
-def _which(bar: Bar) -> tuple[int | None, int | None, int | None]:
+def _which(bar: GanttBar) -> tuple[int | None, int | None, int | None]:
     return bar.lane, bar.microbatch, bar.step
 
 
-def _slice(bar: Bar, waiting: Bar | None) -> dict[str, Any]:
+def _slice(bar: GanttBar, waiting: GanttBar | None) -> dict[str, Any]:
     times = {"ts": bar.start_ns / 1000, "dur": (bar.end_ns - bar.start_ns) / 1000}
     if bar.lane is None:
         return _event("X", bar.row, name=str(bar.kind), cat=str(bar.kind), **times)
@@ -73,7 +73,7 @@ def _slice(bar: Bar, waiting: Bar | None) -> dict[str, Any]:
     )
 
 
-def _hops(slices: list[Bar]) -> list[dict[str, Any]]:
+def _hops(slices: list[GanttBar]) -> list[dict[str, Any]]:
     """Arrows from every task of a microbatch to its next; weight gradients are not on its way."""
     tasks = sorted((bar for bar in slices if bar.lane is not None and bar.kind is not BarKind.WEIGHTS), key=_which)
     events = []

@@ -1,7 +1,7 @@
-"""An iteration as bars: what the page, the image and the trace show of every node, and in which colour.
+"""The Gantt chart of an iteration: the bars of every node in the page, the image and the trace, and their colours.
 
-Pure geometry, without a drawing library. All microbatches of a data node wear its hue wherever they go: light on their
-way forward, dark on their way back, darker still where a split backward does its weight gradients. Time that a task
+Pure geometry, without a drawing library. All microbatches of a data node have its hue everywhere: light in forward
+passes, dark in backward passes, darker still for the weight gradients of a split backward. Time that a task
 waited for its node (a collision) is a thin strip under the row.
 """
 
@@ -22,7 +22,9 @@ STAGE_GAP = 0.5  # rows of space between stages
 BRIEF = 1.35  # an iteration this many times as long as its passes is shown whole
 
 
-class Bar(NamedTuple):
+class GanttBar(NamedTuple):
+    """A bar with its colour and hover text."""
+
     row: int
     kind: BarKind
     start_ns: int
@@ -43,12 +45,14 @@ class Bar(NamedTuple):
         return seconds(self.end_ns)
 
 
-class Row(NamedTuple):
+class GanttRow(NamedTuple):
+    """The row of a node."""
+
     node: int
     stage: int
     name: str
     y: float
-    """Grows downwards, with a gap between stages."""
+    """Vertical position; grows downwards, with a gap between stages."""
 
     @property
     def label(self) -> str:
@@ -63,20 +67,20 @@ class Gantt:
     timeline: Timeline
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[GanttRow, ...]:
         held = [(stage, node) for stage, held_by in enumerate(self.plan.stages) for node in held_by.nodes]
         return tuple(
-            Row(node, stage, self.plan.cluster.nodes[node].name, index + STAGE_GAP * stage)
+            GanttRow(node, stage, self.plan.cluster.nodes[node].name, index + STAGE_GAP * stage)
             for index, (stage, node) in enumerate(held)
         )
 
     @cached_property
-    def bars(self) -> tuple[Bar, ...]:
+    def bars(self) -> tuple[GanttBar, ...]:
         return (*self._task_bars(), *self._closing_bars())
 
     @cached_property
     def data_nodes(self) -> tuple[int, ...]:
-        """In the order in which they take their hues."""
+        """Data nodes, in the order in which they get their hues."""
         return tuple(dict.fromkeys(lane.path[0] for lane in self.plan.lanes))
 
     def hue(self, lane: int) -> str:
@@ -93,25 +97,25 @@ class Gantt:
 
     @property
     def beyond(self) -> str:
-        """What lies past the end of what is shown at first."""
+        """In words, what lies past the end of what is shown at first; empty: nothing."""
         if self.shown_until_s >= self.timeline.iteration_s:
             return ""
         averaged_s = seconds(max(end for _, end in self.timeline.averaging_ns))
         return f"averaging goes on until {averaged_s:.2f} s, the iteration ends at {self.timeline.iteration_s:.2f} s"
 
-    def _task_bars(self) -> Iterator[Bar]:
+    def _task_bars(self) -> Iterator[GanttBar]:
         row_of = {row.node: index for index, row in enumerate(self.rows)}
         for task in self.timeline.tasks:
             kind = kind_of(task.step, len(self.plan.lanes[task.lane].path))
             colour = shade(self.hue(task.lane), kind)
-            hover = self._told(task, kind)
+            hover = self._hover_text(task, kind)
             which = (task.lane, task.microbatch, task.step)
-            if task.start_ns > task.ready_ns and kind is not BarKind.WEIGHTS:  # nobody waits for these
+            if task.start_ns > task.ready_ns and kind is not BarKind.WEIGHTS:  # no microbatch waits for these
                 waiting = (row_of[task.node], BarKind.WAITING, task.ready_ns, task.start_ns)
-                yield Bar(*waiting, *which, NEUTRAL[BarKind.WAITING], f"waiting for the node: {hover}")
-            yield Bar(row_of[task.node], kind, task.start_ns, task.end_ns, *which, colour, hover)
+                yield GanttBar(*waiting, *which, NEUTRAL[BarKind.WAITING], f"waiting for the node: {hover}")
+            yield GanttBar(row_of[task.node], kind, task.start_ns, task.end_ns, *which, colour, hover)
 
-    def _told(self, task: Task, kind: BarKind) -> str:
+    def _hover_text(self, task: Task, kind: BarKind) -> str:
         data_node = self.plan.cluster.nodes[self.plan.lanes[task.lane].path[0]].name
         lines = [
             f"{kind} of lane {task.lane}, microbatch {task.microbatch}, of {data_node}",
@@ -124,7 +128,7 @@ class Gantt:
             )
         return "\n".join(lines)
 
-    def _closing_bars(self) -> Iterator[Bar]:
+    def _closing_bars(self) -> Iterator[GanttBar]:
         """Averaging on every node of its stage, then the optimizer step once all stages are averaged."""
         if not self.timeline.averaging_ns:
             return
@@ -132,18 +136,18 @@ class Gantt:
         step_ns = {use.node: use.optimizer_ns for use in self.timeline.nodes}
         for index, row in enumerate(self.rows):
             start, end = self.timeline.averaging_ns[row.stage]
-            if end > start:  # a stage on one node has nobody to average with
+            if end > start:  # a stage on one node does not average
                 yield self._closing_bar(index, BarKind.AVERAGING, start, end)
             yield self._closing_bar(index, BarKind.OPTIMIZER, averaged_ns, averaged_ns + step_ns[row.node])
 
-    def _closing_bar(self, index: int, kind: BarKind, start: int, end: int) -> Bar:
+    def _closing_bar(self, index: int, kind: BarKind, start: int, end: int) -> GanttBar:
         row = self.rows[index]
         hover = f"{kind} of stage {row.stage}\non {row.name}\n{span(start, end)}"
-        return Bar(index, kind, start, end, None, None, None, NEUTRAL[kind], hover)
+        return GanttBar(index, kind, start, end, None, None, None, NEUTRAL[kind], hover)
 
 
 def kind_of(step: int, length: int) -> BarKind:
-    """Of a step on a path of so many nodes."""
+    """The kind of a step on a path of so many nodes."""
     if step < length:
         return BarKind.FORWARD
     if step == length:
@@ -152,18 +156,18 @@ def kind_of(step: int, length: int) -> BarKind:
 
 
 def shade(hue: str, kind: BarKind) -> str:
-    """Lighter on the way forward, darker on the way back."""
+    """Lighter for forward passes, darker for backward passes."""
     shades = {BarKind.FORWARD: (255, 0.5), BarKind.BACKWARD: (0, 0.15), BarKind.WEIGHTS: (0, 0.5)}
     return mixed(hue, *shades.get(kind, (255, 0.0)))
 
 
 def pale(hue: str) -> str:
-    """Of what was planned, beside what came of it."""
+    """The colour of what was planned, beside what was measured."""
     return mixed(hue, 255, 0.5)
 
 
 def mixed(hue: str, towards: int, share: float) -> str:
-    """With so much black (0) or white (255)."""
+    """The hue mixed with a share of black (0) or white (255)."""
     parts = (round((1 - share) * int(hue[at : at + 2], 16) + share * towards) for at in (1, 3, 5))
     return "#" + "".join(f"{part:02X}" for part in parts)
 

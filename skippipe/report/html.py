@@ -1,4 +1,7 @@
-"""A plan as one page: what every node does, which way lanes go, how busy nodes and links are."""
+"""A plan as one page: what every node does, which way lanes go, how busy nodes and links are.
+
+Also what all pages have in common. They open anywhere, also without a network: everything is inside the file.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from plotly import graph_objects as go
+from plotly.offline import get_plotlyjs
 
 from skippipe.cost_model import seconds
 from skippipe.json_fields import write_text
 from skippipe.plan import Plan
-from skippipe.report.gantt import NEUTRAL, Bar, Gantt
+from skippipe.report.gantt import NEUTRAL, Gantt, GanttBar
 from skippipe.report.path_map import HALF_WIDTH, HEIGHT, path_map
-from skippipe.report.plotly_utils import figure_html, page, section, table_html
-from skippipe.report.summary import lanes_named, plan_figures, timeline_figures
-from skippipe.report.table import Table
+from skippipe.report.summary import Table, lanes_named, plan_figures, timeline_figures
 from skippipe.timeline import TASK_KINDS, BarKind, Timeline
 
 Place = tuple[float, float]
 """Of a bar: its middle, and its height."""
+SHORT = 24  # characters of a name that stay on one line
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 2em auto; padding: 0 1em; }
+body { max-width: 1400px; } p { max-width: 60em; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
+table { border-collapse: collapse; }
+th, td { padding: .15em .9em .15em 0; text-align: left; border-bottom: 1px solid #e6e6e6; }
+.short { white-space: nowrap; }
+.number { text-align: right; font-variant-numeric: tabular-nums; }
+"""
 ROW_PX = 24
 STATION_PX = 70
 GANTT_IN_WORDS = """Light bars go forward, dark bars go backward, hatched ones are head and loss; numbers are lanes.
@@ -88,13 +100,13 @@ def _gantt(picture: Gantt) -> go.Figure:
     return figure
 
 
-def _places(picture: Gantt, bars: Sequence[Bar]) -> list[Place]:
+def _places(picture: Gantt, bars: Sequence[GanttBar]) -> list[Place]:
     strip = {BarKind.WAITING: (0.44, 0.16)}  # (below the middle of its row, height)
     offsets = (strip.get(bar.kind, (-0.06, 0.78)) for bar in bars)
     return [(picture.rows[bar.row].y + low, high) for bar, (low, high) in zip(bars, offsets, strict=True)]
 
 
-def bar_trace(bars: Sequence[Bar], places: Sequence[Place], name: str) -> go.Bar:
+def bar_trace(bars: Sequence[GanttBar], places: Sequence[Place], name: str) -> go.Bar:
     patterns = [{BarKind.HEAD: "/", BarKind.AVERAGING: "."}.get(bar.kind, "") for bar in bars]
     return go.Bar(
         orientation="h",
@@ -125,14 +137,14 @@ def _map(picture: Gantt) -> go.Figure:
     for line in paths.lines:
         name = escape(f"{lanes_named(list(line.lanes))} of {picture.plan.cluster.nodes[line.data_node].name}")
         (hover,) = _lines([line.hover])
-        for number, leg in enumerate(line.legs):
-            xs, ys = zip(*leg.points, strict=True)
+        for number, hop in enumerate(line.hops):
+            xs, ys = zip(*hop.points, strict=True)
             figure.add_trace(
                 go.Scatter(
                     x=xs,
                     y=ys,
-                    mode="lines+markers" if leg.swapped else "lines",
-                    line={"color": line.hue, "width": 1 + len(line.lanes), "dash": "dash" if leg.swapped else "solid"},
+                    mode="lines+markers" if hop.swapped else "lines",
+                    line={"color": line.hue, "width": 1 + len(line.lanes), "dash": "dash" if hop.swapped else "solid"},
                     marker={"symbol": "arrow", "size": [0, 14], "angleref": "previous", "color": line.hue},
                     name=name,
                     legendgroup=name,
@@ -161,8 +173,8 @@ def _map(picture: Gantt) -> go.Figure:
 def _links(picture: Gantt) -> go.Figure:
     sent = {(use.sender, use.receiver): use.sent_bytes / 1e6 for use in picture.timeline.links}
     table = [[sent.get((a.node, b.node)) for b in picture.rows] for a in picture.rows]
-    told = "from %{y}<br>to %{x}<br>%{z:,.1f} MB<extra></extra>"
-    return heat_figure([row.label for row in picture.rows], table, "MB", zmin=0, hovertemplate=told)
+    hover = "from %{y}<br>to %{x}<br>%{z:,.1f} MB<extra></extra>"
+    return heat_figure([row.label for row in picture.rows], table, "MB", zmin=0, hovertemplate=hover)
 
 
 def heat_figure(names: Sequence[str], table: Sequence[Sequence[float | None]], unit: str, **look: Any) -> go.Figure:
@@ -203,3 +215,36 @@ def _busy(picture: Gantt) -> Table:
 
 def _lines(texts: Iterable[str]) -> list[str]:
     return [escape(text).replace("\n", "<br>") for text in texts]
+
+
+def page(title: str, sections: Sequence[str]) -> str:
+    """A whole file; the sections are HTML, the title is text."""
+    named = escape(title)
+    head = f'<meta charset="utf-8"><title>{named}</title><style>{STYLE}</style><script>{get_plotlyjs()}</script>'
+    body = "\n".join([f"<h1>{named}</h1>", *sections])
+    return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
+
+
+def section(title: str, note: str, content: str) -> str:
+    """The content is HTML, the others are text."""
+    paragraph = f"<p>{escape(note)}</p>\n" if note else ""
+    return f"<h2>{escape(title)}</h2>\n{paragraph}{content}"
+
+
+def table_html(table: Table, names: int = 1) -> str:
+    """A section. The first columns, so many, are names and stand at the left; figures stand at the right."""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        named = (f"<{tag}{' class=short' * (len(cell) <= SHORT)}>{escape(cell)}</{tag}>" for cell in cells[:names])
+        figures = (f"<{tag} class=number>{escape(cell)}</{tag}>" for cell in cells[names:])
+        return f"<tr>{''.join([*named, *figures])}</tr>"
+
+    rows = "".join(row(cells, "td") for cells in table.rows)
+    return section(table.title, table.note, f"<table>{row(table.headings, 'th')}{rows}</table>" if rows else "")
+
+
+def figure_html(figure: go.Figure) -> str:
+    figure.update_layout(template="plotly_white", margin={"l": 10, "r": 10, "t": 40, "b": 40})
+    buttons = [["zoom2d", "pan2d", "resetScale2d", "toImage"]]  # none that would send anything anywhere
+    config = {"displaylogo": False, "responsive": True, "modeBarButtons": buttons}
+    return str(figure.to_html(full_html=False, include_plotlyjs=False, include_mathjax=False, config=config))

@@ -32,10 +32,10 @@ class Station(NamedTuple):
     x: float
     y: float
     hue: str | None
-    """Of a data node."""
+    """The hue of a data node; None: it is no data node."""
 
 
-class Hop(NamedTuple):
+class LineHop(NamedTuple):
     """One hop of a line, from the edge of one station to the edge of the next."""
 
     points: tuple[Point, ...]
@@ -43,22 +43,24 @@ class Hop(NamedTuple):
     """Leads to an earlier stage than the one before it."""
 
 
-class Line(NamedTuple):
+class PathLine(NamedTuple):
     """Lanes that take the same path."""
 
     lanes: tuple[int, ...]
     data_node: int
     hue: str
-    legs: tuple[Hop, ...]
+    hops: tuple[LineHop, ...]
     hover: str
 
 
 @dataclass(frozen=True)
 class PathMap:
+    """All that is drawn of the paths of a plan."""
+
     columns: tuple[str, ...]
     height: float
     stations: tuple[Station, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[PathLine, ...]
 
 
 class _Track(NamedTuple):
@@ -96,7 +98,7 @@ def path_map(picture: Gantt) -> PathMap:
             for index, node in enumerate(nodes)
         ),
         lines=tuple(
-            Line(tuple(group), path[0], hues[path[0]], _legs(stops, y), _told(picture, group))
+            PathLine(tuple(group), path[0], hues[path[0]], _hops(stops, y), _hover_text(picture, group))
             for group, stops, y in zip(groups, tracks, ys, strict=True)
             for path in [plan.lanes[group[0]].path]
         ),
@@ -157,8 +159,8 @@ def spacing(room: float, lines: int) -> float:
     return min(LINE_SPACING, 0.85 * room / lines)
 
 
-def _legs(tracks: list[_Track], ys: list[float]) -> tuple[Hop, ...]:
-    legs: list[Hop] = []
+def _hops(tracks: list[_Track], ys: list[float]) -> tuple[LineHop, ...]:
+    hops: list[LineHop] = []
     points: list[Point] = []
     for (a, y_a), (b, y_b) in pairwise(zip(tracks, ys, strict=True)):
         onward = 1 if b.column >= a.column else -1
@@ -166,9 +168,9 @@ def _legs(tracks: list[_Track], ys: list[float]) -> tuple[Hop, ...]:
         end = (b.column - onward * HALF_WIDTH, y_b)
         points += [start, end] if onward < 0 else _curve(start, end)
         if not b.gap:
-            legs.append(Hop(tuple(points), swapped=onward < 0))
+            hops.append(LineHop(tuple(points), swapped=onward < 0))
             points = []
-    return tuple(legs)
+    return tuple(hops)
 
 
 def _curve(start: Point, end: Point) -> list[Point]:
@@ -178,7 +180,7 @@ def _curve(start: Point, end: Point) -> list[Point]:
     return [(x_a + (x_b - x_a) * s, y_a + (y_b - y_a) * s * s * (3 - 2 * s)) for s in shares]
 
 
-def _told(picture: Gantt, group: list[int]) -> str:
+def _hover_text(picture: Gantt, group: list[int]) -> str:
     lane = picture.plan.lanes[group[0]]
     stops = [f"{picture.plan.cluster.nodes[node].name} [{picture.plan.stage_of[node]}]" for node in lane.path]
     each = "microbatch" if lane.microbatches == 1 else "microbatches"

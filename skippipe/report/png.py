@@ -1,20 +1,28 @@
-"""The iteration and the paths as one image, for a document or a chat."""
+"""A plan as an image: the iteration and the paths. Also what all PNG images have in common; no display is needed."""
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from textwrap import wrap
 
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch
 
 from skippipe.cost_model import seconds
+from skippipe.json_fields import write_bytes
 from skippipe.plan import Plan
-from skippipe.report.gantt import NEUTRAL, Bar, Gantt, shade
-from skippipe.report.matplotlib_utils import GRID, INK, blank, literal, write_image
-from skippipe.report.path_map import HALF_WIDTH, HEIGHT, Line, PathMap, Station, path_map, spacing
+from skippipe.report.gantt import NEUTRAL, Gantt, GanttBar, shade
+from skippipe.report.path_map import HALF_WIDTH, HEIGHT, PathLine, PathMap, Station, path_map, spacing
 from skippipe.timeline import TASK_KINDS, BarKind, Timeline, ranges_text
 
+DPI = 130
+INK = "#222222"
+GRID = "#E4E4E4"
+LINE_STYLES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+"""By what plotly calls them."""
 WIDTH_IN = 17.0
 ROW_IN = 0.24
 STATION_IN = 0.72  # from one station of the path map to the next
@@ -88,7 +96,7 @@ def _draw_stages(axes: Axes, picture: Gantt) -> None:
         )
 
 
-def _draw_bar(axes: Axes, picture: Gantt, bar: Bar) -> None:
+def _draw_bar(axes: Axes, picture: Gantt, bar: GanttBar) -> None:
     y, width_s = picture.rows[bar.row].y, bar.end_s - bar.start_s
     if bar.kind is BarKind.WAITING:  # see-through: the more tasks wait, the darker the strip
         axes.barh(y + 0.44, width_s, 0.16, bar.start_s, color=bar.colour, alpha=0.55, linewidth=0)
@@ -96,7 +104,7 @@ def _draw_bar(axes: Axes, picture: Gantt, bar: Bar) -> None:
         draw_task(axes, bar, (y - 0.06, 0.78), PLOT_SHARE * WIDTH_IN / picture.shown_until_s)
 
 
-def draw_task(axes: Axes, bar: Bar, place: tuple[float, float], in_per_s: float, ink: str = "white") -> None:
+def draw_task(axes: Axes, bar: GanttBar, place: tuple[float, float], in_per_s: float, ink: str = "white") -> None:
     """At its middle and height; with its lane in ink, which light bars have dark, if there is room."""
     (middle, height), width_s = place, bar.end_s - bar.start_s
     hatch = {BarKind.HEAD: "////", BarKind.AVERAGING: "...."}.get(bar.kind)
@@ -150,16 +158,16 @@ def _draw_map(axes: Axes, paths: PathMap) -> None:
     axes.spines[:].set_visible(False)
     axes.set_title("Which way every lane goes", loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
     note = "a line passes between the nodes of the stages it skips; lane numbers at the left"
-    if any(leg.swapped for line in paths.lines for leg in line.legs):
+    if any(hop.swapped for line in paths.lines for hop in line.hops):
         note += "; dashed arrow: a swap"
     axes.set_title(note, loc="right", fontsize=9, color=INK, pad=9)
 
 
-def _draw_line(axes: Axes, line: Line, beside: int) -> None:
+def _draw_line(axes: Axes, line: PathLine, beside: int) -> None:
     """`beside`: how many lines leave the same data node, whose numbers must not run into each other."""
     width = min(3.5, 0.9 + 0.45 * len(line.lanes))
-    for leg in line.legs:
-        if leg.swapped:
+    for hop in line.hops:
+        if hop.swapped:
             arrow = {
                 "arrowstyle": "-|>",
                 "color": line.hue,
@@ -167,10 +175,10 @@ def _draw_line(axes: Axes, line: Line, beside: int) -> None:
                 "linestyle": (0, (2.5, 1.5)),
                 "shrinkA": 0,
             }
-            axes.annotate("", leg.points[-1], leg.points[0], arrowprops={**arrow, "shrinkB": 0, "mutation_scale": 11})
+            axes.annotate("", hop.points[-1], hop.points[0], arrowprops={**arrow, "shrinkB": 0, "mutation_scale": 11})
         else:
-            axes.plot(*zip(*leg.points, strict=True), color=line.hue, linewidth=width, zorder=2)
-    x, y = line.legs[0].points[0]
+            axes.plot(*zip(*hop.points, strict=True), color=line.hue, linewidth=width, zorder=2)
+    x, y = line.hops[0].points[0]
     left = x - 2 * HALF_WIDTH - 0.02
     size = min(8.0, 72 * STATION_IN * spacing(HEIGHT, beside))
     axes.text(left, y, ranges_text(line.lanes), fontsize=size, color=INK, ha="right", va="center")
@@ -195,3 +203,31 @@ def _draw_station(axes: Axes, station: Station, column_in: float) -> None:
     size = min(8.5, wide_pt, high_pt)
     name = literal("\n".join(rows))
     axes.text(station.x, station.y, name, fontsize=size, color=INK, ha="center", va="center", zorder=5)
+
+
+def blank(width_in: float, height_in: float) -> Figure:
+    figure = Figure(figsize=(width_in, height_in), dpi=DPI, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write_image(figure: Figure, path: Path, dpi: float = DPI) -> None:
+    image = BytesIO()
+    figure.savefig(image, format="png", dpi=dpi)
+    write_bytes(path, image.getvalue())
+
+
+def literal(text: str) -> str:
+    """Matplotlib would read what stands between two dollar signs as a formula."""
+    return text.replace("$", r"\$")
+
+
+def dress(axes: Axes, title: str, x_title: str, y_title: str = "") -> None:
+    """Curves on a grid, without a frame."""
+    axes.set_title(literal(title), loc="left", fontsize=12, color=INK, fontweight="bold")
+    axes.set_xlabel(literal(x_title), fontsize=10, color=INK)
+    axes.set_ylabel(y_title, fontsize=10, color=INK)
+    axes.grid(color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=9, colors=INK)
+    axes.spines[["top", "right"]].set_visible(False)

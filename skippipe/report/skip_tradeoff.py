@@ -12,9 +12,9 @@ from plotly import graph_objects as go
 
 from skippipe.json_fields import write_text
 from skippipe.planner.sweep import SweepPoint, Trade, best, efficient
-from skippipe.report.matplotlib_utils import INK, blank, dress, write_image
-from skippipe.report.plotly_utils import figure_html, page, section, table_html
-from skippipe.report.table import Table
+from skippipe.report.html import figure_html, page, section, table_html
+from skippipe.report.png import INK, blank, dress, write_image
+from skippipe.report.summary import Table
 from skippipe.timeline import HUES
 
 SKIPPED_TITLE, SECONDS_TITLE = "share of the stages skipped, %", "seconds per microbatch"
@@ -88,7 +88,7 @@ def write_page(tradeoff: Tradeoff, title: str, notes: str, table: Table, path: P
             y=y,
             mode="markers",
             marker={"color": hue, "size": 9},
-            hovertext=[_told(point, tradeoff.trade) for point in points],
+            hovertext=[_hover_text(point, tradeoff.trade) for point in points],
             hoverinfo="text",
             name=f"{count} stages",
         )
@@ -110,7 +110,7 @@ def _hues(tradeoff: Tradeoff) -> list[str]:
     return [HUES[index % len(HUES)] for index in range(len(tradeoff.groups))]
 
 
-def _told(point: SweepPoint, trade: Trade) -> str:
+def _hover_text(point: SweepPoint, trade: Trade) -> str:
     return (
         f"visiting {point.name} stages: {point.microbatch_s:.3f} s per microbatch, "
         f"{point.same_loss_s(trade):.3f} s at the same loss"

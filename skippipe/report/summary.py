@@ -1,13 +1,15 @@
-"""The numbers that people ask for first, each with its unit, in the same words wherever they are shown."""
+"""Key figures, each with its unit, in the same words on every page and terminal; and tables of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from skippipe.cost_model import seconds
 from skippipe.plan import Plan
 from skippipe.timeline import Timeline, Timing, ranges_text
 
+NOTHING = "–"  # in a cell without a figure
 TIMING_IN_WORDS = {
     Timing.FULL: "full: queues on links, gradient averaging and the optimizer step are counted",
     Timing.CONTENTION_ONLY: "contention-only: the iteration ends with the last backward pass, averaging is not counted",
@@ -15,7 +17,7 @@ TIMING_IN_WORDS = {
 
 
 def plan_figures(plan: Plan) -> list[tuple[str, str]]:
-    """What was decided."""
+    """Key figures of a plan."""
     return [
         ("cluster", plan.cluster.name),
         ("model", plan.workload.model.name),
@@ -31,7 +33,7 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
 
 
 def timeline_figures(timeline: Timeline) -> list[tuple[str, str]]:
-    """What comes of it."""
+    """Key figures of an iteration."""
     busy_ns = sum(use.busy_ns for use in timeline.nodes)
     share = busy_ns / max(1, len(timeline.nodes) * timeline.iteration_ns)
     return [
@@ -57,7 +59,7 @@ def _averaging_figure(timeline: Timeline) -> list[tuple[str, str]]:
 
 
 def scaled(count: float, units: Sequence[str]) -> tuple[float, str]:
-    """In the unit, each a thousand times the one before, that makes it short."""
+    """A number in the unit that makes it short; each unit is a thousand times the one before."""
     power = 0
     while abs(count) >= 999.5 and power < len(units) - 1:
         count, power = count / 1000, power + 1
@@ -69,8 +71,23 @@ def lanes_named(numbers: list[int]) -> str:
 
 
 def equal_lanes(plan: Plan) -> list[list[int]]:
-    """Lanes that share path and microbatches, together: nobody wants to read the same line three times."""
+    """Groups of lanes with the same path and microbatches, which are shown as one."""
     groups: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for number, lane in enumerate(plan.lanes):
         groups.setdefault((lane.path, lane.microbatches), []).append(number)
     return list(groups.values())
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text and figures, shown by pages, terminals and documents."""
+
+    title: str
+    note: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        lines = [self.headings, ["---"] * len(self.headings), *self.rows]
+        cells = ("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+        return f"## {self.title}\n\n" + "\n".join(cells) + (f"\n\n{self.note}" if self.note else "") + "\n"

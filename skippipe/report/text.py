@@ -1,4 +1,4 @@
-"""A plan as plain text, for a terminal: who holds what, which way every lane goes, what is promised."""
+"""A plan as plain text, for a terminal: stages of nodes, paths of lanes, and the promise."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _nodes(plan: Plan) -> list[str]:
     rows = [["stage", "layers", "node", "location", "slots", "lanes through it"]]
     for index, stage in enumerate(plan.stages):
         if not stage.nodes:
-            rows.append([str(index), str(stage.layers), "nobody holds it", "", "", ""])
+            rows.append([str(index), str(stage.layers), "no node", "", "", ""])
         for position, number in enumerate(stage.nodes):
             node = plan.cluster.nodes[number]
             lanes = through.get(number, [])

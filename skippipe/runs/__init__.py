@@ -1,6 +1,5 @@
-"""What a run has left in its output folder, for whoever shows it: the page beside a run and the report after it.
+"""The files in a run's output folder, for the dashboard and for the report.
 
-`records` says what a line means, `lines` and `chart` how a file that grows and a recorded iteration are read. `history`
-is the whole of it, with `uses` (how busy nodes were) and `losses` (what became of lost nodes); `curves` makes long ones
-short.
+`records`: what a line of each file means. `tail`: following a file that grows. `gantt_data`: a recorded iteration.
+`history`: a whole run that is over, with utilization and outages of its nodes. `wal`: the coordinator's journal.
 """

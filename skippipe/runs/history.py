@@ -1,13 +1,11 @@
-"""A run from its first iteration to its last, read once when it is over; what is not on record is said.
+"""A run from its first iteration to its last, read once when it is over; what is missing is listed.
 
 Files may be missing or torn, and may have lines of another run, which do not count. Of lines for the same iteration
 the last one counts, and it voids those of later iterations before it: a run that is resumed from a checkpoint does some
 of them again.
 
-
-Nodes that were lost, what was done about it, and what became of them.
-
-How busy every node was, as planned and as measured: means over the recorded iterations.
+From it follow the outages of nodes (what was done about them, and what became of the nodes) and their utilization, as
+planned and as measured: means over the recorded iterations.
 """
 
 from __future__ import annotations
@@ -18,28 +16,26 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from skippipe.cluster import Cluster
 from skippipe.cost_model import seconds
 from skippipe.errors import UserError
 from skippipe.plan import Plan
-from skippipe.runs.gantt_data import TASKS, GanttBar, GanttData, read_gantt
-from skippipe.runs.records import EventRecord, MetricsRow, WalSummary, checkpointed, event_of, metrics_of
-from skippipe.runs.tail import checkpoints_in, is_of, modified, run_id_of, traces_in
+from skippipe.runs.gantt_data import TASKS, RecordedIteration, TraceBar, read_recorded
+from skippipe.runs.records import EventRecord, MetricsRow, WalSummary, checkpoint_event, event_of, metrics_of
+from skippipe.runs.tail import belongs_to, checkpoints_in, modification_time, run_id_of, traces_in
 from skippipe.timeline import ranges_text
 
-if TYPE_CHECKING:
-    pass  # GONE
-
-
-MOST_CHARTS = 20  # recorded iterations that are read, the newest ones
+MOST_RECORDED = 20  # recorded iterations that are read, the newest ones
 CLOCK_S = 2.0  # by which the time of a file may differ from the time in a line written with it
 FILES = ("metrics.jsonl", "events.jsonl", "journal")
 
 
 @dataclass(frozen=True)
 class RunHistory:
+    """All that is on record of a run."""
+
     folder: Path
     rows: tuple[MetricsRow, ...]
     """Iterations that were done, in order; at least one."""
@@ -48,19 +44,19 @@ class RunHistory:
     last_sent: dict[str, int]
     """Node → the last iteration in which it sent tensors."""
     plan: Plan | None
-    """That it began with."""
+    """The plan that it began with."""
     last_plan: Plan | None
-    """That it ended with, if its journal says so."""
+    """The plan that it ended with, if its journal has it."""
     measured: Cluster | None
-    """What nodes and links really took, by the end."""
+    """The cluster as nodes and links were measured by the end."""
     ended: bool | None
-    """In order, and not broken off; None: nothing says so. It may have been asked to end early."""
+    """The run ended in order, perhaps early on request, and was not broken off; None: not known."""
     events: tuple[EventRecord, ...]
     """In the order in which they happened, complete checkpoints among them."""
-    charts: tuple[GanttData, ...]
+    recorded: tuple[RecordedIteration, ...]
     """Recorded iterations, in order."""
     missing: tuple[str, ...]
-    """What is not on record or could not be read, in words."""
+    """What is not on record or could not be read, a line for each."""
 
     @property
     def name(self) -> str:
@@ -68,20 +64,20 @@ class RunHistory:
 
     @cached_property
     def row(self) -> dict[int, MetricsRow]:
-        """By iteration."""
+        """Iteration → its row."""
         return {row.iteration: row for row in self.rows}
 
     @cached_property
-    def uses(self) -> list[NodeUtilization]:
+    def utilization(self) -> list[NodeUtilization]:
         return node_utilization(self)
 
     @cached_property
-    def lost(self) -> list[NodeOutage]:
+    def outages(self) -> list[NodeOutage]:
         return node_outages(self)
 
     @property
     def losses(self) -> list[float]:
-        """That are known and finite."""
+        """Training losses that are known and finite."""
         return [row.loss for row in self.rows if row.loss is not None]
 
     @property
@@ -99,7 +95,7 @@ class RunHistory:
 
     @property
     def over_promise(self) -> float | None:
-        """Seconds over promised seconds, iteration by iteration, in the median: plans may change on the way."""
+        """Median of seconds over promised seconds, iteration by iteration: plans may change on the way."""
         rows = self.rows[1:] or self.rows
         return _median([row.seconds / row.promised_s for row in rows if row.seconds and row.promised_s])
 
@@ -109,19 +105,19 @@ class RunHistory:
 
 
 def read_history(folder: Path) -> RunHistory:
-    """UserError if no run has done an iteration there."""
+    """Read the history of a run; UserError if no run has done an iteration there."""
     missing: list[str] = []
     run_id = run_id_of(folder)
     rows, links, last_sent = _read_metrics(folder, run_id, missing)
     if not rows:
-        raise UserError(_nothing(folder))
-    _say_gaps(rows, missing)
+        raise UserError(_no_run_error(folder))
+    _report_gaps(rows, missing)
     if not any(links.values()):
         missing.append("bytes between nodes: none were sent, as in a run in one process, or none were written down")
     events = _read_events(folder, run_id, missing)
-    began = rows[0].time or 0.0
-    noted = _read_journal(folder, run_id, began, missing)
-    ended = True if noted.done is None and rows[-1].is_last else noted.done
+    start_time = rows[0].time or 0.0
+    wal = _read_journal(folder, run_id, start_time, missing)
+    ended = True if wal.done is None and rows[-1].is_last else wal.done
     if ended is None:
         missing.append("whether the run ended in order: nothing is in its journal")
     return RunHistory(
@@ -130,16 +126,16 @@ def read_history(folder: Path) -> RunHistory:
         links=links,
         last_sent=last_sent,
         plan=_read_plan(folder, missing),
-        last_plan=_last_plan(noted, missing),
-        measured=_read_cluster(folder, began, missing),
+        last_plan=_last_plan(wal, missing),
+        measured=_read_cluster(folder, start_time, missing),
         ended=ended,
-        events=tuple(sorted([*events, *_checkpoints(folder, began)], key=lambda event: event.time)),
-        charts=tuple(_read_charts(folder, run_id, {row.iteration: row for row in rows}, missing)),
+        events=tuple(sorted([*events, *_checkpoints(folder, start_time)], key=lambda event: event.time)),
+        recorded=tuple(_read_recorded_iterations(folder, run_id, {row.iteration: row for row in rows}, missing)),
         missing=tuple(missing),
     )
 
 
-def _nothing(folder: Path) -> str:
+def _no_run_error(folder: Path) -> str:
     if any((folder / name).exists() for name in FILES):
         return (
             f"{folder}: a run began here, but no iteration is on record; 'skippipe show {folder / 'plan.json'}' shows "
@@ -162,7 +158,7 @@ def _read_metrics(
         if found is None:
             unread += 1
             continue
-        if not is_of(run_id, found.run):
+        if not belongs_to(run_id, found.run):
             others += 1
             continue
         if rows and found.row.iteration >= rows[-1].iteration:
@@ -171,12 +167,12 @@ def _read_metrics(
         for sender, receiver, sent_bytes in found.links:
             links[sender, receiver] = links.get((sender, receiver), 0) + sent_bytes
             last_sent.setdefault(sender, found.row.iteration)
-    _say_unread("metrics.jsonl", unread, missing)
-    _say_others("metrics.jsonl", others, missing)
+    _report_unread("metrics.jsonl", unread, missing)
+    _report_others("metrics.jsonl", others, missing)
     return rows[::-1], links, last_sent
 
 
-def _say_gaps(rows: Sequence[MetricsRow], missing: list[str]) -> None:
+def _report_gaps(rows: Sequence[MetricsRow], missing: list[str]) -> None:
     gaps = set(range(rows[-1].iteration)) - {row.iteration for row in rows}
     if gaps:
         missing.append(f"iterations {ranges_text(number + 1 for number in gaps)}: metrics.jsonl has no line of them")
@@ -186,37 +182,37 @@ def _say_gaps(rows: Sequence[MetricsRow], missing: list[str]) -> None:
 
 def _read_events(folder: Path, run_id: str | None, missing: list[str]) -> list[EventRecord]:
     found = [event_of(line) for line in _lines(folder / "events.jsonl", missing)]
-    _say_unread("events.jsonl", found.count(None), missing)
-    ours = [each[0] for each in found if each is not None and is_of(run_id, each[1])]
-    _say_others("events.jsonl", len(found) - found.count(None) - len(ours), missing)
+    _report_unread("events.jsonl", found.count(None), missing)
+    ours = [each[0] for each in found if each is not None and belongs_to(run_id, each[1])]
+    _report_others("events.jsonl", len(found) - found.count(None) - len(ours), missing)
     return ours
 
 
-def _checkpoints(folder: Path, began: float) -> list[EventRecord]:
-    found = checkpoints_in(folder, began - CLOCK_S)
-    return [checkpointed(iterations, made) for iterations, made in sorted(found.items())]
+def _checkpoints(folder: Path, start_time: float) -> list[EventRecord]:
+    found = checkpoints_in(folder, start_time - CLOCK_S)
+    return [checkpoint_event(iterations, made) for iterations, made in sorted(found.items())]
 
 
-def _read_journal(folder: Path, run_id: str | None, began: float, missing: list[str]) -> WalSummary:
-    """Engines without one leave that of an earlier run as it is."""
-    noted = WalSummary()
-    made = modified(folder / "journal")
-    if made is not None and made >= began - CLOCK_S:
+def _read_journal(folder: Path, run_id: str | None, start_time: float, missing: list[str]) -> WalSummary:
+    """The run's journal; engines without one leave that of an earlier run as it is."""
+    wal = WalSummary()
+    made = modification_time(folder / "journal")
+    if made is not None and made >= start_time - CLOCK_S:
         lines = _lines(folder / "journal", missing)
-        _say_unread("journal", sum(not noted.take(line) for line in lines), missing)
-    if noted.done is not None and not is_of(run_id, noted.run):
+        _report_unread("journal", sum(not wal.add_line(line) for line in lines), missing)
+    if wal.done is not None and not belongs_to(run_id, wal.run):
         missing.append("journal: is of another run")
-        noted = WalSummary()
-    if noted.done is None:
+        wal = WalSummary()
+    if wal.done is None:
         missing.append("plans that were made on the way: nothing is in its journal")
-    return noted
+    return wal
 
 
-def _last_plan(noted: WalSummary, missing: list[str]) -> Plan | None:
-    if noted.last is None:
+def _last_plan(wal: WalSummary, missing: list[str]) -> Plan | None:
+    if wal.last is None:
         return None
     try:
-        return Plan.from_json(noted.last.get("plan"))
+        return Plan.from_json(wal.last.get("plan"))
     except UserError as error:
         missing.append(f"the last plan in the journal cannot be read: {error}")
         return None
@@ -230,9 +226,9 @@ def _read_plan(folder: Path, missing: list[str]) -> Plan | None:
         return None
 
 
-def _read_cluster(folder: Path, began: float, missing: list[str]) -> Cluster | None:
-    made = modified(folder / "cluster.json")
-    if made is None or made < began - CLOCK_S:
+def _read_cluster(folder: Path, start_time: float, missing: list[str]) -> Cluster | None:
+    made = modification_time(folder / "cluster.json")
+    if made is None or made < start_time - CLOCK_S:
         missing.append("what nodes and links took by the end: there is no cluster.json")
         return None
     try:
@@ -242,8 +238,10 @@ def _read_cluster(folder: Path, began: float, missing: list[str]) -> Cluster | N
         return None
 
 
-def _read_charts(folder: Path, run_id: str | None, row: dict[int, MetricsRow], missing: list[str]) -> list[GanttData]:
-    """Those of this run: written after the line of their iteration."""
+def _read_recorded_iterations(
+    folder: Path, run_id: str | None, row: dict[int, MetricsRow], missing: list[str]
+) -> list[RecordedIteration]:
+    """Traces of this run: those written after the line of their iteration."""
     found = sorted(
         (
             each
@@ -254,15 +252,15 @@ def _read_charts(folder: Path, run_id: str | None, row: dict[int, MetricsRow], m
     )
     if not found:
         missing.append("how busy nodes were: no iteration was recorded (report.recorded in the job)")
-    elif len(found) > MOST_CHARTS:
-        missing.append(f"{len(found)} iterations were recorded; the last {MOST_CHARTS} are counted here")
-    charts = []
-    for each in found[-MOST_CHARTS:]:
+    elif len(found) > MOST_RECORDED:
+        missing.append(f"{len(found)} iterations were recorded; the last {MOST_RECORDED} are counted here")
+    recorded = []
+    for each in found[-MOST_RECORDED:]:
         try:
-            charts.append(read_gantt(each.path, each.iteration, run_id))
+            recorded.append(read_recorded(each.path, each.iteration, run_id))
         except (OSError, ValueError) as error:
             missing.append(f"traces/{each.path.name} cannot be read: {error}")
-    return charts
+    return recorded
 
 
 def _lines(path: Path, missing: list[str]) -> list[bytes]:
@@ -280,12 +278,12 @@ def _lines(path: Path, missing: list[str]) -> list[bytes]:
     return lines
 
 
-def _say_unread(name: str, unread: int, missing: list[str]) -> None:
+def _report_unread(name: str, unread: int, missing: list[str]) -> None:
     if unread:
         missing.append(f"{name}: {unread} line{'s' * (unread > 1)} cannot be read")
 
 
-def _say_others(name: str, others: int, missing: list[str]) -> None:
+def _report_others(name: str, others: int, missing: list[str]) -> None:
     if others:
         missing.append(f"{name}: {others} line{'s' * (others > 1)} of another run are passed over")
 
@@ -295,28 +293,31 @@ def _median(values: Sequence[float | None]) -> float | None:
     return median(found) if found else None
 
 
-ANSWERS = ("rerouted", "restarted", "paused")
+RESPONSES = ("rerouted", "restarted", "paused")
 
 
 class NodeOutage(NamedTuple):
+    """A node that was lost."""
+
     node: str
     iteration: int
-    """From 0."""
+    """Iteration in which it was lost, from 0."""
     time: float
     why: str
     answer: str
     """What was done within the iteration; empty: nothing is on record."""
     end: str
+    """What became of the node."""
 
 
 def node_outages(history: RunHistory) -> list[NodeOutage]:
-    """In the order in which they happened."""
+    """Outages in the order in which they happened."""
     found = []
     for place, event in enumerate(history.events):
         if event.kind == "gone":
             later = _until_lost_again(history.events[place + 1 :], event.node)
-            told = (event.node, event.iteration, event.time, event.text, _answer(later, event))
-            found.append(NodeOutage(*told, _end(later, event, history)))
+            outage = (event.node, event.iteration, event.time, event.text, _response(later, event))
+            found.append(NodeOutage(*outage, _end(later, event, history)))
     return found
 
 
@@ -329,26 +330,26 @@ def _until_lost_again(events: Sequence[EventRecord], node: str) -> list[EventRec
     return found
 
 
-def _answer(later: Sequence[EventRecord], lost: EventRecord) -> str:
+def _response(later: Sequence[EventRecord], outage: EventRecord) -> str:
     for event in later:
-        if event.kind in ANSWERS and event.node in (lost.node, "") and event.iteration == lost.iteration:
+        if event.kind in RESPONSES and event.node in (outage.node, "") and event.iteration == outage.iteration:
             return f"{event.kind}: {event.text}"
     return ""
 
 
-def _end(later: Sequence[EventRecord], lost: EventRecord, history: RunHistory) -> str:
-    mine = {event.kind: event for event in reversed(later) if event.node == lost.node}  # the first of each kind
+def _end(later: Sequence[EventRecord], outage: EventRecord, history: RunHistory) -> str:
+    mine = {event.kind: event for event in reversed(later) if event.node == outage.node}  # the first of each kind
     if "able" in mine:
         return f"back at work from iteration {mine['able'].iteration + 2} on"
     if any(event.kind == "recovered" for event in later):
-        return "asked anew when the coordinator was started again"
+        return "membership began anew when the coordinator was restarted"
     if "gone" in mine:
         return f"came back, and was lost again in iteration {mine['gone'].iteration + 1}"
     came = mine.get("joined") or mine.get("learning")
     if came is not None:
         return f"came back in iteration {came.iteration + 1}; no event says that it got microbatches"
-    if history.last_sent.get(lost.node, -1) > lost.iteration:
-        return f"at work again, as late as iteration {history.last_sent[lost.node] + 1}; no event says since when"
+    if history.last_sent.get(outage.node, -1) > outage.iteration:
+        return f"at work again, as late as iteration {history.last_sent[outage.node] + 1}; no event says since when"
     return "did not come back"
 
 
@@ -358,7 +359,7 @@ class Utilization(NamedTuple):
     iteration_s: float
     busy_s: float
     collision_s: float
-    """For how long tasks that were ready waited for the node, summed over the tasks."""
+    """Seconds that ready tasks waited for the node, summed over the tasks."""
 
     @property
     def idle_s(self) -> float:
@@ -366,21 +367,23 @@ class Utilization(NamedTuple):
 
 
 class NodeUtilization(NamedTuple):
+    """How busy a node was over a run."""
+
     name: str
     stage: int | None
-    """In the last plan that is known; None: it holds none there."""
+    """Its stage in the last plan that is known; None: it has none there."""
     planned: Utilization | None
     measured: Utilization | None
     slowdown: float | None
-    """Times what the plan counted on that its tasks took at the end: a running mean, which forgets."""
+    """How many times as long as planned its tasks took at the end: a running mean over recent tasks."""
     waited_for: int
-    """How often it was named because an iteration took too long."""
+    """How often an iteration took too long because of it."""
     sent_bytes: int
     received_bytes: int
 
 
 def node_utilization(history: RunHistory) -> list[NodeUtilization]:
-    """By stage; those that hold none come last."""
+    """Utilization of every node, ordered by stage; nodes without a stage come last."""
     plan = history.last_plan or history.plan
     stage_of = {plan.cluster.nodes[node].name: stage for node, stage in plan.stage_of.items()} if plan else {}
     planned, measured = _recorded(history)
@@ -405,30 +408,32 @@ def node_utilization(history: RunHistory) -> list[NodeUtilization]:
 
 
 def _recorded(history: RunHistory) -> tuple[dict[str, Utilization], dict[str, Utilization]]:
-    """As planned for recorded iterations, and as measured in them."""
+    """Node → its utilization as planned for the recorded iterations, and as measured in them."""
     planned: dict[str, list[Utilization]] = {}
     measured: dict[str, list[Utilization]] = {}
-    for chart in history.charts:
-        whole_s = history.row[chart.iteration].seconds
-        if chart.planned:
-            _add(planned, chart, chart.planned, max(bar.end_s for bar in chart.planned))
-        if chart.measured and whole_s is not None:
-            _add(measured, chart, chart.measured, whole_s)
+    for recorded in history.recorded:
+        whole_s = history.row[recorded.iteration].seconds
+        if recorded.planned:
+            _add(planned, recorded, recorded.planned, max(bar.end_s for bar in recorded.planned))
+        if recorded.measured and whole_s is not None:
+            _add(measured, recorded, recorded.measured, whole_s)
     return _means(planned), _means(measured)
 
 
-def _add(uses: dict[str, list[Utilization]], chart: GanttData, bars: Sequence[GanttBar], iteration_s: float) -> None:
-    busy_s, collision_s = [0.0] * len(chart.rows), [0.0] * len(chart.rows)
+def _add(
+    utilization: dict[str, list[Utilization]], recorded: RecordedIteration, bars: Sequence[TraceBar], iteration_s: float
+) -> None:
+    busy_s, collision_s = [0.0] * len(recorded.rows), [0.0] * len(recorded.rows)
     for bar in bars:
         if bar.kind in TASKS:
             busy_s[bar.row] += bar.end_s - bar.start_s
             collision_s[bar.row] += bar.waited_s
-    for (_, name), *times in zip(chart.rows, busy_s, collision_s, strict=True):
-        uses.setdefault(name, []).append(Utilization(iteration_s, *times))
+    for (_, name), *times in zip(recorded.rows, busy_s, collision_s, strict=True):
+        utilization.setdefault(name, []).append(Utilization(iteration_s, *times))
 
 
-def _means(uses: dict[str, list[Utilization]]) -> dict[str, Utilization]:
-    return {name: Utilization(*map(fmean, zip(*found, strict=True))) for name, found in uses.items()}
+def _means(utilization: dict[str, list[Utilization]]) -> dict[str, Utilization]:
+    return {name: Utilization(*map(fmean, zip(*found, strict=True))) for name, found in utilization.items()}
 
 
 def _promised(plan: Plan) -> dict[str, Utilization]:

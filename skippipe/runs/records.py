@@ -1,7 +1,4 @@
-"""What the lines of a run's files mean. A line that makes no sense is None, and whoever reads on passes over it.
-
-Long runs as short curves.
-"""
+"""Parsing the lines of a run's files. A line that cannot be parsed is None, and readers pass over it."""
 
 from __future__ import annotations
 
@@ -10,17 +7,17 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from skippipe.runs.wal import HEADER, sound
+from skippipe.runs.wal import HEADER, checked_json
 
 LONGEST_TEXT = 400
-CHECKPOINTED = "checkpointed"  # an event that nobody writes: the checkpoint says so
+CHECKPOINTED = "checkpointed"  # an event that is in no file: a complete checkpoint stands for it
 
 Links = list[tuple[str, str, int]]
-"""Sender, receiver and bytes."""
+"""Sender, receiver and bytes of every link."""
 
 
 class MetricsRow(NamedTuple):
-    """An iteration, as the metrics have it; None for what is missing or not finite."""
+    """An iteration in metrics.jsonl; None for what is missing or not finite."""
 
     iteration: int
     loss: float | None
@@ -30,17 +27,17 @@ class MetricsRow(NamedTuple):
     sent_bytes: float | None
     time: float | None
     tokens: float | None
-    """So far."""
-    asked: int | None = None
-    """Iterations that the run is to do."""
+    """Tokens trained on so far."""
+    total_iterations: int | None = None
+    """Iterations of the whole run."""
 
     @property
     def is_last(self) -> bool:
-        return self.asked is not None and self.iteration + 1 >= self.asked
+        return self.total_iterations is not None and self.iteration + 1 >= self.total_iterations
 
 
-class Metrics(NamedTuple):
-    """A whole line."""
+class MetricsLine(NamedTuple):
+    """A line of metrics.jsonl."""
 
     row: MetricsRow
     links: Links
@@ -51,6 +48,8 @@ class Metrics(NamedTuple):
 
 
 class EventRecord(NamedTuple):
+    """A line of events.jsonl."""
+
     kind: str
     iteration: int
     text: str
@@ -58,78 +57,80 @@ class EventRecord(NamedTuple):
     time: float
 
 
-def metrics_of(line: bytes) -> Metrics | None:
-    found = object_of(line)
-    iteration = count(found.get("iteration")) if found else None
+def metrics_of(line: bytes) -> MetricsLine | None:
+    found = parse_object(line)
+    iteration = as_count(found.get("iteration")) if found else None
     if found is None or iteration is None:
         return None
-    said = found.get
+    field = found.get
     row = MetricsRow(
         iteration,
-        loss=_number(said("loss")),
-        seconds=_number(said("seconds")),
-        promised_s=_number(said("promised_s")),
-        tokens_per_s=_number(said("tokens_per_s")),
-        sent_bytes=_number(said("bytes_sent")),
-        time=_number(said("time")),
-        tokens=_number(said("tokens")),
-        asked=count(said("iterations")),
+        loss=_as_number(field("loss")),
+        seconds=_as_number(field("seconds")),
+        promised_s=_as_number(field("promised_s")),
+        tokens_per_s=_as_number(field("tokens_per_s")),
+        sent_bytes=_as_number(field("bytes_sent")),
+        time=_as_number(field("time")),
+        tokens=_as_number(field("tokens")),
+        total_iterations=as_count(field("iterations")),
     )
-    return Metrics(
+    return MetricsLine(
         row,
         _links(found.get("links")),
-        [count(each) or 0 for each in items(found.get("visits"))],
-        _text(said("run")),
+        [as_count(each) or 0 for each in as_list(found.get("visits"))],
+        _as_text(field("run")),
     )
 
 
 def event_of(line: bytes) -> tuple[EventRecord, str] | None:
-    """And the id of the run that it happened to."""
-    found = object_of(line)
+    """The event, and the id of the run that it happened in."""
+    found = parse_object(line)
     if found is None or not isinstance(found.get("kind"), str):
         return None
-    kind, text, node, run = (_text(found.get(key)) for key in ("kind", "text", "node", "run"))
-    return EventRecord(kind, count(found.get("iteration")) or 0, text, node, _number(found.get("time")) or 0.0), run
+    kind, text, node, run = (_as_text(found.get(key)) for key in ("kind", "text", "node", "run"))
+    return EventRecord(
+        kind, as_count(found.get("iteration")) or 0, text, node, _as_number(found.get("time")) or 0.0
+    ), run
 
 
-def checkpointed(iterations: int, made: float) -> EventRecord:
-    """After so many iterations, a checkpoint was complete."""
+def checkpoint_event(iterations: int, made: float) -> EventRecord:
+    """The event that a checkpoint after so many iterations was complete, at this Unix time."""
     return EventRecord(CHECKPOINTED, iterations - 1, "state of all stages on disk", "", made)
 
 
 class WalSummary:
-    """What a journal says, line after line: which plan holds, and whether the run has ended."""
+    """The state of a run by its journal: which plan is in use, and whether the run has ended."""
 
     def __init__(self) -> None:
         self.last: dict[str, Any] | None = None
-        """The record of the plan that holds."""
+        """The record of the plan in use."""
         self.done: bool | None = None
-        """None: nothing is noted."""
+        """The run has ended in order; None: the journal is empty."""
         self.run: str = ""
         """The id of the run."""
         self._newest: dict[int, dict[str, Any]] = {}
         """Length of paths → the newest record of a plan for it."""
 
-    def take(self, line: bytes) -> bool:
-        """Whether it could be read."""
+    def add_line(self, line: bytes) -> bool:
+        """Take in the next line; False if it cannot be parsed."""
         if line + b"\n" == HEADER:
             return True
-        content = sound(line)
-        record = object_of(content) if content is not None else None
+        content = checked_json(line)
+        record = parse_object(content) if content is not None else None
         if record is None:
             return False
         if "run" in record:  # the first one, which decides nothing
-            self.run = _text(record["run"])
+            self.run = _as_text(record["run"])
             return True
         self.done = "done" in record
         if "plan" in record:
-            self.last = self._newest[count(record.get("visited")) or 0] = record
+            self.last = self._newest[as_count(record.get("visited")) or 0] = record
         elif "turn" in record:
-            self.last = self._newest.get(count(record["turn"]) or 0, self.last)
+            self.last = self._newest.get(as_count(record["turn"]) or 0, self.last)
         return True
 
 
-def object_of(text: bytes) -> dict[str, Any] | None:
+def parse_object(text: bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -137,15 +138,15 @@ def object_of(text: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def count(value: Any) -> int | None:
+def as_count(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 else None
 
 
-def items(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _number(value: Any) -> float | None:
+def _as_number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -154,15 +155,15 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _text(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value[:LONGEST_TEXT] if isinstance(value, str) else ""
 
 
 def _links(value: Any) -> Links:
     found = []
-    for entry in items(value):
+    for entry in as_list(value):
         match entry:
-            case [str() as sender, str() as receiver, sent] if (sent_bytes := count(sent)) is not None:
+            case [str() as sender, str() as receiver, sent] if (sent_bytes := as_count(sent)) is not None:
                 found.append((sender, receiver, sent_bytes))
     return found
 
@@ -172,16 +173,16 @@ MEANS = tuple(
 )
 
 
-def thinned(rows: Sequence[MetricsRow], most: int) -> tuple[int, list[MetricsRow]]:
-    """How many neighbours stand together, and their means; the rest is the last one's."""
+def downsample(rows: Sequence[MetricsRow], most: int) -> tuple[int, list[MetricsRow]]:
+    """How many neighbours are merged so that `most` rows are left at most, and their means; the rest is the last's."""
     size = max(1, -(-len(rows) // most))
     if size == 1:
         return size, list(rows)
     groups = [rows[at : at + size] for at in range(0, len(rows), size)]
-    return size, [_together(group) for group in groups]
+    return size, [_average(group) for group in groups]
 
 
-def _together(rows: Sequence[MetricsRow]) -> MetricsRow:
+def _average(rows: Sequence[MetricsRow]) -> MetricsRow:
     last = rows[-1]
     return MetricsRow(*(_mean([row[at] for row in rows]) if at in MEANS else last[at] for at in range(len(last))))  # type: ignore[arg-type]
 

@@ -1,14 +1,10 @@
-"""A file that grows by lines while somebody else writes it.
+"""Following the output folder of a run while another process writes it.
 
-A line counts once its end is there. A run that is resumed writes its metrics anew, a journal is replaced by another
-file, a run that starts over begins with nothing: then all that was read before is void.
-
-
-What lies in the folder of a run: its identity, traces of recorded iterations, and checkpoints.
+A line of a file counts once its end is there. A resumed run cuts its metrics, a journal is replaced by another file, a
+run that starts over begins with empty files: then all that was read before is void.
 
 Every file of a run repeats the id that is in `run.json`. What has another one is of another run, however it came
 there, and is passed over. A folder without `run.json` may be of a run from before there were ids: then all counts.
-
 """
 
 from __future__ import annotations
@@ -23,30 +19,33 @@ from typing import Any, BinaryIO, NamedTuple
 
 from skippipe.model.model_files import INDEX
 
-MOST_BYTES = 2**22  # at a look: a run of many days is taken in piece by piece
+MOST_BYTES = 2**22  # read at once: a run of many days is taken in piece by piece
 COMPARED_BYTES = 4096  # of what was read last: every line of ours has its own time or checksum at least
 
 
 @dataclass(frozen=True)
 class NewLines:
+    """What a file has gained since it was last read."""
+
     lines: tuple[bytes, ...] = ()
-    """That are new."""
-    anew: bool = False
-    """All earlier ones are void."""
+    reset: bool = False
+    """All earlier lines are void."""
     more: bool = False
-    """There is more to read at once."""
+    """There is more to read right away."""
 
 
 class FileTail:
+    """Reads the lines that another process appends to a file."""
+
     def __init__(self, path: Path, since: float = 0.0) -> None:
-        """Before somebody has written to it after `since` (Unix), the file counts as empty."""
+        """The file counts as empty until it is written to after `since` (Unix)."""
         self._path = path
         self._since = since
         self._at = 0
         self._tail = b""  # of what was read
         self._stamp: tuple[int, ...] = ()
 
-    def look(self) -> NewLines:
+    def poll(self) -> NewLines:
         try:
             with self._path.open("rb") as file:
                 return self._read(file)
@@ -60,8 +59,8 @@ class FileTail:
         stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
         if stamp == self._stamp and self._at == status.st_size:
             return NewLines()
-        anew = bool(self._at) and not self._goes_on(file, stamp)
-        if anew:
+        reset = bool(self._at) and not self._continues(file, stamp)
+        if reset:
             self._at, self._tail = 0, b""
         self._stamp = stamp
         file.seek(self._at)
@@ -71,9 +70,9 @@ class FileTail:
         whole = block[: block.rfind(b"\n") + 1]
         self._at += len(whole)
         self._tail = (self._tail + whole)[-COMPARED_BYTES:]
-        return NewLines(tuple(whole.split(b"\n")[:-1]), anew, more=bool(whole) and self._at < status.st_size)
+        return NewLines(tuple(whole.split(b"\n")[:-1]), reset, more=bool(whole) and self._at < status.st_size)
 
-    def _goes_on(self, file: BinaryIO, stamp: tuple[int, ...]) -> bool:
+    def _continues(self, file: BinaryIO, stamp: tuple[int, ...]) -> bool:
         """Is what was read still there, in front of what is new?"""
         if stamp[0] != self._stamp[0] or stamp[1] < self._at:
             return False
@@ -81,9 +80,9 @@ class FileTail:
         return file.read(len(self._tail)) == self._tail
 
     def _void(self) -> NewLines:
-        anew = bool(self._at)
+        reset = bool(self._at)
         self._at, self._tail, self._stamp = 0, b"", ()
-        return NewLines(anew=anew)
+        return NewLines(reset=reset)
 
 
 RUN_FILE = "run.json"
@@ -91,32 +90,33 @@ TRACE = re.compile(r"iteration-(\d{1,12})\.json")
 
 
 class TraceFile(NamedTuple):
+    """The trace of a recorded iteration; the newest is the greatest."""
+
     made: float
-    """Unix; the newest is the greatest."""
+    """Unix time of writing."""
     iteration: int
     path: Path
 
 
 def traces_in(folder: Path, since: float = 0.0) -> list[TraceFile]:
-    """Written after `since` (Unix)."""
+    """Traces in the output folder that were written after `since` (Unix)."""
     found = []
     for path in _listed(folder / "traces"):
-        match, made = TRACE.fullmatch(path.name), modified(path)
+        match, made = TRACE.fullmatch(path.name), modification_time(path)
         if match and made is not None and made >= since:
             found.append(TraceFile(made, int(match[1]), path))
     return found
 
 
 def checkpoints_in(folder: Path, since: float = 0.0) -> dict[int, float]:
-    """Of the run whose folder this is: iterations that were done → when it was complete (Unix). Nobody writes an event
-    then: its manifest says so."""
+    """Complete checkpoints of the run whose folder this is: iterations that were done → when it was complete (Unix)."""
     run_id = run_id_of(folder)
     found = {}
     for path in _listed(folder / "checkpoints"):
-        made = modified(path / "manifest.json")
+        made = modification_time(path / "manifest.json")
         if made is None or made < since or not path.name.isdigit():
             continue
-        if is_of(run_id, checkpoint_run_id(path)):
+        if belongs_to(run_id, checkpoint_run_id(path)):
             found[int(path.name)] = made
     return found
 
@@ -141,14 +141,14 @@ def model_run_id(folder: Path) -> str:
     return found if isinstance(found, str) else ""
 
 
-def is_of(run_id: str | None, found: str | None) -> bool:
-    """Does what carries the id `found` count for a run? What cannot be read does, so that somebody complains about it;
+def belongs_to(run_id: str | None, found: str | None) -> bool:
+    """Does what carries the id `found` belong to a run? What cannot be read does, so that it is reported as unreadable;
     and if it is not known which run this is, all does."""
     return run_id is None or found is None or found == run_id
 
 
-def modified(path: Path) -> float | None:
-    """Unix; None: it is not there."""
+def modification_time(path: Path) -> float | None:
+    """Unix time; None: there is no such file."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -162,10 +162,10 @@ def _listed(folder: Path) -> list[Path]:
         return []
 
 
-def _object(path: Path, otherwise: Any = MappingProxyType({})) -> Any:
-    """The JSON object in a file; `otherwise` if there is none."""
+def _object(path: Path, default: Any = MappingProxyType({})) -> Any:
+    """The JSON object in a file; `default` if there is none."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
-        return otherwise
-    return found if isinstance(found, dict) else otherwise
+        return default
+    return found if isinstance(found, dict) else default

@@ -1,4 +1,4 @@
-"""The coordinator's journal: what it has decided, on disk before anybody hears of it.
+"""The coordinator's journal, a write-ahead log: its decisions are on disk before any node hears of them.
 
 Text, to be read with `less`: a line that says what this is, then one line for every record.
 
@@ -6,8 +6,8 @@ Text, to be read with `less`: a line that says what this is, then one line for e
     1f3870be 27 {"say": "hired", "node": 3}        CRC-32 of the JSON, its length in bytes, the JSON (ASCII)
 
 Only the record that was being written when the coordinator died can be damaged by that, and nothing stands behind it:
-such a torn tail is cut off when the file is opened. A damaged line with a sound one behind it is no torn tail. Then
-something else has been at the file, and what to do about it is for a person to say.
+such a torn tail is cut off when the file is opened. A damaged line with a valid one behind it is no torn tail: the file
+was changed by something else, and a person must decide what to do.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class WriteAheadLog:
             self._sync(self._descriptor)
             self._size += len(line)
             self._ragged = False
-        except BaseException:  # an interrupt, too: nobody was told that it is written
+        except BaseException:  # an interrupt, too: the caller does not know it as written
             with contextlib.suppress(OSError):
                 self._settle()
                 self._sync(self._descriptor)
@@ -103,7 +103,9 @@ class WriteAheadLog:
         content = HEADER + b"".join(_line(record) for record in records)
         descriptor = -1
         try:
-            descriptor = lock_file(self._partial)  # before it has the journal's name: nobody can come in between
+            descriptor = lock_file(
+                self._partial
+            )  # before it has the journal's name: no other process can come in between
             os.ftruncate(descriptor, 0)
             _put(descriptor, content, 0)
             self._sync(descriptor)
@@ -122,7 +124,7 @@ class WriteAheadLog:
     def _settle(self) -> None:
         """Finish what an earlier failure has left undone: what comes next would not count otherwise."""
         if not _is_named(self._descriptor, self.path):
-            raise OSError(errno.ESTALE, "somebody has moved or replaced this file", str(self.path))
+            raise OSError(errno.ESTALE, "this file has been moved or replaced", str(self.path))
         if self._ragged:
             os.ftruncate(self._descriptor, self._size)
             self._ragged = False
@@ -162,14 +164,14 @@ def _line(record: dict[str, Any]) -> bytes:
 
 
 def _is_new(content: bytes) -> bool:
-    """Nothing but a header that was torn: a part of it, or room for it."""
+    """The file is empty but for a torn header: a part of it, or zeros in its place."""
     if len(content) > len(HEADER) or content == HEADER:
         return False
     return HEADER.startswith(content) or not content.strip(b"\0")
 
 
 def _parsed(content: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The records, and where they end."""
+    """The records, and the offset of their end."""
     if not content.startswith(HEADER):
         first = content[: len(HEADER) + 8].partition(b"\n")[0].decode(errors="replace")
         if first.startswith(f"{FORMAT} "):
@@ -177,14 +179,14 @@ def _parsed(content: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
         raise UserError(f"{path}: this is no journal, or its first line is damaged; restore it, or name another file")
     records: list[dict[str, Any]] = []
     at = len(HEADER)
-    while (end := content.find(b"\n", at)) >= 0 and (text := sound(content[at:end])) is not None:
+    while (end := content.find(b"\n", at)) >= 0 and (text := checked_json(content[at:end])) is not None:
         try:
             records.append(json.loads(text))
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: line {len(records) + 2} cannot be read: {error}") from None
         at = end + 1
     *lines, _ = content[at:].split(b"\n")
-    if any(sound(line, match.start()) is not None for line in lines for match in START.finditer(line)):
+    if any(checked_json(line, match.start()) is not None for line in lines for match in START.finditer(line)):
         number = len(records) + 2
         raise UserError(
             f"{path}: line {number} is damaged, and sound ones follow, so no crash has done this; restore the file, "
@@ -193,8 +195,8 @@ def _parsed(content: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
     return records, at
 
 
-def sound(line: bytes, start: int = 0) -> bytes | None:
-    """The JSON in a line, if the line is as it was written from `start` on."""
+def checked_json(line: bytes, start: int = 0) -> bytes | None:
+    """The JSON in a line, if its checksum and length are right from `start` on."""
     found = START.match(line, start)
     if found is None or int(found[1]) != len(line) - found.end(1) - 1:
         return None
@@ -207,7 +209,7 @@ class AlreadyLocked(UserError):
 
 
 def lock_file(path: Path) -> int:
-    """A descriptor of the file, new or not, that nobody else has locked; Held if somebody has."""
+    """Open and lock a file, new or not; AlreadyLocked if another process has locked it."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:

@@ -93,7 +93,7 @@ class LocalNodePool:
 
     def ended(self) -> Iterator[tuple[str, str]]:
         """Nodes that have ended since the last call, and how; starts those again whose time has come."""
-        self._pool.look()
+        self._pool.poll()
         ended = dict(self._pool.ended)
         self._pool.ended.clear()
         now = time.monotonic()

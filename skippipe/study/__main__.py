@@ -21,7 +21,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N; default: %(default)s")
     parser.add_argument("--compiled", action="store_true", help="compile layers: slow to start, faster from then on")
     parser.add_argument("--models", type=Path, help="folder to keep the trained models in")
-    parser.add_argument("--only", action="append", metavar="VARIANT", help="only this variant; may be said repeatedly")
+    parser.add_argument(
+        "--only", action="append", metavar="VARIANT", help="only this variant; may be given several times"
+    )
     parser.add_argument(
         "--stop-after",
         type=float,
@@ -29,16 +31,16 @@ def main() -> None:
         metavar="MINUTES",
         help="begin no run that would take longer than this from now on, by what runs before it took",
     )
-    said = parser.parse_args()
+    arguments = parser.parse_args()
     run_command(
         lambda: run_study(
-            chosen(load_study(said.study), said.only),
-            said.results,
-            said.device,
-            said.compiled,
+            chosen(load_study(arguments.study), arguments.only),
+            arguments.results,
+            arguments.device,
+            arguments.compiled,
             LineProgress(),
-            said.models,
-            said.stop_after,
+            arguments.models,
+            arguments.stop_after,
         )
     )
 

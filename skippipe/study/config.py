@@ -28,19 +28,21 @@ from skippipe.value_ranges import (
     Range,
 )
 
-LATER = ("bridges", "heal")  # settings of recipes that older results do not know: left out where they say nothing
+LATER = ("bridges", "heal")  # recipe settings that older results do not have: left out where they are not set
 Rule = Literal["", "CC1", "CC2", "CC3"]
-MOST_ITERATIONS = Range(1, 10**6)  # of a run: reports look at every single one
+MOST_ITERATIONS = Range(1, 10**6)  # of a run: reports read every single one
 
 
 @dataclass(frozen=True)
 class StudyBatch:
+    """The batch of an iteration."""
+
     sequence: Annotated[int, SEQUENCE] = 512
     """Tokens of a sample."""
     samples: Annotated[int, SAMPLES] = 2
-    """Of a microbatch."""
+    """Samples of a microbatch."""
     microbatches: Annotated[int, MICROBATCHES] = 30
-    """Of an iteration."""
+    """Microbatches of an iteration."""
 
     @property
     def tokens(self) -> int:
@@ -49,23 +51,25 @@ class StudyBatch:
 
 @dataclass(frozen=True)
 class EvalSettings:
+    """When and on how much text models are evaluated."""
+
     every: Annotated[int, ITERATIONS] = 50
-    """Iterations from one look at the held-out text to the next."""
+    """Iterations from one evaluation on held-out text to the next."""
     tokens: Annotated[int, TOKENS] = 131_072
-    """Of the first text, at each look."""
+    """Tokens of the first text, for each of these."""
     final_tokens: Annotated[int, TOKENS] = 1_048_576
-    """Of every text in the end, for the whole model."""
+    """Tokens of every text in the end, for the whole model."""
     part_tokens: Annotated[int, TOKENS] = 131_072
-    """Of every text, for each part of the model."""
+    """Tokens of every text, for each part of the model."""
     keep: list[str] = field(default_factory=lambda: ["5/6", "2/3", "1/2"])
-    """Shares of the stages to measure in the end, as fractions of the whole."""
+    """Shares of the stages of which parts are evaluated in the end, as fractions of the whole."""
     draws: Annotated[int, DRAWS] = 12
-    """Parts to draw of each share; all there are, if that is fewer."""
+    """Parts to draw of each share; all there are, if they are fewer."""
 
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """On which cluster, in whose seconds."""
+    """The cluster on which iterations are planned, for their seconds."""
 
     cluster: str = "published20"
     """A built-in example, a preset, or a cluster file."""
@@ -76,21 +80,23 @@ class PlanSettings:
 
 @dataclass(frozen=True)
 class Variant:
+    """One way to train the model."""
+
     name: str
     recipe: SkipSchedule = field(default_factory=lambda: SkipSchedule(skip="0"))
     """How stages are skipped and what makes up for it."""
     stages: Annotated[int, STAGES] = 6
     layers: Annotated[int, Range(0, LAYERS.most)] = 0
-    """Of the model; 0: as the configuration has it. Fewer make the smaller dense rival."""
+    """Layers of the model; 0: as its configuration has them. Fewer make a smaller dense model to compare with."""
     tokens: Annotated[int, Range(0, TOKENS.most)] = 0
-    """To train on; 0: the study's."""
+    """Tokens to train on; 0: the study's."""
     rate: Annotated[float, Range(0, 100)] = 0.0
     """The highest learning rate; 0: the study's."""
     breaks: Rule = ""
     """A rule to break on purpose: CC1 (stage 0 is skipped like any other), CC2 (stages come in one of several random
     orders), CC3 (some stages are visited often, others seldom)."""
     seeds: list[Annotated[int, SEED]] | None = None
-    """Instead of the study's."""
+    """Seeds instead of the study's."""
 
     def __post_init__(self) -> None:
         if not self.recipe.phases:
@@ -101,6 +107,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class Study:
+    """A study file."""
+
     name: str
     variant: list[Variant]
     model: str = "llama-46m"
@@ -108,11 +116,11 @@ class Study:
     train: list[str] = field(default_factory=lambda: ["classics"])
     """Texts (.txt, .xz), or one folder with prepared tokens."""
     tests: list[str] = field(default_factory=lambda: ["classics-val"])
-    """Held-out texts, likewise, as 'name=folder'; the first is looked at while training."""
+    """Held-out texts, likewise, as 'name=folder'; the first is evaluated while training."""
     vocabulary: Annotated[int, VOCABULARY] = 2048
-    """Of a tokenizer to train, if `train` is not a folder of tokens."""
+    """Size of the tokenizer to train, if `train` is not a folder of tokens."""
     tokens: Annotated[int, TOKENS] = 100_000_000
-    """To train on."""
+    """Tokens to train on."""
     seeds: list[Annotated[int, SEED]] = field(default_factory=lambda: [0])
     batch: StudyBatch = StudyBatch()
     learning: OptimConfig = field(default_factory=lambda: OptimConfig(rate=1e-3, warmup=100))
@@ -129,12 +137,12 @@ class Study:
     @property
     def runs(self) -> list[StudyRun]:
         """Seed by seed, so that an unfinished study has some of everything."""
-        wanted = [
+        found = [
             (seed, number, each)
             for number, each in enumerate(self.variant)
             for seed in (self.seeds if each.seeds is None else each.seeds)
         ]
-        return [StudyRun(self, each, seed) for seed, _, each in sorted(wanted, key=lambda run: run[:2])]
+        return [StudyRun(self, each, seed) for seed, _, each in sorted(found, key=lambda run: run[:2])]
 
 
 @dataclass(frozen=True)
@@ -167,7 +175,7 @@ class StudyRun:
 
     @property
     def _heals_at(self) -> int:
-        """Iterations in which all of the model learns."""
+        """Iterations in which the whole model is trained; then only bridges are."""
         return ceil(self.variant.recipe.heal_at * self.iterations)
 
     def path_lengths(self, iteration: int) -> list[int]:
@@ -190,7 +198,7 @@ class StudyRun:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that the result depends on."""
+        """All settings that the result depends on."""
         study = self.study
         variant = asdict(replace(self.variant, seeds=None))
         for name in LATER:
@@ -209,7 +217,7 @@ class StudyRun:
 
     @property
     def key(self) -> str:
-        """The same for the same settings and seed."""
+        """A hash of settings and seed."""
         return sha256(json.dumps([self.settings, self.seed], sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -230,5 +238,5 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 
 
 def kept_stages(share: str, stages: int) -> int:
-    """Stages that are left of a model, of which this share is kept."""
+    """Stages that are left of a model of which this share is kept."""
     return visited_of(1 - parse_share(share, "measuring.keep"), stages)

@@ -1,9 +1,9 @@
 """Training in one process, fast: all microbatches of an iteration in one batch, those at the same stage together.
 
 The stages and weights are the ones that nodes train; so are the rules for gradients and steps. What differs is the
-order of sums: a test holds this to `ReferenceTrainer`, microbatch by microbatch, and that to real nodes.
+order of sums: a test compares it with `ReferenceTrainer`, microbatch by microbatch, and that with real nodes.
 
-Nothing in the loop waits for the device: the loss comes back when somebody asks for it. On a GPU, how many visit which
+Nothing in the loop waits for the device: the loss is a tensor, read when it is needed. On a GPU, how many visit which
 stage decides which kernels run, and who they are is data: so passes of one shape are recorded once and then replayed
 (a CUDA graph). Small models are otherwise held up by Python, not by the card.
 """
@@ -25,32 +25,32 @@ from skippipe.model.stage import Bridges, StageModel, bridges_of, layer_ranges
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits
-from skippipe.study.path_sampling import together
+from skippipe.study.path_sampling import group_by_stage
 
-WARM = 3  # passes of a shape before it is recorded: they compile, and claim what memory libraries want
+WARM_UP = 3  # passes of a shape before it is recorded: they compile, and libraries allocate their memory
 MOST_SHAPES = 32  # recorded; what comes in ever new shapes is not worth it
 
 
 @dataclass(frozen=True)
 class StudyStep:
-    """Some microbatches pass a stage together."""
+    """Microbatches that pass a stage together."""
 
     stage: int
     visitors: int
     drives: tuple[tuple[float, int], ...]
-    """By what the stage's contribution is multiplied, and for how many of the visitors, one after another."""
+    """Factors of the stage's residual contribution, each with the number of visitors that it is for, in their order."""
 
 
 @dataclass(frozen=True)
 class StudyShape:
-    """All that kernels depend on, of the paths of an iteration."""
+    """The paths of an iteration as far as kernels depend on them."""
 
     microbatches: int
     steps: tuple[StudyStep, ...]
     bridged: bool = False
-    """Somebody goes over a bridge."""
+    """Some microbatches go over a bridge."""
     healing: bool = False
-    """Only bridges learn."""
+    """Only bridges are trained."""
 
     @property
     def counts(self) -> Counter[int]:
@@ -88,14 +88,14 @@ class Engine:
                     layer.compile()
             self._loss = torch.compile(self.stages[0].loss)
         can_record = device.startswith("cuda") and spec.router is None  # who goes to which expert is not data
-        self._recordings = _Recordings(device) if can_record else None
+        self._recordings = _GraphCache(device) if can_record else None
 
     def begin_again(self, spec: ModelSpec, learning: OptimConfig, recipe: SkipSchedule) -> None:
         """As new, with another seed or recipe; what was compiled stays."""
         before = self._recorded_with
         self.recipe, self.learning = recipe, learning
         if self._recordings and self._recorded_with != before:
-            self._recordings = _Recordings(self.device)
+            self._recordings = _GraphCache(self.device)
         for (index, layers), weights in zip(self._ranges, self.weights, strict=True):
             new = FlatParams(StageModel(spec, layers, ends=index == 0).named_weights(), learning)
             weights.values.copy_(new.values)
@@ -146,7 +146,7 @@ class Engine:
         `young`: the stages that are visited are the whole model yet, and stand for no others. `healing`: only bridges
         learn. `rate`: instead of the one that `learning` has for this iteration.
         """
-        steps = together(visits)
+        steps = group_by_stage(visits)
         next_stage = [dict(pairwise((*each, len(self.stages)))) for each in visits]
         targets = [next_stage[row][stage] for stage, rows in steps for row in rows]
         shape = StudyShape(
@@ -199,9 +199,9 @@ class Engine:
         return loss.detach()
 
     def _through(self, shape: StudyShape, inputs: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What comes out in the end, the balancing loss of routers on the way, and what stage 0 alone made of it.
+        """The final hidden states, the balancing loss of routers, and the output of stage 0 alone.
 
-        `places` has two rows: who passes the stage of each step, and where it goes from there.
+        `places` has two rows: the samples that pass the stage of each step, and where each goes from there.
         """
         hidden = early = self._embed(inputs)
         balance = torch.zeros((), device=self.device)
@@ -209,18 +209,18 @@ class Engine:
         visitors = torch.split(places, [step.visitors * samples for step in shape.steps], dim=1)
         for step, (here, targets) in zip(shape.steps, visitors, strict=True):
             model = self.stages[step.stage]
-            everybody = step.visitors == shape.microbatches
-            given = hidden if everybody else _chosen(hidden, here)
+            all_visit = step.visitors == shape.microbatches
+            given = hidden if all_visit else _chosen(hidden, here)
             made = model(given)
             made = _driven(given, made, step.drives, samples)
             added = model.balance()
             if added is not None:  # the mean over its microbatches, of which each counts as one of all
                 balance = balance + added * (step.visitors / shape.microbatches)
             if step.stage == 0:
-                early = made if everybody else hidden.index_copy(0, here, made)
+                early = made if all_visit else hidden.index_copy(0, here, made)
             if shape.bridged and step.stage < len(self.bridges):
                 made = self.bridges[step.stage](made, targets)
-            hidden = made if everybody else hidden.index_copy(0, here, made)
+            hidden = made if all_visit else hidden.index_copy(0, here, made)
         return hidden, balance, early
 
     def _learning_in(self, shape: StudyShape) -> list[tuple[FlatParams, float]]:
@@ -253,7 +253,7 @@ class Engine:
         return hidden.to(torch.bfloat16) if self._low_precision else hidden
 
     def _drives(self, stage: int, rows: Sequence[int], visits: Sequence[Visits]) -> tuple[tuple[float, int], ...]:
-        """Of the rows at a stage, as many after one another as have the same; empty: nobody is driven."""
+        """Of the rows at a stage, as many after one another as have the same; empty: none is driven."""
         each = [self.recipe.residual_scale(len(self.stages), len(visits[row])) for row in rows] if stage else []
         return tuple((drive, len(list(same))) for drive, same in groupby(each)) if set(each) - {1.0} else ()
 
@@ -271,7 +271,7 @@ def _driven(given: Tensor, made: Tensor, drives: tuple[tuple[float, int], ...], 
     )
 
 
-class _Chosen(torch.autograd.Function):
+class _SelectRows(torch.autograd.Function):
     """Rows of a tensor, each chosen once: so its gradient is put back in its place, where `index_select` would add."""
 
     @staticmethod
@@ -288,7 +288,7 @@ class _Chosen(torch.autograd.Function):
 
 
 def _chosen(whole: Tensor, rows: Tensor) -> Tensor:
-    chosen: Tensor = _Chosen.apply(whole, rows)  # type: ignore[no-untyped-call]
+    chosen: Tensor = _SelectRows.apply(whole, rows)  # type: ignore[no-untyped-call]
     return chosen
 
 
@@ -296,8 +296,8 @@ Given = tuple[Tensor, ...]
 Passes = Callable[..., Tensor]
 
 
-class _Recordings:
-    """CUDA graphs of passes, one for every shape; what they are given is copied to where they were recorded with."""
+class _GraphCache:
+    """CUDA graphs of passes, one for every shape; inputs are copied to the tensors that they were recorded with."""
 
     def __init__(self, device: str) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # one for all: autograd remembers it
@@ -314,7 +314,7 @@ class _Recordings:
     def _run(self, shape: StudyShape, passes: Passes, given: Given) -> Tensor:
         self._seen[shape] += 1
         if shape not in self._recorded:
-            if self._seen[shape] <= WARM or len(self._recorded) >= MOST_SHAPES:
+            if self._seen[shape] <= WARM_UP or len(self._recorded) >= MOST_SHAPES:
                 for each in given:
                     each.record_stream(self._stream)
                 return passes(shape, *given)

@@ -1,8 +1,8 @@
-"""Loss on held-out text: of the whole model, and of parts of it.
+"""Loss on held-out text, of the whole model and of parts of it; and use of the experts of a mixture.
 
-A part keeps stage 0 and some of the others, in order. What is left out can be made up for by driving those that are
-there; how strongly is measured too, since nobody knows it beforehand: by `DRIVES` of the way, in the exponent, from
-not at all to (S−1)/(L−1).
+A part keeps stage 0 and some of the others, in order. Stages that are kept can be driven (their residual contribution
+is scaled) to make up for those that are left out. How strongly is best is measured too: the factor (S−1)/(L−1) to the
+power of each of `DRIVES`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.data.token_file import Ids
@@ -25,7 +25,7 @@ EVALUATED_SAMPLES = 64  # at a time
 
 
 class EvalText:
-    """Ids on a device, cut into samples."""
+    """Token ids on a device, cut into samples."""
 
     def __init__(self, ids: Ids, sequence: int, device: str) -> None:
         self.sequence = sequence
@@ -33,7 +33,7 @@ class EvalText:
         self._within = torch.arange(sequence + 1, device=device)
 
     def __len__(self) -> int:
-        """Windows, as the sampler has them."""
+        """The number of windows, as the sampler has them."""
         return (len(self._ids) - 1) // self.sequence
 
     def batch(self, windows: list[int] | range) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ class EvalText:
         )
 
     def evaluated(self, tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Spread evenly over the whole text; every batch is of the same size."""
+        """Batches of the same size, spread evenly over the whole text."""
         wanted = min(len(self), max(1, tokens // self.sequence))
         size = min(EVALUATED_SAMPLES, wanted)
         windows = [at * len(self) // wanted for at in range(wanted // size * size)]
@@ -61,12 +61,12 @@ class EvalText:
 
 @dataclass(frozen=True)
 class SubsetLoss:
-    """What a part of the model makes of a text."""
+    """The loss of a part of the model on a text."""
 
     text: str
     stages: Visits
     drive: float
-    """0: what is missing is not made up for; 1: driven by (S−1)/(L−1); between: by that to this power."""
+    """Exponent of the factor (S−1)/(L−1) by which stages are driven; 0: they are not."""
     loss: float
 
     def to_json(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class SubsetLoss:
 
 
 def mean_loss(engine: Engine, text: EvalText, tokens: int, visits: Visits, drive: float = 1.0) -> float:
-    """Of a text, or some of it, through these stages."""
+    """Loss on so many tokens of a text, through these stages."""
     losses = [engine.loss_of(inputs, labels, visits, drive) for inputs, labels in text.evaluated(tokens)]
     return float(torch.stack(losses).double().mean())
 
@@ -82,7 +82,7 @@ def mean_loss(engine: Engine, text: EvalText, tokens: int, visits: Visits, drive
 def part_losses(
     engine: Engine, texts: dict[str, EvalText], kept: list[int], draws: int, tokens: int, seed: int
 ) -> list[SubsetLoss]:
-    """Of the whole and, for each number of stages that are kept, of so many parts, all on the same windows."""
+    """Losses of the whole model and, for each number of stages that are kept, of so many parts, on the same windows."""
     stages = len(engine.stages)
     whole = tuple(range(stages))
     found = [SubsetLoss(name, whole, 0.0, mean_loss(engine, text, tokens, whole)) for name, text in texts.items()]
@@ -93,3 +93,33 @@ def part_losses(
                 for name, text in texts.items():
                     found.append(SubsetLoss(name, part, drive, mean_loss(engine, text, tokens, part, most**drive)))
     return found
+
+
+@torch.no_grad()
+def router_use(engine: Engine, texts: dict[str, EvalText], tokens: int) -> dict[str, Any] | None:
+    """For every layer and text, the share of tokens that each expert gets; None for a dense model."""
+    found = engine.stages[0].spec.router
+    if found is None:
+        return None
+    kind, index = found
+    active = engine.stages[0].spec.experts_active
+    counted: list[Tensor] = []
+
+    def count(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        scores = output[index] if isinstance(output, tuple) else output
+        chosen = scores.topk(active, -1).indices.flatten()
+        counted.append(torch.bincount(chosen, minlength=scores.shape[-1]))
+
+    routers = [part for stage in engine.stages for part in stage.layers.modules() if isinstance(part, kind)]
+    hooks = [router.register_forward_hook(count) for router in routers]
+    whole = tuple(range(len(engine.stages)))
+    shares: dict[str, Any] = {}
+    for name, text in texts.items():
+        counted.clear()
+        for inputs, labels in text.evaluated(tokens):
+            engine.loss_of(inputs, labels, whole, 1.0)
+        rounds = torch.stack(counted).view(-1, len(routers), counted[0].shape[0]).sum(0).double()
+        shares[name] = [[round(float(each), 4) for each in row] for row in rounds / rounds.sum(-1, keepdim=True)]
+    for hook in hooks:
+        hook.remove()
+    return shares

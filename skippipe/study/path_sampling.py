@@ -1,4 +1,4 @@
-"""Which stages every microbatch visits, drawn by the rules; and who goes through a stage together."""
+"""Which stages every microbatch visits, drawn by the rules; and which microbatches go through a stage together."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ UNEVEN = 4.0  # with CC3 broken, the most visited stage is visited so many times
 
 
 @dataclass(frozen=True)
-class Turn:
-    """An iteration, as far as paths go."""
+class IterationPaths:
+    """The paths of an iteration, and the stages that the model has in it."""
 
     there: Visits
     """The stages that the model has."""
     born: dict[int, int]
-    """Stages that are new since the iteration before, and whose copies they are."""
+    """Stages that are new since the iteration before → the stages that they are copies of."""
     visits: list[Visits]
-    """Of each microbatch."""
+    """Stages on the path of each microbatch."""
 
 
-def turns(run: StudyRun) -> Iterator[Turn]:
-    """All iterations of a run."""
+def iteration_paths(run: StudyRun) -> Iterator[IterationPaths]:
+    """The paths of all iterations of a run."""
     recipe, stages, microbatches = run.variant.recipe, run.variant.stages, run.study.batch.microbatches
     generator = default_rng([run.seed, 1])
     whole = there = tuple(range(stages))
@@ -41,25 +41,27 @@ def turns(run: StudyRun) -> Iterator[Turn]:
         lengths = run.path_lengths(number)
         if recipe.is_young(number, run.iterations):
             there = young_stages(stages, lengths[0])
-            yield Turn(there, {}, [there] * microbatches)
+            yield IterationPaths(there, {}, [there] * microbatches)
         else:
             born = donors(stages, len(there)) if there != whole else {}
             there = whole
-            yield Turn(whole, born, drawn_for(generator, lengths, stages, recipe, run.variant.breaks))
+            yield IterationPaths(
+                whole, born, sample_paths_of_lengths(generator, lengths, stages, recipe, run.variant.breaks)
+            )
 
 
-def drawn_for(
+def sample_paths_of_lengths(
     generator: Generator, lengths: Sequence[int], stages: int, recipe: SkipSchedule, breaks: Rule = ""
 ) -> list[Visits]:
     """Paths of these lengths, in this order; those of each length keep CC3 among themselves."""
     return [
         visits
         for length, group in groupby(lengths)
-        for visits in drawn(generator, len(list(group)), stages, length, recipe, breaks)
+        for visits in sample_paths(generator, len(list(group)), stages, length, recipe, breaks)
     ]
 
 
-def drawn(
+def sample_paths(
     generator: Generator, microbatches: int, stages: int, visited: int, recipe: SkipSchedule, breaks: Rule = ""
 ) -> list[Visits]:
     """The stages of each microbatch in the order in which it visits them."""
@@ -71,8 +73,8 @@ def drawn(
     elif recipe.exposure is not None and first == 1:
         weights = np.array(recipe.exposure)
     wanted = visited - first
-    shares = shares_of(generator, weights, microbatches, wanted)
-    rows = [sorted(int(others[at]) for at in row) for row in _dealt(generator, shares, microbatches, wanted)]
+    shares = visit_counts(generator, weights, microbatches, wanted)
+    rows = [sorted(int(others[at]) for at in row) for row in _deal_stages(generator, shares, microbatches, wanted)]
     if breaks == "CC2":
         place = default_rng(generator.integers(ORDERS)).permutation(stages)
         rows = [sorted(row, key=lambda stage: place[stage]) for row in rows]
@@ -81,15 +83,15 @@ def drawn(
     return [tuple(row) if first == 0 else (0, *row) for row in rows]
 
 
-def shares_of(generator: Generator, weights: NDArray[np.float64], microbatches: int, visited: int) -> list[int]:
-    """How many microbatches visit each stage, in proportion to the weights; nobody visits a stage twice.
+def visit_counts(generator: Generator, weights: NDArray[np.float64], microbatches: int, visited: int) -> list[int]:
+    """How many microbatches visit each stage, in proportion to the weights; none visits a stage twice.
 
-    Where that does not come out even, chance says who gets one more, so that it does over many iterations.
+    Where that does not come out even, chance decides which stages get one more, so that it does over many iterations.
     """
     total = microbatches * visited
     exact = np.zeros(len(weights))
     free = np.ones(len(weights), dtype=bool)
-    while True:  # a stage that everybody visits leaves its surplus to the others
+    while True:  # a stage that all microbatches visit leaves its surplus to the others
         left = total - microbatches * int((~free).sum())
         exact = np.where(free, left * weights / max(weights[free].sum(), 1e-12), microbatches)
         over = free & (exact > microbatches)
@@ -103,8 +105,8 @@ def shares_of(generator: Generator, weights: NDArray[np.float64], microbatches: 
     return counts
 
 
-def _dealt(generator: Generator, shares: Sequence[int], microbatches: int, visited: int) -> list[list[int]]:
-    """`visited` different ones for each microbatch, so that every one is dealt out as often as its share says."""
+def _deal_stages(generator: Generator, shares: Sequence[int], microbatches: int, visited: int) -> list[list[int]]:
+    """`visited` different stages for each microbatch, so that every stage is dealt out as often as its share."""
     left = np.array(shares, dtype=np.float64)
     rows = []
     for rest in range(microbatches, 0, -1):
@@ -122,7 +124,7 @@ def _dealt(generator: Generator, shares: Sequence[int], microbatches: int, visit
 
 
 def _swap(generator: Generator, rows: list[list[int]], share: float, first: int) -> None:
-    """Two neighbours, in that share of the microbatches, or in all that have any if these are fewer."""
+    """Swap two neighbours, in that share of the microbatches, or in all that have any if these are fewer."""
     left = round(share * len(rows))
     for at in generator.permutation(len(rows)):
         row = rows[at]
@@ -133,10 +135,10 @@ def _swap(generator: Generator, rows: list[list[int]], share: float, first: int)
             left -= 1
 
 
-def together(visits: Sequence[Visits]) -> list[tuple[int, list[int]]]:
-    """(stage, microbatches) one after another, so that everybody visits its stages in its own order.
+def group_by_stage(visits: Sequence[Visits]) -> list[tuple[int, list[int]]]:
+    """(stage, microbatches) one after another, so that every microbatch visits its stages in its own order.
 
-    Next comes a stage that nobody has yet to reach by way of another, if there is one: the lowest. So, without swaps or
+    Next comes the lowest stage that no microbatch has yet to reach by way of another, if any. So, without swaps or
     with one order for all, every stage comes once.
     """
     left = {row: list(each) for row, each in enumerate(visits) if each}

@@ -57,7 +57,7 @@ class PlannedIteration:
 
     stages: int
     layers: int
-    """Of the model in whose seconds the study is told."""
+    """Layers of the model for which the study's seconds are planned."""
     visited: int
     """Stages on a path."""
     placed_for: int
@@ -73,7 +73,7 @@ class PlannedIteration:
 
 @dataclass(frozen=True)
 class PlannedTime:
-    """What the planner says of it."""
+    """What the planner found for it."""
 
     iteration_s: float | None
     """None: there is no plan."""
@@ -85,9 +85,9 @@ class PlannedTime:
 
     @classmethod
     def from_json(cls, entry: Fields) -> PlannedTime:
-        said = entry.has("iteration_s")
+        planned = entry.has("iteration_s")
         return cls(
-            iteration_s=entry.number("iteration_s", TIME_S) if said else entry.take("iteration_s"),
+            iteration_s=entry.number("iteration_s", TIME_S) if planned else entry.take("iteration_s"),
             strategy=entry.take("strategy"),
             placement=tuple(tuple(nodes) for nodes in entry.items("placement")),
             refusal=entry.take("refusal"),
@@ -95,32 +95,37 @@ class PlannedTime:
 
 
 @dataclass(frozen=True)
-class Times:
+class PlannedTimes:
+    """The times file of a study."""
+
     planned: PlanSettings
     seed: int
     model_layers: int
-    """Of the study's model."""
+    """Layers of the study's model."""
     workload_layers: int
-    """Of the model in whose seconds it is told."""
+    """Layers of the model for which the study's seconds are planned."""
     published_s: float | None = None
     """The full pipeline as it was published for this cluster, where it was."""
-    promises: dict[PlannedIteration, PlannedTime] = field(default_factory=dict)
+    plans: dict[PlannedIteration, PlannedTime] = field(default_factory=dict)
+    """What has been planned so far."""
 
-    def works(
-        self, variant: Variant, legs: Mapping[TimedPhase, Fraction], *, moving: bool = False
+    def planned_iterations(
+        self, variant: Variant, phases: Mapping[TimedPhase, Fraction], *, moving: bool = False
     ) -> dict[TimedPhase, PlannedIteration]:
-        """What to plan for every leg, if so many iterations are of its kind."""
+        """The iteration to plan for every phase, if so many iterations are of that phase."""
         layers = round(self.workload_layers * (variant.layers or self.model_layers) / self.model_layers)
         early_exit = variant.recipe.early_exit > 0
-        works = {}
-        for leg in sorted(legs):
-            if leg.young:  # a pipeline by itself, of fewer stages
-                share = Fraction(leg.visited, variant.stages)
-                works[leg] = PlannedIteration(leg.visited, round(layers * share), leg.visited, leg.visited, early_exit)
+        found = {}
+        for phase in sorted(phases):
+            if phase.young:  # a pipeline by itself, of fewer stages
+                share = Fraction(phase.visited, variant.stages)
+                found[phase] = PlannedIteration(
+                    phase.visited, round(layers * share), phase.visited, phase.visited, early_exit
+                )
             else:
-                usual = leg if moving else most_frequent(legs)
-                works[leg] = PlannedIteration(variant.stages, layers, leg.visited, usual.visited, early_exit)
-        return works
+                usual = phase if moving else most_frequent(phases)
+                found[phase] = PlannedIteration(variant.stages, layers, phase.visited, usual.visited, early_exit)
+        return found
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -132,19 +137,19 @@ class Times:
             "workload_layers": self.workload_layers,
             "published_s": self.published_s,
             "iterations": [
-                {**asdict(work), **asdict(promise), "placement": [list(nodes) for nodes in promise.placement]}
-                for work, promise in sorted(self.promises.items())
+                {**asdict(work), **asdict(plan_time), "placement": [list(nodes) for nodes in plan_time.placement]}
+                for work, plan_time in sorted(self.plans.items())
             ],
         }
 
     @classmethod
-    def from_json(cls, value: Any) -> Times:
+    def from_json(cls, value: Any) -> PlannedTimes:
         fields = Fields(value, "")
         fields.header(FORMAT, VERSION)
-        promises = {}
+        plans = {}
         for entry in fields.objects("iterations"):
             sizes = {name: entry.integer(name, POSITIVE) for name in ("stages", "layers", "visited", "placed_for")}
-            promises[PlannedIteration(**sizes, early_exit=entry.flag("early_exit"))] = PlannedTime.from_json(entry)
+            plans[PlannedIteration(**sizes, early_exit=entry.flag("early_exit"))] = PlannedTime.from_json(entry)
             entry.close()
         has_published = fields.has("published_s")
         times = cls(
@@ -153,63 +158,63 @@ class Times:
             model_layers=fields.integer("model_layers", LAYERS),
             workload_layers=fields.integer("workload_layers", LAYERS),
             published_s=fields.number("published_s", TIME_S) if has_published else fields.take("published_s"),
-            promises=promises,
+            plans=plans,
         )
         fields.close()
         return times
 
     @classmethod
-    def load(cls, path: Path) -> Times:
+    def load(cls, path: Path) -> PlannedTimes:
         return read_as(cls.from_json, path)
 
     def save(self, path: Path) -> None:
         write_text(path, json_text(self.to_json()) + "\n")
 
 
-def most_frequent(legs: Mapping[TimedPhase, Fraction | int]) -> TimedPhase:
-    """That most iterations of the grown model are of; the one with the longest paths, if there are several."""
-    grown = [leg for leg in legs if not leg.young] or list(legs)
-    return max(grown, key=lambda leg: (legs[leg], leg.visited))
+def most_frequent(phases: Mapping[TimedPhase, Fraction | int]) -> TimedPhase:
+    """The phase of most iterations of the grown model; the one with the longest paths, if there are several."""
+    grown = [phase for phase in phases if not phase.young] or list(phases)
+    return max(grown, key=lambda phase: (phases[phase], phase.visited))
 
 
 def variant_of(result: Mapping[str, Any]) -> Variant:
-    """What was trained."""
-    said = result["settings"]["variant"]
-    return Variant(**{**said, "recipe": SkipSchedule(**said["recipe"])})
+    """The variant that was trained."""
+    settings = result["settings"]["variant"]
+    return Variant(**{**settings, "recipe": SkipSchedule(**settings["recipe"])})
 
 
-def elapsed_s(result: Mapping[str, Any], times: Times, *, moving: bool = False) -> list[float] | None:
+def elapsed_s(result: Mapping[str, Any], times: PlannedTimes, *, moving: bool = False) -> list[float] | None:
     """Planned seconds from the start of a run to each point of its curve; None if something was not planned.
 
     With `moving`, as if nodes took other places whenever the length of paths changes, at once and for nothing.
     """
     variant = variant_of(result)
-    legs = legs_of(variant, result["settings"]["iterations"])
-    works = times.works(variant, counted(legs), moving=moving)
-    promises = {leg: times.promises.get(work) for leg, work in works.items()}
-    seconds = {leg: each.iteration_s for leg, each in promises.items() if each and each.iteration_s}
-    if seconds.keys() != works.keys():
+    phases = phases_of(variant, result["settings"]["iterations"])
+    wanted = times.planned_iterations(variant, counted(phases), moving=moving)
+    plans = {phase: times.plans.get(work) for phase, work in wanted.items()}
+    seconds = {phase: each.iteration_s for phase, each in plans.items() if each and each.iteration_s}
+    if seconds.keys() != wanted.keys():
         return None
-    passed = list(accumulate((fmean(seconds[leg] for leg in each) for each in legs), initial=0.0))
+    passed = list(accumulate((fmean(seconds[phase] for phase in each) for each in phases), initial=0.0))
     return [passed[int(point[0])] for point in result["curve"]]
 
 
-def legs_of(variant: Variant, iterations: int) -> tuple[tuple[TimedPhase, ...], ...]:
-    """Of every iteration, one for each of the equal parts of its microbatches."""
-    return _legs(variant.recipe.skip, variant.recipe.grow, variant.stages, iterations)
+def phases_of(variant: Variant, iterations: int) -> tuple[tuple[TimedPhase, ...], ...]:
+    """The phases of every iteration, one for each of the equal parts of its microbatches."""
+    return _phases(variant.recipe.skip, variant.recipe.grow, variant.stages, iterations)
 
 
-def counted(legs: Iterable[tuple[TimedPhase, ...]]) -> dict[TimedPhase, Fraction]:
-    """How many iterations are of each, by their parts."""
+def counted(phases: Iterable[tuple[TimedPhase, ...]]) -> dict[TimedPhase, Fraction]:
+    """Phase → how many iterations are of it, by their parts."""
     found: dict[TimedPhase, Fraction] = {}
-    for each, count in Counter(legs).items():
-        for leg in each:
-            found[leg] = found.get(leg, Fraction(0)) + Fraction(count, len(each))
+    for each, count in Counter(phases).items():
+        for phase in each:
+            found[phase] = found.get(phase, Fraction(0)) + Fraction(count, len(each))
     return found
 
 
-@cache  # runs and tables ask for it again and again
-def _legs(skip: str, grow: str, stages: int, iterations: int) -> tuple[tuple[TimedPhase, ...], ...]:
+@cache  # used again and again by runs and tables
+def _phases(skip: str, grow: str, stages: int, iterations: int) -> tuple[tuple[TimedPhase, ...], ...]:
     recipe = SkipSchedule(skip, grow)
     return tuple(
         tuple(
@@ -220,37 +225,40 @@ def _legs(skip: str, grow: str, stages: int, iterations: int) -> tuple[tuple[Tim
     )
 
 
-def planned_times(study: Study, path: Path, progress: PlanningProgress, seed: int = SEED) -> Times:
-    """All that the study's variants need; the file has what was planned before, and gets what is planned now."""
+def planned_times(study: Study, path: Path, progress: PlanningProgress, seed: int = SEED) -> PlannedTimes:
+    """Plan all that the study's variants need; the file has what was planned before, and gets what is planned now."""
     times = _begun(study, seed)
     if path.exists():
-        found = Times.load(path)
+        found = PlannedTimes.load(path)
         if _about(found) != _about(times):
             raise UserError(f"{path}: was made for {_about(found)}, and the study asks for {_about(times)}; remove it")
-        times = replace(times, promises=found.promises)
+        times = replace(times, plans=found.plans)
     wanted: set[PlannedIteration] = set()
     for run in study.runs:
-        legs = counted(legs_of(run.variant, run.iterations))
-        wanted.update(times.works(run.variant, legs).values(), times.works(run.variant, legs, moving=True).values())
-    missing = sorted(wanted - times.promises.keys(), key=lambda work: (work.visited != work.placed_for, work))
+        phases = counted(phases_of(run.variant, run.iterations))
+        wanted.update(
+            times.planned_iterations(run.variant, phases).values(),
+            times.planned_iterations(run.variant, phases, moving=True).values(),
+        )
+    missing = sorted(wanted - times.plans.keys(), key=lambda work: (work.visited != work.placed_for, work))
     for number, work in enumerate(missing):  # first those whose placement others take over
         progress(str(work), number / len(missing))
-        times = replace(times, promises={**times.promises, work: _promise(times, work)})
+        times = replace(times, plans={**times.plans, work: _plan_time(times, work)})
         times.save(path)
     return times
 
 
-def _begun(study: Study, seed: int) -> Times:
+def _begun(study: Study, seed: int) -> PlannedTimes:
     _, example = cluster_named(study.planned.cluster)
     workload = _workload(example)
     published_s = None
     if example and "full_pipeline" in example.paths:
         plan = published_plan(example, "full_pipeline", workload.microbatches)
         published_s = simulate(plan, Timing(study.planned.timing)).iteration_s
-    return Times(study.planned, seed, model_named(study.model).layers, workload.model.layers, published_s)
+    return PlannedTimes(study.planned, seed, model_named(study.model).layers, workload.model.layers, published_s)
 
 
-def _about(times: Times) -> str:
+def _about(times: PlannedTimes) -> str:
     planned = times.planned
     return (
         f"{planned.cluster}, {planned.timing}, {planned.budget_s:g} s of planning, seed {times.seed}, "
@@ -262,8 +270,8 @@ def _workload(example: Example | None) -> Workload:
     return example.workload if example else Workload(MODELS["llama-1.5b"])
 
 
-def _promise(times: Times, work: PlannedIteration) -> PlannedTime:
-    settled = times.promises[replace(work, visited=work.placed_for)] if work.placed_for != work.visited else None
+def _plan_time(times: PlannedTimes, work: PlannedIteration) -> PlannedTime:
+    settled = times.plans[replace(work, visited=work.placed_for)] if work.placed_for != work.visited else None
     if settled and settled.iteration_s is None:
         return settled
     placement = settled.placement if settled else None
@@ -278,7 +286,7 @@ def _promise(times: Times, work: PlannedIteration) -> PlannedTime:
 
 
 def _problem(planned: PlanSettings, work: PlannedIteration, placement: Placement | None) -> tuple[Problem, int]:
-    """And the microbatches that are wanted: where they do not divide over the stages (CC3), the problem has more."""
+    """The problem, and the microbatches that are wanted: if they do not divide over the stages (CC3), it has more."""
     cluster, example = cluster_named(planned.cluster)
     workload = _workload(example)
     wanted, unit = workload.microbatches, lane_unit(work.stages, work.visited)

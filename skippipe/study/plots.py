@@ -16,10 +16,10 @@ from plotly import graph_objects as go
 from plotly.subplots import make_subplots
 
 from skippipe.json_fields import write_text
-from skippipe.report.matplotlib_utils import INK, LINE_STYLES, blank, dress, literal, write_image
-from skippipe.report.plotly_utils import figure_html, page, section, table_html
-from skippipe.report.table import Table
-from skippipe.study.planned_time import Times, elapsed_s
+from skippipe.report.html import figure_html, page, section, table_html
+from skippipe.report.png import INK, LINE_STYLES, blank, dress, literal, write_image
+from skippipe.report.summary import Table
+from skippipe.study.planned_time import PlannedTimes, elapsed_s
 from skippipe.study.tables import FULL, Result, Runs, held_out, increases, total_s
 from skippipe.timeline import HUES
 
@@ -38,7 +38,7 @@ DASHES = tuple(LINE_STYLES)
 
 
 @dataclass(frozen=True)
-class Look:
+class LineStyle:
     """How a variant is drawn, wherever it is."""
 
     colour: str
@@ -49,15 +49,17 @@ class Look:
         return 2.4 if self.colour == INK else 1.8
 
 
-def looks(names: Sequence[str]) -> dict[str, Look]:
+def line_styles(names: Sequence[str]) -> dict[str, LineStyle]:
     """The full one is black; a ninth of the others takes the first hue again, dashed."""
     others = [name for name in names if name != FULL]
-    found = {name: Look(HUES[at % len(HUES)], DASHES[at // len(HUES) % len(DASHES)]) for at, name in enumerate(others)}
-    return {name: found.get(name, Look(INK, "solid")) for name in names}
+    found = {
+        name: LineStyle(HUES[at % len(HUES)], DASHES[at // len(HUES) % len(DASHES)]) for at, name in enumerate(others)
+    }
+    return {name: found.get(name, LineStyle(INK, "solid")) for name in names}
 
 
 @dataclass(frozen=True)
-class Curve:
+class LossCurve:
     """Loss against something, for one seed or (None) the mean of several."""
 
     variant: str
@@ -67,24 +69,24 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Chart:
+class LossChart:
     """Loss against one thing, for all variants."""
 
     file: str
     title: str
     note: str
     x_title: str
-    curves: list[Curve]
+    curves: list[LossCurve]
 
     @property
-    def mean_curves(self) -> list[Curve]:
-        """The mean over seeds, where they were looked at at the same points."""
+    def mean_curves(self) -> list[LossCurve]:
+        """The mean over seeds, where they were evaluated at the same points."""
         found = []
         for name in dict.fromkeys(curve.variant for curve in self.curves):
             own = [curve for curve in self.curves if curve.variant == name]
             common = [curve for curve in own if curve.xs == own[0].xs]
             losses = [fmean(each) for each in zip(*(curve.losses for curve in common), strict=True)]
-            found.append(Curve(name, None if len(common) > 1 else own[0].seed, own[0].xs, losses))
+            found.append(LossCurve(name, None if len(common) > 1 else own[0].seed, own[0].xs, losses))
         return found
 
     @property
@@ -97,9 +99,9 @@ class Chart:
         return low - margin, high + margin
 
 
-def charts(runs: Runs, times: Times | None) -> list[Chart]:
+def charts(runs: Runs, times: PlannedTimes | None) -> list[LossChart]:
     found = [
-        Chart(
+        LossChart(
             "loss-tokens.png",
             "Loss against tokens",
             "Held-out loss of the whole model while it is trained. Thick: mean over seeds; thin: each seed.",
@@ -117,7 +119,7 @@ def charts(runs: Runs, times: Times | None) -> list[Chart]:
         full_s = total_s(runs.get(FULL, {}), times)
         beside = f" '{FULL}' takes {full_s / 3600:.1f} h." if full_s else ""
         found.append(
-            Chart(
+            LossChart(
                 "loss-time.png",
                 "Loss against planned time",
                 f"The same in the seconds that iterations are planned to take.{beside}",
@@ -128,16 +130,16 @@ def charts(runs: Runs, times: Times | None) -> list[Chart]:
     return [chart for chart in found if chart.curves]
 
 
-def _curves(runs: Runs, xs_of: Callable[[Result], list[float] | None]) -> Iterator[Curve]:
+def _curves(runs: Runs, xs_of: Callable[[Result], list[float] | None]) -> Iterator[LossCurve]:
     for name, seeds in runs.items():
         for seed, result in seeds.items():
             xs = xs_of(result)
             if xs:
-                yield Curve(name, seed, xs, held_out(result))
+                yield LossCurve(name, seed, xs, held_out(result))
 
 
 @dataclass(frozen=True)
-class Band:
+class SubsetBand:
     """What a variant loses on a text when stages are left out, from the whole model downwards, over all seeds."""
 
     variant: str
@@ -149,7 +151,7 @@ class Band:
     worsts: list[float]
 
 
-def bands(runs: Runs) -> list[Band]:
+def subset_bands(runs: Runs) -> list[SubsetBand]:
     found = []
     for name, seeds in runs.items():
         measured = increases(seeds)
@@ -158,7 +160,7 @@ def bands(runs: Runs) -> list[Band]:
             kept = [100.0, *(100 * each.kept / each.stages for each in own)]
             rows = [(0.0, 0.0, 0.0), *((fmean(each.means), fmean(each.bests), fmean(each.worsts)) for each in own)]
             means, bests, worsts = (list(column) for column in zip(*rows, strict=True))
-            found.append(Band(name, text, kept, means, bests, worsts))
+            found.append(SubsetBand(name, text, kept, means, bests, worsts))
     return found
 
 
@@ -167,47 +169,47 @@ def squeezed(increases: Sequence[float]) -> list[float]:
     return [math.asinh(increase / FINE) for increase in increases]
 
 
-def _ticks(found: Sequence[Band]) -> list[float]:
+def _ticks(found: Sequence[SubsetBand]) -> list[float]:
     low, high = min(min(band.bests) for band in found), max(max(band.worsts) for band in found)
     return [tick for tick in TICKS if 1.3 * low <= tick <= 1.3 * high]
 
 
-def _grid(found: Sequence[Band]) -> tuple[list[str], int, int]:
+def _grid(found: Sequence[SubsetBand]) -> tuple[list[str], int, int]:
     """Texts, and the rows and columns in which they are shown."""
     texts = list(dict.fromkeys(band.text for band in found))
     rows = -(-len(texts) // ABREAST)
     return texts, rows, -(-len(texts) // rows)
 
 
-def write_pictures(runs: Runs, times: Times | None, folder: Path) -> list[Path]:
+def write_pictures(runs: Runs, times: PlannedTimes | None, folder: Path) -> list[Path]:
     """The PNGs for which there is something to show."""
-    drawn = looks(list(runs))
-    figures = {chart.file: _chart_png(chart, drawn) for chart in charts(runs, times)}
-    found = bands(runs)
+    styles = line_styles(list(runs))
+    figures = {chart.file: _chart_png(chart, styles) for chart in charts(runs, times)}
+    found = subset_bands(runs)
     if found:
-        figures["parts.png"] = _bands_png(found, drawn)
+        figures["parts.png"] = _bands_png(found, styles)
     for file, figure in figures.items():
         write_image(figure, folder / file)
     return [folder / file for file in figures]
 
 
-def _chart_png(chart: Chart, drawn: dict[str, Look]) -> Figure:
+def _chart_png(chart: LossChart, styles: dict[str, LineStyle]) -> Figure:
     figure = blank(9.5, 5.4)
     axes = figure.subplots()
     for curve in chart.curves:
-        axes.plot(curve.xs, curve.losses, color=drawn[curve.variant].colour, linewidth=0.7, alpha=0.35)
+        axes.plot(curve.xs, curve.losses, color=styles[curve.variant].colour, linewidth=0.7, alpha=0.35)
     for curve in chart.mean_curves:
-        look = drawn[curve.variant]
-        axes.plot(curve.xs, curve.losses, LINE_STYLES[look.dash], color=look.colour, linewidth=look.width)
-        axes.plot(curve.xs[-1:], curve.losses[-1:], "o", color=look.colour, markersize=4.5)
+        style = styles[curve.variant]
+        axes.plot(curve.xs, curve.losses, LINE_STYLES[style.dash], color=style.colour, linewidth=style.width)
+        axes.plot(curve.xs[-1:], curve.losses[-1:], "o", color=style.colour, markersize=4.5)
     axes.set_ylim(*chart.loss_range)
     axes.set_xlim(left=0)
     dress(axes, chart.title, chart.x_title, LOSS_TITLE)
-    _legend(axes, {_ending(curve): drawn[curve.variant] for curve in chart.mean_curves})
+    _legend(axes, {_ending(curve): styles[curve.variant] for curve in chart.mean_curves})
     return figure
 
 
-def _bands_png(found: list[Band], drawn: dict[str, Look]) -> Figure:
+def _bands_png(found: list[SubsetBand], styles: dict[str, LineStyle]) -> Figure:
     texts, rows, columns = _grid(found)
     figure = blank(2.2 + 4.6 * columns, 0.6 + 4.4 * rows)
     ticks = _ticks(found)
@@ -217,27 +219,27 @@ def _bands_png(found: list[Band], drawn: dict[str, Look]) -> Figure:
     for at, text in enumerate(texts):
         axes = grid.flat[at]
         for band in (band for band in found if band.text == text):
-            look = drawn[band.variant]
+            style = styles[band.variant]
             low, mean, high = (squeezed(each) for each in (band.bests, band.means, band.worsts))
-            axes.fill_between(band.kept, low, high, color=look.colour, alpha=0.12, linewidth=0)
-            style = LINE_STYLES[look.dash] + "o"
-            axes.plot(band.kept, mean, style, color=look.colour, linewidth=look.width, markersize=4.5)
+            axes.fill_between(band.kept, low, high, color=style.colour, alpha=0.12, linewidth=0)
+            line_and_dots = LINE_STYLES[style.dash] + "o"
+            axes.plot(band.kept, mean, line_and_dots, color=style.colour, linewidth=style.width, markersize=4.5)
         axes.set_xlim(max(band.kept[0] for band in found) + 2, min(band.kept[-1] for band in found) - 2)
         axes.set_yticks(squeezed(ticks), [_percent(tick) for tick in ticks])
         dress(axes, f"On '{text}'", KEPT_TITLE, "" if at % columns else INCREASE_TITLE)
-    _legend(grid[0, -1], {band.variant: drawn[band.variant] for band in found})
+    _legend(grid[0, -1], {band.variant: styles[band.variant] for band in found})
     return figure
 
 
-def _legend(axes: Axes, labels: dict[str, Look]) -> None:
+def _legend(axes: Axes, labels: dict[str, LineStyle]) -> None:
     handles = [
-        Line2D([], [], color=look.colour, ls=LINE_STYLES[look.dash], lw=look.width, label=literal(label))
-        for label, look in labels.items()
+        Line2D([], [], color=style.colour, ls=LINE_STYLES[style.dash], lw=style.width, label=literal(label))
+        for label, style in labels.items()
     ]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=9, frameon=False, labelcolor=INK)
 
 
-def _ending(curve: Curve) -> str:
+def _ending(curve: LossCurve) -> str:
     return f"{curve.variant}: {curve.losses[-1]:.3f}"
 
 
@@ -245,22 +247,22 @@ def _percent(increase: float) -> str:
     return f"{100 * increase:+,.0f}%".replace("-", "−") if increase else "0"
 
 
-def write_page(title: str, tables: Sequence[Table], runs: Runs, times: Times | None, path: Path) -> None:
-    drawn = looks(list(runs))
+def write_page(title: str, tables: Sequence[Table], runs: Runs, times: PlannedTimes | None, path: Path) -> None:
+    styles = line_styles(list(runs))
     sections = [table_html(table) for table in tables[:1]]
     for chart in charts(runs, times):
-        sections.append(section(chart.title, chart.note, _chart_html(chart, drawn)))
-    found = bands(runs)
+        sections.append(section(chart.title, chart.note, _chart_html(chart, styles)))
+    found = subset_bands(runs)
     if found:
-        sections.append(section("Parts of the model", BANDS_IN_WORDS, _bands_html(found, drawn)))
+        sections.append(section("Parts of the model", BANDS_IN_WORDS, _bands_html(found, styles)))
     sections += [table_html(table) for table in tables[1:]]
     write_text(path, page(title, sections))
 
 
-def _chart_html(chart: Chart, drawn: dict[str, Look]) -> str:
+def _chart_html(chart: LossChart, styles: dict[str, LineStyle]) -> str:
     figure = go.Figure()
     for curve in chart.curves:
-        line = {"color": drawn[curve.variant].colour, "width": 0.7}
+        line = {"color": styles[curve.variant].colour, "width": 0.7}
         figure.add_scatter(
             x=curve.xs,
             y=curve.losses,
@@ -272,12 +274,12 @@ def _chart_html(chart: Chart, drawn: dict[str, Look]) -> str:
             hoverinfo="skip",
         )
     for curve in chart.mean_curves:
-        look = drawn[curve.variant]
+        style = styles[curve.variant]
         figure.add_scatter(
             x=curve.xs,
             y=curve.losses,
             mode="lines",
-            line={"color": look.colour, "width": look.width, "dash": look.dash},
+            line={"color": style.colour, "width": style.width, "dash": style.dash},
             legendgroup=curve.variant,
             name=escape(_ending(curve)),
             hovertemplate=f"{escape(curve.variant)}<br>%{{x:,.4~g}}: %{{y:.4f}}<extra></extra>",
@@ -288,12 +290,12 @@ def _chart_html(chart: Chart, drawn: dict[str, Look]) -> str:
     return figure_html(figure)
 
 
-def _bands_html(found: list[Band], drawn: dict[str, Look]) -> str:
+def _bands_html(found: list[SubsetBand], styles: dict[str, LineStyle]) -> str:
     texts, rows, columns = _grid(found)
     titles = [f"on '{escape(text)}'" for text in texts]
     figure = make_subplots(rows, columns, shared_yaxes="all", subplot_titles=titles, horizontal_spacing=0.03)
     for band in found:
-        look = drawn[band.variant]
+        style = styles[band.variant]
         row, column = divmod(texts.index(band.text), columns)
         edges = squeezed(band.bests) + squeezed(band.worsts)[::-1]
         common = {"legendgroup": band.variant, "name": escape(band.variant), "row": row + 1, "col": column + 1}
@@ -301,7 +303,7 @@ def _bands_html(found: list[Band], drawn: dict[str, Look]) -> str:
             x=band.kept + band.kept[::-1],
             y=edges,
             fill="toself",
-            fillcolor=look.colour,
+            fillcolor=style.colour,
             opacity=0.12,
             line={"width": 0},
             mode="lines",
@@ -309,7 +311,7 @@ def _bands_html(found: list[Band], drawn: dict[str, Look]) -> str:
             hoverinfo="skip",
             **common,
         )
-        told = [
+        hover = [
             f"{escape(band.variant)}, {kept:.0f}% kept<br>mean {mean:+.1%}, best {best:+.1%}, worst {worst:+.1%}"
             for kept, mean, best, worst in zip(band.kept, band.means, band.bests, band.worsts, strict=True)
         ]
@@ -317,9 +319,9 @@ def _bands_html(found: list[Band], drawn: dict[str, Look]) -> str:
             x=band.kept,
             y=squeezed(band.means),
             mode="lines+markers",
-            line={"color": look.colour, "width": look.width, "dash": look.dash},
+            line={"color": style.colour, "width": style.width, "dash": style.dash},
             showlegend=band.text == texts[0],
-            hovertext=told,
+            hovertext=hover,
             hoverinfo="text",
             **common,
         )

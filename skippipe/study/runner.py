@@ -3,8 +3,9 @@
     {"study", "variant", "seed", "key", "settings", "parameters", "tokens", "lengths", "curve", "whole", "parts",
      "routers", "seconds", "tokens_per_s", "device", "date"}
 
-`curve` has [iteration, tokens, training loss since the last look, held-out loss] for every look, `whole` the loss on
-every text in the end, `parts` that of parts of the model, `lengths` how many iterations had paths of which length.
+`curve` has [iteration, tokens, training loss since the last evaluation, held-out loss] for every evaluation, `whole`
+the loss on every text in the end, `parts` that of parts of the model, `lengths` how many iterations had paths of
+which length.
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ from skippipe.errors import UserError
 from skippipe.model.model_spec import ModelSpec, config_named
 from skippipe.study.config import Study, StudyRun, kept_stages, read_results
 from skippipe.study.engine import Engine
-from skippipe.study.evaluate import EvalText, mean_loss, part_losses
-from skippipe.study.moe_stats import router_use
-from skippipe.study.path_sampling import turns
+from skippipe.study.evaluate import EvalText, mean_loss, part_losses, router_use
+from skippipe.study.path_sampling import iteration_paths
 from skippipe.workload import Workload
 
 Clock = Callable[[], float]
 RunProgress = Callable[[str, float, str], None]
-"""Which run, what share of it is done, and how it goes."""
+"""Called with the name of a run, the share of it that is done, and its loss in words."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Runner:
         self._engines: dict[tuple[int, ...], Engine] = {}
 
     def run(self) -> None:
-        """All that is not done yet; but no run that would not be over in time, by what those before it took."""
+        """Do all runs that are not done yet; but none that would not be over in time, by what those before it took."""
         done = {result["key"] for result in read_results(self.results)}
         for run in self.study.runs:
             began = self._clock()
@@ -112,14 +112,14 @@ class Runner:
         curve: list[list[float]] = []
         losses: list[torch.Tensor] = []
         began = time.perf_counter()
-        looked_s = 0.0
-        for number, turn in enumerate(turns(run)):
-            engine.grow(turn.born)
-            young = len(turn.there) < variant.stages
+        evaluation_s = 0.0
+        for number, paths in enumerate(iteration_paths(run)):
+            engine.grow(paths.born)
+            young = len(paths.there) < variant.stages
             loss = engine.iteration(
                 number,
                 *self._text.iteration(sampler, number),
-                turn.visits,
+                paths.visits,
                 young=young,
                 healing=variant.recipe.heals(number, run.iterations),
                 rate=run.rate(number),
@@ -129,12 +129,12 @@ class Runner:
             if done % measuring.every == 0 or done == run.iterations:
                 training = float(torch.stack(losses).double().mean())
                 losses.clear()
-                look = time.perf_counter()
-                held_out = mean_loss(engine, first, measuring.tokens, turn.there)
-                looked_s += time.perf_counter() - look
+                evaluation_start = time.perf_counter()
+                held_out = mean_loss(engine, first, measuring.tokens, paths.there)
+                evaluation_s += time.perf_counter() - evaluation_start
                 curve.append([done, done * batch.tokens, round(training, 5), round(held_out, 5)])
                 self._progress(f"{variant.name}, seed {run.seed}", done / run.iterations, f"loss {held_out:.3f}")
-        seconds = time.perf_counter() - began - looked_s
+        seconds = time.perf_counter() - began - evaluation_s
         kept = [kept_stages(share, variant.stages) for share in measuring.keep]
         kept = sorted({each for each in kept if 2 <= each < variant.stages}, reverse=True)
         return {
@@ -148,7 +148,7 @@ class Runner:
             "lengths": run.lengths,
             "curve": curve,
             "whole": {
-                name: round(mean_loss(engine, text, measuring.final_tokens, turn.there), 5)
+                name: round(mean_loss(engine, text, measuring.final_tokens, paths.there), 5)
                 for name, text in self.texts.items()
             },
             "parts": [
@@ -164,12 +164,12 @@ class Runner:
 
     def _keep(self, run: StudyRun, folder: Path) -> None:
         """In bfloat16, as transformers and `skippipe score` load it."""
-        spec, layers = self._made_of(run)
+        spec, layers = self._model(run)
         kept = ModelFolder(folder, layers, spec, self.train.tokenizer(), torch.bfloat16)
         for stage, weights in enumerate(self._engines[layers].weights):
             kept.store_flat(stage, weights.values.cpu())
 
-    def _made_of(self, run: StudyRun) -> tuple[ModelSpec, tuple[int, ...]]:
+    def _model(self, run: StudyRun) -> tuple[ModelSpec, tuple[int, ...]]:
         """The model, and the layers of each of its stages."""
         variant = run.variant
         config = config_named(self.study.model, self.train.vocabulary)
@@ -181,9 +181,9 @@ class Runner:
         return spec, Workload(spec.shape).layer_split(variant.stages)
 
     def _engine(self, run: StudyRun) -> Engine:
-        """Models of the same shape are trained in the same place, one after another: compiled once."""
+        """An engine for the run; models of the same shape share one, so that it is compiled once."""
         variant = run.variant
-        spec, layers = self._made_of(run)
+        spec, layers = self._model(run)
         if layers in self._engines:
             self._engines[layers].begin_again(spec, run.learning, variant.recipe)
         else:

@@ -24,21 +24,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from skippipe.report.table import NOTHING, Table
+from skippipe.report.summary import NOTHING, Table
 from skippipe.study.config import Study
-from skippipe.study.planned_time import Times, counted, elapsed_s, legs_of, variant_of
+from skippipe.study.planned_time import PlannedTimes, counted, elapsed_s, phases_of, variant_of
 
 Result = Mapping[str, Any]
 Seeds = dict[int, Result]
 Runs = dict[str, Seeds]
 """Variant → seed → what came out, in the order of the study."""
 
-FULL = "full"  # the variant against which others are held
+FULL = "full"  # the variant with which others are compared
 COLUMNS = 6  # of a curve
 
 
 def runs_of(results: Iterable[Result], study: Study) -> Runs:
-    """Those with the study's settings; of a variant that has none of these, all there are."""
+    """Results with the study's settings; of a variant that has none of these, all there are."""
     keys = {run.key for run in study.runs}
     found: Runs = {variant.name: {} for variant in study.variant}
     for result in sorted(results, key=lambda result: result["key"] not in keys):  # those of the study come first
@@ -49,13 +49,13 @@ def runs_of(results: Iterable[Result], study: Study) -> Runs:
     return {name: dict(sorted(seeds.items())) for name, seeds in found.items() if seeds}
 
 
-def strangers(runs: Runs, study: Study) -> list[str]:
+def outdated_variants(runs: Runs, study: Study) -> list[str]:
     """Variants whose runs had other settings than the study has now."""
     keys = {run.key for run in study.runs}
     return [name for name, seeds in runs.items() if any(result["key"] not in keys for result in seeds.values())]
 
 
-def all_tables(runs: Runs, times: Times | None) -> list[Table]:
+def all_tables(runs: Runs, times: PlannedTimes | None) -> list[Table]:
     found = [headline(runs, times), texts(runs), parts(runs)]
     if times:
         found += [time_to_loss(runs, times), equal_time(runs, times)]
@@ -65,7 +65,7 @@ def all_tables(runs: Runs, times: Times | None) -> list[Table]:
     return [table for table in found if table is not None]
 
 
-def headline(runs: Runs, times: Times | None) -> Table | None:
+def headline(runs: Runs, times: PlannedTimes | None) -> Table | None:
     if not runs:
         return None
     totals = {name: total_s(seeds, times) for name, seeds in runs.items()}
@@ -110,9 +110,9 @@ def texts(runs: Runs) -> Table | None:
                 found: float | None = result["whole"].get(text)
                 return found
 
-            told = spread([each for result in seeds.values() if (each := loss(result)) is not None], ".4f")
+            mean = spread([each for result in seeds.values() if (each := loss(result)) is not None], ".4f")
             apart = gaps(runs, name, loss)
-            row.append(f"{told} ({spread(apart, '+.4f')})" if apart else told)
+            row.append(f"{mean} ({spread(apart, '+.4f')})" if apart else mean)
         rows.append(row)
     note = f"Loss of the whole model; in brackets the gap to {FULL}."
     return Table("Texts", note, ("variant", *names), rows) if len(names) > 1 else None
@@ -120,7 +120,7 @@ def texts(runs: Runs) -> Table | None:
 
 @dataclass(frozen=True)
 class Increase:
-    """Of the perplexity, when only so many stages are kept: 0.1 is 10% more than the same model has whole."""
+    """Increase of the perplexity when only so many stages are kept: 0.1 is 10% more than the same model has whole."""
 
     text: str
     kept: int
@@ -132,7 +132,7 @@ class Increase:
     bests: list[float]
     worsts: list[float]
     undriven: list[float]
-    """The means if nothing is made up for."""
+    """The means if stages are not driven."""
 
 
 def increases(seeds: Seeds) -> list[Increase]:
@@ -194,7 +194,7 @@ def parts(runs: Runs) -> Table | None:
     return Table("Parts of the model", note, headings, rows) if rows else None
 
 
-def time_to_loss(runs: Runs, times: Times) -> Table | None:
+def time_to_loss(runs: Runs, times: PlannedTimes) -> Table | None:
     full_s = total_s(runs.get(FULL, {}), times)
     if not full_s:
         return None
@@ -202,7 +202,7 @@ def time_to_loss(runs: Runs, times: Times) -> Table | None:
     rows = []
     for name, seeds in runs.items():
         reached: list[float] = []
-        told = []
+        cells = []
         for seed, result in seeds.items():
             at = elapsed_s(result, times)
             if at is None or seed not in runs[FULL]:
@@ -211,21 +211,21 @@ def time_to_loss(runs: Runs, times: Times) -> Table | None:
             when_s = first_reach(at, held_out(result), target)
             if when_s is None:
                 closest = min(held_out(result))
-                told.append(f"not reached (closest {closest:.4f}, {closest - target:+.4f})")
+                cells.append(f"not reached (closest {closest:.4f}, {closest - target:+.4f})")
             else:
                 reached.append(when_s)
-                told.append(f"{when_s / full_s:.3f}")
-        if not told:
+                cells.append(f"{when_s / full_s:.3f}")
+        if not cells:
             continue
-        some = f" ({len(reached)} of {len(told)} seeds)" if 0 < len(reached) < len(told) else ""
-        row = [name, ", ".join(told), spread([each / full_s for each in reached], ".3f") + some]
+        some = f" ({len(reached)} of {len(cells)} seeds)" if 0 < len(reached) < len(cells) else ""
+        row = [name, ", ".join(cells), spread([each / full_s for each in reached], ".3f") + some]
         if published_s:
             row.append(spread([each / published_s for each in reached], ".3f") + some)
         rows.append(row)
     headings = ["variant", "each seed", f"time / {FULL}"]
     note = (
         f"Planned time until the held-out loss first is what '{FULL}' has in the end, as a share of the time that "
-        f"'{FULL}' takes ({full_s / 3600:.1f} h); between two looks the loss is taken to fall evenly."
+        f"'{FULL}' takes ({full_s / 3600:.1f} h); between two evaluations the loss is taken to fall evenly."
     )
     if published_s:
         headings.append(f"time / {FULL} as published")
@@ -233,7 +233,7 @@ def time_to_loss(runs: Runs, times: Times) -> Table | None:
     return Table("Time to the full model's loss", note, headings, rows)
 
 
-def equal_time(runs: Runs, times: Times) -> Table | None:
+def equal_time(runs: Runs, times: PlannedTimes) -> Table | None:
     """At the end of every variant that skips nothing: the full model, and smaller ones."""
     ends = {name: total_s(seeds, times) for name, seeds in runs.items() if not skipped(next(iter(seeds.values())))}
     ends_s = {name: end_s for name, end_s in ends.items() if end_s}
@@ -243,9 +243,9 @@ def equal_time(runs: Runs, times: Times) -> Table | None:
         cells = []
         for end_s in ends_s.values():
             losses = [loss_at(at, losses, end_s) for at, losses in spans]
-            told = spread([loss for loss in losses if loss is not None], ".4f")
+            mean = spread([loss for loss in losses if loss is not None], ".4f")
             over = max((at[-1] for at, _ in spans), default=end_s) / end_s
-            cells.append(told if over > 0.995 else f"{told} (ends at {over:.0%})")
+            cells.append(mean if over > 0.995 else f"{mean} (ends at {over:.0%})")
         if spans:
             rows.append((name, *cells))
     if len(rows) < 2 or not ends_s:
@@ -258,17 +258,19 @@ def equal_time(runs: Runs, times: Times) -> Table | None:
 
 
 def curves(runs: Runs) -> Table | None:
-    """At every sixth of the full run (without one: of the longest), or at the look that is nearest to it."""
+    """At every sixth of the full run (without one: of the longest), or at the evaluation that is nearest to it."""
     candidates = [runs[FULL]] if FULL in runs else list(runs.values())
-    looks = max((_looks(result) for seeds in candidates for result in seeds.values()), key=max, default=[])
-    marks = [looks[-1] * nth / COLUMNS for nth in range(1, COLUMNS + 1)] if looks else []
-    columns = sorted({min(looks, key=lambda look: abs(look - mark)) for mark in marks})
+    evaluated_at = max(
+        (_evaluated_at(result) for seeds in candidates for result in seeds.values()), key=max, default=[]
+    )
+    marks = [evaluated_at[-1] * nth / COLUMNS for nth in range(1, COLUMNS + 1)] if evaluated_at else []
+    columns = sorted({min(evaluated_at, key=lambda each: abs(each - mark)) for mark in marks})
     rows = []
     for name, seeds in runs.items():
         cells = []
         for column in columns:
-            going_on = [result for result in seeds.values() if _looks(result)[-1] >= column]
-            losses = [loss_at(_looks(result), held_out(result), column) for result in going_on]
+            going_on = [result for result in seeds.values() if _evaluated_at(result)[-1] >= column]
+            losses = [loss_at(_evaluated_at(result), held_out(result), column) for result in going_on]
             cells.append(spread([loss for loss in losses if loss is not None], ".4f"))
         rows.append((name, *cells))
     headings = ("variant", *(f"iteration {column:,.0f}" for column in columns))
@@ -304,19 +306,19 @@ def routers(runs: Runs) -> Table | None:
     return Table("Routers", note, headings, rows) if rows else None
 
 
-def iterations(runs: Runs, times: Times) -> Table | None:
+def iterations(runs: Runs, times: PlannedTimes) -> Table | None:
     rows = []
     for name, seeds in runs.items():
         one = next(iter(seeds.values()))
         variant = variant_of(one)
-        legs = counted(legs_of(variant, one["settings"]["iterations"]))
-        works = [times.works(variant, legs, moving=moving) for moving in (False, True)]
-        for leg in sorted(legs, reverse=True):
-            promises = [times.promises.get(each[leg]) for each in works]
-            seconds = [f"{each.iteration_s:.2f}" if each and each.iteration_s else NOTHING for each in promises]
-            share = f"{float(legs[leg] / sum(legs.values())):.0%}"
-            stages = f"{leg.visited} of {leg.visited if leg.young else variant.stages}"
-            rows.append((name, stages, share, *seconds, str(works[0][leg].placed_for)))
+        phases = counted(phases_of(variant, one["settings"]["iterations"]))
+        wanted = [times.planned_iterations(variant, phases, moving=moving) for moving in (False, True)]
+        for phase in sorted(phases, reverse=True):
+            plans = [times.plans.get(each[phase]) for each in wanted]
+            seconds = [f"{each.iteration_s:.2f}" if each and each.iteration_s else NOTHING for each in plans]
+            share = f"{float(phases[phase] / sum(phases.values())):.0%}"
+            stages = f"{phase.visited} of {phase.visited if phase.young else variant.stages}"
+            rows.append((name, stages, share, *seconds, str(wanted[0][phase].placed_for)))
     headings = ("variant", "stages on a path", "iterations", "seconds", "seconds, nodes placed for it", "placed for")
     note = f"Seconds of an iteration, planned for {times.planned.cluster} ({times.planned.timing})."
     if times.published_s:
@@ -329,8 +331,8 @@ def spread(values: Sequence[float], form: str) -> str:
     if not values:
         return NOTHING
     size = form.lstrip("+")
-    told = f"{fmean(values):{'' if size == form else '+'}z{size}}".replace("-", "−")
-    return told if len(values) < 2 else f"{told} ± {stdev(values):{size}}"
+    mean = f"{fmean(values):{'' if size == form else '+'}z{size}}".replace("-", "−")
+    return mean if len(values) < 2 else f"{mean} ± {stdev(values):{size}}"
 
 
 def gaps(runs: Runs, name: str, figure: Callable[[Result], float | None]) -> list[float]:
@@ -341,7 +343,7 @@ def gaps(runs: Runs, name: str, figure: Callable[[Result], float | None]) -> lis
 
 
 def first_reach(at: Sequence[float], losses: Sequence[float], target: float) -> float | None:
-    """When the loss first is as low as the target, between two looks on the straight line; None: never."""
+    """When the loss first is as low as the target, between two evaluations on the straight line; None: never."""
     if losses[0] <= target:
         return at[0]
     for (before, after), (above, below) in zip(pairwise(at), pairwise(losses), strict=True):
@@ -351,12 +353,12 @@ def first_reach(at: Sequence[float], losses: Sequence[float], target: float) -> 
 
 
 def loss_at(at: Sequence[float], losses: Sequence[float], moment: float) -> float | None:
-    """On the straight line between two looks; the last one holds from then on; None: before the first."""
+    """On the straight line between two evaluations; the last one holds from then on; None: before the first."""
     return None if moment < at[0] else float(np.interp(moment, at, losses))
 
 
 def held_out(result: Result) -> list[float]:
-    """The loss at every look."""
+    """The held-out loss at every evaluation."""
     return [point[3] for point in result["curve"]]
 
 
@@ -371,13 +373,13 @@ def skipped(result: Result) -> float:
     return float(left_out / (stages * sum(result["lengths"].values())))
 
 
-def total_s(seeds: Seeds, times: Times | None) -> float | None:
+def total_s(seeds: Seeds, times: PlannedTimes | None) -> float | None:
     """Planned seconds of a run, which are the same whatever the seed."""
     at = elapsed_s(next(iter(seeds.values())), times) if times and seeds else None
     return at[-1] if at else None
 
 
-def _published_s(seeds: Seeds, times: Times) -> float | None:
+def _published_s(seeds: Seeds, times: PlannedTimes) -> float | None:
     iterations: int = next(iter(seeds.values()))["settings"]["iterations"]
     return times.published_s * iterations if times.published_s else None
 
@@ -386,7 +388,7 @@ def _whole(result: Result) -> float:
     return float(next(iter(result["whole"].values())))
 
 
-def _looks(result: Result) -> list[float]:
+def _evaluated_at(result: Result) -> list[float]:
     return [point[0] for point in result["curve"]]
 
 

@@ -1,12 +1,14 @@
-"""The ways to run an assembled job."""
+"""The engines of `skippipe train`: real nodes behind a launcher, virtual nodes, or one process without nodes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 
 from skippipe.errors import UserError
+from skippipe.launch.join import JoinLauncher
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport, StopRequests
 from skippipe.training.build_run import RunSetup
@@ -15,24 +17,24 @@ from skippipe.transport.wire_codec import encode
 Backend = Callable[[RunSetup, Callback, StopRequests], None]
 
 
-def processes(run_setup: RunSetup, callback: Callback, asked: StopRequests) -> None:
-    """Every node as a process of this machine; or, with a list of peers, wherever they join from."""
-    run = run_setup.run
-    if run_setup.job.transport.peers:
-        run.joined(callback, asked)
+def processes(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
+    """Every node as a process of this machine; or, with a list of peers, nodes that join from anywhere."""
+    run, transport = run_setup.run, run_setup.job.transport
+    if transport.peers:
+        run.launch(JoinLauncher(run.names, Path(transport.key), Path(transport.peers)), callback, stop_requests)
     else:
-        run.here(callback, asked=asked)
+        run.launch_local(callback, stop_requests=stop_requests)
 
 
-def one_process(run_setup: RunSetup, callback: Callback, asked: StopRequests) -> None:
-    """No nodes: the oracle."""
+def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
+    """Without nodes: the reference trainer, microbatch after microbatch."""
     if run_setup.resumed:
         raise UserError("--resume: one process makes no checkpoints; use --engine virtual or processes")
     from skippipe.training.reference import ReferenceTrainer
 
     job = run_setup.job
     node_config = run_setup.node_config
-    oracle = ReferenceTrainer(
+    trainer = ReferenceTrainer(
         run_setup.plan,
         run_setup.spec,
         job.schedule,
@@ -45,16 +47,16 @@ def one_process(run_setup: RunSetup, callback: Callback, asked: StopRequests) ->
     )
     for number in range(job.iterations):
         began = time.monotonic()
-        done = oracle.iteration(number)
+        done = trainer.iteration(number)
         report = IterationReport(number, done.loss, done.norm, done.rate, time.monotonic() - began, {}, {})
         callback.iteration_done(report)
-        if asked():
+        if stop_requests():
             break
-    stages = ((index, [encode(stage.weights.values.cpu(), "fp32"), None]) for index, stage in enumerate(oracle.stages))
-    run_setup.run.store(stages, callback, asked)
+    stages = ((index, [encode(stage.weights.values.cpu(), "fp32"), None]) for index, stage in enumerate(trainer.stages))
+    run_setup.run.store(stages, callback, stop_requests)
 
 
-def virtual(run_setup: RunSetup, callback: Callback, asked: StopRequests) -> None:
+def virtual(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
     """Every node's own code on real tensors, in one thread and in virtual time: seconds are those of the plan."""
     from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
     from skippipe.runtime.stage_executor import StageExecutor
@@ -66,30 +68,34 @@ def virtual(run_setup: RunSetup, callback: Callback, asked: StopRequests) -> Non
     def executor(node: int, plan: Plan) -> StageExecutor:
         return build_stage_executor(plan.stage_of[node], node_config, node_config.device, sampler, packing=False)
 
-    computers = {node: executor(node, node_config.plan) for node in node_config.plan.stage_of}
+    executors = {node: executor(node, node_config.plan) for node in node_config.plan.stage_of}
     cluster = VirtualCluster(
         node_config.plan,
         run.resumed_settings,
-        computers,
+        executors,
         callback=callback,
         checkpoint_store=run.keeper,
-        stop_requests=asked,
+        stop_requests=stop_requests,
         builder=executor,
     )
     cluster.run()
     run.close(callback)
     if cluster.coordinator.failure:
         raise UserError(cluster.coordinator.failure)
-    run.store(sorted(cluster.stored.items()), callback, asked)
+    run.store(sorted(cluster.stored.items()), callback, stop_requests)
 
 
-def ray(run_setup: RunSetup, callback: Callback, asked: StopRequests) -> None:
-    """One actor a node."""
+def ray(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
+    """One Ray actor a node."""
     if find_spec("ray") is None:
         raise UserError("--engine ray: needs Ray; pip install 'skippipe[ray]'")
-    from skippipe.training.launch_ray import train_on_ray
+    from skippipe.launch.ray_actors import RayLauncher
 
-    train_on_ray(run_setup, callback, asked)
+    run, job = run_setup.run, run_setup.job
+    if job.transport.peers:
+        raise UserError("transport.peers: is for nodes that join by themselves; Ray's have keys made for the run")
+    gpus = int(job.compute.device.startswith("cuda"))
+    run.launch(RayLauncher(run.names, job.compute.threads, gpus, run.security), callback, stop_requests)
 
 
 BACKENDS: dict[str, Backend] = {

@@ -1,7 +1,5 @@
-"""From a job to all that a run needs. Everything that can be wrong is found here, before anything is started.
-
-How long paths are over a run, and what that comes to.
-"""
+"""From a job to all that a run needs: text, model, plans, settings. What can be wrong is found here, before any node is
+started."""
 
 from __future__ import annotations
 
@@ -40,16 +38,18 @@ from skippipe.training.run_folder import make_folder
 from skippipe.validate import validate
 from skippipe.workload import Workload, model_named
 
-SEVERAL = 5
-CHECKPOINTS = "set checkpoint.every"
-LIKE = {"sequence_tokens": 4096, "samples_per_microbatch": 2, "wire_dtype": "bf16"}
+ITERATION_TIMEOUT_FACTOR = 5  # times the promised seconds
+CHECKPOINT_ADVICE = "set checkpoint.every"
+EMULATED_BATCH = {"sequence_tokens": 4096, "samples_per_microbatch": 2, "wire_dtype": "bf16"}
 
 
 @dataclass(frozen=True)
 class RunSetup:
+    """A job with all that was made for it, ready to run."""
+
     job: JobConfig
     plan: Plan
-    """With its promise, under full timing; if paths change their length, for the one that most iterations have."""
+    """The plan with its promise, under full timing; if paths change their length, the one that most iterations use."""
     spec: ModelSpec
     tokens: TokenFile
     plans: Mapping[int, Plan]
@@ -57,20 +57,22 @@ class RunSetup:
     lengths: Mapping[int, int]
     """Length of paths → how many iterations of the run have such paths."""
     resumed: bool = False
-    """Go on from the newest checkpoint in the output folder."""
+    """Continue from the newest checkpoint in the output folder."""
     drills: frozenset[int] = frozenset()
-    """After how many iterations a node is killed, for exercise."""
+    """Numbers of iterations after which a node is killed, as a drill."""
     run_id: str = ""
+    """Id of the run, which all its files repeat."""
     rescue: Rescue = lambda: None
+    """Where the model goes if the output folder cannot be written."""
 
     @property
     def read_while_training(self) -> list[Path]:
-        """Files and folders that must stay where they are."""
+        """Files and folders that must stay in place during the run."""
         named = (self.job.pipeline.plan, self.job.transport.peers, self.job.transport.key)
         return [self.tokens.folder, *(Path(each) for each in named if each)]
 
     def save_plans(self) -> None:
-        """A run that is resumed has its plans, and goes on with them even if they cannot be written again."""
+        """Write the plans to the output folder. A resumed run has them, and goes on if they cannot be written again."""
         failures = WriteFailures()
         for length, plan in self.plans.items():
             path = _plan_file(self.job, None if plan is self.plan else length)
@@ -102,7 +104,8 @@ class RunSetup:
 
     @property
     def coordinator_settings(self) -> CoordinatorSettings:
-        """A plan for slow links may promise long iterations; they are waited for several times over."""
+        """All that the coordinator is told. A plan for slow links may promise long iterations, so the deadline of an
+        iteration depends on the promise."""
         job, survive, every = self.job, self.job.survive, self.job.report.recorded
         promised = timedelta(seconds=max(plan.expected.iteration_s for plan in self.plans.values() if plan.expected))
         return CoordinatorSettings(
@@ -113,7 +116,7 @@ class RunSetup:
             recorded=range(min(every, job.iterations) - 1, job.iterations, every) if every else (),
             checkpoint_every=job.checkpoint.every,
             deadlines=Deadlines(
-                iteration=max(Deadlines.iteration, SEVERAL * promised),
+                iteration=max(Deadlines.iteration, ITERATION_TIMEOUT_FACTOR * promised),
                 heartbeat=timedelta(seconds=survive.heartbeat_s),
             ),
             recovery=RecoverySettings(
@@ -127,13 +130,13 @@ class RunSetup:
 
     @property
     def backup(self) -> tuple[int, int] | None:
-        """The data node that copies what only stage 0 holds, and the node that first keeps it; None: nobody does."""
+        """The data node that sends a backup of what only stage 0 holds, and the node that keeps it first; or None."""
         survives = self.job.averaging.engine == "ring"
         return best_pair(self.plan, self.plan.stage_of) if self.job.survive.backup_every and survives else None
 
     @property
     def risk(self) -> str:
-        """What the loss of a single node would cost, if that is much; empty: nothing that cannot be made up for."""
+        """What the loss of a single node would cost; empty: nothing that recovery does not restore."""
         data_nodes, survive = self.plan.stages[0].nodes, self.job.survive
         if self.job.checkpoint.every or len(data_nodes) > 1:
             return ""
@@ -142,13 +145,13 @@ class RunSetup:
             cost = (
                 f"if it is lost, {BACKED_UP} go back some {survive.backup_every} iterations, its layers are made anew"
             )
-            return f"{alone}: {cost} from another stage's; {CHECKPOINTS}, or plan two data nodes"
+            return f"{alone}: {cost} from another stage's; {CHECKPOINT_ADVICE}, or plan two data nodes"
         copies = "survive.backup_every = 10" if not survive.backup_every else "a node with memory for a copy of them"
-        return f"{alone}: if it is lost, so is the model; {CHECKPOINTS}, {copies}, or plan two data nodes"
+        return f"{alone}: if it is lost, so is the model; {CHECKPOINT_ADVICE}, {copies}, or plan two data nodes"
 
     @cached_property
     def run(self) -> Run:
-        """Made once: it reads and checks the checkpoint that it goes on from."""
+        """The run; made once, since it reads and checks the checkpoint that it continues from."""
         job = self.job
         return Run(
             node_config=self.node_config,
@@ -160,8 +163,7 @@ class RunSetup:
             resumed=self.resumed,
             security=job.transport.security,
             listen=job.transport.listen,
-            peers=Path(job.transport.peers) if job.transport.peers else None,
-            key=Path(job.transport.key) if job.transport.key else None,
+            nodes_join=bool(job.transport.peers),
             restarts=job.survive.restarts,
             drills=self.drills,
             run_id=self.run_id,
@@ -195,9 +197,11 @@ def build_run(
     run_id: str = "",
     rescue: Rescue = lambda: None,
 ) -> RunSetup:
-    """`request` says how hard to plan; none: as the job does. Nodes that run elsewhere look for their device there.
+    """Prepare text, model and plans of a job.
 
-    A resumed run keeps the plan that it had, if that is still one for the job's model and cluster.
+    `request` is the budget of planning; none: the job's. Without `nodes_here`, nodes check their device themselves.
+
+    A resumed run keeps the plan that it had, if that still fits the job's model and cluster.
     """
     if nodes_here:
         check_device(job.compute.device)
@@ -213,23 +217,27 @@ def build_run(
         reading,
     )
     spec = ModelSpec(config_named(job.model.config, tokens.vocabulary), job.seed)
-    plan = _fitting(given, job, spec) if given else None
+    plan = _checked_plan(given, job, spec) if given else None
     if plan is None and resumed:
-        plan = _earlier(job, spec)
+        plan = _plan_of_earlier_run(job, spec)
     request = request or PlanRequest(seed=job.seed, budget_s=job.pipeline.budget_s)
     if plan is None:
-        plan = _planned(job, cluster, example, spec, request)
+        plan = _make_job_plan(job, cluster, example, spec, request)
     lengths = _lengths(job, len(plan.stages), plan.visited)
-    plans = by_length(job, plan, lengths, request, resumed=resumed)
-    run_setup = RunSetup(job, plans[_usual(lengths)], spec, tokens, plans, lengths, resumed, drills, run_id, rescue)
+    plans = plans_by_length(job, plan, lengths, request, resumed=resumed)
+    run_setup = RunSetup(
+        job, plans[_most_frequent(lengths)], spec, tokens, plans, lengths, resumed, drills, run_id, rescue
+    )
     run_setup.node_config.sampler()  # is the text long enough?
     if resumed:
-        _ = run_setup.run.origin  # says so if there is no checkpoint to go on from
+        _ = run_setup.run.origin  # UserError if there is no checkpoint to continue from
     return run_setup
 
 
-def _planned(job: JobConfig, cluster: Cluster, example: Example | None, spec: ModelSpec, request: PlanRequest) -> Plan:
-    asked = job.pipeline
+def _make_job_plan(
+    job: JobConfig, cluster: Cluster, example: Example | None, spec: ModelSpec, request: PlanRequest
+) -> Plan:
+    pipeline = job.pipeline
     workload = Workload(
         spec.shape,
         sequence_tokens=job.batch.sequence,
@@ -238,33 +246,33 @@ def _planned(job: JobConfig, cluster: Cluster, example: Example | None, spec: Mo
         gradient_dtype=job.averaging.dtype,
         compute_dtype=job.compute.dtype,
         activation_checkpointing=job.model.checkpointing,
-        max_slots=asked.max_slots,
+        max_slots=pipeline.max_slots,
         early_exit=job.recipe.early_exit > 0,
         optimizer=job.learning.optimizer,
     )
-    cluster = _as_emulated(job, cluster, workload)
+    cluster = _emulated(job, cluster, workload)
     plan_spec = PlanSpec(
-        stages=asked.stages or None,
-        skip=asked.skip or None,
-        layers=asked.layers or None,
+        stages=pipeline.stages or None,
+        skip=pipeline.skip or None,
+        layers=pipeline.layers or None,
         microbatches=job.batch.microbatches or None,
-        split_backward=asked.split_backward,
+        split_backward=pipeline.split_backward,
     )
     lengths: Counter[int] = Counter()
     if job.followed.phases:
         stages = stages_of(cluster, plan_spec, example)
         lengths = _lengths(job, stages, stages)
-        plan_spec = replace(plan_spec, visit=_usual(lengths), also=tuple(lengths))
+        plan_spec = replace(plan_spec, visit=_most_frequent(lengths), also=tuple(lengths))
     problem = problem_of(cluster, workload, plan_spec, example)
     for length in lengths:
-        with _explained(length, problem.stages):
-            replace(problem, visited=length)  # what cannot be is said before there is a long search
-    return make_plan(problem, Strategy(asked.strategy), request)
+        with _explain_infeasible(length, problem.stages):
+            replace(problem, visited=length)  # what is infeasible is found before a long search
+    return make_plan(problem, Strategy(pipeline.strategy), request)
 
 
-def _lengths(job: JobConfig, stages: int, usual: int) -> Counter[int]:
-    """How many iterations have paths of which length."""
-    found = job.followed.lengths(job.iterations, stages, usual)
+def _lengths(job: JobConfig, stages: int, default: int) -> Counter[int]:
+    """Length of paths → how many iterations of the job have such paths."""
+    found = job.followed.lengths(job.iterations, stages, default)
     if min(found) < 2 <= stages:
         raise UserError(
             f"recipe.skip: '{job.followed.skip}' leaves {min(found)} of {stages} stages in {found[min(found)]} "
@@ -273,29 +281,29 @@ def _lengths(job: JobConfig, stages: int, usual: int) -> Counter[int]:
     return found
 
 
-def _usual(lengths: Counter[int]) -> int:
-    """That most iterations have."""
+def _most_frequent(lengths: Counter[int]) -> int:
+    """The length of paths that most iterations have."""
     return max(lengths, key=lambda length: (lengths[length], length))
 
 
-def by_length(
+def plans_by_length(
     job: JobConfig, plan: Plan, lengths: Iterable[int], request: PlanRequest, *, resumed: bool
 ) -> dict[int, Plan]:
-    """Plans for all the lengths that paths have in the run, on the stages of this one."""
+    """Plans for all lengths that paths have in the run, on the stages of the given plan."""
     found: dict[int, Plan] = {}
     for length in sorted(lengths):
-        same = plan if length == plan.visited else _kept(job, plan, length) if resumed else None
+        same = plan if length == plan.visited else _saved_plan(job, plan, length) if resumed else None
         if same is None:
             from skippipe.planner.strategies import with_paths_of  # loads what most runs do not need to start
 
-            with _explained(length, len(plan.stages)):
+            with _explain_infeasible(length, len(plan.stages)):
                 same = with_paths_of(plan, length, Strategy(job.pipeline.strategy), request)
         found[length] = same
     return found
 
 
 @contextmanager
-def _explained(length: int, stages: int) -> Iterator[None]:
+def _explain_infeasible(length: int, stages: int) -> Iterator[None]:
     try:
         yield
     except Infeasible as error:
@@ -303,12 +311,12 @@ def _explained(length: int, stages: int) -> Iterator[None]:
 
 
 def _plan_file(job: JobConfig, length: int | None = None) -> Path:
-    """In the output folder; for paths of another length than usual if one is given."""
+    """A plan's file in the output folder; with a length: for paths that are not of the most frequent length."""
     return Path(job.output) / ("plan.json" if length is None else f"plan-{length}.json")
 
 
-def _kept(job: JobConfig, plan: Plan, length: int) -> Plan | None:
-    """The plan for paths of this length that the output folder has from before, if it is for the same stages."""
+def _saved_plan(job: JobConfig, plan: Plan, length: int) -> Plan | None:
+    """The plan for paths of this length that an earlier run has saved, if it is for the same stages."""
     path = _plan_file(job, length)
     if not path.exists():
         return None
@@ -320,26 +328,26 @@ def _kept(job: JobConfig, plan: Plan, length: int) -> Plan | None:
     return found if alike and found.visited == length and not validate(found) else None
 
 
-def _earlier(job: JobConfig, spec: ModelSpec) -> Plan | None:
-    """The plan that the output folder has from before."""
+def _plan_of_earlier_run(job: JobConfig, spec: ModelSpec) -> Plan | None:
+    """The plan that an earlier run has saved in the output folder, if it fits."""
     path = _plan_file(job)
     if not path.exists():
         return None
     try:
-        return _fitting(Plan.load(path), replace(job, pipeline=replace(job.pipeline, plan=str(path))), spec)
+        return _checked_plan(Plan.load(path), replace(job, pipeline=replace(job.pipeline, plan=str(path))), spec)
     except UserError:
         return None
 
 
-def _as_emulated(job: JobConfig, cluster: Cluster, workload: Workload) -> Cluster:
+def _emulated(job: JobConfig, cluster: Cluster, workload: Workload) -> Cluster:
     if not job.emulation.enabled:
         return cluster
-    like = replace(Workload(model_named(job.emulation.like)), **LIKE)  # type: ignore[arg-type]
+    like = replace(Workload(model_named(job.emulation.like)), **EMULATED_BATCH)  # type: ignore[arg-type]
     return emulated_cluster(cluster, like, workload, job.emulation.time)
 
 
-def _fitting(plan: Plan, job: JobConfig, spec: ModelSpec) -> Plan:
-    """A plan from a file, if it is one for this model and this cluster."""
+def _checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec) -> Plan:
+    """A plan from a file with its promise; UserError unless it is for this model and this cluster."""
     path = job.pipeline.plan
     shape = replace(spec.shape, name=plan.workload.model.name)
     if shape != plan.workload.model:
@@ -350,7 +358,7 @@ def _fitting(plan: Plan, job: JobConfig, spec: ModelSpec) -> Plan:
         ]
         raise UserError(f"{path}: this plan is for another model than {job.model.config}: {'; '.join(differ)}")
     if job.cluster != JobConfig().cluster:
-        cluster = _as_emulated(job, cluster_named(job.cluster)[0], plan.workload)
+        cluster = _emulated(job, cluster_named(job.cluster)[0], plan.workload)
         if cluster.fingerprint != plan.cluster.fingerprint:
             raise UserError(
                 f"{path}: this plan is for the cluster '{plan.cluster.name}', the job names '{cluster.name}'"
@@ -365,22 +373,22 @@ def _fitting(plan: Plan, job: JobConfig, spec: ModelSpec) -> Plan:
     return plan.promising(simulate(plan, Timing.FULL))
 
 
-def _check_report(asked: ReportConfig) -> None:
+def _check_report(config: ReportConfig) -> None:
     for wanted, package, name in (
-        (asked.tensorboard, "tensorboard", "tensorboard"),
-        (asked.prometheus > 0, "prometheus_client", "prometheus"),
+        (config.tensorboard, "tensorboard", "tensorboard"),
+        (config.prometheus > 0, "prometheus_client", "prometheus"),
     ):
         if wanted and find_spec(package) is None:
             raise UserError(f"report.{name}: needs another package; pip install 'skippipe[{name}]'")
-    if asked.prometheus:
+    if config.prometheus:
         try:
-            socket.create_server(("127.0.0.1", asked.prometheus)).close()
+            socket.create_server(("127.0.0.1", config.prometheus)).close()
         except (OSError, OverflowError) as error:
-            raise UserError(f"report.prometheus: port {asked.prometheus}: {error}; choose another") from None
+            raise UserError(f"report.prometheus: port {config.prometheus}: {error}; choose another") from None
 
 
 def _free_address() -> str:
-    """Where nodes of this machine can meet; another process could take it in between, and then they say so."""
+    """An address for torch.distributed on this machine; if another process takes it in between, nodes report that."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
@@ -392,7 +400,7 @@ class LengthPhase:
     length: int
     iterations: int
     each_s: float
-    """Promised."""
+    """Promised seconds of an iteration."""
 
     @property
     def whole_s(self) -> float:
@@ -400,13 +408,14 @@ class LengthPhase:
 
 
 def timetable(lengths: Mapping[int, int], plans: Mapping[int, Plan]) -> list[LengthPhase]:
-    """Shortest paths first. Both are by length: how many iterations have such paths, and the plan for them."""
+    """The phases of a run, shortest paths first, from the number of iterations and the plan for each length."""
     promised = {length: plan.expected.iteration_s if plan.expected else 0.0 for length, plan in plans.items()}
     return [LengthPhase(length, count, promised[length]) for length, count in sorted(lengths.items())]
 
 
-def in_words(legs: Sequence[LengthPhase], stages: int) -> str:
+def timetable_text(phases: Sequence[LengthPhase], stages: int) -> str:
     parts = [
-        f"{leg.iterations:,} iterations through {leg.length} of {stages} stages at {leg.each_s:.2f} s" for leg in legs
+        f"{phase.iterations:,} iterations through {phase.length} of {stages} stages at {phase.each_s:.2f} s"
+        for phase in phases
     ]
-    return f"{', '.join(parts)}: {sum(leg.whole_s for leg in legs):,.1f} s promised in all"
+    return f"{', '.join(parts)}: {sum(phase.whole_s for phase in phases):,.1f} s promised in all"

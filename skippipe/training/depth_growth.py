@@ -139,7 +139,7 @@ def grow(young: CheckpointOrigin, run: Run, begin: Callable[[], None] = lambda: 
         run=run.run_id,
         optimizer=made.optimizer,
     )
-    assert not run.memories, "a run that begins has none"
+    assert not run.recovered_records, "a run that begins has none"
     run.wal.close()
     checkpoints.commit(unfinished, manifest)
     return Grown(checkpoints.complete()[0], copied)

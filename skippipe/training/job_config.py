@@ -59,9 +59,9 @@ class BatchConfig:
     sequence: Annotated[int, SEQUENCE] = 128
     """Tokens of a sample."""
     samples: Annotated[int, SAMPLES] = 4
-    """Of a microbatch."""
+    """Samples of a microbatch."""
     microbatches: Annotated[int, Range(0, MICROBATCHES.most)] = 0
-    """Of an iteration, over all data nodes; 0: some six a data node."""
+    """Microbatches of an iteration, over all data nodes; 0: some six a data node."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class PipelineConfig:
     """How to plan: with all freedoms (best); by the study's method (skippipe); the same without avoiding collisions;
     blind to the network; the full pipeline."""
     stages: Annotated[int, Range(0, STAGES.most)] = 0
-    """Of the pipeline; 0: 6, or 4 under 12 nodes."""
+    """Stages of the pipeline; 0: 6, or 4 under 12 nodes."""
     skip: str = ""
     """The share of stages that a microbatch leaves out, all along: "1/3", "25%". Where it changes over the run,
     recipe.skip says it instead; if neither says anything: a third until 65% of the run, then nothing."""
@@ -94,13 +94,13 @@ class AveragingConfig:
     """The ring over the nodes' own encrypted connections, in an order that suits the links; or torch.distributed
     (gloo, NCCL), for machines that trust each other's network."""
     dtype: Precision = "fp32"
-    """Of gradients on the wire; below fp32 the rounding errors are carried over to the next iteration."""
+    """Type of gradients on the wire; below fp32 the rounding errors are carried over to the next iteration."""
 
 
 @dataclass(frozen=True)
 class TransportConfig:
     wire: Precision = "bf16"
-    """Of activations and their gradients on the wire."""
+    """Type of activations and their gradients on the wire."""
     security: Literal["curve", "none"] = "curve"
     """Encrypt and authenticate every connection; "none" only works on loopback."""
     listen: str = "127.0.0.1:0"
@@ -121,7 +121,7 @@ class ComputeConfig:
     compiled: bool = False
     """torch.compile the layers of each stage."""
     threads: Annotated[int, THREADS] = 1
-    """Of each node, on a CPU."""
+    """Threads of each node, on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class EmulationConfig:
     like: str = "llama-1.5b"
     """Make links and nodes as slow as they would be for this model (at 4096 tokens, 2 samples)."""
     time: Annotated[float, Range(1e-6, 1_000)] = 0.1
-    """… times this: 0.1 turns ten seconds into one."""
+    """Factor of emulated time: 0.1 turns ten seconds into one."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class RecoveryConfig:
     heartbeat_s: Annotated[float, HEARTBEAT_S] = TIMEOUT_S
     """Seconds without a heartbeat after which a node is declared dead."""
     restarts: Annotated[int, Range(0, 10**6)] = 3
-    """How often a node that was started here is started again when it ends before its time."""
+    """How often the launcher restarts a node of this machine that ends too early."""
     lost_stage: Literal["checkpoint", "neighbours"] = "checkpoint"
     """Where the state of a stage comes from when all its nodes are gone: the newest checkpoint, or the mean of the
     stages before and after it, weighted by their gradients' squared norms. Without a checkpoint, always the latter."""
@@ -167,7 +167,7 @@ class RecoveryConfig:
 @dataclass(frozen=True)
 class ReportConfig:
     recorded: Annotated[int, ITERATIONS_OR_NONE] = 50
-    """Every so many iterations, keep what every node did when, as a Chrome trace; 0: never."""
+    """Every so many iterations, record what every node does when, as a Chrome trace; 0: never."""
     tensorboard: bool = False
     """Write TensorBoard files too (needs the extra skippipe[tensorboard])."""
     prometheus: Annotated[int, PORT] = 0
@@ -235,13 +235,13 @@ class JobConfig:
 
     def _check_recipe(self) -> None:
         recipe = self.recipe
-        for name, said in (("exposure", recipe.exposure is not None), ("swaps", recipe.swaps > 0)):
-            if said:
+        for name, set_here in (("exposure", recipe.exposure is not None), ("swaps", recipe.swaps > 0)):
+            if set_here:
                 raise UserError(
                     f"recipe.{name}: only studies draw paths by it; in training the plan decides: leave it out"
                 )
-        for name, said in (("skip: '&'", recipe.is_mixed), ("bridges", recipe.bridges > 0)):
-            if said:
+        for name, set_here in (("skip: '&'", recipe.is_mixed), ("bridges", recipe.bridges > 0)):
+            if set_here:
                 raise UserError(f"recipe.{name}: only studies have it yet, not training: leave it out")
         if recipe.grow:
             raise UserError(
@@ -255,14 +255,14 @@ class JobConfig:
 
     @property
     def followed(self) -> SkipSchedule:
-        """The recipe; with what is usual where nothing was said about skipping."""
-        asked = self.pipeline
-        said = self.recipe.phases or asked.skip or asked.plan or asked.strategy == "dtfm"
-        return self.recipe if said else replace(self.recipe, skip=USUAL)
+        """The recipe, with the default schedule if the job has none."""
+        pipeline = self.pipeline
+        set_here = self.recipe.phases or pipeline.skip or pipeline.plan or pipeline.strategy == "dtfm"
+        return self.recipe if set_here else replace(self.recipe, skip=USUAL)
 
     @property
     def schedule(self) -> OptimConfig:
-        """The learning rate's, over this run unless it says otherwise."""
+        """The optimizer's settings, with a rate schedule over this run unless the job has another length."""
         length = self.learning.iterations or max(self.iterations, self.learning.warmup + 1)
         return replace(self.learning, iterations=length)
 

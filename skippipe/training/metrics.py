@@ -1,7 +1,7 @@
-"""What is written down while training: metrics, traces, and whatever else watches.
+"""Callbacks that record a run: metrics, events, traces, measured cluster, TensorBoard, Prometheus.
 
-A watcher is told of every iteration when it is done. `metrics.jsonl` always gets a line; TensorBoard and Prometheus
-are there if asked for. Of recorded iterations, what every node did when goes into a Chrome trace beside the plan.
+A callback is called after every iteration. `metrics.jsonl` always gets a line; TensorBoard and Prometheus are there if
+the job wants them. A recorded iteration becomes a Chrome trace of what every node did when, beside the plan.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from skippipe.timeline import LinkUse, Task, Timeline, Timing
 log = logging.getLogger(__name__)
 
 
-def measured(plan: Plan, report: IterationReport) -> Timeline:
+def recorded_timeline(plan: Plan, report: IterationReport) -> Timeline:
     """A recorded iteration of a plan as a timeline, beside the promised one."""
     tasks = tuple(
         sorted(
@@ -52,63 +52,41 @@ def measured(plan: Plan, report: IterationReport) -> Timeline:
 
 
 class CallbackList(Callback):
-    """Tells several watchers."""
+    """Calls several callbacks. One that fails is no reason to stop training; it is logged once.
 
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self._callbacks = callbacks
-        self._said: set[str] = set()
+    A function that makes them is called before the first: by then nodes are forked, and threads may start.
+    """
 
-    def iteration_done(self, report: IterationReport) -> None:
-        for callback in self._callbacks:
-            with self._tolerating(callback):
-                callback.iteration_done(report)
-
-    def happened(self, event: Event) -> None:
-        for callback in self._callbacks:
-            with self._tolerating(callback):
-                callback.happened(event)
-
-    def measured(self, cluster: Cluster) -> None:
-        for callback in self._callbacks:
-            with self._tolerating(callback):
-                callback.measured(cluster)
-
-    @contextmanager
-    def _tolerating(self, callback: Callback) -> Iterator[None]:
-        """Whatever a watcher cannot do is no reason to stop training; it is said once."""
-        try:
-            yield
-        except (OSError, UserError) as error:
-            line = f"{type(callback).__name__}: {error}"
-            if line not in self._said:
-                self._said.add(line)
-                log.warning("%s", line)
-
-
-class LazyCallback(Callback):
-    """A watcher that is made when it is first told something."""
-
-    def __init__(self, made: Callable[[], Callback]) -> None:
-        self._made = made
-        self._callback: Callback | None = None
+    def __init__(self, callbacks: Sequence[Callback] | Callable[[], Sequence[Callback]]) -> None:
+        self._given = callbacks
+        self._warned: set[str] = set()
 
     def iteration_done(self, report: IterationReport) -> None:
-        self._there().iteration_done(report)
+        self._call(lambda callback: callback.iteration_done(report))
 
     def happened(self, event: Event) -> None:
-        self._there().happened(event)
+        self._call(lambda callback: callback.happened(event))
 
     def measured(self, cluster: Cluster) -> None:
-        self._there().measured(cluster)
+        self._call(lambda callback: callback.measured(cluster))
 
-    def _there(self) -> Callback:
-        if self._callback is None:
-            self._callback = self._made()
-        return self._callback
+    @cached_property
+    def _callbacks(self) -> Sequence[Callback]:
+        return self._given() if callable(self._given) else self._given
+
+    def _call(self, method: Callable[[Callback], None]) -> None:
+        for callback in self._callbacks:
+            try:
+                method(callback)
+            except (OSError, UserError) as error:
+                line = f"{type(callback).__name__}: {error}"
+                if line not in self._warned:
+                    self._warned.add(line)
+                    log.warning("%s", line)
 
 
 class IterationMetrics:
-    """An iteration in a few numbers, as they go into files and onto screens."""
+    """The metrics of an iteration, as they go into files and onto the terminal."""
 
     def __init__(self, plan: Plan) -> None:
         work = plan.workload
@@ -116,7 +94,7 @@ class IterationMetrics:
         self.tokens = plan.microbatches * work.samples_per_microbatch * work.sequence_tokens
 
     def of(self, report: IterationReport) -> dict[str, float]:
-        figures = {
+        metrics = {
             "iteration": report.iteration,
             "loss": report.loss,
             "gradient_norm": report.norm,
@@ -126,7 +104,7 @@ class IterationMetrics:
             "tokens": self.tokens * (report.iteration + 1),
             "bytes_sent": sum(report.sent_bytes.values()),
         }
-        return figures | ({"promised_s": report.promised_s} if report.promised_s else {})
+        return metrics | ({"promised_s": report.promised_s} if report.promised_s else {})
 
 
 class MetricsFile(Callback):
@@ -136,15 +114,15 @@ class MetricsFile(Callback):
     """
 
     def __init__(
-        self, path: Path, figures: IterationMetrics, iterations: int, *, resumed: bool = False, run_id: str = ""
+        self, path: Path, metrics: IterationMetrics, iterations: int, *, resumed: bool = False, run_id: str = ""
     ) -> None:
-        """Of a run that is to do so many iterations."""
-        self._figures = figures
+        """`iterations` is the length of the whole run."""
+        self._metrics = metrics
         self._iterations = iterations
         self._run = {"run": run_id} if run_id else {}
-        self._names = [node.name for node in figures.plan.cluster.nodes]
+        self._names = [node.name for node in metrics.plan.cluster.nodes]
         self._starts: dict[int, int] = {}
-        """Iteration → where its line begins in the file."""
+        """Iteration → offset of its line in the file."""
         *lines, _ = path.read_bytes().split(b"\n") if resumed and path.exists() else [b""]
         at = 0
         for line in lines:
@@ -157,13 +135,13 @@ class MetricsFile(Callback):
 
     def iteration_done(self, report: IterationReport) -> None:
         links = [[self._names[a], self._names[b], count] for (a, b), count in sorted(report.sent_bytes.items())]
-        row: dict[str, Any] = {**self._figures.of(report), "iterations": self._iterations, "time": time.time()}
+        row: dict[str, Any] = {**self._metrics.of(report), "iterations": self._iterations, "time": time.time()}
         row |= {"links": links, "visits": list(report.visits), **self._run}
         self._file.cut(self._begin_row(report.iteration, self._file.size))
         self._file.add(json.dumps({name: _plain(value) for name, value in row.items()}))
 
     def _begin_row(self, iteration: int, at: int) -> int:
-        """Where the line of an iteration begins: where the first stood that is done again, else at `at`."""
+        """Offset of an iteration's line: that of the first line that it replaces, else `at`."""
         while self._starts and next(reversed(self._starts)) >= iteration:
             _, at = self._starts.popitem()
         self._starts[iteration] = at
@@ -171,12 +149,12 @@ class MetricsFile(Callback):
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN."""
+    """None for NaN and infinity, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class EventsFile(Callback):
-    """Everything out of the ordinary, one JSON object a line: who was lost, who came, what was done about it."""
+    """Events, one JSON object a line: nodes that were lost or joined, and what was done about it."""
 
     def __init__(self, path: Path, *, resumed: bool = False, run_id: str = "") -> None:
         self._run = {"run": run_id} if run_id else {}
@@ -188,7 +166,7 @@ class EventsFile(Callback):
 
 
 class ClusterFile(Callback):
-    """What nodes and links really take, for the next plan."""
+    """The cluster as nodes and links were measured, for the next plan."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -200,7 +178,7 @@ class ClusterFile(Callback):
 
 
 class TraceFiles(Callback):
-    """Recorded iterations as Chrome traces, the plan and what became of it as two tracks."""
+    """Recorded iterations as Chrome traces, planned and measured as two tracks."""
 
     def __init__(self, folder: Path, run_id: str = "") -> None:
         self._folder = folder
@@ -211,7 +189,7 @@ class TraceFiles(Callback):
         plan = report.plan
         if plan is None or not report.tasks:
             return
-        tracks = [trace_events(plan, measured(plan, report), "measured")]
+        tracks = [trace_events(plan, recorded_timeline(plan, report), "measured")]
         if plan.expected is not None:
             tracks.insert(0, trace_events(plan, plan.expected, "planned"))
         trace = merged(tracks)
@@ -222,16 +200,16 @@ class TraceFiles(Callback):
 
 
 class TensorBoard(Callback):
-    def __init__(self, folder: Path, figures: IterationMetrics) -> None:
+    def __init__(self, folder: Path, metrics: IterationMetrics) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise UserError("report.tensorboard: needs tensorboard; pip install 'skippipe[tensorboard]'") from None
-        self._figures = figures
+        self._metrics = metrics
         self._writer: Any = SummaryWriter(str(folder))
 
     def iteration_done(self, report: IterationReport) -> None:
-        for name, value in self._figures.of(report).items():
+        for name, value in self._metrics.of(report).items():
             if name != "iteration":
                 self._writer.add_scalar(name, value, report.iteration)
         self._writer.flush()
@@ -240,12 +218,12 @@ class TensorBoard(Callback):
 class Prometheus(Callback):
     """Gauges on http://127.0.0.1:PORT/metrics."""
 
-    def __init__(self, port: int, figures: IterationMetrics) -> None:
+    def __init__(self, port: int, metrics: IterationMetrics) -> None:
         try:
             from prometheus_client import CollectorRegistry, Gauge, start_http_server
         except ImportError:
             raise UserError("report.prometheus: needs prometheus-client; pip install 'skippipe[prometheus]'") from None
-        self._figures = figures
+        self._metrics = metrics
         registry = CollectorRegistry()
         try:
             start_http_server(port, addr="127.0.0.1", registry=registry)
@@ -256,7 +234,7 @@ class Prometheus(Callback):
         self._gauges: dict[str, Any] = {}
 
     def iteration_done(self, report: IterationReport) -> None:
-        for name, value in self._figures.of(report).items():
+        for name, value in self._metrics.of(report).items():
             if name not in self._gauges:
                 self._gauges[name] = self._gauge(f"skippipe_{name}", "Of the last iteration.", registry=self._registry)
             self._gauges[name].set(value)

@@ -1,10 +1,10 @@
-"""The output folder of a run: whose it is, who may write there, and what becomes of a run that it holds already.
+"""The output folder of a run: its id, its lock, and what becomes of an earlier run in it.
 
     run/run.json    the id of the run, written before all else; every file of the run repeats it
     run/run.lock    locked (flock) by the process that trains there, whatever its engine; the lock ends with the process
 
-A folder that holds a run is not trained into, unless the run is resumed or set aside. To set it aside is to rename the
-whole folder: nothing is ever deleted or mixed.
+A folder that holds a run is not trained into, unless the run is resumed or set aside. To set it aside, the whole folder
+is renamed: nothing is ever deleted or mixed.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from typing import Any
 from skippipe.checkpoint.format import Checkpoints
 from skippipe.errors import UserError
 from skippipe.json_fields import json_text, write_text
-from skippipe.runs.records import metrics_of, object_of
+from skippipe.runs.records import metrics_of, parse_object
 from skippipe.runs.tail import RUN_FILE, checkpoint_run_id, run_id_of
 from skippipe.runs.wal import FORMAT as JOURNAL_FORMAT
-from skippipe.runs.wal import AlreadyLocked, close_in_children, lock_file, sound
+from skippipe.runs.wal import AlreadyLocked, checked_json, close_in_children, lock_file
 
 FORMAT, VERSION = "skippipe-run", 1
 LOCK_FILE = "run.lock"
 LOCK_BYTES = 4096
-"""Of the lock file, all along: what a waiting run is told can be written over it even on a full disk."""
+"""Constant size of the lock file, so that a message to a waiting run fits into it even on a full disk."""
 ID_BYTES = 8
 WRITTEN = ("plan.json", "cluster.json", "metrics.jsonl", "events.jsonl", "journal")
 FOLDERS = ("checkpoints", "model", "traces", "tensorboard")
 
 
 class RunFolder:
-    """Held by one process at a time, from before anything is read until the run is over."""
+    """An output folder that is locked by this process, from before anything is read until the run is over."""
 
     def __init__(self, path: Path, *, resumed: bool = False, force: bool = False, rescue: Path | None = None) -> None:
         """UserError if another process trains there, or if it holds what must not be overwritten."""
         self.path = path
         self._rescue = rescue
-        self._set_aside = False
+        self._rename_first = False
         make_folder(path)
-        self._descriptor = _hold(path)
+        self._descriptor = _lock_folder(path)
         close_in_children(self)
         try:
             if resumed:
-                self.run_id = run_id_of(path) or _adopted_id(path)
+                self.run_id = run_id_of(path) or _id_without_run_file(path)
             else:
-                self._set_aside = _must_be_set_aside(path, force)
+                self._rename_first = _needs_renaming(path, force)
                 self.run_id = secrets.token_hex(ID_BYTES)
             if rescue is not None:
                 self._check_rescue(rescue)
@@ -60,30 +60,30 @@ class RunFolder:
             raise
 
     def begin(self, reads: Iterable[Path] = ()) -> Path | None:
-        """Write the id, before anything else is written; a run that is in the way is renamed, and to what is returned.
+        """Write the id, before anything else. The new path of an earlier run's folder, if that had to be renamed.
 
         `reads`: files and folders that the new run needs.
         """
         aside = None
-        if self._set_aside:
-            aside = _renamed(self.path, reads)
+        if self._rename_first:
+            aside = _rename_folder(self.path, reads)
             old, self._descriptor = self._descriptor, -1
             os.close(old)
             make_folder(self.path)
-            self._descriptor = _hold(self.path)
-            self._set_aside = False
-        _write_id(self.path, self.run_id)
+            self._descriptor = _lock_folder(self.path)
+            self._rename_first = False
+        _write_run_file(self.path, self.run_id)
         return aside
 
     def rescue(self) -> Path | None:
-        """Where the model and the last checkpoint go if this folder cannot be written: as this process was told when
-        it was started, or as another one has told it since. It is made a run's folder like this one."""
-        found = _lock_content(self.path).get("rescue") or self._rescue
+        """Where the model and the last checkpoint go if this folder cannot be written: as the run was started with, or
+        as `set_rescue_folder` has set it since. It gets the run's id like this one."""
+        found = _read_lock(self.path).get("rescue") or self._rescue
         if not found:
             return None
         folder = Path(found)
         self._check_rescue(folder)
-        _write_id(folder, self.run_id)
+        _write_run_file(folder, self.run_id)
         return folder
 
     def _check_rescue(self, folder: Path) -> None:
@@ -94,21 +94,21 @@ class RunFolder:
             raise UserError(f"--rescue: {folder} holds another run; name another folder")
 
     def release(self) -> None:
-        """Let others train there. If nothing was begun, nothing is left behind."""
+        """Let other processes train there. If nothing was written, nothing is left behind."""
         with suppress(OSError):
             if self._descriptor >= 0 and not _is_run(self.path):
                 (self.path / LOCK_FILE).unlink()
         self.close()
 
     def close(self) -> None:
-        """The lock is left to a parent, if there is one that has it too."""
+        """Close the lock file; if this is a forked child, its parent keeps the lock."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
 @contextmanager
-def held_run_folder(
+def open_run_folder(
     path: Path, *, resumed: bool = False, force: bool = False, rescue: Path | None = None
 ) -> Iterator[RunFolder]:
     folder = RunFolder(path, resumed=resumed, force=force, rescue=rescue)
@@ -118,13 +118,13 @@ def held_run_folder(
         folder.release()
 
 
-def tell_rescue(path: Path, rescue: Path) -> int | None:
-    """Tell the run that is going on in a folder where its model may go; its process, None if there is no such run."""
+def set_rescue_folder(path: Path, rescue: Path) -> int | None:
+    """Give a running run a rescue folder; its process, None if no run is going on there."""
     try:
         descriptor = lock_file(path / LOCK_FILE) if (path / LOCK_FILE).exists() else -1
     except AlreadyLocked:
         make_folder(rescue, "--rescue")
-        content = {**_lock_content(path), "rescue": str(rescue.resolve())}
+        content = {**_read_lock(path), "rescue": str(rescue.resolve())}
         with (path / LOCK_FILE).open("r+b", buffering=0) as file:
             file.write(_padded(content))
         return int(content.get("process", 0))
@@ -134,7 +134,7 @@ def tell_rescue(path: Path, rescue: Path) -> int | None:
 
 
 def make_folder(folder: Path, what: str = "output") -> None:
-    """UserError if there can be no such folder."""
+    """Make a folder, if there is none; UserError if that is impossible."""
     try:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{what}: {folder} is a file; name a folder")
@@ -143,12 +143,12 @@ def make_folder(folder: Path, what: str = "output") -> None:
         raise UserError(f"{what}: {folder} cannot be made: {error.strerror or error}") from None
 
 
-def _hold(folder: Path) -> int:
+def _lock_folder(folder: Path) -> int:
     try:
         descriptor = lock_file(folder / LOCK_FILE)
         os.pwrite(descriptor, _padded({"process": os.getpid(), "machine": socket.gethostname()}), 0)
     except AlreadyLocked:
-        found = _lock_content(folder)
+        found = _read_lock(folder)
         who = f" (process {found['process']} of {found.get('machine', '?')})" if "process" in found else ""
         raise UserError(
             f"output: a run is going on in {folder}{who}; wait for its end, or name another output folder"
@@ -165,22 +165,22 @@ def _padded(content: dict[str, Any]) -> bytes:
     return text.ljust(LOCK_BYTES - 1) + b"\n"
 
 
-def _lock_content(folder: Path) -> dict[str, Any]:
+def _read_lock(folder: Path) -> dict[str, Any]:
     try:
-        return object_of((folder / LOCK_FILE).read_bytes()) or {}
+        return parse_object((folder / LOCK_FILE).read_bytes()) or {}
     except OSError:
         return {}
 
 
-def _write_id(folder: Path, run_id: str) -> None:
+def _write_run_file(folder: Path, run_id: str) -> None:
     if run_id and run_id_of(folder) != run_id:
         content = {"format": FORMAT, "version": VERSION, "id": run_id, "begun": round(time.time(), 3)}
         write_text(folder / RUN_FILE, json_text(content) + "\n")
 
 
-def _adopted_id(folder: Path) -> str:
-    """Of a run that is resumed without its `run.json`: that of its newest checkpoint, or of its journal; empty for a
-    run from before there were ids."""
+def _id_without_run_file(folder: Path) -> str:
+    """The id of a resumed run without `run.json`: that of its newest checkpoint, or of its journal; empty for a run
+    from before there were ids."""
     for place in Checkpoints(folder / "checkpoints").complete():
         found = checkpoint_run_id(place)
         if found is not None:
@@ -200,14 +200,14 @@ def _journal_records(folder: Path) -> Iterator[dict[str, Any]]:
     except OSError:
         return
     for line in lines:
-        text = sound(line)
-        record = object_of(text) if text is not None else None
+        text = checked_json(line)
+        record = parse_object(text) if text is not None else None
         if record is not None:
             yield record
 
 
 def _is_run(folder: Path) -> bool:
-    """Has a run written here, or begun to?"""
+    """Has a run written to this folder?"""
     with suppress(OSError):
         if (folder / "journal").read_bytes().startswith(JOURNAL_FORMAT.encode()):
             return True
@@ -216,7 +216,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _iterations(folder: Path) -> int:
-    """That the metrics have, at least."""
+    """Iterations that metrics.jsonl has."""
     try:
         lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")
     except OSError:
@@ -225,8 +225,8 @@ def _iterations(folder: Path) -> int:
     return next((each.row.iteration + 1 for each in found if each is not None), 0)
 
 
-def _done(folder: Path) -> str:
-    """What a run has done here, in words; empty: it has ended before it did anything that could be lost."""
+def _progress_text(folder: Path) -> str:
+    """How far the run in a folder has come, in words; empty: it did nothing that could be lost."""
     checkpoints = Checkpoints(folder / "checkpoints").complete()
     done = max([_iterations(folder), *(int(place.name) for place in checkpoints[:1])])
     if done:
@@ -234,12 +234,12 @@ def _done(folder: Path) -> str:
     return "with a model" if (folder / "model" / "config.json").exists() else ""
 
 
-def _must_be_set_aside(folder: Path, force: bool) -> bool:
-    """UserError if something is in the way that nobody has said what to do about."""
+def _needs_renaming(folder: Path, force: bool) -> bool:
+    """Does the folder hold a run that is to be renamed? UserError if it must not be touched."""
     if not _is_run(folder):
-        _check_others(folder)
+        _check_foreign_files(folder)
         return False
-    done = _done(folder)
+    done = _progress_text(folder)
     if done and not force:
         raise UserError(
             f"output: {folder} holds a run, {done}; --resume goes on with it, --force sets it aside whole and begins "
@@ -248,11 +248,11 @@ def _must_be_set_aside(folder: Path, force: bool) -> bool:
     return bool(done)
 
 
-def _check_others(folder: Path) -> None:
-    """Files of somebody else that have the names of ours."""
+def _check_foreign_files(folder: Path) -> None:
+    """UserError if other files have the names of a run's files."""
     plans = sorted(path.name for path in folder.glob("plan-*.json"))
     taken = [name for name in (*WRITTEN, *plans) if (folder / name).exists()]
-    taken += [name for name in FOLDERS if _is_taken(folder / name)]
+    taken += [name for name in FOLDERS if _is_occupied(folder / name)]
     if taken:
         raise UserError(
             f"output: {folder} holds no run, but {', '.join(taken)}, which a run would overwrite; move that away, or "
@@ -260,12 +260,12 @@ def _check_others(folder: Path) -> None:
         )
 
 
-def _is_taken(path: Path) -> bool:
+def _is_occupied(path: Path) -> bool:
     return path.exists() and (not path.is_dir() or any(path.iterdir()))
 
 
-def _renamed(folder: Path, reads: Iterable[Path]) -> Path:
-    """The folder under a name of its own beside it."""
+def _rename_folder(folder: Path, reads: Iterable[Path]) -> Path:
+    """Rename the folder, so that it lies beside the new one; gives its new path."""
     whole = folder.resolve()
     for path in (Path.cwd(), *reads):
         if path.resolve().is_relative_to(whole):

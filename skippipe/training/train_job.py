@@ -1,4 +1,4 @@
-"""A job from its file to a trained model: the output folder, the plan, the run, and what people see of it."""
+"""A job from its file to a trained model: the output folder, the plan, the run, and what is printed about it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
-from skippipe.terminal import interruptible, plan_progress
+from skippipe.terminal import ProgressBar, interruptible, plan_progress
 
 if TYPE_CHECKING:
     from skippipe.cluster import Cluster
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from skippipe.training.metrics import IterationMetrics
     from skippipe.training.run_folder import RunFolder
 
+MOST_LINES = 25  # of progress, where there is no terminal
+NOTABLE_RATIO = 1.25  # of measured and promised seconds: more, or less than its inverse, is remarked on
+
 
 def wanted_job(path: Path, iterations: int | None, out: str | None) -> JobConfig:
-    """The job, with what the command line says instead; torch must not be imported before."""
+    """The job file with options of the command line; torch must not be imported before."""
     from skippipe.training.job_config import load_job
 
     wanted = load_job(path)
@@ -46,30 +49,31 @@ def run_job(
     force: bool = False,
     rescue: Path | None = None,
 ) -> None:
+    """Train as the job says, on this engine, and print how it goes."""
     import torch
 
     from skippipe.runs.tail import checkpoints_in
     from skippipe.training.backends import BACKENDS
-    from skippipe.training.run_folder import held_run_folder
+    from skippipe.training.run_folder import open_run_folder
 
     torch.set_num_threads(wanted.compute.threads)
     output = Path(wanted.output)
     with (
         interruptible(2) as stopped,
-        held_run_folder(output, resumed=resumed, force=force, rescue=rescue) as folder,
+        open_run_folder(output, resumed=resumed, force=force, rescue=rescue) as folder,
     ):
-        run_setup = assembled(wanted, stopped, nodes_here, resumed, drills, folder)
+        run_setup = build_setup(wanted, stopped, nodes_here, resumed, drills, folder)
         if stopped:
             raise KeyboardInterrupt
         run_setup.check_room(rescue)
-        begin(folder, run_setup)
+        begin_run(folder, run_setup)
         run_setup.save_plans()
         _announce(run_setup)
         if engine is not BACKENDS["one-process"]:
             _announce_backup(run_setup)
-        with _watching(run_setup) as callback:
+        with _callbacks(run_setup) as callback:
             engine(run_setup, callback, lambda: len(stopped))
-    _sum_up(output / "metrics.jsonl")
+    _print_summary(output / "metrics.jsonl")
     model = run_setup.run.models.place
     if stopped:
         more = "--resume goes on" if checkpoints_in(output) else "there is no checkpoint to go on from"
@@ -78,14 +82,14 @@ def run_job(
     print(f"done; the model is in {model}, figures in {output}/metrics.jsonl")
 
 
-def begin(folder: RunFolder, run_setup: RunSetup) -> None:
-    """From here on the folder is the new run's; if it was another's, that one is told of."""
+def begin_run(folder: RunFolder, run_setup: RunSetup) -> None:
+    """Take the folder for the new run; if the folder of an earlier one was renamed, that is printed."""
     aside = folder.begin(run_setup.read_while_training)
     if aside is not None:
         print(f"{folder.path}: the run that was there is in {aside}", file=sys.stderr)
 
 
-def assembled(
+def build_setup(
     wanted: JobConfig, stopped: list[bool], nodes_here: bool, resumed: bool, drills: frozenset[int], folder: RunFolder
 ) -> RunSetup:
     from skippipe.planner.strategies import PlanRequest, Strategy
@@ -106,7 +110,7 @@ def assembled(
 
 
 def _announce(run_setup: RunSetup) -> None:
-    from skippipe.training.build_run import in_words, timetable
+    from skippipe.training.build_run import timetable, timetable_text
 
     plan, expected = run_setup.plan, run_setup.plan.expected
     parameters = plan.workload.model.parameters
@@ -116,11 +120,11 @@ def _announce(run_setup: RunSetup) -> None:
         f"'{plan.cluster.name}': {len(plan.stages)} stages, {plan.skipped:.0%} skipped{promise}"
     )
     if len(run_setup.lengths) > 1:
-        print(in_words(timetable(run_setup.lengths, run_setup.plans), len(plan.stages)))
+        print(timetable_text(timetable(run_setup.lengths, run_setup.plans), len(plan.stages)))
 
 
 def _announce_backup(run_setup: RunSetup) -> None:
-    """Who keeps what only stage 0 holds a second time, or what is at risk."""
+    """Print which node keeps a backup of what only stage 0 holds, or what is at risk."""
     plan, every = run_setup.plan, run_setup.job.survive.backup_every
     size = f"{plan.workload.backup_bytes / 1e6:.1f} MB"
     if run_setup.backup is not None:
@@ -132,8 +136,8 @@ def _announce_backup(run_setup: RunSetup) -> None:
         print(f"warning: {run_setup.risk}", file=sys.stderr)
 
 
-def _sum_up(metrics: Path) -> None:
-    """The run in a line."""
+def _print_summary(metrics: Path) -> None:
+    """The run in one line."""
     from skippipe.runs.records import metrics_of
 
     found = [metrics_of(line) for line in metrics.read_bytes().split(b"\n")] if metrics.exists() else []
@@ -144,7 +148,7 @@ def _sum_up(metrics: Path) -> None:
     promised = [row.promised_s for row in rows if row.promised_s is not None]
     promise = f", {median(promised):.2f} s promised" if promised else ""
     ratio = typical_s / median(promised) if promised else 1.0
-    if not 1 / UNLIKE < ratio < UNLIKE:
+    if not 1 / NOTABLE_RATIO < ratio < NOTABLE_RATIO:
         promise += f": {ratio:.2g} times that. Machines were busy, or are not as the cluster file has them"
     print(
         f"loss {rows[0].loss:.3f} to {rows[-1].loss:.3f} in {len(rows)} iterations; "
@@ -153,92 +157,68 @@ def _sum_up(metrics: Path) -> None:
 
 
 @contextmanager
-def _watching(run_setup: RunSetup) -> Iterator[Callback]:
-    """Those who watch are made when there is something to see: by then nodes are forked, and threads may start."""
+def _callbacks(run_setup: RunSetup) -> Iterator[Callback]:
+    """Files, reporters and console; made at the first call, when nodes are forked and threads may start."""
     from skippipe.training.metrics import (
         CallbackList,
         ClusterFile,
         EventsFile,
         IterationMetrics,
-        LazyCallback,
         MetricsFile,
         Prometheus,
         TensorBoard,
         TraceFiles,
     )
 
-    figures = IterationMetrics(run_setup.plan)
+    metrics = IterationMetrics(run_setup.plan)
     folder = Path(run_setup.job.output)
-    asked = run_setup.job.report
-    screen = _Screen(figures, run_setup.job.iterations)
+    config = run_setup.job.report
+    console = ConsoleCallback(metrics, run_setup.job.iterations)
 
-    def made() -> Callback:
+    def create() -> list[Callback]:
         written: dict[str, Any] = {"resumed": run_setup.resumed, "run_id": run_setup.run_id}
         callbacks: list[Callback] = [
-            MetricsFile(folder / "metrics.jsonl", figures, run_setup.job.iterations, **written),
+            MetricsFile(folder / "metrics.jsonl", metrics, run_setup.job.iterations, **written),
             EventsFile(folder / "events.jsonl", **written),
             TraceFiles(folder / "traces", run_setup.run_id),
             ClusterFile(folder / "cluster.json"),
         ]
-        if asked.tensorboard:
-            callbacks.append(TensorBoard(folder / "tensorboard", figures))
-        if asked.prometheus:
-            callbacks.append(Prometheus(asked.prometheus, figures))
-        return CallbackList([*callbacks, cast("Callback", screen)])
+        if config.tensorboard:
+            callbacks.append(TensorBoard(folder / "tensorboard", metrics))
+        if config.prometheus:
+            callbacks.append(Prometheus(config.prometheus, metrics))
+        return [*callbacks, cast("Callback", console)]
 
     try:
-        yield LazyCallback(made)
+        yield CallbackList(create)
     finally:
-        screen.close()
+        console.close()
 
 
-class _Screen:
-    """A bar on a terminal, a few lines elsewhere."""
+class ConsoleCallback:
+    """A progress bar on a terminal, a few lines elsewhere."""
 
-    def __init__(self, figures: IterationMetrics, iterations: int) -> None:
-        self._figures = figures
+    def __init__(self, metrics: IterationMetrics, iterations: int) -> None:
+        self._metrics = metrics
         self._iterations = iterations
-        self._every = -(-iterations // LINES)
-        self._bar: Any = None
-        self._task: Any = None
+        self._every = -(-iterations // MOST_LINES)
+        self._bar = ProgressBar()
 
     def iteration_done(self, report: IterationReport) -> None:
-        found = self._figures.of(report)
+        found = self._metrics.of(report)
         promise = f" (promised {found['promised_s']:.2f})" if "promised_s" in found else ""
         text = f"loss {found['loss']:.4f}  {found['tokens_per_s']:,.0f} tokens/s  {found['seconds']:.2f} s{promise}"
         if sys.stderr.isatty():
-            self._show(report.iteration + 1, text)
+            self._bar.show(report.iteration + 1, self._iterations, text)
         elif report.iteration % self._every == 0 or report.iteration + 1 == self._iterations:
             print(f"iteration {report.iteration + 1:>5}/{self._iterations}  {text}", flush=True)
 
     def happened(self, event: Event) -> None:
-        who = f"'{event.node}' " if event.node else ""
-        line = f"iteration {event.iteration + 1:>5}  {event.kind}: {who}{event.text}"
-        if self._bar is not None:
-            self._bar.console.print(line, highlight=False, markup=False)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        node = f"'{event.node}' " if event.node else ""
+        self._bar.print(f"iteration {event.iteration + 1:>5}  {event.kind}: {node}{event.text}")
 
     def measured(self, cluster: Cluster) -> None:
         pass
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def _show(self, done: int, text: str) -> None:
-        if self._bar is None:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True))
-            self._bar.start()
-            self._task = self._bar.add_task("", total=self._iterations)
-        self._bar.update(self._task, completed=done, description=text)
-
-
-LINES = 25  # of progress at most, where there is no terminal
-
-
-UNLIKE = 1.25  # times the promise, or less than that part of it: worth a word
+        self._bar.close()

@@ -82,12 +82,12 @@ def test_no_record_is_left_out_of_the_journal(tmp_path: Path, caplog: pytest.Log
     """A plan that is missing between commits would be the wrong one for a coordinator that is started again."""
     path = tmp_path / "journal"
     wal = WriteAheadLog(path)
-    noting = WalWriter(wal)
-    noting.note({"commit": 0})
+    wal_writer = WalWriter(wal)
+    wal_writer.write({"commit": 0})
     with full_disk(path.stat().st_size + 10):
         for record in ({"plan": 1}, {"commit": 1}, {"commit": 2}):
-            noting.note(record)
-    noting.note({"commit": 3})
+            wal_writer.write(record)
+    wal_writer.write({"commit": 3})
     wal.close()
     found = WriteAheadLog(path)
     found.close()

@@ -18,9 +18,9 @@ import pytest
 
 from skippipe.dashboard import server as dashboard_server
 from skippipe.dashboard.routes import ASSETS
-from skippipe.dashboard.side_process import dashboard_process
+from skippipe.dashboard.server import dashboard_process
 from skippipe.errors import UserError
-from tests.helpers.dashboards import HOSTILE, PATIENCE_S, RunFolder, panels, plan_of, shown
+from tests.helpers.dashboards import HOSTILE, TIMEOUT_S, RunFolder, panels, plan_of, shown
 from tests.helpers.processes import Command
 
 TOKEN = "a-token-that-is-long"
@@ -30,7 +30,7 @@ TOKEN = "a-token-that-is-long"
 def run(tmp_path: Path) -> RunFolder:
     run = RunFolder(tmp_path, plan_of(names=[HOSTILE, "</script>"]))
     run.iteration(0, recorded=True)
-    run.event("rerouted", f"its last words: {HOSTILE}\u2028\r\n\ndata: {{}}", HOSTILE)
+    run.event("rerouted", f"last log lines: {HOSTILE}\u2028\r\n\ndata: {{}}", HOSTILE)
     return run
 
 
@@ -41,7 +41,7 @@ def address(run: RunFolder) -> Iterator[str]:
 
 
 def get(url: str, **headers: str) -> httpx2.Response:
-    return httpx2.get(url, headers=headers, timeout=PATIENCE_S)
+    return httpx2.get(url, headers=headers, timeout=TIMEOUT_S)
 
 
 def test_the_page_loads_nothing_from_elsewhere(address: str) -> None:
@@ -86,7 +86,7 @@ def test_state(address: str, run: RunFolder) -> None:
 
 
 def test_the_stream_tells_what_is_new(address: str, run: RunFolder) -> None:
-    with httpx2.stream("GET", f"{address}/stream", timeout=PATIENCE_S) as response:
+    with httpx2.stream("GET", f"{address}/stream", timeout=TIMEOUT_S) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         told = messages(response)
         first: dict[str, Any] = {}
@@ -102,7 +102,7 @@ def test_the_stream_tells_what_is_new(address: str, run: RunFolder) -> None:
 
 def messages(response: httpx2.Response) -> Iterator[tuple[str, Any]]:
     name = ""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     for line in response.iter_lines():
         assert time.monotonic() < deadline, "no news"
         field, _, value = line.partition(": ")
@@ -120,7 +120,7 @@ def test_elsewhere_there_is_nothing(address: str) -> None:
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"])
 def test_it_can_only_be_looked_at(address: str, method: str) -> None:
     for path in ("", "state", "stream", "nothing"):
-        found = httpx2.request(method, f"{address}/{path}", timeout=PATIENCE_S)
+        found = httpx2.request(method, f"{address}/{path}", timeout=TIMEOUT_S)
         assert (found.status_code, found.headers["allow"]) == (405, "GET")
 
 
@@ -137,7 +137,7 @@ def test_with_a_token_only(run: RunFolder) -> None:
         assert "default-src 'none'" in refused.headers["content-security-policy"]
         for wrong in ("Basic", "Basic !!", "Basic Og==", "Bearer x", f"Bearer {TOKEN}x"):
             assert get(f"{address}/state", Authorization=wrong).status_code == 401
-        assert httpx2.get(f"{address}/state", auth=("me", TOKEN), timeout=PATIENCE_S).status_code == 200
+        assert httpx2.get(f"{address}/state", auth=("me", TOKEN), timeout=TIMEOUT_S).status_code == 200
         assert get(f"{address}/state", Authorization=f"Bearer {TOKEN}").status_code == 200
 
 
@@ -179,7 +179,7 @@ def test_beside_a_run(run: RunFolder, capfd: pytest.CaptureFixture[str]) -> None
 OWNER = """
 import sys
 from pathlib import Path
-from skippipe.dashboard.side_process import dashboard_process
+from skippipe.dashboard.server import dashboard_process
 with dashboard_process(Path(sys.argv[1]), "0", resumed=False):
     sys.stdin.read()
 """
@@ -195,8 +195,8 @@ def test_it_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
         assert address is not None
         assert get(f"{address[0]}state").json()["run"]["iterations"] == 0
         owner.kill()
-        owner.wait(PATIENCE_S)
-        assert within(PATIENCE_S, lambda: not answers(address[0]))
+        owner.wait(TIMEOUT_S)
+        assert within(TIMEOUT_S, lambda: not answers(address[0]))
 
 
 def answers(address: str) -> bool:

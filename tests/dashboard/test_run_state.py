@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from skippipe.dashboard.panels import MOST_POINTS, Panels
 from skippipe.dashboard.run_state import RunFollower
 from skippipe.runs.tail import MOST_BYTES, FileTail
-from tests.helpers.dashboards import RunFolder, committed, noted, panels, parsed, plan_of
+from tests.helpers.dashboards import RunFolder, committed, panels, parsed, plan_line, plan_of
 
 # Lines
 
@@ -24,13 +24,13 @@ from tests.helpers.dashboards import RunFolder, committed, noted, panels, parsed
 def test_a_line_counts_once_its_end_is_there(tmp_path: Path) -> None:
     path = tmp_path / "file"
     lines = FileTail(path)
-    assert lines.look().lines == ()
+    assert lines.poll().lines == ()
     path.write_bytes(b"one\ntw")
-    assert lines.look().lines == (b"one",)
-    assert lines.look().lines == ()
+    assert lines.poll().lines == (b"one",)
+    assert lines.poll().lines == ()
     with path.open("ab") as file:
         file.write(b"o\n\nfour")
-    assert lines.look().lines == (b"two", b"")
+    assert lines.poll().lines == (b"two", b"")
 
 
 @given(st.lists(st.binary(max_size=9), max_size=20))
@@ -42,9 +42,9 @@ def test_however_it_is_written_the_lines_are_those_of_the_file(pieces: list[byte
         for piece in pieces:
             with path.open("ab") as file:
                 file.write(piece)
-            look = lines.look()
-            assert not look.anew
-            found += look.lines
+            poll = lines.poll()
+            assert not poll.reset
+            found += poll.lines
         assert found == b"".join(pieces).split(b"\n")[:-1]
 
 
@@ -53,24 +53,24 @@ def test_what_was_rewritten_is_read_anew(tmp_path: Path, after: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"1 a\n2 b\n")
     lines = FileTail(path)
-    assert len(lines.look().lines) == 2
+    assert len(lines.poll().lines) == 2
     path.write_bytes(after)
-    look = lines.look()
-    assert look.anew
-    assert look.lines == tuple(after.split(b"\n")[:-1])
+    poll = lines.poll()
+    assert poll.reset
+    assert poll.lines == tuple(after.split(b"\n")[:-1])
 
 
 def test_another_file_in_its_place_and_none(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"1\n")
     lines = FileTail(path)
-    lines.look()
+    lines.poll()
     (tmp_path / "next").write_bytes(b"1\n2\n")
     (tmp_path / "next").replace(path)
-    assert lines.look().anew
+    assert lines.poll().reset
     path.unlink()
-    assert lines.look().anew
-    assert not lines.look().anew
+    assert lines.poll().reset
+    assert not lines.poll().reset
 
 
 def test_long_files_come_in_pieces_and_no_line_is_too_long(tmp_path: Path) -> None:
@@ -82,10 +82,10 @@ def test_long_files_come_in_pieces_and_no_line_is_too_long(tmp_path: Path) -> No
     looks = 0
     more = True
     while more:
-        look = lines.look()
-        found += look.lines
+        poll = lines.poll()
+        found += poll.lines
         looks += 1
-        more = look.more
+        more = poll.more
     assert found == wanted
     assert looks > 1
 
@@ -105,16 +105,16 @@ def test_a_run_from_its_plan_to_its_end(tmp_path: Path) -> None:
     plan = plan_of()
     run = RunFolder(tmp_path, plan)
     page = Panels(RunFollower(tmp_path))
-    page.look()
+    page.poll()
     found = parsed(page)
-    assert [node["standing"] for node in found["map"]["nodes"]] == ["works"] * 8
+    assert [node["status"] for node in found["map"]["nodes"]] == ["works"] * 8
     assert [stage["nodes"] for stage in found["map"]["stages"]] == [list(stage.nodes) for stage in plan.stages]
     assert found["map"]["lanes"][0]["path"] == list(plan.lanes[0].path)
 
     run.iteration(0, 4.0)
     run.iteration(1, 3.5, recorded=True)
     run.checkpoint(2)
-    page.look()
+    page.poll()
     found = parsed(page)
     assert (found["run"]["iterations"], found["run"]["loss"], found["run"]["done"]) == (2, 3.5, False)
     assert found["curves"]["loss"] == [4.0, 3.5]
@@ -124,43 +124,43 @@ def test_a_run_from_its_plan_to_its_end(tmp_path: Path) -> None:
     assert sum(there + back for _, _, there, back in found["load"]["links"]) == plan.expected.bytes_moved
     assert all(a < b for a, b, _, _ in found["load"]["links"])
 
-    run.wal(noted(plan), committed(plan, 0), committed(plan, 1), {"done": 1})
-    page.look()
+    run.wal(plan_line(plan), committed(plan, 0), committed(plan, 1), {"done": 1})
+    page.poll()
     assert parsed(page)["run"]["done"]
 
 
 def test_planned_over_measured(tmp_path: Path) -> None:
     plan = plan_of()
     RunFolder(tmp_path, plan).iteration(0, recorded=True)
-    chart = panels(tmp_path)["chart"]
-    assert [(row["stage"], row["name"]) for row in chart["rows"]] == [
+    gantt = panels(tmp_path)["chart"]
+    assert [(row["stage"], row["name"]) for row in gantt["rows"]] == [
         (stage, plan.cluster.nodes[node].name) for stage, held in enumerate(plan.stages) for node in held.nodes
     ]
     assert plan.expected is not None
-    planned = {tuple(bar[4:]): bar for bar in chart["planned"] if bar[4] >= 0}
-    measured = {tuple(bar[4:]): bar for bar in chart["measured"]}
+    planned = {tuple(bar[4:]): bar for bar in gantt["planned"] if bar[4] >= 0}
+    measured = {tuple(bar[4:]): bar for bar in gantt["measured"]}
     assert len(measured) == len(plan.expected.tasks)
     assert planned.keys() == measured.keys()
     for which, bar in measured.items():
         assert bar[:2] == planned[which][:2]
         assert bar[3] == pytest.approx(1.1 * planned[which][3], abs=2e-6)
-    assert set(chart["hues"]) == {str(lane) for lane in range(len(plan.lanes))}
+    assert set(gantt["hues"]) == {str(lane) for lane in range(len(plan.lanes))}
 
 
 def test_a_repaired_plan_is_in_the_journal(tmp_path: Path) -> None:
     plan, repaired = plan_of(), plan_of(stages=2)
     run = RunFolder(tmp_path, plan)
-    run.wal(noted(plan), committed(plan, 0), noted(repaired, learning=[3]))
+    run.wal(plan_line(plan), committed(plan, 0), plan_line(repaired, learning=[3]))
     page = Panels(RunFollower(tmp_path))
-    page.look()
+    page.poll()
     assert len(parsed(page)["map"]["stages"]) == 2
-    assert parsed(page)["map"]["nodes"][3]["standing"] == "learning"
+    assert parsed(page)["map"]["nodes"][3]["status"] == "learning"
     run.wal({"turn": plan.visited})
-    page.look()
+    page.poll()
     assert len(parsed(page)["map"]["stages"]) == 4
     with (tmp_path / "journal").open("ab") as torn:
         torn.write(b"00000000 9 {torn")
-    page.look()
+    page.poll()
     assert parsed(page)["run"]["unread"] == {}
 
 
@@ -168,9 +168,9 @@ def test_what_happened_to_nodes(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, plan_of())
     page = Panels(RunFollower(tmp_path))
 
-    def standing() -> str:
-        page.look()
-        return str(parsed(page)["map"]["nodes"][2]["standing"])
+    def status() -> str:
+        page.poll()
+        return str(parsed(page)["map"]["nodes"][2]["status"])
 
     for kind, wanted in (
         ("slow", "slow"),
@@ -181,9 +181,9 @@ def test_what_happened_to_nodes(tmp_path: Path) -> None:
         ("gone", "lost"),
     ):
         run.event(kind, "so it is", "node-2")  # type: ignore[arg-type]
-        assert standing() == wanted
+        assert status() == wanted
     run.event("recovered", "8 nodes are where they were")
-    assert standing() == "works"
+    assert status() == "works"
     kinds = [event["kind"] for event in parsed(page)["events"]["events"]]
     assert kinds == ["recovered", "gone", "able", "learning", "joined", "gone", "slow"]
 
@@ -193,11 +193,11 @@ def test_whoever_sends_is_there(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, plan_of())
     run.iteration(0)
     run.event("gone", "signal 9", "node-2")
-    assert panels(tmp_path)["map"]["nodes"][2]["standing"] == "lost"
+    assert panels(tmp_path)["map"]["nodes"][2]["status"] == "lost"
     run = RunFolder(tmp_path, plan_of(), resumed=True)
-    assert panels(tmp_path)["map"]["nodes"][2]["standing"] == "lost"
+    assert panels(tmp_path)["map"]["nodes"][2]["status"] == "lost"
     run.iteration(1)
-    assert panels(tmp_path)["map"]["nodes"][2]["standing"] == "works"
+    assert panels(tmp_path)["map"]["nodes"][2]["status"] == "works"
 
 
 def test_slow_is_not_forever(tmp_path: Path) -> None:
@@ -206,8 +206,8 @@ def test_slow_is_not_forever(tmp_path: Path) -> None:
     page = Panels(RunFollower(tmp_path))
     for number, wanted in ((3, "slow"), (4, "slow"), (5, "works")):
         run.iteration(number)
-        page.look()
-        assert parsed(page)["map"]["nodes"][1]["standing"] == wanted
+        page.poll()
+        assert parsed(page)["map"]["nodes"][1]["status"] == wanted
 
 
 def test_a_coordinator_that_is_started_again(tmp_path: Path) -> None:
@@ -217,13 +217,13 @@ def test_a_coordinator_that_is_started_again(tmp_path: Path) -> None:
     for number in range(5):
         run.iteration(number, 5.0 - number)
     run.event("gone", "its connection: disconnected", "node-1")
-    page.look()
+    page.poll()
     run = RunFolder(tmp_path, plan_of(), resumed=True)
-    page.look()
+    page.poll()
     assert parsed(page)["curves"]["loss"] == [5.0, 4.0, 3.0, 2.0, 1.0]
     run.iteration(3, 2.5)
     run.iteration(4, 1.5)
-    page.look()
+    page.poll()
     assert parsed(page)["curves"]["loss"] == [5.0, 4.0, 3.0, 2.5, 1.5]
     assert parsed(page)["events"]["in_all"] == 1
 
@@ -234,11 +234,11 @@ def test_a_new_run_in_the_same_folder(tmp_path: Path) -> None:
         run.iteration(number, recorded=number == 4)
     run.event("gone", "signal 9", "node-1")
     page = Panels(RunFollower(tmp_path))
-    page.look()
+    page.poll()
     assert parsed(page)["chart"]["iteration"] == 4
     run = RunFolder(tmp_path, plan_of(nodes=12))
     run.iteration(0, 7.0)
-    page.look()
+    page.poll()
     found = parsed(page)
     assert found["curves"]["loss"] == [7.0]
     assert found["events"]["events"] == []
@@ -249,17 +249,17 @@ def test_a_new_run_in_the_same_folder(tmp_path: Path) -> None:
 def test_what_an_earlier_run_has_left_is_not_shown(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, plan_of())
     run.iteration(0, recorded=True)
-    run.wal(noted(run.plan), {"done": 0})
+    run.wal(plan_line(run.plan), {"done": 0})
     past = time.time() - 60
     for path in tmp_path.rglob("*"):
         os.utime(path, (past, past))
     page = Panels(RunFollower(tmp_path, since=time.time() - 30))
-    page.look()
+    page.poll()
     assert parsed(page)["run"]["iterations"] == 0
     assert parsed(page)["map"]["nodes"] == []
     assert not parsed(page)["run"]["done"]
     RunFolder(tmp_path, plan_of()).iteration(0)
-    page.look()
+    page.poll()
     assert parsed(page)["run"]["iterations"] == 1
     assert len(parsed(page)["map"]["nodes"]) == 8
 
@@ -277,7 +277,7 @@ def test_junk_is_counted_and_passed_over(tmp_path: Path, file: str) -> None:
         run.iteration(number)
     run.event("joined", "is here", "node-1")
     run.event("gone", "signal 9", "node-1")
-    run.wal(noted(run.plan), committed(run.plan, 0))
+    run.wal(plan_line(run.plan), committed(run.plan, 0))
     *before, last = (tmp_path / file).read_bytes().splitlines(keepends=True)
     (tmp_path / file).write_bytes(b"".join([*before, *(line + b"\n" for line in JUNK), last]))
     found = panels(tmp_path)
@@ -310,9 +310,9 @@ def test_a_trace_that_is_being_written(tmp_path: Path, content: bytes) -> None:
     run.iteration(1)
     (tmp_path / "traces" / "iteration-000001.json").write_bytes(content)
     page = Panels(RunFollower(tmp_path))
-    page.look()
+    page.poll()
     run.iteration(1, recorded=True)
-    page.look()
+    page.poll()
     assert parsed(page)["chart"]["iteration"] == 1
 
 
@@ -339,8 +339,8 @@ def test_only_what_has_changed_is_made_anew(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, plan_of())
     run.iteration(0, recorded=True)
     page = Panels(RunFollower(tmp_path))
-    page.look()
+    page.poll()
     before = page.texts
     run.iteration(1)
-    page.look()
+    page.poll()
     assert {name for name, text in page.texts.items() if text is not before[name]} == {"run", "load", "curves"}

@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skippipe import optional_deps
-from skippipe.data import hf_stream, prepare
-from skippipe.data.batch_sampler import BatchSampler, permute, validation_batches
-from skippipe.data.documents import END, PIECE_CHARACTERS, Piece, cut, source
+from skippipe.data import prepare
+from skippipe.data.batch_sampler import BatchSampler, permute
+from skippipe.data.documents import END, PIECE_CHARACTERS, Piece, cut, source, stream_text
 from skippipe.data.token_file import HEADER, TokenFile, cache_folder
 from skippipe.data.tokenizer import FILE, SETTINGS, TextTokenizer, train_bpe
 from skippipe.errors import UserError
@@ -132,16 +132,6 @@ def test_sampler_refuses() -> None:
         BatchSampler(np.arange(9), 8, 0, 1, 0)
     with pytest.raises(ValueError, match="microbatch 3 of 3"):
         BatchSampler(np.arange(9), 8, 0, 3, 1).batch(0, 3)
-
-
-def test_validation_takes_windows_in_order() -> None:
-    batches = list(validation_batches(np.arange(52), 5, 4))
-    assert [len(inputs) for inputs, _ in batches] == [4, 4, 2]
-    assert np.concatenate([inputs for inputs, _ in batches]).ravel().tolist() == list(range(50))
-    assert np.array_equal(batches[1][1], batches[1][0] + 1)
-    assert len(list(validation_batches(np.arange(52), 5, 4, batches=2))) == 2
-    with pytest.raises(UserError, match="too short"):
-        validation_batches(np.arange(5), 5, 4)
 
 
 # Documents
@@ -453,7 +443,7 @@ def test_sampling_needs_numpy_alone(story: Path, bpe: TextTokenizer, tmp_path: P
     prepare.prepare(story, bpe, tmp_path / "tokens")
     code = (
         "import sys; from pathlib import Path\n"
-        "from skippipe.data import hf_stream, prepare\n"
+        "from skippipe.data import documents, prepare\n"
         "from skippipe.data.batch_sampler import BatchSampler; from skippipe.data.token_file import TokenFile\n"
         "BatchSampler(TokenFile.open(Path(sys.argv[1])).ids, 4, 0, 1, 1).batch(0, 0)\n"
         "print({'torch', 'tokenizers', 'transformers', 'datasets', 'numba'} & set(sys.modules))"
@@ -471,7 +461,7 @@ def test_missing_packages_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(optional_deps, "import_module", missing)
     with pytest.raises(UserError, match=r"needs the package 'datasets': .*skippipe\[datasets\]"):
-        hf_stream.stream_text("some/dataset")
+        stream_text("some/dataset")
     with pytest.raises(UserError, match=r"needs the package 'tokenizers': .*skippipe\[train\]"):
         train_bpe(["text"], 300)
 
@@ -482,18 +472,18 @@ def test_stream_of_a_local_file(bpe: TextTokenizer, tmp_path: Path, monkeypatch:
     path = tmp_path / "some.jsonl"
     documents = [f"{STORY} {number}" for number in range(20)]
     path.write_text("".join(json.dumps({"n": 1, "body": text}) + "\n" for text in documents))
-    assert list(hf_stream.stream_text(path, field="body")) == documents
-    found = prepare.prepare(hf_stream.stream_text(path, field="body", documents=7), bpe, tmp_path / "tokens")
+    assert list(stream_text(path, field="body")) == documents
+    found = prepare.prepare(stream_text(path, field="body", documents=7), bpe, tmp_path / "tokens")
     assert found.tokenizer().decode(found.ids.tolist()) == "".join(text + END for text in documents[:7])
     with pytest.raises(UserError, match="no text in field 'text'; fields with text: body"):
-        list(hf_stream.stream_text(path))
+        list(stream_text(path))
     with pytest.raises(UserError, match="give a text file to 'prepare'"):
-        hf_stream.stream_text(__file__)
+        stream_text(__file__)
     with pytest.raises(UserError, match="no such file"):
-        hf_stream.stream_text(tmp_path / "none.jsonl")
+        stream_text(tmp_path / "none.jsonl")
     (tmp_path / "folder").mkdir()
     path.write_text('{"body": \n')
     with pytest.raises(UserError, match="cannot be read"):
-        list(hf_stream.stream_text(path, field="body"))
+        list(stream_text(path, field="body"))
     with pytest.raises(UserError, match="cannot be read"):
-        list(hf_stream.stream_text(tmp_path / "folder"))
+        list(stream_text(tmp_path / "folder"))

@@ -27,7 +27,7 @@ from skippipe.web.auth import ApiSettings
 from skippipe.workload import Workload
 from tests.helpers.plans import TINY, uniform_cluster
 
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 HOSTILE = "<img src=x onerror=alert(1)>"
 LANES = 2  # of a data node
 
@@ -104,7 +104,7 @@ class RunFolder:
         (place / "manifest.json").write_text("{}")
 
 
-def noted(plan: Plan, learning: Sequence[int] = ()) -> dict[str, Any]:
+def plan_line(plan: Plan, learning: Sequence[int] = ()) -> dict[str, Any]:
     return plan_record(plan, learning, StageProgress.nothing(len(plan.stages)), plan.visited)
 
 
@@ -115,7 +115,7 @@ def committed(plan: Plan, iteration: int) -> dict[str, Any]:
 def panels(folder: Path) -> dict[str, Any]:
     """What the page shows, after looking at everything."""
     page = Panels(RunFollower(folder))
-    while page.look():
+    while page.poll():
         pass
     return parsed(page)
 
@@ -128,15 +128,15 @@ def parsed(page: Panels) -> dict[str, Any]:
 def shown(folder: Path, token: str = "") -> Iterator[str]:
     """The page's address."""
     settings = ApiSettings(tokens=(token,) if token else (), loopback=True)
-    with dashboard_server.listening("127.0.0.1", 0, "--port") as listens:
-        port = listens.getsockname()[1]
-        app = application(Panels(RunFollower(folder)), settings, over=lambda: server.should_exit)
+    with dashboard_server.listen("127.0.0.1", 0, "--port") as listener:
+        port = listener.getsockname()[1]
+        app = application(Panels(RunFollower(folder)), settings, stopping=lambda: server.should_exit)
         server = web_server.server(app, "127.0.0.1", port)
-        thread = threading.Thread(target=asyncio.run, args=(server.serve([listens]),), daemon=True)
+        thread = threading.Thread(target=asyncio.run, args=(server.serve([listener]),), daemon=True)
         thread.start()
         try:
             yield f"http://127.0.0.1:{port}"
         finally:
             server.should_exit = True
-            thread.join(PATIENCE_S)
+            thread.join(TIMEOUT_S)
             assert not thread.is_alive()

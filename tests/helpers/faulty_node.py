@@ -281,7 +281,7 @@ def run_nodes(scene: Scene, keys: Path, listen: str) -> None:
     for name, each in told.items():
         pool.start(name, each)
     while not scene.path("over").exists():
-        pool.look()
+        pool.poll()
         for name, status in list(pool.ended.items()):
             del pool.ended[name]
             if status != 0:

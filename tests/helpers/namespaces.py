@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from tests.helpers.processes import END_S, Hearing
+from tests.helpers.processes import END_S, ProcessOutput
 
 DONE_S = 300.0  # for a command to end on a busy machine
 
 
-class Terminal(Hearing):
+class Terminal(ProcessOutput):
     """A line in a shell of its own, which may go on while others run."""
 
     def __init__(self, line: str, within: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
@@ -43,7 +43,7 @@ class Terminal(Hearing):
             found = self.process.wait(within_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.line}\nstill there after {within_s} s:\n" + "\n".join(self.lines)) from None
-        said = "\n".join(self.heard_out())
+        said = "\n".join(self.all_lines())
         assert found == code, f"{self.line}\nended with {found}, not {code}:\n{said}"
         return said
 

@@ -66,14 +66,14 @@ FORKED.set_forkserver_preload(
 such server for a process, and the list counts that it is started with: so there is one list."""
 
 
-class Hearing:
+class ProcessOutput:
     """A thread that listens until the other side has nothing more to say."""
 
     def __init__(self, said: Iterable[str]) -> None:
         self.lines: list[str] = []
         self._news = threading.Condition()
-        self._listener = threading.Thread(target=self._listen, args=(said,), daemon=True)
-        self._listener.start()
+        self._reader = threading.Thread(target=self._read, args=(said,), daemon=True)
+        self._reader.start()
 
     def says(self, pattern: str, times: int = 1, within_s: float = READY_S) -> re.Match[str]:
         """The last of so many lines that match, once they are there."""
@@ -84,15 +84,15 @@ class Hearing:
                 if len(found) >= times:
                     return found[times - 1]
                 left_s = deadline - time.monotonic()
-                assert left_s > 0 and self._listener.is_alive(), f"no {pattern!r} in:\n" + "\n".join(self.lines)
+                assert left_s > 0 and self._reader.is_alive(), f"no {pattern!r} in:\n" + "\n".join(self.lines)
                 self._news.wait(min(left_s, 1.0))
 
-    def heard_out(self) -> list[str]:
+    def all_lines(self) -> list[str]:
         """All lines, once there will be no more."""
-        self._listener.join(END_S)
+        self._reader.join(END_S)
         return self.lines
 
-    def _listen(self, said: Iterable[str]) -> None:
+    def _read(self, said: Iterable[str]) -> None:
         for line in said:
             with self._news:
                 self.lines.append(line.rstrip("\n"))
@@ -164,7 +164,7 @@ def only_error(err: str) -> str:
 
 
 @dataclass(frozen=True)
-class Ran:
+class CommandResult:
     code: int
     out: str
     err: str
@@ -174,7 +174,7 @@ class Ran:
         return json.loads(self.out)
 
 
-Command = Callable[..., Ran]
+Command = Callable[..., CommandResult]
 """Takes what stands behind `skippipe` on the command line."""
 
 

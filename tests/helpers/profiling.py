@@ -22,13 +22,15 @@ import pytest
 from skippipe.cli import main, profile
 from skippipe.cluster import Cluster, Node
 from skippipe.launch.fork_server import ProcessPool
+from skippipe.launch.local import LocalLauncher
 from skippipe.model.model_spec import ModelSpec
 from skippipe.optim.config import OptimConfig
-from skippipe.profiling import launcher
 from skippipe.profiling.config import ProfilingConfig
 from skippipe.profiling.coordinator import ProfilingCallback, ProfilingCoordinator, ProfilingDeadlines
 from skippipe.profiling.link_probe import ProbeSettings
 from skippipe.profiling.results import ProfileResult, save_results
+from skippipe.profiling.role import ROLES
+from skippipe.profiling.server import profile_nodes
 from skippipe.profiling.state_machine import ProfilingNode
 from skippipe.runtime.coordinator.interfaces import Callback
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
@@ -40,14 +42,14 @@ from tests.helpers.models import tiny
 from tests.helpers.plans import TINY, wide_plan
 from tests.helpers.processes import FORKED
 
-PATIENCE_S = 60.0  # for processes, on a machine that is busy with others
+TIMEOUT_S = 60.0  # for processes, on a machine that is busy with others
 WORK = Workload(TINY, 16, 2, compute_dtype="fp32")
 QUICK = ProbeSettings(round_trips=5, transfers=3, transfer_s=0.06)
 
 
 @dataclass
 class Net(ProfilingCallback):
-    """A conductor and its nodes over links of a cluster; a bandwidth of 0 swallows everything."""
+    """A coordinator of profiling and its nodes over links of a cluster; a bandwidth of 0 swallows everything."""
 
     true: Cluster
     deadlines: ProfilingDeadlines = field(default_factory=ProfilingDeadlines)
@@ -61,7 +63,7 @@ class Net(ProfilingCallback):
         self.alive: dict[int, ProfilingNode] = {}
         self.busy: dict[int, set[int]] = {}
         self.names = tuple(node.name for node in self.true.nodes)
-        self.conductor = ProfilingCoordinator(self.names, "tiny", WORK, self, self, QUICK, self.deadlines)
+        self.coordinator = ProfilingCoordinator(self.names, "tiny", WORK, self, self, QUICK, self.deadlines)
 
     def now_ns(self) -> int:
         return self.now
@@ -82,16 +84,18 @@ class Net(ProfilingCallback):
 
     def join(self, node: int, computed: Computed | None = None) -> None:
         self.alive[node] = ProfilingNode(node, len(self.true), QUICK, Door(self, node))
-        self.conductor.joined(node)
-        self.later(1, lambda: self.conductor.hear(node, computed or Computed([[0.01, 0.02]], 2**30, "cpu", f"m{node}")))
+        self.coordinator.joined(node)
+        self.later(
+            1, lambda: self.coordinator.hear(node, computed or Computed([[0.01, 0.02]], 2**30, "cpu", f"m{node}"))
+        )
 
     def die(self, node: int) -> None:
         del self.alive[node]
         self.busy = {probe: nodes for probe, nodes in self.busy.items() if node not in nodes}
-        self.conductor.lost(node, "it was killed")
+        self.coordinator.lost(node, "it was killed")
 
     def run(self, until: Callable[[], bool] | None = None) -> ProfileResult:
-        while not (until or (lambda: self.conductor.over))():
+        while not (until or (lambda: self.coordinator.over))():
             assert self.now < 3600e9, "no end"
             if not self._events:
                 self.now += 10**9
@@ -100,8 +104,8 @@ class Net(ProfilingCallback):
                 what()
             for node in self.alive.values():
                 node.decide()
-            self.conductor.tick()
-        return self.conductor.survey("now")
+            self.coordinator.tick()
+        return self.coordinator.result("now")
 
 
 @dataclass
@@ -131,7 +135,7 @@ class Door:
             self.net.busy = {
                 probe: nodes for probe, nodes in self.net.busy.items() if nodes != {self.node, control.peer}
             }
-        self.net.later(0, lambda: self.net.conductor.hear(self.node, control))
+        self.net.later(0, lambda: self.net.coordinator.hear(self.node, control))
 
     def start(self, _work: Any) -> None:
         raise AssertionError("computing is not up to this")
@@ -174,7 +178,7 @@ class Notes(ProfilingCallback):
             print(text, file=file)
 
 
-def brief_of(true: Cluster, **others: Any) -> ProfilingConfig:
+def profiling_config(true: Cluster, **others: Any) -> ProfilingConfig:
     spec = ModelSpec(tiny("llama"))
     workload = Workload(spec.shape, 16, 2, compute_dtype="fp32")
     names, config = tuple(node.name for node in true.nodes), spec.config.to_dict()
@@ -186,27 +190,30 @@ def emulated(folder: Path) -> None:
     """Four nodes, and a fifth that is killed when all have computed."""
     true = far_apart(5, 0.03)
     notes = Notes(folder)
-    nurseries: list[ProcessPool] = []
+    pools: list[ProcessPool] = []
 
     def stopped() -> bool:
-        if notes.done >= 5 and nurseries:
-            pool = nurseries.pop()
-            pool.look()
+        if notes.done >= 5 and pools:
+            pool = pools.pop()
+            pool.poll()
             os.kill(pool.pids["n4"], signal.SIGKILL)
         return False
 
-    found = launcher.here(brief_of(true), notes, stopped, nurseries.append)
+    config = profiling_config(true)
+    launcher = LocalLauncher(config.names, ROLES)
+    pools.append(launcher.pool)
+    found = profile_nodes(config, launcher, notes, stopped=stopped)
     save_results(folder / "cluster.json", [found])
 
 
 def stopped_early(folder: Path) -> None:
     """Ctrl-C, when the first of six links is measured."""
 
-    def progressed(_screen: Any, done: int, _of: int, _doing: str) -> None:
+    def progressed(_console: Any, done: int, _of: int, _doing: str) -> None:
         if done == 4:
             os.kill(os.getpid(), signal.SIGINT)
 
-    vars(profile)["_Screen"].progressed = progressed
+    vars(profile)["_Console"].progressed = progressed
     command(folder, "profile", "--local", "3", "--model", "llama-tiny", "--sequence", "16", "-o", "c.json")
 
 
@@ -224,7 +231,7 @@ def command(folder: Path, *words: str) -> None:
 def in_a_process(target: Callable[..., None], *more: Any) -> int | None:
     process = FORKED.Process(target=target, args=more)
     process.start()
-    process.join(PATIENCE_S)
+    process.join(TIMEOUT_S)
     try:
         assert process.exitcode is not None, "no end"
     finally:

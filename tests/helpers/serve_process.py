@@ -11,10 +11,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from skippipe.cli import main
-from tests.helpers.processes import END_S, FORKED, Hearing
+from tests.helpers.processes import END_S, FORKED, ProcessOutput
 
 
-class Command(Hearing):
+class Command(ProcessOutput):
     """Forked from a process that has torch, since importing it takes longer than all else."""
 
     def __init__(self, *words: object, environment: Mapping[str, str] | None = None) -> None:
@@ -36,7 +36,7 @@ class Command(Hearing):
         self.process.join(END_S)
         self.process.kill()  # if it is still there; its nodes end when it is gone
         self.process.join(END_S)
-        self.heard_out()
+        self.all_lines()
         return self.process.exitcode
 
 

@@ -44,7 +44,7 @@ def tend(folder: Path) -> None:
     deadline = time.monotonic() + RUN_END_S
     log = folder / "logs" / "a_stay.log"
     while (len(pool.ended) < 3 or not log.exists() or "staying" not in log.read_text()) and time.monotonic() < deadline:
-        pool.look()
+        pool.poll()
         time.sleep(0.01)
     began = time.monotonic()
     pool.close()
@@ -69,7 +69,7 @@ def look_until(pool: ProcessPool, done: Callable[[], object]) -> None:
     deadline = time.monotonic() + RUN_END_S
     while not done():
         assert time.monotonic() < deadline, "waited in vain"
-        pool.look()
+        pool.poll()
         time.sleep(0.01)
 
 

@@ -20,13 +20,13 @@ import pytest
 
 from skippipe.transport.addresses import free_port
 from skippipe.transport.keys import PeerList
-from tests.helpers.dashboards import HOSTILE, RunFolder, noted, plan_of, shown
+from tests.helpers.dashboards import HOSTILE, RunFolder, plan_line, plan_of, shown
 from tests.helpers.processes import NODES, Place
 from tests.helpers.serve_process import Command
 
 playwright = pytest.importorskip("playwright.sync_api")
 
-PATIENCE_S = 90.0  # for runs on a busy machine
+TIMEOUT_S = 90.0  # for runs on a busy machine
 LOOK_MS = 50
 DRAWN_S = 5.0  # within which all of a page is there, at any size; under a second on an idle machine
 PANELS = ("run", "map", "load", "chart", "curves", "events")
@@ -50,7 +50,7 @@ class Tab:
         self.wrong: list[str] = []
         self.asked: list[str] = []
         self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        self.page.set_default_timeout(1000 * PATIENCE_S)
+        self.page.set_default_timeout(1000 * TIMEOUT_S)
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
         self.page.on("console", lambda said: self.wrong.append(said.text) if said.type == "error" else None)
         self.page.on("dialog", self._startled)
@@ -66,7 +66,7 @@ class Tab:
 
     def until(self, holds: str) -> None:
         """The page's own policy forbids what Playwright would wait with."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not self.page.evaluate(holds):
             assert time.monotonic() < deadline, f"never: {holds}; the page says: {self.text('body')[:500]}"
             self.page.wait_for_timeout(LOOK_MS)
@@ -94,7 +94,7 @@ def test_it_renders(browser: Any, tmp_path: Path) -> None:
     run = RunFolder(tmp_path, plan_of(names=[HOSTILE, "</script><script>alert(2)</script>"]))
     for number in range(6):
         run.iteration(number, 4.0 - number / 5, recorded=number == 4)
-    run.event("gone", f"its last words: {HOSTILE}", HOSTILE)
+    run.event("gone", f"last log lines: {HOSTILE}", HOSTILE)
     run.event("rerouted", "3 lanes go on another way", HOSTILE)
     run.checkpoint(5)
     with shown(tmp_path) as address:
@@ -148,7 +148,7 @@ def background(tab: Tab) -> str:
 def test_usable_at(browser: Any, tmp_path: Path, nodes: int, stages: int, width: int) -> None:
     plan = plan_of(nodes, stages)
     run = RunFolder(tmp_path, plan)
-    run.wal(noted(plan))
+    run.wal(plan_line(plan))
     for number in range(4):
         run.iteration(number, 4.0 - number / 5, recorded=number == 3)
     run.event("gone", "no heartbeat for 5 s", "node-3")

@@ -51,17 +51,18 @@ def test_trains(place: Place, machines: Any) -> None:
 
 
 def test_no_room(place: Place, machines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from skippipe.training import launch_ray
+    from skippipe.launch import ray_actors
+    from skippipe.training.backends import BACKENDS
     from skippipe.training.build_run import build_run
     from skippipe.training.job_config import load_job
 
     run_setup = build_run(load_job(place.job("crowd", nodes=4, stages=4)))
-    monkeypatch.setattr(launch_ray, "PLACE_PATIENCE", timedelta(seconds=2))
+    monkeypatch.setattr(ray_actors, "PLACEMENT_TIMEOUT", timedelta(seconds=2))
     monkeypatch.setenv("RAY_ADDRESS", machines.address)
     with pytest.raises(
         UserError, match=r"waited 2 s for Ray to find room for 4 nodes of 1 CPU each; free are \d of 3 CPU"
     ):
-        launch_ray.train_on_ray(run_setup, Nobody(), lambda: False)
+        BACKENDS["ray"](run_setup, Nobody(), lambda: 0)
 
 
 class Nobody(Callback):

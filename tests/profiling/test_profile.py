@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from skippipe.cli import main
 from skippipe.cluster import Cluster, Node
 from skippipe.cost_model import cost_model_of
+from skippipe.launch.join import JoinLauncher
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of
-from skippipe.profiling import launcher
 from skippipe.profiling.compute_bench import free_bytes
 from skippipe.profiling.coordinator import ProfilingDeadlines, round_robin_pairs
 from skippipe.profiling.estimators import estimate_link, estimate_node, spread
@@ -28,31 +28,32 @@ from skippipe.profiling.link_probe import SMALL_BYTES, LinkProbe, ProbeSettings
 from skippipe.profiling.merge import merge_results, unreachable
 from skippipe.profiling.results import ProfileResult, load_results
 from skippipe.profiling.role import ROLES
+from skippipe.profiling.server import profile_nodes
 from skippipe.profiling.state_machine import ProfilingNode
 from skippipe.runtime.messages import Computed, Failed, Hello, Probe, Stop
 from skippipe.runtime.node.agent import NodeAgent
 from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.runtime.simulation.fault_injection import slow_link, slow_node
-from skippipe.training.metrics import CallbackList, ClusterFile, LazyCallback
+from skippipe.training.metrics import CallbackList, ClusterFile
 from skippipe.transport.addresses import free_port
 from skippipe.transport.keys import KeyFile
 from skippipe.transport.message import Message, ProbePiece, RingPiece
 from skippipe.workload import MODELS, Workload
 from tests.helpers.doc_pages import documented
 from tests.helpers.profiling import (
-    PATIENCE_S,
     QUICK,
+    TIMEOUT_S,
     WORK,
     Door,
     Last,
     Net,
     Notes,
     agrees,
-    brief_of,
     command,
     emulated,
     far_apart,
     in_a_process,
+    profiling_config,
     stopped_early,
     trained,
 )
@@ -221,7 +222,7 @@ def test_nodes_that_do_not_come_are_not_waited_for_for_ever() -> None:
     net.join(0)
     net.join(2)
     found = net.run()
-    assert net.heard == ["going on without n1, for whom was waited long enough"]
+    assert net.heard == ["going on without n1: they have not joined in time"]
     assert found.missing == ("n1",)
     assert set(found.links) == {("n0", "n2"), ("n2", "n0")}
 
@@ -231,8 +232,8 @@ def test_a_node_that_cannot_compute_is_left_out() -> None:
     net.join(0)
     net.join(1, Computed([[0.0, -1.0]], 2**30, "cpu", "m1"))
     net.alive[2] = ProfilingNode(2, 3, QUICK, Door(net, 2))
-    net.conductor.joined(2)
-    net.later(0.1, lambda: net.conductor.hear(2, Failed("device 'cuda': this machine has 0 CUDA devices")))
+    net.coordinator.joined(2)
+    net.later(0.1, lambda: net.coordinator.hear(2, Failed("device 'cuda': this machine has 0 CUDA devices")))
     found = net.run()
     assert found.missing == ("n1", "n2")
     assert "n2' is left out: device 'cuda'" in net.heard[0]
@@ -251,7 +252,7 @@ def test_what_was_measured_when_it_was_stopped() -> None:
     net = Net(far_apart(4))
     for node in range(4):
         net.join(node)
-    found = net.run(lambda: len(net.conductor.survey("").links) == 3)
+    found = net.run(lambda: len(net.coordinator.result("").links) == 3)
     cluster = merge_results([found], "part of it")
     assert (cluster.bandwidth_bytes_per_s > 0).sum() == 3
     assert not unreachable([found]), "nobody knows"
@@ -331,18 +332,17 @@ def test_nodes_that_join(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture
     for name in ("ann", "bob"):
         mine = KeyFile.load(keys / f"{name}.key")
         join_config = JoinConfig(
-            name, where, mine.keys, mine.coordinator, coordinator_timeout=timedelta(seconds=PATIENCE_S)
+            name, where, mine.keys, mine.coordinator, coordinator_timeout=timedelta(seconds=TIMEOUT_S)
         )
         members.append(threading.Thread(target=NodeAgent(join_config, ROLES).run, daemon=True))
         members[-1].start()
     nodes = tuple(Node(name, "there", 1.0, 1) for name in ("ann", "bob", "carol"))
-    node_config = brief_of(replace(far_apart(3, 0.01), nodes=nodes))
+    node_config = profiling_config(replace(far_apart(3, 0.01), nodes=nodes))
     deadlines = ProfilingDeadlines(joining=timedelta(seconds=3))
-    found = launcher.joined(
-        node_config, keys / "coordinator.key", keys / "peers.json", where, Notes(tmp_path), deadlines
-    )
+    launcher = JoinLauncher(node_config.names, keys / "coordinator.key", keys / "peers.json")
+    found = profile_nodes(node_config, launcher, Notes(tmp_path), listen=where, deadlines=deadlines)
     for member in members:
-        member.join(PATIENCE_S)
+        member.join(TIMEOUT_S)
         assert not member.is_alive(), "they are dismissed"
     assert set(found.links) == {("ann", "bob"), ("bob", "ann")}
     assert found.missing == ("carol",)
@@ -403,7 +403,7 @@ def test_memory_is_what_is_free_within_the_limit(tmp_path: Path, monkeypatch: py
 def test_training_finds_out_what_nodes_and_links_take(tmp_path: Path) -> None:
     last = Last()
     planned = trained(
-        LazyCallback(lambda: CallbackList([last, ClusterFile(tmp_path / "cluster.json")])),
+        CallbackList(lambda: [last, ClusterFile(tmp_path / "cluster.json")]),
         slow_node(3, 4.0).at(iteration=1),
         slow_link(0, 2).at(iteration=1),
     )

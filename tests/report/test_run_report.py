@@ -23,8 +23,8 @@ from skippipe.report.run.gantt import MARK_KINDS
 from skippipe.report.run.html import write_run_html
 from skippipe.report.run.png import PRINT_DPI, WIDTH_IN
 from skippipe.report.run.summary import MEANINGS, amount, run_json
-from skippipe.runs.history import MOST_CHARTS, RunHistory, node_outages, node_utilization, read_history
-from skippipe.runs.records import CHECKPOINTED, MetricsRow, thinned
+from skippipe.runs.history import MOST_RECORDED, RunHistory, node_outages, node_utilization, read_history
+from skippipe.runs.records import CHECKPOINTED, MetricsRow, downsample
 from skippipe.runs.wal import WriteAheadLog
 from skippipe.runtime.coordinator.interfaces import EventKind, IterationReport
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
@@ -32,7 +32,7 @@ from skippipe.runtime.simulation.fault_injection import kill
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.simulator import simulate
 from skippipe.training.metrics import CallbackList, ClusterFile, EventsFile, IterationMetrics, MetricsFile, TraceFiles
-from tests.helpers.dashboards import HOSTILE, RunFolder, noted, plan_of
+from tests.helpers.dashboards import HOSTILE, RunFolder, plan_line, plan_of
 from tests.helpers.exact_training import FULL, LEARNING, tensors_of
 from tests.helpers.exact_training import plan_of as exact_plan
 from tests.helpers.processes import Command
@@ -46,7 +46,7 @@ SECTIONS = (
 )  # fmt: skip
 
 
-class Ran:
+class FinishedRun:
     """A virtual cluster on real tensors that loses a node; tasks take a quarter longer than planned."""
 
     def __init__(self, folder: Path) -> None:
@@ -84,12 +84,12 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return Ran(tmp_path_factory.mktemp("run"))
+def ran(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    return FinishedRun(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture
-def folder(ran: Ran, tmp_path: Path) -> Path:
+def folder(ran: FinishedRun, tmp_path: Path) -> Path:
     """A copy to spoil."""
     return Path(shutil.copytree(ran.folder, tmp_path / "run"))
 
@@ -101,20 +101,24 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 # Figures
 
 
-def test_bytes_add_up(ran: Ran) -> None:
+def test_bytes_add_up(ran: FinishedRun) -> None:
     history = read_history(ran.folder)
     wanted: Counter[tuple[str, str]] = Counter()
     for report in ran.reports.values():
         wanted.update({(ran.names[a], ran.names[b]): count for (a, b), count in report.sent_bytes.items()})
     assert history.links == dict(wanted)
     assert sum(history.links.values()) == history.sent_bytes > 0
-    uses = node_utilization(history)
-    assert sum(use.sent_bytes for use in uses) == sum(use.received_bytes for use in uses) == history.sent_bytes
+    utilization = node_utilization(history)
+    assert (
+        sum(use.sent_bytes for use in utilization)
+        == sum(use.received_bytes for use in utilization)
+        == history.sent_bytes
+    )
 
 
-def test_busy_and_idle_are_the_recorded_iterations(ran: Ran) -> None:
+def test_busy_and_idle_are_the_recorded_iterations(ran: FinishedRun) -> None:
     history = read_history(ran.folder)
-    assert [chart.iteration for chart in history.charts] == list(RECORDED)
+    assert [chart.iteration for chart in history.recorded] == list(RECORDED)
     reports = [ran.reports[number] for number in RECORDED]
     for use in node_utilization(history):
         node = ran.names.index(use.name)
@@ -148,7 +152,7 @@ def test_planned_idle_and_busy_are_the_promise(folder: Path) -> None:
     assert any("no iteration was recorded" in each for each in history.missing)
 
 
-def test_what_became_of_the_lost_node(ran: Ran) -> None:
+def test_what_became_of_the_lost_node(ran: FinishedRun) -> None:
     (loss,) = node_outages(read_history(ran.folder))
     able = next(event for event in ran.events if event.kind == "able")
     assert (loss.node, loss.iteration) == (ran.name, LOST_IN)
@@ -157,7 +161,7 @@ def test_what_became_of_the_lost_node(ran: Ran) -> None:
     assert LOST_NODE in ran.reports[ITERATIONS - 1].tasks
 
 
-def test_every_event_is_there_and_has_a_meaning(ran: Ran) -> None:
+def test_every_event_is_there_and_has_a_meaning(ran: FinishedRun) -> None:
     history = read_history(ran.folder)
     told = [(event.kind, event.iteration, event.text, event.node) for event in history.events]
     wanted = [(event.kind, event.iteration, event.text, event.node) for event in ran.events]
@@ -166,7 +170,7 @@ def test_every_event_is_there_and_has_a_meaning(ran: Ran) -> None:
     assert all(kind in MEANINGS for sort in MARK_KINDS for kind in sort.kinds)
 
 
-def test_the_summary_and_json_say_the_same(ran: Ran, skippipe: Command) -> None:
+def test_the_summary_and_json_say_the_same(ran: FinishedRun, skippipe: Command) -> None:
     found = skippipe("show", ran.folder, "--json").json
     assert found == json.loads(json.dumps(run_json(read_history(ran.folder))))
     rows = lines_of(ran.folder / "metrics.jsonl")
@@ -209,7 +213,7 @@ def test_iterations_that_were_done_again_count_once(folder: Path) -> None:
     assert [row.iteration for row in history.rows] == list(range(8))
     assert [row.loss for row in history.rows[6:]] == [9.0, 9.0]
     assert sum(history.links.values()) == history.sent_bytes
-    assert [chart.iteration for chart in history.charts] == [1, 5]
+    assert [chart.iteration for chart in history.recorded] == [1, 5]
     assert "metrics.jsonl: 1 line cannot be read" in history.missing
 
 
@@ -268,7 +272,7 @@ def test_what_an_earlier_run_has_left_does_not_count(folder: Path) -> None:
     for name in ("traces/iteration-000007.json", "journal", "cluster.json"):
         os.utime(folder / name, (past, past))
     history = read_history(folder)
-    assert [chart.iteration for chart in history.charts] == list(RECORDED)
+    assert [chart.iteration for chart in history.recorded] == list(RECORDED)
     assert (history.measured, history.last_plan) == (None, None)
 
 
@@ -291,7 +295,7 @@ def test_a_node_that_is_back_without_a_word(tmp_path: Path) -> None:
         (["joined"], "came back in iteration 1; no event says that it got microbatches"),
         (["joined", "learning", "able"], "back at work from iteration 2 on"),
         (["gone"], "came back, and was lost again in iteration 1"),
-        (["recovered"], "asked anew when the coordinator was started again"),
+        (["recovered"], "membership began anew when the coordinator was restarted"),
     ],
 )
 def test_ends_of_a_loss(tmp_path: Path, then: list[EventKind], end: str) -> None:
@@ -306,17 +310,17 @@ def test_no_more_traces_are_read_than_anybody_looks_at(folder: Path) -> None:
     row = lines_of(folder / "metrics.jsonl")[-1]
     trace = (folder / TRACE).read_bytes()
     with (folder / "metrics.jsonl").open("a") as file:
-        for number in range(ITERATIONS, ITERATIONS + MOST_CHARTS):
+        for number in range(ITERATIONS, ITERATIONS + MOST_RECORDED):
             file.write(json.dumps({**row, "iteration": number}) + "\n")
             (folder / "traces" / f"iteration-{number:06d}.json").write_bytes(trace)
     history = read_history(folder)
-    assert len(history.charts) == MOST_CHARTS
-    assert any(f"the last {MOST_CHARTS} are counted" in each for each in history.missing)
+    assert len(history.recorded) == MOST_RECORDED
+    assert any(f"the last {MOST_RECORDED} are counted" in each for each in history.missing)
 
 
 def test_thinned_curves_keep_means_and_ends() -> None:
     rows = [MetricsRow(number, float(number), None, 2.0, 1.0, 1.0, number, 10.0 * number) for number in range(10)]
-    size, found = thinned(rows, 4)
+    size, found = downsample(rows, 4)
     assert size == 3
     assert [row.iteration for row in found] == [2, 5, 8, 9]
     assert [row.loss for row in found] == [1.0, 4.0, 7.0, 9.0]
@@ -337,7 +341,7 @@ def only_plan(folder: Path) -> None:
 
 def no_iteration(folder: Path) -> None:
     run = RunFolder(folder, plan_of())
-    run.wal(noted(run.plan))
+    run.wal(plan_line(run.plan))
 
 
 @pytest.mark.parametrize(
@@ -360,7 +364,7 @@ def test_what_is_no_run_is_refused(
     assert skippipe("show", tmp_path / "missing").code == 2
 
 
-def test_options_that_make_no_sense(ran: Ran, folder: Path, tmp_path: Path, skippipe: Command) -> None:
+def test_options_that_make_no_sense(ran: FinishedRun, folder: Path, tmp_path: Path, skippipe: Command) -> None:
     refused = skippipe("show", ran.folder, "--trace", tmp_path / "t.json")
     assert refused.code == 2
     assert re.search(r"open .*traces/iteration-000009\.json", refused.err)
@@ -404,7 +408,7 @@ def page_of(history: RunHistory, path: Path) -> Page:
     return Page(path.read_text())
 
 
-def test_the_page_has_everything_and_needs_nothing(ran: Ran, tmp_path: Path) -> None:
+def test_the_page_has_everything_and_needs_nothing(ran: FinishedRun, tmp_path: Path) -> None:
     page = page_of(read_history(ran.folder), tmp_path / "report.html")
     assert [heading for heading in SECTIONS if heading not in page.headings] == []
     assert page.addresses == []
@@ -436,7 +440,7 @@ def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
     assert r"\u003cimg" not in (tmp_path / "report.html").read_text()  # plotly takes some markup, as it writes it
 
 
-def test_pictures_for_papers(ran: Ran, tmp_path: Path, skippipe: Command) -> None:
+def test_pictures_for_papers(ran: FinishedRun, tmp_path: Path, skippipe: Command) -> None:
     def size(path: Path) -> tuple[int, int]:
         content = path.read_bytes()
         assert content.startswith(b"\x89PNG")

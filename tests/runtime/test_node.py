@@ -34,7 +34,7 @@ from skippipe.runtime.node.ops import Op, StateSource
 from skippipe.runtime.node.state_machine import MOST_EARLY
 from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
-from skippipe.training.train_job import _Screen
+from skippipe.training.train_job import ConsoleCallback
 from skippipe.transport.message import BackupPiece, Hop, Message, RingPiece, Stamp, StatePiece
 from tests.helpers.single_node import (
     A_HOP,
@@ -479,7 +479,7 @@ def test_screen_and_text_of_an_event_have_the_same_number(capsys: pytest.Capture
     idle = bench.node.doing
     bench.take(0, hop(0, 1, iteration=4)).decide()
     figures: Any = None
-    screen = _Screen(figures, 10)
+    screen = ConsoleCallback(figures, 10)
     for doing in (idle, bench.node.doing):
         assert doing.endswith(", iteration 5"), doing
         screen.happened(Event("slow", 4, f"is slow, but there: {doing}", "iowa-0"))

@@ -26,7 +26,7 @@ from skippipe.skip_schedule import SkipSchedule, deal_lengths, donors, young_sta
 from skippipe.stage_subset import Visits, draw_subsets
 from skippipe.study.config import Study, Variant, load_study, read_results
 from skippipe.study.engine import Engine
-from skippipe.study.path_sampling import UNEVEN, drawn, drawn_for, together, turns
+from skippipe.study.path_sampling import UNEVEN, group_by_stage, iteration_paths, sample_paths, sample_paths_of_lengths
 from skippipe.study.runner import Device, Runner
 from skippipe.training.reference import ReferenceTrainer
 from tests.helpers.exact_training import FULL, SKIPPED, SWAPPED, plan_of, sampler_of
@@ -41,7 +41,7 @@ shapes = st.integers(2, 9).flatmap(lambda stages: st.tuples(st.just(stages), st.
 @given(shapes, st.integers(1, 40), st.integers(0, 99), st.sampled_from([0.0, 0.4, 1.0]))
 def test_drawn_paths_keep_the_rules(shape: tuple[int, int], microbatches: int, seed: int, swaps: float) -> None:
     stages, visited = shape
-    visits = drawn(default_rng(seed), microbatches, stages, visited, SkipSchedule("1/3", swaps=swaps))
+    visits = sample_paths(default_rng(seed), microbatches, stages, visited, SkipSchedule("1/3", swaps=swaps))
     assert [len(each) for each in visits] == [visited] * microbatches
     for each in visits:
         assert constraints.cc1_broken_at(each) is None
@@ -56,19 +56,19 @@ def test_chance_evens_out_what_does_not_come_out_even() -> None:
     generator = default_rng(0)
     seen: Counter[int] = Counter()
     for _ in range(300):
-        for each in drawn(generator, 4, 6, 4, SkipSchedule("1/3")):
+        for each in sample_paths(generator, 4, 6, 4, SkipSchedule("1/3")):
             seen.update(each[1:])
     assert max(seen.values()) / min(seen.values()) < 1.1
 
 
 def test_swaps_are_as_many_as_asked_for() -> None:
-    visits = drawn(default_rng(1), 30, 6, 6, SkipSchedule("0", swaps=0.3))
+    visits = sample_paths(default_rng(1), 30, 6, 6, SkipSchedule("0", swaps=0.3))
     assert sum(list(each) != sorted(each) for each in visits) == 9
 
 
 @pytest.mark.parametrize("rule", ["CC1", "CC2", "CC3"])
 def test_a_rule_is_broken_on_purpose(rule: Any) -> None:
-    visits = drawn(default_rng(2), 30, 6, 4, SkipSchedule("1/3"), rule)
+    visits = sample_paths(default_rng(2), 30, 6, 4, SkipSchedule("1/3"), rule)
     assert any(constraints.cc1_broken_at(each) is not None for each in visits) == (rule == "CC1")
     assert any(constraints.cc2_broken_at(each) is not None for each in visits) == (rule == "CC2")
     counts = constraints.exposure(visits, [1] * 30, 6)[1:]
@@ -76,14 +76,14 @@ def test_a_rule_is_broken_on_purpose(rule: Any) -> None:
 
 
 def test_exposure_follows_its_weights() -> None:
-    visits = drawn(default_rng(3), 60, 6, 4, SkipSchedule("1/3", exposure=[3, 1, 1, 1, 1]))
+    visits = sample_paths(default_rng(3), 60, 6, 4, SkipSchedule("1/3", exposure=[3, 1, 1, 1, 1]))
     assert constraints.exposure(visits, [1] * 60, 6) == [60, 60, 30, 30, 30, 30], "nobody visits a stage twice"
 
 
 @given(st.lists(st.permutations(range(5)).map(lambda each: tuple(each[:3])), min_size=1, max_size=8))
 def test_together_everybody_keeps_its_own_order(visits: list[tuple[int, ...]]) -> None:
     passed: list[list[int]] = [[] for _ in visits]
-    for stage, rows in together(visits):
+    for stage, rows in group_by_stage(visits):
         for row in rows:
             passed[row].append(stage)
     assert [tuple(each) for each in passed] == visits
@@ -92,7 +92,7 @@ def test_together_everybody_keeps_its_own_order(visits: list[tuple[int, ...]]) -
 @pytest.mark.parametrize("breaks", ["", "CC1", "CC2", "CC3"])
 def test_without_swaps_every_stage_comes_once(breaks: Any) -> None:
     for seed in range(20):
-        steps = together(drawn(default_rng(seed), 12, 6, 4, SkipSchedule("1/3"), breaks))
+        steps = group_by_stage(sample_paths(default_rng(seed), 12, 6, 4, SkipSchedule("1/3"), breaks))
         assert sorted(stage for stage, _ in steps) == list(range(6))
 
 
@@ -258,7 +258,7 @@ def test_bridges_change_nothing_at_first_and_then_learn() -> None:
 def test_a_sandwich_keeps_the_rules(microbatches: int, seed: int) -> None:
     recipe = SkipSchedule("0 & 2 x 1/2")
     lengths = deal_lengths(recipe.mix(0, 1, 6, 6), microbatches)
-    visits = drawn_for(default_rng(seed), lengths, 6, recipe)
+    visits = sample_paths_of_lengths(default_rng(seed), lengths, 6, recipe)
     assert [len(each) for each in visits] == lengths
     assert visits[: lengths.count(6)] == [tuple(range(6))] * lengths.count(6)
     for each in visits:
@@ -270,7 +270,10 @@ def test_a_sandwich_keeps_the_rules(microbatches: int, seed: int) -> None:
 
 def test_a_sandwich_that_comes_out_even_always_has_one_shape() -> None:
     study = Study("sandwich", [Variant("one", SkipSchedule("0 & 2 x 1/2"))], tokens=5 * 30_720)
-    shapes = {tuple((stage, len(rows)) for stage, rows in together(turn.visits)) for turn in turns(study.runs[0])}
+    shapes = {
+        tuple((stage, len(rows)) for stage, rows in group_by_stage(turn.visits))
+        for turn in iteration_paths(study.runs[0])
+    }
     assert shapes == {((0, 30), *((stage, 18) for stage in range(1, 6)))}
 
 
@@ -302,7 +305,7 @@ def test_a_model_that_grows() -> None:
     recipe = SkipSchedule("1/3 until 75%, 0", grow="50%")
     study = Study("growing", [Variant("grown", recipe)], tokens=8 * 30_720)
     (run,) = study.runs
-    each = list(turns(run))
+    each = list(iteration_paths(run))
     assert [len(turn.there) for turn in each] == [4] * 4 + [6] * 4
     assert [bool(turn.born) for turn in each] == [False] * 4 + [True] + [False] * 3
     assert set(each[0].visits) == {(0, 1, 2, 5)}

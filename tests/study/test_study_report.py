@@ -13,21 +13,21 @@ import pytest
 
 from skippipe.cli import main
 from skippipe.errors import UserError
-from skippipe.report.table import Table
+from skippipe.report.summary import Table
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.study import tables
 from skippipe.study.config import EvalSettings, PlanSettings, Study, StudyBatch, StudyRun, Variant
 from skippipe.study.planned_time import (
     PlannedIteration,
     PlannedTime,
+    PlannedTimes,
     TimedPhase,
-    Times,
     elapsed_s,
     most_frequent,
     planned_times,
 )
-from skippipe.study.plots import bands, charts, looks, squeezed
-from skippipe.study.tables import Runs, first_reach, increases, loss_at, runs_of, spread, strangers
+from skippipe.study.plots import charts, line_styles, squeezed, subset_bands
+from skippipe.study.tables import Runs, first_reach, increases, loss_at, outdated_variants, runs_of, spread
 
 FULL = Variant("full", stages=6)
 THIRD = Variant("third", SkipSchedule("1/3 until 75%, 0"), stages=6)
@@ -47,7 +47,7 @@ PROMISES = {
     PlannedIteration(stages=6, layers=24, visited=6, placed_for=4, early_exit=False): PlannedTime(120.0),
     PlannedIteration(stages=4, layers=16, visited=4, placed_for=4, early_exit=False): PlannedTime(60.0),
 }
-TIMES = Times(STUDY.planned, seed=0, model_layers=12, workload_layers=24, published_s=200.0, promises=PROMISES)
+TIMES = PlannedTimes(STUDY.planned, seed=0, model_layers=12, workload_layers=24, published_s=200.0, plans=PROMISES)
 
 
 def result(variant: Variant, seed: int, losses: list[float], **changes: Any) -> dict[str, Any]:
@@ -101,8 +101,8 @@ def test_what_was_not_planned_has_no_time() -> None:
     refused = {
         work: PlannedTime(None, refusal="too little memory") for work in PROMISES if work.placed_for < work.visited
     }
-    assert elapsed_s(RESULTS[1], replace(TIMES, promises={**PROMISES, **refused})) is None
-    assert elapsed_s(RESULTS[0], replace(TIMES, promises={})) is None
+    assert elapsed_s(RESULTS[1], replace(TIMES, plans={**PROMISES, **refused})) is None
+    assert elapsed_s(RESULTS[0], replace(TIMES, plans={})) is None
     exiting = replace(FULL, recipe=SkipSchedule("0", early_exit=0.1))
     assert elapsed_s(result(exiting, 0, [5.0, 4.0, 3.5, 3.0]), TIMES) is None
 
@@ -172,7 +172,7 @@ def test_parts_against_the_whole_with_the_drive_that_is_best_on_the_first_text()
         "full", "books", "5 of 6", "0.5", "+20.0% ± 0.0%", "+10.0% ± 0.0%", "+30.0% ± 0.0%", "+50.0% ± 0.0%"
     ]  # fmt: skip
     assert {row[0] for row in table.rows} == {"full"}
-    (band, _) = bands(runs)
+    (band, _) = subset_bands(runs)
     assert band.kept == pytest.approx([100, 500 / 6])
     assert band.worsts == pytest.approx([0, 0.3])
 
@@ -249,8 +249,8 @@ def test_runs_with_other_settings_count_only_where_there_are_no_better_ones() ->
     runs = runs_of([ahead, extra, *RESULTS], STUDY)
     assert list(runs) == ["full", "third", "small", "extra"]
     assert runs["full"][0]["whole"]["books"] == 3.0
-    assert strangers(runs, STUDY) == ["extra"]
-    assert strangers(runs_of(RESULTS, longer), longer) == ["full", "third", "small"]
+    assert outdated_variants(runs, STUDY) == ["extra"]
+    assert outdated_variants(runs_of(RESULTS, longer), longer) == ["full", "third", "small"]
     again = result(FULL, 1, [2.0])
     assert runs_of([*RESULTS, again], STUDY)["full"][1] == again
 
@@ -276,7 +276,7 @@ def test_pictures_show_every_seed_and_their_mean(runs: Runs) -> None:
 
 def test_every_variant_looks_different() -> None:
     names = ["full", *(f"variant {number}" for number in range(20))]
-    assert len(set(looks(names).values())) == 21
+    assert len(set(line_styles(names).values())) == 21
 
 
 def test_small_increases_are_drawn_as_they_are() -> None:
@@ -301,12 +301,10 @@ def test_times_are_planned_once_and_kept(little: Study, tmp_path: Path) -> None:
         "6 of 6 stages, 24 layers",
         "6 of 6 stages, 24 layers, nodes placed for 4",
     ]
-    assert Times.load(file) == times
-    seconds = {str(work): promise.iteration_s for work, promise in times.promises.items()}
+    assert PlannedTimes.load(file) == times
+    seconds = {str(work): plan_time.iteration_s for work, plan_time in times.plans.items()}
     assert all(seconds.values())
-    settled, own = (
-        times.promises[work].placement for work in times.promises if (work.stages, work.placed_for) == (6, 4)
-    )
+    settled, own = (times.plans[work].placement for work in times.plans if (work.stages, work.placed_for) == (6, 4))
     assert [len(nodes) for nodes in settled] == [len(nodes) for nodes in own]
     assert planned_times(little, file, lambda what, share: pytest.fail(what)) == times
     more = replace(little, variant=[*little.variant, Variant("steps", SkipSchedule("1/2 until 50%, 1/3"), stages=6)])
@@ -320,10 +318,10 @@ def test_times_are_planned_once_and_kept(little: Study, tmp_path: Path) -> None:
 def test_what_cannot_be_planned_is_said_and_not_tried_again(little: Study, tmp_path: Path) -> None:
     too_deep = replace(little, variant=[Variant("deep", stages=9)])
     times = planned_times(too_deep, tmp_path / "times.json", lambda what, share: None)
-    (promise,) = times.promises.values()
-    assert promise.iteration_s is None
-    assert "9 stages need at least 9 nodes" in promise.refusal
-    assert Times.load(tmp_path / "times.json") == times
+    (plan_time,) = times.plans.values()
+    assert plan_time.iteration_s is None
+    assert "9 stages need at least 9 nodes" in plan_time.refusal
+    assert PlannedTimes.load(tmp_path / "times.json") == times
 
 
 STUDY_FILE = """

@@ -22,7 +22,7 @@ from skippipe.runtime.node_config import NodeConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.toml_config import example, field_texts, from_table
 from skippipe.training.backends import one_process, virtual
-from skippipe.training.build_run import RunSetup, build_run, by_length
+from skippipe.training.build_run import RunSetup, build_run, plans_by_length
 from skippipe.training.job_config import JobConfig, load_job
 from skippipe.validate import validate
 from skippipe.workload import Workload
@@ -328,10 +328,10 @@ def test_a_recipe_becomes_plans_on_the_same_stages(folder: Path) -> None:
     assert kept == made.plans[3]
     other = replace(kept, lanes=kept.lanes[::-1], expected=None)
     other.save(Path(made.job.output) / "plan-3.json")
-    read = by_length(made.job, made.plan, (2, 3), QUICK, resumed=True)
+    read = plans_by_length(made.job, made.plan, (2, 3), QUICK, resumed=True)
     assert read == {2: made.plan, 3: other}, "a resumed run keeps what it had"
     replace(other, workload=replace(other.workload, max_slots=1)).save(Path(made.job.output) / "plan-3.json")
-    assert by_length(made.job, made.plan, (2, 3), QUICK, resumed=True)[3].workload == made.plan.workload
+    assert plans_by_length(made.job, made.plan, (2, 3), QUICK, resumed=True)[3].workload == made.plan.workload
 
 
 def test_microbatches_suit_every_length(folder: Path) -> None:

@@ -19,9 +19,9 @@ from skippipe.cli import main
 from skippipe.cli.app import app
 from skippipe.cluster import Cluster
 from skippipe.errors import UserError
+from skippipe.launch.torchrun import Rank
 from skippipe.training import torchrun
 from skippipe.training.job_config import load_job
-from skippipe.training.torchrun import Rank
 from skippipe.transport.addresses import free_port, listen_address, own_address
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from tests.helpers.processes import FORKED, NODES, RUN_END_S, Command, Place, end, only_error, start

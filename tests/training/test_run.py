@@ -47,7 +47,7 @@ from tests.helpers.models import FAMILIES, tiny
 from tests.helpers.plans import uniform_cluster
 from tests.helpers.processes import alive, owner, wait_for
 
-PATIENCE_S = 60.0  # for a whole run on a machine that is busy with others
+TIMEOUT_S = 60.0  # for a whole run on a machine that is busy with others
 ITERATIONS = 3
 LOST_ITERATIONS = 8
 FULL_BYTES = 20_000  # that a file may have on a full disk: enough for a journal, too little for a stage
@@ -55,7 +55,7 @@ LEARNING = OptimConfig(rate=3e-3, warmup=1, iterations=ITERATIONS)
 TEXT = "It is a truth universally acknowledged, that a node in possession of a good stage must be in want of a lane. "
 
 
-def brief_in(folder: Path, **others: Any) -> tuple[NodeConfig, ModelSpec]:
+def node_config_in(folder: Path, **others: Any) -> tuple[NodeConfig, ModelSpec]:
     """Five nodes: stage 0 on two, stage 1 on one, stage 2 on two. One lane skips stage 1, one swaps 1 and 2."""
     text = folder / "text.txt"
     if not text.exists():
@@ -84,7 +84,7 @@ class Watching(Callback):
 
     def iteration_done(self, report: IterationReport) -> None:
         assert self.pool is not None
-        self.pool.look()
+        self.pool.poll()
         with (self._folder / "iterations").open("a") as file:
             print(json.dumps([report.loss, report.seconds, len(report.tasks), self.pool.pids]), file=file)
         self._then(report)
@@ -112,7 +112,7 @@ def who_did_what(folder: Path) -> list[tuple[str, str]]:
 
 
 def run_in(folder: Path, iterations: int = 10**6, security: Security = "none", **others: Any) -> Run:
-    node_config, spec = brief_in(folder, **others)
+    node_config, spec = node_config_in(folder, **others)
     tokenizer = prepare(folder / "text.txt", 300, folder / "tokens").tokenizer()
     return Run(
         node_config,
@@ -130,7 +130,7 @@ def run_in(folder: Path, iterations: int = 10**6, security: Security = "none", *
 def train(folder: Path) -> None:
     watching = Watching(folder)
     run = run_in(folder, ITERATIONS, "curve", emulated=True)
-    run.here(watching, watching.started)
+    run.launch_local(watching, watching.started)
 
 
 def with_checkpoints(run: Run, every: int) -> Run:
@@ -145,7 +145,9 @@ def lose_a_node(folder: Path, **others: Any) -> None:
 
     watching = Watching(folder, kill)
     run = replace(run_in(folder, LOST_ITERATIONS), **others)
-    complain(folder, lambda: run.here(watching, watching.started, lambda: ("able", "n3") in who_did_what(folder)))
+    complain(
+        folder, lambda: run.launch_local(watching, watching.started, lambda: ("able", "n3") in who_did_what(folder))
+    )
 
 
 def lose_a_node_and_give_up(folder: Path) -> None:
@@ -163,7 +165,9 @@ def lose_the_fork_server_and_a_node_of_it(folder: Path) -> None:
 
     watching = Watching(folder, kill)
     run = replace(run_in(folder), restarts=1)
-    complain(folder, lambda: run.here(watching, watching.started, lambda: ("able", "n3") in who_did_what(folder)))
+    complain(
+        folder, lambda: run.launch_local(watching, watching.started, lambda: ("able", "n3") in who_did_what(folder))
+    )
 
 
 def lose_a_node_and_start_it_again(folder: Path) -> None:
@@ -173,7 +177,7 @@ def lose_a_node_and_start_it_again(folder: Path) -> None:
 def be_asked_to_end(folder: Path) -> None:
     watching = Watching(folder)
     run = with_checkpoints(run_in(folder), 100)
-    complain(folder, lambda: run.here(watching, watching.started, lambda: len(told(folder)) >= 2))
+    complain(folder, lambda: run.launch_local(watching, watching.started, lambda: len(told(folder)) >= 2))
 
 
 def run_out_of_room(folder: Path) -> None:
@@ -192,12 +196,12 @@ def run_out_of_room(folder: Path) -> None:
 
     watching = Freeing(folder, fill)
     run = replace(with_checkpoints(run_in(folder, 4), 1), run_id="00c0ffee00c0ffee")
-    complain(folder, lambda: run.here(watching, watching.started))
+    complain(folder, lambda: run.launch_local(watching, watching.started))
 
 
 def lack_the_text(folder: Path) -> None:
     watching = Watching(folder)
-    complain(folder, lambda: run_in(folder, data_fingerprint="0" * 64).here(watching, watching.started))
+    complain(folder, lambda: run_in(folder, data_fingerprint="0" * 64).launch_local(watching, watching.started))
 
 
 def be_interrupted(folder: Path) -> None:
@@ -206,14 +210,14 @@ def be_interrupted(folder: Path) -> None:
             raise KeyboardInterrupt
 
     watching = Watching(folder, interrupt)
-    complain(folder, lambda: run_in(folder).here(watching, watching.started))
+    complain(folder, lambda: run_in(folder).launch_local(watching, watching.started))
 
 
 def go_on(folder: Path) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what runs in its background
     watching = Watching(folder)
-    complain(folder, lambda: run_in(folder).here(watching, watching.started))
+    complain(folder, lambda: run_in(folder).launch_local(watching, watching.started))
 
 
 def complain(folder: Path, run: Callable[[], None]) -> None:
@@ -233,9 +237,9 @@ def pids_in(folder: Path) -> list[int]:
 
 def test_processes_train_what_one_process_does(tmp_path: Path) -> None:
     with owner(train, tmp_path) as process:
-        process.join(PATIENCE_S)
+        process.join(TIMEOUT_S)
         assert process.exitcode == 0
-    node_config, spec = brief_in(tmp_path)
+    node_config, spec = node_config_in(tmp_path)
     oracle = ReferenceTrainer(node_config.plan, spec, LEARNING, node_config.sampler())
     expected = [oracle.iteration(number).loss for number in range(ITERATIONS)]
     found = told(tmp_path)
@@ -257,7 +261,7 @@ def test_processes_train_what_one_process_does(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_without_a_killed_node(tmp_path: Path) -> None:
     with owner(lose_a_node, tmp_path) as process:
-        process.join(PATIENCE_S)
+        process.join(TIMEOUT_S)
         assert process.exitcode == 0
     assert (tmp_path / "complaint").read_text() == "no complaint"
     losses = [row[0] for row in told(tmp_path)]
@@ -277,7 +281,7 @@ def test_a_killed_node_that_is_started_again_learns_and_takes_part(
     losing: Callable[[Path], None], tmp_path: Path
 ) -> None:
     with owner(losing, tmp_path) as process:
-        process.join(PATIENCE_S)
+        process.join(TIMEOUT_S)
         assert process.exitcode == 0
     assert (tmp_path / "complaint").read_text() == "no complaint"
     life = ("gone", "joined", "learning", "able")
@@ -289,14 +293,14 @@ def test_a_killed_node_that_is_started_again_learns_and_takes_part(
 
 def test_a_run_that_is_asked_to_end_completes_its_iteration_and_can_go_on(tmp_path: Path) -> None:
     with owner(be_asked_to_end, tmp_path) as process:
-        process.join(PATIENCE_S)
+        process.join(TIMEOUT_S)
         assert process.exitcode == 0
     assert (tmp_path / "complaint").read_text() == "no complaint"
     assert [kind for kind, _ in who_did_what(tmp_path)] == ["ending"]
     done = len(told(tmp_path))
     assert done < 100
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"{done:06d}"]
-    node_config, spec = brief_in(tmp_path)
+    node_config, spec = node_config_in(tmp_path)
     oracle = ReferenceTrainer(node_config.plan, spec, LEARNING, node_config.sampler())
     for number in range(done):
         oracle.iteration(number)
@@ -307,13 +311,13 @@ def test_a_run_that_is_asked_to_end_completes_its_iteration_and_can_go_on(tmp_pa
 
 def test_a_disk_that_is_full_in_the_end_costs_nothing_but_the_wait(tmp_path: Path) -> None:
     with owner(run_out_of_room, tmp_path) as process:
-        process.join(PATIENCE_S)
+        process.join(TIMEOUT_S)
         assert process.exitcode == 0
     assert (tmp_path / "complaint").read_text() == "no complaint"
     said = [text for kind, _, text in events(tmp_path) if kind == "storage"]
     assert "of the model cannot be written: File too large, " in said[0]
     assert said[1:] == ["the model can be written again"]
-    node_config, spec = brief_in(tmp_path)
+    node_config, spec = node_config_in(tmp_path)
     oracle = ReferenceTrainer(node_config.plan, spec, LEARNING, node_config.sampler())
     for number in range(4):
         oracle.iteration(number)
@@ -331,13 +335,13 @@ def test_a_killed_node_ends_a_run_that_is_not_to_survive(tmp_path: Path) -> None
         process.join(10)
         assert process.exitcode == 0, "it took more than seconds"
     complaint = (tmp_path / "complaint").read_text()
-    assert complaint.startswith("UserError: node 'n3' is gone (signal 9; its last words are in ")
+    assert complaint.startswith("UserError: node 'n3' is gone (signal 9; last log lines in ")
     assert not any(alive(pid) for pid in pids_in(tmp_path))
 
 
 def test_a_node_that_cannot_begin_says_why(tmp_path: Path) -> None:
     with owner(lack_the_text, tmp_path) as process:
-        process.join(PATIENCE_S)
+        process.join(TIMEOUT_S)
         assert process.exitcode == 0
     complaint = (tmp_path / "complaint").read_text()
     assert complaint.startswith(("UserError: node 'n0': ", "UserError: node 'n1': "))
@@ -391,7 +395,7 @@ def test_a_worker_keeps_nothing_of_what_it_made() -> None:
     woken = threading.Event()
     worker = OpThread(Echo, woken.set, None)
     worker.start(OptimizerStep(0.1, 1.0))
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not worker.done:
         assert woken.wait(deadline - time.monotonic())
         woken.clear()
@@ -410,7 +414,7 @@ def test_a_worker_builds_on_its_own_thread_when_the_former_one_has_ended() -> No
     built: list[str] = []
 
     def build(name: str, allowed: threading.Event) -> Echo:
-        assert allowed.wait(PATIENCE_S)
+        assert allowed.wait(TIMEOUT_S)
         built.append(name)
         return Echo()
 
@@ -421,7 +425,7 @@ def test_a_worker_builds_on_its_own_thread_when_the_former_one_has_ended() -> No
     assert not worker.built
     assert not worker.fits(Message(Hop(0, 0, 0, 1)), 2, 3), "nobody can say yet"
     former_may.set()
-    assert woken.wait(PATIENCE_S)
+    assert woken.wait(TIMEOUT_S)
     assert worker.built
     assert built == ["former", "worker"]
     worker.stop()

@@ -20,9 +20,9 @@ from skippipe.inference.checkpoint_loader import locate_checkpoint
 from skippipe.runs.history import read_history
 from skippipe.runs.tail import checkpoints_in, run_id_of
 from skippipe.runs.wal import WriteAheadLog
-from skippipe.training.run_folder import LOCK_FILE, RunFolder, held_run_folder, tell_rescue
+from skippipe.training.run_folder import LOCK_FILE, RunFolder, open_run_folder, set_rescue_folder
 from tests.helpers.dashboards import RunFolder as Written
-from tests.helpers.dashboards import noted, panels, plan_of
+from tests.helpers.dashboards import panels, plan_line, plan_of
 from tests.helpers.processes import Command
 
 ROW = '{"iteration": 3, "loss": 2.0, "seconds": 1.0}\n'
@@ -34,7 +34,7 @@ def holds(folder: Path) -> set[str]:
 
 @contextmanager
 def begun(folder: Path, *, resumed: bool = False, force: bool = False) -> Iterator[RunFolder]:
-    with held_run_folder(folder, resumed=resumed, force=force) as found:
+    with open_run_folder(folder, resumed=resumed, force=force) as found:
         found.begin()
         yield found
 
@@ -98,7 +98,7 @@ def test_a_run_is_not_trained_over(tmp_path: Path, sign: str) -> None:
     with pytest.raises(UserError, match=f"holds a run, {how}; --resume goes on with it, --force sets it aside whole"):
         RunFolder(output)
     assert holds(output) == before
-    with held_run_folder(output, force=True) as forced:
+    with open_run_folder(output, force=True) as forced:
         assert holds(output) == before, "what is wrong with the job is found before anything is moved"
         aside = forced.begin()
         assert aside is not None
@@ -137,7 +137,7 @@ def test_a_resumed_run_that_has_lost_its_id_has_that_of_its_files(tmp_path: Path
 def test_a_run_that_has_done_nothing_is_begun_anew(tmp_path: Path) -> None:
     with begun(tmp_path) as first:
         wal = WriteAheadLog(tmp_path / "journal")
-        wal.write(noted(plan_of()))
+        wal.write(plan_line(plan_of()))
         wal.close()
         (tmp_path / "events.jsonl").write_text("{}\n")
     with begun(tmp_path) as second:
@@ -164,12 +164,12 @@ def test_files_of_somebody_else_stay(tmp_path: Path) -> None:
 def test_what_the_new_run_needs_is_not_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "metrics.jsonl").write_text(ROW)
     with (
-        held_run_folder(tmp_path, force=True) as folder,
+        open_run_folder(tmp_path, force=True) as folder,
         pytest.raises(UserError, match=rf"--force: {tmp_path}/tokens lies in {tmp_path}, which is to be set aside"),
     ):
         folder.begin([tmp_path / "tokens"])
     monkeypatch.chdir(tmp_path)
-    with held_run_folder(Path(), force=True) as folder, pytest.raises(UserError, match=r"--force: .* lies in "):
+    with open_run_folder(Path(), force=True) as folder, pytest.raises(UserError, match=r"--force: .* lies in "):
         folder.begin()
     assert (tmp_path / "metrics.jsonl").read_text() == ROW
 
@@ -179,15 +179,15 @@ def test_what_the_new_run_needs_is_not_set_aside(tmp_path: Path, monkeypatch: py
 
 def test_a_run_is_told_where_its_model_may_go(tmp_path: Path) -> None:
     output, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    assert tell_rescue(output, elsewhere) is None
+    assert set_rescue_folder(output, elsewhere) is None
     with begun(output) as folder:
         assert folder.rescue() is None
         size = (output / LOCK_FILE).stat().st_size
-        assert tell_rescue(output, elsewhere) == os.getpid()
+        assert set_rescue_folder(output, elsewhere) == os.getpid()
         assert (output / LOCK_FILE).stat().st_size == size, "a full disk has no room for more"
         assert folder.rescue() == elsewhere
         assert run_id_of(elsewhere) == folder.run_id, "it can be resumed there"
-    assert tell_rescue(output, elsewhere) is None, "nobody is there"
+    assert set_rescue_folder(output, elsewhere) is None, "nobody is there"
     with pytest.raises(UserError, match="elsewhere holds another run"):
         RunFolder(tmp_path / "other", rescue=elsewhere)
     with pytest.raises(UserError, match="is the output folder"):
@@ -220,7 +220,7 @@ def test_what_is_shown_is_of_this_run(tmp_path: Path) -> None:
     other.event("gone", "of another run")
     other.checkpoint(8)
     WriteAheadLog(tmp_path / "journal").close()
-    other.wal(noted(plan), {"done": 7})
+    other.wal(plan_line(plan), {"done": 7})
     (tmp_path / "run.json").write_text('{"id": "a"}')
     ours = Written(tmp_path, plan, resumed=True, run_id="a")
     ours.iteration(0, 4.0)
@@ -229,7 +229,7 @@ def test_what_is_shown_is_of_this_run(tmp_path: Path) -> None:
     found = read_history(tmp_path)
     assert [(row.iteration, row.loss) for row in found.rows] == [(0, 4.0), (1, 3.0)]
     assert [event.text for event in found.events] == ["of this one"]
-    assert not found.charts
+    assert not found.recorded
     assert found.last_plan is None
     for line in (
         "metrics.jsonl: 2 lines of another run are passed over",

@@ -3,7 +3,7 @@ import { bytes, byId, draw, make, seconds } from "./dashboard-words.js";
 
 const LEVELS = 5;
 const GAP = 42; // between columns, for links
-const STANDINGS = {
+const STATUSES = {
   works: "at work", learning: "learns its stage's state", here: "has joined", slow: "slow: was waited for",
   lost: "lost", spare: "without a stage",
 };
@@ -23,8 +23,8 @@ export class RunMap {
     addEventListener("resize", () => this.draw());
     byId("play").addEventListener("click", () => this.play(!this.playing));
     byId("node-legend").replaceChildren(
-      ...Object.entries(STANDINGS).map(([standing, words]) => make("span", {},
-        draw("svg", { width: 26, height: 14 }, draw("g", { class: `node ${standing}` },
+      ...Object.entries(STATUSES).map(([status, words]) => make("span", {},
+        draw("svg", { width: 26, height: 14 }, draw("g", { class: `node ${status}` },
           draw("rect", { class: "box", x: 2, y: 2, width: 22, height: 10, rx: 3 }))), words)),
       make("span", {}, draw("svg", { width: 26, height: 14 }, draw("g", { class: "node" },
         draw("rect", { class: "box", x: 2, y: 2, width: 22, height: 10, rx: 3 }),
@@ -114,11 +114,11 @@ export class RunMap {
     const node = this.map.nodes[number], { wide, tall } = this.at;
     const busy = this.recorded?.busy.get(node.name);
     const told = [
-      `${node.name} (${node.location})`, `${STANDINGS[node.standing] ?? node.standing}`,
+      `${node.name} (${node.location})`, `${STATUSES[node.status] ?? node.status}`,
       node.stage === null ? "holds no stage" : `stage ${node.stage}, on ${node.lanes} lanes, room for ${node.slots}`,
       ...(busy === undefined ? [] : [`computed for ${Math.round(busy * 100)} % of the recorded iteration`]),
     ].join("\n");
-    const group = draw("g", { class: `node ${node.standing}`, transform: `translate(${place.x} ${place.y})` },
+    const group = draw("g", { class: `node ${node.status}`, transform: `translate(${place.x} ${place.y})` },
       draw("title", {}, told), draw("rect", { class: "box", width: wide, height: tall, rx: 4 }));
     if (busy) group.append(draw("rect", { class: "busy", width: wide * Math.min(1, busy), height: tall, rx: 4 }));
     group.append(draw("text", { x: 6, y: tall / 2 + 4 },

@@ -56,10 +56,10 @@ function drawRun(run) {
     ? `${run.model}, ${count(run.parameters)} weights, on ${run.nodes} nodes of “${run.cluster}”; ${run.stages} stages, `
       + `${run.visited} of them on a path; plan: ${run.strategy}`
     : "no plan yet";
-  const lost = (panels.map?.nodes ?? []).filter((node) => node.standing === "lost").length;
+  const lost = (panels.map?.nodes ?? []).filter((node) => node.status === "lost").length;
   const late = run.seconds && run.promised_s ? ` promised ${seconds(run.promised_s)}` : "";
   byId("tiles").replaceChildren(
-    tile("iterations done", run.iterations.toLocaleString("en"), run.asked ? ` of ${run.asked.toLocaleString("en")}` : ""),
+    tile("iterations done", run.iterations.toLocaleString("en"), run.total ? ` of ${run.total.toLocaleString("en")}` : ""),
     tile("loss", run.loss === null ? "–" : run.loss.toFixed(4)),
     tile("tokens a second", run.tokens_per_s === null ? "–" : count(run.tokens_per_s)),
     tile("an iteration takes", run.seconds === null ? "–" : seconds(run.seconds), late),

@@ -14,8 +14,8 @@ from plotly.subplots import make_subplots
 from skippipe.inference.eval.evaluate import Evaluation
 from skippipe.inference.eval.tables import notes, number, tables
 from skippipe.json_fields import write_text
-from skippipe.report.matplotlib_utils import INK, LINE_STYLES, blank, dress, literal, write_image
-from skippipe.report.plotly_utils import figure_html, page, section, table_html
+from skippipe.report.html import figure_html, page, section, table_html
+from skippipe.report.png import INK, LINE_STYLES, blank, dress, literal, write_image
 from skippipe.stage_subset import StageSubset
 from skippipe.timeline import HUES
 

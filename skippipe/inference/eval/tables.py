@@ -7,7 +7,7 @@ from typing import Any
 
 from skippipe.inference.eval.evaluate import BEST, Evaluation, SizeSummary
 from skippipe.inference.eval.perplexity import EXPONENTS
-from skippipe.report.table import NOTHING, Table
+from skippipe.report.summary import NOTHING, Table
 from skippipe.stage_subset import StageSubset
 
 

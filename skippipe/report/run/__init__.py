@@ -1,4 +1,4 @@
-"""How people see a run that is over: in words (`words`), as a page (`html`) and as images for papers (`png`).
+"""Reports of a run that is over: figures and tables (`summary`), a page (`html`) and images for papers (`png`).
 
-`marks` and `recorded` work out what is drawn where. What a run has left on disk is read in `skippipe.runs`.
+`gantt` works out what is drawn where. The files of a run are read in `skippipe.runs`.
 """

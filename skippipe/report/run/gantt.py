@@ -1,7 +1,5 @@
-"""A recorded iteration as bars, for every node: as planned above, as measured below. Pure geometry.
-
-What stands out of the curves of a run: where nodes were lost, came back, and what was done about it.
-"""
+"""What pages and images draw of a run: a recorded iteration as bars, for every node as planned above and as measured
+below; and marks on the curves, where nodes were lost or came back. Pure geometry."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import NamedTuple
 from skippipe.cost_model import ns
 from skippipe.report import gantt
 from skippipe.report.gantt import BRIEF, NEUTRAL, STAGE_GAP, pale, shade, span
-from skippipe.runs.gantt_data import KINDS, TASKS, GanttBar, GanttData
+from skippipe.runs.gantt_data import KINDS, TASKS, RecordedIteration, TraceBar
 from skippipe.runs.history import RunHistory
 from skippipe.timeline import HUES, BarKind
 
@@ -23,61 +21,63 @@ FAINT = "#888888"  # of lanes whose data node is not on record
 
 @dataclass(frozen=True)
 class RecordedGantt:
-    chart: GanttData
+    recorded: RecordedIteration
 
     @cached_property
     def rows(self) -> list[tuple[str, float]]:
         """Label and middle of every node; y grows downwards."""
         return [
             (f"stage {stage} · {name}", index + STAGE_GAP * stage)
-            for index, (stage, name) in enumerate(self.chart.rows)
+            for index, (stage, name) in enumerate(self.recorded.rows)
         ]
 
     @cached_property
-    def planned(self) -> list[gantt.Bar]:
-        return [bar._replace(colour=pale(bar.colour)) for bar in self._bars(self.chart.planned, "planned")]
+    def planned(self) -> list[gantt.GanttBar]:
+        return [bar._replace(colour=pale(bar.colour)) for bar in self._bars(self.recorded.planned, "planned")]
 
     @cached_property
-    def measured(self) -> list[gantt.Bar]:
-        return self._bars(self.chart.measured, "measured")
+    def measured(self) -> list[gantt.GanttBar]:
+        return self._bars(self.recorded.measured, "measured")
 
-    def places(self, bars: Sequence[gantt.Bar], place: tuple[float, float]) -> list[tuple[float, float]]:
+    def places(self, bars: Sequence[gantt.GanttBar], place: tuple[float, float]) -> list[tuple[float, float]]:
         below, height = place
         return [(self.rows[bar.row][1] + below, height) for bar in bars]
 
     @property
     def shown_until_s(self) -> float:
         """Where planned averaging takes much longer than the passes, the picture ends with the passes."""
-        bars = [*self.chart.planned, *self.chart.measured]
+        bars = [*self.recorded.planned, *self.recorded.measured]
         whole_s = max(bar.end_s for bar in bars)
         last_s = max((bar.end_s for bar in bars if bar.kind in TASKS), default=whole_s)
         return whole_s if whole_s <= BRIEF * last_s else 1.05 * last_s
 
-    def _bars(self, bars: Sequence[GanttBar], which: str) -> list[gantt.Bar]:
-        hues = self.chart.hues
+    def _bars(self, bars: Sequence[TraceBar], which: str) -> list[gantt.GanttBar]:
+        hues = self.recorded.hues
         found = []
         for bar in bars:
             kind, of_task = KINDS[bar.kind], bar.lane >= 0
             colour = shade(hues.get(bar.lane, FAINT), kind) if of_task else NEUTRAL.get(kind, FAINT)
             times = (ns(bar.start_s), ns(bar.end_s))
             whose = f" of lane {bar.lane}, microbatch {bar.microbatch}" if of_task else ""
-            stage, name = self.chart.rows[bar.row]
+            stage, name = self.recorded.rows[bar.row]
             hover = f"{which}: {kind}{whose}\non {name}, stage {stage}\n{span(*times)}"
             if bar.waited_s and kind is not BarKind.WEIGHTS:
                 hover += f"\nwaited {bar.waited_s:.3f} s"
             lane, microbatch, step = (bar.lane, bar.microbatch, bar.step) if of_task else (None, None, None)
-            found.append(gantt.Bar(bar.row, kind, *times, lane, microbatch, step, colour, hover))
+            found.append(gantt.GanttBar(bar.row, kind, *times, lane, microbatch, step, colour, hover))
         return found
 
 
 class MarkKind(NamedTuple):
+    """A kind of mark on the curves of a run."""
+
     name: str
     kinds: tuple[str, ...]
     colour: str
     plotly: str
-    """Its symbol there …"""
+    """Its symbol in plotly."""
     matplotlib: str
-    """… and there."""
+    """Its symbol in matplotlib."""
 
 
 MARK_KINDS = (
@@ -90,26 +90,28 @@ MARK_KINDS = (
 
 
 class Mark(NamedTuple):
+    """Events of one kind in an iteration."""
+
     iteration: int
     height: int
-    """Of marks in the same iteration, how many stand below it."""
-    told: str
+    """How many marks of the same iteration are below it."""
+    text: str
 
 
 def marks_of(history: RunHistory) -> list[tuple[MarkKind, list[Mark]]]:
-    """One mark for all events of a sort in an iteration; sorts that occur."""
+    """The kinds of marks that occur, each with one mark for all its events in an iteration."""
     heights: dict[int, int] = {}
     found = []
-    for sort in MARK_KINDS:
-        told: dict[int, list[str]] = {}
+    for kind in MARK_KINDS:
+        text: dict[int, list[str]] = {}
         for event in history.events:
-            if event.kind in sort.kinds:
+            if event.kind in kind.kinds:
                 who = f"'{event.node}' " if event.node else ""
-                told.setdefault(event.iteration, []).append(f"{event.kind}: {who}{event.text}")
+                text.setdefault(event.iteration, []).append(f"{event.kind}: {who}{event.text}")
         marks = []
-        for iteration, lines in sorted(told.items()):
+        for iteration, lines in sorted(text.items()):
             marks.append(Mark(iteration, heights.get(iteration, 0), "\n".join(lines)))
             heights[iteration] = heights.get(iteration, 0) + 1
         if marks:
-            found.append((sort, marks))
+            found.append((kind, marks))
     return found

@@ -12,14 +12,23 @@ from plotly import graph_objects as go
 from skippipe.json_fields import write_text
 from skippipe.plan import Plan
 from skippipe.report.gantt import Gantt, pale
-from skippipe.report.html import ROW_PX, bar_trace, heat_figure, key_figures, picture_sections
-from skippipe.report.plotly_utils import figure_html, page, section, table_html
+from skippipe.report.html import (
+    ROW_PX,
+    bar_trace,
+    figure_html,
+    heat_figure,
+    key_figures,
+    page,
+    picture_sections,
+    section,
+    table_html,
+)
 from skippipe.report.run.gantt import MEASURED_PLACE, PLANNED_PLACE, RecordedGantt, marks_of
 from skippipe.report.run.summary import (
     amount,
     events_table,
-    losses_table,
     nodes_table,
+    outages_table,
     run_figures,
     short_count,
     steps_of,
@@ -27,9 +36,9 @@ from skippipe.report.run.summary import (
     tokens_each,
 )
 from skippipe.report.summary import plan_figures, timeline_figures
-from skippipe.runs.gantt_data import GanttData
+from skippipe.runs.gantt_data import RecordedIteration
 from skippipe.runs.history import RunHistory
-from skippipe.runs.records import thinned
+from skippipe.runs.records import downsample
 from skippipe.simulator import simulate
 from skippipe.timeline import HUES, Timing
 
@@ -54,11 +63,11 @@ def write_run_html(history: RunHistory, path: Path) -> None:
         _missing(history),
         section("Loss", LOSS_IN_WORDS, figure_html(_loss(history))),
         section("Seconds, promised and measured", PROMISE_IN_WORDS, figure_html(_seconds(history))),
-        *(_recorded(history.charts[-1]) if history.charts else ()),
+        *(_recorded(history.recorded[-1]) if history.recorded else ()),
         section("Who computes, who waits", NODES_IN_WORDS, figure_html(_busy(history))),
         table_html(nodes_table(history)),
         *_links(history),
-        table_html(losses_table(history), names=6),
+        table_html(outages_table(history), names=6),
         table_html(events_table(history), names=6),
         *_plans(history),
     ]
@@ -73,7 +82,7 @@ def _missing(history: RunHistory) -> str:
 
 
 def _loss(history: RunHistory) -> go.Figure:
-    size, rows = thinned(history.rows, MOST_POINTS)
+    size, rows = downsample(history.rows, MOST_POINTS)
     figure = go.Figure()
     tokens = ["" if row.tokens is None else f"<br>{row.tokens:,.0f} tokens" for row in rows]
     figure.add_scatter(
@@ -105,27 +114,29 @@ def _round_ticks(last: float) -> list[float]:
 
 
 def _seconds(history: RunHistory) -> go.Figure:
-    size, rows = thinned(history.rows, MOST_POINTS)
+    size, rows = downsample(history.rows, MOST_POINTS)
     figure = go.Figure()
     at = [row.iteration + 1 for row in rows]
-    told = "iteration %{x}<br>%{y:.3f} s<extra></extra>"
+    hover = "iteration %{x}<br>%{y:.3f} s<extra></extra>"
     if any(row.promised_s is not None for row in rows):
         line = {"color": PROMISED, "shape": "hvh", "dash": "dash"}
         promised = [row.promised_s for row in rows]
         name = "promised" + _means(size)
-        figure.add_scatter(x=at, y=promised, mode="lines", line=line, name=name, hovertemplate=told)
+        figure.add_scatter(x=at, y=promised, mode="lines", line=line, name=name, hovertemplate=hover)
     seconds = [row.seconds for row in rows]
     line = {"color": MEASURED}
-    figure.add_scatter(x=at, y=seconds, mode=_mode(rows), line=line, name="measured" + _means(size), hovertemplate=told)
+    figure.add_scatter(
+        x=at, y=seconds, mode=_mode(rows), line=line, name="measured" + _means(size), hovertemplate=hover
+    )
     top_s = max((row.seconds or 0.0 for row in history.rows), default=0.0)
-    for sort, marks in marks_of(history):
+    for kind, marks in marks_of(history):
         figure.add_scatter(
             x=[mark.iteration + 1 for mark in marks],
             y=[top_s * (1.08 + 0.07 * mark.height) for mark in marks],
             mode="markers",
-            marker={"symbol": sort.plotly, "color": sort.colour, "size": 10},
-            name=sort.name,
-            hovertext=[f"iteration {mark.iteration + 1}<br>" + _lines(mark.told) for mark in marks],
+            marker={"symbol": kind.plotly, "color": kind.colour, "size": 10},
+            name=kind.name,
+            hovertext=[f"iteration {mark.iteration + 1}<br>" + _lines(mark.text) for mark in marks],
             hoverinfo="text",
         )
     figure.update_layout(xaxis_title="iteration", yaxis_title="seconds", height=420)
@@ -133,32 +144,34 @@ def _seconds(history: RunHistory) -> go.Figure:
     return figure
 
 
-def _recorded(chart: GanttData) -> list[str]:
-    if not (chart.planned or chart.measured):
+def _recorded(recorded: RecordedIteration) -> list[str]:
+    if not (recorded.planned or recorded.measured):
         return []
-    recorded, figure = RecordedGantt(chart), go.Figure()
-    planned, measured = recorded.planned, recorded.measured
+    gantt, figure = RecordedGantt(recorded), go.Figure()
+    planned, measured = gantt.planned, gantt.measured
     for name, bars, place in (("planned", planned, PLANNED_PLACE), ("measured", measured, MEASURED_PLACE)):
         if bars:
-            figure.add_trace(bar_trace(bars, recorded.places(bars, place), name))
-    labels, ys = zip(*recorded.rows, strict=True)
+            figure.add_trace(bar_trace(bars, gantt.places(bars, place), name))
+    labels, ys = zip(*gantt.rows, strict=True)
     figure.update_layout(
         barmode="overlay",
         showlegend=False,
         height=140 + int(1.6 * ROW_PX * (ys[-1] + 1)),
         uniformtext={"minsize": 7, "mode": "hide"},
     )
-    figure.update_xaxes(title="seconds since the iteration began", range=[0, recorded.shown_until_s])
+    figure.update_xaxes(title="seconds since the iteration began", range=[0, gantt.shown_until_s])
     named = [escape(label) for label in labels]
     figure.update_yaxes(tickvals=ys, ticktext=named, range=[ys[-1] + 0.7, -0.7], showgrid=False)
-    return [section(f"Iteration {chart.iteration + 1}, planned and measured", RECORDED_IN_WORDS, figure_html(figure))]
+    return [
+        section(f"Iteration {recorded.iteration + 1}, planned and measured", RECORDED_IN_WORDS, figure_html(figure))
+    ]
 
 
 def _busy(history: RunHistory) -> go.Figure:
-    uses = history.uses
+    utilization = history.utilization
     figure = go.Figure()
     for offset, which in ((-0.2, "planned"), (0.2, "measured")):
-        known = [(at, use.name, getattr(use, which)) for at, use in enumerate(uses) if getattr(use, which)]
+        known = [(at, use.name, getattr(use, which)) for at, use in enumerate(utilization) if getattr(use, which)]
         if not known:
             continue
         tone = pale if which == "planned" else str
@@ -186,24 +199,26 @@ def _busy(history: RunHistory) -> go.Figure:
             hovertext=[f"{escape(name)}: collisions {use.collision_s:.3f} s, {which}" for _, name, use in known],
             hoverinfo="text",
         )
-    labels = [escape(use.name if use.stage is None else f"stage {use.stage} · {use.name}") for use in uses]
+    labels = [escape(use.name if use.stage is None else f"stage {use.stage} · {use.name}") for use in utilization]
     figure.update_xaxes(title="seconds of an iteration", rangemode="tozero")
-    figure.update_yaxes(tickvals=list(range(len(uses))), ticktext=labels, range=[len(uses) - 0.4, -0.6], showgrid=False)
-    figure.update_layout(barmode="overlay", height=140 + int(1.4 * ROW_PX * len(uses)))
+    figure.update_yaxes(
+        tickvals=list(range(len(utilization))), ticktext=labels, range=[len(utilization) - 0.4, -0.6], showgrid=False
+    )
+    figure.update_layout(barmode="overlay", height=140 + int(1.4 * ROW_PX * len(utilization)))
     return figure
 
 
 def _links(history: RunHistory) -> list[str]:
     if not any(history.links.values()):
         return []
-    names = [use.name for use in history.uses if use.sent_bytes or use.received_bytes]
+    names = [use.name for use in history.utilization if use.sent_bytes or use.received_bytes]
     sent = {pair: count for pair, count in history.links.items() if count}
     steps = steps_of(sent.values())
     bar = {"tickvals": [math.log10(count) for count in steps], "ticktext": [amount(count) for count in steps]}
-    told = [[amount(sent.get((a, b), 0)) for b in names] for a in names]
+    amounts = [[amount(sent.get((a, b), 0)) for b in names] for a in names]
     hover = "from %{y}<br>to %{x}<br>%{customdata}<extra></extra>"
     table = [[math.log10(sent[a, b]) if (a, b) in sent else None for b in names] for a in names]
-    figure = heat_figure(names, table, "", colorbar=bar, customdata=told, hovertemplate=hover)
+    figure = heat_figure(names, table, "", colorbar=bar, customdata=amounts, hovertemplate=hover)
     return [section("How much every link carried", LINKS_IN_WORDS, figure_html(figure))]
 
 

@@ -13,12 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from skippipe.report.gantt import pale
-from skippipe.report.matplotlib_utils import GRID, INK, blank, dress, literal, write_image
-from skippipe.report.png import draw_task, write_png
+from skippipe.report.png import GRID, INK, blank, draw_task, dress, literal, write_image, write_png
 from skippipe.report.run.gantt import MEASURED_PLACE, PLANNED_PLACE, RecordedGantt, marks_of
 from skippipe.report.run.summary import amount, short_count, steps_of, title, tokens_each
 from skippipe.runs.history import RunHistory
-from skippipe.runs.records import thinned
+from skippipe.runs.records import downsample
 from skippipe.simulator import simulate
 from skippipe.timeline import HUES
 
@@ -60,9 +59,9 @@ def write_run_pngs(history: RunHistory, folder: Path) -> list[str]:
         draw(figure.subplots(), history)
         write_image(figure, folder / name, PRINT_DPI)
     written = list(panels)
-    charts = [chart for chart in history.charts if chart.planned or chart.measured]
-    if charts:
-        write_image(_gantt(RecordedGantt(charts[-1])), folder / "recorded.png", PRINT_DPI)
+    recorded = [recorded for recorded in history.recorded if recorded.planned or recorded.measured]
+    if recorded:
+        write_image(_gantt(RecordedGantt(recorded[-1])), folder / "recorded.png", PRINT_DPI)
         written.append("recorded.png")
     if history.plan is not None:
         write_png(history.plan, history.plan.expected or simulate(history.plan), folder / "plan.png")
@@ -71,7 +70,7 @@ def write_run_pngs(history: RunHistory, folder: Path) -> list[str]:
 
 
 def _nodes_in(history: RunHistory) -> float:
-    return min(HIGHEST_IN, max(3.2, ROW_IN * len(history.uses) + 1.4))
+    return min(HIGHEST_IN, max(3.2, ROW_IN * len(history.utilization) + 1.4))
 
 
 def _name_pt(rows: int) -> float:
@@ -97,7 +96,7 @@ def _draw_loss(axes: Axes, history: RunHistory) -> None:
 
 
 def _draw_curve(axes: Axes, history: RunHistory, name: str) -> None:
-    size, means = thinned(history.rows, MOST_POINTS)
+    size, means = downsample(history.rows, MOST_POINTS)
     for rows, colour, width, label in (
         *(((history.rows, pale(MEASURED), 0.4, "every iteration"),) if size > 1 else ()),
         (means, MEASURED, 1.4, f"mean of {size}" if size > 1 else "measured"),
@@ -133,28 +132,28 @@ def _draw_seconds(axes: Axes, history: RunHistory) -> None:
 
 
 def _draw_nodes(axes: Axes, history: RunHistory) -> None:
-    uses = history.uses
+    utilization = history.utilization
     dress(axes, "Who computes, who waits", NODES_IN_WORDS)
-    size = min(4.0, _name_pt(len(uses)) / 2)
+    size = min(4.0, _name_pt(len(utilization)) / 2)
     for which, below, tone in (("planned", -0.2, pale), ("measured", 0.2, str)):
-        known = [(at + below, getattr(use, which)) for at, use in enumerate(uses) if getattr(use, which)]
+        known = [(at + below, getattr(use, which)) for at, use in enumerate(utilization) if getattr(use, which)]
         ys, busy_s = [y for y, _ in known], [use.busy_s for _, use in known]
         axes.barh(ys, busy_s, 0.36, color=tone(BUSY), linewidth=0)
         axes.barh(ys, [use.idle_s for _, use in known], 0.36, busy_s, color=tone(IDLE), linewidth=0)
         collisions_s = [use.collision_s for _, use in known]
         axes.plot(collisions_s, ys, "D", color=tone(COLLISIONS), markersize=size, markeredgecolor=INK, linewidth=0)
-    named = [literal(use.name if use.stage is None else f"{use.name} [{use.stage}]") for use in uses]
-    axes.set_yticks(range(len(uses)), named, fontsize=_name_pt(len(uses)))
-    axes.set_ylim(len(uses) - 0.4, -0.6)
+    named = [literal(use.name if use.stage is None else f"{use.name} [{use.stage}]") for use in utilization]
+    axes.set_yticks(range(len(utilization)), named, fontsize=_name_pt(len(utilization)))
+    axes.set_ylim(len(utilization) - 0.4, -0.6)
     axes.set_xlim(left=0)
     axes.grid(visible=False, axis="y")
-    if all(use.measured is None for use in uses):
+    if all(use.measured is None for use in utilization):
         axes.set_title(f"measured: {NOT_RECORDED}", loc="right", fontsize=9, color=INK)
 
 
 def _draw_links(axes: Axes, history: RunHistory) -> None:
     axes.set_title("Bytes over every link, in all", loc="left", fontsize=12, color=INK, fontweight="bold")
-    names = [use.name for use in history.uses if use.sent_bytes or use.received_bytes]
+    names = [use.name for use in history.utilization if use.sent_bytes or use.received_bytes]
     if not names:
         _say_nothing(axes)
         return
@@ -180,17 +179,17 @@ def _draw_links(axes: Axes, history: RunHistory) -> None:
     bar.outline.set_visible(False)
 
 
-def _gantt(recorded: RecordedGantt) -> Figure:
-    labels, ys = zip(*recorded.rows, strict=True)
+def _gantt(gantt: RecordedGantt) -> Figure:
+    labels, ys = zip(*gantt.rows, strict=True)
     figure = blank(GANTT_IN, 1.4 + 0.36 * (ys[-1] + 1))
     axes = figure.subplots()
-    until_s = recorded.shown_until_s
-    planned, measured = recorded.planned, recorded.measured
+    until_s = gantt.shown_until_s
+    planned, measured = gantt.planned, gantt.measured
     for bars, place, ink in ((planned, PLANNED_PLACE, INK), (measured, MEASURED_PLACE, "white")):
-        for bar, where in zip(bars, recorded.places(bars, place), strict=True):
+        for bar, where in zip(bars, gantt.places(bars, place), strict=True):
             if bar.start_s < until_s:
                 draw_task(axes, bar, where, 0.8 * GANTT_IN / until_s, ink)
-    title = f"Iteration {recorded.chart.iteration + 1}: planned above, measured below"
+    title = f"Iteration {gantt.recorded.iteration + 1}: planned above, measured below"
     dress(axes, title, "seconds since the iteration began")
     axes.set_xlim(0, 1.005 * until_s)
     axes.set_ylim(ys[-1] + 0.7, -0.7)

@@ -8,8 +8,7 @@ from datetime import datetime
 from statistics import median
 from typing import Any
 
-from skippipe.report.summary import scaled
-from skippipe.report.table import NOTHING, Table
+from skippipe.report.summary import NOTHING, Table, scaled
 from skippipe.runs.history import NodeOutage, NodeUtilization, RunHistory, Utilization
 from skippipe.runs.records import MetricsRow
 
@@ -18,20 +17,20 @@ MEANINGS = {
     "rerouted": "its microbatches went another way, within the iteration",
     "restarted": "the iteration was begun again",
     "replanned": "a new plan held from the next iteration on",
-    "joined": "a node said hello",
-    "learning": "it fetched the state of its stage",
+    "joined": "a node joined",
+    "learning": "it received the state of its stage",
     "able": "it had that state, and got microbatches from the next iteration on",
     "paused": "nothing could go on; nodes were waited for",
-    "slow": "it was waited for, though it gave signs of life; or the plan counted on other speeds",
+    "slow": "it was waited for, though it sent heartbeats; or speeds differ from the plan",
     "cut": "a link was down; plans did without it for a while",
     "not-finite": "a gradient was not finite, and was left out",
-    "refused": "a node, or what it sent, was not taken",
+    "refused": "a node, or what it sent, was refused",
     "checkpoint": "a checkpoint that was being made was given up",
     "checkpointed": "a checkpoint was complete",
-    "recovered": "the coordinator was started again",
-    "ending": "somebody asked for the end of the run",
+    "recovered": "the coordinator was restarted",
+    "ending": "the end of the run was requested",
     "storage": "the model could not be written, or could be in the end",
-    "drill": "an exercise: a node was killed on purpose",
+    "drill": "a node was killed on purpose, as a drill",
 }
 NODES_IN_WORDS = """Busy: forward, head, backward and weight gradients. Idle: the rest of the iteration, averaging
 included. Collisions: the waiting of all tasks that were ready, added up. Seconds of an iteration."""
@@ -40,7 +39,7 @@ MOST_NAMED = 3  # nodes that are slow or waited for
 
 
 def run_figures(history: RunHistory) -> list[tuple[str, str]]:
-    """What people ask for first."""
+    """Key figures of a run."""
     return [
         ("iterations", _iterations(len(history.rows), history.rows[-1])),
         ("end", _end(history)),
@@ -49,9 +48,9 @@ def run_figures(history: RunHistory) -> list[tuple[str, str]]:
         ("in all", _whole(history)),
         ("tokens", _tokens(history)),
         ("sent", f"{amount(history.sent_bytes)} of tensors" if history.sent_bytes else NOTHING),
-        ("nodes lost", _lost(history.lost)),
+        ("nodes lost", _outages(history.outages)),
         ("new plans", f"{sum(event.kind == 'replanned' for event in history.events)}"),
-        *_conspicuous(history),
+        *_notable_nodes(history),
     ]
 
 
@@ -61,8 +60,10 @@ def title(history: RunHistory) -> str:
 
 def _iterations(known: int, last: MetricsRow) -> str:
     done = last.iteration + 1
-    asked = f" of {last.asked:,}" if last.asked is not None else ""
-    return f"{done:,}{asked}" if known == done else f"{done:,}{asked}, {known:,} of them on record"
+    total_iterations = f" of {last.total_iterations:,}" if last.total_iterations is not None else ""
+    return (
+        f"{done:,}{total_iterations}" if known == done else f"{done:,}{total_iterations}, {known:,} of them on record"
+    )
 
 
 def _end(history: RunHistory) -> str:
@@ -70,7 +71,9 @@ def _end(history: RunHistory) -> str:
         return "not known: its journal does not say"
     if not history.ended:
         return "broken off, or still going on"
-    return "as planned" if history.rows[-1].is_last or history.rows[-1].asked is None else "early, on request"
+    return (
+        "as planned" if history.rows[-1].is_last or history.rows[-1].total_iterations is None else "early, on request"
+    )
 
 
 def _loss(history: RunHistory) -> str:
@@ -99,33 +102,35 @@ def _tokens(history: RunHistory) -> str:
     return ", ".join(parts) or NOTHING
 
 
-def _lost(losses: list[NodeOutage]) -> str:
-    times = Counter(loss.node for loss in losses)
+def _outages(outages: list[NodeOutage]) -> str:
+    times = Counter(outage.node for outage in outages)
     named = [f"{node} ({count} times)" if count > 1 else node for node, count in times.most_common()]
     more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
     return ", ".join(named[:MOST_NAMED]) + more or "none"
 
 
-def _conspicuous(history: RunHistory) -> list[tuple[str, str]]:
-    """Those who are slow, those who were waited for, those in front of whom tasks queue."""
-    uses = history.uses
-    usual = median([use.slowdown for use in uses if use.slowdown] or [1.0])  # if all are slow, it is the plan
-    slow = sorted((use for use in uses if (use.slowdown or 0) > 1.05 * usual), key=lambda use: -(use.slowdown or 0))
-    waited = sorted((use for use in uses if use.waited_for), key=lambda use: -use.waited_for)
-    queues = sorted((use for use in uses if _queue_s(use) > 0), key=lambda use: -_queue_s(use))
-    told = [
+def _notable_nodes(history: RunHistory) -> list[tuple[str, str]]:
+    """Nodes that are slow, that were waited for, and at which tasks queue."""
+    utilization = history.utilization
+    usual = median([use.slowdown for use in utilization if use.slowdown] or [1.0])  # if all are slow, it is the plan
+    slow = sorted(
+        (use for use in utilization if (use.slowdown or 0) > 1.05 * usual), key=lambda use: -(use.slowdown or 0)
+    )
+    waited = sorted((use for use in utilization if use.waited_for), key=lambda use: -use.waited_for)
+    queues = sorted((use for use in utilization if _queue_s(use) > 0), key=lambda use: -_queue_s(use))
+    lists = [
         ("slower at the end", [f"{use.name} ({use.slowdown:.2f} times)" for use in slow]),
         ("waited for", [f"{use.name} ({use.waited_for} times)" for use in waited]),
         ("most tasks queue at", [f"{use.name} ({short_s(_queue_s(use))} s an iteration)" for use in queues]),
     ]
-    found = [(name, ", ".join(nodes[:MOST_NAMED])) for name, nodes in told if nodes]
+    found = [(name, ", ".join(nodes[:MOST_NAMED])) for name, nodes in lists if nodes]
     if not 1 / UNLIKE < usual < UNLIKE:
         found.insert(0, ("nodes", f"took {usual:.2g} times as long as planned, in the median: the plan is for others"))
     return found
 
 
 def _queue_s(use: NodeUtilization) -> float:
-    """Nothing, if that is no hundredth of the iteration."""
+    """Seconds for which tasks queued at a node; 0 if that is less than a hundredth of the iteration."""
     found = use.measured
     return found.collision_s if found and found.collision_s > 0.01 * found.iteration_s else 0.0
 
@@ -135,7 +140,7 @@ def nodes_table(history: RunHistory) -> Table:
     times = ("busy, planned", "measured", "idle, planned", "measured", "collisions, planned", "measured")
     others = ("tasks × planned, at the end", "sent", "received")
     rows = []
-    for use in history.uses:
+    for use in history.utilization:
         pairs = [
             _seconds_of(of, name) for name in ("busy_s", "idle_s", "collision_s") for of in (use.planned, use.measured)
         ]
@@ -146,7 +151,7 @@ def nodes_table(history: RunHistory) -> Table:
     )
 
 
-def brief_nodes_table(history: RunHistory) -> Table:
+def short_nodes_table(history: RunHistory) -> Table:
     """The same for a terminal."""
     headings = ("node", "stage", "busy s", "idle s", "collisions s", "× planned")
     rows = [
@@ -158,7 +163,7 @@ def brief_nodes_table(history: RunHistory) -> Table:
             ),
             _slowdown(use),
         ]
-        for use in history.uses
+        for use in history.utilization
     ]
     return Table("Seconds of an iteration, planned → measured", recorded_in_words(history), headings, rows)
 
@@ -176,16 +181,16 @@ def _slowdown(use: NodeUtilization) -> str:
 
 
 def recorded_in_words(history: RunHistory) -> str:
-    if not history.charts:
+    if not history.recorded:
         return "No iteration was recorded, so the planned figures are the plan's own and nothing is measured."
-    numbers = ", ".join(str(chart.iteration + 1) for chart in history.charts)
+    numbers = ", ".join(str(recorded.iteration + 1) for recorded in history.recorded)
     return f"Means over the recorded iterations ({numbers})."
 
 
-def losses_table(history: RunHistory) -> Table:
+def outages_table(history: RunHistory) -> Table:
     rows = [
         [loss.node, f"{loss.iteration + 1}", moment(loss.time), loss.why, loss.answer or NOTHING, loss.end]
-        for loss in history.lost
+        for loss in history.outages
     ]
     note = "" if rows else "None."
     return Table("Nodes that were lost", note, ("node", "iteration", "time", "why", "then", "in the end"), rows)
@@ -196,7 +201,7 @@ def events_table(history: RunHistory) -> Table:
         [f"{event.iteration + 1}", moment(event.time), event.kind, event.node, event.text, MEANINGS.get(event.kind, "")]
         for event in history.events
     ]
-    headings = ("iteration", "time", "event", "node", "as it was told", "what it means")
+    headings = ("iteration", "time", "event", "node", "message", "what it means")
     return Table("Everything out of the ordinary", "" if rows else "Nothing.", headings, rows)
 
 
@@ -207,7 +212,7 @@ def run_json(history: RunHistory) -> dict[str, Any]:
         "run": history.name,
         "iterations": len(history.rows),
         "last_iteration": history.rows[-1].iteration,
-        "iterations_asked": history.rows[-1].asked,
+        "iterations_asked": history.rows[-1].total_iterations,
         "ended": history.ended,
         "loss": {"first": known[0], "last": known[-1], "best": min(known)} if known else None,
         "seconds": history.typical_s,
@@ -217,9 +222,9 @@ def run_json(history: RunHistory) -> dict[str, Any]:
         "tokens_per_s": history.tokens_per_s,
         "bytes_sent": history.sent_bytes,
         "links": [[*pair, sent] for pair, sent in sorted(history.links.items())],
-        "recorded": [chart.iteration for chart in history.charts],
-        "nodes": [_node_json(use) for use in history.uses],
-        "losses": [loss._asdict() for loss in history.lost],
+        "recorded": [recorded.iteration for recorded in history.recorded],
+        "nodes": [_node_json(use) for use in history.utilization],
+        "losses": [loss._asdict() for loss in history.outages],
         "events": [event._asdict() for event in history.events],
         "missing": list(history.missing),
     }
