@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from skippipe.optim.interface import StateTensor, TorchOptimizer
-
-if TYPE_CHECKING:
-    from skippipe.optim.config import OptimConfig
+from skippipe.optim.interface import Hyperparameters, StateTensor, TorchOptimizer
 
 
 class AdamW(TorchOptimizer):
@@ -18,5 +15,5 @@ class AdamW(TorchOptimizer):
     flops_per_parameter = 250
 
     @staticmethod
-    def hyperparameters(learning: OptimConfig) -> dict[str, Any]:
-        return {"betas": (learning.beta1, learning.beta2), "eps": learning.epsilon}
+    def hyperparameters(settings: Hyperparameters) -> dict[str, Any]:
+        return {"betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}

@@ -10,12 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from skippipe.optim.config import OptimConfig
 
 Shape = tuple[int, ...]
 STORED_BYTES = 4  # of a number on the wire and in checkpoints, weights and state alike: fp32
@@ -51,6 +50,25 @@ class StateTensor:
         return parameter if self.shape is None else self.shape(parameter)
 
 
+class Hyperparameters(Protocol):
+    """What optimizers may read of the settings (`optim.config.OptimConfig`)."""
+
+    @property
+    def rate(self) -> float: ...
+
+    @property
+    def beta1(self) -> float: ...
+
+    @property
+    def beta2(self) -> float: ...
+
+    @property
+    def epsilon(self) -> float: ...
+
+    @property
+    def weight_decay(self) -> float: ...
+
+
 class Optimizer(ABC):
     """Steps along the gradient of a stage, whose parameters lie in one flat fp32 tensor, and holds its state."""
 
@@ -62,14 +80,14 @@ class Optimizer(ABC):
     flops_per_parameter: ClassVar[int]
     """Operations of a step, for the planner. Most steps wait for memory: then those that fit into their time."""
 
-    def __init__(self, values: Tensor, slots: Sequence[ParamSlot], learning: OptimConfig) -> None:
+    def __init__(self, values: Tensor, slots: Sequence[ParamSlot], settings: Hyperparameters) -> None:
         """`slots` say where in `values` each parameter lies: those of two or more dimensions, which decay, first."""
         import torch
 
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
         self.values = values
         self.slots = slots
-        self.learning = learning
+        self.settings = settings
         self.steps = 0
         """Steps taken so far."""
         self.state: dict[str, Tensor] = {}
@@ -118,8 +136,8 @@ class TorchOptimizer(Optimizer):
     torch_name: ClassVar[str]
     """The name of the class in `torch.optim`."""
 
-    def __init__(self, values: Tensor, slots: Sequence[ParamSlot], learning: OptimConfig) -> None:
-        super().__init__(values, slots, learning)
+    def __init__(self, values: Tensor, slots: Sequence[ParamSlot], settings: Hyperparameters) -> None:
+        super().__init__(values, slots, settings)
         import torch
 
         decayed = sum(slot.size for slot in slots if len(slot.shape) >= 2)
@@ -128,11 +146,11 @@ class TorchOptimizer(Optimizer):
         self._torch: torch.optim.Optimizer = getattr(torch.optim, self.torch_name)(
             [
                 {"params": [group], "weight_decay": decay}
-                for group, decay in zip(self._groups, (learning.weight_decay, 0.0), strict=True)
+                for group, decay in zip(self._groups, (settings.weight_decay, 0.0), strict=True)
             ],
-            lr=learning.rate,
+            lr=settings.rate,
             fused=values.device.type in ("cpu", "cuda"),
-            **self.hyperparameters(learning),
+            **self.hyperparameters(settings),
         )
         for group, each in zip(self._groups, self._ranges, strict=True):  # as torch would make it, but in one piece
             state = {name: whole[each] for name, whole in self.state.items()}
@@ -140,7 +158,7 @@ class TorchOptimizer(Optimizer):
 
     @staticmethod
     @abstractmethod
-    def hyperparameters(learning: OptimConfig) -> dict[str, Any]:
+    def hyperparameters(settings: Hyperparameters) -> dict[str, Any]:
         """Arguments of the torch class, beside the learning rate and weight decay."""
 
     def step(self, gradient: Tensor, rate: float) -> None:

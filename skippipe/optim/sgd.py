@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from skippipe.optim.interface import StateTensor, TorchOptimizer
-
-if TYPE_CHECKING:
-    from skippipe.optim.config import OptimConfig
+from skippipe.optim.interface import Hyperparameters, StateTensor, TorchOptimizer
 
 
 class SGD(TorchOptimizer):
@@ -18,5 +15,5 @@ class SGD(TorchOptimizer):
     flops_per_parameter = 180  # of AdamW's time, the share of the bytes that a step reads and writes: 20 of 28
 
     @staticmethod
-    def hyperparameters(learning: OptimConfig) -> dict[str, Any]:
-        return {"momentum": learning.beta1}
+    def hyperparameters(settings: Hyperparameters) -> dict[str, Any]:
+        return {"momentum": settings.beta1}

@@ -15,7 +15,7 @@ from typing import Any
 from skippipe.profiling.link_probe import SMALL_BYTES, LinkProbe, ProbeSettings
 from skippipe.runtime.messages import COORDINATOR, Computed, ControlMessage, Hello, Probe, Probed, Stop
 from skippipe.runtime.node.interfaces import NodeEnv
-from skippipe.runtime.node.ops import StateSource
+from skippipe.runtime.state_source import StateSource
 from skippipe.transport.message import Message, ProbePiece
 from skippipe.transport.wire_codec import EncodedTensor
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Union
 import msgspec
 
 from skippipe.errors import UserError
-from skippipe.runtime.node.ops import StateSource
+from skippipe.runtime.state_source import StateSource
 from skippipe.value_ranges import COUNT
 
 MOST_QUOTED = 200  # characters of an error about a message; it goes into logs and to the coordinator

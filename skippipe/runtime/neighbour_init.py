@@ -16,7 +16,7 @@ from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import LAYER, ModelSpec
 from skippipe.model.stage import layer_ranges
 from skippipe.optim.interface import ParamSlot
-from skippipe.runtime.node.ops import StateSlice
+from skippipe.runtime.state_source import StateSlice
 
 
 def init_from_neighbours(

@@ -39,12 +39,10 @@ from skippipe.runtime.node.ops import (
     RingStep,
     SnapshotState,
     StageTask,
-    StateChunk,
-    StateSlice,
-    StateSource,
     StoreBackup,
     WriteState,
 )
+from skippipe.runtime.state_source import StateChunk, StateSlice, StateSource
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.transport.message import Message, RingPiece
 from skippipe.transport.wire_codec import EncodedTensor, decode, encode

@@ -10,10 +10,10 @@ from skippipe.model.model_spec import check_device
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
 from skippipe.runtime.node.interfaces import TRAINING, NodeEnv, Role, Roles
+from skippipe.runtime.node.ops import planned_ns
 from skippipe.runtime.node.state_machine import Node
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.stage_executor import StageExecutor
-from skippipe.runtime.task_timing import planned_ns
 from skippipe.transport.link_emulation import EmulatedLink
 
 if TYPE_CHECKING:

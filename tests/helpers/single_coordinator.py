@@ -34,7 +34,7 @@ from skippipe.runtime.messages import (
     from_json,
     to_json,
 )
-from skippipe.runtime.node.ops import StateSource
+from skippipe.runtime.state_source import StateSource
 from skippipe.transport.message import Message
 from tests.helpers.plans import uniform_cluster
 from tests.helpers.single_node import AT_ONCE, LEARNING, plan_of, small_plan

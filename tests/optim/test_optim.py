@@ -34,10 +34,11 @@ from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime import stage_executor
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
-from skippipe.runtime.node.ops import PlanTransfer, ReadState, StateSource, WriteState
+from skippipe.runtime.node.ops import PlanTransfer, ReadState, WriteState
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
+from skippipe.runtime.state_source import StateSource
 from skippipe.runtime.train_role import build_stage_executor
 from skippipe.toml_config import from_table
 from skippipe.training.depth_growth import grow, young_of

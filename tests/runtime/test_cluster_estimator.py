@@ -9,11 +9,11 @@ import pytest
 
 from skippipe.constraints import lanes_through
 from skippipe.optim.config import OptimConfig
+from skippipe.runtime.coordinator.cluster_estimator import FIRST_DOWN_NS, ClusterEstimator
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
 from skippipe.runtime.simulation.fault_injection import Fault, slow_link, slow_node
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
-from skippipe.runtime.task_timing import FIRST_DOWN_NS, ClusterEstimator
 from tests.helpers.plans import wide_plan
 
 LEARNING = OptimConfig(warmup=1, iterations=10)

@@ -42,7 +42,7 @@ from skippipe.runtime.messages import (
     from_json,
     to_json,
 )
-from skippipe.runtime.node.ops import StateSource
+from skippipe.runtime.state_source import StateSource
 from tests.helpers.single_coordinator import (
     HELLO,
     CoordinatorHarness,

@@ -36,7 +36,6 @@ from skippipe.runtime.node.ops import (
     PlanTransfer,
     ReadState,
     StageTask,
-    StateSource,
     StoreBackup,
     WriteState,
 )
@@ -44,6 +43,7 @@ from skippipe.runtime.simulation.fault_injection import Fault, kill, kill_coordi
 from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
+from skippipe.runtime.state_source import StateSource
 from skippipe.training.build_run import RunSetup
 from skippipe.training.job_config import CheckpointConfig, JobConfig, RecoveryConfig
 from skippipe.transport.message import BackupPiece, Message, StatePiece

@@ -30,10 +30,11 @@ from skippipe.runtime.messages import (
     Welcome,
 )
 from skippipe.runtime.node.interfaces import NodePhase
-from skippipe.runtime.node.ops import Op, StateSource
+from skippipe.runtime.node.ops import Op
 from skippipe.runtime.node.state_machine import MOST_EARLY
 from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.runtime.state_source import StateSource
 from skippipe.training.train_job import ConsoleCallback
 from skippipe.transport.message import BackupPiece, Hop, Message, RingPiece, Stamp, StatePiece
 from tests.helpers.single_node import (

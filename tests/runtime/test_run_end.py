@@ -21,7 +21,7 @@ from skippipe.runtime.messages import (
     Stepped,
     Stop,
 )
-from skippipe.runtime.node.ops import StateSource
+from skippipe.runtime.state_source import StateSource
 from skippipe.transport.message import CheckpointPiece, Message, WeightsPiece
 from tests.helpers.single_coordinator import (
     ANY_ID,

@@ -10,16 +10,9 @@ import torch
 
 from skippipe.runtime import stage_executor
 from skippipe.runtime.neighbour_init import layer_at_same_depth
-from skippipe.runtime.node.ops import (
-    GradNorm,
-    OptimizerStep,
-    PlanTransfer,
-    ReadState,
-    StateSlice,
-    StateSource,
-    WriteState,
-)
+from skippipe.runtime.node.ops import GradNorm, OptimizerStep, PlanTransfer, ReadState, WriteState
 from skippipe.runtime.stage_executor import StageExecutor
+from skippipe.runtime.state_source import StateSlice, StateSource
 from skippipe.transport.wire_codec import EncodedTensor, encode
 from tests.helpers.executors import RATE, computer_of, noise, ring, state_of, stepped
 

@@ -26,13 +26,7 @@ from skippipe.runtime.messages import (
 )
 from skippipe.serving.node.state_machine import MAX_EARLY, EarlyMessages, ServingNode
 from skippipe.serving.routing import ServingRoute
-from skippipe.serving.scheduler import (
-    Scheduler,
-    SequenceRequest,
-    SequenceState,
-    ServingSettings,
-    ServingStep,
-)
+from skippipe.serving.scheduler import Scheduler, SequenceRequest, SequenceState, ServingSettings, ServingStep
 from skippipe.serving.step_protocol import (
     ForwardStep,
     FreeSlots,

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from benchmarks.fuzz import good_control
 from skippipe.errors import UserError
 from skippipe.runtime import messages as control_messages
-from skippipe.runtime.node.ops import StateSource
+from skippipe.runtime.state_source import StateSource
 from skippipe.transport import aead
 from skippipe.transport.aead import TAG_BYTES, Forged, Opener, Sealer
 from skippipe.transport.fast_path import PATH_DOMAIN, FastPathMessage, FastPathVerb

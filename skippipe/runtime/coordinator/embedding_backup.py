@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from skippipe.constraints import circle
 from skippipe.cost_model import NEVER_NS
 from skippipe.plan import Plan
+from skippipe.runtime.coordinator.cluster_estimator import ClusterEstimator
 from skippipe.runtime.coordinator.interfaces import CoordinatorEnv
 from skippipe.runtime.coordinator.membership import Member, Membership, MemberState
 from skippipe.runtime.messages import Backup, BackupStored, Snapshot
-from skippipe.runtime.task_timing import ClusterEstimator
 
 BACKUPS = 2  # that a node has memory for: the one that is stored, and the next one while it arrives
 BACKED_UP = "embedding, final norm and head"

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 from skippipe.cluster import Cluster
 from skippipe.plan import Plan
 from skippipe.runtime.messages import ControlMessage, StateRequest
-from skippipe.runtime.node.ops import StateSource
+from skippipe.runtime.state_source import StateSource
 
 
 class CoordinatorState(Enum):

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from skippipe.runtime.coordinator.cluster_estimator import ClusterEstimator
 from skippipe.runtime.coordinator.embedding_backup import BACKED_UP, EmbeddingBackup
 from skippipe.runtime.coordinator.interfaces import CoordinatorEnv, EventLogger
 from skippipe.runtime.coordinator.membership import Membership, MemberState
 from skippipe.runtime.coordinator.settings import RecoverySettings
 from skippipe.runtime.messages import COORDINATOR, BackupStored, Recover
-from skippipe.runtime.node.ops import StateSource
-from skippipe.runtime.task_timing import ClusterEstimator
+from skippipe.runtime.state_source import StateSource
 
 
 @dataclass

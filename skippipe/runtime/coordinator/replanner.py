@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from skippipe.cluster import Cluster
 from skippipe.plan import Plan
+from skippipe.runtime.coordinator.cluster_estimator import ClusterEstimator
 from skippipe.runtime.coordinator.embedding_backup import EmbeddingBackup
 from skippipe.runtime.coordinator.interfaces import CoordinatorEnv, EventLogger
 from skippipe.runtime.coordinator.membership import Membership, MemberState
@@ -21,7 +22,6 @@ from skippipe.runtime.coordinator.recovery import StageProgress
 from skippipe.runtime.coordinator.settings import RecoverySettings
 from skippipe.runtime.coordinator.state_gather import CheckpointGather
 from skippipe.runtime.coordinator.wal_records import plan_record
-from skippipe.runtime.task_timing import ClusterEstimator
 from skippipe.skip_schedule import SkipSchedule
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from itertools import count
 
 from skippipe import __version__
 from skippipe.plan import Plan
+from skippipe.runtime.coordinator.cluster_estimator import ClusterEstimator
 from skippipe.runtime.coordinator.commit_loop import CommitLoop
 from skippipe.runtime.coordinator.embedding_backup import LOST, EmbeddingBackup
 from skippipe.runtime.coordinator.failure_detector import FailureDetector
@@ -45,7 +46,6 @@ from skippipe.runtime.messages import (
     Stepped,
     Stop,
 )
-from skippipe.runtime.task_timing import ClusterEstimator
 from skippipe.transport.message import Message
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from skippipe.runtime.messages import COORDINATOR, ControlMessage, Hello, Stop
-from skippipe.runtime.node.ops import StateSource
+from skippipe.runtime.state_source import StateSource
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.link_emulation import EmulatedLink
 from skippipe.transport.mailbox import Security

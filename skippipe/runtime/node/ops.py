@@ -13,8 +13,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from skippipe import dispatch
+from skippipe.jit import python_version
+from skippipe.plan import Plan
+from skippipe.runtime.state_source import StateSlice, StateSource
 from skippipe.transport.message import Message
 
 LEAST_VALUES = 2**12  # of a slice of state; one that comes too late is halved, but not below this
@@ -120,52 +124,6 @@ class SnapshotState:
 
 
 @dataclass(frozen=True)
-class StateSource:
-    """Where a node gets the state of its stage from."""
-
-    kind: Literal["replica", "checkpoint", "neighbours", "backup"]
-    """A backup is not the state of a stage: it is kept for another node (see `OpenBackup`)."""
-    sources: tuple[int, ...]
-    """Nodes to request it of; the coordinator for a checkpoint."""
-    stages: tuple[int, ...]
-    """The stage that each source holds."""
-    shares: tuple[float, ...]
-    """The weight of each source in the mean; they add up to 1."""
-    steps: int
-    """Steps that the optimizer has taken on this stage."""
-    backup: tuple[int, int] | None = None
-    """For stage 0 from its neighbours: the node that keeps a copy of what they do not have, and the iterations that
-    were done when it was made."""
-
-    def __post_init__(self) -> None:
-        if not len(self.sources) == len(self.stages) == len(self.shares) > 0:
-            raise ValueError("sources, stages and shares must be as many, and at least one")
-
-    @property
-    def all_sources(self) -> tuple[int, ...]:
-        """All nodes that something is requested of."""
-        return self.sources if self.backup is None else (*self.sources, self.backup[0])
-
-
-@dataclass(frozen=True)
-class StateSlice:
-    """A slice of a state, which is one flat sequence of values: weights, means and squares one after another."""
-
-    source: int
-    first: int
-    """The place of its first value in the source's state."""
-    count: int
-    at: int
-    """The place of its first value in this node's state."""
-    share: float = 1.0
-    """The factor of the values."""
-    added: bool = False
-    """The values are added to those that are there, instead of taking their place."""
-    backup: int = 0
-    """The slice is of the copy of stage 0's ends that was made after so many iterations; 0: of the source's state."""
-
-
-@dataclass(frozen=True)
 class PlanTransfer:
     """Give the list of `StateSlice`s that make up the state; the optimizer's number of steps is set at once."""
 
@@ -184,15 +142,6 @@ class ReadState:
     """What they are for (see `messages.StateRequest`)."""
     backup: int = 0
     """Values of the copy of stage 0's ends that was made after so many iterations, instead of the state; 0: state."""
-
-
-class StateChunk(NamedTuple):
-    """The result of `ReadState`."""
-
-    payload: Any
-    """None if there are no such values."""
-    digest: str
-    """SHA-256 of the payload's bytes."""
 
 
 @dataclass(frozen=True)
@@ -373,3 +322,26 @@ class OpThread:
 def op_name(op: object) -> str:
     """`OptimizerStep` → optimizer step: for people."""
     return re.sub(r"(?<!^)(?=[A-Z])", " ", type(op).__name__.strip("_")).lower()
+
+
+is_weights = python_version(dispatch.is_weights)
+
+
+def planned_ns(plan: Plan, stage: int, node: int, work: Op) -> int:
+    """How long an operation takes by the plan; 0 for one that is not in it. The node may be new on the stage.
+
+    This is what virtual time uses, and what emulated nodes are held to.
+    """
+    costs = plan.costs
+    if isinstance(work, OptimizerStep):
+        return int(costs.optimizer_ns[stage, node])
+    if not isinstance(work, StageTask):
+        return 0
+    length = work.length
+    if work.step < length:
+        return int(costs.forward_ns[stage, node])
+    if work.step == length:
+        return int(costs.head_ns[node])
+    if is_weights(work.step, length):
+        return int(costs.weight_ns[stage, node])
+    return int((costs.input_ns if plan.split_backward else costs.backward_ns)[stage, node])

@@ -61,13 +61,13 @@ from skippipe.runtime.node.ops import (
     RingStep,
     SnapshotState,
     StageTask,
-    StateSource,
     StoreBackup,
     WriteState,
     op_name,
 )
 from skippipe.runtime.node.ring_protocol import RingProtocol
 from skippipe.runtime.node.state_transfer import StateTransfer
+from skippipe.runtime.state_source import StateSource
 from skippipe.transport.message import (
     BackupPiece,
     CheckpointPiece,

@@ -36,12 +36,10 @@ from skippipe.runtime.node.ops import (
     OpQueue,
     PlanTransfer,
     ReadState,
-    StateChunk,
-    StateSlice,
-    StateSource,
     StoreBackup,
     WriteState,
 )
+from skippipe.runtime.state_source import StateChunk, StateSlice, StateSource
 from skippipe.transport.message import BackupPiece, Message, StatePiece
 
 

@@ -26,13 +26,11 @@ from skippipe.runtime.node.ops import (
     RingStep,
     SnapshotState,
     StageTask,
-    StateChunk,
-    StateSlice,
-    StateSource,
     StoreBackup,
     WriteState,
     piece_sent,
 )
+from skippipe.runtime.state_source import StateChunk, StateSlice, StateSource
 from skippipe.transport.message import Message, RingPiece
 
 is_weights = python_version(dispatch.is_weights)

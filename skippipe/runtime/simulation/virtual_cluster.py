@@ -28,11 +28,11 @@ from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.state_machine import Coordinator
 from skippipe.runtime.fencing import Fence, Incarnation
 from skippipe.runtime.messages import COORDINATOR, ControlMessage, Heartbeat, Hello, LinkDown, StateRequest, Stop
-from skippipe.runtime.node.ops import Executor, Op, OptimizerStep, StateSource
+from skippipe.runtime.node.ops import Executor, Op, OptimizerStep, planned_ns
 from skippipe.runtime.node.state_machine import Node
 from skippipe.runtime.simulation.fault_injection import Fault, MessageReplay, phase_of
 from skippipe.runtime.simulation.symbolic_executor import PIECES, SymbolicExecutor
-from skippipe.runtime.task_timing import planned_ns
+from skippipe.runtime.state_source import StateSource
 from skippipe.transport.message import BackupPiece, Hop, Message, Stamp, StatePiece
 
 Disturb = Callable[[int], int]

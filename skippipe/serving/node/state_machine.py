@@ -24,7 +24,8 @@ from skippipe.runtime.messages import (
     Stop,
 )
 from skippipe.runtime.node.interfaces import NodeEnv
-from skippipe.runtime.node.ops import StateSource, op_name
+from skippipe.runtime.node.ops import op_name
+from skippipe.runtime.state_source import StateSource
 from skippipe.serving.step_protocol import (
     ForwardStep,
     FreeSlots,

@@ -1,10 +1,8 @@
-"""How long tasks and hops take: measured while training, and by the plan.
+"""How long tasks and hops take, measured while training.
 
 The estimator has for each node the mean time of its tasks over the planned one, and for each link the least lag of a
 message in an iteration, so that queueing behind others does not count. Two machines' clocks differ, so only there and
 back together can be measured: both directions are taken to have changed by the same ratio.
-
-The planned times are what virtual time uses, and what emulated nodes are held to.
 """
 
 from __future__ import annotations
@@ -14,13 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from skippipe import dispatch
 from skippipe.cluster import Cluster
-from skippipe.jit import python_version
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.membership import LinkReports
 from skippipe.runtime.messages import Averaged
-from skippipe.runtime.node.ops import Op, OptimizerStep, StageTask
 
 FIRST_DOWN_NS = 60 * 10**9
 NEWEST_WEIGHT = 0.5  # of the newest iteration in the running mean
@@ -130,23 +125,3 @@ class ClusterEstimator:
     @staticmethod
     def _average(means: dict, which: object, ratio: float) -> None:  # type: ignore[type-arg]
         means[which] = means[which] * (1 - NEWEST_WEIGHT) + ratio * NEWEST_WEIGHT if which in means else ratio
-
-
-is_weights = python_version(dispatch.is_weights)
-
-
-def planned_ns(plan: Plan, stage: int, node: int, work: Op) -> int:
-    """How long an operation takes by the plan; 0 for one that is not in it. The node may be new on the stage."""
-    costs = plan.costs
-    if isinstance(work, OptimizerStep):
-        return int(costs.optimizer_ns[stage, node])
-    if not isinstance(work, StageTask):
-        return 0
-    length = work.length
-    if work.step < length:
-        return int(costs.forward_ns[stage, node])
-    if work.step == length:
-        return int(costs.head_ns[node])
-    if is_weights(work.step, length):
-        return int(costs.weight_ns[stage, node])
-    return int((costs.input_ns if plan.split_backward else costs.backward_ns)[stage, node])
