@@ -66,8 +66,8 @@ class Momentum(Optimizer):
 
     def step(self, gradient: Tensor, rate: float) -> None:
         matrices = sum(slot.size for slot in self.slots if len(slot.shape) >= 2)
-        gradient[:matrices].add_(self.values[:matrices], alpha=self.learning.weight_decay)
-        self.state["momentum"].mul_(self.learning.beta1).add_(gradient)
+        gradient[:matrices].add_(self.values[:matrices], alpha=self.settings.weight_decay)
+        self.state["momentum"].mul_(self.settings.beta1).add_(gradient)
         self.values.add_(self.state["momentum"], alpha=-rate)
 
 
@@ -82,7 +82,7 @@ class Rowwise(Optimizer):
     flops_per_parameter = 300
 
     def step(self, gradient: Tensor, rate: float) -> None:
-        self.state["momentum"].mul_(self.learning.beta1).add_(gradient)
+        self.state["momentum"].mul_(self.settings.beta1).add_(gradient)
         first = 0
         for slot in self.slots:
             here = slice(slot.start, slot.start + slot.size)
