@@ -82,7 +82,7 @@ def repaired(
     for length in range(longest, 1, -1):
         problem = _lane_problem(plan, placement_costs, costs, usable, length)
         starts = [
-            lanes for nodes in _node_choices(costs, usable) for lanes in _Construction(plan, problem, nodes).all()
+            lanes for nodes in _node_choices(costs, usable) for lanes in _Construction(plan, problem, nodes).starts()
         ]
         if starts:
             break
@@ -210,7 +210,7 @@ class _Construction:
         self.capacity = {stage: sum(self.slots[node] for node in nodes) for stage, nodes in enumerate(usable)}
         self.hop_ns = self.costs.flight_ns + np.where(problem.linked, self.costs.transmit_ns, NEVER_NS)
 
-    def all(self) -> list[list[Lane]]:
+    def starts(self) -> list[list[Lane]]:
         """Old lanes, valid or mended; the same and new ones, evenly exposed; all new."""
         mended = self._mended(self._still_valid())
         found = [self._rebalanced(mended, allow_uneven=False)] if mended else []
