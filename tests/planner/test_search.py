@@ -170,7 +170,7 @@ def test_a_plan_says_how_good_any_could_be() -> None:
 
 
 def test_another_process_compiles_only_where_nothing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "_folder", tmp_path)
+    monkeypatch.setattr(jit, "_cache_dir", tmp_path)
     for name in ("first", "second"):
         with jit.compile_beside(f"open({str(tmp_path / name)!r}, 'w')"):
             pass
