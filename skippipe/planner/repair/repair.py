@@ -6,10 +6,10 @@ the annealing of `search/` improves the lanes, with stages, rings and dispatch k
 valid plan is there at once, whatever the budget.
 
 Repair had an annealer of its own, over lanes alone, until the two were measured side by side, on the same plans, losses
-and seconds (20 nodes and 0.5 s, 42 and 1 s, 100 and 3 s): iterations after a repair with `search/` were between 8%
-shorter and 1.4% longer, 1.7% shorter on average, and repairs took no longer. Its kernels are those of `best`, compiled
-already where a plan was made; on a machine where none was, `compile_repair` takes about twice as long as with the
-smaller ones.
+and CPU seconds (20 nodes and 0.5 s, 42 and 1 s; and a tenth of that): iterations after a repair with `search/` were
+between 5% shorter and 2% longer, 1% shorter on average, and repairs took no longer. Its kernels are those of `best`,
+compiled already where a plan was made; on a machine where none was, `compile_repair` takes about twice as long as with
+the smaller ones.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from skippipe.timeline import Timing
 from skippipe.workload import MODELS, Workload
 
 CHANGES = 65_536  # of the search, if the seconds last: then the same question has the same answer
-FIRST_ROUND = 512  # changes: a repair has little time, so its first round of annealing is short
+FIRST_ROUND = 2_048  # changes: a repair has little time, so its first round of annealing is short, …
+TEMPERATURE_FACTOR = 0.3  # … and colder: old lanes are near a good plan
 KEPT = {Move.REORDER_RING, Move.SWAP_ROLES, Move.CHANGE_ROLE, Move.MOVE_LAYER, Move.CHANGE_DISPATCH}  # not changed
 SLOW = 3.0  # times the median of its stage: a node that lanes may do better without
 REPAIRED = ", repaired"
@@ -100,7 +101,9 @@ def repaired(
     kept = KEPT if plan.dispatch is Dispatch.LANES_IN_ORDER else KEPT | {Move.SWAP_LANE_ORDER}
     weights = cumulative_move_weights(set(Move) - kept)
     most_lanes = min(sum(int(placement_costs.slots[node]) for node in usable[0]), plan.workload.microbatches)
-    chains = [Chain(state_of(each, most_lanes), tables, weights, [0]) for each in found]
+    chains = [
+        Chain(state_of(each, most_lanes), tables, weights, [0], temperature_factor=TEMPERATURE_FACTOR) for each in found
+    ]
     best = min(chains, key=lambda each: int(each.scores[0]))
     search([best], changes, lambda: clock() >= deadline, first_round=FIRST_ROUND)
     result = replace(found[0], lanes=lanes_of(best.best))

@@ -106,6 +106,8 @@ class Chain:
     seed: list[int]
     variant: int = 0
     """Number of the variant of the problem that the tables are for."""
+    temperature_factor: float = 1.0
+    """Factor on the temperature: below 1 for a start that is nearly good enough, or for little time."""
 
     def __post_init__(self) -> None:
         self.state, self.best, self.trial = (copy_state(self.first) for _ in range(3))
@@ -116,7 +118,7 @@ class Chain:
     @property
     def initial_temperature(self) -> float:
         """Lower with many lanes: one change matters less among them, and fewer changes can be tried."""
-        return min(MAX_TEMPERATURE, TEMPERATURE / len(self.state.counts) ** 2)
+        return self.temperature_factor * min(MAX_TEMPERATURE, TEMPERATURE / len(self.state.counts) ** 2)
 
     @property
     def best_ns(self) -> int:
