@@ -67,10 +67,10 @@ def with_speed(cluster: Cluster, factor: float, node: int) -> Cluster:
 @dataclass(frozen=True)
 class Case:
     plan: Plan
-    limit: CauseGroup
+    bottleneck: CauseGroup
     where: set[int] | set[tuple[int, int]]
     """Its node, or its links."""
-    sort: EditKind
+    kind: EditKind
     what: str
     """The change that helps most."""
     changed: Plan | None
