@@ -24,8 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from transformers import LlamaForCausalLM  # noqa: F401  imported once, before owners are forked
 
+import skippipe.launch.local
 import skippipe.runtime.train_role
-import skippipe.training.run
 from skippipe.errors import UserError
 from skippipe.launch.fork_server import ProcessPool
 from skippipe.runtime.coordinator.interfaces import IterationReport
@@ -240,7 +240,7 @@ def run_coordinator(scene: Scene, resumed: bool) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     scene.born(THE_COORDINATOR, scene.job.transport.listen if scene.joined else "")
-    skippipe.training.run.node_process = lambda roles, join_config: birth(scene, join_config)  # type: ignore[attr-defined]
+    skippipe.launch.local.node_process = lambda roles, join_config: birth(scene, join_config)  # type: ignore[attr-defined]
     if scene.full_disk is not None:
         _fill_disk(scene)
     try:
