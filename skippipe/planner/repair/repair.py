@@ -222,7 +222,8 @@ class _Construction:
                 counts = Counter(self._visits(lane.path) for lane in existing)
                 groups = even_exposure(self.sets, self.stages, self.microbatches, self.capacity, counts)
                 found.append(self._filled(existing, groups))
-        return [lanes for lanes in found if lanes]
+        carrying = ([lane for lane in lanes if lane.microbatches] for lanes in found)
+        return [lanes for lanes in carrying if lanes]
 
     @cached_property
     def sets(self) -> list[StageSet]:
