@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+from skippipe.codecs import CODECS
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, exists, read_json
 from skippipe.value_ranges import (
@@ -26,9 +27,7 @@ from skippipe.value_ranges import (
     range_of,
 )
 
-WIRE_DTYPES = ("fp32", "bf16", "int8")  # the largest first
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
-INT8_BLOCK = 128  # values that share one fp32 scale on the wire
 
 STATE_BYTES_PER_PARAMETER = 20  # fp32 weight, gradient, its sum over the stage, and two Adam moments
 OPTIMIZER_FLOPS_PER_PARAMETER = 250  # Adam waits for memory: the operations that would have fitted into its time
@@ -183,9 +182,9 @@ class Workload:
     microbatches: Annotated[int, MICROBATCHES] = 30
     """In one iteration, over all data nodes."""
     wire_dtype: str = "bf16"
-    """Of activations and their gradients on a hop."""
+    """Codec of activations and their gradients on a hop."""
     gradient_dtype: str = "fp32"
-    """Of weight gradients while they are averaged."""
+    """Codec of weight gradients while they are averaged."""
     compute_dtype: str = "bf16"
     """Of the activations a node keeps for the backward pass."""
     activation_checkpointing: bool = False
@@ -205,8 +204,8 @@ class Workload:
     def __post_init__(self) -> None:
         check_ranges(self, "workload")
         for name, choices in (
-            ("wire_dtype", WIRE_DTYPES),
-            ("gradient_dtype", WIRE_DTYPES),
+            ("wire_dtype", tuple(CODECS)),
+            ("gradient_dtype", tuple(CODECS)),
             ("compute_dtype", tuple(COMPUTE_BYTES)),
         ):
             if getattr(self, name) not in choices:
@@ -234,15 +233,15 @@ class Workload:
 
     @property
     def activation_bytes(self) -> int:
-        """One hop of one microbatch."""
+        """Bytes of one hop of one microbatch, as its codec expects them."""
         values = self.samples_per_microbatch * self.sequence_tokens * self.model.hidden
-        return wire_bytes(values, self.wire_dtype) + self.header_bytes
+        return CODECS[self.wire_dtype].expected_bytes(values) + self.header_bytes
 
     def stage_parameters(self, stage: int, layers: int) -> int:
         return layers * self.model.layer_parameters + (self.model.end_parameters if stage == 0 else 0)
 
     def gradient_bytes(self, stage: int, layers: int) -> int:
-        return wire_bytes(self.stage_parameters(stage, layers), self.gradient_dtype)
+        return CODECS[self.gradient_dtype].expected_bytes(self.stage_parameters(stage, layers))
 
     def fixed_bytes(self, stage: int, layers: int) -> int:
         """What a node of the stage holds whether or not a microbatch is there."""
@@ -303,10 +302,3 @@ class Workload:
         )
         entry.close()
         return workload
-
-
-def wire_bytes(values: int, dtype: str) -> int:
-    """Bytes of a tensor on the wire."""
-    if dtype == "int8":
-        return values + 4 * -(-values // INT8_BLOCK)
-    return values * COMPUTE_BYTES[dtype]

@@ -24,6 +24,7 @@ from torch import Tensor
 from skippipe.checkpoint.format import MANIFEST, MEANS, PARTS, Checkpoints, Manifest, StageWriter, StoredFile, verified
 from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.checkpoint.storage import Rescue, WriteFailures, in_bytes, reason
+from skippipe.codecs import EncodedTensor, encode
 from skippipe.data.tokenizer import TextTokenizer
 from skippipe.errors import UserError
 from skippipe.json_fields import read_as
@@ -32,7 +33,6 @@ from skippipe.model.model_files import CODE_FIELD
 from skippipe.model.model_spec import ModelSpec, config_from
 from skippipe.model.stage import layer_ranges
 from skippipe.runtime.node_config import NodeConfig
-from skippipe.transport.wire_codec import EncodedTensor, encode
 
 log = logging.getLogger(__name__)
 

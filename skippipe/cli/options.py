@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 import typer
 from typer.models import OptionInfo
 
+from skippipe.codecs import CODECS
 from skippipe.errors import UserError
 from skippipe.value_ranges import (
     BUDGET_S,
@@ -173,7 +174,7 @@ class SweepOptions:
     wire: Annotated[
         str | None,
         typer.Option(
-            help="Activations on the wire: fp32, bf16, int8; or all that will do, as in bf16,int8.",
+            help=f"Activations on the wire: {', '.join(CODECS)}; or all that will do, as in bf16,int8.",
             show_default="bf16",
             rich_help_panel=WORKLOAD,
         ),

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
+from skippipe.codecs import EncodedTensor, decode, encode
 from skippipe.runtime.node.ops import piece_sent
 from skippipe.runtime.node_config import NodeConfig
-from skippipe.transport.wire_codec import EncodedTensor, decode, encode
 
 
 class GradientRing:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from skippipe import dispatch
+from skippipe.codecs import CODECS, EncodedTensor, decode, encode
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.jit import python_version
 from skippipe.model.flat_params import layout, layout_of_stage
@@ -47,7 +48,6 @@ from skippipe.runtime.node.ops import (
 from skippipe.runtime.node.state_transfer import LEAST_VALUES
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.transport.message import Message, MessageKind
-from skippipe.transport.wire_codec import EncodedTensor, decode, encode
 from skippipe.workload import Workload
 
 SHOWN_VALUES = 2**22  # of a state in one message, 16 MiB
@@ -278,7 +278,7 @@ class StageExecutor:
 
     def _out(self, tensor: Tensor) -> Any:
         dtype = self._wire_dtype
-        return encode(tensor, dtype, share=True) if self._packing else rounded(tensor, dtype)
+        return encode(tensor, dtype, share=True) if self._packing else CODECS[dtype].rounded(tensor)
 
     def _in(self, given: Any) -> Tensor:
         if isinstance(given, EncodedTensor):
@@ -305,12 +305,3 @@ def in_pieces(part: StateSlice, most: int | None = None) -> Iterator[StateSlice]
     for start in range(0, part.count, most):
         count = min(most, part.count - start)
         yield replace(part, first=part.first + start, at=part.at + start, count=count)
-
-
-def rounded(tensor: Tensor, dtype: str) -> Tensor:
-    """What is left of a tensor after a hop."""
-    if dtype == "fp32":
-        return tensor.float()
-    if dtype == "bf16":
-        return tensor.to(torch.bfloat16)
-    return decode(encode(tensor, dtype), tensor.device)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+from skippipe.codecs import CodecId
 from skippipe.errors import UserError
 from skippipe.optim_config import OptimConfig
 from skippipe.skip_schedule import USUAL, SkipSchedule
@@ -29,7 +30,6 @@ from skippipe.value_ranges import (
 )
 
 Strategies = Literal["best", "skippipe", "no-tc2", "dtfm-skip", "dtfm"]
-Precision = Literal["fp32", "bf16", "int8"]
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,14 @@ class AveragingConfig:
     engine: Literal["ring", "torch"] = "ring"
     """The ring over the nodes' own encrypted connections, in an order that suits the links; or torch.distributed
     (gloo, NCCL), for machines that trust each other's network."""
-    dtype: Precision = "fp32"
-    """Of gradients on the wire; below fp32 the rounding errors are carried over to the next iteration."""
+    dtype: CodecId = "fp32"
+    """Codec of gradients on the wire; below fp32 the rounding errors are carried over to the next iteration."""
 
 
 @dataclass(frozen=True)
 class TransportConfig:
-    wire: Precision = "bf16"
-    """Of activations and their gradients on the wire."""
+    wire: CodecId = "bf16"
+    """Codec of activations and their gradients on the wire."""
     security: Literal["curve", "none"] = "curve"
     """Encrypt and authenticate every connection; "none" only works on loopback."""
     listen: str = "127.0.0.1:0"

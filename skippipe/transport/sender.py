@@ -9,6 +9,7 @@ from enum import StrEnum
 
 import zmq
 
+from skippipe.codecs import Buffer
 from skippipe.transport.addresses import (
     CONNECT_S,
     CONNECTION_EVENTS,
@@ -22,7 +23,6 @@ from skippipe.transport.addresses import (
 from skippipe.transport.fast_path import FastPathMessage, FastPathSender, FastPathVerb, new_path_id
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.link_keepalive import LinkHeartbeat
-from skippipe.transport.wire_codec import Buffer
 
 RECONNECT_MS = 100
 RECONNECT_MOST_MS = 2000

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from skippipe.codecs import EncodedTensor
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
@@ -15,7 +16,6 @@ from skippipe.model.stage_step import StageStep
 from skippipe.optim_config import OptimConfig
 from skippipe.runtime.node.ops import GradNorm, OptimizerStep, RingStep
 from skippipe.runtime.stage_executor import StageExecutor
-from skippipe.transport.wire_codec import EncodedTensor
 from skippipe.workload import Workload
 from tests.helpers.models import tiny
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from skippipe.cluster import Cluster
+from skippipe.codecs import encode
 from skippipe.model.model_spec import ModelSpec
 from skippipe.plan import Lane, Plan
 from skippipe.runtime import stage_executor
@@ -45,7 +46,6 @@ from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.training.build_run import RunSetup
 from skippipe.training.job_config import CheckpointConfig, JobConfig, RecoveryConfig
-from skippipe.transport.wire_codec import encode
 from tests.helpers.executors import computer_of, noise, stepped
 from tests.helpers.single_coordinator import HELLO, coordinating, is_now
 from tests.helpers.single_node import Bench

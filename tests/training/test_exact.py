@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from skippipe.codecs import EncodedTensor, encode
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
@@ -26,7 +27,6 @@ from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.training.reference import ReferenceTrainer
-from skippipe.transport.wire_codec import EncodedTensor, encode
 from skippipe.workload import Workload
 from tests.helpers.models import tiny, whole_model
 from tests.helpers.plans import uniform_cluster

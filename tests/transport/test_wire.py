@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.fuzz import good_control
+from skippipe.codecs import CODECS, EncodedTensor, decode, encode
+from skippipe.codecs.int8 import BLOCK as INT8_BLOCK
 from skippipe.errors import UserError
 from skippipe.runtime import messages as control_messages
 from skippipe.transport import aead
@@ -36,9 +38,7 @@ from skippipe.transport.message import (
     from_frames,
     to_frames,
 )
-from skippipe.transport.wire_codec import EncodedTensor, decode, encode
 from skippipe.transport.zap_auth import ZapAuth
-from skippipe.workload import INT8_BLOCK, WIRE_DTYPES, wire_bytes
 
 LIMITS = Limits(payload_bytes=2**24)
 
@@ -57,12 +57,12 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 # Tensors
 
 
-@given(tensors(), st.sampled_from(WIRE_DTYPES))
+@given(tensors(), st.sampled_from(sorted(CODECS)))
 @example(torch.zeros(300), "int8")
 @example(torch.tensor(-3.5), "int8")
 def test_packed_and_back(tensor: torch.Tensor, dtype: str) -> None:
     packed = encode(tensor, dtype)
-    assert packed.nbytes == wire_bytes(tensor.numel(), dtype)
+    assert packed.nbytes == CODECS[dtype].expected_bytes(tensor.numel())
     back = decode(packed)
     assert back.shape == tensor.shape and back.dtype == torch.float32
     if dtype == "fp32":
@@ -77,7 +77,7 @@ def test_packed_and_back(tensor: torch.Tensor, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", WIRE_DTYPES)
+@pytest.mark.parametrize("dtype", CODECS)
 def test_what_is_not_finite_does_not_become_a_number(bad: float, dtype: str) -> None:
     tensor = torch.ones(3 * INT8_BLOCK + 5)
     tensor[INT8_BLOCK + 3] = bad
@@ -141,8 +141,8 @@ def messages(draw: st.DrawFn) -> Message:
     if draw(st.booleans()) and kind is MessageKind.CONTROL:
         body = draw(objects)
     elif draw(st.booleans()) and kind is not MessageKind.CONTROL:
-        dtype, shape = draw(st.sampled_from(WIRE_DTYPES)), draw(shapes)
-        body = EncodedTensor(dtype, shape, b"\x5a" * wire_bytes(math.prod(shape), dtype))
+        dtype, shape = draw(st.sampled_from(sorted(CODECS))), draw(shapes)
+        body = EncodedTensor(dtype, shape, b"\x5a" * CODECS[dtype].expected_bytes(math.prod(shape)))
     return Message(kind, *places, body, epoch=draw(counts), sent_ns=draw(times))
 
 
@@ -176,7 +176,9 @@ def test_damaged_messages_are_messages_or_malformed(message: Message, at: int, b
         back, _ = from_frames([damaged, payload if other is None else other], LIMITS)
     except Malformed:
         return
-    assert not isinstance(back.body, EncodedTensor) or back.body.nbytes == wire_bytes(back.body.values, back.body.dtype)
+    assert not isinstance(back.body, EncodedTensor) or back.body.nbytes == CODECS[back.body.dtype].expected_bytes(
+        back.body.values
+    )
 
 
 PLACES = ("iteration", "lane", "microbatch", "step", "epoch", "sent_ns", "due_ns")
@@ -264,7 +266,7 @@ def test_messages_that_cannot_be() -> None:
                 Message(**fields)
     with pytest.raises(ValueError, match="a HOP message cannot carry dict"):
         Message(MessageKind.HOP, 0, 0, 0, 0, {})
-    with pytest.raises(ValueError, match="3 bytes are no fp32 tensor"):
+    with pytest.raises(ValueError, match=r"3 bytes; a fp32 tensor of shape \[1\] has 4"):
         to_frames(Message(MessageKind.HOP, 0, 0, 0, 0, EncodedTensor("fp32", (1,), b"abc")))
 
 
@@ -311,7 +313,7 @@ def test_broken_control_messages_start_from_sound_ones() -> None:
 
 def test_messages_and_tensors_need_no_sockets() -> None:
     """GPU machines may lack pyzmq."""
-    program = "import sys; sys.modules['zmq'] = None; import skippipe.transport.message, skippipe.transport.wire_codec"
+    program = "import sys; sys.modules['zmq'] = None; import skippipe.transport.message, skippipe.codecs"
     subprocess.run([sys.executable, "-c", program + "; assert 'torch' not in sys.modules"], check=True, timeout=60)
 
 

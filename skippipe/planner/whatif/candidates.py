@@ -13,6 +13,7 @@ from functools import partial
 from itertools import permutations
 
 from skippipe import constraints
+from skippipe.codecs import smaller_than
 from skippipe.critical_path import (
     Bottleneck,
     CauseGroup,
@@ -41,7 +42,6 @@ from skippipe.planner.whatif.edits import (
 )
 from skippipe.ring_timing import best_ring
 from skippipe.timeline import Timeline
-from skippipe.workload import WIRE_DTYPES
 
 LIMITS = 12  # of the critical path, the largest: what they blame is tried
 NODES_TO_DROP = 3  # likewise, where paths are searched anew
@@ -194,11 +194,11 @@ class CandidateEdits:
             because = f"computing and waiting: {self._share(waiting + working)} of the time"
             yield self._proposal(EditKind.SPLIT_BACKWARD, what, because, partial(other_backward, plan))
         sending = sum(limit.of(CauseKind.BANDWIDTH, CauseKind.QUEUE) for limit in self.limits)
-        smaller = WIRE_DTYPES[WIRE_DTYPES.index(plan.workload.wire_dtype) + 1 :]
-        if sending and smaller:
-            what = f"{smaller[0]} instead of {plan.workload.wire_dtype} on the wire"
+        smaller = smaller_than(plan.workload.wire_dtype)
+        if sending and smaller is not None:
+            what = f"{smaller} instead of {plan.workload.wire_dtype} on the wire"
             because = f"sending: {self._share(sending)} of the time"
-            yield self._proposal(EditKind.WIRE, what, because, partial(smaller_messages, plan, smaller[0]))
+            yield self._proposal(EditKind.WIRE, what, because, partial(smaller_messages, plan, smaller))
         flying = sum(limit.of(CauseKind.LATENCY, CauseKind.AVERAGING_LATENCY) for limit in self.limits)
         if flying and plan.cluster.hop_overhead_s:
             because = f"latency and overhead: {self._share(flying)} of the time"

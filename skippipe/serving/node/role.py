@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from skippipe.codecs import CODECS
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, as_integer, exists
 from skippipe.runtime.node.interfaces import SERVING, NodeEnv, Role, Roles
@@ -70,7 +71,7 @@ class ServingConfig:
             fingerprint=fields.text("fingerprint"),
             device=fields.text("device"),
             dtype=fields.text("dtype", ("fp32", "bf16")),
-            wire_dtype=fields.text("wire_dtype", ("fp32", "bf16", "int8")),
+            wire_dtype=fields.text("wire_dtype", tuple(CODECS)),
             lane_tokens=fields.integer("lane_tokens"),
             drive=fields.number("drive"),
             threads=fields.integer("threads"),
