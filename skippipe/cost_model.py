@@ -6,13 +6,16 @@ the same time, and another program that follows docs/formats.md gets the very sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from skippipe.cluster import Cluster
+from skippipe.collectives import Collective, collective_named
 from skippipe.workload import OPTIMIZER_FLOPS_PER_PARAMETER, Workload
 
 Ns = NDArray[np.int64]
@@ -53,6 +56,9 @@ class CostModel:
     bandwidth_bytes_per_s: NDArray[np.float64]
     activation_bytes: int
     gradient_bytes: tuple[int, ...]
+    """[stage]: what the nodes of a stage average, encoded."""
+    collective: Collective
+    """How they do."""
 
     @property
     def nodes(self) -> int:
@@ -68,6 +74,25 @@ class CostModel:
     def hop_ns(self) -> Ns:
         """[from, to]: a hop over an idle link."""
         return self.flight_ns + self.transmit_ns
+
+    def transmit_of(self, size_bytes: int) -> Ns:
+        """[from, to]: time for which a message of so many bytes keeps the link busy."""
+        return transmit_ns(self.bandwidth_bytes_per_s, size_bytes)
+
+    def averaging_order(self, stage: int, nodes: Sequence[int]) -> tuple[int, ...]:
+        """The order in which these nodes of a stage average."""
+        return self.collective.order(self, stage, nodes)
+
+    def averaging_ns(self, stage: int, order: Sequence[int]) -> int:
+        """How long they average if they are done at the same time."""
+        return self.collective.takes_ns(self, stage, order)
+
+
+def transmit_ns(bandwidth_bytes_per_s: NDArray[np.float64], size_bytes: int) -> Ns:
+    """Time for which a message keeps links of these bandwidths busy; NEVER_NS where there is no link."""
+    with np.errstate(divide="ignore", over="ignore"):
+        transmit = np.where(bandwidth_bytes_per_s > 0, np.rint(size_bytes / bandwidth_bytes_per_s * 1e9), NEVER_NS)
+    return np.minimum(transmit, NEVER_NS).astype(np.int64)
 
 
 def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...]) -> CostModel:
@@ -85,10 +110,7 @@ def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...])
         float(OPTIMIZER_FLOPS_PER_PARAMETER * workload.stage_parameters(stage, k)) for stage, k in enumerate(layers)
     ]
     backward_ns = stage_by_node([workload.backward_ratio * flops for flops in forward])
-    reachable = cluster.bandwidth_bytes_per_s > 0
-    bandwidth = np.where(reachable, cluster.bandwidth_bytes_per_s, 1.0)
     with np.errstate(over="ignore"):
-        transmit = np.where(reachable, np.rint(workload.activation_bytes / bandwidth * 1e9), NEVER_NS)
         flight = np.rint((cluster.latency_s + cluster.hop_overhead_s) * 1e9)
     return CostModel(
         layers=layers,
@@ -102,14 +124,15 @@ def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...])
             dtype=np.int64,
         ),
         flight_ns=_without_diagonal(flight),
-        transmit_ns=_without_diagonal(transmit),
+        transmit_ns=_without_diagonal(transmit_ns(cluster.bandwidth_bytes_per_s, workload.activation_bytes)),
         bandwidth_bytes_per_s=cluster.bandwidth_bytes_per_s,
         activation_bytes=workload.activation_bytes,
         gradient_bytes=tuple(workload.gradient_bytes(stage, k) for stage, k in enumerate(layers)),
+        collective=collective_named(workload.collective),
     )
 
 
-def _without_diagonal(values: NDArray[np.float64]) -> Ns:
-    whole = np.minimum(values, NEVER_NS).astype(np.int64)
+def _without_diagonal(values: NDArray[Any]) -> Ns:
+    whole: Ns = np.minimum(values, NEVER_NS).astype(np.int64)
     np.fill_diagonal(whole, 0)
     return whole

@@ -200,6 +200,8 @@ class Workload:
     """At most this many microbatches in flight on a node, however much memory it has."""
     early_exit: bool = False
     """The head runs twice: also on what stage 0 alone has made of a microbatch."""
+    collective: str = "ring"
+    """The collective by which weight gradients are averaged."""
 
     def __post_init__(self) -> None:
         check_ranges(self, "workload")
@@ -279,7 +281,10 @@ class Workload:
         return memory_bytes - self.fixed_bytes(stage, layers) - held
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        written = asdict(self)
+        if self.collective == Workload.collective:
+            del written["collective"]  # as in files from before there were others
+        return written
 
     @classmethod
     def from_json(cls, value: Any, place: str = "workload") -> Workload:
@@ -299,6 +304,7 @@ class Workload:
             header_bytes=entry.integer("header_bytes"),
             max_slots=entry.integer("max_slots") if entry.has("max_slots") else entry.take("max_slots"),
             early_exit=entry.flag("early_exit") if entry.mentions("early_exit") else False,
+            collective=entry.text("collective") if entry.mentions("collective") else cls.collective,
         )
         entry.close()
         return workload

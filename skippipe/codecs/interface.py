@@ -33,6 +33,10 @@ class Codec(ABC):
     fixed_size: ClassVar[bool] = True
     """Whether the number of values alone gives the number of bytes. If not, `malformed` has to be overridden."""
 
+    @property
+    def lossless(self) -> bool:
+        return self.error_bound == LOSSLESS
+
     @abstractmethod
     def expected_bytes(self, values: int) -> int:
         """Bytes of so many values: exactly if the size is fixed, else what a plan reckons with."""

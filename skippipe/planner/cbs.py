@@ -21,7 +21,6 @@ from skippipe.cost_model import NEVER_NS
 from skippipe.dispatch import all_steps, is_weights, place
 from skippipe.planner.astar import NO_WAY, TOO_MANY, best_path
 from skippipe.planner.problem import Budget, Placement, Problem, rings, stage_of
-from skippipe.ring_timing import ring_after_ns
 from skippipe.simulator import Course, as_arrays
 from skippipe.timeline import Timing
 
@@ -242,7 +241,7 @@ class PathSearch:
         """What follows at least when a lane's last microbatch is back: every lane ends on stage 0, which averages."""
         late_ns = 0
         if self.problem.timing is Timing.FULL:
-            late_ns = ring_after_ns(self.problem.costs, 0, ring, data_node)
+            late_ns = self.problem.costs.collective.after_ns(self.problem.costs, 0, ring, data_node)
         return int(self.course.weight_ns[data_node]) + late_ns + self.course.step_ns
 
     def _root(self) -> CbsNode | None:
@@ -337,7 +336,7 @@ class PathSearch:
             max(group.lanes) * way.least_ns + int(self.course.weight_ns[group.data_node])
             for group, way in zip(self.groups, ways, strict=True)
         ]
-        return max(ends_ns) + max(self.course.ring_ns) + self.course.step_ns
+        return max(ends_ns) + max(self.course.averaging_ns) + self.course.step_ns
 
     def _apart(self, branch: CbsNode) -> list[CbsNode]:
         """TC2: for the longest wait of a first microbatch behind another group's, each of the two keeps away.

@@ -42,7 +42,6 @@ from skippipe.planner.problem import NOTHING_FREE, Budget, Placement, Problem, r
 from skippipe.planner.repair.repair import repaired
 from skippipe.planner.search.annealing import SearchLimits, compile_moves, improved
 from skippipe.presets import datacentre
-from skippipe.ring_timing import best_ring
 from skippipe.simulator import Course, as_arrays, simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
@@ -137,7 +136,7 @@ def compile_kernels() -> None:
     """Some ten seconds on a new machine, a fraction of one later; so that a budget is spent on the search alone."""
     work = Workload(MODELS["llama-30m"], microbatches=2)
     problem = Problem(datacentre(3), work, 3, 2)
-    best_ring(cost_model_of(datacentre(9), work, (6, 6)), 1, range(9))  # small rings come below
+    cost_model_of(datacentre(9), work, (6, 6)).averaging_order(1, range(9))  # small rings come below
     allocate(problem, Budget(1, math.inf, time.monotonic), seed=0)
     once = PlanRequest(budget_s=math.inf, placement=((0,), (1,), (2,)))
     _Planning(problem, Strategy.SKIPPIPE, once).plan()

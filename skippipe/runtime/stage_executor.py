@@ -1,11 +1,11 @@
-"""A node's computer on real tensors: a stage of a model, its data, its gradient ring.
+"""A node's computer on real tensors: a stage of a model, its data, its averager.
 
 It knows the stage and the model, and nothing of lanes, rings or other nodes: the plan may change while it stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from skippipe import dispatch
 from skippipe.codecs import CODECS, EncodedTensor, decode, encode
+from skippipe.collectives import MakeAverager
+from skippipe.collectives.ring import GradientRing
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.jit import python_version
 from skippipe.model.flat_params import layout, layout_of_stage
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage_step import StageStep
-from skippipe.runtime.allreduce import GradientRing
 from skippipe.runtime.neighbour_init import ends_of, init_from_backup, init_from_neighbours
 from skippipe.runtime.node.ops import (
-    AllReduce,
     CheckFinite,
     ClearGradients,
     CopyEnds,
@@ -70,7 +70,7 @@ class StageExecutor:
         *,
         recipe: SkipSchedule | None = None,
         packing: bool = True,
-        reduce: Callable[[Tensor], None] | None = None,
+        make_averager: MakeAverager = GradientRing,
     ) -> None:
         """`layers` of each stage, this one and the others; a `sampler` where microbatches set out."""
         self.tasks = tasks
@@ -81,8 +81,7 @@ class StageExecutor:
         self._recipe = recipe or SkipSchedule()
         self._microbatches = workload.microbatches
         self._packing = packing
-        self._reduce = reduce
-        self._ring = GradientRing(tasks.weights.gradient, workload.gradient_dtype)
+        self._averager = make_averager(tasks.weights.gradient, workload.gradient_dtype)
         self._measured: tuple[int, Tensor | None] | None = None
         """What the sum of gradients is divided by, and that sum if it lies beside this node's own."""
         self._kept: Tensor | None = None
@@ -106,10 +105,7 @@ class StageExecutor:
             case CheckFinite():
                 return self._inspect()
             case RingStep():
-                return self._ring.turn(work.round, work.at, work.size, work.given)
-            case AllReduce():
-                assert self._reduce is not None
-                return self._reduce(self.tasks.weights.gradient)
+                return self._averager.turn(work.round, work.at, work.size, work.given)
             case GradNorm():
                 return self._measure(work.visits, alone=work.alone)
             case OptimizerStep():
@@ -140,7 +136,7 @@ class StageExecutor:
         if not isinstance(body, EncodedTensor):
             return False
         if message.kind is MessageKind.CHUNK:
-            return self._ring.fits(body, message.step + 1, at, size)
+            return self._averager.fits(body, message.step + 1, at, size)
         return body.shape == self._shape and body.dtype == self._wire_dtype
 
     def _inspect(self) -> bool:
@@ -152,7 +148,7 @@ class StageExecutor:
 
     def _measure(self, visits: int, *, alone: bool) -> float:
         """Any number of times: an iteration may be averaged again, with others or with nobody."""
-        summed = None if alone or self._reduce is not None else self._ring.summed
+        summed = None if alone else self._averager.summed
         count = self._recipe.divisor(visits, self._microbatches)
         self._measured = count, summed
         return self.tasks.weights.squared_norm(count, summed)
@@ -165,13 +161,13 @@ class StageExecutor:
         if count == 0:  # a stage that nobody visited stays as it is
             return self._zero()
         self.tasks.weights.step(rate, scale / count, summed)
-        self._ring.close(followed=True)
+        self._averager.close(followed=True)
         self._measured = None
         return None
 
     def _zero(self) -> None:
         self.tasks.weights.gradient.zero_()
-        self._ring.close(followed=False)
+        self._averager.close(followed=False)
         self._measured = None
 
     def _show(self, piece: int, *, kept: bool) -> EncodedTensor | None:

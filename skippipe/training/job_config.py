@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from skippipe.codecs import CodecId
+from skippipe.collectives import COLLECTIVES, CollectiveId
 from skippipe.errors import UserError
 from skippipe.optim_config import OptimConfig
 from skippipe.skip_schedule import USUAL, SkipSchedule
@@ -88,7 +89,7 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class AveragingConfig:
-    engine: Literal["ring", "torch"] = "ring"
+    engine: CollectiveId = "ring"
     """The ring over the nodes' own encrypted connections, in an order that suits the links; or torch.distributed
     (gloo, NCCL), for machines that trust each other's network."""
     dtype: CodecId = "fp32"
@@ -215,12 +216,13 @@ class JobConfig:
         self._check_recipe()
         if self.emulation.enabled and self.transport.peers:
             raise UserError("emulation.enabled: nodes that join from other machines cannot be emulated on this one")
-        if self.averaging.engine == "torch" and self.transport.peers:
-            raise UserError("averaging.engine: 'torch' is for nodes that are started here; those that join need 'ring'")
-        if self.averaging.engine == "torch" and self.averaging.dtype != "fp32":
+        engine, codec = self.averaging.engine, self.averaging.dtype
+        if not COLLECTIVES[engine].elastic and self.transport.peers:
             raise UserError(
-                f"averaging.dtype: torch averages in fp32, not {self.averaging.dtype}; choose fp32 or engine 'ring'"
+                f"averaging.engine: '{engine}' is for nodes that are started here; those that join need 'ring'"
             )
+        if not COLLECTIVES[engine].in_messages and codec != "fp32":
+            raise UserError(f"averaging.dtype: {engine} averages in fp32, not {codec}; choose fp32 or engine 'ring'")
         if bool(self.transport.peers) != bool(self.transport.key):
             raise UserError("transport.peers and transport.key go together: 'skippipe keys' makes both")
         if self.transport.security == "none" and self.transport.peers:

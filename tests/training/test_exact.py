@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from skippipe.codecs import EncodedTensor, encode
+from skippipe.collectives.ring import GradientRing
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
@@ -21,7 +22,6 @@ from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
 from skippipe.optim_config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.allreduce import GradientRing
 from skippipe.runtime.coordinator.state_machine import CoordinatorState
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor

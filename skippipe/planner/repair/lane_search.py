@@ -14,13 +14,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from skippipe.collectives.ring import Rings, averaging_spans
 from skippipe.constraints import MAX_SWAPS, cc2_step
 from skippipe.event_loop import run
 from skippipe.jit import kernel
 from skippipe.planner.astar import NO_WAY
 from skippipe.planner.problem import Budget
 from skippipe.planner.search.state import move_microbatches, put_in_order, visits
-from skippipe.ring_timing import averaging_spans
 from skippipe.simulator import Course
 
 Ints = NDArray[np.int64]
@@ -73,6 +73,8 @@ class LaneProblem:
     """What lanes run on, and what they must keep to."""
 
     course: Course
+    rings: Rings
+    """The search reckons with the time of a ring, whatever the collective."""
     stage_of: Ints
     """[node]; −1: no lane may use it."""
     nodes: Ints
@@ -111,7 +113,7 @@ class LaneProblem:
 
 class _Search:
     def __init__(self, ground: LaneProblem, lanes: Lanes) -> None:
-        course, rings = ground.course, ground.course.rings
+        course, rings = ground.course, ground.rings
         room = max(ground.room, len(lanes))
         self.paths = np.zeros((room, ground.length), np.int64)
         self.counts = np.zeros(room, np.int64)

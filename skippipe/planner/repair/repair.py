@@ -19,6 +19,7 @@ import numpy as np
 
 from skippipe import constraints
 from skippipe.cluster import Cluster
+from skippipe.collectives.ring import Rings
 from skippipe.cost_model import NEVER_NS, CostModel, cost_model_of
 from skippipe.errors import UserError
 from skippipe.plan import Lane, Plan, Stage
@@ -27,7 +28,6 @@ from skippipe.planner.problem import Budget
 from skippipe.planner.repair.exposure_milp import LaneGroup, Visits, even_exposure, visit_sets
 from skippipe.planner.repair.lane_search import LaneProblem, Lanes
 from skippipe.presets import datacentre
-from skippipe.ring_timing import best_ring
 from skippipe.simulator import Course, simulate
 from skippipe.timeline import Timing
 from skippipe.workload import MODELS, Workload
@@ -62,7 +62,7 @@ def repaired(
         cluster = plan.cluster
     bare = replace(plan, cluster=cluster, expected=None, lower_bound_ns=None)  # the new costs are worked out once
     costs = bare.costs
-    rings = [best_ring(costs, stage, sorted(nodes)) for stage, nodes in enumerate(members)]
+    rings = [costs.averaging_order(stage, sorted(nodes)) for stage, nodes in enumerate(members)]
     usable = [
         [node for node in sorted(nodes) if node in able and costs.slots[stage, node] > 0]
         for stage, nodes in enumerate(members)
@@ -73,7 +73,7 @@ def repaired(
     held = sum(map(bool, usable[1:]))
     longest = min(visited or _usual_length(plan), 1 + held)
     for length in range(longest, 1, -1):
-        ground = _ground(plan, course, costs, usable, length)
+        ground = _ground(plan, course, Rings.of(costs, rings), costs, usable, length)
         starts = [lanes for each in _choices(costs, usable) for lanes in _Building(plan, ground, each).starts()]
         if starts:
             break
@@ -99,7 +99,7 @@ def repaired(
 def compile_repair() -> None:
     """Some twenty seconds on a new machine, a second later: to be called before the first repair is needed."""
     work = Workload(MODELS["llama-30m"], microbatches=2)
-    best_ring(cost_model_of(datacentre(9), work, (6, 6)), 1, range(9))  # small rings come below
+    cost_model_of(datacentre(9), work, (6, 6)).averaging_order(1, range(9))  # small rings come below
     stages = (Stage(6, (0, 1), (0, 1)), Stage(6, (2, 3), (2, 3)))
     plan = Plan(datacentre(4), work, stages, (Lane((0, 2), 1), Lane((1, 3), 1)))
     repaired(plan, [{0}, {2, 3}], {0, 2, 3}, budget_s=2, clock=count().__next__)
@@ -119,7 +119,9 @@ def _usual_length(plan: Plan) -> int:
     return max(lengths, key=lambda length: (lengths[length], length))
 
 
-def _ground(plan: Plan, course: Course, costs: CostModel, usable: Sequence[Sequence[int]], length: int) -> LaneProblem:
+def _ground(
+    plan: Plan, course: Course, rings: Rings, costs: CostModel, usable: Sequence[Sequence[int]], length: int
+) -> LaneProblem:
     stage_of = np.full(costs.nodes, -1, np.int64)
     for stage, nodes in enumerate(usable):
         stage_of[list(nodes)] = stage
@@ -130,6 +132,7 @@ def _ground(plan: Plan, course: Course, costs: CostModel, usable: Sequence[Seque
     slots = sum(int(course.slots[node]) for node in usable[0])
     return LaneProblem(
         course=course,
+        rings=rings,
         stage_of=stage_of,
         nodes=np.array(list(chain(*usable)), dtype=np.int64),
         first=np.cumsum([0, *map(len, usable)], dtype=np.int64),

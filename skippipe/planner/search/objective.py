@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from skippipe.collectives.ring import averaged_ns
 from skippipe.constraints import cc2_step
 from skippipe.cost_model import NEVER_NS
 from skippipe.event_loop import run
 from skippipe.jit import kernel
 from skippipe.planner.astar import NO_WAY
 from skippipe.planner.search.state import Ints, State, Tables
-from skippipe.ring_timing import averaged_ns
 
 TRAVEL_WEIGHT = 400  # the mean lane alone counts by one part in so many
 UNEVEN = 100  # a visit too many or too few costs one part in so many of the iteration

@@ -22,7 +22,6 @@ from skippipe.dispatch import Dispatch
 from skippipe.jit import kernel
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Problem
-from skippipe.ring_timing import best_ring
 from skippipe.timeline import Timing
 
 Ints = NDArray[np.int64]
@@ -205,7 +204,7 @@ def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
         if count
     )
     members = [at_work] if at_work == everybody or problem.timing is Timing.CONTENTION_ONLY else [at_work, everybody]
-    in_order = [[best_ring(costs, stage, ring) for stage, ring in enumerate(rings)] for rings in members]
+    in_order = [[costs.averaging_order(stage, ring) for stage, ring in enumerate(rings)] for rings in members]
     return [
         Plan(
             cluster=problem.cluster,

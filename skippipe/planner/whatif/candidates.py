@@ -40,7 +40,6 @@ from skippipe.planner.whatif.edits import (
     with_twin,
     without_node,
 )
-from skippipe.ring_timing import best_ring
 from skippipe.timeline import Timeline
 
 LIMITS = 12  # of the critical path, the largest: what they blame is tried
@@ -171,7 +170,7 @@ class CandidateEdits:
 
     def _in_other_orders(self, stage: int) -> list[Callable[[], Plan]]:
         ring = self.plan.stages[stage].ring
-        orders = [best_ring(self.plan.costs, stage, ring)]
+        orders = [self.plan.costs.averaging_order(stage, ring)]
         if len(ring) <= ORDERS_UP_TO:
             orders = [(ring[0], *rest) for rest in permutations(ring[1:])]
         return [partial(other_ring, self.plan, stage, order) for order in orders]

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from skippipe.collectives import COLLECTIVES
 from skippipe.constraints import circle
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import IterationReport
@@ -153,8 +154,11 @@ class Iteration:
     def uses(self, a: int, b: int) -> bool:
         """Does anything go from one of these nodes to the other?"""
         ways = [[node for at, node in enumerate(route.path) if at not in route.skipped] for route in self._routes]
-        rings = [[node for node in stage.ring if node in self.nodes] for stage in self.plan.stages]
-        return any({a, b} == set(pair) for each in (*ways, *rings) for pair in circle(each))
+        hops = [pair for way in ways for pair in circle(way)]
+        collective = COLLECTIVES[self.plan.workload.collective]
+        for stage in self.plan.stages:
+            hops += collective.link_messages([node for node in stage.ring if node in self.nodes])
+        return any({a, b} == set(pair) for pair in hops)
 
     def complete(self) -> bool:
         """Has everybody averaged, and to something finite? If not finite, it is done again without."""

@@ -67,22 +67,15 @@ class CheckFinite:
 
 @dataclass(frozen=True)
 class RingStep:
-    """One round of the gradient ring: take in what the neighbour sent in the round before, give what goes out now.
-
-    What the node itself has added up stays as it is, so that a ring that breaks can be begun again.
-    """
+    """One round of the stage's collective: take in what came in the round before, give what goes out now (see
+    `collectives.interface.Averager`)."""
 
     round: int
     at: int
-    """This node's place in the ring …"""
+    """This node's place among the nodes that average …"""
     size: int
     """… of so many."""
     given: Any = None
-
-
-@dataclass(frozen=True)
-class AllReduce:
-    """Sum the gradients of the stage over its nodes by other means than the ring."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +84,7 @@ class GradNorm:
 
     visits: int
     alone: bool
-    """Of this node's own sum, instead of what the ring has made."""
+    """Of this node's own sum, instead of the sum over the stage."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +222,6 @@ Op = (
     | ClearGradients
     | CheckFinite
     | RingStep
-    | AllReduce
     | GradNorm
     | OptimizerStep
     | ReadWeights
@@ -253,11 +245,6 @@ class Executor(Protocol):
 
         Asked on another thread than `run`'s.
         """
-
-
-def piece_sent(at: int, round_: int, size: int) -> int:
-    """Which piece the node at a place of the ring passes on in a round: first its own, then what came last."""
-    return (at - round_) % size
 
 
 class OpQueue:

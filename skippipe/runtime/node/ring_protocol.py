@@ -1,9 +1,10 @@
-"""A node's part in its stage's gradient ring: what has come from the neighbour, and what is passed on next."""
+"""A node's part in the collective of its stage: what has come from the others, and what is passed on next."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from skippipe.collectives import Collective
 from skippipe.runtime.node.ops import GradNorm, RingStep
 from skippipe.transport.message import Message, MessageKind
 
@@ -11,7 +12,8 @@ from skippipe.transport.message import Message, MessageKind
 class RingProtocol:
     """Of one attempt; if a member is lost, there is another with those who are left."""
 
-    def __init__(self, number: int, stage: int, ring: tuple[int, ...]) -> None:
+    def __init__(self, number: int, stage: int, ring: tuple[int, ...], collective: Collective) -> None:
+        self._collective = collective
         self.ring = ring
         self.last_sent: Message | None = None
         self._stage = stage
@@ -20,13 +22,13 @@ class RingProtocol:
         self._next = 0
         self._passing = False
 
-    @property
-    def before(self) -> int:
-        return self.ring[self._at - 1]
+    def sender(self, round_: int) -> int:
+        """The node whose message this one takes in."""
+        return self.ring[self._collective.sender(self._at, round_, len(self.ring))]
 
-    @property
-    def after(self) -> int:
-        return self.ring[(self._at + 1) % len(self.ring)]
+    def receiver(self, round_: int) -> int:
+        """The node that this one sends to."""
+        return self.ring[self._collective.receiver(self._at, round_, len(self.ring))]
 
     @property
     def at(self) -> int:
@@ -34,7 +36,7 @@ class RingProtocol:
 
     @property
     def count(self) -> int:
-        return 2 * (len(self.ring) - 1)
+        return self._collective.rounds(len(self.ring)) if self._collective.in_messages else 0
 
     def begin(self) -> RingStep:
         self._passing = True
@@ -42,10 +44,9 @@ class RingProtocol:
 
     def foresees(self, sender: int, message: Message) -> bool:
         return (
-            len(self.ring) > 1
-            and sender == self.before
+            0 <= message.step < self.count
+            and sender == self.sender(message.step)
             and (message.lane, message.microbatch) == (self._stage, 0)
-            and 0 <= message.step < self.count
         )
 
     def take(self, message: Message) -> bool:

@@ -21,6 +21,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+from skippipe.collectives import COLLECTIVES
 from skippipe.constraints import circle
 from skippipe.plan import Plan
 from skippipe.runtime.messages import (
@@ -46,7 +47,6 @@ from skippipe.runtime.messages import (
 from skippipe.runtime.node.interfaces import IN_ITERATION, NodeEnv, NodePhase
 from skippipe.runtime.node.microbatch_scheduler import MicrobatchScheduler, NodeSchedule
 from skippipe.runtime.node.ops import (
-    AllReduce,
     CheckFinite,
     ClearGradients,
     CopyEnds,
@@ -77,7 +77,7 @@ MOST_EARLY = 64  # messages of one sender that are kept because they are ahead o
 
 
 class Node:
-    def __init__(self, number: int, plan: Plan, env: NodeEnv, *, own_ring: bool = True) -> None:
+    def __init__(self, number: int, plan: Plan, env: NodeEnv) -> None:
         self.number = number
         self.stage = plan.stage_of[number]
         self.phase = NodePhase.WAITING
@@ -88,7 +88,6 @@ class Node:
         self.dropped: Counter[tuple[int, str]] = Counter()
         """Sender and what was wrong → how many messages of that kind were not taken."""
         self._env = env
-        self._own_ring = own_ring
         self._next_plan: Plan | None = None
         self._next_begin: Begin | None = None
         self._next_changes: list[Reroute | Drain | Average] = []
@@ -164,8 +163,9 @@ class Node:
     def lost(self, peer: int) -> None:
         """The connection to a peer broke: what was sent last may not have arrived. It takes nothing twice."""
         self._traffic.send_again_to(peer)
-        if self._rounds.last_sent is not None and self._rounds.after == peer:
-            self._env.send(peer, self._rounds.last_sent)
+        last_sent = self._rounds.last_sent
+        if last_sent is not None and self._rounds.receiver(last_sent.step) == peer:
+            self._env.send(peer, last_sent)
         self._loans.lost(peer)
 
     def remind(self, patience_ns: int) -> None:
@@ -204,8 +204,6 @@ class Node:
                 self._average_if_done()
             case RingStep():
                 self._passed_on(work.round, result)
-            case AllReduce():
-                self._agenda.add(GradNorm(self._visits, alone=False))
             case GradNorm():
                 self._report(result)
             case CheckFinite():
@@ -248,7 +246,8 @@ class Node:
     def talks_to(self) -> set[int]:
         """The nodes before and after this one on its lanes and in its ring; whom it learns from, and who learns."""
         paths = [route.path for route in self._traffic.routes if self.number in route.path]
-        pairs = [pair for path in paths for pair in circle(path)] + circle(self._rounds.ring)
+        pairs = [pair for path in paths for pair in circle(path)]
+        pairs += self._collective.link_messages(self._rounds.ring)
         near = {node for pair in pairs if self.number in pair for node in pair}
         return (near | self._loans.lenders | self._loans.borrowers) - {self.number}
 
@@ -256,12 +255,13 @@ class Node:
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
+        self._collective = COLLECTIVES[plan.workload.collective]
         self._duties = NodeSchedule(self.number, plan)
 
     def _clear(self, *, recorded: bool) -> None:
         """Nothing of an iteration is there."""
         self._traffic = MicrobatchScheduler(self._duties, self.iteration, self, recorded=recorded)
-        self._rounds = RingProtocol(self.number, self.stage, self.plan.stages[self.stage].ring)
+        self._rounds = RingProtocol(self.number, self.stage, self.plan.stages[self.stage].ring, self._collective)
         self._visits = self.plan.exposure[self.stage]
         self._gone: frozenset[int] = frozenset()
         self._as_planned = True
@@ -368,7 +368,7 @@ class Node:
     def _foresees(self, sender: int, message: Message) -> bool:
         if message.kind is MessageKind.HOP:
             return self._traffic.foresees(sender, message)
-        return message.kind is MessageKind.CHUNK and self._own_ring and self._rounds.foresees(sender, message)
+        return message.kind is MessageKind.CHUNK and self._rounds.foresees(sender, message)
 
     # When nodes are lost
 
@@ -403,7 +403,7 @@ class Node:
         """What the ring has done so far is of no use; nothing of this node's own is lost."""
         self._agenda.give_up(*_OF_AVERAGING)
         left = tuple(node for node in self._rounds.ring if node not in self._gone)
-        self._rounds = RingProtocol(self.number, self.stage, left)
+        self._rounds = RingProtocol(self.number, self.stage, left, self._collective)
 
     def _settled(self) -> None:
         """Weight gradients that were put off are added; nothing is left."""
@@ -431,8 +431,6 @@ class Node:
         self.phase = NodePhase.AVERAGING
         if len(self._rounds.ring) == 1:
             self._agenda.add(GradNorm(self._visits, alone=True))
-        elif not self._own_ring:
-            self._agenda.add(AllReduce())
         else:
             self._agenda.add(self._rounds.begin())
 
@@ -440,8 +438,9 @@ class Node:
         message = self._rounds.message(self.iteration, round_, payload)
         if message is not None:
             message = self._rounds.last_sent = self._stamped(message)
-            self._traffic.sent_bytes[self._rounds.after] += getattr(payload, "nbytes", 0)
-            self._env.send(self._rounds.after, message)
+            receiver = self._rounds.receiver(round_)
+            self._traffic.sent_bytes[receiver] += getattr(payload, "nbytes", 0)
+            self._env.send(receiver, message)
         self._pass_next()
 
     def _pass_next(self) -> None:
@@ -466,5 +465,5 @@ class Node:
         )
 
 
-_OF_AVERAGING = (RingStep, AllReduce, GradNorm, CheckFinite)
+_OF_AVERAGING = (RingStep, GradNorm, CheckFinite)
 _OF_AN_ITERATION = (StageTask, DropMicrobatch, *_OF_AVERAGING)

@@ -20,7 +20,6 @@ from skippipe.cluster import Cluster
 from skippipe.cost_model import ns
 from skippipe.optim_config import OptimConfig
 from skippipe.plan import Plan
-from skippipe.ring_timing import chunk_ns
 from skippipe.runtime.coordinator.interfaces import StopRequests
 from skippipe.runtime.coordinator.state_machine import (
     Callback,
@@ -330,7 +329,8 @@ class VirtualCluster:
         plan, costs = self.nodes[sender].plan, self.plan.costs
         if message.kind is MessageKind.CHUNK:
             stage = self.nodes[sender].stage
-            transmit_ns = int(chunk_ns(costs, stage, max(1, len(plan.stages[stage].ring)))[sender, receiver])
+            message_ns = costs.collective.message_ns(costs, stage, len(plan.stages[stage].ring))
+            transmit_ns = int(message_ns[sender, receiver])
             if is_backup(message):
                 size = getattr(message.body, "nbytes", plan.workload.backup_bytes // PIECES)
                 transmit_ns = ns(size / costs.bandwidth_bytes_per_s[sender, receiver])
