@@ -56,9 +56,9 @@ class CostModel:
     bandwidth_bytes_per_s: NDArray[np.float64]
     activation_bytes: int
     gradient_bytes: tuple[int, ...]
-    """[stage]: what the nodes of a stage average, encoded."""
+    """[stage]: bytes of the gradient that the nodes of a stage average, as its codec expects them."""
     collective: Collective
-    """How they do."""
+    """How the nodes of a stage average."""
 
     @property
     def nodes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import get_args
 
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+import skippipe
 from skippipe.codecs import CODECS, Buffer, Codec, CodecId, EncodedTensor, decode, encode, smaller_than
+from skippipe.collectives import COLLECTIVES
 from skippipe.cost_model import cost_model_of
 from skippipe.planner.problem_spec import fastest_of
 from skippipe.transport.message import Limits, Malformed, Message, MessageKind, from_frames, to_frames
@@ -73,6 +76,13 @@ def test_numbers_and_ids_are_those_of_messages_and_files_from_before() -> None:
 def test_the_docs_name_every_codec(codec: Codec) -> None:
     page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
     assert f"| `{codec.id}` | {codec.number} | {codec.error_bound} |" in page
+
+
+def test_the_schema_names_every_codec_and_collective() -> None:
+    schema = json.loads((Path(skippipe.__file__).parent / "resources" / "plan.schema.json").read_text())
+    fields = schema["properties"]["workload"]["properties"]
+    assert fields["wire_dtype"]["enum"] == fields["gradient_dtype"]["enum"] == list(CODECS)
+    assert fields["collective"]["enum"] == list(COLLECTIVES)
 
 
 @pytest.mark.parametrize("name", CODECS)
