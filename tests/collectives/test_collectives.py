@@ -20,8 +20,11 @@ from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
 from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
+from skippipe.runtime.node.ops import GradNorm, RingStep
+from skippipe.runtime.node.ring_protocol import RingProtocol
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
+from skippipe.transport.message import Message, MessageKind
 from skippipe.validate import validate
 from skippipe.workload import Workload
 from tests.helpers.plans import TINY, clusters, plans, uniform_cluster
@@ -130,3 +133,14 @@ def test_an_unknown_collective_is_named() -> None:
     with pytest.raises(UserError, match=r"workload\.collective: 'tree' is none of ring, torch"):
         cost_model_of(uniform_cluster(2), replace(Workload(TINY), collective="tree"), (4, 4))
     assert "collective" not in Workload(TINY).to_json()  # a file that older releases read
+
+
+def test_a_library_averages_in_one_round_without_messages() -> None:
+    protocol = RingProtocol(3, 1, (4, 3, 5), COLLECTIVES["torch"])
+    assert protocol.begin() == RingStep(0, 1, 3)
+    piece = Message(MessageKind.CHUNK, 0, 1, 0, 0, EncodedTensor("fp32", (1,), bytes(4)))
+    assert not protocol.foresees(4, piece)
+    assert RingProtocol(3, 1, (4, 3, 5), COLLECTIVES["ring"]).foresees(4, piece)
+    assert protocol.next(6) is None
+    assert protocol.message(0, 0, None) is None
+    assert protocol.next(6) == GradNorm(6, alone=False)
