@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 
+from skippipe.codecs import encode
 from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport, StopRequests
 from skippipe.training.build_run import RunSetup
-from skippipe.transport.wire_codec import encode
 
 Backend = Callable[[RunSetup, Callback, StopRequests], None]
 

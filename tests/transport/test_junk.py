@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from benchmarks.fuzz import bad_message
+from skippipe.codecs import EncodedTensor
 from skippipe.transport.addresses import Socket
 from skippipe.transport.fast_path import VERB_MAGIC
 from skippipe.transport.keys import KeyPair
@@ -28,7 +29,6 @@ from skippipe.transport.message import (
     from_frames,
     to_frames,
 )
-from skippipe.transport.wire_codec import EncodedTensor
 from tests.helpers.mailboxes import HELLO, KEYS, PATIENCE_S, Net, link, network
 
 JUNK = 2000
