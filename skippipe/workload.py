@@ -294,7 +294,7 @@ class Workload:
 
     def to_json(self) -> dict[str, Any]:
         """The default optimizer and collective are left out, so that earlier versions can read the file."""
-        left_out = {("optimizer", DEFAULT), ("collective", Workload.collective)}
+        left_out = ("optimizer", DEFAULT), ("collective", Workload.collective)
         return {name: value for name, value in asdict(self).items() if (name, value) not in left_out}
 
     @classmethod

@@ -212,7 +212,7 @@ def test_every_kind_has_its_numbers() -> None:
     assert shown == {
         "HOP": ("iteration lane microbatch step epoch", "0100000000000000020000000300000004000000" + "05"),
         "RING_PIECE": ("iteration stage round epoch", "0100000000000000020000000300000004"),
-        "CONTROL": ("life term number", "01000000000000000200000003"),
+        "CONTROL": ("incarnation term number", "01000000000000000200000003"),
         "STATE_PIECE": ("iteration first assignment", "0100000000000000020000000000000003"),
         "BACKUP_PIECE": ("first assignment", "010000000000000002"),
         "WEIGHTS_PIECE": ("stage piece collection", "010000000200000003"),
