@@ -91,7 +91,7 @@ def plan_of(case: Case, spec: ModelSpec) -> Plan:
     turns = [cycle(each) for each in members]
     lanes = tuple(Lane(tuple(next(turns[stage]) for stage in visits), 1) for visits in case.visits)
     stages = tuple(Stage(layers, each, each) for layers, each in zip(case.layers, members, strict=True))
-    workload = Workload(spec.shape, 64, 2, len(lanes), wire_dtype="fp32", compute_dtype="fp32")
+    workload = Workload(spec.shape, 64, 2, len(lanes), wire_dtype="fp32", compute_dtype="fp32", collective=case.engine)
     plan = Plan(cluster, workload, stages, lanes, split_backward=case.split)
     assert not validate(plan)
     return plan
@@ -107,7 +107,6 @@ def brief_of(case: Case, plan: Plan, spec: ModelSpec, tokens: TokenFile) -> Node
         LEARNING,
         str(tokens.folder),
         tokens.fingerprint,
-        averaging=case.engine,
         rendezvous=free if case.engine == "torch" else None,
     )
 

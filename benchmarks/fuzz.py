@@ -29,6 +29,7 @@ import torch
 import zmq
 from zmq.utils import z85
 
+from skippipe.codecs import CODECS, Buffer, EncodedTensor, decode
 from skippipe.errors import UserError
 from skippipe.runtime import messages
 from skippipe.transport.addresses import Context
@@ -56,9 +57,7 @@ from skippipe.transport.message import (
     from_frames,
     to_frames,
 )
-from skippipe.transport.wire_codec import Buffer, EncodedTensor, decode
 from skippipe.transport.zap_auth import ZAP_DOMAIN, ZapAuth
-from skippipe.workload import WIRE_DTYPES, wire_bytes
 
 LIMITS = Limits(payload_bytes=2**28, json_bytes=2**17)
 LONGEST_REASON = 1000  # characters
@@ -95,8 +94,8 @@ def good_message(rng: random.Random) -> list[bytes]:
     body = None
     if rng.random() < 0.9:
         shape = tuple(rng.randint(1, 7) for _ in range(rng.randrange(5)))
-        dtype = rng.choice(WIRE_DTYPES)
-        body = EncodedTensor(dtype, shape, rng.randbytes(wire_bytes(prod(shape), dtype)))
+        dtype = rng.choice(tuple(CODECS))
+        body = EncodedTensor(dtype, shape, rng.randbytes(CODECS[dtype].expected_bytes(prod(shape))))
     kind = rng.choice([each for each in MessageKind if each is not MessageKind.CONTROL])
     message = Message(some_header(rng, HEADERS[kind]), body, rng.randrange(LARGEST_NS))
     header, payload = to_frames(message, rng.randrange(LARGEST_NS))

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
+from skippipe.codecs import EncodedTensor
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.link_emulation import DelayQueue, EmulatedLink, LinkEmulator
 from skippipe.transport.mailbox import Mailbox, QueueFull, Security
 from skippipe.transport.message import Hop, Message
-from skippipe.transport.wire_codec import EncodedTensor
 
 SIZE = 2**23
 DEADLINE_S = 30.0

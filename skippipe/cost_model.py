@@ -6,12 +6,14 @@ the same time, and another program that follows docs/formats.md gets the very sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from skippipe.cluster import Cluster
+from skippipe.collectives import Collective, collective_named
 from skippipe.jit import Floats, Ints
 from skippipe.workload import Workload
 
@@ -51,6 +53,9 @@ class CostModel:
     bandwidth_bytes_per_s: Floats
     activation_bytes: int
     gradient_bytes: tuple[int, ...]
+    """[stage]: bytes of the gradient that the nodes of a stage average, as its codec expects them."""
+    collective: Collective
+    """How the nodes of a stage average."""
 
     @property
     def nodes(self) -> int:
@@ -67,6 +72,25 @@ class CostModel:
         """[from, to]: nanoseconds of a hop over an idle link."""
         return self.flight_ns + self.transmit_ns
 
+    def transmit_of(self, size_bytes: int) -> Ints:
+        """[from, to]: time for which a message of so many bytes keeps the link busy."""
+        return transmit_ns(self.bandwidth_bytes_per_s, size_bytes)
+
+    def averaging_order(self, stage: int, nodes: Sequence[int]) -> tuple[int, ...]:
+        """The order in which these nodes of a stage average."""
+        return self.collective.order(self, stage, nodes)
+
+    def averaging_ns(self, stage: int, order: Sequence[int]) -> int:
+        """How long they average if they are done at the same time."""
+        return self.collective.takes_ns(self, stage, order)
+
+
+def transmit_ns(bandwidth_bytes_per_s: Floats, size_bytes: int) -> Ints:
+    """Time for which a message keeps links of these bandwidths busy; NEVER_NS where there is no link."""
+    with np.errstate(divide="ignore", over="ignore"):
+        transmit = np.where(bandwidth_bytes_per_s > 0, np.rint(size_bytes / bandwidth_bytes_per_s * 1e9), NEVER_NS)
+    return np.minimum(transmit, NEVER_NS).astype(np.int64)
+
 
 def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...]) -> CostModel:
     """The cost model of a workload, split into stages of these layers, on a cluster."""
@@ -81,10 +105,7 @@ def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...])
     forward = [float(workload.forward_flops(k)) for k in layers]
     step = [float(workload.optimizer_flops(stage, k)) for stage, k in enumerate(layers)]
     backward_ns = stage_by_node([workload.backward_ratio * flops for flops in forward])
-    reachable = cluster.bandwidth_bytes_per_s > 0
-    bandwidth = np.where(reachable, cluster.bandwidth_bytes_per_s, 1.0)
     with np.errstate(over="ignore"):
-        transmit = np.where(reachable, np.rint(workload.activation_bytes / bandwidth * 1e9), NEVER_NS)
         flight = np.rint((cluster.latency_s + cluster.hop_overhead_s) * 1e9)
     return CostModel(
         layers=layers,
@@ -98,14 +119,15 @@ def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...])
             dtype=np.int64,
         ),
         flight_ns=_without_diagonal(flight),
-        transmit_ns=_without_diagonal(transmit),
+        transmit_ns=_without_diagonal(transmit_ns(cluster.bandwidth_bytes_per_s, workload.activation_bytes)),
         bandwidth_bytes_per_s=cluster.bandwidth_bytes_per_s,
         activation_bytes=workload.activation_bytes,
         gradient_bytes=tuple(workload.gradient_bytes(stage, k) for stage, k in enumerate(layers)),
+        collective=collective_named(workload.collective),
     )
 
 
-def _without_diagonal(values: Floats) -> Ints:
-    whole = np.minimum(values, NEVER_NS).astype(np.int64)
+def _without_diagonal(values: Floats | Ints) -> Ints:
+    whole: Ints = np.minimum(values, NEVER_NS).astype(np.int64)
     np.fill_diagonal(whole, 0)
     return whole

@@ -25,7 +25,6 @@ from typing import NamedTuple
 from skippipe.constraints import circle
 from skippipe.dispatch import frees_slot, is_weights, place, steps
 from skippipe.plan import Plan
-from skippipe.ring_timing import Rings, chunk_ns
 from skippipe.simulator import simulate
 from skippipe.timeline import Task, Timeline, Timing
 
@@ -215,39 +214,34 @@ class _Walk:
         ends = [end for _, end in self.timeline.averaging_ns]
         self._spend(max(ends), Cause(CauseKind.OPTIMIZER, slowest.node))
         stage = ends.index(max(ends))
-        node = self._round_the_ring(stage)
+        node = self._back_over_averaging(stage)
         return self.on_node[node][-1] if self.on_node[node] else None
 
-    def _round_the_ring(self, stage: int) -> int:
+    def _back_over_averaging(self, stage: int) -> int:
         """Go back to the node whose last task the averaging of this stage waited for; docs/formats.md has the
         formulas."""
-        ring = self.plan.stages[stage].ring
-        edges = Rings.of(self.plan.costs, [each.ring for each in self.plan.stages])
-        first = sum(len(each.ring) for each in self.plan.stages[:stage])
-        transmit_ns = edges.transmit_ns[first : first + len(ring)].tolist()
-        flight_ns = edges.flight_ns[first : first + len(ring)].tolist()
-        done = [self.on_node[node][-1].end_ns if self.on_node[node] else 0 for node in ring]
-        has, sent = [done], [done]  # [step][place], Aₖ and Eₖ of the formulas
-        for _ in range(2 * (len(ring) - 1)):
-            sent.append(
-                [max(h, s) + took for h, s, took in zip(has[-1], sent[-1], transmit_ns, strict=True)],
-            )
-            comes = [sent[-1][at - 1] + flight_ns[at - 1] for at in range(len(ring))]
-            has.append([max(pair) for pair in zip(has[-1], comes, strict=True)])
+        order, costs = self.plan.stages[stage].ring, self.plan.costs
+        collective, size = costs.collective, len(order)
+        transmit_ns = collective.message_ns(costs, stage, size)
+        done = [self.on_node[node][-1].end_ns if self.on_node[node] else 0 for node in order]
+        trace = collective.trace(costs, stage, order, done)
+        has, sent = trace.has_ns, trace.sent_ns  # [step][place], Aₖ and Eₖ of the formulas
         step, at = len(has) - 1, has[-1].index(max(has[-1]))
         while step > 0:
             if has[step][at] == has[step - 1][at]:
                 step -= 1
                 continue
-            at = (at - 1) % len(ring)
-            link = (ring[at], ring[(at + 1) % len(ring)])
+            link = order[collective.sender(at, step - 1, size)], order[at]
+            at = collective.sender(at, step - 1, size)
             self._spend(sent[step][at], Cause(CauseKind.AVERAGING_LATENCY, *link, stage))
             while step > 0:
-                self._spend(sent[step][at] - transmit_ns[at], Cause(CauseKind.AVERAGING_BANDWIDTH, *link, stage))
+                link = order[at], order[collective.receiver(at, step - 1, size)]
+                took_ns = int(transmit_ns[link])
+                self._spend(sent[step][at] - took_ns, Cause(CauseKind.AVERAGING_BANDWIDTH, *link, stage))
                 step -= 1
                 if has[step][at] >= sent[step][at]:
                     break
-        return ring[at]
+        return order[at]
 
 
 Link = tuple[int, int]
@@ -422,9 +416,8 @@ def busiest_link(plan: Plan, timeline: Timeline) -> tuple[Link, int]:
                 sends[link] += lane.microbatches * int(plan.costs.transmit_ns[link])
     if timeline.timing is Timing.FULL:
         for stage, each in enumerate(plan.stages):
-            members = len(each.ring)
-            if members > 1:
-                took_ns = chunk_ns(plan.costs, stage, members)
-                for link in circle(each.ring):
-                    sends[link] += 2 * (members - 1) * int(took_ns[link])
+            collective = plan.costs.collective
+            took_ns = collective.message_ns(plan.costs, stage, len(each.ring))
+            for link, messages in collective.link_messages(each.ring).items():
+                sends[link] += messages * int(took_ns[link])
     return max(sorted(sends.items()), key=lambda entry: entry[1])

@@ -87,7 +87,8 @@ def _cache_folder() -> Path:
     if _cache_dir is None:
         package = Path(__file__).parent
         sources = sha256()
-        for file in sorted([*package.glob("*.py"), *package.glob("planner/**/*.py")]):
+        patterns = ("*.py", "collectives/*.py", "planner/**/*.py")
+        for file in sorted(file for pattern in patterns for file in package.glob(pattern)):
             sources.update(file.read_bytes())
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
         _cache_dir = root / "skippipe" / sources.hexdigest()[:12]

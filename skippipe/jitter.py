@@ -90,7 +90,7 @@ def spread_of(plan: Plan, timing: Timing, jitter: Jitter) -> Spread:
 def _links(plan: Plan) -> tuple[Ints, Ints]:
     """Senders and receivers of the links in use."""
     hops = {hop for lane in plan.lanes for hop in circle(lane.path)}
-    edges = {edge for stage in plan.stages if len(stage.ring) > 1 for edge in circle(stage.ring)}
+    edges = {link for stage in plan.stages for link in plan.costs.collective.link_messages(stage.ring)}
     used = sorted(hops | {(b, a) for a, b in hops} | edges)
     senders, receivers = np.array(used, dtype=np.int64).T
     return senders, receivers

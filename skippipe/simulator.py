@@ -2,17 +2,18 @@
 
 The rules of time, which docs/formats.md states in full: a node runs one task at a time (`dispatch` says which), a hop
 takes flight and transmit time, a lane's next microbatch sets out when the one before it is back. Under full timing,
-every node passes gradients on along its stage's ring as soon as it is done, while others still work; the optimizer step
-follows when all stages are averaged, because clipping needs the norm of the whole model's gradient.
+every node averages gradients within its stage (`collectives`) as soon as it is done, while others still work; the
+optimizer step follows when all stages are averaged, because clipping needs the norm of the whole model's gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from skippipe.collectives.interface import Spans
 from skippipe.constraints import circle
 from skippipe.cost_model import CostModel
 from skippipe.dispatch import Dispatch, all_steps, is_weights, place
@@ -20,7 +21,6 @@ from skippipe.errors import UserError
 from skippipe.event_loop import run_iteration
 from skippipe.jit import Ints
 from skippipe.plan import Plan
-from skippipe.ring_timing import Rings, averaging_spans, chunk_bytes, ring_ns
 from skippipe.timeline import LinkUse, NodeUse, Task, Timeline, Timing
 
 LAST_NS = 2**62  # the end of time for whole numbers of 64 bits
@@ -59,8 +59,9 @@ class PlacementCosts:
     order: int
     split_backward: bool
     timing: Timing
-    rings: Rings
-    ring_ns: tuple[int, ...]
+    averaging_spans: Callable[[Ints], Spans]
+    """From when each node is done to when each stage averages."""
+    averaging_ns: tuple[int, ...]
     """How long each stage averages if its nodes are done at the same time; 0 if not counted."""
     step_ns: int
     """The slowest node's optimizer step; 0 if not counted."""
@@ -94,8 +95,8 @@ class PlacementCosts:
             order=dispatch.order,
             split_backward=split_backward,
             timing=timing,
-            rings=Rings.of(costs, rings),
-            ring_ns=tuple(ring_ns(costs, stage, ring) if full else 0 for stage, ring in enumerate(rings)),
+            averaging_spans=costs.collective.spans(costs, rings),
+            averaging_ns=tuple(costs.averaging_ns(stage, ring) if full else 0 for stage, ring in enumerate(rings)),
             step_ns=max(int(costs.optimizer_ns[s, n]) for s, ring in enumerate(rings) for n in ring) if full else 0,
         )
 
@@ -137,10 +138,7 @@ class PlacementCosts:
             )
         if self.timing is Timing.CONTENTION_ONLY:
             return IterationTimes(int(last_ns), int(last_ns), ())
-        rings = self.rings
-        spans = np.empty((len(rings.ends), 2), np.int64)
-        averaging_spans(done_ns, rings.nodes, rings.transmit_ns, rings.flight_ns, rings.ends, spans)
-        averaging = tuple((start, end) for start, end in spans.tolist())
+        averaging = self.averaging_spans(done_ns)
         return IterationTimes(max(end for _, end in averaging) + self.step_ns, int(last_ns), averaging)
 
 
@@ -167,7 +165,7 @@ def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
         * (placement_costs.alone_ns(lane.path) + int(placement_costs.weight_ns[list(lane.path)].sum()))
         for lane in plan.lanes
     )
-    if one_after_another_ns + max(placement_costs.ring_ns) > LAST_NS:
+    if one_after_another_ns + max(placement_costs.averaging_ns) > LAST_NS:
         raise UserError("an iteration of this plan may take over a century: does it use a link that is not there?")
     record = np.empty((total, 3), np.int64)
     outcome = placement_costs.run_iteration(paths, lengths, microbatches, record)
@@ -228,8 +226,8 @@ def _link_use(plan: Plan, timing: Timing) -> tuple[LinkUse, ...]:
                 sent[link] = sent.get(link, 0) + plan.costs.activation_bytes * lane.microbatches
     if timing is Timing.FULL:
         for index, stage in enumerate(plan.stages):
-            if len(stage.ring) > 1:
-                chunk = chunk_bytes(plan.costs.gradient_bytes[index], len(stage.ring))
-                for link in circle(stage.ring):
-                    sent[link] = sent.get(link, 0) + 2 * (len(stage.ring) - 1) * chunk
+            collective = plan.costs.collective
+            size = collective.message_bytes(plan.costs.gradient_bytes[index], len(stage.ring))
+            for link, count in collective.link_messages(stage.ring).items():
+                sent[link] = sent.get(link, 0) + count * size
     return tuple(LinkUse(a, b, count) for (a, b), count in sorted(sent.items()))

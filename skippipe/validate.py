@@ -97,8 +97,8 @@ def _links(plan: Plan) -> list[Violation]:
                     message = f"'{_name(plan, sender)}' cannot reach '{_name(plan, receiver)}'"
                     found.append(Violation("link", f"lane {number}, hop {hop}", message))
     for index, stage in enumerate(plan.stages):
-        for sender, receiver in constraints.circle(stage.ring):
-            if sender != receiver and unreachable[sender, receiver]:
+        for sender, receiver in plan.costs.collective.link_messages(stage.ring):
+            if unreachable[sender, receiver]:
                 message = f"'{_name(plan, sender)}' cannot reach '{_name(plan, receiver)}' to average gradients"
                 found.append(Violation("link", f"stage {index}, ring", message))
     return found

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+from skippipe.codecs import CODECS
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, exists, read_json
 from skippipe.optim.interface import STORED_BYTES
@@ -29,9 +30,7 @@ from skippipe.value_ranges import (
     range_of,
 )
 
-WIRE_DTYPES = ("fp32", "bf16", "int8")  # the largest first
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
-INT8_BLOCK = 128  # values that share one fp32 scale on the wire
 
 LOGIT_BYTES = 8  # fp32 logits and their gradient, one microbatch at a time
 
@@ -184,9 +183,9 @@ class Workload:
     microbatches: Annotated[int, MICROBATCHES] = 30
     """Microbatches of one iteration, over all data nodes."""
     wire_dtype: str = "bf16"
-    """Type of activations and their gradients on the wire."""
+    """Codec of activations and their gradients on a hop."""
     gradient_dtype: str = "fp32"
-    """Type of weight gradients while they are averaged."""
+    """Codec of weight gradients while they are averaged."""
     compute_dtype: str = "bf16"
     """Type of the activations a node keeps for the backward pass."""
     activation_checkpointing: bool = False
@@ -204,12 +203,14 @@ class Workload:
     """The head runs twice: also on what stage 0 alone has made of a microbatch."""
     optimizer: Annotated[str, Choices(OPTIMIZERS)] = DEFAULT
     """What takes the step: it says how much memory its state fills, and how long a step is."""
+    collective: str = "ring"
+    """The collective by which weight gradients are averaged."""
 
     def __post_init__(self) -> None:
         check_ranges(self, "workload")
         for name, choices in (
-            ("wire_dtype", WIRE_DTYPES),
-            ("gradient_dtype", WIRE_DTYPES),
+            ("wire_dtype", tuple(CODECS)),
+            ("gradient_dtype", tuple(CODECS)),
             ("compute_dtype", tuple(COMPUTE_BYTES)),
         ):
             if getattr(self, name) not in choices:
@@ -237,15 +238,15 @@ class Workload:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of one hop of one microbatch."""
+        """Bytes of one hop of one microbatch, as its codec expects them."""
         values = self.samples_per_microbatch * self.sequence_tokens * self.model.hidden
-        return wire_bytes(values, self.wire_dtype) + self.header_bytes
+        return CODECS[self.wire_dtype].expected_bytes(values) + self.header_bytes
 
     def stage_parameters(self, stage: int, layers: int) -> int:
         return layers * self.model.layer_parameters + (self.model.end_parameters if stage == 0 else 0)
 
     def gradient_bytes(self, stage: int, layers: int) -> int:
-        return wire_bytes(self.stage_parameters(stage, layers), self.gradient_dtype)
+        return CODECS[self.gradient_dtype].expected_bytes(self.stage_parameters(stage, layers))
 
     def optimizer_flops(self, stage: int, layers: int) -> int:
         """Operations of a stage's optimizer step."""
@@ -292,8 +293,9 @@ class Workload:
         return memory_bytes - self.fixed_bytes(stage, layers) - held
 
     def to_json(self) -> dict[str, Any]:
-        """The default optimizer is left out, so that earlier versions can read the file."""
-        return {name: value for name, value in asdict(self).items() if (name, value) != ("optimizer", DEFAULT)}
+        """The default optimizer and collective are left out, so that earlier versions can read the file."""
+        left_out = ("optimizer", DEFAULT), ("collective", Workload.collective)
+        return {name: value for name, value in asdict(self).items() if (name, value) not in left_out}
 
     @classmethod
     def from_json(cls, value: Any, place: str = "workload") -> Workload:
@@ -314,13 +316,7 @@ class Workload:
             max_slots=entry.integer("max_slots") if entry.has("max_slots") else entry.take("max_slots"),
             early_exit=entry.flag("early_exit") if entry.mentions("early_exit") else False,
             optimizer=entry.text("optimizer") if entry.mentions("optimizer") else DEFAULT,
+            collective=entry.text("collective") if entry.mentions("collective") else cls.collective,
         )
         entry.close()
         return workload
-
-
-def wire_bytes(values: int, dtype: str) -> int:
-    """Bytes of a tensor on the wire."""
-    if dtype == "int8":
-        return values + 4 * -(-values // INT8_BLOCK)
-    return values * COMPUTE_BYTES[dtype]

@@ -31,6 +31,7 @@ from skippipe.checkpoint.format import (
 )
 from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.checkpoint.storage import Rescue, WriteFailures, in_bytes, reason
+from skippipe.codecs import EncodedTensor, encode
 from skippipe.data.tokenizer import TextTokenizer
 from skippipe.errors import UserError
 from skippipe.json_fields import read_as
@@ -41,7 +42,6 @@ from skippipe.model.stage import layer_ranges
 from skippipe.optim.interface import ParamSlot
 from skippipe.optim.registry import OPTIMIZERS
 from skippipe.runtime.node_config import NodeConfig
-from skippipe.transport.wire_codec import EncodedTensor, encode
 from skippipe.value_ranges import Choices
 
 log = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 import typer
 from typer.models import OptionInfo
 
+from skippipe.codecs import CODECS
 from skippipe.errors import UserError
 from skippipe.value_ranges import (
     BUDGET_S,
@@ -142,7 +143,7 @@ class SweepOptions:
     ] = None
     wire: Annotated[
         str | None,
-        workload_option("Activations on the wire: fp32, bf16, int8; or all that will do, as in bf16,int8.", "bf16"),
+        workload_option(f"Activations on the wire: {', '.join(CODECS)}; or all that will do, as in bf16,int8.", "bf16"),
     ] = None
     gradients: Annotated[str | None, workload_option("Weight gradients on the wire, likewise.", "fp32")] = None
     max_slots: Annotated[

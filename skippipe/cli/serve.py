@@ -9,11 +9,12 @@ from dataclasses import replace
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from skippipe.cli import options as cli_options
+from skippipe.codecs import CodecId
 from skippipe.errors import UserError
 from skippipe.heartbeat import TIMEOUT_S
 from skippipe.value_ranges import CONTEXT, HEARTBEAT_S, NODES, PORT, THREADS, WAIT_S, Range
@@ -73,7 +74,7 @@ def serve(
     device: cli_options.Device = "cpu",
     dtype: cli_options.Dtype = "fp32",
     wire: Annotated[
-        Literal["fp32", "bf16", "int8"] | None,
+        CodecId | None,
         typer.Option(
             help="Type of hidden states between nodes.", show_default="like --dtype", rich_help_panel=cli_options.WORK
         ),

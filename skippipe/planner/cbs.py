@@ -23,7 +23,6 @@ from skippipe.cost_model import NEVER_NS
 from skippipe.dispatch import all_steps, is_weights, place
 from skippipe.planner.astar import INFINITE_NS, LABEL_LIMIT_REACHED, NEVER_BUSY, best_path
 from skippipe.planner.problem import Budget, Placement, Problem, rings, stage_of
-from skippipe.ring_timing import ring_after_ns
 from skippipe.simulator import PlacementCosts, path_arrays
 from skippipe.timeline import Timing
 
@@ -246,7 +245,7 @@ class PathSearch:
         stage 0, which averages."""
         late_ns = 0
         if self.problem.timing is Timing.FULL:
-            late_ns = ring_after_ns(self.problem.costs, 0, ring, data_node)
+            late_ns = self.problem.costs.collective.after_ns(self.problem.costs, 0, ring, data_node)
         return int(self.costs.weight_ns[data_node]) + late_ns + self.costs.step_ns
 
     def _root(self) -> CbsNode | None:
@@ -344,7 +343,7 @@ class PathSearch:
             max(agent.lanes) * agent_path.least_ns + int(self.costs.weight_ns[agent.data_node])
             for agent, agent_path in zip(self.agents, solution, strict=True)
         ]
-        return max(ends_ns) + max(self.costs.ring_ns) + self.costs.step_ns
+        return max(ends_ns) + max(self.costs.averaging_ns) + self.costs.step_ns
 
     def _collision_branches(self, branch: CbsNode) -> list[CbsNode]:
         """TC2: of the two agents in the longest wait of a first microbatch, each keeps away in one branch.

@@ -18,7 +18,6 @@ from scipy.optimize import linear_sum_assignment
 
 from skippipe.jit import Floats, Ints, kernel
 from skippipe.planner.problem import Budget, Placement, Problem
-from skippipe.ring_timing import best_ring, ring_ns
 from skippipe.timeline import Timing
 
 POPULATION = 200
@@ -104,7 +103,7 @@ class _GeneticSearch:
             members = list(group)
             costs = self.problem.costs
             self.within_s[group, stage] = (
-                ring_ns(costs, stage, best_ring(costs, stage, members)) / 1e9
+                costs.averaging_ns(stage, costs.averaging_order(stage, members)) / 1e9
                 if self.problem.timing is Timing.FULL
                 else float(self.edge_s.take(members, 0).take(members, 1).max())
             )

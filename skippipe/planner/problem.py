@@ -17,7 +17,6 @@ from skippipe.constraints import MAX_SWAPS
 from skippipe.cost_model import CostModel, cost_model_of
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible
-from skippipe.ring_timing import best_ring
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
 
@@ -204,7 +203,7 @@ def stage_sizes(nodes: int, stages: int, visited: int, most_data_nodes: int | No
 
 def rings(problem: Problem, placement: Placement) -> Placement:
     """The nodes of every stage in the order in which they best average gradients."""
-    return tuple(best_ring(problem.costs, stage, nodes) for stage, nodes in enumerate(placement))
+    return tuple(problem.costs.averaging_order(stage, nodes) for stage, nodes in enumerate(placement))
 
 
 def stage_of(placement: Sequence[Sequence[int]]) -> dict[int, int]:

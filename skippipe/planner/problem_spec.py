@@ -7,6 +7,7 @@ from math import lcm
 from pathlib import Path
 
 from skippipe.cluster import Cluster
+from skippipe.codecs import CODECS, smallest
 from skippipe.dispatch import Dispatch
 from skippipe.errors import UserError
 from skippipe.json_fields import exists
@@ -15,7 +16,7 @@ from skippipe.planner.published import EXAMPLES, Example
 from skippipe.presets import PRESETS, preset
 from skippipe.skip_schedule import parse_share
 from skippipe.timeline import Timing
-from skippipe.workload import INT8_BLOCK, WIRE_DTYPES, Workload, wire_bytes
+from skippipe.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +87,14 @@ def problem_of(cluster: Cluster, workload: Workload, plan_spec: PlanSpec, exampl
 
 
 def fastest_of(types: str | None, name: str) -> str | None:
-    """Of the accepted wire types, the one with the fewest bytes: no plan is faster with another."""
+    """Of the accepted codecs, the one with the fewest bytes: no plan is faster with another."""
     if types is None:
         return None
     accepted = [each.strip() for each in types.split(",")]
     for each in accepted:
-        if each not in WIRE_DTYPES:
-            raise UserError(f"{name}: '{each}' is none of {', '.join(WIRE_DTYPES)}")
-    return min(accepted, key=lambda each: wire_bytes(INT8_BLOCK, each))
+        if each not in CODECS:
+            raise UserError(f"{name}: '{each}' is none of {', '.join(CODECS)}")
+    return smallest(accepted)
 
 
 def stages_of(cluster: Cluster, plan_spec: PlanSpec, example: Example | None = None) -> int:

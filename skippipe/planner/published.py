@@ -13,7 +13,6 @@ from skippipe.errors import UserError
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Placement
 from skippipe.presets import GIB, at_sites, data
-from skippipe.ring_timing import best_ring
 from skippipe.timeline import Timing
 from skippipe.workload import MODELS, Workload
 
@@ -131,7 +130,7 @@ def published_plan(example: Example, name: str, microbatches: int | None = None)
     return Plan(
         example.cluster,
         workload,
-        tuple(Stage(layers[s], nodes, best_ring(costs, s, nodes)) for s, nodes in enumerate(example.placement)),
+        tuple(Stage(layers[s], nodes, costs.averaging_order(s, nodes)) for s, nodes in enumerate(example.placement)),
         lanes,
         strategy=f"published {name}",
     )

@@ -33,7 +33,6 @@ from skippipe.planner.problem import ALL_FIXED, Budget, Placement, Problem, ring
 from skippipe.planner.repair.repair import repaired
 from skippipe.planner.search.annealing import compile_moves, improve
 from skippipe.presets import datacentre
-from skippipe.ring_timing import best_ring
 from skippipe.simulator import PlacementCosts, path_arrays, simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
@@ -130,7 +129,7 @@ def compile_kernels() -> None:
     new machine, a fraction of one later."""
     work = Workload(MODELS["llama-30m"], microbatches=2)
     problem = Problem(datacentre(3), work, 3, 2)
-    best_ring(cost_model_of(datacentre(9), work, (6, 6)), 1, range(9))  # small rings come below
+    cost_model_of(datacentre(9), work, (6, 6)).averaging_order(1, range(9))  # small rings come below
     allocate(problem, Budget(1, math.inf, time.monotonic), seed=0)
     once = PlanRequest(budget_s=math.inf, placement=((0,), (1,), (2,)))
     _TwoPhaseSearch(problem, Strategy.SKIPPIPE, once).plan()

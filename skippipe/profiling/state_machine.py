@@ -12,12 +12,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from skippipe.codecs import EncodedTensor
 from skippipe.profiling.link_probe import SMALL_BYTES, LinkProbe, ProbeSettings
 from skippipe.runtime.messages import COORDINATOR, Computed, ControlMessage, Hello, Probe, Probed, Stop
 from skippipe.runtime.node.interfaces import NodeEnv
 from skippipe.runtime.state_source import StateSource
 from skippipe.transport.message import Message, ProbePiece
-from skippipe.transport.wire_codec import EncodedTensor
 
 log = logging.getLogger(__name__)
 PING, PONG = 0, 1  # the direction of a message that measures a link

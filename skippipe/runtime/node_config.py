@@ -33,12 +33,11 @@ class NodeConfig:
     device: str = "cpu"
     compiled: bool = False
     threads: Annotated[int, THREADS] = 1
-    averaging: str = "ring"
     emulated: bool = False
     heartbeat_s: Annotated[float, HEARTBEAT_S] = TIMEOUT_S
     """Seconds without a heartbeat after which a node is declared dead."""
     rendezvous: str | None = None
-    """host:port at which torch.distributed meets, if it averages."""
+    """host:port at which nodes meet, if a library averages."""
     recipe: SkipSchedule = field(default_factory=SkipSchedule)
 
     def spec(self) -> ModelSpec:
@@ -83,7 +82,6 @@ class NodeConfig:
             device=fields.text("device"),
             compiled=fields.flag("compiled"),
             threads=fields.integer("threads"),
-            averaging=fields.text("averaging", ("ring", "torch")),
             emulated=fields.flag("emulated"),
             heartbeat_s=fields.number("heartbeat_s"),
             rendezvous=fields.text("rendezvous") if fields.has("rendezvous") else fields.take("rendezvous"),

@@ -1,11 +1,11 @@
-"""The executor of a training node on real tensors: a stage of the model, its data, its gradients, its state.
+"""The executor of a training node on real tensors: a stage of the model, its data, its averager, its state.
 
 It knows the stage and the model, and nothing of lanes, rings or other nodes: the plan may change while it stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from skippipe import dispatch
+from skippipe.codecs import CODECS, EncodedTensor, decode, encode
+from skippipe.collectives import MakeAverager
+from skippipe.collectives.ring import GradientRing
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.jit import python_version
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage_step import StageStep
-from skippipe.runtime.allreduce import GradientRing
 from skippipe.runtime.neighbour_init import embedding_slots, init_from_backup, init_from_neighbours
 from skippipe.runtime.node.ops import (
     LEAST_VALUES,
-    AllReduce,
     CheckFinite,
     ClearGradients,
     CopyEnds,
@@ -45,7 +46,6 @@ from skippipe.runtime.node.ops import (
 from skippipe.runtime.state_source import StateChunk, StateSlice, StateSource
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.transport.message import Message, RingPiece
-from skippipe.transport.wire_codec import EncodedTensor, decode, encode
 from skippipe.workload import Workload
 
 CHUNK_VALUES = 2**22  # numbers of a state in one message: 16 MiB
@@ -68,7 +68,7 @@ class StageExecutor:
         *,
         recipe: SkipSchedule | None = None,
         packing: bool = True,
-        reduce: Callable[[Tensor], None] | None = None,
+        make_averager: MakeAverager = GradientRing,
     ) -> None:
         """`layers` are those of every stage. The nodes of stage 0, where microbatches begin, need a `sampler`."""
         self.tasks = tasks
@@ -79,8 +79,7 @@ class StageExecutor:
         self._recipe = recipe or SkipSchedule()
         self._microbatches = workload.microbatches
         self._packing = packing
-        self._reduce = reduce
-        self._ring = GradientRing(tasks.weights.gradient, workload.gradient_dtype)
+        self._averager = make_averager(tasks.weights.gradient, workload.gradient_dtype)
         self._averaged: tuple[int, Tensor | None] | None = None
         """What the sum of gradients is divided by, and that sum if it lies beside this node's own."""
         self._snapshot: Tensor | None = None
@@ -105,10 +104,7 @@ class StageExecutor:
             case CheckFinite():
                 return self._check_finite()
             case RingStep():
-                return self._ring.turn(work.round, work.at, work.size, work.given)
-            case AllReduce():
-                assert self._reduce is not None
-                return self._reduce(self.tasks.weights.gradient)
+                return self._averager.turn(work.round, work.at, work.size, work.given)
             case GradNorm():
                 return self._grad_norm(work.visits, alone=work.alone)
             case OptimizerStep():
@@ -144,7 +140,7 @@ class StageExecutor:
         if not isinstance(body, EncodedTensor):
             return False
         if isinstance(message.header, RingPiece):
-            return self._ring.fits(body, message.header.round + 1, at, size)
+            return self._averager.fits(body, message.header.round + 1, at, size)
         return body.shape == self._shape and body.dtype == self._wire_dtype
 
     def _check_finite(self) -> bool:
@@ -156,7 +152,7 @@ class StageExecutor:
 
     def _grad_norm(self, visits: int, *, alone: bool) -> float:
         """Squared norm of the mean gradient. It may be asked for again: averaging is repeated when a peer is lost."""
-        summed = None if alone or self._reduce is not None else self._ring.summed
+        summed = None if alone else self._averager.summed
         count = self._recipe.divisor(visits, self._microbatches)
         self._averaged = count, summed
         return self.tasks.weights.squared_norm(count, summed)
@@ -169,13 +165,13 @@ class StageExecutor:
         if count == 0:  # a stage without a visit stays as it is
             return self._clear_gradients()
         self.tasks.weights.step(rate, scale / count, summed)
-        self._ring.close(followed=True)
+        self._averager.close(followed=True)
         self._averaged = None
         return None
 
     def _clear_gradients(self) -> None:
         self.tasks.weights.gradient.zero_()
-        self._ring.close(followed=False)
+        self._averager.close(followed=False)
         self._averaged = None
 
     def _read_weights(self, piece: int, *, kept: bool) -> EncodedTensor | None:
@@ -277,7 +273,7 @@ class StageExecutor:
 
     def _encode_hop(self, tensor: Tensor) -> Any:
         dtype = self._wire_dtype
-        return encode(tensor, dtype, share=True) if self._packing else rounded(tensor, dtype)
+        return encode(tensor, dtype, share=True) if self._packing else CODECS[dtype].rounded(tensor)
 
     def _decode_hop(self, given: Any) -> Tensor:
         if isinstance(given, EncodedTensor):
@@ -304,12 +300,3 @@ def in_chunks(part: StateSlice, most: int | None = None) -> Iterator[StateSlice]
     for start in range(0, part.count, most):
         count = min(most, part.count - start)
         yield replace(part, first=part.first + start, at=part.at + start, count=count)
-
-
-def rounded(tensor: Tensor, dtype: str) -> Tensor:
-    """A tensor as the next node gets it: rounded to the wire's type."""
-    if dtype == "fp32":
-        return tensor.float()
-    if dtype == "bf16":
-        return tensor.to(torch.bfloat16)
-    return decode(encode(tensor, dtype), tensor.device)

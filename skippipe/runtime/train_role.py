@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from skippipe.cluster import Cluster
+from skippipe.collectives import COLLECTIVES, GroupConfig, MakeAverager
+from skippipe.collectives.ring import GradientRing
 from skippipe.model.model_spec import check_device
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
@@ -17,8 +18,6 @@ from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.transport.link_emulation import EmulatedLink
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from skippipe.data.batch_sampler import BatchSampler
     from skippipe.runtime.node.interfaces import JoinConfig
 
@@ -31,7 +30,7 @@ def train_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) ->
     stage = plan.stage_of[number]
     others = {name: other for name, other in plan.cluster.number.items() if other != number}
     return Role(
-        machine=Node(number, plan, env, own_ring=node_config.averaging == "ring"),
+        machine=Node(number, plan, env),
         build=lambda: build_executor(number, node_config, join_config),
         numbers=dict(plan.cluster.number),
         heartbeat_s=node_config.heartbeat_s,
@@ -59,12 +58,10 @@ def build_executor(number: int, node_config: NodeConfig, join_config: JoinConfig
     device = join_config.device or node_config.device
     check_device(device)  # before others wait for this node
     sampler = node_config.sampler(join_config.data_folder) if stage == 0 else None
-    reduce = None
-    if node_config.averaging == "torch":
-        from skippipe.runtime.allreduce import join_groups
-
-        reduce = join_groups(number, node_config, device)
-    return build_stage_executor(stage, node_config, device, sampler, reduce=reduce)
+    plan = node_config.plan
+    group = GroupConfig(number, tuple(each.ring for each in plan.stages), node_config.rendezvous, device)
+    make_averager = COLLECTIVES[plan.workload.collective].join(group)
+    return build_stage_executor(stage, node_config, device, sampler, make_averager=make_averager)
 
 
 def build_stage_executor(
@@ -74,7 +71,7 @@ def build_stage_executor(
     sampler: BatchSampler | None,
     *,
     packing: bool = True,
-    reduce: Callable[[Tensor], None] | None = None,
+    make_averager: MakeAverager = GradientRing,
 ) -> StageExecutor:
     """The executor of a stage; only the layers of this stage are made."""
     check_device(device)
@@ -99,5 +96,5 @@ def build_stage_executor(
         sampler,
         recipe=node_config.recipe,
         packing=packing,
-        reduce=reduce,
+        make_averager=make_averager,
     )

@@ -8,9 +8,10 @@ from math import inf
 from typing import Protocol
 
 from skippipe.cluster import Cluster
+from skippipe.codecs import CODECS
 from skippipe.constraints import circle
 from skippipe.errors import UserError
-from skippipe.workload import ModelShape, wire_bytes
+from skippipe.workload import ModelShape
 
 
 class RouteCost(Protocol):
@@ -110,7 +111,7 @@ class ClusterCost:
     def of(cls, cluster: Cluster, shape: ModelShape, layers: Sequence[int], wire_dtype: str) -> ClusterCost:
         ends = [shape.head_flops(1), *[0] * (len(layers) - 1)]
         flops = tuple(count * shape.layer_flops(1) + end for count, end in zip(layers, ends, strict=True))
-        return cls(cluster, flops, wire_bytes(shape.hidden, wire_dtype))
+        return cls(cluster, flops, CODECS[wire_dtype].expected_bytes(shape.hidden))
 
     def task_s(self, stage: int, node: int) -> float:
         return self.stage_flops[stage] / self.cluster.nodes[node].flops_per_s

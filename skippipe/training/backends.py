@@ -7,12 +7,12 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from skippipe.codecs import encode
 from skippipe.errors import UserError
 from skippipe.launch.join import JoinLauncher
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport, StopRequests
 from skippipe.training.build_run import RunSetup
-from skippipe.transport.wire_codec import encode
 
 Backend = Callable[[RunSetup, Callback, StopRequests], None]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from skippipe.checkpoint.storage import Rescue, WriteFailures, check_room
 from skippipe.cluster import Cluster
+from skippipe.collectives import COLLECTIVES, Collective
 from skippipe.data.prepare import PrepareProgress, prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.errors import Infeasible, UserError
@@ -95,12 +96,15 @@ class RunSetup:
             device=job.compute.device,
             compiled=job.compute.compiled,
             threads=job.compute.threads,
-            averaging=job.averaging.engine,
             emulated=job.emulation.enabled,
             heartbeat_s=job.survive.heartbeat_s,
-            rendezvous=_free_address() if job.averaging.engine == "torch" else None,
+            rendezvous=None if self.collective.in_messages else _free_address(),
             recipe=job.followed,
         )
+
+    @property
+    def collective(self) -> Collective:
+        return COLLECTIVES[self.job.averaging.engine]
 
     @property
     def coordinator_settings(self) -> CoordinatorSettings:
@@ -124,15 +128,15 @@ class RunSetup:
                 drift=survive.drift,
                 planning=timedelta(seconds=survive.planning_s),
                 backup_every=survive.backup_every,
-                fault_tolerant=job.averaging.engine == "ring",  # torch.distributed does not get over a lost rank
+                fault_tolerant=self.collective.elastic,
             ),
         )
 
     @property
     def backup(self) -> tuple[int, int] | None:
         """The data node that sends a backup of what only stage 0 holds, and the node that keeps it first; or None."""
-        survives = self.job.averaging.engine == "ring"
-        return best_pair(self.plan, self.plan.stage_of) if self.job.survive.backup_every and survives else None
+        kept = self.job.survive.backup_every and self.collective.elastic
+        return best_pair(self.plan, self.plan.stage_of) if kept else None
 
     @property
     def risk(self) -> str:
@@ -249,6 +253,7 @@ def _make_job_plan(
         max_slots=pipeline.max_slots,
         early_exit=job.recipe.early_exit > 0,
         optimizer=job.learning.optimizer,
+        collective=job.averaging.engine,
     )
     cluster = _emulated(job, cluster, workload)
     plan_spec = PlanSpec(
@@ -366,7 +371,12 @@ def _checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec) -> Plan:
     broken = validate(plan)
     if broken:
         raise UserError(f"{path}: the plan breaks a rule: {broken[0]}; 'skippipe check' names all")
-    workload = replace(plan.workload, early_exit=job.recipe.early_exit > 0, optimizer=job.learning.optimizer)
+    workload = replace(
+        plan.workload,
+        early_exit=job.recipe.early_exit > 0,
+        optimizer=job.learning.optimizer,
+        collective=job.averaging.engine,
+    )
     plan = replace(plan, workload=workload, expected=None, lower_bound_ns=None)
     if broken := validate(plan):
         raise UserError(f"{path}: with learning.optimizer '{workload.optimizer}' the plan breaks a rule: {broken[0]}")

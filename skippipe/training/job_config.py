@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+from skippipe.codecs import CodecId
+from skippipe.collectives import COLLECTIVES, CollectiveId
 from skippipe.errors import UserError
 from skippipe.heartbeat import TIMEOUT_S
 from skippipe.optim.config import OptimConfig
@@ -31,7 +33,6 @@ from skippipe.value_ranges import (
 )
 
 Strategies = Literal["best", "skippipe", "no-tc2", "dtfm-skip", "dtfm"]
-Precision = Literal["fp32", "bf16", "int8"]
 
 
 @dataclass(frozen=True)
@@ -90,17 +91,17 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class AveragingConfig:
-    engine: Literal["ring", "torch"] = "ring"
+    engine: CollectiveId = "ring"
     """The ring over the nodes' own encrypted connections, in an order that suits the links; or torch.distributed
     (gloo, NCCL), for machines that trust each other's network."""
-    dtype: Precision = "fp32"
-    """Type of gradients on the wire; below fp32 the rounding errors are carried over to the next iteration."""
+    dtype: CodecId = "fp32"
+    """Codec of gradients on the wire; below fp32 the rounding errors are carried over to the next iteration."""
 
 
 @dataclass(frozen=True)
 class TransportConfig:
-    wire: Precision = "bf16"
-    """Type of activations and their gradients on the wire."""
+    wire: CodecId = "bf16"
+    """Codec of activations and their gradients on the wire."""
     security: Literal["curve", "none"] = "curve"
     """Encrypt and authenticate every connection; "none" only works on loopback."""
     listen: str = "127.0.0.1:0"
@@ -217,13 +218,14 @@ class JobConfig:
         self._check_recipe()
         if self.emulation.enabled and self.transport.peers:
             raise UserError("emulation.enabled: nodes that join from other machines cannot be emulated on this one")
-        if self.averaging.engine == "torch" and self.transport.peers:
-            raise UserError("averaging.engine: 'torch' is for nodes that are started here; those that join need 'ring'")
-        if self.averaging.engine == "torch" and self.averaging.dtype != "fp32":
+        engine, codec = self.averaging.engine, self.averaging.dtype
+        if not COLLECTIVES[engine].elastic and self.transport.peers:
             raise UserError(
-                f"averaging.dtype: torch averages in fp32, not {self.averaging.dtype}; choose fp32 or engine 'ring'"
+                f"averaging.engine: '{engine}' is for nodes that are started here; those that join need 'ring'"
             )
-        if self.averaging.engine == "ring" and not OPTIMIZERS[self.learning.optimizer].elementwise:
+        if not COLLECTIVES[engine].in_messages and codec != "fp32":
+            raise UserError(f"averaging.dtype: {engine} averages in fp32, not {codec}; choose fp32 or engine 'ring'")
+        if COLLECTIVES[engine].elastic and not OPTIMIZERS[self.learning.optimizer].elementwise:
             raise UserError(
                 f"learning.optimizer: a step of '{self.learning.optimizer}' mixes the numbers of a tensor, so nodes "
                 "cannot join while others step; choose averaging.engine 'torch', which replaces no lost node"

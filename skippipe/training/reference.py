@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from skippipe.codecs import CODECS
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
-from skippipe.runtime.stage_executor import rounded
 from skippipe.skip_schedule import SkipSchedule
 
 
@@ -110,7 +110,7 @@ class ReferenceTrainer:
         return loss
 
     def _hop(self, tensor: Tensor) -> Tensor:
-        return rounded(tensor, self.plan.workload.wire_dtype).float()
+        return CODECS[self.plan.workload.wire_dtype].rounded(tensor).float()
 
     def weights(self) -> dict[str, Tensor]:
         return {name: each.detach() for stage in self.stages for name, each in stage.model.named_weights()}

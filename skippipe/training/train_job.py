@@ -130,7 +130,7 @@ def _announce_backup(run_setup: RunSetup) -> None:
     if run_setup.backup is not None:
         source, target = (plan.cluster.nodes[node].name for node in run_setup.backup)
         print(f"every {every} iterations '{target}' gets a copy of what only stage 0 holds: {size} from '{source}'")
-    elif every and run_setup.job.averaging.engine == "ring":
+    elif every and run_setup.collective.elastic:
         print(f"no node has memory for a copy of what only stage 0 holds ({size}), so none is kept")
     if run_setup.risk:
         print(f"warning: {run_setup.risk}", file=sys.stderr)

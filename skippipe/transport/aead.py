@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 
-from skippipe.transport.wire_codec import Buffer
+from skippipe.codecs import Buffer
 
 try:
     from cryptography.exceptions import InvalidTag

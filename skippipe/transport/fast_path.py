@@ -30,6 +30,7 @@ from enum import IntEnum
 import numpy as np
 import zmq
 
+from skippipe.codecs import Buffer
 from skippipe.transport.addresses import (
     CONNECTION_EVENTS,
     Context,
@@ -42,7 +43,6 @@ from skippipe.transport.addresses import (
 )
 from skippipe.transport.aead import TAG_BYTES, Forged, Opener, Sealer
 from skippipe.transport.message import HEADER, Malformed
-from skippipe.transport.wire_codec import Buffer
 
 LARGE_BYTES = 2**18  # a tensor of this size is worth a fast path
 PIECE_BYTES = 2**18  # stays in a processor's cache between sealing and sending

@@ -34,6 +34,7 @@ from typing import Literal, TypeAlias
 
 import zmq
 
+from skippipe.codecs import EncodedTensor
 from skippipe.errors import UserError
 from skippipe.transport import aead
 from skippipe.transport.addresses import is_loopback, split_address
@@ -42,7 +43,6 @@ from skippipe.transport.keys import KeyPair, check_key
 from skippipe.transport.message import Limits, Message, Received, to_frames
 from skippipe.transport.receiver import LONGEST_NAME, Receiver
 from skippipe.transport.sender import LossReason, Lost, NotConnected, QueueFull, Sender, SocketSettings
-from skippipe.transport.wire_codec import EncodedTensor
 
 __all__ = ["LossReason", "Lost", "Mailbox", "NotConnected", "QueueFull"]
 

@@ -2,7 +2,7 @@
 
 Bytes from the network are checked in full before anything is built from them: `from_frames` either gives a message
 or raises `Malformed` with the reason, whatever it is given. There is no pickle here, and no length in the header
-that is trusted: sizes follow from the tensor's shape and must equal what has arrived.
+that is trusted: a tensor's codec compares what has arrived with the shape.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from enum import IntEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Never, TypeAlias
 
-from skippipe.transport.wire_codec import Buffer, EncodedTensor
-from skippipe.workload import WIRE_DTYPES, wire_bytes
+from skippipe.codecs import CODECS, Buffer, Codec, EncodedTensor
 
 MAGIC = b"SKPP"
 VERSION = 4
@@ -29,7 +28,7 @@ SHOWN = 32  # characters of a number in an error; it may have a million
 
 # magic, version, kind, body, dims; the numbers of the kind (see Header.layout); sent_ns, due_ns; dims (unused: 0)
 HEADER = struct.Struct(f"<4sBBBB24sQQ{MOST_DIMS}I")
-BODIES = ("nothing", "json", *WIRE_DTYPES)  # by their number in the header
+NOTHING, JSON = 0, 1  # the number of a body in the header; tensors have that of their codec
 
 Body: TypeAlias = EncodedTensor | dict[str, Any] | None
 
@@ -245,14 +244,16 @@ def to_frames(message: Message, due_ns: int = 0) -> tuple[bytes, Buffer]:
     body = message.body
     shape: tuple[int, ...] = ()
     payload: Buffer = b""
-    number = 0
+    number = NOTHING
     if isinstance(body, EncodedTensor):
         shape, payload = body.shape, body.data
-        number = BODIES.index(body.dtype)
-        if len(shape) > MOST_DIMS or body.nbytes != wire_bytes(body.values, body.dtype):
-            raise ValueError(f"{body.nbytes} bytes are no {body.dtype} tensor of shape {list(shape)}")
+        codec = CODECS[body.dtype]
+        number = codec.number
+        wrong = codec.malformed(payload, shape) or (f"{len(shape)} dimensions" if len(shape) > MOST_DIMS else "")
+        if wrong:
+            raise ValueError(f"a tensor that does not fit into a message: {wrong}")
     elif body is not None:
-        number = BODIES.index("json")
+        number = JSON
         payload = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
     dims = shape + (0,) * (MOST_DIMS - len(shape))
     about, sent_ns = message.header.to_bytes(), message.sent_ns
@@ -272,20 +273,21 @@ def from_frames(frames: Sequence[Buffer], limits: Limits) -> tuple[Message, int]
         raise Malformed(f"version {version} is not known here; this release speaks {VERSION}")
     if kind not in tuple(MessageKind):
         raise Malformed(f"kind {kind} is unknown")
-    if number >= len(BODIES):
+    codec = next((each for each in CODECS.values() if each.number == number), None)
+    if codec is None and number not in (NOTHING, JSON):
         raise Malformed(f"body {number} is unknown")
     if max(sent_ns, due_ns) > LARGEST_NS:
         raise Malformed("a time out of range")
-    if BODIES[number] != "nothing" and (BODIES[number] == "json") != (kind == MessageKind.CONTROL):
-        raise Malformed(f"{MessageKind(kind).label} with a body of {BODIES[number]}")
+    if number != NOTHING and (number == JSON) != (kind == MessageKind.CONTROL):
+        raise Malformed(f"{MessageKind(kind).label} with a body of {'json' if codec is None else codec.id}")
     size = sum(len(frame) for frame in frames[1:])
     if size > limits.payload_bytes:
         raise Malformed(f"{size} bytes; at most {limits.payload_bytes} are taken")
-    if BODIES[number] in WIRE_DTYPES:
-        body: Body = _tensor(BODIES[number], dims, ndim, frames[1:], size)
+    if codec is not None:
+        body: Body = _tensor(codec, dims, ndim, frames[1:], limits)
     elif ndim or any(dims):
         raise Malformed("a shape without a tensor")
-    elif BODIES[number] == "json":
+    elif number == JSON:
         body = _json(frames[1:], size, limits)
     elif size:
         raise Malformed(f"{size} bytes where there should be no payload")
@@ -305,14 +307,17 @@ def _header(kind: MessageKind, about: bytes) -> Header:
     return found
 
 
-def _tensor(dtype: str, dims: Sequence[int], ndim: int, payload: Sequence[Buffer], size: int) -> EncodedTensor:
+def _tensor(codec: Codec, dims: Sequence[int], ndim: int, payload: Sequence[Buffer], limits: Limits) -> EncodedTensor:
     shape = tuple(dims[:ndim])
     if ndim > MOST_DIMS or not all(shape) or any(dims[ndim:]):
-        raise Malformed(f"{ndim} dimensions {dims} are no shape")
-    needed = wire_bytes(math.prod(shape), dtype)  # Python's whole numbers cannot overflow
-    if size != needed:
-        raise Malformed(f"{size} bytes; a {dtype} tensor of shape {list(shape)} has {needed}")
-    return EncodedTensor(dtype, shape, _joined(payload))
+        raise Malformed(f"{ndim} dimensions {list(dims)} are no shape")
+    if not codec.fixed_size and 4 * math.prod(shape) > limits.payload_bytes:  # few bytes may stand for many values
+        raise Malformed(f"a {codec.id} tensor of shape {list(shape)}; at most {limits.payload_bytes} bytes are taken")
+    data = _joined(payload)
+    wrong = codec.malformed(data, shape)
+    if wrong:
+        raise Malformed(wrong)
+    return EncodedTensor(codec.id, shape, data)
 
 
 def _joined(payload: Sequence[Buffer]) -> Buffer:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import zmq
 
+from skippipe.codecs import Buffer
 from skippipe.errors import UserError
 from skippipe.transport.addresses import Socket, endpoint, pull_socket
 from skippipe.transport.aead import Forged
@@ -17,7 +18,6 @@ from skippipe.transport.fast_path import VERB_MAGIC, FastPathMessage, FastPathRe
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.message import Limits, Malformed, Received, from_frames
 from skippipe.transport.sender import Sender, SocketSettings
-from skippipe.transport.wire_codec import Buffer
 from skippipe.transport.zap_auth import ZAP_DOMAIN, ZAP_ENDPOINT, ZapAuth
 
 SLACK_BYTES = 1024  # a frame of CURVE is 33 bytes longer than what it carries; headers and names are short

@@ -9,6 +9,7 @@ from enum import StrEnum
 
 import zmq
 
+from skippipe.codecs import Buffer
 from skippipe.transport.addresses import (
     CONNECTION_EVENTS,
     Context,
@@ -22,7 +23,6 @@ from skippipe.transport.addresses import (
 from skippipe.transport.fast_path import FastPathMessage, FastPathSender, FastPathVerb, new_path_id
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.link_keepalive import LinkHeartbeat
-from skippipe.transport.wire_codec import Buffer
 
 RECONNECT_MOST_MS = 2000
 REQUEST_AGAIN_S = 30.0  # between two requests for a fast path, in case it breaks again and again

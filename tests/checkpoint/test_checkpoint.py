@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from skippipe.checkpoint.format import MANIFEST, CheckpointOrigin, Checkpoints, verified
 from skippipe.checkpoint.manager import CheckpointManager, export, origin_of
+from skippipe.codecs import decode, encode
 from skippipe.data.tokenizer import TextTokenizer, train_bpe
 from skippipe.errors import UserError
 from skippipe.model.flat_params import layout_of_stage
@@ -25,7 +26,6 @@ from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.training.run import Run
-from skippipe.transport.wire_codec import decode, encode
 from tests.helpers.disks import full_disk
 from tests.helpers.exact_training import FULL, SKIPPED, brief_of, plan_of, tensors_of
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.checkpoint.storage import LineFile, ModelStore, check_room
+from skippipe.codecs import encode
 from skippipe.data.tokenizer import TextTokenizer, train_bpe
 from skippipe.errors import UserError
 from skippipe.model.model_spec import ModelSpec
@@ -20,7 +21,6 @@ from skippipe.runs.tail import model_run_id
 from skippipe.runs.wal import WriteAheadLog
 from skippipe.runtime.coordinator.interfaces import WriteFailed
 from skippipe.training.run import WalWriter
-from skippipe.transport.wire_codec import encode
 from tests.helpers.dashboards import RunFolder, plan_of
 from tests.helpers.disks import full_disk
 from tests.helpers.models import tiny

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skippipe import event_loop
+from skippipe.collectives.ring import RING, averaged_ns
 from skippipe.plan import Lane, Plan
 from skippipe.planner.published import published20, published_plan
-from skippipe.ring_timing import averaged_ns, best_ring, ring_after_ns, ring_ns
 from skippipe.simulator import NO_RECORD, NO_SLACK, PlacementCosts, path_arrays, simulate
 from skippipe.timeline import Task, Timeline, Timing
 from tests.helpers.plans import clusters, plans, simulated
@@ -125,7 +125,11 @@ def test_nobody_averages_longer_than_if_all_had_been_done_together(plan: Plan) -
         last = max(stage.nodes, key=lambda node: done[node])
         assert start_ns == done[last]
         took_ns = end_ns - start_ns
-        assert ring_after_ns(plan.costs, index, stage.ring, last) <= took_ns <= ring_ns(plan.costs, index, stage.ring)
+        assert (
+            RING.after_ns(plan.costs, index, stage.ring, last)
+            <= took_ns
+            <= RING.takes_ns(plan.costs, index, stage.ring)
+        )
 
 
 def test_a_ring_by_hand() -> None:
@@ -227,8 +231,8 @@ def test_the_ring_is_the_best_there_is(cluster: object) -> None:
     assert isinstance(cluster, Cluster)
     costs = cost_model_of(cluster, Workload(TINY, sequence_tokens=16), (4, 4))
     members = tuple(range(len(cluster)))
-    fastest = min(ring_ns(costs, 1, (0, *rest)) for rest in permutations(members[1:]))
-    assert ring_ns(costs, 1, best_ring(costs, 1, members)) == fastest
+    fastest = min(RING.takes_ns(costs, 1, (0, *rest)) for rest in permutations(members[1:]))
+    assert RING.takes_ns(costs, 1, RING.order(costs, 1, members)) == fastest
 
 
 def test_large_rings_are_better_than_the_order_they_come_in() -> None:
@@ -237,6 +241,6 @@ def test_large_rings_are_better_than_the_order_they_come_in() -> None:
     from skippipe.workload import MODELS, Workload
 
     costs = cost_model_of(regions(24), Workload(MODELS["llama-1.5b"]), (12, 12))
-    ring = best_ring(costs, 1, range(24))
+    ring = RING.order(costs, 1, range(24))
     assert sorted(ring) == list(range(24))
-    assert ring_ns(costs, 1, ring) < 0.8 * ring_ns(costs, 1, range(24))
+    assert RING.takes_ns(costs, 1, ring) < 0.8 * RING.takes_ns(costs, 1, range(24))

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from skippipe.codecs import CODECS
 from skippipe.cost_model import cost_model_of, ns, seconds
 from skippipe.errors import UserError
 from skippipe.plan import LONGEST_NS
 from skippipe.planner.published import published20
-from skippipe.workload import MODELS, ModelShape, Workload, model_named, wire_bytes
+from skippipe.workload import MODELS, ModelShape, Workload, model_named
 
 
 @pytest.mark.parametrize(
@@ -110,10 +111,12 @@ def test_layer_split_is_even_and_complete() -> None:
         work.layer_split(25)
 
 
-def test_wire_bytes() -> None:
-    assert wire_bytes(1000, "fp32") == 4000
-    assert wire_bytes(1000, "bf16") == 2000
-    assert wire_bytes(1000, "int8") == 1000 + 8 * 4
+def test_expected_bytes() -> None:
+    assert {name: codec.expected_bytes(1000) for name, codec in CODECS.items()} == {
+        "fp32": 4000,
+        "bf16": 2000,
+        "int8": 1000 + 8 * 4,
+    }
 
 
 def test_workload_file_and_back() -> None:

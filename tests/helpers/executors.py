@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from skippipe.codecs import EncodedTensor
+from skippipe.collectives import MakeAverager
+from skippipe.collectives.ring import GradientRing
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
@@ -15,7 +18,6 @@ from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
 from skippipe.runtime.node.ops import GradNorm, OptimizerStep, RingStep
 from skippipe.runtime.stage_executor import StageExecutor
-from skippipe.transport.wire_codec import EncodedTensor
 from skippipe.workload import Workload
 from tests.helpers.models import tiny
 
@@ -33,7 +35,7 @@ def computer_of(
     config: dict[str, Any] | None = None,
     split: bool = False,
     recompute: bool = False,
-    reduce: Callable[[torch.Tensor], Any] | None = None,
+    make_averager: MakeAverager = GradientRing,
     optimizer: str = "adamw",
     **workload: Any,
 ) -> StageExecutor:
@@ -51,7 +53,7 @@ def computer_of(
     )
     text = np.random.default_rng(1).integers(0, 97, 2000)
     sampler = BatchSampler(text, SEQUENCE, 3, MICROBATCHES, SAMPLES) if stage == 0 else None
-    return StageExecutor(stage, layers, work, spec, tasks, sampler, reduce=reduce)
+    return StageExecutor(stage, layers, work, spec, tasks, sampler, make_averager=make_averager)
 
 
 def noise(seed: int, *shape: int) -> torch.Tensor:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from skippipe.codecs import EncodedTensor
 from skippipe.transport.fast_path import LARGE_BYTES
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Lost, Mailbox, Security
 from skippipe.transport.message import Hop, Message, Received, Stamp
-from skippipe.transport.wire_codec import EncodedTensor
 
 PATIENCE_S = 10.0  # the deadline of every wait here
 KEYS = {name: KeyPair.new() for name in ("a", "b", "stranger")}

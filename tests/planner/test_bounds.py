@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from skippipe.cluster import Cluster
+from skippipe.collectives.ring import RING
 from skippipe.constraints import cc2_broken_at
 from skippipe.cost_model import NEVER_NS
 from skippipe.dispatch import Dispatch
@@ -23,7 +24,6 @@ from skippipe.planner.problem import DecisionVariables, Placement, Problem, lane
 from skippipe.planner.published import published20, published_plan
 from skippipe.planner.strategies import PlanRequest, Strategy, iteration_ns, make_plan
 from skippipe.presets import GIB, datacentre, random_cluster, regions
-from skippipe.ring_timing import best_ring, ring_after_ns
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
@@ -72,7 +72,7 @@ def some_problem(seed: int) -> Problem | None:
 
 
 def plan_of(problem: Problem, placement: Placement, lanes: list[tuple[tuple[int, ...], int]]) -> Plan:
-    rings = [best_ring(problem.costs, stage, nodes) for stage, nodes in enumerate(placement)]
+    rings = [RING.order(problem.costs, stage, nodes) for stage, nodes in enumerate(placement)]
     return Plan(
         problem.cluster,
         problem.workload,
@@ -241,7 +241,7 @@ def test_no_ring_beats_its_bound(size: int) -> None:
     draw = np.random.default_rng(size)
     for _ in range(20):
         nodes = draw.permutation(9)[:size].tolist()
-        least_ns = min(ring_after_ns(problem.costs, 1, nodes, last) for last in nodes)
+        least_ns = min(RING.after_ns(problem.costs, 1, nodes, last) for last in nodes)
         assert averaging_by_size_ns(problem, 1, size)[-1] <= least_ns
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from skippipe.cluster import Cluster
+from skippipe.collectives.ring import RING
 from skippipe.cost_model import cost_model_of
 from skippipe.errors import UserError
 from skippipe.plan import Lane, Plan, Stage
@@ -26,7 +27,6 @@ from skippipe.report.html import write_html
 from skippipe.report.path_map import HALF_WIDTH, HEIGHT, path_map
 from skippipe.report.png import write_png
 from skippipe.report.text import plan_grid
-from skippipe.ring_timing import best_ring
 from skippipe.simulator import simulate
 from skippipe.timeline import HUES, TASK_KINDS, BarKind, Timeline, Timing, ranges_text
 
@@ -35,7 +35,7 @@ def published(paths: str, timing: Timing, split: bool = False) -> tuple[Plan, Ti
     example = published20()
     assert example.placement is not None
     costs = cost_model_of(example.cluster, example.workload, (4,) * 6)
-    stages = tuple(Stage(4, nodes, best_ring(costs, index, nodes)) for index, nodes in enumerate(example.placement))
+    stages = tuple(Stage(4, nodes, RING.order(costs, index, nodes)) for index, nodes in enumerate(example.placement))
     lanes = example.paths[paths]
     plan = Plan(example.cluster, example.workload, stages, lanes, split_backward=split)
     timeline = simulate(plan, timing)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from skippipe.cluster import Cluster
+from skippipe.codecs import encode
 from skippipe.model.model_spec import ModelSpec
 from skippipe.plan import Lane, Plan
 from skippipe.runtime import stage_executor
@@ -47,7 +48,6 @@ from skippipe.runtime.state_source import StateSource
 from skippipe.training.build_run import RunSetup
 from skippipe.training.job_config import CheckpointConfig, JobConfig, RecoveryConfig
 from skippipe.transport.message import BackupPiece, Message, StatePiece
-from skippipe.transport.wire_codec import encode
 from tests.helpers import exact_training
 from tests.helpers.exact_training import plan_of, tensors_of
 from tests.helpers.executors import computer_of, noise, stepped

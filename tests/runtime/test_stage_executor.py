@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from skippipe.codecs import decode, encode
 from skippipe.dispatch import weights_after
 from skippipe.runtime.node.ops import CheckFinite, ClearGradients, DropMicrobatch, OpResult, StageTask
 from skippipe.runtime.stage_executor import StageExecutor
-from skippipe.transport.wire_codec import decode, encode
 from tests.helpers.executors import computer_of, gradient_of, noise
 
 torch.set_num_threads(1)

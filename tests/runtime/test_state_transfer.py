@@ -8,12 +8,12 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from skippipe.codecs import EncodedTensor, encode
 from skippipe.runtime import stage_executor
 from skippipe.runtime.neighbour_init import layer_at_same_depth
 from skippipe.runtime.node.ops import GradNorm, OptimizerStep, PlanTransfer, ReadState, WriteState
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.runtime.state_source import StateSlice, StateSource
-from skippipe.transport.wire_codec import EncodedTensor, encode
 from tests.helpers.executors import RATE, computer_of, noise, ring, state_of, stepped
 
 torch.set_num_threads(1)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from skippipe.codecs import EncodedTensor, decode, encode
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import logits
 from skippipe.inference.checkpoint_loader import fingerprint, load, load_stage, read_outline
@@ -19,7 +20,6 @@ from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.serving.node.executor import ServingExecutor
 from skippipe.serving.node.role import ServingConfig, build_executor
 from skippipe.serving.step_protocol import ForwardStep, FreeSlots, InputRow, SampleTokens, StepRefused
-from skippipe.transport.wire_codec import EncodedTensor, decode, encode
 from tests.helpers.model_folders import LAYERS, TOKENIZER, checkpoint_in, export_to, made
 from tests.helpers.models import FAMILIES, whole_model
 

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from skippipe.checkpoint.format import MANIFEST, CheckpointOrigin, Checkpoints, verified
 from skippipe.checkpoint.manager import CheckpointManager
 from skippipe.cli import main
+from skippipe.codecs import encode
 from skippipe.data.tokenizer import TextTokenizer, train_bpe
 from skippipe.errors import UserError
 from skippipe.json_fields import json_text
@@ -35,7 +36,6 @@ from skippipe.runtime.node_config import NodeConfig
 from skippipe.training.depth_growth import check_job, donor_layers, grow, young_of
 from skippipe.training.job_config import load_job
 from skippipe.training.run import Run
-from skippipe.transport.wire_codec import encode
 from skippipe.workload import Workload
 from tests.helpers.models import tiny
 from tests.helpers.plans import uniform_cluster

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch.nn import functional
 
+from skippipe.codecs import EncodedTensor, encode
+from skippipe.collectives.ring import GradientRing
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
 from skippipe.plan import Lane, Plan
-from skippipe.runtime.allreduce import GradientRing
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.training.reference import ReferenceTrainer
-from skippipe.transport.wire_codec import EncodedTensor, encode
 from tests.helpers.exact_training import (
     FULL,
     ITERATIONS,

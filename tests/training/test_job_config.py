@@ -377,7 +377,12 @@ def test_nodes_follow_the_recipe_of_a_job(folder: Path) -> None:
 def test_a_brief_there_and_back(family: str) -> None:
     spec = ModelSpec(tiny(family), seed=5)
     stages = (Stage(3, (0,), (0,)), Stage(2, (1, 2), (2, 1)))
-    plan = Plan(uniform_cluster(3), Workload(spec.shape, 16, 2, 3), stages, (Lane((0, 1), 2), Lane((0, 2), 1)))
+    plan = Plan(
+        uniform_cluster(3),
+        Workload(spec.shape, 16, 2, 3, collective="torch"),
+        stages,
+        (Lane((0, 1), 2), Lane((0, 2), 1)),
+    )
     node_config = NodeConfig(
         plan,
         spec.config.to_dict(),
@@ -388,7 +393,6 @@ def test_a_brief_there_and_back(family: str) -> None:
         device="cuda:1",
         compiled=True,
         threads=3,
-        averaging="torch",
         emulated=True,
         rendezvous="127.0.0.1:5",
         recipe=SkipSchedule("1/3 until 90%, 0", residual="scaled", early_exit=0.1),

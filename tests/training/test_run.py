@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skippipe.checkpoint.format import Checkpoints, verified
 from skippipe.checkpoint.hf_export import ModelFolder
+from skippipe.codecs import encode
 from skippipe.data.prepare import prepare
 from skippipe.errors import UserError
 from skippipe.launch.fork_server import ProcessPool
@@ -41,7 +42,6 @@ from skippipe.training.reference import ReferenceTrainer
 from skippipe.training.run import Run
 from skippipe.transport.mailbox import Security
 from skippipe.transport.message import Hop, Message
-from skippipe.transport.wire_codec import encode
 from skippipe.workload import Workload
 from tests.helpers.models import FAMILIES, tiny
 from tests.helpers.plans import uniform_cluster

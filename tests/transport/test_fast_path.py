@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import zmq
 
+from skippipe.codecs import EncodedTensor
 from skippipe.transport import sender
 from skippipe.transport.aead import TAG_BYTES
 from skippipe.transport.fast_path import LARGE_BYTES, FastPathMessage, FastPathReceiver, FastPathVerb
 from skippipe.transport.mailbox import LossReason, Lost, Mailbox, QueueFull
 from skippipe.transport.message import HEADER, Message, Received, Stamp
-from skippipe.transport.wire_codec import EncodedTensor
 from tests.helpers.mailboxes import HELLO, KEYS, LARGE, PATIENCE_S, Net, link, network, number_of, numbered
 from tests.helpers.relay import Relay, Tamper
 

@@ -14,12 +14,21 @@ import pytest
 import zmq
 
 from benchmarks.fuzz import bad_message
+from skippipe.codecs import EncodedTensor
 from skippipe.transport.addresses import Socket
 from skippipe.transport.fast_path import VERB_MAGIC
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox
-from skippipe.transport.message import HEADER, Hop, Limits, Malformed, Message, Received, from_frames, to_frames
-from skippipe.transport.wire_codec import EncodedTensor
+from skippipe.transport.message import (
+    HEADER,
+    Hop,
+    Limits,
+    Malformed,
+    Message,
+    Received,
+    from_frames,
+    to_frames,
+)
 from tests.helpers.mailboxes import HELLO, KEYS, PATIENCE_S, Net, link, network
 
 JUNK = 2000

@@ -14,12 +14,11 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skippipe.codecs import CODECS, EncodedTensor, decode, encode
 from skippipe.errors import UserError
 from skippipe.transport.link_emulation import DelayQueue, EmulatedLink, LinkEmulator
 from skippipe.transport.mailbox import PIECE_BYTES, LossReason, Lost, Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Hop, Message, Received, RingPiece, to_frames
-from skippipe.transport.wire_codec import EncodedTensor, decode, encode
-from skippipe.workload import WIRE_DTYPES
 from tests.helpers.mailboxes import HELLO, KEYS, PATIENCE_S, Net, link, network, number_of
 from tests.helpers.relay import Wire
 
@@ -36,7 +35,7 @@ def curve() -> Iterator[Net]:
         yield made
 
 
-@pytest.mark.parametrize("dtype", WIRE_DTYPES)
+@pytest.mark.parametrize("dtype", CODECS)
 def test_delivery_in_order(net: Net, dtype: str) -> None:
     a, b = net.box("a"), net.box("b")
     link(a, b)

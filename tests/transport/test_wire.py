@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.fuzz import good_control
+from skippipe.codecs import CODECS, EncodedTensor, decode, encode
+from skippipe.codecs.int8 import BLOCK as INT8_BLOCK
 from skippipe.errors import UserError
 from skippipe.runtime import messages as control_messages
 from skippipe.runtime.state_source import StateSource
@@ -40,9 +42,7 @@ from skippipe.transport.message import (
     from_frames,
     to_frames,
 )
-from skippipe.transport.wire_codec import EncodedTensor, decode, encode
 from skippipe.transport.zap_auth import ZapAuth
-from skippipe.workload import INT8_BLOCK, WIRE_DTYPES, wire_bytes
 from tests.helpers.plans import may_skip
 
 LIMITS = Limits(payload_bytes=2**24)
@@ -61,12 +61,12 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 # Tensors
 
 
-@given(tensors(), st.sampled_from(WIRE_DTYPES))
+@given(tensors(), st.sampled_from(sorted(CODECS)))
 @example(torch.zeros(300), "int8")
 @example(torch.tensor(-3.5), "int8")
 def test_packed_and_back(tensor: torch.Tensor, dtype: str) -> None:
     packed = encode(tensor, dtype)
-    assert packed.nbytes == wire_bytes(tensor.numel(), dtype)
+    assert packed.nbytes == CODECS[dtype].expected_bytes(tensor.numel())
     back = decode(packed)
     assert back.shape == tensor.shape and back.dtype == torch.float32
     if dtype == "fp32":
@@ -81,7 +81,7 @@ def test_packed_and_back(tensor: torch.Tensor, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", WIRE_DTYPES)
+@pytest.mark.parametrize("dtype", CODECS)
 def test_what_is_not_finite_does_not_become_a_number(bad: float, dtype: str) -> None:
     tensor = torch.ones(3 * INT8_BLOCK + 5)
     tensor[INT8_BLOCK + 3] = bad
@@ -145,8 +145,8 @@ def messages(draw: st.DrawFn) -> Message:
     if draw(st.booleans()) and kind is MessageKind.CONTROL:
         body = draw(objects)
     elif draw(st.booleans()) and kind is not MessageKind.CONTROL:
-        dtype, shape = draw(st.sampled_from(WIRE_DTYPES)), draw(shapes)
-        body = EncodedTensor(dtype, shape, b"\x5a" * wire_bytes(math.prod(shape), dtype))
+        dtype, shape = draw(st.sampled_from(sorted(CODECS))), draw(shapes)
+        body = EncodedTensor(dtype, shape, b"\x5a" * CODECS[dtype].expected_bytes(math.prod(shape)))
     return Message(header, body, draw(times))
 
 
@@ -180,7 +180,8 @@ def test_damaged_messages_are_messages_or_malformed(message: Message, at: int, b
     damaged = bytearray(header)
     damaged[at] = byte
     back, _ = from_frames([damaged, payload if other is None else other], LIMITS)
-    assert not isinstance(back.body, EncodedTensor) or back.body.nbytes == wire_bytes(back.body.values, back.body.dtype)
+    body = back.body
+    assert not isinstance(body, EncodedTensor) or body.nbytes == CODECS[body.dtype].expected_bytes(body.values)
 
 
 def frames_with(**changes: Any) -> list[bytes]:
@@ -211,7 +212,7 @@ def test_every_kind_has_its_numbers() -> None:
     assert shown == {
         "HOP": ("iteration lane microbatch step epoch", "0100000000000000020000000300000004000000" + "05"),
         "RING_PIECE": ("iteration stage round epoch", "0100000000000000020000000300000004"),
-        "CONTROL": ("life term number", "01000000000000000200000003"),
+        "CONTROL": ("incarnation term number", "01000000000000000200000003"),
         "STATE_PIECE": ("iteration first assignment", "0100000000000000020000000000000003"),
         "BACKUP_PIECE": ("first assignment", "010000000000000002"),
         "WEIGHTS_PIECE": ("stage piece collection", "010000000200000003"),
@@ -284,7 +285,7 @@ def test_messages_that_cannot_be() -> None:
             Message(Hop(0, 0, 0, 0), sent_ns=beyond)
     with pytest.raises(ValueError, match="a hop cannot carry dict"):
         Message(Hop(0, 0, 0, 0), {})
-    with pytest.raises(ValueError, match="3 bytes are no fp32 tensor"):
+    with pytest.raises(ValueError, match=r"3 bytes; a fp32 tensor of shape \[1\] has 4"):
         to_frames(Message(Hop(0, 0, 0, 0), EncodedTensor("fp32", (1,), b"abc")))
 
 
@@ -362,7 +363,7 @@ def test_a_source_of_state_that_is_none() -> None:
 def test_messages_and_tensors_need_no_sockets() -> None:
     """GPU machines may lack pyzmq and msgspec."""
     missing = "import sys; sys.modules['zmq'] = sys.modules['msgspec'] = None; "
-    program = missing + "import skippipe.transport.message, skippipe.transport.wire_codec, skippipe.runtime.node.ops"
+    program = missing + "import skippipe.transport.message, skippipe.codecs, skippipe.runtime.node.ops"
     program += "; assert 'torch' not in sys.modules; import skippipe.training.reference, skippipe.inference.engine"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 

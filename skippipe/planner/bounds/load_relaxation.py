@@ -11,7 +11,6 @@ from skippipe.cost_model import NEVER_NS
 from skippipe.jit import Floats, Ints
 from skippipe.planner.bounds.node_classes import NodeClasses
 from skippipe.planner.problem import Problem
-from skippipe.ring_timing import chunk_bytes
 
 MARGIN = 1e-6  # of a stage's share: by how much a proof must hold
 WHOLE_NODES = 300  # (stage, class) pairs: with more, nodes may be divided over stages
@@ -104,9 +103,12 @@ def averaging_by_size_ns(problem: Problem, stage: int, most: int) -> list[int]:
     """Least time that a ring of 1, 2, … nodes goes on after the last of them is done.
 
     A chunk of the last node passes 2(m − 1) edges in a row: all of the ring and then all but two again. And a node with
-    a slow edge, d edges further on, has all its steps but the first d left to send.
+    a slow edge, d edges further on, has all its steps but the first d left to send. Nothing is known of a collective
+    that is not timed as a ring.
     """
     costs = problem.costs
+    if not costs.collective.timed_as_ring:
+        return [0] * most
     able = np.flatnonzero(costs.slots[stage] > 0)
     bandwidth = costs.bandwidth_bytes_per_s[np.ix_(able, able)].copy()
     np.fill_diagonal(bandwidth, 0)
@@ -119,7 +121,7 @@ def averaging_by_size_ns(problem: Problem, stage: int, most: int) -> list[int]:
         if size > len(able) or slow_edge[size - 1] == 0:
             found.append(NEVER_NS)
             continue
-        chunk = chunk_bytes(costs.gradient_bytes[stage], size)
+        chunk = costs.collective.message_bytes(costs.gradient_bytes[stage], size)
         edges = np.append(best_edge[: size - 1], min(slow_edge[size - 1], best_edge[size - 1]))
         with np.errstate(over="ignore", divide="ignore"):
             sent_ns = np.minimum(np.rint(chunk / edges * 1e9), NEVER_NS).astype(np.int64)

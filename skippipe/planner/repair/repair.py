@@ -38,7 +38,6 @@ from skippipe.planner.search.annealing import Chain, search
 from skippipe.planner.search.moves import Move, cumulative_move_weights
 from skippipe.planner.search.state import Tables, costs_by_layers, lanes_of, state_of, tables_of
 from skippipe.presets import datacentre
-from skippipe.ring_timing import best_ring
 from skippipe.simulator import PlacementCosts, simulate
 from skippipe.timeline import Timing
 from skippipe.workload import MODELS, Workload
@@ -71,7 +70,7 @@ def repaired(
     deadline = clock() + budget_s
     bare = replace(plan, cluster=cluster or plan.cluster, expected=None, lower_bound_ns=None)
     costs = bare.costs  # worked out once
-    rings = [best_ring(costs, stage, sorted(nodes)) for stage, nodes in enumerate(members)]
+    rings = [costs.averaging_order(stage, sorted(nodes)) for stage, nodes in enumerate(members)]
     usable = [
         [node for node in sorted(nodes) if node in able and costs.slots[stage, node] > 0]
         for stage, nodes in enumerate(members)
@@ -117,7 +116,7 @@ def repaired(
 def compile_repair() -> None:
     """Compile what a repair needs, before the first one: most of a minute on a new machine, a second later."""
     work = Workload(MODELS["llama-30m"], microbatches=2)
-    best_ring(cost_model_of(datacentre(9), work, (6, 6)), 1, range(9))  # small rings come below
+    cost_model_of(datacentre(9), work, (6, 6)).averaging_order(1, range(9))  # small rings come below
     stages = (Stage(6, (0, 1), (0, 1)), Stage(6, (2, 3), (2, 3)))
     plan = Plan(datacentre(4), work, stages, (Lane((0, 2), 1), Lane((1, 3), 1)))
     repaired(plan, [{0}, {2, 3}], {0, 2, 3}, budget_s=4, clock=count().__next__)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 from skippipe.plan import Plan
 from skippipe.planner.repair.repair import repaired, task_ns
-from skippipe.ring_timing import best_ring, ring_ns
 
 SPARE_GAIN = 0.02  # by which an iteration must become shorter, or a spare stays one, where two hold the stage already
 MOVE_GAIN = 0.1  # by which it must, or no node moves: one that does is idle until it has fetched its state
@@ -240,7 +239,7 @@ class StageAssignment:
         which = stage, frozenset(nodes)
         if which not in self._averaging_ns:
             costs = self.plan.costs
-            self._averaging_ns[which] = ring_ns(costs, stage, best_ring(costs, stage, sorted(nodes)))
+            self._averaging_ns[which] = costs.averaging_ns(stage, costs.averaging_order(stage, sorted(nodes)))
         return self._averaging_ns[which]
 
     def _loads(self, members: Members) -> list[float]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from skippipe.collectives.ring import averaged_ns
 from skippipe.constraints import cc2_step
 from skippipe.cost_model import NEVER_NS
 from skippipe.event_loop import run_iteration
 from skippipe.jit import Ints, kernel
 from skippipe.planner.astar import INFINITE_NS
 from skippipe.planner.search.state import State, Tables
-from skippipe.ring_timing import averaged_ns
 
 TRAVEL_WEIGHT = 400  # the mean lane alone counts by one part in so many
 UNEVEN = 100  # a visit too many or too few costs one part in so many of the iteration

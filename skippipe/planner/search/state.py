@@ -20,7 +20,6 @@ from skippipe.dispatch import Dispatch
 from skippipe.jit import Flags, Floats, Ints, kernel
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Problem
-from skippipe.ring_timing import best_ring
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
 
@@ -213,7 +212,7 @@ def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
     at_work = [tuple(node for node in ring if node in used) for ring in all_rings]
     lanes = lanes_of(state)
     members = [at_work] if at_work == all_rings or problem.timing is Timing.CONTENTION_ONLY else [at_work, all_rings]
-    in_order = [[best_ring(costs, stage, ring) for stage, ring in enumerate(rings)] for rings in members]
+    in_order = [[costs.averaging_order(stage, ring) for stage, ring in enumerate(rings)] for rings in members]
     return [
         Plan(
             cluster=problem.cluster,

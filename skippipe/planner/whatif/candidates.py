@@ -13,6 +13,7 @@ from functools import partial
 from itertools import permutations
 
 from skippipe import constraints
+from skippipe.codecs import smaller_than
 from skippipe.critical_path import (
     Bottleneck,
     CauseGroup,
@@ -26,9 +27,7 @@ from skippipe.critical_path import (
 from skippipe.dispatch import Dispatch
 from skippipe.plan import Plan
 from skippipe.planner.whatif import edits
-from skippipe.ring_timing import best_ring
 from skippipe.timeline import Timeline
-from skippipe.workload import WIRE_DTYPES
 
 BOTTLENECKS = 12  # of the critical path, the largest: what they blame is tried
 NODES_TO_DROP = 3  # likewise, where paths are searched anew
@@ -158,7 +157,7 @@ class CandidateEdits:
 
     def _in_other_orders(self, stage: int) -> list[Callable[[], Plan]]:
         ring = self.plan.stages[stage].ring
-        orders = [best_ring(self.plan.costs, stage, ring)]
+        orders = [self.plan.costs.averaging_order(stage, ring)]
         if len(ring) <= ORDERS_UP_TO:
             orders = [(ring[0], *rest) for rest in permutations(ring[1:])]
         return [partial(edits.other_ring, self.plan, stage, order) for order in orders]
@@ -181,11 +180,11 @@ class CandidateEdits:
             because = f"computing and waiting: {self._share(waiting + working)} of the time"
             yield self._candidate(EditKind.SPLIT_BACKWARD, what, because, partial(edits.other_backward, plan))
         sending = sum(bottleneck.of(CauseKind.BANDWIDTH, CauseKind.QUEUE) for bottleneck in self.bottlenecks)
-        smaller = WIRE_DTYPES[WIRE_DTYPES.index(plan.workload.wire_dtype) + 1 :]
-        if sending and smaller:
-            what = f"{smaller[0]} instead of {plan.workload.wire_dtype} on the wire"
+        smaller = smaller_than(plan.workload.wire_dtype)
+        if sending and smaller is not None:
+            what = f"{smaller} instead of {plan.workload.wire_dtype} on the wire"
             because = f"sending: {self._share(sending)} of the time"
-            yield self._candidate(EditKind.WIRE, what, because, partial(edits.smaller_messages, plan, smaller[0]))
+            yield self._candidate(EditKind.WIRE, what, because, partial(edits.smaller_messages, plan, smaller))
         flying = sum(bottleneck.of(CauseKind.LATENCY, CauseKind.AVERAGING_LATENCY) for bottleneck in self.bottlenecks)
         if flying and plan.cluster.hop_overhead_s:
             because = f"latency and overhead: {self._share(flying)} of the time"

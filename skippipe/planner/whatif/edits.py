@@ -18,7 +18,6 @@ from skippipe.errors import Infeasible
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.repair.repair import repaired
 from skippipe.planner.search.state import move_microbatches
-from skippipe.ring_timing import best_ring
 from skippipe.simulator import path_arrays
 
 Links = Iterable[tuple[int, int]]
@@ -139,7 +138,8 @@ def with_twin(plan: Plan, node: int) -> Plan:
     )
     stage = plan.stage_of[node]
     members = (*plan.stages[stage].nodes, twin)
-    ring = best_ring(cost_model_of(cluster, plan.workload, plan.layers), stage, members)
+    costs = cost_model_of(cluster, plan.workload, plan.layers)
+    ring = costs.averaging_order(stage, members)
     stages = list(plan.stages)
     stages[stage] = replace(stages[stage], nodes=members, ring=ring)
     return replace(_on_cluster(plan, cluster), stages=tuple(stages))

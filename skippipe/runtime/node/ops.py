@@ -72,22 +72,15 @@ class CheckFinite:
 
 @dataclass(frozen=True)
 class RingStep:
-    """One round of the gradient ring: add what the neighbour sent in the round before, give what is sent on now.
-
-    The node's own sum stays as it is, so that a ring that breaks can be begun again.
-    """
+    """One round of the stage's collective: take in what came in the round before, give what goes out now (see
+    `collectives.interface.Averager`)."""
 
     round: int
     at: int
-    """This node's place in the ring."""
+    """This node's place among the nodes that average."""
     size: int
-    """The number of nodes in the ring."""
+    """The number of nodes that average."""
     given: Any = None
-
-
-@dataclass(frozen=True)
-class AllReduce:
-    """Sum the gradients of the stage over its nodes by other means than the ring."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,7 @@ class GradNorm:
 
     visits: int
     alone: bool
-    """The node is alone in its stage: its own sum is meant, instead of what the ring has made."""
+    """The node is alone in its stage: its own sum is meant, instead of the sum over the stage."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +179,6 @@ Op = (
     | ClearGradients
     | CheckFinite
     | RingStep
-    | AllReduce
     | GradNorm
     | OptimizerStep
     | ReadWeights
@@ -208,11 +200,6 @@ class Executor(Protocol):
     def fits(self, message: Message, at: int, size: int) -> bool:
         """Has the message's tensor the shape and type that it should have? `at` is this node's place in its ring of
         `size` nodes. Called on another thread than `run`."""
-
-
-def piece_sent(at: int, round_: int, size: int) -> int:
-    """The piece that the node at a place of the ring passes on in a round: first its own, then what came last."""
-    return (at - round_) % size
 
 
 class OpQueue:

@@ -1,9 +1,10 @@
-"""A node's part in its stage's gradient ring: pieces that have come from the neighbour, and what is passed on next."""
+"""A node's part in the collective of its stage: pieces that have come from the others, and what is passed on next."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from skippipe.collectives import Collective
 from skippipe.runtime.node.ops import GradNorm, RingStep
 from skippipe.transport.message import Message, RingPiece
 
@@ -11,24 +12,29 @@ from skippipe.transport.message import Message, RingPiece
 class RingProtocol:
     """One attempt at averaging; if a member is lost, there is another attempt with the members that are left."""
 
-    def __init__(self, number: int, stage: int, ring: tuple[int, ...]) -> None:
+    def __init__(self, number: int, stage: int, ring: tuple[int, ...], collective: Collective) -> None:
+        self._collective = collective
         self.ring = ring
         self.at = ring.index(number)
         """This node's place in the ring."""
-        self.last_sent: Message | None = None
+        self.last_sent: tuple[int, Message] | None = None
+        """The receiver of this node's last message, and the message."""
         self._stage = stage
         self._pieces: dict[int, Any] = {}
         self._next = 0
         self._passing = False
 
-    @property
-    def after(self) -> int:
+    def sender(self, round_: int) -> int:
+        """The node whose piece this one takes in."""
+        return self.ring[self._collective.sender(self.at, round_, len(self.ring))]
+
+    def receiver(self, round_: int) -> int:
         """The node that this one sends to."""
-        return self.ring[(self.at + 1) % len(self.ring)]
+        return self.ring[self._collective.receiver(self.at, round_, len(self.ring))]
 
     @property
     def _rounds(self) -> int:
-        return 2 * (len(self.ring) - 1)
+        return self._collective.rounds(len(self.ring)) if self._collective.in_messages else 0
 
     def begin(self) -> RingStep:
         self._passing = True
@@ -36,8 +42,7 @@ class RingProtocol:
 
     def expects(self, sender: int, piece: RingPiece) -> bool:
         """Does this piece come here, from there?"""
-        from_neighbour = len(self.ring) > 1 and sender == self.ring[self.at - 1]
-        return from_neighbour and piece.stage == self._stage and piece.round < self._rounds
+        return piece.stage == self._stage and piece.round < self._rounds and sender == self.sender(piece.round)
 
     def take(self, round_: int, body: Any) -> bool:
         """A piece that is expected; whether it is the first of its round."""

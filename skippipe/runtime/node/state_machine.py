@@ -20,6 +20,7 @@ import logging
 from collections import Counter
 from typing import Any
 
+from skippipe.collectives import COLLECTIVES
 from skippipe.constraints import circle
 from skippipe.plan import Plan
 from skippipe.runtime.messages import (
@@ -45,7 +46,6 @@ from skippipe.runtime.messages import (
 from skippipe.runtime.node.interfaces import IN_ITERATION, NodeEnv, NodePhase
 from skippipe.runtime.node.microbatch_scheduler import MicrobatchScheduler, NodeSchedule
 from skippipe.runtime.node.ops import (
-    AllReduce,
     CheckFinite,
     ClearGradients,
     CopyEnds,
@@ -86,7 +86,7 @@ MOST_EARLY = 64  # messages of one sender that are kept because they are ahead o
 class Node:
     """One node of a run: its phase in the iteration, its tasks, its part in averaging, and its state transfers."""
 
-    def __init__(self, number: int, plan: Plan, env: NodeEnv, *, own_ring: bool = True) -> None:
+    def __init__(self, number: int, plan: Plan, env: NodeEnv) -> None:
         self.number = number
         self.stage = plan.stage_of[number]
         self.phase = NodePhase.WAITING
@@ -97,7 +97,6 @@ class Node:
         self.dropped: Counter[tuple[int, str]] = Counter()
         """Sender and what was wrong → number of messages that were not taken."""
         self._env = env
-        self._own_ring = own_ring
         self._next_plan: Plan | None = None
         self._next_begin: Begin | None = None
         self._next_changes: list[Reroute | Drain | Average] = []
@@ -173,8 +172,9 @@ class Node:
     def reconnected(self, peer: int) -> None:
         """The connection to a peer broke: what was sent last may not have arrived. The peer takes nothing twice."""
         self._scheduler.send_again_to(peer)
-        if self._ring.last_sent is not None and self._ring.after == peer:
-            self._env.send(peer, self._ring.last_sent)
+        last_sent = self._ring.last_sent
+        if last_sent is not None and last_sent[0] == peer:
+            self._env.send(*last_sent)
         self._transfer.reconnected(peer)
 
     def retry_requests(self, timeout_ns: int) -> None:
@@ -212,8 +212,6 @@ class Node:
                 self._average_if_done()
             case RingStep():
                 self._pass_on(op.round, result)
-            case AllReduce():
-                self._ops.add(GradNorm(self._visits, alone=False))
             case GradNorm():
                 self._report(result)
             case CheckFinite():
@@ -254,9 +252,11 @@ class Node:
         return f"{self.phase.value}, iteration {self.iteration + 1}"
 
     def active_peers(self) -> set[int]:
-        """The nodes before and after this one on its lanes and in its ring, and those that it exchanges state with."""
+        """The nodes before and after this one on its lanes, those that it averages with, and those that it exchanges
+        state with."""
         paths = [route.path for route in self._scheduler.routes if self.number in route.path]
-        pairs = [pair for path in paths for pair in circle(path)] + circle(self._ring.ring)
+        pairs = [pair for path in paths for pair in circle(path)]
+        pairs += self._collective.link_messages(self._ring.ring)
         near = {node for pair in pairs if self.number in pair for node in pair}
         return (near | self._transfer.source_nodes | self._transfer.requesters) - {self.number}
 
@@ -264,6 +264,7 @@ class Node:
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
+        self._collective = COLLECTIVES[plan.workload.collective]
         self._schedule = NodeSchedule(self.number, plan)
 
     def _clear(self, *, recorded: bool) -> None:
@@ -271,7 +272,7 @@ class Node:
         self._scheduler = MicrobatchScheduler(
             self._schedule, self.iteration, self, self._env, self._ops, recorded=recorded
         )
-        self._ring = RingProtocol(self.number, self.stage, self.plan.stages[self.stage].ring)
+        self._ring = RingProtocol(self.number, self.stage, self.plan.stages[self.stage].ring, self._collective)
         self._visits = self.plan.exposure[self.stage]
         self._gone: frozenset[int] = frozenset()
         self._as_planned = True
@@ -363,7 +364,7 @@ class Node:
     def _expects(self, sender: int, header: Hop | RingPiece) -> bool:
         if isinstance(header, Hop):
             return self._scheduler.expects(sender, header)
-        return self._own_ring and self._ring.expects(sender, header)
+        return self._ring.expects(sender, header)
 
     # When nodes are lost
 
@@ -395,10 +396,10 @@ class Node:
         self._take_early()
 
     def _stop_averaging(self) -> None:
-        """Discard what the ring has done so far; this node's own sum is not touched."""
+        """Discard what averaging has done so far; this node's own sum is not touched."""
         self._ops.cancel(*_OPS_OF_AVERAGING)
         left = tuple(node for node in self._ring.ring if node not in self._gone)
-        self._ring = RingProtocol(self.number, self.stage, left)
+        self._ring = RingProtocol(self.number, self.stage, left, self._collective)
 
     def _finish_draining(self) -> None:
         """Weight gradients that were deferred are added; nothing is left."""
@@ -426,17 +427,16 @@ class Node:
         self.phase = NodePhase.AVERAGING
         if len(self._ring.ring) == 1:
             self._ops.add(GradNorm(self._visits, alone=True))
-        elif not self._own_ring:
-            self._ops.add(AllReduce())
         else:
             self._ops.add(self._ring.begin())
 
     def _pass_on(self, round_: int, payload: Any) -> None:
         if self._ring.round_done(round_):
-            header = RingPiece(self.iteration, self.stage, round_, self.epoch)
-            message = self._ring.last_sent = Message(header, payload, self._env.now_ns())
-            self._scheduler.sent_bytes[self._ring.after] += getattr(payload, "nbytes", 0)
-            self._env.send(self._ring.after, message)
+            receiver = self._ring.receiver(round_)
+            message = Message(RingPiece(self.iteration, self.stage, round_, self.epoch), payload, self._env.now_ns())
+            self._ring.last_sent = receiver, message
+            self._scheduler.sent_bytes[receiver] += getattr(payload, "nbytes", 0)
+            self._env.send(receiver, message)
         self._continue_ring()
 
     def _continue_ring(self) -> None:
@@ -461,7 +461,7 @@ class Node:
         )
 
 
-_OPS_OF_AVERAGING = (RingStep, AllReduce, GradNorm, CheckFinite)
+_OPS_OF_AVERAGING = (RingStep, GradNorm, CheckFinite)
 _OPS_OF_ITERATION = (StageTask, DropMicrobatch, *_OPS_OF_AVERAGING)
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from skippipe import dispatch
+from skippipe.collectives.ring import piece_sent
 from skippipe.jit import python_version
 from skippipe.plan import Plan
 from skippipe.runtime.node.ops import (
-    AllReduce,
     CheckFinite,
     ClearGradients,
     CopyEnds,
@@ -28,7 +28,6 @@ from skippipe.runtime.node.ops import (
     StageTask,
     StoreBackup,
     WriteState,
-    piece_sent,
 )
 from skippipe.runtime.state_source import StateChunk, StateSlice, StateSource
 from skippipe.transport.message import Message, RingPiece
@@ -153,8 +152,6 @@ class SymbolicExecutor:
                 if op.part.at == PIECES - 1:
                     self._backup = op.part.backup, tuple(self._incoming)
                 return True
-            case AllReduce():
-                raise AssertionError("symbols are averaged by the ring only")
         return None
 
     def fits(self, message: Message, at: int, size: int) -> bool:  # noqa: ARG002

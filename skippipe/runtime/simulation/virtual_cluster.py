@@ -22,7 +22,6 @@ from skippipe.cluster import Cluster
 from skippipe.cost_model import ns
 from skippipe.heartbeat import HEARTBEATS, RESEND
 from skippipe.plan import Plan
-from skippipe.ring_timing import chunk_ns
 from skippipe.runtime.coordinator.interfaces import Callback, CheckpointStore, Event, IterationReport, StopRequests
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.state_machine import Coordinator
@@ -301,7 +300,8 @@ class VirtualCluster:
             transmit_ns = ns(size / costs.bandwidth_bytes_per_s[sender, receiver])
         else:
             stage = self.nodes[sender].stage
-            transmit_ns = int(chunk_ns(costs, stage, max(1, len(plan.stages[stage].ring)))[sender, receiver])
+            message_ns = costs.collective.message_ns(costs, stage, len(plan.stages[stage].ring))
+            transmit_ns = int(message_ns[sender, receiver])
         link = sender, receiver, is_hop  # hops and pieces of gradients do not wait for each other
         factor = self._delayed.get((sender, receiver), 1.0)
         end_ns = max(self.now_ns, self._link_free_ns.get(link, 0)) + int(self.disturb(transmit_ns) * factor)

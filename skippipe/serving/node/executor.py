@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skippipe.codecs import EncodedTensor, decode, encode
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import CachedStage, embed, logits
 from skippipe.inference.kv_cache import BatchRows
@@ -19,7 +20,6 @@ from skippipe.inference.sampler import sample
 from skippipe.model.stage import StageModel
 from skippipe.serving.step_protocol import ForwardStep, FreeSlots, InputRow, SampleTokens, ServingWork, StepRefused
 from skippipe.transport.message import Message
-from skippipe.transport.wire_codec import EncodedTensor, decode, encode
 
 
 class NotFinite(UserError):

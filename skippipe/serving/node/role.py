@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from skippipe.codecs import CODECS
 from skippipe.errors import UserError
 from skippipe.heartbeat import TIMEOUT_S
 from skippipe.json_fields import Fields, as_integer, exists
@@ -68,7 +69,7 @@ class ServingConfig:
             fingerprint=fields.text("fingerprint"),
             device=fields.text("device"),
             dtype=fields.text("dtype", ("fp32", "bf16")),
-            wire_dtype=fields.text("wire_dtype", ("fp32", "bf16", "int8")),
+            wire_dtype=fields.text("wire_dtype", tuple(CODECS)),
             cache_tokens=fields.integer("cache_tokens"),
             threads=fields.integer("threads"),
             heartbeat_s=fields.number("heartbeat_s"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skippipe.runtime.node.ops import AllReduce, GradNorm, OptimizerStep
+from skippipe.collectives.torch_allreduce import InPlaceAverager
+from skippipe.runtime.node.ops import GradNorm, OptimizerStep, RingStep
 from skippipe.runtime.stage_executor import StageExecutor
 from tests.helpers.executors import RATE, computer_of, gradient_of, noise, ring, state_of, stepped
 
@@ -93,10 +94,14 @@ def test_two_then_alone_then_two_again() -> None:
         one.run(GradNorm(4, alone=False))
 
 
+def doubled(gradient: torch.Tensor) -> None:
+    gradient.mul_(2)
+
+
 def test_gradients_summed_by_other_means_are_measured_where_they_are() -> None:
-    executor = computer_of(1, reduce=lambda gradient: gradient.mul_(2))
+    executor = computer_of(1, make_averager=lambda gradient, codec: InPlaceAverager(gradient, doubled))
     executor.tasks.weights.gradient.fill_(1.0)
-    executor.run(AllReduce())
+    executor.run(RingStep(0, 0, 2))
     assert executor.run(GradNorm(2, alone=False)) == len(gradient_of(executor))
 
 

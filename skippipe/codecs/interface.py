@@ -1,0 +1,84 @@
+"""What a codec is: how the values of a tensor become bytes on the wire, and values again.
+
+A codec is one file of this package. Planner, simulator and messages need its id, its number and its sizes, so importing
+it must not import torch; `encode`, `decode` and `rounded` may.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+LOSSLESS = "lossless"
+
+
+class Codec(ABC):
+    """One way to write the values of a tensor as bytes."""
+
+    id: ClassVar[str]
+    """Its name in plan, job and cluster files and on the command line; it never changes."""
+    number: ClassVar[int]
+    """Its number in the header of a message, from 2 to 255; it never changes and is never given to another codec."""
+    error_bound: ClassVar[str]
+    """How far a decoded value can be from the value that was encoded, in words; or LOSSLESS."""
+    error_feedback: ClassVar[bool]
+    """Whether gradient averaging keeps what encoding took away from a gradient and adds it in the next iteration. This
+    is the state of a codec: one fp32 value for each value of the gradient."""
+    fixed_size: ClassVar[bool] = True
+    """Whether the number of values alone gives the number of bytes. If not, `malformed` has to be overridden."""
+
+    @property
+    def lossless(self) -> bool:
+        return self.error_bound == LOSSLESS
+
+    @abstractmethod
+    def expected_bytes(self, values: int) -> int:
+        """Bytes of so many values: exactly if the size is fixed, else what a plan reckons with."""
+
+    @abstractmethod
+    def encode(self, flat: Tensor) -> Tensor:
+        """A one-dimensional tensor of floats as one of uint8, on the same device: fewer bytes leave a GPU then."""
+
+    @abstractmethod
+    def decode(self, raw: Tensor, values: int) -> Tensor:
+        """The values of what `encode` made and `malformed` passed, as a one-dimensional tensor of floats."""
+
+    def rounded(self, tensor: Tensor) -> Tensor:
+        """What is left of a tensor after a hop, for a reference that runs all stages in one process."""
+        return self.decode(self.encode(tensor.detach().reshape(-1)), tensor.numel()).reshape(tensor.shape)
+
+    def malformed(self, data: Buffer, shape: tuple[int, ...]) -> str:
+        """Why bytes from the network are no tensor of this shape; empty if they are one.
+
+        A codec whose size depends on content checks here, without torch, all that its `decode` relies on: offsets,
+        indices, counts. No length that stands in the data is to be believed before it is compared with len(data).
+        """
+        needed = self.expected_bytes(prod(shape))
+        if len(data) == needed:
+            return ""
+        return f"{len(data)} bytes; a {self.id} tensor of shape {list(shape)} has {needed}"
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTensor:
+    """A tensor as bytes."""
+
+    dtype: str
+    """The id of its codec."""
+    shape: tuple[int, ...]
+    data: Buffer
+    """A buffer of bytes, not of floats: its length is the number of bytes."""
+
+    @property
+    def values(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)

@@ -1,0 +1,35 @@
+"""Collectives: how the nodes of a stage average their gradients.
+
+COLLECTIVES is the registry: job file, planner, simulator and runtime read it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from skippipe.collectives.interface import Averager, Collective, GroupConfig, MakeAverager
+from skippipe.collectives.ring import Ring
+from skippipe.collectives.torch_allreduce import TorchAllReduce
+from skippipe.errors import UserError
+
+if TYPE_CHECKING:
+    CollectiveId = str
+
+__all__ = ["COLLECTIVES", "Averager", "Collective", "CollectiveId", "GroupConfig", "MakeAverager", "collective_named"]
+
+COLLECTIVES: dict[str, Collective] = {
+    collective.id: collective
+    for collective in (
+        Ring(),
+        TorchAllReduce(),
+    )
+}
+
+if not TYPE_CHECKING:
+    CollectiveId = Literal[tuple(COLLECTIVES)]  # what a job file may say; a type checker takes any text
+
+
+def collective_named(name: str) -> Collective:
+    if name not in COLLECTIVES:
+        raise UserError(f"workload.collective: '{name}' is none of {', '.join(COLLECTIVES)}")
+    return COLLECTIVES[name]
