@@ -162,9 +162,7 @@ def nodes_trained(run: Run, until: int, origin: CheckpointOrigin | None = None) 
     store = CheckpointManager(run.checkpoints, config, run.spec, run.tokenizer, origin)
     cluster = VirtualCluster(
         config.plan,
-        CoordinatorSettings(
-            config.learning, until - first, resumed_from=first if origin else None, checkpoint_every=100
-        ),
+        CoordinatorSettings(config.learning, until, resumed_from=first if origin else None, checkpoint_every=100),
         executors,
         checkpoint_store=store,
     )
@@ -241,7 +239,7 @@ def test_state_of_any_type_and_shape_is_transferred(monkeypatch: pytest.MonkeyPa
         assert learner.run(WriteState(each, *replica.run(ReadState(each.first, each.count, to=0))))
     assert torch.equal(state_of(replica), state_of(learner))
     assert learner.tasks.weights.optimizer.state["momentum"].dtype is torch.bfloat16
-    learner.run(PlanTransfer(StateSource("neighbours", (), (), (), 0)))
+    learner.run(PlanTransfer(StateSource("neighbours", (4,), (2,), (1.0,), 0)))
     assert not any(each.any() for each in learner.tasks.weights.optimizer.state.values())
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from skippipe.runtime.coordinator.interfaces import CoordinatorState, Event
 from skippipe.runtime.coordinator.settings import RecoverySettings
@@ -505,6 +506,6 @@ def test_a_run_that_failed_while_nodes_rejoined_stays_failed() -> None:
     harness.iterate(1)
     again = coordinating(3, wal=list(harness.env.wal), recovery=RecoverySettings(fault_tolerant=False))
     for node in range(6):
-        again.send(node, replace(HELLO, epoch=1, iteration=1 if node else 7, phase="RUNNING"))
+        again.send(node, structs.replace(HELLO, epoch=1, iteration=1 if node else 7, phase="RUNNING"))
     assert again.coordinator.state is CoordinatorState.FAILED
     assert again.coordinator.failure

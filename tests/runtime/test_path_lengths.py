@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from skippipe.errors import Infeasible
 from skippipe.model.stage_step import StageStep
@@ -162,7 +163,7 @@ def test_a_coordinator_that_is_started_again_goes_on_with_the_right_length(notes
     coordinator = new_coordinator(env, 9, short, wal=wal, skip_schedule=recipe, plans={4: whole}, recovery=AT_ONCE)
     harness = CoordinatorHarness(coordinator, env)
     for node in range(8):
-        harness.send(node, replace(HELLO, epoch=1, iteration=done, phase="RUNNING"))
+        harness.send(node, structs.replace(HELLO, epoch=1, iteration=done, phase="RUNNING"))
     assert coordinator.iteration == done
     assert coordinator.plan.visited == recipe.visited(done, 9, 4, 0)
     harness.iterate(2)

@@ -113,7 +113,7 @@ def test_nobody_answers(place: Place, names: list[str], refused: Callable[..., s
     at = f"127.0.0.1:{free_port('127.0.0.1')}"
     key = place.folder / "keys" / f"{names[0]}.key"
     why = refused("node", "--join", at, "--key", key, "--patience", "0.5")
-    assert why.startswith(f"waited 0.5 s for the coordinator: nobody answers at {at}; is it started")
+    assert why.startswith(f"waited 0.5 s for the coordinator: no answer from {at}; is it started")
 
 
 @pytest.fixture
