@@ -149,6 +149,7 @@ def test_no_data_node_or_nobody_else_leaves_no_lane(published: Plan) -> None:
     assert repair(published, members, able) is None
     members, able = without(published)
     assert repair(published, members, able - set(published.stages[0].nodes)) is None
+    assert repair(published, [set() for _ in members], set()) is None, "all are gone"
 
 
 def test_without_any_time_there_is_a_plan_all_the_same(published: Plan) -> None:

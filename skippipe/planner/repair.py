@@ -63,13 +63,13 @@ def repaired(
     bare = replace(plan, cluster=cluster, expected=None, lower_bound_ns=None)  # the new costs are worked out once
     costs = bare.costs
     rings = [best_ring(costs, stage, sorted(nodes)) for stage, nodes in enumerate(members)]
-    course = Course.of(costs, rings, plan.dispatch, Timing.FULL, plan.split_backward)
     usable = [
         [node for node in sorted(nodes) if node in able and costs.slots[stage, node] > 0]
         for stage, nodes in enumerate(members)
     ]
     if not usable[0]:
         return None
+    course = Course.of(costs, rings, plan.dispatch, Timing.FULL, plan.split_backward)
     held = sum(map(bool, usable[1:]))
     longest = min(visited or _usual_length(plan), 1 + held)
     for length in range(longest, 1, -1):
