@@ -258,18 +258,18 @@ class Hang(Exception):
 
 @contextmanager
 def bounded(seconds: float) -> Iterator[None]:
-    """In the main thread only."""
+    """Of processor time, so that other programs do not count. In the main thread only."""
 
     def ring(_number: int, _frame: object) -> None:
-        raise Hang(f"not done after {seconds:g} s")
+        raise Hang(f"not done after {seconds:g} s of processor time")
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, ring)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 @dataclass
