@@ -38,6 +38,7 @@ from skippipe.transport.message import Kind, Message
 Disturb = Callable[[int], int]
 """What becomes of a planned duration."""
 
+FALSE_REPORTS = 20  # of each link within a heartbeat, by a node that reports links falsely
 NOTICED_NS = 1_000_000  # from the end of a process to the news of it
 
 
@@ -482,7 +483,7 @@ class VirtualCluster:
             if lies or receiver in node.talks_to():
                 self.say(_Place(self, sender, self.lives[sender]), Broken(receiver, node.epoch), COORDINATOR)
         heartbeat_ns = ns(self.deadlines.heartbeat.total_seconds())
-        self.after(heartbeat_ns // (1000 if lies else 1), lambda: self._complain(sender, receiver))
+        self.after(heartbeat_ns // (FALSE_REPORTS if lies else 1), lambda: self._complain(sender, receiver))
 
     def _new_machine(self, node: int, plan: Plan) -> None:
         self.nodes[node] = Node(node, plan, _Place(self, node, self.lives[node]))
