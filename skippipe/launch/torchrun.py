@@ -116,7 +116,7 @@ class TorchrunLauncher:
         assert self._store is not None
         for number, name in enumerate(self._names[1:], start=1):
             config = {**join_config(name, address, self.keys), "device": self._device}
-            self._store.set(f"invitation {number}", json.dumps(config))
+            self._store.set(f"join config {number}", json.dumps(config))
         self._first.start(address, **_machine_settings(address, self._device, self._rank, self._tokens))
 
     def ended(self) -> list[tuple[str, str]]:
@@ -134,7 +134,7 @@ def run_rank(rank: Rank, roles: Roles, tokens: Path | None) -> None:
     store = rank.store()
     pair = KeyPair.new()
     store.set(f"rank {rank.number}", json.dumps({"public": pair.public, "host": own_address(rank.master)}))
-    config = _wait(store, f"invitation {rank.number}", "from rank 0", PLAN_TIMEOUT)
+    config = _wait(store, f"join config {rank.number}", "from rank 0", PLAN_TIMEOUT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every rank; rank 0 decides what it means
     keys = [pair.public, pair.secret] if config["security"] == "curve" else None
     settings = _machine_settings(config["coordinator"], config["device"], rank, tokens)

@@ -1,4 +1,4 @@
-"""What is read of a model folder that somebody else has made: data, and never code.
+"""What is read of a model folder that another program has made: data, and never code.
 
 Hugging Face folders can ask for classes of their own (`auto_map`), which transformers would import from the folder's
 Python files, or fetch. Nothing of that kind is run here, whatever is answered to whom: every command that reads a model
@@ -57,7 +57,7 @@ def check_plain_name(name: str, place: str) -> None:
 
 
 def _fields(file: Path) -> dict[str, Any]:
-    """Of a JSON file, if there is one; that it is no object will be said by whoever needs it."""
+    """The fields of a JSON file; none if there is no file, or if it has no object: who needs a field says that it is missing."""
     found = read_json(file) if file.is_file() else {}
     return found if isinstance(found, dict) else {}
 

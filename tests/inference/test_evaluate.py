@@ -115,10 +115,10 @@ class Counting:
 def test_shared_work_changes_no_bit(staged: StagedModel, windows: Windows) -> None:
     subsets = [subset(*stages) for stages in all_subsets(5)]
     with Counting(staged) as shared:
-        max_sequences = losses(staged, windows, subsets)
+        together = losses(staged, windows, subsets)
     with Counting(staged) as single:
-        single_ablations = {each: losses(staged, windows, [each])[each] for each in subsets}
-    assert max_sequences == single_ablations
+        alone = {each: losses(staged, windows, [each])[each] for each in subsets}
+    assert together == alone
     assert (shared.count, single.count) == (16, 48)
 
 
@@ -128,9 +128,9 @@ def test_driven_parts_share_what_they_can(staged: StagedModel, windows: Windows)
         subset(0),
     ]
     with Counting(staged) as visits:
-        max_sequences = losses(staged, windows, subsets)
+        together = losses(staged, windows, subsets)
     assert visits.count == 3
-    assert max_sequences == {each: losses(staged, windows, [each])[each] for each in subsets}
+    assert together == {each: losses(staged, windows, [each])[each] for each in subsets}
 
 
 def test_batches_do_not_matter_nor_does_the_order(staged: StagedModel, windows: Windows) -> None:
@@ -143,10 +143,10 @@ def test_batches_do_not_matter_nor_does_the_order(staged: StagedModel, windows: 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a processor without bfloat16
 def test_bfloat16_comes_near(staged: StagedModel, windows: Windows) -> None:
     subsets = [subset(0, 1, 2, 3, 4), subset(0, 2, residual_scale=1.5)]
-    best_by_size, near = (losses(staged, windows, subsets, dtype=dtype) for dtype in ("fp32", "bf16"))
+    exact, near = (losses(staged, windows, subsets, dtype=dtype) for dtype in ("fp32", "bf16"))
     for each in subsets:
-        assert best_by_size[each] != near[each]
-        assert best_by_size[each] == pytest.approx(near[each], rel=0.01)
+        assert exact[each] != near[each]
+        assert exact[each] == pytest.approx(near[each], rel=0.01)
 
 
 def test_values_without_bounds(staged: StagedModel, windows: Windows) -> None:
@@ -222,7 +222,7 @@ def lost(weighted: StagedModel, spoken: Windows) -> Evaluation:
 
 def test_stages_go_by_what_they_add(lost: Evaluation) -> None:
     assert [drop.stage for drop in lost.order] == ORDER_OF_WEIGHT
-    assert [stage for stage, _ in lost.single_ablations()] == ORDER_OF_WEIGHT[::-1]
+    assert [stage for stage, _ in lost.alone()] == ORDER_OF_WEIGHT[::-1]
     costs = [lost.increase(lost.subset(drop.remaining), "spoken") for drop in lost.order]
     assert costs[0] == 0.0
     assert costs == sorted(costs, key=lambda cost: cost or 0.0)
@@ -237,7 +237,7 @@ def test_many_stages_are_dropped_without_measuring_all(
     monkeypatch.setattr("skippipe.inference.eval.evaluate.MAX_EXACT_SUBSETS", 8)
     found = evaluate(weighted, [spoken], Selection(ablation=True))
     assert found.order == lost.order
-    assert found.single_ablations() == lost.single_ablations()
+    assert found.alone() == lost.alone()
     assert found.best_by_size("spoken") == {}
     assert len(found.losses) == 1 + 4 + 3 + 2 + 1
     assert all(found.losses[each] == lost.losses[each] for each in found.losses)
@@ -278,7 +278,7 @@ def test_nothing_missing_needs_no_drive(staged: StagedModel, windows: Windows) -
 def stop_after(batches: int) -> Any:
     calls = 0
 
-    def progress(*_output_tokens: object) -> None:
+    def progress(*_said: object) -> None:
         nonlocal calls
         calls += 1
         if calls > batches:

@@ -86,8 +86,8 @@ def test_each_row_has_its_own_settings() -> None:
         SamplingParams(2.0, top_p=0.5, seed=3),
         SamplingParams(1.0, 7, 0.9),
     ]
-    single_ablations = [sample(many[row : row + 1], how[row : row + 1], [row]) for row in range(5)]
-    assert sample(many, how, range(5)) == [token for (token,) in single_ablations]
+    alone = [sample(many[row : row + 1], how[row : row + 1], [row]) for row in range(5)]
+    assert sample(many, how, range(5)) == [token for (token,) in alone]
 
 
 @pytest.mark.parametrize(
@@ -192,10 +192,10 @@ def test_characters_of_several_tokens_are_held_back() -> None:
 
 
 def test_bytes_that_make_no_sense() -> None:
-    (single_ablations,) = (token for token in range(TOKENIZER.size) if TEXT.convert_ids_to_tokens(token) == "Ģ")  # 0x80
+    (alone,) = (token for token in range(TOKENIZER.size) if TEXT.convert_ids_to_tokens(token) == "Ģ")  # 0x80
     good = TOKENIZER.encode("€.")
-    assert "".join(read(TEXT, [single_ablations, *good])) == BROKEN + "€."
-    assert "".join(read(TEXT, [single_ablations] * 20 + good)) == BROKEN * 20 + "€."
+    assert "".join(read(TEXT, [alone, *good])) == BROKEN + "€."
+    assert "".join(read(TEXT, [alone] * 20 + good)) == BROKEN * 20 + "€."
 
 
 def test_spaces_before_words() -> None:

@@ -235,9 +235,9 @@ def test_the_command(
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 0
-    output_tokens = capfd.readouterr()
-    assert "all 3" in output_tokens.out
-    assert "0,2 ×2" in output_tokens.out
+    printed = capfd.readouterr()
+    assert "all 3" in printed.out
+    assert "0,2 ×2" in printed.out
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert [(subset["stages"], subset["drive"]) for subset in scores["parts"]] == [([0, 1, 2], 1.0), ([0, 2], 2.0)]
     asked = build_tasks(["cloze", "order"], Prose("classics-val"), limit=6)
