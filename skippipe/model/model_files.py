@@ -57,7 +57,7 @@ def check_plain_name(name: str, place: str) -> None:
 
 
 def _fields(file: Path) -> dict[str, Any]:
-    """The fields of a JSON file; none if there is no file, or if it has no object: who needs a field says that it is missing."""
+    """The fields of a JSON file; none if there is no such file, or if it holds no object."""
     found = read_json(file) if file.is_file() else {}
     return found if isinstance(found, dict) else {}
 
