@@ -262,10 +262,10 @@ def test_planning_does_not_import_torch() -> None:
 
 
 def test_the_core_works_without_numba() -> None:
-    """The training runtime shares rules and dispatch with the planner, on machines that have no numba."""
+    """The training runtime shares constraints and dispatch with the planner, on machines that have no numba."""
     code = (
         "import sys; sys.modules['numba'] = None\n"
-        "from skippipe import rules, dispatch\n"
+        "from skippipe import constraints, dispatch\n"
         "from skippipe.planner.published import published20, published_plan\n"
         "from skippipe.simulator import simulate\n"
         "from skippipe.timeline import Timing\n"
