@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,3 +45,24 @@ def test_every_package_has_a_folder_of_tests() -> None:
 def test_no_module_is_too_long() -> None:
     lines = {str(file.relative_to(ROOT)): len(file.read_bytes().splitlines()) for file in modules_of("skippipe")}
     assert [name for name, count in lines.items() if count > MOST_LINES] == [], "split them"
+
+
+def test_files_and_tests_that_pages_name_exist() -> None:
+    """Such as `transport/mailbox.py`, or `test_mailbox.py::test_oversize_is_refused`."""
+    files = [
+        file.relative_to(ROOT).as_posix()
+        for folder in ("skippipe", "tests", "benchmarks")
+        for file in modules_of(folder)
+    ]
+    tests = {line for file in modules_of("tests") for line in re.findall(r"^def (test_\w+)", file.read_text(), re.M)}
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    named = {
+        (page.name, *found) for page in pages for found in re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", page.read_text())
+    }
+    assert len(named) > 50, "they are found"
+    missing = [
+        each
+        for each in named
+        if not any(f"/{file}".endswith(f"/{each[1]}") for file in files) or each[2] not in {"", *tests}
+    ]
+    assert missing == []
