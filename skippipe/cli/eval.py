@@ -67,7 +67,7 @@ def evaluate(
     ] = False,
     residual_scale: cli_options.ResidualScaleOrBest = "plain",
     cut: cli_options.Cut = None,
-    device: cli_options.Device = "cpu",
+    device: cli_options.DeviceOption = "cpu",
     dtype: cli_options.Dtype = "fp32",
     json: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Write all figures, as JSON.", rich_help_panel=OUTPUT)

@@ -111,7 +111,7 @@ def generate(
             rich_help_panel=cli_options.WORK,
         ),
     ] = None,
-    device: cli_options.Device = "cpu",
+    device: cli_options.DeviceOption = "cpu",
     dtype: cli_options.Dtype = "fp32",
     stats: Annotated[
         bool,

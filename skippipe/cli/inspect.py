@@ -132,7 +132,7 @@ def simulate_plan(
     ] = None,
     draws: Annotated[int, DRAWS, cli_options.option(JITTER, "Iterations to draw.")] = 200,
     seed: Annotated[int, SEED, cli_options.option(JITTER, "Same seed, same draws.")] = 0,
-    trace: cli_options.Trace = None,
+    trace: cli_options.TraceOption = None,
     as_json: cli_options.Json = False,
 ) -> None:
     """Run one iteration under virtual time: how long it takes, and what waits for what.

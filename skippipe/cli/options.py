@@ -54,7 +54,7 @@ ClusterName = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
-Trace = Annotated[
+TraceOption = Annotated[
     Path | None,
     typer.Option(help="Write the timeline in Chrome trace format, for chrome://tracing or ui.perfetto.dev."),
 ]
@@ -67,7 +67,9 @@ ContentionOnly = Annotated[
         show_default="full; built-in examples: contention-only; plan files: their own",
     ),
 ]
-Budget = Annotated[float, Range(0, BUDGET_S.most), search_option("Seconds of planning at most (for each strategy).")]
+BudgetOption = Annotated[
+    float, Range(0, BUDGET_S.most), search_option("Seconds of planning at most (for each strategy).")
+]
 Seed = Annotated[int, SEED, search_option("Same seed, same plan, unless the budget cuts the search short.")]
 
 
@@ -109,7 +111,7 @@ Cut = Annotated[
 Keys = Annotated[
     Path | None, nodes_option("Nodes join from other machines ('skippipe node'): the folder that 'skippipe keys' made.")
 ]
-Device = Annotated[str, work_option("cpu, cuda or cuda:N.")]
+DeviceOption = Annotated[str, work_option("cpu, cuda or cuda:N.")]
 Dtype = Annotated[Literal["fp32", "bf16"], work_option("What it is computed in.")]
 
 

@@ -54,7 +54,7 @@ def plan(
     cluster: cli_options.ClusterName,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     strategy: StrategyName = "best",
-    budget: cli_options.Budget = 30,
+    budget: cli_options.BudgetOption = 30,
     changes: Annotated[
         int | None,
         POSITIVE,
@@ -146,7 +146,7 @@ def plan(
 def compare(
     cluster: cli_options.ClusterName,
     out: Annotated[Path | None, typer.Option(help="Write each strategy's plan into this folder.")] = None,
-    budget: cli_options.Budget = 30,
+    budget: cli_options.BudgetOption = 30,
     seed: cli_options.Seed = 0,
     keep_stages: KeepStages = None,
     as_json: cli_options.Json = False,

@@ -17,7 +17,7 @@ from skippipe.value_ranges import CONTEXT, SEED, Range
 
 if TYPE_CHECKING:
     from skippipe.lm_harness.adapter import Score
-    from skippipe.lm_harness.tasks import Task
+    from skippipe.lm_harness.tasks import HarnessTask
     from skippipe.stage_subset import StageSubset
 
 ENVIRONMENT = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TQDM_DISABLE", "DISABLE_MULTIPROC")
@@ -63,7 +63,7 @@ def score(
             rich_help_panel=cli_options.WORK,
         ),
     ] = None,
-    device: cli_options.Device = "cpu",
+    device: cli_options.DeviceOption = "cpu",
     json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the scores to this file, as JSON.")] = None,
     write: Annotated[
         Path | None,
@@ -114,7 +114,7 @@ def score(
 Found = dict["StageSubset", dict[str, list["Score"]]]
 
 
-def _show(tasks: list[Task], found: Found) -> None:
+def _show(tasks: list[HarnessTask], found: Found) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -137,7 +137,7 @@ def _value(score: Score) -> str:
     return f"{score.value:{value}}" + ("" if score.error is None else f" ± {score.error:{error}}")
 
 
-def _as_json(tasks: list[Task], found: Found) -> list[dict[str, Any]]:
+def _as_json(tasks: list[HarnessTask], found: Found) -> list[dict[str, Any]]:
     return [
         {
             "stages": list(subset.stages),

@@ -71,7 +71,7 @@ def serve(
             help="Seconds without a heartbeat after which a node is declared dead.", rich_help_panel=cli_options.NODES
         ),
     ] = TIMEOUT_S,
-    device: cli_options.Device = "cpu",
+    device: cli_options.DeviceOption = "cpu",
     dtype: cli_options.Dtype = "fp32",
     wire: Annotated[
         CodecId | None,

@@ -34,7 +34,7 @@ def show(
             "seconds, nodes and links in one picture; any other name is a folder of single ones, for papers."
         ),
     ] = None,
-    trace: cli_options.Trace = None,
+    trace: cli_options.TraceOption = None,
     as_json: cli_options.Json = False,
 ) -> None:
     """Show a plan, or what became of a run.

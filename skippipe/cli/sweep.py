@@ -53,7 +53,7 @@ def sweep(
         ),
     ] = 0.1,
     strategy: plan_command.SkippingStrategy = "best",
-    budget: cli_options.Budget = 20,
+    budget: cli_options.BudgetOption = 20,
     seed: cli_options.Seed = 0,
     png: Annotated[Path | None, cli_options.option(OUTPUT, "Draw seconds against share skipped.")] = None,
     html: Annotated[

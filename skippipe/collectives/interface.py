@@ -70,7 +70,7 @@ class GroupConfig:
 
 
 @dataclass(frozen=True)
-class Trace:
+class ScheduleTrace:
     """When each node of a stage has what, round by round: [round][place], in nanoseconds. Row 0 is the beginning."""
 
     has_ns: list[list[int]]
@@ -121,7 +121,7 @@ class Collective(ABC):
         """[from, to]: time for which one message of a stage with `size` nodes keeps that link busy."""
         return costs.transmit_of(self.message_bytes(costs.gradient_bytes[stage], size))
 
-    def trace(self, costs: LinkCosts, stage: int, order: Sequence[int], done_ns: Sequence[int]) -> Trace:
+    def trace(self, costs: LinkCosts, stage: int, order: Sequence[int], done_ns: Sequence[int]) -> ScheduleTrace:
         """A node sends when it has the message of the round before and its own last transmission is over; `done_ns`,
         by place, is when it has ended its last task. No node waits for the whole stage."""
         size = len(order)
@@ -136,7 +136,7 @@ class Collective(ABC):
                 has[there] = max(has_ns[-1][there], sent[at] + int(costs.flight_ns[link]))
             has_ns.append(has)
             sent_ns.append(sent)
-        return Trace(has_ns, sent_ns)
+        return ScheduleTrace(has_ns, sent_ns)
 
     def averaged_ns(self, costs: LinkCosts, stage: int, order: Sequence[int], done_ns: Sequence[int]) -> int:
         """When all nodes have the sum."""

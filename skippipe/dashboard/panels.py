@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from skippipe.dashboard.run_state import RunFollower, RunState, Source
+from skippipe.dashboard.run_state import FileSource, RunFollower, RunState
 from skippipe.plan import Plan
 from skippipe.runs.gantt_data import KINDS, TraceBar
 from skippipe.runs.records import checkpoint_event, downsample
@@ -188,7 +188,7 @@ def events_panel(state: RunState, _folder: Path) -> Panel:
     return {"events": shown, "in_all": state.events_total + len(made)}
 
 
-PANELS: dict[str, tuple[Callable[[RunState, Path], Panel], tuple[Source, ...]]] = {
+PANELS: dict[str, tuple[Callable[[RunState, Path], Panel], tuple[FileSource, ...]]] = {
     "run": (run_panel, ("plan", "metrics", "events")),
     "map": (map_panel, ("plan", "events")),
     "load": (load_panel, ("plan", "metrics")),

@@ -16,7 +16,7 @@ from skippipe.plan import Plan
 from skippipe.runs.gantt_data import LARGEST_BYTES, RecordedIteration, read_recorded
 from skippipe.runs.records import (
     EventRecord,
-    Links,
+    LinkBytes,
     MetricsRow,
     WalSummary,
     as_count,
@@ -30,8 +30,8 @@ from skippipe.runs.tail import FileTail, belongs_to, checkpoints_in, run_id_of, 
 MOST_EVENTS = 300  # kept; older ones are in the file
 SLOW_FOR = 1  # iterations for which a node that was waited for is shown as slow
 
-Source = Literal["plan", "metrics", "events", "trace"]
-SOURCES: tuple[Source, ...] = get_args(Source)
+FileSource = Literal["plan", "metrics", "events", "trace"]
+SOURCES: tuple[FileSource, ...] = get_args(FileSource)
 NodeStatus = Literal["lost", "here", "learning"]
 STATUS_OF_EVENT: dict[str, NodeStatus | None] = {"gone": "lost", "joined": "here", "learning": "learning", "able": None}
 """Kind of event → the status of its node; None: as the plan has it."""
@@ -48,7 +48,7 @@ class RunState:
     done: bool | None = None
     """The run has ended in order, by its journal; None: it has none."""
     rows: list[MetricsRow] = field(default_factory=list)
-    links: Links = field(default_factory=list)
+    links: LinkBytes = field(default_factory=list)
     """Bytes between nodes in the last iteration."""
     visits: list[int] = field(default_factory=list)
     """Microbatches in the gradient of each stage, in the last iteration."""
@@ -65,7 +65,7 @@ class RunState:
     """The last recorded iteration."""
     unread: Counter[str] = field(default_factory=Counter)
     """File → lines that cannot be parsed."""
-    versions: Counter[Source] = field(default_factory=Counter)
+    versions: Counter[FileSource] = field(default_factory=Counter)
     """Source → a number that grows when it has changed."""
 
 

@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """A text file as it was when it was opened."""
 
     path: Path
@@ -62,7 +62,7 @@ class Source:
             raise UserError(f"{self.path}: there is no text in it; name another file")
 
 
-def source(name: str | Path) -> Source:
+def source(name: str | Path) -> TextSource:
     """A file that the package carries, by its name ("classics"), or any other, by its path."""
     path = Path(name)
     if name in BUILT_IN:
@@ -73,7 +73,7 @@ def source(name: str | Path) -> Source:
         size += len(block)
     if not size:
         raise UserError(f"{path}: the file is empty; name one with text in it")
-    return Source(path, size, digest.hexdigest())
+    return TextSource(path, size, digest.hexdigest())
 
 
 def cut(blocks: Iterable[str]) -> Iterator[Piece]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from skippipe.data.documents import END, Piece, Source, cut, source
+from skippipe.data.documents import END, Piece, TextSource, cut, source
 from skippipe.data.token_file import HEADER, WIDTHS, Inputs, TokenFile, cache_folder, width
 from skippipe.data.tokenizer import FILE, SETTINGS, TextTokenizer, train_bpe
 from skippipe.errors import UserError
@@ -48,12 +48,12 @@ def prepare(
     return _reusable(folder, inputs) or _make(files, tokenizer, folder, inputs, progress)
 
 
-def _stem(first: Source) -> str:
+def _stem(first: TextSource) -> str:
     return first.path.name.removesuffix(".xz").removesuffix(".txt")
 
 
 class _Files:
-    def __init__(self, sources: list[Source]) -> None:
+    def __init__(self, sources: list[TextSource]) -> None:
         if not sources:
             raise UserError("no text to prepare: name a text file, or 'classics'")
         self.sources = sources

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from skippipe.data.documents import Source
+from skippipe.data.documents import TextSource
 from skippipe.data.tokenizer import FILE, TextTokenizer
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, json_text, read_as
@@ -67,7 +67,7 @@ class Inputs:
     """Name, size in bytes and SHA-256 of every text file; none for a stream."""
 
     @classmethod
-    def of(cls, sources: Iterable[Source], tokenizer: TextTokenizer | int) -> Inputs:
+    def of(cls, sources: Iterable[TextSource], tokenizer: TextTokenizer | int) -> Inputs:
         requested = f"bpe {tokenizer}" if isinstance(tokenizer, int) else tokenizer.fingerprint
         return cls(requested, tuple((each.path.name, each.size_bytes, each.sha256) for each in sources))
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import StagedModel
 from skippipe.inference.likelihood import CountProgress, LikelihoodRequest, SubsetModel
-from skippipe.lm_harness.tasks import TASK_KINDS, Task, config_of
+from skippipe.lm_harness.tasks import TASK_KINDS, HarnessTask, config_of
 from skippipe.optional_deps import require
 from skippipe.stage_subset import StageSubset
 
@@ -139,7 +139,7 @@ class Score(NamedTuple):
     """Standard error; None: the harness gives none."""
 
 
-def score(model: SubsetLM, tasks: Sequence[Task], folder: Path) -> dict[str, list[Score]]:
+def score(model: SubsetLM, tasks: Sequence[HarnessTask], folder: Path) -> dict[str, list[Score]]:
     """The harness's scores of a model on tasks that were written to this folder."""
     task_type = import_module("lm_eval.api.task").ConfigurableTask
     loaded = {

@@ -36,7 +36,7 @@ _LONG_WORD = re.compile(r"[^\W\d_]{4,}")
 
 
 @dataclass(frozen=True)
-class Task:
+class HarnessTask:
     name: str
     items: list[Item]
     chance: float
@@ -47,7 +47,7 @@ class Task:
         return PREFIX + self.name
 
 
-def build_tasks(names: list[str], prose: Prose, seed: int = 0, limit: int | None = None) -> list[Task]:
+def build_tasks(names: list[str], prose: Prose, seed: int = 0, limit: int | None = None) -> list[HarnessTask]:
     """Tasks of at most `limit` questions each."""
     return [_build(name, prose, seed, limit) for name in names]
 
@@ -60,7 +60,7 @@ def parse_names(text: str) -> list[str]:
     return names
 
 
-def write_tasks(tasks: list[Task], folder: Path) -> None:
+def write_tasks(tasks: list[HarnessTask], folder: Path) -> None:
     """Writes a file with the questions of each task, and one that describes it to the harness."""
     for task in tasks:
         questions = folder.resolve() / f"{task.harness_name}.jsonl"
@@ -68,7 +68,7 @@ def write_tasks(tasks: list[Task], folder: Path) -> None:
         write_text(questions.with_suffix(".yaml"), json_text(config_of(task, questions)) + "\n")  # YAML holds all JSON
 
 
-def config_of(task: Task, questions: Path) -> dict[str, Any]:
+def config_of(task: HarnessTask, questions: Path) -> dict[str, Any]:
     """The harness's configuration of a task."""
     return {
         "task": task.harness_name,
@@ -82,7 +82,7 @@ def config_of(task: Task, questions: Path) -> dict[str, Any]:
     }
 
 
-def _build(name: str, prose: Prose, seed: int, limit: int | None) -> Task:
+def _build(name: str, prose: Prose, seed: int, limit: int | None) -> HarnessTask:
     kind, items = TASK_KINDS[name], []
     for item in kind.items(prose, Random(f"{seed}/{name}")):
         items.append(item)
@@ -90,7 +90,7 @@ def _build(name: str, prose: Prose, seed: int, limit: int | None) -> Task:
             break
     if not items:
         raise UserError(f"no question of the kind '{name}' can be made of this text: give a longer one, in sentences")
-    return Task(name, items, fmean(map(kind.chance, items)))
+    return HarnessTask(name, items, fmean(map(kind.chance, items)))
 
 
 def _cloze_items(prose: Prose, generator: Random) -> Iterator[Item]:

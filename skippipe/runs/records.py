@@ -12,7 +12,7 @@ from skippipe.runs.wal import HEADER, checked_json
 LONGEST_TEXT = 400
 CHECKPOINTED = "checkpointed"  # an event that is in no file: a complete checkpoint stands for it
 
-Links = list[tuple[str, str, int]]
+LinkBytes = list[tuple[str, str, int]]
 """Sender, receiver and bytes of every link."""
 
 
@@ -40,7 +40,7 @@ class MetricsLine(NamedTuple):
     """A line of metrics.jsonl."""
 
     row: MetricsRow
-    links: Links
+    links: LinkBytes
     visits: list[int]
     """Microbatches in the gradient of each stage."""
     run: str = ""
@@ -159,7 +159,7 @@ def _as_text(value: Any) -> str:
     return value[:LONGEST_TEXT] if isinstance(value, str) else ""
 
 
-def _links(value: Any) -> Links:
+def _links(value: Any) -> LinkBytes:
     found = []
     for entry in as_list(value):
         match entry:

@@ -12,7 +12,7 @@ from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
 from skippipe.runtime.node.interfaces import TRAINING, NodeEnv, Role, Roles
 from skippipe.runtime.node.ops import planned_ns
-from skippipe.runtime.node.state_machine import Node
+from skippipe.runtime.node.state_machine import TrainingNode
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.transport.link_emulation import EmulatedLink
@@ -30,7 +30,7 @@ def train_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) ->
     stage = plan.stage_of[number]
     others = {name: other for name, other in plan.cluster.number.items() if other != number}
     return Role(
-        machine=Node(number, plan, env),
+        machine=TrainingNode(number, plan, env),
         build=lambda: build_executor(number, node_config, join_config),
         numbers=dict(plan.cluster.number),
         heartbeat_s=node_config.heartbeat_s,

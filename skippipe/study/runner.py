@@ -40,7 +40,7 @@ RunProgress = Callable[[str, float, str], None]
 
 
 @dataclass(frozen=True)
-class Device:
+class StudyDevice:
     """Where runs are computed."""
 
     name: str = "cpu"
@@ -60,7 +60,7 @@ class Runner:
         self,
         study: Study,
         results: Path,
-        device: Device,
+        device: StudyDevice,
         progress: RunProgress,
         models: Path | None = None,
         *,
@@ -243,7 +243,7 @@ def run_study(
 
     print(f"{study.name}: {left()} of {len(study.runs)} runs to do, on {device}", flush=True)
     try:
-        Runner(study, results, Device(device, compiled), progress, models, ends_at=ends_at).run()
+        Runner(study, results, StudyDevice(device, compiled), progress, models, ends_at=ends_at).run()
     except KeyboardInterrupt:
         print(f"stopped; {left()} runs are left, and the same command goes on with them", file=sys.stderr)
         raise SystemExit(130) from None

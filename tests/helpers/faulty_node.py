@@ -33,7 +33,7 @@ from skippipe.runtime.messages import COORDINATOR
 from skippipe.runtime.node.agent import THE_COORDINATOR, NodeAgent
 from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.runtime.node.ops import Op, OptimizerStep, StageTask
-from skippipe.runtime.node.state_machine import Node
+from skippipe.runtime.node.state_machine import TrainingNode
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.simulation.fault_injection import Fault, phase_of
 from skippipe.runtime.stage_executor import StageExecutor
@@ -157,7 +157,7 @@ class Stricken(NodeAgent):
         scene.born(join_config.name, self._mailbox.address)
 
     def start(self, work: Op) -> None:
-        assert isinstance(self._machine, Node)
+        assert isinstance(self._machine, TrainingNode)
         self._scene.look(self._machine.number, work, self._machine.iteration)
         super().start(work)
 

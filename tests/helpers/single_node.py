@@ -13,7 +13,7 @@ from skippipe.runtime.coordinator.settings import RecoverySettings
 from skippipe.runtime.messages import COORDINATOR, Begin, ControlMessage
 from skippipe.runtime.node.interfaces import NodePhase
 from skippipe.runtime.node.ops import DropMicrobatch, GradNorm, Op, RingStep, StageTask, op_name
-from skippipe.runtime.node.state_machine import Node
+from skippipe.runtime.node.state_machine import TrainingNode
 from skippipe.runtime.simulation.symbolic_executor import Gradient, SymbolicExecutor, Trail
 from skippipe.transport.message import Hop, Message, MessageKind, RingPiece, StatePiece
 from skippipe.workload import Workload
@@ -57,7 +57,7 @@ class Bench:
         self.misfits: set[MessageKind] = set()
         self.running: Op | None = None
         self.executor = SymbolicExecutor(number, plan)
-        self.node = Node(number, plan, self)
+        self.node = TrainingNode(number, plan, self)
 
     # what the node sees
 

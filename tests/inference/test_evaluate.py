@@ -29,7 +29,7 @@ from skippipe.inference.eval.evaluate import (
     evaluate,
 )
 from skippipe.inference.eval.perplexity import EXPONENTS, PerplexityMeter, best_exponents
-from skippipe.inference.eval.plots import EXACT, MEAN, ORDER, Panel, Point, panels, ticks
+from skippipe.inference.eval.plots import EXACT, MEAN, ORDER, PlotPanel, PlotPoint, panels, ticks
 from skippipe.inference.eval.tables import as_json, notes, number, tables
 from skippipe.inference.eval.windows import Windows
 from skippipe.inference.likelihood import SubsetModel
@@ -222,7 +222,7 @@ def lost(weighted: StagedModel, spoken: Windows) -> Evaluation:
 
 def test_stages_go_by_what_they_add(lost: Evaluation) -> None:
     assert [drop.stage for drop in lost.order] == ORDER_OF_WEIGHT
-    assert [stage for stage, _ in lost.alone()] == ORDER_OF_WEIGHT[::-1]
+    assert [stage for stage, _ in lost.single_ablations()] == ORDER_OF_WEIGHT[::-1]
     costs = [lost.increase(lost.subset(drop.remaining), "spoken") for drop in lost.order]
     assert costs[0] == 0.0
     assert costs == sorted(costs, key=lambda cost: cost or 0.0)
@@ -237,7 +237,7 @@ def test_many_stages_are_dropped_without_measuring_all(
     monkeypatch.setattr("skippipe.inference.eval.evaluate.MAX_EXACT_SUBSETS", 8)
     found = evaluate(weighted, [spoken], Selection(ablation=True))
     assert found.order == lost.order
-    assert found.alone() == lost.alone()
+    assert found.single_ablations() == lost.single_ablations()
     assert found.best_by_size("spoken") == {}
     assert len(found.losses) == 1 + 4 + 3 + 2 + 1
     assert all(found.losses[each] == lost.losses[each] for each in found.losses)
@@ -328,7 +328,9 @@ def test_pictures_show_parts_means_and_orders(lost: Evaluation) -> None:
 
 
 def test_ticks_are_round() -> None:
-    near, far = (Panel("", [Point(100, low, ""), Point(50, high, "")], {}) for low, high in ((57, 93), (57, 2300)))
+    near, far = (
+        PlotPanel("", [PlotPoint(100, low, ""), PlotPoint(50, high, "")], {}) for low, high in ((57, 93), (57, 2300))
+    )
     assert list(ticks(near).values()) == ["60", "70", "80", "90"]
     assert list(ticks(far).values()) == ["100", "200", "500", "1,000", "2,000"]
 

@@ -17,7 +17,7 @@ from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import exported_layers, load, locate_checkpoint
 from skippipe.inference.likelihood import LikelihoodRequest, SubsetModel
 from skippipe.lm_harness.passages import Prose, sentences_of
-from skippipe.lm_harness.tasks import TASK_KINDS, Task, build_tasks, parse_names, write_tasks
+from skippipe.lm_harness.tasks import TASK_KINDS, HarnessTask, build_tasks, parse_names, write_tasks
 from skippipe.stage_subset import StageSubset, parse_subsets
 from tests.helpers.model_folders import LAYERS, TOKENIZER, checkpoint_in, export_to, plainly
 from tests.helpers.models import FAMILIES
@@ -38,7 +38,7 @@ def prose() -> Prose:
 
 
 @pytest.fixture(scope="module")
-def tasks(prose: Prose) -> dict[str, Task]:
+def tasks(prose: Prose) -> dict[str, HarnessTask]:
     return {task.name: task for task in build_tasks(list(TASK_KINDS), prose, seed=3, limit=60)}
 
 
@@ -104,7 +104,7 @@ def test_sentences() -> None:
     ]
 
 
-def test_the_same_text_and_seed_give_the_same_questions(prose: Prose, tasks: dict[str, Task]) -> None:
+def test_the_same_text_and_seed_give_the_same_questions(prose: Prose, tasks: dict[str, HarnessTask]) -> None:
     again = build_tasks(list(TASK_KINDS), Prose("classics-val"), seed=3, limit=60)
     assert {task.name: len(task.items) for task in again} == dict.fromkeys(TASK_KINDS, 60)
     assert again == list(tasks.values())
@@ -115,7 +115,7 @@ def test_the_same_text_and_seed_give_the_same_questions(prose: Prose, tasks: dic
         assert fewer.items != other.items
 
 
-def test_cloze(tasks: dict[str, Task]) -> None:
+def test_cloze(tasks: dict[str, HarnessTask]) -> None:
     for item in tasks["cloze"].items:
         word = item["target"].removeprefix(" ")
         assert word.isalpha()
@@ -126,7 +126,7 @@ def test_cloze(tasks: dict[str, Task]) -> None:
     assert 0.01 < tasks["cloze"].chance < 0.06
 
 
-def test_choice(tasks: dict[str, Task], prose: Prose) -> None:
+def test_choice(tasks: dict[str, HarnessTask], prose: Prose) -> None:
     whole = [" ".join(sentence.text for sentence in document) for document in prose.documents]
     labels = set()
     for item in tasks["choice"].items:
@@ -138,7 +138,7 @@ def test_choice(tasks: dict[str, Task], prose: Prose) -> None:
     assert labels == {0, 1, 2, 3}
 
 
-def test_order(tasks: dict[str, Task], prose: Prose) -> None:
+def test_order(tasks: dict[str, HarnessTask], prose: Prose) -> None:
     sentences = {sentence.text for document in prose.documents for sentence in document}
     for item in tasks["order"].items:
         assert len(set(item["choices"])) == 4
@@ -150,7 +150,7 @@ def test_order(tasks: dict[str, Task], prose: Prose) -> None:
             assert moved[0] == moved[1][::-1]
 
 
-def test_files_for_the_harness(tmp_path: Path, tasks: dict[str, Task]) -> None:
+def test_files_for_the_harness(tmp_path: Path, tasks: dict[str, HarnessTask]) -> None:
     write_tasks(list(tasks.values()), tmp_path)
     for task in tasks.values():
         config = json.loads((tmp_path / f"skippipe_{task.name}.yaml").read_text())

@@ -23,7 +23,7 @@ from skippipe.data.tokenizer import train_bpe
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import StagedModel, load
 from skippipe.lm_harness.passages import Prose
-from skippipe.lm_harness.tasks import TASK_KINDS, Task, build_tasks, write_tasks
+from skippipe.lm_harness.tasks import TASK_KINDS, HarnessTask, build_tasks, write_tasks
 from skippipe.stage_subset import StageSubset
 from tests.helpers import model_folders
 
@@ -69,12 +69,12 @@ def staged(folder: Path) -> StagedModel:
 
 
 @pytest.fixture(scope="module")
-def tasks() -> list[Task]:
+def tasks() -> list[HarnessTask]:
     return build_tasks(list(TASK_KINDS), Prose("classics-val"), limit=QUESTIONS)
 
 
 @pytest.fixture(scope="module")
-def questions(tasks: list[Task], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def questions(tasks: list[HarnessTask], tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("questions")
     write_tasks(tasks, place)
     return place
@@ -109,7 +109,7 @@ def test_the_harness_gives_the_same_scores_to_its_own_model(staged: StagedModel,
             assert value == pytest.approx(expected, rel=1e-4 if metric == "perplexity" else 0)
 
 
-def pairs_of(tasks: list[Task]) -> list[tuple[str, str]]:
+def pairs_of(tasks: list[HarnessTask]) -> list[tuple[str, str]]:
     cloze = next(task for task in tasks if task.name == "cloze")
     return [*((item["context"], item["target"]) for item in cloze.items), ("", "Emma laughed."), ("Mr. ", "Weston")]
 
@@ -125,7 +125,7 @@ def as_tokens(tokenizer: Any, context: str, continuation: str) -> tuple[list[int
     return ids[-161:-1], ids[-count:]
 
 
-def test_likelihoods_are_those_of_transformers(staged: StagedModel, folder: Path, tasks: list[Task]) -> None:
+def test_likelihoods_are_those_of_transformers(staged: StagedModel, folder: Path, tasks: list[HarnessTask]) -> None:
     """With plain code, a text at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -140,7 +140,7 @@ def test_likelihoods_are_those_of_transformers(staged: StagedModel, folder: Path
         assert greedy == expected[1]
 
 
-def test_a_part_is_what_its_stages_make(staged: StagedModel, tasks: list[Task]) -> None:
+def test_a_part_is_what_its_stages_make(staged: StagedModel, tasks: list[HarnessTask]) -> None:
     first, _, last = staged.stages
     assert first.norm is not None
     assert first.head is not None
@@ -199,7 +199,7 @@ def test_a_text_ends_where_the_model_ends_it(staged: StagedModel) -> None:
     assert Ending(staged, PART).generate_until(asked) == [staged.tokenizer.decode(output_tokens)]
 
 
-def test_our_way_to_ask_is_the_harness_own(staged: StagedModel, tasks: list[Task], questions: Path) -> None:
+def test_our_way_to_ask_is_the_harness_own(staged: StagedModel, tasks: list[HarnessTask], questions: Path) -> None:
     expected = evaluated(SubsetLM(staged, PART), questions)["results"]
     found = score(SubsetLM(staged, PART), tasks, questions)
     assert {name: [each.metric for each in scores] for name, scores in found.items()} == {

@@ -27,7 +27,7 @@ from skippipe.stage_subset import Visits, draw_subsets
 from skippipe.study.config import Study, Variant, load_study, read_results
 from skippipe.study.engine import Engine
 from skippipe.study.path_sampling import UNEVEN, group_by_stage, iteration_paths, sample_paths, sample_paths_of_lengths
-from skippipe.study.runner import Device, Runner
+from skippipe.study.runner import Runner, StudyDevice
 from skippipe.training.reference import ReferenceTrainer
 from tests.helpers.exact_training import FULL, SKIPPED, SWAPPED, plan_of, sampler_of
 from tests.helpers.models import tiny
@@ -383,7 +383,7 @@ def test_runs_are_done_once_and_give_the_same_again(study_file: Path, tmp_path: 
 
     def ran(count: int) -> list[dict[str, Any]]:
         told.clear()
-        Runner(study, results, Device(), lambda run, share, how: told.append(run), tmp_path / "models").run()
+        Runner(study, results, StudyDevice(), lambda run, share, how: told.append(run), tmp_path / "models").run()
         found = read_results(results)
         assert len(found) == count
         return found
@@ -424,7 +424,7 @@ def test_a_run_that_would_not_end_in_time_is_not_begun(study_file: Path, tmp_pat
         return now
 
     def done(limit_s: float) -> list[tuple[str, int]]:
-        runner = Runner(study, results, Device(), lambda run, share, how: None, ends_at=now + limit_s, clock=clock)
+        runner = Runner(study, results, StudyDevice(), lambda run, share, how: None, ends_at=now + limit_s, clock=clock)
         runner.run()
         return [(run["variant"], run["seed"]) for run in read_results(results)]
 

@@ -19,16 +19,7 @@ from skippipe.transport.addresses import Socket
 from skippipe.transport.fast_path import VERB_MAGIC
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox
-from skippipe.transport.message import (
-    HEADER,
-    Hop,
-    Limits,
-    Malformed,
-    Message,
-    Received,
-    from_frames,
-    to_frames,
-)
+from skippipe.transport.message import HEADER, Hop, Limits, Malformed, Message, Received, from_frames, to_frames
 from tests.helpers.mailboxes import HELLO, KEYS, PATIENCE_S, Net, link, network
 
 JUNK = 2000

@@ -29,7 +29,7 @@ best order, one after another (−3: stage 3 goes); the best subset of each size
 
 
 @dataclass(frozen=True)
-class Point:
+class PlotPoint:
     kept: float
     """Percentage of the stages."""
     perplexity: float
@@ -39,25 +39,25 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Panel:
+class PlotPanel:
     """The points and lines of one text."""
 
     text: str
-    points: list[Point]
-    lines: dict[str, list[Point]]
+    points: list[PlotPoint]
+    lines: dict[str, list[PlotPoint]]
 
 
-def panels(evaluation: Evaluation) -> list[Panel]:
+def panels(evaluation: Evaluation) -> list[PlotPanel]:
     """A panel for every text that was begun."""
     found = (_panel(evaluation, text.text) for text in evaluation.texts)
     return [panel for panel in found if panel.points]
 
 
-def _panel(evaluation: Evaluation, text: str) -> Panel:
-    def points(subsets: Sequence[StageSubset]) -> list[Point]:
+def _panel(evaluation: Evaluation, text: str) -> PlotPanel:
+    def points(subsets: Sequence[StageSubset]) -> list[PlotPoint]:
         known = {subset: loss for subset in subsets if (loss := evaluation.loss(subset, text))}
         return [
-            Point(100 * len(subset.stages) / subset.total, loss.perplexity, subset.name)
+            PlotPoint(100 * len(subset.stages) / subset.total, loss.perplexity, subset.name)
             for subset, loss in known.items()
         ]
 
@@ -65,15 +65,17 @@ def _panel(evaluation: Evaluation, text: str) -> Panel:
     dropped = points([evaluation.subset(ablation.remaining) for ablation in evaluation.order])
     marks = [f"−{ablation.stage}" for ablation in evaluation.order]
     lines = {
-        MEAN: [Point(100 * size.kept / evaluation.total, size.mean, f"mean of {size.subsets}") for size in sizes],
+        MEAN: [PlotPoint(100 * size.kept / evaluation.total, size.mean, f"mean of {size.subsets}") for size in sizes],
         ORDER: points([evaluation.whole])
         + [replace(point, mark=mark) for point, mark in zip(dropped, marks, strict=False)],
         EXACT: points(list(evaluation.best_by_size(text).values())),
     }
-    return Panel(text, points(list(evaluation.losses)), {name: line for name, line in lines.items() if len(line) > 1})
+    return PlotPanel(
+        text, points(list(evaluation.losses)), {name: line for name, line in lines.items() if len(line) > 1}
+    )
 
 
-def ticks(panel: Panel) -> dict[float, str]:
+def ticks(panel: PlotPanel) -> dict[float, str]:
     """Round perplexities, as they are written: even where they lie close together, else 1, 2 and 5 times 10^n."""
     values = [point.perplexity for point in panel.points]
     low, high = 0.97 * min(values), 1.03 * max(values)
@@ -100,7 +102,7 @@ def write_png(evaluation: Evaluation, title: str, path: Path) -> None:
     write_image(figure, path)
 
 
-def _draw(axes: Axes, panel: Panel) -> None:
+def _draw(axes: Axes, panel: PlotPanel) -> None:
     kept, perplexities = [point.kept for point in panel.points], [point.perplexity for point in panel.points]
     axes.plot(kept, perplexities, "o", color="#9A9A9A", markersize=4.5, alpha=0.6, linewidth=0, label="a subset")
     for name, line in panel.lines.items():
@@ -128,7 +130,7 @@ def write_page(evaluation: Evaluation, title: str, path: Path) -> None:
     write_text(path, page(title, sections))
 
 
-def _figure(found: Sequence[Panel]) -> str:
+def _figure(found: Sequence[PlotPanel]) -> str:
     titles = [f"on '{escape(panel.text)}'" for panel in found]
     figure = make_subplots(1, len(found), subplot_titles=titles, horizontal_spacing=0.06)
     for column, panel in enumerate(found, start=1):

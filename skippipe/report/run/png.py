@@ -31,7 +31,7 @@ MEASURED, PROMISED, IDLE, BUSY, COLLISIONS = HUES[0], HUES[1], "#D9D9D9", HUES[0
 NODES_IN_WORDS = "seconds of an iteration, planned above measured:\nblue computes, grey idles, a diamond is collisions"
 NOT_RECORDED = "not on record"
 
-Panel = Callable[[Axes, RunHistory], None]
+DrawPanel = Callable[[Axes, RunHistory], None]
 
 
 def write_run_png(history: RunHistory, path: Path) -> None:
@@ -48,7 +48,7 @@ def write_run_png(history: RunHistory, path: Path) -> None:
 def write_run_pngs(history: RunHistory, folder: Path) -> list[str]:
     """Every panel by itself, a recorded iteration and the plan; the names of the files."""
     nodes_in = _nodes_in(history)
-    panels: dict[str, tuple[Panel, float]] = {
+    panels: dict[str, tuple[DrawPanel, float]] = {
         "loss.png": (_draw_loss, CURVES_IN),
         "seconds.png": (_draw_seconds, CURVES_IN),
         "nodes.png": (_draw_nodes, nodes_in),

@@ -32,7 +32,7 @@ NODES_PER_BUDGET = 20  # that the time for planning is meant for
 MAX_MOVES = 3  # nodes that get another stage between two iterations, beside those for stages that no node holds
 
 DownLinks = frozenset[frozenset[int]]
-Placement = tuple[frozenset[tuple[int, int]], DownLinks]
+StageHolders = tuple[frozenset[tuple[int, int]], DownLinks]
 """Nodes and the stages that they hold or will before long, and the links that are down."""
 
 
@@ -53,7 +53,7 @@ class Replanner:
     """A node has joined or left: the plan is to be renewed."""
     _settled: tuple[frozenset[int], DownLinks] | None = field(init=False)
     """Nodes with a stage, and links that were down, when it was last decided which nodes move; None: decide anew."""
-    _rejected: dict[int, Placement | None] = field(default_factory=dict)
+    _rejected: dict[int, StageHolders | None] = field(default_factory=dict)
     """Spare → the placement in which it was of no help: it is not considered again until that changes; None: speeds
     have changed."""
     _moving: list[int] = field(default_factory=list)
@@ -286,7 +286,7 @@ class Replanner:
         banned = self.estimator.link_reports.is_banned
         return [node for node in self.membership.in_state(MemberState.SPARE) if not banned(node, now_ns)]
 
-    def _placement(self, now_ns: int) -> Placement:
+    def _placement(self, now_ns: int) -> StageHolders:
         held = frozenset((node, member.stage) for node, member in self.membership.members.items() if member.stage >= 0)
         return held, self.estimator.down_links(now_ns)
 

@@ -30,7 +30,7 @@ is_weights, weights_after = python_version(dispatch.is_weights), python_version(
 frees_slot, may_start = python_version(dispatch.frees_slot), python_version(dispatch.may_start)
 urgency, goes_before = python_version(dispatch.urgency), python_version(dispatch.goes_before)
 
-Which = tuple[int, int]
+MicrobatchKey = tuple[int, int]
 """Lane and microbatch."""
 
 KINDS_OF_TASK = ("forward", "head", "backward", "weights")
@@ -79,7 +79,7 @@ class MicrobatchScheduler:
         self.routes = routes_of(schedule.plan)
         self.left = schedule.tasks
         """Tasks that are still to come, if all goes as planned."""
-        self.contributed: set[Which] = set()
+        self.contributed: set[MicrobatchKey] = set()
         """Microbatches that are in this node's sum of gradients."""
         self.record: list[list[int]] = []
         self.took_ns: dict[int, list[int]] = {}
@@ -99,9 +99,9 @@ class MicrobatchScheduler:
         self._ready: list[ReadyTask] = []
         self._running: tuple[ReadyTask, int] | None = None
         self._suppress_send = False
-        self._holding: set[Which] = set()
-        self._headed: set[Which] = set()
-        self._losses: dict[Which, Any] = {}
+        self._holding: set[MicrobatchKey] = set()
+        self._headed: set[MicrobatchKey] = set()
+        self._losses: dict[MicrobatchKey, Any] = {}
         self._seen: set[tuple[int, int, int]] = set()
         self._newest: dict[int, int] = {}
         self._sent: dict[tuple[int, int], tuple[int, Any]] = {}
@@ -332,7 +332,7 @@ class MicrobatchScheduler:
             kept.add(self._running[0].task.microbatch)
         self._release({each for each in self._holding if each[0] == lane and microbatch > each[1] not in kept})
 
-    def _release(self, microbatches: set[Which]) -> None:
+    def _release(self, microbatches: set[MicrobatchKey]) -> None:
         """Free the memory of microbatches that come again, or never."""
         self._holding -= microbatches
         for which in sorted(microbatches):

@@ -83,7 +83,7 @@ log = logging.getLogger(__name__)
 MOST_EARLY = 64  # messages of one sender that are kept because they are ahead of their time
 
 
-class Node:
+class TrainingNode:
     """One node of a run: its phase in the iteration, its tasks, its part in averaging, and its state transfers."""
 
     def __init__(self, number: int, plan: Plan, env: NodeEnv) -> None:

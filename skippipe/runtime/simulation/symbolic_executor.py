@@ -10,6 +10,7 @@ from skippipe import dispatch
 from skippipe.collectives.ring import piece_sent
 from skippipe.jit import python_version
 from skippipe.plan import Plan
+from skippipe.runtime.node.microbatch_scheduler import MicrobatchKey
 from skippipe.runtime.node.ops import (
     CheckFinite,
     ClearGradients,
@@ -33,7 +34,6 @@ from skippipe.runtime.state_source import StateChunk, StateSlice, StateSource
 from skippipe.transport.message import Message, RingPiece
 
 is_weights = python_version(dispatch.is_weights)
-Which = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class Gradient:
     """Stands for a piece of a summed gradient: which microbatches are in it, and how often."""
 
     piece: int
-    visits: Counter[Which]
+    visits: Counter[MicrobatchKey]
     nbytes: int = 0
 
 
-class SymbolicState(tuple[tuple[Which, ...], ...]):
+class SymbolicState(tuple[tuple[MicrobatchKey, ...], ...]):
     """Stands for a stage's state that is sent or copied, with that of the ends."""
 
-    ends: tuple[tuple[Which, ...], ...] = ()
+    ends: tuple[tuple[MicrobatchKey, ...], ...] = ()
 
 
 PIECES = 2  # of a copy of the ends
@@ -72,18 +72,18 @@ class SymbolicExecutor:
         self._has_ends = plan.stage_of.get(node) == 0
         self._split = plan.split_backward
         self._slots = plan.slots[node]
-        self._held: set[Which] = set()
+        self._held: set[MicrobatchKey] = set()
         self._kept: tuple[Any, ...] | None = None
-        self._sum: Counter[Which] = Counter()
-        self._pieces: list[Counter[Which]] = []
-        self._mean: Counter[Which] = Counter()
-        self.state: list[tuple[Which, ...]] = []
+        self._sum: Counter[MicrobatchKey] = Counter()
+        self._pieces: list[Counter[MicrobatchKey]] = []
+        self._mean: Counter[MicrobatchKey] = Counter()
+        self.state: list[tuple[MicrobatchKey, ...]] = []
         """Stands for the weights: the microbatches in the gradient of every step taken, from the first."""
-        self.ends: list[tuple[Which, ...]] = []
+        self.ends: list[tuple[MicrobatchKey, ...]] = []
         """The same for embedding, final norm and head; empty as the seed has them, and on other stages than 0."""
         self._rebuilt = False
-        self._backup: tuple[int, tuple[tuple[Which, ...], ...]] | None = None
-        self._incoming: list[tuple[Which, ...]] = []
+        self._backup: tuple[int, tuple[tuple[MicrobatchKey, ...], ...]] | None = None
+        self._incoming: list[tuple[MicrobatchKey, ...]] = []
         self.poison = False
         """The next gradient that is added up is NaN."""
         self._spoiled = False
@@ -202,7 +202,7 @@ class SymbolicExecutor:
             assert given.step <= task.step
         return OpResult(Trail(*which, task.step + 1), 0.0 if task.step == task.length else None)
 
-    def _add(self, which: Which, *, counts: bool) -> None:
+    def _add(self, which: MicrobatchKey, *, counts: bool) -> None:
         if counts:
             self._sum[which] += 1
             self._spoiled = self._spoiled or self.poison

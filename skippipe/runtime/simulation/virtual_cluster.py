@@ -28,7 +28,7 @@ from skippipe.runtime.coordinator.state_machine import Coordinator
 from skippipe.runtime.fencing import Fence, Incarnation
 from skippipe.runtime.messages import COORDINATOR, ControlMessage, Heartbeat, Hello, LinkDown, StateRequest, Stop
 from skippipe.runtime.node.ops import Executor, Op, OptimizerStep, planned_ns
-from skippipe.runtime.node.state_machine import Node
+from skippipe.runtime.node.state_machine import TrainingNode
 from skippipe.runtime.simulation.fault_injection import Fault, MessageReplay, phase_of
 from skippipe.runtime.simulation.symbolic_executor import PIECES, SymbolicExecutor
 from skippipe.runtime.state_source import StateSource
@@ -196,7 +196,7 @@ class VirtualCluster:
         self._accusers: set[int] = set()
         symbolic = {node: SymbolicExecutor(node, self.plan) for node in self.plan.stage_of}
         self.executor_of: dict[int, Executor] = dict(self.executors or symbolic)
-        self.nodes = {node: Node(node, self.plan, _NodeEnv(self, node, 0)) for node in self.plan.stage_of}
+        self.nodes = {node: TrainingNode(node, self.plan, _NodeEnv(self, node, 0)) for node in self.plan.stage_of}
         self.coordinator = self._start_coordinator(())
 
     def _start_coordinator(self, wal: Any) -> Coordinator:
@@ -446,7 +446,7 @@ class VirtualCluster:
         self.after(self._heartbeat_ns // (FALSE_REPORTS if lies else 1), lambda: self._report_link(sender, receiver))
 
     def _new_machine(self, node: int, plan: Plan) -> None:
-        self.nodes[node] = Node(node, plan, _NodeEnv(self, node, self.alive[node]))
+        self.nodes[node] = TrainingNode(node, plan, _NodeEnv(self, node, self.alive[node]))
         self.executor_of[node] = self.builder(node, plan) if self.builder else SymbolicExecutor(node, plan)
         self._busy_ns.pop(node, None)
         self._idle_ns.pop(node, None)

@@ -52,7 +52,7 @@ EVENTS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # or a proxy would keep them until the end
 }
-OutputCallback = Callable[[Choice, RequestOutput], Awaitable[None]]
+ChoiceCallback = Callable[[Choice, RequestOutput], Awaitable[None]]
 
 
 def application(engine: EngineClient, settings: ApiSettings) -> FastAPI:
@@ -160,7 +160,7 @@ class CompletionEndpoint:
         end = event(response.usage_chunk()) + END_OF_STREAM if request.include_usage else END_OF_STREAM
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
-    async def _generate_all(self, response: ResponseBuilder, request: AnyRequest, callback: OutputCallback) -> None:
+    async def _generate_all(self, response: ResponseBuilder, request: AnyRequest, callback: ChoiceCallback) -> None:
         """If one choice fails, all do."""
         try:
             async with asyncio.TaskGroup() as group:
@@ -169,7 +169,7 @@ class CompletionEndpoint:
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    async def _generate(self, choice: Choice, stop: Sequence[str], callback: OutputCallback) -> None:
+    async def _generate(self, choice: Choice, stop: Sequence[str], callback: ChoiceCallback) -> None:
         generate = self._api.engine.generate
         try:
             async with aclosing(generate(choice.prompt, choice.max_tokens, choice.sampling, stop)) as outputs:
