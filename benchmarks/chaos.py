@@ -38,6 +38,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 from benchmarks.detection import detection
 from skippipe.heartbeat import TIMEOUT_S
 from skippipe.plan import Plan
+from skippipe.planner.repair.repair import compile_repair
 from skippipe.runtime.messages import COORDINATOR
 from skippipe.runtime.simulation.fault_injection import DURING, During, Fault, drawn, kill
 from tests.helpers.chaos import HEARTBEAT_S, NODES, ONLY, Broke, Chaos, Ground, Outcome
@@ -50,6 +51,8 @@ LAST = 10  # iterations that the final loss is the mean of
 
 
 # Virtual time
+
+TOLD_EVERY = 500  # plans, with a line of progress for each
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ def virtual(asked: argparse.Namespace) -> int:
         finally:
             print(played.tale())
         return 0
+    compile_repair()  # once for all: or it would count as time of the first plan of each process
     began = time.perf_counter()
     verdicts = []
     with multiprocessing.get_context("forkserver").Pool(asked.processes) as pool:
@@ -100,6 +104,8 @@ def virtual(asked: argparse.Namespace) -> int:
             verdicts.append(verdict)
             if verdict.flaw:
                 print(f"{verdict.flaw}\n{verdict.story}\n", flush=True)
+            if len(verdicts) % TOLD_EVERY == 0:
+                print(f"{len(verdicts)} of {asked.plans}", file=sys.stderr, flush=True)
     took_s = time.perf_counter() - began
     failed = sorted(each.seed for each in verdicts if each.flaw)
     events: Counter[str] = sum((each.events for each in verdicts), Counter())
