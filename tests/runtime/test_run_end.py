@@ -126,6 +126,18 @@ def test_when_the_last_holder_is_lost_a_node_that_joins_may_replace_it() -> None
     assert harness.env.new_messages() == {receiver: [GatherState(0, False, ANY_ID)]}
 
 
+def test_while_a_lost_stage_is_waited_for_the_plan_is_logged_once() -> None:
+    harness = collecting()
+    harness.receive(0, piece(0))
+    for node in (1, 4, 5, 2):  # nodes 0 and 3 are left, each alone on its stage
+        harness.coordinator.node_lost(node, "its process ended")
+    assert is_now(harness.coordinator, CoordinatorState.PAUSED)
+    planned, noted = harness.env.event_kinds().count("replanned"), len(harness.env.wal)
+    harness.wait(120)
+    assert is_now(harness.coordinator, CoordinatorState.PAUSED)
+    assert (harness.env.event_kinds().count("replanned"), len(harness.env.wal)) == (planned, noted)
+
+
 def test_a_node_lost_before_its_last_step_is_not_waited_for() -> None:
     harness = coordinating(1)
     harness.iterate()

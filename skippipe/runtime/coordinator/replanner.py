@@ -82,7 +82,9 @@ class Replanner:
         self._reassign(iteration, finishing=finishing)
         length = self.lengths.at(iteration)
         found = self._repair_for_members(length, began_ns)
-        if found is not None:
+        if finishing and found is not None and (found.stages, found.lanes) == (self.plan.stages, self.plan.lanes):
+            self.changed = False  # asked for again and again while a node is waited for that holds a lost stage
+        elif found is not None:
             self.plan = found
             self.changed = False
             self.lengths.renew(length, found)
