@@ -7,9 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from skippipe.cli import main
 from tests.helpers.processes import Command, CommandResult
+
+settings.register_profile("untimed", deadline=None)  # how long an example takes depends on what else the machine does
+settings.load_profile("untimed")
 
 LONG_FILES = ("test_recovery.py", "test_run.py", "test_serve.py", "test_profile.py", "test_launch.py")
 """Those that start many processes, each of them a minute or less: begun first, so that no worker is left with one."""
