@@ -37,6 +37,7 @@ from skippipe.model.model_files import check_plain_name
 from skippipe.optim.interface import STORED_BYTES, Optimizer, ParamSlot
 from skippipe.optim.registry import DEFAULT, OPTIMIZERS
 from skippipe.runs.tail import belongs_to, checkpoint_run_id, run_id_of
+from skippipe.runs.wal import fsync_path
 
 log = logging.getLogger(__name__)
 
@@ -275,12 +276,3 @@ def check_file(place: Path, file: StoredFile) -> None:
             digest.update(block)
     if digest.hexdigest() != file.sha256:
         raise UserError(f"{path}: its content is not what was written")
-
-
-def fsync_path(path: Path) -> None:
-    """Return when the content of a file or folder is on the disk, and not only in the system's cache."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

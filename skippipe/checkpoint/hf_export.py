@@ -18,12 +18,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from skippipe.checkpoint.format import fsync_path
 from skippipe.codecs import decode
 from skippipe.data.tokenizer import TextTokenizer
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_files import INDEX
 from skippipe.model.model_spec import ModelSpec
+from skippipe.runs.wal import fsync_path
 
 UNFINISHED = "unfinished"
 

@@ -80,7 +80,7 @@ class WriteAheadLog:
             self.torn_bytes = len(content) - self._size
             os.ftruncate(self._descriptor, self._size)
         self._sync(self._descriptor)  # also what a killed predecessor wrote and we now count on
-        _sync_folder(self.path.parent)
+        fsync_path(self.path.parent)
 
     def write(self, record: dict[str, Any]) -> None:
         """Add a record. After an OSError it is not there, and all that were written before are."""
@@ -129,7 +129,7 @@ class WriteAheadLog:
             os.ftruncate(self._descriptor, self._size)
             self._ragged = False
         if self._moved:
-            _sync_folder(self.path.parent)
+            fsync_path(self.path.parent)
             self._moved = False
 
     def close(self) -> None:
@@ -244,11 +244,12 @@ def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        _sync_folder(folder.parent)
+        fsync_path(folder.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def fsync_path(path: Path) -> None:
+    """Return when the content of a file or folder is on the disk, and not only in the system's cache."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skippipe import dispatch
 from skippipe.codecs import CODECS, EncodedTensor, decode, encode
 from skippipe.collectives import MakeAverager
 from skippipe.collectives.ring import GradientRing
 from skippipe.data.batch_sampler import BatchSampler
-from skippipe.jit import python_version
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage_step import StageStep
@@ -51,7 +49,6 @@ from skippipe.workload import Workload
 CHUNK_VALUES = 2**22  # numbers of a state in one message: 16 MiB
 BACKUP_VALUES = 2**20  # the most of a backup, which is fetched while training goes on: 4 MiB
 NO_RESULT = OpResult(None)
-is_weights = python_version(dispatch.is_weights)
 
 
 class StageExecutor:
@@ -251,7 +248,7 @@ class StageExecutor:
         if task.step == 0:
             tokens, _ = self._batch(task)
             return OpResult(self._encode_hop(self.tasks.begin(key, tokens)))
-        if is_weights(task.step, task.length):
+        if task.is_weights:
             self.tasks.weight_gradients(key, counts=task.counts)
             return NO_RESULT
         given = self._decode_hop(task.given)

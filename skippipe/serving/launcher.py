@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import CheckpointOutline
 from skippipe.inference.engine import model_end_tokens
-from skippipe.launch.fork_server import ProcessPool, how_ended, log_file
+from skippipe.launch.fork_server import ProcessPool, how_ended, last_log_line
+from skippipe.launch.launcher import join_config
 from skippipe.runtime.node.agent import node_process
 from skippipe.serving.async_engine import AsyncEngine
 from skippipe.serving.gateway_thread import GatewayCallback, GatewayThread
@@ -102,7 +103,7 @@ class LocalNodePool:
             early = now - self._started[name] < EARLY_EXIT_S
             self._early_exits[name] = self._early_exits[name] + 1 if early else 1
             if name not in self._served and self._early_exits[name] >= MAX_EARLY_EXITS:
-                raise UserError(f"node '{name}' does not get to serve ({how}): {self._last_log_line(name)}")
+                raise UserError(f"node '{name}' does not get to serve ({how}): {last_log_line(self._logs, name)}")
             wait_s = min(MAX_RESTART_S, RESTART_S * 2 ** (self._early_exits[name] - 1))
             self._restart_at[name] = now + wait_s
             _log(f"'{name}' has ended ({how}) and is started again in {wait_s:g} s")
@@ -118,13 +119,6 @@ class LocalNodePool:
     def _start(self, name: str) -> None:
         self._started[name] = time.monotonic()
         self._pool.start(name, self._join_configs[name])
-
-    def _last_log_line(self, name: str) -> str:
-        try:
-            lines = log_file(self._logs, name).read_text(errors="replace").split("\n")
-        except OSError:
-            lines = []
-        return next((line for line in reversed(lines) if line.strip()), "its log is empty")
 
 
 class ServeApp(GatewayCallback):
@@ -195,7 +189,7 @@ class ServeApp(GatewayCallback):
         pairs = {name: KeyPair.new() for name in self._node_config.stage_of}
         own = KeyPair.new()
         gateway = self._gateway(own, {name: pair.public for name, pair in pairs.items()})
-        self._pool.start({name: _join_config(name, pair, gateway.address, own) for name, pair in pairs.items()})
+        self._pool.start({name: join_config(name, gateway.address, own, pair) for name, pair in pairs.items()})
         _log(f"{self._config.name}: {len(pairs)} nodes of this machine load {len(self._node_config.layers)} stages")
         return gateway
 
@@ -246,16 +240,6 @@ class ServeApp(GatewayCallback):
             f"try: curl {self._address}/v1/completions{token} -H 'Content-Type: application/json' -d '{body}'",
             flush=True,
         )
-
-
-def _join_config(name: str, pair: KeyPair, address: str, own: KeyPair) -> dict[str, Any]:
-    return {
-        "name": name,
-        "coordinator": address,
-        "keys": [pair.public, pair.secret],
-        "coordinator_public": own.public,
-        "security": "curve",
-    }
 
 
 def _listening(host: str, port: int) -> socket.socket:

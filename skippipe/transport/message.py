@@ -198,7 +198,7 @@ class Stamp(Header):
 
 HEADERS: dict[MessageKind, type[Header]] = {
     each.kind: each
-    for each in (*(Hop, RingPiece, Stamp, StatePiece, BackupPiece, WeightsPiece, CheckpointPiece, StepHop, ProbePiece),)
+    for each in (Hop, RingPiece, Stamp, StatePiece, BackupPiece, WeightsPiece, CheckpointPiece, StepHop, ProbePiece)
 }
 
 

@@ -191,7 +191,7 @@ class MicrobatchScheduler:
         return here
 
     def _is_deferred(self, task: StageTask) -> bool:
-        return is_weights(task.step, task.length) and (task.lane, task.microbatch) in self._holding
+        return task.is_weights and (task.lane, task.microbatch) in self._holding
 
     def _rank(self, arrived: ReadyTask) -> tuple[int, int, int]:
         """The place of a ready task: the one that the plan has first goes first.
@@ -208,7 +208,7 @@ class MicrobatchScheduler:
             times = (ready_ns, start_ns, now_ns)  # what came early was ready when the iteration began
             row = [task.lane, task.microbatch, task.step, *(max(0, each - self._begun_ns) for each in times)]
             self.record.append(row)
-        kind = (task.step >= task.length) + (task.step > task.length) + is_weights(task.step, task.length)
+        kind = (task.step >= task.length) + (task.step > task.length) + task.is_weights
         sums = self.took_ns.setdefault(kind, [0, 0])
         sums[0] += 1
         sums[1] += now_ns - start_ns

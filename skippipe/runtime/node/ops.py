@@ -21,6 +21,7 @@ from skippipe.plan import Plan
 from skippipe.runtime.state_source import StateSlice, StateSource
 from skippipe.transport.message import Message
 
+is_weights = python_version(dispatch.is_weights)
 LEAST_VALUES = 2**12  # of a slice of state; one that comes too late is halved, but not below this
 
 
@@ -41,6 +42,11 @@ class StageTask:
     """The tensor that the message brought; None for the first step of a microbatch, and for weight gradients."""
     counts: bool = True
     """Its weight gradients are added up; not if this node has added them before, and the microbatch comes again."""
+
+    @property
+    def is_weights(self) -> bool:
+        """It computes the weight gradients that a split backward has left over."""
+        return is_weights(self.step, self.length)
 
 
 class OpResult(NamedTuple):
@@ -311,9 +317,6 @@ def op_name(op: object) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", " ", type(op).__name__.strip("_")).lower()
 
 
-is_weights = python_version(dispatch.is_weights)
-
-
 def planned_ns(plan: Plan, stage: int, node: int, work: Op) -> int:
     """How long an operation takes by the plan; 0 for one that is not in it. The node may be new on the stage.
 
@@ -329,6 +332,6 @@ def planned_ns(plan: Plan, stage: int, node: int, work: Op) -> int:
         return int(costs.forward_ns[stage, node])
     if work.step == length:
         return int(costs.head_ns[node])
-    if is_weights(work.step, length):
+    if work.is_weights:
         return int(costs.weight_ns[stage, node])
     return int((costs.input_ns if plan.split_backward else costs.backward_ns)[stage, node])

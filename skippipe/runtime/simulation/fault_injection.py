@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
-from skippipe import dispatch
 from skippipe.cost_model import ns
-from skippipe.jit import python_version
 from skippipe.plan import Plan
 from skippipe.runtime.messages import COORDINATOR
 from skippipe.runtime.node.ops import (
@@ -35,8 +33,6 @@ from skippipe.runtime.node.ops import (
     StoreBackup,
     WriteState,
 )
-
-is_weights = python_version(dispatch.is_weights)
 
 During = Literal[
     "forward", "head", "backward", "weights", "averaging", "step", "checkpoint", "backup", "joining", "repair"
@@ -142,7 +138,7 @@ def phase_of(op: Op) -> During | None:
                 return "forward"
             if op.step == op.length:
                 return "head"
-            return "weights" if is_weights(op.step, op.length) else "backward"
+            return "weights" if op.is_weights else "backward"
         case RingStep() | GradNorm():
             return "averaging"
         case OptimizerStep():

@@ -6,9 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from skippipe import dispatch
 from skippipe.collectives.ring import piece_sent
-from skippipe.jit import python_version
 from skippipe.plan import Plan
 from skippipe.runtime.node.microbatch_scheduler import MicrobatchKey
 from skippipe.runtime.node.ops import (
@@ -32,8 +30,6 @@ from skippipe.runtime.node.ops import (
 )
 from skippipe.runtime.state_source import StateChunk, StateSlice, StateSource
 from skippipe.transport.message import Message, RingPiece
-
-is_weights = python_version(dispatch.is_weights)
 
 
 @dataclass(frozen=True)
@@ -193,7 +189,7 @@ class SymbolicExecutor:
             assert len(self._held) <= self._slots, "more microbatches than memory slots"
         elif task.step > task.length:
             assert which in self._held, f"the backward pass of a microbatch that is not here: {task}"
-            if is_weights(task.step, task.length) or not self._split:
+            if task.is_weights or not self._split:
                 self._held.remove(which)
                 self._add(which, counts=task.counts)
         if 0 < task.step <= 2 * task.length:
