@@ -76,9 +76,16 @@ class SkipSchedule:
     bridges: Annotated[int, Range(0, 100_000)] = 0
     """Rank of the bridges: a small residual map of its own for every hop that leaves stages out, in their place; 0:
     there are none."""
+    adapters: Annotated[int, Range(0, 100_000)] = 0
+    """Rank of the adapters (LoRA) that the linear maps of all layers have for microbatches that skip stages; those that
+    visit all stages do not use them. 0: there are none."""
+    distill: Annotated[float, SHARE] = 0.0
+    """Weight of what the whole model says in the loss of microbatches that skip stages (distillation): the rest is that
+    of the text itself. They pass the whole model, too, forward only. 0: none."""
     heal: str = ""
-    """From this share of the run on, as in "95%", only bridges learn, all else is frozen: what is skipped from then on
-    makes a finished model robust. The learning rate comes down before, and again after. Empty: all learn all along."""
+    """From this share of the run on, as in "95%", only bridges and adapters learn, all else is frozen: what is skipped
+    from then on makes a finished model robust. The learning rate comes down before, and again after. Empty: all learn
+    all along."""
 
     def __post_init__(self) -> None:
         _ = self.phases
@@ -88,8 +95,8 @@ class SkipSchedule:
         check_ranges(self, "recipe")
         if self.bridges and self.swaps:
             raise UserError("recipe.bridges: they lead forward: leave out recipe.swaps, or the bridges")
-        if self.heal and not self.bridges:
-            raise UserError("recipe.heal: there are no bridges to train; add recipe.bridges, such as 32")
+        if self.heal and not (self.bridges or self.adapters):
+            raise UserError("recipe.heal: there is nothing to train; add recipe.adapters or recipe.bridges, such as 32")
         if self.heal and self.heal_at <= self.grown_at:
             raise UserError(f"recipe.heal: {self.heal} must be more than 0, and after the model has grown")
         if self.exposure == []:
@@ -107,7 +114,7 @@ class SkipSchedule:
 
     @cached_property
     def heal_at(self) -> Fraction:
-        """Share of the run after which only bridges learn."""
+        """Share of the run after which only bridges and adapters learn."""
         return parse_share(self.heal, "recipe.heal") if self.heal else Fraction(1)
 
     @property

@@ -8,6 +8,10 @@ of low rank,
 
 Gain and `up` are zero at the start, so an untrained bridge changes nothing. Both are linear in n: what layers add on
 average is close to that, and it costs a few thousandths of a stage's work.
+
+Adapters are the other stand-in (studies only): matrices of low rank beside every linear map of a stage's layers, as in
+LoRA. Their part is the larger the more stages a microbatch skips, and nothing for one that visits them all: so the
+whole model does not depend on them.
 """
 
 from __future__ import annotations
@@ -168,3 +172,47 @@ class Bridges(nn.Module):
 def bridges_of(stages: int, width: int, rank: int, seed: int) -> list[Bridges]:
     """The bridges of every stage but the last, after which there is none to skip; none at all with rank 0."""
     return [Bridges(stage, stages, width, rank, seed) for stage in range(stages - 1)] if rank else []
+
+
+class AdaptedLinear(nn.Linear):
+    """A linear map of a layer with an adapter beside it; its weights and their names are as before."""
+
+    adapter: LinearAdapter
+
+    def forward(self, input: Tensor) -> Tensor:
+        made = super().forward(input)
+        scale = self.adapter.stage.scale
+        if scale is None:
+            return made
+        low = functional.linear(input, self.adapter.down) * scale
+        return made + functional.linear(low.to(input.dtype), self.adapter.up)
+
+
+class LinearAdapter(nn.Module):
+    """up(down(x)); zero at the start."""
+
+    stage: StageAdapters
+
+    def __init__(self, of: nn.Linear, rank: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(rank, of.in_features, generator=generator) / sqrt(of.in_features))
+        self.up = nn.Parameter(torch.zeros(of.out_features, rank))
+
+
+class StageAdapters(nn.Module):
+    """The adapters of a stage, kept beside its weights."""
+
+    def __init__(self, stage: StageModel, rank: int, seed: int) -> None:
+        """Every linear map of the stage's layers becomes an `AdaptedLinear`."""
+        super().__init__()
+        self.scale: Tensor | None = None
+        """How strong adapters are for each sample of the next forward pass, [samples, 1, 1]; None: not at all."""
+        self.parts = nn.ModuleList()
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + stage.numbers.start)
+        for module in stage.layers.modules():
+            if type(module) is nn.Linear:
+                adapter = LinearAdapter(module, rank, generator)
+                module.__class__ = AdaptedLinear  # not a module around it, which would rename its weights
+                object.__setattr__(adapter, "stage", self)  # references, not submodules
+                object.__setattr__(module, "adapter", adapter)
+                self.parts.append(adapter)

@@ -28,7 +28,8 @@ from skippipe.value_ranges import (
     Range,
 )
 
-LATER = ("bridges", "heal")  # recipe settings that older results do not have: left out where they are not set
+LATER = ("bridges", "heal", "adapters", "distill")
+"""Recipe settings that older results do not have: left out where they are not set."""
 Rule = Literal["", "CC1", "CC2", "CC3"]
 MOST_ITERATIONS = Range(1, 10**6)  # of a run: reports read every single one
 
@@ -175,7 +176,7 @@ class StudyRun:
 
     @property
     def _heals_at(self) -> int:
-        """Iterations in which the whole model is trained; then only bridges are."""
+        """Iterations in which the whole model is trained; then only bridges and adapters are."""
         return ceil(self.variant.recipe.heal_at * self.iterations)
 
     def path_lengths(self, iteration: int) -> list[int]:

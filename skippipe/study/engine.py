@@ -21,13 +21,14 @@ from torch import Tensor
 
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import Bridges, StageModel, bridges_of, layer_ranges
+from skippipe.model.stage import Bridges, StageAdapters, StageModel, bridges_of, layer_ranges
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits
 from skippipe.study.path_sampling import group_by_stage
 
 WARM_UP = 3  # passes of a shape before it is recorded: they compile, and libraries allocate their memory
+COMPILED_KINDS = 64  # of passes of a layer: with adapters or without, with gradients or without, one or many samples
 MOST_SHAPES = 32  # recorded; what comes in ever new shapes is not worth it
 
 
@@ -47,10 +48,10 @@ class StudyShape:
 
     microbatches: int
     steps: tuple[StudyStep, ...]
-    bridged: bool = False
-    """Some microbatches go over a bridge."""
+    skipping: int = 0
+    """Microbatches that skip stages: they go over bridges, with adapters, and have the whole model as a teacher."""
     healing: bool = False
-    """Only bridges are trained."""
+    """Only bridges and adapters are trained."""
 
     @property
     def counts(self) -> Counter[int]:
@@ -80,25 +81,34 @@ class Engine:
         self.stages = [StageModel(spec, each, ends=index == 0).to(device) for index, each in self._ranges]
         self.weights = [FlatParams(stage.named_weights(), learning) for stage in self.stages]
         self._lay_bridges(self._new_bridges(spec))
+        self.adapters = self._new_adapters(self.stages, spec.seed)
+        self.adapter_weights = [FlatParams(each.to(device).named_parameters(), learning) for each in self.adapters]
         self._low_precision = low_precision
         self._loss: Callable[[Tensor, Tensor], Tensor] = self.stages[0].loss
+        self._teaching: Callable[[Tensor, Tensor, Tensor], Tensor] = self._distillation
         if compiled:
+            torch._dynamo.config.recompile_limit = COMPILED_KINDS
             for stage in self.stages:
                 for layer in stage.layers:
                     layer.compile()
             self._loss = torch.compile(self.stages[0].loss)
+            self._teaching = torch.compile(self._distillation)
         can_record = device.startswith("cuda") and spec.router is None  # who goes to which expert is not data
         self._recordings = _GraphCache(device) if can_record else None
 
     def begin_again(self, spec: ModelSpec, learning: OptimConfig, recipe: SkipSchedule) -> None:
-        """As new, with another seed or recipe; what was compiled stays."""
+        """As new, with another seed or recipe, but adapters of the same rank; what was compiled stays."""
+        assert recipe.adapters == self.recipe.adapters
         before = self._recorded_with
         self.recipe, self.learning = recipe, learning
         if self._recordings and self._recorded_with != before:
             self._recordings = _GraphCache(self.device)
-        for (index, layers), weights in zip(self._ranges, self.weights, strict=True):
-            new = FlatParams(StageModel(spec, layers, ends=index == 0).named_weights(), learning)
-            weights.values.copy_(new.values)
+        stages = [StageModel(spec, layers, ends=index == 0) for index, layers in self._ranges]
+        adapters = self._new_adapters(stages, spec.seed)
+        new = [FlatParams(each.named_weights(), learning) for each in stages]
+        new += [FlatParams(each.named_parameters(), learning) for each in adapters]
+        for weights, first in zip([*self.weights, *self.adapter_weights], new, strict=True):
+            weights.values.copy_(first.values)
             weights.reset(learning)
         bridges = self._new_bridges(spec)
         if self._recorded_with != before:
@@ -111,6 +121,10 @@ class Engine:
     def _new_bridges(self, spec: ModelSpec) -> list[Bridges]:
         return bridges_of(len(self.stages), spec.shape.hidden, self.recipe.bridges, spec.seed)
 
+    def _new_adapters(self, stages: list[StageModel], seed: int) -> list[StageAdapters]:
+        rank = self.recipe.adapters
+        return [StageAdapters(stage, rank, seed) for stage in stages] if rank else []
+
     def _lay_bridges(self, bridges: list[Bridges]) -> None:
         """Each is held by the stage at which it begins, beside its weights: so models are exported without them."""
         self.bridges = [each.to(self.device) for each in bridges]
@@ -122,13 +136,14 @@ class Engine:
             self.weights[new].grow_from(self.weights[old])
 
     @property
-    def _recorded_with(self) -> tuple[float, float, str, int]:
+    def _recorded_with(self) -> tuple[float, float, str, int, float]:
         """What recordings depend on beside their shape."""
-        return self.learning.clip, self.recipe.early_exit, self.recipe.gradients, self.recipe.bridges
+        recipe = self.recipe
+        return self.learning.clip, recipe.early_exit, recipe.gradients, recipe.bridges, recipe.distill
 
     @property
     def parameters(self) -> int:
-        return sum(len(each.values) for each in [*self.weights, *self.bridge_weights])
+        return sum(len(each.values) for each in [*self.weights, *self.bridge_weights, *self.adapter_weights])
 
     def iteration(
         self,
@@ -144,23 +159,32 @@ class Engine:
         """Inputs and labels are [microbatches × samples, sequence]; the loss before the step, still on its device.
 
         `young`: the stages that are visited are the whole model yet, and stand for no others. `healing`: only bridges
-        learn. `rate`: instead of the one that `learning` has for this iteration.
+        and adapters learn. `rate`: instead of the one that `learning` has for this iteration.
         """
         steps = group_by_stage(visits)
         next_stage = [dict(pairwise((*each, len(self.stages)))) for each in visits]
         targets = [next_stage[row][stage] for stage, rows in steps for row in rows]
+        missing = [0 if young else len(self.stages) - len(each) for each in visits]
+        skipping = [row for row, count in enumerate(missing) if count]
         shape = StudyShape(
             len(visits),
             tuple(
                 StudyStep(stage, len(rows), () if young else self._drives(stage, rows, visits)) for stage, rows in steps
             ),
-            bridged=bool(self.bridges) and not young and any(len(each) < len(self.stages) for each in visits),
+            skipping=len(skipping) if self.bridges or self.adapters or self.recipe.distill else 0,
             healing=healing,
         )
         samples = len(inputs) // len(visits)
         rows = [row * samples + sample for _, each in steps for row in each for sample in range(samples)]
-        places = torch.tensor([rows, [target for target in targets for _ in range(samples)]])
-        given = inputs, labels, places.to(self.device, non_blocking=True)
+        places = torch.tensor(
+            [
+                rows,
+                [target for target in targets for _ in range(samples)],
+                [missing[row] for _, each in steps for row in each for _ in range(samples)],
+            ]
+        )
+        taught = torch.tensor([row * samples + sample for row in skipping for sample in range(samples)])
+        given = inputs, labels, places.to(self.device, non_blocking=True), taught.to(self.device, non_blocking=True)
         if self._recordings is None:
             loss = self._gradients(shape, *given)
         else:
@@ -175,10 +199,12 @@ class Engine:
 
     @torch.no_grad()
     def loss_of(self, inputs: Tensor, labels: Tensor, visits: Visits, drive: float) -> Tensor:
-        """The mean loss of these samples through these stages, each but stage 0 driven so much; over bridges, if there
-        are any, where stages are missing."""
+        """The mean loss of these samples through these stages, each but stage 0 driven so much; over bridges and with
+        adapters, if there are any, where stages are missing."""
         with self._autocast():
             hidden = self._embed(inputs)
+            missing = len(self.stages) - len(visits)
+            self._set_adapters(torch.full((len(hidden),), missing, device=self.device) if missing else None)
             for stage, target in pairwise((*visits, len(self.stages))):
                 made = self.stages[stage](hidden)
                 hidden = made if stage == 0 or drive == 1.0 else torch.lerp(hidden, made, drive)
@@ -186,29 +212,71 @@ class Engine:
                     hidden = self.bridges[stage](hidden, torch.full((len(hidden),), target, device=self.device))
             return self._loss(hidden, labels)
 
-    def _gradients(self, shape: StudyShape, inputs: Tensor, labels: Tensor, places: Tensor) -> Tensor:
-        """Forward and backward; then the gradients are what a step follows: means, clipped."""
+    def _gradients(self, shape: StudyShape, inputs: Tensor, labels: Tensor, places: Tensor, taught: Tensor) -> Tensor:
+        """Forward and backward; then the gradients are what a step follows: means, clipped.
+
+        `taught` are the samples that skip stages.
+        """
+        distills = bool(shape.skipping and self.recipe.distill) and self._stands_in(shape)
+        teacher = self._teacher(_chosen(inputs, taught)) if distills else None
         with self._autocast():
             hidden, balance, early = self._through(shape, inputs, places)
             loss = self._loss(hidden, labels)
             total = loss + balance
             if self.recipe.early_exit:
                 total = total + self.recipe.early_exit * self._loss(early, labels)
+            if teacher is not None:
+                share = self.recipe.distill * shape.skipping / shape.microbatches
+                total = total + share * self._teaching(_chosen(hidden, taught), teacher, _chosen(labels, taught))
         total.backward()  # type: ignore[no-untyped-call]
         self._clip(shape)
         return loss.detach()
 
+    def _stands_in(self, shape: StudyShape) -> bool:
+        """Whether there are adapters and a teacher yet; they wait for healing, if there is any."""
+        return shape.healing or not self.recipe.heal
+
+    @torch.no_grad()
+    def _teacher(self, inputs: Tensor) -> Tensor:
+        """The final hidden states of the whole model."""
+        self._set_adapters(None)
+        with self._autocast():
+            hidden = self._embed(inputs)
+            for stage in self.stages:
+                hidden = stage(hidden)
+        return hidden
+
+    def _distillation(self, hidden: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+        """What the mean loss becomes more by when the next token is taken from the teacher instead of the text."""
+        norm, head = self.stages[0].norm, self.stages[0].head
+        assert norm is not None
+        assert head is not None
+        with torch.no_grad():
+            target = head(norm(teacher)).float().softmax(-1)
+        logits = head(norm(hidden)).float()
+        of_labels = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        more: Tensor = (of_labels - (target * logits).sum(-1)).mean()  # the logarithms of both sums are the same
+        return more
+
+    def _set_adapters(self, missing: Tensor | None) -> None:
+        """Adapters for the next forward pass of samples that skip so many stages each."""
+        scale = None if missing is None else (missing * (2 / len(self.stages))).view(-1, 1, 1)
+        for each in self.adapters:
+            each.scale = scale
+
     def _through(self, shape: StudyShape, inputs: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The final hidden states, the balancing loss of routers, and the output of stage 0 alone.
 
-        `places` has two rows: the samples that pass the stage of each step, and where each goes from there.
+        `places` has three rows: the samples that pass the stage of each step, where each goes from there, and how many
+        stages it skips.
         """
         hidden = early = self._embed(inputs)
         balance = torch.zeros((), device=self.device)
         samples = len(inputs) // shape.microbatches
         visitors = torch.split(places, [step.visitors * samples for step in shape.steps], dim=1)
-        for step, (here, targets) in zip(shape.steps, visitors, strict=True):
+        for step, (here, targets, missing) in zip(shape.steps, visitors, strict=True):
             model = self.stages[step.stage]
+            self._set_adapters(missing if shape.skipping and self._stands_in(shape) else None)
             all_visit = step.visitors == shape.microbatches
             given = hidden if all_visit else _chosen(hidden, here)
             made = model(given)
@@ -218,7 +286,7 @@ class Engine:
                 balance = balance + added * (step.visitors / shape.microbatches)
             if step.stage == 0:
                 early = made if all_visit else hidden.index_copy(0, here, made)
-            if shape.bridged and step.stage < len(self.bridges):
+            if shape.skipping and step.stage < len(self.bridges):
                 made = self.bridges[step.stage](made, targets)
             hidden = made if all_visit else hidden.index_copy(0, here, made)
         return hidden, balance, early
@@ -226,16 +294,16 @@ class Engine:
     def _learning_in(self, shape: StudyShape) -> list[tuple[FlatParams, float]]:
         """What takes a step, and by what its gradient is multiplied to be the mean over those who visited its stage.
 
-        A bridge is its stage's: who visited that and went on another way counts with a gradient of zero.
+        Bridges and adapters are their stage's: who visited that and went on another way counts with a gradient of zero.
         """
         by_visitors = self.recipe.gradients == "visitors"
         means = {
             stage: shape.microbatches / visitors if by_visitors else 1.0 for stage, visitors in shape.counts.items()
         }
         found = [] if shape.healing else [(self.weights[stage], mean) for stage, mean in sorted(means.items())]
-        if shape.bridged:
-            last = len(self.bridges)
-            found += [(self.bridge_weights[stage], mean) for stage, mean in sorted(means.items()) if stage < last]
+        if shape.skipping:
+            for held in (self.bridge_weights, self.adapter_weights if self._stands_in(shape) else []):
+                found += [(held[stage], mean) for stage, mean in sorted(means.items()) if stage < len(held)]
         return found
 
     def _clip(self, shape: StudyShape) -> None:

@@ -82,7 +82,7 @@ class Runner:
         sequence = study.batch.sequence
         self.texts = {name: EvalText(each.ids, sequence, device.name) for name, each in folders.items()}
         self._text = EvalText(self.train.ids, sequence, device.name)
-        self._engines: dict[tuple[int, ...], Engine] = {}
+        self._engines: dict[tuple[tuple[int, ...], int], Engine] = {}
 
     def run(self) -> None:
         """Do all runs that are not done yet; but none that would not be over in time, by what those before it took."""
@@ -166,7 +166,7 @@ class Runner:
         """In bfloat16, as transformers and `skippipe score` load it."""
         spec, layers = self._model(run)
         kept = ModelFolder(folder, layers, spec, self.train.tokenizer(), torch.bfloat16)
-        for stage, weights in enumerate(self._engines[layers].weights):
+        for stage, weights in enumerate(self._engines[layers, run.variant.recipe.adapters].weights):
             kept.store_flat(stage, weights.values.cpu())
 
     def _model(self, run: StudyRun) -> tuple[ModelSpec, tuple[int, ...]]:
@@ -184,10 +184,11 @@ class Runner:
         """An engine for the run; models of the same shape share one, so that it is compiled once."""
         variant = run.variant
         spec, layers = self._model(run)
-        if layers in self._engines:
-            self._engines[layers].begin_again(spec, run.learning, variant.recipe)
+        kind = layers, variant.recipe.adapters
+        if kind in self._engines:
+            self._engines[kind].begin_again(spec, run.learning, variant.recipe)
         else:
-            self._engines[layers] = Engine(
+            self._engines[kind] = Engine(
                 spec,
                 layers,
                 run.learning,
@@ -196,7 +197,7 @@ class Runner:
                 low_precision=self.device.low_precision,
                 compiled=self.device.compiled,
             )
-        return self._engines[layers]
+        return self._engines[kind]
 
 
 def _tokens(texts: list[str], tokenizer: int | Path) -> TokenFile:

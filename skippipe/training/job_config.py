@@ -242,7 +242,13 @@ class JobConfig:
                 raise UserError(
                     f"recipe.{name}: only studies draw paths by it; in training the plan decides: leave it out"
                 )
-        for name, set_here in (("skip: '&'", recipe.is_mixed), ("bridges", recipe.bridges > 0)):
+        studied = {
+            "skip: '&'": recipe.is_mixed,
+            "bridges": recipe.bridges > 0,
+            "adapters": recipe.adapters > 0,
+            "distill": recipe.distill > 0,
+        }
+        for name, set_here in studied.items():
             if set_here:
                 raise UserError(f"recipe.{name}: only studies have it yet, not training: leave it out")
         if recipe.grow:
