@@ -313,6 +313,19 @@ def test_a_broken_connection_has_what_was_sent_last_sent_again() -> None:
     assert bench.sent() == ["0/0 step 8 → 0, epoch 0"]
 
 
+def test_a_broken_connection_has_all_pieces_sent_again_that_may_be_lost() -> None:
+    bench = Bench(5).begin()
+    bench.work()
+    for round_ in range(3):
+        bench.take(4, ring_piece(round_, piece=(1 - round_) % 3)).work()
+    sent = bench.sent()
+    assert sent == [f"piece {round_} → 3, epoch 0" for round_ in range(4)]
+    bench.node.reconnected(4)
+    assert bench.sent() == []
+    bench.node.reconnected(3)
+    assert bench.sent() == sent[1:], "the piece of round 2 has come from there: so the first is there"
+
+
 def test_averaging_that_is_under_way_is_given_up_and_begun_again_with_those_who_are_left() -> None:
     bench = Bench(5).begin()
     assert bench.work() == ["pass 0, 2 of 3"]

@@ -13,6 +13,11 @@ import pytest
 from tests.helpers.virtual_chaos import play, scenario, staged
 
 BLOCK = 50
+ONCE_FAILED = {
+    1035: "every node is gone while a stage is assigned",
+    5331: "the coordinator is restarted after the last step, which a node has taken meanwhile",
+    7205: "the only node that holds stage 0 says that it cannot reach those who fetch it",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +39,11 @@ def test_any_few_faults_are_survived(block: int) -> None:
         except Exception as error:
             failed.append(f"{type(error).__name__}: {error}\n{played.tale()}")
     assert not failed, f"{len(failed)} of {BLOCK}, the first:\n{failed[0]}"
+
+
+@pytest.mark.parametrize("seed", ONCE_FAILED)
+def test_what_once_was_not_survived_is_survived(seed: int) -> None:
+    play(staged(scenario(seed)))
 
 
 def test_a_seed_is_the_whole_story() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 from math import comb
 
@@ -23,6 +24,7 @@ StageSet = tuple[int, ...]
 MOST_SETS = 130  # of stages: if there are more, some of them do
 FEW_SETS = 40
 MILP_LIMIT_S = 0.1  # for one of them; most take a tenth of that, and where it cuts one short the next may do
+REMEMBERED = 256
 EXISTING_BONUS = 0.5  # a lane that is there already is worth this much more than a new one
 
 
@@ -63,6 +65,33 @@ def even_exposure(
     `capacity` is how many lanes a stage can take, stage 0 included; `existing` how many lanes of a set exist, and
     `only_existing` says that there can be no others. Without `allow_uneven`, exposures differ by 1 at most.
     """
+    most = min(capacity[0], microbatches)  # more slots than that are as good as these
+    slots = tuple((stage, min(capacity[stage], most)) for stage in (0, *stages))
+    return list(
+        _even_exposure(
+            tuple(sets),
+            tuple(stages),
+            microbatches,
+            slots,
+            tuple(sorted(existing.items())),
+            only_existing,
+            allow_uneven,
+        )
+    )
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _even_exposure(
+    sets: tuple[StageSet, ...],
+    stages: tuple[int, ...],
+    microbatches: int,
+    slots: tuple[tuple[int, int], ...],
+    lanes: tuple[tuple[StageSet, int], ...],
+    only_existing: bool,
+    allow_uneven: bool,
+) -> list[LaneGroup]:
+    """Assignments that are compared with each other mostly leave stages with the same slots."""
+    capacity, existing = dict(slots), dict(lanes)
     length = max(map(len, sets))
     whole = _Milp(sets, stages, microbatches, capacity, existing, only_existing)
     candidates = [whole]

@@ -113,16 +113,17 @@ class CommitLoop:
         if estimator.is_down(node, peer, now_ns) and not used:
             return
         reports.add(node, peer, now_ns)
-        costly = reports.add_costly(node, peer, now_ns) if not paused and (used or same_stage) else []
+        cut_off = [receiver for receiver in (node, peer) if {node, peer} & set(membership[receiver].sources)]
+        is_costly = bool(cut_off) or (not paused and (used or same_stage))
+        costly = reports.add_costly(node, peer, now_ns) if is_costly else []
         if len(costly) > MAX_COSTLY_REPORTS:
             self._evict_reporter(node, costly, now_ns)
             return
         self.context.log_event("cut", f"cannot reach '{membership.name(peer)}'", node)
         estimator.exclude(node, peer, now_ns)
         self.replanner.changed = True
-        for receiver, source in ((node, peer), (peer, node)):
-            if source in membership[receiver].sources:
-                membership[receiver].sources = ()
+        for receiver in cut_off:
+            membership[receiver].sources = ()
         if not paused and same_stage:  # they cannot average
             newcomer = peer not in membership.active and len(costly) <= 1  # a node that reports again is doubted more
             doubtful = reports.is_corroborated(node, peer, now_ns) or newcomer

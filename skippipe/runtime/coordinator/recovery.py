@@ -83,14 +83,15 @@ class RecoverySourceSelector:
     def _source(self, stage: int, receiver: int) -> StateSource | None:
         now_ns, membership = self.env.now_ns(), self.membership
         reachable = [node for node in membership.active if not self.estimator.is_down(node, receiver, now_ns)]
-        replicas = [node for node in reachable if membership[node].stage == stage and node != receiver]
+        held = [node for node in membership.active if membership[node].stage == stage and node != receiver]
+        replicas = [node for node in held if node in reachable]
         if replicas:
             busy = [source for node in membership for source in membership[node].sources]
             replica = min(replicas, key=lambda node: (busy.count(node), node))
             return StateSource("replica", (replica,), (stage,), (1.0,), self.progress.steps[stage])
         others = [membership[node] for node in membership.in_state(MemberState.RECOVERING) if node != receiver]
-        if any(other.stage == stage and other.sources for other in others):
-            return None  # one rebuilds the stage, the others fetch it from there: two that rebuild it would differ
+        if held or any(other.stage == stage and other.sources for other in others):
+            return None  # a stage is rebuilt once, and only if no node holds it: or its replicas would differ
         if self.settings.lost_stage == "checkpoint" and self.backup.has_checkpoint:
             return self.from_checkpoint(stage)
         backup = None
@@ -99,16 +100,16 @@ class RecoverySourceSelector:
             if holder is None:
                 return self.from_checkpoint(stage) if self.backup.has_checkpoint else None
             backup = holder, membership[holder].backup
-        held = {membership[node].stage: node for node in reversed(reachable)}
-        below, above = sorted(each for each in held if each < stage), sorted(each for each in held if each > stage)
-        neighbours = [*below[-1:], *above[:1]]
+        nearest = {membership[node].stage: node for node in reversed(reachable)}
+        below, above = (each for each in nearest if each < stage), (each for each in nearest if each > stage)
+        neighbours = [*sorted(below)[-1:], *sorted(above)[:1]]
         if not neighbours:
             return None
         self.progress.steps[stage] = 0
         norms = [self.progress.norms[other] for other in neighbours]
         total = sum(norms)
         shares = tuple(norm / total if total else 1 / len(neighbours) for norm in norms)
-        nodes = tuple(held[other] for other in neighbours)
+        nodes = tuple(nearest[other] for other in neighbours)
         return StateSource("neighbours", nodes, tuple(neighbours), shares, 0, backup)
 
     def _describe(self, source: StateSource) -> str:

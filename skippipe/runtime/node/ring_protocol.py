@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from skippipe.collectives import Collective
@@ -17,8 +18,10 @@ class RingProtocol:
         self.ring = ring
         self.at = ring.index(number)
         """This node's place in the ring."""
-        self.last_sent: tuple[int, Message] | None = None
-        """The receiver of this node's last message, and the message."""
+        self.unacknowledged: deque[tuple[int, Message]] = deque(maxlen=len(ring))
+        """Receivers and messages that may be lost if a connection breaks. None acknowledges them; but a piece that has
+        come around the ring has passed through the hands of the next node, which by then had all that was sent before
+        the last m messages. For as long as they are here, no step writes to the memory that they refer to."""
         self._stage = stage
         self._pieces: dict[int, Any] = {}
         self._next = 0

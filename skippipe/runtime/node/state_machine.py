@@ -140,6 +140,8 @@ class TrainingNode:
                     self._ops.add(SnapshotState())
             case Commit() if self.phase is NodePhase.WAITING and control.kept:  # no copy was requested before
                 self._ops.add(SnapshotState())
+            case Commit() if self.phase is NodePhase.WAITING and control.last and control.iteration == self.iteration:
+                self._env.send_control(Stepped(self.iteration))  # to a coordinator that was restarted after the step
             case Reroute() | Drain() | Average():
                 if control.iteration == self.iteration + 1 and self.phase in (NodePhase.STEPPING, NodePhase.WAITING):
                     self._next_changes.append(control)
@@ -172,9 +174,9 @@ class TrainingNode:
     def reconnected(self, peer: int) -> None:
         """The connection to a peer broke: what was sent last may not have arrived. The peer takes nothing twice."""
         self._scheduler.send_again_to(peer)
-        last_sent = self._ring.last_sent
-        if last_sent is not None and last_sent[0] == peer:
-            self._env.send(*last_sent)
+        for receiver, message in self._ring.unacknowledged:
+            if receiver == peer:
+                self._env.send(receiver, message)
         self._transfer.reconnected(peer)
 
     def retry_requests(self, timeout_ns: int) -> None:
@@ -434,7 +436,7 @@ class TrainingNode:
         if self._ring.round_done(round_):
             receiver = self._ring.receiver(round_)
             message = Message(RingPiece(self.iteration, self.stage, round_, self.epoch), payload, self._env.now_ns())
-            self._ring.last_sent = receiver, message
+            self._ring.unacknowledged.append((receiver, message))
             self._scheduler.sent_bytes[receiver] += getattr(payload, "nbytes", 0)
             self._env.send(receiver, message)
         self._continue_ring()
