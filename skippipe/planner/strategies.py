@@ -31,7 +31,7 @@ from skippipe.planner.cbs import LaneAgent, PathSearch
 from skippipe.planner.genetic_allocation import allocate
 from skippipe.planner.problem import ALL_FIXED, Budget, Placement, Problem, rings
 from skippipe.planner.repair.repair import repaired
-from skippipe.planner.search.annealing import compile_moves, improve
+from skippipe.planner.search.annealing import PLACEMENT_SHARE, compile_moves, improve
 from skippipe.presets import datacentre
 from skippipe.simulator import PlacementCosts, path_arrays, simulate
 from skippipe.timeline import Timing
@@ -170,7 +170,18 @@ def _best(problem: Problem, request: PlanRequest) -> Plan:
 
     jitter = Jitter(request.robust, CHOOSING_DRAWS, CHOOSING_SEED) if request.robust else None
     keep_stages = request.placement is not None
-    return improve(problem, starts, request.seed, request.changes, stopped, on_progress, keep_stages, jitter)
+    placed_at = request.clock() + PLACEMENT_SHARE * (until - request.clock())
+    return improve(
+        problem,
+        starts,
+        request.seed,
+        request.changes,
+        stopped,
+        on_progress,
+        keep_stages,
+        jitter,
+        placed=lambda: request.clock() >= placed_at,
+    )
 
 
 def _begins_with_cbs(problem: Problem, request: PlanRequest) -> bool:

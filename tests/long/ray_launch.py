@@ -6,6 +6,7 @@ make test-ray
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from skippipe.errors import UserError
+from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import Callback
 from tests.helpers.processes import Place, end, only_error, start
 from tests.helpers.serve_process import Command
@@ -22,6 +24,7 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 MACHINES = 3
 LONG_ENOUGH = 300  # iterations, for a machine to be lost on the way
 DONE_S = 180.0
+HERE: dict[str, Any] = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": 80 * 2**20}
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +37,9 @@ def machines() -> Iterator[Any]:
     """One processor each, so that three nodes need all three; one is meant for 'iowa-0'."""
     from ray.cluster_utils import Cluster
 
-    here: dict[str, Any] = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": 80 * 2**20}
-    cluster: Any = Cluster(initialize_head=True, head_node_args={**here, "include_dashboard": False})
+    cluster: Any = Cluster(initialize_head=True, head_node_args={**HERE, "include_dashboard": False})
     for number in range(1, MACHINES):
-        cluster.add_node(**here, resources={"skippipe:iowa-0": 1} if number == 1 else {})
+        cluster.add_node(**HERE, resources={"skippipe:iowa-0": 1} if number == 1 else {})
     yield cluster
     cluster.shutdown()
 
@@ -72,12 +74,22 @@ class Nobody(Callback):
 
 def test_a_machine_is_lost(place: Place, machines: Any) -> None:
     """Training goes on with the nodes that are left, as it does without Ray; its model has all stages."""
-    job = place.job("lost", nodes=3, stages=3, more="checkpoint.every = 1\n")  # nobody else has what the lost one held
+    plan = place.folder / "two-and-one.json"
+    batch = ("--sequence", 16, "--samples", 1, "--microbatches", 4, "--max-slots", 4)
+    shape = ("--model", place.folder / "actors" / "model", "--stages", 2, "--sizes", "2,1", "--skip", 0)
+    code, out, err = end(start("plan", "regions:3", *shape, *batch, "--budget", 2, "--output", plan))
+    assert code == 0, f"{out}{err}"
+    made = Plan.load(plan)
+    names = {made.cluster.nodes[node].name for node in made.stages[0].nodes}
+    name = min(names - {"iowa-0"})  # which has a machine already
+    job = place.job("lost", nodes=3, stages=2)
+    job.write_text(re.sub(r"(?m)^pipeline = .*$", f"pipeline.plan = '{plan}'", job.read_text()))
+    machine = machines.add_node(**HERE, resources={f"skippipe:{name}": 1})
     run = Command("train", job, "--engine", "ray", "--ray-address", machines.address, "--iterations", LONG_ENOUGH)
     try:
         run.says(r"^iteration +\d+/")
-        machines.remove_node(next(iter(machines.worker_nodes)), allow_graceful=False)
-        run.says(r"gone: '")
+        machines.remove_node(machine, allow_graceful=False)
+        run.says(f"gone: '{name}'", within_s=DONE_S)
         run.says(rf"^iteration +{LONG_ENOUGH}/", within_s=DONE_S)
     finally:
         code = run.end(0)

@@ -19,7 +19,7 @@ from skippipe.plan import Plan, Stage
 from skippipe.planner.astar import INFINITE_NS
 from skippipe.planner.problem import ALL_FIXED, DecisionVariables, Problem
 from skippipe.planner.search.annealing import improve
-from skippipe.planner.search.moves import DRAWS, Move, cumulative_move_weights, propose
+from skippipe.planner.search.moves import DRAWS, PLACEMENT_MOVES, Move, cumulative_move_weights, propose
 from skippipe.planner.search.objective import objective
 from skippipe.planner.search.reinsertion import recreate
 from skippipe.planner.search.state import State, assign, copy_state, costs_by_layers, lanes_of, state_of, tables_of
@@ -77,6 +77,36 @@ def test_the_score_is_what_the_simulator_says(problem: Problem, seed: int) -> No
         assign(state, trial)
         compared += 1
     assert compared, "of 60 proposals some are plans"
+
+
+@may_skip(Infeasible, share=0.25)
+@settings(max_examples=30, deadline=None)
+@given(problems(), st.integers(0, 2**32 - 1))
+def test_lanes_that_are_laid_for_a_placement_visit_all_stages_equally_often(problem: Problem, seed: int) -> None:
+    first = make_plan(problem, Strategy.DTFM_SKIP, PlanRequest(budget_s=0))
+    costs = costs_by_layers(problem.cluster, problem.workload, max(problem.layers))
+    visitable = np.ones(problem.stages, np.bool_)
+    tables = tables_of(costs, visitable, problem.timing, problem.split_backward, problem.swaps)
+    state = state_of(first, 12)
+    draw = np.random.default_rng(seed)
+    for _ in range(40):
+        trial, row = copy_state(state), draw.integers(0, 2**31, DRAWS)
+        if not propose(row, trial, tables, cumulative_move_weights(PLACEMENT_MOVES)):
+            continue
+        assert sum(trial.size) == sum(trial.stage_of >= 0)
+        if recreate(row, trial, tables):
+            assert not cc3_uneven(plan_as_is(problem, trial).exposure)
+            assign(state, trial)
+
+
+def test_replicas_come_to_be_near_each_other() -> None:
+    """Three places with two machines each: gradients are large, so no stage should be spread over places."""
+    bandwidth = np.kron(np.where(np.eye(3), 1e9, 1e6), np.ones((2, 2)))
+    cluster = replace(uniform_cluster(6), bandwidth_bytes_per_s=bandwidth)
+    work = Workload(TINY, sequence_tokens=16, microbatches=12, max_slots=2)
+    problem = Problem(cluster, work, 3, 3)
+    plan = make_plan(problem, Strategy.BEST, FEW)
+    assert all(len({node // 2 for node in stage.nodes}) == 1 for stage in plan.stages)
 
 
 def unequal(nodes: int, speeds: list[float]) -> Cluster:

@@ -35,7 +35,7 @@ from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.astar import INFINITE_NS, NEVER_BUSY, best_path
 from skippipe.planner.repair.exposure_milp import LaneGroup, StageSet, even_exposure, visit_sets
 from skippipe.planner.search.annealing import Chain, search
-from skippipe.planner.search.moves import Move, cumulative_move_weights
+from skippipe.planner.search.moves import PLACEMENT_MOVES, Move, cumulative_move_weights
 from skippipe.planner.search.state import Tables, costs_by_layers, lanes_of, state_of, tables_of
 from skippipe.presets import datacentre
 from skippipe.simulator import PlacementCosts, simulate
@@ -45,7 +45,14 @@ from skippipe.workload import MODELS, Workload
 CHANGES = 65_536  # of the search, if the seconds last: then the same question has the same answer
 FIRST_ROUND = 2_048  # changes: a repair has little time, so its first round of annealing is short, …
 TEMPERATURE_FACTOR = 0.3  # … and colder: old lanes are near a good plan
-KEPT = {Move.REORDER_RING, Move.SWAP_ROLES, Move.CHANGE_ROLE, Move.MOVE_LAYER, Move.CHANGE_DISPATCH}  # not changed
+KEPT = {  # not changed
+    Move.REORDER_RING,
+    Move.SWAP_ROLES,
+    Move.CHANGE_ROLE,
+    Move.MOVE_LAYER,
+    Move.CHANGE_DISPATCH,
+    *PLACEMENT_MOVES,
+}
 SLOW = 3.0  # times the median of its stage: a node that lanes may do better without
 REPAIRED = ", repaired"
 

@@ -27,7 +27,7 @@ from skippipe.jitter import Jitter, spread_of
 from skippipe.plan import Plan
 from skippipe.planner.astar import INFINITE_NS
 from skippipe.planner.problem import Problem
-from skippipe.planner.search.moves import DRAWS, Move, cumulative_move_weights, propose
+from skippipe.planner.search.moves import DRAWS, PLACEMENT_MOVES, Move, cumulative_move_weights, propose
 from skippipe.planner.search.objective import objective
 from skippipe.planner.search.reinsertion import recreate
 from skippipe.planner.search.state import (
@@ -58,6 +58,8 @@ LARGE = 500  # nodes times lanes: from here on there is time for fewer chains, â
 FEWEST_OF_LARGE = 2  # â€¦ with the backward split, and whole
 STALL = 20  # changes without progress after which the search ends: times the square of nodes times lanes
 FEWEST_STALLED = 20_000
+PLACEMENT_SHARE = 0.25  # of the changes, for placements alone
+PLACEMENT_ROUND = 16_384  # changes of a chain in the first round of that
 UNEVEN_LAYERS = 3  # a stage may come to have so many times its even share of the layers
 
 OnProgress = Callable[[float, float | None], None]
@@ -180,11 +182,13 @@ def improve(
     on_progress: OnProgress = lambda done, best_ns: None,
     keep_stages: bool = False,
     jitter: Jitter | None = None,
+    placed: Callable[[], bool] = lambda: False,
 ) -> Plan:
     """The best plan found; it is valid, and no longer than any of `starts`, which must be valid.
 
-    Chains begin with these in turn. With `jitter` the plan is chosen by its 95th percentile under that, without by the
-    promised iteration.
+    Chains begin with these in turn; where averaging counts and sizes are open, with placements that are searched first,
+    until `placed` or after a share of the changes. With `jitter` the plan is chosen by its 95th percentile under that,
+    without by the promised iteration.
     """
     problems = _variants(problem, starts[0])
     most_layers = max(problem.layers)
@@ -202,12 +206,31 @@ def improve(
         if problem.decision_variables.dispatch:
             state.dispatch[0] = number // len(problems) % len(Dispatch)
         chains.append(Chain(state, tables[variant], weights, [seed, number], variant))
+    if problem.timing is Timing.FULL and problem.decision_variables.sizes and not keep_stages:
+        _search_placements(chains, PLACEMENT_SHARE * changes, lambda: stopped() or placed())
     stall_limit = STALL * size**2 + FEWEST_STALLED
     search(chains, changes, stopped, stall_limit=stall_limit, on_progress=on_progress)
     found = [plan for chain in chains for plan in plans_of(problems[chain.variant], chain.best, "best")]
     distinct = dict.fromkeys([*starts, *found])  # chains that restarted from the same best may not have left it
     promised = [plan.promising(simulate(plan, problem.timing)) for plan in distinct if not validate(plan)]
     return replace(min(promised, key=lambda plan: _seconds_and_nodes(plan, jitter)), strategy="best")
+
+
+def _search_placements(chains: list[Chain], changes: float, stopped: Callable[[], bool]) -> None:
+    """Search placements alone, each judged by lanes that are laid for it in one go; chains then begin with the best.
+
+    Moves of a single node see a valley around every placement: lanes that fit it well fit no other. On a network of
+    regions the way from one good placement to another leads through many bad ones.
+    """
+    weights = cumulative_move_weights(PLACEMENT_MOVES)
+    placing = []
+    for chain in chains:
+        own = Chain(chain.first, chain.tables, weights, [*chain.seed, 1], chain.variant)
+        own.temperature_factor = MAX_TEMPERATURE / own.initial_temperature
+        placing.append(own)
+    search(placing, changes, stopped, first_round=PLACEMENT_ROUND)
+    for chain, found in zip(chains, placing, strict=True):
+        chain.restart_from(found)
 
 
 def compile_moves(problem: Problem) -> None:
@@ -254,6 +277,7 @@ def _move_weights(problem: Problem, keep_stages: bool) -> Ints:
         Move.MOVE_LAYER: _may_move_layers(problem),
         Move.CHANGE_DISPATCH: variables.dispatch,
         Move.SWAP_LANE_ORDER: variables.dispatch or problem.dispatch is Dispatch.LANES_IN_ORDER,
+        **dict.fromkeys(PLACEMENT_MOVES, problem.timing is Timing.FULL and not keep_stages and variables.sizes),
     }
     return cumulative_move_weights(move for move in Move if is_open.get(move, True))
 

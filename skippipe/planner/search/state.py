@@ -23,6 +23,8 @@ from skippipe.planner.problem import Problem
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
 
+NEAR = 0.5  # of the bandwidth to the nearest node
+
 
 class State(NamedTuple):
     stage_of: Ints
@@ -61,6 +63,8 @@ class Tables(NamedTuple):
     bandwidth: Floats
     linked: Flags
     """[node, node]: messages get through both ways."""
+    near: Flags
+    """[node, other]: hardly any node has a faster link to the first one."""
     full: bool
     """Full timing: averaging, the optimizer step and queues on links count."""
     split: bool
@@ -98,12 +102,20 @@ def tables_of(
         transmit_ns=costs.transmit_ns,
         bandwidth=np.ascontiguousarray(costs.bandwidth_bytes_per_s),
         linked=reachable & reachable.T,
+        near=_near(costs.bandwidth_bytes_per_s),
         full=full,
         split=split_backward,
         swapped=MAX_SWAPS - swaps,
         visitable=visitable,
         spread=spread,
     )
+
+
+def _near(bandwidth: Floats) -> Flags:
+    both = np.minimum(bandwidth, bandwidth.T)
+    both = np.where(np.eye(len(both), dtype=bool), 0.0, both)
+    near: Flags = (both > 0) & (both >= NEAR * both.max(axis=1, keepdims=True, initial=0.0))
+    return near
 
 
 def state_of(plan: Plan, most_lanes: int) -> State:
