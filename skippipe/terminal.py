@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+LINE_EVERY_S = 5.0
+STALLED_S = 5.0  # without a better plan: from then on a search is not called improving
 
 
 @contextmanager
@@ -56,11 +60,49 @@ class ProgressBar:
             self._progress.stop()
 
 
+class Trend:
+    """The best plan so far, and since when it is the best."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._best_s: float | None = None
+        self._since = clock()
+
+    def describe(self, best_s: float | None) -> str:
+        """In words; empty if there is no plan yet."""
+        if best_s is None:
+            return ""
+        if self._best_s is None or best_s < self._best_s:
+            self._best_s, self._since = best_s, self._clock()
+        same_s = self._clock() - self._since
+        return f"best {best_s:.2f} s, " + ("still improving" if same_s < STALLED_S else f"the same for {same_s:.0f} s")
+
+
+class SearchLog:
+    """Lines on stderr, for output that is not a terminal."""
+
+    def __init__(self, strategy: str, trend: Trend, clock: Callable[[], float] = time.monotonic) -> None:
+        self._strategy, self._trend, self._clock = strategy, trend, clock
+        self._last = clock()
+
+    def __call__(self, what: str, share: float, best_s: float | None) -> None:
+        best = self._trend.describe(best_s)
+        if self._clock() - self._last >= LINE_EVERY_S:
+            self._last = self._clock()
+            line = f"{self._strategy}: {what}, {share:.0%}" + (f", {best}" if best else "")
+            print(line, file=sys.stderr, flush=True)
+
+
 @contextmanager
 def plan_progress(strategy: str) -> Iterator[Callable[[str, float, float | None], None]]:
-    """A progress bar on a terminal; elsewhere long work is silent."""
-    if sys.stderr is None or not sys.stderr.isatty():
+    """What a search does, its best plan so far and whether that still improves: a bar on a terminal, elsewhere a line
+    every few seconds."""
+    if sys.stderr is None:
         yield lambda what, share, best_s: None
+        return
+    trend = Trend()
+    if not sys.stderr.isatty():
+        yield SearchLog(strategy, trend)
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -71,8 +113,7 @@ def plan_progress(strategy: str) -> Iterator[Callable[[str, float, float | None]
         task = bar.add_task("starting", total=1.0, strategy=str(strategy), best="")
 
         def show(what: str, share: float, best_s: float | None) -> None:
-            best = "" if best_s is None else f"best {best_s:.2f} s"
-            bar.update(task, description=what, completed=share, best=best)
+            bar.update(task, description=what, completed=share, best=trend.describe(best_s))
 
         yield show
 

@@ -120,7 +120,8 @@ def _bounded(problem: Problem, plan: Plan, request: PlanRequest) -> Plan:
     request.progress("proving what no plan can beat", 1.0, seconds(iteration_ns(plan)))
     splits = (True, False) if problem.decision_variables.split_backward else (problem.split_backward,)
     same = [replace(problem, layers=plan.layers, split_backward=split) for split in splits]
-    return replace(plan, lower_bound_ns=lower_bound(same, request.bound_s, stopped=request.stopped).ns)
+    bound = lower_bound(same, request.bound_s, stopped=request.stopped)
+    return replace(plan, lower_bound_ns=bound.ns) if bound.reason else plan
 
 
 @cache

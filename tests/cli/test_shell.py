@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from skippipe.errors import UserError, run_command
+from skippipe.terminal import SearchLog, Trend
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,17 @@ def test_the_shell_completes(shell: str, asked: dict[str, str], offered: set[str
     env = {**os.environ, "_SKIPPIPE_COMPLETE": f"complete_{shell}", **asked}
     said = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
     assert {row.split("\t")[0] for row in said.split()[: len(offered)]} == offered
+
+
+def test_a_search_says_in_lines_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    log = SearchLog("best", Trend(lambda: now[0]), lambda: now[0])
+    for at, best_s in [(0.0, None), (4.0, 60.0), (5.0, 55.0), (7.0, 55.0), (10.0, 55.0), (21.0, 54.0), (40.0, 54.0)]:
+        now[0] = at
+        log("searching", at / 40, best_s)
+    assert capsys.readouterr().err.splitlines() == [
+        "best: searching, 12%, best 55.00 s, still improving",
+        "best: searching, 25%, best 55.00 s, the same for 5 s",
+        "best: searching, 52%, best 54.00 s, still improving",
+        "best: searching, 100%, best 54.00 s, the same for 19 s",
+    ]

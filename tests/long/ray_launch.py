@@ -92,8 +92,8 @@ def test_a_machine_is_lost(place: Place, machines: Any) -> None:
         run.says(f"gone: '{name}'", within_s=DONE_S)
         run.says(rf"^iteration +{LONG_ENOUGH}/", within_s=DONE_S)
     finally:
-        code = run.end(0)
-    assert code == 0, "\n".join(run.lines)
+        ended = run.end(0)
+    assert ended == 0, "\n".join(run.lines)
     assert place.is_trained("lost")
     assert len(place.losses("lost")) == LONG_ENOUGH
 

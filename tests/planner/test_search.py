@@ -101,7 +101,7 @@ def test_lanes_that_are_laid_for_a_placement_visit_all_stages_equally_often(prob
 
 def test_replicas_come_to_be_near_each_other() -> None:
     """Three places with two machines each: gradients are large, so no stage should be spread over places."""
-    bandwidth = np.kron(np.where(np.eye(3), 1e9, 1e6), np.ones((2, 2)))
+    bandwidth = np.kron(np.where(np.eye(3), 1e9, 1e6), np.ones((2, 2))).astype(np.float64)
     cluster = replace(uniform_cluster(6), bandwidth_bytes_per_s=bandwidth)
     work = Workload(TINY, sequence_tokens=16, microbatches=12, max_slots=2)
     problem = Problem(cluster, work, 3, 3)
@@ -198,6 +198,15 @@ def test_a_plan_says_how_good_any_could_be() -> None:
     assert plan.expected is not None
     boasting = replace(plan, lower_bound_ns=plan.expected.iteration_ns + 1)
     assert [(each.rule, each.where) for each in validate(boasting)] == [("promise", "lower_bound_s")]
+
+
+def test_a_search_that_was_stopped_does_not_claim_what_it_has_not_proved() -> None:
+    stopped = replace(FEW, bound_s=1.0, stopped=lambda: True)
+    plain = make_plan(problem_on(uniform_cluster(8), timing=Timing.CONTENTION_ONLY), Strategy.BEST, stopped)
+    assert plain.gap is None
+    full = make_plan(problem_on(uniform_cluster(8)), Strategy.BEST, stopped)
+    assert full.gap is not None, "what nodes compute and average takes no search"
+    assert full.gap < 10
 
 
 def test_another_process_compiles_only_where_nothing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ class Bound:
     ns: int
     """No plan's iteration is shorter."""
     reason: str
-    """Name of the relaxation that proves it."""
+    """Name of the relaxation that proves it; empty: there was no time to prove more than that time does not stop."""
 
 
 def lower_bound(
@@ -78,7 +78,7 @@ class _BoundSearch:
     def bound(self) -> Bound:
         """The largest bound; under full timing data nodes and others are bounded apart, as each has its own ring to
         come."""
-        data_end = self._raise_bound(Bound(1, "best lanes"), self._lanes_infeasible_by, STRIDE)
+        data_end = self._raise_bound(Bound(1, ""), self._lanes_infeasible_by, STRIDE, "best lanes")
         load = self._raise_bound(data_end, self._load_infeasible_by, STRIDE, "node load")
         if not self.problem.split_backward:  # the last task of all is a data node's
             data_end = load
@@ -138,7 +138,7 @@ class _BoundSearch:
             least_ns = min(done + ring for done, ring in zip(done_ns, rings_ns, strict=True))
             found.append(Bound(least_ns, f"node load of stage {stage}"))
         longest = max(found, key=_ns)
-        return Bound(longest.ns + step_ns, f"{longest.reason}, then averaging")
+        return Bound(longest.ns + step_ns, longest.reason and f"{longest.reason}, then averaging")
 
     def _lanes_infeasible_by(self, deadline_ns: int) -> bool:
         return lanes_infeasible_by(self.problem, self.classes, self.rounds_ns, deadline_ns)
