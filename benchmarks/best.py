@@ -1,8 +1,10 @@
 """What `best` gives with everything open, beside the published method, full pipelines and what is proven.
 
-    python -m benchmarks.best [published20] [settings] [first] [random] [--seeds N] [--budget S] [--keep FILE]
+    python -m benchmarks.best [published20] [full-timing] [settings] [first] [random] [--seeds N] [--budget S]
+                              [--keep FILE]
 
-Without names, all four. `first` is the time until there is a valid plan; the others compare seconds of an iteration.
+Without names, all five. `first` is the time until there is a valid plan; the others compare seconds of an iteration.
+`full-timing` counts averaging and queues on links, and holds the search against sizes that are given by hand.
 With `--keep` a run over random clusters that was cut short goes on where it was.
 """
 
@@ -27,6 +29,7 @@ from skippipe.workload import MODELS, Workload
 
 RIVALS = (Strategy.SKIPPIPE, Strategy.NO_TC2, Strategy.DTFM_SKIP, Strategy.DTFM)
 ALL = DecisionVariables()
+SIZES_BY_HAND = ((5, 3, 3, 3, 3, 3), (4, 2, 2, 2, 2, 2), (3, 2, 2, 2, 2, 2), (2, 2, 2, 2, 2, 2), (2, 1, 1, 1, 1, 1))
 WHOLE_BACKWARD = DecisionVariables(split_backward=False)
 
 
@@ -72,6 +75,48 @@ def published20(seeds: int, _: float) -> None:
                 print(
                     f"| {name} | {budget_s:.0f} s | {seed} | {iteration_s(plan):.2f} s | {proven} | {gap} |", flush=True
                 )
+
+
+def full_timing(seeds: int, budget_s: float) -> None:
+    """published20 with averaging and queues counted: ours and a full pipeline, each with as much search."""
+    example = EXAMPLES["published20"]()
+    problem = replace(problem_of(example), timing=Timing.FULL)
+    kinds = {
+        "fp32 gradients, bf16 activations": {},
+        "bf16 gradients": {"gradient_dtype": "bf16"},
+        "int8 gradients and activations": {"gradient_dtype": "int8", "wire_dtype": "int8"},
+    }
+    print("| setting | seed | iteration | proven | gap | nodes | at work | full pipeline | ratio |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, changed in kinds.items():
+        work = replace(problem.workload, **changed)  # type: ignore[arg-type]
+        found = []
+        for seed in range(seeds):
+            open_ = replace(problem, workload=work)
+            ours = planned(open_, Strategy.BEST, budget_s, seed, bound_s=budget_s / 3)
+            whole_s = iteration_s(planned(full(open_), Strategy.BEST, budget_s, seed))
+            found.append(iteration_s(ours))
+            proven = f"{ours.lower_bound_ns / 1e9:.2f} s | {ours.gap:.0%}" if ours.lower_bound_ns else "|"
+            print(
+                f"| {name} | {seed} | {found[-1]:.2f} s | {proven} | {len(ours.stage_of)} | {at_work(ours):.0%} "
+                f"| {whole_s:.2f} s | {found[-1] / whole_s:.2f} |",
+                flush=True,
+            )
+        figures = f"{statistics.median(found):.2f} s; {max(found) / min(found):.2f}"
+        print(f"| {name} | median; worst / best | {figures} | | | | | | |", flush=True)
+    print(f"\nsizes given by hand, {budget_s:g} s each, seed 0 (fp32 gradients)\n| sizes | iteration |\n|---|---|")
+    for sizes in SIZES_BY_HAND:
+        fixed = replace(problem, sizes=sizes, decision_variables=replace(ALL, sizes=False))
+        print(
+            f"| {','.join(map(str, sizes))} | {iteration_s(planned(fixed, Strategy.BEST, budget_s)):.2f} s |",
+            flush=True,
+        )
+
+
+def at_work(plan: Plan) -> float:
+    """The share of the iteration in which the plan's nodes compute, on average."""
+    assert plan.expected is not None
+    return statistics.mean(node.busy_ns for node in plan.expected.nodes) / plan.expected.iteration_ns
 
 
 def settings(_: int, budget_s: float) -> None:
@@ -146,7 +191,7 @@ def read_rows(keep: Path | None, budget_s: float) -> dict[int, dict[str, float]]
     return {row["seed"]: row["iteration_s"] for row in found if row["budget_s"] == budget_s}
 
 
-PARTS = {"published20": published20, "settings": settings, "first": first}
+PARTS = {"published20": published20, "full-timing": full_timing, "settings": settings, "first": first}
 
 
 def main() -> None:

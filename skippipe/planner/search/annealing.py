@@ -206,8 +206,9 @@ def improve(
         if problem.decision_variables.dispatch:
             state.dispatch[0] = number // len(problems) % len(Dispatch)
         chains.append(Chain(state, tables[variant], weights, [seed, number], variant))
-    if problem.timing is Timing.FULL and problem.decision_variables.sizes and not keep_stages:
-        _search_placements(chains, PLACEMENT_SHARE * changes, lambda: stopped() or placed())
+    placing = _placement_moves(problem, keep_stages)
+    if placing:
+        _search_placements(chains, placing, PLACEMENT_SHARE * changes, lambda: stopped() or placed())
     stall_limit = STALL * size**2 + FEWEST_STALLED
     search(chains, changes, stopped, stall_limit=stall_limit, on_progress=on_progress)
     found = [plan for chain in chains for plan in plans_of(problems[chain.variant], chain.best, "best")]
@@ -216,13 +217,20 @@ def improve(
     return replace(min(promised, key=lambda plan: _seconds_and_nodes(plan, jitter)), strategy="best")
 
 
-def _search_placements(chains: list[Chain], changes: float, stopped: Callable[[], bool]) -> None:
+def _placement_moves(problem: Problem, keep_stages: bool) -> set[Move]:
+    """Those that are open; none where averaging does not count, as lanes then find their way from any placement."""
+    if problem.timing is not Timing.FULL or keep_stages:
+        return set()
+    return set(PLACEMENT_MOVES) if problem.decision_variables.sizes else {Move.EXCHANGE_NODES}
+
+
+def _search_placements(chains: list[Chain], moves: set[Move], changes: float, stopped: Callable[[], bool]) -> None:
     """Search placements alone, each judged by lanes that are laid for it in one go; chains then begin with the best.
 
     Moves of a single node see a valley around every placement: lanes that fit it well fit no other. On a network of
     regions the way from one good placement to another leads through many bad ones.
     """
-    weights = cumulative_move_weights(PLACEMENT_MOVES)
+    weights = cumulative_move_weights(moves)
     placing = []
     for chain in chains:
         own = Chain(chain.first, chain.tables, weights, [*chain.seed, 1], chain.variant)
@@ -277,7 +285,7 @@ def _move_weights(problem: Problem, keep_stages: bool) -> Ints:
         Move.MOVE_LAYER: _may_move_layers(problem),
         Move.CHANGE_DISPATCH: variables.dispatch,
         Move.SWAP_LANE_ORDER: variables.dispatch or problem.dispatch is Dispatch.LANES_IN_ORDER,
-        **dict.fromkeys(PLACEMENT_MOVES, problem.timing is Timing.FULL and not keep_stages and variables.sizes),
+        **{move: move in _placement_moves(problem, keep_stages) for move in PLACEMENT_MOVES},
     }
     return cumulative_move_weights(move for move in Move if is_open.get(move, True))
 

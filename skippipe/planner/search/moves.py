@@ -14,11 +14,14 @@ import numpy as np
 
 from skippipe.dispatch import LANES_IN_ORDER, Dispatch
 from skippipe.jit import Ints, kernel
+from skippipe.planner.search.placement import exchange_groups, exchange_nodes, lay_lanes, move_group
 from skippipe.planner.search.state import (
     State,
     Tables,
+    insert_into_ring,
     lanes_through,
     move_microbatches,
+    remove_from_ring,
     slots_of,
     sort_by_stage,
     visits,
@@ -26,7 +29,6 @@ from skippipe.planner.search.state import (
 
 DRAWS = 16  # numbers in a row
 MOST_REMOVED = 4  # of the lanes through a node, fewer than this are ruined together
-MOST_TOGETHER = 3  # nodes near another one that move with it, at most
 DISPATCHES = len(Dispatch)
 
 
@@ -49,6 +51,7 @@ class Move(IntEnum):
     SWAP_LANE_ORDER = 13
     MOVE_GROUP = 14
     EXCHANGE_GROUPS = 15
+    EXCHANGE_NODES = 16
 
 
 MOVE_WEIGHTS = {
@@ -68,10 +71,11 @@ MOVE_WEIGHTS = {
     Move.SWAP_LANE_ORDER: 6,
     Move.MOVE_GROUP: 1,
     Move.EXCHANGE_GROUPS: 1,
+    Move.EXCHANGE_NODES: 1,
 }
 """Relative frequency of each move, where it is open."""
 
-PLACEMENT_MOVES = (Move.MOVE_GROUP, Move.EXCHANGE_GROUPS)
+PLACEMENT_MOVES = (Move.MOVE_GROUP, Move.EXCHANGE_GROUPS, Move.EXCHANGE_NODES)
 """Moves that lay all lanes anew: each judges a placement by itself, not by lanes that were made for another one."""
 
 
@@ -121,9 +125,11 @@ def propose(draw: Ints, state: State, tables: Tables, cumulative_weights: Ints) 
         state.dispatch[0] = draw[3] % DISPATCHES
         return True
     if kind == Move.MOVE_GROUP:
-        return _move_group(draw, state, tables) and _lay_lanes(draw, state, tables)
+        return move_group(draw, state, tables) and lay_lanes(draw, state, tables)
     if kind == Move.EXCHANGE_GROUPS:
-        return _exchange_groups(draw, state, tables) and _lay_lanes(draw, state, tables)
+        return exchange_groups(draw, state, tables) and lay_lanes(draw, state, tables)
+    if kind == Move.EXCHANGE_NODES:
+        return exchange_nodes(draw, state, tables) and lay_lanes(draw, state, tables)
     return _swap_lane_order(a, b, state)
 
 
@@ -324,7 +330,7 @@ def _change_role(draw: Ints, state: State, tables: Tables) -> bool:
     if old == new or (old >= 0 and state.size[old] == 1):
         return False
     if old >= 0:
-        _remove_from_ring(node, old, state)
+        remove_from_ring(node, old, state)
         state.stage_of[node] = -1
         through = lanes_through(state)
         for lane in range(len(state.counts)):
@@ -338,7 +344,7 @@ def _change_role(draw: Ints, state: State, tables: Tables) -> bool:
                     state.paths[lane, hop] = substitute
                     through[substitute] += 1
     if new >= 0:
-        _insert_into_ring(node, new, draw[6], state)
+        insert_into_ring(node, new, draw[6], state)
         state.stage_of[node] = new
         most_lanes = slots_of(node, new, state, tables)
         for nth in range(len(state.counts)):
@@ -365,27 +371,6 @@ def _node_with_slot(stage: int, drawn: int, through: Ints, state: State, tables:
 
 
 @kernel
-def _remove_from_ring(node: int, stage: int, state: State) -> None:
-    ring, members = state.ring[stage], state.size[stage]
-    place = 0
-    while ring[place] != node:
-        place += 1
-    for after in range(place, members - 1):
-        ring[after] = ring[after + 1]
-    state.size[stage] = members - 1
-
-
-@kernel
-def _insert_into_ring(node: int, stage: int, drawn: int, state: State) -> None:
-    ring, members = state.ring[stage], state.size[stage]
-    place = drawn % (members + 1)
-    for after in range(members, place, -1):
-        ring[after] = ring[after - 1]
-    ring[place] = node
-    state.size[stage] = members + 1
-
-
-@kernel
 def _reorder_ring(draw: Ints, state: State) -> bool:
     """Reverse a piece of a ring, or move a node to another place of it."""
     stage = draw[3] % len(state.size)
@@ -395,8 +380,8 @@ def _reorder_ring(draw: Ints, state: State) -> bool:
     ring = state.ring[stage]
     if draw[4] % 2:
         node = ring[draw[5] % members]
-        _remove_from_ring(node, stage, state)
-        _insert_into_ring(node, stage, draw[6], state)
+        remove_from_ring(node, stage, state)
+        insert_into_ring(node, stage, draw[6], state)
         return True
     low, high = draw[5] % members, draw[6] % members
     low, high = min(low, high), max(low, high)
@@ -416,105 +401,3 @@ def _move_layer(draw: Ints, state: State, tables: Tables) -> bool:
     state.layers[a] -= 1
     state.layers[b] += 1
     return True
-
-
-@kernel
-def _move_group(draw: Ints, state: State, tables: Tables) -> bool:
-    """Move a node, alone or with those near it, to another stage or to none."""
-    node = draw[3] % len(state.stage_of)
-    stage = draw[4] % (len(state.size) + 1) - 1
-    if stage == state.stage_of[node]:
-        return False
-    _place(node, stage, draw[5], state)
-    if draw[6] % 2:
-        _place_near(node, stage, draw[7], state, tables)
-    return True
-
-
-@kernel
-def _exchange_groups(draw: Ints, state: State, tables: Tables) -> bool:
-    """Exchange the stages of two nodes, alone or with those near each."""
-    nodes = len(state.stage_of)
-    a, b = draw[3] % nodes, draw[4] % nodes
-    to_a, to_b = state.stage_of[b], state.stage_of[a]
-    if to_a == to_b:
-        return False
-    if draw[6] % 2:
-        _place_near(a, to_a, draw[7], state, tables)
-        _place_near(b, to_b, draw[7], state, tables)
-    _place(a, to_a, draw[5], state)
-    _place(b, to_b, draw[5], state)
-    return True
-
-
-@kernel
-def _place(node: int, stage: int, drawn: int, state: State) -> None:
-    """Put a node on a stage, or on none; what lanes visit is not changed."""
-    old = state.stage_of[node]
-    if old == stage:
-        return
-    if old >= 0:
-        _remove_from_ring(node, old, state)
-    if stage >= 0:
-        _insert_into_ring(node, stage, drawn, state)
-    state.stage_of[node] = stage
-
-
-@kernel
-def _place_near(node: int, stage: int, drawn: int, state: State, tables: Tables) -> None:
-    """Put nodes near this one on a stage, or on none: all of them, or as many as drawn."""
-    most = 1 + drawn % MOST_TOGETHER
-    for other in range(len(state.stage_of)):
-        if most > 0 and tables.near[node, other]:
-            _place(other, stage, drawn, state)
-            most -= 1
-
-
-@kernel
-def _lay_lanes(draw: Ints, state: State, tables: Tables) -> bool:
-    """New lanes for the nodes on the stages: as many as their memory takes, over stages in turn so that all are visited
-    equally often. They are left ruined: `recreate` gives them nodes. False: there are none."""
-    stages, length = len(state.size), state.paths.shape[1]
-    others, chosen = stages - 1, length - 1
-    microbatches = 0
-    for lane in range(len(state.counts)):
-        microbatches += abs(state.counts[lane])
-        state.counts[lane] = 0
-    unit = others
-    for part in range(1, others + 1):  # the least number of lanes that visits all equally often
-        if part * chosen % others == 0:
-            unit = part
-            break
-    lanes = min(len(state.counts), microbatches)
-    for stage in range(stages):
-        if state.size[stage] == 0 or not tables.visitable[stage]:
-            return False
-        slots = 0
-        for place in range(state.size[stage]):
-            slots += slots_of(state.ring[stage, place], stage, state, tables)
-        lanes = min(lanes, slots if stage == 0 else slots * others // chosen)
-    lanes = lanes // unit * unit
-    if draw[14] % 4 == 0 and lanes > unit:
-        lanes -= unit
-    if lanes == 0:
-        return False
-    turn = _shuffled(others, draw[15])
-    for lane in range(lanes):
-        state.counts[lane] = -(microbatches // lanes + (1 if lane < microbatches % lanes else 0))
-        state.paths[lane, 0] = state.ring[0, 0]
-        for hop in range(chosen):
-            stage = 1 + turn[(lane * chosen + hop) % others]
-            state.paths[lane, 1 + hop] = state.ring[stage, 0]
-        sort_by_stage(state.paths[lane], state.stage_of)
-    return True
-
-
-@kernel
-def _shuffled(count: int, drawn: int) -> Ints:
-    """The numbers below `count` in a random order."""
-    order = np.arange(count)
-    for end in range(count - 1, 0, -1):
-        at = drawn % (end + 1)
-        drawn //= end + 1
-        order[end], order[at] = order[at], order[end]
-    return order

@@ -202,6 +202,27 @@ def lanes_through(state: State) -> Ints:
 
 
 @kernel
+def remove_from_ring(node: int, stage: int, state: State) -> None:
+    ring, members = state.ring[stage], state.size[stage]
+    place = 0
+    while ring[place] != node:
+        place += 1
+    for after in range(place, members - 1):
+        ring[after] = ring[after + 1]
+    state.size[stage] = members - 1
+
+
+@kernel
+def insert_into_ring(node: int, stage: int, drawn: int, state: State) -> None:
+    ring, members = state.ring[stage], state.size[stage]
+    place = drawn % (members + 1)
+    for after in range(members, place, -1):
+        ring[after] = ring[after - 1]
+    ring[place] = node
+    state.size[stage] = members + 1
+
+
+@kernel
 def slots_of(node: int, stage: int, state: State, tables: Tables) -> int:
     return int(tables.slots[min(stage, 1), state.layers[stage], node])
 
