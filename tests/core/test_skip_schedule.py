@@ -125,7 +125,7 @@ def test_bridges_that_cannot_be() -> None:
         SkipSchedule("1/2", bridges=8, swaps=0.1)
     with pytest.raises(UserError, match=r"recipe\.bridges: -1 is out of range; give 0 to 100,000"):
         SkipSchedule("1/2", bridges=-1)
-    with pytest.raises(UserError, match=r"recipe\.heal: there are no bridges"):
+    with pytest.raises(UserError, match=r"recipe\.heal: there is nothing to train"):
         SkipSchedule("0 until 90%, 1/2", heal="90%")
     with pytest.raises(UserError, match=r"recipe\.heal: 40% must be more than 0, and after"):
         SkipSchedule("1/2", bridges=8, heal="40%", grow="50%")

@@ -58,7 +58,7 @@ LARGE = 500  # nodes times lanes: from here on there is time for fewer chains, â
 FEWEST_OF_LARGE = 2  # â€¦ with the backward split, and whole
 STALL = 20  # changes without progress after which the search ends: times the square of nodes times lanes
 FEWEST_STALLED = 20_000
-PLACEMENT_SHARE = 0.25  # of the changes, for placements alone
+PLACEMENT_SHARE = 0.4  # of the changes, for placements alone
 PLACEMENT_ROUND = 16_384  # changes of a chain in the first round of that
 UNEVEN_LAYERS = 3  # a stage may come to have so many times its even share of the layers
 
