@@ -261,7 +261,8 @@ class Workload:
         tokens = self.samples_per_microbatch * self.sequence_tokens
         logits = LOGIT_BYTES * tokens * self.model.vocab if stage == 0 else 0
         recomputed = self._layer_bytes() if self.activation_checkpointing else 0
-        held = OPTIMIZERS[self.optimizer].held_bytes() * self.stage_parameters(stage, layers)
+        remainder = STORED_BYTES if CODECS[self.gradient_dtype].error_feedback else 0
+        held = (OPTIMIZERS[self.optimizer].held_bytes() + remainder) * self.stage_parameters(stage, layers)
         return held + logits + recomputed
 
     def held_bytes(self, layers: int) -> int:

@@ -72,7 +72,8 @@ def costs(plan: Json) -> Costs:
     checkpointing = work["activation_checkpointing"]
     parameters = [stage["layers"] * layer_parameters for stage in stages]
     parameters[0] += (v if model["tied_embeddings"] else 2 * v) * d + d
-    fixed_bytes = [20 * count + (layer_bytes if checkpointing else 0) for count in parameters]
+    kept = 20 if work["gradient_dtype"] == "fp32" else 24
+    fixed_bytes = [kept * count + (layer_bytes if checkpointing else 0) for count in parameters]
     fixed_bytes[0] += 8 * n * t * v
     held_bytes = [stage["layers"] * (token_bytes * d if checkpointing else layer_bytes) for stage in stages]
 

@@ -296,6 +296,8 @@ def test_the_planner_counts_what_an_optimizer_holds() -> None:
         )
     assert found == {"adamw": (0, 12, 250), "sgd": (-4, 8, 180), "rowwise": (-6, 8, 300)}
     assert adamw.fixed_bytes(1, 4) == 20 * parameters
+    for codec in ("bf16", "int8"):  # and what encoding takes away is added to the next gradient
+        assert replace(adamw, gradient_dtype=codec).fixed_bytes(1, 4) == 24 * parameters
 
 
 def test_slots_are_one_after_another() -> None:
