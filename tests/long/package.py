@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 DATA = {
     file.relative_to(ROOT).as_posix()
     for file in (ROOT / "skippipe").rglob("*")
-    if file.is_file() and file.suffix not in (".py", ".pyc")
+    if file.is_file() and file.suffix != ".py" and file.parent.name != "__pycache__"
 }
 
 
