@@ -204,11 +204,14 @@ class NodeAgent:
         self._retry_at = time.monotonic() + RETRY_S
 
     def _wait_for_welcome(self) -> Welcome:
-        timeout_s = self._join_config.coordinator_timeout.total_seconds()
+        timeout_s, where = self._join_config.coordinator_timeout.total_seconds(), self._join_config.coordinator
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if THE_COORDINATOR in self._mailbox.connected:  # a spare node may be needed later
                 deadline = time.monotonic() + timeout_s
+            elif "," in where and self._cut_off_since is None and time.monotonic() > self._retry_at:  # not met yet
+                self._connect_to_coordinator()
+                self.send_control(self._hello())
             self._send_heartbeat("waiting for a stage")
             wait_s = min(self._heartbeat_s / HEARTBEATS, deadline - time.monotonic())
             arrived = deque(self._mailbox.receive(wait_s))
@@ -226,7 +229,6 @@ class NodeAgent:
                         raise Stopped(control.reason)
                     self.send_control(self._hello())
             self._check_coordinator()
-        where = self._join_config.coordinator
         raise Stopped(
             f"waited {timeout_s:g} s for the coordinator: no answer from {where}; is it started, and does a firewall "
             "let this node through?"
