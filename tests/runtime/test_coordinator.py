@@ -80,6 +80,30 @@ def test_nodes_join_build_and_begin_together() -> None:
     assert is_now(coordinator, CoordinatorState.TRAINING)
 
 
+@pytest.mark.parametrize("built", [0, 3, 6])
+def test_all_nodes_are_lost_before_the_first_step_and_begin_anew(built: int) -> None:
+    """On a busy machine nodes that import and build may be silent for longer than a heartbeat."""
+    env = RecordingEnv()
+    coordinator = new_coordinator(env, 2)
+    harness = CoordinatorHarness(coordinator, env)
+    for node in range(6):
+        harness.send(node, HELLO)
+    for node in range(built):
+        harness.send(node, Ready())
+    for node in range(6):
+        coordinator.node_lost(node, "no heartbeat for 5 s")
+    assert is_now(coordinator, CoordinatorState.PAUSED)
+    for node in range(6):
+        harness.send(node, HELLO)
+    for node in range(6):
+        harness.send(node, Ready(coordinator.membership[node].assignment))
+    harness.wait(7)
+    assert is_now(coordinator, CoordinatorState.TRAINING), coordinator.failure
+    assert {coordinator.membership[node].stage for node in coordinator.nodes} == {0, 1, 2}
+    recoveries = [each for messages in env.new_messages().values() for each in messages if isinstance(each, Recover)]
+    assert {each.origin.kind for each in recoveries} <= {"replica"}, "of those who came when others had begun"
+
+
 def test_one_version_for_all() -> None:
     env = RecordingEnv()
     coordinator = new_coordinator(env, 1)
@@ -422,6 +446,8 @@ def test_a_recovering_node_that_loses_the_last_replica_gets_another_source() -> 
 def test_a_source_that_is_lost_in_a_pause_is_replaced() -> None:
     """Stage 0 is lost, so all wait for one that moves there and learns it from its neighbours; one of them is lost."""
     harness = coordinating(5, plan_of(5, ((0,), (1, 2), (3, 4)), ((0, 1, 3),)))
+    harness.iterate()
+    harness.send(3, BackupStored(1)).send(4, BackupStored(1))
     harness.coordinator.node_lost(0, "its process ended")
     assert is_now(harness.coordinator, CoordinatorState.PAUSED)
     moved, stage, _ = harness.env.logged("welcome")[-1]

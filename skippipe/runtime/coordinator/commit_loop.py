@@ -186,6 +186,11 @@ class CommitLoop:
                 self._begin(node)
             elif self.context.state is not CoordinatorState.PAUSED:
                 continue
+            if self.recovery.is_initial:
+                self.membership[node].state = MemberState.ACTIVE
+                self.replanner.changed = True
+                self.context.log_event("able", "nothing is trained yet: its stage is as the seed has it", node)
+                continue
             if not self.recovery.start(node):
                 stage = self.membership[node].stage
                 self.context.fail(f"no node is left to fetch stage {stage} from, and there is no checkpoint")
@@ -219,7 +224,7 @@ class CommitLoop:
         report = current.report(rate, norm, self.detector.iteration_s)
         self.callback.iteration_done(report)  # before it is logged: rather twice than never
         self.env.append_wal(commit_record(current.number, rate, scale, report.loss, visits, progress))
-        self.epoch = current.epoch
+        self.epoch, self.recovery.backup.completed = current.epoch, current.number + 1
         self.detector.committed()
         self.replanner.estimator.update(current.reports)
         self._proceed(rate, scale, last=current.number + 1 == self.end)

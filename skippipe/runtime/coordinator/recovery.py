@@ -47,6 +47,11 @@ class RecoverySourceSelector:
     backup: EmbeddingBackup
     log_event: EventLogger
 
+    @property
+    def is_initial(self) -> bool:
+        """Is every stage as the seed has it, so that a node that has built one needs no state from elsewhere?"""
+        return not self.backup.is_trained and not self.backup.has_checkpoint
+
     def start(self, node: int) -> bool:
         """Have a node fetch the state of its stage; False if there is no node to fetch anything from."""
         member = self.membership[node]
