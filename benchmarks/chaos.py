@@ -42,7 +42,8 @@ from skippipe.planner.repair.repair import compile_repair
 from skippipe.runtime.messages import COORDINATOR
 from skippipe.runtime.simulation.fault_injection import DURING, During, Fault, drawn, kill
 from tests.helpers.chaos import HEARTBEAT_S, NODES, ONLY, Broke, Chaos, Ground, Outcome
-from tests.helpers.virtual_chaos import Hang, plans_of, play, scenario, staged
+from tests.helpers.fault_scenarios import scenario
+from tests.helpers.virtual_chaos import Hang, plans_of, play, staged
 
 ITERATIONS = 6
 SHORTER = HEARTBEAT_S / 5.0  # what lasts for seconds under virtual time, where the heartbeat is 5 s

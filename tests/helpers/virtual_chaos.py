@@ -1,4 +1,4 @@
-"""Random faults under virtual time: a seed gives a cluster, a plan, what goes wrong, and what must hold in the end.
+"""Random faults under virtual time: a scenario is played, and what must hold in the end is checked.
 
 Every scenario is a pure function of its seed, so a seed that fails is the whole bug report.
 """
@@ -11,28 +11,20 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
 from random import Random
 from typing import Any
 
-from skippipe import constraints
 from skippipe.optim.config import OptimConfig
-from skippipe.plan import Lane, Plan, Stage
-from skippipe.planner.published import published20, published_plan
+from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorState, Event, IterationReport
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, Deadlines, RecoverySettings
 from skippipe.runtime.coordinator.wal_records import plan_records
 from skippipe.runtime.node.ops import GradNorm, Op, OptimizerStep, PlanTransfer
-from skippipe.runtime.simulation.fault_injection import DURING, Fault, accuse, drawn, kill, replay_messages
 from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
-from skippipe.simulator import simulate
-from skippipe.skip_schedule import SkipSchedule
-from skippipe.timeline import Timing
-from skippipe.workload import Workload
-from tests.helpers.plans import TINY, uniform_cluster
+from tests.helpers.fault_scenarios import Scenario, published
 
 PATIENCE_S = 20.0  # for one scenario; it takes a tenth of a second
 LEARNING = OptimConfig(warmup=2, iterations=30)
@@ -41,127 +33,6 @@ STAGE_0_LOST = "stage 0 is lost"
 LOST = "no node holds it any more"
 
 Which = tuple[int, int]
-
-
-# What is played
-
-
-def plan_over(stages: Sequence[Sequence[int]], lanes: Sequence[tuple[tuple[int, ...], int]], split: bool) -> Plan:
-    count = sum(map(len, stages))
-    microbatches = sum(each for _, each in lanes)
-    workload = Workload(TINY, 16, 1, microbatches, max_slots=3)
-    layers = workload.layer_split(len(stages))
-    plan = Plan(
-        uniform_cluster(count),
-        workload,
-        tuple(Stage(each, tuple(nodes), tuple(nodes)) for each, nodes in zip(layers, stages, strict=True)),
-        tuple(Lane(path, each) for path, each in lanes),
-        split_backward=split,
-    )
-    return plan.promising(simulate(plan, Timing.FULL))
-
-
-@cache
-def wide(split: bool) -> Plan:
-    """Nine nodes, several on every stage."""
-    paths = ((0, 3, 5), (0, 4, 7), (1, 6, 8), (1, 3, 5), (2, 4, 7), (2, 6, 8))
-    return plan_over(((0, 1, 2), (3, 4), (5, 6), (7, 8)), [(path, 2) for path in paths], split)
-
-
-@cache
-def thin(split: bool) -> Plan:
-    """Six nodes, two of them the only ones of their stage."""
-    lanes = (((0, 2, 3), 2), ((0, 3, 4), 1), ((0, 2, 5), 1), ((1, 2, 4), 1), ((1, 3, 2), 1), ((1, 3, 5), 2))
-    return plan_over(((0, 1), (2,), (3,), (4, 5)), lanes, split)
-
-
-@cache
-def published() -> Plan:
-    return published_plan(published20(), "skippipe", None)
-
-
-def drawn_plan(random: Random) -> Plan:
-    """Any small plan that keeps CC1 and CC2 and cannot lock up."""
-    while True:
-        sizes = [random.randint(1, 3) for _ in range(random.randint(3, 5))]
-        numbers = iter(range(sum(sizes)))
-        stages = [[next(numbers) for _ in range(size)] for size in sizes]
-        lanes = []
-        for _ in range(random.randint(2, 3 * sizes[0])):
-            others = sorted(random.sample(range(1, len(sizes)), random.randint(1, len(sizes) - 1)))
-            visits = [0, *others]
-            at = random.randrange(1, len(visits))
-            if at + 1 < len(visits) and visits[at + 1] == visits[at] + 1:
-                visits[at], visits[at + 1] = visits[at + 1], visits[at]
-            lanes.append((tuple(random.choice(stages[stage]) for stage in visits), random.randint(1, 3)))
-        slots = dict.fromkeys(range(sum(sizes)), 3)
-        if constraints.deadlock_cycle([path for path, _ in lanes], slots) is None:
-            return plan_over(stages, lanes, random.random() < 0.3)
-
-
-@dataclass(frozen=True)
-class Scenario:
-    seed: int
-    plan: Plan
-    iterations: int
-    faults: tuple[Fault, ...]
-    lost_stage: str
-    kept_every: int
-    uneven: bool
-    """Tasks and hops take between nothing and three times what is planned."""
-    drift: float
-    """The plan is renewed when figures are off by this share; 0: never."""
-    recipe: SkipSchedule = field(default_factory=SkipSchedule)
-    backup_every: int = 2
-    """Iterations from one copy of what only stage 0 holds to the next; 0: none."""
-
-    def __str__(self) -> str:
-        nodes = ", ".join(str(list(stage.nodes)) for stage in self.plan.stages)
-        about = f"{self.iterations} iterations on {nodes}" + ", split backward" * self.plan.split_backward
-        about += f", a checkpoint every {self.kept_every}" * bool(self.kept_every) + ", uneven" * self.uneven
-        about += f", a copy of the ends every {self.backup_every}" * bool(self.backup_every)
-        about += f", a drift of {self.drift:g}" * bool(self.drift)
-        about += f", skip {self.recipe.skip}" * bool(self.recipe.phases)
-        return "\n  ".join((f"seed {self.seed}: {about}", *map(str, self.faults)))
-
-
-def scenario(seed: int) -> Scenario:
-    random = Random(seed)
-    kind, split = random.random(), random.random() < 0.3
-    if kind < 0.35:
-        plan = wide(split)
-    elif kind < 0.65:
-        plan = thin(split)
-    elif kind < 0.98:
-        plan = drawn_plan(random)
-    else:
-        plan = published()
-    iterations = random.randint(3, 6)
-    faults = drawn(random, plan, iterations, random.choice([2, 3, 6]))
-    if random.random() < 0.2 and len(plan.stage_of) > len(plan.stages):  # and one that never comes back
-        node = random.choice(sorted(plan.stage_of))
-        faults.append(kill(node).at(random.randrange(iterations), random.choice(["forward", "backward", "averaging"])))
-    if random.random() < 0.25:  # all data nodes at once
-        struck = random.randrange(iterations), random.choice(DURING)
-        back_s = random.choice([0.01, 0.5, 12.0, 40.0])
-        faults += [kill(node).at(*struck).back_after(back_s) for node in plan.stages[0].nodes]
-    found = Scenario(
-        seed,
-        plan,
-        iterations,
-        tuple(faults),
-        lost_stage=random.choice(["checkpoint", "neighbours"]),
-        kept_every=random.choice([0, 2]),
-        uneven=random.random() < 0.3,
-        drift=random.choice([0.0, 0.0, 0.5]),
-        backup_every=random.choice([0, 1, 2]),
-    )
-    again = random.choice([0.02, 0.1, 0.4])
-    faults.append(replay_messages(*sorted(plan.stage_of), share=again, late_s=random.choice([0.0, 0.0, 0.005, 0.05])))
-    if random.random() < 0.1:
-        accuser = accuse(random.choice(sorted(plan.stage_of))).at(random.randrange(iterations))
-        faults.append(accuser.back_after(random.choice([3.0, 40.0, 400.0])))
-    return replace(found, faults=tuple(faults))
 
 
 # Those who take notes

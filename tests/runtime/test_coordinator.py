@@ -13,35 +13,19 @@ from skippipe.runtime.coordinator.settings import RecoverySettings
 from skippipe.runtime.messages import (
     COORDINATOR,
     Average,
-    Averaged,
-    Backup,
-    BackupRequest,
     BackupStored,
     Begin,
     Commit,
-    ControlMessage,
     Drain,
-    DrainAck,
     Failed,
-    GatherState,
-    Heartbeat,
     Hello,
-    LinkDown,
     MicrobatchDone,
-    NewPlan,
-    PeerUpdate,
     Ready,
     Recover,
     Recovered,
     Reroute,
-    Snapshot,
-    StateDigest,
     StateRequest,
-    Stepped,
     Stop,
-    Welcome,
-    from_json,
-    to_json,
 )
 from skippipe.runtime.state_source import StateSource
 from tests.helpers.single_coordinator import (
@@ -470,50 +454,7 @@ def test_a_node_that_is_restarted_is_lost_and_new() -> None:
     assert 3 not in harness.coordinator.nodes
 
 
-# On the wire
-
-
-@pytest.mark.parametrize(
-    "control",
-    [
-        Hello("[::1]:5", "1.0"),
-        Hello("[::1]:5", "1.0", 3, 4, "RUNNING"),
-        Welcome({"plan": {"deep": [1]}}, {"n0": ["127.0.0.1:1", None]}, StateSource("replica", (3,), (1,), (1.0,), 4)),
-        PeerUpdate({"n0": ["127.0.0.1:1", None]}),
-        Ready(),
-        Heartbeat("averaging", 1.5),
-        Begin(3, 2, True),
-        MicrobatchDone(2, 1, 0, 1, float("nan")),
-        DrainAck(2, 5, [[0, 1], [1, 0]]),
-        Averaged(2, 1, float("inf"), [[0, 1]], [[0, 1, 2, 3, 4, 5]], [[1, 10**12]], [[0, 2, 99]], [[1.0, -0.5]]),
-        Recover(StateSource("checkpoint", (COORDINATOR,), (1,), (1.0,), 4), 6),
-        Recovered(2, 0),
-        LinkDown(4),
-        StateRequest(0, 2**40, 5, 6),
-        StateDigest(2**40, "ab12", 6),
-        BackupRequest(4, 2**40, 5, 6),
-        Snapshot(4),
-        BackupStored(4),
-        Backup(0, 4),
-        Reroute(2, 3, [4], [[0, 1, 0, 2, 5]], [[0, 1]]),
-        Drain(2, 3, True),
-        Average(2, 3, [4, 4, 3]),
-        NewPlan({"lanes": []}),
-        Commit(3, 1e-4, 0.5, True, True, False),
-        GatherState(0, kept=False, collection=6),
-        Stepped(4),
-        Stop(""),
-        Stop("the run was ended", again=True),
-        Failed("über 5 GB"),
-    ],
-    ids=lambda control: type(control).__name__,
-)
-def test_control_there_and_back(control: ControlMessage) -> None:
-    assert repr(from_json(to_json(control))) == repr(control)  # a NaN is no other's equal
-
-
-def test_reasons_of_many_lines_arrive_in_one() -> None:
-    assert from_json(to_json(Failed("one\ntwo\x1b[2J"))) == Failed("one two [2J")
+# The end
 
 
 def test_a_checkpoint_of_the_end_is_not_trained_past() -> None:

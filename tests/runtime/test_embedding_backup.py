@@ -51,9 +51,10 @@ from skippipe.transport.message import BackupPiece, Message, StatePiece
 from tests.helpers import exact_training
 from tests.helpers.exact_training import plan_of, tensors_of
 from tests.helpers.executors import computer_of, noise, stepped
+from tests.helpers.fault_scenarios import plan_over
 from tests.helpers.single_coordinator import HELLO, coordinating, is_now
 from tests.helpers.single_node import Bench
-from tests.helpers.virtual_chaos import LEARNING, Shelf, plan_over
+from tests.helpers.virtual_chaos import LEARNING, Shelf
 
 torch.set_num_threads(1)
 

@@ -16,9 +16,10 @@ from skippipe.runtime.fencing import IDS_PER_TERM, Fence, Incarnation, stamp_of,
 from skippipe.runtime.messages import ControlMessage, Drain, Hello, LinkDown, MicrobatchDone, Ready, Recovered, Stepped
 from skippipe.runtime.simulation.fault_injection import accuse, kill, kill_coordinator, replay_messages
 from skippipe.transport.message import LARGEST_COUNT, CheckpointPiece, Message, Stamp
+from tests.helpers.fault_scenarios import Scenario, thin, wide
 from tests.helpers.single_coordinator import HELLO, RecordingStore, coordinating, is_now, recovering_late
 from tests.helpers.single_node import small_plan
-from tests.helpers.virtual_chaos import Scenario, play, staged, thin, wide
+from tests.helpers.virtual_chaos import play, staged
 
 # One iteration
 

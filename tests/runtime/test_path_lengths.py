@@ -25,6 +25,7 @@ from skippipe.skip_schedule import SkipSchedule
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.validate import validate
 from tests.helpers.exact_training import FULL, assert_exact, plan_of, sampler_of, tensors_of
+from tests.helpers.fault_scenarios import Scenario, scenario, wide
 from tests.helpers.single_coordinator import (
     HELLO,
     CoordinatorHarness,
@@ -34,7 +35,7 @@ from tests.helpers.single_coordinator import (
     new_coordinator,
 )
 from tests.helpers.single_node import AT_ONCE, LEARNING
-from tests.helpers.virtual_chaos import Scenario, plans_of, play, scenario, staged, wide
+from tests.helpers.virtual_chaos import plans_of, play, staged
 
 SHORT = (Lane((0, 2, 6), 1), Lane((1, 5, 7), 2), Lane((0, 5, 4), 1))  # as many microbatches as FULL, a stage less
 BY_TURNS = SkipSchedule("1/4 + 0")

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.virtual_chaos import play, scenario, staged
+from tests.helpers.fault_scenarios import scenario
+from tests.helpers.virtual_chaos import play, staged
 
 BLOCK = 50
 ONCE_FAILED = {

@@ -186,7 +186,7 @@ def improve(
 ) -> Plan:
     """The best plan found; it is valid, and no longer than any of `starts`, which must be valid.
 
-    Chains begin with these in turn; where averaging counts and sizes are open, with placements that are searched first,
+    Chains begin with these in turn; where averaging counts and stages are not kept, placements are searched first,
     until `placed` or after a share of the changes. With `jitter` the plan is chosen by its 95th percentile under that,
     without by the promised iteration.
     """

@@ -6,6 +6,8 @@ row of random draws. False: there was nothing to change, and the state may be le
 
 from __future__ import annotations
 
+from math import gcd
+
 import numpy as np
 
 from skippipe.jit import Ints, kernel
@@ -99,11 +101,7 @@ def lay_lanes(draw: Ints, state: State, tables: Tables) -> bool:
     for lane in range(len(state.counts)):
         microbatches += abs(state.counts[lane])
         state.counts[lane] = 0
-    unit = others
-    for part in range(1, others + 1):  # the least number of lanes that visits all equally often
-        if part * chosen % others == 0:
-            unit = part
-            break
+    unit = others // gcd(others, chosen)  # as `lane_unit` of `problem`, which is no kernel
     lanes = min(len(state.counts), microbatches)
     for stage in range(stages):
         if state.size[stage] == 0 or not tables.visitable[stage]:
