@@ -13,7 +13,8 @@ from functools import cached_property
 import numpy as np
 
 from skippipe.cluster import Cluster
-from skippipe.collectives import Collective, collective_named
+from skippipe.collectives import Collective, collective_named, topology
+from skippipe.collectives.schedule import Averaging
 from skippipe.jit import Floats, Ints
 from skippipe.workload import Workload
 
@@ -72,17 +73,13 @@ class CostModel:
         """[from, to]: nanoseconds of a hop over an idle link."""
         return self.flight_ns + self.transmit_ns
 
-    def transmit_of(self, size_bytes: int) -> Ints:
-        """[from, to]: time for which a message of so many bytes keeps the link busy."""
-        return transmit_ns(self.bandwidth_bytes_per_s, size_bytes)
+    def averaging(self, stage: int, nodes: Sequence[int]) -> Averaging:
+        """The fastest way to average for these nodes of a stage, if they are done at the same time."""
+        return topology.fastest(self, stage, nodes, only_rings=self.collective.only_rings)
 
-    def averaging_order(self, stage: int, nodes: Sequence[int]) -> tuple[int, ...]:
-        """The order in which these nodes of a stage average."""
-        return self.collective.order(self, stage, nodes)
-
-    def averaging_ns(self, stage: int, order: Sequence[int]) -> int:
-        """How long they average if they are done at the same time."""
-        return self.collective.takes_ns(self, stage, order)
+    def averaging_ns(self, stage: int, averaging: Averaging) -> int:
+        """How long nodes average that are done at the same time."""
+        return topology.takes_ns(self, stage, averaging)
 
 
 def transmit_ns(bandwidth_bytes_per_s: Floats, size_bytes: int) -> Ints:

@@ -22,6 +22,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
+import numpy as np
+
+from skippipe.collectives.topology import transfer_times
 from skippipe.constraints import circle
 from skippipe.dispatch import frees_slot, is_weights, place, steps
 from skippipe.plan import Plan
@@ -220,28 +223,38 @@ class _Walk:
     def _back_over_averaging(self, stage: int) -> int:
         """Go back to the node whose last task the averaging of this stage waited for; docs/formats.md has the
         formulas."""
-        order, costs = self.plan.stages[stage].ring, self.plan.costs
-        collective, size = costs.collective, len(order)
-        transmit_ns = collective.message_ns(costs, stage, size)
+        averaging = self.plan.stages[stage].averaging
+        order, transfers = averaging.order, averaging.schedule.transfers
         done = [self.on_node[node][-1].end_ns if self.on_node[node] else 0 for node in order]
-        trace = collective.trace(costs, stage, order, done)
-        has, sent = trace.has_ns, trace.sent_ns  # [step][place], Aₖ and Eₖ of the formulas
-        step, at = len(has) - 1, has[-1].index(max(has[-1]))
-        while step > 0:
-            if has[step][at] == has[step - 1][at]:
-                step -= 1
-                continue
-            link = order[collective.sender(at, step - 1, size)], order[at]
-            at = collective.sender(at, step - 1, size)
-            self._spend(sent[step][at], Cause(CauseKind.AVERAGING_LATENCY, *link, stage))
-            while step > 0:
-                link = order[at], order[collective.receiver(at, step - 1, size)]
-                took_ns = int(transmit_ns[link])
-                self._spend(sent[step][at] - took_ns, Cause(CauseKind.AVERAGING_BANDWIDTH, *link, stage))
-                step -= 1
-                if has[step][at] >= sent[step][at]:
+        record = np.zeros((len(transfers), 4), np.int64)
+        averaging.schedule.run(np.array(done, np.int64), *transfer_times(self.plan.costs, stage, averaging), record)
+        ready, start, sent, arrived = (column.tolist() for column in record.T)
+
+        def cause_of(moment_ns: int, numbers: Iterable[int]) -> int | None:
+            """The transfer that arrived at this moment; None: the node was done then."""
+            return next((number for number in numbers if arrived[number] == moment_ns), None)
+
+        number = cause_of(self.now_ns, range(len(transfers)))
+        if number is None:
+            return order[done.index(self.now_ns)]
+        while True:
+            each = transfers[number]
+            link = order[each.sender], order[each.receiver]
+            self._spend(sent[number], Cause(CauseKind.AVERAGING_LATENCY, *link, stage))
+            while True:
+                self._spend(start[number], Cause(CauseKind.AVERAGING_BANDWIDTH, *link, stage))
+                if start[number] == ready[number]:
                     break
-        return order[at]
+                number = next(  # the one that the link sent before
+                    other
+                    for other, before in enumerate(transfers)
+                    if (before.sender, before.receiver) == each[3:] and sent[other] == start[number]
+                )
+            needed = averaging.schedule.needed_for(number)
+            following = cause_of(ready[number], needed)
+            if following is None:
+                return order[each.sender]
+            number = following
 
 
 Link = tuple[int, int]
@@ -416,8 +429,9 @@ def busiest_link(plan: Plan, timeline: Timeline) -> tuple[Link, int]:
                 sends[link] += lane.microbatches * int(plan.costs.transmit_ns[link])
     if timeline.timing is Timing.FULL:
         for stage, each in enumerate(plan.stages):
-            collective = plan.costs.collective
-            took_ns = collective.message_ns(plan.costs, stage, len(each.ring))
-            for link, messages in collective.link_messages(each.ring).items():
-                sends[link] += messages * int(took_ns[link])
+            order = each.ring
+            for transfer, took_ns in zip(
+                each.averaging.schedule.transfers, transfer_times(plan.costs, stage, each.averaging)[0], strict=True
+            ):
+                sends[order[transfer.sender], order[transfer.receiver]] += int(took_ns)
     return max(sorted(sends.items()), key=lambda entry: entry[1])

@@ -10,7 +10,8 @@ ran, for a moment when it could start nothing else.
 Sends need no events: a node's tasks end one after another, so the transfers on a directed link are known in their order
 when the task that feeds them starts.
 
-Events are in a binary heap of two arrays: the smallest key with its value is at index 0.
+Events are in a binary heap of two arrays: the smallest key with its value is at index 0; of equal keys, the smallest
+value.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def push(keys: Ints, values: Ints, size: int, key: int, value: int) -> int:
     child = size
     while child > 0:
         parent = (child - 1) >> 1
-        if keys[parent] <= key:
+        if keys[parent] < key or (keys[parent] == key and values[parent] <= value):
             break
         keys[child] = keys[parent]
         values[child] = values[parent]
@@ -226,9 +227,12 @@ def drop_first(keys: Ints, values: Ints, size: int) -> int:
         child = 2 * parent + 1
         if child >= size:
             break
-        if child + 1 < size and keys[child + 1] < keys[child]:
-            child += 1
-        if keys[child] >= key:
+        other = child + 1
+        if other < size and (
+            keys[other] < keys[child] or (keys[other] == keys[child] and values[other] < values[child])
+        ):
+            child = other
+        if keys[child] > key or (keys[child] == key and values[child] >= value):
             break
         keys[parent] = keys[child]
         values[parent] = values[child]

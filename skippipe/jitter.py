@@ -75,14 +75,14 @@ def spread_of(plan: Plan, timing: Timing, jitter: Jitter) -> Spread:
     """Simulate the plan once for every draw."""
     if simulate(plan, timing).iteration_ns > LONGEST_NS:
         raise UserError("jitter: an iteration of this plan takes over forty-eight days without any")
-    rings = [stage.ring for stage in plan.stages]
+    averagings = [stage.averaging for stage in plan.stages]
     paths, lengths = path_arrays([lane.path for lane in plan.lanes])
     microbatches = np.array([lane.microbatches for lane in plan.lanes], dtype=np.int64)
     links = _links(plan)
     found = []
     for number in range(jitter.draws):
         costs = _jittered(plan.costs, jitter.spread, np.random.default_rng([jitter.seed, number]), links)
-        placement_costs = PlacementCosts.of(costs, rings, plan.dispatch, timing, plan.split_backward)
+        placement_costs = PlacementCosts.of(costs, averagings, plan.dispatch, timing, plan.split_backward)
         found.append(placement_costs.run_iteration(paths, lengths, microbatches).iteration_ns)
     return Spread(tuple(sorted(found)))
 
@@ -90,7 +90,7 @@ def spread_of(plan: Plan, timing: Timing, jitter: Jitter) -> Spread:
 def _links(plan: Plan) -> tuple[Ints, Ints]:
     """Senders and receivers of the links in use."""
     hops = {hop for lane in plan.lanes for hop in circle(lane.path)}
-    edges = {link for stage in plan.stages for link in plan.costs.collective.link_messages(stage.ring)}
+    edges = {link for stage in plan.stages for link in stage.averaging.links}
     used = sorted(hops | {(b, a) for a, b in hops} | edges)
     senders, receivers = np.array(used, dtype=np.int64).T
     return senders, receivers

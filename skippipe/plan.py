@@ -7,6 +7,7 @@ for and the timeline it promises, so a plan file needs no other file beside it. 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,16 +15,18 @@ from typing import Any
 
 from skippipe import constraints
 from skippipe.cluster import Cluster
+from skippipe.collectives.schedule import Averaging, Piece
 from skippipe.cost_model import CostModel, cost_model_of, ns, seconds
 from skippipe.dispatch import Dispatch
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, json_text, read_as, write_text
 from skippipe.timeline import Timeline
-from skippipe.value_ranges import CENTURY_S, LAYERS, MICROBATCHES
+from skippipe.value_ranges import CENTURY_S, LAYERS, MICROBATCHES, Range
 from skippipe.workload import Workload
 
 FORMAT = "skippipe-plan"
 VERSION = 1
+SHARE = Range(1, 2**31)
 LONGEST_NS = 48 * 86_400 * 10**9  # from 2²² seconds on, not every nanosecond comes back from its double
 
 
@@ -37,6 +40,16 @@ class Stage:
     it."""
     ring: tuple[int, ...]
     """The same nodes in the order in which they average gradients."""
+    pieces: tuple[Piece, ...] = ()
+    """How they average, if not round that ring: pieces of the gradient, each along a tree of its own."""
+
+    @classmethod
+    def of(cls, layers: int, averaging: Averaging) -> Stage:
+        return cls(layers, tuple(sorted(averaging.order)), averaging.order, averaging.pieces)
+
+    @cached_property
+    def averaging(self) -> Averaging:
+        return Averaging(self.ring, self.pieces)
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,8 @@ class Plan:
                 held[node] = index
             if sorted(stage.ring) != sorted(stage.nodes):
                 raise UserError(f"stages[{index}].ring: must hold the same nodes as stages[{index}].nodes, each once")
+            if fault := stage.averaging.fault():
+                raise UserError(f"stages[{index}].averaging: {fault}")
         layers = sum(stage.layers for stage in self.stages)
         if layers != self.workload.model.layers:
             model = self.workload.model
@@ -176,6 +191,7 @@ class Plan:
                     "layers": stage.layers,
                     "nodes": [names[node] for node in stage.nodes],
                     "ring": [names[node] for node in stage.ring],
+                    **({"averaging": [_piece_json(piece, names) for piece in stage.pieces]} if stage.pieces else {}),
                 }
                 for stage in self.stages
             ],
@@ -194,17 +210,31 @@ class Plan:
         fields.header(FORMAT, VERSION)
         cluster = Cluster.from_json(fields.take("cluster"), "cluster")
 
+        def number_of(node: Any, where: str) -> int:
+            if not isinstance(node, str) or node not in cluster.number:
+                raise UserError(f"{where}: the cluster has no node {node!r}")
+            return cluster.number[node]
+
         def nodes(entry: Fields, name: str) -> tuple[int, ...]:
-            numbers = []
-            for index, node in enumerate(entry.items(name)):
-                if not isinstance(node, str) or node not in cluster.number:
-                    raise UserError(f"{entry.at(name)}[{index}]: the cluster has no node {node!r}")
-                numbers.append(cluster.number[node])
-            return tuple(numbers)
+            return tuple(number_of(node, f"{entry.at(name)}[{index}]") for index, node in enumerate(entry.items(name)))
+
+        def pieces(entry: Fields) -> Iterator[Piece]:
+            for piece in entry.objects("averaging") if entry.mentions("averaging") else ():
+                via = piece.take("via") if piece.mentions("via") else {}
+                if not isinstance(via, dict):
+                    raise UserError(f"{piece.at('via')}: must be an object of node names")
+                where = piece.at("via")
+                yield Piece(
+                    number_of(piece.take("root"), piece.at("root")),
+                    piece.integer("share", SHARE),
+                    tuple((number_of(node, where), number_of(to, where)) for node, to in via.items()),
+                )
+                piece.close()
 
         stages = []
         for entry in fields.objects("stages"):
-            stages.append(Stage(entry.integer("layers", LAYERS), nodes(entry, "nodes"), nodes(entry, "ring")))
+            layers, held, ring = entry.integer("layers", LAYERS), nodes(entry, "nodes"), nodes(entry, "ring")
+            stages.append(Stage(layers, held, ring, tuple(pieces(entry))))
             entry.close()
         lanes = []
         for entry in fields.objects("lanes"):
@@ -231,3 +261,8 @@ class Plan:
 
     def save(self, path: Path) -> None:
         write_text(path, json_text(self.to_json()) + "\n")
+
+
+def _piece_json(piece: Piece, names: list[str]) -> dict[str, Any]:
+    via = {names[node]: names[parent] for node, parent in piece.via}
+    return {"root": names[piece.root], "share": piece.share} | ({"via": via} if via else {})

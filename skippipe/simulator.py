@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
-from skippipe.collectives.interface import Spans
+from skippipe.collectives.schedule import Averaging
+from skippipe.collectives.topology import transfer_times
 from skippipe.constraints import circle
 from skippipe.cost_model import CostModel
 from skippipe.dispatch import Dispatch, all_steps, is_weights, place
@@ -27,6 +29,7 @@ LAST_NS = 2**62  # the end of time for whole numbers of 64 bits
 MOST_TASKS = 20_000_000
 NO_RECORD = np.empty((0, 3), np.int64)
 NO_SLACK = np.empty(0, np.int64)
+Spans: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Deadlock(UserError):
@@ -70,15 +73,15 @@ class PlacementCosts:
     def of(
         cls,
         costs: CostModel,
-        rings: Sequence[Sequence[int]],
+        averagings: Sequence[Averaging],
         dispatch: Dispatch,
         timing: Timing,
         split_backward: bool = False,
     ) -> PlacementCosts:
-        """Costs of a placement; `rings` are the nodes of every stage in the order in which they average."""
+        """Costs of a placement; `averagings` say which nodes each stage has, and how they average."""
         forward, backward, weight, slots = (np.zeros(costs.nodes, np.int64) for _ in range(4))
-        for stage, ring in enumerate(rings):
-            nodes = list(ring)
+        for stage, averaging in enumerate(averagings):
+            nodes = list(averaging.order)
             forward[nodes] = costs.forward_ns[stage, nodes]
             backward[nodes] = (costs.input_ns if split_backward else costs.backward_ns)[stage, nodes]
             weight[nodes] = costs.weight_ns[stage, nodes] if split_backward else 0
@@ -95,9 +98,11 @@ class PlacementCosts:
             order=dispatch.order,
             split_backward=split_backward,
             timing=timing,
-            averaging_spans=costs.collective.spans(costs, rings),
-            averaging_ns=tuple(costs.averaging_ns(stage, ring) if full else 0 for stage, ring in enumerate(rings)),
-            step_ns=max(int(costs.optimizer_ns[s, n]) for s, ring in enumerate(rings) for n in ring) if full else 0,
+            averaging_spans=_averaging_spans(costs, averagings),
+            averaging_ns=tuple(costs.averaging_ns(*each) if full else 0 for each in enumerate(averagings)),
+            step_ns=max(int(costs.optimizer_ns[s, n]) for s, each in enumerate(averagings) for n in each.order)
+            if full
+            else 0,
         )
 
     def alone_ns(self, path: Sequence[int]) -> int:
@@ -142,6 +147,21 @@ class PlacementCosts:
         return IterationTimes(max(end for _, end in averaging) + self.step_ns, int(last_ns), averaging)
 
 
+def _averaging_spans(costs: CostModel, averagings: Sequence[Averaging]) -> Callable[[Ints], Spans]:
+    """A function from when each node is done to when each stage averages: from its last node to its sum."""
+    times = [transfer_times(costs, stage, averaging) for stage, averaging in enumerate(averagings)]
+
+    def spans(done_ns: Ints) -> Spans:
+        found = []
+        for averaging, (transmit_ns, flight_ns) in zip(averagings, times, strict=True):
+            done = done_ns[list(averaging.order)]
+            ends = (int(done.max()), averaging.schedule.run(done, transmit_ns, flight_ns)) if len(done) else (0, 0)
+            found.append(ends)
+        return tuple(found)
+
+    return spans
+
+
 def path_arrays(paths: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
     """Paths as padded rows, and their lengths."""
     lengths = np.array([len(path) for path in paths], dtype=np.int64)
@@ -153,8 +173,8 @@ def path_arrays(paths: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
 
 def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
     """Run one iteration of the plan under virtual time."""
-    rings = [stage.ring for stage in plan.stages]
-    placement_costs = PlacementCosts.of(plan.costs, rings, plan.dispatch, timing, plan.split_backward)
+    averagings = [stage.averaging for stage in plan.stages]
+    placement_costs = PlacementCosts.of(plan.costs, averagings, plan.dispatch, timing, plan.split_backward)
     paths, lengths = path_arrays([lane.path for lane in plan.lanes])
     microbatches = np.array([lane.microbatches for lane in plan.lanes], dtype=np.int64)
     total = sum(lane.microbatches * all_steps(len(lane.path), plan.split_backward) for lane in plan.lanes)
@@ -226,8 +246,6 @@ def _link_use(plan: Plan, timing: Timing) -> tuple[LinkUse, ...]:
                 sent[link] = sent.get(link, 0) + plan.costs.activation_bytes * lane.microbatches
     if timing is Timing.FULL:
         for index, stage in enumerate(plan.stages):
-            collective = plan.costs.collective
-            size = collective.message_bytes(plan.costs.gradient_bytes[index], len(stage.ring))
-            for link, count in collective.link_messages(stage.ring).items():
-                sent[link] = sent.get(link, 0) + count * size
+            for link, count in stage.averaging.link_bytes(plan.costs.gradient_bytes[index]).items():
+                sent[link] = sent.get(link, 0) + count
     return tuple(LinkUse(a, b, count) for (a, b), count in sorted(sent.items()))

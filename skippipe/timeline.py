@@ -96,6 +96,13 @@ class Timeline:
     def bytes_moved(self) -> int:
         return sum(use.sent_bytes for use in self.links)
 
+    def done_ns(self, nodes: int) -> list[int]:
+        """For each of so many nodes, the end of its last task; 0 if it has none."""
+        done = [0] * nodes
+        for task in self.tasks:
+            done[task.node] = max(done[task.node], task.end_ns)
+        return done
+
     def idle_ns(self, use: NodeUse) -> int:
         return self.iteration_ns - use.busy_ns
 

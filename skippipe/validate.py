@@ -97,10 +97,10 @@ def _links(plan: Plan) -> list[Violation]:
                     message = f"'{_name(plan, sender)}' cannot reach '{_name(plan, receiver)}'"
                     found.append(Violation("link", f"lane {number}, hop {hop}", message))
     for index, stage in enumerate(plan.stages):
-        for sender, receiver in plan.costs.collective.link_messages(stage.ring):
+        for sender, receiver in sorted(stage.averaging.links):
             if unreachable[sender, receiver]:
                 message = f"'{_name(plan, sender)}' cannot reach '{_name(plan, receiver)}' to average gradients"
-                found.append(Violation("link", f"stage {index}, ring", message))
+                found.append(Violation("link", f"stage {index}, averaging", message))
     return found
 
 

@@ -203,7 +203,7 @@ class Workload:
     """The head runs twice: also on what stage 0 alone has made of a microbatch."""
     optimizer: Annotated[str, Choices(OPTIMIZERS)] = DEFAULT
     """What takes the step: it says how much memory its state fills, and how long a step is."""
-    collective: str = "ring"
+    collective: str = "auto"
     """The collective by which weight gradients are averaged."""
 
     def __post_init__(self) -> None:
@@ -294,8 +294,8 @@ class Workload:
         return memory_bytes - self.fixed_bytes(stage, layers) - held
 
     def to_json(self) -> dict[str, Any]:
-        """The default optimizer and collective are left out, so that earlier versions can read the file."""
-        left_out = ("optimizer", DEFAULT), ("collective", Workload.collective)
+        """What earlier versions knew without being told is left out, so that they can read the file."""
+        left_out = ("optimizer", DEFAULT), ("collective", "ring")
         return {name: value for name, value in asdict(self).items() if (name, value) not in left_out}
 
     @classmethod
@@ -317,7 +317,7 @@ class Workload:
             max_slots=entry.integer("max_slots") if entry.has("max_slots") else entry.take("max_slots"),
             early_exit=entry.flag("early_exit") if entry.mentions("early_exit") else False,
             optimizer=entry.text("optimizer") if entry.mentions("optimizer") else DEFAULT,
-            collective=entry.text("collective") if entry.mentions("collective") else cls.collective,
+            collective=entry.text("collective") if entry.mentions("collective") else "ring",
         )
         entry.close()
         return workload

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from skippipe.collectives.interface import Averager, Collective, GroupConfig, MakeAverager
-from skippipe.collectives.ring import Ring
+from skippipe.collectives.ring import Auto, Ring
 from skippipe.collectives.torch_allreduce import TorchAllReduce
 from skippipe.errors import UserError
 
@@ -20,6 +20,7 @@ __all__ = ["COLLECTIVES", "Averager", "Collective", "CollectiveId", "GroupConfig
 COLLECTIVES: dict[str, Collective] = {
     collective.id: collective
     for collective in (
+        Auto(),
         Ring(),
         TorchAllReduce(),
     )

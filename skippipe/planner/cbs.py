@@ -17,12 +17,14 @@ from itertools import count, pairwise
 
 import numpy as np
 
+from skippipe.collectives.schedule import Averaging
+from skippipe.collectives.topology import after_ns
 from skippipe.constraints import NodePath, lanes_through
 from skippipe.constraints import exposure as exposure_of
 from skippipe.cost_model import NEVER_NS
 from skippipe.dispatch import all_steps, is_weights, place
 from skippipe.planner.astar import INFINITE_NS, LABEL_LIMIT_REACHED, NEVER_BUSY, best_path
-from skippipe.planner.problem import Budget, Placement, Problem, rings, stage_of
+from skippipe.planner.problem import Budget, Placement, Problem, averagings, stage_of
 from skippipe.simulator import PlacementCosts, path_arrays
 from skippipe.timeline import Timing
 
@@ -154,9 +156,9 @@ class PathSearch:
         self.placement = placement
         self.agents = tuple(agents)
         self.stage_of = stage_of(placement)
-        rings_ = rings(problem, placement)
-        self.costs = PlacementCosts.of(costs, rings_, problem.dispatch, problem.timing, problem.split_backward)
-        self.tail_ns = {node: self._tail_ns(rings_[0], node) for node in rings_[0]}
+        each = averagings(problem, placement)
+        self.costs = PlacementCosts.of(costs, each, problem.dispatch, problem.timing, problem.split_backward)
+        self.tail_ns = {node: self._tail_ns(each[0], node) for node in each[0].order}
         self.slots = {node: int(self.costs.slots[node]) for node in self.stage_of}
         self.stage_array = np.full(costs.nodes, -1, np.int64)
         for node, stage in self.stage_of.items():
@@ -240,12 +242,12 @@ class PathSearch:
 
     # high level: branches
 
-    def _tail_ns(self, ring: Sequence[int], data_node: int) -> int:
+    def _tail_ns(self, averaging: Averaging, data_node: int) -> int:
         """Least time between the return of a lane's last microbatch and the end of the iteration: every lane ends on
         stage 0, which averages."""
         late_ns = 0
         if self.problem.timing is Timing.FULL:
-            late_ns = self.problem.costs.collective.after_ns(self.problem.costs, 0, ring, data_node)
+            late_ns = after_ns(self.problem.costs, 0, averaging, data_node)
         return int(self.costs.weight_ns[data_node]) + late_ns + self.costs.step_ns
 
     def _root(self) -> CbsNode | None:

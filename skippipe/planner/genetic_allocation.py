@@ -103,7 +103,7 @@ class _GeneticSearch:
             members = list(group)
             costs = self.problem.costs
             self.within_s[group, stage] = (
-                costs.averaging_ns(stage, costs.averaging_order(stage, members)) / 1e9
+                costs.averaging_ns(stage, costs.averaging(stage, members)) / 1e9
                 if self.problem.timing is Timing.FULL
                 else float(self.edge_s.take(members, 0).take(members, 1).max())
             )

@@ -13,6 +13,7 @@ from heapq import heapify, heappop, heappush
 from math import gcd
 
 from skippipe.cluster import Cluster
+from skippipe.collectives.schedule import Averaging
 from skippipe.constraints import MAX_SWAPS
 from skippipe.cost_model import CostModel, cost_model_of
 from skippipe.dispatch import Dispatch
@@ -201,9 +202,9 @@ def stage_sizes(nodes: int, stages: int, visited: int, most_data_nodes: int | No
     return (data_nodes, *(each + (stage >= others - extra) for stage in range(others)))
 
 
-def rings(problem: Problem, placement: Placement) -> Placement:
-    """The nodes of every stage in the order in which they best average gradients."""
-    return tuple(problem.costs.averaging_order(stage, nodes) for stage, nodes in enumerate(placement))
+def averagings(problem: Problem, placement: Placement) -> tuple[Averaging, ...]:
+    """How the nodes of every stage best average gradients."""
+    return tuple(problem.costs.averaging(stage, nodes) for stage, nodes in enumerate(placement))
 
 
 def stage_of(placement: Sequence[Sequence[int]]) -> dict[int, int]:

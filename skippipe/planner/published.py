@@ -130,7 +130,7 @@ def published_plan(example: Example, name: str, microbatches: int | None = None)
     return Plan(
         example.cluster,
         workload,
-        tuple(Stage(layers[s], nodes, costs.averaging_order(s, nodes)) for s, nodes in enumerate(example.placement)),
+        tuple(Stage.of(layers[s], costs.averaging(s, nodes)) for s, nodes in enumerate(example.placement)),
         lanes,
         strategy=f"published {name}",
     )

@@ -29,7 +29,7 @@ from skippipe.planner.astar import INFINITE_NS
 from skippipe.planner.bounds.lower_bound import lower_bound
 from skippipe.planner.cbs import LaneAgent, PathSearch
 from skippipe.planner.genetic_allocation import allocate
-from skippipe.planner.problem import ALL_FIXED, Budget, Placement, Problem, rings
+from skippipe.planner.problem import ALL_FIXED, Budget, Placement, Problem, averagings
 from skippipe.planner.repair.repair import repaired
 from skippipe.planner.search.annealing import PLACEMENT_SHARE, compile_moves, improve
 from skippipe.presets import datacentre
@@ -130,7 +130,7 @@ def compile_kernels() -> None:
     new machine, a fraction of one later."""
     work = Workload(MODELS["llama-30m"], microbatches=2)
     problem = Problem(datacentre(3), work, 3, 2)
-    cost_model_of(datacentre(9), work, (6, 6)).averaging_order(1, range(9))  # small rings come below
+    cost_model_of(datacentre(9), work, (6, 6)).averaging(1, range(9))  # small rings come below
     allocate(problem, Budget(1, math.inf, time.monotonic), seed=0)
     once = PlanRequest(budget_s=math.inf, placement=((0,), (1,), (2,)))
     _TwoPhaseSearch(problem, Strategy.SKIPPIPE, once).plan()
@@ -281,9 +281,8 @@ class _TwoPhaseSearch:
         else:
             self._update_incumbent(placement, lanes, paths, INFINITE_NS)  # anything that the search finds is better
             return
-        rings_ = rings(problem, placement)
         placement_costs = PlacementCosts.of(
-            problem.costs, rings_, problem.dispatch, problem.timing, problem.split_backward
+            problem.costs, averagings(problem, placement), problem.dispatch, problem.timing, problem.split_backward
         )
         rows, lengths = path_arrays(paths)
         microbatches = np.array([count for _, count in lanes], dtype=np.int64)
@@ -365,11 +364,10 @@ class _TwoPhaseSearch:
 
     def _as_plan(self, best: _Incumbent, members: Placement) -> Plan:
         problem = self.problem
-        stages = zip(problem.layers, members, rings(problem, members), strict=True)
         return Plan(
             cluster=problem.cluster,
             workload=problem.workload,
-            stages=tuple(Stage(layers, nodes, ring) for layers, nodes, ring in stages),
+            stages=tuple(map(Stage.of, problem.layers, averagings(problem, members))),
             lanes=tuple(Lane(path, count) for path, (_, count) in zip(best.paths, best.lanes, strict=True)),
             dispatch=problem.dispatch,
             split_backward=problem.split_backward,

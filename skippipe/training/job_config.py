@@ -91,9 +91,10 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class AveragingConfig:
-    engine: CollectiveId = "ring"
-    """The ring over the nodes' own encrypted connections, in an order that suits the links; or torch.distributed
-    (gloo, NCCL), for machines that trust each other's network."""
+    engine: CollectiveId = "auto"
+    """'auto' and 'ring' use the nodes' own encrypted connections: for each stage what is fastest on its links (a ring, a
+    direct exchange between all, trees), or always a ring; 'torch' is torch.distributed (gloo, NCCL), for machines that
+    trust each other's network."""
     dtype: CodecId = "fp32"
     """Codec of gradients on the wire; below fp32 the rounding errors are carried over to the next iteration."""
 

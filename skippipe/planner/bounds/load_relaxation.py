@@ -100,28 +100,50 @@ def loaded_by_size_ns(problem: Problem, classes: NodeClasses, stage: int, most: 
 
 
 def averaging_by_size_ns(problem: Problem, stage: int, most: int) -> list[int]:
-    """Least time that a ring of 1, 2, … nodes goes on after the last of them is done.
-
-    A chunk of the last node passes 2(m − 1) edges in a row: all of the ring and then all but two again. And a node with
-    a slow edge, d edges further on, has all its steps but the first d left to send. Nothing is known of a collective
-    that is not timed as a ring.
-    """
+    """Least time for which a stage of 1, 2, … nodes averages after the last of them is done."""
     costs = problem.costs
-    if not costs.collective.timed_as_ring:
-        return [0] * most
     able = np.flatnonzero(costs.slots[stage] > 0)
     bandwidth = costs.bandwidth_bytes_per_s[np.ix_(able, able)].copy()
     np.fill_diagonal(bandwidth, 0)
+    flight_ns = costs.flight_ns[np.ix_(able, able)] + np.diag(np.full(len(able), NEVER_NS))
+    by_size = _ring_by_size_ns if costs.collective.only_rings else _trees_by_size_ns
+    return by_size(costs.gradient_bytes[stage], bandwidth, flight_ns, most)
+
+
+def _trees_by_size_ns(gradient_bytes: int, bandwidth: Floats, flight_ns: Ints, most: int) -> list[int]:
+    """Whatever the pieces and their trees: all of the last node's gradient leaves it afterwards, as contributions or
+    within the sums of which it is the root; and some node has all but an m-th of the sum still to come, which cannot
+    set out before the last node's contribution has arrived."""
+    fastest_first = -np.sort(-bandwidth, axis=1)
+    least_flight_ns = int(flight_ns.min(initial=NEVER_NS))
+    found = [0]
+    for size in range(2, most + 1):
+        if size > len(bandwidth):
+            found.append(NEVER_NS)
+            continue
+        together = fastest_first[:, : size - 1].sum(axis=1).max()
+        into = (-np.sort(-bandwidth, axis=0))[: size - 1].sum(axis=0).max()
+        if together == 0 or into == 0:
+            found.append(NEVER_NS)
+            continue
+        leaves_ns = gradient_bytes / together * 1e9 + least_flight_ns
+        enters_ns = (size - 1) / size * gradient_bytes / into * 1e9 + 2 * least_flight_ns
+        found.append(int(min(max(leaves_ns, enters_ns) * (1 - ROUNDING), NEVER_NS)))
+    return found
+
+
+def _ring_by_size_ns(gradient_bytes: int, bandwidth: Floats, flight_ns: Ints, most: int) -> list[int]:
+    """A chunk of the last node passes 2(m − 1) edges in a row: all of the ring and then all but two again. And a node
+    with a slow edge, d edges further on, has all its steps but the first d left to send."""
     best_edge = np.sort(bandwidth.max(axis=1, initial=0))[::-1]
     slow_edge = _bandwidth_that_connects(bandwidth)
-    flight_ns = costs.flight_ns[np.ix_(able, able)] + np.diag(np.full(len(able), NEVER_NS))
     flights_ns = np.sort(flight_ns.min(axis=1, initial=NEVER_NS))
     found = [0]
     for size in range(2, most + 1):
-        if size > len(able) or slow_edge[size - 1] == 0:
+        if size > len(bandwidth) or slow_edge[size - 1] == 0:
             found.append(NEVER_NS)
             continue
-        chunk = costs.collective.message_bytes(costs.gradient_bytes[stage], size)
+        chunk = -(-gradient_bytes // size)
         edges = np.append(best_edge[: size - 1], min(slow_edge[size - 1], best_edge[size - 1]))
         with np.errstate(over="ignore", divide="ignore"):
             sent_ns = np.minimum(np.rint(chunk / edges * 1e9), NEVER_NS).astype(np.int64)

@@ -77,14 +77,14 @@ def repaired(
     deadline = clock() + budget_s
     bare = replace(plan, cluster=cluster or plan.cluster, expected=None, lower_bound_ns=None)
     costs = bare.costs  # worked out once
-    rings = [costs.averaging_order(stage, sorted(nodes)) for stage, nodes in enumerate(members)]
+    averagings = [costs.averaging(stage, sorted(nodes)) for stage, nodes in enumerate(members)]
     usable = [
         [node for node in sorted(nodes) if node in able and costs.slots[stage, node] > 0]
         for stage, nodes in enumerate(members)
     ]
     if not usable[0]:
         return None
-    placement_costs = PlacementCosts.of(costs, rings, plan.dispatch, Timing.FULL, plan.split_backward)
+    placement_costs = PlacementCosts.of(costs, averagings, plan.dispatch, Timing.FULL, plan.split_backward)
     longest = min(visited or _prevailing_length(plan), 1 + sum(map(bool, usable[1:])))
     for length in range(longest, 1, -1):
         problem = _lane_problem(plan, placement_costs, costs, usable, length)
@@ -96,7 +96,7 @@ def repaired(
     else:
         return None
     spread = min(map(problem.spread, starts))
-    stages = tuple(Stage(*each) for each in zip(plan.layers, (tuple(sorted(m)) for m in members), rings, strict=True))
+    stages = tuple(map(Stage.of, plan.layers, averagings))
     strategy = plan.strategy if plan.strategy.endswith(REPAIRED) else plan.strategy + REPAIRED
     found = [
         replace(bare, stages=stages, lanes=tuple(lanes), strategy=strategy)
@@ -123,7 +123,7 @@ def repaired(
 def compile_repair() -> None:
     """Compile what a repair needs, before the first one: most of a minute on a new machine, a second later."""
     work = Workload(MODELS["llama-30m"], microbatches=2)
-    cost_model_of(datacentre(9), work, (6, 6)).averaging_order(1, range(9))  # small rings come below
+    cost_model_of(datacentre(9), work, (6, 6)).averaging(1, range(9))  # small rings come below
     stages = (Stage(6, (0, 1), (0, 1)), Stage(6, (2, 3), (2, 3)))
     plan = Plan(datacentre(4), work, stages, (Lane((0, 2), 1), Lane((1, 3), 1)))
     repaired(plan, [{0}, {2, 3}], {0, 2, 3}, budget_s=4, clock=count().__next__)

@@ -239,7 +239,7 @@ class StageAssignment:
         which = stage, frozenset(nodes)
         if which not in self._averaging_ns:
             costs = self.plan.costs
-            self._averaging_ns[which] = costs.averaging_ns(stage, costs.averaging_order(stage, sorted(nodes)))
+            self._averaging_ns[which] = costs.averaging_ns(stage, costs.averaging(stage, sorted(nodes)))
         return self._averaging_ns[which]
 
     def _loads(self, members: Members) -> list[float]:

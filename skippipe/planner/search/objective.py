@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from skippipe.collectives.ring import averaged_ns
+from skippipe.collectives.topology import direct_ns, link_ns, ring_ns
 from skippipe.constraints import cc2_step
-from skippipe.cost_model import NEVER_NS
 from skippipe.event_loop import run_iteration
 from skippipe.jit import Ints, kernel
 from skippipe.planner.astar import INFINITE_NS
@@ -135,25 +134,22 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
 
 @kernel
 def _averaged(state: State, stage: int, done_ns: Ints, tables: Tables) -> int:
+    """When all nodes of a stage have the sum, in the fastest way."""
     members = state.size[stage]
     if members == 0:
         return 0
-    done, transmit, flight = (
-        np.empty(members, np.int64),
-        np.empty(members, np.int64),
-        np.empty(members, np.int64),
-    )
-    chunk = -(-tables.gradient_bytes[min(stage, 1), state.layers[stage]] // members)
+    if members == 1:
+        return int(done_ns[state.ring[stage, 0]])
+    done, transmit, flight = np.empty(members, np.int64), np.empty(members, np.int64), np.empty(members, np.int64)
+    gradient_bytes = tables.gradient_bytes[min(stage, 1), state.layers[stage]]
     for place in range(members):
         here = state.ring[stage, place]
         there = state.ring[stage, place + 1 if place + 1 < members else 0]
-        bandwidth = tables.bandwidth[here, there]
         done[place] = done_ns[here]
-        took = NEVER_NS
-        if bandwidth > 0:
-            took = min(NEVER_NS, int(np.rint(chunk / bandwidth * 1e9)))
-        transmit[place] = took
+        transmit[place] = link_ns(-(-gradient_bytes // members), tables.bandwidth[here, there])
         flight[place] = tables.flight_ns[here, there]
-    if members == 1:
-        return int(done[0])
-    return averaged_ns(done, transmit, flight)
+    averaged = ring_ns(done, transmit, flight)
+    if members > 2 and not tables.only_rings:
+        order = state.ring[stage, :members]
+        averaged = min(averaged, direct_ns(done, order, gradient_bytes, tables.bandwidth, tables.flight_ns))
+    return averaged

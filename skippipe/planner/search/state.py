@@ -14,12 +14,16 @@ from typing import NamedTuple
 import numpy as np
 
 from skippipe.cluster import Cluster
+from skippipe.collectives.schedule import Averaging
+from skippipe.collectives.topology import averaged_ns, direct_exchange
 from skippipe.constraints import MAX_SWAPS
 from skippipe.cost_model import NEVER_NS, CostModel, cost_model_of
 from skippipe.dispatch import Dispatch
+from skippipe.errors import UserError
 from skippipe.jit import Flags, Floats, Ints, kernel
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Problem
+from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
 
@@ -65,6 +69,8 @@ class Tables(NamedTuple):
     """[node, node]: messages get through both ways."""
     near: Flags
     """[node, other]: hardly any node has a faster link to the first one."""
+    only_rings: bool
+    """Stages average round rings; False: by direct exchange, too."""
     full: bool
     """Full timing: averaging, the optimizer step and queues on links count."""
     split: bool
@@ -103,6 +109,7 @@ def tables_of(
         bandwidth=np.ascontiguousarray(costs.bandwidth_bytes_per_s),
         linked=reachable & reachable.T,
         near=_near(costs.bandwidth_bytes_per_s),
+        only_rings=costs.collective.only_rings,
         full=full,
         split=split_backward,
         swapped=MAX_SWAPS - swaps,
@@ -235,8 +242,8 @@ def lanes_of(state: State) -> tuple[Lane, ...]:
 def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
     """Plans of a state; some may break a rule.
 
-    With all nodes and without those that no lane visits, which may still carry gradients around a ring; and with the
-    rings as they are and in the best order for nodes that are done at the same time.
+    With all nodes and without those that no lane visits, which may still carry gradients around a ring; each stage
+    averages in the way that is fastest for when its nodes are done.
     """
     used = set(state.paths[state.counts > 0].ravel().tolist())
     layers = tuple(state.layers.tolist())
@@ -245,19 +252,41 @@ def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
     at_work = [tuple(node for node in ring if node in used) for ring in all_rings]
     lanes = lanes_of(state)
     members = [at_work] if at_work == all_rings or problem.timing is Timing.CONTENTION_ONLY else [at_work, all_rings]
-    in_order = [[costs.averaging_order(stage, ring) for stage, ring in enumerate(rings)] for rings in members]
-    return [
-        Plan(
+    found = []
+    for rings in members:
+        averagings = [costs.averaging(stage, ring) for stage, ring in enumerate(rings)]
+        plan = Plan(
             cluster=problem.cluster,
             workload=problem.workload,
-            stages=tuple(Stage(count, tuple(sorted(ring)), ring) for count, ring in zip(layers, rings, strict=True)),
+            stages=tuple(map(Stage.of, layers, averagings)),
             lanes=lanes,
             dispatch=list(Dispatch)[state.dispatch[0]],
             split_backward=problem.split_backward,
             strategy=strategy,
         )
-        for rings in [*in_order, *members]
-    ]
+        found.append(_averaging_fastest(plan, rings) if problem.timing is Timing.FULL else plan)
+    return found
+
+
+def _averaging_fastest(plan: Plan, rings: Sequence[tuple[int, ...]]) -> Plan:
+    """The plan whose stages average in the way that is fastest for when their nodes are done; `rings` are orders to be
+    tried, too."""
+    costs = plan.costs
+    try:
+        done_ns = simulate(plan, Timing.FULL).done_ns(len(plan.cluster))
+    except UserError:  # lanes that lock up
+        return plan
+    stages = []
+    for index, (stage, ring) in enumerate(zip(plan.stages, rings, strict=True)):
+        ways = [stage.averaging, Averaging(ring)]
+        if not costs.collective.only_rings and len(ring) > 2:
+            ways.append(direct_exchange(costs, ring))
+
+        def averaged(way: Averaging, index: int = index) -> int:
+            return averaged_ns(costs, index, way, [done_ns[node] for node in way.order])
+
+        stages.append(Stage.of(stage.layers, min(ways, key=averaged)))
+    return replace(plan, stages=tuple(stages))
 
 
 @kernel

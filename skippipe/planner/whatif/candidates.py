@@ -14,6 +14,7 @@ from itertools import permutations
 
 from skippipe import constraints
 from skippipe.codecs import smaller_than
+from skippipe.collectives.schedule import Averaging
 from skippipe.critical_path import (
     Bottleneck,
     CauseGroup,
@@ -46,7 +47,7 @@ class EditKind(StrEnum):
     """Kinds of edits, from the smallest to the largest: of two that gain the same, the first is the better advice."""
 
     MICROBATCHES = "microbatches"
-    RING = "ring"
+    AVERAGING = "averaging"
     DISPATCH = "dispatch"
     SPLIT_BACKWARD = "split-backward"
     BANDWIDTH = "bandwidth"
@@ -95,7 +96,7 @@ class CandidateEdits:
     def keeping_paths(self) -> Iterator[Candidate]:
         for bottleneck in self.bottlenecks[:BOTTLENECKS]:
             yield from self._edits_for(bottleneck)
-        yield from self._other_rings()
+        yield from self._other_averagings()
         yield from self._other_orders()
         yield from self._moved_microbatches()
 
@@ -146,21 +147,21 @@ class CandidateEdits:
             return f"of all links of {self._name(node)} in use"
         return f"between {self._name(a)} and {self._name(b)}" if others else f"from {self._name(a)} to {self._name(b)}"
 
-    def _other_rings(self) -> Iterator[Candidate]:
+    def _other_averagings(self) -> Iterator[Candidate]:
         for bottleneck in self.bottlenecks:
             stage = bottleneck.stage
             if stage is None or len(self.plan.stages[stage].ring) < 3:
                 continue
             because = f"averaging: {self._share(bottleneck.ns)} of the time"
-            what = f"another averaging order on stage {stage}"
-            yield Candidate(EditKind.RING, what, because, partial(self._in_other_orders, stage))
+            what = f"another way to average on stage {stage}"
+            yield Candidate(EditKind.AVERAGING, what, because, partial(self._averaged_otherwise, stage))
 
-    def _in_other_orders(self, stage: int) -> list[Callable[[], Plan]]:
+    def _averaged_otherwise(self, stage: int) -> list[Callable[[], Plan]]:
         ring = self.plan.stages[stage].ring
-        orders = [self.plan.costs.averaging_order(stage, ring)]
+        ways = [self.plan.costs.averaging(stage, ring)]
         if len(ring) <= ORDERS_UP_TO:
-            orders = [(ring[0], *rest) for rest in permutations(ring[1:])]
-        return [partial(edits.other_ring, self.plan, stage, order) for order in orders]
+            ways += [Averaging((ring[0], *rest)) for rest in permutations(ring[1:])]
+        return [partial(edits.other_averaging, self.plan, stage, way) for way in ways]
 
     def _other_orders(self) -> Iterator[Candidate]:
         """Edits of dispatch, of when weight gradients are computed, and of what every message costs."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from skippipe.cluster import Cluster, Matrix, Node
+from skippipe.collectives.schedule import Averaging
 from skippipe.cost_model import cost_model_of
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible
@@ -74,10 +75,10 @@ def other_backward(plan: Plan) -> Plan:
     return replace(_on_cluster(plan, plan.cluster), split_backward=not plan.split_backward)
 
 
-def other_ring(plan: Plan, stage: int, ring: tuple[int, ...]) -> Plan:
-    """The stage averages in another order."""
+def other_averaging(plan: Plan, stage: int, averaging: Averaging) -> Plan:
+    """The stage averages in another way."""
     stages = list(plan.stages)
-    stages[stage] = replace(stages[stage], ring=ring)
+    stages[stage] = Stage.of(stages[stage].layers, averaging)
     return replace(_on_cluster(plan, plan.cluster), stages=tuple(stages))
 
 
@@ -139,9 +140,8 @@ def with_twin(plan: Plan, node: int) -> Plan:
     stage = plan.stage_of[node]
     members = (*plan.stages[stage].nodes, twin)
     costs = cost_model_of(cluster, plan.workload, plan.layers)
-    ring = costs.averaging_order(stage, members)
     stages = list(plan.stages)
-    stages[stage] = replace(stages[stage], nodes=members, ring=ring)
+    stages[stage] = Stage.of(stages[stage].layers, costs.averaging(stage, members))
     return replace(_on_cluster(plan, cluster), stages=tuple(stages))
 
 

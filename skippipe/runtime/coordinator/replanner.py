@@ -13,7 +13,7 @@ from math import isinf
 from typing import TYPE_CHECKING
 
 from skippipe.cluster import Cluster
-from skippipe.plan import Plan
+from skippipe.plan import Plan, Stage
 from skippipe.runtime.coordinator.cluster_estimator import ClusterEstimator
 from skippipe.runtime.coordinator.embedding_backup import EmbeddingBackup
 from skippipe.runtime.coordinator.interfaces import CoordinatorEnv, EventLogger
@@ -305,9 +305,10 @@ def _with_node(plan: Plan, node: int, stage: int) -> Plan:
     """The plan with a node on a stage: enough to build it. The node gets another plan before it takes a microbatch."""
     stages = []
     for index, each in enumerate(plan.stages):
-        ring = tuple(other for other in each.ring if other != node)
-        ring = (*ring, node) if index == stage else ring
-        stages.append(replace(each, nodes=ring, ring=ring))
+        left = each.averaging.without({node})
+        if index == stage:
+            left = replace(left, order=(*left.order, node))
+        stages.append(Stage.of(each.layers, left))
     return replace(plan, stages=tuple(stages), expected=None, lower_bound_ns=None)
 
 
