@@ -24,12 +24,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from skippipe.collectives.topology import transfer_times
+from skippipe.collectives.topology import merged, transfer_times
 from skippipe.constraints import circle
 from skippipe.dispatch import frees_slot, is_weights, place, steps
 from skippipe.plan import Plan
 from skippipe.simulator import simulate
 from skippipe.timeline import Task, Timeline, Timing
+
+Link = tuple[int, int]
 
 
 class CauseKind(StrEnum):
@@ -198,7 +200,11 @@ class _Walk:
         if self.timeline.timing is Timing.CONTENTION_ONLY:
             self._spend(sender.end_ns, sending)
             return sender
-        message = self.messages[sender]
+        return self._back_over_queue(self.messages[sender], link)
+
+    def _back_over_queue(self, message: _LinkMessage, link: Link) -> Task:
+        """Go back over the transmission of a message and those that it waited for, to the task that sent the first."""
+        sending = Cause(CauseKind.BANDWIDTH, *link)
         self._spend(message.sent_from_ns, sending)
         while message.sent_from_ns > message.task.end_ns:
             self._wait(Cause(CauseKind.QUEUE, *link), message.task.end_ns)
@@ -216,48 +222,56 @@ class _Walk:
         slowest = max(self.timeline.nodes, key=lambda use: use.optimizer_ns)
         ends = [end for _, end in self.timeline.averaging_ns]
         self._spend(max(ends), Cause(CauseKind.OPTIMIZER, slowest.node))
-        stage = ends.index(max(ends))
-        node = self._back_over_averaging(stage)
-        return self.on_node[node][-1] if self.on_node[node] else None
+        return self._back_over_averaging(ends.index(max(ends)))
 
-    def _back_over_averaging(self, stage: int) -> int:
-        """Go back to the node whose last task the averaging of this stage waited for; docs/formats.md has the
-        formulas."""
-        averaging = self.plan.stages[stage].averaging
-        order, transfers = averaging.order, averaging.schedule.transfers
-        done = [self.on_node[node][-1].end_ns if self.on_node[node] else 0 for node in order]
-        record = np.zeros((len(transfers), 4), np.int64)
-        averaging.schedule.run(np.array(done, np.int64), *transfer_times(self.plan.costs, stage, averaging), record)
+    def _back_over_averaging(self, stage: int) -> Task | None:
+        """Go back to the task that the averaging of this stage waited for; docs/formats.md has the rule. None: a node
+        without tasks."""
+        averagings = [each.averaging for each in self.plan.stages]
+        schedule = merged(tuple(averagings))
+        done = self.timeline.done_ns(len(self.plan.cluster))
+        free_ns = np.zeros(self.plan.costs.flight_ns.shape, np.int64)
+        last_hop: dict[Link, _LinkMessage] = {}
+        for task, message in self.messages.items():  # on each node in the order of their start
+            link = task.node, self.task[task.lane, task.microbatch, task.step + 1].node
+            last_hop[link] = message
+            free_ns[link] = message.sent_from_ns + self.plan.costs.transmit_ns[link]
+        record = np.zeros((len(schedule.stages), 4), np.int64)
+        times = transfer_times(self.plan.costs, averagings, range(len(averagings)))
+        schedule.run(np.array(done, np.int64), *times, free_ns, record)
         ready, start, sent, arrived = (column.tolist() for column in record.T)
+        links = list(zip(schedule.senders.tolist(), schedule.receivers.tolist(), strict=True))
+        needs: list[list[int]] = [[] for _ in links]
+        for number in range(len(links)):
+            for following in schedule.after[schedule.first_after[number] : schedule.first_after[number + 1]].tolist():
+                needs[following].append(number)
 
-        def cause_of(moment_ns: int, numbers: Iterable[int]) -> int | None:
-            """The transfer that arrived at this moment; None: the node was done then."""
+        def last_of(moment_ns: int, numbers: Iterable[int]) -> int | None:
+            """The transfer that arrived at this moment; None: a node was done then."""
             return next((number for number in numbers if arrived[number] == moment_ns), None)
 
-        number = cause_of(self.now_ns, range(len(transfers)))
-        if number is None:
-            return order[done.index(self.now_ns)]
+        found = last_of(self.now_ns, np.flatnonzero(schedule.stages == stage).tolist())
+        if found is None:
+            return self._last_on(next(node for node in averagings[stage].order if done[node] == self.now_ns))
         while True:
-            each = transfers[number]
-            link = order[each.sender], order[each.receiver]
-            self._spend(sent[number], Cause(CauseKind.AVERAGING_LATENCY, *link, stage))
-            while True:
-                self._spend(start[number], Cause(CauseKind.AVERAGING_BANDWIDTH, *link, stage))
-                if start[number] == ready[number]:
-                    break
-                number = next(  # the one that the link sent before
-                    other
-                    for other, before in enumerate(transfers)
-                    if (before.sender, before.receiver) == each[3:] and sent[other] == start[number]
-                )
-            needed = averaging.schedule.needed_for(number)
-            following = cause_of(ready[number], needed)
+            link = links[found]
+            of_stage = int(schedule.stages[found])
+            self._spend(sent[found], Cause(CauseKind.AVERAGING_LATENCY, *link, of_stage))
+            self._spend(start[found], Cause(CauseKind.AVERAGING_BANDWIDTH, *link, of_stage))
+            while start[found] > ready[found]:
+                before = [other for other, each in enumerate(links) if each == link and sent[other] == start[found]]
+                if not before:  # it waited for messages of hops
+                    return self._back_over_queue(last_hop[link], link)
+                found = before[0]
+                self._spend(start[found], Cause(CauseKind.AVERAGING_BANDWIDTH, *link, int(schedule.stages[found])))
+            following = last_of(ready[found], needs[found])
             if following is None:
-                return order[each.sender]
-            number = following
+                return self._last_on(link[0])
+            found = following
 
+    def _last_on(self, node: int) -> Task | None:
+        return self.on_node[node][-1] if self.on_node[node] else None
 
-Link = tuple[int, int]
 
 ONE_WAY = 0.7  # of what both directions cost: then it is this direction
 CLEARLY = 1.5  # times as much
@@ -428,10 +442,9 @@ def busiest_link(plan: Plan, timeline: Timeline) -> tuple[Link, int]:
             for link in ((a, b), (b, a)):
                 sends[link] += lane.microbatches * int(plan.costs.transmit_ns[link])
     if timeline.timing is Timing.FULL:
-        for stage, each in enumerate(plan.stages):
-            order = each.ring
-            for transfer, took_ns in zip(
-                each.averaging.schedule.transfers, transfer_times(plan.costs, stage, each.averaging)[0], strict=True
-            ):
-                sends[order[transfer.sender], order[transfer.receiver]] += int(took_ns)
+        averagings = [stage.averaging for stage in plan.stages]
+        schedule = merged(tuple(averagings))
+        took_ns, _ = transfer_times(plan.costs, averagings, range(len(averagings)))
+        for sender, receiver, taken_ns in zip(schedule.senders, schedule.receivers, took_ns.tolist(), strict=True):
+            sends[int(sender), int(receiver)] += taken_ns
     return max(sorted(sends.items()), key=lambda entry: entry[1])

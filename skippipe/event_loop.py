@@ -39,6 +39,7 @@ def run_iteration(
     split: bool,  # weight gradients are tasks of their own
     slack_ns: Ints,  # in, out: [lane] by how much it may still wait, or the run ends at once; empty: for ever
     done_ns: Ints,  # out: [node] end of its last task
+    link_free_ns: Ints,  # out: [from, to] end of its last transmission, if queued
     record: Ints,  # out: [task, (ready, start, end)]; no rows: do not record
 ) -> tuple[int, int]:
     """The end of the last task, and how many microbatches did not come back; if any, a deadlock or a lane too late."""
@@ -58,7 +59,6 @@ def run_iteration(
     held = np.zeros(nodes, np.int64)
     will_wake = np.zeros(nodes, np.bool_)
     undone = np.zeros(nodes, np.int64)  # weight gradients of the microbatches whose backward has been there
-    link_free_ns = np.zeros((nodes, nodes) if queued else (1, 1), np.int64)
 
     times = np.empty(lanes + nodes, np.int64)  # a heap of events: (time, code)
     codes = np.empty(lanes + nodes, np.int64)  # a lane whose next task is ready, or −1 − a node that comes free
@@ -76,6 +76,8 @@ def run_iteration(
     newest = np.empty(nodes, np.int64)
     after = np.empty(tasks if split and recording else 0, np.int64)  # the next in that list
     done_ns[:] = 0
+    if queued:
+        link_free_ns[:] = 0
     last_ns = 0
 
     while size > 0:

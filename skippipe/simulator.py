@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 
 from skippipe.collectives.schedule import Averaging
-from skippipe.collectives.topology import transfer_times
+from skippipe.collectives.topology import merged, transfer_times
 from skippipe.constraints import circle
 from skippipe.cost_model import CostModel
 from skippipe.dispatch import Dispatch, all_steps, is_weights, place
@@ -62,8 +62,8 @@ class PlacementCosts:
     order: int
     split_backward: bool
     timing: Timing
-    averaging_spans: Callable[[Ints], Spans]
-    """From when each node is done to when each stage averages."""
+    averaging_spans: Callable[[Ints, Ints], Spans]
+    """From when each node is done, and each link free, to when each stage averages."""
     averaging_ns: tuple[int, ...]
     """How long each stage averages if its nodes are done at the same time; 0 if not counted."""
     step_ns: int
@@ -117,6 +117,7 @@ class PlacementCosts:
     ) -> IterationTimes:
         """Simulate one iteration; `record` takes the (ready, start, end) of every task, lane by lane."""
         done_ns = np.zeros(len(self.forward_ns), np.int64)
+        link_free_ns = np.zeros(self.flight_ns.shape, np.int64)
         last_ns, left = run_iteration(
             paths,
             lengths,
@@ -133,6 +134,7 @@ class PlacementCosts:
             self.split_backward,
             NO_SLACK,
             done_ns,
+            link_free_ns,
             NO_RECORD if record is None else record,
         )
         if left:
@@ -143,21 +145,20 @@ class PlacementCosts:
             )
         if self.timing is Timing.CONTENTION_ONLY:
             return IterationTimes(int(last_ns), int(last_ns), ())
-        averaging = self.averaging_spans(done_ns)
+        averaging = self.averaging_spans(done_ns, link_free_ns)
         return IterationTimes(max(end for _, end in averaging) + self.step_ns, int(last_ns), averaging)
 
 
-def _averaging_spans(costs: CostModel, averagings: Sequence[Averaging]) -> Callable[[Ints], Spans]:
-    """A function from when each node is done to when each stage averages: from its last node to its sum."""
-    times = [transfer_times(costs, stage, averaging) for stage, averaging in enumerate(averagings)]
+def _averaging_spans(costs: CostModel, averagings: Sequence[Averaging]) -> Callable[[Ints, Ints], Spans]:
+    """A function from when each node is done, and each link free, to when each stage averages: from its last node to
+    its sum."""
+    times = transfer_times(costs, averagings, range(len(averagings)))
+    schedule = merged(tuple(averagings))
 
-    def spans(done_ns: Ints) -> Spans:
-        found = []
-        for averaging, (transmit_ns, flight_ns) in zip(averagings, times, strict=True):
-            done = done_ns[list(averaging.order)]
-            ends = (int(done.max()), averaging.schedule.run(done, transmit_ns, flight_ns)) if len(done) else (0, 0)
-            found.append(ends)
-        return tuple(found)
+    def spans(done_ns: Ints, link_free_ns: Ints) -> Spans:
+        ends_ns = schedule.run(done_ns, *times, link_free_ns).tolist()
+        last_ns = [max((int(done_ns[node]) for node in each.order), default=0) for each in averagings]
+        return tuple((last, max(last, end)) for last, end in zip(last_ns, ends_ns, strict=True))
 
     return spans
 

@@ -4,8 +4,8 @@ The gradient is cut into pieces. Each piece is summed along a tree: a node adds 
 own and passes the result on, until the root has the sum. From there the sum is copied back along a tree. So each piece
 is summed at one place and copied, and all replicas end up with the same bits. Every way to average that messages can
 carry is such a schedule: a ring has as many pieces as nodes, and each tree is a chain round the ring; in a direct
-exchange every node is the root of a piece and all others send straight to it; two levels and a single tree have roots
-and trees of their own.
+exchange every node is the root of pieces and all others send straight to it. On its way from one node of the tree to
+the next a message may be forwarded, unopened, by a third node, which need not hold the stage: a relay.
 
 A transfer begins when its sender has done its last task and has all that it waits for, and when the link has sent what
 was ready before; no node waits for the whole stage. docs/formats.md has the rule.
@@ -37,6 +37,8 @@ class Piece:
     """Its part of the gradient, of the sum of all pieces' shares."""
     via: tuple[Link, ...] = ()
     """(node, next): nodes that send to another one on the way to the root; all others send straight to the root."""
+    relays: tuple[Link, ...] = ()
+    """(node, relay): nodes whose messages to the next one, and back, are forwarded by a third node."""
 
     def parent_of(self, node: int) -> int:
         """The node to which this one sends its contribution; of the root, itself."""
@@ -44,7 +46,7 @@ class Piece:
 
 
 class Transfer(NamedTuple):
-    """One message of a schedule. Places are positions in the order of the stage's nodes."""
+    """One message of a schedule over one link. Places are positions among the nodes that take part."""
 
     total: bool
     """It carries the sum on its way back from the root; False: a contribution on its way there."""
@@ -53,6 +55,8 @@ class Transfer(NamedTuple):
     piece: int
     sender: int
     receiver: int
+    node: int
+    """The place of the tree's node whose contribution it is, or for whom the total is: not that of a relay."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Averaging:
     """How the nodes of one stage average: round a ring, or piece by piece along trees."""
 
     order: tuple[int, ...]
-    """The nodes; their order is that of the ring, and of the places in a schedule."""
+    """The nodes that hold the stage; their order is that of the ring, and of the places in a schedule."""
     pieces: tuple[Piece, ...] = ()
     """Pieces with trees of their own; none: a ring."""
 
@@ -69,21 +73,25 @@ class Averaging:
         """What it is, in a word for people."""
         if not self.pieces or len(self.order) < 2:
             return "ring"
+        if any(piece.relays for piece in self.pieces):
+            return "direct exchange with relays"
         if any(piece.via for piece in self.pieces):
             return "trees"
-        return "direct exchange" if len(self.pieces) > 1 else "star"
+        return "direct exchange"
 
     def fault(self) -> str | None:
         """What is wrong with the pieces, for people; None: nothing."""
         for number, piece in enumerate(self.pieces):
             if piece.share < 1:
                 return f"piece {number} has a share of {piece.share}; it must be 1 or more"
-            nodes = [piece.root, *(node for link in piece.via for node in link)]
-            if not set(nodes) <= set(self.order):
+            via, relays = dict(piece.via), dict(piece.relays)
+            if not {piece.root, *relays, *via, *via.values()} <= set(self.order):
                 return f"piece {number} names a node that does not hold the stage"
-            if len(dict(piece.via)) < len(piece.via) or piece.root in dict(piece.via):
+            if len(via) < len(piece.via) or len(relays) < len(piece.relays) or piece.root in (*via, *relays):
                 return f"piece {number} has two ways for one node, or one for its root"
-            for node in dict(piece.via):
+            if any(relay in (node, piece.parent_of(node)) for node, relay in piece.relays):
+                return f"piece {number} has a relay that is the sender or the receiver"
+            for node in via:
                 for _ in self.order:
                     node = piece.parent_of(node)
                 if node != piece.root:
@@ -95,29 +103,32 @@ class Averaging:
         a lost node goes to the next one on its way."""
         lost = set(gone)
         left = tuple(node for node in self.order if node not in lost)
+        if lost.isdisjoint(self.nodes):
+            return self
 
-        def next_left(piece: Piece, node: int) -> int:
-            node = piece.parent_of(node)
-            while node in lost:
-                node = piece.parent_of(node)
-            return node
+        def without_lost(piece: Piece) -> Piece:
+            via, relays = [], []
+            for node in left:
+                parent = piece.parent_of(node)
+                while parent in lost:
+                    parent = piece.parent_of(parent)
+                if parent not in (node, piece.root):
+                    via.append((node, parent))
+                relay = dict(piece.relays).get(node)
+                if relay is not None and relay not in lost and relay != parent:
+                    relays.append((node, relay))
+            return Piece(piece.root, piece.share, tuple(via), tuple(relays))
 
-        pieces = tuple(
-            Piece(
-                piece.root,
-                piece.share,
-                tuple(
-                    (node, parent)
-                    for node, _ in piece.via
-                    if node not in lost and (parent := next_left(piece, node)) != piece.root
-                ),
-            )
-            for piece in self.pieces
-            if piece.root not in lost
-        )
-        if self.pieces and not pieces and left:
+        pieces = tuple(without_lost(piece) for piece in self.pieces if piece.root not in lost)
+        if self.pieces and not pieces:
             pieces = tuple(Piece(node, 1) for node in left)
         return Averaging(left, pieces)
+
+    @cached_property
+    def nodes(self) -> tuple[int, ...]:
+        """All nodes that take part, by place: those that hold the stage, then the relays that do not."""
+        relays = {relay for piece in self.pieces for _, relay in piece.relays}
+        return self.order + tuple(sorted(relays - set(self.order)))
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -126,23 +137,24 @@ class Averaging:
             places = range(size)
             up = [[(at + 1) % size if at != (piece - 1) % size else at for at in places] for piece in places]
             down = [[(at - 1) % size if at != (piece - 1) % size else at for at in places] for piece in places]
-            return Schedule.of([1] * size, up, down)
-        place = {node: at for at, node in enumerate(self.order)}
+            return Schedule.of([1] * size, up, down, [{}] * size)
+        place = {node: at for at, node in enumerate(self.nodes)}
         trees = [[place[piece.parent_of(node)] for node in self.order] for piece in self.pieces]
-        return Schedule.of([piece.share for piece in self.pieces], trees, trees)
+        relays = [{place[node]: place[relay] for node, relay in piece.relays} for piece in self.pieces]
+        return Schedule.of([piece.share for piece in self.pieces], trees, trees, relays)
 
     def link_bytes(self, gradient_bytes: int) -> Counter[Link]:
         """(sender, receiver) → bytes of an iteration, of a gradient of so many."""
         sizes = self.schedule.piece_bytes(gradient_bytes)
         found: Counter[Link] = Counter()
         for each in self.schedule.transfers:
-            found[self.order[each.sender], self.order[each.receiver]] += sizes[each.piece]
+            found[self.nodes[each.sender], self.nodes[each.receiver]] += sizes[each.piece]
         return found
 
     @property
     def links(self) -> set[Link]:
         """(sender, receiver) of all messages."""
-        return {(self.order[each.sender], self.order[each.receiver]) for each in self.schedule.transfers}
+        return {(self.nodes[each.sender], self.nodes[each.receiver]) for each in self.schedule.transfers}
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,56 +162,46 @@ class Schedule:
     """All transfers of an averaging, by place. Their numbers are their ranks: of two that are ready for the same link
     at the same time, the one with the smaller number goes first."""
 
-    size: int
     shares: tuple[int, ...]
     transfers: tuple[Transfer, ...]
-    contributions: Ints
-    """[piece, place]: contributions that the place waits for."""
-    up: Ints
-    """[piece, place]: the number of the transfer of its contribution; −1 at the root."""
-    first_down: Ints
-    """[piece, place]: the number of the first transfer by which it passes on the total; −1: none."""
-    next_down: Ints
-    """[transfer]: the next one of the same piece and sender; −1: none."""
+    needs: tuple[tuple[int, ...], ...]
+    """[transfer]: the numbers of those that bring to its sender what it passes on."""
 
     @classmethod
-    def of(cls, shares: Sequence[int], up: Sequence[Sequence[int]], down: Sequence[Sequence[int]]) -> Schedule:
-        """`up` and `down` are by [piece][place]: where a contribution goes to, where the total comes from. The root is
-        its own."""
-        pieces, size = len(shares), len(up[0]) if up else 0
+    def of(
+        cls,
+        shares: Sequence[int],
+        up: Sequence[Sequence[int]],
+        down: Sequence[Sequence[int]],
+        relays: Sequence[dict[int, int]],
+    ) -> Schedule:
+        """`up` and `down` are by [piece][place]: where a contribution goes to, where the total comes from; the root is
+        its own. `relays` are by piece: place → the place that forwards, up and down."""
         found = []
-        for piece in range(pieces):
-            heights = [0] * size
-            for at in range(size):
+        for piece, (to, since, by) in enumerate(zip(up, down, relays, strict=True)):
+            heights, places = [0] * len(to), range(len(to))
+            for at in places:
                 height, here = 0, at
-                while up[piece][here] != here:
-                    height, here = height + 1, up[piece][here]
+                while to[here] != here:
+                    height, here = height + 1 + (here in by), to[here]
                     heights[here] = max(heights[here], height)
-            for at in range(size):
-                if up[piece][at] != at:
-                    found.append(Transfer(False, heights[at], piece, at, up[piece][at]))
-                    depth, here = 0, down[piece][at]
-                    while down[piece][here] != here:
-                        depth, here = depth + 1, down[piece][here]
-                    found.append(Transfer(True, depth, piece, down[piece][at], at))
+            for at in places:
+                if to[at] == at:
+                    continue
+                depth, here = 0, since[at]
+                while since[here] != here:
+                    depth, here = depth + 1 + (here in by), since[here]
+                here, there = since[at], to[at]
+                if at in by:
+                    found.append(Transfer(False, heights[at], piece, at, by[at], at))
+                    found.append(Transfer(False, heights[at] + 1, piece, by[at], there, at))
+                    found.append(Transfer(True, depth, piece, here, by[at], at))
+                    found.append(Transfer(True, depth + 1, piece, by[at], at, at))
+                else:
+                    found.append(Transfer(False, heights[at], piece, at, there, at))
+                    found.append(Transfer(True, depth, piece, here, at, at))
         transfers = tuple(sorted(found))
-        contributions, ups, first = (np.full((pieces, size), start, np.int64) for start in (0, -1, -1))
-        following = np.full(len(transfers), -1, np.int64)
-        for number in range(len(transfers) - 1, -1, -1):
-            each = transfers[number]
-            if each.total:
-                following[number] = first[each.piece, each.sender]
-                first[each.piece, each.sender] = number
-            else:
-                contributions[each.piece, each.receiver] += 1
-                ups[each.piece, each.sender] = number
-        return cls(size, tuple(shares), transfers, contributions, ups, first, following)
-
-    @cached_property
-    def columns(self) -> tuple[Ints, Ints, Ints]:
-        """[transfer]: piece, sender, receiver."""
-        rows = np.array([each[2:] for each in self.transfers], np.int64).reshape(-1, 3)
-        return rows[:, 0].copy(), rows[:, 1].copy(), rows[:, 2].copy()
+        return cls(tuple(shares), transfers, tuple(_needs(transfers, up, relays)))
 
     def piece_bytes(self, gradient_bytes: int) -> tuple[int, ...]:
         """[piece]: bytes of one message, of a gradient of so many."""
@@ -214,79 +216,132 @@ class Schedule:
             found.append(values * so_far // total)
         return found
 
-    def incoming(self, place: int) -> list[int]:
-        """Numbers of the transfers that end at a place."""
-        return [number for number, each in enumerate(self.transfers) if each.receiver == place]
 
-    def needed_for(self, number: int) -> list[int]:
-        """Numbers of the transfers that bring to its sender what this one passes on."""
-        each = self.transfers[number]
-        at_root = self.up[each.piece, each.sender] < 0
-        total = each.total and not at_root
-        return [
-            other
-            for other, before in enumerate(self.transfers)
-            if (before.total, before.piece, before.receiver) == (total, each.piece, each.sender)
-        ]
+def _needs(
+    transfers: Sequence[Transfer], up: Sequence[Sequence[int]], relays: Sequence[dict[int, int]]
+) -> Iterable[tuple[int, ...]]:
+    contributions: dict[tuple[int, int], list[int]] = {}  # (piece, place) → those that end there
+    forwarded: dict[tuple[bool, int, int], int] = {}  # (total, piece, node) → that to its relay
+    totals: dict[tuple[int, int], int] = {}  # (piece, place) → that which ends there
+    for number, (total, _, piece, sender, receiver, node) in enumerate(transfers):
+        if receiver == relays[piece].get(node) and sender != receiver:
+            forwarded[total, piece, node] = number
+        elif total:
+            totals[piece, receiver] = number
+        else:
+            contributions.setdefault((piece, receiver), []).append(number)
+    for total, _, piece, sender, _, node in transfers:
+        if sender == relays[piece].get(node):
+            yield (forwarded[total, piece, node],)
+        elif total and up[piece][sender] != sender:
+            yield (totals[piece, sender],)
+        else:
+            yield tuple(contributions.get((piece, sender), ()))
 
-    def run(self, done_ns: Ints, transmit_ns: Ints, flight_ns: Ints, record: Ints = NO_RECORD) -> int:
-        """See `run_schedule`; times of links are by transfer."""
-        arrays = self.contributions, self.up, self.first_down, self.next_down
-        return int(run_schedule(done_ns, *self.columns, *arrays, transmit_ns, flight_ns, record))
+
+@dataclass(frozen=True, eq=False)
+class MergedSchedule:
+    """The schedules of all stages as arrays for `run_schedule`: their transfers share links, and ranks are over all."""
+
+    number: int
+    """Of the stages."""
+    stages: Ints
+    """[transfer], as are the next four: its stage."""
+    numbers: Ints
+    """Its number in the stage's schedule."""
+    senders: Ints
+    """The node that sends, as in the plan, like the next."""
+    receivers: Ints
+    missing: Ints
+    """How many transfers it waits for."""
+    first_after: Ints
+    """The place in `after` at which those begin that wait for it; one more entry than transfers."""
+    after: Ints
+    """Transfers that wait for one."""
+
+    @classmethod
+    def of(cls, averagings: Sequence[Averaging]) -> MergedSchedule:
+        ranked = sorted(
+            (each.total, each.level, stage, number)
+            for stage, averaging in enumerate(averagings)
+            for number, each in enumerate(averaging.schedule.transfers)
+        )
+        rank = {(stage, number): at for at, (_, _, stage, number) in enumerate(ranked)}
+        waiting: list[list[int]] = [[] for _ in ranked]
+        rows = []
+        for at, (_, _, stage, number) in enumerate(ranked):
+            averaging = averagings[stage]
+            each, needs = averaging.schedule.transfers[number], averaging.schedule.needs[number]
+            for other in needs:
+                waiting[rank[stage, other]].append(at)
+            rows.append((stage, number, averaging.nodes[each.sender], averaging.nodes[each.receiver], len(needs)))
+        columns = np.array(rows, np.int64).reshape(-1, 5).T.copy()
+        ends = np.cumsum([0, *map(len, waiting)], dtype=np.int64)
+        return cls(len(averagings), *columns, ends, np.array([at for each in waiting for at in each], np.int64))
+
+    def run(
+        self, done_ns: Ints, transmit_ns: Ints, flight_ns: Ints, link_free_ns: Ints, record: Ints = NO_RECORD
+    ) -> Ints:
+        """[stage]: when its last transfer has arrived; 0 if it has none. See `run_schedule`."""
+        ends_ns = np.zeros(self.number, np.int64)
+        run_schedule(
+            done_ns,
+            self.stages,
+            self.senders,
+            self.receivers,
+            self.missing,
+            self.first_after,
+            self.after,
+            transmit_ns,
+            flight_ns,
+            link_free_ns,
+            ends_ns,
+            record,
+        )
+        return ends_ns
 
 
 @kernel
 def run_schedule(
-    done_ns: Ints,  # [place]: end of its last task
-    pieces: Ints,  # [transfer], as are the next two
+    done_ns: Ints,  # [node]: end of its last task
+    stages: Ints,  # as in `MergedSchedule`, like the next five
     senders: Ints,
     receivers: Ints,
-    contributions: Ints,  # as in `Schedule`, like the next three
-    up: Ints,
-    first_down: Ints,
-    next_down: Ints,
+    missing: Ints,
+    first_after: Ints,
+    after: Ints,
     transmit_ns: Ints,  # [transfer], as is the next
     flight_ns: Ints,
+    link_free_ns: Ints,  # in, out: [from, to]: when the link has sent what was sent before
+    ends_ns: Ints,  # in, out: [stage]: when its last transfer has arrived
     record: Ints,  # out: [transfer, (ready, start, sent, arrived)]; no rows: do not record
-) -> int:
-    """When all nodes have the sum."""
-    size, transfers = len(done_ns), len(pieces)
+) -> None:
+    """Let all transfers happen, in the order in which they are ready."""
+    transfers = len(senders)
     recording = len(record) > 0
-    missing = contributions.copy()
-    has_ns = np.empty(contributions.shape, np.int64)
-    link_free_ns = np.zeros((size, size), np.int64)
+    waits = missing.copy()
+    ready_ns = np.empty(transfers, np.int64)
     times, numbers = np.empty(transfers, np.int64), np.empty(transfers, np.int64)
-    waiting = 0
-    last_ns = done_ns.max()
-    for piece in range(len(contributions)):
-        for place in range(size):
-            has_ns[piece, place] = done_ns[place]
-            if missing[piece, place] == 0 and up[piece, place] >= 0:
-                waiting = push(times, numbers, waiting, done_ns[place], up[piece, place])
-    while waiting > 0:
-        ready_ns, number = times[0], numbers[0]
-        waiting = drop_first(times, numbers, waiting)
-        piece, sender, receiver = pieces[number], senders[number], receivers[number]
-        start_ns = max(ready_ns, link_free_ns[sender, receiver])
+    queued = 0
+    for number in range(transfers):
+        ready_ns[number] = done_ns[senders[number]]
+        if waits[number] == 0:
+            queued = push(times, numbers, queued, ready_ns[number], number)
+    while queued > 0:
+        now_ns, number = times[0], numbers[0]
+        queued = drop_first(times, numbers, queued)
+        sender, receiver = senders[number], receivers[number]
+        start_ns = max(now_ns, link_free_ns[sender, receiver])
         sent_ns = start_ns + transmit_ns[number]
         link_free_ns[sender, receiver] = sent_ns
         arrived_ns = sent_ns + flight_ns[number]
+        ends_ns[stages[number]] = max(ends_ns[stages[number]], arrived_ns)
         if recording:
-            record[number, 0], record[number, 1] = ready_ns, start_ns
+            record[number, 0], record[number, 1] = now_ns, start_ns
             record[number, 2], record[number, 3] = sent_ns, arrived_ns
-        last_ns = max(last_ns, arrived_ns)
-        following = -1
-        if number == up[piece, sender]:
-            has_ns[piece, receiver] = max(has_ns[piece, receiver], arrived_ns)
-            missing[piece, receiver] -= 1
-            if missing[piece, receiver] > 0:
-                continue
-            if up[piece, receiver] >= 0:
-                waiting = push(times, numbers, waiting, has_ns[piece, receiver], up[piece, receiver])
-                continue
-            arrived_ns = has_ns[piece, receiver]
-        following = first_down[piece, receiver]
-        while following >= 0:
-            waiting = push(times, numbers, waiting, arrived_ns, following)
-            following = next_down[following]
-    return int(last_ns)
+        for at in range(first_after[number], first_after[number + 1]):
+            following = after[at]
+            ready_ns[following] = max(ready_ns[following], arrived_ns)
+            waits[following] -= 1
+            if waits[following] == 0:
+                queued = push(times, numbers, queued, ready_ns[following], following)

@@ -7,19 +7,21 @@ second how long a stage averages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import permutations
 from typing import Protocol
 
 import numpy as np
 
-from skippipe.collectives.schedule import Averaging, Piece, run_schedule
+from skippipe.collectives.schedule import Averaging, MergedSchedule, Piece
 from skippipe.jit import Floats, Ints, kernel
 
 NEVER_NS = 10**15  # what a transfer takes over no link, and the most that any can; as in `cost_model`
-SHARES = 2**16  # what the shares of a direct exchange add up to, about
+PIECE_BYTES = 2**24  # of an exchange, about: smaller pieces are forwarded sooner, and are more messages
+MOST_PIECES = 96
+SHARES = 2**16  # what shares add up to in an estimate, about
 LEAST_SHARE = 0.02  # of the largest: a node with less is no root, and only sends
-DETOUR = 3.0  # times the bandwidth: from here on two links by way of a third node are better than a direct one
+PAIR = 1.3  # two nodes alone do not use all ways at once: by so much their rate is less
 EXACT_UP_TO = 8  # nodes: 7! rings are tried one by one
 TURNS = 1_000  # tried on a larger ring
 
@@ -35,14 +37,26 @@ class LinkCosts(Protocol):
     def bandwidth_bytes_per_s(self) -> Floats: ...
 
 
-def transfer_times(costs: LinkCosts, stage: int, averaging: Averaging) -> tuple[Ints, Ints]:
-    """[transfer]: transmit and flight time, by the numbers of the schedule."""
-    schedule = averaging.schedule
-    pieces, senders, receivers = schedule.columns
-    nodes = np.array(averaging.order, np.int64)
-    here, there = nodes[senders], nodes[receivers]
-    sizes = np.array(schedule.piece_bytes(costs.gradient_bytes[stage]), np.int64)
-    return transmit_ns(sizes[pieces], costs.bandwidth_bytes_per_s[here, there]), costs.flight_ns[here, there]
+@lru_cache(maxsize=64)
+def merged(averagings: tuple[Averaging, ...]) -> MergedSchedule:
+    return MergedSchedule.of(averagings)
+
+
+def transfer_times(costs: LinkCosts, averagings: Sequence[Averaging], stages: Sequence[int]) -> tuple[Ints, Ints]:
+    """[transfer]: transmit and flight time, by the ranks of the merged schedule; `stages` are those of the averagings,
+    which may be some only."""
+    schedule = merged(tuple(averagings))
+    pieces = [np.array([each.piece for each in averaging.schedule.transfers], np.int64) for averaging in averagings]
+    sizes = [
+        np.array(averaging.schedule.piece_bytes(costs.gradient_bytes[stage]), np.int64)
+        for stage, averaging in zip(stages, averagings, strict=True)
+    ]
+    size_bytes = np.zeros(len(schedule.stages), np.int64)
+    for index, (of_transfer, of_piece) in enumerate(zip(pieces, sizes, strict=True)):
+        own = schedule.stages == index
+        size_bytes[own] = of_piece[of_transfer[schedule.numbers[own]]]
+    links = schedule.senders, schedule.receivers
+    return transmit_ns(size_bytes, costs.bandwidth_bytes_per_s[links]), costs.flight_ns[links]
 
 
 def transmit_ns(size_bytes: Ints, bandwidth: Floats) -> Ints:
@@ -52,23 +66,25 @@ def transmit_ns(size_bytes: Ints, bandwidth: Floats) -> Ints:
     return taken.clip(1, NEVER_NS).astype(np.int64)
 
 
-def averaged_ns(costs: LinkCosts, stage: int, averaging: Averaging, done_ns: Sequence[int]) -> int:
-    """When all nodes of a stage have the sum; `done_ns`, by place, is when they have ended their last task."""
+def averaged_ns(costs: LinkCosts, stage: int, averaging: Averaging, done_ns: Ints) -> int:
+    """When all nodes of one stage have the sum, were it alone; `done_ns`, by node, is when they end their last task."""
     if not averaging.order:
         return 0
-    return averaging.schedule.run(np.array(done_ns, np.int64), *transfer_times(costs, stage, averaging))
+    idle = np.zeros(costs.flight_ns.shape, np.int64)
+    ends_ns = merged((averaging,)).run(done_ns, *transfer_times(costs, (averaging,), (stage,)), idle)
+    return max(int(ends_ns[0]), int(done_ns[list(averaging.order)].max()))
 
 
 def takes_ns(costs: LinkCosts, stage: int, averaging: Averaging) -> int:
     """The whole averaging of a stage whose nodes are done at the same time."""
-    return averaged_ns(costs, stage, averaging, [0] * len(averaging.order))
+    return averaged_ns(costs, stage, averaging, np.zeros(len(costs.flight_ns), np.int64))
 
 
 def after_ns(costs: LinkCosts, stage: int, averaging: Averaging, last: int) -> int:
     """How long averaging goes on after this node is done, at least: the others were done long before."""
-    long_before_ns = -takes_ns(costs, stage, averaging)
-    done = [0 if node == last else long_before_ns for node in averaging.order]
-    return averaged_ns(costs, stage, averaging, done)
+    done_ns = np.full(len(costs.flight_ns), -takes_ns(costs, stage, averaging), np.int64)
+    done_ns[last] = 0
+    return averaged_ns(costs, stage, averaging, done_ns)
 
 
 def fastest(costs: LinkCosts, stage: int, nodes: Sequence[int], *, only_rings: bool = False) -> Averaging:
@@ -76,120 +92,182 @@ def fastest(costs: LinkCosts, stage: int, nodes: Sequence[int], *, only_rings: b
     ring = Averaging(ring_order(costs, stage, nodes))
     if only_rings or len(ring.order) < 3:
         return ring
-    return min((ring, direct_exchange(costs, ring.order)), key=lambda each: takes_ns(costs, stage, each))
+    idle = np.zeros(costs.flight_ns.shape, np.int64)
+    direct = exchange(costs, stage, ring.order, idle)
+    return min((ring, direct), key=lambda each: takes_ns(costs, stage, each))
 
 
-# Direct exchange
+# Exchange by way of relays
 
 
-def direct_exchange(costs: LinkCosts, order: Sequence[int]) -> Averaging:
-    """Every node is the root of a piece, as large as its links are fast, and all others send straight to it; but by way
-    of a third node where their link is missing or far slower."""
-    members = np.array(order, np.int64)
-    bandwidth = np.ascontiguousarray(costs.bandwidth_bytes_per_s)
-    parents = np.empty((len(members), len(members)), np.int64)
-    direct_parents(members, bandwidth, parents)
-    shares = direct_shares(members, bandwidth, parents)
-    pieces = []
-    for at, share in enumerate(shares.tolist()):
-        if share:
-            via = tuple((order[i], order[to]) for i, to in enumerate(parents[at].tolist()) if to != at)
-            pieces.append(Piece(order[at], share, via))
-    return Averaging(tuple(order), tuple(pieces))
+def exchange(
+    costs: LinkCosts, stage: int, order: Sequence[int], free_ns: Ints, relays: Sequence[int] = ()
+) -> Averaging:
+    """Every node is the root of pieces, and all others send straight to it or by way of a relay. `free_ns`, by [from,
+    to], is when a link is free; it is changed by what this adds."""
+    pieces = max(2 * len(order), min(MOST_PIECES, -(-costs.gradient_bytes[stage] // PIECE_BYTES)))
+    roots, ways = np.empty(pieces, np.int64), np.empty((pieces, len(order)), np.int64)
+    divide_exchange(
+        np.array(order, np.int64),
+        np.array(sorted({*relays, *order}), np.int64),
+        costs.gradient_bytes[stage],
+        np.ascontiguousarray(costs.bandwidth_bytes_per_s),
+        costs.flight_ns,
+        free_ns,
+        roots,
+        ways,
+    )
+    found = []
+    for root, by in zip(roots.tolist(), ways.tolist(), strict=True):
+        forwarded = tuple((order[at], relay) for at, relay in enumerate(by) if at != root and relay >= 0)
+        found.append(Piece(order[root], 1, (), forwarded))
+    return Averaging(tuple(order), tuple(found))
 
 
 @kernel
-def direct_parents(members: Ints, bandwidth: Floats, parents: Ints) -> bool:
-    """Write [root, place]: the place to which a place sends, in a direct exchange. Whether all send to the roots."""
-    size = len(members)
-    straight = True
-    for root in range(size):
-        for place in range(size):
-            parents[root, place] = root
-    for root in range(size):
-        for place in range(size):
-            if place == root:
-                continue
-            a, b = members[place], members[root]
-            best, rate = root, DETOUR * min(bandwidth[a, b], bandwidth[b, a])
-            for third in range(size):
-                c = members[third]
-                if third in (place, root) or parents[root, third] != root:
+def divide_exchange(
+    members: Ints,
+    relays: Ints,  # nodes that may forward; the members can be among them
+    gradient_bytes: int,
+    bandwidth: Floats,  # [from, to], as are the next two
+    flight_ns: Ints,
+    free_ns: Ints,  # in, out: when the link has sent all that it has to send
+    roots: Ints,  # out: [piece]: the place of its root
+    ways: Ints,  # out: [piece, place]: the relay; −1: straight to the root
+) -> int:
+    """Divide the gradient into equal pieces, and choose for one after another the root and the ways by which the links
+    are free soonest, there and back. Returns when the last link is free, and the messages on it have arrived."""
+    size, pieces = len(members), len(roots)
+    piece_bytes = -(-gradient_bytes // pieces)
+    trial = np.empty(size, np.int64)
+    last_ns = 0
+    for piece in range(pieces):
+        best_ns, best_root = NEVER_NS * 4, 0
+        for root in range(size):
+            longest_ns = 0
+            for place in range(size):
+                if place == root:
                     continue
-                other = min(min(bandwidth[a, c], bandwidth[c, a]), min(bandwidth[c, b], bandwidth[b, c]))
-                if other > rate:
-                    best, rate = third, other
-            if best != root and not _is_parent(parents, root, place):
-                parents[root, place] = best
-                straight = False
-    return straight
-
-
-@kernel
-def _is_parent(parents: Ints, root: int, place: int) -> bool:
-    """Whether another place sends to this one on the way to the root."""
-    senders = 0
-    for other in range(parents.shape[1]):
-        senders += other not in (place, root) and parents[root, other] == place
-    return senders > 0
-
-
-@kernel
-def direct_shares(members: Ints, bandwidth: Floats, parents: Ints) -> Ints:
-    """[root]: the share of its piece, in proportion to what its slowest links in and out carry together."""
-    size = len(members)
-    rates = np.zeros(size, np.float64)
-    most = 0.0
-    for root in range(size):
-        slowest_in, slowest_out = np.inf, np.inf
+                here, there = members[place], members[root]
+                soonest_ns, straight_ns = pair_ns(here, there, piece_bytes, bandwidth, flight_ns, free_ns)
+                soonest_ns += straight_ns
+                trial[place] = -1
+                for relay in relays:
+                    if relay in (here, there):
+                        continue
+                    first_ns, took_ns = pair_ns(here, relay, piece_bytes, bandwidth, flight_ns, free_ns)
+                    if first_ns + took_ns >= soonest_ns:
+                        continue
+                    second_ns, taken_ns = pair_ns(relay, there, piece_bytes, bandwidth, flight_ns, free_ns)
+                    if max(first_ns, second_ns) + took_ns + taken_ns < soonest_ns:
+                        soonest_ns = max(first_ns, second_ns) + took_ns + taken_ns
+                        trial[place] = relay
+                longest_ns = max(longest_ns, soonest_ns)
+                if longest_ns >= best_ns:
+                    break
+            if longest_ns < best_ns:
+                best_ns, best_root = longest_ns, root
+                for place in range(size):
+                    ways[piece, place] = trial[place]
+        roots[piece] = best_root
+        last_ns = max(last_ns, best_ns)
         for place in range(size):
-            if place != root:
-                a, b = members[place], members[parents[root, place]]
-                slowest_in = min(slowest_in, bandwidth[a, b])
-                slowest_out = min(slowest_out, bandwidth[b, a])
-        if slowest_in > 0 and slowest_out > 0:
-            rates[root] = 1 / (1 / slowest_in + 1 / slowest_out)
-            most = max(most, rates[root])
+            if place == best_root:
+                continue
+            here, there, relay = members[place], members[best_root], ways[piece, place]
+            if relay < 0:
+                free_ns[here, there] += link_ns(piece_bytes, bandwidth[here, there])
+                free_ns[there, here] += link_ns(piece_bytes, bandwidth[there, here])
+            else:
+                free_ns[here, relay] += link_ns(piece_bytes, bandwidth[here, relay])
+                free_ns[relay, there] += link_ns(piece_bytes, bandwidth[relay, there])
+                free_ns[there, relay] += link_ns(piece_bytes, bandwidth[there, relay])
+                free_ns[relay, here] += link_ns(piece_bytes, bandwidth[relay, here])
+    return last_ns
+
+
+@kernel
+def pair_ns(
+    here: int, there: int, piece_bytes: int, bandwidth: Floats, flight_ns: Ints, free_ns: Ints
+) -> tuple[int, int]:
+    """When the links between two nodes are free for a piece, and how long it takes there and back."""
+    there_ns, back_ns = link_ns(piece_bytes, bandwidth[here, there]), link_ns(piece_bytes, bandwidth[there, here])
+    taken_ns = there_ns + back_ns + flight_ns[here, there] + flight_ns[there, here]
+    return max(free_ns[here, there], free_ns[there, here]), taken_ns
+
+
+def both_ways(bandwidth: Floats) -> Floats:
+    """[node, node]: the harmonic mean of both directions: a piece goes there as a contribution, and back as a sum."""
+    with np.errstate(divide="ignore"):
+        return 2 / (1 / bandwidth + 1 / bandwidth.T)
+
+
+def relayed_bandwidth(bandwidth: Floats) -> Floats:
+    """[from, to]: what the ways over one relay carry together."""
+    rate = both_ways(bandwidth)
+    rate = np.where(np.eye(len(rate), dtype=bool), 0.0, rate)
+    relayed = np.zeros_like(rate)
+    for by in range(len(rate)):
+        relayed += np.minimum(rate[:, by, None], rate[None, by, :])
+    return np.where(np.eye(len(rate), dtype=bool), 0.0, relayed)
+
+
+@kernel
+def exchange_estimate_ns(
+    done_ns: Ints,  # by place, as is the next
+    members: Ints,
+    gradient_bytes: int,
+    bandwidth: Floats,  # [from, to], as are the next two
+    flight_ns: Ints,
+    relayed: Floats,  # see `relayed_bandwidth`
+) -> int:
+    """About when all nodes have the sum in an exchange: every node is the root of one piece, and all ways to it are one
+    link. What the schedule of `exchange` takes is within a third of it, mostly within a tenth."""
+    size = len(members)
+    rate = np.empty((size, size), np.float64)
+    flight = np.empty((size, size), np.int64)
+    roots = np.empty(size, np.float64)
+    for place in range(size):
+        here = members[place]
+        slowest = np.inf
+        for other in range(size):
+            if other == place:
+                continue
+            there = members[other]
+            straight = 0.0
+            if bandwidth[here, there] > 0 and bandwidth[there, here] > 0:
+                straight = 2 / (1 / bandwidth[here, there] + 1 / bandwidth[there, here])
+            by_relay = relayed[here, there] / max(size - 1, PAIR)
+            rate[place, other], flight[place, other] = bandwidth[here, there], flight_ns[here, there]
+            if by_relay >= straight:
+                straight += by_relay
+                rate[place, other], flight[place, other] = straight, 2 * flight_ns[here, there]
+            slowest = min(slowest, straight)
+        roots[place] = slowest
+    most = roots.max()
+    total = 0
     shares = np.zeros(size, np.int64)
     for root in range(size):
-        if most == 0 or rates[root] >= LEAST_SHARE * most:
-            shares[root] = max(1, int(np.rint(SHARES * rates[root] / rates.sum()))) if most > 0 else 1
-    return shares
-
-
-@kernel
-def direct_ns(done_ns: Ints, members: Ints, gradient_bytes: int, bandwidth: Floats, flight_ns: Ints) -> int:
-    """When all nodes have the sum in a direct exchange: what its schedule takes, without events where all send straight
-    to the roots."""
-    size = len(members)
-    parents = np.empty((size, size), np.int64)
-    straight = direct_parents(members, bandwidth, parents)
-    shares = direct_shares(members, bandwidth, parents)
-    total = shares.sum()
-    piece_bytes = np.empty(size, np.int64)
-    for root in range(size):
-        piece_bytes[root] = -(-gradient_bytes * shares[root] // total)
-    if not straight:
-        return _trees_ns(done_ns, members, shares, piece_bytes, parents, bandwidth, flight_ns)
+        if roots[root] >= LEAST_SHARE * most:
+            shares[root] = max(1, round(SHARES * roots[root] / roots.sum()) if most > 0 else 1)
+        total += shares[root]
     last_ns = done_ns.max()
     for root in range(size):
         if shares[root] == 0:
             continue
-        here = members[root]
+        piece_bytes = -(-gradient_bytes * shares[root] // total)
         summed_ns = done_ns[root]
         for place in range(size):
             if place != root:
-                there = members[place]
-                came_ns = done_ns[place] + link_ns(piece_bytes[root], bandwidth[there, here]) + flight_ns[there, here]
+                came_ns = done_ns[place] + link_ns(piece_bytes, rate[place, root]) + flight[place, root]
                 summed_ns = max(summed_ns, came_ns)
         for place in range(size):
             if place != root:
-                there = members[place]
                 start_ns = summed_ns
                 if shares[place] > 0:  # its own contribution went over this link before
-                    start_ns = max(start_ns, done_ns[root] + link_ns(piece_bytes[place], bandwidth[here, there]))
-                took_ns = link_ns(piece_bytes[root], bandwidth[here, there])
-                last_ns = max(last_ns, start_ns + took_ns + flight_ns[here, there])
+                    other_bytes = -(-gradient_bytes * shares[place] // total)
+                    start_ns = max(start_ns, done_ns[root] + link_ns(other_bytes, rate[root, place]))
+                last_ns = max(last_ns, start_ns + link_ns(piece_bytes, rate[root, place]) + flight[root, place])
     return int(last_ns)
 
 
@@ -199,76 +277,6 @@ def link_ns(size_bytes: int, bandwidth: float) -> int:
     if bandwidth <= 0:
         return NEVER_NS
     return int(max(1.0, min(float(NEVER_NS), np.rint(size_bytes / bandwidth * 1e9))))
-
-
-@kernel
-def _trees_ns(
-    done_ns: Ints,
-    members: Ints,
-    shares: Ints,  # [root], as is the next; a root without a share has no piece
-    piece_bytes: Ints,
-    parents: Ints,  # [root, place]
-    bandwidth: Floats,
-    flight_ns: Ints,
-) -> int:
-    """The same for any trees, by the schedule that `Schedule.of` makes of them."""
-    size = len(members)
-    number = 2 * size * (size - 1)
-    pieces, senders, receivers = np.empty(number, np.int64), np.empty(number, np.int64), np.empty(number, np.int64)
-    transmit, flight = np.empty(number, np.int64), np.empty(number, np.int64)
-    next_down = np.full(number, -1, np.int64)
-    contributions = np.zeros((size, size), np.int64)
-    up, first_down = np.full((size, size), -1, np.int64), np.full((size, size), -1, np.int64)
-    heights, depths = np.zeros((size, size), np.int64), np.zeros((size, size), np.int64)
-    levels = 0
-    for root in range(size):
-        for place in range(size):
-            height, here = 0, place
-            while here != root:
-                height, here = height + 1, parents[root, here]
-                heights[root, here] = max(heights[root, here], height)
-            depths[root, place] = height
-            levels = max(levels, height)
-    found = 0
-    for total in range(2):
-        for level in range(levels):
-            for root in range(size):
-                if shares[root] == 0:
-                    continue
-                for sender in range(size):
-                    for receiver in range(size):
-                        if total:
-                            links = receiver != root and parents[root, receiver] == sender
-                            links = links and depths[root, sender] == level
-                        else:
-                            links = sender != root and parents[root, sender] == receiver
-                            links = links and heights[root, sender] == level
-                        if not links:
-                            continue
-                        a, b = members[sender], members[receiver]
-                        pieces[found], senders[found], receivers[found] = root, sender, receiver
-                        transmit[found] = link_ns(piece_bytes[root], bandwidth[a, b])
-                        flight[found] = flight_ns[a, b]
-                        if total:  # any order in the list is good: their ranks are their numbers
-                            next_down[found] = first_down[root, sender]
-                            first_down[root, sender] = found
-                        else:
-                            contributions[root, receiver] += 1
-                            up[root, sender] = found
-                        found += 1
-    return run_schedule(
-        done_ns,
-        pieces[:found],
-        senders[:found],
-        receivers[:found],
-        contributions,
-        up,
-        first_down,
-        next_down[:found],
-        transmit[:found],
-        flight[:found],
-        np.empty((0, 4), np.int64),
-    )
 
 
 # Rings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from skippipe.collectives.topology import direct_ns, link_ns, ring_ns
+from skippipe.collectives.topology import exchange_estimate_ns, link_ns, ring_ns
 from skippipe.constraints import cc2_step
 from skippipe.event_loop import run_iteration
 from skippipe.jit import Ints, kernel
@@ -115,6 +115,7 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
         tables.split,
         slack_ns,
         done_ns,
+        np.empty((nodes, nodes), np.int64) if tables.full else np.empty((1, 1), np.int64),
         np.empty((0, 3), np.int64),
     )
     if left > 0:
@@ -149,7 +150,10 @@ def _averaged(state: State, stage: int, done_ns: Ints, tables: Tables) -> int:
         transmit[place] = link_ns(-(-gradient_bytes // members), tables.bandwidth[here, there])
         flight[place] = tables.flight_ns[here, there]
     averaged = ring_ns(done, transmit, flight)
-    if members > 2 and not tables.only_rings:
+    if not tables.only_rings:
         order = state.ring[stage, :members]
-        averaged = min(averaged, direct_ns(done, order, gradient_bytes, tables.bandwidth, tables.flight_ns))
+        averaged = min(
+            averaged,
+            exchange_estimate_ns(done, order, gradient_bytes, tables.bandwidth, tables.flight_ns, tables.relayed),
+        )
     return averaged

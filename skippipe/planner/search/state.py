@@ -14,16 +14,14 @@ from typing import NamedTuple
 import numpy as np
 
 from skippipe.cluster import Cluster
-from skippipe.collectives.schedule import Averaging
-from skippipe.collectives.topology import averaged_ns, direct_exchange
+from skippipe.collectives.topology import relayed_bandwidth
 from skippipe.constraints import MAX_SWAPS
 from skippipe.cost_model import NEVER_NS, CostModel, cost_model_of
 from skippipe.dispatch import Dispatch
-from skippipe.errors import UserError
 from skippipe.jit import Flags, Floats, Ints, kernel
 from skippipe.plan import Lane, Plan, Stage
+from skippipe.planner.averaging import averaging_fastest
 from skippipe.planner.problem import Problem
-from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
 
@@ -69,6 +67,8 @@ class Tables(NamedTuple):
     """[node, node]: messages get through both ways."""
     near: Flags
     """[node, other]: hardly any node has a faster link to the first one."""
+    relayed: Floats
+    """[node, node]: what ways over a third node carry together (see `topology`)."""
     only_rings: bool
     """Stages average round rings; False: by direct exchange, too."""
     full: bool
@@ -109,6 +109,7 @@ def tables_of(
         bandwidth=np.ascontiguousarray(costs.bandwidth_bytes_per_s),
         linked=reachable & reachable.T,
         near=_near(costs.bandwidth_bytes_per_s),
+        relayed=relayed_bandwidth(costs.bandwidth_bytes_per_s),
         only_rings=costs.collective.only_rings,
         full=full,
         split=split_backward,
@@ -264,29 +265,8 @@ def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
             split_backward=problem.split_backward,
             strategy=strategy,
         )
-        found.append(_averaging_fastest(plan, rings) if problem.timing is Timing.FULL else plan)
+        found.append(averaging_fastest(plan, rings) if problem.timing is Timing.FULL else plan)
     return found
-
-
-def _averaging_fastest(plan: Plan, rings: Sequence[tuple[int, ...]]) -> Plan:
-    """The plan whose stages average in the way that is fastest for when their nodes are done; `rings` are orders to be
-    tried, too."""
-    costs = plan.costs
-    try:
-        done_ns = simulate(plan, Timing.FULL).done_ns(len(plan.cluster))
-    except UserError:  # lanes that lock up
-        return plan
-    stages = []
-    for index, (stage, ring) in enumerate(zip(plan.stages, rings, strict=True)):
-        ways = [stage.averaging, Averaging(ring)]
-        if not costs.collective.only_rings and len(ring) > 2:
-            ways.append(direct_exchange(costs, ring))
-
-        def averaged(way: Averaging, index: int = index) -> int:
-            return averaged_ns(costs, index, way, [done_ns[node] for node in way.order])
-
-        stages.append(Stage.of(stage.layers, min(ways, key=averaged)))
-    return replace(plan, stages=tuple(stages))
 
 
 @kernel
