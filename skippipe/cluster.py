@@ -21,7 +21,8 @@ from skippipe.json_fields import Fields, as_number, json_text, read_as, write_te
 from skippipe.value_ranges import NODES, POSITIVE, Range, check_ranges, range_of
 
 FORMAT = "skippipe-cluster"
-VERSION = 1
+VERSION = 2
+WITHOUT_RATES = 1  # the version of files in which no node has rates of its own; they are still written as such
 Matrix = NDArray[np.float64]
 
 
@@ -37,6 +38,10 @@ class Node:
     """Floating-point operations a second that a training step sustains (not the peak of the data sheet)."""
     memory_bytes: Annotated[int, POSITIVE]
     """What weights, gradients, optimizer state and activations may fill."""
+    upload_bytes_per_s: Annotated[float | None, Range(1, 10**18)] = None
+    """What all its links together carry from it, such as an access line's upload; None: no limit but the links'."""
+    download_bytes_per_s: Annotated[float | None, Range(1, 10**18)] = None
+    """The same towards it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,12 +113,13 @@ class Cluster:
         return sha256(json_text(self.to_json()).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
+        limited = any(node.upload_bytes_per_s or node.download_bytes_per_s for node in self.nodes)
         return {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if limited else WITHOUT_RATES,
             "name": self.name,
             "hop_overhead_s": self.hop_overhead_s,
-            "nodes": [{**vars(node)} for node in self.nodes],
+            "nodes": [{name: value for name, value in vars(node).items() if value is not None} for node in self.nodes],
             "latency_s": self.latency_s.tolist(),
             "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s.tolist(),
         }
@@ -121,17 +127,22 @@ class Cluster:
     @classmethod
     def from_json(cls, value: Any, place: str = "") -> Cluster:
         fields = Fields(value, place, of=cls)
-        fields.header(FORMAT, VERSION)
+        fields.header(FORMAT, WITHOUT_RATES, VERSION)
         name = fields.text("name")
         overhead_s = fields.number("hop_overhead_s") if fields.mentions("hop_overhead_s") else 0.0
         nodes = []
         for entry in fields.objects("nodes", of=Node):
+            rates = [
+                entry.number(name) if entry.mentions(name) else None
+                for name in ("upload_bytes_per_s", "download_bytes_per_s")
+            ]
             nodes.append(
                 Node(
-                    name=entry.text("name"),
-                    location=entry.text("location"),
-                    flops_per_s=entry.number("flops_per_s"),
-                    memory_bytes=entry.integer("memory_bytes"),
+                    entry.text("name"),
+                    entry.text("location"),
+                    entry.number("flops_per_s"),
+                    entry.integer("memory_bytes"),
+                    *rates,
                 )
             )
             entry.close()

@@ -50,8 +50,16 @@ class CostModel:
     flight_ns: Ints
     """[from, to]: latency and overhead of a hop; other messages may follow at once."""
     transmit_ns: Ints
-    """[from, to]: time for which one activation keeps the link busy."""
+    """[from, to]: time for which one activation keeps the link busy; it goes no faster than the nodes' own rates."""
+    upload_ns: Ints
+    """[node]: time for which one activation keeps the node's upload busy, whatever link it takes; 0: no limit."""
+    download_ns: Ints
+    """The same of its download."""
     bandwidth_bytes_per_s: Floats
+    """[from, to]: what one message gets, alone: of the link, and of the nodes' own rates."""
+    upload_bytes_per_s: Floats
+    """[node]: infinite without a limit, as is the next."""
+    download_bytes_per_s: Floats
     activation_bytes: int
     gradient_bytes: tuple[int, ...]
     """[stage]: bytes of the gradient that the nodes of a stage average, as its codec expects them."""
@@ -102,6 +110,9 @@ def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...])
     forward = [float(workload.forward_flops(k)) for k in layers]
     step = [float(workload.optimizer_flops(stage, k)) for stage, k in enumerate(layers)]
     backward_ns = stage_by_node([workload.backward_ratio * flops for flops in forward])
+    upload = np.array([node.upload_bytes_per_s or np.inf for node in cluster.nodes])
+    download = np.array([node.download_bytes_per_s or np.inf for node in cluster.nodes])
+    bandwidth = np.minimum(cluster.bandwidth_bytes_per_s, np.minimum(upload[:, None], download[None, :]))
     with np.errstate(over="ignore"):
         flight = np.rint((cluster.latency_s + cluster.hop_overhead_s) * 1e9)
     return CostModel(
@@ -116,8 +127,12 @@ def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...])
             dtype=np.int64,
         ),
         flight_ns=_without_diagonal(flight),
-        transmit_ns=_without_diagonal(transmit_ns(cluster.bandwidth_bytes_per_s, workload.activation_bytes)),
-        bandwidth_bytes_per_s=cluster.bandwidth_bytes_per_s,
+        transmit_ns=_without_diagonal(transmit_ns(bandwidth, workload.activation_bytes)),
+        upload_ns=transmit_ns(upload, workload.activation_bytes),
+        download_ns=transmit_ns(download, workload.activation_bytes),
+        bandwidth_bytes_per_s=bandwidth,
+        upload_bytes_per_s=upload,
+        download_bytes_per_s=download,
         activation_bytes=workload.activation_bytes,
         gradient_bytes=tuple(workload.gradient_bytes(stage, k) for stage, k in enumerate(layers)),
         collective=collective_named(workload.collective),

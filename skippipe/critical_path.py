@@ -444,7 +444,8 @@ def busiest_link(plan: Plan, timeline: Timeline) -> tuple[Link, int]:
     if timeline.timing is Timing.FULL:
         averagings = [stage.averaging for stage in plan.stages]
         schedule = merged(tuple(averagings))
-        took_ns, _ = transfer_times(plan.costs, averagings, range(len(averagings)))
-        for sender, receiver, taken_ns in zip(schedule.senders, schedule.receivers, took_ns.tolist(), strict=True):
+        times = transfer_times(plan.costs, averagings, range(len(averagings)))
+        took_ns = times.transmit_ns.tolist()
+        for sender, receiver, taken_ns in zip(schedule.senders, schedule.receivers, took_ns, strict=True):
             sends[int(sender), int(receiver)] += taken_ns
     return max(sorted(sends.items()), key=lambda entry: entry[1])

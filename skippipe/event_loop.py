@@ -7,8 +7,9 @@ so the outcome does not depend on the order in which simultaneous events are loo
 Weight gradients of a split backward need no events either: they wait on their node, in the order in which its backwards
 ran, for a moment when it could start nothing else.
 
-Sends need no events: a node's tasks end one after another, so the transfers on a directed link are known in their order
-when the task that feeds them starts.
+Sends need no events: a node's tasks end one after another, so the transfers on a directed link, and through the node's
+own upload, are known in their order when the task that feeds them starts. At a receiver with a download rate of its own
+messages of several senders meet: each has an event there, when its first byte arrives.
 
 Events are in a binary heap of two arrays: the smallest key with its value is at index 0; of equal keys, the smallest
 value.
@@ -34,12 +35,16 @@ def run_iteration(
     slots: Ints,
     flight_ns: Ints,  # [from, to]
     transmit_ns: Ints,  # [from, to]
-    queued: bool,  # transfers on one directed link wait for each other
+    upload_ns: Ints,  # [node]: time for which a message keeps the sender's upload busy; 0: for none
+    download_ns: Ints,  # [node]: likewise the receiver's download
+    queued: bool,  # transfers on one directed link wait for each other, and for the nodes' uploads and downloads
     order: int,  # of dispatch
     split: bool,  # weight gradients are tasks of their own
     slack_ns: Ints,  # in, out: [lane] by how much it may still wait, or the run ends at once; empty: for ever
     done_ns: Ints,  # out: [node] end of its last task
     link_free_ns: Ints,  # out: [from, to] end of its last transmission, if queued
+    upload_free_ns: Ints,  # out: [node], as is the next
+    download_free_ns: Ints,
     record: Ints,  # out: [task, (ready, start, end)]; no rows: do not record
 ) -> tuple[int, int]:
     """The end of the last task, and how many microbatches did not come back; if any, a deadlock or a lane too late."""
@@ -61,7 +66,9 @@ def run_iteration(
     undone = np.zeros(nodes, np.int64)  # weight gradients of the microbatches whose backward has been there
 
     times = np.empty(lanes + nodes, np.int64)  # a heap of events: (time, code)
-    codes = np.empty(lanes + nodes, np.int64)  # a lane whose next task is ready, or −1 − a node that comes free
+    # a lane whose next task is ready; lanes + a lane whose message has come to the receiver's download; or −1 − a node
+    # that comes free
+    codes = np.empty(lanes + nodes, np.int64)
     deciding = np.empty(lanes + nodes, np.int64)
     size = 0
     tasks = 0
@@ -78,6 +85,8 @@ def run_iteration(
     done_ns[:] = 0
     if queued:
         link_free_ns[:] = 0
+        upload_free_ns[:] = 0
+        download_free_ns[:] = 0
     last_ns = 0
 
     while size > 0:
@@ -86,6 +95,17 @@ def run_iteration(
         while size > 0 and times[0] == now:
             code = codes[0]
             size = drop_first(times, codes, size)
+            if code >= lanes:
+                lane = code - lanes
+                length = lengths[lane]
+                sender = paths[lane, place(step[lane] - 1, length)]
+                node = paths[lane, place(step[lane], length)]
+                start = max(now, download_free_ns[node])
+                download_free_ns[node] = start + download_ns[node]
+                if has_slack:
+                    slack_ns[lane] -= start - now
+                size = push(times, codes, size, start + transmit_ns[sender, node], lane)
+                continue
             if code < 0:
                 node = -1 - code
                 will_wake[node] = False
@@ -189,10 +209,19 @@ def run_iteration(
                 target = paths[lane, place(at, length)]
                 if target != node:
                     if queued:
+                        start = end
+                        if upload_ns[node] > 0:
+                            start = max(end, upload_free_ns[node])
+                            upload_free_ns[node] = start + upload_ns[node]
+                        start = max(start, link_free_ns[node, target])
                         if has_slack:
-                            slack_ns[lane] -= max(0, link_free_ns[node, target] - end)
-                        arrival = max(end, link_free_ns[node, target]) + transmit_ns[node, target]
+                            slack_ns[lane] -= start - end
+                        arrival = start + transmit_ns[node, target]
                         link_free_ns[node, target] = arrival
+                        if download_ns[target] > 0:
+                            step[lane] = at
+                            size = push(times, codes, size, start + flight_ns[node, target], lanes + lane)
+                            continue
                         arrival += flight_ns[node, target]
                     else:
                         arrival = end + transmit_ns[node, target] + flight_ns[node, target]

@@ -167,14 +167,15 @@ class Fields:
         for index, value in enumerate(self.items(name)):
             yield Fields(value, f"{self.at(name)}[{index}]", of)
 
-    def header(self, file_format: str, version: int) -> None:
+    def header(self, file_format: str, *versions: int) -> None:
         """Check the format and version that every file of ours starts with."""
         found = self.text("format")
         if found != file_format:
             raise UserError(f"{self.at('format')}: this is a '{found}' file; a '{file_format}' file is needed here")
         number = self.integer("version", COUNT)
-        if number != version:
-            raise UserError(f"{self.at('version')}: version {number} is not known here; this release reads {version}")
+        if number not in versions:
+            known = " and ".join(map(str, versions))
+            raise UserError(f"{self.at('version')}: version {number} is not known here; this release reads {known}")
 
     def close(self) -> None:
         for name in self._remaining:

@@ -148,7 +148,15 @@ def emulated_cluster(cluster: Cluster, like: Workload, small: Workload, time: fl
     return replace(
         cluster,
         name=f"{cluster.name} as if for {like.model.name}, {time:g} of the time",
-        nodes=tuple(replace(node, flops_per_s=node.flops_per_s * compute) for node in cluster.nodes),
+        nodes=tuple(
+            replace(
+                node,
+                flops_per_s=node.flops_per_s * compute,
+                upload_bytes_per_s=node.upload_bytes_per_s and node.upload_bytes_per_s * carry,
+                download_bytes_per_s=node.download_bytes_per_s and node.download_bytes_per_s * carry,
+            )
+            for node in cluster.nodes
+        ),
         latency_s=cluster.latency_s * time,
         bandwidth_bytes_per_s=cluster.bandwidth_bytes_per_s * carry,
         hop_overhead_s=cluster.hop_overhead_s * time,

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from skippipe.collectives.schedule import Averaging
+from skippipe.collectives.schedule import Averaging, FreeLinks, free_links
 from skippipe.collectives.topology import merged, transfer_times
 from skippipe.constraints import circle
 from skippipe.cost_model import CostModel
@@ -59,10 +59,12 @@ class PlacementCosts:
     slots: Ints
     flight_ns: Ints
     transmit_ns: Ints
+    upload_ns: Ints
+    download_ns: Ints
     order: int
     split_backward: bool
     timing: Timing
-    averaging_spans: Callable[[Ints, Ints], Spans]
+    averaging_spans: Callable[[Ints, FreeLinks], Spans]
     """From when each node is done, and each link free, to when each stage averages."""
     averaging_ns: tuple[int, ...]
     """How long each stage averages if its nodes are done at the same time; 0 if not counted."""
@@ -95,6 +97,8 @@ class PlacementCosts:
             slots=slots,
             flight_ns=costs.flight_ns,
             transmit_ns=costs.transmit_ns,
+            upload_ns=costs.upload_ns,
+            download_ns=costs.download_ns,
             order=dispatch.order,
             split_backward=split_backward,
             timing=timing,
@@ -117,7 +121,7 @@ class PlacementCosts:
     ) -> IterationTimes:
         """Simulate one iteration; `record` takes the (ready, start, end) of every task, lane by lane."""
         done_ns = np.zeros(len(self.forward_ns), np.int64)
-        link_free_ns = np.zeros(self.flight_ns.shape, np.int64)
+        free_ns = free_links(len(self.forward_ns))
         last_ns, left = run_iteration(
             paths,
             lengths,
@@ -129,12 +133,14 @@ class PlacementCosts:
             self.slots,
             self.flight_ns,
             self.transmit_ns,
+            self.upload_ns,
+            self.download_ns,
             self.timing is Timing.FULL,
             self.order,
             self.split_backward,
             NO_SLACK,
             done_ns,
-            link_free_ns,
+            *free_ns,
             NO_RECORD if record is None else record,
         )
         if left:
@@ -145,18 +151,18 @@ class PlacementCosts:
             )
         if self.timing is Timing.CONTENTION_ONLY:
             return IterationTimes(int(last_ns), int(last_ns), ())
-        averaging = self.averaging_spans(done_ns, link_free_ns)
+        averaging = self.averaging_spans(done_ns, free_ns)
         return IterationTimes(max(end for _, end in averaging) + self.step_ns, int(last_ns), averaging)
 
 
-def _averaging_spans(costs: CostModel, averagings: Sequence[Averaging]) -> Callable[[Ints, Ints], Spans]:
+def _averaging_spans(costs: CostModel, averagings: Sequence[Averaging]) -> Callable[[Ints, FreeLinks], Spans]:
     """A function from when each node is done, and each link free, to when each stage averages: from its last node to
     its sum."""
     times = transfer_times(costs, averagings, range(len(averagings)))
     schedule = merged(tuple(averagings))
 
-    def spans(done_ns: Ints, link_free_ns: Ints) -> Spans:
-        ends_ns = schedule.run(done_ns, *times, link_free_ns).tolist()
+    def spans(done_ns: Ints, free_ns: FreeLinks) -> Spans:
+        ends_ns = schedule.run(done_ns, times, free_ns).tolist()
         last_ns = [max((int(done_ns[node]) for node in each.order), default=0) for each in averagings]
         return tuple((last, max(last, end)) for last, end in zip(last_ns, ends_ns, strict=True))
 

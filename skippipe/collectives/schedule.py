@@ -8,7 +8,8 @@ exchange every node is the root of pieces and all others send straight to it. On
 the next a message may be forwarded, unopened, by a third node, which need not hold the stage: a relay.
 
 A transfer begins when its sender has done its last task and has all that it waits for, and when the link has sent what
-was ready before; no node waits for the whole stage. docs/formats.md has the rule.
+was ready before; no node waits for the whole stage. Where a node's download is shared by all that comes to it, senders
+wait until it is done, too: activations go first. docs/formats.md has the rule.
 """
 
 from __future__ import annotations
@@ -239,6 +240,36 @@ def _needs(
             yield tuple(contributions.get((piece, sender), ()))
 
 
+class TransferTimes(NamedTuple):
+    """[transfer]: times in nanoseconds."""
+
+    transmit_ns: Ints
+    """For which it keeps its link busy."""
+    flight_ns: Ints
+    """From leaving to arriving; other messages may follow at once."""
+    notice_ns: Ints
+    """After which the sender knows that the receiver is done, which counts where the receiver's download is shared."""
+    upload_ns: Ints
+    """For which it keeps the sender's upload busy; 0: it has no limit."""
+    download_ns: Ints
+    """The same of the receiver's download."""
+
+
+class FreeLinks(NamedTuple):
+    """When all that was sent before is over."""
+
+    link_ns: Ints
+    """[from, to]"""
+    upload_ns: Ints
+    """[node]"""
+    download_ns: Ints
+
+
+def free_links(nodes: int) -> FreeLinks:
+    """All of them are free from the beginning."""
+    return FreeLinks(np.zeros((nodes, nodes), np.int64), np.zeros(nodes, np.int64), np.zeros(nodes, np.int64))
+
+
 @dataclass(frozen=True, eq=False)
 class MergedSchedule:
     """The schedules of all stages as arrays for `run_schedule`: their transfers share links, and ranks are over all."""
@@ -279,9 +310,7 @@ class MergedSchedule:
         ends = np.cumsum([0, *map(len, waiting)], dtype=np.int64)
         return cls(len(averagings), *columns, ends, np.array([at for each in waiting for at in each], np.int64))
 
-    def run(
-        self, done_ns: Ints, transmit_ns: Ints, flight_ns: Ints, link_free_ns: Ints, record: Ints = NO_RECORD
-    ) -> Ints:
+    def run(self, done_ns: Ints, times: TransferTimes, free_ns: FreeLinks, record: Ints = NO_RECORD) -> Ints:
         """[stage]: when its last transfer has arrived; 0 if it has none. See `run_schedule`."""
         ends_ns = np.zeros(self.number, np.int64)
         run_schedule(
@@ -292,9 +321,8 @@ class MergedSchedule:
             self.missing,
             self.first_after,
             self.after,
-            transmit_ns,
-            flight_ns,
-            link_free_ns,
+            *times,
+            *free_ns,
             ends_ns,
             record,
         )
@@ -310,9 +338,14 @@ def run_schedule(
     missing: Ints,
     first_after: Ints,
     after: Ints,
-    transmit_ns: Ints,  # [transfer], as is the next
+    transmit_ns: Ints,  # as in `TransferTimes`, like the next four
     flight_ns: Ints,
-    link_free_ns: Ints,  # in, out: [from, to]: when the link has sent what was sent before
+    notice_ns: Ints,
+    upload_ns: Ints,
+    download_ns: Ints,
+    link_free_ns: Ints,  # in, out: as in `FreeLinks`, like the next two
+    upload_free_ns: Ints,
+    download_free_ns: Ints,
     ends_ns: Ints,  # in, out: [stage]: when its last transfer has arrived
     record: Ints,  # out: [transfer, (ready, start, sent, arrived)]; no rows: do not record
 ) -> None:
@@ -321,24 +354,43 @@ def run_schedule(
     recording = len(record) > 0
     waits = missing.copy()
     ready_ns = np.empty(transfers, np.int64)
+    starts_ns = np.empty(transfers, np.int64)
     times, numbers = np.empty(transfers, np.int64), np.empty(transfers, np.int64)
     queued = 0
     for number in range(transfers):
         ready_ns[number] = done_ns[senders[number]]
+        if download_ns[number] > 0:
+            ready_ns[number] = max(ready_ns[number], done_ns[receivers[number]] + notice_ns[number])
         if waits[number] == 0:
             queued = push(times, numbers, queued, ready_ns[number], number)
     while queued > 0:
         now_ns, number = times[0], numbers[0]
         queued = drop_first(times, numbers, queued)
-        sender, receiver = senders[number], receivers[number]
-        start_ns = max(now_ns, link_free_ns[sender, receiver])
-        sent_ns = start_ns + transmit_ns[number]
-        link_free_ns[sender, receiver] = sent_ns
-        arrived_ns = sent_ns + flight_ns[number]
+        if number < transfers:
+            sender, receiver = senders[number], receivers[number]
+            start_ns = now_ns
+            if upload_ns[number] > 0:
+                start_ns = max(now_ns, upload_free_ns[sender])
+                upload_free_ns[sender] = start_ns + upload_ns[number]
+            start_ns = max(start_ns, link_free_ns[sender, receiver])
+            starts_ns[number] = start_ns
+            link_free_ns[sender, receiver] = start_ns + transmit_ns[number]
+            if recording:
+                record[number, 0], record[number, 1] = now_ns, start_ns
+            if download_ns[number] > 0:  # there messages of several senders meet
+                queued = push(times, numbers, queued, start_ns + flight_ns[number], transfers + number)
+                continue
+            late_ns = 0
+        else:
+            number -= transfers
+            receiver = receivers[number]
+            start_ns = max(now_ns, download_free_ns[receiver])
+            download_free_ns[receiver] = start_ns + download_ns[number]
+            late_ns = start_ns - now_ns
+        arrived_ns = starts_ns[number] + transmit_ns[number] + flight_ns[number] + late_ns
         ends_ns[stages[number]] = max(ends_ns[stages[number]], arrived_ns)
         if recording:
-            record[number, 0], record[number, 1] = now_ns, start_ns
-            record[number, 2], record[number, 3] = sent_ns, arrived_ns
+            record[number, 2], record[number, 3] = starts_ns[number] + transmit_ns[number], arrived_ns
         for at in range(first_after[number], first_after[number + 1]):
             following = after[at]
             ready_ns[following] = max(ready_ns[following], arrived_ns)

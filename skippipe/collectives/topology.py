@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import permutations
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from skippipe.collectives.schedule import Averaging, MergedSchedule, Piece
+from skippipe.collectives.schedule import Averaging, FreeLinks, MergedSchedule, Piece, TransferTimes, free_links
 from skippipe.jit import Floats, Ints, kernel
 
 NEVER_NS = 10**15  # what a transfer takes over no link, and the most that any can; as in `cost_model`
@@ -35,6 +35,10 @@ class LinkCosts(Protocol):
     def flight_ns(self) -> Ints: ...
     @property
     def bandwidth_bytes_per_s(self) -> Floats: ...
+    @property
+    def upload_bytes_per_s(self) -> Floats: ...
+    @property
+    def download_bytes_per_s(self) -> Floats: ...
 
 
 @lru_cache(maxsize=64)
@@ -42,9 +46,8 @@ def merged(averagings: tuple[Averaging, ...]) -> MergedSchedule:
     return MergedSchedule.of(averagings)
 
 
-def transfer_times(costs: LinkCosts, averagings: Sequence[Averaging], stages: Sequence[int]) -> tuple[Ints, Ints]:
-    """[transfer]: transmit and flight time, by the ranks of the merged schedule; `stages` are those of the averagings,
-    which may be some only."""
+def transfer_times(costs: LinkCosts, averagings: Sequence[Averaging], stages: Sequence[int]) -> TransferTimes:
+    """Times by the ranks of the merged schedule; `stages` are those of the averagings, which may be some only."""
     schedule = merged(tuple(averagings))
     pieces = [np.array([each.piece for each in averaging.schedule.transfers], np.int64) for averaging in averagings]
     sizes = [
@@ -56,7 +59,14 @@ def transfer_times(costs: LinkCosts, averagings: Sequence[Averaging], stages: Se
         own = schedule.stages == index
         size_bytes[own] = of_piece[of_transfer[schedule.numbers[own]]]
     links = schedule.senders, schedule.receivers
-    return transmit_ns(size_bytes, costs.bandwidth_bytes_per_s[links]), costs.flight_ns[links]
+    upload, download = costs.upload_bytes_per_s[schedule.senders], costs.download_bytes_per_s[schedule.receivers]
+    return TransferTimes(
+        transmit_ns=transmit_ns(size_bytes, costs.bandwidth_bytes_per_s[links]),
+        flight_ns=costs.flight_ns[links],
+        notice_ns=costs.flight_ns.T[links],
+        upload_ns=transmit_ns(size_bytes, upload) * np.isfinite(upload),
+        download_ns=transmit_ns(size_bytes, download) * np.isfinite(download),
+    )
 
 
 def transmit_ns(size_bytes: Ints, bandwidth: Floats) -> Ints:
@@ -70,8 +80,8 @@ def averaged_ns(costs: LinkCosts, stage: int, averaging: Averaging, done_ns: Int
     """When all nodes of one stage have the sum, were it alone; `done_ns`, by node, is when they end their last task."""
     if not averaging.order:
         return 0
-    idle = np.zeros(costs.flight_ns.shape, np.int64)
-    ends_ns = merged((averaging,)).run(done_ns, *transfer_times(costs, (averaging,), (stage,)), idle)
+    times, free_ns = transfer_times(costs, (averaging,), (stage,)), free_links(len(done_ns))
+    ends_ns = merged((averaging,)).run(done_ns, times, free_ns)
     return max(int(ends_ns[0]), int(done_ns[list(averaging.order)].max()))
 
 
@@ -92,8 +102,7 @@ def fastest(costs: LinkCosts, stage: int, nodes: Sequence[int], *, only_rings: b
     ring = Averaging(ring_order(costs, stage, nodes))
     if only_rings or len(ring.order) < 3:
         return ring
-    idle = np.zeros(costs.flight_ns.shape, np.int64)
-    direct = exchange(costs, stage, ring.order, idle)
+    direct = exchange(costs, stage, ring.order, free_links(len(costs.flight_ns)))
     return min((ring, direct), key=lambda each: takes_ns(costs, stage, each))
 
 
@@ -101,19 +110,23 @@ def fastest(costs: LinkCosts, stage: int, nodes: Sequence[int], *, only_rings: b
 
 
 def exchange(
-    costs: LinkCosts, stage: int, order: Sequence[int], free_ns: Ints, relays: Sequence[int] = ()
+    costs: LinkCosts, stage: int, order: Sequence[int], free_ns: FreeLinks, relays: Sequence[int] = ()
 ) -> Averaging:
-    """Every node is the root of pieces, and all others send straight to it or by way of a relay. `free_ns`, by [from,
-    to], is when a link is free; it is changed by what this adds."""
+    """Every node is the root of pieces, and all others send straight to it or by way of a relay. `free_ns` is when
+    links are free; it is changed by what this adds."""
     pieces = max(2 * len(order), min(MOST_PIECES, -(-costs.gradient_bytes[stage] // PIECE_BYTES)))
     roots, ways = np.empty(pieces, np.int64), np.empty((pieces, len(order)), np.int64)
     divide_exchange(
         np.array(order, np.int64),
         np.array(sorted({*relays, *order}), np.int64),
         costs.gradient_bytes[stage],
-        np.ascontiguousarray(costs.bandwidth_bytes_per_s),
-        costs.flight_ns,
-        free_ns,
+        Links(
+            np.ascontiguousarray(costs.bandwidth_bytes_per_s),
+            costs.flight_ns,
+            costs.upload_bytes_per_s,
+            costs.download_bytes_per_s,
+            *free_ns,
+        ),
         roots,
         ways,
     )
@@ -124,76 +137,99 @@ def exchange(
     return Averaging(tuple(order), tuple(found))
 
 
+class Links(NamedTuple):
+    """What `divide_exchange` knows of links and nodes, and when they are free."""
+
+    bandwidth: Floats
+    """[from, to], as are flight and link_free."""
+    flight_ns: Ints
+    upload: Floats
+    """[node], as are the next, and when they are free: infinite without a limit."""
+    download: Floats
+    link_free_ns: Ints
+    upload_free_ns: Ints
+    download_free_ns: Ints
+
+
 @kernel
 def divide_exchange(
     members: Ints,
     relays: Ints,  # nodes that may forward; the members can be among them
     gradient_bytes: int,
-    bandwidth: Floats,  # [from, to], as are the next two
-    flight_ns: Ints,
-    free_ns: Ints,  # in, out: when the link has sent all that it has to send
+    links: Links,  # their times are changed
     roots: Ints,  # out: [piece]: the place of its root
     ways: Ints,  # out: [piece, place]: the relay; −1: straight to the root
-) -> int:
-    """Divide the gradient into equal pieces, and choose for one after another the root and the ways by which the links
-    are free soonest, there and back. Returns when the last link is free, and the messages on it have arrived."""
+) -> None:
+    """Divide the gradient into equal pieces, and choose for one after another the root and the ways by which it is
+    there and back soonest."""
     size, pieces = len(members), len(roots)
     piece_bytes = -(-gradient_bytes // pieces)
     trial = np.empty(size, np.int64)
-    last_ns = 0
     for piece in range(pieces):
-        best_ns, best_root = NEVER_NS * 4, 0
+        best_ns, best_root = -1, 0
         for root in range(size):
             longest_ns = 0
             for place in range(size):
                 if place == root:
                     continue
                 here, there = members[place], members[root]
-                soonest_ns, straight_ns = pair_ns(here, there, piece_bytes, bandwidth, flight_ns, free_ns)
-                soonest_ns += straight_ns
+                free_ns, taken_ns = _there_and_back_ns(here, there, piece_bytes, links)
+                soonest_ns = free_ns + taken_ns
                 trial[place] = -1
                 for relay in relays:
                     if relay in (here, there):
                         continue
-                    first_ns, took_ns = pair_ns(here, relay, piece_bytes, bandwidth, flight_ns, free_ns)
-                    if first_ns + took_ns >= soonest_ns:
+                    free_ns, taken_ns = _there_and_back_ns(here, relay, piece_bytes, links)
+                    if free_ns + taken_ns >= soonest_ns:
                         continue
-                    second_ns, taken_ns = pair_ns(relay, there, piece_bytes, bandwidth, flight_ns, free_ns)
-                    if max(first_ns, second_ns) + took_ns + taken_ns < soonest_ns:
-                        soonest_ns = max(first_ns, second_ns) + took_ns + taken_ns
+                    then_free_ns, then_taken_ns = _there_and_back_ns(relay, there, piece_bytes, links)
+                    by_relay_ns = max(free_ns, then_free_ns) + taken_ns + then_taken_ns
+                    if by_relay_ns < soonest_ns:
+                        soonest_ns = by_relay_ns
                         trial[place] = relay
                 longest_ns = max(longest_ns, soonest_ns)
-                if longest_ns >= best_ns:
+                if 0 <= best_ns <= longest_ns:
                     break
-            if longest_ns < best_ns:
+            if best_ns < 0 or longest_ns < best_ns:
                 best_ns, best_root = longest_ns, root
                 for place in range(size):
                     ways[piece, place] = trial[place]
         roots[piece] = best_root
-        last_ns = max(last_ns, best_ns)
         for place in range(size):
-            if place == best_root:
-                continue
-            here, there, relay = members[place], members[best_root], ways[piece, place]
-            if relay < 0:
-                free_ns[here, there] += link_ns(piece_bytes, bandwidth[here, there])
-                free_ns[there, here] += link_ns(piece_bytes, bandwidth[there, here])
-            else:
-                free_ns[here, relay] += link_ns(piece_bytes, bandwidth[here, relay])
-                free_ns[relay, there] += link_ns(piece_bytes, bandwidth[relay, there])
-                free_ns[there, relay] += link_ns(piece_bytes, bandwidth[there, relay])
-                free_ns[relay, here] += link_ns(piece_bytes, bandwidth[relay, here])
-    return last_ns
+            if place != best_root:
+                relay = ways[piece, place]
+                if relay < 0:
+                    _use(members[place], members[best_root], piece_bytes, links)
+                else:
+                    _use(members[place], relay, piece_bytes, links)
+                    _use(relay, members[best_root], piece_bytes, links)
 
 
 @kernel
-def pair_ns(
-    here: int, there: int, piece_bytes: int, bandwidth: Floats, flight_ns: Ints, free_ns: Ints
-) -> tuple[int, int]:
+def _there_and_back_ns(here: int, there: int, piece_bytes: int, links: Links) -> tuple[int, int]:
     """When the links between two nodes are free for a piece, and how long it takes there and back."""
-    there_ns, back_ns = link_ns(piece_bytes, bandwidth[here, there]), link_ns(piece_bytes, bandwidth[there, here])
-    taken_ns = there_ns + back_ns + flight_ns[here, there] + flight_ns[there, here]
-    return max(free_ns[here, there], free_ns[there, here]), taken_ns
+    free_ns = max(links.link_free_ns[here, there], links.link_free_ns[there, here])
+    if links.upload[here] < np.inf:
+        free_ns = max(free_ns, links.upload_free_ns[here])
+    if links.upload[there] < np.inf:
+        free_ns = max(free_ns, links.upload_free_ns[there])
+    if links.download[here] < np.inf:
+        free_ns = max(free_ns, links.download_free_ns[here])
+    if links.download[there] < np.inf:
+        free_ns = max(free_ns, links.download_free_ns[there])
+    taken_ns = link_ns(piece_bytes, links.bandwidth[here, there]) + link_ns(piece_bytes, links.bandwidth[there, here])
+    return free_ns, taken_ns + links.flight_ns[here, there] + links.flight_ns[there, here]
+
+
+@kernel
+def _use(here: int, there: int, piece_bytes: int, links: Links) -> None:
+    """A piece goes there and back."""
+    for a, b in ((here, there), (there, here)):
+        links.link_free_ns[a, b] += link_ns(piece_bytes, links.bandwidth[a, b])
+        if links.upload[a] < np.inf:
+            links.upload_free_ns[a] += link_ns(piece_bytes, links.upload[a])
+        if links.download[b] < np.inf:
+            links.download_free_ns[b] += link_ns(piece_bytes, links.download[b])
 
 
 def both_ways(bandwidth: Floats) -> Floats:
@@ -202,12 +238,13 @@ def both_ways(bandwidth: Floats) -> Floats:
         return 2 / (1 / bandwidth + 1 / bandwidth.T)
 
 
-def relayed_bandwidth(bandwidth: Floats) -> Floats:
-    """[from, to]: what the ways over one relay carry together."""
-    rate = both_ways(bandwidth)
+def relayed_bandwidth(costs: LinkCosts) -> Floats:
+    """[from, to]: what the ways over one relay carry together. A relay whose own rates are limited has others to serve:
+    it is left out."""
+    rate = both_ways(costs.bandwidth_bytes_per_s)
     rate = np.where(np.eye(len(rate), dtype=bool), 0.0, rate)
     relayed = np.zeros_like(rate)
-    for by in range(len(rate)):
+    for by in np.flatnonzero(np.isinf(costs.upload_bytes_per_s + costs.download_bytes_per_s)):
         relayed += np.minimum(rate[:, by, None], rate[None, by, :])
     return np.where(np.eye(len(rate), dtype=bool), 0.0, relayed)
 
@@ -220,6 +257,8 @@ def exchange_estimate_ns(
     bandwidth: Floats,  # [from, to], as are the next two
     flight_ns: Ints,
     relayed: Floats,  # see `relayed_bandwidth`
+    upload: Floats,  # [node], as is the next: infinite without a limit
+    download: Floats,
 ) -> int:
     """About when all nodes have the sum in an exchange: every node is the root of one piece, and all ways to it are one
     link. What the schedule of `exchange` takes is within a third of it, mostly within a tenth."""
@@ -242,7 +281,9 @@ def exchange_estimate_ns(
             if by_relay >= straight:
                 straight += by_relay
                 rate[place, other], flight[place, other] = straight, 2 * flight_ns[here, there]
-            slowest = min(slowest, straight)
+            shared = min(upload[here], download[there]) / (size - 1)
+            rate[place, other] = min(rate[place, other], shared)
+            slowest = min(slowest, straight, shared, min(upload[there], download[here]) / (size - 1))
         roots[place] = slowest
     most = roots.max()
     total = 0

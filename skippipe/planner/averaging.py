@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from skippipe.collectives.schedule import Averaging
+from skippipe.collectives.schedule import Averaging, FreeLinks
 from skippipe.collectives.topology import averaged_ns, exchange
 from skippipe.errors import UserError
 from skippipe.plan import Plan, Stage
@@ -35,14 +35,12 @@ def averaging_fastest(plan: Plan, orders: Sequence[tuple[int, ...]] | None = Non
     ways = [[stage.averaging, Averaging(order)] for stage, order in zip(plan.stages, orders, strict=True)]
     if not costs.collective.only_rings:
         for relays in ((), tuple(plan.stage_of)):
-            free_ns = np.repeat(done_ns[:, None], len(done_ns), axis=1)
+            free_ns = FreeLinks(np.repeat(done_ns[:, None], len(done_ns), axis=1), done_ns.copy(), done_ns.copy())
             averagings = [stage.averaging for stage in plan.stages]
             for index in by_bytes:
                 if len(orders[index]) > 1:
                     averagings[index] = exchange(costs, index, orders[index], free_ns, relays)
                     ways[index].append(averagings[index])
             consider(averagings)
-    consider(
-        [min(each, key=lambda way: averaged_ns(costs, index, way, done_ns)) for index, each in enumerate(ways)]
-    )
+    consider([min(each, key=lambda way: averaged_ns(costs, index, way, done_ns)) for index, each in enumerate(ways)])
     return min(by_time, key=lambda each: each[0])[1]

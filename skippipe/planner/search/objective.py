@@ -110,12 +110,16 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
         slots,
         tables.flight_ns,
         tables.transmit_ns,
+        tables.upload_ns,
+        tables.download_ns,
         tables.full,
         state.dispatch[0],
         tables.split,
         slack_ns,
         done_ns,
         np.empty((nodes, nodes), np.int64) if tables.full else np.empty((1, 1), np.int64),
+        np.empty(nodes, np.int64),
+        np.empty(nodes, np.int64),
         np.empty((0, 3), np.int64),
     )
     if left > 0:
@@ -154,6 +158,15 @@ def _averaged(state: State, stage: int, done_ns: Ints, tables: Tables) -> int:
         order = state.ring[stage, :members]
         averaged = min(
             averaged,
-            exchange_estimate_ns(done, order, gradient_bytes, tables.bandwidth, tables.flight_ns, tables.relayed),
+            exchange_estimate_ns(
+                done,
+                order,
+                gradient_bytes,
+                tables.bandwidth,
+                tables.flight_ns,
+                tables.relayed,
+                tables.upload,
+                tables.download,
+            ),
         )
     return averaged

@@ -62,6 +62,8 @@ class Tables(NamedTuple):
     """[0 or 1, layers]"""
     flight_ns: Ints
     transmit_ns: Ints
+    upload_ns: Ints
+    download_ns: Ints
     bandwidth: Floats
     linked: Flags
     """[node, node]: messages get through both ways."""
@@ -69,6 +71,9 @@ class Tables(NamedTuple):
     """[node, other]: hardly any node has a faster link to the first one."""
     relayed: Floats
     """[node, node]: what ways over a third node carry together (see `topology`)."""
+    upload: Floats
+    """[node]: what all its links carry from it together; infinite without a limit, as is the next."""
+    download: Floats
     only_rings: bool
     """Stages average round rings; False: by direct exchange, too."""
     full: bool
@@ -106,10 +111,14 @@ def tables_of(
         gradient_bytes=np.array([[one.gradient_bytes[stage] for one in each] for stage in (0, 1)]),
         flight_ns=costs.flight_ns,
         transmit_ns=costs.transmit_ns,
+        upload_ns=costs.upload_ns,
+        download_ns=costs.download_ns,
         bandwidth=np.ascontiguousarray(costs.bandwidth_bytes_per_s),
         linked=reachable & reachable.T,
         near=_near(costs.bandwidth_bytes_per_s),
-        relayed=relayed_bandwidth(costs.bandwidth_bytes_per_s),
+        relayed=relayed_bandwidth(costs),
+        upload=costs.upload_bytes_per_s,
+        download=costs.download_bytes_per_s,
         only_rings=costs.collective.only_rings,
         full=full,
         split=split_backward,
