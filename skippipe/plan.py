@@ -99,6 +99,10 @@ class Plan:
                 raise UserError(f"stages[{index}].ring: must hold the same nodes as stages[{index}].nodes, each once")
             if fault := stage.averaging.fault():
                 raise UserError(f"stages[{index}].averaging: {fault}")
+        for index, stage in enumerate(self.stages):
+            for node in stage.averaging.nodes:
+                if node not in held:
+                    raise UserError(f"stages[{index}].averaging: the relay '{names[node]}' holds no stage")
         layers = sum(stage.layers for stage in self.stages)
         if layers != self.workload.model.layers:
             model = self.workload.model
@@ -220,16 +224,15 @@ class Plan:
 
         def pieces(entry: Fields) -> Iterator[Piece]:
             for piece in entry.objects("averaging") if entry.mentions("averaging") else ():
-                via = piece.take("via") if piece.mentions("via") else {}
-                if not isinstance(via, dict):
-                    raise UserError(f"{piece.at('via')}: must be an object of node names")
-                where = piece.at("via")
-                yield Piece(
-                    number_of(piece.take("root"), piece.at("root")),
-                    piece.integer("share", SHARE),
-                    tuple((number_of(node, where), number_of(to, where)) for node, to in via.items()),
-                )
+                root = number_of(piece.take("root"), piece.at("root"))
+                yield Piece(root, piece.integer("share", SHARE), pairs(piece, "via"), pairs(piece, "relays"))
                 piece.close()
+
+        def pairs(piece: Fields, name: str) -> tuple[tuple[int, int], ...]:
+            found, where = piece.take(name) if piece.mentions(name) else {}, piece.at(name)
+            if not isinstance(found, dict):
+                raise UserError(f"{where}: must be an object of node names")
+            return tuple((number_of(node, where), number_of(to, where)) for node, to in found.items())
 
         stages = []
         for entry in fields.objects("stages"):
@@ -264,5 +267,5 @@ class Plan:
 
 
 def _piece_json(piece: Piece, names: list[str]) -> dict[str, Any]:
-    via = {names[node]: names[parent] for node, parent in piece.via}
-    return {"root": names[piece.root], "share": piece.share} | ({"via": via} if via else {})
+    ways = {name: {names[node]: names[by] for node, by in getattr(piece, name)} for name in ("via", "relays")}
+    return {"root": names[piece.root], "share": piece.share} | {name: way for name, way in ways.items() if way}
