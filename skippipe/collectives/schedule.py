@@ -306,9 +306,10 @@ class MergedSchedule:
             for other in needs:
                 waiting[rank[stage, other]].append(at)
             rows.append((stage, number, averaging.nodes[each.sender], averaging.nodes[each.receiver], len(needs)))
-        columns = np.array(rows, np.int64).reshape(-1, 5).T.copy()
+        of_stage, numbers, senders, receivers, missing = np.array(rows, np.int64).reshape(-1, 5).T.copy()
         ends = np.cumsum([0, *map(len, waiting)], dtype=np.int64)
-        return cls(len(averagings), *columns, ends, np.array([at for each in waiting for at in each], np.int64))
+        after = np.array([at for each in waiting for at in each], np.int64)
+        return cls(len(averagings), of_stage, numbers, senders, receivers, missing, ends, after)
 
     def run(self, done_ns: Ints, times: TransferTimes, free_ns: FreeLinks, record: Ints = NO_RECORD) -> Ints:
         """[stage]: when its last transfer has arrived; 0 if it has none. See `run_schedule`."""
