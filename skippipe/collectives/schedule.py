@@ -204,6 +204,12 @@ class Schedule:
         transfers = tuple(sorted(found))
         return cls(tuple(shares), transfers, tuple(_needs(transfers, up, relays)))
 
+    @cached_property
+    def pairs(self) -> Ints:
+        """[pair, (number, number)]: a transfer, and one that waits for it."""
+        found = [(before, number) for number, each in enumerate(self.needs) for before in each]
+        return np.array(found, np.int64).reshape(-1, 2)
+
     def piece_bytes(self, gradient_bytes: int) -> tuple[int, ...]:
         """[piece]: bytes of one message, of a gradient of so many."""
         total = sum(self.shares)
@@ -238,6 +244,14 @@ def _needs(
             yield (totals[piece, sender],)
         else:
             yield tuple(contributions.get((piece, sender), ()))
+
+
+def _columns(averaging: Averaging) -> tuple[Ints, ...]:
+    """[transfer]: total, level, piece, the nodes that send and receive, and how many it waits for."""
+    schedule, nodes = averaging.schedule, np.array(averaging.nodes, np.int64)
+    total, level, piece, sender, receiver, _ = np.array(schedule.transfers, np.int64).reshape(-1, 6).T
+    missing = np.array([len(each) for each in schedule.needs], np.int64)
+    return total, level, piece, nodes[sender], nodes[receiver], missing
 
 
 class TransferTimes(NamedTuple):
@@ -277,9 +291,10 @@ class MergedSchedule:
     number: int
     """Of the stages."""
     stages: Ints
-    """[transfer], as are the next four: its stage."""
+    """[transfer], as are the next five: its stage."""
     numbers: Ints
     """Its number in the stage's schedule."""
+    pieces: Ints
     senders: Ints
     """The node that sends, as in the plan, like the next."""
     receivers: Ints
@@ -292,24 +307,31 @@ class MergedSchedule:
 
     @classmethod
     def of(cls, averagings: Sequence[Averaging]) -> MergedSchedule:
-        ranked = sorted(
-            (each.total, each.level, stage, number)
-            for stage, averaging in enumerate(averagings)
-            for number, each in enumerate(averaging.schedule.transfers)
+        sizes = [len(averaging.schedule.transfers) for averaging in averagings]
+        first = np.cumsum([0, *sizes], dtype=np.int64)
+        total, level, piece, sender, receiver, missing = (
+            np.concatenate(column) for column in zip(*(_columns(each) for each in averagings), strict=True)
         )
-        rank = {(stage, number): at for at, (_, _, stage, number) in enumerate(ranked)}
-        waiting: list[list[int]] = [[] for _ in ranked]
-        rows = []
-        for at, (_, _, stage, number) in enumerate(ranked):
-            averaging = averagings[stage]
-            each, needs = averaging.schedule.transfers[number], averaging.schedule.needs[number]
-            for other in needs:
-                waiting[rank[stage, other]].append(at)
-            rows.append((stage, number, averaging.nodes[each.sender], averaging.nodes[each.receiver], len(needs)))
-        of_stage, numbers, senders, receivers, missing = np.array(rows, np.int64).reshape(-1, 5).T.copy()
-        ends = np.cumsum([0, *map(len, waiting)], dtype=np.int64)
-        after = np.array([at for each in waiting for at in each], np.int64)
-        return cls(len(averagings), of_stage, numbers, senders, receivers, missing, ends, after)
+        of_stage = np.repeat(np.arange(len(averagings)), sizes)
+        numbers = np.arange(len(total)) - first[of_stage]
+        order = np.lexsort((numbers, of_stage, level, total))
+        rank = np.empty(len(order), np.int64)
+        rank[order] = np.arange(len(order))
+        pairs = [each.schedule.pairs + first[stage] for stage, each in enumerate(averagings)]
+        needed, needing = rank[np.concatenate(pairs)].reshape(-1, 2).T
+        by_needed = np.argsort(needed, kind="stable")
+        ends = np.searchsorted(needed[by_needed], np.arange(len(order) + 1))
+        return cls(
+            number=len(averagings),
+            stages=of_stage[order],
+            numbers=numbers[order],
+            pieces=piece[order],
+            senders=sender[order],
+            receivers=receiver[order],
+            missing=missing[order],
+            first_after=ends,
+            after=needing[by_needed],
+        )
 
     def run(self, done_ns: Ints, times: TransferTimes, free_ns: FreeLinks, record: Ints = NO_RECORD) -> Ints:
         """[stage]: when its last transfer has arrived; 0 if it has none. See `run_schedule`."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from skippipe.collectives.schedule import Averaging, FreeLinks
-from skippipe.collectives.topology import averaged_ns, exchange
+from skippipe.collectives.topology import RELAYED_UP_TO, averaged_ns, exchange
 from skippipe.errors import UserError
 from skippipe.plan import Plan, Stage
 from skippipe.simulator import simulate
@@ -32,7 +32,10 @@ def averaging_fastest(plan: Plan, orders: Sequence[tuple[int, ...]] | None = Non
         found = replace(plan, stages=tuple(map(Stage.of, plan.layers, averagings)))
         by_time.append((simulate(found, Timing.FULL).iteration_ns, found))
 
-    ways = [[stage.averaging, Averaging(order)] for stage, order in zip(plan.stages, orders, strict=True)]
+    ways = [[stage.averaging] for stage in plan.stages]
+    for index, order in enumerate(orders):
+        if len(order) <= RELAYED_UP_TO:
+            ways[index].append(Averaging(order))
     if not costs.collective.only_rings:
         for relays in ((), tuple(plan.stage_of)):
             free_ns = FreeLinks(np.repeat(done_ns[:, None], len(done_ns), axis=1), done_ns.copy(), done_ns.copy())
