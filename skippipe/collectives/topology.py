@@ -17,8 +17,8 @@ from skippipe.collectives.schedule import Averaging, FreeLinks, MergedSchedule, 
 from skippipe.jit import Floats, Ints, kernel
 
 NEVER_NS = 10**15  # what a transfer takes over no link, and the most that any can; as in `cost_model`
-PIECE_BYTES = 2**24  # of an exchange, about: smaller pieces are forwarded sooner, and are more messages
-MOST_PIECES = 96
+PIECE_BYTES = 2**23  # of an exchange, about: smaller pieces are forwarded sooner, and are more messages
+MOST_PIECES = 192
 RELAYED_UP_TO = 16  # nodes of a stage: more have enough links of their own
 SHARES = 2**16  # what shares add up to in an estimate, about
 LEAST_SHARE = 0.02  # of the largest: a node with less is no root, and only sends
@@ -65,6 +65,18 @@ def transfer_times(costs: LinkCosts, averagings: Sequence[Averaging], stages: Se
         upload_ns=transmit_ns(size_bytes, upload) * np.isfinite(upload),
         download_ns=transmit_ns(size_bytes, download) * np.isfinite(download),
     )
+
+
+def transfer_loads(costs: LinkCosts, averagings: Sequence[tuple[int, Averaging]]) -> FreeLinks:
+    """For how long these stages keep links, uploads and downloads busy."""
+    loads = free_links(len(costs.flight_ns))
+    if averagings:
+        stages, each = zip(*averagings, strict=True)
+        times, schedule = transfer_times(costs, each, stages), merged(tuple(each))
+        np.add.at(loads.link_ns, (schedule.senders, schedule.receivers), times.transmit_ns)
+        np.add.at(loads.upload_ns, schedule.senders, times.upload_ns)
+        np.add.at(loads.download_ns, schedule.receivers, times.download_ns)
+    return loads
 
 
 def transmit_ns(size_bytes: Ints, bandwidth: Floats) -> Ints:
