@@ -1,8 +1,13 @@
-"""Emulated links: on one machine, the delays of machines that are far apart.
+"""Emulated links: on one machine, the delays of machines that are far apart. And the pacing of an upload that is real.
 
 The sender's `LinkEmulator` computes when a link of the given latency and bandwidth would have delivered the message;
 the message carries that moment and is sent at once; the receiver keeps it in `DelayQueue` until then. So the true
-transfer runs while the emulated one does, and only a link faster than the machine itself cannot be emulated.
+transfer runs while the emulated one does, and only a link faster than the machine itself cannot be emulated. Where a
+node's upload or download is shared by its links, the rule is that of docs/formats.md: the sender's `LinkEmulator` counts
+with the upload, the receiver's `DelayQueue` with the download.
+
+`UploadPacer` is for real links: messages to all peers leave one after another, as fast as the node's upload takes them,
+instead of sharing it by chance.
 
 Moments are nanoseconds of one clock, `time.monotonic_ns`: processes of one machine share it, two machines do not.
 `DelayQueue` has no bound of its own: it holds what emulated links would have had in flight or still at the sender.
@@ -12,10 +17,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from skippipe.transport.message import Received
+from skippipe.transport.message import Message, Received
 
 
 @dataclass(frozen=True)
@@ -31,43 +37,100 @@ class EmulatedLink:
 
 
 class LinkEmulator:
-    """Computes when messages would arrive. Transfers over one link queue; links do not disturb each other."""
+    """Computes when messages would arrive. Transfers over one link queue; links share the node's upload, if it has a
+    rate of its own, and do not disturb each other otherwise."""
 
-    def __init__(self, links: Mapping[str, EmulatedLink], clock: Callable[[], int]) -> None:
+    def __init__(
+        self, links: Mapping[str, EmulatedLink], clock: Callable[[], int], upload_bytes_per_s: float | None = None
+    ) -> None:
         self._links = dict(links)
         self._clock = clock
         self._free_ns = dict.fromkeys(links, 0)
+        self._upload = UploadPacer(upload_bytes_per_s, clock) if upload_bytes_per_s else None
 
     def due_ns(self, peer: str, nbytes: int) -> int:
         """The moment this message would arrive if it were sent now; 0 for a peer whose link is left as it is."""
         link = self._links.get(peer)
         if link is None:
             return 0
-        start_ns = max(self._clock(), self._free_ns[peer])
+        leaves_ns = self._clock() if self._upload is None else self._upload.leaves_ns(nbytes)
+        start_ns = max(leaves_ns, self._free_ns[peer])
         end_ns = start_ns + round(nbytes / link.bandwidth_bytes_per_s * 1e9)
         self._free_ns[peer] = end_ns
         return end_ns + round(link.latency_s * 1e9)
 
 
-class DelayQueue:
-    """Messages that have arrived before their time. Those due at the same moment leave in the order they came."""
+class UploadPacer:
+    """Messages to all peers, which leave one after another at the rate of the upload that they share."""
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_per_s: float, clock: Callable[[], int]) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._free_ns = 0
+        self._waiting: deque[tuple[int, str, Message]] = deque()
+
+    def leaves_ns(self, nbytes: int) -> int:
+        """The moment at which a message of so many bytes leaves, if it is the next; it keeps the upload busy."""
+        leaves_ns = max(self._clock(), self._free_ns)
+        self._free_ns = leaves_ns + round(nbytes / self._bytes_per_s * 1e9)
+        return leaves_ns
+
+    def put(self, peer: str, message: Message, nbytes: int) -> None:
+        self._waiting.append((self.leaves_ns(nbytes), peer, message))
+
+    def next_ns(self) -> int | None:
+        """When the next message leaves; None: there is none."""
+        return self._waiting[0][0] if self._waiting else None
+
+    def ready(self) -> Iterator[tuple[str, Message]]:
+        """Remove the messages whose time has come, and give them with their receivers."""
+        while self._waiting and self._waiting[0][0] <= self._clock():
+            _, peer, message = self._waiting.popleft()
+            yield peer, message
+
+
+class DelayQueue:
+    """Messages that have arrived before their time. Those due at the same moment leave in the order they came.
+
+    With a `download` rate they first go through that, one after another in the order in which their first bytes would
+    come; `links` are those from the senders here.
+    """
+
+    def __init__(self, links: Mapping[str, EmulatedLink] | None = None, download: float | None = None) -> None:
         self._heap: list[tuple[int, int, Received]] = []
+        self._coming: list[tuple[int, int, Received]] = []
+        """Those whose first byte has not come yet, by the moment at which it does."""
         self._count = 0
+        self._links = links or {}
+        self._download = download
+        self._free_ns = 0
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._heap) + len(self._coming)
 
     def put(self, received: Received) -> None:
-        heapq.heappush(self._heap, (received.due_ns, self._count, received))
+        link = self._links.get(received.peer)
+        if self._download is None or link is None or not received.due_ns:
+            heapq.heappush(self._heap, (received.due_ns, self._count, received))
+        else:
+            first_ns = received.due_ns - self._transmit_ns(received, link.bandwidth_bytes_per_s)
+            heapq.heappush(self._coming, (first_ns, self._count, received))
         self._count += 1
 
+    def _transmit_ns(self, received: Received, bytes_per_s: float) -> int:
+        return round(getattr(received.message.body, "nbytes", 0) / bytes_per_s * 1e9)
+
     def next_due_ns(self) -> int | None:
-        return self._heap[0][0] if self._heap else None
+        return min((heap[0][0] for heap in (self._heap, self._coming) if heap), default=None)
 
     def ready(self, now_ns: int) -> list[Received]:
         """Remove the messages that are due, and give them."""
+        while self._coming and self._coming[0][0] <= now_ns:
+            first_ns, number, received = heapq.heappop(self._coming)
+            assert self._download is not None
+            start_ns = max(first_ns, self._free_ns)
+            self._free_ns = start_ns + self._transmit_ns(received, self._download)
+            heapq.heappush(self._heap, (received.due_ns + start_ns - first_ns, number, received))
         due = []
         while self._heap and self._heap[0][0] <= now_ns:
             due.append(heapq.heappop(self._heap)[2])
