@@ -3,8 +3,8 @@
 The sender's `LinkEmulator` computes when a link of the given latency and bandwidth would have delivered the message;
 the message carries that moment and is sent at once; the receiver keeps it in `DelayQueue` until then. So the true
 transfer runs while the emulated one does, and only a link faster than the machine itself cannot be emulated. Where a
-node's upload or download is shared by its links, the rule is that of docs/formats.md: the sender's `LinkEmulator` counts
-with the upload, the receiver's `DelayQueue` with the download.
+node's upload or download is shared by its links, the rule is that of docs/formats.md: the sender's `LinkEmulator`
+counts with the upload, the receiver's `DelayQueue` with the download.
 
 `UploadPacer` is for real links: messages to all peers leave one after another, as fast as the node's upload takes them,
 instead of sharing it by chance.
