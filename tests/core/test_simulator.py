@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skippipe.collectives.ring import RING, averaged_ns
 
 from skippipe import event_loop
+from skippipe.collectives.ring import RING, averaged_ns
 from skippipe.plan import Lane, Plan
 from skippipe.planner.published import published20, published_plan
 from skippipe.simulator import NO_RECORD, NO_SLACK, PlacementCosts, path_arrays, simulate

@@ -335,7 +335,7 @@ FROM_3 = Recover(StateSource("replica", (3,), (2,), (1.0,), 4), 0)
 def recovering() -> Bench:
     """Node 5 has requested state of node 3."""
     bench = Bench(5).begin(4).hear(FROM_3)
-    assert bench.work() == ["pass 0, 2 of 3", "plan transfer"]
+    assert bench.work() == ["plan transfer", "begin averaging", "contribute to piece 2, 0 given"]
     assert bench.asked == [(3, StateRequest(2, 0, 1, 0))]
     bench.asked.clear()
     return bench
