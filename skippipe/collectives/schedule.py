@@ -102,7 +102,9 @@ class Averaging:
     def without(self, gone: Iterable[int]) -> Averaging:
         """The same among the nodes that are left. A lost root's piece is divided among the others; what went by way of
         a lost node goes to the next one on its way."""
-        lost = set(gone)
+        lost = set(gone).intersection(self.order)
+        if not lost:
+            return self
         left = tuple(node for node in self.order if node not in lost)
         if lost.isdisjoint(self.nodes):
             return self
@@ -216,11 +218,13 @@ class Schedule:
         return tuple(-(-gradient_bytes * share // total) for share in self.shares)
 
     def bounds(self, values: int) -> list[int]:
-        """Where each piece begins in a gradient of so many values, and where the last one ends."""
-        total, so_far, found = sum(self.shares), 0, [0]
-        for share in self.shares:
+        """Where each piece begins in a gradient of so many values, and where the last one ends. Each has one value, and
+        its share of the others."""
+        total, others, so_far, found = sum(self.shares), values - len(self.shares), 0, [0]
+        assert others >= 0, f"{len(self.shares)} pieces of {values} values"
+        for number, share in enumerate(self.shares):
             so_far += share
-            found.append(values * so_far // total)
+            found.append(number + 1 + others * so_far // total)
         return found
 
 

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ class ComputeBench:
             torch.cuda.empty_cache()
         return Computed(passes, room, str(self._device), machine())
 
-    def fits(self, _message: Message, _at: int, _size: int) -> bool:
+    def fits(self, _message: Message, _expected: Any) -> bool:
         return False
 
     def _passes(self) -> list[list[float]]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from skippipe.cluster import Cluster
 from skippipe.collectives import COLLECTIVES, GroupConfig, MakeAverager
-from skippipe.collectives.ring import GradientRing
+from skippipe.collectives.peer_to_peer import GradientAverager
 from skippipe.model.model_spec import check_device
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
@@ -71,7 +71,7 @@ def build_stage_executor(
     sampler: BatchSampler | None,
     *,
     packing: bool = True,
-    make_averager: MakeAverager = GradientRing,
+    make_averager: MakeAverager = GradientAverager,
 ) -> StageExecutor:
     """The executor of a stage; only the layers of this stage are made."""
     check_device(device)

@@ -140,7 +140,7 @@ class Door:
     def start(self, _work: Any) -> None:
         raise AssertionError("computing is not up to this")
 
-    def fits(self, _message: Message, _at: int, _size: int) -> bool:
+    def fits(self, _message: Message, _expected: Any) -> bool:
         raise AssertionError("nobody asks")
 
 

@@ -37,7 +37,7 @@ from skippipe.runtime.simulation.fault_injection import slow_link, slow_node
 from skippipe.training.metrics import CallbackList, ClusterFile
 from skippipe.transport.addresses import free_port
 from skippipe.transport.keys import KeyFile
-from skippipe.transport.message import Message, ProbePiece, RingPiece
+from skippipe.transport.message import GradientPiece, Message, ProbePiece
 from skippipe.workload import MODELS, Workload
 from tests.helpers.doc_pages import documented
 from tests.helpers.profiling import (
@@ -262,7 +262,7 @@ def test_a_node_drops_what_it_did_not_ask_for() -> None:
     net = Net(far_apart(3))
     net.join(0)
     node = net.alive[0]
-    node.receive(1, Message(RingPiece(0, 0, 0)))
+    node.receive(1, Message(GradientPiece(0, 0, 0)))
     node.receive(1, Message(ProbePiece(7, 1, 0)))
     node.handle_peer_control(1, Stop(""))
     for peer in (0, 3):

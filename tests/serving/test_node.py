@@ -37,7 +37,7 @@ from skippipe.serving.step_protocol import (
     StepRefused,
     step_messages,
 )
-from skippipe.transport.message import Message, RingPiece, StepHop
+from skippipe.transport.message import GradientPiece, Message, StepHop
 from tests.helpers.echo_engine import PLACES, VOCABULARY, expected_tokens, next_token
 
 STAGE_OF = {node: stage for stage, nodes in PLACES.items() for node in nodes}
@@ -114,8 +114,8 @@ class Place:
     def start(self, work: ServingWork) -> None:
         self.world.at(self.world.random.uniform(0.001, 0.01), lambda: self._done(work))
 
-    def fits(self, message: Message, at: int, size: int) -> bool:
-        return isinstance(message.body, list) and len(message.body) == at and size > 0
+    def fits(self, message: Message, expected: int) -> bool:
+        return isinstance(message.body, list) and len(message.body) == expected
 
     def _done(self, work: ServingWork) -> None:
         if self.alive:
@@ -252,7 +252,7 @@ def test_what_no_step_foresees_is_dropped() -> None:
     for sender, body in ((4, [(1,)]), (0, [(1,), (2,)]), (0, "nonsense")):
         place.node.receive(sender, Message(StepHop(1, 1, 1), body))  # type: ignore[arg-type]
     place.node.receive(0, hop)
-    place.node.receive(0, Message(RingPiece(1, 1, 1)))
+    place.node.receive(0, Message(GradientPiece(1, 1, 1)))
     assert sum(place.node.dropped.values()) == 5
     place.node.handle_control(RunStep(2, 1, [0, 4], [[0, 0, 1]], [], [], [], []))
     assert sum(place.node.dropped.values()) == 6

@@ -18,7 +18,7 @@ from skippipe.codecs import CODECS, EncodedTensor, decode, encode
 from skippipe.errors import UserError
 from skippipe.transport.link_emulation import DelayQueue, EmulatedLink, LinkEmulator
 from skippipe.transport.mailbox import PIECE_BYTES, LossReason, Lost, Mailbox, NotConnected, QueueFull
-from skippipe.transport.message import Hop, Message, Received, RingPiece, to_frames
+from skippipe.transport.message import GradientPiece, Hop, Message, Received, to_frames
 from tests.helpers.mailboxes import HELLO, KEYS, PATIENCE_S, Net, link, network, number_of
 from tests.helpers.relay import Wire
 
@@ -42,13 +42,13 @@ def test_delivery_in_order(net: Net, dtype: str) -> None:
     tensor = torch.randn(3, PIECE_BYTES // 2 + 7)  # several pieces, and a rest
     sizes = [a.send("b", HELLO)]
     sizes.append(a.send("b", Message(Hop(5, 1, 2, 3), encode(tensor, dtype)), due_ns=99))
-    sizes.append(a.send("b", Message(RingPiece(5, 0, 2))))
+    sizes.append(a.send("b", Message(GradientPiece(5, 0, 2))))
     first, second, third = net.delivered(b, 3)
     assert first == Received("a", HELLO, 0)
     assert (second.peer, second.due_ns, second.message.header) == ("a", 99, Hop(5, 1, 2, 3))
     assert isinstance(second.message.body, EncodedTensor)
     assert torch.equal(decode(second.message.body), decode(encode(tensor, dtype)))
-    assert third.message == Message(RingPiece(5, 0, 2))
+    assert third.message == Message(GradientPiece(5, 0, 2))
     assert a.sent_bytes["b"] == b.received_bytes["a"] == sum(sizes)
     assert not a.lost() and a.connected == {"b"}
 

@@ -178,9 +178,9 @@ class NodeAgent:
         self._busy_since = self._busy_since or time.monotonic()
         self._thread.start(op)
 
-    def fits(self, message: Message, at: int, size: int) -> bool:
+    def fits(self, message: Message, expected: Any) -> bool:
         assert self._thread is not None
-        return self._thread.fits(message, at, size)
+        return self._thread.fits(message, expected)
 
     def _send(self, name: str, message: Message, due_ns: int = 0) -> None:
         """What cannot be sent counts as lost on the way: it is requested again, or the coordinator reroutes."""

@@ -29,8 +29,9 @@ class NodeEnv(Protocol):
     def start(self, op: Any) -> None:
         """Have an operation run; `finished` follows. One at a time."""
 
-    def fits(self, message: Message, at: int, size: int) -> bool:
-        """Has the message's tensor the shape and type that it should have? (See `ops.Executor`.)"""
+    def fits(self, message: Message, expected: Any) -> bool:
+        """Has the message's tensor the shape and type that it should have? `expected` is what the role's executor needs
+        to know for that: of a training node the averaging schedule, of one that serves the number of tokens."""
 
 
 class NodePhase(Enum):

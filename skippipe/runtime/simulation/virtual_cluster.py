@@ -17,10 +17,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from skippipe import __version__
 from skippipe.cluster import Cluster
+from skippipe.collectives.schedule import Averaging
+from skippipe.collectives.topology import transfer_times, transmit_ns
 from skippipe.cost_model import ns
 from skippipe.heartbeat import HEARTBEATS, RESEND
+from skippipe.jit import Ints
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import Callback, CheckpointStore, Event, IterationReport, StopRequests
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
@@ -32,7 +37,7 @@ from skippipe.runtime.node.state_machine import TrainingNode
 from skippipe.runtime.simulation.fault_injection import Fault, MessageReplay, phase_of
 from skippipe.runtime.simulation.symbolic_executor import PIECES, SymbolicExecutor
 from skippipe.runtime.state_source import StateSource
-from skippipe.transport.message import BackupPiece, Hop, Message, Stamp, StatePiece
+from skippipe.transport.message import BackupPiece, GradientPiece, Hop, Message, Stamp, StatePiece
 
 Disturb = Callable[[int], int]
 """Gives the actual duration for a planned one."""
@@ -68,8 +73,8 @@ class _NodeEnv:
     def start(self, op: Op) -> None:
         self.cluster.start_op(self.number, op)
 
-    def fits(self, message: Message, at: int, size: int) -> bool:
-        return self.cluster.executor_of[self.number].fits(message, at, size)
+    def fits(self, message: Message, expected: Any) -> bool:
+        return self.cluster.executor_of[self.number].fits(message, expected)
 
 
 @dataclass
@@ -172,8 +177,10 @@ class VirtualCluster:
     def __post_init__(self) -> None:
         self._heap: list[tuple[int, int, int, Action]] = []
         self._count = 0
-        self._link_free_ns: dict[tuple[int, int, bool], int] = {}
-        """Sender, receiver and whether hops are meant → when the link has sent what was queued."""
+        self._link_free_ns: dict[tuple[int, int], int] = {}
+        """Sender and receiver → when the link has sent what was queued."""
+        self._transmit_ns: dict[int, tuple[Averaging, Ints]] = {}
+        """Node → how its stage averages, and the transmit time of every transfer."""
         self._busy_ns: dict[int, int] = {}
         """Node → since when it has had work without a pause."""
         self._idle_ns: dict[int, int] = {}
@@ -292,22 +299,29 @@ class VirtualCluster:
         if receiver == COORDINATOR:
             self._deliver_to_coordinator(sender, lambda: self.coordinator.on_piece(sender, message))
             return
-        plan, costs, is_hop = self.nodes[sender].plan, self.plan.costs, isinstance(message.header, Hop)
-        if is_hop:
-            transmit_ns = int(costs.transmit_ns[sender, receiver])
-        elif isinstance(message.header, BackupPiece):
-            size = getattr(message.body, "nbytes", plan.workload.backup_bytes // PIECES)
-            transmit_ns = ns(size / costs.bandwidth_bytes_per_s[sender, receiver])
-        else:
-            stage = self.nodes[sender].stage
-            message_ns = costs.collective.message_ns(costs, stage, len(plan.stages[stage].ring))
-            transmit_ns = int(message_ns[sender, receiver])
-        link = sender, receiver, is_hop  # hops and pieces of gradients do not wait for each other
-        factor = self._delayed.get((sender, receiver), 1.0)
+        costs, link = self.plan.costs, (sender, receiver)
+        factor = self._delayed.get(link, 1.0)
+        transmit_ns = self._message_ns(sender, receiver, message)
         end_ns = max(self.now_ns, self._link_free_ns.get(link, 0)) + int(self.disturb(transmit_ns) * factor)
         self._link_free_ns[link] = end_ns
         delay_ns = end_ns + int(costs.flight_ns[sender, receiver] * factor) - self.now_ns
         self.deliver(sender, receiver, lambda: self.nodes[receiver].receive(sender, message), delay_ns)
+
+    def _message_ns(self, sender: int, receiver: int, message: Message) -> int:
+        """For how long a message keeps the link busy, as planned."""
+        node, costs = self.nodes[sender], self.plan.costs
+        if isinstance(message.header, Hop):
+            return int(costs.transmit_ns[sender, receiver])
+        if isinstance(message.header, GradientPiece):
+            known = self._transmit_ns.get(sender)
+            if known is None or known[0] is not node.averaging:
+                times, _ = transfer_times(costs, node.stage, node.averaging)
+                known = self._transmit_ns[sender] = node.averaging, times
+            return int(known[1][message.header.transfer])
+        is_backup = isinstance(message.header, BackupPiece)
+        whole = node.plan.workload.backup_bytes if is_backup else costs.gradient_bytes[node.stage]
+        size = getattr(message.body, "nbytes", whole // PIECES)
+        return int(transmit_ns(np.array(size), costs.bandwidth_bytes_per_s[sender, receiver]))
 
     def assign(self, node: int, plan: Plan, origin: StateSource | None, assignment: int) -> None:
         """A node gets its stage; a node that had one gives it up."""
@@ -361,7 +375,7 @@ class VirtualCluster:
         if self.alive.pop(node, None) is None:
             return
         self.frozen.pop(node, None)
-        self._link_free_ns = {link: at_ns for link, at_ns in self._link_free_ns.items() if node not in link[:2]}
+        self._link_free_ns = {link: at_ns for link, at_ns in self._link_free_ns.items() if node not in link}
         self.after(EXIT_NOTICED_NS, partial(self._to_coordinator, partial(self._report_exit, node)))
 
     def start(self, node: int) -> None:

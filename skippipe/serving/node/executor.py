@@ -58,10 +58,12 @@ class ServingExecutor:
                 self._routes.pop(work.route, None)
                 return None
 
-    def fits(self, message: Message, at: int, size: int) -> bool:  # noqa: ARG002
-        """Does the message carry the hidden states of `at` tokens, in all rows together?"""
+    def fits(self, message: Message, num_tokens: int) -> bool:
+        """Does the message carry the hidden states of so many tokens, in all rows together?"""
         body = message.body
-        return isinstance(body, EncodedTensor) and body.shape == (at, self._hidden) and body.dtype == self._wire_dtype
+        if not isinstance(body, EncodedTensor):
+            return False
+        return body.shape == (num_tokens, self._hidden) and body.dtype == self._wire_dtype
 
     def _forward(self, work: ForwardStep) -> Tensor:
         if work.route not in self._routes:

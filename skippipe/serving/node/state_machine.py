@@ -199,7 +199,7 @@ class ServingNode:
             self._drop(sender, "a tensor of a step that does not come from this sender")
             return
         message = Message(StepHop(step.step, step.route, position), body)
-        if not self._env.fits(message, step.num_tokens, len(step.rows)):
+        if not self._env.fits(message, step.num_tokens):
             self._drop(sender, "a tensor of another shape or type")
             return
         del self._pending[key]
