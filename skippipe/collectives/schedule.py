@@ -102,12 +102,10 @@ class Averaging:
     def without(self, gone: Iterable[int]) -> Averaging:
         """The same among the nodes that are left. A lost root's piece is divided among the others; what went by way of
         a lost node goes to the next one on its way."""
-        lost = set(gone).intersection(self.order)
+        lost = set(gone).intersection(self.nodes)
         if not lost:
             return self
         left = tuple(node for node in self.order if node not in lost)
-        if lost.isdisjoint(self.nodes):
-            return self
 
         def without_lost(piece: Piece) -> Piece:
             via, relays = [], []
@@ -169,6 +167,8 @@ class Schedule:
     transfers: tuple[Transfer, ...]
     needs: tuple[tuple[int, ...], ...]
     """[transfer]: the numbers of those that bring to its sender what it passes on."""
+    forwarded: dict[int, int]
+    """Number of a transfer to a relay → that by which the relay passes it on."""
 
     @classmethod
     def of(
@@ -204,7 +204,14 @@ class Schedule:
                     found.append(Transfer(False, heights[at], piece, at, there, at))
                     found.append(Transfer(True, depth, piece, here, at, at))
         transfers = tuple(sorted(found))
-        return cls(tuple(shares), transfers, tuple(_needs(transfers, up, relays)))
+        needs = tuple(_needs(transfers, up, relays))
+        second = [at for at, each in enumerate(transfers) if each.sender == relays[each.piece].get(each.node)]
+        return cls(tuple(shares), transfers, needs, {needs[at][0]: at for at in second})
+
+    @cached_property
+    def forwarding(self) -> frozenset[int]:
+        """Numbers of the transfers that relays send."""
+        return frozenset(self.forwarded.values())
 
     @cached_property
     def pairs(self) -> Ints:

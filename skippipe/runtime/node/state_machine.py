@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from skippipe.collectives import COLLECTIVES
@@ -43,6 +44,7 @@ from skippipe.runtime.messages import (
     Snapshot,
     Stepped,
     Stop,
+    TasksDone,
 )
 from skippipe.runtime.node.averaging_protocol import AveragingProtocol
 from skippipe.runtime.node.interfaces import IN_ITERATION, NodeEnv, NodePhase
@@ -106,6 +108,8 @@ class TrainingNode:
         self._ops = OpQueue(env.start)
         self._transfer = StateTransfer(self, env, self._ops)
         self._early: dict[int, list[tuple[Message, int]]] = {}
+        self._peers_done: dict[int, tuple[int, int]] = {}
+        """Peer whose download is shared → the last iteration, and epoch, in which it has done its tasks."""
         self._commit: Commit | None = None
         self._adopt(plan)
         self._clear(recorded=False)
@@ -165,7 +169,11 @@ class TrainingNode:
 
     def handle_peer_control(self, sender: int, control: ControlMessage) -> None:
         """A message of another node."""
-        self._transfer.handle_control(sender, control)
+        if isinstance(control, TasksDone):
+            self._peers_done[sender] = control.iteration, control.epoch
+            self._send_pieces()
+        else:
+            self._transfer.handle_control(sender, control)
 
     def executor_ready(self, origin: StateSource | None, assignment: int) -> None:
         """The stage is built; its state is as the seed has it, or still to come."""
@@ -180,6 +188,8 @@ class TrainingNode:
         for receiver, message in self._averaging.unacknowledged.values():
             if receiver == peer:
                 self._env.send(receiver, message)
+        if self.phase in (NodePhase.AVERAGING, NodePhase.AVERAGED):
+            self._announce_done([peer])
         self._transfer.reconnected(peer)
 
     def retry_requests(self, timeout_ns: int) -> None:
@@ -215,10 +225,9 @@ class TrainingNode:
             case StageTask():
                 self._scheduler.finish(result)
                 self._average_if_done()
-            case ContributePiece():
-                self._pass_on(op, result)
-            case AdoptPiece():
-                self._pass_on(op, op.given)  # as it came
+            case ContributePiece() | AdoptPiece():
+                self._averaging.finished(op, op.given if isinstance(op, AdoptPiece) else result)  # as it came
+                self._send_pieces()
             case GradNorm():
                 self._report(result)
             case CheckFinite():
@@ -261,9 +270,9 @@ class TrainingNode:
         return f"{self.phase.value}, iteration {self.iteration + 1}"
 
     @property
-    def averaging(self) -> Averaging:
-        """How the nodes of the stage that are left average."""
-        return self._averaging.averaging
+    def averagings(self) -> Sequence[Averaging]:
+        """How the nodes of each stage that are left average."""
+        return self._averaging.averagings
 
     def active_peers(self) -> set[int]:
         """The nodes before and after this one on its lanes, those that it averages with, and those that it exchanges
@@ -365,13 +374,19 @@ class TrainingNode:
             self.drop(sender, "a piece of an averaging that was given up")
         elif not self._expects(sender, header):
             self.drop(sender, f"{label} that does not come here from there")
-        elif not self._env.fits(message, self._averaging.schedule):
+        elif not self._is_relayed(header) and not self._env.fits(message, self._averaging.schedule):
             self.drop(sender, f"{label} of another shape or type")
         elif isinstance(header, Hop):
             if not self._scheduler.take(sender, message, header, arrived_ns):
                 self.drop(sender, f"{label} that has been taken before")
-        elif not self._averaging.take(header.transfer, message.body):
+        elif self._averaging.take(header, message.body):
+            self._send_pieces()
+        else:
             self.drop(sender, f"{label} that has been taken before")
+
+    def _is_relayed(self, header: Hop | GradientPiece) -> bool:
+        """Is it passed on as it is? Then it is for its receiver to check."""
+        return isinstance(header, GradientPiece) and self._averaging.is_relay(header)
 
     def _expects(self, sender: int, header: Hop | GradientPiece) -> bool:
         if isinstance(header, Hop):
@@ -413,10 +428,11 @@ class TrainingNode:
         self._averaging = self._new_attempt()
 
     def _new_attempt(self) -> AveragingProtocol:
-        """All nodes of the stage derive the same schedule from the plan and the nodes that were lost."""
-        averaging = self.plan.stages[self.stage].averaging.without(self._gone)
+        """All nodes derive the same schedules from the plan and the nodes that were lost."""
+        averagings = [stage.averaging.without(self._gone) for stage in self.plan.stages]
         in_messages = COLLECTIVES[self.plan.workload.collective].in_messages
-        return AveragingProtocol(self.number, self.stage, averaging, in_messages=in_messages)
+        shared = [at for at, node in enumerate(self.plan.cluster.nodes) if node.download_bytes_per_s]
+        return AveragingProtocol(self.number, self.stage, averagings, in_messages=in_messages, shared=shared)
 
     def _finish_draining(self) -> None:
         """Weight gradients that were deferred are added; nothing is left."""
@@ -443,13 +459,22 @@ class TrainingNode:
     def _average(self) -> None:
         self.phase = NodePhase.AVERAGING
         self._averaging.begin()
+        self._announce_done(sorted(self._averaging.peers))
+        self._send_pieces()
 
-    def _pass_on(self, op: ContributePiece | AdoptPiece, payload: Any) -> None:
-        for transfer, receiver in self._averaging.finished(op):
-            header = GradientPiece(self.iteration, self.stage, transfer, self.epoch)
-            message = Message(header, payload, self._env.now_ns())
-            self._averaging.unacknowledged[transfer] = receiver, message
-            self._scheduler.sent_bytes[receiver] += getattr(payload, "nbytes", 0)
+    def _announce_done(self, peers: Sequence[int]) -> None:
+        """Tell those that send pieces here to begin, if they wait for that."""
+        if self.plan.cluster.nodes[self.number].download_bytes_per_s:
+            for peer in peers:
+                self._env.send_control(TasksDone(self.iteration, self.epoch), peer)
+
+    def _send_pieces(self) -> None:
+        done = [peer for peer, version in self._peers_done.items() if version == (self.iteration, self.epoch)]
+        for stage, transfer, receiver, body in self._averaging.take_outgoing(done):
+            header = GradientPiece(self.iteration, stage, transfer, self.epoch)
+            message = Message(header, body, self._env.now_ns())
+            self._averaging.unacknowledged[stage, transfer] = receiver, message
+            self._scheduler.sent_bytes[receiver] += getattr(body, "nbytes", 0)
             self._env.send(receiver, message)
 
     def _report(self, squared_norm: float) -> None:

@@ -17,27 +17,32 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from skippipe import __version__
 from skippipe.cluster import Cluster
-from skippipe.collectives.schedule import Averaging
-from skippipe.collectives.topology import transfer_times, transmit_ns
 from skippipe.cost_model import ns
 from skippipe.heartbeat import HEARTBEATS, RESEND
-from skippipe.jit import Ints
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import Callback, CheckpointStore, Event, IterationReport, StopRequests
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.state_machine import Coordinator
 from skippipe.runtime.fencing import Fence, Incarnation
-from skippipe.runtime.messages import COORDINATOR, ControlMessage, Heartbeat, Hello, LinkDown, StateRequest, Stop
+from skippipe.runtime.messages import (
+    COORDINATOR,
+    ControlMessage,
+    Heartbeat,
+    Hello,
+    LinkDown,
+    StateRequest,
+    Stop,
+    TasksDone,
+)
 from skippipe.runtime.node.ops import Executor, Op, OptimizerStep, planned_ns
 from skippipe.runtime.node.state_machine import TrainingNode
 from skippipe.runtime.simulation.fault_injection import Fault, MessageReplay, phase_of
-from skippipe.runtime.simulation.symbolic_executor import PIECES, SymbolicExecutor
+from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
+from skippipe.runtime.simulation.virtual_network import VirtualNetwork
 from skippipe.runtime.state_source import StateSource
-from skippipe.transport.message import BackupPiece, GradientPiece, Hop, Message, Stamp, StatePiece
+from skippipe.transport.message import Message, Stamp, StatePiece
 
 Disturb = Callable[[int], int]
 """Gives the actual duration for a planned one."""
@@ -177,10 +182,7 @@ class VirtualCluster:
     def __post_init__(self) -> None:
         self._heap: list[tuple[int, int, int, Action]] = []
         self._count = 0
-        self._link_free_ns: dict[tuple[int, int], int] = {}
-        """Sender and receiver → when the link has sent what was queued."""
-        self._transmit_ns: dict[int, tuple[Averaging, Ints]] = {}
-        """Node → how its stage averages, and the transmit time of every transfer."""
+        self._network = VirtualNetwork(self.plan.costs, lambda planned_ns: self.disturb(planned_ns))
         self._busy_ns: dict[int, int] = {}
         """Node → since when it has had work without a pause."""
         self._idle_ns: dict[int, int] = {}
@@ -271,7 +273,8 @@ class VirtualCluster:
 
     def send_control(self, sender: int, control: ControlMessage, to: int) -> None:
         if to != COORDINATOR:
-            self.deliver(sender, to, lambda: self.nodes[to].handle_peer_control(sender, control))
+            delay_ns = int(self.plan.costs.flight_ns[sender, to]) if isinstance(control, TasksDone) else 0
+            self.deliver(sender, to, lambda: self.nodes[to].handle_peer_control(sender, control), delay_ns)
         else:
             stamp = self.incarnation_of[sender].stamp()
             self._deliver_to_coordinator(sender, lambda: self._env.hear(sender, control, stamp))
@@ -299,29 +302,21 @@ class VirtualCluster:
         if receiver == COORDINATOR:
             self._deliver_to_coordinator(sender, lambda: self.coordinator.on_piece(sender, message))
             return
-        costs, link = self.plan.costs, (sender, receiver)
-        factor = self._delayed.get(link, 1.0)
-        transmit_ns = self._message_ns(sender, receiver, message)
-        end_ns = max(self.now_ns, self._link_free_ns.get(link, 0)) + int(self.disturb(transmit_ns) * factor)
-        self._link_free_ns[link] = end_ns
-        delay_ns = end_ns + int(costs.flight_ns[sender, receiver] * factor) - self.now_ns
-        self.deliver(sender, receiver, lambda: self.nodes[receiver].receive(sender, message), delay_ns)
+        size, planned_ns = self._network.planned(self.nodes[sender], (sender, receiver), message)
+        factor = self._delayed.get((sender, receiver), 1.0)
+        first_ns, took_ns = self._network.send((sender, receiver), size, planned_ns, factor, self.now_ns)
 
-    def _message_ns(self, sender: int, receiver: int, message: Message) -> int:
-        """For how long a message keeps the link busy, as planned."""
-        node, costs = self.nodes[sender], self.plan.costs
-        if isinstance(message.header, Hop):
-            return int(costs.transmit_ns[sender, receiver])
-        if isinstance(message.header, GradientPiece):
-            known = self._transmit_ns.get(sender)
-            if known is None or known[0] is not node.averaging:
-                times, _ = transfer_times(costs, node.stage, node.averaging)
-                known = self._transmit_ns[sender] = node.averaging, times
-            return int(known[1][message.header.transfer])
-        is_backup = isinstance(message.header, BackupPiece)
-        whole = node.plan.workload.backup_bytes if is_backup else costs.gradient_bytes[node.stage]
-        size = getattr(message.body, "nbytes", whole // PIECES)
-        return int(transmit_ns(np.array(size), costs.bandwidth_bytes_per_s[sender, receiver]))
+        def arrive() -> None:
+            self.nodes[receiver].receive(sender, message)
+
+        def download() -> None:
+            start_ns = self._network.download(receiver, size, self.now_ns)
+            self.deliver(sender, receiver, arrive, start_ns + took_ns - self.now_ns)
+
+        if self._network.is_shared(receiver):
+            self.after(first_ns - self.now_ns, download, receiver)
+        else:
+            self.deliver(sender, receiver, arrive, first_ns + took_ns - self.now_ns)
 
     def assign(self, node: int, plan: Plan, origin: StateSource | None, assignment: int) -> None:
         """A node gets its stage; a node that had one gives it up."""
@@ -375,7 +370,7 @@ class VirtualCluster:
         if self.alive.pop(node, None) is None:
             return
         self.frozen.pop(node, None)
-        self._link_free_ns = {link: at_ns for link, at_ns in self._link_free_ns.items() if node not in link}
+        self._network.forget(node)
         self.after(EXIT_NOTICED_NS, partial(self._to_coordinator, partial(self._report_exit, node)))
 
     def start(self, node: int) -> None:
