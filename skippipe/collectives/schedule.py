@@ -258,11 +258,13 @@ def _needs(
 
 
 def _columns(averaging: Averaging) -> tuple[Ints, ...]:
-    """[transfer]: total, level, piece, the nodes that send and receive, and how many it waits for."""
+    """[transfer]: whether it is no relay's, total, level, piece, the nodes that send and receive, and how many it waits
+    for."""
     schedule, nodes = averaging.schedule, np.array(averaging.nodes, np.int64)
     total, level, piece, sender, receiver, _ = np.array(schedule.transfers, np.int64).reshape(-1, 6).T
     missing = np.array([len(each) for each in schedule.needs], np.int64)
-    return total, level, piece, nodes[sender], nodes[receiver], missing
+    own = np.array([number not in schedule.forwarding for number in range(len(total))], np.int64)
+    return own, total, level, piece, nodes[sender], nodes[receiver], missing
 
 
 class TransferTimes(NamedTuple):
@@ -320,12 +322,12 @@ class MergedSchedule:
     def of(cls, averagings: Sequence[Averaging]) -> MergedSchedule:
         sizes = [len(averaging.schedule.transfers) for averaging in averagings]
         first = np.cumsum([0, *sizes], dtype=np.int64)
-        total, level, piece, sender, receiver, missing = (
+        own, total, level, piece, sender, receiver, missing = (
             np.concatenate(column) for column in zip(*(_columns(each) for each in averagings), strict=True)
         )
         of_stage = np.repeat(np.arange(len(averagings)), sizes)
         numbers = np.arange(len(total)) - first[of_stage]
-        order = np.lexsort((numbers, of_stage, level, total))
+        order = np.lexsort((numbers, of_stage, level, total, own))
         rank = np.empty(len(order), np.int64)
         rank[order] = np.arange(len(order))
         pairs = [each.schedule.pairs + first[stage] for stage, each in enumerate(averagings)]

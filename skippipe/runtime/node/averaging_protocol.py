@@ -18,6 +18,8 @@ FIRST, LAST = -1, 2**31  # ranks of operations: before all that send something, 
 
 
 class OutgoingPiece(NamedTuple):
+    rank: tuple[bool, bool, int]
+    """What goes first, as in the simulator: what is forwarded, contributions, a smaller level."""
     stage: int
     transfer: int
     receiver: int
@@ -46,9 +48,9 @@ class AveragingProtocol:
         self.averaging = averagings[stage]
         self.schedule = self.averaging.schedule
         self.unacknowledged: dict[tuple[int, int], tuple[int, Message]] = {}
-        """By stage and number of the transfer, receiver and message of all that was sent and may be lost if a connection
-        breaks. None is acknowledged; but a contribution has arrived if the total of its piece has come. For as long as
-        they are here, no operation writes to the memory that they refer to."""
+        """By stage and number of the transfer, receiver and message of all that was sent and may be lost if a
+        connection breaks. None is acknowledged; but a contribution has arrived if the total of its piece has come. For
+        as long as they are here, no operation writes to the memory that they refer to."""
         self._number = number
         self._stage = stage
         self.averagings = averagings
@@ -119,10 +121,7 @@ class AveragingProtocol:
             return False
         self._received.add((header.stage, header.transfer))
         if self.is_relay(header):
-            averaging = self.averagings[header.stage]
-            onward = averaging.schedule.forwarded[header.transfer]
-            receiver = averaging.nodes[averaging.schedule.transfers[onward].receiver]
-            self._outgoing.append(OutgoingPiece(header.stage, onward, receiver, body))
+            self._pass_on(header.stage, self.averagings[header.stage].schedule.forwarded[header.transfer], body)
             return True
         each = self.schedule.transfers[header.transfer]
         if each.total:
@@ -151,8 +150,13 @@ class AveragingProtocol:
             self._incomplete.remove(op.piece)
             numbers = self._totals.get(op.piece, [])
         for number in numbers:
-            receiver = self.averaging.nodes[self.schedule.transfers[number].receiver]
-            self._outgoing.append(OutgoingPiece(self._stage, number, receiver, payload))
+            self._pass_on(self._stage, number, payload)
+
+    def _pass_on(self, stage: int, number: int, body: Any) -> None:
+        averaging = self.averagings[stage]
+        each = averaging.schedule.transfers[number]
+        rank = number not in averaging.schedule.forwarding, each.total, each.level
+        self._outgoing.append(OutgoingPiece(rank, stage, number, averaging.nodes[each.receiver], body))
 
     def take_outgoing(self, done: Collection[int]) -> list[OutgoingPiece]:
         """Remove the pieces that can leave now, and give them: this node is done, and so is the receiver if its
@@ -162,7 +166,7 @@ class AveragingProtocol:
         waits = self._shared.difference(done)
         found = [each for each in self._outgoing if each.receiver not in waits]
         self._outgoing = [each for each in self._outgoing if each.receiver in waits]
-        return found
+        return sorted(found, key=lambda each: each[:3])
 
     def _contribute_if_possible(self, piece: int) -> None:
         if len(self._given[piece]) < self._awaited.get(piece, 0):

@@ -171,7 +171,6 @@ class TrainingNode:
         """A message of another node."""
         if isinstance(control, TasksDone):
             self._peers_done[sender] = control.iteration, control.epoch
-            self._send_pieces()
         else:
             self._transfer.handle_control(sender, control)
 
@@ -227,7 +226,6 @@ class TrainingNode:
                 self._average_if_done()
             case ContributePiece() | AdoptPiece():
                 self._averaging.finished(op, op.given if isinstance(op, AdoptPiece) else result)  # as it came
-                self._send_pieces()
             case GradNorm():
                 self._report(result)
             case CheckFinite():
@@ -247,6 +245,7 @@ class TrainingNode:
 
     def decide(self) -> None:
         """Start the operation that goes next, if none runs."""
+        self._send_pieces()
         if self._ops.running is not None or self.stopped or self._ops.start_next():
             return
         if self.phase is NodePhase.AVERAGING and (op := self._averaging.next(self._visits)) is not None:
@@ -374,19 +373,18 @@ class TrainingNode:
             self.drop(sender, "a piece of an averaging that was given up")
         elif not self._expects(sender, header):
             self.drop(sender, f"{label} that does not come here from there")
-        elif not self._is_relayed(header) and not self._env.fits(message, self._averaging.schedule):
+        elif not self._fits(message):
             self.drop(sender, f"{label} of another shape or type")
         elif isinstance(header, Hop):
             if not self._scheduler.take(sender, message, header, arrived_ns):
                 self.drop(sender, f"{label} that has been taken before")
-        elif self._averaging.take(header, message.body):
-            self._send_pieces()
-        else:
+        elif not self._averaging.take(header, message.body):
             self.drop(sender, f"{label} that has been taken before")
 
-    def _is_relayed(self, header: Hop | GradientPiece) -> bool:
-        """Is it passed on as it is? Then it is for its receiver to check."""
-        return isinstance(header, GradientPiece) and self._averaging.is_relay(header)
+    def _fits(self, message: Message) -> bool:
+        """What is passed on as it is, is for its receiver to check."""
+        relayed = isinstance(message.header, GradientPiece) and self._averaging.is_relay(message.header)
+        return relayed or self._env.fits(message, self._averaging.schedule)
 
     def _expects(self, sender: int, header: Hop | GradientPiece) -> bool:
         if isinstance(header, Hop):
@@ -460,7 +458,6 @@ class TrainingNode:
         self.phase = NodePhase.AVERAGING
         self._averaging.begin()
         self._announce_done(sorted(self._averaging.peers))
-        self._send_pieces()
 
     def _announce_done(self, peers: Sequence[int]) -> None:
         """Tell those that send pieces here to begin, if they wait for that."""
@@ -470,7 +467,7 @@ class TrainingNode:
 
     def _send_pieces(self) -> None:
         done = [peer for peer, version in self._peers_done.items() if version == (self.iteration, self.epoch)]
-        for stage, transfer, receiver, body in self._averaging.take_outgoing(done):
+        for _, stage, transfer, receiver, body in self._averaging.take_outgoing(done):
             header = GradientPiece(self.iteration, stage, transfer, self.epoch)
             message = Message(header, body, self._env.now_ns())
             self._averaging.unacknowledged[stage, transfer] = receiver, message
