@@ -20,6 +20,7 @@ from skippipe.optim.config import OptimConfig
 from skippipe.runtime.node.averaging_protocol import AveragingProtocol
 from skippipe.runtime.node.ops import AdoptPiece, ContributePiece, GradNorm, OptimizerStep
 from skippipe.runtime.stage_executor import StageExecutor
+from skippipe.transport.message import GradientPiece
 from skippipe.workload import Workload
 from tests.helpers.models import tiny
 
@@ -75,7 +76,7 @@ def drive(
 ) -> int:
     """Have the nodes of a schedule run so many of its operations, or all, in any order that is possible; node n's are
     run by runs[n]. Gives how many there were."""
-    protocols = {node: AveragingProtocol(node, 0, averaging, in_messages=True) for node in averaging.order}
+    protocols = {node: AveragingProtocol(node, 0, [averaging], in_messages=True) for node in averaging.order}
     for protocol in protocols.values():
         protocol.begin()
     done = 0
@@ -89,9 +90,18 @@ def drive(
         made = runs[node](op)
         done += 1
         if isinstance(op, (ContributePiece, AdoptPiece)):
-            for transfer, receiver in protocols[node].finished(op):
-                assert protocols[receiver].take(transfer, made if isinstance(op, ContributePiece) else op.given)
+            protocols[node].finished(op, made if isinstance(op, ContributePiece) else op.given)
+            _deliver(protocols, node)
     return done
+
+
+def _deliver(protocols: dict[int, AveragingProtocol], node: int) -> None:
+    """What the node has to send goes where it should, by way of relays if there are any."""
+    for each in protocols[node].take_outgoing(()):
+        header = GradientPiece(0, each.stage, each.transfer)
+        assert protocols[each.receiver].expects(node, header)
+        assert protocols[each.receiver].take(header, each.body)
+        _deliver(protocols, each.receiver)
 
 
 def average(executors: Sequence[StageExecutor], averaging: Averaging | None = None, ops: int | None = None) -> int:
