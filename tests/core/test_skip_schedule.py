@@ -129,6 +129,8 @@ def test_bridges_that_cannot_be() -> None:
         SkipSchedule("0 until 90%, 1/2", heal="90%")
     with pytest.raises(UserError, match=r"recipe\.heal: 40% must be more than 0, and after"):
         SkipSchedule("1/2", bridges=8, heal="40%", grow="50%")
+    with pytest.raises(UserError, match=r"recipe\.distill_hidden: there is no teacher"):
+        SkipSchedule("1/2", distill_hidden=1.0)
     recipe = SkipSchedule("0 until 90%, 1/2", bridges=8, heal="90%")
     assert [recipe.heals(number, 10) for number in (0, 8, 9)] == [False, False, True]
     assert not SkipSchedule("1/2", bridges=8).heals(9, 10)
