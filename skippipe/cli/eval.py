@@ -7,9 +7,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from skippipe.cli import options as cli_options
+from skippipe.cli.options import (
+    Checkpoint,
+    Cut,
+    DeviceOption,
+    Draws,
+    Dtype,
+    ResidualScaleOrBest,
+    SeveralKeep,
+    SeveralStages,
+    option,
+    part_option,
+    work_option,
+)
 from skippipe.errors import UserError
 from skippipe.json_fields import check_writable, json_text, write_text
 from skippipe.terminal import count_progress
@@ -23,64 +33,43 @@ FILE_COLUMNS = 1000  # width of a table that goes into a file
 
 
 def evaluate(
-    checkpoint: cli_options.Checkpoint,
+    checkpoint: Checkpoint,
     text: Annotated[
         list[str],
-        typer.Option(
-            metavar="FILE",
-            help="Text to measure on: a file, plain or .xz; a folder that 'skippipe prepare' made with the model's "
+        work_option(
+            "Text to measure on: a file, plain or .xz; a folder that 'skippipe prepare' made with the model's "
             "tokenizer; or 'classics-val', which comes with the package. May be given several times.",
-            rich_help_panel=cli_options.WORK,
+            metavar="FILE",
         ),
     ],
-    tokens: Annotated[
-        int,
-        TOKENS,
-        typer.Option(help="Of each text, at most; spread evenly over it.", rich_help_panel=cli_options.WORK),
-    ] = 65_536,
+    tokens: Annotated[int, TOKENS, work_option("Of each text, at most; spread evenly over it.")] = 65_536,
     context: Annotated[
         int | None,
         Range(1, CONTEXT.most),
-        typer.Option(
-            help="Tokens of a window, which is all that the model sees at a time.",
-            show_default="as in the run's plan, or else 512; at most what the model's config allows",
-            rich_help_panel=cli_options.WORK,
+        work_option(
+            "Tokens of a window, which is all that the model sees at a time.",
+            "as in the run's plan, or else 512; at most what the model's config allows",
         ),
     ] = None,
-    stages: cli_options.SeveralStages = None,
-    keep: cli_options.SeveralKeep = None,
-    draws: cli_options.Draws = 10,
-    seed: Annotated[int, SEED, typer.Option(help="Same seed, same subsets.", rich_help_panel=cli_options.PART)] = 0,
+    stages: SeveralStages = None,
+    keep: SeveralKeep = None,
+    draws: Draws = 10,
+    seed: Annotated[int, SEED, part_option("Same seed, same subsets.")] = 0,
     everything: Annotated[
-        bool,
-        typer.Option(
-            "--all", help="Measure all 2^(S−1) subsets of S stages that keep stage 0.", rich_help_panel=cli_options.PART
-        ),
+        bool, part_option("Measure all 2^(S−1) subsets of S stages that keep stage 0.", None, "--all")
     ] = False,
     losing: Annotated[
         bool,
-        typer.Option(
-            "--losing",
-            help="Which stage costs most to lose, and in which order are stages best dropped?",
-            rich_help_panel=cli_options.PART,
-        ),
+        part_option("Which stage costs most to lose, and in which order are stages best dropped?", None, "--losing"),
     ] = False,
-    residual_scale: cli_options.ResidualScaleOrBest = "plain",
-    cut: cli_options.Cut = None,
-    device: cli_options.DeviceOption = "cpu",
-    dtype: cli_options.Dtype = "fp32",
-    json: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="Write all figures, as JSON.", rich_help_panel=OUTPUT)
-    ] = None,
-    png: Annotated[
-        Path | None,
-        typer.Option(metavar="OUT", help="Draw perplexity by share of stages kept.", rich_help_panel=OUTPUT),
-    ] = None,
+    residual_scale: ResidualScaleOrBest = "plain",
+    cut: Cut = None,
+    device: DeviceOption = "cpu",
+    dtype: Dtype = "fp32",
+    json: Annotated[Path | None, option(OUTPUT, "Write all figures, as JSON.", metavar="OUT")] = None,
+    png: Annotated[Path | None, option(OUTPUT, "Draw perplexity by share of stages kept.", metavar="OUT")] = None,
     html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="OUT", help="The same and the tables as a page that needs no other file.", rich_help_panel=OUTPUT
-        ),
+        Path | None, option(OUTPUT, "The same and the tables as a page that needs no other file.", metavar="OUT")
     ] = None,
 ) -> None:
     """Measure the perplexity of a model, whole or with stages missing.

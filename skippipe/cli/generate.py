@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skippipe.cli import options as cli_options
+from skippipe.cli.options import Checkpoint, Cut, DeviceOption, Dtype, Keep, ResidualScale, Stages, option, work_option
 from skippipe.errors import UserError
 from skippipe.value_ranges import CONTEXT, SEED, Range
 
@@ -26,7 +26,7 @@ SAMPLE_TOKENS = 48  # that the model writes before 'auto' compares drafts
 
 
 def generate(
-    checkpoint: cli_options.Checkpoint,
+    checkpoint: Checkpoint,
     prompts: Annotated[
         list[str] | None,
         typer.Argument(
@@ -36,87 +36,57 @@ def generate(
         ),
     ] = None,
     max_tokens: Annotated[
-        int,
-        Range(1, CONTEXT.most),
-        typer.Option(help="Tokens to write, at most, after each prompt.", rich_help_panel=SAMPLING),
+        int, Range(1, CONTEXT.most), option(SAMPLING, "Tokens to write, at most, after each prompt.")
     ] = 128,
     temperature: Annotated[
         float,
         Range(0, 1_000),
-        typer.Option(
-            help="0: always the likeliest token. 1: by the model's probabilities. Between: likelier tokens get "
-            "likelier.",
-            rich_help_panel=SAMPLING,
+        option(
+            SAMPLING,
+            "0: always the likeliest token. 1: by the model's probabilities. Between: likelier tokens get likelier.",
         ),
     ] = 0.8,
     top_k: Annotated[
-        int,
-        Range(0, 10**9),
-        typer.Option(
-            help="Sample from so many of the likeliest tokens.", show_default="0: all", rich_help_panel=SAMPLING
-        ),
+        int, Range(0, 10**9), option(SAMPLING, "Sample from so many of the likeliest tokens.", "0: all")
     ] = 0,
     top_p: Annotated[
         float,
         Range(0, 1, above=True),
-        typer.Option(
-            help="Sample from the likeliest tokens that together have this probability.",
-            show_default="1: all",
-            rich_help_panel=SAMPLING,
-        ),
+        option(SAMPLING, "Sample from the likeliest tokens that together have this probability.", "1: all"),
     ] = 1.0,
-    seed: Annotated[
-        int, SEED, typer.Option(help="Same seed and prompt, same text (and same --keep).", rich_help_panel=SAMPLING)
-    ] = 0,
+    seed: Annotated[int, SEED, option(SAMPLING, "Same seed and prompt, same text (and same --keep).")] = 0,
     stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="End before this string; \\n is a new line. May be given several times.", rich_help_panel=SAMPLING
-        ),
+        list[str] | None, option(SAMPLING, "End before this string; \\n is a new line. May be given several times.")
     ] = None,
-    stages: cli_options.Stages = None,
-    keep: cli_options.Keep = None,
-    residual_scale: cli_options.ResidualScale = "plain",
-    cut: cli_options.Cut = None,
+    stages: Stages = None,
+    keep: Keep = None,
+    residual_scale: ResidualScale = "plain",
+    cut: Cut = None,
     draft: Annotated[
         str | None,
-        typer.Option(
-            help="Stages that draft, as in 0,1, scaled by --drive; then all verify the drafted tokens in one "
+        option(
+            DRAFT,
+            "Stages that draft, as in 0,1, scaled by --drive; then all verify the drafted tokens in one "
             "pass. The text stays the same. Fastest are those that the others go on from: 0,1 rather than 0,3. 'auto' "
             "tries some and picks.",
-            rich_help_panel=DRAFT,
         ),
     ] = None,
     draft_tokens: Annotated[
-        int | None,
-        Range(1, 10**4),
-        typer.Option(
-            help="Tokens of a draft.",
-            show_default="as many as pay, by how many were accepted",
-            rich_help_panel=DRAFT,
-        ),
+        int | None, Range(1, 10**4), option(DRAFT, "Tokens of a draft.", "as many as pay, by how many were accepted")
     ] = None,
-    together: Annotated[
-        int,
-        Range(1, 10**4),
-        typer.Option(help="Prompts that are worked on at a time.", rich_help_panel=cli_options.WORK),
-    ] = 8,
+    together: Annotated[int, Range(1, 10**4), work_option("Prompts that are worked on at a time.")] = 8,
     context: Annotated[
         int | None,
         CONTEXT,
-        typer.Option(
-            help="Tokens of prompt and text together, at most. Set it if the model was trained on shorter samples "
+        work_option(
+            "Tokens of prompt and text together, at most. Set it if the model was trained on shorter samples "
             "than its config allows.",
-            show_default="as the model's config says",
-            rich_help_panel=cli_options.WORK,
+            "as the model's config says",
         ),
     ] = None,
-    device: cli_options.DeviceOption = "cpu",
-    dtype: cli_options.Dtype = "fp32",
-    stats: Annotated[
-        bool,
-        typer.Option("--stats", help="Print at the end, on stderr, how fast it was.", rich_help_panel=cli_options.WORK),
-    ] = False,
+    device: DeviceOption = "cpu",
+    dtype: Dtype = "fp32",
+    stats: Annotated[bool, work_option("Print at the end, on stderr, how fast it was.", None, "--stats")] = False,
 ) -> None:
     """Generate text with a trained model, whole or with stages missing.
 

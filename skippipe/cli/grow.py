@@ -17,8 +17,7 @@ def grow(
         Path, typer.Argument(metavar="RUN", help="Output folder of the run that trained the smaller model.")
     ],
     job: Annotated[
-        Path,
-        typer.Argument(metavar="JOB", help="Job file of the deeper model; its output folder gets a checkpoint."),
+        Path, typer.Argument(metavar="JOB", help="Job file of the deeper model; its output folder gets a checkpoint.")
     ],
     force: Annotated[
         bool,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skippipe.cli import options as cli_options
+from skippipe.cli.options import ClusterName, ContentionOnly, Json, TraceOption, option, timing_of
 from skippipe.errors import UserError
 from skippipe.value_ranges import DRAWS, MICROBATCHES, SEED, Range
 
@@ -23,9 +23,9 @@ PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, as 
 
 
 def cluster(
-    name: cli_options.ClusterName,
+    name: ClusterName,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it as a cluster file.")] = None,
-    as_json: cli_options.Json = False,
+    as_json: Json = False,
 ) -> None:
     """Make a cluster file from a preset, or check one and show what is in it.
 
@@ -64,7 +64,7 @@ def _show_cluster(found: Cluster) -> None:
 
 def check_plan(
     plan: PlanFile,
-    as_json: cli_options.Json = False,
+    as_json: Json = False,
 ) -> None:
     """Verify a plan: every rule, every cost, and the arithmetic of the promised time.
 
@@ -119,21 +119,21 @@ def simulate_plan(
             "--microbatches", "-m", help="Of the published paths, dealt out over their lanes. [default: as published]"
         ),
     ] = None,
-    contention_only: cli_options.ContentionOnly = None,
+    contention_only: ContentionOnly = None,
     jitter: Annotated[
         float | None,
         Range(0, 2),
-        cli_options.option(
+        option(
             JITTER,
             "Also: how iterations vary if nodes and links do. 0.2: what a node computes, the latency and the "
             "bandwidth of a link each take a random number of times as long, with a standard deviation of 20%.",
             "none",
         ),
     ] = None,
-    draws: Annotated[int, DRAWS, cli_options.option(JITTER, "Iterations to draw.")] = 200,
-    seed: Annotated[int, SEED, cli_options.option(JITTER, "Same seed, same draws.")] = 0,
-    trace: cli_options.TraceOption = None,
-    as_json: cli_options.Json = False,
+    draws: Annotated[int, DRAWS, option(JITTER, "Iterations to draw.")] = 200,
+    seed: Annotated[int, SEED, option(JITTER, "Same seed, same draws.")] = 0,
+    trace: TraceOption = None,
+    as_json: Json = False,
 ) -> None:
     """Run one iteration under virtual time: how long it takes, and what waits for what.
 
@@ -142,7 +142,7 @@ def simulate_plan(
     from skippipe.simulator import simulate
 
     found, default_timing = _plan_or_example(source, paths, microbatches)
-    timeline = simulate(found, cli_options.timing_of(contention_only, default_timing))
+    timeline = simulate(found, timing_of(contention_only, default_timing))
     spread = None
     if jitter is not None:
         from skippipe.jitter import Jitter, spread_of

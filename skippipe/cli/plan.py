@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from skippipe.cli import options as cli_options
+from skippipe.cli.options import (
+    BudgetOption,
+    ClusterName,
+    Json,
+    ProblemOptions,
+    Seed,
+    problem_from,
+    search_option,
+    takes,
+    with_stages_of,
+    workload_option,
+)
 from skippipe.errors import Infeasible, UserError
 from skippipe.json_fields import check_writable
 from skippipe.terminal import interruptible, plan_progress
@@ -33,41 +44,41 @@ if TYPE_CHECKING:
 
 StrategyName = Annotated[
     Literal["best", "skippipe", "no-tc2", "dtfm-skip", "dtfm"],
-    cli_options.search_option(
+    search_option(
         "best (optimises everything at once), skippipe (the study's method), no-tc2 (the same, ignores collisions), "
         "dtfm-skip (round robin, ignores the network), dtfm (full pipeline, nothing skipped)."
     ),
 ]
 SkippingStrategy = Annotated[
-    Literal["best", "skippipe", "no-tc2", "dtfm-skip"], cli_options.search_option("As in 'skippipe plan'.")
+    Literal["best", "skippipe", "no-tc2", "dtfm-skip"], search_option("As in 'skippipe plan'.")
 ]
 KeepStages = Annotated[
     str | None,
-    cli_options.search_option(
+    search_option(
         "Keep the nodes on the stages of this plan file or example (published20) and search paths only.", metavar="FROM"
     ),
 ]
 
 
-@cli_options.takes(cli_options.ProblemOptions)
+@takes(ProblemOptions)
 def plan(
-    cluster: cli_options.ClusterName,
+    cluster: ClusterName,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     strategy: StrategyName = "best",
-    budget: cli_options.BudgetOption = 30,
+    budget: BudgetOption = 30,
     changes: Annotated[
         int | None,
         POSITIVE,
-        cli_options.search_option(
+        search_option(
             "End after so many changes tried, whatever time that takes: the same plan every time (best only).",
             "no limit",
         ),
     ] = None,
-    seed: cli_options.Seed = 0,
+    seed: Seed = 0,
     most_microbatches: Annotated[
         int | None,
         MICROBATCHES,
-        cli_options.workload_option(
+        workload_option(
             "The batch is open: from --microbatches to so many, as many as train the most samples a second (best "
             "only).",
             "as many as --microbatches says",
@@ -75,21 +86,21 @@ def plan(
     ] = None,
     keep_stages: KeepStages = None,
     start: Annotated[
-        Path | None, cli_options.search_option("Begin with this plan and make it better (best only).", metavar="PLAN")
+        Path | None, search_option("Begin with this plan and make it better (best only).", metavar="PLAN")
     ] = None,
     robust: Annotated[
         float,
         Range(0, 2),
-        cli_options.search_option(
+        search_option(
             "Of the plans found, take the one that is best in 95 of 100 iterations when nodes and links are now "
             "and then slower: 0.2 is a standard deviation of 20% (best only; see 'skippipe simulate --jitter').",
             "no jitter",
             metavar="JITTER",
         ),
     ] = 0.0,
-    as_json: cli_options.Json = False,
+    as_json: Json = False,
     *,
-    options: cli_options.ProblemOptions,
+    options: ProblemOptions,
 ) -> None:
     """Place nodes on stages and find a path for every microbatch.
 
@@ -105,8 +116,8 @@ def plan(
         raise UserError(
             "--most-microbatches asks the strategy best for several plans: leave out --strategy and --start"
         )
-    placement, options = cli_options.with_stages_of(keep_stages, cluster, options)
-    problem = cli_options.problem_from(cluster, options)
+    placement, options = with_stages_of(keep_stages, cluster, options)
+    problem = problem_from(cluster, options)
     search = PlanSearch(seed, math.inf if changes else budget, changes or math.inf, start, BOUND_SHARE * budget, robust)
     looks: list[Plan] = []
     with interruptible() as stopped:
@@ -142,23 +153,23 @@ def plan(
     print(f"\nplanned in {took_s:.1f} s" + (f"; written to {output}" if output else "; -o FILE keeps it"))
 
 
-@cli_options.takes(cli_options.ProblemOptions)
+@takes(ProblemOptions)
 def compare(
-    cluster: cli_options.ClusterName,
+    cluster: ClusterName,
     out: Annotated[Path | None, typer.Option(help="Write each strategy's plan into this folder.")] = None,
-    budget: cli_options.BudgetOption = 30,
-    seed: cli_options.Seed = 0,
+    budget: BudgetOption = 30,
+    seed: Seed = 0,
     keep_stages: KeepStages = None,
-    as_json: cli_options.Json = False,
+    as_json: Json = False,
     *,
-    options: cli_options.ProblemOptions,
+    options: ProblemOptions,
 ) -> None:
     """Plan with every strategy and put them side by side: seconds, bytes moved, collisions.
 
     Example: skippipe compare published20 --contention-only
     """
-    placement, options = cli_options.with_stages_of(keep_stages, cluster, options)
-    problem = cli_options.problem_from(cluster, options)
+    placement, options = with_stages_of(keep_stages, cluster, options)
+    problem = problem_from(cluster, options)
     from skippipe.planner.strategies import Strategy
 
     search = PlanSearch(seed, budget)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from skippipe.cli import options as cli_options
+from skippipe.cli.options import Json, Keys, nodes_option, option, work_option, workload_option
 from skippipe.errors import UserError
 from skippipe.json_fields import check_writable
 from skippipe.terminal import ProgressBar, interruptible
@@ -30,95 +30,54 @@ NAMED = 8  # outliers and pairs that are printed; the files have all of them
 
 
 def profile(
-    local: Annotated[
-        int | None, NODES,
-        typer.Option(help="So many nodes, as processes of this machine.", rich_help_panel=cli_options.NODES),
-    ] = None,
-    keys: cli_options.Keys = None,
-    listen: Annotated[
-        str | None,
-        typer.Option(
-            help="host:port where nodes join.", show_default="0.0.0.0:5555", rich_help_panel=cli_options.NODES
-        ),
-    ] = None,
+    local: Annotated[int | None, NODES, nodes_option("So many nodes, as processes of this machine.")] = None,
+    keys: Keys = None,
+    listen: Annotated[str | None, nodes_option("host:port where nodes join.", "0.0.0.0:5555")] = None,
     patience: Annotated[
-        float, Range(1, WAIT_S.most),
-        typer.Option(
-            help="Seconds to wait for nodes; then it goes on without them.", rich_help_panel=cli_options.NODES
-        ),
+        float, Range(1, WAIT_S.most), nodes_option("Seconds to wait for nodes; then it goes on without them.")
     ] = 600,
     heartbeat: Annotated[
-        float | None, HEARTBEAT_S,
-        typer.Option(
-            help="Seconds in which a node sends several heartbeats; three times as long without one, and it is left "
-            "out.",
-            show_default="5",
-            rich_help_panel=cli_options.NODES,
+        float | None,
+        HEARTBEAT_S,
+        nodes_option(
+            "Seconds in which a node sends several heartbeats; three times as long without one, and it is left out.",
+            "5",
         ),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The cluster file.")] = Path("cluster.json"),
     merge: Annotated[
         Path | None,
-        typer.Option(
+        option(
+            MERGING,
+            "Put together with this cluster file: with all that was measured for it, if that is kept beside it.",
             metavar="FILE",
-            help="Put together with this cluster file: with all that was measured for it, if that is kept beside it.",
-            rich_help_panel=MERGING,
         ),
     ] = None,
     fresh: Annotated[
-        bool,
-        typer.Option(
-            "--fresh", help="Forget what was measured before for the output file.", rich_help_panel=MERGING
-        ),
+        bool, option(MERGING, "Forget what was measured before for the output file.", None, "--fresh")
     ] = False,
     job: Annotated[
         Path | None,
-        typer.Option(
-            help="A job file, for model, batch, device, threads, and where nodes join; other options "
-            "count before it.",
-            rich_help_panel=cli_options.WORKLOAD,
+        workload_option(
+            "A job file, for model, batch, device, threads, and where nodes join; other options count before it."
         ),
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(
-            help="A preset, a Hugging Face config.json, or its folder.",
-            show_default="llama-1.5b",
-            rich_help_panel=cli_options.WORKLOAD,
-        ),
+        str | None, workload_option("A preset, a Hugging Face config.json, or its folder.", "llama-1.5b")
     ] = None,
-    sequence: Annotated[
-        int | None, SEQUENCE,
-        typer.Option(help="Tokens of a sample.", show_default="4096", rich_help_panel=cli_options.WORKLOAD),
-    ] = None,
-    samples: Annotated[
-        int | None,
-        SAMPLES,
-        typer.Option(help="Of a microbatch.", show_default="2", rich_help_panel=cli_options.WORKLOAD),
-    ] = None,
+    sequence: Annotated[int | None, SEQUENCE, workload_option("Tokens of a sample.", "4096")] = None,
+    samples: Annotated[int | None, SAMPLES, workload_option("Of a microbatch.", "2")] = None,
     checkpointing: Annotated[
-        bool,
-        typer.Option(
-            "--checkpointing", help="Recompute activations in the backward pass.", rich_help_panel=cli_options.WORKLOAD
-        ),
+        bool, workload_option("Recompute activations in the backward pass.", None, "--checkpointing")
     ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="cpu", rich_help_panel=cli_options.WORK)
-    ] = None,
-    dtype: Annotated[
-        Literal["fp32", "bf16"] | None,
-        typer.Option(help="What layers compute in.", show_default="fp32", rich_help_panel=cli_options.WORK),
-    ] = None,
-    threads: Annotated[
-        int | None, THREADS, typer.Option(help="Of a node.", show_default="1", rich_help_panel=cli_options.WORK)
-    ] = None,
+    device: Annotated[str | None, work_option("cpu, cuda or cuda:N.", "cpu")] = None,
+    dtype: Annotated[Literal["fp32", "bf16"] | None, work_option("What layers compute in.", "fp32")] = None,
+    threads: Annotated[int | None, THREADS, work_option("Of a node.", "1")] = None,
     transfer: Annotated[
-        float, Range(0.01, 10),
-        typer.Option(help="Seconds that a transfer takes: longer is more exact.",
-                     rich_help_panel=cli_options.WORK),
+        float, Range(0.01, 10), work_option("Seconds that a transfer takes: longer is more exact.")
     ] = 0.25,
-    as_json: cli_options.Json = False,
-) -> None:  # fmt: skip
+    as_json: Json = False,
+) -> None:
     """Measure nodes and links, and write the cluster file that 'skippipe plan' reads.
 
     Every node computes one layer of the model, forward and backward, and says how much memory it has. Then every two

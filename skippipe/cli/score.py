@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from skippipe.cli import options as cli_options
+from skippipe.cli.options import (
+    Checkpoint,
+    Cut,
+    DeviceOption,
+    Draws,
+    ResidualScale,
+    SeveralKeep,
+    SeveralStages,
+    work_option,
+)
 from skippipe.json_fields import check_writable, json_text, write_text
 from skippipe.terminal import count_progress
 from skippipe.value_ranges import CONTEXT, SEED, Range
@@ -25,45 +34,38 @@ ENVIRONMENT = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TQDM_DISABLE", "DISABLE
 
 
 def score(
-    checkpoint: cli_options.Checkpoint,
+    checkpoint: Checkpoint,
     text: Annotated[
         str,
-        typer.Option(
-            help="Text file that the questions are made of, plain or .xz; or 'classics-val', which comes with the "
-            "package. Take one that the model was not trained on.",
-            rich_help_panel=cli_options.WORK,
+        work_option(
+            "Text file that the questions are made of, plain or .xz; or 'classics-val', which comes with the "
+            "package. Take one that the model was not trained on."
         ),
     ],
     tasks: Annotated[
         str,
-        typer.Option(
-            help="cloze: say the last word of a passage, which occurred before. choice: which of four sentences goes "
-            "on with a passage. order: which of four sentences has its words in order.",
-            rich_help_panel=cli_options.WORK,
+        work_option(
+            "cloze: say the last word of a passage, which occurred before. choice: which of four sentences goes "
+            "on with a passage. order: which of four sentences has its words in order."
         ),
     ] = "cloze,choice,order",
-    stages: cli_options.SeveralStages = None,
-    keep: cli_options.SeveralKeep = None,
-    draws: cli_options.Draws = 1,
-    residual_scale: cli_options.ResidualScale = "plain",
-    cut: cli_options.Cut = None,
-    limit: Annotated[
-        int, Range(1, 10**6), typer.Option(help="Questions of each task, at most.", rich_help_panel=cli_options.WORK)
-    ] = 500,
-    seed: Annotated[
-        int, SEED, typer.Option(help="Same seed, same questions and same subsets.", rich_help_panel=cli_options.WORK)
-    ] = 0,
+    stages: SeveralStages = None,
+    keep: SeveralKeep = None,
+    draws: Draws = 1,
+    residual_scale: ResidualScale = "plain",
+    cut: Cut = None,
+    limit: Annotated[int, Range(1, 10**6), work_option("Questions of each task, at most.")] = 500,
+    seed: Annotated[int, SEED, work_option("Same seed, same questions and same subsets.")] = 0,
     context: Annotated[
         int | None,
         CONTEXT,
-        typer.Option(
-            help="Tokens of context, at most; longer texts lose their beginning. Set it if the model was "
+        work_option(
+            "Tokens of context, at most; longer texts lose their beginning. Set it if the model was "
             "trained on shorter samples than a passage, about 200 tokens.",
-            show_default="as the model's config says",
-            rich_help_panel=cli_options.WORK,
+            "as the model's config says",
         ),
     ] = None,
-    device: cli_options.DeviceOption = "cpu",
+    device: DeviceOption = "cpu",
     json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the scores to this file, as JSON.")] = None,
     write: Annotated[
         Path | None,

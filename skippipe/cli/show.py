@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skippipe.cli import inspect as inspect_command
-from skippipe.cli import options as cli_options
 from skippipe.cli import plan as plan_command
+from skippipe.cli.options import Json, TraceOption
 from skippipe.errors import UserError
 from skippipe.json_fields import check_writable
 
@@ -34,8 +34,8 @@ def show(
             "seconds, nodes and links in one picture; any other name is a folder of single ones, for papers."
         ),
     ] = None,
-    trace: cli_options.TraceOption = None,
-    as_json: cli_options.Json = False,
+    trace: TraceOption = None,
+    as_json: Json = False,
 ) -> None:
     """Show a plan, or what became of a run.
 

@@ -7,8 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from skippipe.cli import options as cli_options
 from skippipe.cli import plan as plan_command
+from skippipe.cli.options import (
+    BudgetOption,
+    ClusterName,
+    Json,
+    ProblemOptions,
+    Seed,
+    SweepOptions,
+    option,
+    pipeline_option,
+    problem_from,
+    takes,
+)
 from skippipe.errors import Infeasible
 from skippipe.json_fields import check_writable
 from skippipe.terminal import interruptible
@@ -23,19 +34,17 @@ if TYPE_CHECKING:
 LOSS, OUTPUT = "Time against loss", "Output"
 
 
-@cli_options.takes(cli_options.SweepOptions)
+@takes(SweepOptions)
 def sweep(
-    cluster: cli_options.ClusterName,
+    cluster: ClusterName,
     stages: Annotated[
         str | None,
-        cli_options.pipeline_option(
-            "Stages of the pipeline; several: 4,6,8 or 4-8.", "6, or 4 under 12 nodes", "-s", "--stages"
-        ),
+        pipeline_option("Stages of the pipeline; several: 4,6,8 or 4-8.", "6, or 4 under 12 nodes", "-s", "--stages"),
     ] = None,
     penalty: Annotated[
         float,
         Range(0, 1_000),
-        cli_options.option(
+        option(
             LOSS,
             "Loss that skipping adds per share of the stages, for the same tokens: with 0.3, a third skipped "
             "costs 0.1 nats. 0: only time counts. 'skippipe study' measures it.",
@@ -45,7 +54,7 @@ def sweep(
     doubling: Annotated[
         float,
         Range(0.001, 1_000),
-        cli_options.option(
+        option(
             LOSS,
             "Loss that twice as many tokens take off. With 0.1 and a penalty of 0.3, a third skipped takes twice "
             "as many tokens to the same loss, so it has to be twice as fast.",
@@ -53,15 +62,13 @@ def sweep(
         ),
     ] = 0.1,
     strategy: plan_command.SkippingStrategy = "best",
-    budget: cli_options.BudgetOption = 20,
-    seed: cli_options.Seed = 0,
-    png: Annotated[Path | None, cli_options.option(OUTPUT, "Draw seconds against share skipped.")] = None,
-    html: Annotated[
-        Path | None, cli_options.option(OUTPUT, "The same and the table as a page that needs no other file.")
-    ] = None,
-    as_json: cli_options.Json = False,
+    budget: BudgetOption = 20,
+    seed: Seed = 0,
+    png: Annotated[Path | None, option(OUTPUT, "Draw seconds against share skipped.")] = None,
+    html: Annotated[Path | None, option(OUTPUT, "The same and the table as a page that needs no other file.")] = None,
+    as_json: Json = False,
     *,
-    options: cli_options.SweepOptions,
+    options: SweepOptions,
 ) -> None:
     """Plan for every share of the stages that can be skipped, and for several numbers of stages; name the best.
 
@@ -87,7 +94,7 @@ def sweep(
 
     def ask(count: int, visited: int, microbatches: int | None) -> Problem:
         given = {**vars(options), "microbatches": microbatches}
-        problem = cli_options.problem_from(cluster, cli_options.ProblemOptions(**given, stages=count, visit=visited))
+        problem = problem_from(cluster, ProblemOptions(**given, stages=count, visit=visited))
         return replace(problem, sizes=())  # an example has sizes of its own for one share
 
     with interruptible() as stopped:

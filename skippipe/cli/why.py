@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from skippipe.cli import inspect as inspect_command
-from skippipe.cli import options as cli_options
+from skippipe.cli.options import Json
 from skippipe.terminal import interruptible, plan_progress
 from skippipe.value_ranges import Range
 
@@ -35,7 +35,7 @@ def why(
             "search; or only those that leave paths as they are.",
         ),
     ] = True,
-    as_json: cli_options.Json = False,
+    as_json: Json = False,
 ) -> None:
     """Say what limits a plan, and which one change would help most.
 
