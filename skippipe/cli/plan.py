@@ -28,7 +28,7 @@ from skippipe.cli.options import (
 )
 from skippipe.errors import Infeasible, UserError
 from skippipe.json_fields import check_writable
-from skippipe.terminal import interruptible, plan_progress
+from skippipe.terminal import interruptible, plan_progress, print_table
 from skippipe.value_ranges import MICROBATCHES, POSITIVE, Range
 
 BOUND_SHARE = 0.2  # of the budget, for a proof of how good a plan could be
@@ -199,7 +199,7 @@ def compare(
         return
     print(f"{problem.cluster.name}: {len(problem.cluster)} nodes, {problem.stages} stages, "
           f"{problem.workload.microbatches} microbatches, {problem.timing} timing")  # fmt: skip
-    show(_table(rows))
+    show_table(_table(rows))
     if out:
         print(f"plans written to {out}/")
 
@@ -334,15 +334,9 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     return Table("", "", headings, cells)
 
 
-def show(table: Table) -> None:
+def show_table(table: Table) -> None:
     """Print a table on the terminal: a name, then figures."""
-    from rich import table as rich
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
 
-    shown = rich.Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for index, heading in enumerate(table.headings):
-        shown.add_column(heading, justify="right" if index else "left")
-    for row in table.rows:
-        shown.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 110, markup=False).print(shown)
+    rows = table.rows
+    print_table(table.headings, rows, (0,), file_width=110, box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from skippipe.cli.options import Json, Keys, nodes_option, option, work_option, workload_option
+from skippipe.cli.options import Json, Keys, nodes_option, option, with_given, work_option, workload_option
 from skippipe.errors import UserError
 from skippipe.json_fields import check_writable
 from skippipe.terminal import ProgressBar, interruptible
@@ -95,7 +95,16 @@ def profile(
     Example: skippipe profile --local 4 --model llama-tiny --sequence 128 -o cluster.json
     """
     check_writable(output)
-    wanted = _job(job, model, sequence, samples, checkpointing, device, dtype, threads)
+    from skippipe.training.job_config import BatchConfig, JobConfig, ModelConfig, load_job
+
+    usual = JobConfig(model=ModelConfig("llama-1.5b"), batch=BatchConfig(sequence=4096, samples=2))
+    base = load_job(job) if job else usual
+    wanted = replace(
+        base,
+        model=with_given(base.model, config=model, checkpointing=checkpointing or None),
+        batch=with_given(base.batch, sequence=sequence, samples=samples),
+        compute=with_given(base.compute, device=device, dtype=dtype, threads=threads),
+    )
     if local is not None and keys is not None:
         raise UserError("--local says that nodes are processes of this machine, --keys that they join: leave one out")
     peers, key = (None, None) if local is not None else _keys(keys, wanted)
@@ -103,23 +112,27 @@ def profile(
     import torch
 
     torch.set_num_threads(1)  # nodes are forked from here
+    from skippipe.cluster import Cluster
     from skippipe.launch.join import JoinLauncher
     from skippipe.launch.launcher import Launcher
     from skippipe.launch.local import LocalLauncher
     from skippipe.model.model_spec import check_device
     from skippipe.profiling.coordinator import ProfilingDeadlines
-    from skippipe.profiling.results import ProfileResult, load_results
+    from skippipe.profiling.merge import merge_results
+    from skippipe.profiling.results import ProfileResult, load_results, save_results
     from skippipe.profiling.role import ROLES
     from skippipe.profiling.server import profile_nodes
 
-    known = [_cluster(path) for path in (output, merge) if path is not None and (path is merge or path.exists())]
+    known = [Cluster.load(path) for path in (output, merge) if path is not None and (path is merge or path.exists())]
     before = [] if fresh else load_results(output)
     if merge is not None:
-        before = _merged(load_results(merge) or [ProfileResult.of_cluster(known[-1])], before)
+        others = load_results(merge) or [ProfileResult.of_cluster(known[-1])]
+        before += [each for each in others if each not in before]
+        before.sort(key=lambda result: result.when)
     if local is not None:
         check_device(wanted.compute.device)
     node_config = _node_config(wanted, _names(local, peers), transfer, heartbeat)
-    console = _Console()
+    console = _Console(transient=True)
     with interruptible() as stopped:
         launcher: Launcher
         if peers is None or key is None:
@@ -139,39 +152,13 @@ def profile(
     if stopped and not found.nodes:
         raise KeyboardInterrupt
     results = [*before, _located(found, known)]
-    cluster = _saved(output, results, known[0].name if known else output.stem)
+    cluster = merge_results(results, known[0].name if known else output.stem)
+    cluster.save(output)
+    save_results(output, results)
     _print_result(output, cluster, results, as_json=as_json)
     if stopped:
         print(f"stopped; what was measured so far is in {output}", file=sys.stderr)
         raise SystemExit(130)
-
-
-def _job(
-    path: Path | None,
-    model: str | None,
-    sequence: int | None,
-    samples: int | None,
-    checkpointing: bool,
-    device: str | None,
-    dtype: Literal["fp32", "bf16"] | None,
-    threads: int | None,
-) -> JobConfig:
-    """The job file's settings, or the defaults of 'skippipe plan'; options on the command line replace them."""
-    from skippipe.training.job_config import BatchConfig, JobConfig, ModelConfig, load_job
-
-    usual = JobConfig(model=ModelConfig("llama-1.5b"), batch=BatchConfig(sequence=4096, samples=2))
-    base = load_job(path) if path else usual
-    return replace(
-        base,
-        model=ModelConfig(model or base.model.config, checkpointing or base.model.checkpointing),
-        batch=replace(base.batch, sequence=sequence or base.batch.sequence, samples=samples or base.batch.samples),
-        compute=replace(
-            base.compute,
-            device=device or base.compute.device,
-            dtype=dtype or base.compute.dtype,
-            threads=threads or base.compute.threads,
-        ),
-    )
 
 
 def _keys(folder: Path | None, job: JobConfig) -> tuple[Path, Path]:
@@ -219,32 +206,11 @@ def _node_config(
     )
 
 
-def _merged(others: list[ProfileResult], own: list[ProfileResult]) -> list[ProfileResult]:
-    """Both lists without duplicates, the oldest first."""
-    return sorted([*own, *(each for each in others if each not in own)], key=lambda result: result.when)
-
-
-def _cluster(path: Path) -> Cluster:
-    from skippipe.cluster import Cluster
-
-    return Cluster.load(path)
-
-
 def _located(result: ProfileResult, known: list[Cluster]) -> ProfileResult:
     """Locations are as in an earlier cluster file: machines only know their own names."""
     locations = {node.name: node.location for cluster in reversed(known) for node in cluster.nodes}
     nodes = {name: replace(node, location=locations.get(name, node.location)) for name, node in result.nodes.items()}
     return replace(result, nodes=nodes)
-
-
-def _saved(output: Path, results: list[ProfileResult], name: str) -> Cluster:
-    from skippipe.profiling.merge import merge_results
-    from skippipe.profiling.results import save_results
-
-    cluster = merge_results(results, name)
-    cluster.save(output)
-    save_results(output, results)
-    return cluster
 
 
 def _print_result(output: Path, cluster: Cluster, results: list[ProfileResult], *, as_json: bool) -> None:
@@ -278,18 +244,11 @@ def _print_result(output: Path, cluster: Cluster, results: list[ProfileResult], 
     print(f"written to {output}{together}; next: skippipe plan {output}")
 
 
-class _Console:
+class _Console(ProgressBar):
     """A progress bar on a terminal; elsewhere only unusual events are printed."""
-
-    def __init__(self) -> None:
-        self._bar = ProgressBar(transient=True)
 
     def progressed(self, done: int, of: int, doing: str) -> None:
         if sys.stderr is not None and sys.stderr.isatty():
-            self._bar.show(done, of, doing)
+            self.show(done, of, doing)
 
-    def happened(self, text: str) -> None:
-        self._bar.print(text)
-
-    def close(self) -> None:
-        self._bar.close()
+    happened = ProgressBar.print

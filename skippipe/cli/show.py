@@ -1,8 +1,10 @@
-"""The command that shows what is there: a plan, or a run that is over."""
+"""Commands that show what is there: show, a plan or a run that is over; dashboard, a run in the browser."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,9 +15,12 @@ from skippipe.cli import plan as plan_command
 from skippipe.cli.options import Json, TraceOption
 from skippipe.errors import UserError
 from skippipe.json_fields import check_writable
+from skippipe.value_ranges import PORT
 
 if TYPE_CHECKING:
     from skippipe.runs.history import RunHistory
+
+FILES = ("plan.json", "metrics.jsonl", "events.jsonl", "journal")
 
 
 def show(
@@ -131,8 +136,37 @@ def _print_run(history: RunHistory) -> None:
         print(f"iteration {outage.iteration + 1:5}  lost: '{outage.node}' {text}")
     table = short_nodes_table(history)
     print(f"\n{table.title}. {table.note}".rstrip())
-    plan_command.show(table)
+    plan_command.show_table(table)
     if history.missing:
         print("not on record:")
         for each in history.missing:
             print(f"  {each}")
+
+
+def dashboard(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The output folder of a run that goes on, or is over.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; other than loopback: with SKIPPIPE_DASHBOARD_TOKEN set only.")
+    ] = "127.0.0.1",
+    port: Annotated[int, PORT, typer.Option(help="0: any.")] = 8090,
+) -> None:
+    """Show a run in the browser: nodes, links, paths, Gantt chart, loss, events.
+
+    It follows the files in the run's output folder, so it can be started and ended at any time, also on another machine
+    that has the folder. Nothing can be changed from there. Ctrl-C ends it. 'skippipe train --dashboard 8090' starts the
+    same beside a run.
+
+    Example: skippipe dashboard run
+    """
+    os.environ.setdefault("SKIPPIPE_PURE_PYTHON", "1")  # nothing is simulated here: no compiler needed
+    from skippipe.dashboard import server as dashboard_server
+
+    if not run.is_dir():
+        raise UserError(f"{run}: is no folder; name the output folder of a run")
+    dashboard_server.check_installed()
+    settings = dashboard_server.access_settings(host)
+    with dashboard_server.listen(host, port, "--port") as listener:
+        if not any((run / file).exists() for file in FILES):
+            print(f"{run}: there is nothing of a run yet; the page fills when there is", file=sys.stderr)
+        print(f"{run} is shown at {dashboard_server.url_of(listener)}; Ctrl-C ends it", flush=True)
+        dashboard_server.run(run, listener, settings)

@@ -135,7 +135,7 @@ def sweep(
         print(json.dumps(_in_order(answers, rows)))
         return
     print(title)
-    plan_command.show(table)
+    plan_command.show_table(table)
     for line in _refused(refusals):
         print(line)
     print(verdict)

@@ -147,7 +147,7 @@ def test_a_command_that_takes_a_number_without_a_range_is_a_mistake_of_ours() ->
     def careless(number: int = 3) -> None:
         del number
 
-    with pytest.raises(StopIteration):
+    with pytest.raises(AssertionError, match="number has no range"):
         check_ranges_of(careless)
 
 

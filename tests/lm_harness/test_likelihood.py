@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skippipe.cli import main
-from skippipe.cli.score import ENVIRONMENT
+from skippipe.cli.eval import ENVIRONMENT
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import exported_layers, load, locate_checkpoint
 from skippipe.inference.likelihood import LikelihoodRequest, SubsetModel

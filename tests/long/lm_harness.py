@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skippipe.cli import main
-from skippipe.cli.score import ENVIRONMENT
+from skippipe.cli.eval import ENVIRONMENT
 from skippipe.data.documents import source
 from skippipe.data.tokenizer import train_bpe
 from skippipe.errors import UserError
