@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skippipe.errors import UserError
-from skippipe.optional_deps import require
+from skippipe.errors import UserError, require
 
 if TYPE_CHECKING:
     from skippipe.web.auth import ApiSettings

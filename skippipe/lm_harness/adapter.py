@@ -15,11 +15,10 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from skippipe.errors import UserError
+from skippipe.errors import UserError, require
 from skippipe.inference.checkpoint_loader import StagedModel
 from skippipe.inference.likelihood import CountProgress, LikelihoodRequest, SubsetModel
 from skippipe.lm_harness.tasks import TASK_KINDS, HarnessTask, config_of
-from skippipe.optional_deps import require
 from skippipe.stage_subset import StageSubset
 
 _harness: Any = require("lm_eval", "harness", "scoring on tasks")

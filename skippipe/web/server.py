@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from skippipe.optional_deps import require
+from skippipe.errors import require
 
 if TYPE_CHECKING:
     import uvicorn

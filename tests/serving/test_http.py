@@ -417,7 +417,7 @@ def test_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(name: str) -> None:
         raise ImportError(f"No module named '{name}'", name=name)
 
-    monkeypatch.setattr("skippipe.optional_deps.import_module", nothing)
+    monkeypatch.setattr("skippipe.errors.import_module", nothing)
     with pytest.raises(UserError, match=r"fastapi.*pip install 'skippipe\[serve\]'"):
         routes.application(EchoEngine(), OPEN)
 
