@@ -204,8 +204,7 @@ def score(
     from skippipe.inference.checkpoint_loader import load
     from skippipe.lm_harness.adapter import SubsetLM
     from skippipe.lm_harness.adapter import score as scored
-    from skippipe.lm_harness.passages import Prose
-    from skippipe.lm_harness.tasks import build_tasks, parse_names, write_tasks
+    from skippipe.lm_harness.tasks import Prose, build_tasks, parse_names, write_tasks
     from skippipe.stage_subset import parse_subsets
 
     built = build_tasks(parse_names(tasks), Prose(text), seed, limit)

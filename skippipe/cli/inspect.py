@@ -147,7 +147,7 @@ def simulate_plan(
 
         spread = spread_of(found, timeline.timing, Jitter(jitter, draws, seed))
     if trace:
-        from skippipe.report.chrome_trace import write_trace
+        from skippipe.report.gantt import write_trace
 
         write_trace(found, timeline, trace)
     if as_json:

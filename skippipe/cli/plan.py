@@ -135,7 +135,7 @@ def plan(
         return
     from skippipe.cost_model import seconds
     from skippipe.planner.whatif.advisor import left_out
-    from skippipe.report.text import plan_grid
+    from skippipe.report.summary import plan_grid
 
     print(plan_grid(found))
     if looks:

@@ -113,8 +113,7 @@ def profile(
 
     torch.set_num_threads(1)  # nodes are forked from here
     from skippipe.cluster import Cluster
-    from skippipe.launch.join import JoinLauncher
-    from skippipe.launch.launcher import Launcher
+    from skippipe.launch.launcher import JoinLauncher, Launcher
     from skippipe.launch.local import LocalLauncher
     from skippipe.model.model_spec import check_device
     from skippipe.profiling.coordinator import ProfilingDeadlines

@@ -123,7 +123,7 @@ def serve(
     from skippipe.serving.scheduler import ServingSettings
     from skippipe.transport.addresses import is_loopback
     from skippipe.web import server as web_server
-    from skippipe.web.auth import ApiSettings
+    from skippipe.web.server import ApiSettings
 
     web_server.check_installed("prometheus_client")
     settings = ApiSettings(

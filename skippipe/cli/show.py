@@ -61,7 +61,7 @@ def show(
 
 
 def _show_plan(plan: Path, html: Path | None, png: Path | None, trace: Path | None, as_json: bool) -> None:
-    from skippipe.report.text import plan_grid
+    from skippipe.report.summary import plan_grid
 
     for picture in (html, png, trace):
         if picture:
@@ -77,7 +77,7 @@ def _show_plan(plan: Path, html: Path | None, png: Path | None, trace: Path | No
 
         write_png(found, timeline, png)
     if trace:
-        from skippipe.report.chrome_trace import write_trace
+        from skippipe.report.gantt import write_trace
 
         write_trace(found, timeline, trace)
 

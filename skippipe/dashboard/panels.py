@@ -13,8 +13,7 @@ from typing import Any
 
 from skippipe.dashboard.run_state import FileSource, RunFollower, RunState
 from skippipe.plan import Plan
-from skippipe.runs.gantt_data import KINDS, TraceBar
-from skippipe.runs.records import checkpoint_event, downsample
+from skippipe.runs.records import KINDS, TraceBar, checkpoint_event, downsample
 from skippipe.timeline import HUES
 
 MOST_POINTS = 300  # of a curve; more cannot be told apart on a screen

@@ -13,17 +13,19 @@ from typing import Any, Literal, get_args
 
 from skippipe.errors import UserError
 from skippipe.plan import Plan
-from skippipe.runs.gantt_data import LARGEST_BYTES, RecordedIteration, read_recorded
 from skippipe.runs.records import (
+    LARGEST_BYTES,
     EventRecord,
     LinkBytes,
     MetricsRow,
+    RecordedIteration,
     WalSummary,
     as_count,
     as_list,
     event_of,
     metrics_of,
     parse_object,
+    read_recorded,
 )
 from skippipe.runs.tail import FileTail, belongs_to, checkpoints_in, run_id_of, traces_in
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from skippipe.errors import UserError, require
 
 if TYPE_CHECKING:
-    from skippipe.web.auth import ApiSettings
+    from skippipe.web.server import ApiSettings
 
 TOKEN = "SKIPPIPE_DASHBOARD_TOKEN"
 DEFAULT_HOST = "127.0.0.1"
@@ -45,7 +45,7 @@ def parse_address(address: str, option: str) -> tuple[str, int]:
 def access_settings(host: str) -> ApiSettings:
     """Without a token, only this machine has access; with one, every client that sends it."""
     from skippipe.transport.addresses import is_loopback
-    from skippipe.web.auth import ApiSettings
+    from skippipe.web.server import ApiSettings
 
     token = os.environ.get(TOKEN, "")
     if not token and not is_loopback(host):

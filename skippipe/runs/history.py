@@ -22,8 +22,18 @@ from skippipe.cluster import Cluster
 from skippipe.cost_model import seconds
 from skippipe.errors import UserError
 from skippipe.plan import Plan
-from skippipe.runs.gantt_data import TASKS, RecordedIteration, TraceBar, read_recorded
-from skippipe.runs.records import EventRecord, MetricsRow, WalSummary, checkpoint_event, event_of, metrics_of
+from skippipe.runs.records import (
+    TASKS,
+    EventRecord,
+    MetricsRow,
+    RecordedIteration,
+    TraceBar,
+    WalSummary,
+    checkpoint_event,
+    event_of,
+    metrics_of,
+    read_recorded,
+)
 from skippipe.runs.tail import belongs_to, checkpoints_in, modification_time, run_id_of, traces_in
 from skippipe.timeline import ranges_text
 

@@ -23,7 +23,7 @@ from skippipe.runtime.coordinator.wal_records import commit_record, plan_record
 from skippipe.simulator import simulate
 from skippipe.training.metrics import EventsFile, IterationMetrics, MetricsFile, TraceFiles
 from skippipe.web import server as web_server
-from skippipe.web.auth import ApiSettings
+from skippipe.web.server import ApiSettings
 from skippipe.workload import Workload
 from tests.helpers.plans import TINY, uniform_cluster
 

@@ -21,12 +21,11 @@ from skippipe.errors import UserError
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.published import published20
 from skippipe.report import text
-from skippipe.report.chrome_trace import trace_events, write_trace
-from skippipe.report.gantt import Gantt, GanttBar, shade
+from skippipe.report.gantt import Gantt, GanttBar, shade, trace_events, write_trace
 from skippipe.report.html import write_html
 from skippipe.report.path_map import HALF_WIDTH, HEIGHT, path_map
 from skippipe.report.png import write_png
-from skippipe.report.text import plan_grid
+from skippipe.report.summary import plan_grid
 from skippipe.simulator import simulate
 from skippipe.timeline import HUES, TASK_KINDS, BarKind, Timeline, Timing, ranges_text
 
@@ -303,7 +302,7 @@ def test_image_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path) -> No
 
 def test_text_and_trace_do_not_load_the_drawing_libraries() -> None:
     code = (
-        "import sys, skippipe.report, skippipe.report.text, skippipe.report.path_map, skippipe.report.chrome_trace\n"
+        "import sys, skippipe.report, skippipe.report.summary, skippipe.report.path_map, skippipe.report.gantt\n"
         "sys.exit(bool({'plotly', 'matplotlib'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

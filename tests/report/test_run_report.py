@@ -19,10 +19,9 @@ from typing import Any, get_args
 
 import pytest
 
-from skippipe.report.run.gantt import MARK_KINDS
 from skippipe.report.run.html import write_run_html
 from skippipe.report.run.png import PRINT_DPI, WIDTH_IN
-from skippipe.report.run.summary import MEANINGS, amount, run_json
+from skippipe.report.run.summary import MARK_KINDS, MEANINGS, amount, run_json
 from skippipe.runs.history import MOST_RECORDED, RunHistory, node_outages, node_utilization, read_history
 from skippipe.runs.records import CHECKPOINTED, MetricsRow, downsample
 from skippipe.runs.wal import WriteAheadLog

@@ -11,7 +11,7 @@ from plotly import graph_objects as go
 
 from skippipe.json_fields import write_text
 from skippipe.plan import Plan
-from skippipe.report.gantt import Gantt, pale
+from skippipe.report.gantt import MEASURED_PLACE, PLANNED_PLACE, Gantt, RecordedGantt, pale
 from skippipe.report.html import (
     ROW_PX,
     bar_trace,
@@ -23,10 +23,10 @@ from skippipe.report.html import (
     section,
     table_html,
 )
-from skippipe.report.run.gantt import MEASURED_PLACE, PLANNED_PLACE, RecordedGantt, marks_of
 from skippipe.report.run.summary import (
     amount,
     events_table,
+    marks_of,
     nodes_table,
     outages_table,
     run_figures,
@@ -36,9 +36,8 @@ from skippipe.report.run.summary import (
     tokens_each,
 )
 from skippipe.report.summary import plan_figures, timeline_figures
-from skippipe.runs.gantt_data import RecordedIteration
 from skippipe.runs.history import RunHistory
-from skippipe.runs.records import downsample
+from skippipe.runs.records import RecordedIteration, downsample
 from skippipe.simulator import simulate
 from skippipe.timeline import HUES, Timing
 

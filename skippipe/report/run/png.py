@@ -12,10 +12,9 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from skippipe.report.gantt import pale
+from skippipe.report.gantt import MEASURED_PLACE, PLANNED_PLACE, RecordedGantt, pale
 from skippipe.report.png import GRID, INK, blank, draw_task, dress, literal, write_image, write_png
-from skippipe.report.run.gantt import MEASURED_PLACE, PLANNED_PLACE, RecordedGantt, marks_of
-from skippipe.report.run.summary import amount, short_count, steps_of, title, tokens_each
+from skippipe.report.run.summary import amount, marks_of, short_count, steps_of, title, tokens_each
 from skippipe.runs.history import RunHistory
 from skippipe.runs.records import downsample
 from skippipe.simulator import simulate

@@ -1,4 +1,5 @@
-"""A run in figures, tables and words, the same wherever they are shown. Iterations count from 1, as on the screen."""
+"""A run in figures, tables and words, the same wherever they are shown; and marks on its curves, where nodes were lost
+or came back. Iterations count from 1, as on the screen."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from skippipe.report.summary import NOTHING, Table, scaled
 from skippipe.runs.history import NodeOutage, NodeUtilization, RunHistory, Utilization
 from skippipe.runs.records import MetricsRow
+from skippipe.timeline import HUES
 
 MEANINGS = {
     "gone": "a node was lost",
@@ -277,3 +279,52 @@ def duration(whole_s: float) -> str:
 def moment(time: float) -> str:
     """Unix, as the clock of this machine shows it."""
     return datetime.fromtimestamp(time).astimezone().strftime("%Y-%m-%d %H:%M:%S") if time else NOTHING
+
+
+class MarkKind(NamedTuple):
+    """A kind of mark on the curves of a run."""
+
+    name: str
+    kinds: tuple[str, ...]
+    colour: str
+    plotly: str
+    """Its symbol in plotly."""
+    matplotlib: str
+    """Its symbol in matplotlib."""
+
+
+MARK_KINDS = (
+    MarkKind("lost: a node or a link", ("gone", "cut"), HUES[2], "x", "X"),
+    MarkKind("begun again, or paused", ("restarted", "paused", "recovered"), HUES[1], "triangle-up", "^"),
+    MarkKind("repaired: another way or plan", ("rerouted", "replanned"), HUES[5], "diamond", "D"),
+    MarkKind("back at work", ("able",), HUES[3], "circle", "o"),
+    MarkKind("slow, or not finite", ("slow", "not-finite"), HUES[4], "square", "s"),
+)
+
+
+class Mark(NamedTuple):
+    """Events of one kind in an iteration."""
+
+    iteration: int
+    height: int
+    """How many marks of the same iteration are below it."""
+    text: str
+
+
+def marks_of(history: RunHistory) -> list[tuple[MarkKind, list[Mark]]]:
+    """The kinds of marks that occur, each with one mark for all its events in an iteration."""
+    heights: dict[int, int] = {}
+    found = []
+    for kind in MARK_KINDS:
+        text: dict[int, list[str]] = {}
+        for event in history.events:
+            if event.kind in kind.kinds:
+                who = f"'{event.node}' " if event.node else ""
+                text.setdefault(event.iteration, []).append(f"{event.kind}: {who}{event.text}")
+        marks = []
+        for iteration, lines in sorted(text.items()):
+            marks.append(Mark(iteration, heights.get(iteration, 0), "\n".join(lines)))
+            heights[iteration] = heights.get(iteration, 0) + 1
+        if marks:
+            found.append((kind, marks))
+    return found
