@@ -20,7 +20,7 @@ from skippipe.cost_model import cost_model_of
 from skippipe.errors import UserError
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.published import published20
-from skippipe.report import text
+from skippipe.report import summary
 from skippipe.report.gantt import Gantt, GanttBar, shade, trace_events, write_trace
 from skippipe.report.html import write_html
 from skippipe.report.path_map import HALF_WIDTH, HEIGHT, path_map
@@ -99,7 +99,7 @@ def test_grid_shows_the_order_of_visits_of_every_lane_even_on_a_narrow_terminal(
         header, *rows = block.splitlines()[-1 - len(plan.stages) :]
         cells = [row.split()[2:] for row in rows]
         for column, lane in enumerate(map(int, header.split())):
-            orders = {int(row[column]): stage for stage, row in enumerate(cells) if row[column] != text.SKIPPED}
+            orders = {int(row[column]): stage for stage, row in enumerate(cells) if row[column] != summary.SKIPPED}
             found[lane] = tuple(orders[hop] for hop in sorted(orders))
     assert found == {number: plan.visits(lane) for number, lane in enumerate(plan.lanes)}
 
