@@ -91,7 +91,7 @@ def test_grid_folds_equal_lanes_and_marks_swaps() -> None:
 def test_grid_shows_the_order_of_visits_of_every_lane_even_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(text, "WIDTH", 50)
+    monkeypatch.setattr(summary, "WIDTH", 50)
     plan, _ = published("dtfm_skip", Timing.CONTENTION_ONLY)
     blocks = plan_grid(plan).split("order of visits")[1].split("promise")[0].split("\n\n")
     found: dict[int, tuple[int, ...]] = {}
