@@ -38,7 +38,7 @@ REPORTED_GAIN = 0.01  # of the iteration
 if TYPE_CHECKING:
     from skippipe.jitter import Spread
     from skippipe.plan import Plan
-    from skippipe.planner.problem import Placement, Problem
+    from skippipe.planner.problem import Problem
     from skippipe.planner.strategies import PlanProgress, PlanRequest
     from skippipe.report.summary import Table
 
@@ -118,13 +118,31 @@ def plan(
         )
     placement, options = with_stages_of(keep_stages, cluster, options)
     problem = problem_from(cluster, options)
-    search = PlanSearch(seed, math.inf if changes else budget, changes or math.inf, start, BOUND_SHARE * budget, robust)
+    from skippipe.cost_model import seconds
+    from skippipe.plan import Plan
+    from skippipe.planner.strategies import PlanRequest
+    from skippipe.planner.sweep import choose_batch_size
+    from skippipe.planner.whatif.advisor import left_out
+    from skippipe.report.summary import plan_grid
+
+    request = PlanRequest(
+        seed=seed,
+        budget_s=math.inf if changes else budget,
+        changes=changes or math.inf,
+        bound_s=BOUND_SHARE * budget,
+        robust=robust,
+        placement=placement,
+        start=Plan.load(start) if start else None,
+    )
     looks: list[Plan] = []
+    began = time.monotonic()
     with interruptible() as stopped:
         if most_microbatches:
-            found, looks, took_s = search.with_free_batch(problem, most_microbatches, placement, stopped)
+            with _on_terminal(request, "best", stopped) as shown:
+                found, looks = choose_batch_size(problem, most_microbatches, shown)
         else:
-            found, took_s = search.planned(problem, strategy, placement, stopped)
+            found, _ = planned(problem, strategy, request, stopped)
+    took_s = time.monotonic() - began
     if output:
         found.save(output)
     if as_json:
@@ -133,10 +151,6 @@ def plan(
             more["batches"] = {str(each.microbatches): each.samples_per_s for each in looks}
         print(json.dumps({**summary(found, took_s), **more, "plan": found.to_json()}))
         return
-    from skippipe.cost_model import seconds
-    from skippipe.planner.whatif.advisor import left_out
-    from skippipe.report.summary import plan_grid
-
     print(plan_grid(found))
     if looks:
         print("\nsamples a second, at a first look: "
@@ -170,9 +184,9 @@ def compare(
     """
     placement, options = with_stages_of(keep_stages, cluster, options)
     problem = problem_from(cluster, options)
-    from skippipe.planner.strategies import Strategy
+    from skippipe.planner.strategies import PlanRequest, Strategy
 
-    search = PlanSearch(seed, budget)
+    request = PlanRequest(seed, budget)
     full = replace(problem, visited=problem.stages, sizes=(), swaps=0)
     rivals = [(str(each), problem, each) for each in reversed(Strategy)]
     rivals.insert(1, ("best-full", full, Strategy.BEST))  # so that what planning gives and what skipping gives differ
@@ -181,7 +195,8 @@ def compare(
         for name, variant, each in rivals:
             nothing_skipped = each is Strategy.DTFM or variant is full  # stages of other sizes
             try:
-                found, took_s = search.planned(variant, each, None if nothing_skipped else placement, stopped)
+                for_variant = replace(request, placement=None if nothing_skipped else placement)
+                found, took_s = planned(variant, each, for_variant, stopped)
             except Infeasible as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 continue
@@ -204,65 +219,30 @@ def compare(
         print(f"plans written to {out}/")
 
 
-@dataclass(frozen=True)
-class PlanSearch:
-    """Budget and options of the searches of a command."""
+def planned(problem: Problem, strategy: str, request: PlanRequest, stopped: list[bool]) -> tuple[Plan, float]:
+    """The plan, and the seconds it took to find."""
+    from skippipe.planner.strategies import Strategy, make_plan
 
-    seed: int
-    budget_s: float
-    changes: float = math.inf
-    start: Path | None = None
-    bound_s: float = 0.0
-    robust: float = 0.0
+    began = time.monotonic()
+    with _on_terminal(request, strategy, stopped) as shown:
+        gains = Gains(shown.progress)
+        found = make_plan(problem, Strategy(strategy), replace(shown, progress=gains))
+    if gains.late > REPORTED_GAIN and not stopped:
+        print(
+            f"{strategy}: the last third of the search still took off {gains.late:.0%}; "
+            "with a longer --budget it would find more",
+            file=sys.stderr,
+        )
+    return found, time.monotonic() - began
 
-    def planned(
-        self, problem: Problem, strategy: str, placement: Placement | None, stopped: list[bool]
-    ) -> tuple[Plan, float]:
-        """The plan, and the seconds it took to find."""
-        from skippipe.planner.strategies import Strategy, make_plan
 
-        began = time.monotonic()
-        with self._request(strategy, placement, stopped) as request:
-            gains = Gains(request.progress)
-            found = make_plan(problem, Strategy(strategy), replace(request, progress=gains))
-        if gains.late > REPORTED_GAIN and not stopped:
-            print(
-                f"{strategy}: the last third of the search still took off {gains.late:.0%}; "
-                "with a longer --budget it would find more",
-                file=sys.stderr,
-            )
-        return found, time.monotonic() - began
-
-    def with_free_batch(
-        self, problem: Problem, most: int, placement: Placement | None, stopped: list[bool]
-    ) -> tuple[Plan, list[Plan], float]:
-        """The plan with the best number of microbatches, the plans of other numbers, and the seconds it took."""
-        from skippipe.planner.sweep import choose_batch_size
-
-        began = time.monotonic()
-        with self._request("best", placement, stopped) as request:
-            found, looks = choose_batch_size(problem, most, request)
-        return found, looks, time.monotonic() - began
-
-    @contextmanager
-    def _request(self, strategy: str, placement: Placement | None, stopped: list[bool]) -> Iterator[PlanRequest]:
-        from skippipe.plan import Plan
-        from skippipe.planner.strategies import PlanRequest
-
-        with plan_progress(strategy) as progress:
-            yield PlanRequest(
-                seed=self.seed,
-                budget_s=self.budget_s,
-                changes=self.changes,
-                bound_s=self.bound_s,
-                robust=self.robust,
-                placement=placement,
-                start=Plan.load(self.start) if self.start else None,
-                progress=progress,
-                stopped=lambda: bool(stopped),
-            )
-        if stopped:
-            print("interrupted: this is the best plan so far", file=sys.stderr)
+@contextmanager
+def _on_terminal(request: PlanRequest, strategy: str, stopped: list[bool]) -> Iterator[PlanRequest]:
+    """The request with its progress on the terminal, and Ctrl-C as its end."""
+    with plan_progress(strategy) as progress:
+        yield replace(request, progress=progress, stopped=lambda: bool(stopped))
+    if stopped:
+        print("interrupted: this is the best plan so far", file=sys.stderr)
 
 
 @dataclass

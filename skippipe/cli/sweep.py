@@ -83,13 +83,13 @@ def sweep(
         if picture:
             check_writable(picture, Path(cluster))
     from skippipe.planner.problem_spec import PlanSpec, cluster_named, stages_of
+    from skippipe.planner.strategies import PlanRequest
     from skippipe.planner.sweep import InfeasiblePoint, SweepPoint, Trade, best, efficient, stage_counts
     from skippipe.planner.sweep import sweep as swept
 
     found, example = cluster_named(cluster)
     default_stages = stages_of(found, PlanSpec(layers=options.layers), example)
     counts = stage_counts(stages) if stages else [default_stages]
-    search = plan_command.PlanSearch(seed, budget)
     rows: list[dict[str, Any]] = []
 
     def ask(count: int, visited: int, microbatches: int | None) -> Problem:
@@ -100,7 +100,7 @@ def sweep(
     with interruptible() as stopped:
 
         def planned(problem: Problem) -> Plan:
-            plan, took_s = search.planned(problem, strategy, None, stopped)
+            plan, took_s = plan_command.planned(problem, strategy, PlanRequest(seed, budget), stopped)
             rows.append(plan_command.summary(plan, took_s))
             return plan
 

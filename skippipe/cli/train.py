@@ -6,6 +6,8 @@ import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +19,7 @@ from skippipe.training.train_job import begin_run, build_setup, run_job, wanted_
 from skippipe.value_ranges import ITERATIONS, VOCABULARY, WAIT_S
 
 if TYPE_CHECKING:
-    from skippipe.runtime.node.interfaces import JoinConfig, NodeEnv, Role, Roles
+    from skippipe.runtime.node.interfaces import Roles
 
 
 def job(
@@ -209,25 +211,18 @@ def node(
 
 def _all_roles() -> Roles:
     """Roles that a coordinator may assign, imported when it does: no node waits for what another role needs."""
-
-    def train(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
-        from skippipe.runtime.train_role import train_role
-
-        return train_role(config, join_config, env)
-
-    def serve(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
-        from skippipe.serving.node.role import serving_role
-
-        return serving_role(config, join_config, env)
-
-    def profile(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
-        from skippipe.profiling.role import profiling_role
-
-        return profiling_role(config, join_config, env)
-
     from skippipe.runtime.node.interfaces import PROFILING, SERVING, TRAINING
 
-    return {TRAINING: train, SERVING: serve, PROFILING: profile}
+    modules = {
+        TRAINING: "skippipe.runtime.train_role",
+        SERVING: "skippipe.serving.node.role",
+        PROFILING: "skippipe.profiling.role",
+    }
+
+    def build(kind: str, *given: Any) -> Any:
+        return import_module(modules[kind]).ROLES[kind](*given)
+
+    return {kind: partial(build, kind) for kind in modules}
 
 
 def export(

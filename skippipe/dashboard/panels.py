@@ -18,6 +18,7 @@ from skippipe.timeline import HUES
 
 MOST_POINTS = 300  # of a curve; more cannot be told apart on a screen
 MOST_LINKS = 5000  # of a map; those with the fewest bytes are left out
+CURVES = ("loss", "tokens_per_s", "sent_bytes", "seconds", "promised_s")
 
 Panel = dict[str, Any]
 
@@ -54,13 +55,7 @@ def run_panel(state: RunState, folder: Path) -> Panel:
         "done": last is not None and last.is_last if state.done is None else state.done,
         "iterations": last.iteration + 1 if last else 0,
         "total": last.total_iterations if last else None,
-        "loss": last.loss if last else None,
-        "seconds": last.seconds if last else None,
-        "promised_s": last.promised_s if last else None,
-        "tokens_per_s": last.tokens_per_s if last else None,
-        "sent_bytes": last.sent_bytes if last else None,
-        "time": last.time if last else None,
-        "tokens": last.tokens if last else None,
+        **{name: getattr(last, name, None) for name in (*CURVES, "time", "tokens")},
         "unread": {file: count for file, count in sorted(state.unread.items()) if count},
         **(_plan_figures(state.plan) if state.plan else {}),
     }
@@ -153,9 +148,6 @@ def curves_panel(state: RunState, _folder: Path) -> Panel:
     }
 
 
-CURVES = ("loss", "tokens_per_s", "sent_bytes", "seconds", "promised_s")
-
-
 def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.7g}")
 
@@ -169,8 +161,8 @@ def gantt_panel(state: RunState, _folder: Path) -> Panel:
         "kinds": [str(kind) for kind in KINDS],
         "rows": [{"stage": stage, "name": name} for stage, name in gantt.rows],
         "hues": gantt.hues,
-        "planned": [_plain(bar) for bar in gantt.planned],
-        "measured": [_plain(bar) for bar in gantt.measured],
+        "planned": list(map(_plain, gantt.planned)),
+        "measured": list(map(_plain, gantt.measured)),
     }
 
 

@@ -50,6 +50,10 @@ class MetricsRow(NamedTuple):
         return self.total_iterations is not None and self.iteration + 1 >= self.total_iterations
 
 
+FIGURES = ("loss", "seconds", "promised_s", "tokens_per_s", "bytes_sent", "time", "tokens")
+"""Fields of a line of metrics.jsonl that are numbers, in the order of those of `MetricsRow`."""
+
+
 class MetricsLine(NamedTuple):
     """A line of metrics.jsonl."""
 
@@ -76,24 +80,10 @@ def metrics_of(line: bytes) -> MetricsLine | None:
     iteration = as_count(found.get("iteration")) if found else None
     if found is None or iteration is None:
         return None
-    field = found.get
-    row = MetricsRow(
-        iteration,
-        loss=_as_number(field("loss")),
-        seconds=_as_number(field("seconds")),
-        promised_s=_as_number(field("promised_s")),
-        tokens_per_s=_as_number(field("tokens_per_s")),
-        sent_bytes=_as_number(field("bytes_sent")),
-        time=_as_number(field("time")),
-        tokens=_as_number(field("tokens")),
-        total_iterations=as_count(field("iterations")),
-    )
-    return MetricsLine(
-        row,
-        _links(found.get("links")),
-        [as_count(each) or 0 for each in as_list(found.get("visits"))],
-        _as_text(field("run")),
-    )
+    figures = (_as_number(found.get(name)) for name in FIGURES)
+    row = MetricsRow(iteration, *figures, total_iterations=as_count(found.get("iterations")))
+    visits = [as_count(each) or 0 for each in as_list(found.get("visits"))]
+    return MetricsLine(row, _links(found.get("links")), visits, _as_text(found.get("run")))
 
 
 def event_of(line: bytes) -> tuple[EventRecord, str] | None:
@@ -182,9 +172,7 @@ def _links(value: Any) -> LinkBytes:
     return found
 
 
-MEANS = tuple(
-    MetricsRow._fields.index(name) for name in ("loss", "seconds", "promised_s", "tokens_per_s", "sent_bytes")
-)
+MEANS = range(1, 6)  # fields of a row, from loss to sent_bytes
 
 
 def downsample(rows: Sequence[MetricsRow], most: int) -> tuple[int, list[MetricsRow]]:
@@ -192,8 +180,7 @@ def downsample(rows: Sequence[MetricsRow], most: int) -> tuple[int, list[Metrics
     size = max(1, -(-len(rows) // most))
     if size == 1:
         return size, list(rows)
-    groups = [rows[at : at + size] for at in range(0, len(rows), size)]
-    return size, [_average(group) for group in groups]
+    return size, [_average(rows[at : at + size]) for at in range(0, len(rows), size)]
 
 
 def _average(rows: Sequence[MetricsRow]) -> MetricsRow:
