@@ -125,7 +125,7 @@ class ProcessPool:
         if self._child == 0:
             ours.close()
             os.close(self._lifeline)
-            _serve(_Server(theirs, process_main, log_folder, lifeline))
+            _run_and_exit(lambda: _serve(_Server(theirs, process_main, log_folder, lifeline)))
         theirs.close()
         os.close(lifeline)
         ours.setblocking(False)
@@ -296,17 +296,22 @@ class _Server:
             os.close(handle)
 
 
-def _serve(server: _Server) -> NoReturn:
-    """All that the process of a fork server does."""
+def _run_and_exit(work: Callable[[], int]) -> NoReturn:
+    """All that a forked process does. Whatever happens, it must not go on as a second owner."""
+    status = 1
     try:
-        _serve_requests(server)
+        status = work()
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(1)  # whatever happens, it must not go on as a second owner
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
 
 
-def _serve_requests(server: _Server) -> NoReturn:
+def _serve(server: _Server) -> int:
+    """What the process of a fork server does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the owner decides what it means
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     server.wakeup = os.pipe()
@@ -336,7 +341,7 @@ def _serve_requests(server: _Server) -> NoReturn:
             else:
                 _fork_node(server, request["name"], request["config"])
     _end(set(server.nodes), wakeup_read)
-    os._exit(0)
+    return 0
 
 
 def _fork_standby(server: _Server) -> None:
@@ -346,7 +351,8 @@ def _fork_standby(server: _Server) -> None:
     if pid == 0:
         owner_end.close()
         server.close_in_child()
-        _serve(_Server(standby_end, server.process_main, server.log_folder, server.lifeline))
+        standby = _Server(standby_end, server.process_main, server.log_folder, server.lifeline)
+        _run_and_exit(lambda: _serve(standby))
     with contextlib.suppress(OSError), owner_end, standby_end:
         socket.send_fds(server.owner, [json.dumps({"standby": pid}).encode() + b"\n"], [owner_end.fileno()])
 
@@ -357,7 +363,7 @@ def _fork_node(server: _Server, name: str, config: dict[str, Any]) -> None:
     pid = os.fork()
     if pid == 0:
         os.close(go_write)
-        _run_node(server, name, config, go_read)
+        _run_and_exit(lambda: _run_node(server, name, config, go_read))
     os.close(go_read)
     server.nodes[pid] = name
     server.notify({"name": name, "pid": pid})
@@ -392,28 +398,19 @@ def _end(nodes: set[int], wakeup_read: int) -> None:
             return
 
 
-def _run_node(server: _Server, name: str, config: dict[str, Any], go_read: int) -> NoReturn:
-    """All that the process of a node does."""
-    status = 1
-    try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        server.close_in_child()
-        if not os.read(go_read, 1):  # the fork server is gone, and the owner may not know of this node
-            os._exit(1)
-        os.close(go_read)
-        log = os.open(log_file(server.log_folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
-        threading.Thread(target=_end_with_owner, args=(server.lifeline,), name="lifeline", daemon=True).start()
-        status = server.process_main(config)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
+def _run_node(server: _Server, name: str, config: dict[str, Any], go_read: int) -> int:
+    """What the process of a node does."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    server.close_in_child()
+    if not os.read(go_read, 1):  # the fork server is gone, and the owner may not know of this node
+        return 1
+    os.close(go_read)
+    log = os.open(log_file(server.log_folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    threading.Thread(target=_end_with_owner, args=(server.lifeline,), name="lifeline", daemon=True).start()
+    return server.process_main(config)
 
 
 def _end_with_owner(lifeline: int) -> None:

@@ -21,7 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skippipe.errors import UserError
-from skippipe.launch.launcher import NodeEndpoints, join_config, new_keys
+from skippipe.launch.launcher import NodeEndpoints, first_line, join_config, new_keys
 from skippipe.transport.addresses import free_port, is_loopback, join_address, own_address
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Security
@@ -128,7 +128,7 @@ def _connection(resources: Mapping[str, float], count: int) -> Iterator[None]:
             wanted = max(count * int(resources["CPU"]), os.cpu_count() or 1)
             ray.init(address="local", num_cpus=wanted, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        raise UserError(f"Ray{f' at {address}' if address else ''}: {_first_line(error)}") from None
+        raise UserError(f"Ray{f' at {address}' if address else ''}: {first_line(error)}") from None
     try:
         yield
     finally:
@@ -186,8 +186,4 @@ def _result(name: str, result: Any) -> Any:
     try:
         return ray.get(result)
     except RayError as error:
-        raise UserError(f"node '{name}': its Ray actor failed: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(f"node '{name}': its Ray actor failed: {first_line(error)}") from None
