@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import skippipe
-from skippipe.cli import eval, generate, profile, serve, show, study, sweep
+from skippipe.cli import eval, generate, profile, serve, show, study
 from skippipe.cli import inspect as inspect_command
 from skippipe.cli import plan as plan_command
 from skippipe.cli import train as train_command
@@ -43,7 +43,7 @@ app.command("plan")(check_ranges_of(plan_command.plan))
 app.command("check")(check_ranges_of(inspect_command.check_plan))
 app.command("simulate")(check_ranges_of(inspect_command.simulate_plan))
 app.command("compare")(check_ranges_of(plan_command.compare))
-app.command("sweep")(check_ranges_of(sweep.sweep))
+app.command("sweep")(check_ranges_of(plan_command.sweep))
 app.command("show")(check_ranges_of(show.show))
 app.command("why")(check_ranges_of(inspect_command.why))
 app.command("prepare")(check_ranges_of(train_command.prepare))
