@@ -28,7 +28,6 @@ from skippipe.timeline import HUES, BarKind, Task, Timeline
 NEUTRAL = {BarKind.WAITING: "#9A9A9A", BarKind.AVERAGING: "#D9D9D9", BarKind.OPTIMIZER: "#4D4D4D"}
 STAGE_GAP = 0.5  # rows of space between stages
 BRIEF = 1.35  # an iteration this many times as long as its passes is shown whole
-PLANNED_PLACE, MEASURED_PLACE = (-0.23, 0.34), (0.18, 0.44)  # (below the middle of its row, height)
 FAINT = "#888888"  # of lanes whose data node is not on record
 PROCESS_ID = 1
 
@@ -274,16 +273,14 @@ class RecordedGantt:
         ]
 
     @cached_property
-    def planned(self) -> list[GanttBar]:
-        return [bar._replace(colour=pale(bar.colour)) for bar in self._bars(self.recorded.planned, "planned")]
-
-    @cached_property
-    def measured(self) -> list[GanttBar]:
-        return self._bars(self.recorded.measured, "measured")
-
-    def places(self, bars: Sequence[GanttBar], place: tuple[float, float]) -> list[tuple[float, float]]:
-        below, height = place
-        return [(self.rows[bar.row][1] + below, height) for bar in bars]
+    def halves(self) -> dict[str, list[tuple[GanttBar, tuple[float, float]]]]:
+        """What was planned, pale, and what was measured: the bars, each with its middle and height."""
+        planned = [bar._replace(colour=pale(bar.colour)) for bar in self._bars(self.recorded.planned, "planned")]
+        measured = self._bars(self.recorded.measured, "measured")
+        return {
+            "planned": [(bar, (self.rows[bar.row][1] - 0.23, 0.34)) for bar in planned],
+            "measured": [(bar, (self.rows[bar.row][1] + 0.18, 0.44)) for bar in measured],
+        }
 
     @property
     def shown_until_s(self) -> float:

@@ -5,7 +5,7 @@ Also what all pages have in common. They open anywhere, also without a network: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -80,24 +80,25 @@ def _gantt(picture: Gantt) -> go.Figure:
         bars = [bar for bar in picture.bars if bar.kind is kind]
         if bars:
             figure.add_trace(bar_trace(bars, _places(picture, bars), str(kind)))
-    until_s = picture.shown_until_s
     figure.add_vline(x=seconds(picture.timeline.last_backward_ns), line={"dash": "dash", "width": 1, "color": "#222"})
-    figure.update_layout(
-        barmode="overlay",
-        height=140 + int(ROW_PX * (picture.rows[-1].y + 2)),
-        legend={"title": {"text": "microbatches"}},
-        uniformtext={"minsize": 7, "mode": "hide"},
-    )
-    figure.update_xaxes(title="seconds since the iteration began", range=[0, until_s])
-    labels = [escape(row.label) for row in picture.rows]
-    bottom = picture.rows[-1].y + 0.8
-    figure.update_yaxes(tickvals=[row.y for row in picture.rows], ticktext=labels, range=[bottom, -0.8], showgrid=False)
+    lay_out_gantt(figure, [(row.label, row.y) for row in picture.rows], ROW_PX, picture.shown_until_s)
+    figure.update_layout(legend={"title": {"text": "microbatches"}})
     if picture.beyond:
-        views = {"The passes": until_s, "The whole iteration": picture.timeline.iteration_s}
+        views = {"The passes": picture.shown_until_s, "The whole iteration": picture.timeline.iteration_s}
         buttons = [{"label": k, "method": "relayout", "args": [{"xaxis.range": [0, end]}]} for k, end in views.items()]
         place = {"x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}
         figure.update_layout(updatemenus=[{"type": "buttons", "direction": "right", "buttons": buttons, **place}])
     return figure
+
+
+def lay_out_gantt(figure: go.Figure, rows: Sequence[tuple[str, float]], row_px: float, until_s: float) -> None:
+    """The axes of a Gantt chart: a label at the middle of every row, and seconds up to so many."""
+    last = rows[-1][1]
+    height = 140 + int(row_px * (last + 2))
+    figure.update_layout(barmode="overlay", height=height, uniformtext={"minsize": 7, "mode": "hide"})
+    figure.update_xaxes(title="seconds since the iteration began", range=[0, until_s])
+    labels, ys = [escape(label) for label, _ in rows], [y for _, y in rows]
+    figure.update_yaxes(tickvals=ys, ticktext=labels, range=[last + 0.8, -0.8], showgrid=False)
 
 
 def _places(picture: Gantt, bars: Sequence[GanttBar]) -> list[Place]:
@@ -126,7 +127,7 @@ def bar_trace(bars: Sequence[GanttBar], places: Sequence[Place], name: str) -> g
         insidetextanchor="middle",
         textangle=0,
         textfont={"size": 10},
-        hovertext=_lines(bar.hover for bar in bars),
+        hovertext=[hover_html(bar.hover) for bar in bars],
         hoverinfo="text",
     )
 
@@ -136,7 +137,6 @@ def _map(picture: Gantt) -> go.Figure:
     paths = path_map(picture)
     for line in paths.lines:
         name = escape(f"{lanes_named(list(line.lanes))} of {picture.plan.cluster.nodes[line.data_node].name}")
-        (hover,) = _lines([line.hover])
         for number, hop in enumerate(line.hops):
             xs, ys = zip(*hop.points, strict=True)
             figure.add_trace(
@@ -149,7 +149,7 @@ def _map(picture: Gantt) -> go.Figure:
                     name=name,
                     legendgroup=name,
                     showlegend=number == 0,
-                    hovertext=hover,
+                    hovertext=hover_html(line.hover),
                     hoverinfo="text",
                 )
             )
@@ -200,21 +200,14 @@ def _busy(picture: Gantt) -> Table:
     rows = []
     for row in picture.rows:
         use = uses[row.node]
-        rows.append(
-            [
-                row.label,
-                f"{seconds(use.busy_ns):.2f}",
-                f"{seconds(picture.timeline.idle_ns(use)):.2f}",
-                f"{100 * use.busy_ns / whole_ns:.1f}",
-                f"{seconds(use.collision_ns):.2f}",
-                f"{use.slots}",
-            ]
-        )
+        busy_s, idle_s, collision_s = map(seconds, (use.busy_ns, picture.timeline.idle_ns(use), use.collision_ns))
+        share = f"{100 * use.busy_ns / whole_ns:.1f}"
+        rows.append([row.label, f"{busy_s:.2f}", f"{idle_s:.2f}", share, f"{collision_s:.2f}", f"{use.slots}"])
     return Table("How busy every node is", BUSY_IN_WORDS, headings, rows)
 
 
-def _lines(texts: Iterable[str]) -> list[str]:
-    return [escape(text).replace("\n", "<br>") for text in texts]
+def hover_html(text: str) -> str:
+    return escape(text).replace("\n", "<br>")
 
 
 def page(title: str, sections: Sequence[str]) -> str:

@@ -111,7 +111,9 @@ class RunHistory:
         found = []
         for place, event in enumerate(self.events):
             if event.kind == "gone":
-                later = _until_lost_again(self.events[place + 1 :], event.node)
+                later = list(self.events[place + 1 :])
+                again = [at for at, each in enumerate(later) if each.kind == "gone" and each.node == event.node]
+                del later[again[0] + 1 if again else len(later) :]  # until it is lost again
                 outage = (event.node, event.iteration, event.time, event.text, _response(later, event))
                 found.append(NodeOutage(*outage, _end(later, event, self)))
         return found
@@ -157,6 +159,7 @@ def read_history(folder: Path) -> RunHistory:
         missing.append("bytes between nodes: none were sent, as in a run in one process, or none were written down")
     events = _read_events(folder, run_id, missing)
     start_time = rows[0].time or 0.0
+    checkpoints = [checkpoint_event(*each) for each in sorted(checkpoints_in(folder, start_time - CLOCK_S).items())]
     wal = _read_journal(folder, run_id, start_time, missing)
     ended = True if wal.done is None and rows[-1].is_last else wal.done
     if ended is None:
@@ -174,7 +177,7 @@ def read_history(folder: Path) -> RunHistory:
         ),
         measured=_read_cluster(folder, start_time, missing),
         ended=ended,
-        events=tuple(sorted([*events, *_checkpoints(folder, start_time)], key=lambda event: event.time)),
+        events=tuple(sorted([*events, *checkpoints], key=lambda event: event.time)),
         recorded=tuple(_read_recorded_iterations(folder, run_id, {row.iteration: row for row in rows}, missing)),
         missing=tuple(missing),
     )
@@ -233,11 +236,6 @@ def _read_events(folder: Path, run_id: str | None, missing: list[str]) -> list[E
     return ours
 
 
-def _checkpoints(folder: Path, start_time: float) -> list[EventRecord]:
-    found = checkpoints_in(folder, start_time - CLOCK_S)
-    return [checkpoint_event(iterations, made) for iterations, made in sorted(found.items())]
-
-
 def _read_journal(folder: Path, run_id: str | None, start_time: float, missing: list[str]) -> WalSummary:
     """The run's journal; engines without one leave that of an earlier run as it is."""
     wal = WalSummary()
@@ -274,14 +272,9 @@ def _read_recorded_iterations(
     folder: Path, run_id: str | None, row: dict[int, MetricsRow], missing: list[str]
 ) -> list[RecordedIteration]:
     """Traces of this run: those written after the line of their iteration."""
-    found = sorted(
-        (
-            each
-            for each in traces_in(folder)
-            if each.iteration in row and each.made >= (row[each.iteration].time or 0.0) - CLOCK_S
-        ),
-        key=lambda each: each.iteration,
-    )
+    found = [each for each in traces_in(folder) if each.iteration in row]
+    found = [each for each in found if each.made >= (row[each.iteration].time or 0.0) - CLOCK_S]
+    found.sort(key=lambda each: each.iteration)
     if not found:
         missing.append("how busy nodes were: no iteration was recorded (report.recorded in the job)")
     elif len(found) > MOST_RECORDED:
@@ -332,15 +325,6 @@ class NodeOutage(NamedTuple):
     """What was done within the iteration; empty: nothing is on record."""
     end: str
     """What became of the node."""
-
-
-def _until_lost_again(events: Sequence[EventRecord], node: str) -> list[EventRecord]:
-    found = []
-    for event in events:
-        found.append(event)
-        if event.kind == "gone" and event.node == node:
-            break
-    return found
 
 
 def _response(later: Sequence[EventRecord], outage: EventRecord) -> str:

@@ -11,30 +11,21 @@ from plotly import graph_objects as go
 
 from skippipe.json_fields import write_text
 from skippipe.plan import Plan
-from skippipe.report.gantt import MEASURED_PLACE, PLANNED_PLACE, Gantt, RecordedGantt, pale
+from skippipe.report.gantt import Gantt, RecordedGantt, pale
 from skippipe.report.html import (
     ROW_PX,
     bar_trace,
     figure_html,
     heat_figure,
+    hover_html,
     key_figures,
+    lay_out_gantt,
     page,
     picture_sections,
     section,
     table_html,
 )
-from skippipe.report.run.summary import (
-    amount,
-    events_table,
-    marks_of,
-    nodes_table,
-    outages_table,
-    run_figures,
-    short_count,
-    steps_of,
-    title,
-    tokens_each,
-)
+from skippipe.report.run import summary
 from skippipe.report.summary import plan_figures, timeline_figures
 from skippipe.runs.history import RunHistory
 from skippipe.runs.records import RecordedIteration, downsample
@@ -58,19 +49,19 @@ Steps of colour are even on a logarithmic scale."""
 
 def write_run_html(history: RunHistory, path: Path) -> None:
     sections = [
-        key_figures(run_figures(history)),
+        key_figures(summary.run_figures(history)),
         _missing(history),
         section("Loss", LOSS_IN_WORDS, figure_html(_loss(history))),
         section("Seconds, promised and measured", PROMISE_IN_WORDS, figure_html(_seconds(history))),
         *(_recorded(history.recorded[-1]) if history.recorded else ()),
         section("Who computes, who waits", NODES_IN_WORDS, figure_html(_busy(history))),
-        table_html(nodes_table(history)),
+        table_html(summary.nodes_table(history)),
         *_links(history),
-        table_html(outages_table(history), names=6),
-        table_html(events_table(history), names=6),
+        table_html(summary.outages_table(history), names=6),
+        table_html(summary.events_table(history), names=6),
         *_plans(history),
     ]
-    write_text(path, page(title(history), sections))
+    write_text(path, page(summary.title(history), sections))
 
 
 def _missing(history: RunHistory) -> str:
@@ -93,12 +84,12 @@ def _loss(history: RunHistory) -> go.Figure:
         customdata=tokens,
         hovertemplate="iteration %{x}<br>loss %{y:.4f}%{customdata}<extra></extra>",
     )
-    each = tokens_each(history)
+    each = summary.tokens_each(history)
     if each:  # a second axis needs a curve of its own, which is not seen
         ticks = _round_ticks(each * (rows[-1].iteration + 1))
         at = [tokens / each for tokens in ticks]
         figure.add_scatter(x=at, y=[None] * len(at), xaxis="x2", showlegend=False, hoverinfo="skip")
-        named = [short_count(tokens) for tokens in ticks]
+        named = [summary.short_count(tokens) for tokens in ticks]
         side = {"overlaying": "x", "side": "top", "matches": "x", "showgrid": False, "title": "tokens"}
         figure.update_layout(xaxis2={**side, "tickvals": at, "ticktext": named})
     figure.update_layout(xaxis_title="iteration", yaxis_title="loss", height=400)
@@ -128,14 +119,14 @@ def _seconds(history: RunHistory) -> go.Figure:
         x=at, y=seconds, mode=_mode(rows), line=line, name="measured" + _means(size), hovertemplate=hover
     )
     top_s = max((row.seconds or 0.0 for row in history.rows), default=0.0)
-    for kind, marks in marks_of(history):
+    for kind, marks in summary.marks_of(history):
         figure.add_scatter(
             x=[mark.iteration + 1 for mark in marks],
             y=[top_s * (1.08 + 0.07 * mark.height) for mark in marks],
             mode="markers",
             marker={"symbol": kind.plotly, "color": kind.colour, "size": 10},
             name=kind.name,
-            hovertext=[f"iteration {mark.iteration + 1}<br>" + _lines(mark.text) for mark in marks],
+            hovertext=[f"iteration {mark.iteration + 1}<br>" + hover_html(mark.text) for mark in marks],
             hoverinfo="text",
         )
     figure.update_layout(xaxis_title="iteration", yaxis_title="seconds", height=420)
@@ -147,20 +138,11 @@ def _recorded(recorded: RecordedIteration) -> list[str]:
     if not (recorded.planned or recorded.measured):
         return []
     gantt, figure = RecordedGantt(recorded), go.Figure()
-    planned, measured = gantt.planned, gantt.measured
-    for name, bars, place in (("planned", planned, PLANNED_PLACE), ("measured", measured, MEASURED_PLACE)):
-        if bars:
-            figure.add_trace(bar_trace(bars, gantt.places(bars, place), name))
-    labels, ys = zip(*gantt.rows, strict=True)
-    figure.update_layout(
-        barmode="overlay",
-        showlegend=False,
-        height=140 + int(1.6 * ROW_PX * (ys[-1] + 1)),
-        uniformtext={"minsize": 7, "mode": "hide"},
-    )
-    figure.update_xaxes(title="seconds since the iteration began", range=[0, gantt.shown_until_s])
-    named = [escape(label) for label in labels]
-    figure.update_yaxes(tickvals=ys, ticktext=named, range=[ys[-1] + 0.7, -0.7], showgrid=False)
+    for name, half in gantt.halves.items():
+        if half:
+            figure.add_trace(bar_trace(*zip(*half, strict=True), name))
+    lay_out_gantt(figure, gantt.rows, 1.6 * ROW_PX, gantt.shown_until_s)
+    figure.update_layout(showlegend=False)
     return [
         section(f"Iteration {recorded.iteration + 1}, planned and measured", RECORDED_IN_WORDS, figure_html(figure))
     ]
@@ -212,9 +194,9 @@ def _links(history: RunHistory) -> list[str]:
         return []
     names = [use.name for use in history.utilization if use.sent_bytes or use.received_bytes]
     sent = {pair: count for pair, count in history.links.items() if count}
-    steps = steps_of(sent.values())
-    bar = {"tickvals": [math.log10(count) for count in steps], "ticktext": [amount(count) for count in steps]}
-    amounts = [[amount(sent.get((a, b), 0)) for b in names] for a in names]
+    steps = summary.steps_of(sent.values())
+    bar = {"tickvals": [math.log10(count) for count in steps], "ticktext": [summary.amount(count) for count in steps]}
+    amounts = [[summary.amount(sent.get((a, b), 0)) for b in names] for a in names]
     hover = "from %{y}<br>to %{x}<br>%{customdata}<extra></extra>"
     table = [[math.log10(sent[a, b]) if (a, b) in sent else None for b in names] for a in names]
     figure = heat_figure(names, table, "", colorbar=bar, customdata=amounts, hovertemplate=hover)
@@ -245,7 +227,3 @@ def _mode(rows: Sequence[object]) -> str:
 
 def _means(size: int) -> str:
     return f", means of {size}" if size > 1 else ""
-
-
-def _lines(text: str) -> str:
-    return escape(text).replace("\n", "<br>")
