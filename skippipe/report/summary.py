@@ -5,7 +5,7 @@ The grid has the stages of nodes, the paths of lanes, and the promise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -103,18 +103,15 @@ class Table:
 
 def plan_grid(plan: Plan) -> str:
     """Everything a person needs to follow the plan by hand; ends without a line break."""
-    blocks = [_header(plan), _nodes(plan), _lanes(plan), *_visits(plan)]
+    header = (
+        f"{plan.strategy}: {len(plan.stage_of)} nodes, {len(plan.stages)} stages, {plan.microbatches} microbatches, "
+        f"{plan.skipped:.0%} skipped, dispatch {plan.dispatch}" + ", split backward" * plan.split_backward
+    )
+    blocks = [[header], _nodes(plan), _lanes(plan), *_visits(plan)]
     if plan.expected is not None:
         figures = timeline_figures(plan.expected)
         blocks.append(["promise", *_table([[f"  {name}", value] for name, value in figures])])
     return "\n\n".join("\n".join(block) for block in blocks)
-
-
-def _header(plan: Plan) -> list[str]:
-    return [
-        f"{plan.strategy}: {len(plan.stage_of)} nodes, {len(plan.stages)} stages, {plan.microbatches} microbatches, "
-        f"{plan.skipped:.0%} skipped, dispatch {plan.dispatch}" + ", split backward" * plan.split_backward
-    ]
 
 
 def _nodes(plan: Plan) -> list[str]:
@@ -139,7 +136,8 @@ def _nodes(plan: Plan) -> list[str]:
 
 def _lanes(plan: Plan) -> list[str]:
     groups = equal_lanes(plan)
-    names = _even([_lane_label(group, len(str(len(plan.lanes) - 1))) for group in groups])
+    digits = len(str(len(plan.lanes) - 1))
+    names = _even([f"lane {group[0]:{digits}}" if len(group) == 1 else lanes_named(group) for group in groups])
     counts = _even([f"×{plan.lanes[group[0]].microbatches}" for group in groups])
     lines = [
         f"{name} {count}  {_path(plan, plan.lanes[group[0]].path)}"
@@ -148,10 +146,6 @@ def _lanes(plan: Plan) -> list[str]:
     if any(SWAPPED in line for line in lines):
         lines.append(f"{SWAPPED.strip()} marks a swap: the later stage is visited before the earlier one")
     return lines
-
-
-def _lane_label(group: list[int], digits: int) -> str:
-    return f"lane {group[0]:{digits}}" if len(group) == 1 else lanes_named(group)
 
 
 def _path(plan: Plan, path: tuple[int, ...]) -> str:
@@ -184,19 +178,11 @@ def _orders(visits: tuple[int, ...], stages: int) -> list[str]:
     return [str(visits.index(stage) + 1) if stage in visits else SKIPPED for stage in range(stages)]
 
 
-def _table(rows: list[list[str]], to_the_right: set[int] | None = None) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    right = to_the_right or set()
-    lines = []
-    for row in rows:
-        cells = [
-            text.rjust(width) if column in right else text.ljust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+def _table(rows: list[list[str]], to_the_right: Container[int] = ()) -> list[str]:
+    columns = [_even(list(column), right=index in to_the_right) for index, column in enumerate(zip(*rows, strict=True))]
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
-def _even(texts: list[str]) -> list[str]:
+def _even(texts: list[str], right: bool = False) -> list[str]:
     width = max(map(len, texts))
-    return [text.ljust(width) for text in texts]
+    return [text.rjust(width) if right else text.ljust(width) for text in texts]
