@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -128,18 +127,13 @@ def generate(
     cache_tokens = min(together, len(requests)) * max(request.max_length(staged.context) for request in requests)
     decoder = _decoder(staged, subset, cache_tokens, requests[0], draft, residual_scale, draft_tokens)
     generator = GenerationEngine(staged, decoder, together)
-    printer, stopwatch = _Printer(texts), _Stopwatch()
-
-    def show(output: TokenOutput) -> None:
-        stopwatch.count()
-        printer.add(output)
-
+    printer = _Printer(texts)
     try:
-        generator.run(requests, show)
+        generator.run(requests, printer.add)
     finally:  # Ctrl-C too
         printer.close()
         if stats:
-            _report(subset, decoder, requests, stopwatch)
+            _report(subset, decoder, requests, printer)
 
 
 def _decoder(
@@ -187,6 +181,10 @@ class _Printer:
     """Prints one text after another, each as it is generated; later texts are kept until their turn."""
 
     def __init__(self, prompts: Sequence[str]) -> None:
+        self.began_s = time.monotonic()
+        self.first_s: float | None = None
+        """When the first token was generated."""
+        self.tokens = 0
         self._prompts = prompts
         self._kept = [""] * len(prompts)
         self._finished = [False] * len(prompts)
@@ -194,23 +192,24 @@ class _Printer:
         self._begin()
 
     def add(self, output: TokenOutput) -> None:
+        self.first_s = self.first_s or time.monotonic()
+        self.tokens += 1
         self._kept[output.request] += output.text
         self._finished[output.request] = output.finish_reason is not None
         self._print()
         while self._finished[self._turn] and self._turn + 1 < len(self._prompts):
             self._next()
-            self._print()
 
     def close(self) -> None:
         while any(self._kept[self._turn + 1 :]):
             self._next()
-            self._print()
         print(flush=True)
 
     def _next(self) -> None:
         print("\n")
         self._turn += 1
         self._begin()
+        self._print()
 
     def _begin(self) -> None:
         if len(self._prompts) > 1:  # as head(1) does for files
@@ -222,34 +221,21 @@ class _Printer:
         self._kept[self._turn] = ""
 
 
-@dataclass
-class _Stopwatch:
-    began: float = field(default_factory=time.monotonic)
-    first: float | None = None
-    tokens: int = 0
-
-    def count(self) -> None:
-        self.first = self.first or time.monotonic()
-        self.tokens += 1
-
-
-def _report(
-    subset: StageSubset, decoder: Decoder, requests: Sequence[GenerationRequest], stopwatch: _Stopwatch
-) -> None:
+def _report(subset: StageSubset, decoder: Decoder, requests: Sequence[GenerationRequest], printer: _Printer) -> None:
     from skippipe.inference.speculative import Speculator
 
-    if stopwatch.first is None:
+    if printer.first_s is None:
         return
-    read, now = sum(len(request.prompt) for request in requests), time.monotonic()
-    lines = [
-        f"stages {subset.name}: {read:,} tokens read, {stopwatch.tokens:,} written; the first after "
-        f"{stopwatch.first - stopwatch.began:.2f} s, "
-        f"then {(stopwatch.tokens - 1) / max(now - stopwatch.first, 1e-9):,.1f} a second"
-    ]
+    read, then_s = sum(len(request.prompt) for request in requests), max(time.monotonic() - printer.first_s, 1e-9)
+    print(
+        f"stages {subset.name}: {read:,} tokens read, {printer.tokens:,} written; the first after "
+        f"{printer.first_s - printer.began_s:.2f} s, then {(printer.tokens - 1) / then_s:,.1f} a second",
+        file=sys.stderr,
+    )
     if isinstance(decoder, Speculator):
         record = decoder.record
-        lines += [
+        print(
             f"drafts by stages {decoder.draft.name}: {record.acceptance:.0%} of {record.tested:,} tokens accepted, "
-            f"{record.tokens_per_pass:.2f} tokens a pass"
-        ]
-    print(*lines, sep="\n", file=sys.stderr)
+            f"{record.tokens_per_pass:.2f} tokens a pass",
+            file=sys.stderr,
+        )

@@ -121,6 +121,7 @@ def profile(
     from skippipe.profiling.results import ProfileResult, load_results, save_results
     from skippipe.profiling.role import ROLES
     from skippipe.profiling.server import profile_nodes
+    from skippipe.transport.keys import PeerList
 
     known = [Cluster.load(path) for path in (output, merge) if path is not None and (path is merge or path.exists())]
     before = [] if fresh else load_results(output)
@@ -130,7 +131,9 @@ def profile(
         before.sort(key=lambda result: result.when)
     if local is not None:
         check_device(wanted.compute.device)
-    node_config = _node_config(wanted, _names(local, peers), transfer, heartbeat)
+    local_names = (f"node-{number}" for number in range(local or 0))
+    names = tuple(PeerList.load(peers).peers if peers else local_names)
+    node_config = _node_config(wanted, names, transfer, heartbeat)
     console = _Console(transient=True)
     with interruptible() as stopped:
         launcher: Launcher
@@ -167,14 +170,6 @@ def _keys(folder: Path | None, job: JobConfig) -> tuple[Path, Path]:
     if job.transport.peers:
         return Path(job.transport.peers), Path(job.transport.key)
     raise UserError("say where nodes are: --local N for processes of this machine, --keys FOLDER if they join")
-
-
-def _names(local: int | None, peers: Path | None) -> tuple[str, ...]:
-    if peers is None:
-        return tuple(f"node-{number}" for number in range(local or 0))
-    from skippipe.transport.keys import PeerList
-
-    return tuple(PeerList.load(peers).peers)
 
 
 def _node_config(

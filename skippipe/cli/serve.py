@@ -140,6 +140,7 @@ def serve(
     torch.set_num_threads(1)  # nodes are forked from here
     from skippipe.inference.checkpoint_loader import fingerprint, read_outline
     from skippipe.model.model_spec import check_device
+    from skippipe.planner.problem_spec import cluster_named
     from skippipe.serving.launcher import ServeApp, ServeConfig
     from skippipe.serving.node.role import ServingConfig
     from skippipe.serving.routing import ClusterCost, UniformCost, assign_stages
@@ -147,7 +148,7 @@ def serve(
     if keys is None:
         check_device(device)
     outline = read_outline(checkpoint, cut)
-    model_config, layers, known = outline.spec.config, outline.layers, _cluster(cluster)
+    model_config, layers, known = outline.spec.config, outline.layers, cluster_named(cluster)[0] if cluster else None
     max_context = context or model_config.max_position_embeddings
     node_config = ServingConfig(
         checkpoint=str(outline.place.resolve()),
@@ -209,14 +210,6 @@ def _floor(text: str) -> Fraction:
     if text.strip() in ("1", "100%"):
         return Fraction(1)
     return parse_share(text, "--floor")
-
-
-def _cluster(named: str | None) -> Cluster | None:
-    if named is None:
-        return None
-    from skippipe.planner.problem_spec import cluster_named
-
-    return cluster_named(named)[0]
 
 
 def _names(stages: int, nodes: int | None, cluster: Cluster | None, keys: Path | None) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -121,20 +121,13 @@ def train(
             print(f"{wanted.output}: the run that is going on (process {process}) now has a rescue folder: {rescue}")
             return
     nodes_here = engine != "ray" and not wanted.transport.peers
-    with _shown(Path(wanted.output), dashboard, resume):
+    from skippipe.dashboard.server import dashboard_process
+
+    with dashboard_process(Path(wanted.output), dashboard, resumed=resume) if dashboard is not None else nullcontext():
         drills = frozenset(drill or ())
         run_job(
             wanted, BACKENDS[engine], nodes_here=nodes_here, resumed=resume, drills=drills, force=force, rescue=rescue
         )
-
-
-def _shown(folder: Path, at: str | None, resumed: bool) -> AbstractContextManager[None]:
-    """Show the run in the browser, if an address is given."""
-    if at is None:
-        return nullcontext()
-    from skippipe.dashboard.server import dashboard_process
-
-    return dashboard_process(folder, at, resumed=resumed)
 
 
 def node(

@@ -73,7 +73,11 @@ class RayLauncher:
     def prepare(self) -> NodeEndpoints:
         self._stack.enter_context(_connection(self._resources, len(self._names)))
         group = self._stack.enter_context(_placement(self._names, self._resources))
-        self._actors = {name: _actor(group, index, self._resources) for index, name in enumerate(self._names)}
+        for index, name in enumerate(self._names):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            cpus, gpus = self._resources["CPU"], self._resources["GPU"]
+            actor = ray.remote(NodeActor).options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place)
+            self._actors[name] = actor.remote()
         found = _descriptions(self._actors)
         first, hosts = found[self._names[0]], [each["host"] for each in found.values()]
         far = next((host for host in hosts if not is_loopback(host)), hosts[0])
@@ -162,15 +166,6 @@ def _placement(names: Sequence[str], resources: Mapping[str, float]) -> Iterator
         yield group
     finally:
         remove_placement_group(group)
-
-
-def _actor(group: PlacementGroup, index: int, resources: Mapping[str, float]) -> Any:
-    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-    return (
-        ray.remote(NodeActor)
-        .options(num_cpus=resources["CPU"], num_gpus=resources["GPU"], scheduling_strategy=place)
-        .remote()
-    )
 
 
 def _descriptions(actors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

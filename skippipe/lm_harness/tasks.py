@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -59,7 +60,16 @@ class HarnessTask:
 
 def build_tasks(names: list[str], prose: Prose, seed: int = 0, limit: int | None = None) -> list[HarnessTask]:
     """Tasks of at most `limit` questions each."""
-    return [_build(name, prose, seed, limit) for name in names]
+    tasks = []
+    for name in names:
+        kind = TASK_KINDS[name]
+        items = list(islice(kind.items(prose, Random(f"{seed}/{name}")), limit))
+        if not items:
+            raise UserError(
+                f"no question of the kind '{name}' can be made of this text: give a longer one, in sentences"
+            )
+        tasks.append(HarnessTask(name, items, fmean(map(kind.chance, items))))
+    return tasks
 
 
 def parse_names(text: str) -> list[str]:
@@ -90,17 +100,6 @@ def config_of(task: HarnessTask, questions: Path) -> dict[str, Any]:
         **TASK_KINDS[task.name].settings,
         "metadata": {"version": 1.0, "chance": task.chance},
     }
-
-
-def _build(name: str, prose: Prose, seed: int, limit: int | None) -> HarnessTask:
-    kind, items = TASK_KINDS[name], []
-    for item in kind.items(prose, Random(f"{seed}/{name}")):
-        items.append(item)
-        if len(items) == limit:
-            break
-    if not items:
-        raise UserError(f"no question of the kind '{name}' can be made of this text: give a longer one, in sentences")
-    return HarnessTask(name, items, fmean(map(kind.chance, items)))
 
 
 def _cloze_items(prose: Prose, generator: Random) -> Iterator[Item]:
@@ -197,6 +196,7 @@ class TaskKind:
         return [each["metric"] for each in self.settings["metric_list"]]
 
 
+MULTIPLE_CHOICE = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "label"}
 TASK_KINDS = {
     "cloze": TaskKind(
         _cloze_items,
@@ -212,24 +212,15 @@ TASK_KINDS = {
         _choice_items,
         lambda item: 1 / CHOICES,
         {
-            "output_type": "multiple_choice",
+            **MULTIPLE_CHOICE,
             "doc_to_text": "context",
-            "doc_to_choice": "choices",
-            "doc_to_target": "label",
             "metric_list": [_metric("acc"), _metric("acc_norm"), _metric("acc_mutual_info")],
         },
     ),
     "order": TaskKind(
         _order_items,
         lambda item: 1 / CHOICES,
-        {
-            "output_type": "multiple_choice",
-            "doc_to_text": "",
-            "doc_to_choice": "choices",
-            "doc_to_target": "label",
-            "target_delimiter": "",
-            "metric_list": [_metric("acc")],
-        },
+        {**MULTIPLE_CHOICE, "doc_to_text": "", "target_delimiter": "", "metric_list": [_metric("acc")]},
     ),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from io import BytesIO
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -85,8 +86,9 @@ def _draw_stages(axes: Axes, picture: Gantt) -> None:
         if not ys:
             continue
         axes.axhspan(ys[0] - 0.62, ys[-1] + 0.62, color="#F5F5F2" if stage % 2 else "#FCFCFA", zorder=0)
-        where = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points", "ha": "right", "va": "center"}
-        axes.annotate(f"stage {stage}", (0, sum(ys) / len(ys)), (-names_pt, 0), fontsize=9, color=INK, **where)
+        middle, left = (0, sum(ys) / len(ys)), axes.get_yaxis_transform()
+        look: dict[str, Any] = {"fontsize": 9, "color": INK, "ha": "right", "va": "center"}
+        axes.annotate(f"stage {stage}", middle, (-names_pt, 0), left, "offset points", **look)
 
 
 def draw_task(axes: Axes, bar: GanttBar, place: tuple[float, float], in_per_s: float, ink: str = "white") -> None:

@@ -81,7 +81,7 @@ def metrics_of(line: bytes) -> MetricsLine | None:
     if found is None or iteration is None:
         return None
     figures = (_as_number(found.get(name)) for name in FIGURES)
-    row = MetricsRow(iteration, *figures, total_iterations=as_count(found.get("iterations")))
+    row = MetricsRow._make((iteration, *figures, as_count(found.get("iterations"))))
     visits = [as_count(each) or 0 for each in as_list(found.get("visits"))]
     return MetricsLine(row, _links(found.get("links")), visits, _as_text(found.get("run")))
 

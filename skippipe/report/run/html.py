@@ -140,7 +140,8 @@ def _recorded(recorded: RecordedIteration) -> list[str]:
     gantt, figure = RecordedGantt(recorded), go.Figure()
     for name, half in gantt.halves.items():
         if half:
-            figure.add_trace(bar_trace(*zip(*half, strict=True), name))
+            bars, places = zip(*half, strict=True)
+            figure.add_trace(bar_trace(bars, places, name))
     lay_out_gantt(figure, gantt.rows, 1.6 * ROW_PX, gantt.shown_until_s)
     figure.update_layout(showlegend=False)
     return [
