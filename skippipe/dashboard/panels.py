@@ -141,15 +141,12 @@ def load_panel(state: RunState, _folder: Path) -> Panel:
 def curves_panel(state: RunState, _folder: Path) -> Panel:
     """Loss, speed and bytes of every iteration; of long runs, means of neighbours."""
     size, rows = downsample(state.rows, MOST_POINTS)
+    columns = {name: [getattr(row, name) for row in rows] for name in CURVES}
     return {
         "mean_of": size,
         "iteration": [row.iteration for row in rows],
-        **{name: [_short(getattr(row, name)) for row in rows] for name in CURVES},
+        **{name: [value and float(f"{value:.7g}") for value in column] for name, column in columns.items()},
     }
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.7g}")
 
 
 def gantt_panel(state: RunState, _folder: Path) -> Panel:

@@ -32,16 +32,6 @@ def check_installed() -> None:
         require(package, extra, "the dashboard")
 
 
-def parse_address(address: str, option: str) -> tuple[str, int]:
-    """Host and port from `[HOST:]PORT`."""
-    from skippipe.transport.addresses import split_address
-
-    try:
-        return split_address(address if ":" in address else f"{DEFAULT_HOST}:{address}")
-    except UserError:
-        raise UserError(f"{option} {address}: expected a port, or host:port, such as 127.0.0.1:8090") from None
-
-
 def access_settings(host: str) -> ApiSettings:
     """Without a token, only this machine has access; with one, every client that sends it."""
     from skippipe.transport.addresses import is_loopback
@@ -104,7 +94,12 @@ def dashboard_process(folder: Path, address: str, *, resumed: bool) -> Iterator[
     pipe to it closing. Of a run that begins anew, it shows nothing older.
     """
     check_installed()
-    host, port = parse_address(address, OPTION)
+    from skippipe.transport.addresses import split_address
+
+    try:
+        host, port = split_address(address if ":" in address else f"{DEFAULT_HOST}:{address}")
+    except UserError:
+        raise UserError(f"{OPTION} {address}: expected a port, or host:port, such as 127.0.0.1:8090") from None
     access_settings(host)
     listener = listen(host, port, OPTION)
     print(f"the dashboard is at {url_of(listener)}", file=sys.stderr, flush=True)

@@ -152,12 +152,11 @@ def score(model: SubsetLM, tasks: Sequence[HarnessTask], folder: Path) -> dict[s
         raise UserError(
             "the model is so unsure of the right words that their perplexity is beyond the range of numbers"
         ) from None
-    return {task.name: _scores(task.name, found["results"][task.harness_name]) for task in tasks}
-
-
-def _scores(kind: str, results: dict[str, Any]) -> list[Score]:
-    scores = []
-    for metric in TASK_KINDS[kind].metrics:
-        error = results.get(f"{metric}_stderr,none")
-        scores.append(Score(metric, float(results[f"{metric},none"]), error if isinstance(error, float) else None))
+    scores: dict[str, list[Score]] = {}
+    for task in tasks:
+        results = found["results"][task.harness_name]
+        for metric in TASK_KINDS[task.name].metrics:
+            error = results.get(f"{metric}_stderr,none")
+            score = Score(metric, float(results[f"{metric},none"]), error if isinstance(error, float) else None)
+            scores.setdefault(task.name, []).append(score)
     return scores

@@ -154,12 +154,9 @@ def _order_items(prose: Prose, generator: Random) -> Iterator[Item]:
             if words[place].isalpha() and words[place + 1].isalpha() and words[place] != words[place + 1]
         ]
         if len(pairs) >= CHOICES - 1:
-            others = [_swapped(words, place) for place in generator.sample(pairs, CHOICES - 1)]
+            swaps = generator.sample(pairs, CHOICES - 1)
+            others = [" ".join([*words[:at], words[at + 1], words[at], *words[at + 2 :]]) for at in swaps]
             yield _among(text, others, generator)
-
-
-def _swapped(words: list[str], place: int) -> str:
-    return " ".join([*words[:place], words[place + 1], words[place], *words[place + 2 :]])
 
 
 def _suits(sentence: Sentence) -> bool:
@@ -174,10 +171,6 @@ def _among(true: str, others: list[str], generator: Random) -> Item:
 def _shuffled(each: Iterable[Anything], generator: Random) -> list[Anything]:
     found = list(each)
     return generator.sample(found, len(found))
-
-
-def _guess_a_word(item: Item) -> float:
-    return 1 / len(set(_LONG_WORD.findall(item["context"])))
 
 
 def _metric(name: str, aggregation: str = "mean") -> dict[str, Any]:
@@ -200,7 +193,7 @@ MULTIPLE_CHOICE = {"output_type": "multiple_choice", "doc_to_choice": "choices",
 TASK_KINDS = {
     "cloze": TaskKind(
         _cloze_items,
-        _guess_a_word,
+        lambda item: 1 / len(set(_LONG_WORD.findall(item["context"]))),
         {
             "output_type": "loglikelihood",
             "doc_to_text": "context",

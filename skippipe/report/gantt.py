@@ -93,9 +93,6 @@ class Gantt:
         """Data nodes, in the order in which they get their hues."""
         return tuple(dict.fromkeys(lane.path[0] for lane in self.plan.lanes))
 
-    def hue(self, lane: int) -> str:
-        return self.hue_of(self.plan.lanes[lane].path[0])
-
     def hue_of(self, data_node: int) -> str:
         return HUES[self.data_nodes.index(data_node) % len(HUES)]
 
@@ -117,7 +114,7 @@ class Gantt:
         row_of = {row.node: index for index, row in enumerate(self.rows)}
         for task in self.timeline.tasks:
             kind = kind_of(task.step, len(self.plan.lanes[task.lane].path))
-            colour = shade(self.hue(task.lane), kind)
+            colour = shade(self.hue_of(self.plan.lanes[task.lane].path[0]), kind)
             hover = self._hover_text(task, kind)
             which = (task.lane, task.microbatch, task.step)
             if task.start_ns > task.ready_ns and kind is not BarKind.WEIGHTS:  # no microbatch waits for these

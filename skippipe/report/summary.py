@@ -44,25 +44,19 @@ def timeline_figures(timeline: Timeline) -> list[tuple[str, str]]:
     """Key figures of an iteration."""
     busy_ns = sum(use.busy_ns for use in timeline.nodes)
     share = busy_ns / max(1, len(timeline.nodes) * timeline.iteration_ns)
+    averaging = []
+    if timeline.averaging_ns:
+        stage, (start, end) = max(enumerate(timeline.averaging_ns), key=lambda each: each[1][1] - each[1][0])
+        took = f"{seconds(end - start):.2f} s in the slowest stage, {stage}; done at {seconds(end):.2f} s"
+        averaging = [("averaging", took)]
     return [
         ("timing", TIMING_IN_WORDS[timeline.timing]),
         ("iteration", f"{timeline.iteration_s:.2f} s"),
         ("last backward ends", f"at {seconds(timeline.last_backward_ns):.2f} s"),
-        *_averaging_figure(timeline),
+        *averaging,
         ("nodes at work", f"{share:.0%} of the iteration, on average"),
         ("collisions", f"{timeline.collision_s:.2f} s of waiting for a busy node or a free slot, over all tasks"),
         ("moved", f"{timeline.bytes_moved / 1e9:.2f} GB"),
-    ]
-
-
-def _averaging_figure(timeline: Timeline) -> list[tuple[str, str]]:
-    spans = timeline.averaging_ns
-    if not spans:
-        return []
-    slowest = max(range(len(spans)), key=lambda stage: spans[stage][1] - spans[stage][0])
-    start, end = spans[slowest]
-    return [
-        ("averaging", f"{seconds(end - start):.2f} s in the slowest stage, {slowest}; done at {seconds(end):.2f} s")
     ]
 
 
