@@ -16,7 +16,7 @@ import typer
 from skippipe.cli.options import (
     Checkpoint,
     Cut,
-    DeviceOption,
+    Device,
     Draws,
     Dtype,
     ResidualScale,
@@ -76,7 +76,7 @@ def evaluate(
     ] = False,
     residual_scale: ResidualScaleOrBest = "plain",
     cut: Cut = None,
-    device: DeviceOption = "cpu",
+    device: Device = "cpu",
     dtype: Dtype = "fp32",
     json: Annotated[Path | None, option(OUTPUT, "Write all figures, as JSON.", metavar="OUT")] = None,
     png: Annotated[Path | None, option(OUTPUT, "Draw perplexity by share of stages kept.", metavar="OUT")] = None,
@@ -176,7 +176,7 @@ def score(
             "as the model's config says",
         ),
     ] = None,
-    device: DeviceOption = "cpu",
+    device: Device = "cpu",
     json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the scores to this file, as JSON.")] = None,
     write: Annotated[
         Path | None,

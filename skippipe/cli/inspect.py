@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from skippipe.cli.options import ClusterName, ContentionOnly, Json, TraceOption, option, timing_of
+from skippipe.cli.options import ClusterName, ContentionOnly, Json, Trace, option, timing_of
 from skippipe.errors import UserError
 from skippipe.terminal import interruptible, plan_progress, print_table
 from skippipe.value_ranges import DRAWS, MICROBATCHES, SEED, Range
@@ -130,7 +130,7 @@ def simulate_plan(
     ] = None,
     draws: Annotated[int, DRAWS, option(JITTER, "Iterations to draw.")] = 200,
     seed: Annotated[int, SEED, option(JITTER, "Same seed, same draws.")] = 0,
-    trace: TraceOption = None,
+    trace: Trace = None,
     as_json: Json = False,
 ) -> None:
     """Run one iteration under virtual time: how long it takes, and what waits for what.

@@ -55,7 +55,7 @@ ClusterName = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
-TraceOption = Annotated[
+Trace = Annotated[
     Path | None,
     typer.Option(help="Write the timeline in Chrome trace format, for chrome://tracing or ui.perfetto.dev."),
 ]
@@ -68,9 +68,7 @@ ContentionOnly = Annotated[
         show_default="full; built-in examples: contention-only; plan files: their own",
     ),
 ]
-BudgetOption = Annotated[
-    float, Range(0, BUDGET_S.most), search_option("Seconds of planning at most (for each strategy).")
-]
+Budget = Annotated[float, Range(0, BUDGET_S.most), search_option("Seconds of planning at most (for each strategy).")]
 Seed = Annotated[int, SEED, search_option("Same seed, same plan, unless the budget cuts the search short.")]
 
 
@@ -112,7 +110,7 @@ Cut = Annotated[
 Keys = Annotated[
     Path | None, nodes_option("Nodes join from other machines ('skippipe node'): the folder that 'skippipe keys' made.")
 ]
-DeviceOption = Annotated[str, work_option("cpu, cuda or cuda:N.")]
+Device = Annotated[str, work_option("cpu, cuda or cuda:N.")]
 Dtype = Annotated[Literal["fp32", "bf16"], work_option("What it is computed in.")]
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from skippipe.cli.options import (
-    BudgetOption,
+    Budget,
     ClusterName,
     Json,
     ProblemOptions,
@@ -70,7 +70,7 @@ def plan(
     cluster: ClusterName,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     strategy: StrategyName = "best",
-    budget: BudgetOption = 30,
+    budget: Budget = 30,
     changes: Annotated[
         int | None,
         POSITIVE,
@@ -176,7 +176,7 @@ def plan(
 def compare(
     cluster: ClusterName,
     out: Annotated[Path | None, typer.Option(help="Write each strategy's plan into this folder.")] = None,
-    budget: BudgetOption = 30,
+    budget: Budget = 30,
     seed: Seed = 0,
     keep_stages: KeepStages = None,
     as_json: Json = False,
@@ -355,7 +355,7 @@ def sweep(
         ),
     ] = 0.1,
     strategy: SkippingStrategy = "best",
-    budget: BudgetOption = 20,
+    budget: Budget = 20,
     seed: Seed = 0,
     png: Annotated[Path | None, option(OUTPUT, "Draw seconds against share skipped.")] = None,
     html: Annotated[Path | None, option(OUTPUT, "The same and the table as a page that needs no other file.")] = None,

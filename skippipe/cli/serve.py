@@ -11,17 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from skippipe.cli.options import (
-    Checkpoint,
-    Cut,
-    DeviceOption,
-    Dtype,
-    Keys,
-    nodes_option,
-    option,
-    part_option,
-    work_option,
-)
+from skippipe.cli.options import Checkpoint, Cut, Device, Dtype, Keys, nodes_option, option, part_option, work_option
 from skippipe.codecs import CodecId
 from skippipe.errors import UserError
 from skippipe.heartbeat import TIMEOUT_S
@@ -66,7 +56,7 @@ def serve(
     heartbeat: Annotated[
         float, HEARTBEAT_S, nodes_option("Seconds without a heartbeat after which a node is declared dead.")
     ] = TIMEOUT_S,
-    device: DeviceOption = "cpu",
+    device: Device = "cpu",
     dtype: Dtype = "fp32",
     wire: Annotated[CodecId | None, work_option("Type of hidden states between nodes.", "like --dtype")] = None,
     threads: Annotated[int, THREADS, work_option("Threads of a node.")] = 1,

@@ -12,7 +12,7 @@ import typer
 
 from skippipe.cli import inspect as inspect_command
 from skippipe.cli import plan as plan_command
-from skippipe.cli.options import Json, TraceOption
+from skippipe.cli.options import Json, Trace
 from skippipe.errors import UserError
 from skippipe.json_fields import check_writable
 from skippipe.value_ranges import PORT
@@ -39,7 +39,7 @@ def show(
             "seconds, nodes and links in one picture; any other name is a folder of single ones, for papers."
         ),
     ] = None,
-    trace: TraceOption = None,
+    trace: Trace = None,
     as_json: Json = False,
 ) -> None:
     """Show a plan, or what became of a run.

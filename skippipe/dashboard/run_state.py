@@ -13,20 +13,8 @@ from typing import Any, Literal, get_args
 
 from skippipe.errors import UserError
 from skippipe.plan import Plan
-from skippipe.runs.records import (
-    LARGEST_BYTES,
-    EventRecord,
-    LinkBytes,
-    MetricsRow,
-    RecordedIteration,
-    WalSummary,
-    as_count,
-    as_list,
-    event_of,
-    metrics_of,
-    parse_object,
-    read_recorded,
-)
+from skippipe.runs import records
+from skippipe.runs.records import EventRecord, LinkBytes, MetricsRow, RecordedIteration, WalSummary
 from skippipe.runs.tail import FileTail, belongs_to, checkpoints_in, run_id_of, traces_in
 
 MOST_EVENTS = 300  # kept; older ones are in the file
@@ -114,7 +102,7 @@ class RunFollower:
             state.rows, state.links, state.visits = [], [], []
             state.unread["metrics.jsonl"] = 0
         for line in new.lines:
-            found = metrics_of(line)
+            found = records.metrics_of(line)
             if found is None:
                 state.unread["metrics.jsonl"] += 1
                 continue
@@ -153,7 +141,7 @@ class RunFollower:
             state.status, state.slow, state.events_total = {}, {}, 0
             state.unread["events.jsonl"] = 0
         for line in new.lines:
-            found = event_of(line)
+            found = records.event_of(line)
             if found is None:
                 state.unread["events.jsonl"] += 1
             elif belongs_to(self._run_id, found[1]):
@@ -192,7 +180,7 @@ class RunFollower:
         last, state.done = (self._wal.last, self._wal.done) if ours else (None, None)
         if (last, state.done) != before:
             if last is not None and last is not before[0]:
-                self._set_plan(last.get("plan"), as_list(last.get("learning")), "journal")
+                self._set_plan(last.get("plan"), records.as_list(last.get("learning")), "journal")
             state.versions["plan"] += 1
         return new.more
 
@@ -203,7 +191,7 @@ class RunFollower:
         except OSError:
             return
         stamp = (status.st_ino, status.st_mtime_ns)
-        if stamp == self._plan_stamp or status.st_mtime < self._since or status.st_size > LARGEST_BYTES:
+        if stamp == self._plan_stamp or status.st_mtime < self._since or status.st_size > records.LARGEST_BYTES:
             return
         self._plan_stamp = stamp
         try:
@@ -211,7 +199,7 @@ class RunFollower:
         except OSError:
             return
         self.state.unread["plan.json"] = 0
-        self._set_plan(parse_object(content), [], "plan.json")
+        self._set_plan(records.parse_object(content), [], "plan.json")
 
     def _set_plan(self, plan: Any, learning: list[Any], source: str) -> None:
         state = self.state
@@ -221,7 +209,7 @@ class RunFollower:
             state.unread[source] += 1  # the last one that could be read is shown
         else:
             nodes = state.plan.cluster.nodes
-            numbers = [as_count(each) for each in learning]
+            numbers = [records.as_count(each) for each in learning]
             state.learning = frozenset(nodes[each].name for each in numbers if each is not None and each < len(nodes))
         state.versions["plan"] += 1
 
@@ -247,7 +235,7 @@ class RunFollower:
             stamp = (path.name, status.st_mtime_ns, status.st_size)
             if stamp == self._trace_stamp:
                 return
-            state.gantt = read_recorded(path, iteration, self._run_id)
+            state.gantt = records.read_recorded(path, iteration, self._run_id)
         except (OSError, ValueError):  # being written: the next poll will tell
             return
         self._trace_stamp = stamp

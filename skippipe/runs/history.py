@@ -22,18 +22,8 @@ from skippipe.cluster import Cluster
 from skippipe.cost_model import seconds
 from skippipe.errors import UserError
 from skippipe.plan import Plan
-from skippipe.runs.records import (
-    TASKS,
-    EventRecord,
-    MetricsRow,
-    RecordedIteration,
-    TraceBar,
-    WalSummary,
-    checkpoint_event,
-    event_of,
-    metrics_of,
-    read_recorded,
-)
+from skippipe.runs import records
+from skippipe.runs.records import EventRecord, MetricsRow, RecordedIteration, TraceBar, WalSummary
 from skippipe.runs.tail import belongs_to, checkpoints_in, modification_time, run_id_of, traces_in
 from skippipe.timeline import ranges_text
 
@@ -159,7 +149,9 @@ def read_history(folder: Path) -> RunHistory:
         missing.append("bytes between nodes: none were sent, as in a run in one process, or none were written down")
     events = _read_events(folder, run_id, missing)
     start_time = rows[0].time or 0.0
-    checkpoints = [checkpoint_event(*each) for each in sorted(checkpoints_in(folder, start_time - CLOCK_S).items())]
+    checkpoints = [
+        records.checkpoint_event(*each) for each in sorted(checkpoints_in(folder, start_time - CLOCK_S).items())
+    ]
     wal = _read_journal(folder, run_id, start_time, missing)
     ended = True if wal.done is None and rows[-1].is_last else wal.done
     if ended is None:
@@ -202,7 +194,7 @@ def _read_metrics(
     last_sent: dict[str, int] = {}
     unread = others = 0
     for line in reversed(_lines(folder / "metrics.jsonl", missing)):  # from the end: what counts is known at once
-        found = metrics_of(line)
+        found = records.metrics_of(line)
         if found is None:
             unread += 1
             continue
@@ -229,7 +221,7 @@ def _report_gaps(rows: Sequence[MetricsRow], missing: list[str]) -> None:
 
 
 def _read_events(folder: Path, run_id: str | None, missing: list[str]) -> list[EventRecord]:
-    found = [event_of(line) for line in _lines(folder / "events.jsonl", missing)]
+    found = [records.event_of(line) for line in _lines(folder / "events.jsonl", missing)]
     _report_lines("events.jsonl", found.count(None), UNREAD, missing)
     ours = [each[0] for each in found if each is not None and belongs_to(run_id, each[1])]
     _report_lines("events.jsonl", len(found) - found.count(None) - len(ours), OF_OTHERS, missing)
@@ -282,7 +274,7 @@ def _read_recorded_iterations(
     recorded = []
     for each in found[-MOST_RECORDED:]:
         try:
-            recorded.append(read_recorded(each.path, each.iteration, run_id))
+            recorded.append(records.read_recorded(each.path, each.iteration, run_id))
         except (OSError, ValueError) as error:
             missing.append(f"traces/{each.path.name} cannot be read: {error}")
     return recorded
@@ -397,7 +389,7 @@ def _add(
 ) -> None:
     busy_s, collision_s = [0.0] * len(recorded.rows), [0.0] * len(recorded.rows)
     for bar in bars:
-        if bar.kind in TASKS:
+        if bar.kind in records.TASKS:
             busy_s[bar.row] += bar.end_s - bar.start_s
             collision_s[bar.row] += bar.waited_s
     for (_, name), *times in zip(recorded.rows, busy_s, collision_s, strict=True):

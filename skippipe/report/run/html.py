@@ -11,20 +11,8 @@ from plotly import graph_objects as go
 
 from skippipe.json_fields import write_text
 from skippipe.plan import Plan
+from skippipe.report import html
 from skippipe.report.gantt import Gantt, RecordedGantt, pale
-from skippipe.report.html import (
-    ROW_PX,
-    bar_trace,
-    figure_html,
-    heat_figure,
-    hover_html,
-    key_figures,
-    lay_out_gantt,
-    page,
-    picture_sections,
-    section,
-    table_html,
-)
 from skippipe.report.run import summary
 from skippipe.report.summary import plan_figures, timeline_figures
 from skippipe.runs.history import RunHistory
@@ -49,19 +37,19 @@ Steps of colour are even on a logarithmic scale."""
 
 def write_run_html(history: RunHistory, path: Path) -> None:
     sections = [
-        key_figures(summary.run_figures(history)),
+        html.key_figures(summary.run_figures(history)),
         _missing(history),
-        section("Loss", LOSS_IN_WORDS, figure_html(_loss(history))),
-        section("Seconds, promised and measured", PROMISE_IN_WORDS, figure_html(_seconds(history))),
+        html.section("Loss", LOSS_IN_WORDS, html.figure_html(_loss(history))),
+        html.section("Seconds, promised and measured", PROMISE_IN_WORDS, html.figure_html(_seconds(history))),
         *(_recorded(history.recorded[-1]) if history.recorded else ()),
-        section("Who computes, who waits", NODES_IN_WORDS, figure_html(_busy(history))),
-        table_html(summary.nodes_table(history)),
+        html.section("Who computes, who waits", NODES_IN_WORDS, html.figure_html(_busy(history))),
+        html.table_html(summary.nodes_table(history)),
         *_links(history),
-        table_html(summary.outages_table(history), names=6),
-        table_html(summary.events_table(history), names=6),
+        html.table_html(summary.outages_table(history), names=6),
+        html.table_html(summary.events_table(history), names=6),
         *_plans(history),
     ]
-    write_text(path, page(summary.title(history), sections))
+    write_text(path, html.page(summary.title(history), sections))
 
 
 def _missing(history: RunHistory) -> str:
@@ -126,7 +114,7 @@ def _seconds(history: RunHistory) -> go.Figure:
             mode="markers",
             marker={"symbol": kind.plotly, "color": kind.colour, "size": 10},
             name=kind.name,
-            hovertext=[f"iteration {mark.iteration + 1}<br>" + hover_html(mark.text) for mark in marks],
+            hovertext=[f"iteration {mark.iteration + 1}<br>" + html.hover_html(mark.text) for mark in marks],
             hoverinfo="text",
         )
     figure.update_layout(xaxis_title="iteration", yaxis_title="seconds", height=420)
@@ -141,11 +129,13 @@ def _recorded(recorded: RecordedIteration) -> list[str]:
     for name, half in gantt.halves.items():
         if half:
             bars, places = zip(*half, strict=True)
-            figure.add_trace(bar_trace(bars, places, name))
-    lay_out_gantt(figure, gantt.rows, 1.6 * ROW_PX, gantt.shown_until_s)
+            figure.add_trace(html.bar_trace(bars, places, name))
+    html.lay_out_gantt(figure, gantt.rows, 1.6 * html.ROW_PX, gantt.shown_until_s)
     figure.update_layout(showlegend=False)
     return [
-        section(f"Iteration {recorded.iteration + 1}, planned and measured", RECORDED_IN_WORDS, figure_html(figure))
+        html.section(
+            f"Iteration {recorded.iteration + 1}, planned and measured", RECORDED_IN_WORDS, html.figure_html(figure)
+        )
     ]
 
 
@@ -186,7 +176,7 @@ def _busy(history: RunHistory) -> go.Figure:
     figure.update_yaxes(
         tickvals=list(range(len(utilization))), ticktext=labels, range=[len(utilization) - 0.4, -0.6], showgrid=False
     )
-    figure.update_layout(barmode="overlay", height=140 + int(1.4 * ROW_PX * len(utilization)))
+    figure.update_layout(barmode="overlay", height=140 + int(1.4 * html.ROW_PX * len(utilization)))
     return figure
 
 
@@ -200,8 +190,8 @@ def _links(history: RunHistory) -> list[str]:
     amounts = [[summary.amount(sent.get((a, b), 0)) for b in names] for a in names]
     hover = "from %{y}<br>to %{x}<br>%{customdata}<extra></extra>"
     table = [[math.log10(sent[a, b]) if (a, b) in sent else None for b in names] for a in names]
-    figure = heat_figure(names, table, "", colorbar=bar, customdata=amounts, hovertemplate=hover)
-    return [section("How much every link carried", LINKS_IN_WORDS, figure_html(figure))]
+    figure = html.heat_figure(names, table, "", colorbar=bar, customdata=amounts, hovertemplate=hover)
+    return [html.section("How much every link carried", LINKS_IN_WORDS, html.figure_html(figure))]
 
 
 def _plans(history: RunHistory) -> list[str]:
@@ -218,8 +208,8 @@ def _plans(history: RunHistory) -> list[str]:
 
 def _plan(title: str, note: str, plan: Plan) -> list[str]:
     timeline = plan.expected or simulate(plan, Timing.FULL)
-    figures = key_figures([*plan_figures(plan), *timeline_figures(timeline)])
-    return [section(title, note, figures), *picture_sections(Gantt(plan, timeline))]
+    figures = html.key_figures([*plan_figures(plan), *timeline_figures(timeline)])
+    return [html.section(title, note, figures), *html.picture_sections(Gantt(plan, timeline))]
 
 
 def _mode(rows: Sequence[object]) -> str:
