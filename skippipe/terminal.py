@@ -66,7 +66,7 @@ class ProgressBar:
     """A bar that appears when there is progress to show, and lines above it."""
 
     def __init__(self, *, transient: bool = False) -> None:
-        """Transient: it disappears when it is closed."""
+        """A transient bar disappears when it is closed."""
         self._transient = transient
         self._progress: Any = None
 
@@ -100,7 +100,7 @@ class Trend:
         self._since = clock()
 
     def describe(self, best_s: float | None) -> str:
-        """In words; empty if there is no plan yet."""
+        """The best plan and its trend in words; empty if there is no plan yet."""
         if best_s is None:
             return ""
         if self._best_s is None or best_s < self._best_s:

@@ -108,7 +108,7 @@ def hints_of(dataclass_type: type[Any]) -> dict[str, Any]:
 
 def split_hint(hint: Any) -> tuple[Any, Range | Choices | None]:
     """A type without its notes, and the range or the choices noted beside it; of an optional one, what it is if it is
-    said."""
+    given."""
     within = None
     if get_origin(hint) is Annotated:
         hint, *notes = get_args(hint)

@@ -169,7 +169,7 @@ def _plain(bar: TraceBar) -> list[float]:
 
 
 def events_panel(state: RunState, _folder: Path) -> Panel:
-    """Newest first; checkpoints that are complete are among them."""
+    """Events, the newest first; checkpoints that are complete are among them."""
     made = [checkpoint_event(number, time) for number, time in state.checkpoints.items()]
     shown = [event._asdict() for event in (*state.events, *made)]
     shown.sort(key=lambda event: float(event["time"]), reverse=True)

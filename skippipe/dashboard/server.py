@@ -66,7 +66,7 @@ def url_of(listener: socket.socket) -> str:
 def run(
     folder: Path, listener: socket.socket, settings: ApiSettings, since: float = 0.0, *, owned: bool = False
 ) -> None:
-    """Serve until the process is told to stop; if it is `owned`, until standard input ends."""
+    """Serve until the process gets a signal to stop; if it is `owned`, until standard input ends."""
     from skippipe.dashboard.panels import Panels
     from skippipe.dashboard.routes import application
     from skippipe.dashboard.run_state import RunFollower

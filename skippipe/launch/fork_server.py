@@ -245,7 +245,7 @@ class ProcessPool:
 
 
 def how_ended(status: int | None) -> str:
-    """In words, for events."""
+    """How a process ended, in words, for events."""
     if status is None:
         return "ended, how is not known: its fork server is gone"
     return f"exit status {status}" if status >= 0 else f"signal {-status}"
@@ -385,7 +385,7 @@ def _reaped() -> list[tuple[int, int]]:
 
 
 def _end(nodes: set[int], wakeup_read: int) -> None:
-    """SIGTERM, then SIGKILL for those that are still there."""
+    """Send SIGTERM to nodes, then SIGKILL to those that are still there."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         for pid in nodes:
             os.kill(pid, signal_number)  # it is there, at least as a zombie, until we have reaped it

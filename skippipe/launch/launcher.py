@@ -85,7 +85,7 @@ class JoinLauncher:
         print(f"waiting for {len(self._names)} nodes to join {address}: {', '.join(self._names)}", file=sys.stderr)
 
     def ended(self) -> list[tuple[str, str]]:
-        """None: whether such a node is there is seen by its connection and its heartbeats."""
+        """Always empty: whether such a node is there is seen by its connection and its heartbeats."""
         return []
 
     def close(self) -> None:

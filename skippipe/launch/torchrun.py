@@ -58,7 +58,7 @@ class Rank:
             ) from None
 
     def store(self) -> Store:
-        """Torchrun's own; or, with these variables set by something else, one that rank 0 serves."""
+        """Torchrun's own store; or, with these variables set by something else, one that rank 0 serves."""
         from torch._C._distributed_c10d import PrefixStore
         from torch.distributed import DistError
         from torch.distributed.rendezvous import rendezvous

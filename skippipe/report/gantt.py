@@ -163,7 +163,7 @@ def kind_of(step: int, length: int) -> BarKind:
 
 
 def shade(hue: str, kind: BarKind) -> str:
-    """Lighter for forward passes, darker for backward passes."""
+    """The hue of a task: lighter for forward passes, darker for backward passes."""
     shades = {BarKind.FORWARD: (255, 0.5), BarKind.BACKWARD: (0, 0.15), BarKind.WEIGHTS: (0, 0.5)}
     return mixed(hue, *shades.get(kind, (255, 0.0)))
 
@@ -188,7 +188,7 @@ def write_trace(plan: Plan, timeline: Timeline, path: Path, process: str = "plan
 
 
 def trace_events(plan: Plan, timeline: Timeline, process: str = "plan") -> dict[str, Any]:
-    """`process` names the track, to tell one plan from another when both are open."""
+    """A Chrome trace; `process` names the track, to tell one plan from another when both are open."""
     picture = Gantt(plan, timeline)
     slices = [bar for bar in picture.bars if bar.kind is not BarKind.WAITING]
     waiting = {_which(bar): bar for bar in picture.bars if bar.kind is BarKind.WAITING}

@@ -22,7 +22,7 @@ from skippipe.report.summary import Table, lanes_named, plan_figures, timeline_f
 from skippipe.timeline import TASK_KINDS, BarKind, Timeline
 
 Place = tuple[float, float]
-"""Of a bar: its middle, and its height."""
+"""The middle of a bar, and its height."""
 SHORT = 24  # characters of a name that stay on one line
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 2em auto; padding: 0 1em; }
@@ -60,7 +60,7 @@ def write_html(plan: Plan, timeline: Timeline, path: Path) -> None:
 
 
 def picture_sections(picture: Gantt) -> list[str]:
-    """The Gantt chart and the path map."""
+    """The Gantt chart and the path map of a plan, as sections of a page."""
     beyond = f"<p>The picture opens on the passes: {picture.beyond}.</p>\n" if picture.beyond else ""
     return [
         section("What every node does", GANTT_IN_WORDS, beyond + figure_html(_gantt(picture))),
@@ -178,7 +178,7 @@ def _links(picture: Gantt) -> go.Figure:
 
 
 def heat_figure(names: Sequence[str], table: Sequence[Sequence[float | None]], unit: str, **look: Any) -> go.Figure:
-    """Of senders and receivers, in this order; no colour where nothing was sent."""
+    """A heat map of senders and receivers, in this order; no colour where nothing was sent."""
     labels = [escape(name) for name in names]
     figure = go.Figure(go.Heatmap(z=table, x=labels, y=labels, colorscale="Cividis_r", xgap=1, ygap=1, **look))
     figure.data[0].colorbar.title.text = unit
@@ -211,7 +211,7 @@ def hover_html(text: str) -> str:
 
 
 def page(title: str, sections: Sequence[str]) -> str:
-    """A whole file; the sections are HTML, the title is text."""
+    """A whole HTML file; the sections are HTML, the title is text."""
     named = escape(title)
     head = f'<meta charset="utf-8"><title>{named}</title><style>{STYLE}</style><script>{get_plotlyjs()}</script>'
     body = "\n".join([f"<h1>{named}</h1>", *sections])
@@ -219,13 +219,13 @@ def page(title: str, sections: Sequence[str]) -> str:
 
 
 def section(title: str, note: str, content: str) -> str:
-    """The content is HTML, the others are text."""
+    """A section of a page; the content is HTML, the others are text."""
     paragraph = f"<p>{escape(note)}</p>\n" if note else ""
     return f"<h2>{escape(title)}</h2>\n{paragraph}{content}"
 
 
 def table_html(table: Table, names: int = 1) -> str:
-    """A section. The first columns, so many, are names and stand at the left; figures stand at the right."""
+    """A table as a section; the first `names` columns are aligned left, figures right."""
 
     def row(cells: Sequence[str], tag: str) -> str:
         named = (f"<{tag}{' class=short' * (len(cell) <= SHORT)}>{escape(cell)}</{tag}>" for cell in cells[:names])

@@ -23,7 +23,7 @@ DPI = 130
 INK = "#222222"
 GRID = "#E4E4E4"
 LINE_STYLES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
-"""By what plotly calls them."""
+"""Plotly's name of a line style → matplotlib's."""
 WIDTH_IN = 17.0
 ROW_IN = 0.24
 STATION_IN = 0.72  # from one station of the path map to the next
@@ -92,7 +92,7 @@ def _draw_stages(axes: Axes, picture: Gantt) -> None:
 
 
 def draw_task(axes: Axes, bar: GanttBar, place: tuple[float, float], in_per_s: float, ink: str = "white") -> None:
-    """At its middle and height; with its lane in ink, which light bars have dark, if there is room."""
+    """Draw a task at this middle and height; with its lane in ink, dark on light bars, if there is room."""
     (middle, height), width_s = place, bar.end_s - bar.start_s
     hatch = {BarKind.HEAD: "////", BarKind.AVERAGING: "...."}.get(bar.kind)
     axes.barh(middle, width_s, height, bar.start_s, color=bar.colour, hatch=hatch, edgecolor="white", linewidth=0.5)
@@ -148,7 +148,7 @@ def _draw_map(axes: Axes, paths: PathMap) -> None:
 
 
 def _draw_line(axes: Axes, line: PathLine, beside: int) -> None:
-    """`beside`: how many lines leave the same data node, whose numbers must not run into each other."""
+    """Draw a line; `beside` is how many leave the same data node, whose numbers must not run into each other."""
     width = min(3.5, 0.9 + 0.45 * len(line.lanes))
     for hop in line.hops:
         if hop.swapped:
@@ -197,12 +197,12 @@ def write_image(figure: Figure, path: Path, dpi: float = DPI) -> None:
 
 
 def literal(text: str) -> str:
-    """Matplotlib would read what stands between two dollar signs as a formula."""
+    """The text with dollar signs escaped: matplotlib would read what stands between two as a formula."""
     return text.replace("$", r"\$")
 
 
 def dress(axes: Axes, title: str, x_title: str, y_title: str = "") -> None:
-    """Curves on a grid, without a frame."""
+    """Titles of a panel with curves on a grid, without a frame."""
     axes.set_title(literal(title), loc="left", fontsize=12, color=INK, fontweight="bold")
     axes.set_xlabel(literal(x_title), fontsize=10, color=INK)
     axes.set_ylabel(y_title, fontsize=10, color=INK)

@@ -251,7 +251,7 @@ def _run_of(trace: Any) -> str | None:
 
 
 def recorded_of(trace: Any, iteration: int) -> RecordedIteration:
-    """From a Chrome trace; ValueError if it is not one of ours."""
+    """The recorded iteration in a Chrome trace; ValueError if it is not one of ours."""
     try:
         events = trace["traceEvents"]
         tracks = {

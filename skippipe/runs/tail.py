@@ -147,7 +147,7 @@ def belongs_to(run_id: str | None, found: str | None) -> bool:
 
 
 def modification_time(path: Path) -> float | None:
-    """Unix time; None: there is no such file."""
+    """The Unix time at which a file was last written; None: there is no such file."""
     try:
         return path.stat().st_mtime
     except OSError:

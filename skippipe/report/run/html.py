@@ -85,7 +85,7 @@ def _loss(history: RunHistory) -> go.Figure:
 
 
 def _round_ticks(last: float) -> list[float]:
-    """Six at most, as 1, 2 or 5 in their first digit are apart."""
+    """Ticks up to `last`, six at most; their distance has 1, 2 or 5 as its first digit."""
     power = 10.0 ** math.floor(math.log10(last / MOST_TICKS))
     step = next(power * digit for digit in (1, 2, 5, 10) if power * digit * MOST_TICKS >= last)
     return [step * number for number in range(1, math.floor(last / step) + 1)]
@@ -195,7 +195,7 @@ def _links(history: RunHistory) -> list[str]:
 
 
 def _plans(history: RunHistory) -> list[str]:
-    """As it began and, if that is another, as it ended."""
+    """The plan that the run began with and, if that is another, the one that it ended with."""
     found: list[str] = []
     if history.plan is not None:
         others = sorted(path.name for path in history.folder.glob("plan-*.json"))

@@ -73,7 +73,7 @@ def _nodes_in(history: RunHistory) -> float:
 
 
 def _name_pt(rows: int) -> float:
-    """As large as so many fit below each other."""
+    """The font size at which names of so many rows fit below each other."""
     return min(8.0, 0.85 * 72 * HIGHEST_IN / rows)
 
 

@@ -154,7 +154,7 @@ def nodes_table(history: RunHistory) -> Table:
 
 
 def short_nodes_table(history: RunHistory) -> Table:
-    """The same for a terminal."""
+    """Utilization of every node, planned and measured, in a table that fits a terminal."""
     headings = ("node", "stage", "busy s", "idle s", "collisions s", "× planned")
     rows = [
         [
@@ -208,7 +208,7 @@ def events_table(history: RunHistory) -> Table:
 
 
 def run_json(history: RunHistory) -> dict[str, Any]:
-    """All figures; iterations count from 0, as in the files."""
+    """All figures of a run as JSON; iterations count from 0, as in the files."""
     known = history.losses
     return {
         "run": history.name,
@@ -241,7 +241,7 @@ def _node_json(use: NodeUtilization) -> dict[str, Any]:
 
 
 def amount(count: float) -> str:
-    """Bytes."""
+    """A number of bytes in the unit that makes it short."""
     short, unit = scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
     return f"{short:.0f} {unit}" if unit == "B" or short >= 99.95 else f"{short:.1f} {unit}"
 
@@ -256,13 +256,13 @@ def short_count(count: float) -> str:
 
 
 def tokens_each(history: RunHistory) -> float:
-    """In every iteration; 0: not known."""
+    """Tokens that an iteration trains on; 0: not known."""
     last = history.rows[-1]
     return (last.tokens or 0.0) / (last.iteration + 1)
 
 
 def steps_of(counts: Iterable[int]) -> list[float]:
-    """From the least to the most, even on a logarithmic scale."""
+    """Five steps from the least to the most of these numbers, even on a logarithmic scale."""
     known = list(counts)
     least, most = min(known), max(known)
     return [least * (most / least) ** (step / 4) for step in range(5)] if most > least else [float(most)]
@@ -277,7 +277,7 @@ def duration(whole_s: float) -> str:
 
 
 def moment(time: float) -> str:
-    """Unix, as the clock of this machine shows it."""
+    """A Unix time as the clock of this machine shows it."""
     return datetime.fromtimestamp(time).astimezone().strftime("%Y-%m-%d %H:%M:%S") if time else NOTHING
 
 
