@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skippipe import __version__
-from skippipe.dashboard.panels import Panels
+from skippipe.dashboard.run_state import Panels
 from skippipe.web.errors import APIError
 from skippipe.web.server import ApiSettings, BearerAuth
 

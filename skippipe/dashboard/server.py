@@ -67,9 +67,8 @@ def run(
     folder: Path, listener: socket.socket, settings: ApiSettings, since: float = 0.0, *, owned: bool = False
 ) -> None:
     """Serve until the process gets a signal to stop; if it is `owned`, until standard input ends."""
-    from skippipe.dashboard.panels import Panels
     from skippipe.dashboard.routes import application
-    from skippipe.dashboard.run_state import RunFollower
+    from skippipe.dashboard.run_state import Panels, RunFollower
     from skippipe.web import server as web_server
 
     def stop() -> None:

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from skippipe.dashboard import server as dashboard_server
-from skippipe.dashboard.panels import Panels
 from skippipe.dashboard.routes import application
-from skippipe.dashboard.run_state import RunFollower
+from skippipe.dashboard.run_state import Panels, RunFollower
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runs.wal import WriteAheadLog
 from skippipe.runtime.coordinator.interfaces import Event, EventKind, IterationReport
