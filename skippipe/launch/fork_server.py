@@ -41,23 +41,26 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class ForkServer:
-    """A fork server, as its owner sees it."""
+class Channel:
+    """Lines of JSON between the owner and a fork server."""
 
-    pid: int
     socket: socket.socket
+    pid: int = 0
+    """Process id of the fork server at the other end, as its owner knows it."""
     lines: bytes = b""
     descriptors: list[int] = field(default_factory=list)
-    """File descriptors that came with its messages."""
+    """File descriptors that came with messages."""
 
-    def send(self, request: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # it is gone, which the next poll finds
+    def send(self, message: dict[str, Any], *descriptors: int) -> None:
+        with contextlib.suppress(OSError):  # the other end is gone, which the next read finds
             self.socket.setblocking(True)
-            self.socket.sendall(json.dumps(request).encode() + b"\n")
+            line = json.dumps(message).encode() + b"\n"
+            sent = socket.send_fds(self.socket, [line], descriptors) if descriptors else 0
+            self.socket.sendall(line[sent:])
         self.socket.setblocking(False)
 
     def receive(self) -> tuple[list[dict[str, Any]], bool]:
-        """Messages since the last call, and whether the fork server is gone."""
+        """Messages since the last call, and whether the other end is gone."""
         block = b"first"
         while block:
             try:
@@ -125,17 +128,17 @@ class ProcessPool:
         if self._child == 0:
             ours.close()
             os.close(self._lifeline)
-            _run_and_exit(lambda: _serve(_Server(theirs, process_main, log_folder, lifeline)))
+            _run_and_exit(lambda: _serve(_Server(Channel(theirs), process_main, log_folder, lifeline)))
         theirs.close()
         os.close(lifeline)
         ours.setblocking(False)
-        self._servers = [ForkServer(self._child, ours)]
+        self._servers = [Channel(ours, self._child)]
         """The one that forks nodes, and its standby."""
         self._servers[0].send(STANDBY)
         self._pending: dict[str, dict[str, Any]] = {}
         """Nodes that are to be started → their configuration."""
         self._processes: dict[str, NodeProcess] = {}
-        self._parents: dict[str, ForkServer | None] = {}
+        self._parents: dict[str, Channel | None] = {}
         """Running node → its fork server; None: that is gone."""
         self._closing = False
         self.pids: dict[str, int] = {}
@@ -199,12 +202,12 @@ class ProcessPool:
             )
             self.poll()
 
-    def _handle(self, server: ForkServer, message: dict[str, Any]) -> None:
+    def _handle(self, server: Channel, message: dict[str, Any]) -> None:
         if "standby" in message:
             standby = socket.socket(fileno=server.descriptors.pop(0))
             standby.setblocking(False)
             standby.set_inheritable(False)
-            self._servers.append(ForkServer(message["standby"], standby))
+            self._servers.append(Channel(standby, message["standby"]))
         elif "pid" in message:
             name = message["name"]
             self.pids[name] = message["pid"]
@@ -221,7 +224,7 @@ class ProcessPool:
         self._processes.pop(name).close()
         del self._parents[name]
 
-    def _replace_server(self, server: ForkServer) -> None:
+    def _replace_server(self, server: Channel) -> None:
         """The standby takes the place of one that is gone. A node that it was forking has not started to run."""
         self._servers.remove(server)
         server.socket.close()
@@ -275,7 +278,7 @@ def _ready(handles: list[int], timeout_s: float) -> list[tuple[int, int]]:
 class _Server:
     """What a fork server holds in its own process."""
 
-    owner: socket.socket
+    owner: Channel
     process_main: ProcessMain
     log_folder: Path
     lifeline: int
@@ -285,14 +288,10 @@ class _Server:
     wakeup: tuple[int, int] = (-1, -1)
     """A pipe that can be read when a child has ended."""
 
-    def notify(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the owner is gone; the next read finds that
-            self.owner.sendall(json.dumps(message).encode() + b"\n")
-
     def close_in_child(self) -> None:
         """A forked process must not hold the fork server's handles."""
         signal.set_wakeup_fd(-1)
-        for handle in (self.owner.fileno(), *self.wakeup):
+        for handle in (self.owner.socket.fileno(), *self.wakeup):
             os.close(handle)
 
 
@@ -318,24 +317,17 @@ def _serve(server: _Server) -> int:
     wakeup_read, wakeup_write = server.wakeup
     os.set_blocking(wakeup_write, False)
     signal.set_wakeup_fd(wakeup_write)
-    owner, lines = server.owner, b""
-    while True:
-        readable = [handle for handle, _ in _ready([owner.fileno(), wakeup_read], STOP_S)]
+    server.owner.socket.setblocking(False)
+    closed = False
+    while not closed:
+        readable = [handle for handle, _ in _ready([server.owner.socket.fileno(), wakeup_read], STOP_S)]
         if wakeup_read in readable:
             os.read(wakeup_read, 4096)
         for pid, status in _reaped():
             if pid in server.nodes:
-                server.notify({"name": server.nodes.pop(pid), "status": os.waitstatus_to_exitcode(status)})
-        if owner.fileno() not in readable:
-            continue
-        try:
-            block = owner.recv(65536)
-        except ConnectionError:
-            block = b""
-        if not block:
-            break
-        *whole, lines = (lines + block).split(b"\n")
-        for request in map(json.loads, whole):
+                server.owner.send({"name": server.nodes.pop(pid), "status": os.waitstatus_to_exitcode(status)})
+        requests, closed = server.owner.receive()
+        for request in requests:
             if request == STANDBY:
                 _fork_standby(server)
             else:
@@ -351,10 +343,10 @@ def _fork_standby(server: _Server) -> None:
     if pid == 0:
         owner_end.close()
         server.close_in_child()
-        standby = _Server(standby_end, server.process_main, server.log_folder, server.lifeline)
+        standby = _Server(Channel(standby_end), server.process_main, server.log_folder, server.lifeline)
         _run_and_exit(lambda: _serve(standby))
-    with contextlib.suppress(OSError), owner_end, standby_end:
-        socket.send_fds(server.owner, [json.dumps({"standby": pid}).encode() + b"\n"], [owner_end.fileno()])
+    with owner_end, standby_end:
+        server.owner.send({"standby": pid}, owner_end.fileno())
 
 
 def _fork_node(server: _Server, name: str, config: dict[str, Any]) -> None:
@@ -366,7 +358,7 @@ def _fork_node(server: _Server, name: str, config: dict[str, Any]) -> None:
         _run_and_exit(lambda: _run_node(server, name, config, go_read))
     os.close(go_read)
     server.nodes[pid] = name
-    server.notify({"name": name, "pid": pid})
+    server.owner.send({"name": name, "pid": pid})
     with contextlib.suppress(OSError):
         os.write(go_write, b"!")
     os.close(go_write)

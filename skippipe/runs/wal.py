@@ -146,7 +146,12 @@ def close_in_children(held: Closable) -> None:
     _held.add(held)
 
 
-os.register_at_fork(after_in_child=lambda: [each.close() for each in list(_held)])
+def _close_held() -> None:
+    for each in list(_held):
+        each.close()
+
+
+os.register_at_fork(after_in_child=_close_held)
 
 
 def _line(record: dict[str, Any]) -> bytes:
