@@ -139,19 +139,17 @@ def _map(picture: Gantt) -> go.Figure:
         name = escape(f"{lanes_named(list(line.lanes))} of {picture.plan.cluster.nodes[line.data_node].name}")
         for number, hop in enumerate(line.hops):
             xs, ys = zip(*hop.points, strict=True)
-            figure.add_trace(
-                go.Scatter(
-                    x=xs,
-                    y=ys,
-                    mode="lines+markers" if hop.swapped else "lines",
-                    line={"color": line.hue, "width": 1 + len(line.lanes), "dash": "dash" if hop.swapped else "solid"},
-                    marker={"symbol": "arrow", "size": [0, 14], "angleref": "previous", "color": line.hue},
-                    name=name,
-                    legendgroup=name,
-                    showlegend=number == 0,
-                    hovertext=hover_html(line.hover),
-                    hoverinfo="text",
-                )
+            figure.add_scatter(
+                x=xs,
+                y=ys,
+                mode="lines+markers" if hop.swapped else "lines",
+                line={"color": line.hue, "width": 1 + len(line.lanes), "dash": "dash" if hop.swapped else "solid"},
+                marker={"symbol": "arrow", "size": [0, 14], "angleref": "previous", "color": line.hue},
+                name=name,
+                legendgroup=name,
+                showlegend=number == 0,
+                hovertext=hover_html(line.hover),
+                hoverinfo="text",
             )
     shapes, names = [], []  # all at once: each one that is added alone checks all before it
     for station in paths.stations:

@@ -83,15 +83,8 @@ def write_page(tradeoff: Tradeoff, title: str, notes: str, table: Table, path: P
     figure.add_scatter(x=x, y=y, mode="lines", line={"color": INK, "dash": "dot"}, name=SAME, hoverinfo="skip")
     for hue, (count, points) in zip(_hues(tradeoff), tradeoff.groups.items(), strict=True):
         x, y = _places(points)
-        figure.add_scatter(
-            x=x,
-            y=y,
-            mode="markers",
-            marker={"color": hue, "size": 9},
-            hovertext=[_hover_text(point, tradeoff.trade) for point in points],
-            hoverinfo="text",
-            name=f"{count} stages",
-        )
+        hover = {"hovertext": [_hover_text(point, tradeoff.trade) for point in points], "hoverinfo": "text"}
+        figure.add_scatter(x=x, y=y, mode="markers", marker={"color": hue, "size": 9}, name=f"{count} stages", **hover)
     x, y = _places([tradeoff.best])
     ring = {"color": INK, "size": 18, "symbol": "circle-open", "line": {"width": 2}}
     figure.add_scatter(x=x, y=y, mode="markers", marker=ring, name="the best", hoverinfo="skip")

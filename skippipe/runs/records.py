@@ -254,16 +254,9 @@ def recorded_of(trace: Any, iteration: int) -> RecordedIteration:
     """The recorded iteration in a Chrome trace; ValueError if it is not one of ours."""
     try:
         events = trace["traceEvents"]
-        tracks = {
-            event["pid"]: event["args"]["name"]
-            for event in events
-            if event["ph"] == "M" and event["name"] == "process_name"
-        }
-        labels = {
-            event["tid"]: event["args"]["name"]
-            for event in events
-            if event["ph"] == "M" and event["name"] == "thread_name"
-        }
+        names = [event for event in events if event["ph"] == "M"]
+        tracks = {event["pid"]: event["args"]["name"] for event in names if event["name"] == "process_name"}
+        labels = {event["tid"]: event["args"]["name"] for event in names if event["name"] == "thread_name"}
         rows = tuple(_row(labels[number]) for number in range(len(labels)))
         bars: dict[str, list[TraceBar]] = {"planned": [], "measured": []}
         for event in events:

@@ -101,11 +101,8 @@ def _seconds(history: RunHistory) -> go.Figure:
         promised = [row.promised_s for row in rows]
         name = "promised" + _means(size)
         figure.add_scatter(x=at, y=promised, mode="lines", line=line, name=name, hovertemplate=hover)
-    seconds = [row.seconds for row in rows]
-    line = {"color": MEASURED}
-    figure.add_scatter(
-        x=at, y=seconds, mode=_mode(rows), line=line, name="measured" + _means(size), hovertemplate=hover
-    )
+    seconds, name, line = [row.seconds for row in rows], "measured" + _means(size), {"color": MEASURED}
+    figure.add_scatter(x=at, y=seconds, mode=_mode(rows), line=line, name=name, hovertemplate=hover)
     top_s = max((row.seconds or 0.0 for row in history.rows), default=0.0)
     for kind, marks in summary.marks_of(history):
         figure.add_scatter(
@@ -148,29 +145,20 @@ def _busy(history: RunHistory) -> go.Figure:
             continue
         tone = pale if which == "planned" else str
         ys = [at + offset for at, _, _ in known]
-        for what, colour in (("busy", BUSY), ("idle", IDLE)):
-            figure.add_bar(
-                orientation="h",
-                x=[getattr(use, f"{what}_s") for *_, use in known],
-                y=ys,
-                base=[0.0 if what == "busy" else use.busy_s for *_, use in known],
-                width=0.36,
-                marker={"color": tone(colour)},
-                name=f"{what}, {which}",
-                hovertext=[
-                    f"{escape(name)}: {what} {getattr(use, what + '_s'):.3f} s, {which}" for _, name, use in known
-                ],
-                hoverinfo="text",
-            )
-        figure.add_scatter(
-            x=[use.collision_s for *_, use in known],
-            y=ys,
-            mode="markers",
-            marker={"symbol": "diamond", "color": tone(HUES[1]), "size": 8, "line": {"width": 1}},
-            name=f"collisions, {which}",
-            hovertext=[f"{escape(name)}: collisions {use.collision_s:.3f} s, {which}" for _, name, use in known],
-            hoverinfo="text",
-        )
+        for what, colour in (("busy", BUSY), ("idle", IDLE), ("collisions", HUES[1])):
+            field = "collision_s" if what == "collisions" else f"{what}_s"
+            took_s = [getattr(use, field) for *_, use in known]
+            hover = [
+                f"{escape(name)}: {what} {each_s:.3f} s, {which}"
+                for each_s, (_, name, _) in zip(took_s, known, strict=True)
+            ]
+            drawn = {"x": took_s, "y": ys, "name": f"{what}, {which}", "hovertext": hover, "hoverinfo": "text"}
+            if what == "collisions":
+                mark = {"symbol": "diamond", "color": tone(colour), "size": 8, "line": {"width": 1}}
+                figure.add_scatter(mode="markers", marker=mark, **drawn)
+            else:
+                base = [0.0 if what == "busy" else use.busy_s for *_, use in known]
+                figure.add_bar(orientation="h", base=base, width=0.36, marker={"color": tone(colour)}, **drawn)
     labels = [escape(use.name if use.stage is None else f"stage {use.stage} · {use.name}") for use in utilization]
     figure.update_xaxes(title="seconds of an iteration", rangemode="tozero")
     figure.update_yaxes(
