@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from skippipe.errors import UserError
+from skippipe.json_fields import read_as, read_file
 from skippipe.value_ranges import hints_of, number_text, split_hint
 
 Tree = TypeVar("Tree")
@@ -30,19 +31,11 @@ TYPE_NAMES: dict[Any, str] = {
 
 
 def read_toml(dataclass_type: type[Tree], path: Path) -> Tree:
-    try:
-        with path.open("rb") as file:
-            found = tomllib.load(file)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    except (ValueError, RecursionError) as error:  # bad syntax, a number of thousands of digits, endless nesting
-        raise UserError(f"{path}: not valid TOML: {error}") from None
-    try:
-        return from_table(dataclass_type, found)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    return read_as(lambda table: from_table(dataclass_type, table), path, read_table)
+
+
+def read_table(path: Path) -> Any:
+    return read_file(path, tomllib.loads, "TOML")
 
 
 def from_table(dataclass_type: type[Tree], table: Any, place: str = "") -> Tree:
@@ -102,21 +95,25 @@ def example(dataclass_type: type[Any], place: str = "") -> str:
         at = _at(place, field.name)
         hint, within = split_hint(hints[field.name])
         if is_dataclass(hint):
-            about = textwrap.fill(texts.get(field.name, ""), 100, initial_indent="# ", subsequent_indent="# ")
-            tables.append(f"\n{about}\n[{at}]\n{example(hint, at)}")  # type: ignore[arg-type]
+            tables.append(f"\n{_comment(texts.get(field.name, ''))}\n[{at}]\n{example(hint, at)}")  # type: ignore[arg-type]
             continue
         if get_origin(hint) is list:
             within = within or split_hint(get_args(hint)[0])[1]
         default = field.default_factory() if field.default_factory is not MISSING else field.default
+        text = texts.get(field.name, "")
         if get_origin(hint) is Literal:
             choices = " | ".join(f'"{each}"' for each in get_args(hint))
-            texts[field.name] = f"{choices}. {texts.get(field.name, '')}"
+            text = f"{choices}. {text}"
         elif within is not None:
-            texts[field.name] = f"{within}. {texts.get(field.name, '')}"
-        about = textwrap.fill(texts.get(field.name, ""), 100, initial_indent="# ", subsequent_indent="# ")
-        line = f"# {field.name} =" if default in (None, MISSING) else f"{field.name} = {_literal(default)}"
-        plain.append("\n".join(part for part in (about if texts.get(field.name) else "", line) if part))
+            text = f"{within}. {text}"
+        if text:
+            plain.append(_comment(text))
+        plain.append(f"# {field.name} =" if default in (None, MISSING) else f"{field.name} = {_literal(default)}")
     return "\n".join(plain) + "\n" + "".join(tables)
+
+
+def _comment(text: str) -> str:
+    return textwrap.fill(text, 100, initial_indent="# ", subsequent_indent="# ")
 
 
 def _literal(value: Any) -> str:

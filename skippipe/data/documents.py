@@ -21,9 +21,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from skippipe.errors import UserError
+from skippipe.errors import UserError, require
 from skippipe.json_fields import exists
-from skippipe.optional_deps import require
 
 EXTRA = "datasets"
 READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}

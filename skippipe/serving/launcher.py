@@ -33,7 +33,7 @@ from skippipe.serving.scheduler import ServingSettings
 from skippipe.transport.addresses import join_address
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from skippipe.web import server as web_server
-from skippipe.web.auth import ApiSettings
+from skippipe.web.server import ApiSettings
 
 if TYPE_CHECKING:
     import uvicorn

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from skippipe.codecs import encode
 from skippipe.errors import UserError
-from skippipe.launch.join import JoinLauncher
+from skippipe.launch.launcher import JoinLauncher
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport, StopRequests
 from skippipe.training.build_run import RunSetup

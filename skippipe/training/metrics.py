@@ -22,7 +22,7 @@ from skippipe.cost_model import ns
 from skippipe.errors import UserError
 from skippipe.json_fields import write_text
 from skippipe.plan import Plan
-from skippipe.report.chrome_trace import merged, trace_events
+from skippipe.report.gantt import merged_traces, trace_events
 from skippipe.runs.records import metrics_of
 from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport
 from skippipe.simulator import node_use
@@ -192,7 +192,7 @@ class TraceFiles(Callback):
         tracks = [trace_events(plan, recorded_timeline(plan, report), "measured")]
         if plan.expected is not None:
             tracks.insert(0, trace_events(plan, plan.expected, "planned"))
-        trace = merged(tracks)
+        trace = merged_traces(tracks)
         trace["otherData"] = {**trace.get("otherData", {}), **self._run}
         with self._failures.tolerated(self._folder, "recorded iterations are left out"):
             path = self._folder / f"iteration-{report.iteration:06d}.json"

@@ -18,7 +18,7 @@ from skippipe.serving.engine_client import RequestOutput, RequestRefused, StageC
 from skippipe.serving.http import routes
 from skippipe.serving.scheduler import SequenceRequest
 from skippipe.web import server as web_server
-from skippipe.web.auth import ApiSettings
+from skippipe.web.server import ApiSettings
 
 MODEL = "org/mirror"
 STAGES = 6

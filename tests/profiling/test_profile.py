@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from skippipe.cli import main
 from skippipe.cluster import Cluster, Node
 from skippipe.cost_model import cost_model_of
-from skippipe.launch.join import JoinLauncher
+from skippipe.launch.launcher import JoinLauncher
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of
 from skippipe.profiling.compute_bench import free_bytes
 from skippipe.profiling.coordinator import ProfilingDeadlines, round_robin_pairs

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skippipe.serving.http.metrics import Metrics
 from skippipe.serving.http.response_schema import event, json_bytes
-from skippipe.web.auth import ApiSettings
 from skippipe.web.errors import APIError, internal_error, too_large
+from skippipe.web.server import ApiSettings
 
 log = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for the log; no client sees it

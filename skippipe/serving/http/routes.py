@@ -42,9 +42,8 @@ from skippipe.serving.http.response_schema import (
     event,
     json_bytes,
 )
-from skippipe.web.auth import ApiSettings, BearerAuth, RateLimiter
 from skippipe.web.errors import APIError, no_such_model, short, timed_out, unavailable, wrong
-from skippipe.web.server import check_installed
+from skippipe.web.server import ApiSettings, BearerAuth, RateLimiter, check_installed
 
 STAGES = "X-SkipPipe-Stages"
 EVENTS = {
