@@ -183,7 +183,7 @@ def serve(
     from skippipe.inference.checkpoint_loader import fingerprint, read_outline
     from skippipe.model.model_spec import check_device
     from skippipe.serving.launcher import ServeApp, ServeConfig
-    from skippipe.serving.node.role import ServingConfig
+    from skippipe.serving.node import ServingConfig
     from skippipe.serving.routing import ClusterCost, UniformCost, assign_stages
 
     if keys is None:

@@ -220,12 +220,12 @@ def _all_roles() -> Roles:
         return train_role(config, join_config, env)
 
     def serve(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
-        from skippipe.serving.node.role import serving_role
+        from skippipe.serving.node import serving_role
 
         return serving_role(config, join_config, env)
 
     def profile(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
-        from skippipe.profiling.role import profiling_role
+        from skippipe.profiling.node import profiling_role
 
         return profiling_role(config, join_config, env)
 

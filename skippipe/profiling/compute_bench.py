@@ -13,8 +13,7 @@ import torch
 from skippipe.model.model_spec import ModelSpec, check_device, config_from
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
-from skippipe.profiling.config import ProfilingConfig
-from skippipe.profiling.state_machine import RunPasses
+from skippipe.profiling.node import ProfilingConfig, RunPasses
 from skippipe.runtime.messages import Computed
 from skippipe.transport.message import Message
 
@@ -60,17 +59,14 @@ class ComputeBench:
         passes: list[list[float]] = []
         began = time.monotonic()
         for done in range(WARM_UP + MOST):
-            late = time.monotonic() - began > node_config.compute_s
-            if late and (
-                len(passes) >= FEWEST or (passes and time.monotonic() - began > FEWEST * node_config.compute_s)
-            ):
+            spent_s = time.monotonic() - began
+            if passes and spent_s > node_config.compute_s * (1 if len(passes) >= FEWEST else FEWEST):
                 break
             forward_s, made = self._timed(lambda: tasks.forward(WHICH, hidden))
             gradient = torch.randn_like(made)
             backward_s, _ = self._timed(lambda gradient=gradient: tasks.backward(WHICH, gradient))  # type: ignore[misc]
-            if (
-                done >= WARM_UP or forward_s + backward_s > node_config.compute_s
-            ):  # so long a pass has no need to warm up
+            too_long = forward_s + backward_s > node_config.compute_s  # such a pass has no need to warm up
+            if done >= WARM_UP or too_long:
                 passes.append([forward_s, backward_s])
         return passes
 

@@ -17,8 +17,8 @@ from skippipe.inference.checkpoint_loader import fingerprint, load, load_stage, 
 from skippipe.inference.request import SamplingParams
 from skippipe.model.stage import StageModel
 from skippipe.runtime.node.interfaces import JoinConfig
-from skippipe.serving.node.executor import ServingExecutor
-from skippipe.serving.node.role import ServingConfig, build_executor
+from skippipe.serving.executor import ServingExecutor
+from skippipe.serving.node import ServingConfig, build_executor
 from skippipe.serving.step_protocol import ForwardStep, FreeSlots, InputRow, SampleTokens, StepRefused
 from tests.helpers.model_folders import LAYERS, TOKENIZER, checkpoint_in, export_to, made
 from tests.helpers.models import FAMILIES, whole_model

@@ -24,7 +24,7 @@ from skippipe.runtime.messages import (
     from_json,
     to_json,
 )
-from skippipe.serving.node.state_machine import MAX_EARLY, EarlyMessages, ServingNode
+from skippipe.serving.node import MAX_EARLY, EarlyMessages, ServingNode
 from skippipe.serving.routing import ServingRoute
 from skippipe.serving.scheduler import Scheduler, SequenceRequest, SequenceState, ServingSettings, ServingStep
 from skippipe.serving.step_protocol import (

@@ -1,25 +1,61 @@
-"""Around every request: it gets an id and is counted, its body is read within limits, it ends with its client, and
-whatever goes wrong becomes an error in OpenAI's shape."""
+"""Around every request: it gets an id and is counted for Prometheus, its body is read within limits, it ends with its
+client, and whatever goes wrong becomes an error in OpenAI's shape."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skippipe.serving.http.metrics import Metrics
+from skippipe.serving.async_engine import EngineClient
 from skippipe.serving.http.response_schema import event, json_bytes
 from skippipe.web.auth import ApiSettings
 from skippipe.web.errors import APIError, internal_error, too_large
+
+BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class Metrics(Collector):
+    """Counts of the HTTP server, and the engine's at the moment they are read."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._engine = engine
+        self.registry = own = CollectorRegistry()
+        labels = ["endpoint", "status"]
+        self.requests = Counter("skippipe_requests", "Requests by endpoint and status.", labels, registry=own)
+        self.seconds = Histogram(
+            "skippipe_request_seconds",
+            "From a request to the end of its answer.",
+            labels[:1],
+            registry=own,
+            buckets=BUCKETS_S,
+        )
+        self.in_flight = Gauge("skippipe_requests_in_flight", "Requests that are being answered.", registry=own)
+        self.prompt_tokens = Counter("skippipe_prompt_tokens", "Tokens of prompts.", registry=own)
+        self.answer_tokens = Counter("skippipe_answer_tokens", "Tokens of answers.", registry=own)
+        own.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        coverage = self._engine.coverage()
+        yield GaugeMetricFamily("skippipe_stages", "Stages of the model.", coverage.total)
+        yield GaugeMetricFamily("skippipe_stages_there", "Stages that a live node holds.", coverage.stages)
+        for name, value in sorted(self._engine.stats().items()):
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield family(f"skippipe_gateway_{name}", "Of the gateway.", value)
+
 
 log = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for the log; no client sees it

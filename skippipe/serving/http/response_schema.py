@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skippipe.inference.request import SamplingParams
-from skippipe.serving.engine_client import RequestOutput, StageCoverage
+from skippipe.serving.async_engine import RequestOutput, StageCoverage
 
 END_OF_STREAM = b"data: [DONE]\n\n"
 

@@ -23,9 +23,8 @@ from starlette.types import Receive, Scope, Send
 
 from skippipe import __version__
 from skippipe.errors import UserError
-from skippipe.serving.engine_client import EngineClient, RequestOutput, RequestRefused
-from skippipe.serving.http.metrics import Metrics
-from skippipe.serving.http.middleware import RequestMetrics, read_body, while_connected, within
+from skippipe.serving.async_engine import EngineClient, RequestOutput, RequestRefused
+from skippipe.serving.http.middleware import Metrics, RequestMetrics, read_body, while_connected, within
 from skippipe.serving.http.request_schema import (
     AnyRequest,
     ChatCompletionRequest,

@@ -1,5 +1,5 @@
-"""The state machine of a node that serves: computes the steps that the gateway sends, and passes tensors on along their
-route.
+"""A node that serves: its configuration, its role, and its state machine, which computes the steps that the gateway
+sends, and passes tensors on along their route.
 
 It runs over the same sockets as the one that trains. The gateway says which sequences a step computes and by which
 route; from other nodes come tensors only, and only those that a step foresees are taken.
@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from skippipe.codecs import CodecId
 from skippipe.errors import UserError
+from skippipe.heartbeat import TIMEOUT_S
+from skippipe.json_fields import exists
 from skippipe.runtime.messages import (
     COORDINATOR,
     ControlMessage,
@@ -23,7 +28,7 @@ from skippipe.runtime.messages import (
     StepFailed,
     Stop,
 )
-from skippipe.runtime.node.interfaces import NodeEnv
+from skippipe.runtime.node.interfaces import SERVING, NodeEnv, Role, Roles
 from skippipe.runtime.node.ops import op_name
 from skippipe.runtime.state_source import StateSource
 from skippipe.serving.step_protocol import (
@@ -36,7 +41,13 @@ from skippipe.serving.step_protocol import (
     StepRefused,
     parse_step,
 )
+from skippipe.toml_config import from_table
 from skippipe.transport.message import Message, StepHop
+from skippipe.value_ranges import HEARTBEAT_S, POSITIVE, THREADS
+
+if TYPE_CHECKING:
+    from skippipe.runtime.node.interfaces import JoinConfig
+    from skippipe.serving.executor import ServingExecutor
 
 log = logging.getLogger(__name__)
 MAX_STEPS = 1024  # pending steps
@@ -212,3 +223,76 @@ class ServingNode:
         self.dropped[sender, reason] += 1
         if self.dropped[sender, reason] == 1:
             log.warning("dropped from %s: %s (later ones are only counted)", sender, reason)
+
+
+@dataclass(frozen=True)
+class ServingConfig:
+    """What the gateway tells every node: the model, how it is cut, which node holds which stage."""
+
+    checkpoint: str
+    """The model's folder on the gateway's machine."""
+    layers: tuple[int, ...]
+    """Number of layers of each stage."""
+    stage_of: dict[str, int]
+    """Name of a node → the stage that it holds."""
+    vocabulary: Annotated[int, POSITIVE]
+    """Number of the model's tokens: ids are below it."""
+    fingerprint: str
+    """Fingerprint of the checkpoint."""
+    device: str = "cpu"
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type that stages compute in."""
+    wire_dtype: CodecId = "bf16"
+    """Type of hidden states between nodes."""
+    cache_tokens: Annotated[int, POSITIVE] = 2**16
+    """Tokens that the KV cache of a route has room for, on every node."""
+    threads: Annotated[int, THREADS] = 1
+    heartbeat_s: Annotated[float, HEARTBEAT_S] = TIMEOUT_S
+    """Seconds without a heartbeat after which a node is declared dead."""
+
+    @property
+    def number(self) -> dict[str, int]:
+        """Name of a node → its number."""
+        return {name: number for number, name in enumerate(self.stage_of)}
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": SERVING, **vars(self), "layers": list(self.layers)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> ServingConfig:
+        found = from_table(cls, {name: each for name, each in value.items() if name != "kind"}, "node_config")
+        if not all(0 <= stage < len(found.layers) for stage in found.stage_of.values()):
+            raise UserError("node_config.stage_of: expected names of nodes with their stages")
+        return found
+
+
+def serving_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
+    node_config = ServingConfig.from_json(config)
+    number, stage = node_config.number[join_config.name], node_config.stage_of[join_config.name]
+    info = NodeInfo(number, stage, len(node_config.stage_of), node_config.vocabulary, node_config.cache_tokens)
+    return Role(
+        machine=ServingNode(info, env),
+        build=lambda: build_executor(node_config, stage, join_config),
+        numbers=node_config.number,
+        heartbeat_s=node_config.heartbeat_s,
+        threads=node_config.threads,
+    )
+
+
+ROLES: Roles = {SERVING: serving_role}
+
+
+def build_executor(node_config: ServingConfig, stage: int, join_config: JoinConfig) -> ServingExecutor:
+    from skippipe.inference.cached_stage import convert_stage
+    from skippipe.inference.checkpoint_loader import fingerprint, load_stage, read_outline
+    from skippipe.serving.executor import ServingExecutor
+
+    here = join_config.checkpoint or Path(node_config.checkpoint)
+    if not exists(here):
+        raise UserError(f"{here}: no such folder on this machine; copy the model, or name its folder with --checkpoint")
+    outline = read_outline(here)
+    if fingerprint(outline.place) != node_config.fingerprint:
+        raise UserError(f"{outline.place}: another model than the gateway's; copy that one here")
+    model = load_stage(replace(outline, layers=node_config.layers), stage, join_config.device or node_config.device)
+    convert_stage(model, node_config.dtype)
+    return ServingExecutor(stage, model, cache_tokens=node_config.cache_tokens, wire_dtype=node_config.wire_dtype)
