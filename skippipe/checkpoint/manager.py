@@ -39,8 +39,8 @@ from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_files import CODE_FIELD
 from skippipe.model.model_spec import ModelSpec, config_from
 from skippipe.model.stage import layer_ranges
+from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import ParamSlot
-from skippipe.optim.registry import OPTIMIZERS
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.value_ranges import Choices
 

@@ -21,8 +21,8 @@ from skippipe.data.prepare import PrepareProgress, prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.errors import Infeasible, UserError
 from skippipe.model.model_spec import ModelSpec, check_device, config_named
+from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES
-from skippipe.optim.registry import OPTIMIZERS
 from skippipe.plan import Plan
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of, stages_of
 from skippipe.planner.published import Example

@@ -22,8 +22,8 @@ from skippipe.errors import UserError
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named
 from skippipe.model.stage import layer_ranges
+from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES, Optimizer, ParamSlot
-from skippipe.optim.registry import OPTIMIZERS
 from skippipe.plan import Plan
 from skippipe.skip_schedule import donors
 from skippipe.training.job_config import JobConfig

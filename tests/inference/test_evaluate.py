@@ -28,10 +28,9 @@ from skippipe.inference.eval.evaluate import (
     best_of_every_size,
     evaluate,
 )
-from skippipe.inference.eval.perplexity import EXPONENTS, PerplexityMeter, best_exponents
+from skippipe.inference.eval.perplexity import EXPONENTS, PerplexityMeter, Windows, best_exponents
 from skippipe.inference.eval.plots import EXACT, MEAN, ORDER, PlotPanel, PlotPoint, panels, ticks
 from skippipe.inference.eval.tables import as_json, notes, number, tables
-from skippipe.inference.eval.windows import Windows
 from skippipe.inference.likelihood import SubsetModel
 from skippipe.stage_subset import StageSubset, Visits, residual_scale_of
 from tests.helpers.model_folders import TOKENIZER, by_itself, export_to, subset

@@ -17,8 +17,7 @@ from typing import NamedTuple
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import DtypeName
 from skippipe.inference.checkpoint_loader import StagedModel
-from skippipe.inference.eval.perplexity import PerplexityMeter, TextLoss, best_exponents
-from skippipe.inference.eval.windows import Windows
+from skippipe.inference.eval.perplexity import PerplexityMeter, TextLoss, Windows, best_exponents
 from skippipe.inference.likelihood import BATCH_TOKENS
 from skippipe.stage_subset import StageSubset, Visits, draw_subsets, parse_subsets, residual_scale_of
 
