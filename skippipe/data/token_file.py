@@ -23,7 +23,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,6 @@ def cache_folder(name: str) -> Path:
 
 def width(vocabulary: int) -> str:
     return "uint16" if vocabulary <= 2**16 else "uint32"
-
-
-def fingerprint(content_sha256: str, tokenizer_sha256: str) -> str:
-    return sha256(f"{content_sha256} {tokenizer_sha256}".encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,7 @@ class TokenFile:
     @property
     def fingerprint(self) -> str:
         """Equal on two machines if ids and tokenizer are."""
-        return fingerprint(self.content_sha256, self.tokenizer_sha256)
+        return sha256(f"{self.content_sha256} {self.tokenizer_sha256}".encode()).hexdigest()
 
     @cached_property
     def ids(self) -> Ids:
@@ -185,8 +181,5 @@ class TokenFile:
 
 
 def _sha256(path: Path) -> str:
-    digest = sha256()
     with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return file_digest(file, "sha256").hexdigest()

@@ -170,9 +170,7 @@ class Detokenizer:
         if text.endswith(BROKEN):
             if len(self._tokens) - self._old < MAX_CHARACTER_TOKENS:
                 return ""
-            for _ in range(
-                MAX_CHARACTER_TOKENS - 1
-            ):  # bytes that make no sense; only the last few may still become a character
+            for _ in range(MAX_CHARACTER_TOKENS - 1):  # bytes without sense; only the last few may become a character
                 text = text.removesuffix(BROKEN)
             new, self._emitted = text[self._emitted :], max(self._emitted, len(text))
             return new

@@ -353,6 +353,7 @@ class Speculator(Decoder):
         probabilities: list[list[float]] = [[] for _ in generations]
         chances = [1.0] * len(generations)
         newest = [generation.tokens[-1] for generation in generations]
+        sampling = [generation.request.sampling for generation in generations]
         longest = max(wanted)
         for step in range(longest + 1):
             counts = [int(step <= most) for most in wanted]
@@ -361,9 +362,8 @@ class Speculator(Decoder):
             if step == longest:
                 break
             hidden = self._draft_hidden(hidden_states[-1], rows, wanted, step)
-            newest, sure = self._sample_with_probabilities(
-                hidden, generations, [len(generation.tokens) + step for generation in generations]
-            )
+            positions = [len(generation.tokens) + step for generation in generations]
+            newest, sure = sample_with_probabilities(logits(self._staged.stages[0], hidden), sampling, positions)
             for row, (token, probability) in enumerate(zip(newest, sure, strict=True)):
                 guesses[row].append(token)
                 probabilities[row].append(probability)
@@ -401,12 +401,6 @@ class Speculator(Decoder):
         ]
         chosen = iter(self._sample(flat, of, positions))
         return [[next(chosen) for _ in range(count)] for count in rows.counts]
-
-    def _sample_with_probabilities(
-        self, hidden: Tensor, generations: Sequence[Generation], positions: Sequence[int]
-    ) -> tuple[list[int], list[float]]:
-        sampling = [generation.request.sampling for generation in generations]
-        return sample_with_probabilities(logits(self._staged.stages[0], hidden), sampling, positions)
 
     def _keep_missed(self, generations: Sequence[Generation], draft: Draft, accepted: Sequence[int]) -> None:
         """Keeps the hidden state of a token that was accepted or sampled, but went through the shared stages only."""

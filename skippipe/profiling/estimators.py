@@ -102,10 +102,6 @@ class LinkEstimate:
     spread: float = 0.0
     """How far repeated measurements of the bandwidth lie apart (see `spread`)."""
 
-    @property
-    def is_steady(self) -> bool:
-        return self.spread <= STEADY
-
 
 @dataclass(frozen=True)
 class NodeEstimate:
@@ -118,10 +114,6 @@ class NodeEstimate:
     """Likewise."""
     spread: float = 0.0
     """How far repeated measurements of both lie apart."""
-
-    @property
-    def is_steady(self) -> bool:
-        return self.spread <= STEADY
 
 
 def estimate_link(rows: Sequence[Sequence[float]]) -> LinkEstimate | None:

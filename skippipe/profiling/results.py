@@ -18,7 +18,7 @@ import numpy as np
 from skippipe.cluster import Cluster, Node
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, as_number, exists, json_text, read_as, write_text
-from skippipe.profiling.estimators import LinkEstimate, NodeEstimate
+from skippipe.profiling.estimators import STEADY, LinkEstimate, NodeEstimate
 from skippipe.value_ranges import COUNT, WAIT_S, range_of
 
 FORMAT = "skippipe-profile"
@@ -160,7 +160,7 @@ def outliers(results: Sequence[ProfileResult]) -> list[str]:
     *before, newest = results
     found = []
     for name, node in newest.nodes.items():
-        if not node.is_steady:
+        if node.spread > STEADY:
             found.append(f"'{name}': its passes lie {node.spread:.0%} apart; is it busy with something else?")
         was = _same_work([result for result in [*before, newest] if name in result.nodes], name)[:-1]
         if was and _far(node.flops_per_s, earlier := _typical(was, lambda each: each.flops_per_s)):
@@ -169,7 +169,7 @@ def outliers(results: Sequence[ProfileResult]) -> list[str]:
         if link is None:
             continue
         way = f"'{sender}' to '{receiver}'"
-        if not link.is_steady:
+        if link.spread > STEADY:
             found.append(f"{way}: the bandwidth of its transfers lies {link.spread:.0%} apart")
         known = _of_link(before, (sender, receiver))
         if not known:
@@ -216,7 +216,7 @@ def _of_link(results: Iterable[ProfileResult], ends: Ends) -> list[LinkEstimate]
 
 
 def _typical(estimates: Sequence[Estimate], of: Callable[[Estimate], float]) -> float:
-    steady = [each for each in estimates if each.is_steady]
+    steady = [each for each in estimates if each.spread <= STEADY]
     return median(of(each) for each in steady or estimates)
 
 

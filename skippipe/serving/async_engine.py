@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
@@ -156,22 +155,15 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         loop = asyncio.get_running_loop()
         updates: asyncio.Queue[_Update] = asyncio.Queue()
-        submitted: list[int] = []
-        closed = threading.Event()
 
         def put(update: _Update) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: no request waits any more
                 loop.call_soon_threadsafe(updates.put_nowait, update)
 
-        def begin(sequence: SequenceState) -> None:
-            submitted.append(sequence.number)
-            if closed.is_set():
-                self.gateway.cancel(sequence.number)
-
         def updated(sequence: SequenceState) -> None:
             put((sequence.output_tokens, sequence.num_stages, sequence.finish_reason))
 
-        self.gateway.submit(SequenceRequest(tuple(prompt), max_tokens, self.end_tokens, sampling), updated, put, begin)
+        self.gateway.submit(SequenceRequest(tuple(prompt), max_tokens, self.end_tokens, sampling), updated, put)
         detokenizer = Detokenizer(self.tokenizer, prompt, stop)
         num_tokens, reason = 0, None
         try:
@@ -194,6 +186,4 @@ class AsyncEngine:
                     text += detokenizer.flush()
                 yield RequestOutput(text, num_tokens, num_stages, reason)
         finally:
-            closed.set()
-            for number in submitted:
-                self.gateway.cancel(number)
+            self.gateway.cancel(updated)

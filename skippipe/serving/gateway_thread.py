@@ -114,14 +114,8 @@ class GatewayThread:
 
     # From other threads
 
-    def submit(
-        self,
-        request: SequenceRequest,
-        updated: SequenceCallback,
-        refused: Callable[[Exception], None],
-        submitted: SequenceCallback,
-    ) -> None:
-        """`submitted` gets the sequence, by whose number it can be cancelled; or `refused` gets the error."""
+    def submit(self, request: SequenceRequest, updated: SequenceCallback, refused: Callable[[Exception], None]) -> None:
+        """`updated` is called whenever the sequence changes, until it has finished; or `refused` gets the error."""
 
         def submit() -> None:
             try:
@@ -130,14 +124,19 @@ class GatewayThread:
                 refused(error)
                 return
             self._callbacks[sequence.number] = updated
-            submitted(sequence)
 
         self._call(submit)
         if self._stopping.is_set():
             refused(EngineFull("the server is being stopped"))
 
-    def cancel(self, number: int) -> None:
-        self._call(lambda: self._scheduler.cancel(number))
+    def cancel(self, updated: SequenceCallback) -> None:
+        """Cancels the sequence that was submitted with this callback, if it has not finished."""
+
+        def cancel() -> None:
+            for number in [number for number, callback in self._callbacks.items() if callback is updated]:
+                self._scheduler.cancel(number)
+
+        self._call(cancel)
 
     def cancel_all(self) -> None:
         self._call(self._scheduler.close)

@@ -45,6 +45,8 @@ class ServingRoute:
     """Nodes in their order, from the one that embeds and samples on."""
     slots: dict[int, int] = field(default_factory=dict)
     """Slot of the KV caches → number of the sequence that has it."""
+    freed: list[int] = field(default_factory=list)
+    """Slots whose sequences have finished since the last step."""
     step: int | None = None
     """Number of the step in flight."""
     step_began_ns: int = 0

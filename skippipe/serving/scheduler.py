@@ -153,8 +153,6 @@ class Scheduler:
     _routes: dict[int, ServingRoute] = field(default_factory=dict)
     _steps: dict[int, ServingStep] = field(default_factory=dict)
     """Steps in flight, by their number."""
-    _freed: dict[int, list[int]] = field(default_factory=dict)
-    """Route → slots whose sequences have finished since its last step."""
     _broken_links: set[frozenset[int]] = field(default_factory=set)
     _lost_steps: Counter[frozenset[int]] = field(default_factory=Counter)
     """Link → how many steps in a row were lost on routes over it."""
@@ -331,7 +329,6 @@ class Scheduler:
     def _start_step(self, route: ServingRoute) -> None:
         if not route.slots:
             if self._routes.pop(route.number, None) is not None:
-                self._freed.pop(route.number, None)
                 self.env.close_route(route)
             return
         room = self.settings.max_prompt_tokens
@@ -344,7 +341,8 @@ class Scheduler:
                 room -= len(new)
             if new:
                 rows.append(StepRow(slot, sequence.num_computed_tokens, tuple(new), sequence))
-        step = ServingStep(self._next("step"), route, tuple(rows), tuple(self._freed.pop(route.number, ())))
+        step = ServingStep(self._next("step"), route, tuple(rows), tuple(route.freed))
+        route.freed.clear()
         route.step, route.step_began_ns = step.number, self.env.now_ns()
         self._steps[step.number] = step
         self.env.start_step(step)
@@ -354,7 +352,6 @@ class Scheduler:
         del self._routes[route.number]
         if route.step is not None:
             self._steps.pop(route.step, None)
-        self._freed.pop(route.number, None)
         for _, number in sorted(route.slots.items(), reverse=True):
             sequence = self.sequences[number]
             sequence.route, sequence.slot, sequence.num_computed_tokens = None, -1, 0
@@ -370,7 +367,7 @@ class Scheduler:
         else:
             route = self._routes[sequence.route]
             del route.slots[sequence.slot]
-            self._freed.setdefault(route.number, []).append(sequence.slot)
+            route.freed.append(sequence.slot)
             sequence.route = None
         self.env.updated(sequence)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +10,7 @@ from skippipe.codecs import encode
 from skippipe.errors import UserError
 from skippipe.launch.join import JoinLauncher
 from skippipe.plan import Plan
-from skippipe.runtime.coordinator.interfaces import Callback, IterationReport, StopRequests
+from skippipe.runtime.coordinator.interfaces import Callback, StopRequests
 from skippipe.training.build_run import RunSetup
 
 Backend = Callable[[RunSetup, Callback, StopRequests], None]
@@ -46,10 +45,7 @@ def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequ
         compiled=job.compute.compiled,
     )
     for number in range(job.iterations):
-        began = time.monotonic()
-        done = trainer.iteration(number)
-        report = IterationReport(number, done.loss, done.norm, done.rate, time.monotonic() - began, {}, {})
-        callback.iteration_done(report)
+        callback.iteration_done(trainer.iteration(number))
         if stop_requests():
             break
     stages = ((index, [encode(stage.weights.values.cpu(), "fp32"), None]) for index, stage in enumerate(trainer.stages))

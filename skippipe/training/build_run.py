@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -322,12 +322,9 @@ def _plan_file(job: JobConfig, length: int | None = None) -> Path:
 
 def _saved_plan(job: JobConfig, plan: Plan, length: int) -> Plan | None:
     """The plan for paths of this length that an earlier run has saved, if it is for the same stages."""
-    path = _plan_file(job, length)
-    if not path.exists():
-        return None
     try:
-        found = Plan.load(path)
-    except UserError:
+        found = Plan.load(_plan_file(job, length))
+    except UserError:  # or there is none
         return None
     alike = (found.stages, found.cluster, found.workload) == (plan.stages, plan.cluster, plan.workload)
     return found if alike and found.visited == length and not validate(found) else None
@@ -336,11 +333,9 @@ def _saved_plan(job: JobConfig, plan: Plan, length: int) -> Plan | None:
 def _plan_of_earlier_run(job: JobConfig, spec: ModelSpec) -> Plan | None:
     """The plan that an earlier run has saved in the output folder, if it fits."""
     path = _plan_file(job)
-    if not path.exists():
-        return None
     try:
         return _checked_plan(Plan.load(path), replace(job, pipeline=replace(job.pipeline, plan=str(path))), spec)
-    except UserError:
+    except UserError:  # or there is none
         return None
 
 
@@ -403,29 +398,12 @@ def _free_address() -> str:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-@dataclass(frozen=True)
-class LengthPhase:
-    """The iterations whose paths visit the same number of stages."""
-
-    length: int
-    iterations: int
-    each_s: float
-    """Promised seconds of an iteration."""
-
-    @property
-    def whole_s(self) -> float:
-        return self.iterations * self.each_s
-
-
-def timetable(lengths: Mapping[int, int], plans: Mapping[int, Plan]) -> list[LengthPhase]:
-    """The phases of a run, shortest paths first, from the number of iterations and the plan for each length."""
-    promised = {length: plan.expected.iteration_s if plan.expected else 0.0 for length, plan in plans.items()}
-    return [LengthPhase(length, count, promised[length]) for length, count in sorted(lengths.items())]
-
-
-def timetable_text(phases: Sequence[LengthPhase], stages: int) -> str:
+def timetable_text(lengths: Mapping[int, int], plans: Mapping[int, Plan], stages: int) -> str:
+    """What a run comes to, from the number of iterations and the plan for each length of paths, shortest first."""
+    each_s = {length: plan.expected.iteration_s if plan.expected else 0.0 for length, plan in plans.items()}
     parts = [
-        f"{phase.iterations:,} iterations through {phase.length} of {stages} stages at {phase.each_s:.2f} s"
-        for phase in phases
+        f"{count:,} iterations through {length} of {stages} stages at {each_s[length]:.2f} s"
+        for length, count in sorted(lengths.items())
     ]
-    return f"{', '.join(parts)}: {sum(phase.whole_s for phase in phases):,.1f} s promised in all"
+    whole_s = sum(count * each_s[length] for length, count in lengths.items())
+    return f"{', '.join(parts)}: {whole_s:,.1f} s promised in all"

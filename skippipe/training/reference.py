@@ -6,8 +6,8 @@ their lanes visit, in the order in which they visit them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,17 +19,8 @@ from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
+from skippipe.runtime.coordinator.interfaces import IterationReport
 from skippipe.skip_schedule import SkipSchedule
-
-
-@dataclass(frozen=True)
-class ReferenceState:
-    """What one iteration has come to."""
-
-    iteration: int
-    loss: float
-    norm: float
-    rate: float
 
 
 class ReferenceTrainer:
@@ -73,7 +64,8 @@ class ReferenceTrainer:
         ]
         self._device = device
 
-    def iteration(self, number: int) -> ReferenceState:
+    def iteration(self, number: int) -> IterationReport:
+        began_s = time.monotonic()
         plan = self.plan_at(number)
         losses = [
             self._forward_backward(plan, number, lane, microbatch)
@@ -87,7 +79,8 @@ class ReferenceTrainer:
         for stage, count in divided:
             if count:
                 stage.weights.step(rate, scale / count)
-        return ReferenceState(number, float(torch.stack(losses).double().mean()), norm, rate)
+        loss = float(torch.stack(losses).double().mean())
+        return IterationReport(number, loss, norm, rate, time.monotonic() - began_s, {}, {})
 
     def plan_at(self, number: int) -> Plan:
         """The plan of an iteration."""

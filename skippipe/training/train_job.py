@@ -110,7 +110,7 @@ def build_setup(
 
 
 def _announce(run_setup: RunSetup) -> None:
-    from skippipe.training.build_run import timetable, timetable_text
+    from skippipe.training.build_run import timetable_text
 
     plan, expected = run_setup.plan, run_setup.plan.expected
     parameters = plan.workload.model.parameters
@@ -120,7 +120,7 @@ def _announce(run_setup: RunSetup) -> None:
         f"'{plan.cluster.name}': {len(plan.stages)} stages, {plan.skipped:.0%} skipped{promise}"
     )
     if len(run_setup.lengths) > 1:
-        print(timetable_text(timetable(run_setup.lengths, run_setup.plans), len(plan.stages)))
+        print(timetable_text(run_setup.lengths, run_setup.plans, len(plan.stages)))
 
 
 def _announce_backup(run_setup: RunSetup) -> None:

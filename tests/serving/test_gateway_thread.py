@@ -27,7 +27,7 @@ from skippipe.runtime.messages import (
 )
 from skippipe.serving.gateway_thread import GatewayCallback, GatewayThread
 from skippipe.serving.node import ServingConfig
-from skippipe.serving.scheduler import EngineFull, SequenceRequest, SequenceState
+from skippipe.serving.scheduler import EngineFull, SequenceRequest
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox
 
@@ -101,13 +101,10 @@ class Cluster(GatewayCallback):
             self.until(lambda name=name: (name, f"holds {NODES[name]}") in self.events)  # type: ignore[misc]
 
     def ask(self) -> None:
-        def nothing(_sequence: SequenceState) -> None: ...
-
         self.gateway.submit(
             SequenceRequest((1, 2), 5),
             lambda sequence: self.reasons.append(sequence.finish_reason),
             self.refused.append,
-            nothing,
         )
 
     def until(self, happened: Callable[[], bool]) -> None:

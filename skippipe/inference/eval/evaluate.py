@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 from statistics import fmean
 from typing import NamedTuple
@@ -234,11 +234,11 @@ def evaluate(
     scaling = ResidualScaling(total, selection.residual_scale)
     if selection.residual_scale == BEST:
         some = first.others(max(MIN_CALIBRATION_WINDOWS, len(first.numbers) // CALIBRATION_SHARE))
-        meter = PerplexityMeter(staged, [some], dtype, _labelled(progress, "choosing the residual scale"), batch_tokens)
+        meter = PerplexityMeter(staged, [some], dtype, partial(progress, "choosing the residual scale"), batch_tokens)
         sizes = _calibration_subsets(total, needed, selection)
         scaling = ResidualScaling(total, BEST, best_exponents(meter, sizes, total), some.tokens)
     subsets_wanted = [scaling.subset(stages) for stages in wanted]
-    meter = PerplexityMeter(staged, texts, dtype, _labelled(progress, "measuring"), batch_tokens)
+    meter = PerplexityMeter(staged, texts, dtype, partial(progress, "measuring"), batch_tokens)
 
     def losses(subsets: Sequence[Visits]) -> list[float]:
         scaled = [scaling.subset(stages) for stages in subsets]
@@ -267,10 +267,6 @@ def evaluate(
         ablation=selection.ablation,
         interrupted=interrupted,
     )
-
-
-def _labelled(progress: EvalProgress, what: str) -> Callable[[int, int], None]:
-    return lambda done, of: progress(what, done, of)
 
 
 def _calibration_subsets(total: int, needed: Sequence[Visits], selection: Selection) -> dict[int, list[Visits]]:

@@ -160,24 +160,17 @@ def prefix_tree(subsets: Iterable[StageSubset]) -> PrefixTree:
     return root
 
 
+@dataclass
 class PerplexityMeter:
     """Measures subsets of one model on the same windows."""
 
-    def __init__(
-        self,
-        staged: StagedModel,
-        texts: Sequence[Windows],
-        dtype: DtypeName = "fp32",
-        progress: CountProgress = lambda done, of: None,
-        batch_tokens: int = BATCH_TOKENS,
-    ) -> None:
-        self.losses: dict[StageSubset, dict[str, TextLoss]] = {}
-        """Losses of every subset, on every text by its name."""
-        self._staged = staged
-        self._texts = texts
-        self._low_precision = dtype == "bf16"
-        self._batch_tokens = batch_tokens
-        self._progress = progress
+    staged: StagedModel
+    texts: Sequence[Windows]
+    dtype: DtypeName = "fp32"
+    progress: CountProgress = lambda done, of: None
+    batch_tokens: int = BATCH_TOKENS
+    losses: dict[StageSubset, dict[str, TextLoss]] = field(init=False, default_factory=dict)
+    """Losses of every subset, on every text by its name."""
 
     @torch.no_grad()
     def measure(self, subsets: Iterable[StageSubset]) -> None:
@@ -186,13 +179,13 @@ class PerplexityMeter:
         if not missing:
             return
         tree = prefix_tree(missing)
-        batches = [(text, numbers) for text in self._texts for numbers in text.batches(self._batch_tokens)]
-        with torch.autocast(torch.device(self._staged.device).type, torch.bfloat16, enabled=self._low_precision):
+        batches = [(text, numbers) for text in self.texts for numbers in text.batches(self.batch_tokens)]
+        with torch.autocast(torch.device(self.staged.device).type, torch.bfloat16, enabled=(self.dtype == "bf16")):
             for done, (text, numbers) in enumerate(batches):
                 found: dict[StageSubset, Tensor] = {}
                 for subset, loss in self._losses(tree, text.rows(numbers)):
                     found[subset] = loss
-                    self._progress(done * len(missing) + len(found), len(batches) * len(missing))
+                    self.progress(done * len(missing) + len(found), len(batches) * len(missing))
                 means = torch.stack([found[subset] for subset in missing]).cpu() / (len(numbers) * text.length)
                 self._add(text, len(numbers), dict(zip(missing, means.tolist(), strict=True)))
 
@@ -211,16 +204,16 @@ class PerplexityMeter:
         self.losses = more
 
     def _losses(self, tree: PrefixTree, rows: Tensor) -> Iterator[tuple[StageSubset, Tensor]]:
-        rows = rows.to(self._staged.device)
-        hidden = self._staged.stages[0].embed(rows[:, :-1])
-        return self._walk(tree, hidden.bfloat16() if self._low_precision else hidden, rows[:, 1:])
+        rows = rows.to(self.staged.device)
+        hidden = self.staged.stages[0].embed(rows[:, :-1])
+        return self._walk(tree, hidden.bfloat16() if (self.dtype == "bf16") else hidden, rows[:, 1:])
 
     def _walk(self, tree: PrefixTree, hidden: Tensor, labels: Tensor) -> Iterator[tuple[StageSubset, Tensor]]:
         if tree.complete:
             loss = self._loss(hidden, labels)
             yield from ((subset, loss) for subset in tree.complete)
         for stage, scales in tree.onward.items():
-            output = self._staged.stages[stage](hidden)
+            output = self.staged.stages[stage](hidden)
             for scale, following in scales.items():
                 scaled = output if scale == 1.0 else torch.lerp(hidden, output, scale)
                 yield from self._walk(following, scaled, labels)
@@ -231,7 +224,7 @@ class PerplexityMeter:
         pieces = torch.split(hidden.flatten(0, 1), HEAD_ROWS), torch.split(labels.flatten(), HEAD_ROWS)
         for some, wanted in zip(*pieces, strict=True):
             total += (
-                functional.cross_entropy(logits(self._staged.stages[0], some), wanted, reduction="none").double().sum()
+                functional.cross_entropy(logits(self.staged.stages[0], some), wanted, reduction="none").double().sum()
             )
         return total
 

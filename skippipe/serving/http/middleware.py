@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -64,22 +65,22 @@ ENDPOINTS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health",
 MODEL = "/v1/models/"
 
 
+@dataclass(frozen=True)
 class RequestMetrics:
     """Middleware that counts requests, and answers with an error where one is raised."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
+    app: ASGIApp
+    metrics: Metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         began_s = time.monotonic()
         response = _Response(f"req_{uuid4().hex}", send)
-        self._metrics.in_flight.inc()
+        self.metrics.in_flight.inc()
         try:
-            await self._app(scope, receive, response.send)
+            await self.app(scope, receive, response.send)
         except ClientDisconnected:
             response.status = CLIENT_CLOSED_REQUEST
         except APIError as error:
@@ -88,26 +89,26 @@ class RequestMetrics:
             log.exception("%s: %a %a failed", response.request_id, scope["method"], scope["path"])
             await response.fail(internal_error(response.request_id), scope, receive)
         finally:
-            self._metrics.in_flight.dec()
+            self.metrics.in_flight.dec()
             endpoint = _endpoint(scope["path"])
-            self._metrics.requests.labels(endpoint, response.status or CLIENT_CLOSED_REQUEST).inc()
-            self._metrics.seconds.labels(endpoint).observe(time.monotonic() - began_s)
+            self.metrics.requests.labels(endpoint, response.status or CLIENT_CLOSED_REQUEST).inc()
+            self.metrics.seconds.labels(endpoint).observe(time.monotonic() - began_s)
 
 
+@dataclass
 class _Response:
     """The response to a request, while it is sent."""
 
-    def __init__(self, request_id: str, send: Send) -> None:
-        self.request_id = request_id
-        self.status = 0
-        """0: nothing has been sent yet."""
-        self._send = send
+    request_id: str
+    to_client: Send
+    status: int = 0
+    """0: nothing has been sent yet."""
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             MutableHeaders(scope=message)["x-request-id"] = self.request_id
-        await self._send(message)
+        await self.to_client(message)
 
     async def fail(self, error: APIError, scope: Scope, receive: Receive) -> None:
         if not self.status:
@@ -117,7 +118,7 @@ class _Response:
         self.status = error.status  # for the metrics: the client has got status 200 and a part of the answer
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
-                await self._send({"type": "http.response.body", "body": event(error.body), "more_body": False})
+                await self.to_client({"type": "http.response.body", "body": event(error.body), "more_body": False})
 
 
 def _endpoint(path: str) -> str:
