@@ -245,9 +245,13 @@ class Checkpoints:
         return None
 
 
+def read_manifest(place: Path) -> Manifest:
+    return read_as(Manifest.from_json, place / MANIFEST)
+
+
 def verified(place: Path) -> Manifest:
     """The manifest of a checkpoint; UserError unless every file is as it was written."""
-    manifest = read_as(Manifest.from_json, place / MANIFEST)
+    manifest = read_manifest(place)
     for file in manifest.files:
         check_file(place, file)
     return manifest

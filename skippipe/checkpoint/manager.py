@@ -22,12 +22,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from skippipe.checkpoint.format import (
-    MANIFEST,
     CheckpointOrigin,
     Checkpoints,
     Manifest,
     StageWriter,
     StoredFile,
+    read_manifest,
     verified,
 )
 from skippipe.checkpoint.hf_export import ModelFolder
@@ -35,7 +35,6 @@ from skippipe.checkpoint.storage import Rescue, WriteFailures, in_bytes, reason
 from skippipe.codecs import EncodedTensor, encode
 from skippipe.data.tokenizer import TextTokenizer
 from skippipe.errors import UserError
-from skippipe.json_fields import read_as
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_files import CODE_FIELD
 from skippipe.model.model_spec import ModelSpec, config_from
@@ -221,7 +220,7 @@ class StateReader:
     def reads(self, place: Path) -> bool:
         """Whether this is the checkpoint that it reads."""
         made = self.origin.manifest
-        return place == self.origin.place and read_as(Manifest.from_json, place / MANIFEST) == made
+        return place == self.origin.place and read_manifest(place) == made
 
     def open(self) -> None:
         """Open all files; they can then be read even after newer checkpoints have replaced this one."""

@@ -7,14 +7,9 @@ It is a folder:
     tokenizer.json           the tokenizer that made them, with
     tokenizer_config.json    its settings, in the form of Hugging Face
 
-Header: `format` "skippipe-tokens", `version` 1, `data` (the name of the file with the ids), `type` "uint16" or
-"uint32", `tokens` (how many), `vocabulary` (ids are below it), `end_id` (ends every document), `content_sha256` (of the
-file with the ids), `tokenizer_sha256` (of tokenizer.json), `fingerprint` (SHA-256 of those two in hexadecimal, joined
-by a space), `tokenizer` (as requested: "bpe 2048", or a SHA-256) and `sources` (name, bytes and SHA-256 of every
-text file; none for a stream).
-
-Two machines have the same data if they have the same fingerprint; where the text came from does not enter into it.
-A new file of ids has a new name and the header is replaced in one step, so that a reader sees the old or the new.
+The fields of the header are in docs/formats.md. Two machines have the same data if they have the same fingerprint;
+where the text came from does not enter into it. A new file of ids has a new name and the header is replaced in one
+step, so that a reader sees the old or the new.
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skippipe.inference.cached_stage import StageChain, embed, logits
+from skippipe.inference.cached_stage import BatchRows, CacheFull, StageChain, embed, logits
 from skippipe.inference.checkpoint_loader import StagedModel
-from skippipe.inference.kv_cache import BatchRows, CacheFull
 from skippipe.inference.request import Generation, GenerationRequest, TokenOutput
 from skippipe.inference.sampler import sample
 from skippipe.stage_subset import StageSubset, Visits

@@ -23,10 +23,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from skippipe.errors import UserError
-from skippipe.inference.cached_stage import CachedStage, embed, logits
+from skippipe.inference.cached_stage import BatchRows, CachedStage, embed, logits
 from skippipe.inference.checkpoint_loader import StagedModel
 from skippipe.inference.engine import Decoder, last, rows_after, rows_of_prompts
-from skippipe.inference.kv_cache import BatchRows
 from skippipe.inference.likelihood import SubsetModel
 from skippipe.inference.request import Generation
 from skippipe.inference.sampler import sample_with_probabilities

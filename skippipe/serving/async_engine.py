@@ -38,6 +38,12 @@ class StageCoverage:
     stages: int
     total: int
 
+    def __str__(self) -> str:
+        return f"{self.stages}/{self.total}"
+
+    def to_json(self) -> dict[str, int]:
+        return {"stages": self.stages, "of": self.total}
+
 
 class RequestRefused(Exception):
     """The queue is full, or too few stages are left; the argument says which, for people."""

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MAX_STEPS = 1024  # pending steps
 MAX_EARLY, MAX_EARLY_BYTES = 256, 2**28  # tensors of each sender that are kept before their step is known
-Queued = tuple[StepInput | None, int, ServingWork]
-"""A step, the node's position on its path, and the work; no step for work that nothing is reported of."""
 
 
 class EarlyMessages:
@@ -68,8 +66,9 @@ class EarlyMessages:
         kept = self._kept.setdefault(sender, {})
         kept.pop(key, None)
         kept[key] = body
-        while len(kept) > 1 and (len(kept) > MAX_EARLY or sum(map(_num_bytes, kept.values())) > MAX_EARLY_BYTES):
-            del kept[next(iter(kept))]
+        sizes = [getattr(each, "nbytes", 0) for each in kept.values()]
+        while len(sizes) > 1 and (len(sizes) > MAX_EARLY or sum(sizes) > MAX_EARLY_BYTES):
+            del kept[next(iter(kept))], sizes[0]
 
     def take(self, sender: int, key: tuple[int, int]) -> Any:
         """The tensor, or None if it has not arrived."""
@@ -77,10 +76,6 @@ class EarlyMessages:
 
     def clear(self) -> None:
         self._kept.clear()
-
-
-def _num_bytes(body: Any) -> int:
-    return int(getattr(body, "nbytes", 0))
 
 
 class ServingNode:
@@ -98,8 +93,8 @@ class ServingNode:
         self._pending: dict[tuple[int, int], StepInput] = {}
         """Step and position on its path → the step, until its tensor arrives."""
         self._early = EarlyMessages()
-        self._ready: deque[Queued] = deque()
-        self._running: Queued | None = None
+        self._ready: deque[ServingWork] = deque()
+        self._running: ServingWork | None = None
 
     def hello(self, address: str, version: str) -> Hello:
         """The greeting to a new gateway, which waits for none of the steps of the one before."""
@@ -121,8 +116,10 @@ class ServingNode:
             case EndSequences():
                 for key in [key for key, step in self._pending.items() if step.route == control.lane]:
                     del self._pending[key]
-                self._ready = deque(each for each in self._ready if each[0] is None or each[0].route != control.lane)
-                self._ready.append((None, 0, FreeSlots(control.lane)))
+                waiting = (
+                    work for work in self._ready if isinstance(work, FreeSlots) or work.step.route != control.lane
+                )
+                self._ready = deque([*waiting, FreeSlots(control.lane)])
             case Stop():
                 self.stopped = control
             case _:
@@ -143,12 +140,11 @@ class ServingNode:
     # Work
 
     def finished(self, work: ServingWork, result: Any) -> None:
-        assert self._running is not None
-        step, position, done = self._running
-        assert done is work
+        assert self._running is work
         self._running = None
-        if step is None:
+        if isinstance(work, FreeSlots):
             return
+        step, position = work.step, work.position
         if isinstance(result, StepRefused):
             at_fault = step.path[position - 1] if result.bad_input else self.number
             self._env.send_control(StepFailed(step.step, at_fault, result.reason))
@@ -167,11 +163,11 @@ class ServingNode:
     def decide(self) -> None:
         if self._running is None and self._ready:
             self._running = self._ready.popleft()
-            self._env.start(self._running[2])
+            self._env.start(self._running)
 
     @property
     def doing(self) -> str:
-        return "serving" if self._running is None else f"serving, {op_name(self._running[2])}"
+        return "serving" if self._running is None else f"serving, {op_name(self._running)}"
 
     def active_peers(self) -> set[int]:
         """The nodes that come next on the paths of pending steps."""
@@ -196,7 +192,7 @@ class ServingNode:
             return
         position = step.path.index(self.number)
         if position == 0:
-            self._ready.append((step, 0, ForwardStep(step.route, step.rows, step.freed, step.tokens)))
+            self._ready.append(ForwardStep(step, 0, step.tokens))
             position = len(step.path)
         key = step.step, position
         self._pending[key] = step
@@ -214,10 +210,8 @@ class ServingNode:
             self._drop(sender, "a tensor of another shape or type")
             return
         del self._pending[key]
-        work: ServingWork = ForwardStep(step.route, step.rows, step.freed, body)
-        if position == len(step.path):
-            work = SampleTokens(step.rows, step.sampling, body)
-        self._ready.append((step, position, work))
+        at_the_end = position == len(step.path)
+        self._ready.append(SampleTokens(step, body) if at_the_end else ForwardStep(step, position, body))
 
     def _drop(self, sender: int, reason: str) -> None:
         self.dropped[sender, reason] += 1

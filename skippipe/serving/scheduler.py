@@ -317,14 +317,24 @@ class Scheduler:
 
     def _open_route(self) -> ServingRoute | None:
         load = Counter(node for route in self._routes.values() for node in route.path)
-        holders, cost = self.holders, _CostWithFaults(self.cost, self._broken_links, self._lost_steps)
+        holders = self.holders
         for start in sorted(holders[0], key=lambda node: (load[node], node)):
-            path = fastest_route(holders, cost, load, start)
+            path = fastest_route(holders, self, load, start)
             if path is not None:
                 route = ServingRoute(self._next("route"), path)
                 self._routes[route.number] = route
                 return route
         return None
+
+    def task_s(self, stage: int, node: int) -> float:
+        return self.cost.task_s(stage, node)
+
+    def hop_s(self, sender: int, receiver: int) -> float:
+        """The cost of a hop: infinite over broken links, and higher over links where steps were lost."""
+        link = frozenset((sender, receiver))
+        if link in self._broken_links:
+            return inf
+        return self.cost.hop_s(sender, receiver) * (1 + LOST_STEP_PENALTY * self._lost_steps[link])
 
     def _start_step(self, route: ServingRoute) -> None:
         if not route.slots:
@@ -378,21 +388,3 @@ class Scheduler:
 
 def _ns(duration: timedelta) -> int:
     return int(duration.total_seconds() * 1e9)
-
-
-@dataclass(frozen=True)
-class _CostWithFaults:
-    """A route's cost: infinite over broken links, and higher over links where steps were lost."""
-
-    cost: RouteCost
-    broken: set[frozenset[int]]
-    lost_steps: Counter[frozenset[int]]
-
-    def task_s(self, stage: int, node: int) -> float:
-        return self.cost.task_s(stage, node)
-
-    def hop_s(self, sender: int, receiver: int) -> float:
-        link = frozenset((sender, receiver))
-        if link in self.broken:
-            return inf
-        return self.cost.hop_s(sender, receiver) * (1 + LOST_STEP_PENALTY * self.lost_steps[link])

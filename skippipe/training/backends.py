@@ -70,7 +70,7 @@ def virtual(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests
         run.resumed_settings,
         executors,
         callback=callback,
-        checkpoint_store=run.keeper,
+        checkpoint_store=run.checkpoint_manager,
         stop_requests=stop_requests,
         builder=executor,
     )

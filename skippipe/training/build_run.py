@@ -7,14 +7,14 @@ import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from fractions import Fraction
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
-from skippipe.checkpoint.storage import Rescue, WriteFailures, check_room
+from skippipe.checkpoint.storage import WriteFailures, check_room
 from skippipe.cluster import Cluster
 from skippipe.collectives import COLLECTIVES, Collective
 from skippipe.data.prepare import PrepareProgress, prepare
@@ -34,7 +34,7 @@ from skippipe.runtime.node_config import NodeConfig
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.training.job_config import JobConfig, ReportConfig
-from skippipe.training.run import Run
+from skippipe.training.run import Run, RunOptions
 from skippipe.training.run_folder import make_folder
 from skippipe.validate import validate
 from skippipe.workload import Workload, model_named
@@ -45,7 +45,7 @@ EMULATED_BATCH = {"sequence_tokens": 4096, "samples_per_microbatch": 2, "wire_dt
 
 
 @dataclass(frozen=True)
-class RunSetup:
+class RunSetup(RunOptions):
     """A job with all that was made for it, ready to run."""
 
     job: JobConfig
@@ -57,14 +57,6 @@ class RunSetup:
     """Length of paths → the plan for it, on the same stages; the plan is one of them."""
     lengths: Mapping[int, int]
     """Length of paths → how many iterations of the run have such paths."""
-    resumed: bool = False
-    """Continue from the newest checkpoint in the output folder."""
-    drills: frozenset[int] = frozenset()
-    """Numbers of iterations after which a node is killed, as a drill."""
-    run_id: str = ""
-    """Id of the run, which all its files repeat."""
-    rescue: Rescue = lambda: None
-    """Where the model goes if the output folder cannot be written."""
 
     @property
     def read_while_training(self) -> list[Path]:
@@ -164,14 +156,11 @@ class RunSetup:
             output=Path(job.output),
             settings=self.coordinator_settings,
             kept=job.checkpoint.keep,
-            resumed=self.resumed,
             security=job.transport.security,
             listen=job.transport.listen,
             nodes_join=bool(job.transport.peers),
             restarts=job.survive.restarts,
-            drills=self.drills,
-            run_id=self.run_id,
-            rescue=self.rescue,
+            **{option.name: getattr(self, option.name) for option in fields(RunOptions)},
         )
 
     def check_room(self, rescue: Path | None = None) -> None:
@@ -196,10 +185,7 @@ def build_run(
     reading: PrepareProgress = lambda what, share: None,
     request: PlanRequest | None = None,
     nodes_here: bool = True,
-    resumed: bool = False,
-    drills: frozenset[int] = frozenset(),
-    run_id: str = "",
-    rescue: Rescue = lambda: None,
+    options: RunOptions = RunOptions(),  # noqa: B008 (frozen)
 ) -> RunSetup:
     """Prepare text, model and plans of a job.
 
@@ -222,18 +208,16 @@ def build_run(
     )
     spec = ModelSpec(config_named(job.model.config, tokens.vocabulary), job.seed)
     plan = _checked_plan(given, job, spec) if given else None
-    if plan is None and resumed:
+    if plan is None and options.resumed:
         plan = _plan_of_earlier_run(job, spec)
     request = request or PlanRequest(seed=job.seed, budget_s=job.pipeline.budget_s)
     if plan is None:
         plan = _make_job_plan(job, cluster, example, spec, request)
     lengths = _lengths(job, len(plan.stages), plan.visited)
-    plans = plans_by_length(job, plan, lengths, request, resumed=resumed)
-    run_setup = RunSetup(
-        job, plans[_most_frequent(lengths)], spec, tokens, plans, lengths, resumed, drills, run_id, rescue
-    )
+    plans = plans_by_length(job, plan, lengths, request, resumed=options.resumed)
+    run_setup = RunSetup(job, plans[_most_frequent(lengths)], spec, tokens, plans, lengths, **vars(options))
     run_setup.node_config.sampler()  # is the text long enough?
-    if resumed:
+    if options.resumed:
         _ = run_setup.run.origin  # UserError if there is no checkpoint to continue from
     return run_setup
 

@@ -229,8 +229,8 @@ def test_a_run_says_in_the_end_that_its_last_checkpoint_could_not_be_written(
         if expected:
             (folder / "checkpoints").write_text("a file where a folder should be")
         run = Run(brief_of(plan, spec), spec, tokenizer, folder, CoordinatorSettings(LEARNING, 6))
-        keep(run.keeper, states_of(plan, spec, 1))
-        run.keeper.saved(6, (6, 6, 6, 6))
+        keep(run.checkpoint_manager, states_of(plan, spec, 1))
+        run.checkpoint_manager.saved(6, (6, 6, 6, 6))
         run.close(callback)
         assert len(told) == expected
     assert (told[0].kind, told[0].iteration) == ("checkpoint", 5)

@@ -12,10 +12,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from skippipe.errors import UserError
-from skippipe.inference import kv_cache
-from skippipe.inference.cached_stage import CachedStage, StageChain, convert, embed, logits
+from skippipe.inference import cached_stage
+from skippipe.inference.cached_stage import (
+    BatchRows,
+    CachedStage,
+    CacheFull,
+    StageCache,
+    StageChain,
+    convert,
+    embed,
+    logits,
+)
 from skippipe.inference.engine import Decoder, GenerationEngine, TokenByToken, model_end_tokens
-from skippipe.inference.kv_cache import BatchRows, CacheFull, StageCache
 from skippipe.inference.likelihood import SubsetModel
 from skippipe.inference.request import FinishReason, Generation, GenerationRequest, SamplingParams, TokenOutput
 from skippipe.model.model_spec import ModelSpec
@@ -45,7 +53,7 @@ torch.set_num_threads(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_schedule_of_passes_gives_the_logits_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of unequal length, with and without a past, padding, slots in any order, cut back, moved and used again."""
-    monkeypatch.setattr(kv_cache, "MIN_ROOM", 4)  # so that it grows
+    monkeypatch.setattr(cached_stage, "MIN_ROOM", 4)  # so that it grows
     model, rate = staged(family), random.Random(family)
     texts = torch.randint(TOKENIZER.size, (6, 24), generator=torch.Generator().manual_seed(1))
     expected = theirs(model)(texts).logits

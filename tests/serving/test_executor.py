@@ -19,7 +19,7 @@ from skippipe.model.stage import StageModel
 from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.serving.executor import ServingExecutor
 from skippipe.serving.node import ServingConfig, build_executor
-from skippipe.serving.step_protocol import ForwardStep, FreeSlots, InputRow, SampleTokens, StepRefused
+from skippipe.serving.step_protocol import ForwardStep, FreeSlots, InputRow, SampleTokens, StepInput, StepRefused
 from tests.helpers.model_folders import LAYERS, TOKENIZER, checkpoint_in, export_to, made
 from tests.helpers.models import FAMILIES, whole_model
 
@@ -32,13 +32,17 @@ def executors(stages: list[StageModel], wire: str = "fp32") -> list[ServingExecu
     return [ServingExecutor(number, stage.eval(), cache_tokens=512, wire_dtype=wire) for number, stage in each]
 
 
+def step_of(rows: list[InputRow], freed: tuple[int, ...] = (), sampling: tuple[SamplingParams, ...] = ()) -> StepInput:
+    return StepInput(0, LANE, (0, 1, 2), tuple(rows), freed, (), sampling)
+
+
 def forward_all(
     nodes: list[ServingExecutor], rows: list[InputRow], tokens: list[list[int]], freed: tuple[int, ...]
 ) -> Any:
     """What the last stage makes of these tokens."""
     given: Any = tuple(map(tuple, tokens))
     for node in nodes:
-        given = node.run(ForwardStep(LANE, tuple(rows), freed, given))
+        given = node.run(ForwardStep(step_of(rows, freed), 0, given))
         assert isinstance(given, EncodedTensor)
     return given
 
@@ -73,7 +77,7 @@ def test_logits_of_batched_prompts_and_single_tokens_are_those_of_transformers(f
             assert (each - want).abs().max() < 1e-4
         ends = [computed[row.slot] for row in rows]
         greedy = tuple(SamplingParams(temperature=0) for _ in rows)
-        chosen = nodes[0].run(SampleTokens(tuple(rows), greedy, encode(back, "fp32")))
+        chosen = nodes[0].run(SampleTokens(step_of(rows, sampling=greedy), encode(back, "fp32")))
         assert chosen == [int(expected[text, done - 1].argmax()) for text, done in ends]
     assert min(single, longer) > 10
 
@@ -83,12 +87,15 @@ def test_what_cannot_be_done_is_said_and_the_node_goes_on() -> None:
     first, second, _ = nodes = executors(stages)
     row = InputRow(0, 0, 2)
     sick = encode(torch.tensor([[0.0] * 31 + [float("nan")]] * 2), "fp32")
-    for work in (ForwardStep(LANE, (row,), (), sick), SampleTokens((row,), (SamplingParams(),), sick)):
+    for work in (
+        ForwardStep(step_of([row]), 0, sick),
+        SampleTokens(step_of([row], sampling=(SamplingParams(),)), sick),
+    ):
         node = first if isinstance(work, SampleTokens) else second
         assert node.run(work) == StepRefused("hidden states that are not finite", bad_input=True)
-    late = first.run(ForwardStep(LANE, (InputRow(3, 7, 1),), (), ((1,),)))
+    late = first.run(ForwardStep(step_of([InputRow(3, 7, 1)]), 0, ((1,),)))
     assert isinstance(late, StepRefused) and not late.bad_input
-    much = first.run(ForwardStep(LANE, (InputRow(0, 0, 600),), (), ((1,) * 600,)))
+    much = first.run(ForwardStep(step_of([InputRow(0, 0, 600)]), 0, ((1,) * 600,)))
     assert isinstance(much, StepRefused) and not much.bad_input
     good = forward_all(nodes, [row], [[1, 2]], freed=(0, 5, 400))  # slots that were never taken
     for node in nodes:
@@ -103,7 +110,9 @@ def test_a_head_that_is_damaged_is_its_own_fault() -> None:
     with torch.no_grad():
         next(head.parameters()).fill_(float("inf"))
     node = executors(stages)[0]
-    result = node.run(SampleTokens((InputRow(0, 0, 1),), (SamplingParams(),), encode(torch.ones(1, 32), "fp32")))
+    result = node.run(
+        SampleTokens(step_of([InputRow(0, 0, 1)], sampling=(SamplingParams(),)), encode(torch.ones(1, 32), "fp32"))
+    )
     assert isinstance(result, StepRefused) and not result.bad_input
 
 

@@ -33,15 +33,7 @@ from skippipe.serving.http.request_schema import (
     ServedModel,
     parse_request,
 )
-from skippipe.serving.http.response_schema import (
-    END_OF_STREAM,
-    Choice,
-    ResponseBuilder,
-    coverage_json,
-    coverage_text,
-    event,
-    json_bytes,
-)
+from skippipe.serving.http.response_schema import END_OF_STREAM, Choice, ResponseBuilder, event, json_bytes
 from skippipe.web.auth import ApiSettings, BearerAuth, RateLimiter
 from skippipe.web.errors import APIError, no_such_model, short, timed_out, unavailable, wrong
 from skippipe.web.server import check_installed
@@ -106,7 +98,7 @@ class ApiRoutes:
     async def health(self, _request: Request) -> Response:
         coverage = self.engine.coverage()
         status = "down" if not coverage.stages else "ok" if coverage.stages == coverage.total else "degraded"
-        return _json({"status": status, **coverage_json(coverage)}, 200 if coverage.stages else 503)
+        return _json({"status": status, **coverage.to_json()}, 200 if coverage.stages else 503)
 
     async def read_metrics(self, request: Request) -> Response:
         self.admit(request.headers)
@@ -138,7 +130,7 @@ class CompletionEndpoint:
                 await self._stream(response, request, send)
                 return
             await self._generate_all(response, request, _keep)
-        await _json(response.whole(), headers={STAGES: coverage_text(response.coverage)})(scope, receive, send)
+        await _json(response.whole(), headers={STAGES: str(response.coverage)})(scope, receive, send)
 
     async def _stream(self, response: ResponseBuilder, request: AnyRequest, send: Send) -> None:
         """Sends outputs as events. The status follows the first output: until then it can still be an error."""
@@ -150,7 +142,7 @@ class CompletionEndpoint:
             async with sending:
                 if not begun:
                     begun = True
-                    headers = Headers({**EVENTS, STAGES: coverage_text(self.api.engine.coverage())})
+                    headers = Headers({**EVENTS, STAGES: str(self.api.engine.coverage())})
                     await send({"type": "http.response.start", "status": 200, "headers": headers.raw})
                 events = b"".join(map(event, response.chunks(choice, output, request.include_usage)))
                 if events:
