@@ -29,6 +29,9 @@ from skippipe.stage_subset import Visits
 
 MIN_ROOM = 64  # tokens of a slot, at first
 Value = TypeVar("Value")
+DtypeName = Literal["fp32", "bf16"]
+DTYPES: dict[DtypeName, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 
 
 class CacheFull(UserError):
@@ -245,11 +248,6 @@ class CacheView:
 def _doubled(count: int, smallest: int = 1) -> int:
     """The smallest power of two that is not below `count` or `smallest`."""
     return max(smallest, 1 << (count - 1).bit_length())
-
-
-DtypeName = Literal["fp32", "bf16"]
-DTYPES: dict[DtypeName, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 
 
 class CachedStage:

@@ -17,6 +17,9 @@ from skippipe.inference.request import Generation, GenerationRequest, TokenOutpu
 from skippipe.inference.sampler import sample
 from skippipe.stage_subset import StageSubset, Visits
 
+MAX_PROMPT_TOKENS = 8192  # of prompts in one pass, padding included
+OutputCallback = Callable[[TokenOutput], None]
+
 
 class Decoder(ABC):
     """A batch of sequences, whose KV caches hold all tokens but the last."""
@@ -103,11 +106,6 @@ def last(hidden: Tensor, rows: BatchRows) -> Tensor:
 
 def _slots(generations: Sequence[Generation]) -> tuple[int, ...]:
     return tuple(generation.slot for generation in generations)
-
-
-MAX_PROMPT_TOKENS = 8192  # of prompts in one pass, padding included
-
-OutputCallback = Callable[[TokenOutput], None]
 
 
 class GenerationEngine:

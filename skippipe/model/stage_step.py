@@ -30,6 +30,8 @@ from skippipe.optim.config import OptimConfig
 
 DeferredGradients = list[tuple[nn.Parameter, Tensor, Tensor]]
 """Weight, input and output gradient of every linear map whose weight gradient is still to be computed."""
+Key = tuple[int, int]
+"""Lane and microbatch of the lane."""
 
 
 class _Linear(torch.autograd.Function):
@@ -83,10 +85,6 @@ def add_weight_gradients(deferred: DeferredGradients) -> None:
                 weight.grad.addmm_(rows.T, columns)
             else:
                 weight.grad.add_(rows.T @ columns)
-
-
-Key = tuple[int, int]
-"""Lane and microbatch of the lane."""
 
 
 class SavedForBackward(NamedTuple):

@@ -29,6 +29,9 @@ from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.rendezvous import EndedNodes, Rendezvous
 from skippipe.transport.mailbox import Mailbox
 
+NodePair = tuple[int, int]
+"""Two nodes, measured in this direction first and then in the other."""
+
 
 class ProfilingEnv(Protocol):
     """All that the coordinator can do to the world."""
@@ -253,10 +256,6 @@ class ProfilingCoordinator:
 
 def _ns(span: timedelta) -> int:
     return round(span.total_seconds() * 1e9)
-
-
-NodePair = tuple[int, int]
-"""Two nodes, measured in this direction first and then in the other."""
 
 
 def round_robin_pairs(nodes: int) -> list[list[NodePair]]:

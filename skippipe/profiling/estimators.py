@@ -20,6 +20,10 @@ FEWEST = 3  # round trips, where each takes long
 MOST = 5  # times as many as usual, where all of them together …
 LITTLE_S = 0.3  # … take less than this
 ENOUGH = 0.8  # of the time that a transfer is to take
+STEADY = 0.25
+"""Spread of repeats above which an estimate is not reliable."""
+LEAST_PASS_S = 1e-9  # no layer takes less
+LEAST_SHARE = 0.001  # of a transfer's time that is the link's own, whatever the round trips took
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,6 @@ class LinkProbe:
             return
         factor = min(GROWTH, 1.2 * effort.transfer_s / max(beyond_s, 1e-9))
         self._bytes = min(effort.most_bytes, int(self._bytes * factor) // 4 * 4)
-
-
-STEADY = 0.25
-"""Spread of repeats above which an estimate is not reliable."""
-LEAST_PASS_S = 1e-9  # no layer takes less
-LEAST_SHARE = 0.001  # of a transfer's time that is the link's own, whatever the round trips took
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from skippipe.profiling.compute_bench import ComputeBench
     from skippipe.runtime.node.interfaces import JoinConfig
 
+log = logging.getLogger(__name__)
+PING, PONG = 0, 1  # the direction of a message that measures a link
+
 
 @dataclass(frozen=True)
 class ProfilingConfig:
@@ -75,10 +78,6 @@ class ProfilingConfig:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ProfilingConfig:
         return from_table(cls, {name: each for name, each in value.items() if name != "kind"}, "node_config")
-
-
-log = logging.getLogger(__name__)
-PING, PONG = 0, 1  # the direction of a message that measures a link
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,10 @@ def profiling_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv
     def build_bench() -> ComputeBench:
         from skippipe.profiling.compute_bench import ComputeBench
 
-        return ComputeBench(node_config, join_config.device or node_config.device)
+        device = join_config.device or node_config.device
+        return ComputeBench(
+            node_config.config, node_config.workload, device, node_config.compute_s, node_config.compiled
+        )
 
     return Role(
         machine=ProfilingNode(node_config.number[join_config.name], len(node_config.names), node_config.effort, env),

@@ -27,6 +27,9 @@ KEPT = 9  # results in a file: the newest
 
 Ends = tuple[str, str]
 """Names of sender and receiver of a link."""
+FAR = 1.5  # times what it was before
+NEAR_S = 0.001  # latencies that differ by less are alike
+Estimate = TypeVar("Estimate", LinkEstimate, NodeEstimate)
 
 
 @dataclass(frozen=True)
@@ -131,12 +134,6 @@ def _text(value: Any, at: str) -> str:
     if not isinstance(value, str):
         raise UserError(f"{at}: expected a text")
     return value
-
-
-FAR = 1.5  # times what it was before
-NEAR_S = 0.001  # latencies that differ by less are alike
-
-Estimate = TypeVar("Estimate", LinkEstimate, NodeEstimate)
 
 
 def merge_results(results: Sequence[ProfileResult], name: str) -> Cluster:

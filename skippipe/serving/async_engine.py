@@ -17,6 +17,16 @@ from skippipe.inference.request import Detokenizer, FinishReason, SamplingParams
 from skippipe.serving.gateway_thread import GatewayThread
 from skippipe.serving.scheduler import SequenceRequest, SequenceState
 
+TEMPLATE_S = 5.0
+"""Deadline of a chat template: it is a program that comes with the model, and may loop for ever."""
+TEMPLATE_CHARACTERS = 2**24
+_Update = tuple[list[int], int, FinishReason | None] | Exception
+REFUSALS = {
+    FinishReason.UNAVAILABLE: "too few stages of the model are there",
+    FinishReason.FAILED: "no node could compute it",
+    FinishReason.CANCELLED: "the server is being stopped",
+}
+
 
 @dataclass(frozen=True)
 class RequestOutput:
@@ -78,17 +88,6 @@ class EngineClient(Protocol):
         self, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams, stop: Sequence[str]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Output by output; the last one has a finish reason. Closing the iterator cancels. Raises RequestRefused."""
-
-
-TEMPLATE_S = 5.0
-"""Deadline of a chat template: it is a program that comes with the model, and may loop for ever."""
-TEMPLATE_CHARACTERS = 2**24
-_Update = tuple[list[int], int, FinishReason | None] | Exception
-REFUSALS = {
-    FinishReason.UNAVAILABLE: "too few stages of the model are there",
-    FinishReason.FAILED: "no node could compute it",
-    FinishReason.CANCELLED: "the server is being stopped",
-}
 
 
 @contextmanager

@@ -35,6 +35,9 @@ from skippipe.plan import Plan
 from skippipe.stage_subset import StageSubset, Visits, residual_scale_of
 
 DEFAULT_CONTEXT = 512  # tokens of a window, if it is unknown on how many the model was trained
+MAX_LOSS = 700.0  # its perplexity can still be written as a number
+EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Steps between plain and scaled: the residual scale is (S−1)/(L−1) to this power."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +123,6 @@ def default_context(place: Path, most: int) -> int:
     if of_run and (run / "plan.json").is_file():
         return min(most, Plan.load(run / "plan.json").workload.sequence_tokens)
     return min(most, DEFAULT_CONTEXT)
-
-
-MAX_LOSS = 700.0  # its perplexity can still be written as a number
-EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Steps between plain and scaled: the residual scale is (S−1)/(L−1) to this power."""
 
 
 class TextLoss(NamedTuple):

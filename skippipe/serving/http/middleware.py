@@ -26,6 +26,13 @@ from skippipe.web.auth import ApiSettings
 from skippipe.web.errors import APIError, internal_error, too_large
 
 BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+log = logging.getLogger(__name__)
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for the log; no client sees it
+CLOSE_S = 5.0  # for a client that does not read to be sent why its stream ends
+ENDPOINTS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics")
+MODEL = "/v1/models/"
+CLOSE = {"Connection": "close"}  # the rest of the request is not read
+DISCARD_LIMIT = 8  # times max_body_bytes that are read and discarded: a client that still sends reads no answer
 
 
 class Metrics(Collector):
@@ -56,13 +63,6 @@ class Metrics(Collector):
         for name, value in sorted(self._engine.stats().items()):
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             yield family(f"skippipe_gateway_{name}", "Of the gateway.", value)
-
-
-log = logging.getLogger(__name__)
-CLIENT_CLOSED_REQUEST = 499  # nginx's status for the log; no client sees it
-CLOSE_S = 5.0  # for a client that does not read to be sent why its stream ends
-ENDPOINTS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics")
-MODEL = "/v1/models/"
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,6 @@ def _endpoint(path: str) -> str:
     if path in ENDPOINTS:
         return path
     return f"{MODEL}{{model}}" if path.startswith(MODEL) else "other"
-
-
-CLOSE = {"Connection": "close"}  # the rest of the request is not read
-DISCARD_LIMIT = 8  # times max_body_bytes that are read and discarded: a client that still sends reads no answer
 
 
 class ClientDisconnected(Exception):
