@@ -13,7 +13,7 @@ from torch import Tensor
 
 from skippipe.inference.cached_stage import BatchRows, CacheFull, StageChain, embed, logits
 from skippipe.inference.checkpoint_loader import StagedModel
-from skippipe.inference.request import Generation, GenerationRequest, TokenOutput
+from skippipe.inference.request import Detokenizer, Generation, GenerationRequest, TokenOutput
 from skippipe.inference.sampler import sample
 from skippipe.stage_subset import StageSubset, Visits
 
@@ -130,7 +130,9 @@ class GenerationEngine:
 
     def add_request(self, request: GenerationRequest) -> Generation:
         """Queues a request; the generation grows with every step."""
-        generation = Generation.of(request, self._added, self._context, self._end_tokens, self._tokenizer)
+        detokenizer = Detokenizer(self._tokenizer, request.prompt, request.stop)
+        length = request.max_length(self._context)
+        generation = Generation(self._added, request, length, self._end_tokens, detokenizer)
         if generation.max_length > self._decoder.max_tokens:
             raise CacheFull(
                 f"a text of up to {generation.max_length:,} tokens: there is room for {self._decoder.max_tokens:,}; "

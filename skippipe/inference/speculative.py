@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -210,12 +211,9 @@ class StageTimings:
 
 def shared_stages(subset: StageSubset, draft: StageSubset) -> int:
     """Number of stages with which both begin, at the same residual scale; stage 0 is never scaled."""
-    count = 0
-    for one, other in zip(subset.stages, draft.stages, strict=False):
-        if one != other or (one and subset.residual_scale != draft.residual_scale):
-            break
-        count += 1
-    return count
+    alike = subset.residual_scale == draft.residual_scale
+    pairs = zip(subset.stages, draft.stages, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] and (alike or not pair[0]), pairs))
 
 
 def parse_draft(text: str, subset: StageSubset, residual_scale: str = "plain") -> StageSubset:
@@ -421,7 +419,4 @@ class Speculator(Decoder):
 
 def _accepted(guess: Sequence[int], right: Sequence[int]) -> int:
     """Number of tokens up to the first that differs."""
-    for index, token in enumerate(guess):
-        if token != right[index]:
-            return index
-    return len(guess)
+    return next((index for index, token in enumerate(guess) if token != right[index]), len(guess))

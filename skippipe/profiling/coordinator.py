@@ -80,7 +80,7 @@ class ProfilingCoordinator:
     env: ProfilingEnv
     callback: ProfilingCallback = field(default_factory=ProfilingCallback)
     deadlines: ProfilingDeadlines = field(default_factory=ProfilingDeadlines)
-    _began_ns: int = field(init=False)
+    _joining_until_ns: int = field(init=False)
     _seen: set[int] = field(init=False, default_factory=set)
     """Nodes that have joined, or are known to have ended before they did."""
     _computing: dict[int, int] = field(init=False, default_factory=dict)
@@ -97,7 +97,7 @@ class ProfilingCoordinator:
     """Links are measured: no node computes any more, which would disturb that."""
 
     def __post_init__(self) -> None:
-        self._began_ns = self.env.now_ns()
+        self._joining_until_ns = self._until_ns(self.deadlines.joining)
         self._order = [match for each in round_robin_pairs(len(self.config.names)) for match in each]
 
     # Input
@@ -218,7 +218,7 @@ class ProfilingCoordinator:
     def _start_probes(self) -> None:
         """Probe every link whose two nodes are free, once all have joined and computed."""
         if not self._gathered:
-            late = self.env.now_ns() > self._began_ns + _ns(self.deadlines.joining)
+            late = self.env.now_ns() > self._joining_until_ns
             if late and self.missing:
                 self.callback.happened(f"going on without {', '.join(self.missing)}: they have not joined in time")
             self._gathered = late or len(self._seen) == len(self.config.names)
@@ -240,9 +240,8 @@ class ProfilingCoordinator:
 
     def _measure(self, sender: int, receiver: int) -> None:
         self._probes += 1
-        limit = timedelta(
-            seconds=self.config.effort.most_s + 2 * self.config.effort.patience_s
-        )  # the node itself gives up before
+        effort = self.config.effort
+        limit = timedelta(seconds=effort.most_s + 2 * effort.answer_timeout_s)  # the node itself gives up before
         self._running[self._probes] = RunningProbe(sender, receiver, self._until_ns(limit))
         self.env.tell(sender, Probe(self._probes, receiver))
 
@@ -251,11 +250,7 @@ class ProfilingCoordinator:
         self.callback.progressed(len(self._computed) + len(self._links), there * there, doing)
 
     def _until_ns(self, limit: timedelta) -> int:
-        return self.env.now_ns() + _ns(limit)
-
-
-def _ns(span: timedelta) -> int:
-    return round(span.total_seconds() * 1e9)
+        return self.env.now_ns() + round(limit.total_seconds() * 1e9)
 
 
 def round_robin_pairs(nodes: int) -> list[list[NodePair]]:

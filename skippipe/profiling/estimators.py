@@ -39,7 +39,7 @@ class ProbeSettings:
     """The largest transfer."""
     most_s: float = 15.0
     """Seconds for the whole probe; the transfer that runs then is the last."""
-    patience_s: float = 20.0
+    answer_timeout_s: float = 20.0
     """Seconds to wait for one answer."""
 
 

@@ -156,7 +156,7 @@ class ProfilingNode:
 
     def decide(self) -> None:
         """Report what there is when an answer has not come in time."""
-        if self._probe and self._env.now_ns() - self._sent_ns > 1e9 * self._effort.patience_s:
+        if self._probe and self._env.now_ns() - self._sent_ns > 1e9 * self._effort.answer_timeout_s:
             self._report(self._probe)
 
     def active_peers(self) -> set[int]:

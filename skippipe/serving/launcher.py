@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import CheckpointOutline
@@ -126,7 +125,7 @@ class ServeApp(GatewayCallback):
             listening = stack.enter_context(_listening(self._config.host, self._config.port))
             self._address = f"http://{join_address(self._config.host, listening.getsockname()[1])}"
             launcher = stack.enter_context(closing(self._launcher()))
-            signal.signal(signal.SIGTERM, _terminate)  # after the fork: nodes have their own handler
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # after the fork: nodes have their own
             gateway = GatewayThread(
                 self._node_config,
                 launcher.keys,
@@ -213,10 +212,6 @@ def _listening(host: str, port: int) -> socket.socket:
         raise UserError(
             f"{join_address(host, port)}: cannot listen there: {error.strerror or error}; try --port 0"
         ) from None
-
-
-def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit(TERMINATED)
 
 
 def _log(line: str) -> None:

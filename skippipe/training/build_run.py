@@ -6,7 +6,7 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from fractions import Fraction
@@ -26,7 +26,7 @@ from skippipe.optim.interface import STORED_BYTES
 from skippipe.plan import Plan
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of, stages_of
 from skippipe.planner.published import Example
-from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
+from skippipe.planner.strategies import PlanRequest, Strategy, make_plan, with_paths_of
 from skippipe.presets import emulated_cluster
 from skippipe.runtime.coordinator.embedding_backup import BACKED_UP, best_pair
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, Deadlines, RecoverySettings
@@ -69,10 +69,7 @@ class RunSetup(RunOptions):
         failures = WriteFailures()
         for length, plan in self.plans.items():
             path = _plan_file(self.job, None if plan is self.plan else length)
-            if not self.resumed:
-                plan.save(path)
-                continue
-            with failures.tolerated(path, "it stays as it was"):
+            with failures.tolerated(path, "it stays as it was") if self.resumed else nullcontext():
                 plan.save(path)
 
     @cached_property
@@ -283,8 +280,6 @@ def plans_by_length(
     for length in sorted(lengths):
         same = plan if length == plan.visited else _saved_plan(job, plan, length) if resumed else None
         if same is None:
-            from skippipe.planner.strategies import with_paths_of  # loads what most runs do not need to start
-
             with _explain_infeasible(length, len(plan.stages)):
                 same = with_paths_of(plan, length, Strategy(job.pipeline.strategy), request)
         found[length] = same

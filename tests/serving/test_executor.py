@@ -182,3 +182,23 @@ def test_a_node_refuses_another_model(tmp_path: Path) -> None:
         build_executor(node_config, 1, replace(here, checkpoint=tmp_path / "other"))
     with pytest.raises(UserError, match="--checkpoint"):
         build_executor(node_config, 1, replace(here, checkpoint=tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"layers": None}, "node_config.layers: expected a list, found None"),
+        ({"layers": [2, "1"]}, "node_config.layers[1]: expected a whole number, found '1'"),
+        ({"stage_of": ["a"]}, "node_config.stage_of: expected an object, found ['a']"),
+        ({"stage_of": {"a": 0, "b": 3}}, "node_config.stage_of: expected names of nodes with their stages"),
+        ({"wire_dtype": "fp12"}, "node_config.wire_dtype: 'fp12' is none of fp32, bf16, int8"),
+        ({"threads": 0}, "node_config.threads: 0 is out of range; give 1 to 1,024"),
+        ({"thread": 1}, "node_config.thread: no such field; did you mean 'threads'?"),
+        ({"fingerprint": ...}, "node_config.fingerprint: missing; add it"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused_by_name(wrong: dict[str, Any], complaint: str) -> None:
+    sent = ServingConfig("model", (2, 1), {"a": 0, "b": 1}, 300, "f").to_json() | wrong
+    with pytest.raises(UserError) as caught:
+        ServingConfig.from_json({name: value for name, value in sent.items() if value is not ...})
+    assert str(caught.value) == complaint
