@@ -63,12 +63,6 @@ def ablation_order(total: int, losses: Losses) -> Iterator[StageAblation]:
         yield best
 
 
-def best_of_every_size(losses: Mapping[Visits, float]) -> dict[int, Visits]:
-    """The subset of the lowest loss, of every size."""
-    sizes = sorted({len(stages) for stages in losses}, reverse=True)
-    return {size: min((each for each in losses if len(each) == size), key=losses.__getitem__) for size in sizes}
-
-
 @dataclass(frozen=True)
 class Selection:
     """Which subsets are measured, beside the whole model."""
@@ -212,10 +206,9 @@ class Evaluation:
 
     def best_by_size(self, text: str) -> dict[int, StageSubset]:
         """The best subset of every size, if all subsets were measured."""
-        losses = {subset.stages: loss.mean for subset in self.sampled if (loss := self.loss(subset, text))}
-        if not self.ablation or len(losses) < 2 ** (self.total - 1):
-            return {}
-        return {kept: self.subset(stages) for kept, stages in best_of_every_size(losses).items()}
+        sizes = self.sizes(text)
+        every = self.ablation and sum(size.subsets for size in sizes) == 2 ** (self.total - 1)
+        return {size.kept: size.best for size in sizes} if every else {}
 
 
 def evaluate(
