@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,7 @@ from skippipe.codecs import encode
 from skippipe.errors import UserError
 from skippipe.launch.join import JoinLauncher
 from skippipe.plan import Plan
-from skippipe.runtime.coordinator.interfaces import Callback, StopRequests
+from skippipe.runtime.coordinator.interfaces import Callback, IterationReport, StopRequests
 from skippipe.training.build_run import RunSetup
 
 Backend = Callable[[RunSetup, Callback, StopRequests], None]
@@ -45,7 +46,9 @@ def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequ
         compiled=job.compute.compiled,
     )
     for number in range(job.iterations):
-        callback.iteration_done(trainer.iteration(number))
+        began_s = time.monotonic()
+        done = trainer.iteration(number)
+        callback.iteration_done(IterationReport(*done, time.monotonic() - began_s, {}, {}))
         if stop_requests():
             break
     stages = ((index, [encode(stage.weights.values.cpu(), "fp32"), None]) for index, stage in enumerate(trainer.stages))

@@ -21,14 +21,13 @@ from skippipe.data.prepare import prepare
 from skippipe.model.model_spec import ModelSpec, config_from, config_named
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.coordinator.interfaces import IterationReport
 from skippipe.skip_schedule import USUAL, SkipSchedule
 from skippipe.timeline import Timeline, Timing
 from skippipe.training.backends import one_process
 from skippipe.training.build_run import RunSetup
 from skippipe.training.job_config import JobConfig, load_job
 from skippipe.training.metrics import IterationMetrics, MetricsFile
-from skippipe.training.reference import ReferenceTrainer
+from skippipe.training.reference import ReferenceState, ReferenceTrainer
 from skippipe.workload import Workload
 from tests.helpers import oracle_trainer as oracle
 from tests.helpers.doc_pages import ROOT, pieces
@@ -79,7 +78,7 @@ def plans_of(work: Workload, layers: tuple[int, ...], paths: tuple[Visits, ...])
     return [Plan(uniform_cluster(len(stages)), work, stages, each) for each in lanes]
 
 
-def by_package(setting: Setting) -> tuple[list[IterationReport], dict[str, torch.Tensor]]:
+def by_package(setting: Setting) -> tuple[list[ReferenceState], dict[str, torch.Tensor]]:
     said, plans = setting.job, setting.plans
     job = JobConfig(
         iterations=said["iterations"],
