@@ -182,6 +182,11 @@ class Fields:
         if number != version:
             raise UserError(f"{self.at('version')}: version {number} is not known here; this release reads {version}")
 
+    def rest(self) -> dict[str, Any]:
+        """The fields that have not been taken, for a reader of its own."""
+        rest, self._remaining = self._remaining, {}
+        return rest
+
     def close(self) -> None:
         for name in self._remaining:
             near = difflib.get_close_matches(name, self._known, n=1)

@@ -48,6 +48,9 @@ def from_table(dataclass_type: type[Tree], table: Any, place: str = "") -> Tree:
             near = difflib.get_close_matches(name, hints, 1)
             meant = f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(hints)}"
             raise UserError(f"{_at(place, name)}: no such field{meant}")
+    for field in fields(dataclass_type):  # type: ignore[arg-type]
+        if field.name not in table and field.default is field.default_factory is MISSING:
+            raise UserError(f"{_at(place, field.name)}: missing; add it")
     return dataclass_type(**{name: _value(hints[name], value, _at(place, name)) for name, value in table.items()})
 
 
@@ -56,7 +59,9 @@ def _at(place: str, name: str) -> str:
 
 
 def _value(hint: Any, value: Any, at: str) -> Any:
-    hint, within = split_hint(hint)  # of an optional field too: TOML has no null, so it is given or left out
+    if value is None and type(None) in get_args(hint):  # in JSON; TOML has no null
+        return None
+    hint, within = split_hint(hint)
     found = _typed(hint, value, at)
     if within is not None:
         within.check(found, at)
@@ -65,7 +70,7 @@ def _value(hint: Any, value: Any, at: str) -> Any:
 
 def _typed(hint: Any, value: Any, at: str) -> Any:
     if is_dataclass(hint):
-        return from_table(hint, value, at)  # type: ignore[arg-type]
+        return hint.from_json(value) if hasattr(hint, "from_json") else from_table(hint, value, at)  # type: ignore[arg-type]
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise UserError(f"{at}: {value!r} is none of {', '.join(get_args(hint))}")
@@ -74,13 +79,19 @@ def _typed(hint: Any, value: Any, at: str) -> Any:
         if not abs(value) <= sys.float_info.max:  # nor is a whole number of a thousand digits
             raise UserError(f"{at}: {number_text(value)} is not a finite number")
         return float(value)
-    if get_origin(hint) is list:
-        (item_hint,) = get_args(hint)
+    if get_origin(hint) in (list, tuple):
+        item_hint = get_args(hint)[0]
         if item_hint is str and isinstance(value, str):
             value = [value]
         if not isinstance(value, list):
             raise UserError(f"{at}: expected a list, found {value!r}")
-        return [_value(item_hint, each, f"{at}[{index}]") for index, each in enumerate(value)]
+        return get_origin(hint)(_value(item_hint, each, f"{at}[{index}]") for index, each in enumerate(value))
+    if get_origin(hint) is dict:
+        if not isinstance(value, dict):
+            raise UserError(f"{at}: expected an object, found {value!r}")
+        return {name: _value(get_args(hint)[1], each, _at(at, name)) for name, each in value.items()}
+    if hint is Any:
+        return value
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         found = number_text(value) if type(value) is int else repr(value)
         raise UserError(f"{at}: expected {TYPE_NAMES[hint]}, found {found}")

@@ -99,7 +99,7 @@ def evaluate(
     from skippipe.inference.checkpoint_loader import load, locate_checkpoint
     from skippipe.inference.eval.evaluate import Selection
     from skippipe.inference.eval.evaluate import evaluate as evaluated
-    from skippipe.inference.eval.windows import Windows, beginning_of, default_context, labels, open_text
+    from skippipe.inference.eval.perplexity import Windows, beginning_of, default_context, labels, open_text
 
     place = locate_checkpoint(checkpoint)
     tokenizer = TextTokenizer.load(place)

@@ -16,7 +16,7 @@ from skippipe.value_ranges import CONTEXT, SEED, Range
 
 if TYPE_CHECKING:
     from skippipe.inference.checkpoint_loader import StagedModel
-    from skippipe.inference.decoder import Decoder
+    from skippipe.inference.engine import Decoder
     from skippipe.inference.request import GenerationRequest, TokenOutput
     from skippipe.stage_subset import StageSubset
 
@@ -145,15 +145,14 @@ def _decoder(
     residual_scale: str,
     draft_tokens: int | None,
 ) -> Decoder:
-    from skippipe.inference.decoder import TokenByToken
+    from skippipe.inference.engine import TokenByToken
 
     plain = TokenByToken(staged, subset, cache_tokens)
     if draft is None:
         return plain
-    from skippipe.inference.draft_policy import parse_draft, pick_draft
     from skippipe.inference.engine import GenerationEngine
     from skippipe.inference.request import GenerationRequest, SamplingParams
-    from skippipe.inference.speculative import Speculator
+    from skippipe.inference.speculative import Speculator, parse_draft, pick_draft
 
     if draft != "auto":
         return Speculator(staged, subset, parse_draft(draft, subset, residual_scale), cache_tokens, draft_tokens)

@@ -20,8 +20,8 @@ from skippipe.value_ranges import HEARTBEAT_S, NODES, SAMPLES, SEQUENCE, THREADS
 
 if TYPE_CHECKING:
     from skippipe.cluster import Cluster
-    from skippipe.profiling.config import ProfilingConfig
     from skippipe.profiling.coordinator import ProfilingCallback
+    from skippipe.profiling.node import ProfilingConfig
     from skippipe.profiling.results import ProfileResult
     from skippipe.training.job_config import JobConfig
 
@@ -116,11 +116,9 @@ def profile(
     from skippipe.launch.launcher import JoinLauncher, Launcher
     from skippipe.launch.local import LocalLauncher
     from skippipe.model.model_spec import check_device
-    from skippipe.profiling.coordinator import ProfilingDeadlines
-    from skippipe.profiling.merge import merge_results
-    from skippipe.profiling.results import ProfileResult, load_results, save_results
-    from skippipe.profiling.role import ROLES
-    from skippipe.profiling.server import profile_nodes
+    from skippipe.profiling.coordinator import ProfilingDeadlines, profile_nodes
+    from skippipe.profiling.node import ROLES
+    from skippipe.profiling.results import ProfileResult, load_results, merge_results, save_results
     from skippipe.transport.keys import PeerList
 
     known = [Cluster.load(path) for path in (output, merge) if path is not None and (path is merge or path.exists())]
@@ -176,8 +174,8 @@ def _node_config(
     job: JobConfig, names: tuple[str, ...], transfer_s: float, heartbeat_s: float | None
 ) -> ProfilingConfig:
     from skippipe.model.model_spec import ModelSpec, config_named
-    from skippipe.profiling.config import ProfilingConfig
-    from skippipe.profiling.link_probe import ProbeSettings
+    from skippipe.profiling.estimators import ProbeSettings
+    from skippipe.profiling.node import ProfilingConfig
     from skippipe.workload import Workload, model_named
 
     shape = model_named(job.model.config)
@@ -208,7 +206,7 @@ def _located(result: ProfileResult, known: list[Cluster]) -> ProfileResult:
 
 
 def _print_result(output: Path, cluster: Cluster, results: list[ProfileResult], *, as_json: bool) -> None:
-    from skippipe.profiling.merge import outliers, unreachable
+    from skippipe.profiling.results import outliers, unreachable
 
     odd, apart = outliers(results), unreachable(results)
     if as_json:

@@ -132,7 +132,7 @@ def serve(
     from skippipe.model.model_spec import check_device
     from skippipe.planner.problem_spec import cluster_named
     from skippipe.serving.launcher import ServeApp, ServeConfig
-    from skippipe.serving.node.role import ServingConfig
+    from skippipe.serving.node import ServingConfig
     from skippipe.serving.routing import ClusterCost, UniformCost, assign_stages
 
     if keys is None:

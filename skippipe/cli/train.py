@@ -208,8 +208,8 @@ def _all_roles() -> Roles:
 
     modules = {
         TRAINING: "skippipe.runtime.train_role",
-        SERVING: "skippipe.serving.node.role",
-        PROFILING: "skippipe.profiling.role",
+        SERVING: "skippipe.serving.node",
+        PROFILING: "skippipe.profiling.node",
     }
 
     def build(kind: str, *given: Any) -> Any:

@@ -78,7 +78,7 @@ class JoinLauncher:
         known = PeerList.load(self._peers).peers
         unknown = [name for name in self._names if name not in known]
         if unknown:
-            raise UserError(f"{self._peers}: has no key of {', '.join(unknown)}, which the plan uses")
+            raise UserError(f"{self._peers}: has no key of {', '.join(unknown)}; 'skippipe keys' makes them")
         return NodeEndpoints(dict(known))
 
     def start(self, address: str) -> None:

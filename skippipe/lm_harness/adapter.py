@@ -51,7 +51,7 @@ class SubsetLM(_Language):  # type: ignore[misc]
 
     @property
     def max_length(self) -> int:
-        return self.subset.context
+        return self.subset.staged.context
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_others: Any) -> list[int]:
         if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
