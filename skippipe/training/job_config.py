@@ -10,8 +10,8 @@ from skippipe.codecs import CodecId
 from skippipe.collectives import COLLECTIVES, CollectiveId
 from skippipe.errors import UserError
 from skippipe.heartbeat import TIMEOUT_S
+from skippipe.optim import OPTIMIZERS
 from skippipe.optim.config import OptimConfig
-from skippipe.optim.registry import OPTIMIZERS
 from skippipe.skip_schedule import USUAL, SkipSchedule
 from skippipe.toml_config import read_toml
 from skippipe.value_ranges import (

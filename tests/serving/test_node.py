@@ -24,7 +24,7 @@ from skippipe.runtime.messages import (
     from_json,
     to_json,
 )
-from skippipe.serving.node.state_machine import MAX_EARLY, EarlyMessages, ServingNode
+from skippipe.serving.node import MAX_EARLY, EarlyMessages, ServingNode
 from skippipe.serving.routing import ServingRoute
 from skippipe.serving.scheduler import Scheduler, SequenceRequest, SequenceState, ServingSettings, ServingStep
 from skippipe.serving.step_protocol import (
@@ -57,22 +57,22 @@ class SymbolicExecutor:
             case ForwardStep():
                 return self._pass(work)
             case SampleTokens():
-                end_tokens = [sum(row.count for row in work.rows[: at + 1]) for at in range(len(work.rows))]
+                end_tokens = [sum(row.count for row in work.step.rows[: at + 1]) for at in range(len(work.step.rows))]
                 return [
                     next_token(list(work.inputs[end - 1]), sampling.seed)
-                    for end, sampling in zip(end_tokens, work.sampling, strict=True)
+                    for end, sampling in zip(end_tokens, work.step.sampling, strict=True)
                 ]
             case FreeSlots():
                 self.caches = {key: each for key, each in self.caches.items() if key[0] != work.route}
                 return None
 
     def _pass(self, work: ForwardStep) -> Prefixes:
-        for slot in work.freed:
-            self.caches.pop((work.route, slot), None)
+        for slot in work.step.freed:
+            self.caches.pop((work.step.route, slot), None)
         made: Prefixes = []
         at = 0
-        for number, row in enumerate(work.rows):
-            cache = self.caches.setdefault((work.route, row.slot), [])
+        for number, row in enumerate(work.step.rows):
+            cache = self.caches.setdefault((work.step.route, row.slot), [])
             assert len(cache) == row.start
             new = self._new(work.inputs, number, row, at)
             at += row.count
