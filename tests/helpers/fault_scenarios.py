@@ -18,10 +18,16 @@ from skippipe.workload import Workload
 from tests.helpers.plans import TINY, drawn_averaging, uniform_cluster
 
 
-def plan_over(stages: Sequence[Sequence[int]], lanes: Sequence[tuple[tuple[int, ...], int]], split: bool) -> Plan:
+def plan_over(
+    stages: Sequence[Sequence[int]],
+    lanes: Sequence[tuple[tuple[int, ...], int]],
+    split: bool,
+    collective: str = "auto",
+) -> Plan:
+    """All stages average round rings; what is planned later does as the collective says."""
     count = sum(map(len, stages))
     microbatches = sum(each for _, each in lanes)
-    workload = Workload(TINY, 16, 1, microbatches, max_slots=3)
+    workload = Workload(TINY, 16, 1, microbatches, max_slots=3, collective=collective)
     layers = workload.layer_split(len(stages))
     plan = Plan(
         uniform_cluster(count),
