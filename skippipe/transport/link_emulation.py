@@ -18,8 +18,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from skippipe.transport.message import Message, Received
 
@@ -36,57 +37,93 @@ class EmulatedLink:
             raise ValueError(f"no link has {self.latency_s} s and {self.bandwidth_bytes_per_s} bytes/s")
 
 
+Send: TypeAlias = Callable[[str, Message, int], None]
+"""Sends a message to a peer, with the moment at which it is due; 0: at once."""
+
+
+class UploadPacer:
+    """A real upload that all peers share: messages leave one after another, at its rate."""
+
+    def __init__(self, bytes_per_s: float, send: Send, clock: Callable[[], int]) -> None:
+        self._upload = Upload(bytes_per_s)
+        self._send = send
+        self._clock = clock
+        self._waiting: deque[tuple[int, str, Message]] = deque()
+
+    def send(self, peer: str, message: Message) -> None:
+        """Send a message when its turn comes."""
+        self._waiting.append((self._upload.leaves_ns(self._clock(), nbytes_of(message)), peer, message))
+        self.flush()
+
+    def flush(self) -> int | None:
+        """Send those whose turn has come; gives the moment of the next, if there is any."""
+        while self._waiting and self._waiting[0][0] <= self._clock():
+            _, peer, message = self._waiting.popleft()
+            self._send(peer, message, 0)
+        return self._waiting[0][0] if self._waiting else None
+
+    def notice_ns(self, peer: str) -> int:  # noqa: ARG002
+        """When a message without a tensor is due there: it is not held up."""
+        return 0
+
+
 class LinkEmulator:
-    """Computes when messages would arrive. Transfers over one link queue; links share the node's upload, if it has a
-    rate of its own, and do not disturb each other otherwise."""
+    """Sends messages at once, with the moment at which they would arrive. Transfers over one link queue; links share
+    the node's upload, if it has a rate of its own, and do not disturb each other otherwise."""
 
     def __init__(
-        self, links: Mapping[str, EmulatedLink], clock: Callable[[], int], upload_bytes_per_s: float | None = None
+        self,
+        links: Mapping[str, EmulatedLink],
+        send: Send,
+        clock: Callable[[], int],
+        upload_bytes_per_s: float | None = None,
     ) -> None:
         self._links = dict(links)
+        self._send = send
         self._clock = clock
         self._free_ns = dict.fromkeys(links, 0)
-        self._upload = UploadPacer(upload_bytes_per_s, clock) if upload_bytes_per_s else None
+        self._upload = Upload(upload_bytes_per_s) if upload_bytes_per_s else None
+
+    def send(self, peer: str, message: Message) -> None:
+        self._send(peer, message, self.due_ns(peer, nbytes_of(message)))
 
     def due_ns(self, peer: str, nbytes: int) -> int:
         """The moment this message would arrive if it were sent now; 0 for a peer whose link is left as it is."""
         link = self._links.get(peer)
         if link is None:
             return 0
-        leaves_ns = self._clock() if self._upload is None else self._upload.leaves_ns(nbytes)
+        leaves_ns = self._clock() if self._upload is None else self._upload.leaves_ns(self._clock(), nbytes)
         start_ns = max(leaves_ns, self._free_ns[peer])
         end_ns = start_ns + round(nbytes / link.bandwidth_bytes_per_s * 1e9)
         self._free_ns[peer] = end_ns
         return end_ns + round(link.latency_s * 1e9)
 
+    def flush(self) -> None:
+        """Nothing waits here."""
 
-class UploadPacer:
-    """Messages to all peers, which leave one after another at the rate of the upload that they share."""
+    def notice_ns(self, peer: str) -> int:
+        """The moment at which a message without a tensor would arrive there: it waits for none."""
+        link = self._links.get(peer)
+        return self._clock() + round(link.latency_s * 1e9) if link else 0
 
-    def __init__(self, bytes_per_s: float, clock: Callable[[], int]) -> None:
+
+class Upload:
+    """An upload that links share: messages go through it one after another."""
+
+    def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
-        self._clock = clock
         self._free_ns = 0
-        self._waiting: deque[tuple[int, str, Message]] = deque()
 
-    def leaves_ns(self, nbytes: int) -> int:
-        """The moment at which a message of so many bytes leaves, if it is the next; it keeps the upload busy."""
-        leaves_ns = max(self._clock(), self._free_ns)
+    def leaves_ns(self, now_ns: int, nbytes: int) -> int:
+        """The moment at which a message leaves that is ready now."""
+        leaves_ns = max(now_ns, self._free_ns)
         self._free_ns = leaves_ns + round(nbytes / self._bytes_per_s * 1e9)
         return leaves_ns
 
-    def put(self, peer: str, message: Message, nbytes: int) -> None:
-        self._waiting.append((self.leaves_ns(nbytes), peer, message))
 
-    def next_ns(self) -> int | None:
-        """When the next message leaves; None: there is none."""
-        return self._waiting[0][0] if self._waiting else None
-
-    def ready(self) -> Iterator[tuple[str, Message]]:
-        """Remove the messages whose time has come, and give them with their receivers."""
-        while self._waiting and self._waiting[0][0] <= self._clock():
-            _, peer, message = self._waiting.popleft()
-            yield peer, message
+def nbytes_of(message: Message) -> int:
+    """Bytes of the tensor, which are what counts."""
+    return int(getattr(message.body, "nbytes", 0))
 
 
 class DelayQueue:
@@ -96,11 +133,17 @@ class DelayQueue:
     come; `links` are those from the senders here.
     """
 
-    def __init__(self, links: Mapping[str, EmulatedLink] | None = None, download: float | None = None) -> None:
-        self._heap: list[tuple[int, int, Received]] = []
+    def __init__(
+        self,
+        links: Mapping[str, EmulatedLink] | None = None,
+        download: float | None = None,
+        before: DelayQueue | None = None,
+    ) -> None:
+        """It goes on with what is left in the queue `before`."""
+        self._heap: list[tuple[int, int, Received]] = list(before._heap) if before else []
         self._coming: list[tuple[int, int, Received]] = []
         """Those whose first byte has not come yet, by the moment at which it does."""
-        self._count = 0
+        self._count: int = before._count if before else 0
         self._links = links or {}
         self._download = download
         self._free_ns = 0
@@ -118,7 +161,7 @@ class DelayQueue:
         self._count += 1
 
     def _transmit_ns(self, received: Received, bytes_per_s: float) -> int:
-        return round(getattr(received.message.body, "nbytes", 0) / bytes_per_s * 1e9)
+        return round(nbytes_of(received.message) / bytes_per_s * 1e9)
 
     def next_due_ns(self) -> int | None:
         return min((heap[0][0] for heap in (self._heap, self._coming) if heap), default=None)

@@ -97,7 +97,9 @@ def test_an_unknown_collective_is_named() -> None:
 
 def test_a_library_averages_at_once_without_messages() -> None:
     averaging = Averaging((4, 3, 5))
-    by_library, by_ring = (AveragingProtocol(3, 1, [Averaging((0,)), averaging], in_messages=each) for each in (False, True))
+    by_library, by_ring = (
+        AveragingProtocol(3, 1, [Averaging((0,)), averaging], in_messages=each) for each in (False, True)
+    )
     first = next(number for number, each in enumerate(averaging.schedule.transfers) if each.receiver == 1)
     piece = GradientPiece(0, stage=1, transfer=first)
     assert by_ring.expects(4, piece) and not by_library.expects(4, piece)

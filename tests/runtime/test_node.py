@@ -186,6 +186,7 @@ def test_a_piece_is_not_taken_twice_before_while_or_after_it_is_passed_on() -> N
     bench.take(4, gradient_piece(8, piece=2))
     assert bench.node.dropped == {taken: 4}
     bench.end()
+    assert bench.decide() == "adopt piece 1"
     assert bench.sent() == ["transfer 11 → 3, epoch 0"]
 
 
@@ -199,7 +200,7 @@ def test_contributions_that_come_before_this_node_is_done_wait_and_go_in_the_ord
         each = plan.stages[2].averaging.schedule.transfers[number]
         assert (each.sender, each.receiver) == (sender - 3, 0)
         bench.take(sender, gradient_piece(number))
-    total = plan.stages[2].averaging.schedule.transfers.index((True, 1, 1, 1, 0))
+    total = plan.stages[2].averaging.schedule.transfers.index((True, 1, 1, 1, 0, 0))
     bench.take(4, gradient_piece(total, piece=1))
     assert bench.node.dropped == {(4, A_PIECE): 1}, "a total to which this node has not contributed"
     for microbatch in range(2):

@@ -112,6 +112,11 @@ class Role:
     """The least ns that an operation takes: an emulated node is no faster than the plan says."""
     links: Mapping[str, EmulatedLink] = field(default_factory=dict)
     """Name → emulated link to that node."""
+    links_here: Mapping[str, EmulatedLink] = field(default_factory=dict)
+    """The same from that node."""
+    upload_bytes_per_s: float | None = None
+    """What all links carry from here together, emulated or real; None: no limit, as is the next."""
+    download_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)
