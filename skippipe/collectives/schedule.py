@@ -218,10 +218,6 @@ class Schedule:
             found.append(number + 1 + others * so_far // total)
         return found
 
-    def incoming(self, place: int) -> list[int]:
-        """Numbers of the transfers that end at a place."""
-        return [number for number, each in enumerate(self.transfers) if each.receiver == place]
-
     def needed_for(self, number: int) -> list[int]:
         """Numbers of the transfers that bring to its sender what this one passes on."""
         each = self.transfers[number]
