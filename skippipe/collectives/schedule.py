@@ -234,7 +234,6 @@ class Schedule:
             found.append(number + 1 + others * so_far // total)
         return found
 
-<<<<<<< HEAD
 
 def _needs(
     transfers: Sequence[Transfer], up: Sequence[Sequence[int]], relays: Sequence[dict[int, int]]
@@ -256,18 +255,6 @@ def _needs(
             yield (totals[piece, sender],)
         else:
             yield tuple(contributions.get((piece, sender), ()))
-=======
-    def needed_for(self, number: int) -> list[int]:
-        """Numbers of the transfers that bring to its sender what this one passes on."""
-        each = self.transfers[number]
-        at_root = self.up[each.piece, each.sender] < 0
-        total = each.total and not at_root
-        return [
-            other
-            for other, before in enumerate(self.transfers)
-            if (before.total, before.piece, before.receiver) == (total, each.piece, each.sender)
-        ]
->>>>>>> executor
 
 
 def _columns(averaging: Averaging) -> tuple[Ints, ...]:
