@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias
 
 import numpy as np
 
-from skippipe.collectives.schedule import Averaging, FreeLinks, free_links
+from skippipe.collectives.schedule import Averaging, FreeLinks, MergedSchedule, TransferTimes, free_links
 from skippipe.collectives.topology import merged, ring_edges, transfer_times
 from skippipe.constraints import circle
 from skippipe.cost_model import CostModel
@@ -160,13 +161,17 @@ def _averaging_spans(costs: CostModel, averagings: Sequence[Averaging]) -> Calla
     its sum."""
     edges = ring_edges(costs, averagings)
 
+    @cache
+    def transfers() -> tuple[MergedSchedule, TransferTimes]:
+        return merged(tuple(averagings)), transfer_times(costs, averagings, range(len(averagings)))
+
     def spans(done_ns: Ints, free_ns: FreeLinks) -> Spans:
         last_ns = [max((int(done_ns[node]) for node in each.order), default=0) for each in averagings]
         if edges is not None and not any(free_ns.link_ns[ring.links].any() for ring in edges):
             ends_ns = [ring.averaged_ns(done_ns) for ring in edges]
         else:
-            times = transfer_times(costs, averagings, range(len(averagings)))
-            ends_ns = merged(tuple(averagings)).run(done_ns, times, free_ns).tolist()
+            schedule, times = transfers()
+            ends_ns = schedule.run(done_ns, times, free_ns).tolist()
         return tuple((last, max(last, end)) for last, end in zip(last_ns, ends_ns, strict=True))
 
     return spans
