@@ -143,25 +143,26 @@ class Network:
         self.link_free: Counter[Link] = Counter()
         self.download_free: Counter[str] = Counter()
 
-    def first_byte(self, link: Link, size: int, leaves: int, transmit_ns: int) -> int:
-        """When the first byte comes to the receiver. Messages are given in the order in which they leave."""
+    def first_byte(self, link: Link, size: int, leaves: int, least: int = 0) -> int:
+        """When the first byte comes to the receiver. Messages are given in the order in which they leave. `least`: for
+        how long they keep uploads, links and downloads busy in any case."""
         start = leaves
         if self.shared:
             sender, _ = link
             if sender in self.cost.upload:
                 start = max(leaves, self.upload_free[sender])
-                self.upload_free[sender] = start + sending_ns(size, self.cost.upload[sender])
+                self.upload_free[sender] = start + max(least, sending_ns(size, self.cost.upload[sender]))
             start = max(start, self.link_free[link])
-            self.link_free[link] = start + transmit_ns
+            self.link_free[link] = start + max(least, transmit(self.cost, link, size))
         return start + self.cost.flight[link]
 
-    def arrival(self, link: Link, size: int, comes: int, transmit_ns: int) -> int:
+    def arrival(self, link: Link, size: int, comes: int, least: int = 0) -> int:
         """When all of a message is there. Messages are given in the order in which their first bytes come."""
         _, receiver = link
         if self.shared and receiver in self.cost.download:
             comes = max(comes, self.download_free[receiver])
-            self.download_free[receiver] = comes + sending_ns(size, self.cost.download[receiver])
-        return comes + transmit_ns
+            self.download_free[receiver] = comes + max(least, sending_ns(size, self.cost.download[receiver]))
+        return comes + max(least, transmit(self.cost, link, size))
 
 
 def circle(nodes: list[str]) -> list[Link]:
@@ -220,14 +221,14 @@ def run_tasks(plan: Json, network: Network) -> list[Task]:
                     waiting.append(task)
                     continue
                 link = (ended.node, task.node)
-                comes = network.first_byte(link, hop_bytes, now, transmit(cost, link, hop_bytes))
+                comes = network.first_byte(link, hop_bytes, now)
                 flying.append((comes, task.lane, link, task))
             if ended.kind == "backward" and is_split(plan):
                 waiting.append(weights_of(ended))
         for message in sorted((message for message in flying if message[0] == now), key=lambda message: message[1]):
             flying.remove(message)
             comes, _, link, task = message
-            task.ready = network.arrival(link, hop_bytes, comes, transmit(cost, link, hop_bytes))
+            task.ready = network.arrival(link, hop_bytes, comes)
             waiting.append(task)
         for node in cost.nodes.keys() - running.keys():
             room = held[node] < cost.nodes[node].slots
@@ -350,21 +351,18 @@ def average(plan: Json, network: Network, ended: dict[str, int]) -> list[Transfe
             known.append(ended[receiver] + cost.flight[receiver, sender])
         return max(known)
 
-    def transmit_ns(transfer: Transfer) -> int:
-        return max(1, transmit(cost, transfer.link, transfer.size))
-
     waiting, flying = sorted(transfers, key=rank), list[tuple[int, Transfer]]()
     while waiting or flying:
         leaving = [(ready(transfer), transfer) for transfer in waiting]
         now = min([time for time, _ in leaving if time is not None] + [comes for comes, _ in flying])
         for transfer in [transfer for time, transfer in leaving if time == now]:
             waiting.remove(transfer)
-            comes = network.first_byte(transfer.link, transfer.size, now, transmit_ns(transfer))
+            comes = network.first_byte(transfer.link, transfer.size, now, least=1)
             flying.append((comes, transfer))
         here = [transfer for comes, transfer in flying if comes == now]
         flying = [(comes, transfer) for comes, transfer in flying if comes > now]
         for transfer in sorted(here, key=rank):
-            transfer.arrived = network.arrival(transfer.link, transfer.size, now, transmit_ns(transfer))
+            transfer.arrived = network.arrival(transfer.link, transfer.size, now, least=1)
     return transfers
 
 
