@@ -15,7 +15,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from skippipe.bottlenecks import DOWNLOADS, UPLOADS, (
+from skippipe.bottlenecks import (
+    DOWNLOADS,
+    UPLOADS,
     CauseGroup,
     bottlenecks,
     busiest_link,
