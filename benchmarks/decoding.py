@@ -24,11 +24,9 @@ from transformers import AutoModelForCausalLM
 from skippipe.data.documents import source
 from skippipe.inference.cached_stage import DTYPES, DtypeName, convert
 from skippipe.inference.checkpoint_loader import StagedModel, load
-from skippipe.inference.decoder import Decoder, TokenByToken
-from skippipe.inference.draft_policy import parse_draft, pick_draft
-from skippipe.inference.engine import GenerationEngine
+from skippipe.inference.engine import Decoder, GenerationEngine, TokenByToken
 from skippipe.inference.request import GenerationRequest, SamplingParams
-from skippipe.inference.speculative import Speculator
+from skippipe.inference.speculative import Speculator, parse_draft, pick_draft
 from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.stage_subset import StageSubset

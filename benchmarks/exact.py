@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import load_file
 
 from skippipe.cluster import Cluster, Node
+from skippipe.collectives.schedule import Piece
 from skippipe.data.prepare import prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.model.model_spec import ModelSpec, config_named
@@ -56,6 +57,8 @@ class Case:
     layers: tuple[int, ...] = EVEN
     split: bool = False
     engine: str = "ring"
+    pieces: tuple[Piece, ...] = ()
+    """How stage 2 averages, which is then held by three nodes: 3, 4 and 5."""
 
 
 CASES = (
@@ -66,6 +69,13 @@ CASES = (
     Case("reordered", REORDERED),
     Case("uneven stages", SKIPPED, UNEVEN),
     Case("reordered, uneven, split backward", REORDERED, UNEVEN, True),
+    Case("a third skipped, direct exchange", SKIPPED, engine="auto", pieces=(Piece(3, 2), Piece(4, 1), Piece(5, 1))),
+    Case(
+        "reordered, averaged along trees",
+        REORDERED,
+        engine="auto",
+        pieces=(Piece(3, 2, ((4, 5),)), Piece(4, 1, ((3, 5),))),
+    ),
     Case("full pipeline, averaged by torch", FULL, engine="torch"),
     Case("reordered, split, averaged by torch", REORDERED, split=True, engine="torch"),
 )
@@ -82,15 +92,19 @@ class Losses(Callback):
 
 
 def plan_of(case: Case, spec: ModelSpec) -> Plan:
-    """Eight nodes; every lane goes to the next replica of each stage on its way."""
-    count = sum(REPLICAS)
+    """Eight nodes or nine; every lane goes to the next replica of each stage on its way."""
+    replicas = (*REPLICAS[:2], 3, *REPLICAS[3:]) if case.pieces else REPLICAS
+    count = sum(replicas)
     machines = tuple(Node(f"n{index}", "here", 1e10, 2**34) for index in range(count))
     cluster = Cluster("this machine", machines, np.full((count, count), 1e-5), np.full((count, count), 1e9))
     nodes = iter(range(count))
-    members = [tuple(next(nodes) for _ in range(size)) for size in REPLICAS]
+    members = [tuple(next(nodes) for _ in range(size)) for size in replicas]
     turns = [cycle(each) for each in members]
     lanes = tuple(Lane(tuple(next(turns[stage]) for stage in visits), 1) for visits in case.visits)
-    stages = tuple(Stage(layers, each, each) for layers, each in zip(case.layers, members, strict=True))
+    stages = tuple(
+        Stage(layers, each, each, case.pieces if stage == 2 else ())
+        for stage, (layers, each) in enumerate(zip(case.layers, members, strict=True))
+    )
     workload = Workload(spec.shape, 64, 2, len(lanes), wire_dtype="fp32", compute_dtype="fp32", collective=case.engine)
     plan = Plan(cluster, workload, stages, lanes, split_backward=case.split)
     assert not validate(plan)
@@ -142,7 +156,7 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         runs = []
-        cases = [case for case in CASES if case.engine == "ring" or torch.distributed.is_available()]
+        cases = [case for case in CASES if case.engine != "torch" or torch.distributed.is_available()]
         for index, case in enumerate(cases):  # all of them first: a process that has computed gradients may not fork
             plan, losses, output = plan_of(case, spec), Losses(), Path(name) / str(index)
             node_config = brief_of(case, plan, spec, tokens)

@@ -28,8 +28,8 @@ from skippipe.data.prepare import prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.launch.fork_server import ProcessPool
 from skippipe.model.model_spec import ModelSpec, llama_config
+from skippipe.optim import OPTIMIZERS
 from skippipe.optim.config import OptimConfig
-from skippipe.optim.registry import OPTIMIZERS
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
 from skippipe.runtime.coordinator.settings import CoordinatorSettings

@@ -23,12 +23,10 @@ import torch
 from skippipe.cluster import Cluster, Node
 from skippipe.launch.local import LocalLauncher
 from skippipe.model.model_spec import ModelSpec, llama_config
-from skippipe.profiling.config import ProfilingConfig
-from skippipe.profiling.coordinator import ProfilingCallback
-from skippipe.profiling.link_probe import ProbeSettings
-from skippipe.profiling.merge import merge_results, outliers
-from skippipe.profiling.role import ROLES
-from skippipe.profiling.server import profile_nodes
+from skippipe.profiling.coordinator import ProfilingCallback, profile_nodes
+from skippipe.profiling.estimators import ProbeSettings
+from skippipe.profiling.node import ROLES, ProfilingConfig
+from skippipe.profiling.results import merge_results, outliers
 from skippipe.workload import MODELS, Workload
 
 LATENCY_S = 0.0005, 0.12

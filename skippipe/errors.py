@@ -1,10 +1,12 @@
-"""Errors of the user's input and environment, and how a command reports them."""
+"""Errors of the user's input and environment, packages that are missing among them, and how a command reports them."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from io import TextIOWrapper
+from typing import Any
 
 
 class UserError(Exception):
@@ -15,6 +17,18 @@ class Infeasible(UserError):
     """A problem that no plan solves; the message gives the nearest one that can be solved."""
 
 
+def require(package: str, extra: str, purpose: str) -> Any:
+    """The imported package; UserError with how to install it if it is missing."""
+    try:
+        return import_module(package)
+    except ImportError as error:
+        if error.name not in (package, None):  # it is there, but something below it is broken
+            raise UserError(f"{purpose} needs the package '{package}', which cannot be imported: {error}") from None
+        raise UserError(
+            f"{purpose} needs the package '{package}': install it with pip install 'skippipe[{extra}]'"
+        ) from None
+
+
 def run_command(command: Callable[[], None]) -> None:
     """Run a command; errors of input and environment become one line and an exit code."""
     for stream in (sys.stdout, sys.stderr):
@@ -22,9 +36,6 @@ def run_command(command: Callable[[], None]) -> None:
             stream.reconfigure(errors="replace")  # a terminal without our arrows shows question marks
     try:
         command()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
     except ModuleNotFoundError as error:
         extra = EXTRAS.get(error.name or "")
         if extra is None:
@@ -33,7 +44,7 @@ def run_command(command: Callable[[], None]) -> None:
         raise SystemExit(2) from None
     except BrokenPipeError:
         raise SystemExit(1) from None
-    except OSError as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
@@ -42,13 +53,7 @@ def run_command(command: Callable[[], None]) -> None:
 
 
 EXTRAS = {
-    "torch": "train",
-    "transformers": "train",
-    "tokenizers": "train",
-    "safetensors": "train",
-    "msgspec": "train",
-    "zmq": "train",
-    "fastapi": "serve",
-    "uvicorn": "serve",
+    **dict.fromkeys(("torch", "transformers", "tokenizers", "safetensors", "msgspec", "zmq"), "train"),
+    **dict.fromkeys(("fastapi", "uvicorn"), "serve"),
 }
 """Packages that only some commands need, and the extra that brings each."""

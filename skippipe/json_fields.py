@@ -1,4 +1,4 @@
-"""JSON files that users write: every error names the place and the fix."""
+"""Files that users write, and JSON field by field: every error names the place and the fix."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import difflib
 import json
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,11 @@ def exists(path: Path) -> bool:
 
 def read_json(path: Path) -> Any:
     """The parsed file; NaN is let through here, so that the reader of the field can say where it stands."""
+    return read_file(path, partial(json.loads, object_pairs_hook=_without_repeats), "JSON")
+
+
+def read_file(path: Path, loads: Callable[[str], Any], language: str) -> Any:
+    """The text of a file, parsed by `loads`; errors start with the file's name."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -31,16 +37,16 @@ def read_json(path: Path) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as text: {error}") from None
     try:
-        return json.loads(text, object_pairs_hook=_without_repeats)
+        return loads(text)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:  # bad syntax, a number of thousands of digits, endless nesting
-        raise UserError(f"{path}: not valid JSON: {error}") from None
+        raise UserError(f"{path}: not valid {language}: {error}") from None
 
 
-def read_as(parse: Callable[[Any], Parsed], path: Path) -> Parsed:
+def read_as(parse: Callable[[Any], Parsed], path: Path, read: Callable[[Path], Any] = read_json) -> Parsed:
     """The file parsed into an object; errors start with the file's name."""
-    raw = read_json(path)
+    raw = read(path)
     try:
         return parse(raw)
     except UserError as error:
@@ -176,6 +182,11 @@ class Fields:
         if number not in versions:
             known = " and ".join(map(str, versions))
             raise UserError(f"{self.at('version')}: version {number} is not known here; this release reads {known}")
+
+    def rest(self) -> dict[str, Any]:
+        """The fields that have not been taken, for a reader of its own."""
+        rest, self._remaining = self._remaining, {}
+        return rest
 
     def close(self) -> None:
         for name in self._remaining:

@@ -58,44 +58,29 @@ def at_sites(
     return Cluster(name, tuple(nodes), latency_s[pick], bandwidth[pick], hop_overhead_s)
 
 
-def regions(nodes: int, hop_overhead_s: float = 0.35) -> Cluster:
+def regions(nodes: int) -> Cluster:
     """Nodes distributed over the 12 published cloud regions, with the overhead a hop measured there."""
-    table = data("regions12.json")
+    return _from_table("regions", "regions12.json", nodes, first=1, hop_overhead_s=0.35)  # the study starts at Belgium
+
+
+def five_sites(nodes: int) -> Cluster:
+    """Five institutes with 10 Gbit/s inside and 0.2 to 1 Gbit/s between them; latencies as between these cities."""
+    return _from_table("five-sites", "five_sites.json", nodes)
+
+
+def _from_table(name: str, file: str, nodes: int, first: int = 0, hop_overhead_s: float = 0.0) -> Cluster:
+    """Nodes that are dealt out over the sites of a file, beginning with this one."""
+    table = data(file)
     sites = table["locations"]
-    site_of = [(index + 1) % len(sites) for index in range(nodes)]  # the study starts at Belgium, the second row
+    site_of = [(index + first) % len(sites) for index in range(nodes)]
     latency_s, bandwidth = np.array(table["latency_s"]), np.array(table["bandwidth_bytes_per_s"])
-    return at_sites(f"regions:{nodes}", sites, site_of, latency_s, bandwidth, hop_overhead_s)
+    return at_sites(f"{name}:{nodes}", sites, site_of, latency_s, bandwidth, hop_overhead_s)
 
 
 def datacentre(nodes: int) -> Cluster:
     """One room: 50 µs and 100 Gbit/s between any two nodes."""
     each = np.ones((1, 1))
     return at_sites(f"datacentre:{nodes}", ["rack"], [0] * nodes, 50e-6 * each, 12.5e9 * each, memory_bytes=80 * GIB)
-
-
-def five_sites(nodes: int) -> Cluster:
-    """Five institutes with 10 Gbit/s inside and 0.2 to 1 Gbit/s between them; latencies as between these cities."""
-    sites = ["Zurich", "London", "New York", "San Francisco", "Singapore"]
-    latency_ms = np.array(
-        [
-            [0.2, 10, 45, 80, 85],
-            [10, 0.2, 37, 70, 90],
-            [45, 37, 0.2, 33, 115],
-            [80, 70, 33, 0.2, 88],
-            [85, 90, 115, 88, 0.2],
-        ]
-    )
-    megabit = np.array(
-        [
-            [10_000, 1_000, 500, 300, 200],
-            [1_000, 10_000, 600, 300, 200],
-            [500, 600, 10_000, 800, 200],
-            [300, 300, 800, 10_000, 300],
-            [200, 200, 200, 300, 10_000],
-        ]
-    )
-    site_of = [index % len(sites) for index in range(nodes)]
-    return at_sites(f"five-sites:{nodes}", sites, site_of, latency_ms / 1e3, megabit * 125_000.0)
 
 
 def random_cluster(nodes: int, seed: int = 0) -> Cluster:

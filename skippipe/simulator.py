@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 
 from skippipe.collectives.schedule import Averaging, FreeLinks, free_links
-from skippipe.collectives.topology import merged, transfer_times
+from skippipe.collectives.topology import merged, ring_edges, transfer_times
 from skippipe.constraints import circle
 from skippipe.cost_model import CostModel
 from skippipe.dispatch import Dispatch, all_steps, is_weights, place
@@ -158,12 +158,15 @@ class PlacementCosts:
 def _averaging_spans(costs: CostModel, averagings: Sequence[Averaging]) -> Callable[[Ints, FreeLinks], Spans]:
     """A function from when each node is done, and each link free, to when each stage averages: from its last node to
     its sum."""
-    times = transfer_times(costs, averagings, range(len(averagings)))
-    schedule = merged(tuple(averagings))
+    edges = ring_edges(costs, averagings)
 
     def spans(done_ns: Ints, free_ns: FreeLinks) -> Spans:
-        ends_ns = schedule.run(done_ns, times, free_ns).tolist()
         last_ns = [max((int(done_ns[node]) for node in each.order), default=0) for each in averagings]
+        if edges is not None and not any(free_ns.link_ns[ring.links].any() for ring in edges):
+            ends_ns = [ring.averaged_ns(done_ns) for ring in edges]
+        else:
+            times = transfer_times(costs, averagings, range(len(averagings)))
+            ends_ns = merged(tuple(averagings)).run(done_ns, times, free_ns).tolist()
         return tuple((last, max(last, end)) for last, end in zip(last_ns, ends_ns, strict=True))
 
     return spans

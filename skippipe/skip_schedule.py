@@ -82,6 +82,9 @@ class SkipSchedule:
     distill: Annotated[float, SHARE] = 0.0
     """Weight of what the whole model says in the loss of microbatches that skip stages (distillation): the rest is that
     of the text itself. They pass the whole model, too, forward only. 0: none."""
+    distill_hidden: Annotated[float, Range(0, 1000)] = 0.0
+    """Weight of the distance between hidden states, added to the loss of microbatches that skip stages: what a visited
+    stage hands on, and what the whole model has where the path goes on. 0: none."""
     heal: str = ""
     """From this share of the run on, as in "95%", only bridges and adapters learn, all else is frozen: what is skipped
     from then on makes a finished model robust. The learning rate comes down before, and again after. Empty: all learn
@@ -97,6 +100,8 @@ class SkipSchedule:
             raise UserError("recipe.bridges: they lead forward: leave out recipe.swaps, or the bridges")
         if self.heal and not (self.bridges or self.adapters):
             raise UserError("recipe.heal: there is nothing to train; add recipe.adapters or recipe.bridges, such as 32")
+        if self.distill_hidden and not self.distill:
+            raise UserError("recipe.distill_hidden: there is no teacher; add recipe.distill, such as 0.9")
         if self.heal and self.heal_at <= self.grown_at:
             raise UserError(f"recipe.heal: {self.heal} must be more than 0, and after the model has grown")
         if self.exposure == []:

@@ -1,13 +1,16 @@
-"""Long commands on a terminal: a progress bar, and Ctrl-C that asks them to end."""
+"""Commands on a terminal: progress bars, tables, and Ctrl-C that asks long work to end."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
 
 LINE_EVERY_S = 5.0
 STALLED_S = 5.0  # without a better plan: from then on a search is not called improving
@@ -30,21 +33,49 @@ def interruptible(times: int = 1) -> Iterator[list[bool]]:
         signal.signal(signal.SIGINT, before)
 
 
+def rich_progress(*columns: str | ProgressColumn, transient: bool = True) -> Progress:
+    """Progress bars on stderr with these columns; transient ones disappear when they are closed."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    return Progress(*columns, console=Console(stderr=True), transient=transient)
+
+
+def print_table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: Container[int] = (),
+    unwrapped: int = 0,
+    file_width: int | None = None,
+    **look: Any,
+) -> None:
+    """Print a table on stdout, `file_width` wide where that is no terminal; columns in `left` are aligned left, and the
+    first ones, so many, are not wrapped."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(**look)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index in left else "right", no_wrap=index < unwrapped)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else file_width, markup=False).print(table)
+
+
 class ProgressBar:
     """A bar that appears when there is progress to show, and lines above it."""
 
     def __init__(self, *, transient: bool = False) -> None:
-        """Transient: it disappears when it is closed."""
+        """A transient bar disappears when it is closed."""
         self._transient = transient
         self._progress: Any = None
 
     def show(self, done: int, total: int, text: str) -> None:
         if self._progress is None:  # rich starts a thread: not before there is something to show
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
-            columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=Console(stderr=True), transient=self._transient)
+            columns = (MofNCompleteColumn(), BarColumn(), "{task.description}", TimeRemainingColumn())
+            self._progress = rich_progress(*columns, transient=self._transient)
             self._progress.start()
             self._task = self._progress.add_task("", total=total)
         self._progress.update(self._task, completed=done, total=total, description=text)
@@ -69,7 +100,7 @@ class Trend:
         self._since = clock()
 
     def describe(self, best_s: float | None) -> str:
-        """In words; empty if there is no plan yet."""
+        """The best plan and its trend in words; empty if there is no plan yet."""
         if best_s is None:
             return ""
         if self._best_s is None or best_s < self._best_s:
@@ -104,13 +135,11 @@ def plan_progress(strategy: str) -> Iterator[Callable[[str, float, float | None]
     if not sys.stderr.isatty():
         yield SearchLog(strategy, trend)
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.fields[strategy]:>9}"), TextColumn("{task.description:<32}"), BarColumn())
-    figures = (TextColumn("{task.fields[best]}"), TimeElapsedColumn())
-    with Progress(*columns, *figures, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=1.0, strategy=str(strategy), best="")
+    columns = (f"{strategy:>9}", "{task.description:<32}", BarColumn(), "{task.fields[best]}", TimeElapsedColumn())
+    with rich_progress(*columns) as bar:
+        task = bar.add_task("starting", total=1.0, best="")
 
         def show(what: str, share: float, best_s: float | None) -> None:
             bar.update(task, description=what, completed=share, best=trend.describe(best_s))
@@ -124,10 +153,8 @@ def count_progress() -> Iterator[Callable[[str, int, int], None]]:
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda what, done, of: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with rich_progress("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task("", total=None)
         yield lambda what, done, of: bar.update(task, description=what, completed=done, total=of)

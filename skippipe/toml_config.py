@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from skippipe.errors import UserError
+from skippipe.json_fields import read_as, read_file
 from skippipe.value_ranges import hints_of, number_text, split_hint
 
 Tree = TypeVar("Tree")
@@ -30,19 +31,11 @@ TYPE_NAMES: dict[Any, str] = {
 
 
 def read_toml(dataclass_type: type[Tree], path: Path) -> Tree:
-    try:
-        with path.open("rb") as file:
-            found = tomllib.load(file)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    except (ValueError, RecursionError) as error:  # bad syntax, a number of thousands of digits, endless nesting
-        raise UserError(f"{path}: not valid TOML: {error}") from None
-    try:
-        return from_table(dataclass_type, found)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    return read_as(lambda table: from_table(dataclass_type, table), path, read_table)
+
+
+def read_table(path: Path) -> Any:
+    return read_file(path, tomllib.loads, "TOML")
 
 
 def from_table(dataclass_type: type[Tree], table: Any, place: str = "") -> Tree:
@@ -55,6 +48,9 @@ def from_table(dataclass_type: type[Tree], table: Any, place: str = "") -> Tree:
             near = difflib.get_close_matches(name, hints, 1)
             meant = f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(hints)}"
             raise UserError(f"{_at(place, name)}: no such field{meant}")
+    for field in fields(dataclass_type):  # type: ignore[arg-type]
+        if field.name not in table and field.default is field.default_factory is MISSING:
+            raise UserError(f"{_at(place, field.name)}: missing; add it")
     return dataclass_type(**{name: _value(hints[name], value, _at(place, name)) for name, value in table.items()})
 
 
@@ -63,7 +59,9 @@ def _at(place: str, name: str) -> str:
 
 
 def _value(hint: Any, value: Any, at: str) -> Any:
-    hint, within = split_hint(hint)  # of an optional field too: TOML has no null, so it is given or left out
+    if value is None and type(None) in get_args(hint):  # in JSON; TOML has no null
+        return None
+    hint, within = split_hint(hint)
     found = _typed(hint, value, at)
     if within is not None:
         within.check(found, at)
@@ -72,7 +70,7 @@ def _value(hint: Any, value: Any, at: str) -> Any:
 
 def _typed(hint: Any, value: Any, at: str) -> Any:
     if is_dataclass(hint):
-        return from_table(hint, value, at)  # type: ignore[arg-type]
+        return hint.from_json(value) if hasattr(hint, "from_json") else from_table(hint, value, at)  # type: ignore[arg-type]
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise UserError(f"{at}: {value!r} is none of {', '.join(get_args(hint))}")
@@ -81,13 +79,19 @@ def _typed(hint: Any, value: Any, at: str) -> Any:
         if not abs(value) <= sys.float_info.max:  # nor is a whole number of a thousand digits
             raise UserError(f"{at}: {number_text(value)} is not a finite number")
         return float(value)
-    if get_origin(hint) is list:
-        (item_hint,) = get_args(hint)
+    if get_origin(hint) in (list, tuple):
+        item_hint = get_args(hint)[0]
         if item_hint is str and isinstance(value, str):
             value = [value]
         if not isinstance(value, list):
             raise UserError(f"{at}: expected a list, found {value!r}")
-        return [_value(item_hint, each, f"{at}[{index}]") for index, each in enumerate(value)]
+        return get_origin(hint)(_value(item_hint, each, f"{at}[{index}]") for index, each in enumerate(value))
+    if get_origin(hint) is dict:
+        if not isinstance(value, dict):
+            raise UserError(f"{at}: expected an object, found {value!r}")
+        return {name: _value(get_args(hint)[1], each, _at(at, name)) for name, each in value.items()}
+    if hint is Any:
+        return value
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         found = number_text(value) if type(value) is int else repr(value)
         raise UserError(f"{at}: expected {TYPE_NAMES[hint]}, found {found}")
@@ -102,21 +106,25 @@ def example(dataclass_type: type[Any], place: str = "") -> str:
         at = _at(place, field.name)
         hint, within = split_hint(hints[field.name])
         if is_dataclass(hint):
-            about = textwrap.fill(texts.get(field.name, ""), 100, initial_indent="# ", subsequent_indent="# ")
-            tables.append(f"\n{about}\n[{at}]\n{example(hint, at)}")  # type: ignore[arg-type]
+            tables.append(f"\n{_comment(texts.get(field.name, ''))}\n[{at}]\n{example(hint, at)}")  # type: ignore[arg-type]
             continue
         if get_origin(hint) is list:
             within = within or split_hint(get_args(hint)[0])[1]
         default = field.default_factory() if field.default_factory is not MISSING else field.default
+        text = texts.get(field.name, "")
         if get_origin(hint) is Literal:
             choices = " | ".join(f'"{each}"' for each in get_args(hint))
-            texts[field.name] = f"{choices}. {texts.get(field.name, '')}"
+            text = f"{choices}. {text}"
         elif within is not None:
-            texts[field.name] = f"{within}. {texts.get(field.name, '')}"
-        about = textwrap.fill(texts.get(field.name, ""), 100, initial_indent="# ", subsequent_indent="# ")
-        line = f"# {field.name} =" if default in (None, MISSING) else f"{field.name} = {_literal(default)}"
-        plain.append("\n".join(part for part in (about if texts.get(field.name) else "", line) if part))
+            text = f"{within}. {text}"
+        if text:
+            plain.append(_comment(text))
+        plain.append(f"# {field.name} =" if default in (None, MISSING) else f"{field.name} = {_literal(default)}")
     return "\n".join(plain) + "\n" + "".join(tables)
+
+
+def _comment(text: str) -> str:
+    return textwrap.fill(text, 100, initial_indent="# ", subsequent_indent="# ")
 
 
 def _literal(value: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, is_dataclass
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -108,7 +108,7 @@ def hints_of(dataclass_type: type[Any]) -> dict[str, Any]:
 
 def split_hint(hint: Any) -> tuple[Any, Range | Choices | None]:
     """A type without its notes, and the range or the choices noted beside it; of an optional one, what it is if it is
-    said."""
+    given."""
     within = None
     if get_origin(hint) is Annotated:
         hint, *notes = get_args(hint)
@@ -144,17 +144,3 @@ def _check(hint: Any, value: Any, at: str) -> None:
     elif get_origin(inner) is list:
         for index, each in enumerate(value):
             _check(get_args(inner)[0], each, f"{at}[{index}]")
-
-
-def ranges_in(dataclass_type: type[Any], place: str = "") -> Iterator[tuple[str, type[Any], Range | None]]:
-    """Every field of a dataclass that takes numbers, and of those inside it: its place, int or float, its range."""
-    for name, hint in hints_of(dataclass_type).items():
-        at = f"{place}.{name}" if place else name
-        inner, within = split_hint(hint)
-        if get_origin(inner) is list:
-            at, (inner, noted) = f"{at}[]", split_hint(get_args(inner)[0])
-            within = within or noted
-        if is_dataclass(inner):
-            yield from ranges_in(inner, at)  # type: ignore[arg-type]
-        elif inner in (int, float):
-            yield at, inner, within if isinstance(within, Range) else None

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from skippipe.codecs import CODECS
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, exists, read_json
+from skippipe.optim import DEFAULT, OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES
-from skippipe.optim.registry import DEFAULT, OPTIMIZERS
 from skippipe.value_ranges import (
     COUNT,
     LAYERS,

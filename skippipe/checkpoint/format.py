@@ -26,18 +26,20 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from skippipe.codecs import Buffer
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, json_text, read_as
 from skippipe.model.model_files import check_plain_name
+from skippipe.optim import DEFAULT, OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES, Optimizer, ParamSlot
-from skippipe.optim.registry import DEFAULT, OPTIMIZERS
 from skippipe.runs.tail import belongs_to, checkpoint_run_id, run_id_of
 from skippipe.runs.wal import fsync_path
+from skippipe.toml_config import from_table
+from skippipe.value_ranges import COUNT, SEED
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +48,17 @@ MANIFEST = "manifest.json"
 UNFINISHED = "unfinished"
 
 
+def run_field(run_id: str) -> dict[str, str]:
+    """The id of a run as a field of its files; none for a run from before there were ids."""
+    return {"run": run_id} if run_id else {}
+
+
 @dataclass(frozen=True)
 class StoredFile:
     """A file of a checkpoint, as it was written."""
 
     name: str
-    size: int
+    size: Annotated[int, COUNT]
     sha256: str
 
 
@@ -59,13 +66,13 @@ class StoredFile:
 class Manifest:
     """What a checkpoint holds, and the run and model that it is of."""
 
-    iterations: int
+    iterations: Annotated[int, COUNT]
     """Iterations that are done, and so the number of the one that training resumes with."""
     layers: tuple[int, ...]
     """Layers of each stage."""
     steps: tuple[int, ...]
     """Steps that each stage's optimizer has taken."""
-    seed: int
+    seed: Annotated[int, SEED]
     data: str
     """Fingerprint of the token file."""
     config: dict[str, Any]
@@ -86,26 +93,9 @@ class Manifest:
     def from_json(cls, value: Any) -> Manifest:
         fields = Fields(value, "")
         fields.header(FORMAT, VERSION)
-        files = []
-        for each in fields.objects("files"):
-            files.append(StoredFile(each.text("name"), each.integer("size"), each.text("sha256")))
-            check_plain_name(files[-1].name, each.at("name"))
-            each.close()
-        config = fields.take("config")
-        if not isinstance(config, dict):
-            raise UserError("config: expected an object")
-        manifest = cls(
-            iterations=fields.integer("iterations"),
-            layers=tuple(fields.items("layers")),
-            steps=tuple(fields.items("steps")),
-            seed=fields.integer("seed"),
-            data=fields.text("data"),
-            config=config,
-            files=tuple(files),
-            run=fields.text("run") if fields.mentions("run") else "",
-            optimizer=fields.text("optimizer") if fields.mentions("optimizer") else DEFAULT,
-        )
-        fields.close()
+        manifest = from_table(cls, fields.rest())
+        for file in manifest.files:
+            check_plain_name(file.name, "files")
         return manifest
 
 
@@ -160,7 +150,7 @@ class _StreamedFile:
     """A safetensors file whose header is known and whose data is still coming."""
 
     def __init__(self, path: Path, slots: Sequence[ParamSlot], run_id: str) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt", **({"run": run_id} if run_id else {})}}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **run_field(run_id)}}
         start = 0
         for slot in slots:
             end = start + STORED_BYTES * slot.size
@@ -189,14 +179,14 @@ class _StreamedFile:
         self._file.close()
 
 
+@dataclass(frozen=True)
 class Checkpoints:
     """The checkpoints of a run, in one folder; the newest few are kept."""
 
-    def __init__(self, folder: Path, keep: int = 2, run_id: str | None = None) -> None:
-        """Checkpoints of other runs than this are neither read nor removed; None: those of any run are."""
-        self.folder = folder
-        self.keep = keep
-        self.run_id = run_id
+    folder: Path
+    keep: int = 2
+    run_id: str | None = None
+    """Checkpoints of other runs than this are neither read nor removed; None: those of any run are."""
 
     @classmethod
     def of_run(cls, output: Path) -> Checkpoints:
@@ -255,9 +245,13 @@ class Checkpoints:
         return None
 
 
+def read_manifest(place: Path) -> Manifest:
+    return read_as(Manifest.from_json, place / MANIFEST)
+
+
 def verified(place: Path) -> Manifest:
     """The manifest of a checkpoint; UserError unless every file is as it was written."""
-    manifest = read_as(Manifest.from_json, place / MANIFEST)
+    manifest = read_manifest(place)
     for file in manifest.files:
         check_file(place, file)
     return manifest
@@ -270,9 +264,7 @@ def check_file(place: Path, file: StoredFile) -> None:
         raise UserError(f"{path}: missing")
     if path.stat().st_size != file.size:
         raise UserError(f"{path}: {path.stat().st_size:,} bytes instead of {file.size:,}")
-    digest = sha256()
     with path.open("rb") as opened:
-        while block := opened.read(2**20):
-            digest.update(block)
-    if digest.hexdigest() != file.sha256:
+        digest = file_digest(opened, "sha256").hexdigest()
+    if digest != file.sha256:
         raise UserError(f"{path}: its content is not what was written")

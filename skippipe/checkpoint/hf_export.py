@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from skippipe.checkpoint.format import run_field
 from skippipe.codecs import decode
 from skippipe.data.tokenizer import TextTokenizer
 from skippipe.model.flat_params import layout_of_stage
@@ -28,28 +30,23 @@ from skippipe.runs.wal import fsync_path
 UNFINISHED = "unfinished"
 
 
+@dataclass
 class ModelFolder:
     """A Hugging Face folder that is written stage by stage; one stage at a time is held in memory."""
 
-    def __init__(
-        self,
-        folder: Path,
-        layers: tuple[int, ...],
-        spec: ModelSpec,
-        tokenizer: TextTokenizer,
-        dtype: torch.dtype = torch.float32,
-        run_id: str = "",
-    ) -> None:
-        """`layers` are those of each stage, `dtype` is the type in the files, and `run_id` the run that trained it."""
-        self.folder = folder
-        self._dtype = dtype
-        self._run = {"run": run_id} if run_id else {}
-        self._spec = spec
-        self._tokenizer = tokenizer
-        self._layers = layers
-        self._pieces: list[torch.Tensor] = []
-        self._where: dict[str, str] = {}
-        self._bytes = 0
+    folder: Path
+    layers: tuple[int, ...]
+    """Layers of each stage."""
+    spec: ModelSpec
+    tokenizer: TextTokenizer
+    dtype: torch.dtype = torch.float32
+    """The type in the files."""
+    run_id: str = ""
+    """The run that trained it."""
+    _pieces: list[torch.Tensor] = field(init=False, default_factory=list)
+    _where: dict[str, str] = field(init=False, default_factory=dict)
+    """Name of a weight → the file that holds it."""
+    _bytes: int = field(init=False, default=0)
 
     def store(self, stage: int, number: int, piece: Any) -> None:
         """Take the next chunk of a stage, of which number 0 starts the stage over. None ends it: OSError if it cannot
@@ -66,15 +63,15 @@ class ModelFolder:
             shutil.rmtree(self._unfinished, ignore_errors=True)  # of one that was cut short
         self._unfinished.mkdir(parents=True, exist_ok=True)
         weights = {
-            place.name: flat[place.start : place.start + place.size].view(place.shape).to(self._dtype).contiguous()
-            for place in layout_of_stage(self._spec, self._layers, stage)
+            place.name: flat[place.start : place.start + place.size].view(place.shape).to(self.dtype).contiguous()
+            for place in layout_of_stage(self.spec, self.layers, stage)
         }
-        file = f"model-{stage + 1:05d}-of-{len(self._layers):05d}.safetensors"
+        file = f"model-{stage + 1:05d}-of-{len(self.layers):05d}.safetensors"
         if self._where.get(next(iter(weights))) != file:  # else it is there: what failed came after it
-            _save(weights, self._unfinished / file, {"format": "pt", **self._run})
+            _save(weights, self._unfinished / file, {"format": "pt", **run_field(self.run_id)})
             self._where |= dict.fromkeys(weights, file)
-            self._bytes += self._dtype.itemsize * len(flat)
-        if stage + 1 == len(self._layers):
+            self._bytes += self.dtype.itemsize * len(flat)
+        if stage + 1 == len(self.layers):
             self._finish()
 
     def move(self, folder: Path) -> None:
@@ -96,20 +93,20 @@ class ModelFolder:
     @property
     def missing_bytes(self) -> int:
         """Bytes of the model that are not written yet."""
-        stages = (layout_of_stage(self._spec, self._layers, stage) for stage in range(len(self._layers)))
-        return self._dtype.itemsize * sum(place.size for places in stages for place in places) - self._bytes
+        stages = (layout_of_stage(self.spec, self.layers, stage) for stage in range(len(self.layers)))
+        return self.dtype.itemsize * sum(place.size for places in stages for place in places) - self._bytes
 
     @property
     def _unfinished(self) -> Path:
         return self.folder / UNFINISHED
 
     def _finish(self) -> None:
-        index = {"metadata": {"total_size": self._bytes, **self._run}, "weight_map": self._where}
-        config = self._spec.config
-        config.architectures = [type(self._spec.skeleton).__name__]
-        config.dtype = self._dtype
+        index = {"metadata": {"total_size": self._bytes, **run_field(self.run_id)}, "weight_map": self._where}
+        config = self.spec.config
+        config.architectures = [type(self.spec.skeleton).__name__]
+        config.dtype = self.dtype
         config.save_pretrained(self._unfinished)
-        self._tokenizer.save(self._unfinished)
+        self.tokenizer.save(self._unfinished)
         (self._unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for path in self._unfinished.iterdir():
             fsync_path(path)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from skippipe.checkpoint.format import (
-    MANIFEST,
     CheckpointOrigin,
     Checkpoints,
     Manifest,
     StageWriter,
     StoredFile,
+    read_manifest,
     verified,
 )
 from skippipe.checkpoint.hf_export import ModelFolder
@@ -34,42 +35,36 @@ from skippipe.checkpoint.storage import Rescue, WriteFailures, in_bytes, reason
 from skippipe.codecs import EncodedTensor, encode
 from skippipe.data.tokenizer import TextTokenizer
 from skippipe.errors import UserError
-from skippipe.json_fields import read_as
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_files import CODE_FIELD
 from skippipe.model.model_spec import ModelSpec, config_from
 from skippipe.model.stage import layer_ranges
+from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import ParamSlot
-from skippipe.optim.registry import OPTIMIZERS
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.value_ranges import Choices
 
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class CheckpointManager:
     """Writes and reads the checkpoints of one run. Chunks come stage by stage and in order."""
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        node_config: NodeConfig,
-        spec: ModelSpec,
-        tokenizer: TextTokenizer,
-        origin: CheckpointOrigin | None = None,
-        rescue: Rescue = lambda: None,
-    ) -> None:
-        self._checkpoints = checkpoints
-        self._rescue = rescue
+    checkpoints: Checkpoints
+    node_config: NodeConfig
+    spec: ModelSpec
+    tokenizer: TextTokenizer
+    origin: CheckpointOrigin | None = None
+    rescue: Rescue = lambda: None
+
+    def __post_init__(self) -> None:
         self._warned = WriteFailures()
-        self._node_config = node_config
-        self._tokenizer = tokenizer
-        self._spec = spec
         self._writing = ThreadPoolExecutor(1, "checkpoint")
         self._place: Path | None = None
         self._writer: StageWriter | None = None
         self._files: list[StoredFile] = []
-        self._reader = StateReader(origin, node_config.plan.layers, spec) if origin else None
+        self._reader = StateReader(self.origin, self.node_config.plan.layers, self.spec) if self.origin else None
         self._given_up = False
         """Further chunks of the checkpoint that is being made are dropped."""
         self.failures: list[str] = []
@@ -102,7 +97,7 @@ class CheckpointManager:
         Waits for pending writes.
         """
         self._reader = self._writing.submit(self._newest).result()
-        return None if self._reader is None else self._reader.iterations
+        return None if self._reader is None else self._reader.origin.manifest.iterations
 
     def state(self, stage: int, first: int, count: int) -> EncodedTensor:
         """A range of a stage's weights and optimizer state, as one sequence of numbers, of the checkpoint to resume
@@ -127,12 +122,12 @@ class CheckpointManager:
             return
         try:
             if self._place is None:
-                self._place = self._checkpoints.begin()
-                self._tokenizer.save(self._place)
+                self._place = self.checkpoints.begin()
+                self.tokenizer.save(self._place)
             if number == 0:
                 self._stop_stage()
-                places = layout_of_stage(self._spec, self._node_config.plan.layers, stage)
-                optimizer = OPTIMIZERS[self._node_config.learning.optimizer]
+                places = layout_of_stage(self.spec, self.node_config.plan.layers, stage)
+                optimizer = OPTIMIZERS[self.node_config.learning.optimizer]
                 self._writer = StageWriter(self._place, stage, places, optimizer, self._run_id)
             assert self._writer is not None
             if piece is not None:
@@ -145,38 +140,26 @@ class CheckpointManager:
 
     def _move(self) -> None:
         try:
-            folder = self._rescue()
+            folder = self.rescue()
         except UserError as error:
             log.warning("%s", error)
             return
         if folder is not None:
-            self._checkpoints = Checkpoints(folder / "checkpoints", self._checkpoints.keep, self._checkpoints.run_id)
+            self.checkpoints = replace(self.checkpoints, folder=folder / "checkpoints")
 
     @property
     def _run_id(self) -> str:
-        return self._checkpoints.run_id or ""
+        return self.checkpoints.run_id or ""
 
     def _saved(self, iterations: int, steps: tuple[int, ...]) -> None:
         place, files = self._place, self._files
         self._place, self._files, self.lacking, self._given_up = None, [], "", False
-        if place is None or len(files) != 2 * len(self._node_config.plan.layers):
+        if place is None or len(files) != 2 * len(self.node_config.plan.layers):
             self._lack(iterations)
             return
-        node_config = self._node_config
-        manifest = Manifest(
-            iterations=iterations,
-            layers=node_config.plan.layers,
-            steps=steps,
-            seed=node_config.seed,
-            data=node_config.data_fingerprint,
-            config=node_config.config,
-            files=tuple(files),
-            run=self._run_id,
-            optimizer=node_config.learning.optimizer,
-        )
         try:
-            self._checkpoints.commit(place, manifest)
-            self._warned.works(self._checkpoints.folder)
+            self.checkpoints.commit(place, manifest_of(self.node_config, iterations, steps, files, self._run_id))
+            self._warned.works(self.checkpoints.folder)
         except OSError as error:
             self._place = place
             self._give_up(error)
@@ -188,7 +171,7 @@ class CheckpointManager:
 
     def _give_up(self, error: Exception) -> None:
         self.failures.append(f"{type(error).__name__}: {error}")
-        self._warned.failed(self._checkpoints.folder, error, "the checkpoints before stay, and training goes on")
+        self._warned.failed(self.checkpoints.folder, error, "the checkpoints before stay, and training goes on")
         self._abandon()
         self._given_up = True
 
@@ -204,13 +187,11 @@ class CheckpointManager:
         self._writer = None
 
     def _newest(self) -> StateReader | None:
-        for place in self._checkpoints.complete():
+        for place in self.checkpoints.complete():
             try:
                 if self._reader is not None and self._reader.reads(place):
                     return self._reader  # verified before
-                reader = StateReader(
-                    CheckpointOrigin(place, verified(place)), self._node_config.plan.layers, self._spec
-                )
+                reader = StateReader(CheckpointOrigin(place, verified(place)), self.node_config.plan.layers, self.spec)
                 reader.open()
             except (UserError, OSError) as error:
                 log.warning("%s; the checkpoint before it is used", error)
@@ -219,28 +200,27 @@ class CheckpointManager:
         return None
 
 
+@dataclass
 class StateReader:
     """Reads the state of stages from a checkpoint, whatever stages it was made with."""
 
-    def __init__(self, origin: CheckpointOrigin, layers: tuple[int, ...], spec: ModelSpec) -> None:
-        """`layers` are those of each stage to be read."""
-        self._origin = origin
-        self._layers = layers
-        self._spec = spec
-        self._slots: dict[int, list[ParamSlot]] = {}
-        self.iterations = origin.manifest.iterations
+    origin: CheckpointOrigin
+    layers: tuple[int, ...]
+    """Layers of each stage to be read."""
+    spec: ModelSpec
+    _slots: dict[int, list[ParamSlot]] = field(init=False, default_factory=dict)
 
     def steps(self, stage: int) -> int:
         """Steps of the optimizer: the most of all stages that this one's layers came from."""
-        made = self._origin.manifest
-        ours = layer_ranges(self._layers)[stage]
+        made = self.origin.manifest
+        ours = layer_ranges(self.layers)[stage]
         pairs = zip(layer_ranges(made.layers), made.steps, strict=True)
         return max(steps for theirs, steps in pairs if set(theirs) & set(ours))
 
     def reads(self, place: Path) -> bool:
         """Whether this is the checkpoint that it reads."""
-        made = self._origin.manifest
-        return place == self._origin.place and read_as(Manifest.from_json, place / MANIFEST) == made
+        made = self.origin.manifest
+        return place == self.origin.place and read_manifest(place) == made
 
     def open(self) -> None:
         """Open all files; they can then be read even after newer checkpoints have replaced this one."""
@@ -250,8 +230,8 @@ class StateReader:
     def _files(self) -> dict[str, Any]:
         """Name of a tensor → the open file that holds it; files are mapped, so only what is needed is read."""
         found: dict[str, Any] = {}
-        for file in self._origin.manifest.files:
-            opened: Any = safe_open(self._origin.place / file.name, "pt")
+        for file in self.origin.manifest.files:
+            opened: Any = safe_open(self.origin.place / file.name, "pt")
             found |= dict.fromkeys(opened.keys(), opened)
         return found
 
@@ -270,7 +250,7 @@ class StateReader:
 
     def weights(self, stage: int) -> Tensor:
         """The weights of a stage as one flat tensor."""
-        slots = layout_of_stage(self._spec, self._layers, stage)
+        slots = layout_of_stage(self.spec, self.layers, stage)
         return torch.cat([self._values(slot, 0, slot.size) for slot in slots])
 
     def tensor(self, slot: ParamSlot) -> EncodedTensor:
@@ -279,9 +259,9 @@ class StateReader:
 
     def _state_slots(self, stage: int) -> list[ParamSlot]:
         if stage not in self._slots:
-            name = self._origin.manifest.optimizer
-            Choices(OPTIMIZERS).check(name, f"{self._origin.place}: optimizer")
-            places = layout_of_stage(self._spec, self._layers, stage)
+            name = self.origin.manifest.optimizer
+            Choices(OPTIMIZERS).check(name, f"{self.origin.place}: optimizer")
+            places = layout_of_stage(self.spec, self.layers, stage)
             self._slots[stage] = OPTIMIZERS[name].state_slots(places)
         return self._slots[stage]
 
@@ -289,16 +269,31 @@ class StateReader:
         """A range of a tensor as if it were flat; only the rows that it lies in are read."""
         name = slot.name
         if name not in self._files:
-            raise UserError(f"{self._origin.place}: has no tensor '{name}'")
+            raise UserError(f"{self.origin.place}: has no tensor '{name}'")
         stored = self._files[name].get_slice(name)
         if tuple(stored.get_shape()) != slot.shape:
-            raise UserError(
-                f"{self._origin.place}: '{name}' has the shape {stored.get_shape()}, not {list(slot.shape)}"
-            )
+            raise UserError(f"{self.origin.place}: '{name}' has the shape {stored.get_shape()}, not {list(slot.shape)}")
         row = slot.size // slot.shape[0]
         above = start // row
         rows: Tensor = stored[above : -(-end // row)]
         return rows.flatten()[start - above * row : end - above * row]
+
+
+def manifest_of(
+    node_config: NodeConfig, iterations: int, steps: Iterable[int], files: Iterable[StoredFile], run_id: str
+) -> Manifest:
+    """The manifest of a checkpoint with the stages of the plan; `steps` are those that each optimizer has taken."""
+    return Manifest(
+        iterations=iterations,
+        layers=node_config.plan.layers,
+        steps=tuple(steps),
+        seed=node_config.seed,
+        data=node_config.data_fingerprint,
+        config=node_config.config,
+        files=tuple(files),
+        run=run_id,
+        optimizer=node_config.learning.optimizer,
+    )
 
 
 def origin_of(checkpoints: Checkpoints, node_config: NodeConfig) -> CheckpointOrigin:

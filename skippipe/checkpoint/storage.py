@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,7 @@ class LineFile:
         self._file: FileIO | None = None
         self._written = kept_bytes
         self._waiting = b""
-        self._try_to_write()
+        self._write()
 
     @property
     def size(self) -> int:
@@ -78,7 +79,7 @@ class LineFile:
 
     def add(self, line: str) -> None:
         self._waiting += line.encode() + b"\n"
-        self._try_to_write()
+        self._write()
 
     def cut(self, size: int) -> None:
         """Cut the file to this size; it takes effect with the next line."""
@@ -86,50 +87,47 @@ class LineFile:
         if size < self._written:
             self._written, self._file = size, None  # opened anew, and cut, when there is something to write
 
-    def _try_to_write(self) -> None:
-        with self._failures.tolerated(self.path, "its lines wait in memory"):
-            self._write()
-
     def _write(self) -> None:
-        if self._file is None:
-            file = FileIO(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "w")
-            file.truncate(self._written)
-            file.seek(self._written)
-            self._file = file
-        while self._waiting:
-            count = self._file.write(self._waiting)
-            self._written, self._waiting = self._written + count, self._waiting[count:]
+        with self._failures.tolerated(self.path, "its lines wait in memory"):
+            if self._file is None:
+                file = FileIO(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "w")
+                file.truncate(self._written)
+                file.seek(self._written)
+                self._file = file
+            while self._waiting:
+                count = self._file.write(self._waiting)
+                self._written, self._waiting = self._written + count, self._waiting[count:]
 
 
+@dataclass(frozen=True)
 class ModelStore:
     """The folder that the trained model is written to: `model` in the output folder, or in the rescue folder."""
 
-    def __init__(self, folder: ModelFolder, rescue: Rescue, ways: Callable[[], str]) -> None:
-        """`ways` says what can still be done if the model cannot be written in the end."""
-        self._folder = folder
-        self._rescue = rescue
-        self._ways = ways
+    folder: ModelFolder
+    rescue: Rescue
+    ways: Callable[[], str]
+    """What can still be done if the model cannot be written in the end."""
 
     @property
     def place(self) -> Path:
-        return self._folder.folder
+        return self.folder.folder
 
     def store(self, stage: int, number: int, piece: Any) -> None:
         """Take the next chunk of a stage; None ends it, and it is on disk. WriteFailed if not: then end it again."""
         try:
-            self._folder.store(stage, number, piece)
+            self.folder.store(stage, number, piece)
         except (OSError, UserError) as error:
             if not self._store_elsewhere(stage, number, piece):
-                raise WriteFailed(self._message(error), self._ways()) from None
+                raise WriteFailed(self._message(error), self.ways()) from None
 
     def _store_elsewhere(self, stage: int, number: int, piece: Any) -> bool:
         """Move all that there is to the rescue folder; whether that worked."""
         try:
-            rescue = self._rescue()
+            rescue = self.rescue()
             if rescue is None or rescue / self.place.name == self.place:
                 return False
-            self._folder.move(rescue / self.place.name)
-            self._folder.store(stage, number, piece)
+            self.folder.move(rescue / self.place.name)
+            self.folder.store(stage, number, piece)
         except (OSError, UserError) as error:
             log.warning("--rescue: %s", error)
             return False
@@ -137,7 +135,7 @@ class ModelStore:
         return True
 
     def _message(self, error: Exception) -> str:
-        missing = in_bytes(self._folder.missing_bytes) if self._folder.missing_bytes else "the last files"
+        missing = in_bytes(self.folder.missing_bytes) if self.folder.missing_bytes else "the last files"
         free = free_bytes(self.place)
         there = "" if free is None else f", {in_bytes(free)} are free there"
         return f"{self.place}: {missing} of the model cannot be written: {reason(error)}{there}"

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import skippipe
-from skippipe.cli import dashboard, eval, generate, grow, prepare, profile, score, serve, show, study, sweep, why
+from skippipe.cli import eval, generate, profile, serve, show, study
 from skippipe.cli import inspect as inspect_command
 from skippipe.cli import plan as plan_command
 from skippipe.cli import train as train_command
@@ -43,16 +43,16 @@ app.command("plan")(check_ranges_of(plan_command.plan))
 app.command("check")(check_ranges_of(inspect_command.check_plan))
 app.command("simulate")(check_ranges_of(inspect_command.simulate_plan))
 app.command("compare")(check_ranges_of(plan_command.compare))
-app.command("sweep")(check_ranges_of(sweep.sweep))
+app.command("sweep")(check_ranges_of(plan_command.sweep))
 app.command("show")(check_ranges_of(show.show))
-app.command("why")(check_ranges_of(why.why))
-app.command("prepare")(check_ranges_of(prepare.prepare))
+app.command("why")(check_ranges_of(inspect_command.why))
+app.command("prepare")(check_ranges_of(train_command.prepare))
 app.command("job")(check_ranges_of(train_command.job))
 app.command("train")(check_ranges_of(train_command.train))
-app.command("dashboard")(check_ranges_of(dashboard.dashboard))
-app.command("grow")(check_ranges_of(grow.grow))
+app.command("dashboard")(check_ranges_of(show.dashboard))
+app.command("grow")(check_ranges_of(train_command.grow))
 app.command("export")(check_ranges_of(train_command.export))
-app.command("score")(check_ranges_of(score.score))
+app.command("score")(check_ranges_of(eval.score))
 app.command("eval")(check_ranges_of(eval.evaluate))
 app.command("generate")(check_ranges_of(generate.generate))
 app.command("serve")(check_ranges_of(serve.serve))

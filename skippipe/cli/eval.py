@@ -1,86 +1,87 @@
-"""The command `eval`: perplexity of a model, whole or with stages missing."""
+"""Commands that measure a model, whole or with stages missing.
+
+`eval`: its perplexity. `score`: its answers to tasks of the lm-evaluation-harness.
+"""
 
 from __future__ import annotations
 
 import os
-import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from skippipe.cli import options as cli_options
+from skippipe.cli.options import (
+    Checkpoint,
+    Cut,
+    Device,
+    Draws,
+    Dtype,
+    ResidualScale,
+    ResidualScaleOrBest,
+    SeveralKeep,
+    SeveralStages,
+    option,
+    part_option,
+    work_option,
+)
 from skippipe.errors import UserError
 from skippipe.json_fields import check_writable, json_text, write_text
-from skippipe.terminal import count_progress
+from skippipe.terminal import count_progress, print_table
 from skippipe.value_ranges import CONTEXT, SEED, TOKENS, Range
 
 if TYPE_CHECKING:
     from skippipe.inference.eval.evaluate import Evaluation
+    from skippipe.lm_harness.adapter import Score
+    from skippipe.lm_harness.tasks import HarnessTask
+    from skippipe.stage_subset import StageSubset
 
 OUTPUT = "Output"
 FILE_COLUMNS = 1000  # width of a table that goes into a file
+ENVIRONMENT = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TQDM_DISABLE", "DISABLE_MULTIPROC")
+"""Variables set to 1: no network; no progress bars but our own; no process for each core to draw samples in."""
 
 
 def evaluate(
-    checkpoint: cli_options.Checkpoint,
+    checkpoint: Checkpoint,
     text: Annotated[
         list[str],
-        typer.Option(
-            metavar="FILE",
-            help="Text to measure on: a file, plain or .xz; a folder that 'skippipe prepare' made with the model's "
+        work_option(
+            "Text to measure on: a file, plain or .xz; a folder that 'skippipe prepare' made with the model's "
             "tokenizer; or 'classics-val', which comes with the package. May be given several times.",
-            rich_help_panel=cli_options.WORK,
+            metavar="FILE",
         ),
     ],
-    tokens: Annotated[
-        int,
-        TOKENS,
-        typer.Option(help="Of each text, at most; spread evenly over it.", rich_help_panel=cli_options.WORK),
-    ] = 65_536,
+    tokens: Annotated[int, TOKENS, work_option("Of each text, at most; spread evenly over it.")] = 65_536,
     context: Annotated[
         int | None,
         Range(1, CONTEXT.most),
-        typer.Option(
-            help="Tokens of a window, which is all that the model sees at a time.",
-            show_default="as in the run's plan, or else 512; at most what the model's config allows",
-            rich_help_panel=cli_options.WORK,
+        work_option(
+            "Tokens of a window, which is all that the model sees at a time.",
+            "as in the run's plan, or else 512; at most what the model's config allows",
         ),
     ] = None,
-    stages: cli_options.SeveralStages = None,
-    keep: cli_options.SeveralKeep = None,
-    draws: cli_options.Draws = 10,
-    seed: Annotated[int, SEED, typer.Option(help="Same seed, same subsets.", rich_help_panel=cli_options.PART)] = 0,
+    stages: SeveralStages = None,
+    keep: SeveralKeep = None,
+    draws: Draws = 10,
+    seed: Annotated[int, SEED, part_option("Same seed, same subsets.")] = 0,
     everything: Annotated[
-        bool,
-        typer.Option(
-            "--all", help="Measure all 2^(S−1) subsets of S stages that keep stage 0.", rich_help_panel=cli_options.PART
-        ),
+        bool, part_option("Measure all 2^(S−1) subsets of S stages that keep stage 0.", None, "--all")
     ] = False,
     losing: Annotated[
         bool,
-        typer.Option(
-            "--losing",
-            help="Which stage costs most to lose, and in which order are stages best dropped?",
-            rich_help_panel=cli_options.PART,
-        ),
+        part_option("Which stage costs most to lose, and in which order are stages best dropped?", None, "--losing"),
     ] = False,
-    residual_scale: cli_options.ResidualScaleOrBest = "plain",
-    cut: cli_options.Cut = None,
-    device: cli_options.DeviceOption = "cpu",
-    dtype: cli_options.Dtype = "fp32",
-    json: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="Write all figures, as JSON.", rich_help_panel=OUTPUT)
-    ] = None,
-    png: Annotated[
-        Path | None,
-        typer.Option(metavar="OUT", help="Draw perplexity by share of stages kept.", rich_help_panel=OUTPUT),
-    ] = None,
+    residual_scale: ResidualScaleOrBest = "plain",
+    cut: Cut = None,
+    device: Device = "cpu",
+    dtype: Dtype = "fp32",
+    json: Annotated[Path | None, option(OUTPUT, "Write all figures, as JSON.", metavar="OUT")] = None,
+    png: Annotated[Path | None, option(OUTPUT, "Draw perplexity by share of stages kept.", metavar="OUT")] = None,
     html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="OUT", help="The same and the tables as a page that needs no other file.", rich_help_panel=OUTPUT
-        ),
+        Path | None, option(OUTPUT, "The same and the tables as a page that needs no other file.", metavar="OUT")
     ] = None,
 ) -> None:
     """Measure the perplexity of a model, whole or with stages missing.
@@ -98,7 +99,7 @@ def evaluate(
     from skippipe.inference.checkpoint_loader import load, locate_checkpoint
     from skippipe.inference.eval.evaluate import Selection
     from skippipe.inference.eval.evaluate import evaluate as evaluated
-    from skippipe.inference.eval.windows import Windows, beginning_of, default_context, labels, open_text
+    from skippipe.inference.eval.perplexity import Windows, beginning_of, default_context, labels, open_text
 
     place = locate_checkpoint(checkpoint)
     tokenizer = TextTokenizer.load(place)
@@ -114,7 +115,7 @@ def evaluate(
         window, beginning = context or default_context(place, staged.context), beginning_of(staged.tokenizer)
         windows = [Windows.of(name, each, window, tokens, beginning) for name, each in zip(names, ids, strict=True)]
         found = evaluated(staged, windows, selection, dtype, progress)
-    _show(found)
+    _print_perplexities(found)
     title = f"Perplexity of {checkpoint}"
     if json:
         from skippipe.inference.eval.tables import as_json
@@ -133,19 +134,127 @@ def evaluate(
         raise KeyboardInterrupt
 
 
-def _show(found: Evaluation) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def _print_perplexities(found: Evaluation) -> None:
     from skippipe.inference.eval.tables import notes, tables
 
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else FILE_COLUMNS)
     for note in notes(found):
-        console.print(note, soft_wrap=True)
+        print(note)
     for each in tables(found):
-        shown = Table(title=each.title, caption=each.note, title_justify="left", caption_justify="left")
-        for heading in each.headings:
-            shown.add_column(heading, justify="right")
-        for row in each.rows:
-            shown.add_row(*row)
-        console.print(shown)
+        justify: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
+        print_table(each.headings, each.rows, (), 0, FILE_COLUMNS, title=each.title, caption=each.note, **justify)
+
+
+def score(
+    checkpoint: Checkpoint,
+    text: Annotated[
+        str,
+        work_option(
+            "Text file that the questions are made of, plain or .xz; or 'classics-val', which comes with the "
+            "package. Take one that the model was not trained on."
+        ),
+    ],
+    tasks: Annotated[
+        str,
+        work_option(
+            "cloze: say the last word of a passage, which occurred before. choice: which of four sentences goes "
+            "on with a passage. order: which of four sentences has its words in order."
+        ),
+    ] = "cloze,choice,order",
+    stages: SeveralStages = None,
+    keep: SeveralKeep = None,
+    draws: Draws = 1,
+    residual_scale: ResidualScale = "plain",
+    cut: Cut = None,
+    limit: Annotated[int, Range(1, 10**6), work_option("Questions of each task, at most.")] = 500,
+    seed: Annotated[int, SEED, work_option("Same seed, same questions and same subsets.")] = 0,
+    context: Annotated[
+        int | None,
+        CONTEXT,
+        work_option(
+            "Tokens of context, at most; longer texts lose their beginning. Set it if the model was "
+            "trained on shorter samples than a passage, about 200 tokens.",
+            "as the model's config says",
+        ),
+    ] = None,
+    device: Device = "cpu",
+    json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the scores to this file, as JSON.")] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Keep the tasks' files: 'lm_eval --include_path FOLDER --tasks skippipe' runs them on any model.",
+        ),
+    ] = None,
+) -> None:
+    """Score a model, whole or with stages missing, on questions made of a text.
+
+    The lm-evaluation-harness asks (pip install 'skippipe\\[harness]'); nothing is downloaded. Every value comes with
+    its standard error, and with what guessing would get; every subset has a column.
+
+    n: questions. acc: share of right answers, where the likeliest one counts as the answer. acc_norm: the same by
+    likelihood per character, fairer to long answers. acc_mutual_info: the same by how much likelier the passage makes
+    an answer, the first to rise above chance. perplexity: of the word to be said; lower is better.
+
+    Example: skippipe score run --text classics-val --keep 1 --keep 1/2 --drive scaled
+    """
+    for name in ENVIRONMENT:
+        os.environ.setdefault(name, "1")  # most are read when a library is imported
+    if json:
+        check_writable(json)
+    from skippipe.inference.checkpoint_loader import load
+    from skippipe.lm_harness.adapter import SubsetLM
+    from skippipe.lm_harness.adapter import score as scored
+    from skippipe.lm_harness.tasks import Prose, build_tasks, parse_names, write_tasks
+    from skippipe.stage_subset import parse_subsets
+
+    built = build_tasks(parse_names(tasks), Prose(text), seed, limit)
+    staged = load(checkpoint, cut, device, context)
+    subsets = parse_subsets(len(staged.stages), stages or (), keep or (), residual_scale, draws, seed)
+    with TemporaryDirectory() as scratch, count_progress() as progress:
+        folder = write or Path(scratch)
+        write_tasks(built, folder)
+        found = {
+            subset: scored(SubsetLM(staged, subset, partial(progress, subset.name)), built, folder)
+            for subset in subsets
+        }
+    _print_scores(built, found)
+    if json:
+        header = {"checkpoint": str(checkpoint), "text": text, "seed": seed, "layers": list(staged.layers)}
+        write_text(json, json_text({**header, "parts": _as_json(built, found)}) + "\n")
+
+
+Found = dict["StageSubset", dict[str, list["Score"]]]
+
+
+def _print_scores(tasks: list[HarnessTask], found: Found) -> None:
+    rows = []
+    for task in tasks:
+        for scores in zip(*(scores[task.name] for scores in found.values()), strict=True):
+            metric = scores[0].metric
+            chance = "–" if metric == "perplexity" else f"{task.chance:.3f}"
+            rows.append([task.name, metric, str(len(task.items)), chance, *map(_value, scores)])
+    headings = ("task", "metric", "n", "chance", *(subset.name for subset in found))
+    print_table(headings, rows, left=(0, 1), unwrapped=4)
+
+
+def _value(score: Score) -> str:
+    value, error = (".3g", ".2g") if score.metric == "perplexity" else (".3f", ".3f")
+    return f"{score.value:{value}}" + ("" if score.error is None else f" ± {score.error:{error}}")
+
+
+def _as_json(tasks: list[HarnessTask], found: Found) -> list[dict[str, Any]]:
+    return [
+        {
+            "stages": list(subset.stages),
+            "drive": subset.residual_scale,
+            "tasks": {
+                task.name: {
+                    "questions": len(task.items),
+                    "chance": task.chance,
+                    "scores": [each._asdict() for each in scores[task.name]],
+                }
+                for task in tasks
+            },
+        }
+        for subset, scores in found.items()
+    ]

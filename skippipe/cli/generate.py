@@ -6,18 +6,17 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skippipe.cli import options as cli_options
+from skippipe.cli.options import Checkpoint, Cut, Device, Dtype, Keep, ResidualScale, Stages, option, work_option
 from skippipe.errors import UserError
 from skippipe.value_ranges import CONTEXT, SEED, Range
 
 if TYPE_CHECKING:
     from skippipe.inference.checkpoint_loader import StagedModel
-    from skippipe.inference.decoder import Decoder
+    from skippipe.inference.engine import Decoder
     from skippipe.inference.request import GenerationRequest, TokenOutput
     from skippipe.stage_subset import StageSubset
 
@@ -26,7 +25,7 @@ SAMPLE_TOKENS = 48  # that the model writes before 'auto' compares drafts
 
 
 def generate(
-    checkpoint: cli_options.Checkpoint,
+    checkpoint: Checkpoint,
     prompts: Annotated[
         list[str] | None,
         typer.Argument(
@@ -36,87 +35,57 @@ def generate(
         ),
     ] = None,
     max_tokens: Annotated[
-        int,
-        Range(1, CONTEXT.most),
-        typer.Option(help="Tokens to write, at most, after each prompt.", rich_help_panel=SAMPLING),
+        int, Range(1, CONTEXT.most), option(SAMPLING, "Tokens to write, at most, after each prompt.")
     ] = 128,
     temperature: Annotated[
         float,
         Range(0, 1_000),
-        typer.Option(
-            help="0: always the likeliest token. 1: by the model's probabilities. Between: likelier tokens get "
-            "likelier.",
-            rich_help_panel=SAMPLING,
+        option(
+            SAMPLING,
+            "0: always the likeliest token. 1: by the model's probabilities. Between: likelier tokens get likelier.",
         ),
     ] = 0.8,
     top_k: Annotated[
-        int,
-        Range(0, 10**9),
-        typer.Option(
-            help="Sample from so many of the likeliest tokens.", show_default="0: all", rich_help_panel=SAMPLING
-        ),
+        int, Range(0, 10**9), option(SAMPLING, "Sample from so many of the likeliest tokens.", "0: all")
     ] = 0,
     top_p: Annotated[
         float,
         Range(0, 1, above=True),
-        typer.Option(
-            help="Sample from the likeliest tokens that together have this probability.",
-            show_default="1: all",
-            rich_help_panel=SAMPLING,
-        ),
+        option(SAMPLING, "Sample from the likeliest tokens that together have this probability.", "1: all"),
     ] = 1.0,
-    seed: Annotated[
-        int, SEED, typer.Option(help="Same seed and prompt, same text (and same --keep).", rich_help_panel=SAMPLING)
-    ] = 0,
+    seed: Annotated[int, SEED, option(SAMPLING, "Same seed and prompt, same text (and same --keep).")] = 0,
     stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="End before this string; \\n is a new line. May be given several times.", rich_help_panel=SAMPLING
-        ),
+        list[str] | None, option(SAMPLING, "End before this string; \\n is a new line. May be given several times.")
     ] = None,
-    stages: cli_options.Stages = None,
-    keep: cli_options.Keep = None,
-    residual_scale: cli_options.ResidualScale = "plain",
-    cut: cli_options.Cut = None,
+    stages: Stages = None,
+    keep: Keep = None,
+    residual_scale: ResidualScale = "plain",
+    cut: Cut = None,
     draft: Annotated[
         str | None,
-        typer.Option(
-            help="Stages that draft, as in 0,1, scaled by --drive; then all verify the drafted tokens in one "
+        option(
+            DRAFT,
+            "Stages that draft, as in 0,1, scaled by --drive; then all verify the drafted tokens in one "
             "pass. The text stays the same. Fastest are those that the others go on from: 0,1 rather than 0,3. 'auto' "
             "tries some and picks.",
-            rich_help_panel=DRAFT,
         ),
     ] = None,
     draft_tokens: Annotated[
-        int | None,
-        Range(1, 10**4),
-        typer.Option(
-            help="Tokens of a draft.",
-            show_default="as many as pay, by how many were accepted",
-            rich_help_panel=DRAFT,
-        ),
+        int | None, Range(1, 10**4), option(DRAFT, "Tokens of a draft.", "as many as pay, by how many were accepted")
     ] = None,
-    together: Annotated[
-        int,
-        Range(1, 10**4),
-        typer.Option(help="Prompts that are worked on at a time.", rich_help_panel=cli_options.WORK),
-    ] = 8,
+    together: Annotated[int, Range(1, 10**4), work_option("Prompts that are worked on at a time.")] = 8,
     context: Annotated[
         int | None,
         CONTEXT,
-        typer.Option(
-            help="Tokens of prompt and text together, at most. Set it if the model was trained on shorter samples "
+        work_option(
+            "Tokens of prompt and text together, at most. Set it if the model was trained on shorter samples "
             "than its config allows.",
-            show_default="as the model's config says",
-            rich_help_panel=cli_options.WORK,
+            "as the model's config says",
         ),
     ] = None,
-    device: cli_options.DeviceOption = "cpu",
-    dtype: cli_options.Dtype = "fp32",
-    stats: Annotated[
-        bool,
-        typer.Option("--stats", help="Print at the end, on stderr, how fast it was.", rich_help_panel=cli_options.WORK),
-    ] = False,
+    device: Device = "cpu",
+    dtype: Dtype = "fp32",
+    stats: Annotated[bool, work_option("Print at the end, on stderr, how fast it was.", None, "--stats")] = False,
 ) -> None:
     """Generate text with a trained model, whole or with stages missing.
 
@@ -158,18 +127,13 @@ def generate(
     cache_tokens = min(together, len(requests)) * max(request.max_length(staged.context) for request in requests)
     decoder = _decoder(staged, subset, cache_tokens, requests[0], draft, residual_scale, draft_tokens)
     generator = GenerationEngine(staged, decoder, together)
-    printer, stopwatch = _Printer(texts), _Stopwatch()
-
-    def show(output: TokenOutput) -> None:
-        stopwatch.count()
-        printer.add(output)
-
+    printer = _Printer(texts)
     try:
-        generator.run(requests, show)
+        generator.run(requests, printer.add)
     finally:  # Ctrl-C too
         printer.close()
         if stats:
-            _report(subset, decoder, requests, stopwatch)
+            _report(subset, decoder, requests, printer)
 
 
 def _decoder(
@@ -181,15 +145,14 @@ def _decoder(
     residual_scale: str,
     draft_tokens: int | None,
 ) -> Decoder:
-    from skippipe.inference.decoder import TokenByToken
+    from skippipe.inference.engine import TokenByToken
 
     plain = TokenByToken(staged, subset, cache_tokens)
     if draft is None:
         return plain
-    from skippipe.inference.draft_policy import parse_draft, pick_draft
     from skippipe.inference.engine import GenerationEngine
     from skippipe.inference.request import GenerationRequest, SamplingParams
-    from skippipe.inference.speculative import Speculator
+    from skippipe.inference.speculative import Speculator, parse_draft, pick_draft
 
     if draft != "auto":
         return Speculator(staged, subset, parse_draft(draft, subset, residual_scale), cache_tokens, draft_tokens)
@@ -217,6 +180,10 @@ class _Printer:
     """Prints one text after another, each as it is generated; later texts are kept until their turn."""
 
     def __init__(self, prompts: Sequence[str]) -> None:
+        self.began_s = time.monotonic()
+        self.first_s: float | None = None
+        """When the first token was generated."""
+        self.tokens = 0
         self._prompts = prompts
         self._kept = [""] * len(prompts)
         self._finished = [False] * len(prompts)
@@ -224,23 +191,24 @@ class _Printer:
         self._begin()
 
     def add(self, output: TokenOutput) -> None:
+        self.first_s = self.first_s or time.monotonic()
+        self.tokens += 1
         self._kept[output.request] += output.text
         self._finished[output.request] = output.finish_reason is not None
         self._print()
         while self._finished[self._turn] and self._turn + 1 < len(self._prompts):
             self._next()
-            self._print()
 
     def close(self) -> None:
         while any(self._kept[self._turn + 1 :]):
             self._next()
-            self._print()
         print(flush=True)
 
     def _next(self) -> None:
         print("\n")
         self._turn += 1
         self._begin()
+        self._print()
 
     def _begin(self) -> None:
         if len(self._prompts) > 1:  # as head(1) does for files
@@ -252,34 +220,21 @@ class _Printer:
         self._kept[self._turn] = ""
 
 
-@dataclass
-class _Stopwatch:
-    began: float = field(default_factory=time.monotonic)
-    first: float | None = None
-    tokens: int = 0
-
-    def count(self) -> None:
-        self.first = self.first or time.monotonic()
-        self.tokens += 1
-
-
-def _report(
-    subset: StageSubset, decoder: Decoder, requests: Sequence[GenerationRequest], stopwatch: _Stopwatch
-) -> None:
+def _report(subset: StageSubset, decoder: Decoder, requests: Sequence[GenerationRequest], printer: _Printer) -> None:
     from skippipe.inference.speculative import Speculator
 
-    if stopwatch.first is None:
+    if printer.first_s is None:
         return
-    read, now = sum(len(request.prompt) for request in requests), time.monotonic()
-    lines = [
-        f"stages {subset.name}: {read:,} tokens read, {stopwatch.tokens:,} written; the first after "
-        f"{stopwatch.first - stopwatch.began:.2f} s, "
-        f"then {(stopwatch.tokens - 1) / max(now - stopwatch.first, 1e-9):,.1f} a second"
-    ]
+    read, then_s = sum(len(request.prompt) for request in requests), max(time.monotonic() - printer.first_s, 1e-9)
+    print(
+        f"stages {subset.name}: {read:,} tokens read, {printer.tokens:,} written; the first after "
+        f"{printer.first_s - printer.began_s:.2f} s, then {(printer.tokens - 1) / then_s:,.1f} a second",
+        file=sys.stderr,
+    )
     if isinstance(decoder, Speculator):
         record = decoder.record
-        lines += [
+        print(
             f"drafts by stages {decoder.draft.name}: {record.acceptance:.0%} of {record.tested:,} tokens accepted, "
-            f"{record.tokens_per_pass:.2f} tokens a pass"
-        ]
-    print(*lines, sep="\n", file=sys.stderr)
+            f"{record.tokens_per_pass:.2f} tokens a pass",
+            file=sys.stderr,
+        )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 PIPELINE, WORKLOAD, SEARCH = "Pipeline", "Workload", "Search"
 PART, WORK, NODES = "Part of the model", "Work", "Nodes"
 LONGEST_SHOWN = 30  # characters of what is refused
+Config = TypeVar("Config")
 
 
 def option(panel: str, help: str, default: str | None = None, *names: str, **more: Any) -> Any:
@@ -54,7 +55,7 @@ ClusterName = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
-TraceOption = Annotated[
+Trace = Annotated[
     Path | None,
     typer.Option(help="Write the timeline in Chrome trace format, for chrome://tracing or ui.perfetto.dev."),
 ]
@@ -67,9 +68,7 @@ ContentionOnly = Annotated[
         show_default="full; built-in examples: contention-only; plan files: their own",
     ),
 ]
-BudgetOption = Annotated[
-    float, Range(0, BUDGET_S.most), search_option("Seconds of planning at most (for each strategy).")
-]
+Budget = Annotated[float, Range(0, BUDGET_S.most), search_option("Seconds of planning at most (for each strategy).")]
 Seed = Annotated[int, SEED, search_option("Same seed, same plan, unless the budget cuts the search short.")]
 
 
@@ -111,7 +110,7 @@ Cut = Annotated[
 Keys = Annotated[
     Path | None, nodes_option("Nodes join from other machines ('skippipe node'): the folder that 'skippipe keys' made.")
 ]
-DeviceOption = Annotated[str, work_option("cpu, cuda or cuda:N.")]
+Device = Annotated[str, work_option("cpu, cuda or cuda:N.")]
 Dtype = Annotated[Literal["fp32", "bf16"], work_option("What it is computed in.")]
 
 
@@ -201,9 +200,7 @@ def takes(options_type: type[Any]) -> Callable[[Callable[..., None]], Callable[.
             inspect.Parameter(field.name, keyword, default=field.default, annotation=hints[field.name])
             for field in fields(options_type)
         ]
-        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        called.__annotations__ = {each.name: each.annotation for each in parameters}
-        return called
+        return _with_parameters(called, parameters)
 
     return spread
 
@@ -219,52 +216,44 @@ def check_ranges_of(command: Callable[..., None]) -> Callable[..., None]:
     def called(**given: Any) -> None:
         command(**given)
 
-    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    called.__annotations__ = {each.name: each.annotation for each in parameters}
-    return called
+    return _with_parameters(called, parameters)
 
 
-def _number_in(hint: Any) -> type[Any] | None:
-    """int or float, if an option takes numbers; else None."""
-    inner = split_hint(hint)[0]
-    inner = get_args(inner)[0] if get_origin(inner) is list else inner
-    return inner if inner in (int, float) else None
+def _with_parameters(command: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
 
 
 def _checked(name: str, hint: Any) -> Any:
     """An option that takes numbers, with a parser that checks their range, and help that shows it."""
-    number = _number_in(hint)
-    if number is None:
+    inner, within = split_hint(hint)
+    number = get_args(inner)[0] if get_origin(inner) is list else inner
+    if number not in (int, float):
         return hint
-    shown = copy.copy(_option_in(hint))
-    place = _option_name(name, hint)
-    shown.parser = lambda given: _read_number(hint, given, place)
-    shown.help = f"{shown.help} {str(split_hint(hint)[1]).capitalize()}."
+    assert isinstance(within, Range), f"{name} has no range"
+    shown = copy.copy(next(note for note in get_args(hint) if isinstance(note, OptionInfo)))
+    place = next((each for each in shown.param_decls or () if each.startswith("--")), f"--{name.replace('_', '-')}")
+
+    def read(given: str) -> float:
+        try:
+            found: float = number(given)
+        except ValueError:
+            kind = "whole number" if number is int else "number"
+            shortened = given if len(given) <= LONGEST_SHOWN else f"{given[:LONGEST_SHOWN]}…"
+            raise UserError(f"{place}: '{shortened}' is not a {kind}; give {within}") from None
+        within.check(found, place)
+        return found
+
+    shown.parser = read
+    shown.help = f"{shown.help} {str(within).capitalize()}."
     shown.metavar = shown.metavar or ("INTEGER" if number is int else "NUMBER")
     return Annotated[get_args(hint)[0], shown]
 
 
-def _option_in(hint: Any) -> Any:
-    return next(note for note in get_args(hint) if isinstance(note, OptionInfo))
-
-
-def _option_name(name: str, hint: Any) -> str:
-    given = [each for each in _option_in(hint).param_decls or () if each.startswith("--")]
-    return given[0] if given else f"--{name.replace('_', '-')}"
-
-
-def _read_number(hint: Any, given: Any, place: str) -> Any:
-    number, within = _number_in(hint), split_hint(hint)[1]
-    assert number is not None
-    assert within is not None
-    try:
-        found = number(given)
-    except ValueError:
-        kind = "whole number" if number is int else "number"
-        shown = given if len(given) <= LONGEST_SHOWN else f"{given[:LONGEST_SHOWN]}…"
-        raise UserError(f"{place}: '{shown}' is not a {kind}; give {within}") from None
-    within.check(found, place)
-    return found
+def with_given(config: Config, /, **given: Any) -> Config:
+    """A dataclass with the options that were given on the command line; None keeps what it has."""
+    return replace(config, **{name: value for name, value in given.items() if value is not None})  # type: ignore[type-var]
 
 
 def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
@@ -276,18 +265,16 @@ def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
 
     cluster, example = cluster_named(cluster_name)
     workload = example.workload if example else Workload(MODELS["llama-1.5b"])
-    given = {
-        "model": model_named(options.model) if options.model else None,
-        "sequence_tokens": options.sequence,
-        "samples_per_microbatch": options.samples,
-        "wire_dtype": fastest_of(options.wire, "--wire"),
-        "gradient_dtype": fastest_of(options.gradients, "--gradients"),
-        "max_slots": options.max_slots,
-        "activation_checkpointing": options.checkpointing or None,
-    }
-    changes = {name: value for name, value in given.items() if value is not None}
-    workload = replace(workload, **changes)  # type: ignore[arg-type]
-
+    workload = with_given(
+        workload,
+        model=model_named(options.model) if options.model else None,
+        sequence_tokens=options.sequence,
+        samples_per_microbatch=options.samples,
+        wire_dtype=fastest_of(options.wire, "--wire"),
+        gradient_dtype=fastest_of(options.gradients, "--gradients"),
+        max_slots=options.max_slots,
+        activation_checkpointing=options.checkpointing or None,
+    )
     return problem_of(
         cluster,
         workload,

@@ -1,4 +1,4 @@
-"""Commands that search: plan, compare; and what other commands that search share."""
+"""Commands that search plans: plan, compare, sweep."""
 
 from __future__ import annotations
 
@@ -14,60 +14,76 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from skippipe.cli import options as cli_options
+from skippipe.cli.options import (
+    Budget,
+    ClusterName,
+    Json,
+    ProblemOptions,
+    Seed,
+    SweepOptions,
+    option,
+    pipeline_option,
+    problem_from,
+    search_option,
+    takes,
+    with_stages_of,
+    workload_option,
+)
 from skippipe.errors import Infeasible, UserError
 from skippipe.json_fields import check_writable
-from skippipe.terminal import interruptible, plan_progress
+from skippipe.terminal import interruptible, plan_progress, print_table
 from skippipe.value_ranges import MICROBATCHES, POSITIVE, Range
+
+if TYPE_CHECKING:
+    from skippipe.jitter import Spread
+    from skippipe.plan import Plan
+    from skippipe.planner.problem import Problem
+    from skippipe.planner.strategies import PlanProgress, PlanRequest
+    from skippipe.planner.sweep import InfeasiblePoint, SweepPoint, Trade
+    from skippipe.report.summary import Table
 
 BOUND_SHARE = 0.2  # of the budget, for a proof of how good a plan could be
 LATE = 2 / 3  # of a search: from here on, it should not improve much
 REPORTED_GAIN = 0.01  # of the iteration
 
-if TYPE_CHECKING:
-    from skippipe.jitter import Spread
-    from skippipe.plan import Plan
-    from skippipe.planner.problem import Placement, Problem
-    from skippipe.planner.strategies import PlanProgress, PlanRequest
-    from skippipe.report.summary import Table
-
 StrategyName = Annotated[
     Literal["best", "skippipe", "no-tc2", "dtfm-skip", "dtfm"],
-    cli_options.search_option(
+    search_option(
         "best (optimises everything at once), skippipe (the study's method), no-tc2 (the same, ignores collisions), "
         "dtfm-skip (round robin, ignores the network), dtfm (full pipeline, nothing skipped)."
     ),
 ]
 SkippingStrategy = Annotated[
-    Literal["best", "skippipe", "no-tc2", "dtfm-skip"], cli_options.search_option("As in 'skippipe plan'.")
+    Literal["best", "skippipe", "no-tc2", "dtfm-skip"], search_option("As in 'skippipe plan'.")
 ]
 KeepStages = Annotated[
     str | None,
-    cli_options.search_option(
+    search_option(
         "Keep the nodes on the stages of this plan file or example (published20) and search paths only.", metavar="FROM"
     ),
 ]
+LOSS, OUTPUT = "Time against loss", "Output"
 
 
-@cli_options.takes(cli_options.ProblemOptions)
+@takes(ProblemOptions)
 def plan(
-    cluster: cli_options.ClusterName,
+    cluster: ClusterName,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     strategy: StrategyName = "best",
-    budget: cli_options.BudgetOption = 30,
+    budget: Budget = 30,
     changes: Annotated[
         int | None,
         POSITIVE,
-        cli_options.search_option(
+        search_option(
             "End after so many changes tried, whatever time that takes: the same plan every time (best only).",
             "no limit",
         ),
     ] = None,
-    seed: cli_options.Seed = 0,
+    seed: Seed = 0,
     most_microbatches: Annotated[
         int | None,
         MICROBATCHES,
-        cli_options.workload_option(
+        workload_option(
             "The batch is open: from --microbatches to so many, as many as train the most samples a second (best "
             "only).",
             "as many as --microbatches says",
@@ -75,21 +91,21 @@ def plan(
     ] = None,
     keep_stages: KeepStages = None,
     start: Annotated[
-        Path | None, cli_options.search_option("Begin with this plan and make it better (best only).", metavar="PLAN")
+        Path | None, search_option("Begin with this plan and make it better (best only).", metavar="PLAN")
     ] = None,
     robust: Annotated[
         float,
         Range(0, 2),
-        cli_options.search_option(
+        search_option(
             "Of the plans found, take the one that is best in 95 of 100 iterations when nodes and links are now "
             "and then slower: 0.2 is a standard deviation of 20% (best only; see 'skippipe simulate --jitter').",
             "no jitter",
             metavar="JITTER",
         ),
     ] = 0.0,
-    as_json: cli_options.Json = False,
+    as_json: Json = False,
     *,
-    options: cli_options.ProblemOptions,
+    options: ProblemOptions,
 ) -> None:
     """Place nodes on stages and find a path for every microbatch.
 
@@ -105,15 +121,33 @@ def plan(
         raise UserError(
             "--most-microbatches asks the strategy best for several plans: leave out --strategy and --start"
         )
-    placement, options = cli_options.with_stages_of(keep_stages, cluster, options)
-    problem = cli_options.problem_from(cluster, options)
-    search = PlanSearch(seed, math.inf if changes else budget, changes or math.inf, start, BOUND_SHARE * budget, robust)
+    placement, options = with_stages_of(keep_stages, cluster, options)
+    problem = problem_from(cluster, options)
+    from skippipe.cost_model import seconds
+    from skippipe.plan import Plan
+    from skippipe.planner.strategies import PlanRequest
+    from skippipe.planner.sweep import choose_batch_size
+    from skippipe.planner.whatif.advisor import left_out
+    from skippipe.report.summary import plan_grid
+
+    request = PlanRequest(
+        seed=seed,
+        budget_s=math.inf if changes else budget,
+        changes=changes or math.inf,
+        bound_s=BOUND_SHARE * budget,
+        robust=robust,
+        placement=placement,
+        start=Plan.load(start) if start else None,
+    )
     looks: list[Plan] = []
+    began = time.monotonic()
     with interruptible() as stopped:
         if most_microbatches:
-            found, looks, took_s = search.with_free_batch(problem, most_microbatches, placement, stopped)
+            with _on_terminal(request, "best", stopped) as shown:
+                found, looks = choose_batch_size(problem, most_microbatches, shown)
         else:
-            found, took_s = search.planned(problem, strategy, placement, stopped)
+            found, _ = search_plan(problem, strategy, request, stopped)
+    took_s = time.monotonic() - began
     if output:
         found.save(output)
     if as_json:
@@ -122,10 +156,6 @@ def plan(
             more["batches"] = {str(each.microbatches): each.samples_per_s for each in looks}
         print(json.dumps({**summary(found, took_s), **more, "plan": found.to_json()}))
         return
-    from skippipe.cost_model import seconds
-    from skippipe.planner.whatif.advisor import left_out
-    from skippipe.report.text import plan_grid
-
     print(plan_grid(found))
     if looks:
         print("\nsamples a second, at a first look: "
@@ -142,26 +172,26 @@ def plan(
     print(f"\nplanned in {took_s:.1f} s" + (f"; written to {output}" if output else "; -o FILE keeps it"))
 
 
-@cli_options.takes(cli_options.ProblemOptions)
+@takes(ProblemOptions)
 def compare(
-    cluster: cli_options.ClusterName,
+    cluster: ClusterName,
     out: Annotated[Path | None, typer.Option(help="Write each strategy's plan into this folder.")] = None,
-    budget: cli_options.BudgetOption = 30,
-    seed: cli_options.Seed = 0,
+    budget: Budget = 30,
+    seed: Seed = 0,
     keep_stages: KeepStages = None,
-    as_json: cli_options.Json = False,
+    as_json: Json = False,
     *,
-    options: cli_options.ProblemOptions,
+    options: ProblemOptions,
 ) -> None:
     """Plan with every strategy and put them side by side: seconds, bytes moved, collisions.
 
     Example: skippipe compare published20 --contention-only
     """
-    placement, options = cli_options.with_stages_of(keep_stages, cluster, options)
-    problem = cli_options.problem_from(cluster, options)
-    from skippipe.planner.strategies import Strategy
+    placement, options = with_stages_of(keep_stages, cluster, options)
+    problem = problem_from(cluster, options)
+    from skippipe.planner.strategies import PlanRequest, Strategy
 
-    search = PlanSearch(seed, budget)
+    request = PlanRequest(seed, budget)
     full = replace(problem, visited=problem.stages, sizes=(), swaps=0)
     rivals = [(str(each), problem, each) for each in reversed(Strategy)]
     rivals.insert(1, ("best-full", full, Strategy.BEST))  # so that what planning gives and what skipping gives differ
@@ -170,7 +200,8 @@ def compare(
         for name, variant, each in rivals:
             nothing_skipped = each is Strategy.DTFM or variant is full  # stages of other sizes
             try:
-                found, took_s = search.planned(variant, each, None if nothing_skipped else placement, stopped)
+                for_variant = replace(request, placement=None if nothing_skipped else placement)
+                found, took_s = search_plan(variant, each, for_variant, stopped)
             except Infeasible as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 continue
@@ -188,70 +219,35 @@ def compare(
         return
     print(f"{problem.cluster.name}: {len(problem.cluster)} nodes, {problem.stages} stages, "
           f"{problem.workload.microbatches} microbatches, {problem.timing} timing")  # fmt: skip
-    show(_table(rows))
+    show_table(_table(rows))
     if out:
         print(f"plans written to {out}/")
 
 
-@dataclass(frozen=True)
-class PlanSearch:
-    """Budget and options of the searches of a command."""
+def search_plan(problem: Problem, strategy: str, request: PlanRequest, stopped: list[bool]) -> tuple[Plan, float]:
+    """The plan, and the seconds it took to find."""
+    from skippipe.planner.strategies import Strategy, make_plan
 
-    seed: int
-    budget_s: float
-    changes: float = math.inf
-    start: Path | None = None
-    bound_s: float = 0.0
-    robust: float = 0.0
+    began = time.monotonic()
+    with _on_terminal(request, strategy, stopped) as shown:
+        gains = Gains(shown.progress)
+        found = make_plan(problem, Strategy(strategy), replace(shown, progress=gains))
+    if gains.late > REPORTED_GAIN and not stopped:
+        print(
+            f"{strategy}: the last third of the search still took off {gains.late:.0%}; "
+            "with a longer --budget it would find more",
+            file=sys.stderr,
+        )
+    return found, time.monotonic() - began
 
-    def planned(
-        self, problem: Problem, strategy: str, placement: Placement | None, stopped: list[bool]
-    ) -> tuple[Plan, float]:
-        """The plan, and the seconds it took to find."""
-        from skippipe.planner.strategies import Strategy, make_plan
 
-        began = time.monotonic()
-        with self._request(strategy, placement, stopped) as request:
-            gains = Gains(request.progress)
-            found = make_plan(problem, Strategy(strategy), replace(request, progress=gains))
-        if gains.late > REPORTED_GAIN and not stopped:
-            print(
-                f"{strategy}: the last third of the search still took off {gains.late:.0%}; "
-                "with a longer --budget it would find more",
-                file=sys.stderr,
-            )
-        return found, time.monotonic() - began
-
-    def with_free_batch(
-        self, problem: Problem, most: int, placement: Placement | None, stopped: list[bool]
-    ) -> tuple[Plan, list[Plan], float]:
-        """The plan with the best number of microbatches, the plans of other numbers, and the seconds it took."""
-        from skippipe.planner.sweep import choose_batch_size
-
-        began = time.monotonic()
-        with self._request("best", placement, stopped) as request:
-            found, looks = choose_batch_size(problem, most, request)
-        return found, looks, time.monotonic() - began
-
-    @contextmanager
-    def _request(self, strategy: str, placement: Placement | None, stopped: list[bool]) -> Iterator[PlanRequest]:
-        from skippipe.plan import Plan
-        from skippipe.planner.strategies import PlanRequest
-
-        with plan_progress(strategy) as progress:
-            yield PlanRequest(
-                seed=self.seed,
-                budget_s=self.budget_s,
-                changes=self.changes,
-                bound_s=self.bound_s,
-                robust=self.robust,
-                placement=placement,
-                start=Plan.load(self.start) if self.start else None,
-                progress=progress,
-                stopped=lambda: bool(stopped),
-            )
-        if stopped:
-            print("interrupted: this is the best plan so far", file=sys.stderr)
+@contextmanager
+def _on_terminal(request: PlanRequest, strategy: str, stopped: list[bool]) -> Iterator[PlanRequest]:
+    """The request with its progress on the terminal, and Ctrl-C as its end."""
+    with plan_progress(strategy) as progress:
+        yield replace(request, progress=progress, stopped=lambda: bool(stopped))
+    if stopped:
+        print("interrupted: this is the best plan so far", file=sys.stderr)
 
 
 @dataclass
@@ -323,15 +319,172 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     return Table("", "", headings, cells)
 
 
-def show(table: Table) -> None:
+def show_table(table: Table) -> None:
     """Print a table on the terminal: a name, then figures."""
-    from rich import table as rich
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
 
-    shown = rich.Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for index, heading in enumerate(table.headings):
-        shown.add_column(heading, justify="right" if index else "left")
-    for row in table.rows:
-        shown.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 110, markup=False).print(shown)
+    rows = table.rows
+    print_table(table.headings, rows, (0,), file_width=110, box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+
+
+@takes(SweepOptions)
+def sweep(
+    cluster: ClusterName,
+    stages: Annotated[
+        str | None,
+        pipeline_option("Stages of the pipeline; several: 4,6,8 or 4-8.", "6, or 4 under 12 nodes", "-s", "--stages"),
+    ] = None,
+    penalty: Annotated[
+        float,
+        Range(0, 1_000),
+        option(
+            LOSS,
+            "Loss that skipping adds per share of the stages, for the same tokens: with 0.3, a third skipped "
+            "costs 0.1 nats. 0: only time counts. 'skippipe study' measures it.",
+            metavar="NATS",
+        ),
+    ] = 0.0,
+    doubling: Annotated[
+        float,
+        Range(0.001, 1_000),
+        option(
+            LOSS,
+            "Loss that twice as many tokens take off. With 0.1 and a penalty of 0.3, a third skipped takes twice "
+            "as many tokens to the same loss, so it has to be twice as fast.",
+            metavar="NATS",
+        ),
+    ] = 0.1,
+    strategy: SkippingStrategy = "best",
+    budget: Budget = 20,
+    seed: Seed = 0,
+    png: Annotated[Path | None, option(OUTPUT, "Draw seconds against share skipped.")] = None,
+    html: Annotated[Path | None, option(OUTPUT, "The same and the table as a page that needs no other file.")] = None,
+    as_json: Json = False,
+    *,
+    options: SweepOptions,
+) -> None:
+    """Plan for every share of the stages that can be skipped, and for several numbers of stages; name the best.
+
+    The best is the soonest at the same loss: seconds per microbatch, times the tokens that it takes to make up for what
+    skipping adds to the loss, 2^(penalty × share skipped / doubling). A star marks what is efficient: nothing else
+    skips less and is faster. All have about as many microbatches; where they do not divide (CC3), they are rounded up.
+    The budget is for each plan.
+
+    Example: skippipe sweep published20 --stages 4-6 --penalty 0.3 --png sweep.png
+    """
+    for picture in (png, html):
+        if picture:
+            check_writable(picture, Path(cluster))
+    from skippipe.planner.problem_spec import PlanSpec, cluster_named, stages_of
+    from skippipe.planner.strategies import PlanRequest
+    from skippipe.planner.sweep import InfeasiblePoint, SweepPoint, Trade, best, efficient, stage_counts
+    from skippipe.planner.sweep import sweep as swept
+
+    found, example = cluster_named(cluster)
+    default_stages = stages_of(found, PlanSpec(layers=options.layers), example)
+    counts = stage_counts(stages) if stages else [default_stages]
+    rows: list[dict[str, Any]] = []
+
+    def ask(count: int, visited: int, microbatches: int | None) -> Problem:
+        given = {**vars(options), "microbatches": microbatches}
+        problem = problem_from(cluster, ProblemOptions(**given, stages=count, visit=visited))
+        return replace(problem, sizes=())  # an example has sizes of its own for one share
+
+    with interruptible() as stopped:
+
+        def planned(problem: Problem) -> Plan:
+            plan, took_s = search_plan(problem, strategy, PlanRequest(seed, budget), stopped)
+            rows.append(summary(plan, took_s))
+            return plan
+
+        answers = swept(counts, options.microbatches, ask, planned, lambda: bool(stopped))
+    points = [each for each in answers if isinstance(each, SweepPoint)]
+    refusals = [each for each in answers if isinstance(each, InfeasiblePoint)]
+    if not points:
+        raise Infeasible(refusals[0].reason)
+    trade = Trade(penalty, doubling)
+    winner = best(points, trade)
+    for point, good, row in zip(points, efficient(points), rows, strict=True):
+        row |= {
+            "stages": point.stages,
+            "visited": point.visited,
+            "s_per_microbatch": point.microbatch_s,
+            "ratio": point.microbatch_s / points[0].microbatch_s,
+            "s_at_same_loss": point.same_loss_s(trade),
+            "efficient": good,
+            "best": point is winner,
+        }
+    table = _sweep_table(rows, points[0])
+    title = f"{found.name}: {len(found)} nodes, {rows[0]['timing']} timing"
+    verdict = _verdict(winner, trade)
+    if png or html:
+        from skippipe.report.skip_tradeoff import Tradeoff, write_page, write_png
+
+        if png:
+            write_png(Tradeoff(points, trade), title, png)
+        if html:
+            write_page(Tradeoff(points, trade), title, verdict, table, html)
+    if as_json:
+        print(json.dumps(_in_order(answers, rows)))
+        return
+    print(title)
+    show_table(table)
+    for line in _refused(refusals):
+        print(line)
+    print(verdict)
+
+
+def _in_order(answers: list[SweepPoint | InfeasiblePoint], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows in the order of the sweep, with the infeasible ones."""
+    from skippipe.planner.sweep import InfeasiblePoint
+
+    left = iter(rows)
+    return [
+        {
+            "stages": each.stages,
+            "visited": each.visited,
+            "skipped": float(each.skipped),
+            **({"infeasible": each.reason} if isinstance(each, InfeasiblePoint) else next(left)),
+        }
+        for each in answers
+    ]
+
+
+def _sweep_table(rows: list[dict[str, Any]], first: SweepPoint) -> Table:
+    from skippipe.report.summary import Table
+
+    headings = ("stages", "visited", "skipped", "micro-\nbatches", "iteration", "s a micro-\nbatch",
+                f"against\n{first.name}", "s at the\nsame loss", "effi-\ncient", "nodes", "planned\nin")  # fmt: skip
+    cells = [
+        [
+            *(str(row["stages"]), str(row["visited"]), f"{row['skipped']:.0%}", str(row["microbatches"])),
+            *(f"{row['iteration_s']:.2f} s", f"{row['s_per_microbatch']:.3f}", f"{row['ratio']:.2f}"),
+            *(f"{row['s_at_same_loss']:.3f}", "*" if row["efficient"] else "", str(row["nodes_used"])),
+            f"{row['planning_s']:.1f} s",
+        ]
+        for row in rows
+    ]
+    return Table("Plans", "", headings, cells)
+
+
+def _refused(refusals: list[InfeasiblePoint]) -> list[str]:
+    """A line for each reason that a plan is infeasible, with all lengths of paths that it is for."""
+    from skippipe.timeline import ranges_text
+
+    lengths: dict[tuple[int, str], list[int]] = {}
+    for each in refusals:
+        lengths.setdefault((each.stages, each.reason), []).append(each.visited)
+    return [
+        f"no plan for {stages} stages, visiting {ranges_text(visited)}: {reason}"
+        for (stages, reason), visited in lengths.items()
+    ]
+
+
+def _verdict(winner: SweepPoint, trade: Trade) -> str:
+    visiting = f"best: visiting {winner.name} stages, {winner.microbatch_s:.3f} s per microbatch"
+    if not trade.penalty:
+        return f"{visiting} (only time counts; --penalty says what skipping costs)"
+    return (
+        f"{visiting}; with {trade.tokens(winner.skipped):.2f} times the tokens to the same loss, as if it took "
+        f"{winner.same_loss_s(trade):.3f} s"
+    )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from skippipe.cli import options as cli_options
+from skippipe.cli.options import Json, Keys, nodes_option, option, with_given, work_option, workload_option
 from skippipe.errors import UserError
 from skippipe.json_fields import check_writable
 from skippipe.terminal import ProgressBar, interruptible
@@ -20,8 +20,8 @@ from skippipe.value_ranges import HEARTBEAT_S, NODES, SAMPLES, SEQUENCE, THREADS
 
 if TYPE_CHECKING:
     from skippipe.cluster import Cluster
-    from skippipe.profiling.config import ProfilingConfig
     from skippipe.profiling.coordinator import ProfilingCallback
+    from skippipe.profiling.node import ProfilingConfig
     from skippipe.profiling.results import ProfileResult
     from skippipe.training.job_config import JobConfig
 
@@ -30,95 +30,54 @@ NAMED = 8  # outliers and pairs that are printed; the files have all of them
 
 
 def profile(
-    local: Annotated[
-        int | None, NODES,
-        typer.Option(help="So many nodes, as processes of this machine.", rich_help_panel=cli_options.NODES),
-    ] = None,
-    keys: cli_options.Keys = None,
-    listen: Annotated[
-        str | None,
-        typer.Option(
-            help="host:port where nodes join.", show_default="0.0.0.0:5555", rich_help_panel=cli_options.NODES
-        ),
-    ] = None,
+    local: Annotated[int | None, NODES, nodes_option("So many nodes, as processes of this machine.")] = None,
+    keys: Keys = None,
+    listen: Annotated[str | None, nodes_option("host:port where nodes join.", "0.0.0.0:5555")] = None,
     patience: Annotated[
-        float, Range(1, WAIT_S.most),
-        typer.Option(
-            help="Seconds to wait for nodes; then it goes on without them.", rich_help_panel=cli_options.NODES
-        ),
+        float, Range(1, WAIT_S.most), nodes_option("Seconds to wait for nodes; then it goes on without them.")
     ] = 600,
     heartbeat: Annotated[
-        float | None, HEARTBEAT_S,
-        typer.Option(
-            help="Seconds in which a node sends several heartbeats; three times as long without one, and it is left "
-            "out.",
-            show_default="5",
-            rich_help_panel=cli_options.NODES,
+        float | None,
+        HEARTBEAT_S,
+        nodes_option(
+            "Seconds in which a node sends several heartbeats; three times as long without one, and it is left out.",
+            "5",
         ),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The cluster file.")] = Path("cluster.json"),
     merge: Annotated[
         Path | None,
-        typer.Option(
+        option(
+            MERGING,
+            "Put together with this cluster file: with all that was measured for it, if that is kept beside it.",
             metavar="FILE",
-            help="Put together with this cluster file: with all that was measured for it, if that is kept beside it.",
-            rich_help_panel=MERGING,
         ),
     ] = None,
     fresh: Annotated[
-        bool,
-        typer.Option(
-            "--fresh", help="Forget what was measured before for the output file.", rich_help_panel=MERGING
-        ),
+        bool, option(MERGING, "Forget what was measured before for the output file.", None, "--fresh")
     ] = False,
     job: Annotated[
         Path | None,
-        typer.Option(
-            help="A job file, for model, batch, device, threads, and where nodes join; other options "
-            "count before it.",
-            rich_help_panel=cli_options.WORKLOAD,
+        workload_option(
+            "A job file, for model, batch, device, threads, and where nodes join; other options count before it."
         ),
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(
-            help="A preset, a Hugging Face config.json, or its folder.",
-            show_default="llama-1.5b",
-            rich_help_panel=cli_options.WORKLOAD,
-        ),
+        str | None, workload_option("A preset, a Hugging Face config.json, or its folder.", "llama-1.5b")
     ] = None,
-    sequence: Annotated[
-        int | None, SEQUENCE,
-        typer.Option(help="Tokens of a sample.", show_default="4096", rich_help_panel=cli_options.WORKLOAD),
-    ] = None,
-    samples: Annotated[
-        int | None,
-        SAMPLES,
-        typer.Option(help="Of a microbatch.", show_default="2", rich_help_panel=cli_options.WORKLOAD),
-    ] = None,
+    sequence: Annotated[int | None, SEQUENCE, workload_option("Tokens of a sample.", "4096")] = None,
+    samples: Annotated[int | None, SAMPLES, workload_option("Of a microbatch.", "2")] = None,
     checkpointing: Annotated[
-        bool,
-        typer.Option(
-            "--checkpointing", help="Recompute activations in the backward pass.", rich_help_panel=cli_options.WORKLOAD
-        ),
+        bool, workload_option("Recompute activations in the backward pass.", None, "--checkpointing")
     ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="cpu", rich_help_panel=cli_options.WORK)
-    ] = None,
-    dtype: Annotated[
-        Literal["fp32", "bf16"] | None,
-        typer.Option(help="What layers compute in.", show_default="fp32", rich_help_panel=cli_options.WORK),
-    ] = None,
-    threads: Annotated[
-        int | None, THREADS, typer.Option(help="Of a node.", show_default="1", rich_help_panel=cli_options.WORK)
-    ] = None,
+    device: Annotated[str | None, work_option("cpu, cuda or cuda:N.", "cpu")] = None,
+    dtype: Annotated[Literal["fp32", "bf16"] | None, work_option("What layers compute in.", "fp32")] = None,
+    threads: Annotated[int | None, THREADS, work_option("Of a node.", "1")] = None,
     transfer: Annotated[
-        float, Range(0.01, 10),
-        typer.Option(help="Seconds that a transfer takes: longer is more exact.",
-                     rich_help_panel=cli_options.WORK),
+        float, Range(0.01, 10), work_option("Seconds that a transfer takes: longer is more exact.")
     ] = 0.25,
-    as_json: cli_options.Json = False,
-) -> None:  # fmt: skip
+    as_json: Json = False,
+) -> None:
     """Measure nodes and links, and write the cluster file that 'skippipe plan' reads.
 
     Every node computes one layer of the model, forward and backward, and says how much memory it has. Then every two
@@ -136,7 +95,16 @@ def profile(
     Example: skippipe profile --local 4 --model llama-tiny --sequence 128 -o cluster.json
     """
     check_writable(output)
-    wanted = _job(job, model, sequence, samples, checkpointing, device, dtype, threads)
+    from skippipe.training.job_config import BatchConfig, JobConfig, ModelConfig, load_job
+
+    usual = JobConfig(model=ModelConfig("llama-1.5b"), batch=BatchConfig(sequence=4096, samples=2))
+    base = load_job(job) if job else usual
+    wanted = replace(
+        base,
+        model=with_given(base.model, config=model, checkpointing=checkpointing or None),
+        batch=with_given(base.batch, sequence=sequence, samples=samples),
+        compute=with_given(base.compute, device=device, dtype=dtype, threads=threads),
+    )
     if local is not None and keys is not None:
         raise UserError("--local says that nodes are processes of this machine, --keys that they join: leave one out")
     peers, key = (None, None) if local is not None else _keys(keys, wanted)
@@ -144,23 +112,27 @@ def profile(
     import torch
 
     torch.set_num_threads(1)  # nodes are forked from here
-    from skippipe.launch.join import JoinLauncher
-    from skippipe.launch.launcher import Launcher
+    from skippipe.cluster import Cluster
+    from skippipe.launch.launcher import JoinLauncher, Launcher
     from skippipe.launch.local import LocalLauncher
     from skippipe.model.model_spec import check_device
-    from skippipe.profiling.coordinator import ProfilingDeadlines
-    from skippipe.profiling.results import ProfileResult, load_results
-    from skippipe.profiling.role import ROLES
-    from skippipe.profiling.server import profile_nodes
+    from skippipe.profiling.coordinator import ProfilingDeadlines, profile_nodes
+    from skippipe.profiling.node import ROLES
+    from skippipe.profiling.results import ProfileResult, load_results, merge_results, save_results
+    from skippipe.transport.keys import PeerList
 
-    known = [_cluster(path) for path in (output, merge) if path is not None and (path is merge or path.exists())]
+    known = [Cluster.load(path) for path in (output, merge) if path is not None and (path is merge or path.exists())]
     before = [] if fresh else load_results(output)
     if merge is not None:
-        before = _merged(load_results(merge) or [ProfileResult.of_cluster(known[-1])], before)
+        others = load_results(merge) or [ProfileResult.of_cluster(known[-1])]
+        before += [each for each in others if each not in before]
+        before.sort(key=lambda result: result.when)
     if local is not None:
         check_device(wanted.compute.device)
-    node_config = _node_config(wanted, _names(local, peers), transfer, heartbeat)
-    console = _Console()
+    local_names = (f"node-{number}" for number in range(local or 0))
+    names = tuple(PeerList.load(peers).peers if peers else local_names)
+    node_config = _node_config(wanted, names, transfer, heartbeat)
+    console = _Console(transient=True)
     with interruptible() as stopped:
         launcher: Launcher
         if peers is None or key is None:
@@ -180,39 +152,13 @@ def profile(
     if stopped and not found.nodes:
         raise KeyboardInterrupt
     results = [*before, _located(found, known)]
-    cluster = _saved(output, results, known[0].name if known else output.stem)
+    cluster = merge_results(results, known[0].name if known else output.stem)
+    cluster.save(output)
+    save_results(output, results)
     _print_result(output, cluster, results, as_json=as_json)
     if stopped:
         print(f"stopped; what was measured so far is in {output}", file=sys.stderr)
         raise SystemExit(130)
-
-
-def _job(
-    path: Path | None,
-    model: str | None,
-    sequence: int | None,
-    samples: int | None,
-    checkpointing: bool,
-    device: str | None,
-    dtype: Literal["fp32", "bf16"] | None,
-    threads: int | None,
-) -> JobConfig:
-    """The job file's settings, or the defaults of 'skippipe plan'; options on the command line replace them."""
-    from skippipe.training.job_config import BatchConfig, JobConfig, ModelConfig, load_job
-
-    usual = JobConfig(model=ModelConfig("llama-1.5b"), batch=BatchConfig(sequence=4096, samples=2))
-    base = load_job(path) if path else usual
-    return replace(
-        base,
-        model=ModelConfig(model or base.model.config, checkpointing or base.model.checkpointing),
-        batch=replace(base.batch, sequence=sequence or base.batch.sequence, samples=samples or base.batch.samples),
-        compute=replace(
-            base.compute,
-            device=device or base.compute.device,
-            dtype=dtype or base.compute.dtype,
-            threads=threads or base.compute.threads,
-        ),
-    )
 
 
 def _keys(folder: Path | None, job: JobConfig) -> tuple[Path, Path]:
@@ -224,20 +170,12 @@ def _keys(folder: Path | None, job: JobConfig) -> tuple[Path, Path]:
     raise UserError("say where nodes are: --local N for processes of this machine, --keys FOLDER if they join")
 
 
-def _names(local: int | None, peers: Path | None) -> tuple[str, ...]:
-    if peers is None:
-        return tuple(f"node-{number}" for number in range(local or 0))
-    from skippipe.transport.keys import PeerList
-
-    return tuple(PeerList.load(peers).peers)
-
-
 def _node_config(
     job: JobConfig, names: tuple[str, ...], transfer_s: float, heartbeat_s: float | None
 ) -> ProfilingConfig:
     from skippipe.model.model_spec import ModelSpec, config_named
-    from skippipe.profiling.config import ProfilingConfig
-    from skippipe.profiling.link_probe import ProbeSettings
+    from skippipe.profiling.estimators import ProbeSettings
+    from skippipe.profiling.node import ProfilingConfig
     from skippipe.workload import Workload, model_named
 
     shape = model_named(job.model.config)
@@ -260,17 +198,6 @@ def _node_config(
     )
 
 
-def _merged(others: list[ProfileResult], own: list[ProfileResult]) -> list[ProfileResult]:
-    """Both lists without duplicates, the oldest first."""
-    return sorted([*own, *(each for each in others if each not in own)], key=lambda result: result.when)
-
-
-def _cluster(path: Path) -> Cluster:
-    from skippipe.cluster import Cluster
-
-    return Cluster.load(path)
-
-
 def _located(result: ProfileResult, known: list[Cluster]) -> ProfileResult:
     """Locations are as in an earlier cluster file: machines only know their own names."""
     locations = {node.name: node.location for cluster in reversed(known) for node in cluster.nodes}
@@ -278,18 +205,8 @@ def _located(result: ProfileResult, known: list[Cluster]) -> ProfileResult:
     return replace(result, nodes=nodes)
 
 
-def _saved(output: Path, results: list[ProfileResult], name: str) -> Cluster:
-    from skippipe.profiling.merge import merge_results
-    from skippipe.profiling.results import save_results
-
-    cluster = merge_results(results, name)
-    cluster.save(output)
-    save_results(output, results)
-    return cluster
-
-
 def _print_result(output: Path, cluster: Cluster, results: list[ProfileResult], *, as_json: bool) -> None:
-    from skippipe.profiling.merge import outliers, unreachable
+    from skippipe.profiling.results import outliers, unreachable
 
     odd, apart = outliers(results), unreachable(results)
     if as_json:
@@ -319,18 +236,11 @@ def _print_result(output: Path, cluster: Cluster, results: list[ProfileResult], 
     print(f"written to {output}{together}; next: skippipe plan {output}")
 
 
-class _Console:
+class _Console(ProgressBar):
     """A progress bar on a terminal; elsewhere only unusual events are printed."""
-
-    def __init__(self) -> None:
-        self._bar = ProgressBar(transient=True)
 
     def progressed(self, done: int, of: int, doing: str) -> None:
         if sys.stderr is not None and sys.stderr.isatty():
-            self._bar.show(done, of, doing)
+            self.show(done, of, doing)
 
-    def happened(self, text: str) -> None:
-        self._bar.print(text)
-
-    def close(self) -> None:
-        self._bar.close()
+    happened = ProgressBar.print

@@ -11,9 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from skippipe.cli import options as cli_options
+from skippipe.cli.options import Checkpoint, Cut, Device, Dtype, Keys, nodes_option, option, part_option, work_option
 from skippipe.codecs import CodecId
 from skippipe.errors import UserError
 from skippipe.heartbeat import TIMEOUT_S
@@ -28,119 +26,69 @@ SERVER, LIMITS = "Server", "Limits"
 
 
 def serve(
-    checkpoint: cli_options.Checkpoint,
+    checkpoint: Checkpoint,
     host: Annotated[
-        str,
-        typer.Option(
-            help="Address of the HTTP server; other than loopback: with a token only.", rich_help_panel=SERVER
-        ),
+        str, option(SERVER, "Address of the HTTP server; other than loopback: with a token only.")
     ] = "127.0.0.1",
-    port: Annotated[int, PORT, typer.Option(help="Port of the HTTP server; 0: any.", rich_help_panel=SERVER)] = 8000,
+    port: Annotated[int, PORT, option(SERVER, "Port of the HTTP server; 0: any.")] = 8000,
     token_file: Annotated[
         Path | None,
-        typer.Option(
-            help=f"A file with bearer tokens, one a line; any of them admits requests. Or one in {TOKEN_VARIABLE}.",
-            show_default="none: every request from this machine is admitted",
-            rich_help_panel=SERVER,
+        option(
+            SERVER,
+            f"A file with bearer tokens, one a line; any of them admits requests. Or one in {TOKEN_VARIABLE}.",
+            "none: every request from this machine is admitted",
         ),
     ] = None,
     nodes: Annotated[
         int | None,
         NODES,
-        typer.Option(
-            help="Number of processes on this machine, which get the stages in turn.",
-            show_default="two for every stage; one, if there are more than 8 stages",
-            rich_help_panel=cli_options.NODES,
+        nodes_option(
+            "Number of processes on this machine, which get the stages in turn.",
+            "two for every stage; one, if there are more than 8 stages",
         ),
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(
-            help="A cluster file: its nodes get stages in their order, and answers take the fastest route.",
-            rich_help_panel=cli_options.NODES,
-        ),
+        nodes_option("A cluster file: its nodes get stages in their order, and answers take the fastest route."),
     ] = None,
-    keys: cli_options.Keys = None,
-    listen: Annotated[
-        str, typer.Option(help="host:port where nodes join, with --keys.", rich_help_panel=cli_options.NODES)
-    ] = "0.0.0.0:5555",
+    keys: Keys = None,
+    listen: Annotated[str, nodes_option("host:port where nodes join, with --keys.")] = "0.0.0.0:5555",
     heartbeat: Annotated[
-        float,
-        HEARTBEAT_S,
-        typer.Option(
-            help="Seconds without a heartbeat after which a node is declared dead.", rich_help_panel=cli_options.NODES
-        ),
+        float, HEARTBEAT_S, nodes_option("Seconds without a heartbeat after which a node is declared dead.")
     ] = TIMEOUT_S,
-    device: cli_options.DeviceOption = "cpu",
-    dtype: cli_options.Dtype = "fp32",
-    wire: Annotated[
-        CodecId | None,
-        typer.Option(
-            help="Type of hidden states between nodes.", show_default="like --dtype", rich_help_panel=cli_options.WORK
-        ),
-    ] = None,
-    threads: Annotated[int, THREADS, typer.Option(help="Threads of a node.", rich_help_panel=cli_options.WORK)] = 1,
-    logs: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for the logs of nodes on this machine.",
-            show_default="not kept",
-            rich_help_panel=cli_options.NODES,
-        ),
-    ] = None,
-    cut: cli_options.Cut = None,
+    device: Device = "cpu",
+    dtype: Dtype = "fp32",
+    wire: Annotated[CodecId | None, work_option("Type of hidden states between nodes.", "like --dtype")] = None,
+    threads: Annotated[int, THREADS, work_option("Threads of a node.")] = 1,
+    logs: Annotated[Path | None, nodes_option("Folder for the logs of nodes on this machine.", "not kept")] = None,
+    cut: Cut = None,
     floor: Annotated[
         str,
-        typer.Option(
-            help="Share of the stages (1/2, 50%) below which nothing is answered (503).",
-            show_default="0: stage 0 alone will do",
-            rich_help_panel=cli_options.PART,
+        part_option(
+            "Share of the stages (1/2, 50%) below which nothing is answered (503).", "0: stage 0 alone will do"
         ),
     ] = "0",
-    name: Annotated[
-        str | None,
-        typer.Option(help="The model's name, to clients.", show_default="the folder's", rich_help_panel=SERVER),
-    ] = None,
+    name: Annotated[str | None, option(SERVER, "The model's name, to clients.", "the folder's")] = None,
     context: Annotated[
         int | None,
         CONTEXT,
-        typer.Option(
-            help="Tokens of prompt and answer together, at most.",
-            show_default="as the model's config says",
-            rich_help_panel=LIMITS,
-        ),
+        option(LIMITS, "Tokens of prompt and answer together, at most.", "as the model's config says"),
     ] = None,
-    max_tokens: Annotated[
-        int, Range(1, CONTEXT.most), typer.Option(help="Tokens of an answer, at most.", rich_help_panel=LIMITS)
-    ] = 4096,
+    max_tokens: Annotated[int, Range(1, CONTEXT.most), option(LIMITS, "Tokens of an answer, at most.")] = 4096,
     timeout: Annotated[
-        float,
-        Range(1, WAIT_S.most),
-        typer.Option(help="Seconds in which an answer has to be complete.", rich_help_panel=LIMITS),
+        float, Range(1, WAIT_S.most), option(LIMITS, "Seconds in which an answer has to be complete.")
     ] = 600,
-    requests_a_minute: Annotated[
-        int, Range(1, 10**6), typer.Option(help="Requests a minute with one token.", rich_help_panel=LIMITS)
-    ] = 600,
-    at_once: Annotated[
-        int, Range(1, 10**6), typer.Option(help="Concurrent requests with one token.", rich_help_panel=LIMITS)
-    ] = 64,
-    queue: Annotated[
-        int,
-        Range(1, 10**6),
-        typer.Option(help="Answers that may wait for a place; beyond: 503.", rich_help_panel=LIMITS),
-    ] = 256,
-    patience: Annotated[
-        float,
-        WAIT_S,
-        typer.Option(help="Seconds that requests wait for lost stages before 503.", rich_help_panel=LIMITS),
-    ] = 30,
+    requests_a_minute: Annotated[int, Range(1, 10**6), option(LIMITS, "Requests a minute with one token.")] = 600,
+    at_once: Annotated[int, Range(1, 10**6), option(LIMITS, "Concurrent requests with one token.")] = 64,
+    queue: Annotated[int, Range(1, 10**6), option(LIMITS, "Answers that may wait for a place; beyond: 503.")] = 256,
+    patience: Annotated[float, WAIT_S, option(LIMITS, "Seconds that requests wait for lost stages before 503.")] = 30,
     cache_tokens: Annotated[
         int | None,
         Range(2, 10**9),
-        typer.Option(
-            help="Tokens in the KV cache of a route of up to 16 answers, on every node.",
-            show_default="65,536, or the context if that is more",
-            rich_help_panel=LIMITS,
+        option(
+            LIMITS,
+            "Tokens in the KV cache of a route of up to 16 answers, on every node.",
+            "65,536, or the context if that is more",
         ),
     ] = None,
 ) -> None:
@@ -165,7 +113,7 @@ def serve(
     from skippipe.serving.scheduler import ServingSettings
     from skippipe.transport.addresses import is_loopback
     from skippipe.web import server as web_server
-    from skippipe.web.auth import ApiSettings
+    from skippipe.web.server import ApiSettings
 
     web_server.check_installed("prometheus_client")
     settings = ApiSettings(
@@ -182,14 +130,15 @@ def serve(
     torch.set_num_threads(1)  # nodes are forked from here
     from skippipe.inference.checkpoint_loader import fingerprint, read_outline
     from skippipe.model.model_spec import check_device
+    from skippipe.planner.problem_spec import cluster_named
     from skippipe.serving.launcher import ServeApp, ServeConfig
-    from skippipe.serving.node.role import ServingConfig
+    from skippipe.serving.node import ServingConfig
     from skippipe.serving.routing import ClusterCost, UniformCost, assign_stages
 
     if keys is None:
         check_device(device)
     outline = read_outline(checkpoint, cut)
-    model_config, layers, known = outline.spec.config, outline.layers, _cluster(cluster)
+    model_config, layers, known = outline.spec.config, outline.layers, cluster_named(cluster)[0] if cluster else None
     max_context = context or model_config.max_position_embeddings
     node_config = ServingConfig(
         checkpoint=str(outline.place.resolve()),
@@ -251,14 +200,6 @@ def _floor(text: str) -> Fraction:
     if text.strip() in ("1", "100%"):
         return Fraction(1)
     return parse_share(text, "--floor")
-
-
-def _cluster(named: str | None) -> Cluster | None:
-    if named is None:
-        return None
-    from skippipe.planner.problem_spec import cluster_named
-
-    return cluster_named(named)[0]
 
 
 def _names(stages: int, nodes: int | None, cluster: Cluster | None, keys: Path | None) -> list[str]:

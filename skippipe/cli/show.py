@@ -1,21 +1,26 @@
-"""The command that shows what is there: a plan, or a run that is over."""
+"""Commands that show what is there: show, a plan or a run that is over; dashboard, a run in the browser."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from skippipe.cli import inspect as inspect_command
-from skippipe.cli import options as cli_options
 from skippipe.cli import plan as plan_command
+from skippipe.cli.options import Json, Trace
 from skippipe.errors import UserError
 from skippipe.json_fields import check_writable
+from skippipe.value_ranges import PORT
 
 if TYPE_CHECKING:
     from skippipe.runs.history import RunHistory
+
+FILES = ("plan.json", "metrics.jsonl", "events.jsonl", "journal")
 
 
 def show(
@@ -34,8 +39,8 @@ def show(
             "seconds, nodes and links in one picture; any other name is a folder of single ones, for papers."
         ),
     ] = None,
-    trace: cli_options.TraceOption = None,
-    as_json: cli_options.Json = False,
+    trace: Trace = None,
+    as_json: Json = False,
 ) -> None:
     """Show a plan, or what became of a run.
 
@@ -56,7 +61,7 @@ def show(
 
 
 def _show_plan(plan: Path, html: Path | None, png: Path | None, trace: Path | None, as_json: bool) -> None:
-    from skippipe.report.text import plan_grid
+    from skippipe.report.summary import plan_grid
 
     for picture in (html, png, trace):
         if picture:
@@ -72,7 +77,7 @@ def _show_plan(plan: Path, html: Path | None, png: Path | None, trace: Path | No
 
         write_png(found, timeline, png)
     if trace:
-        from skippipe.report.chrome_trace import write_trace
+        from skippipe.report.gantt import write_trace
 
         write_trace(found, timeline, trace)
 
@@ -131,8 +136,37 @@ def _print_run(history: RunHistory) -> None:
         print(f"iteration {outage.iteration + 1:5}  lost: '{outage.node}' {text}")
     table = short_nodes_table(history)
     print(f"\n{table.title}. {table.note}".rstrip())
-    plan_command.show(table)
+    plan_command.show_table(table)
     if history.missing:
         print("not on record:")
         for each in history.missing:
             print(f"  {each}")
+
+
+def dashboard(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The output folder of a run that goes on, or is over.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; other than loopback: with SKIPPIPE_DASHBOARD_TOKEN set only.")
+    ] = "127.0.0.1",
+    port: Annotated[int, PORT, typer.Option(help="0: any.")] = 8090,
+) -> None:
+    """Show a run in the browser: nodes, links, paths, Gantt chart, loss, events.
+
+    It follows the files in the run's output folder, so it can be started and ended at any time, also on another machine
+    that has the folder. Nothing can be changed from there. Ctrl-C ends it. 'skippipe train --dashboard 8090' starts the
+    same beside a run.
+
+    Example: skippipe dashboard run
+    """
+    os.environ.setdefault("SKIPPIPE_PURE_PYTHON", "1")  # nothing is simulated here: no compiler needed
+    from skippipe.dashboard import server as dashboard_server
+
+    if not run.is_dir():
+        raise UserError(f"{run}: is no folder; name the output folder of a run")
+    dashboard_server.check_installed()
+    settings = dashboard_server.access_settings(host)
+    with dashboard_server.listen(host, port, "--port") as listener:
+        if not any((run / file).exists() for file in FILES):
+            print(f"{run}: there is nothing of a run yet; the page fills when there is", file=sys.stderr)
+        print(f"{run} is shown at {dashboard_server.url_of(listener)}; Ctrl-C ends it", flush=True)
+        dashboard_server.run(run, listener, settings)

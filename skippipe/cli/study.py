@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skippipe.errors import UserError
+from skippipe.terminal import rich_progress
 
 if TYPE_CHECKING:
     from skippipe.study import planned_time, runner
@@ -123,11 +124,10 @@ def _runs_bar() -> Iterator[runner.RunProgress]:
     if not sys.stderr.isatty():
         yield LineProgress()
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TaskID, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), TextColumn("{task.fields[how]}"))
-    with Progress(*columns, TimeRemainingColumn(elapsed_when_finished=True), console=Console(stderr=True)) as bar:
+    columns = ("{task.description:<28}", BarColumn(), "{task.fields[how]}")
+    with rich_progress(*columns, TimeRemainingColumn(elapsed_when_finished=True), transient=False) as bar:
         bars: dict[str, TaskID] = {}
 
         def show(name: str, share: float, how: str) -> None:
@@ -144,10 +144,8 @@ def _plans_bar() -> Iterator[planned_time.PlanningProgress]:
     if not sys.stderr.isatty():
         yield lambda what, share: print(f"planning {what} ({share:.0%} done)", file=sys.stderr, flush=True)
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TimeElapsedColumn
 
-    columns = (TextColumn("planning {task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with rich_progress("planning {task.description}", BarColumn(), TimeElapsedColumn()) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda what, share: bar.update(task, description=what, completed=share)

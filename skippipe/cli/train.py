@@ -1,22 +1,25 @@
-"""Commands that train: job, train, node, keys."""
+"""Commands for training and what it needs: prepare, job, train, grow, export, node, keys."""
 
 from __future__ import annotations
 
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from skippipe.errors import UserError
-from skippipe.training.train_job import run_job, wanted_job
-from skippipe.value_ranges import ITERATIONS, WAIT_S
+from skippipe.terminal import interruptible
+from skippipe.training.train_job import begin_run, build_setup, run_job, wanted_job
+from skippipe.value_ranges import ITERATIONS, VOCABULARY, WAIT_S
 
 if TYPE_CHECKING:
-    from skippipe.runtime.node.interfaces import JoinConfig, NodeEnv, Role, Roles
+    from skippipe.runtime.node.interfaces import Roles
 
 
 def job(
@@ -110,33 +113,21 @@ def train(
         raise UserError("--drill: is for nodes that are processes of this machine")
     if resume and force:
         raise UserError("--force: begins anew, and --resume goes on; give one of them")
-    if rescue is not None and _sent_to_running_run(Path(wanted.output), rescue):
-        return
+    if rescue is not None:
+        from skippipe.training.run_folder import set_rescue_folder
+
+        process = set_rescue_folder(Path(wanted.output), rescue)
+        if process is not None:
+            print(f"{wanted.output}: the run that is going on (process {process}) now has a rescue folder: {rescue}")
+            return
     nodes_here = engine != "ray" and not wanted.transport.peers
-    with _shown(Path(wanted.output), dashboard, resume):
+    from skippipe.dashboard.server import dashboard_process
+
+    with dashboard_process(Path(wanted.output), dashboard, resumed=resume) if dashboard is not None else nullcontext():
         drills = frozenset(drill or ())
         run_job(
             wanted, BACKENDS[engine], nodes_here=nodes_here, resumed=resume, drills=drills, force=force, rescue=rescue
         )
-
-
-def _sent_to_running_run(output: Path, rescue: Path) -> bool:
-    """Give a run that is going on there its rescue folder; False if there is none."""
-    from skippipe.training.run_folder import set_rescue_folder
-
-    process = set_rescue_folder(output, rescue)
-    if process is not None:
-        print(f"{output}: the run that is going on (process {process}) now has a rescue folder: {rescue}")
-    return process is not None
-
-
-def _shown(folder: Path, at: str | None, resumed: bool) -> AbstractContextManager[None]:
-    """Show the run in the browser, if an address is given."""
-    if at is None:
-        return nullcontext()
-    from skippipe.dashboard.server import dashboard_process
-
-    return dashboard_process(folder, at, resumed=resumed)
 
 
 def node(
@@ -213,25 +204,18 @@ def node(
 
 def _all_roles() -> Roles:
     """Roles that a coordinator may assign, imported when it does: no node waits for what another role needs."""
-
-    def train(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
-        from skippipe.runtime.train_role import train_role
-
-        return train_role(config, join_config, env)
-
-    def serve(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
-        from skippipe.serving.node.role import serving_role
-
-        return serving_role(config, join_config, env)
-
-    def profile(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
-        from skippipe.profiling.role import profiling_role
-
-        return profiling_role(config, join_config, env)
-
     from skippipe.runtime.node.interfaces import PROFILING, SERVING, TRAINING
 
-    return {TRAINING: train, SERVING: serve, PROFILING: profile}
+    modules = {
+        TRAINING: "skippipe.runtime.train_role",
+        SERVING: "skippipe.serving.node",
+        PROFILING: "skippipe.profiling.node",
+    }
+
+    def build(kind: str, *given: Any) -> Any:
+        return import_module(modules[kind]).ROLES[kind](*given)
+
+    return {kind: partial(build, kind) for kind in modules}
 
 
 def export(
@@ -311,3 +295,102 @@ def _node_names(argument: str) -> list[str]:
     if odd or len(set(names)) < len(names):
         raise UserError(f"'{argument}': {len(names)} different names of nodes are needed, with commas between them")
     return names
+
+
+def grow(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Output folder of the run that trained the smaller model.")
+    ],
+    job: Annotated[
+        Path, typer.Argument(metavar="JOB", help="Job file of the deeper model; its output folder gets a checkpoint.")
+    ],
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="If the job's output folder holds a run already, rename that folder, to NAME.old-TIME."
+        ),
+    ] = False,
+) -> None:
+    """Make a deeper model of a trained one, and go on with that.
+
+    The first layers stay first and the last stay last; what lies between is repeated until there are enough: stages
+    0 1 2 3 become 0 1 2 1 2 3. Weights and the optimizer's state are copied, and the newest checkpoint of RUN becomes
+    one of JOB, after as many iterations.
+
+    A smaller model takes less time an iteration. One that is trained for two thirds of the run and then grows can end
+    where the whole model would, had it been trained all along.
+
+    Both jobs are one run: the same text, seed, batch and learning, and the same model but for the number of its layers.
+    The first ends early, the second goes to the end:
+
+    \b
+        small.toml                 whole.toml
+        output = "run-8"           output = "run-12"
+        iterations = 650           iterations = 1000
+        \\[model]                    \\[model]
+        config = "8.json"          config = "12.json"
+        \\[learning]                 \\[learning]
+        iterations = 1000          iterations = 1000
+
+    \b
+        skippipe train small.toml
+        skippipe grow run-8 whole.toml
+        skippipe train whole.toml --resume
+
+    Example: skippipe grow run-8 whole.toml
+    """
+    wanted = wanted_job(job, None, None)
+    from skippipe.training import depth_growth
+    from skippipe.training.run_folder import open_run_folder
+
+    young = depth_growth.young_of(run)
+    depth_growth.check_job(young, wanted)
+    with open_run_folder(Path(wanted.output), force=force) as folder:
+        with interruptible() as stopped:
+            run_setup = build_setup(wanted, stopped, nodes_here=False, resumed=False, drills=frozenset(), folder=folder)
+        if stopped:
+            raise KeyboardInterrupt
+        grown = depth_growth.grow(young, run_setup.run, lambda: begin_run(folder, run_setup))
+        run_setup.save_plans()
+    other = depth_growth.other_batch(run, run_setup.plan)
+    if other:
+        print(f"warning: {other}: some text is left out or repeated; say the same in [batch]", file=sys.stderr)
+    print(
+        f"{young.place}: {sum(young.manifest.layers)} layers become {len(grown.donors)}, copies of "
+        f"{' '.join(map(str, grown.donors))}"
+    )
+    print(f"{grown.place}: goes on after {young.manifest.iterations} iterations with: skippipe train {job} --resume")
+
+
+def prepare(
+    texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="Text files (.txt, .xz), or 'classics'.")],
+    out: Annotated[Path, typer.Option(help="The folder to make.")],
+    vocabulary: Annotated[
+        int | None, VOCABULARY, typer.Option(help="Train a byte-level BPE of this size on the texts.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Use this tokenizer: a Hugging Face folder, or a folder of tokens.")
+    ] = None,
+) -> None:
+    """Turn texts into a folder of tokens, once.
+
+    Jobs ('data.folder') and studies ('train', 'tests') take the folder; copied to other machines, it saves them the
+    work. Held-out text must have the tokenizer of the text that was trained on.
+
+    Example: skippipe prepare books.txt.xz --vocabulary 8192 --out tokens/books
+    """
+    from skippipe.data.prepare import prepare as prepared
+
+    if (vocabulary is None) == (tokenizer is None):
+        raise UserError("say one of --vocabulary, to train a tokenizer, and --tokenizer, to use one that is there")
+    last = ""
+
+    def progress(what: str, share: float) -> None:
+        nonlocal last
+        line = f"{what} ({share:.0%})" if share else what
+        if line != last:
+            print(line, file=sys.stderr)
+        last = line
+
+    found = prepared(texts, tokenizer or vocabulary or 0, out, progress)
+    print(f"{out}: {len(found):,} tokens, a vocabulary of {found.vocabulary:,}")

@@ -65,6 +65,32 @@ class Codec(ABC):
         return f"{len(data)} bytes; a {self.id} tensor of shape {list(shape)} has {needed}"
 
 
+class CastCodec(Codec):
+    """A codec that casts every value to another type of float."""
+
+    torch_dtype: ClassVar[str]
+    """The name of the type in torch."""
+    value_bytes: ClassVar[int]
+
+    def expected_bytes(self, values: int) -> int:
+        return self.value_bytes * values
+
+    def encode(self, flat: Tensor) -> Tensor:
+        import torch
+
+        return self.rounded(flat).contiguous().view(torch.uint8)
+
+    def decode(self, raw: Tensor, values: int) -> Tensor:  # noqa: ARG002
+        import torch
+
+        return raw.view(getattr(torch, self.torch_dtype))
+
+    def rounded(self, tensor: Tensor) -> Tensor:
+        import torch
+
+        return tensor.to(getattr(torch, self.torch_dtype))
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedTensor:
     """A tensor as bytes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from skippipe.collectives.interface import Averager, Collective, GroupConfig, MakeAverager
-from skippipe.collectives.ring import Auto, Ring
+from skippipe.collectives.peer_to_peer import Auto, Ring
 from skippipe.collectives.torch_allreduce import TorchAllReduce
 from skippipe.errors import UserError
 

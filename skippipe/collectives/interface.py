@@ -1,14 +1,14 @@
 """What a collective is: how the nodes of a stage sum their gradients, as simulator, planner and runtime see it.
 
-A collective is one file of this package. It says in which order the nodes stand, how many rounds there are, and which
-place sends to which in each. From that follow its time, its bytes and what a node waits for. Its averager, on real
-tensors, is what a node computes in each round. Importing a collective must not import torch; making an averager may.
+A collective is one file of this package. Which node sends what to which, and in which order, is the schedule of the
+stage (see `schedule`); its time, its bytes and what a node waits for follow from that. An averager, on real tensors, is
+what a node computes of it. Importing a collective must not import torch; making an averager may.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
@@ -16,22 +16,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from skippipe.codecs import EncodedTensor
+    from skippipe.collectives.schedule import Schedule
 
 
 class Averager(Protocol):
-    """The gradient of one node on its way through a collective. A node's own gradient should stay as it is until the
-    step, so that averaging that failed can begin again with other members."""
+    """The gradient of one node on its way through a schedule. A node's own gradient should stay as it is until the
+    step, so that averaging that failed can begin again with other nodes."""
 
-    def turn(self, round_: int, at: int, size: int, given: EncodedTensor | None) -> EncodedTensor | None:
-        """Take in what came in the round before, and give what goes out in this one: as the node at a place among so
-        many. Round 0 begins anew, whatever was before; the last one, past all that send, gives nothing."""
+    def begin(self, schedule: Schedule) -> None:
+        """Begin an attempt, whatever was before. A library that sums gradients by itself does it here; there are no
+        pieces then."""
 
-    def fits(self, given: EncodedTensor, round_: int, at: int, size: int) -> bool:
-        """Whether a message has the shape and codec of what a round takes in. Called on another thread than `turn`."""
+    def contribute(self, piece: int, given: Sequence[EncodedTensor], *, total: bool) -> EncodedTensor:
+        """This node's part of a piece and those of others that were `given`, added up in this order. `total`: that is
+        the sum over the stage, and this node adopts it as it is encoded."""
+
+    def adopt(self, piece: int, given: EncodedTensor) -> None:
+        """Take the total of a piece."""
+
+    def fits(self, given: EncodedTensor, schedule: Schedule, piece: int) -> bool:
+        """Whether a message has the shape and codec of a piece. Called on another thread than the others."""
 
     @property
     def summed(self) -> Tensor | None:
-        """The sum over the stage after the last round; None: the node's own gradient was summed in place."""
+        """The sum over the stage when all pieces are there; None: the node's own gradient was summed in place."""
 
     def close(self, *, followed: bool) -> None:
         """The iteration is over: the optimizer followed the sum, or the gradient was dropped."""
@@ -54,7 +62,7 @@ class GroupConfig:
 
 
 class Collective(ABC):
-    """One way to sum gradients over the nodes of a stage. Places are positions in the order of its nodes, from 0."""
+    """One way to sum gradients over the nodes of a stage."""
 
     id: ClassVar[str]
     """Its name in job files (averaging.engine) and plans; it never changes."""

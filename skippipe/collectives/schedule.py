@@ -102,10 +102,10 @@ class Averaging:
     def without(self, gone: Iterable[int]) -> Averaging:
         """The same among the nodes that are left. A lost root's piece is divided among the others; what went by way of
         a lost node goes to the next one on its way."""
-        lost = set(gone)
-        left = tuple(node for node in self.order if node not in lost)
-        if lost.isdisjoint(self.nodes):
+        lost = set(gone).intersection(self.nodes)
+        if not lost:
             return self
+        left = tuple(node for node in self.order if node not in lost)
 
         def without_lost(piece: Piece) -> Piece:
             via, relays = [], []
@@ -167,6 +167,8 @@ class Schedule:
     transfers: tuple[Transfer, ...]
     needs: tuple[tuple[int, ...], ...]
     """[transfer]: the numbers of those that bring to its sender what it passes on."""
+    forwarded: dict[int, int]
+    """Number of a transfer to a relay → that by which the relay passes it on."""
 
     @classmethod
     def of(
@@ -202,7 +204,20 @@ class Schedule:
                     found.append(Transfer(False, heights[at], piece, at, there, at))
                     found.append(Transfer(True, depth, piece, here, at, at))
         transfers = tuple(sorted(found))
-        return cls(tuple(shares), transfers, tuple(_needs(transfers, up, relays)))
+        needs = tuple(_needs(transfers, up, relays))
+        second = [at for at, each in enumerate(transfers) if each.sender == relays[each.piece].get(each.node)]
+        return cls(tuple(shares), transfers, needs, {needs[at][0]: at for at in second})
+
+    @cached_property
+    def forwarding(self) -> frozenset[int]:
+        """Numbers of the transfers that relays send."""
+        return frozenset(self.forwarded.values())
+
+    @cached_property
+    def pairs(self) -> Ints:
+        """[pair, (number, number)]: a transfer, and one that waits for it."""
+        found = [(before, number) for number, each in enumerate(self.needs) for before in each]
+        return np.array(found, np.int64).reshape(-1, 2)
 
     def piece_bytes(self, gradient_bytes: int) -> tuple[int, ...]:
         """[piece]: bytes of one message, of a gradient of so many."""
@@ -210,11 +225,13 @@ class Schedule:
         return tuple(-(-gradient_bytes * share // total) for share in self.shares)
 
     def bounds(self, values: int) -> list[int]:
-        """Where each piece begins in a gradient of so many values, and where the last one ends."""
-        total, so_far, found = sum(self.shares), 0, [0]
-        for share in self.shares:
+        """Where each piece begins in a gradient of so many values, and where the last one ends. Each has one value, and
+        its share of the others."""
+        total, others, so_far, found = sum(self.shares), values - len(self.shares), 0, [0]
+        assert others >= 0, f"{len(self.shares)} pieces of {values} values"
+        for number, share in enumerate(self.shares):
             so_far += share
-            found.append(values * so_far // total)
+            found.append(number + 1 + others * so_far // total)
         return found
 
 
@@ -238,6 +255,16 @@ def _needs(
             yield (totals[piece, sender],)
         else:
             yield tuple(contributions.get((piece, sender), ()))
+
+
+def _columns(averaging: Averaging) -> tuple[Ints, ...]:
+    """[transfer]: whether it is no relay's, total, level, piece, the nodes that send and receive, and how many it waits
+    for."""
+    schedule, nodes = averaging.schedule, np.array(averaging.nodes, np.int64)
+    total, level, piece, sender, receiver, _ = np.array(schedule.transfers, np.int64).reshape(-1, 6).T
+    missing = np.array([len(each) for each in schedule.needs], np.int64)
+    own = np.array([number not in schedule.forwarding for number in range(len(total))], np.int64)
+    return own, total, level, piece, nodes[sender], nodes[receiver], missing
 
 
 class TransferTimes(NamedTuple):
@@ -277,9 +304,10 @@ class MergedSchedule:
     number: int
     """Of the stages."""
     stages: Ints
-    """[transfer], as are the next four: its stage."""
+    """[transfer], as are the next five: its stage."""
     numbers: Ints
     """Its number in the stage's schedule."""
+    pieces: Ints
     senders: Ints
     """The node that sends, as in the plan, like the next."""
     receivers: Ints
@@ -292,23 +320,31 @@ class MergedSchedule:
 
     @classmethod
     def of(cls, averagings: Sequence[Averaging]) -> MergedSchedule:
-        ranked = sorted(
-            (each.total, each.level, stage, number)
-            for stage, averaging in enumerate(averagings)
-            for number, each in enumerate(averaging.schedule.transfers)
+        sizes = [len(averaging.schedule.transfers) for averaging in averagings]
+        first = np.cumsum([0, *sizes], dtype=np.int64)
+        own, total, level, piece, sender, receiver, missing = (
+            np.concatenate(column) for column in zip(*(_columns(each) for each in averagings), strict=True)
         )
-        rank = {(stage, number): at for at, (_, _, stage, number) in enumerate(ranked)}
-        waiting: list[list[int]] = [[] for _ in ranked]
-        rows = []
-        for at, (_, _, stage, number) in enumerate(ranked):
-            averaging = averagings[stage]
-            each, needs = averaging.schedule.transfers[number], averaging.schedule.needs[number]
-            for other in needs:
-                waiting[rank[stage, other]].append(at)
-            rows.append((stage, number, averaging.nodes[each.sender], averaging.nodes[each.receiver], len(needs)))
-        columns = np.array(rows, np.int64).reshape(-1, 5).T.copy()
-        ends = np.cumsum([0, *map(len, waiting)], dtype=np.int64)
-        return cls(len(averagings), *columns, ends, np.array([at for each in waiting for at in each], np.int64))
+        of_stage = np.repeat(np.arange(len(averagings)), sizes)
+        numbers = np.arange(len(total)) - first[of_stage]
+        order = np.lexsort((numbers, of_stage, level, total, own))
+        rank = np.empty(len(order), np.int64)
+        rank[order] = np.arange(len(order))
+        pairs = [each.schedule.pairs + first[stage] for stage, each in enumerate(averagings)]
+        needed, needing = rank[np.concatenate(pairs)].reshape(-1, 2).T
+        by_needed = np.argsort(needed, kind="stable")
+        ends = np.searchsorted(needed[by_needed], np.arange(len(order) + 1))
+        return cls(
+            number=len(averagings),
+            stages=of_stage[order],
+            numbers=numbers[order],
+            pieces=piece[order],
+            senders=sender[order],
+            receivers=receiver[order],
+            missing=missing[order],
+            first_after=ends,
+            after=needing[by_needed],
+        )
 
     def run(self, done_ns: Ints, times: TransferTimes, free_ns: FreeLinks, record: Ints = NO_RECORD) -> Ints:
         """[stage]: when its last transfer has arrived; 0 if it has none. See `run_schedule`."""

@@ -17,8 +17,9 @@ from skippipe.collectives.schedule import Averaging, FreeLinks, MergedSchedule, 
 from skippipe.jit import Floats, Ints, kernel
 
 NEVER_NS = 10**15  # what a transfer takes over no link, and the most that any can; as in `cost_model`
-PIECE_BYTES = 2**24  # of an exchange, about: smaller pieces are forwarded sooner, and are more messages
-MOST_PIECES = 96
+PIECE_BYTES = 2**23  # of an exchange, about: smaller pieces are forwarded sooner, and are more messages
+MOST_PIECES = 192
+RELAYED_UP_TO = 16  # nodes of a stage: more have enough links of their own
 SHARES = 2**16  # what shares add up to in an estimate, about
 LEAST_SHARE = 0.02  # of the largest: a node with less is no root, and only sends
 PAIR = 1.3  # two nodes alone do not use all ways at once: by so much their rate is less
@@ -49,15 +50,12 @@ def merged(averagings: tuple[Averaging, ...]) -> MergedSchedule:
 def transfer_times(costs: LinkCosts, averagings: Sequence[Averaging], stages: Sequence[int]) -> TransferTimes:
     """Times by the ranks of the merged schedule; `stages` are those of the averagings, which may be some only."""
     schedule = merged(tuple(averagings))
-    pieces = [np.array([each.piece for each in averaging.schedule.transfers], np.int64) for averaging in averagings]
     sizes = [
         np.array(averaging.schedule.piece_bytes(costs.gradient_bytes[stage]), np.int64)
         for stage, averaging in zip(stages, averagings, strict=True)
     ]
-    size_bytes = np.zeros(len(schedule.stages), np.int64)
-    for index, (of_transfer, of_piece) in enumerate(zip(pieces, sizes, strict=True)):
-        own = schedule.stages == index
-        size_bytes[own] = of_piece[of_transfer[schedule.numbers[own]]]
+    first = np.cumsum([0, *map(len, sizes)])
+    size_bytes = np.concatenate(sizes)[first[schedule.stages] + schedule.pieces]
     links = schedule.senders, schedule.receivers
     upload, download = costs.upload_bytes_per_s[schedule.senders], costs.download_bytes_per_s[schedule.receivers]
     return TransferTimes(
@@ -67,6 +65,18 @@ def transfer_times(costs: LinkCosts, averagings: Sequence[Averaging], stages: Se
         upload_ns=transmit_ns(size_bytes, upload) * np.isfinite(upload),
         download_ns=transmit_ns(size_bytes, download) * np.isfinite(download),
     )
+
+
+def transfer_loads(costs: LinkCosts, averagings: Sequence[tuple[int, Averaging]]) -> FreeLinks:
+    """For how long these stages keep links, uploads and downloads busy."""
+    loads = free_links(len(costs.flight_ns))
+    if averagings:
+        stages, each = zip(*averagings, strict=True)
+        times, schedule = transfer_times(costs, each, stages), merged(tuple(each))
+        np.add.at(loads.link_ns, (schedule.senders, schedule.receivers), times.transmit_ns)
+        np.add.at(loads.upload_ns, schedule.senders, times.upload_ns)
+        np.add.at(loads.download_ns, schedule.receivers, times.download_ns)
+    return loads
 
 
 def transmit_ns(size_bytes: Ints, bandwidth: Floats) -> Ints:
@@ -99,6 +109,8 @@ def after_ns(costs: LinkCosts, stage: int, averaging: Averaging, last: int) -> i
 
 def fastest(costs: LinkCosts, stage: int, nodes: Sequence[int], *, only_rings: bool = False) -> Averaging:
     """The fastest of the known kinds for nodes that are done at the same time, whatever order they are given in."""
+    if len(nodes) > RELAYED_UP_TO and not only_rings:
+        return exchange(costs, stage, sorted(nodes), free_links(len(costs.flight_ns)))
     ring = Averaging(ring_order(costs, stage, nodes))
     if only_rings or len(ring.order) < 3:
         return ring
@@ -114,7 +126,9 @@ def exchange(
 ) -> Averaging:
     """Every node is the root of pieces, and all others send straight to it or by way of a relay. `free_ns` is when
     links are free; it is changed by what this adds."""
-    pieces = max(2 * len(order), min(MOST_PIECES, -(-costs.gradient_bytes[stage] // PIECE_BYTES)))
+    by_bytes = -(-costs.gradient_bytes[stage] // PIECE_BYTES)
+    pieces = min(MOST_PIECES, max(by_bytes, min(2 * len(order), MOST_PIECES // 2)))
+    relays = relays if len(order) <= RELAYED_UP_TO else ()
     roots, ways = np.empty(pieces, np.int64), np.empty((pieces, len(order)), np.int64)
     divide_exchange(
         np.array(order, np.int64),
@@ -322,6 +336,36 @@ def link_ns(size_bytes: int, bandwidth: float) -> int:
 
 
 # Rings
+
+
+class RingEdges(NamedTuple):
+    """The edges of a ring, by place: from the node there to the next one."""
+
+    links: tuple[Ints, Ints]
+    transmit_ns: Ints
+    flight_ns: Ints
+
+    def averaged_ns(self, done_ns: Ints) -> int:
+        """When all nodes have the sum: what the ring's schedule takes if nothing else is on its links."""
+        senders, _ = self.links
+        return ring_ns(done_ns[senders], self.transmit_ns, self.flight_ns) if len(senders) else 0
+
+
+def ring_edges(costs: LinkCosts, averagings: Sequence[Averaging]) -> list[RingEdges] | None:
+    """The edges of all stages' rings; None if some stage averages otherwise, or nodes have rates of their own."""
+    if (
+        any(each.pieces for each in averagings)
+        or not np.isinf(costs.upload_bytes_per_s + costs.download_bytes_per_s).all()
+    ):
+        return None
+    found = []
+    for stage, each in enumerate(averagings):
+        order = np.array(each.order, np.int64)
+        links = order, np.roll(order, -1)
+        size_bytes = np.array(-(-costs.gradient_bytes[stage] // max(1, len(order))), np.int64)
+        transmit = transmit_ns(size_bytes, costs.bandwidth_bytes_per_s[links])
+        found.append(RingEdges(links, transmit, costs.flight_ns[links]))
+    return found
 
 
 def ring_order(costs: LinkCosts, stage: int, nodes: Sequence[int]) -> tuple[int, ...]:

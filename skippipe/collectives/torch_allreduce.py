@@ -6,18 +6,19 @@ which the others find each other. Both backends pass large tensors round a ring,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 from skippipe.collectives.interface import GroupConfig, MakeAverager
-from skippipe.collectives.ring import Ring
+from skippipe.collectives.peer_to_peer import Ring
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from skippipe.codecs import EncodedTensor
+    from skippipe.collectives.schedule import Schedule
 
 TIMEOUT = timedelta(minutes=5)
 
@@ -34,16 +35,22 @@ class TorchAllReduce(Ring):
 
 @dataclass
 class InPlaceAverager:
-    """A library sums the gradient where it lies, in one round without messages of ours."""
+    """A library sums the gradient where it lies, at once and without messages of ours."""
 
     gradient: Tensor
     all_reduce: Callable[[Tensor], None]
     summed: None = None
 
-    def turn(self, round_: int, at: int, size: int, given: EncodedTensor | None) -> None:  # noqa: ARG002
+    def begin(self, schedule: Schedule) -> None:  # noqa: ARG002
         self.all_reduce(self.gradient)
 
-    def fits(self, given: EncodedTensor, round_: int, at: int, size: int) -> bool:  # noqa: ARG002
+    def contribute(self, piece: int, given: Sequence[EncodedTensor], *, total: bool) -> Never:
+        raise AssertionError(f"there is no piece {piece}: {given}, {total}")
+
+    def adopt(self, piece: int, given: EncodedTensor) -> Never:
+        raise AssertionError(f"there is no piece {piece}: {given}")
+
+    def fits(self, given: EncodedTensor, schedule: Schedule, piece: int) -> bool:  # noqa: ARG002
         return False
 
     def close(self, *, followed: bool) -> None:

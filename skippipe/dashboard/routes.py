@@ -22,20 +22,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skippipe import __version__
-from skippipe.dashboard.panels import Panels
-from skippipe.web.auth import ApiSettings, BearerAuth
+from skippipe.dashboard.run_state import Panels
 from skippipe.web.errors import APIError
+from skippipe.web.server import ApiSettings, BearerAuth
 
 POLL_S = 0.5  # between two polls of the files: no system reports changes on all kinds of disks
 KEEPALIVE_S = 10.0  # or a proxy takes the stream for dead
 MOST_STREAMS = 64
+SCRIPTS = ("dashboard.js", "dashboard-map.js", "dashboard-words.js", "dashboard-charts.js")
 ASSETS = {
     "": ("dashboard.html", "text/html; charset=utf-8"),
     "dashboard.css": ("dashboard.css", "text/css; charset=utf-8"),
-    "dashboard.js": ("dashboard.js", "text/javascript; charset=utf-8"),
-    "dashboard-map.js": ("dashboard-map.js", "text/javascript; charset=utf-8"),
-    "dashboard-words.js": ("dashboard-words.js", "text/javascript; charset=utf-8"),
-    "dashboard-charts.js": ("dashboard-charts.js", "text/javascript; charset=utf-8"),
+    **{name: (name, "text/javascript; charset=utf-8") for name in SCRIPTS},
 }
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -86,9 +84,7 @@ class PanelStream:
     async def stream(self, _request: Request) -> Response:
         if self._streams >= MOST_STREAMS:
             return PlainTextResponse(f"{MOST_STREAMS} pages are open already\n", 503, {"Retry-After": "30"})
-        return StreamingResponse(
-            self._changes(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"}
-        )  # fmt: skip
+        return StreamingResponse(self._changes(), headers={"X-Accel-Buffering": "no"}, media_type="text/event-stream")
 
     async def _changes(self) -> AsyncIterator[bytes]:
         """Every panel, and then those that are no longer what was sent."""

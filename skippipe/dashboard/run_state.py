@@ -2,30 +2,27 @@
 
 The files belong to a run that goes on: any of them may be missing, half-written, replaced or begun anew, and a line
 that cannot be read is counted and passed over. Each source has a number that grows when it has changed.
+
+The page gets the state as JSON, a panel at a time, so that only what has changed is sent. Names and texts go out as
+they are: the page puts them in as text, never as markup.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from skippipe.errors import UserError
 from skippipe.plan import Plan
-from skippipe.runs.gantt_data import LARGEST_BYTES, RecordedIteration, read_recorded
-from skippipe.runs.records import (
-    EventRecord,
-    LinkBytes,
-    MetricsRow,
-    WalSummary,
-    as_count,
-    as_list,
-    event_of,
-    metrics_of,
-    parse_object,
-)
+from skippipe.runs import records
+from skippipe.runs.records import EventRecord, LinkBytes, MetricsRow, RecordedIteration, TraceBar, WalSummary
 from skippipe.runs.tail import FileTail, belongs_to, checkpoints_in, run_id_of, traces_in
+from skippipe.timeline import HUES
 
 MOST_EVENTS = 300  # kept; older ones are in the file
 SLOW_FOR = 1  # iterations for which a node that was waited for is shown as slow
@@ -35,6 +32,11 @@ SOURCES: tuple[FileSource, ...] = get_args(FileSource)
 NodeStatus = Literal["lost", "here", "learning"]
 STATUS_OF_EVENT: dict[str, NodeStatus | None] = {"gone": "lost", "joined": "here", "learning": "learning", "able": None}
 """Kind of event → the status of its node; None: as the plan has it."""
+MOST_POINTS = 300  # of a curve; more cannot be told apart on a screen
+MOST_LINKS = 5000  # of a map; those with the fewest bytes are left out
+CURVES = ("loss", "tokens_per_s", "sent_bytes", "seconds", "promised_s")
+
+Panel = dict[str, Any]
 
 
 @dataclass
@@ -112,7 +114,7 @@ class RunFollower:
             state.rows, state.links, state.visits = [], [], []
             state.unread["metrics.jsonl"] = 0
         for line in new.lines:
-            found = metrics_of(line)
+            found = records.metrics_of(line)
             if found is None:
                 state.unread["metrics.jsonl"] += 1
                 continue
@@ -151,7 +153,7 @@ class RunFollower:
             state.status, state.slow, state.events_total = {}, {}, 0
             state.unread["events.jsonl"] = 0
         for line in new.lines:
-            found = event_of(line)
+            found = records.event_of(line)
             if found is None:
                 state.unread["events.jsonl"] += 1
             elif belongs_to(self._run_id, found[1]):
@@ -190,7 +192,7 @@ class RunFollower:
         last, state.done = (self._wal.last, self._wal.done) if ours else (None, None)
         if (last, state.done) != before:
             if last is not None and last is not before[0]:
-                self._set_plan(last.get("plan"), as_list(last.get("learning")), "journal")
+                self._set_plan(last.get("plan"), records.as_list(last.get("learning")), "journal")
             state.versions["plan"] += 1
         return new.more
 
@@ -201,7 +203,7 @@ class RunFollower:
         except OSError:
             return
         stamp = (status.st_ino, status.st_mtime_ns)
-        if stamp == self._plan_stamp or status.st_mtime < self._since or status.st_size > LARGEST_BYTES:
+        if stamp == self._plan_stamp or status.st_mtime < self._since or status.st_size > records.LARGEST_BYTES:
             return
         self._plan_stamp = stamp
         try:
@@ -209,7 +211,7 @@ class RunFollower:
         except OSError:
             return
         self.state.unread["plan.json"] = 0
-        self._set_plan(parse_object(content), [], "plan.json")
+        self._set_plan(records.parse_object(content), [], "plan.json")
 
     def _set_plan(self, plan: Any, learning: list[Any], source: str) -> None:
         state = self.state
@@ -219,7 +221,7 @@ class RunFollower:
             state.unread[source] += 1  # the last one that could be read is shown
         else:
             nodes = state.plan.cluster.nodes
-            numbers = [as_count(each) for each in learning]
+            numbers = [records.as_count(each) for each in learning]
             state.learning = frozenset(nodes[each].name for each in numbers if each is not None and each < len(nodes))
         state.versions["plan"] += 1
 
@@ -245,8 +247,172 @@ class RunFollower:
             stamp = (path.name, status.st_mtime_ns, status.st_size)
             if stamp == self._trace_stamp:
                 return
-            state.gantt = read_recorded(path, iteration, self._run_id)
+            state.gantt = records.read_recorded(path, iteration, self._run_id)
         except (OSError, ValueError):  # being written: the next poll will tell
             return
         self._trace_stamp = stamp
         state.versions["trace"] += 1
+
+
+class Panels:
+    """The panels as text, made anew where their sources have changed."""
+
+    def __init__(self, follower: RunFollower) -> None:
+        self.follower = follower
+        self.texts: dict[str, str] = {}
+        """Panel → its JSON, in one line."""
+        self._made_of: dict[str, tuple[int, ...]] = {}
+
+    def poll(self) -> bool:
+        """Read what is new in the files; True if there is more to read right away."""
+        more = self.follower.poll()
+        state, texts = self.follower.state, dict(self.texts)
+        for name, (made, sources) in PANELS.items():
+            made_of = tuple(state.versions[source] for source in sources)
+            if self._made_of.get(name) != made_of:
+                text = json.dumps(made(state, self.follower.folder), allow_nan=False)
+                if text != texts.get(name):
+                    texts[name] = text
+                self._made_of[name] = made_of
+        self.texts = texts  # replaced as a whole: other threads may be reading
+        return more
+
+
+def run_panel(state: RunState, folder: Path) -> Panel:
+    """What is trained, and the progress of the run."""
+    last = state.rows[-1] if state.rows else None
+    return {
+        "folder": folder.name or str(folder),
+        "done": last is not None and last.is_last if state.done is None else state.done,
+        "iterations": last.iteration + 1 if last else 0,
+        "total": last.total_iterations if last else None,
+        **{name: getattr(last, name, None) for name in (*CURVES, "time", "tokens")},
+        "unread": {file: count for file, count in sorted(state.unread.items()) if count},
+        **(_plan_figures(state.plan) if state.plan else {}),
+    }
+
+
+def _plan_figures(plan: Plan) -> Panel:
+    return {
+        "model": plan.workload.model.name,
+        "parameters": plan.workload.model.parameters,
+        "cluster": plan.cluster.name,
+        "nodes": len(plan.stage_of),
+        "stages": len(plan.stages),
+        "visited": plan.visited,
+        "microbatches": plan.microbatches,
+        "strategy": plan.strategy,
+    }
+
+
+def map_panel(state: RunState, _folder: Path) -> Panel:
+    """The nodes on their stages, and the lanes. Places in `nodes` stand for nodes, here and in `load_panel`."""
+    plan = state.plan
+    if plan is None:
+        return {"nodes": [], "stages": [], "lanes": []}
+    lanes_of = [0] * len(plan.cluster.nodes)
+    for lane in plan.lanes:
+        for node in lane.path:
+            lanes_of[node] += 1
+    data_nodes = list(dict.fromkeys(lane.path[0] for lane in plan.lanes))
+    return {
+        "nodes": [
+            {
+                "name": node.name,
+                "location": node.location,
+                "stage": plan.stage_of.get(number),
+                "lanes": lanes_of[number],
+                "slots": plan.slots.get(number),
+                "status": _status(state, node.name, number in plan.stage_of),
+            }
+            for number, node in enumerate(plan.cluster.nodes)
+        ],
+        "stages": [{"layers": stage.layers, "nodes": list(stage.nodes)} for stage in plan.stages],
+        "lanes": [
+            {
+                "path": list(lane.path),
+                "stages": list(plan.visits(lane)),
+                "microbatches": lane.microbatches,
+                "hue": HUES[data_nodes.index(lane.path[0]) % len(HUES)],
+            }
+            for lane in plan.lanes
+        ],
+    }
+
+
+def _status(state: RunState, name: str, planned: bool) -> str:
+    """lost, here (has joined and waits for a stage), learning, slow, works, or spare (it never joined)."""
+    known = state.status.get(name)
+    if known is not None:
+        return known
+    if not planned:
+        return "spare"
+    if name in state.learning:
+        return "learning"
+    return "slow" if name in state.slow else "works"
+
+
+def load_panel(state: RunState, _folder: Path) -> Panel:
+    """Bytes between nodes in the last iteration; both directions of a link stand together."""
+    numbers = state.plan.cluster.number if state.plan else {}
+    pairs: dict[tuple[int, int], list[int]] = {}
+    for sender, receiver, sent in state.links:
+        if sender in numbers and receiver in numbers and sent:
+            a, b = numbers[sender], numbers[receiver]
+            pairs.setdefault((min(a, b), max(a, b)), [0, 0])[int(a > b)] += sent
+    links = sorted(([a, b, *sent] for (a, b), sent in pairs.items()), key=lambda link: -link[2] - link[3])
+    return {
+        "iteration": state.rows[-1].iteration if state.rows else None,
+        "links": links[:MOST_LINKS],
+        "left_out": max(0, len(links) - MOST_LINKS),
+        "visits": state.visits,
+    }
+
+
+def curves_panel(state: RunState, _folder: Path) -> Panel:
+    """Loss, speed and bytes of every iteration; of long runs, means of neighbours."""
+    size, rows = records.downsample(state.rows, MOST_POINTS)
+    columns = {name: [getattr(row, name) for row in rows] for name in CURVES}
+    return {
+        "mean_of": size,
+        "iteration": [row.iteration for row in rows],
+        **{name: [value and float(f"{value:.7g}") for value in column] for name, column in columns.items()},
+    }
+
+
+def gantt_panel(state: RunState, _folder: Path) -> Panel:
+    gantt = state.gantt
+    if gantt is None:
+        return {"iteration": None}
+    return {
+        "iteration": gantt.iteration,
+        "kinds": [str(kind) for kind in records.KINDS],
+        "rows": [{"stage": stage, "name": name} for stage, name in gantt.rows],
+        "hues": gantt.hues,
+        "planned": list(map(_plain, gantt.planned)),
+        "measured": list(map(_plain, gantt.measured)),
+    }
+
+
+def _plain(bar: TraceBar) -> list[float]:
+    start_s, end_s = (round(time, 6) if math.isfinite(time) else 0.0 for time in (bar.start_s, bar.end_s))
+    return [bar.row, bar.kind, start_s, end_s, bar.lane, bar.microbatch, bar.step]
+
+
+def events_panel(state: RunState, _folder: Path) -> Panel:
+    """Events, the newest first; checkpoints that are complete are among them."""
+    made = [records.checkpoint_event(number, time) for number, time in state.checkpoints.items()]
+    shown = [event._asdict() for event in (*state.events, *made)]
+    shown.sort(key=lambda event: float(event["time"]), reverse=True)
+    return {"events": shown, "in_all": state.events_total + len(made)}
+
+
+PANELS: dict[str, tuple[Callable[[RunState, Path], Panel], tuple[FileSource, ...]]] = {
+    "run": (run_panel, ("plan", "metrics", "events")),
+    "map": (map_panel, ("plan", "events")),
+    "load": (load_panel, ("plan", "metrics")),
+    "chart": (gantt_panel, ("trace",)),
+    "curves": (curves_panel, ("metrics",)),
+    "events": (events_panel, ("events",)),
+}
+"""Panel → the function that makes it, and the sources that it is made of."""

@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skippipe.errors import UserError
-from skippipe.optional_deps import require
+from skippipe.errors import UserError, require
 
 if TYPE_CHECKING:
-    from skippipe.web.auth import ApiSettings
+    from skippipe.web.server import ApiSettings
 
 TOKEN = "SKIPPIPE_DASHBOARD_TOKEN"
 DEFAULT_HOST = "127.0.0.1"
@@ -33,20 +32,10 @@ def check_installed() -> None:
         require(package, extra, "the dashboard")
 
 
-def parse_address(address: str, option: str) -> tuple[str, int]:
-    """Host and port from `[HOST:]PORT`."""
-    from skippipe.transport.addresses import split_address
-
-    try:
-        return split_address(address if ":" in address else f"{DEFAULT_HOST}:{address}")
-    except UserError:
-        raise UserError(f"{option} {address}: expected a port, or host:port, such as 127.0.0.1:8090") from None
-
-
 def access_settings(host: str) -> ApiSettings:
     """Without a token, only this machine has access; with one, every client that sends it."""
     from skippipe.transport.addresses import is_loopback
-    from skippipe.web.auth import ApiSettings
+    from skippipe.web.server import ApiSettings
 
     token = os.environ.get(TOKEN, "")
     if not token and not is_loopback(host):
@@ -77,10 +66,9 @@ def url_of(listener: socket.socket) -> str:
 def run(
     folder: Path, listener: socket.socket, settings: ApiSettings, since: float = 0.0, *, owned: bool = False
 ) -> None:
-    """Serve until the process is told to stop; if it is `owned`, until standard input ends."""
-    from skippipe.dashboard.panels import Panels
+    """Serve until the process gets a signal to stop; if it is `owned`, until standard input ends."""
     from skippipe.dashboard.routes import application
-    from skippipe.dashboard.run_state import RunFollower
+    from skippipe.dashboard.run_state import Panels, RunFollower
     from skippipe.web import server as web_server
 
     def stop() -> None:
@@ -105,7 +93,12 @@ def dashboard_process(folder: Path, address: str, *, resumed: bool) -> Iterator[
     pipe to it closing. Of a run that begins anew, it shows nothing older.
     """
     check_installed()
-    host, port = parse_address(address, OPTION)
+    from skippipe.transport.addresses import split_address
+
+    try:
+        host, port = split_address(address if ":" in address else f"{DEFAULT_HOST}:{address}")
+    except UserError:
+        raise UserError(f"{OPTION} {address}: expected a port, or host:port, such as 127.0.0.1:8090") from None
     access_settings(host)
     listener = listen(host, port, OPTION)
     print(f"the dashboard is at {url_of(listener)}", file=sys.stderr, flush=True)

@@ -56,13 +56,21 @@ class BatchSampler:
     """Batches for training from an array of ids."""
 
     def __init__(self, tokens: npt.ArrayLike, sequence: int, seed: int, microbatches: int, samples: int) -> None:
-        _check_positive(sequence=sequence, microbatches=microbatches, samples=samples)
+        for name, value in {"sequence": sequence, "microbatches": microbatches, "samples": samples}.items():
+            if value < 1:
+                raise UserError(f"{name}: {value} must be 1 or more")
         self.tokens = np.asarray(tokens)
         self.sequence = sequence
         self.seed = seed
         self.microbatches = microbatches
         self.samples = samples
-        self.windows = _windows(self.tokens, sequence)
+        self.windows = (len(self.tokens) - 1) // sequence
+        if self.windows < 1:
+            count = len(self.tokens)
+            raise UserError(
+                f"a text of {count:,} tokens is too short for a sequence of {sequence:,}, which takes {sequence + 1:,}"
+                f": use a longer text, or a sequence of {max(1, count - 1):,} or less"
+            )
 
     def window(self, iteration: int, microbatch: int, sample: int) -> int:
         """The number of the window that this sample is."""
@@ -76,26 +84,6 @@ class BatchSampler:
         return permute(self.seed, epoch, offset, self.windows)
 
     def batch(self, iteration: int, microbatch: int) -> Batch:
-        windows = [self.window(iteration, microbatch, sample) for sample in range(self.samples)]
-        return _cut_out(self.tokens, self.sequence, windows)
-
-
-def _check_positive(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if value < 1:
-            raise UserError(f"{name}: {value} must be 1 or more")
-
-
-def _windows(ids: npt.NDArray[np.generic], sequence: int) -> int:
-    windows = (len(ids) - 1) // sequence
-    if windows < 1:
-        raise UserError(
-            f"a text of {len(ids):,} tokens is too short for a sequence of {sequence:,}, which takes {sequence + 1:,}: "
-            f"use a longer text, or a sequence of {max(1, len(ids) - 1):,} or less"
-        )
-    return windows
-
-
-def _cut_out(ids: npt.NDArray[np.generic], sequence: int, windows: range | list[int]) -> Batch:
-    rows = np.stack([ids[at * sequence : at * sequence + sequence + 1] for at in windows]).astype(np.int64)
-    return rows[:, :-1].copy(), rows[:, 1:].copy()
+        starts = [self.sequence * self.window(iteration, microbatch, sample) for sample in range(self.samples)]
+        rows = np.stack([self.tokens[start : start + self.sequence + 1] for start in starts]).astype(np.int64)
+        return rows[:, :-1].copy(), rows[:, 1:].copy()

@@ -15,15 +15,14 @@ import io
 import lzma
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import file_digest
 from importlib import resources
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from skippipe.errors import UserError
+from skippipe.errors import UserError, require
 from skippipe.json_fields import exists
-from skippipe.optional_deps import require
 
 EXTRA = "datasets"
 READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -67,13 +66,11 @@ def source(name: str | Path) -> TextSource:
     path = Path(name)
     if name in BUILT_IN:
         path = Path(str(resources.files("skippipe").joinpath("data", BUILT_IN[str(name)])))
-    digest, size = sha256(), 0
-    for block in _raw_blocks(path):
-        digest.update(block)
-        size += len(block)
+    with _opened(path) as file:
+        digest, size = file_digest(file, "sha256").hexdigest(), file.tell()
     if not size:
         raise UserError(f"{path}: the file is empty; name one with text in it")
-    return TextSource(path, size, digest.hexdigest())
+    return TextSource(path, size, digest)
 
 
 def cut(blocks: Iterable[str]) -> Iterator[Piece]:
@@ -120,13 +117,7 @@ def _place_to_cut(text: str) -> int:
     return line if line > 0 else PIECE_CHARACTERS
 
 
-def _raw_blocks(path: Path) -> Iterator[bytes]:
-    with _opened(path) as file:
-        while block := file.read(BLOCK_BYTES):
-            yield block
-
-
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Path) -> io.BufferedReader:
     try:
         return path.open("rb")
     except FileNotFoundError:

@@ -44,12 +44,9 @@ def prepare(
     files = _Files([source(name) for name in ([texts] if isinstance(texts, (str, Path)) else texts)])
     inputs = Inputs.of(files.sources, tokenizer)
     if folder is None:
-        folder = cache_folder(f"{_stem(files.sources[0])}-{sha256(repr(inputs).encode()).hexdigest()[:12]}")
+        stem = files.sources[0].path.name.removesuffix(".xz").removesuffix(".txt")
+        folder = cache_folder(f"{stem}-{sha256(repr(inputs).encode()).hexdigest()[:12]}")
     return _reusable(folder, inputs) or _make(files, tokenizer, folder, inputs, progress)
-
-
-def _stem(first: TextSource) -> str:
-    return first.path.name.removesuffix(".xz").removesuffix(".txt")
 
 
 class _Files:

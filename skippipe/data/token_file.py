@@ -7,14 +7,9 @@ It is a folder:
     tokenizer.json           the tokenizer that made them, with
     tokenizer_config.json    its settings, in the form of Hugging Face
 
-Header: `format` "skippipe-tokens", `version` 1, `data` (the name of the file with the ids), `type` "uint16" or
-"uint32", `tokens` (how many), `vocabulary` (ids are below it), `end_id` (ends every document), `content_sha256` (of the
-file with the ids), `tokenizer_sha256` (of tokenizer.json), `fingerprint` (SHA-256 of those two in hexadecimal, joined
-by a space), `tokenizer` (as requested: "bpe 2048", or a SHA-256) and `sources` (name, bytes and SHA-256 of every
-text file; none for a stream).
-
-Two machines have the same data if they have the same fingerprint; where the text came from does not enter into it.
-A new file of ids has a new name and the header is replaced in one step, so that a reader sees the old or the new.
+The fields of the header are in docs/formats.md. Two machines have the same data if they have the same fingerprint;
+where the text came from does not enter into it. A new file of ids has a new name and the header is replaced in one
+step, so that a reader sees the old or the new.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +46,6 @@ def cache_folder(name: str) -> Path:
 
 def width(vocabulary: int) -> str:
     return "uint16" if vocabulary <= 2**16 else "uint32"
-
-
-def fingerprint(content_sha256: str, tokenizer_sha256: str) -> str:
-    return sha256(f"{content_sha256} {tokenizer_sha256}".encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -92,7 +83,7 @@ class TokenFile:
     @property
     def fingerprint(self) -> str:
         """Equal on two machines if ids and tokenizer are."""
-        return fingerprint(self.content_sha256, self.tokenizer_sha256)
+        return sha256(f"{self.content_sha256} {self.tokenizer_sha256}".encode()).hexdigest()
 
     @cached_property
     def ids(self) -> Ids:
@@ -185,8 +176,5 @@ class TokenFile:
 
 
 def _sha256(path: Path) -> str:
-    digest = sha256()
     with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return file_digest(file, "sha256").hexdigest()

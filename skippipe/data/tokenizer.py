@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from skippipe.data.documents import END
-from skippipe.errors import UserError
+from skippipe.errors import UserError, require
 from skippipe.json_fields import exists, json_text, read_json, write_text
 from skippipe.model.model_files import check_model_folder
-from skippipe.optional_deps import require
 
 EXTRA = "train"
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"

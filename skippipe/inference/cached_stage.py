@@ -1,27 +1,253 @@
-"""A stage at inference: the very layers that were trained, and their KV cache.
+"""A stage at inference: the very layers that were trained, and their KV cache for many sequences at once.
 
 A stage takes hidden states [rows, tokens, d] and their rows, and returns hidden states; that is all that has to travel
 when each stage is on a machine of its own.
+
+A sequence has a slot; the rows of a batch name their slots. For each layer there is one tensor of keys and one of
+values, [slots, heads, room, head size], made once and doubled when it is too small, so that a step writes a token for
+each row and copies nothing else: rows whose slots follow one another read a view.
+
+Prompts and single tokens go in separate passes: a row that adds one token would be padded to the length of a prompt and
+cost as much. Within a pass rows may be of different lengths, padded at the end. Padding is never written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import StagedModel
-from skippipe.inference.kv_cache import BatchRows, StageCache
 from skippipe.model.model_spec import MASKS
 from skippipe.model.stage import StageModel
 from skippipe.stage_subset import Visits
 
+MIN_ROOM = 64  # tokens of a slot, at first
+Value = TypeVar("Value")
 DtypeName = Literal["fp32", "bf16"]
 DTYPES: dict[DtypeName, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
+
+
+class CacheFull(UserError):
+    """The cache has no room for so many tokens."""
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """The rows of a batch [rows, tokens, d]: each one's slot, and which tokens of its sequence are there."""
+
+    slots: tuple[int, ...]
+    starts: tuple[int, ...]
+    """Tokens of the sequence that come before; tokens that its slot holds beyond them are overwritten."""
+    counts: tuple[int, ...]
+    """Tokens of each row; the rest of it, which may be all, is padding."""
+
+    @cached_property
+    def width(self) -> int:
+        return max(self.counts)
+
+    @cached_property
+    def end(self) -> int:
+        """Tokens of the longest sequence, those of the batch included."""
+        return max(start + count for start, count in zip(self.starts, self.counts, strict=True))
+
+    @cached_property
+    def fresh(self) -> bool:
+        """Do all rows begin their sequences?"""
+        return not any(self.starts)
+
+    @cached_property
+    def even(self) -> bool:
+        """Do all rows begin at the same position?"""
+        return len(set(self.starts)) == 1
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Do all rows begin and end at the same position?"""
+        return self.even and len(set(self.counts)) == 1
+
+    @cached_property
+    def block(self) -> slice | None:
+        """The slots as a slice, if they follow one another."""
+        first, count = self.slots[0], len(self.slots)
+        return slice(first, first + count) if self.slots == tuple(range(first, first + count)) else None
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Positions [rows, tokens]; padding repeats its row's last one: it attends to something and nothing new."""
+        starts, counts = torch.tensor(self.starts)[:, None], torch.tensor(self.counts)[:, None]
+        return starts + torch.minimum(torch.arange(self.width), counts - 1)
+
+    @cached_property
+    def single(self) -> bool:
+        """Has every row one token, and no padding?"""
+        return self.width == 1 and all(self.counts)
+
+    @cached_property
+    def _memo(self) -> dict[Hashable, Any]:
+        return {}
+
+    def once(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """A value that all stages of a pass share: it is computed and sent to the device once."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return cast(Value, self._memo[key])
+
+    def positions_on(self, device: torch.device) -> Tensor:
+        return self.once(("positions", device), lambda: self.positions.to(device))
+
+    def first_seen(self, window: int | None) -> int:
+        """The first position that any token attends to, if each attends to `window` tokens, itself included."""
+        return 0 if window is None else max(0, min(self.starts) - window + 1)
+
+
+class CacheSlots(NamedTuple):
+    """The tokens of a batch that are not padding and their places in the cache, as tensors on the device."""
+
+    row: Tensor
+    column: Tensor
+    slot: Tensor
+    position: Tensor
+    slots: Tensor
+    """Slots of all rows."""
+
+    @classmethod
+    def of(cls, rows: BatchRows, device: torch.device) -> CacheSlots:
+        real = torch.arange(rows.width) < torch.tensor(rows.counts)[:, None]
+        row, column = real.nonzero(as_tuple=True)
+        slots = torch.tensor(rows.slots)
+        where = torch.stack([row, column, slots[row], rows.positions[row, column]]).to(device)
+        return cls(where[0], where[1], where[2], where[3], where[2] if rows.single else slots.to(device))
+
+
+class StageCache:
+    def __init__(self, first_layer: int, windows: Sequence[int | None], max_tokens: int) -> None:
+        self.first_layer = first_layer
+        self.windows = windows
+        """Tokens that each layer attends to; None: all."""
+        self.max_tokens = max_tokens
+        """Tokens of all slots together."""
+        self.stores: list[tuple[Tensor, Tensor] | None] = [None] * len(windows)
+        self._slots = 0
+        self._room = 0
+        self._lengths: dict[int, int] = {}
+        self._touched: dict[int, int] = {}
+        """Slot → tokens that were written there since it was free."""
+
+    def length(self, slot: int) -> int:
+        """Tokens that a slot holds."""
+        return self._lengths.get(slot, 0)
+
+    def begin(self, rows: BatchRows, device: torch.device) -> CacheView:
+        """Makes room for a batch; to be called before the layers of a pass."""
+        assert len(set(rows.slots)) == len(rows.slots), "a slot named twice"
+        for slot, start, count in zip(rows.slots, rows.starts, rows.counts, strict=True):
+            assert not count or start <= self.length(slot), f"slot {slot} ends before token {start}"
+        self._make_room(max(rows.slots) + 1, rows.end)
+        for slot, start, count in zip(rows.slots, rows.starts, rows.counts, strict=True):
+            if count:
+                self._lengths[slot] = start + count
+                self._touched[slot] = max(start + count, self._touched.get(slot, 0))
+        return CacheView(self, rows, device)
+
+    @torch.inference_mode()
+    def free(self, slot: int) -> None:
+        """Frees a slot and wipes it: masked values get a factor of 0, which does not make 0 of NaN."""
+        self._lengths.pop(slot, None)
+        touched = self._touched.pop(slot, 0)
+        for store in self._tensors() if touched else ():
+            store[slot, :, :touched] = 0
+
+    @torch.inference_mode()
+    def move(self, source: int, target: int) -> None:
+        assert target not in self._lengths, f"slot {target} is taken"
+        assert target < self._slots
+        length = self._lengths[source]
+        for store in self._tensors():
+            store[target, :, :length] = store[source, :, :length]
+        self._lengths[target] = self._touched[target] = length
+        self.free(source)
+
+    def layer(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The stores of a layer, allocated by the size and type of its first keys and values."""
+        stores = self.stores[index]
+        if stores is None:
+            new = [each.new_zeros(self._slots, each.shape[1], self._room, each.shape[3]) for each in (keys, values)]
+            stores = self.stores[index] = new[0], new[1]
+        return stores
+
+    def _tensors(self) -> list[Tensor]:
+        return [store for pair in self.stores if pair is not None for store in pair]
+
+    @torch.inference_mode()
+    def _make_room(self, slots: int, tokens: int) -> None:
+        if slots <= self._slots and tokens <= self._room:
+            return
+        used = max(slots, *(slot + 1 for slot in self._touched)) if self._touched else slots
+        longest = max(tokens, *self._touched.values()) if self._touched else tokens
+        wanted = max(self._slots, _doubled(slots)), max(self._room, _doubled(tokens, MIN_ROOM))
+        if wanted[0] * wanted[1] > self.max_tokens:
+            wanted = used, self.max_tokens // used  # all the room there is, as it is needed now
+        if wanted[1] < longest:
+            raise CacheFull(
+                f"{used} texts of up to {longest:,} tokens need room for {used * longest:,}, and there is room for "
+                f"{self.max_tokens:,}: ask for fewer or shorter ones"
+            )
+        self._slots, self._room = wanted
+        for index, pair in enumerate(self.stores):
+            if pair is not None:
+                self.stores[index] = self._resized(pair[0]), self._resized(pair[1])
+
+    def _resized(self, store: Tensor) -> Tensor:
+        new = store.new_zeros(self._slots, store.shape[1], self._room, store.shape[3])
+        slots, room = min(self._slots, store.shape[0]), min(self._room, store.shape[2])
+        new[:slots, :, :room] = store[:slots, :, :room]
+        return new
+
+
+class CacheView:
+    """The cache as the layers see it, as `past_key_values`, while a batch goes through them."""
+
+    def __init__(self, cache: StageCache, rows: BatchRows, device: torch.device) -> None:
+        self._cache = cache
+        self._rows = rows
+        self._plain = rows.uniform and rows.block is not None
+        if not self._plain:
+            self._places = rows.once(("places", device), lambda: CacheSlots.of(rows, device))
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Stores new keys and values, and returns all that the layer attends to."""
+        index = layer - self._cache.first_layer
+        stores = self._cache.layer(index, keys, values)
+        for store, new in zip(stores, (keys, values), strict=True):
+            self._write(store, new)
+        if self._rows.fresh:
+            return keys, values
+        seen = slice(self._rows.first_seen(self._cache.windows[index]), self._rows.end)
+        return self._read(stores[0], seen), self._read(stores[1], seen)
+
+    def _write(self, store: Tensor, new: Tensor) -> None:
+        if self._plain:
+            store[self._rows.block, :, self._rows.starts[0] : self._rows.end] = new
+            return
+        to = self._places
+        store[to.slot, :, to.position] = new[:, :, 0] if self._rows.single else new[to.row, :, to.column]
+
+    def _read(self, store: Tensor, seen: slice) -> Tensor:
+        if self._rows.block is not None:
+            return store[self._rows.block, :, seen]
+        return store[:, :, seen].index_select(0, self._places.slots)
+
+
+def _doubled(count: int, smallest: int = 1) -> int:
+    """The smallest power of two that is not below `count` or `smallest`."""
+    return max(smallest, 1 << (count - 1).bit_length())
 
 
 class CachedStage:

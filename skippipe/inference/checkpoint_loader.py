@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from skippipe.checkpoint.format import MANIFEST, Checkpoints, Manifest, check_file, verified
+from skippipe.checkpoint.format import MANIFEST, Checkpoints, check_file, read_manifest, verified
 from skippipe.errors import UserError
-from skippipe.json_fields import exists, read_as
+from skippipe.json_fields import exists
 from skippipe.model.model_files import INDEX, check_model_folder, weight_map_of
 from skippipe.model.model_spec import LAYER, ModelSpec, check_device, config_from, config_named
 from skippipe.model.stage import StageModel, layer_ranges
@@ -91,7 +91,7 @@ def read_outline(checkpoint: Path, cut: str | None = None) -> CheckpointOutline:
     place = locate_checkpoint(checkpoint)
     check_model_folder(place)
     if (place / MANIFEST).is_file():
-        manifest = _manifest(place)
+        manifest = read_manifest(place)
         config, known = config_from(manifest.config), manifest.layers
     else:
         config, known = config_named(str(place.resolve())), exported_layers(weight_map_of(place))
@@ -132,18 +132,14 @@ def locate_checkpoint(checkpoint: Path) -> Path:
         if (place / MANIFEST).is_file() or (place / "config.json").is_file():
             if place != checkpoint:
                 checkpoints.warn_of_others()
-                _check_model(place, checkpoint)
+                if (place / INDEX).is_file() and run_id_of(checkpoint) not in (None, model_run_id(place)):
+                    raise UserError(
+                        f"{place}: is the model of another run than {checkpoint}; name {place} if it is what you want"
+                    )
             return place
     raise UserError(
         f"{checkpoint}: neither a checkpoint, nor a run's output folder, nor a Hugging Face folder with a config.json"
     )
-
-
-def _check_model(place: Path, run: Path) -> None:
-    """UserError if the model in a run's output folder is of another run."""
-    run_id, found = run_id_of(run), model_run_id(place)
-    if run_id is not None and (place / INDEX).is_file() and found != run_id:
-        raise UserError(f"{place}: is the model of another run than {run}; name {place} if it is what you want")
 
 
 def layers_of(cut: str, spec: ModelSpec) -> tuple[int, ...]:
@@ -171,10 +167,6 @@ def exported_layers(weight_map: Mapping[str, str]) -> tuple[int, ...]:
     counts = tuple(map(len, held.values()))
     in_order = [sorted(numbers) for numbers in held.values()] == [list(each) for each in layer_ranges(counts)]
     return counts if in_order and 0 not in counts else ()
-
-
-def _manifest(place: Path) -> Manifest:
-    return read_as(Manifest.from_json, place / MANIFEST)
 
 
 def _checkpoint_weights(place: Path) -> dict[str, Tensor]:
@@ -212,7 +204,7 @@ def _select_weights(outline: CheckpointOutline, names: set[str]) -> dict[str, Te
     place = outline.place
     if (place / MANIFEST).is_file():
         weights: dict[str, Tensor] = {}
-        for file in _manifest(place).files:
+        for file in read_manifest(place).files:
             if file.name.endswith(WEIGHTS) and (found := _read_tensors(place / file.name, names)):
                 check_file(place, file)
                 weights |= found

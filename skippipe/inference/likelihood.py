@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -40,22 +41,23 @@ class Likelihood(NamedTuple):
     """Is every token of it the most likely one?"""
 
 
+@dataclass(frozen=True)
 class SubsetModel:
     """A model of some of its stages."""
 
-    def __init__(self, staged: StagedModel, subset: StageSubset, batch_tokens: int = BATCH_TOKENS) -> None:
-        assert subset.total == len(staged.stages), "a subset of another model"
-        self.subset = subset
-        self.context = staged.context
-        self._staged = staged
-        self._batch_tokens = batch_tokens
+    staged: StagedModel
+    subset: StageSubset
+    batch_tokens: int = BATCH_TOKENS
+
+    def __post_init__(self) -> None:
+        assert self.subset.total == len(self.staged.stages), "a subset of another model"
 
     @torch.no_grad()
     def hidden(self, tokens: Tensor) -> Tensor:
         """Hidden states of the last stage for [rows, tokens]."""
-        hidden = self._staged.stages[0].embed(tokens)
+        hidden = self.staged.stages[0].embed(tokens)
         for number in self.subset.stages:
-            output = self._staged.stages[number](hidden)
+            output = self.staged.stages[number](hidden)
             scaled = number != 0 and self.subset.residual_scale != 1.0
             hidden = torch.lerp(hidden, output, self.subset.residual_scale) if scaled else output
         return hidden
@@ -66,7 +68,7 @@ class SubsetModel:
         """The likelihood of each request; a context that does not fit loses its beginning."""
         rows_of = [self._fit(request) for request in requests]
         found: dict[int, Likelihood] = {}
-        for batch in _batches([len(row) for row, _ in rows_of], self._batch_tokens):
+        for batch in _batches([len(row) for row, _ in rows_of], self.batch_tokens):
             rows, counts = zip(*(rows_of[index] for index in batch), strict=True)
             made = self._likelihoods(rows, list(counts))
             if not all(math.isfinite(each.log) for each in made):
@@ -78,22 +80,22 @@ class SubsetModel:
     def most_likely(self, rows: Sequence[Sequence[int]]) -> list[int]:
         """The likeliest next token of each row."""
         found: dict[int, int] = {}
-        for batch in _batches([len(row) for row in rows], self._batch_tokens):
-            chosen = [rows[index][-self.context :] for index in batch]
+        for batch in _batches([len(row) for row in rows], self.batch_tokens):
+            chosen = [rows[index][-self.staged.context :] for index in batch]
             last = torch.tensor([len(row) - 1 for row in chosen])
             hidden = self.hidden(self._pad(chosen))[torch.arange(len(chosen)), last]
-            found |= zip(batch, logits(self._staged.stages[0], hidden).argmax(-1).tolist(), strict=True)
+            found |= zip(batch, logits(self.staged.stages[0], hidden).argmax(-1).tolist(), strict=True)
         return [found[index] for index in range(len(rows))]
 
     def _fit(self, request: LikelihoodRequest) -> tuple[list[int], int]:
         """The tokens of a request, and how many of them are scored."""
         count = len(request.continuation)
-        if not request.context or not 0 < count <= self.context:
+        if not request.context or not 0 < count <= self.staged.context:
             raise UserError(
                 f"a continuation of {count} tokens after {len(request.context)} cannot be scored: "
-                f"the model looks at {self.context} tokens"
+                f"the model looks at {self.staged.context} tokens"
             )
-        return [*request.context, *request.continuation][-(self.context + 1) :], count
+        return [*request.context, *request.continuation][-(self.staged.context + 1) :], count
 
     @torch.no_grad()
     def _likelihoods(self, rows: Sequence[list[int]], counts: list[int]) -> list[Likelihood]:
@@ -106,7 +108,7 @@ class SubsetModel:
         logs, best = [], []
         for some, tokens in zip(torch.split(torch.cat(flat), HEAD_ROWS), torch.split(wanted, HEAD_ROWS), strict=True):
             tokens = tokens.to(some.device)
-            log_probabilities = logits(self._staged.stages[0], some).log_softmax(-1)
+            log_probabilities = logits(self.staged.stages[0], some).log_softmax(-1)
             logs.append(log_probabilities.gather(-1, tokens[:, None])[:, 0].double().cpu())
             best.append((log_probabilities.argmax(-1) == tokens).cpu())
         each = zip(torch.split(torch.cat(logs), counts), torch.split(torch.cat(best), counts), strict=True)
@@ -114,11 +116,11 @@ class SubsetModel:
 
     def _pad(self, rows: Sequence[Sequence[int]]) -> Tensor:
         longest = max(map(len, rows))
-        width = min(-(-longest // PAD_TO) * PAD_TO, max(self.context, longest))
+        width = min(-(-longest // PAD_TO) * PAD_TO, max(self.staged.context, longest))
         padded = torch.zeros(len(rows), width, dtype=torch.long)
         for index, row in enumerate(rows):
             padded[index, : len(row)] = torch.tensor(row)
-        return padded.to(self._staged.device)
+        return padded.to(self.staged.device)
 
 
 def _batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -98,17 +98,12 @@ class Generation:
     detokenizer: Detokenizer
     slot: int = -1
     """Its slot in the KV cache of every stage."""
-    tokens: list[int] = field(default_factory=list)
-    """Prompt and output so far."""
     text: str = ""
     finish_reason: FinishReason | None = None
 
-    @classmethod
-    def of(
-        cls, request: GenerationRequest, number: int, context: int, end_tokens: frozenset[int], tokenizer: Any
-    ) -> Generation:
-        detokenizer = Detokenizer(tokenizer, request.prompt, request.stop)
-        return cls(number, request, request.max_length(context), end_tokens, detokenizer, tokens=list(request.prompt))
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+        """Prompt and output so far."""
 
     @property
     def output_tokens(self) -> list[int]:
@@ -170,9 +165,7 @@ class Detokenizer:
         if text.endswith(BROKEN):
             if len(self._tokens) - self._old < MAX_CHARACTER_TOKENS:
                 return ""
-            for _ in range(
-                MAX_CHARACTER_TOKENS - 1
-            ):  # bytes that make no sense; only the last few may still become a character
+            for _ in range(MAX_CHARACTER_TOKENS - 1):  # bytes without sense; only the last few may become a character
                 text = text.removesuffix(BROKEN)
             new, self._emitted = text[self._emitted :], max(self._emitted, len(text))
             return new

@@ -19,8 +19,13 @@ from torch import Tensor
 from skippipe.errors import UserError
 from skippipe.inference.request import SamplingParams
 
-WORD = 2**64 - 1
-STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64
+
+def _signed(word: int) -> int:
+    """A word of 64 bits as torch has it."""
+    return word - 2**64 if word >= 2**63 else word
+
+
+STEP, FIRST, SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # of splitmix64
 
 
 @torch.inference_mode()
@@ -60,8 +65,9 @@ def _check_finite(found: Tensor) -> tuple[list[int], list[float]]:
 def _sample_random(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
     temperatures = _column([sampling.temperature for sampling in params], logits)
     values, tokens = _candidates((logits - logits.amax(-1, keepdim=True)).double() / temperatures, params)
-    keys = [_key(sampling.seed, position) for sampling, position in zip(params, positions, strict=True)]
-    best = (values + _gumbel(torch.tensor(keys, device=logits.device)[:, None], tokens)).argmax(-1, keepdim=True)
+    seeds = torch.tensor([_signed(sampling.seed % 2**64) for sampling in params])
+    keys = _mixed(_mixed(seeds + STEP) + torch.tensor(positions) + STEP).to(logits.device)
+    best = (values + _gumbel(keys[:, None], tokens)).argmax(-1, keepdim=True)
     return tokens.expand(len(params), -1).gather(-1, best)[:, 0]
 
 
@@ -82,32 +88,19 @@ def _candidates(values: Tensor, params: Sequence[SamplingParams]) -> tuple[Tenso
 
 
 def _gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
-    mixed = keys + tokens * _signed(STEP)
-    mixed = (mixed ^ _shift_right(mixed, 30)) * _signed(FIRST)
-    mixed = (mixed ^ _shift_right(mixed, 27)) * _signed(SECOND)
-    mixed = mixed ^ _shift_right(mixed, 31)
-    uniform = (_shift_right(mixed, 12).double() + 0.5) * 2.0**-52  # never 0, never 1
+    uniform = (_shift_right(_mixed(keys + tokens * STEP), 12).double() + 0.5) * 2.0**-52  # never 0, never 1
     return -torch.log(-torch.log(uniform))
 
 
-def _key(seed: int, position: int) -> int:
-    return _signed(_mixed((_mixed(seed & WORD) + position) & WORD))
-
-
-def _mixed(word: int) -> int:
-    word = (word + STEP) & WORD
-    word = ((word ^ (word >> 30)) * FIRST) & WORD
-    word = ((word ^ (word >> 27)) * SECOND) & WORD
-    return word ^ (word >> 31)
+def _mixed(words: Tensor) -> Tensor:
+    words = (words ^ _shift_right(words, 30)) * FIRST
+    words = (words ^ _shift_right(words, 27)) * SECOND
+    return words ^ _shift_right(words, 31)
 
 
 def _shift_right(words: Tensor, bits: int) -> Tensor:
     """A logical shift to the right."""
     return (words >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(word: int) -> int:
-    return word - 2**64 if word >= 2**63 else word
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:

@@ -41,23 +41,26 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class ForkServer:
-    """A fork server, as its owner sees it."""
+class Channel:
+    """Lines of JSON between the owner and a fork server."""
 
-    pid: int
     socket: socket.socket
+    pid: int = 0
+    """Process id of the fork server at the other end, as its owner knows it."""
     lines: bytes = b""
     descriptors: list[int] = field(default_factory=list)
-    """File descriptors that came with its messages."""
+    """File descriptors that came with messages."""
 
-    def send(self, request: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # it is gone, which the next poll finds
+    def send(self, message: dict[str, Any], *descriptors: int) -> None:
+        with contextlib.suppress(OSError):  # the other end is gone, which the next read finds
             self.socket.setblocking(True)
-            self.socket.sendall(json.dumps(request).encode() + b"\n")
+            line = json.dumps(message).encode() + b"\n"
+            sent = socket.send_fds(self.socket, [line], descriptors) if descriptors else 0
+            self.socket.sendall(line[sent:])
         self.socket.setblocking(False)
 
     def receive(self) -> tuple[list[dict[str, Any]], bool]:
-        """Messages since the last call, and whether the fork server is gone."""
+        """Messages since the last call, and whether the other end is gone."""
         block = b"first"
         while block:
             try:
@@ -125,17 +128,17 @@ class ProcessPool:
         if self._child == 0:
             ours.close()
             os.close(self._lifeline)
-            _serve(_Server(theirs, process_main, log_folder, lifeline))
+            _run_and_exit(lambda: _serve(_Server(Channel(theirs), process_main, log_folder, lifeline)))
         theirs.close()
         os.close(lifeline)
         ours.setblocking(False)
-        self._servers = [ForkServer(self._child, ours)]
+        self._servers = [Channel(ours, self._child)]
         """The one that forks nodes, and its standby."""
         self._servers[0].send(STANDBY)
         self._pending: dict[str, dict[str, Any]] = {}
         """Nodes that are to be started → their configuration."""
         self._processes: dict[str, NodeProcess] = {}
-        self._parents: dict[str, ForkServer | None] = {}
+        self._parents: dict[str, Channel | None] = {}
         """Running node → its fork server; None: that is gone."""
         self._closing = False
         self.pids: dict[str, int] = {}
@@ -199,12 +202,12 @@ class ProcessPool:
             )
             self.poll()
 
-    def _handle(self, server: ForkServer, message: dict[str, Any]) -> None:
+    def _handle(self, server: Channel, message: dict[str, Any]) -> None:
         if "standby" in message:
             standby = socket.socket(fileno=server.descriptors.pop(0))
             standby.setblocking(False)
             standby.set_inheritable(False)
-            self._servers.append(ForkServer(message["standby"], standby))
+            self._servers.append(Channel(standby, message["standby"]))
         elif "pid" in message:
             name = message["name"]
             self.pids[name] = message["pid"]
@@ -221,7 +224,7 @@ class ProcessPool:
         self._processes.pop(name).close()
         del self._parents[name]
 
-    def _replace_server(self, server: ForkServer) -> None:
+    def _replace_server(self, server: Channel) -> None:
         """The standby takes the place of one that is gone. A node that it was forking has not started to run."""
         self._servers.remove(server)
         server.socket.close()
@@ -245,7 +248,7 @@ class ProcessPool:
 
 
 def how_ended(status: int | None) -> str:
-    """In words, for events."""
+    """How a process ended, in words, for events."""
     if status is None:
         return "ended, how is not known: its fork server is gone"
     return f"exit status {status}" if status >= 0 else f"signal {-status}"
@@ -275,7 +278,7 @@ def _ready(handles: list[int], timeout_s: float) -> list[tuple[int, int]]:
 class _Server:
     """What a fork server holds in its own process."""
 
-    owner: socket.socket
+    owner: Channel
     process_main: ProcessMain
     log_folder: Path
     lifeline: int
@@ -285,58 +288,52 @@ class _Server:
     wakeup: tuple[int, int] = (-1, -1)
     """A pipe that can be read when a child has ended."""
 
-    def notify(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the owner is gone; the next read finds that
-            self.owner.sendall(json.dumps(message).encode() + b"\n")
-
     def close_in_child(self) -> None:
         """A forked process must not hold the fork server's handles."""
         signal.set_wakeup_fd(-1)
-        for handle in (self.owner.fileno(), *self.wakeup):
+        for handle in (self.owner.socket.fileno(), *self.wakeup):
             os.close(handle)
 
 
-def _serve(server: _Server) -> NoReturn:
-    """All that the process of a fork server does."""
+def _run_and_exit(work: Callable[[], int]) -> NoReturn:
+    """All that a forked process does. Whatever happens, it must not go on as a second owner."""
+    status = 1
     try:
-        _serve_requests(server)
+        status = work()
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(1)  # whatever happens, it must not go on as a second owner
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
 
 
-def _serve_requests(server: _Server) -> NoReturn:
+def _serve(server: _Server) -> int:
+    """What the process of a fork server does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the owner decides what it means
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     server.wakeup = os.pipe()
     wakeup_read, wakeup_write = server.wakeup
     os.set_blocking(wakeup_write, False)
     signal.set_wakeup_fd(wakeup_write)
-    owner, lines = server.owner, b""
-    while True:
-        readable = [handle for handle, _ in _ready([owner.fileno(), wakeup_read], STOP_S)]
+    server.owner.socket.setblocking(False)
+    closed = False
+    while not closed:
+        readable = [handle for handle, _ in _ready([server.owner.socket.fileno(), wakeup_read], STOP_S)]
         if wakeup_read in readable:
             os.read(wakeup_read, 4096)
         for pid, status in _reaped():
             if pid in server.nodes:
-                server.notify({"name": server.nodes.pop(pid), "status": os.waitstatus_to_exitcode(status)})
-        if owner.fileno() not in readable:
-            continue
-        try:
-            block = owner.recv(65536)
-        except ConnectionError:
-            block = b""
-        if not block:
-            break
-        *whole, lines = (lines + block).split(b"\n")
-        for request in map(json.loads, whole):
+                server.owner.send({"name": server.nodes.pop(pid), "status": os.waitstatus_to_exitcode(status)})
+        requests, closed = server.owner.receive()
+        for request in requests:
             if request == STANDBY:
                 _fork_standby(server)
             else:
                 _fork_node(server, request["name"], request["config"])
     _end(set(server.nodes), wakeup_read)
-    os._exit(0)
+    return 0
 
 
 def _fork_standby(server: _Server) -> None:
@@ -346,9 +343,10 @@ def _fork_standby(server: _Server) -> None:
     if pid == 0:
         owner_end.close()
         server.close_in_child()
-        _serve(_Server(standby_end, server.process_main, server.log_folder, server.lifeline))
-    with contextlib.suppress(OSError), owner_end, standby_end:
-        socket.send_fds(server.owner, [json.dumps({"standby": pid}).encode() + b"\n"], [owner_end.fileno()])
+        standby = _Server(Channel(standby_end), server.process_main, server.log_folder, server.lifeline)
+        _run_and_exit(lambda: _serve(standby))
+    with owner_end, standby_end:
+        server.owner.send({"standby": pid}, owner_end.fileno())
 
 
 def _fork_node(server: _Server, name: str, config: dict[str, Any]) -> None:
@@ -357,10 +355,10 @@ def _fork_node(server: _Server, name: str, config: dict[str, Any]) -> None:
     pid = os.fork()
     if pid == 0:
         os.close(go_write)
-        _run_node(server, name, config, go_read)
+        _run_and_exit(lambda: _run_node(server, name, config, go_read))
     os.close(go_read)
     server.nodes[pid] = name
-    server.notify({"name": name, "pid": pid})
+    server.owner.send({"name": name, "pid": pid})
     with contextlib.suppress(OSError):
         os.write(go_write, b"!")
     os.close(go_write)
@@ -379,7 +377,7 @@ def _reaped() -> list[tuple[int, int]]:
 
 
 def _end(nodes: set[int], wakeup_read: int) -> None:
-    """SIGTERM, then SIGKILL for those that are still there."""
+    """Send SIGTERM to nodes, then SIGKILL to those that are still there."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         for pid in nodes:
             os.kill(pid, signal_number)  # it is there, at least as a zombie, until we have reaped it
@@ -392,28 +390,19 @@ def _end(nodes: set[int], wakeup_read: int) -> None:
             return
 
 
-def _run_node(server: _Server, name: str, config: dict[str, Any], go_read: int) -> NoReturn:
-    """All that the process of a node does."""
-    status = 1
-    try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        server.close_in_child()
-        if not os.read(go_read, 1):  # the fork server is gone, and the owner may not know of this node
-            os._exit(1)
-        os.close(go_read)
-        log = os.open(log_file(server.log_folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
-        threading.Thread(target=_end_with_owner, args=(server.lifeline,), name="lifeline", daemon=True).start()
-        status = server.process_main(config)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
+def _run_node(server: _Server, name: str, config: dict[str, Any], go_read: int) -> int:
+    """What the process of a node does."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    server.close_in_child()
+    if not os.read(go_read, 1):  # the fork server is gone, and the owner may not know of this node
+        return 1
+    os.close(go_read)
+    log = os.open(log_file(server.log_folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    threading.Thread(target=_end_with_owner, args=(server.lifeline,), name="lifeline", daemon=True).start()
+    return server.process_main(config)
 
 
 def _end_with_owner(lifeline: int) -> None:

@@ -1,12 +1,15 @@
-"""The interface of launchers, and what they have in common."""
+"""The interface of launchers, what they have in common, and the simplest: for nodes that join by themselves."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from skippipe.transport.keys import KeyPair
+from skippipe.errors import UserError
+from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 
 if TYPE_CHECKING:
     from skippipe.transport.mailbox import Security
@@ -56,3 +59,34 @@ def join_config(name: str, address: str, coordinator: KeyPair | None, own: KeyPa
         "coordinator_public": coordinator.public if coordinator else None,
         "security": "curve" if coordinator else "none",
     }
+
+
+def first_line(error: Exception) -> str:
+    """What an error of another library says, in one line."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+class JoinLauncher:
+    """Nodes that join from wherever they are ('skippipe node'), if their keys are on the list of peers."""
+
+    def __init__(self, names: Sequence[str], key: Path, peers: Path) -> None:
+        self.keys: KeyPair | None = KeyFile.load(key).keys
+        self._names = names
+        self._peers = peers
+
+    def prepare(self) -> NodeEndpoints:
+        known = PeerList.load(self._peers).peers
+        unknown = [name for name in self._names if name not in known]
+        if unknown:
+            raise UserError(f"{self._peers}: has no key of {', '.join(unknown)}; 'skippipe keys' makes them")
+        return NodeEndpoints(dict(known))
+
+    def start(self, address: str) -> None:
+        print(f"waiting for {len(self._names)} nodes to join {address}: {', '.join(self._names)}", file=sys.stderr)
+
+    def ended(self) -> list[tuple[str, str]]:
+        """Always empty: whether such a node is there is seen by its connection and its heartbeats."""
+        return []
+
+    def close(self) -> None:
+        """Nothing: they end when the coordinator tells them to."""

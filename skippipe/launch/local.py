@@ -39,7 +39,7 @@ class LocalLauncher:
         return NodeEndpoints({name: keys.public if keys else None for name, keys in self._node_keys.items()})
 
     def start(self, address: str, **settings: Any) -> None:
-        """With these settings of `JoinConfig` beside those of every node."""
+        """Start every node, with these settings of `JoinConfig` beside its own."""
         self._join_configs = {
             name: {**join_config(name, address, self.keys, keys), **settings} for name, keys in self._node_keys.items()
         }

@@ -21,7 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skippipe.errors import UserError
-from skippipe.launch.launcher import NodeEndpoints, join_config, new_keys
+from skippipe.launch.launcher import NodeEndpoints, first_line, join_config, new_keys
 from skippipe.transport.addresses import free_port, is_loopback, join_address, own_address
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Security
@@ -73,7 +73,11 @@ class RayLauncher:
     def prepare(self) -> NodeEndpoints:
         self._stack.enter_context(_connection(self._resources, len(self._names)))
         group = self._stack.enter_context(_placement(self._names, self._resources))
-        self._actors = {name: _actor(group, index, self._resources) for index, name in enumerate(self._names)}
+        for index, name in enumerate(self._names):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            cpus, gpus = self._resources["CPU"], self._resources["GPU"]
+            actor = ray.remote(NodeActor).options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place)
+            self._actors[name] = actor.remote()
         found = _descriptions(self._actors)
         first, hosts = found[self._names[0]], [each["host"] for each in found.values()]
         far = next((host for host in hosts if not is_loopback(host)), hosts[0])
@@ -128,7 +132,7 @@ def _connection(resources: Mapping[str, float], count: int) -> Iterator[None]:
             wanted = max(count * int(resources["CPU"]), os.cpu_count() or 1)
             ray.init(address="local", num_cpus=wanted, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        raise UserError(f"Ray{f' at {address}' if address else ''}: {_first_line(error)}") from None
+        raise UserError(f"Ray{f' at {address}' if address else ''}: {first_line(error)}") from None
     try:
         yield
     finally:
@@ -164,15 +168,6 @@ def _placement(names: Sequence[str], resources: Mapping[str, float]) -> Iterator
         remove_placement_group(group)
 
 
-def _actor(group: PlacementGroup, index: int, resources: Mapping[str, float]) -> Any:
-    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-    return (
-        ray.remote(NodeActor)
-        .options(num_cpus=resources["CPU"], num_gpus=resources["GPU"], scheduling_strategy=place)
-        .remote()
-    )
-
-
 def _descriptions(actors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     results = {name: actor.describe.remote() for name, actor in actors.items()}
     done, missing = ray.wait(list(results.values()), num_returns=len(results), timeout=START_TIMEOUT.total_seconds())
@@ -186,8 +181,4 @@ def _result(name: str, result: Any) -> Any:
     try:
         return ray.get(result)
     except RayError as error:
-        raise UserError(f"node '{name}': its Ray actor failed: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(f"node '{name}': its Ray actor failed: {first_line(error)}") from None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skippipe.errors import UserError
-from skippipe.launch.launcher import NodeEndpoints, join_config
+from skippipe.launch.launcher import NodeEndpoints, first_line, join_config
 from skippipe.transport.addresses import free_port, is_loopback, join_address, own_address, split_address
 from skippipe.transport.keys import KeyPair
 
@@ -58,7 +58,7 @@ class Rank:
             ) from None
 
     def store(self) -> Store:
-        """Torchrun's own; or, with these variables set by something else, one that rank 0 serves."""
+        """Torchrun's own store; or, with these variables set by something else, one that rank 0 serves."""
         from torch._C._distributed_c10d import PrefixStore
         from torch.distributed import DistError
         from torch.distributed.rendezvous import rendezvous
@@ -66,7 +66,7 @@ class Rank:
         try:
             store: Store = next(rendezvous("env://", timeout=STORE_TIMEOUT))[0]
         except DistError as error:
-            raise UserError(f"rank {self.number}: torchrun's store at {self.master}: {_first_line(error)}") from None
+            raise UserError(f"rank {self.number}: torchrun's store at {self.master}: {first_line(error)}") from None
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a run that torchrun starts again exchanges anew
         return PrefixStore(f"skippipe/{attempt}", store)
 
@@ -159,12 +159,8 @@ def _wait(store: Store, key: str, what: str, timeout: timedelta) -> dict[str, An
         store.wait([key], timeout)
         return dict(json.loads(store.get(key)))
     except DistNetworkError as error:
-        raise UserError(f"{key}: torchrun's store is gone: {_first_line(error)}") from None
+        raise UserError(f"{key}: torchrun's store is gone: {first_line(error)}") from None
     except DistStoreError:
         raise UserError(f"waited {timeout.total_seconds():.0f} s for {key} {what}") from None
     finally:
         signal.signal(signal.SIGINT, handler)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -15,11 +15,10 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from skippipe.errors import UserError
+from skippipe.errors import UserError, require
 from skippipe.inference.checkpoint_loader import StagedModel
 from skippipe.inference.likelihood import CountProgress, LikelihoodRequest, SubsetModel
 from skippipe.lm_harness.tasks import TASK_KINDS, HarnessTask, config_of
-from skippipe.optional_deps import require
 from skippipe.stage_subset import StageSubset
 
 _harness: Any = require("lm_eval", "harness", "scoring on tasks")
@@ -52,7 +51,7 @@ class SubsetLM(_Language):  # type: ignore[misc]
 
     @property
     def max_length(self) -> int:
-        return self.subset.context
+        return self.subset.staged.context
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_others: Any) -> list[int]:
         if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
@@ -153,12 +152,11 @@ def score(model: SubsetLM, tasks: Sequence[HarnessTask], folder: Path) -> dict[s
         raise UserError(
             "the model is so unsure of the right words that their perplexity is beyond the range of numbers"
         ) from None
-    return {task.name: _scores(task.name, found["results"][task.harness_name]) for task in tasks}
-
-
-def _scores(kind: str, results: dict[str, Any]) -> list[Score]:
-    scores = []
-    for metric in TASK_KINDS[kind].metrics:
-        error = results.get(f"{metric}_stderr,none")
-        scores.append(Score(metric, float(results[f"{metric},none"]), error if isinstance(error, float) else None))
+    scores: dict[str, list[Score]] = {}
+    for task in tasks:
+        results = found["results"][task.harness_name]
+        for metric in TASK_KINDS[task.name].metrics:
+            error = results.get(f"{metric}_stderr,none")
+            score = Score(metric, float(results[f"{metric},none"]), error if isinstance(error, float) else None)
+            scores.setdefault(task.name, []).append(score)
     return scores

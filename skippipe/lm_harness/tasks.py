@@ -5,6 +5,10 @@
     order   which of four sentences is as it was: in the others, two neighbouring words have changed places
 
 The same text and seed give the same questions; a smaller number of them is the beginning of a larger one.
+
+Passages are whole sentences. Line breaks inside a paragraph become spaces; paragraphs of a passage are parted by an
+empty line, as in most files of plain text. Written for English: sentences end with a full stop or the like before a
+capital letter.
 """
 
 from __future__ import annotations
@@ -13,14 +17,15 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from skippipe.data.documents import source
 from skippipe.errors import UserError
 from skippipe.json_fields import json_text, write_text
-from skippipe.lm_harness.passages import Passage, Prose, Sentence
 
 Anything = TypeVar("Anything")
 Item = dict[str, Any]
@@ -33,6 +38,12 @@ MIN_WORDS, MAX_WORDS = 6, 40  # of a sentence to choose from
 
 _LAST_WORD = re.compile(r"""(.+) ([^\W\d_]{4,})[.!?]+["'’”)\]]*""", re.DOTALL)
 _LONG_WORD = re.compile(r"[^\W\d_]{4,}")
+READ_CHARACTERS = 2**24  # the rest of a longer file is not read
+PASSAGE_MIN_WORDS, PASSAGE_MAX_WORDS = 60, 100  # of a passage
+
+_END = re.compile(r"""[.!?]+["'’”)\]]*\s+(?=["'‘“(\[]*[A-ZÀ-Þ])""")
+_PARAGRAPHS = re.compile(r"\n\s*\n")
+_ABBREVIATION = re.compile("Mr|Mrs|Ms|Dr|St|Messrs|Capt|Col|Gen|Lieut|Rev|Hon|Prof|Esq|Fig|No|Vol|vs|cf|al|[^\\W\\d_]")
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,16 @@ class HarnessTask:
 
 def build_tasks(names: list[str], prose: Prose, seed: int = 0, limit: int | None = None) -> list[HarnessTask]:
     """Tasks of at most `limit` questions each."""
-    return [_build(name, prose, seed, limit) for name in names]
+    tasks = []
+    for name in names:
+        kind = TASK_KINDS[name]
+        items = list(islice(kind.items(prose, Random(f"{seed}/{name}")), limit))
+        if not items:
+            raise UserError(
+                f"no question of the kind '{name}' can be made of this text: give a longer one, in sentences"
+            )
+        tasks.append(HarnessTask(name, items, fmean(map(kind.chance, items))))
+    return tasks
 
 
 def parse_names(text: str) -> list[str]:
@@ -80,17 +100,6 @@ def config_of(task: HarnessTask, questions: Path) -> dict[str, Any]:
         **TASK_KINDS[task.name].settings,
         "metadata": {"version": 1.0, "chance": task.chance},
     }
-
-
-def _build(name: str, prose: Prose, seed: int, limit: int | None) -> HarnessTask:
-    kind, items = TASK_KINDS[name], []
-    for item in kind.items(prose, Random(f"{seed}/{name}")):
-        items.append(item)
-        if len(items) == limit:
-            break
-    if not items:
-        raise UserError(f"no question of the kind '{name}' can be made of this text: give a longer one, in sentences")
-    return HarnessTask(name, items, fmean(map(kind.chance, items)))
 
 
 def _cloze_items(prose: Prose, generator: Random) -> Iterator[Item]:
@@ -145,12 +154,9 @@ def _order_items(prose: Prose, generator: Random) -> Iterator[Item]:
             if words[place].isalpha() and words[place + 1].isalpha() and words[place] != words[place + 1]
         ]
         if len(pairs) >= CHOICES - 1:
-            others = [_swapped(words, place) for place in generator.sample(pairs, CHOICES - 1)]
+            swaps = generator.sample(pairs, CHOICES - 1)
+            others = [" ".join([*words[:at], words[at + 1], words[at], *words[at + 2 :]]) for at in swaps]
             yield _among(text, others, generator)
-
-
-def _swapped(words: list[str], place: int) -> str:
-    return " ".join([*words[:place], words[place + 1], words[place], *words[place + 2 :]])
 
 
 def _suits(sentence: Sentence) -> bool:
@@ -165,10 +171,6 @@ def _among(true: str, others: list[str], generator: Random) -> Item:
 def _shuffled(each: Iterable[Anything], generator: Random) -> list[Anything]:
     found = list(each)
     return generator.sample(found, len(found))
-
-
-def _guess_a_word(item: Item) -> float:
-    return 1 / len(set(_LONG_WORD.findall(item["context"])))
 
 
 def _metric(name: str, aggregation: str = "mean") -> dict[str, Any]:
@@ -187,10 +189,11 @@ class TaskKind:
         return [each["metric"] for each in self.settings["metric_list"]]
 
 
+MULTIPLE_CHOICE = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "label"}
 TASK_KINDS = {
     "cloze": TaskKind(
         _cloze_items,
-        _guess_a_word,
+        lambda item: 1 / len(set(_LONG_WORD.findall(item["context"]))),
         {
             "output_type": "loglikelihood",
             "doc_to_text": "context",
@@ -202,23 +205,89 @@ TASK_KINDS = {
         _choice_items,
         lambda item: 1 / CHOICES,
         {
-            "output_type": "multiple_choice",
+            **MULTIPLE_CHOICE,
             "doc_to_text": "context",
-            "doc_to_choice": "choices",
-            "doc_to_target": "label",
             "metric_list": [_metric("acc"), _metric("acc_norm"), _metric("acc_mutual_info")],
         },
     ),
     "order": TaskKind(
         _order_items,
         lambda item: 1 / CHOICES,
-        {
-            "output_type": "multiple_choice",
-            "doc_to_text": "",
-            "doc_to_choice": "choices",
-            "doc_to_target": "label",
-            "target_delimiter": "",
-            "metric_list": [_metric("acc")],
-        },
+        {**MULTIPLE_CHOICE, "doc_to_text": "", "target_delimiter": "", "metric_list": [_metric("acc")]},
     ),
 }
+
+
+class Sentence(NamedTuple):
+    text: str
+    paragraph: int
+    """Number of its paragraph in the document."""
+    words: int
+
+
+class Passage(NamedTuple):
+    """Sentences of a document, from 60 to 100 words of them."""
+
+    text: str
+    document: int
+    first: int
+    last: int
+    """Numbers of its first and last sentence."""
+
+
+class Prose:
+    """The documents of a text file, sentence by sentence."""
+
+    def __init__(self, name: str) -> None:
+        """The text of a file, or one that comes with the package (classics-val)."""
+        self.documents = [sentences_of(text) for text in _documents(name)]
+
+    def passages(self) -> Iterator[Passage]:
+        """For every sentence with enough of its document before it, the longest passage that ends with it."""
+        for number, document in enumerate(self.documents):
+            for last in range(len(document)):
+                first, words = last, document[last].words
+                while first > 0 and words + document[first - 1].words <= PASSAGE_MAX_WORDS:
+                    first -= 1
+                    words += document[first].words
+                if PASSAGE_MIN_WORDS <= words <= PASSAGE_MAX_WORDS:
+                    yield Passage(joined(document[first : last + 1]), number, first, last)
+
+
+def sentences_of(text: str) -> list[Sentence]:
+    found = []
+    for number, paragraph in enumerate(_PARAGRAPHS.split(text)):
+        found += [Sentence(each, number, len(each.split())) for each in _cut(" ".join(paragraph.split()))]
+    return found
+
+
+def joined(sentences: list[Sentence]) -> str:
+    text, before = sentences[0].text, sentences[0].paragraph
+    for sentence in sentences[1:]:
+        text += (" " if sentence.paragraph == before else "\n\n") + sentence.text
+        before = sentence.paragraph
+    return text
+
+
+def _cut(paragraph: str) -> Iterator[str]:
+    start = 0
+    for end in _END.finditer(paragraph):
+        word = paragraph[paragraph.rfind(" ", 0, end.start()) + 1 : end.start()].lstrip("\"'‘“([-")
+        if end[0].startswith(".") and _ABBREVIATION.fullmatch(word):
+            continue
+        yield paragraph[start : end.end()].rstrip()
+        start = end.end()
+    if paragraph[start:]:
+        yield paragraph[start:]
+
+
+def _documents(name: str) -> Iterator[str]:
+    text, read = "", 0
+    for piece in source(name).pieces():
+        text += piece.text
+        read += len(piece.text)
+        if piece.last or read > READ_CHARACTERS:
+            yield text
+            text = ""
+        if read > READ_CHARACTERS:
+            return

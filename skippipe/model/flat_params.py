@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.optim import OPTIMIZERS
 from skippipe.optim.config import OptimConfig
 from skippipe.optim.interface import ParamSlot
-from skippipe.optim.registry import OPTIMIZERS
 
 
 def layout(named: Iterable[tuple[str, nn.Parameter]]) -> list[ParamSlot]:

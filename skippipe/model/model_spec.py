@@ -29,6 +29,8 @@ MASKS: dict[str, Callable[..., Any]] = {
     "full_attention": create_causal_mask,
     "sliding_attention": create_sliding_window_causal_mask,
 }
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+"""The beginning of a weight's name that says which layer it is of."""
 
 
 def config_named(name: str, vocabulary: int | None = None) -> Any:
@@ -193,7 +195,3 @@ def check_device(device: str) -> None:
         found = torch.cuda.device_count()
         if int(index or 0) >= found:
             raise UserError(f"device '{device}': this machine has {found} CUDA devices; use another, or cpu")
-
-
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
-"""The beginning of a weight's name that says which layer it is of."""

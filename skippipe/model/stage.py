@@ -27,6 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 from skippipe.model.model_spec import ModelSpec
 
+EPSILON = 1e-6  # added to the mean square; what torch adds by itself depends on the precision and is large in bfloat16
+
 
 class StageModel(nn.Module):
     """The layers of one stage, of which no others are made; master weights are fp32, whatever is computed in."""
@@ -133,9 +135,6 @@ def layer_ranges(counts: tuple[int, ...]) -> list[range]:
     """The layers of each stage."""
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
-
-
-EPSILON = 1e-6  # added to the mean square; what torch adds by itself depends on the precision and is large in bfloat16
 
 
 class Bridges(nn.Module):

@@ -7,6 +7,11 @@ under autocast; weights, gradients and norms stay fp32.
 
 What a stage adds to a microbatch may be scaled up, for the stages that were skipped. And the head may also look at the
 output of stage 0 alone (early exit), which then learns from that loss too.
+
+A split backward gives input gradients at once, because other nodes wait for them, and weight gradients later. The
+layers' linear maps, which hold nearly all weights, defer their weight gradient: backward notes the input and the output
+gradient, and the product of the two is made later. Everything else (norms, routers, experts that are not linear
+modules) is small or cannot be deferred, and is done with the input gradients.
 """
 
 from __future__ import annotations
@@ -15,16 +20,71 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.split_backward import DeferredGradients, add_weight_gradients, split_linears
 from skippipe.model.stage import StageModel
 from skippipe.optim.config import OptimConfig
 
+DeferredGradients = list[tuple[nn.Parameter, Tensor, Tensor]]
+"""Weight, input and output gradient of every linear map whose weight gradient is still to be computed."""
 Key = tuple[int, int]
 """Lane and microbatch of the lane."""
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, master: nn.Parameter, deferred: DeferredGradients) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.master = master
+        ctx.deferred = deferred
+        return functional.linear(inputs, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        inputs, weight = ctx.saved_tensors
+        ctx.deferred.append((ctx.master, inputs, gradient))
+        return gradient @ weight, None, None, None
+
+
+class SplitLinear(nn.Linear):
+    """A linear map whose backward pass defers its weight gradient."""
+
+    deferred: DeferredGradients
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(inputs)
+        weight: Tensor = self.weight
+        device = inputs.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            inputs, weight = inputs.to(dtype), weight.to(dtype)
+        output: Tensor = _Linear.apply(inputs, weight.detach(), self.weight, self.deferred)  # type: ignore[no-untyped-call]
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+def split_linears(layers: nn.Module, deferred: DeferredGradients) -> None:
+    """Make every linear map in these layers defer its weight gradient into this list."""
+    for module in layers.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = SplitLinear
+            module.deferred = deferred  # type: ignore[assignment]
+
+
+def add_weight_gradients(deferred: DeferredGradients) -> None:
+    """Compute weight gradients that were deferred, and add them to their sums."""
+    with torch.no_grad():
+        for weight, inputs, gradient in deferred:
+            assert weight.grad is not None
+            rows, columns = gradient.flatten(0, -2), inputs.flatten(0, -2)
+            if rows.dtype == weight.grad.dtype:
+                weight.grad.addmm_(rows.T, columns)
+            else:
+                weight.grad.add_(rows.T @ columns)
 
 
 class SavedForBackward(NamedTuple):

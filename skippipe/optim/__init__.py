@@ -1,1 +1,14 @@
-"""Optimizers: one interface, one file for each, and a registry of their names."""
+"""Optimizers: one interface, one file for each, and the registry of those that `learning.optimizer` can name."""
+
+from __future__ import annotations
+
+from skippipe.optim.adamw import AdamW
+from skippipe.optim.interface import Optimizer
+from skippipe.optim.sgd import SGD
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "adamw": AdamW,
+    "sgd": SGD,
+}
+DEFAULT = "adamw"
+"""What a job, plan or checkpoint uses that names none, as those of earlier versions do."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from skippipe.errors import UserError
-from skippipe.optim.registry import DEFAULT, OPTIMIZERS
+from skippipe.optim import DEFAULT, OPTIMIZERS
 from skippipe.value_ranges import BELOW_ONE, ITERATIONS_OR_NONE, SHARE, Choices, Range, check_ranges
 
 

@@ -1,7 +1,7 @@
 """What an optimizer is to the rest of the package: the step along flat tensors, and the state that it keeps for it.
 
 Planner, checkpoints, state transfer and growth ask the class for names, shapes and sizes, which takes no torch. A stage
-makes an object of it, which holds the state. A new optimizer is one file beside this one and one line in `registry`.
+makes an object of it, which holds the state. A new optimizer is one file beside this one and one line in `__init__`.
 """
 
 from __future__ import annotations

@@ -8,39 +8,83 @@ from dataclasses import replace
 import numpy as np
 
 from skippipe.collectives.schedule import Averaging, FreeLinks
-from skippipe.collectives.topology import averaged_ns, exchange
+from skippipe.collectives.topology import RELAYED_UP_TO, averaged_ns, exchange, transfer_loads
+from skippipe.cost_model import CostModel
 from skippipe.errors import UserError
+from skippipe.jit import Ints
 from skippipe.plan import Plan, Stage
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 
+ROUNDS = 3  # in which every stage is divided anew, beside what the others send
 
-def averaging_fastest(plan: Plan, orders: Sequence[tuple[int, ...]] | None = None) -> Plan:
+
+def averaging_fastest(plan: Plan, orders: Sequence[tuple[int, ...]] | None = None, *, thorough: bool = False) -> Plan:
     """The plan whose stages average in the way that is fastest for when their nodes are done: a ring, a direct
-    exchange, or one by way of relays. `orders` of rings are tried, too."""
+    exchange, or one by way of relays. `orders` of rings are tried, too. A thorough choice takes most of a second."""
     costs = plan.costs
     try:
         first = simulate(plan, Timing.FULL)
     except UserError:  # lanes that lock up
         return plan
     done_ns = np.array(first.done_ns(len(plan.cluster)), np.int64)
-    by_time = [(first.iteration_ns, plan)]
     orders = orders or [stage.ring for stage in plan.stages]
-    by_bytes = sorted(range(len(plan.stages)), key=lambda index: -costs.gradient_bytes[index])
+    best_ns, best = first.iteration_ns, [stage.averaging for stage in plan.stages]
 
-    def consider(averagings: Sequence[Averaging]) -> None:
-        found = replace(plan, stages=tuple(map(Stage.of, plan.layers, averagings)))
-        by_time.append((simulate(found, Timing.FULL).iteration_ns, found))
+    def with_averaging(averagings: Sequence[Averaging]) -> Plan:
+        return replace(plan, stages=tuple(map(Stage.of, plan.layers, averagings)))
 
-    ways = [[stage.averaging, Averaging(order)] for stage, order in zip(plan.stages, orders, strict=True)]
+    def is_better(averagings: list[Averaging]) -> bool:
+        nonlocal best_ns, best
+        taken_ns = simulate(with_averaging(averagings), Timing.FULL).iteration_ns
+        better = taken_ns < best_ns
+        if better:
+            best_ns, best = taken_ns, averagings
+        return better
+
+    ways = [[each] for each in best]
+    for index, order in enumerate(orders):
+        if len(order) <= RELAYED_UP_TO:
+            ways[index].append(Averaging(order))
+    everybody = tuple(plan.stage_of)
     if not costs.collective.only_rings:
-        for relays in ((), tuple(plan.stage_of)):
-            free_ns = FreeLinks(np.repeat(done_ns[:, None], len(done_ns), axis=1), done_ns.copy(), done_ns.copy())
-            averagings = [stage.averaging for stage in plan.stages]
-            for index in by_bytes:
-                if len(orders[index]) > 1:
-                    averagings[index] = exchange(costs, index, orders[index], free_ns, relays)
-                    ways[index].append(averagings[index])
-            consider(averagings)
-    consider([min(each, key=lambda way: averaged_ns(costs, index, way, done_ns)) for index, each in enumerate(ways)])
-    return min(by_time, key=lambda each: each[0])[1]
+        for relays in ((), everybody) if thorough else (everybody,):
+            averagings = _exchanges(costs, orders, done_ns, relays)
+            is_better(averagings)
+            for index, each in enumerate(averagings):
+                ways[index].append(each)
+    is_better([min(each, key=lambda way: averaged_ns(costs, stage, way, done_ns)) for stage, each in enumerate(ways)])
+    for _ in range(ROUNDS if thorough and not costs.collective.only_rings else 0):
+        improved = False
+        for index in _by_bytes(costs):
+            if len(orders[index]) > 1:
+                free_ns = _free_after(costs, [(at, each) for at, each in enumerate(best) if at != index], done_ns)
+                again = exchange(costs, index, orders[index], free_ns, everybody)
+                improved |= is_better([again if at == index else each for at, each in enumerate(best)])
+        if not improved:
+            break
+    return with_averaging(best)
+
+
+def _by_bytes(costs: CostModel) -> list[int]:
+    return sorted(range(len(costs.gradient_bytes)), key=lambda stage: -costs.gradient_bytes[stage])
+
+
+def _exchanges(
+    costs: CostModel, orders: Sequence[tuple[int, ...]], done_ns: Ints, relays: Sequence[int]
+) -> list[Averaging]:
+    """An exchange for every stage, one after another: each goes round what the larger ones send."""
+    free_ns = _free_after(costs, [], done_ns)
+    found = [Averaging(order) for order in orders]
+    for index in _by_bytes(costs):
+        if len(orders[index]) > 1:
+            found[index] = exchange(costs, index, orders[index], free_ns, relays)
+    return found
+
+
+def _free_after(costs: CostModel, averagings: Sequence[tuple[int, Averaging]], done_ns: Ints) -> FreeLinks:
+    """When links are free, were each sender done and all that these stages send on its way at once."""
+    free_ns = FreeLinks(np.repeat(done_ns[:, None], len(done_ns), axis=1), done_ns.copy(), done_ns.copy())
+    for taken, more in zip(free_ns, transfer_loads(costs, averagings), strict=True):
+        taken += more
+    return free_ns

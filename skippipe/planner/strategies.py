@@ -26,6 +26,7 @@ from skippipe.jit import compile_beside
 from skippipe.jitter import Jitter
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.astar import INFINITE_NS
+from skippipe.planner.averaging import averaging_fastest
 from skippipe.planner.bounds.lower_bound import lower_bound
 from skippipe.planner.cbs import LaneAgent, PathSearch
 from skippipe.planner.genetic_allocation import allocate
@@ -111,6 +112,8 @@ def make_plan(problem: Problem, strategy: Strategy, request: PlanRequest) -> Pla
     else:
         compile_kernels()
         plan = _TwoPhaseSearch(problem, strategy, request).plan()
+    plan = averaging_fastest(plan, thorough=True)
+    plan = plan.promising(simulate(plan, problem.timing))
     return _bounded(problem, plan, request) if request.bound_s else plan
 
 

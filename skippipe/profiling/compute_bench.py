@@ -6,17 +6,18 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from skippipe.model.model_spec import ModelSpec, check_device, config_from
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
-from skippipe.profiling.config import ProfilingConfig
-from skippipe.profiling.state_machine import RunPasses
 from skippipe.runtime.messages import Computed
 from skippipe.transport.message import Message
+from skippipe.workload import Workload
 
 WARM_UP = 2  # passes that are not measured
 FEWEST, MOST = 5, 200  # passes that are, unless one alone takes longer than there is time
@@ -24,53 +25,58 @@ CGROUP = Path("/sys/fs/cgroup")
 WHICH = (0, 0)
 
 
+@dataclass
 class ComputeBench:
     """An executor that measures itself. Everything is made in `run`, so that the node can send heartbeats meanwhile."""
 
-    def __init__(self, node_config: ProfilingConfig, device: str) -> None:
-        check_device(device)
-        self._node_config = node_config
-        self._device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    config: dict[str, Any]
+    """The model's configuration, as Hugging Face writes it."""
+    workload: Workload
+    device: str
+    compute_s: float
+    """Seconds for the passes that are measured; the one that runs then is the last."""
+    compiled: bool = False
 
-    def run(self, _work: RunPasses) -> Computed:
+    def __post_init__(self) -> None:
+        check_device(self.device)
+        current = self.device == "cuda"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if current else torch.device(self.device)
+
+    def run(self, _work: Any) -> Computed:
         room = free_bytes(self._device)
         passes = self._passes()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         return Computed(passes, room, str(self._device), machine())
 
-    def fits(self, _message: Message, _at: int, _size: int) -> bool:
+    def fits(self, _message: Message, _expected: Any) -> bool:
         return False
 
     def _passes(self) -> list[list[float]]:
-        node_config, work = self._node_config, self._node_config.workload
-        spec = ModelSpec(config_from(node_config.config))
+        work = self.workload
         tasks = StageStep(
-            spec,
+            ModelSpec(config_from(self.config)),
             range(1),
             OptimConfig(),
             ends=False,
             device=str(self._device),
             compute_dtype=work.compute_dtype,
             recompute=work.activation_checkpointing,
-            compiled=node_config.compiled,
+            compiled=self.compiled,
         )
         shape = work.samples_per_microbatch, work.sequence_tokens, work.model.hidden
         hidden = torch.randn(shape, device=self._device)
         passes: list[list[float]] = []
         began = time.monotonic()
         for done in range(WARM_UP + MOST):
-            late = time.monotonic() - began > node_config.compute_s
-            if late and (
-                len(passes) >= FEWEST or (passes and time.monotonic() - began > FEWEST * node_config.compute_s)
-            ):
+            spent_s = time.monotonic() - began
+            if passes and spent_s > self.compute_s * (1 if len(passes) >= FEWEST else FEWEST):
                 break
             forward_s, made = self._timed(lambda: tasks.forward(WHICH, hidden))
             gradient = torch.randn_like(made)
             backward_s, _ = self._timed(lambda gradient=gradient: tasks.backward(WHICH, gradient))  # type: ignore[misc]
-            if (
-                done >= WARM_UP or forward_s + backward_s > node_config.compute_s
-            ):  # so long a pass has no need to warm up
+            too_long = forward_s + backward_s > self.compute_s  # such a pass has no need to warm up
+            if done >= WARM_UP or too_long:
                 passes.append([forward_s, backward_s])
         return passes
 

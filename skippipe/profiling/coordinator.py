@@ -1,4 +1,5 @@
-"""The coordinator of profiling: which node and link is measured when. A state machine like that of training.
+"""The coordinator of profiling: which node and link is measured when. A state machine like that of training, and the
+server that runs it over a mailbox with the nodes of a launcher.
 
 Nodes join and compute, all at once: they do in training too. When all have joined, or the deadline for joining has
 passed, and all have computed, links are measured: two nodes at a time, first one way and then the other, as soon as
@@ -11,16 +12,25 @@ either: nothing that one of them sends could be answered.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
+from skippipe.heartbeat import PROFILING_TIMEOUT
+from skippipe.launch.launcher import Launcher
 from skippipe.profiling.estimators import LinkEstimate, NodeEstimate, estimate_link, estimate_node
-from skippipe.profiling.link_probe import ProbeSettings
+from skippipe.profiling.node import ProfilingConfig
 from skippipe.profiling.results import Ends, ProfileResult
 from skippipe.runtime.messages import Computed, ControlMessage, Failed, LinkDown, Probe, Probed
-from skippipe.workload import Workload
+from skippipe.runtime.node.agent import THE_COORDINATOR
+from skippipe.runtime.rendezvous import EndedNodes, Rendezvous
+from skippipe.transport.mailbox import Mailbox
+
+NodePair = tuple[int, int]
+"""Two nodes, measured in this direction first and then in the other."""
 
 
 class ProfilingEnv(Protocol):
@@ -66,16 +76,11 @@ class RunningProbe:
 
 @dataclass
 class ProfilingCoordinator:
-    names: tuple[str, ...]
-    work: str
-    """What nodes compute, in words."""
-    workload: Workload
-    """What nodes compute, in figures."""
+    config: ProfilingConfig
     env: ProfilingEnv
     callback: ProfilingCallback = field(default_factory=ProfilingCallback)
-    effort: ProbeSettings = field(default_factory=ProbeSettings)
     deadlines: ProfilingDeadlines = field(default_factory=ProfilingDeadlines)
-    _began_ns: int = field(init=False)
+    _joining_until_ns: int = field(init=False)
     _seen: set[int] = field(init=False, default_factory=set)
     """Nodes that have joined, or are known to have ended before they did."""
     _computing: dict[int, int] = field(init=False, default_factory=dict)
@@ -92,8 +97,8 @@ class ProfilingCoordinator:
     """Links are measured: no node computes any more, which would disturb that."""
 
     def __post_init__(self) -> None:
-        self._began_ns = self.env.now_ns()
-        self._order = [match for each in round_robin_pairs(len(self.names)) for match in each]
+        self._joining_until_ns = self._until_ns(self.deadlines.joining)
+        self._order = [match for each in round_robin_pairs(len(self.config.names)) for match in each]
 
     # Input
 
@@ -103,7 +108,7 @@ class ProfilingCoordinator:
         self._computing[node] = self._until_ns(self.deadlines.computing)
         self._start_probes()
 
-    def hear(self, node: int, control: ControlMessage) -> None:
+    def handle(self, node: int, control: ControlMessage) -> None:
         match control:
             case Computed() if node in self._computing:
                 self._take_computed(node, control)
@@ -120,7 +125,7 @@ class ProfilingCoordinator:
     def lost(self, node: int, how: str) -> None:
         """A node is left out, unless it comes back."""
         if node in self._computing or node in self._computed or node not in self._seen:
-            self.callback.happened(f"'{self.names[node]}' is left out: {how}")
+            self.callback.happened(f"'{self.config.names[node]}' is left out: {how}")
         self._seen.add(node)
         self._computing.pop(node, None)
         self._computed.pop(node, None)
@@ -144,7 +149,7 @@ class ProfilingCoordinator:
     @property
     def missing(self) -> list[str]:
         """Nodes that have not joined yet."""
-        return [] if self._gathered else [name for at, name in enumerate(self.names) if at not in self._seen]
+        return [] if self._gathered else [name for at, name in enumerate(self.config.names) if at not in self._seen]
 
     @property
     def over(self) -> bool:
@@ -154,22 +159,22 @@ class ProfilingCoordinator:
         """What has been measured so far, at this time (ISO 8601)."""
         nodes = self._node_estimates()
         links: dict[Ends, LinkEstimate | None] = {
-            (self.names[a], self.names[b]): link for (a, b), link in sorted(self._links.items())
+            (self.config.names[a], self.config.names[b]): link for (a, b), link in sorted(self._links.items())
         }
-        expected = range(len(self.names)) if self._gathered else self._seen
+        expected = range(len(self.config.names)) if self._gathered else self._seen
         missing = sorted(set(expected) - self._computed.keys() - self._computing.keys())
-        return ProfileResult(when, self.work, nodes, links, tuple(self.names[node] for node in missing))
+        return ProfileResult(when, self.config.work, nodes, links, tuple(self.config.names[node] for node in missing))
 
     def _node_estimates(self) -> dict[str, NodeEstimate]:
         """By node. Nodes on one device share its memory."""
         places = {node: (computed.machine, computed.device) for node, computed in self._computed.items()}
         sharing = Counter(places.values())
         return {
-            self.names[node]: estimate_node(
+            self.config.names[node]: estimate_node(
                 computed.passes,
                 computed.machine.partition("/")[0] or "unknown",
                 max(1, computed.memory_bytes // sharing[places[node]]),
-                self.workload,
+                self.config.workload,
             )
             for node, computed in sorted(self._computed.items())
         }
@@ -178,13 +183,13 @@ class ProfilingCoordinator:
 
     def _take_computed(self, node: int, computed: Computed) -> None:
         try:
-            estimate_node(computed.passes, "somewhere", max(1, computed.memory_bytes), self.workload)
+            estimate_node(computed.passes, "somewhere", max(1, computed.memory_bytes), self.config.workload)
         except ValueError as error:
             self.lost(node, str(error))
             return
         del self._computing[node]
         self._computed[node] = computed
-        self._progressed(f"'{self.names[node]}' has computed")
+        self._progressed(f"'{self.config.names[node]}' has computed")
 
     def _take_probed(self, probed: Probed) -> None:
         running = self._running[probed.probe]
@@ -196,7 +201,7 @@ class ProfilingCoordinator:
         self._links[running.sender, running.receiver] = figures
         if (running.receiver, running.sender) not in self._links:
             self._measure(running.receiver, running.sender)
-        self._progressed(f"'{self.names[running.sender]}' to '{self.names[running.receiver]}'")
+        self._progressed(f"'{self.config.names[running.sender]}' to '{self.config.names[running.receiver]}'")
 
     def _mark_unreachable(self, node: int, other: int) -> None:
         """Two nodes have no link, if it is being measured now; otherwise it does not matter yet."""
@@ -205,16 +210,18 @@ class ProfilingCoordinator:
             return
         del self._running[found[0]]
         self._links[node, other] = self._links[other, node] = None
-        self.callback.happened(f"'{self.names[node]}' does not reach '{self.names[other]}': they have no link")
+        self.callback.happened(
+            f"'{self.config.names[node]}' does not reach '{self.config.names[other]}': they have no link"
+        )
         self._progressed("")
 
     def _start_probes(self) -> None:
         """Probe every link whose two nodes are free, once all have joined and computed."""
         if not self._gathered:
-            late = self.env.now_ns() > self._began_ns + _ns(self.deadlines.joining)
+            late = self.env.now_ns() > self._joining_until_ns
             if late and self.missing:
                 self.callback.happened(f"going on without {', '.join(self.missing)}: they have not joined in time")
-            self._gathered = late or len(self._seen) == len(self.names)
+            self._gathered = late or len(self._seen) == len(self.config.names)
         self._linking = self._linking or (self._gathered and not self._computing)
         if not self._linking:
             return
@@ -233,7 +240,8 @@ class ProfilingCoordinator:
 
     def _measure(self, sender: int, receiver: int) -> None:
         self._probes += 1
-        limit = timedelta(seconds=self.effort.most_s + 2 * self.effort.patience_s)  # the node itself gives up before
+        effort = self.config.effort
+        limit = timedelta(seconds=effort.most_s + 2 * effort.answer_timeout_s)  # the node itself gives up before
         self._running[self._probes] = RunningProbe(sender, receiver, self._until_ns(limit))
         self.env.tell(sender, Probe(self._probes, receiver))
 
@@ -242,15 +250,7 @@ class ProfilingCoordinator:
         self.callback.progressed(len(self._computed) + len(self._links), there * there, doing)
 
     def _until_ns(self, limit: timedelta) -> int:
-        return self.env.now_ns() + _ns(limit)
-
-
-def _ns(span: timedelta) -> int:
-    return round(span.total_seconds() * 1e9)
-
-
-NodePair = tuple[int, int]
-"""Two nodes, measured in this direction first and then in the other."""
+        return self.env.now_ns() + round(limit.total_seconds() * 1e9)
 
 
 def round_robin_pairs(nodes: int) -> list[list[NodePair]]:
@@ -268,3 +268,77 @@ def round_robin_pairs(nodes: int) -> list[list[NodePair]]:
         found.append([(a, b) for a, b in swapped if a < nodes and b < nodes])
         circle = [circle[0], circle[-1], *circle[1:-1]]
     return [matches for matches in found if matches]
+
+
+def profile_nodes(
+    config: ProfilingConfig,
+    launcher: Launcher,
+    callback: ProfilingCallback,
+    *,
+    listen: str = "127.0.0.1:0",
+    deadlines: ProfilingDeadlines = ProfilingDeadlines(),  # noqa: B008 (frozen)
+    stopped: Callable[[], bool] = lambda: False,
+) -> ProfileResult:
+    """Measure the nodes of a launcher, which is closed in the end; if `stopped`, the result is what there is then."""
+    try:
+        keys = launcher.prepare().public_keys
+        mailbox = Mailbox(THE_COORDINATOR, launcher.keys, listen=listen, depth=1024)
+        server = ProfilingServer(config, mailbox, keys, callback, deadlines)
+        launcher.start(mailbox.address)
+        return server.run(launcher.ended, stopped)
+    finally:
+        launcher.close()
+
+
+class ProfilingServer:
+    """The environment of the coordinator over a mailbox, and the loop around it."""
+
+    def __init__(
+        self,
+        config: ProfilingConfig,
+        mailbox: Mailbox,
+        public_keys: Mapping[str, str | None],
+        callback: ProfilingCallback,
+        deadlines: ProfilingDeadlines,
+    ) -> None:
+        self._config = config
+        self._callback = callback
+        timeout_s = PROFILING_TIMEOUT * config.heartbeat_s
+        self._rendezvous = Rendezvous(
+            mailbox, config.names, public_keys, host=self, node_config=config.to_json(), timeout_s=timeout_s
+        )
+        self._coordinator = ProfilingCoordinator(config, self, callback, deadlines)
+
+    def run(self, ended: EndedNodes, stopped: Callable[[], bool]) -> ProfileResult:
+        try:
+            while not self._coordinator.over and not stopped():
+                self._rendezvous.poll()
+                for name, how in ended():
+                    if not self._rendezvous.declare_lost(name, how):
+                        self.lost(name, how)  # it has ended before it joined
+                self._coordinator.tick()
+        finally:
+            self._rendezvous.close()
+        return self._coordinator.result(datetime.now(UTC).isoformat(timespec="seconds"))
+
+    # ProfilingEnv
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns()
+
+    def tell(self, node: int, control: ControlMessage) -> None:
+        self._rendezvous.send(self._config.names[node], control)
+
+    # The rendezvous' host
+
+    def joined(self, name: str) -> None:
+        self._coordinator.joined(self._config.number[name])
+
+    def received(self, name: str, control: ControlMessage) -> None:
+        self._coordinator.handle(self._config.number[name], control)
+
+    def lost(self, name: str, how: str) -> None:
+        self._coordinator.lost(self._config.number[name], how)
+
+    def refused(self, name: str, why: str) -> None:
+        self._callback.happened(f"'{name}' is left out: {why}")

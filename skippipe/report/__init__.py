@@ -1,4 +1,4 @@
-"""Reports of a plan: as text (`text`), as a page (`html`), as an image (`png`) and as a Chrome trace (`chrome_trace`).
+"""Reports of a plan: as text (`summary`), as a page (`html`), as an image (`png`) and as a Chrome trace (`gantt`).
 
 `gantt` and `path_map` work out what is drawn where; `html` and `png` only draw it. They also have what all pages and
 images have in common, those of studies and evaluations too; tables and key figures are in `summary`. `run` reports a

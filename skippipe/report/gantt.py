@@ -1,25 +1,35 @@
-"""The Gantt chart of an iteration: the bars of every node in the page, the image and the trace, and their colours.
+"""The Gantt chart of an iteration, simulated or recorded: the bars of every node and their colours; also as a trace.
 
 Pure geometry, without a drawing library. All microbatches of a data node have its hue everywhere: light in forward
 passes, dark in backward passes, darker still for the weight gradients of a split backward. Time that a task
 waited for its node (a collision) is a thin strip under the row.
+
+The Chrome trace event format opens in ui.perfetto.dev or chrome://tracing: one thread a node, one slice a task, and an
+arrow for every hop of a microbatch. Times there are in microseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from skippipe.cost_model import seconds
+from skippipe.cost_model import ns, seconds
 from skippipe.dispatch import is_weights
+from skippipe.json_fields import write_text
 from skippipe.plan import Plan
+from skippipe.runs.records import KINDS, TASKS, RecordedIteration, TraceBar
 from skippipe.timeline import HUES, BarKind, Task, Timeline
 
 NEUTRAL = {BarKind.WAITING: "#9A9A9A", BarKind.AVERAGING: "#D9D9D9", BarKind.OPTIMIZER: "#4D4D4D"}
 STAGE_GAP = 0.5  # rows of space between stages
 BRIEF = 1.35  # an iteration this many times as long as its passes is shown whole
+FAINT = "#888888"  # of lanes whose data node is not on record
+PROCESS_ID = 1
 
 
 class GanttBar(NamedTuple):
@@ -83,9 +93,6 @@ class Gantt:
         """Data nodes, in the order in which they get their hues."""
         return tuple(dict.fromkeys(lane.path[0] for lane in self.plan.lanes))
 
-    def hue(self, lane: int) -> str:
-        return self.hue_of(self.plan.lanes[lane].path[0])
-
     def hue_of(self, data_node: int) -> str:
         return HUES[self.data_nodes.index(data_node) % len(HUES)]
 
@@ -107,7 +114,7 @@ class Gantt:
         row_of = {row.node: index for index, row in enumerate(self.rows)}
         for task in self.timeline.tasks:
             kind = kind_of(task.step, len(self.plan.lanes[task.lane].path))
-            colour = shade(self.hue(task.lane), kind)
+            colour = shade(self.hue_of(self.plan.lanes[task.lane].path[0]), kind)
             hover = self._hover_text(task, kind)
             which = (task.lane, task.microbatch, task.step)
             if task.start_ns > task.ready_ns and kind is not BarKind.WEIGHTS:  # no microbatch waits for these
@@ -156,7 +163,7 @@ def kind_of(step: int, length: int) -> BarKind:
 
 
 def shade(hue: str, kind: BarKind) -> str:
-    """Lighter for forward passes, darker for backward passes."""
+    """The hue of a task: lighter for forward passes, darker for backward passes."""
     shades = {BarKind.FORWARD: (255, 0.5), BarKind.BACKWARD: (0, 0.15), BarKind.WEIGHTS: (0, 0.5)}
     return mixed(hue, *shades.get(kind, (255, 0.0)))
 
@@ -174,3 +181,124 @@ def mixed(hue: str, towards: int, share: float) -> str:
 
 def span(start_ns: int, end_ns: int) -> str:
     return f"{seconds(start_ns):.3f} to {seconds(end_ns):.3f} s ({seconds(end_ns - start_ns):.3f} s)"
+
+
+def write_trace(plan: Plan, timeline: Timeline, path: Path, process: str = "plan") -> None:
+    write_text(path, json.dumps(trace_events(plan, timeline, process), ensure_ascii=False) + "\n")
+
+
+def trace_events(plan: Plan, timeline: Timeline, process: str = "plan") -> dict[str, Any]:
+    """A Chrome trace; `process` names the track, to tell one plan from another when both are open."""
+    picture = Gantt(plan, timeline)
+    slices = [bar for bar in picture.bars if bar.kind is not BarKind.WAITING]
+    waiting = {_which(bar): bar for bar in picture.bars if bar.kind is BarKind.WAITING}
+    return {
+        "traceEvents": [
+            *_names(picture, process),
+            *(_slice(bar, waiting.get(_which(bar))) for bar in slices),
+            *_hops(slices),
+        ],
+        "displayTimeUnit": "ms",
+        "otherData": {"cluster": plan.cluster.name, "strategy": plan.strategy, "timing": str(timeline.timing)},
+    }
+
+
+def merged_traces(traces: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several traces as the processes of one."""
+    events = [
+        {**event, "pid": number} for number, trace in enumerate(traces, PROCESS_ID) for event in trace["traceEvents"]
+    ]
+    for event in events:
+        if "id" in event:
+            event["id"] += event["pid"] * len(events)  # arrows of one process must not end in another
+    return {**traces[0], "traceEvents": events}
+
+
+def _names(picture: Gantt, process: str) -> list[dict[str, Any]]:
+    events = [_event("M", 0, name="process_name", args={"name": process})]
+    for index, row in enumerate(picture.rows):
+        events.append(_event("M", index, name="thread_name", args={"name": row.label}))
+        events.append(_event("M", index, name="thread_sort_index", args={"sort_index": index}))
+    return events
+
+
+def _which(bar: GanttBar) -> tuple[int | None, int | None, int | None]:
+    return bar.lane, bar.microbatch, bar.step
+
+
+def _slice(bar: GanttBar, waiting: GanttBar | None) -> dict[str, Any]:
+    times = {"ts": bar.start_ns / 1000, "dur": (bar.end_ns - bar.start_ns) / 1000}
+    if bar.lane is None:
+        return _event("X", bar.row, name=str(bar.kind), cat=str(bar.kind), **times)
+    waited_ns = waiting.end_ns - waiting.start_ns if waiting else 0
+    args = {"lane": bar.lane, "microbatch": bar.microbatch, "step": bar.step, "waited_s": seconds(waited_ns)}
+    return _event(
+        "X", bar.row, name=f"{bar.kind} lane {bar.lane} #{bar.microbatch}", cat=str(bar.kind), **times, args=args
+    )
+
+
+def _hops(slices: list[GanttBar]) -> list[dict[str, Any]]:
+    """Arrows from every task of a microbatch to its next; weight gradients are not on its way."""
+    tasks = sorted((bar for bar in slices if bar.lane is not None and bar.kind is not BarKind.WEIGHTS), key=_which)
+    events = []
+    for number, (a, b) in enumerate(pairwise(tasks)):
+        if (a.lane, a.microbatch) != (b.lane, b.microbatch):
+            continue
+        hop = {"name": "hop", "cat": "hop", "id": number}
+        # viewers tie an arrow to the slice that is open at its time, so it must leave before that slice ends
+        events.append(_event("s", a.row, ts=(a.end_ns - 1) / 1000, **hop))
+        events.append(_event("f", b.row, ts=b.start_ns / 1000, bp="e", **hop))
+    return events
+
+
+def _event(phase: str, thread: int, **fields: Any) -> dict[str, Any]:
+    return {"ph": phase, "pid": PROCESS_ID, "tid": thread, **fields}
+
+
+@dataclass(frozen=True)
+class RecordedGantt:
+    """The Gantt chart of a recorded iteration: for every node as planned above and as measured below."""
+
+    recorded: RecordedIteration
+
+    @cached_property
+    def rows(self) -> list[tuple[str, float]]:
+        """Label and middle of every node; y grows downwards."""
+        return [
+            (f"stage {stage} · {name}", index + STAGE_GAP * stage)
+            for index, (stage, name) in enumerate(self.recorded.rows)
+        ]
+
+    @cached_property
+    def halves(self) -> dict[str, list[tuple[GanttBar, tuple[float, float]]]]:
+        """What was planned, pale, and what was measured: the bars, each with its middle and height."""
+        planned = [bar._replace(colour=pale(bar.colour)) for bar in self._bars(self.recorded.planned, "planned")]
+        measured = self._bars(self.recorded.measured, "measured")
+        return {
+            "planned": [(bar, (self.rows[bar.row][1] - 0.23, 0.34)) for bar in planned],
+            "measured": [(bar, (self.rows[bar.row][1] + 0.18, 0.44)) for bar in measured],
+        }
+
+    @property
+    def shown_until_s(self) -> float:
+        """Where planned averaging takes much longer than the passes, the picture ends with the passes."""
+        bars = [*self.recorded.planned, *self.recorded.measured]
+        whole_s = max(bar.end_s for bar in bars)
+        last_s = max((bar.end_s for bar in bars if bar.kind in TASKS), default=whole_s)
+        return whole_s if whole_s <= BRIEF * last_s else 1.05 * last_s
+
+    def _bars(self, bars: Sequence[TraceBar], which: str) -> list[GanttBar]:
+        hues = self.recorded.hues
+        found = []
+        for bar in bars:
+            kind, of_task = KINDS[bar.kind], bar.lane >= 0
+            colour = shade(hues.get(bar.lane, FAINT), kind) if of_task else NEUTRAL.get(kind, FAINT)
+            times = (ns(bar.start_s), ns(bar.end_s))
+            whose = f" of lane {bar.lane}, microbatch {bar.microbatch}" if of_task else ""
+            stage, name = self.recorded.rows[bar.row]
+            hover = f"{which}: {kind}{whose}\non {name}, stage {stage}\n{span(*times)}"
+            if bar.waited_s and kind is not BarKind.WEIGHTS:
+                hover += f"\nwaited {bar.waited_s:.3f} s"
+            lane, microbatch, step = (bar.lane, bar.microbatch, bar.step) if of_task else (None, None, None)
+            found.append(GanttBar(bar.row, kind, *times, lane, microbatch, step, colour, hover))
+        return found

@@ -5,7 +5,7 @@ Also what all pages have in common. They open anywhere, also without a network: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from skippipe.report.summary import Table, lanes_named, plan_figures, timeline_f
 from skippipe.timeline import TASK_KINDS, BarKind, Timeline
 
 Place = tuple[float, float]
-"""Of a bar: its middle, and its height."""
+"""The middle of a bar, and its height."""
 SHORT = 24  # characters of a name that stay on one line
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 2em auto; padding: 0 1em; }
@@ -60,7 +60,7 @@ def write_html(plan: Plan, timeline: Timeline, path: Path) -> None:
 
 
 def picture_sections(picture: Gantt) -> list[str]:
-    """The Gantt chart and the path map."""
+    """The Gantt chart and the path map of a plan, as sections of a page."""
     beyond = f"<p>The picture opens on the passes: {picture.beyond}.</p>\n" if picture.beyond else ""
     return [
         section("What every node does", GANTT_IN_WORDS, beyond + figure_html(_gantt(picture))),
@@ -80,24 +80,25 @@ def _gantt(picture: Gantt) -> go.Figure:
         bars = [bar for bar in picture.bars if bar.kind is kind]
         if bars:
             figure.add_trace(bar_trace(bars, _places(picture, bars), str(kind)))
-    until_s = picture.shown_until_s
     figure.add_vline(x=seconds(picture.timeline.last_backward_ns), line={"dash": "dash", "width": 1, "color": "#222"})
-    figure.update_layout(
-        barmode="overlay",
-        height=140 + int(ROW_PX * (picture.rows[-1].y + 2)),
-        legend={"title": {"text": "microbatches"}},
-        uniformtext={"minsize": 7, "mode": "hide"},
-    )
-    figure.update_xaxes(title="seconds since the iteration began", range=[0, until_s])
-    labels = [escape(row.label) for row in picture.rows]
-    bottom = picture.rows[-1].y + 0.8
-    figure.update_yaxes(tickvals=[row.y for row in picture.rows], ticktext=labels, range=[bottom, -0.8], showgrid=False)
+    lay_out_gantt(figure, [(row.label, row.y) for row in picture.rows], ROW_PX, picture.shown_until_s)
+    figure.update_layout(legend={"title": {"text": "microbatches"}})
     if picture.beyond:
-        views = {"The passes": until_s, "The whole iteration": picture.timeline.iteration_s}
+        views = {"The passes": picture.shown_until_s, "The whole iteration": picture.timeline.iteration_s}
         buttons = [{"label": k, "method": "relayout", "args": [{"xaxis.range": [0, end]}]} for k, end in views.items()]
         place = {"x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}
         figure.update_layout(updatemenus=[{"type": "buttons", "direction": "right", "buttons": buttons, **place}])
     return figure
+
+
+def lay_out_gantt(figure: go.Figure, rows: Sequence[tuple[str, float]], row_px: float, until_s: float) -> None:
+    """The axes of a Gantt chart: a label at the middle of every row, and seconds up to so many."""
+    last = rows[-1][1]
+    height = 140 + int(row_px * (last + 2))
+    figure.update_layout(barmode="overlay", height=height, uniformtext={"minsize": 7, "mode": "hide"})
+    figure.update_xaxes(title="seconds since the iteration began", range=[0, until_s])
+    labels, ys = [escape(label) for label, _ in rows], [y for _, y in rows]
+    figure.update_yaxes(tickvals=ys, ticktext=labels, range=[last + 0.8, -0.8], showgrid=False)
 
 
 def _places(picture: Gantt, bars: Sequence[GanttBar]) -> list[Place]:
@@ -126,7 +127,7 @@ def bar_trace(bars: Sequence[GanttBar], places: Sequence[Place], name: str) -> g
         insidetextanchor="middle",
         textangle=0,
         textfont={"size": 10},
-        hovertext=_lines(bar.hover for bar in bars),
+        hovertext=[hover_html(bar.hover) for bar in bars],
         hoverinfo="text",
     )
 
@@ -136,22 +137,19 @@ def _map(picture: Gantt) -> go.Figure:
     paths = path_map(picture)
     for line in paths.lines:
         name = escape(f"{lanes_named(list(line.lanes))} of {picture.plan.cluster.nodes[line.data_node].name}")
-        (hover,) = _lines([line.hover])
         for number, hop in enumerate(line.hops):
             xs, ys = zip(*hop.points, strict=True)
-            figure.add_trace(
-                go.Scatter(
-                    x=xs,
-                    y=ys,
-                    mode="lines+markers" if hop.swapped else "lines",
-                    line={"color": line.hue, "width": 1 + len(line.lanes), "dash": "dash" if hop.swapped else "solid"},
-                    marker={"symbol": "arrow", "size": [0, 14], "angleref": "previous", "color": line.hue},
-                    name=name,
-                    legendgroup=name,
-                    showlegend=number == 0,
-                    hovertext=hover,
-                    hoverinfo="text",
-                )
+            figure.add_scatter(
+                x=xs,
+                y=ys,
+                mode="lines+markers" if hop.swapped else "lines",
+                line={"color": line.hue, "width": 1 + len(line.lanes), "dash": "dash" if hop.swapped else "solid"},
+                marker={"symbol": "arrow", "size": [0, 14], "angleref": "previous", "color": line.hue},
+                name=name,
+                legendgroup=name,
+                showlegend=number == 0,
+                hovertext=hover_html(line.hover),
+                hoverinfo="text",
             )
     shapes, names = [], []  # all at once: each one that is added alone checks all before it
     for station in paths.stations:
@@ -178,7 +176,7 @@ def _links(picture: Gantt) -> go.Figure:
 
 
 def heat_figure(names: Sequence[str], table: Sequence[Sequence[float | None]], unit: str, **look: Any) -> go.Figure:
-    """Of senders and receivers, in this order; no colour where nothing was sent."""
+    """A heat map of senders and receivers, in this order; no colour where nothing was sent."""
     labels = [escape(name) for name in names]
     figure = go.Figure(go.Heatmap(z=table, x=labels, y=labels, colorscale="Cividis_r", xgap=1, ygap=1, **look))
     figure.data[0].colorbar.title.text = unit
@@ -200,25 +198,18 @@ def _busy(picture: Gantt) -> Table:
     rows = []
     for row in picture.rows:
         use = uses[row.node]
-        rows.append(
-            [
-                row.label,
-                f"{seconds(use.busy_ns):.2f}",
-                f"{seconds(picture.timeline.idle_ns(use)):.2f}",
-                f"{100 * use.busy_ns / whole_ns:.1f}",
-                f"{seconds(use.collision_ns):.2f}",
-                f"{use.slots}",
-            ]
-        )
+        busy_s, idle_s, collision_s = map(seconds, (use.busy_ns, picture.timeline.idle_ns(use), use.collision_ns))
+        share = f"{100 * use.busy_ns / whole_ns:.1f}"
+        rows.append([row.label, f"{busy_s:.2f}", f"{idle_s:.2f}", share, f"{collision_s:.2f}", f"{use.slots}"])
     return Table("How busy every node is", BUSY_IN_WORDS, headings, rows)
 
 
-def _lines(texts: Iterable[str]) -> list[str]:
-    return [escape(text).replace("\n", "<br>") for text in texts]
+def hover_html(text: str) -> str:
+    return escape(text).replace("\n", "<br>")
 
 
 def page(title: str, sections: Sequence[str]) -> str:
-    """A whole file; the sections are HTML, the title is text."""
+    """A whole HTML file; the sections are HTML, the title is text."""
     named = escape(title)
     head = f'<meta charset="utf-8"><title>{named}</title><style>{STYLE}</style><script>{get_plotlyjs()}</script>'
     body = "\n".join([f"<h1>{named}</h1>", *sections])
@@ -226,13 +217,13 @@ def page(title: str, sections: Sequence[str]) -> str:
 
 
 def section(title: str, note: str, content: str) -> str:
-    """The content is HTML, the others are text."""
+    """A section of a page; the content is HTML, the others are text."""
     paragraph = f"<p>{escape(note)}</p>\n" if note else ""
     return f"<h2>{escape(title)}</h2>\n{paragraph}{content}"
 
 
 def table_html(table: Table, names: int = 1) -> str:
-    """A section. The first columns, so many, are names and stand at the left; figures stand at the right."""
+    """A table as a section; the first `names` columns are aligned left, figures right."""
 
     def row(cells: Sequence[str], tag: str) -> str:
         named = (f"<{tag}{' class=short' * (len(cell) <= SHORT)}>{escape(cell)}</{tag}>" for cell in cells[:names])

@@ -114,7 +114,7 @@ class _Layout:
         return float(max(map(len, self.columns)))
 
     def pitch(self, column: int) -> float:
-        """From one station of a column to the next: short columns are spread over the whole height."""
+        """The distance from one station of a column to the next: short columns are spread over the whole height."""
         return self.height / max(1, len(self.columns[column]))
 
     def y(self, track: _Track) -> float:
@@ -155,7 +155,7 @@ class _Layout:
 
 
 def spacing(room: float, lines: int) -> float:
-    """Between lines that share so much room."""
+    """The distance between lines that share so much room."""
     return min(LINE_SPACING, 0.85 * room / lines)
 
 
@@ -174,7 +174,7 @@ def _hops(tracks: list[_Track], ys: list[float]) -> tuple[LineHop, ...]:
 
 
 def _curve(start: Point, end: Point) -> list[Point]:
-    """Leaves and arrives level, so that lines are easy to follow through a station."""
+    """A curve that leaves and arrives level, so that lines are easy to follow through a station."""
     shares = [index / (CURVE_POINTS - 1) for index in range(CURVE_POINTS)]
     (x_a, y_a), (x_b, y_b) = start, end
     return [(x_a + (x_b - x_a) * s, y_a + (y_b - y_a) * s * s * (3 - 2 * s)) for s in shares]

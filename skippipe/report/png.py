@@ -5,6 +5,7 @@ from __future__ import annotations
 from io import BytesIO
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -16,13 +17,13 @@ from skippipe.json_fields import write_bytes
 from skippipe.plan import Plan
 from skippipe.report.gantt import NEUTRAL, Gantt, GanttBar, shade
 from skippipe.report.path_map import HALF_WIDTH, HEIGHT, PathLine, PathMap, Station, path_map, spacing
-from skippipe.timeline import TASK_KINDS, BarKind, Timeline, ranges_text
+from skippipe.timeline import BarKind, Timeline, ranges_text
 
 DPI = 130
 INK = "#222222"
 GRID = "#E4E4E4"
 LINE_STYLES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
-"""By what plotly calls them."""
+"""Plotly's name of a line style → matplotlib's."""
 WIDTH_IN = 17.0
 ROW_IN = 0.24
 STATION_IN = 0.72  # from one station of the path map to the next
@@ -39,18 +40,15 @@ def write_png(plan: Plan, timeline: Timeline, path: Path) -> None:
     gantt_in = max(1.6, ROW_IN * (picture.rows[-1].y + 2))
     map_in = max(1.8, STATION_IN * (paths.height + 1))
     figure = blank(WIDTH_IN, gantt_in + map_in + 1.9)
-    figure.suptitle(_title(plan, timeline), fontsize=13, color=INK)
+    title = (
+        f"{plan.cluster.name}, {plan.strategy}: an iteration of {timeline.iteration_s:.1f} s "
+        f"for {plan.microbatches} microbatches ({timeline.timing} timing)"
+    )
+    figure.suptitle(literal(title), fontsize=13, color=INK)
     above, below = figure.subplots(2, 1, height_ratios=[gantt_in, map_in])
     _draw_gantt(above, picture)
     _draw_map(below, paths)
     write_image(figure, path)
-
-
-def _title(plan: Plan, timeline: Timeline) -> str:
-    return literal(
-        f"{plan.cluster.name}, {plan.strategy}: an iteration of {timeline.iteration_s:.1f} s "
-        f"for {plan.microbatches} microbatches ({timeline.timing} timing)"
-    )
 
 
 def _draw_gantt(axes: Axes, picture: Gantt) -> None:
@@ -59,8 +57,13 @@ def _draw_gantt(axes: Axes, picture: Gantt) -> None:
     axes.set_ylim(rows[-1].y + 0.75, rows[0].y - 0.75)
     _draw_stages(axes, picture)
     for bar in picture.bars:
-        if bar.start_s < until_s:
-            _draw_bar(axes, picture, bar)
+        y = rows[bar.row].y
+        if bar.start_s >= until_s:
+            continue
+        if bar.kind is BarKind.WAITING:  # see-through: the more tasks wait, the darker the strip
+            axes.barh(y + 0.44, bar.end_s - bar.start_s, 0.16, bar.start_s, color=bar.colour, alpha=0.55, linewidth=0)
+        else:
+            draw_task(axes, bar, (y - 0.06, 0.78), PLOT_SHARE * WIDTH_IN / until_s)
     last_s = seconds(picture.timeline.last_backward_ns)
     axes.axvline(last_s, color=INK, linewidth=0.9, linestyle=(0, (4, 2)))
     note = f"last backward ends at {last_s:.1f} s" + (f"; {picture.beyond} →" if picture.beyond else "")
@@ -83,29 +86,13 @@ def _draw_stages(axes: Axes, picture: Gantt) -> None:
         if not ys:
             continue
         axes.axhspan(ys[0] - 0.62, ys[-1] + 0.62, color="#F5F5F2" if stage % 2 else "#FCFCFA", zorder=0)
-        axes.annotate(
-            f"stage {stage}",
-            (0, sum(ys) / len(ys)),
-            (-names_pt, 0),
-            xycoords=axes.get_yaxis_transform(),
-            textcoords="offset points",
-            fontsize=9,
-            color=INK,
-            ha="right",
-            va="center",
-        )
-
-
-def _draw_bar(axes: Axes, picture: Gantt, bar: GanttBar) -> None:
-    y, width_s = picture.rows[bar.row].y, bar.end_s - bar.start_s
-    if bar.kind is BarKind.WAITING:  # see-through: the more tasks wait, the darker the strip
-        axes.barh(y + 0.44, width_s, 0.16, bar.start_s, color=bar.colour, alpha=0.55, linewidth=0)
-    else:
-        draw_task(axes, bar, (y - 0.06, 0.78), PLOT_SHARE * WIDTH_IN / picture.shown_until_s)
+        middle, left = (0, sum(ys) / len(ys)), axes.get_yaxis_transform()
+        look: dict[str, Any] = {"fontsize": 9, "color": INK, "ha": "right", "va": "center"}
+        axes.annotate(f"stage {stage}", middle, (-names_pt, 0), left, "offset points", **look)
 
 
 def draw_task(axes: Axes, bar: GanttBar, place: tuple[float, float], in_per_s: float, ink: str = "white") -> None:
-    """At its middle and height; with its lane in ink, which light bars have dark, if there is room."""
+    """Draw a task at this middle and height; with its lane in ink, dark on light bars, if there is room."""
     (middle, height), width_s = place, bar.end_s - bar.start_s
     hatch = {BarKind.HEAD: "////", BarKind.AVERAGING: "...."}.get(bar.kind)
     axes.barh(middle, width_s, height, bar.start_s, color=bar.colour, hatch=hatch, edgecolor="white", linewidth=0.5)
@@ -127,15 +114,12 @@ def _legend(picture: Gantt) -> list[Patch]:
         BarKind.BACKWARD: "backward (with its lane)",
         BarKind.WEIGHTS: "its weight gradients",
     }
-    tasks = [kind for kind in TASK_KINDS if kind is not BarKind.WEIGHTS or picture.plan.split_backward]
+    if not picture.plan.split_backward:
+        del words[BarKind.WEIGHTS]
+    hatch = {BarKind.HEAD: "////"}
     kinds = [
-        Patch(
-            facecolor=shade(grey, kind),
-            edgecolor="white",
-            hatch="////" if kind is BarKind.HEAD else None,
-            label=words[kind],
-        )
-        for kind in tasks
+        Patch(facecolor=shade(grey, kind), edgecolor="white", hatch=hatch.get(kind), label=label)
+        for kind, label in words.items()
     ]
     kinds.append(Patch(facecolor=NEUTRAL[BarKind.WAITING], alpha=0.55, label="ready, but waits (collision)"))
     if picture.timeline.averaging_ns:
@@ -164,18 +148,13 @@ def _draw_map(axes: Axes, paths: PathMap) -> None:
 
 
 def _draw_line(axes: Axes, line: PathLine, beside: int) -> None:
-    """`beside`: how many lines leave the same data node, whose numbers must not run into each other."""
+    """Draw a line; `beside` is how many leave the same data node, whose numbers must not run into each other."""
     width = min(3.5, 0.9 + 0.45 * len(line.lanes))
     for hop in line.hops:
         if hop.swapped:
-            arrow = {
-                "arrowstyle": "-|>",
-                "color": line.hue,
-                "linewidth": width,
-                "linestyle": (0, (2.5, 1.5)),
-                "shrinkA": 0,
-            }
-            axes.annotate("", hop.points[-1], hop.points[0], arrowprops={**arrow, "shrinkB": 0, "mutation_scale": 11})
+            look = {"color": line.hue, "linewidth": width, "linestyle": (0, (2.5, 1.5))}
+            arrow = {"arrowstyle": "-|>", "shrinkA": 0, "shrinkB": 0, "mutation_scale": 11, **look}
+            axes.annotate("", hop.points[-1], hop.points[0], arrowprops=arrow)
         else:
             axes.plot(*zip(*hop.points, strict=True), color=line.hue, linewidth=width, zorder=2)
     x, y = line.hops[0].points[0]
@@ -218,12 +197,12 @@ def write_image(figure: Figure, path: Path, dpi: float = DPI) -> None:
 
 
 def literal(text: str) -> str:
-    """Matplotlib would read what stands between two dollar signs as a formula."""
+    """The text with dollar signs escaped: matplotlib would read what stands between two as a formula."""
     return text.replace("$", r"\$")
 
 
 def dress(axes: Axes, title: str, x_title: str, y_title: str = "") -> None:
-    """Curves on a grid, without a frame."""
+    """Titles of a panel with curves on a grid, without a frame."""
     axes.set_title(literal(title), loc="left", fontsize=12, color=INK, fontweight="bold")
     axes.set_xlabel(literal(x_title), fontsize=10, color=INK)
     axes.set_ylabel(y_title, fontsize=10, color=INK)

@@ -27,7 +27,7 @@ which wears a ring."""
 
 @dataclass(frozen=True)
 class Tradeoff:
-    """The points of a picture."""
+    """The points of a sweep, and how time is weighed against loss."""
 
     points: Sequence[SweepPoint]
     trade: Trade
@@ -38,13 +38,13 @@ class Tradeoff:
 
     @cached_property
     def front(self) -> list[SweepPoint]:
-        """The efficient ones, from none skipped to most."""
+        """The efficient points, from none skipped to most: the Pareto front."""
         marked = zip(self.points, efficient(self.points), strict=True)
         return sorted((point for point, good in marked if good), key=lambda point: point.skipped)
 
     @property
     def groups(self) -> dict[int, list[SweepPoint]]:
-        """By the number of stages."""
+        """Number of stages → its points."""
         counts = dict.fromkeys(point.stages for point in self.points)
         return {count: [point for point in self.points if point.stages == count] for count in counts}
 
@@ -83,15 +83,8 @@ def write_page(tradeoff: Tradeoff, title: str, notes: str, table: Table, path: P
     figure.add_scatter(x=x, y=y, mode="lines", line={"color": INK, "dash": "dot"}, name=SAME, hoverinfo="skip")
     for hue, (count, points) in zip(_hues(tradeoff), tradeoff.groups.items(), strict=True):
         x, y = _places(points)
-        figure.add_scatter(
-            x=x,
-            y=y,
-            mode="markers",
-            marker={"color": hue, "size": 9},
-            hovertext=[_hover_text(point, tradeoff.trade) for point in points],
-            hoverinfo="text",
-            name=f"{count} stages",
-        )
+        hover = {"hovertext": [_hover_text(point, tradeoff.trade) for point in points], "hoverinfo": "text"}
+        figure.add_scatter(x=x, y=y, mode="markers", marker={"color": hue, "size": 9}, name=f"{count} stages", **hover)
     x, y = _places([tradeoff.best])
     ring = {"color": INK, "size": 18, "symbol": "circle-open", "line": {"width": 2}}
     figure.add_scatter(x=x, y=y, mode="markers", marker=ring, name="the best", hoverinfo="skip")

@@ -1,10 +1,15 @@
-"""Key figures, each with its unit, in the same words on every page and terminal; and tables of them."""
+"""A plan in words: key figures, in the same words on every page and terminal; tables; the grid for a terminal.
+
+The grid has the stages of nodes, the paths of lanes, and the promise.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from skippipe import constraints
 from skippipe.cost_model import seconds
 from skippipe.plan import Plan
 from skippipe.timeline import Timeline, Timing, ranges_text
@@ -14,6 +19,9 @@ TIMING_IN_WORDS = {
     Timing.FULL: "full: queues on links, gradient averaging and the optimizer step are counted",
     Timing.CONTENTION_ONLY: "contention-only: the iteration ends with the last backward pass, averaging is not counted",
 }
+WIDTH = 110  # characters of a terminal that the matrix of visits may fill
+SKIPPED = "·"
+ONWARD, SWAPPED = " → ", " ⇄ "
 
 
 def plan_figures(plan: Plan) -> list[tuple[str, str]]:
@@ -36,25 +44,19 @@ def timeline_figures(timeline: Timeline) -> list[tuple[str, str]]:
     """Key figures of an iteration."""
     busy_ns = sum(use.busy_ns for use in timeline.nodes)
     share = busy_ns / max(1, len(timeline.nodes) * timeline.iteration_ns)
+    averaging = []
+    if timeline.averaging_ns:
+        stage, (start, end) = max(enumerate(timeline.averaging_ns), key=lambda each: each[1][1] - each[1][0])
+        took = f"{seconds(end - start):.2f} s in the slowest stage, {stage}; done at {seconds(end):.2f} s"
+        averaging = [("averaging", took)]
     return [
         ("timing", TIMING_IN_WORDS[timeline.timing]),
         ("iteration", f"{timeline.iteration_s:.2f} s"),
         ("last backward ends", f"at {seconds(timeline.last_backward_ns):.2f} s"),
-        *_averaging_figure(timeline),
+        *averaging,
         ("nodes at work", f"{share:.0%} of the iteration, on average"),
         ("collisions", f"{timeline.collision_s:.2f} s of waiting for a busy node or a free slot, over all tasks"),
         ("moved", f"{timeline.bytes_moved / 1e9:.2f} GB"),
-    ]
-
-
-def _averaging_figure(timeline: Timeline) -> list[tuple[str, str]]:
-    spans = timeline.averaging_ns
-    if not spans:
-        return []
-    slowest = max(range(len(spans)), key=lambda stage: spans[stage][1] - spans[stage][0])
-    start, end = spans[slowest]
-    return [
-        ("averaging", f"{seconds(end - start):.2f} s in the slowest stage, {slowest}; done at {seconds(end):.2f} s")
     ]
 
 
@@ -91,3 +93,90 @@ class Table:
         lines = [self.headings, ["---"] * len(self.headings), *self.rows]
         cells = ("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
         return f"## {self.title}\n\n" + "\n".join(cells) + (f"\n\n{self.note}" if self.note else "") + "\n"
+
+
+def plan_grid(plan: Plan) -> str:
+    """Everything a person needs to follow the plan by hand; ends without a line break."""
+    header = (
+        f"{plan.strategy}: {len(plan.stage_of)} nodes, {len(plan.stages)} stages, {plan.microbatches} microbatches, "
+        f"{plan.skipped:.0%} skipped, dispatch {plan.dispatch}" + ", split backward" * plan.split_backward
+    )
+    blocks = [[header], _nodes(plan), _lanes(plan), *_visits(plan)]
+    if plan.expected is not None:
+        figures = timeline_figures(plan.expected)
+        blocks.append(["promise", *_table([[f"  {name}", value] for name, value in figures])])
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _nodes(plan: Plan) -> list[str]:
+    through = constraints.lanes_through(lane.path for lane in plan.lanes)
+    rows = [["stage", "layers", "node", "location", "slots", "lanes through it"]]
+    for index, stage in enumerate(plan.stages):
+        if not stage.nodes:
+            rows.append([str(index), str(stage.layers), "no node", "", "", ""])
+        for position, number in enumerate(stage.nodes):
+            node = plan.cluster.nodes[number]
+            lanes = through.get(number, [])
+            held = f"{len(lanes):2}: {ranges_text(lanes)}" if lanes else " 0"
+            overfull = "  overfull" if len(lanes) > plan.slots[number] else ""
+            of_stage = [str(index), str(stage.layers)] if position == 0 else ["", ""]
+            rows.append([*of_stage, node.name, node.location, str(plan.slots[number]), held + overfull])
+    lines = _table(rows, to_the_right={0, 1, 4})
+    left_out = [node.name for number, node in enumerate(plan.cluster.nodes) if number not in plan.stage_of]
+    if left_out:
+        lines.append(f"left out, they hold no stage: {', '.join(left_out)}")
+    return lines
+
+
+def _lanes(plan: Plan) -> list[str]:
+    groups = equal_lanes(plan)
+    digits = len(str(len(plan.lanes) - 1))
+    names = _even([f"lane {group[0]:{digits}}" if len(group) == 1 else lanes_named(group) for group in groups])
+    counts = _even([f"×{plan.lanes[group[0]].microbatches}" for group in groups])
+    lines = [
+        f"{name} {count}  {_path(plan, plan.lanes[group[0]].path)}"
+        for name, count, group in zip(names, counts, groups, strict=True)
+    ]
+    if any(SWAPPED in line for line in lines):
+        lines.append(f"{SWAPPED.strip()} marks a swap: the later stage is visited before the earlier one")
+    return lines
+
+
+def _path(plan: Plan, path: tuple[int, ...]) -> str:
+    shown = [f"{plan.cluster.nodes[node].name}[{plan.stage_of[node]}]" for node in path]
+    arrows = [ONWARD if plan.stage_of[b] > plan.stage_of[a] else SWAPPED for a, b in pairwise(path)]
+    return shown[0] + "".join(arrow + stop for arrow, stop in zip(arrows, shown[1:], strict=True))
+
+
+def _visits(plan: Plan) -> list[list[str]]:
+    """Stages down, lanes across: at which hop a lane visits a stage. Wide plans take several blocks."""
+    groups = equal_lanes(plan)
+    visits = [plan.visits(lane) for lane in plan.lanes]
+    counts = plan.exposure
+    columns = [[ranges_text(group), *_orders(visits[group[0]], len(plan.stages))] for group in groups]
+    cell = 1 + max(len(column[0]) for column in columns)
+    fits = max(1, (WIDTH - len("stage  microbatches  ")) // cell)
+    blocks = []
+    for first in range(0, len(columns), fits):
+        shown = columns[first : first + fits]
+        lines = [f"stage  microbatches  order of visits by lane ({SKIPPED} skipped)"] if first == 0 else []
+        lines.append(" " * 21 + "".join(f"{column[0]:>{cell}}" for column in shown))
+        for stage, count in enumerate(counts):
+            cells = "".join(f"{column[1 + stage]:>{cell}}" for column in shown)
+            lines.append(f"{stage:5}  {count:12}  {cells}")
+        blocks.append(lines)
+    return blocks
+
+
+def _orders(visits: tuple[int, ...], stages: int) -> list[str]:
+    return [str(visits.index(stage) + 1) if stage in visits else SKIPPED for stage in range(stages)]
+
+
+def _table(rows: list[list[str]], to_the_right: Container[int] = ()) -> list[str]:
+    columns = [_even(list(column), right=index in to_the_right) for index, column in enumerate(zip(*rows, strict=True))]
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+
+
+def _even(texts: list[str], right: bool = False) -> list[str]:
+    width = max(map(len, texts))
+    return [text.rjust(width) if right else text.ljust(width) for text in texts]

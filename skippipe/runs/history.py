@@ -11,25 +11,28 @@ planned and as measured: means over the recorded iterations.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from skippipe.cluster import Cluster
 from skippipe.cost_model import seconds
 from skippipe.errors import UserError
 from skippipe.plan import Plan
-from skippipe.runs.gantt_data import TASKS, RecordedIteration, TraceBar, read_recorded
-from skippipe.runs.records import EventRecord, MetricsRow, WalSummary, checkpoint_event, event_of, metrics_of
+from skippipe.runs import records
+from skippipe.runs.records import EventRecord, MetricsRow, RecordedIteration, TraceBar, WalSummary
 from skippipe.runs.tail import belongs_to, checkpoints_in, modification_time, run_id_of, traces_in
 from skippipe.timeline import ranges_text
 
 MOST_RECORDED = 20  # recorded iterations that are read, the newest ones
 CLOCK_S = 2.0  # by which the time of a file may differ from the time in a line written with it
 FILES = ("metrics.jsonl", "events.jsonl", "journal")
+UNREAD, OF_OTHERS = "cannot be read", "of another run are passed over"
+RESPONSES = ("rerouted", "restarted", "paused")
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,41 @@ class RunHistory:
 
     @cached_property
     def utilization(self) -> list[NodeUtilization]:
-        return node_utilization(self)
+        """Utilization of every node, ordered by stage; nodes without a stage come last."""
+        plan = self.last_plan or self.plan
+        stage_of = {plan.cluster.nodes[node].name: stage for node, stage in plan.stage_of.items()} if plan else {}
+        planned, measured = _recorded(self)
+        if not planned and self.plan is not None:
+            planned = _promised(self.plan)
+        sent: Counter[str] = Counter()
+        received: Counter[str] = Counter()
+        for (sender, receiver), count in self.links.items():
+            sent[sender] += count
+            received[receiver] += count
+        waited_for = Counter(event.node for event in self.events if event.kind == "slow" and event.node)
+        slowdowns = _slowdowns(self)
+        names = dict.fromkeys([*stage_of, *planned, *measured, *sent, *received, *waited_for])
+        found = [
+            NodeUtilization(
+                *(name, stage_of.get(name), planned.get(name), measured.get(name), slowdowns.get(name)),
+                *(waited_for[name], sent[name], received[name]),
+            )
+            for name in names
+        ]
+        return sorted(found, key=lambda use: (use.stage is None, use.stage or 0))
 
     @cached_property
     def outages(self) -> list[NodeOutage]:
-        return node_outages(self)
+        """Outages of nodes, in the order in which they happened."""
+        found = []
+        for place, event in enumerate(self.events):
+            if event.kind == "gone":
+                later = list(self.events[place + 1 :])
+                again = [at for at, each in enumerate(later) if each.kind == "gone" and each.node == event.node]
+                del later[again[0] + 1 if again else len(later) :]  # until it is lost again
+                outage = (event.node, event.iteration, event.time, event.text, _response(later, event))
+                found.append(NodeOutage(*outage, _end(later, event, self)))
+        return found
 
     @property
     def losses(self) -> list[float]:
@@ -116,6 +149,9 @@ def read_history(folder: Path) -> RunHistory:
         missing.append("bytes between nodes: none were sent, as in a run in one process, or none were written down")
     events = _read_events(folder, run_id, missing)
     start_time = rows[0].time or 0.0
+    checkpoints = [
+        records.checkpoint_event(*each) for each in sorted(checkpoints_in(folder, start_time - CLOCK_S).items())
+    ]
     wal = _read_journal(folder, run_id, start_time, missing)
     ended = True if wal.done is None and rows[-1].is_last else wal.done
     if ended is None:
@@ -125,11 +161,15 @@ def read_history(folder: Path) -> RunHistory:
         rows=tuple(rows),
         links=links,
         last_sent=last_sent,
-        plan=_read_plan(folder, missing),
-        last_plan=_last_plan(wal, missing),
+        plan=_or_missing(lambda: Plan.load(folder / "plan.json"), "the plan", missing),
+        last_plan=_or_missing(
+            lambda: Plan.from_json(wal.last.get("plan")) if wal.last else None,
+            "the last plan in the journal cannot be read",
+            missing,
+        ),
         measured=_read_cluster(folder, start_time, missing),
         ended=ended,
-        events=tuple(sorted([*events, *_checkpoints(folder, start_time)], key=lambda event: event.time)),
+        events=tuple(sorted([*events, *checkpoints], key=lambda event: event.time)),
         recorded=tuple(_read_recorded_iterations(folder, run_id, {row.iteration: row for row in rows}, missing)),
         missing=tuple(missing),
     )
@@ -154,7 +194,7 @@ def _read_metrics(
     last_sent: dict[str, int] = {}
     unread = others = 0
     for line in reversed(_lines(folder / "metrics.jsonl", missing)):  # from the end: what counts is known at once
-        found = metrics_of(line)
+        found = records.metrics_of(line)
         if found is None:
             unread += 1
             continue
@@ -167,8 +207,8 @@ def _read_metrics(
         for sender, receiver, sent_bytes in found.links:
             links[sender, receiver] = links.get((sender, receiver), 0) + sent_bytes
             last_sent.setdefault(sender, found.row.iteration)
-    _report_unread("metrics.jsonl", unread, missing)
-    _report_others("metrics.jsonl", others, missing)
+    _report_lines("metrics.jsonl", unread, UNREAD, missing)
+    _report_lines("metrics.jsonl", others, OF_OTHERS, missing)
     return rows[::-1], links, last_sent
 
 
@@ -181,16 +221,11 @@ def _report_gaps(rows: Sequence[MetricsRow], missing: list[str]) -> None:
 
 
 def _read_events(folder: Path, run_id: str | None, missing: list[str]) -> list[EventRecord]:
-    found = [event_of(line) for line in _lines(folder / "events.jsonl", missing)]
-    _report_unread("events.jsonl", found.count(None), missing)
+    found = [records.event_of(line) for line in _lines(folder / "events.jsonl", missing)]
+    _report_lines("events.jsonl", found.count(None), UNREAD, missing)
     ours = [each[0] for each in found if each is not None and belongs_to(run_id, each[1])]
-    _report_others("events.jsonl", len(found) - found.count(None) - len(ours), missing)
+    _report_lines("events.jsonl", len(found) - found.count(None) - len(ours), OF_OTHERS, missing)
     return ours
-
-
-def _checkpoints(folder: Path, start_time: float) -> list[EventRecord]:
-    found = checkpoints_in(folder, start_time - CLOCK_S)
-    return [checkpoint_event(iterations, made) for iterations, made in sorted(found.items())]
 
 
 def _read_journal(folder: Path, run_id: str | None, start_time: float, missing: list[str]) -> WalSummary:
@@ -199,7 +234,7 @@ def _read_journal(folder: Path, run_id: str | None, start_time: float, missing: 
     made = modification_time(folder / "journal")
     if made is not None and made >= start_time - CLOCK_S:
         lines = _lines(folder / "journal", missing)
-        _report_unread("journal", sum(not wal.add_line(line) for line in lines), missing)
+        _report_lines("journal", sum(not wal.add_line(line) for line in lines), UNREAD, missing)
     if wal.done is not None and not belongs_to(run_id, wal.run):
         missing.append("journal: is of another run")
         wal = WalSummary()
@@ -208,21 +243,12 @@ def _read_journal(folder: Path, run_id: str | None, start_time: float, missing: 
     return wal
 
 
-def _last_plan(wal: WalSummary, missing: list[str]) -> Plan | None:
-    if wal.last is None:
-        return None
+def _or_missing(read: Callable[[], Read], what: str, missing: list[str]) -> Read | None:
+    """What is read, or None with a line that says what cannot be."""
     try:
-        return Plan.from_json(wal.last.get("plan"))
+        return read()
     except UserError as error:
-        missing.append(f"the last plan in the journal cannot be read: {error}")
-        return None
-
-
-def _read_plan(folder: Path, missing: list[str]) -> Plan | None:
-    try:
-        return Plan.load(folder / "plan.json")
-    except UserError as error:
-        missing.append(f"the plan: {error}")
+        missing.append(f"{what}: {error}")
         return None
 
 
@@ -231,25 +257,16 @@ def _read_cluster(folder: Path, start_time: float, missing: list[str]) -> Cluste
     if made is None or made < start_time - CLOCK_S:
         missing.append("what nodes and links took by the end: there is no cluster.json")
         return None
-    try:
-        return Cluster.load(folder / "cluster.json")
-    except UserError as error:
-        missing.append(f"what nodes and links took by the end: {error}")
-        return None
+    return _or_missing(lambda: Cluster.load(folder / "cluster.json"), "what nodes and links took by the end", missing)
 
 
 def _read_recorded_iterations(
     folder: Path, run_id: str | None, row: dict[int, MetricsRow], missing: list[str]
 ) -> list[RecordedIteration]:
     """Traces of this run: those written after the line of their iteration."""
-    found = sorted(
-        (
-            each
-            for each in traces_in(folder)
-            if each.iteration in row and each.made >= (row[each.iteration].time or 0.0) - CLOCK_S
-        ),
-        key=lambda each: each.iteration,
-    )
+    found = [each for each in traces_in(folder) if each.iteration in row]
+    found = [each for each in found if each.made >= (row[each.iteration].time or 0.0) - CLOCK_S]
+    found.sort(key=lambda each: each.iteration)
     if not found:
         missing.append("how busy nodes were: no iteration was recorded (report.recorded in the job)")
     elif len(found) > MOST_RECORDED:
@@ -257,7 +274,7 @@ def _read_recorded_iterations(
     recorded = []
     for each in found[-MOST_RECORDED:]:
         try:
-            recorded.append(read_recorded(each.path, each.iteration, run_id))
+            recorded.append(records.read_recorded(each.path, each.iteration, run_id))
         except (OSError, ValueError) as error:
             missing.append(f"traces/{each.path.name} cannot be read: {error}")
     return recorded
@@ -278,22 +295,14 @@ def _lines(path: Path, missing: list[str]) -> list[bytes]:
     return lines
 
 
-def _report_unread(name: str, unread: int, missing: list[str]) -> None:
-    if unread:
-        missing.append(f"{name}: {unread} line{'s' * (unread > 1)} cannot be read")
-
-
-def _report_others(name: str, others: int, missing: list[str]) -> None:
-    if others:
-        missing.append(f"{name}: {others} line{'s' * (others > 1)} of another run are passed over")
+def _report_lines(name: str, count: int, what: str, missing: list[str]) -> None:
+    if count:
+        missing.append(f"{name}: {count} line{'s' * (count > 1)} {what}")
 
 
 def _median(values: Sequence[float | None]) -> float | None:
     found = [value for value in values if value is not None]
     return median(found) if found else None
-
-
-RESPONSES = ("rerouted", "restarted", "paused")
 
 
 class NodeOutage(NamedTuple):
@@ -308,26 +317,6 @@ class NodeOutage(NamedTuple):
     """What was done within the iteration; empty: nothing is on record."""
     end: str
     """What became of the node."""
-
-
-def node_outages(history: RunHistory) -> list[NodeOutage]:
-    """Outages in the order in which they happened."""
-    found = []
-    for place, event in enumerate(history.events):
-        if event.kind == "gone":
-            later = _until_lost_again(history.events[place + 1 :], event.node)
-            outage = (event.node, event.iteration, event.time, event.text, _response(later, event))
-            found.append(NodeOutage(*outage, _end(later, event, history)))
-    return found
-
-
-def _until_lost_again(events: Sequence[EventRecord], node: str) -> list[EventRecord]:
-    found = []
-    for event in events:
-        found.append(event)
-        if event.kind == "gone" and event.node == node:
-            break
-    return found
 
 
 def _response(later: Sequence[EventRecord], outage: EventRecord) -> str:
@@ -382,31 +371,6 @@ class NodeUtilization(NamedTuple):
     received_bytes: int
 
 
-def node_utilization(history: RunHistory) -> list[NodeUtilization]:
-    """Utilization of every node, ordered by stage; nodes without a stage come last."""
-    plan = history.last_plan or history.plan
-    stage_of = {plan.cluster.nodes[node].name: stage for node, stage in plan.stage_of.items()} if plan else {}
-    planned, measured = _recorded(history)
-    if not planned and history.plan is not None:
-        planned = _promised(history.plan)
-    sent: Counter[str] = Counter()
-    received: Counter[str] = Counter()
-    for (sender, receiver), count in history.links.items():
-        sent[sender] += count
-        received[receiver] += count
-    waited_for = Counter(event.node for event in history.events if event.kind == "slow" and event.node)
-    slowdowns = _slowdowns(history)
-    names = dict.fromkeys([*stage_of, *planned, *measured, *sent, *received, *waited_for])
-    found = [
-        NodeUtilization(
-            *(name, stage_of.get(name), planned.get(name), measured.get(name), slowdowns.get(name)),
-            *(waited_for[name], sent[name], received[name]),
-        )
-        for name in names
-    ]
-    return sorted(found, key=lambda use: (use.stage is None, use.stage or 0))
-
-
 def _recorded(history: RunHistory) -> tuple[dict[str, Utilization], dict[str, Utilization]]:
     """Node → its utilization as planned for the recorded iterations, and as measured in them."""
     planned: dict[str, list[Utilization]] = {}
@@ -425,7 +389,7 @@ def _add(
 ) -> None:
     busy_s, collision_s = [0.0] * len(recorded.rows), [0.0] * len(recorded.rows)
     for bar in bars:
-        if bar.kind in TASKS:
+        if bar.kind in records.TASKS:
             busy_s[bar.row] += bar.end_s - bar.start_s
             collision_s[bar.row] += bar.waited_s
     for (_, name), *times in zip(recorded.rows, busy_s, collision_s, strict=True):

@@ -1,19 +1,33 @@
-"""Parsing the lines of a run's files. A line that cannot be parsed is None, and readers pass over it."""
+"""Parsing the files of a run: lines of metrics, events and journal, and traces of recorded iterations.
+
+A line that cannot be parsed is None, and readers pass over it. A recorded iteration, planned and measured, is read from
+the Chrome trace that the run wrote of it.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from skippipe.runs.tail import belongs_to
 from skippipe.runs.wal import HEADER, checked_json
+from skippipe.timeline import HUES, TASK_KINDS, BarKind
 
 LONGEST_TEXT = 400
 CHECKPOINTED = "checkpointed"  # an event that is in no file: a complete checkpoint stands for it
 
 LinkBytes = list[tuple[str, str, int]]
 """Sender, receiver and bytes of every link."""
+KINDS = tuple(kind for kind in BarKind if kind is not BarKind.WAITING)
+"""The kinds of bars; `TraceBar.kind` is an index into it."""
+TASKS = frozenset(map(KINDS.index, TASK_KINDS))
+LARGEST_BYTES = 2**28  # larger files are not read
+LABEL = re.compile(r"stage (\d{1,6}) · (.*)", re.DOTALL)
 
 
 class MetricsRow(NamedTuple):
@@ -34,6 +48,10 @@ class MetricsRow(NamedTuple):
     @property
     def is_last(self) -> bool:
         return self.total_iterations is not None and self.iteration + 1 >= self.total_iterations
+
+
+FIGURES = ("loss", "seconds", "promised_s", "tokens_per_s", "bytes_sent", "time", "tokens")
+"""Fields of a line of metrics.jsonl that are numbers, in the order of those of `MetricsRow`."""
 
 
 class MetricsLine(NamedTuple):
@@ -62,24 +80,10 @@ def metrics_of(line: bytes) -> MetricsLine | None:
     iteration = as_count(found.get("iteration")) if found else None
     if found is None or iteration is None:
         return None
-    field = found.get
-    row = MetricsRow(
-        iteration,
-        loss=_as_number(field("loss")),
-        seconds=_as_number(field("seconds")),
-        promised_s=_as_number(field("promised_s")),
-        tokens_per_s=_as_number(field("tokens_per_s")),
-        sent_bytes=_as_number(field("bytes_sent")),
-        time=_as_number(field("time")),
-        tokens=_as_number(field("tokens")),
-        total_iterations=as_count(field("iterations")),
-    )
-    return MetricsLine(
-        row,
-        _links(found.get("links")),
-        [as_count(each) or 0 for each in as_list(found.get("visits"))],
-        _as_text(field("run")),
-    )
+    figures = (_as_number(found.get(name)) for name in FIGURES)
+    row = MetricsRow._make((iteration, *figures, as_count(found.get("iterations"))))
+    visits = [as_count(each) or 0 for each in as_list(found.get("visits"))]
+    return MetricsLine(row, _links(found.get("links")), visits, _as_text(found.get("run")))
 
 
 def event_of(line: bytes) -> tuple[EventRecord, str] | None:
@@ -168,9 +172,7 @@ def _links(value: Any) -> LinkBytes:
     return found
 
 
-MEANS = tuple(
-    MetricsRow._fields.index(name) for name in ("loss", "seconds", "promised_s", "tokens_per_s", "sent_bytes")
-)
+MEANS = range(1, 6)  # fields of a row, from loss to sent_bytes
 
 
 def downsample(rows: Sequence[MetricsRow], most: int) -> tuple[int, list[MetricsRow]]:
@@ -178,8 +180,7 @@ def downsample(rows: Sequence[MetricsRow], most: int) -> tuple[int, list[Metrics
     size = max(1, -(-len(rows) // most))
     if size == 1:
         return size, list(rows)
-    groups = [rows[at : at + size] for at in range(0, len(rows), size)]
-    return size, [_average(group) for group in groups]
+    return size, [_average(rows[at : at + size]) for at in range(0, len(rows), size)]
 
 
 def _average(rows: Sequence[MetricsRow]) -> MetricsRow:
@@ -191,3 +192,92 @@ def _mean(values: Sequence[float | None]) -> float | None:
     found = [value for value in values if value is not None]
     mean = math.fsum(found) / len(found) if found else math.nan
     return mean if math.isfinite(mean) else None
+
+
+class TraceBar(NamedTuple):
+    """A task, or averaging or the optimizer step of a node."""
+
+    row: int
+    kind: int
+    start_s: float
+    end_s: float
+    lane: int
+    """−1 for averaging and optimizer, which belong to no microbatch."""
+    microbatch: int
+    step: int
+    waited_s: float
+    """Seconds that it was ready and waited for its node."""
+
+
+@dataclass(frozen=True)
+class RecordedIteration:
+    """An iteration as it was planned and as it was measured."""
+
+    iteration: int
+    rows: tuple[tuple[int, str], ...]
+    """Stage and name of every node, ordered by stage."""
+    planned: tuple[TraceBar, ...]
+    measured: tuple[TraceBar, ...]
+
+    @property
+    def starts(self) -> dict[int, int]:
+        """Lane → the row of its data node."""
+        return {bar.lane: bar.row for bar in (*self.measured, *self.planned) if bar.lane >= 0 and bar.step == 0}
+
+    @property
+    def hues(self) -> dict[int, str]:
+        """Lane → the colour of its data node, given out as in all our pictures."""
+        starts = dict(sorted(self.starts.items()))
+        data_rows = list(dict.fromkeys(starts.values()))
+        return {lane: HUES[data_rows.index(row) % len(HUES)] for lane, row in starts.items()}
+
+
+def read_recorded(path: Path, iteration: int, run_id: str | None = None) -> RecordedIteration:
+    """Read a trace; ValueError if this is no trace of ours, or not of the run with this id."""
+    if path.stat().st_size > LARGEST_BYTES:
+        raise ValueError(f"{path}: is too large")
+    try:
+        trace = json.loads(path.read_bytes())
+        if not belongs_to(run_id, _run_of(trace)):
+            raise ValueError("it is of another run")
+        return recorded_of(trace, iteration)
+    except RecursionError:
+        raise ValueError(f"{path}: is nested too deeply") from None
+
+
+def _run_of(trace: Any) -> str | None:
+    about = trace.get("otherData", {}) if isinstance(trace, dict) else None
+    return str(about.get("run", "")) if isinstance(about, dict) else None
+
+
+def recorded_of(trace: Any, iteration: int) -> RecordedIteration:
+    """The recorded iteration in a Chrome trace; ValueError if it is not one of ours."""
+    try:
+        events = trace["traceEvents"]
+        names = [event for event in events if event["ph"] == "M"]
+        tracks = {event["pid"]: event["args"]["name"] for event in names if event["name"] == "process_name"}
+        labels = {event["tid"]: event["args"]["name"] for event in names if event["name"] == "thread_name"}
+        rows = tuple(_row(labels[number]) for number in range(len(labels)))
+        bars: dict[str, list[TraceBar]] = {"planned": [], "measured": []}
+        for event in events:
+            if event["ph"] == "X" and 0 <= event["tid"] < len(rows):
+                bars[tracks[event["pid"]]].append(_bar(event))
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"no trace of an iteration: {error!r}") from None
+    return RecordedIteration(iteration, rows, tuple(bars["planned"]), tuple(bars["measured"]))
+
+
+def _row(label: str) -> tuple[int, str]:
+    match = LABEL.fullmatch(label)
+    if match is None:
+        raise ValueError(f"{label!r} is no row of ours")
+    return int(match[1]), match[2]
+
+
+def _bar(event: dict[str, Any]) -> TraceBar:
+    start_s, took_s = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
+    args = event.get("args", {})
+    lane, microbatch, step = (int(args.get(key, -1)) for key in ("lane", "microbatch", "step"))
+    waited_s = float(args.get("waited_s", 0.0))
+    kind = KINDS.index(BarKind(event["cat"]))
+    return TraceBar(int(event["tid"]), kind, start_s, start_s + took_s, lane, microbatch, step, waited_s)

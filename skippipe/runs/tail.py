@@ -14,7 +14,6 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 from skippipe.model.model_files import INDEX
@@ -123,20 +122,20 @@ def checkpoints_in(folder: Path, since: float = 0.0) -> dict[int, float]:
 
 def run_id_of(folder: Path) -> str | None:
     """The id of the run whose output folder this is; None: nothing says so."""
-    found = _object(folder / RUN_FILE).get("id")
+    found = (_object(folder / RUN_FILE) or {}).get("id")
     return found if isinstance(found, str) and found else None
 
 
 def checkpoint_run_id(place: Path) -> str | None:
     """The id of the run that made a checkpoint, empty for one without; None: its manifest cannot be read."""
-    manifest = _object(place / "manifest.json", None)
+    manifest = _object(place / "manifest.json")
     found = None if manifest is None else manifest.get("run", "")
     return found if isinstance(found, str) else None
 
 
 def model_run_id(folder: Path) -> str:
     """The id of the run that wrote a Hugging Face folder; empty: nothing says so."""
-    metadata = _object(folder / INDEX).get("metadata")
+    metadata = (_object(folder / INDEX) or {}).get("metadata")
     found = metadata.get("run", "") if isinstance(metadata, dict) else ""
     return found if isinstance(found, str) else ""
 
@@ -148,7 +147,7 @@ def belongs_to(run_id: str | None, found: str | None) -> bool:
 
 
 def modification_time(path: Path) -> float | None:
-    """Unix time; None: there is no such file."""
+    """The Unix time at which a file was last written; None: there is no such file."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -162,10 +161,10 @@ def _listed(folder: Path) -> list[Path]:
         return []
 
 
-def _object(path: Path, default: Any = MappingProxyType({})) -> Any:
-    """The JSON object in a file; `default` if there is none."""
+def _object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None if there is none."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
-        return default
-    return found if isinstance(found, dict) else default
+        return None
+    return found if isinstance(found, dict) else None

@@ -28,9 +28,7 @@ from skippipe.errors import UserError
 
 FORMAT, VERSION = "skippipe-journal", 1
 HEADER = f"{FORMAT} {VERSION}\n".encode()
-START = re.compile(
-    rb"(?=[0-9a-f]{8} (0|[1-9][0-9]{0,15}) )"
-)  # of a record; without moving on, so that they may overlap
+START = re.compile(rb"(?=[0-9a-f]{8} (0|[1-9][0-9]{0,15}) )")  # of a record; looks ahead, so that they may overlap
 
 
 class WriteAheadLog:
@@ -103,9 +101,7 @@ class WriteAheadLog:
         content = HEADER + b"".join(_line(record) for record in records)
         descriptor = -1
         try:
-            descriptor = lock_file(
-                self._partial
-            )  # before it has the journal's name: no other process can come in between
+            descriptor = lock_file(self._partial)  # before it has the journal's name: no process comes in between
             os.ftruncate(descriptor, 0)
             _put(descriptor, content, 0)
             self._sync(descriptor)
@@ -150,12 +146,12 @@ def close_in_children(held: Closable) -> None:
     _held.add(held)
 
 
-def _leave_to_parent() -> None:
+def _close_held() -> None:
     for each in list(_held):
         each.close()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_close_held)
 
 
 def _line(record: dict[str, Any]) -> bytes:

@@ -179,6 +179,13 @@ class Probed(ControlMessage, frozen=True):
 # From a node to the coordinator, or to a node of its stage
 
 
+class TasksDone(ControlMessage, frozen=True):
+    """A node whose download is shared has done its tasks of an iteration: it can take pieces of gradients now."""
+
+    iteration: Count
+    epoch: Count
+
+
 class StateRequest(ControlMessage, frozen=True):
     """Asks for a slice of a stage's state (see `ops.StateSlice`)."""
 

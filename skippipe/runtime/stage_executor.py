@@ -1,6 +1,6 @@
 """The executor of a training node on real tensors: a stage of the model, its data, its averager, its state.
 
-It knows the stage and the model, and nothing of lanes, rings or other nodes: the plan may change while it stays.
+It knows the stage and the model, and nothing of lanes or other nodes: the plan may change while it stays.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from skippipe.codecs import CODECS, EncodedTensor, decode, encode
 from skippipe.collectives import MakeAverager
-from skippipe.collectives.ring import GradientRing
+from skippipe.collectives.peer_to_peer import GradientAverager
+from skippipe.collectives.schedule import Schedule
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
@@ -23,8 +24,11 @@ from skippipe.model.stage_step import StageStep
 from skippipe.runtime.neighbour_init import embedding_slots, init_from_backup, init_from_neighbours
 from skippipe.runtime.node.ops import (
     LEAST_VALUES,
+    AdoptPiece,
+    BeginAveraging,
     CheckFinite,
     ClearGradients,
+    ContributePiece,
     CopyEnds,
     DropMicrobatch,
     GradNorm,
@@ -35,7 +39,6 @@ from skippipe.runtime.node.ops import (
     PlanTransfer,
     ReadState,
     ReadWeights,
-    RingStep,
     SnapshotState,
     StageTask,
     StoreBackup,
@@ -43,7 +46,7 @@ from skippipe.runtime.node.ops import (
 )
 from skippipe.runtime.state_source import StateChunk, StateSlice, StateSource
 from skippipe.skip_schedule import SkipSchedule
-from skippipe.transport.message import Message, RingPiece
+from skippipe.transport.message import GradientPiece, Message
 from skippipe.workload import Workload
 
 CHUNK_VALUES = 2**22  # numbers of a state in one message: 16 MiB
@@ -65,7 +68,7 @@ class StageExecutor:
         *,
         recipe: SkipSchedule | None = None,
         packing: bool = True,
-        make_averager: MakeAverager = GradientRing,
+        make_averager: MakeAverager = GradientAverager,
     ) -> None:
         """`layers` are those of every stage. The nodes of stage 0, where microbatches begin, need a `sampler`."""
         self.tasks = tasks
@@ -100,8 +103,12 @@ class StageExecutor:
                 return self._clear_gradients()
             case CheckFinite():
                 return self._check_finite()
-            case RingStep():
-                return self._averager.turn(work.round, work.at, work.size, work.given)
+            case BeginAveraging():
+                return self._averager.begin(work.schedule)
+            case ContributePiece():
+                return self._averager.contribute(work.piece, work.given, total=work.total)
+            case AdoptPiece():
+                return self._averager.adopt(work.piece, work.given)
             case GradNorm():
                 return self._grad_norm(work.visits, alone=work.alone)
             case OptimizerStep():
@@ -130,14 +137,14 @@ class StageExecutor:
             case StoreBackup():
                 return self._store_backup(work.part, work.given, work.digest)
 
-    def fits(self, message: Message, at: int, size: int) -> bool:
-        body = message.body
+    def fits(self, message: Message, expected: Schedule) -> bool:
+        body, header = message.body, message.header
         if not self._packing:
             return isinstance(body, (Tensor, EncodedTensor))
         if not isinstance(body, EncodedTensor):
             return False
-        if isinstance(message.header, RingPiece):
-            return self._averager.fits(body, message.header.round + 1, at, size)
+        if isinstance(header, GradientPiece):
+            return self._averager.fits(body, expected, expected.transfers[header.transfer].piece)
         return body.shape == self._shape and body.dtype == self._wire_dtype
 
     def _check_finite(self) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from skippipe.cluster import Cluster
 from skippipe.collectives import COLLECTIVES, GroupConfig, MakeAverager
-from skippipe.collectives.ring import GradientRing
+from skippipe.collectives.peer_to_peer import GradientAverager
 from skippipe.model.model_spec import check_device
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
@@ -29,6 +30,7 @@ def train_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) ->
     number = plan.cluster.number[join_config.name]
     stage = plan.stage_of[number]
     others = {name: other for name, other in plan.cluster.number.items() if other != number}
+    emulated = others if node_config.emulated else {}
     return Role(
         machine=TrainingNode(number, plan, env),
         build=lambda: build_executor(number, node_config, join_config),
@@ -36,9 +38,10 @@ def train_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) ->
         heartbeat_s=node_config.heartbeat_s,
         threads=node_config.threads,
         pace=(lambda work: planned_ns(plan, stage, number, work)) if node_config.emulated else None,
-        links={name: _link(plan.cluster, number, other) for name, other in others.items()}
-        if node_config.emulated
-        else {},
+        links={name: _link(plan.cluster, number, other) for name, other in emulated.items()},
+        links_here={name: _link(plan.cluster, other, number) for name, other in emulated.items()},
+        upload_bytes_per_s=plan.cluster.nodes[number].upload_bytes_per_s,
+        download_bytes_per_s=plan.cluster.nodes[number].download_bytes_per_s,
     )
 
 
@@ -46,10 +49,9 @@ ROLES: Roles = {TRAINING: train_role}
 
 
 def _link(cluster: Cluster, sender: int, receiver: int) -> EmulatedLink:
-    return EmulatedLink(
-        float(cluster.latency_s[sender, receiver]) + cluster.hop_overhead_s,
-        float(cluster.bandwidth_bytes_per_s[sender, receiver]),
-    )
+    rates = cluster.nodes[sender].upload_bytes_per_s, cluster.nodes[receiver].download_bytes_per_s
+    bandwidth = min(float(cluster.bandwidth_bytes_per_s[sender, receiver]), *(each for each in rates if each), inf)
+    return EmulatedLink(float(cluster.latency_s[sender, receiver]) + cluster.hop_overhead_s, bandwidth)
 
 
 def build_executor(number: int, node_config: NodeConfig, join_config: JoinConfig) -> StageExecutor:
@@ -71,7 +73,7 @@ def build_stage_executor(
     sampler: BatchSampler | None,
     *,
     packing: bool = True,
-    make_averager: MakeAverager = GradientRing,
+    make_averager: MakeAverager = GradientAverager,
 ) -> StageExecutor:
     """The executor of a stage; only the layers of this stage are made."""
     check_device(device)

@@ -1,19 +1,19 @@
-"""Text in, text out: requests to the gateway, and their outputs as asynchronous iterators."""
+"""The engine of the HTTP interface: text in, text out. Requests go to the gateway, their outputs come as asynchronous
+iterators; `EngineClient` is all that the interface knows of it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import sys
-import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from skippipe.errors import UserError
 from skippipe.inference.request import Detokenizer, FinishReason, SamplingParams
-from skippipe.serving.engine_client import RequestOutput, RequestRefused, StageCoverage
 from skippipe.serving.gateway_thread import GatewayThread
 from skippipe.serving.scheduler import SequenceRequest, SequenceState
 
@@ -26,6 +26,68 @@ REFUSALS = {
     FinishReason.FAILED: "no node could compute it",
     FinishReason.CANCELLED: "the server is being stopped",
 }
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """New text of an answer, and the answer's counts so far."""
+
+    text: str
+    """May be empty: a token need not end a character, and what could begin a stop string is held back."""
+    num_tokens: int
+    num_stages: int
+    """Stages of the shortest route by which a token of the answer was computed."""
+    finish_reason: FinishReason | None = None
+    """STOP or LENGTH with the last output; None: there is more."""
+
+
+@dataclass(frozen=True)
+class StageCoverage:
+    """How many of the model's stages are there, or computed something."""
+
+    stages: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.stages}/{self.total}"
+
+    def to_json(self) -> dict[str, int]:
+        return {"stages": self.stages, "of": self.total}
+
+
+class RequestRefused(Exception):
+    """The queue is full, or too few stages are left; the argument says which, for people."""
+
+
+class EngineClient(Protocol):
+    """The engine. Text is encoded and decoded on one thread, which need not be the one that generates."""
+
+    model: str
+    """The model's name, to clients."""
+    created: int
+    """When the model was loaded, in seconds since 1970."""
+    context: int
+    """Tokens of prompt and answer at most."""
+    vocabulary: int
+    """Number of the model's tokens: ids are below it."""
+
+    def coverage(self) -> StageCoverage:
+        """The stages that are there; none where nothing can be answered."""
+
+    def stats(self) -> dict[str, float]:
+        """Values for Prometheus by their names, which end in _total if they only grow."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """A conversation as a prompt: each message has a role and content."""
+
+    def generate(
+        self, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams, stop: Sequence[str]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Output by output; the last one has a finish reason. Closing the iterator cancels. Raises RequestRefused."""
 
 
 @contextmanager
@@ -46,47 +108,39 @@ def _bounded(seconds: float) -> Iterator[None]:
         sys.settrace(before)
 
 
+@dataclass
 class AsyncEngine:
     """The `EngineClient` of a model whose stages are on nodes."""
 
-    def __init__(
-        self,
-        gateway: GatewayThread,
-        tokenizer: Any,
-        model: str,
-        *,
-        context: int,
-        vocabulary: int,
-        end_tokens: frozenset[int],
-    ) -> None:
-        self.model = model
-        self.vocabulary = vocabulary
-        self.created = int(time.time())
-        self.context = context
-        self._gateway = gateway
-        self._tokenizer = tokenizer
-        self._end_tokens = end_tokens
+    gateway: GatewayThread
+    tokenizer: Any
+    """A tokenizer of transformers."""
+    model: str
+    context: int
+    vocabulary: int
+    end_tokens: frozenset[int]
+    created: int = field(init=False, default_factory=lambda: int(time.time()))
 
     def coverage(self) -> StageCoverage:
-        return self._gateway.status.coverage
+        return StageCoverage(self.gateway.covered_stages, self.gateway.stages)
 
     def stats(self) -> dict[str, float]:
-        return self._gateway.status.stats
+        return self.gateway.stats
 
     def encode(self, text: str) -> list[int]:
         """Tokens, with the special ones around them that the model was trained with."""
-        found: list[int] = self._tokenizer(text)["input_ids"]
+        found: list[int] = self.tokenizer(text)["input_ids"]
         return found
 
     def decode(self, tokens: Sequence[int]) -> str:
-        found: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        found: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return found
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        if getattr(self._tokenizer, "chat_template", None):
+        if getattr(self.tokenizer, "chat_template", None):
             try:
                 with _bounded(TEMPLATE_S):
-                    text = self._tokenizer.apply_chat_template(
+                    text = self.tokenizer.apply_chat_template(
                         list(messages), tokenize=False, add_generation_prompt=True
                     )
             except Exception as error:  # a template is a program of its own
@@ -96,7 +150,7 @@ class AsyncEngine:
                     f"messages: the model's chat template makes {len(text):,} characters of them; "
                     f"{TEMPLATE_CHARACTERS:,} at most are read"
                 )
-            found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
+            found: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
             return found
         text = "".join(f"{message['role'].capitalize()}: {message['content']}\n" for message in messages)
         return self.encode(f"{text}Assistant:")
@@ -106,25 +160,16 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         loop = asyncio.get_running_loop()
         updates: asyncio.Queue[_Update] = asyncio.Queue()
-        submitted: list[int] = []
-        closed = threading.Event()
 
         def put(update: _Update) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: no request waits any more
                 loop.call_soon_threadsafe(updates.put_nowait, update)
 
-        def begin(sequence: SequenceState) -> None:
-            submitted.append(sequence.number)
-            if closed.is_set():
-                self._gateway.cancel(sequence.number)
-
         def updated(sequence: SequenceState) -> None:
             put((sequence.output_tokens, sequence.num_stages, sequence.finish_reason))
 
-        self._gateway.submit(
-            SequenceRequest(tuple(prompt), max_tokens, self._end_tokens, sampling), updated, put, begin
-        )
-        detokenizer = Detokenizer(self._tokenizer, prompt, stop)
+        self.gateway.submit(SequenceRequest(tuple(prompt), max_tokens, self.end_tokens, sampling), updated, put)
+        detokenizer = Detokenizer(self.tokenizer, prompt, stop)
         num_tokens, reason = 0, None
         try:
             while reason is None:
@@ -137,7 +182,7 @@ class AsyncEngine:
                 text = ""
                 for token in tokens[num_tokens:]:
                     num_tokens += 1
-                    if token in self._end_tokens or detokenizer.stopped:
+                    if token in self.end_tokens or detokenizer.stopped:
                         break
                     text += detokenizer.push(token)
                 if detokenizer.stopped:
@@ -146,6 +191,4 @@ class AsyncEngine:
                     text += detokenizer.flush()
                 yield RequestOutput(text, num_tokens, num_stages, reason)
         finally:
-            closed.set()
-            for number in submitted:
-                self._gateway.cancel(number)
+            self.gateway.cancel(updated)

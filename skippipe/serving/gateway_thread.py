@@ -11,7 +11,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from skippipe.runtime.messages import (
@@ -26,8 +25,7 @@ from skippipe.runtime.messages import (
 )
 from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.rendezvous import CLOSE_LINGER_S, EndedNodes, Rendezvous
-from skippipe.serving.engine_client import StageCoverage
-from skippipe.serving.node.role import ServingConfig
+from skippipe.serving.node import ServingConfig
 from skippipe.serving.routing import RouteCost, ServingRoute, UniformCost
 from skippipe.serving.scheduler import (
     EngineFull,
@@ -59,14 +57,6 @@ class GatewayCallback:
         """The gateway has ended with an error."""
 
 
-@dataclass(frozen=True)
-class GatewayStatus:
-    """A snapshot for other threads."""
-
-    coverage: StageCoverage
-    stats: dict[str, float]
-
-
 class GatewayThread:
     def __init__(
         self,
@@ -94,11 +84,14 @@ class GatewayThread:
             node_config=node_config.to_json(),
             timeout_s=node_config.heartbeat_s,
         )
-        self._stages = len(node_config.layers)
-        self._scheduler = Scheduler(self._stages, self, settings or ServingSettings(), cost or UniformCost())
+        self.stages = len(node_config.layers)
+        self._scheduler = Scheduler(self.stages, self, settings or ServingSettings(), cost or UniformCost())
         self._events: Counter[str] = Counter()
         """Numbers of lost nodes, broken links and failed steps, for the metrics."""
-        self.status = GatewayStatus(StageCoverage(0, self._stages), {})
+        self.covered_stages = 0
+        """Stages that are there for the next answer; 0 where none can be given. To be read by other threads."""
+        self.stats: dict[str, float] = {}
+        """Values for Prometheus; to be read by other threads, and never changed."""
         self._callbacks: dict[int, SequenceCallback] = {}
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         """What other threads want to be done on this one."""
@@ -121,14 +114,8 @@ class GatewayThread:
 
     # From other threads
 
-    def submit(
-        self,
-        request: SequenceRequest,
-        updated: SequenceCallback,
-        refused: Callable[[Exception], None],
-        submitted: SequenceCallback,
-    ) -> None:
-        """`submitted` gets the sequence, by whose number it can be cancelled; or `refused` gets the error."""
+    def submit(self, request: SequenceRequest, updated: SequenceCallback, refused: Callable[[Exception], None]) -> None:
+        """`updated` is called whenever the sequence changes, until it has finished; or `refused` gets the error."""
 
         def submit() -> None:
             try:
@@ -137,14 +124,19 @@ class GatewayThread:
                 refused(error)
                 return
             self._callbacks[sequence.number] = updated
-            submitted(sequence)
 
         self._call(submit)
         if self._stopping.is_set():
             refused(EngineFull("the server is being stopped"))
 
-    def cancel(self, number: int) -> None:
-        self._call(lambda: self._scheduler.cancel(number))
+    def cancel(self, updated: SequenceCallback) -> None:
+        """Cancels the sequence that was submitted with this callback, if it has not finished."""
+
+        def cancel() -> None:
+            for number in [number for number, callback in self._callbacks.items() if callback is updated]:
+                self._scheduler.cancel(number)
+
+        self._call(cancel)
 
     def cancel_all(self) -> None:
         self._call(self._scheduler.close)
@@ -173,23 +165,19 @@ class GatewayThread:
         for name, reason in self._ended():
             self._rendezvous.declare_lost(name, reason)
         self._scheduler.tick()
-        self.status = self._snapshot()
-
-    def _run_calls(self) -> None:
-        with contextlib.suppress(Empty):
-            while True:
-                self._calls.get_nowait()()
-
-    def _snapshot(self) -> GatewayStatus:
         scheduler = self._scheduler
-        there = int(scheduler.coverage * self._stages) if scheduler.is_ready else 0
-        stats = {
+        self.covered_stages = int(scheduler.coverage * self.stages) if scheduler.is_ready else 0
+        self.stats = {
             "nodes": float(len(scheduler.stage_of)),
             "streams": float(len(scheduler.sequences)),
             "nonsense_total": float(self._rendezvous.malformed.total()),
             **{f"{event}_total": float(count) for event, count in self._events.items()},
         }
-        return GatewayStatus(StageCoverage(there, self._stages), stats)
+
+    def _run_calls(self) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                self._calls.get_nowait()()
 
     # The rendezvous' host
 

@@ -7,33 +7,29 @@ import json
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import CheckpointOutline
 from skippipe.inference.engine import model_end_tokens
-from skippipe.launch.fork_server import ProcessPool, how_ended, last_log_line
-from skippipe.launch.launcher import join_config
-from skippipe.runtime.node.agent import node_process
+from skippipe.launch.fork_server import how_ended, last_log_line
+from skippipe.launch.launcher import JoinLauncher, Launcher
+from skippipe.launch.local import LocalLauncher
 from skippipe.serving.async_engine import AsyncEngine
 from skippipe.serving.gateway_thread import GatewayCallback, GatewayThread
 from skippipe.serving.http.routes import application
-from skippipe.serving.node.role import ROLES, ServingConfig
+from skippipe.serving.node import ROLES, ServingConfig
 from skippipe.serving.routing import RouteCost, UniformCost
 from skippipe.serving.scheduler import ServingSettings
 from skippipe.transport.addresses import join_address
-from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from skippipe.web import server as web_server
-from skippipe.web.auth import ApiSettings
+from skippipe.web.server import ApiSettings
 
 if TYPE_CHECKING:
     import uvicorn
@@ -68,57 +64,45 @@ class ServeConfig:
     """Folder for the logs of nodes on this machine; None: they are not kept."""
 
 
-class LocalNodePool:
-    """Nodes on this machine, each a process."""
+class LocalNodePool(LocalLauncher):
+    """Nodes on this machine, each a process that is restarted when it ends, after a while that grows."""
 
-    def __init__(self, logs: Path) -> None:
-        """Forks at once: to be made before threads are started. Afterwards it is for one thread."""
-        self._logs = logs
-        self._pool = ProcessPool(partial(node_process, ROLES), logs)
-        self._join_configs: Mapping[str, dict[str, Any]] = {}
-        self._started: dict[str, float] = {}
-        self._restart_at: dict[str, float] = {}
+    def __init__(self, names: Sequence[str], logs: Path | None) -> None:
+        super().__init__(names, ROLES, logs)
+        self._started_s: dict[str, float] = {}
+        self._restart_at_s: dict[str, float] = {}
         self._early_exits: Counter[str] = Counter()
         """Node → how many exits in a row were early."""
         self._served: set[str] = set()
 
-    def start(self, join_configs: Mapping[str, dict[str, Any]]) -> None:
-        self._join_configs = join_configs
-        for name in join_configs:
-            self._start(name)
+    def start(self, address: str, **settings: Any) -> None:
+        super().start(address, **settings)
+        self._started_s = dict.fromkeys(self._join_configs, time.monotonic())
 
     def serving(self, name: str) -> int | None:
         """Notes that a node has got to serve; the id of its process."""
         self._served.add(name)
-        return self._pool.pids.get(name)
+        return self.pool.pids.get(name)
 
-    def ended(self) -> Iterator[tuple[str, str]]:
+    def ended(self) -> list[tuple[str, str]]:
         """Nodes that have ended since the last call, and how; starts those again whose time has come."""
-        self._pool.poll()
-        ended = dict(self._pool.ended)
-        self._pool.ended.clear()
-        now = time.monotonic()
-        for name, status in ended.items():
-            how = how_ended(status)
-            early = now - self._started[name] < EARLY_EXIT_S
+        self.pool.poll()
+        found = [(name, how_ended(status)) for name, status in self.pool.ended.items()]
+        self.pool.ended.clear()
+        now_s = time.monotonic()
+        for name, how in found:
+            early = now_s - self._started_s[name] < EARLY_EXIT_S
             self._early_exits[name] = self._early_exits[name] + 1 if early else 1
             if name not in self._served and self._early_exits[name] >= MAX_EARLY_EXITS:
-                raise UserError(f"node '{name}' does not get to serve ({how}): {last_log_line(self._logs, name)}")
+                raise UserError(f"node '{name}' does not get to serve ({how}): {last_log_line(self._log_folder, name)}")
             wait_s = min(MAX_RESTART_S, RESTART_S * 2 ** (self._early_exits[name] - 1))
-            self._restart_at[name] = now + wait_s
+            self._restart_at_s[name] = now_s + wait_s
             _log(f"'{name}' has ended ({how}) and is started again in {wait_s:g} s")
-            yield name, how
-        for name in [name for name, restart_at in self._restart_at.items() if restart_at <= now]:
-            del self._restart_at[name]
-            self._start(name)
-
-    def close(self) -> None:
-        """Ends every node; returns when all processes have exited."""
-        self._pool.close()
-
-    def _start(self, name: str) -> None:
-        self._started[name] = time.monotonic()
-        self._pool.start(name, self._join_configs[name])
+        for name in [name for name, restart_at_s in self._restart_at_s.items() if restart_at_s <= now_s]:
+            del self._restart_at_s[name]
+            self._started_s[name] = now_s
+            self.pool.start(name, self._join_configs[name])
+        return found
 
 
 class ServeApp(GatewayCallback):
@@ -139,12 +123,20 @@ class ServeApp(GatewayCallback):
         with ExitStack() as stack:
             listening = stack.enter_context(_listening(self._config.host, self._config.port))
             self._address = f"http://{join_address(self._config.host, listening.getsockname()[1])}"
-            if self._config.keys is None:
-                logs = self._config.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skippipe-")))
-                self._pool = stack.enter_context(closing(LocalNodePool(logs)))
-            signal.signal(signal.SIGTERM, _terminate)  # after the fork: nodes have their own handler
-            gateway = self._start_nodes()
+            launcher = stack.enter_context(closing(self._launcher()))
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # after the fork: nodes have their own
+            gateway = GatewayThread(
+                self._node_config,
+                launcher.keys,
+                launcher.prepare().public_keys,
+                settings=self._config.gateway,
+                cost=self._config.cost,
+                listen=self._config.listen,
+                ended=launcher.ended,
+                callback=self,
+            )
             stack.callback(gateway.close)
+            launcher.start(gateway.address)
             gateway.start()
             self._serve_http(gateway, listening)
         if self._failure is not None:
@@ -180,51 +172,19 @@ class ServeApp(GatewayCallback):
 
     # Start
 
-    def _start_nodes(self) -> GatewayThread:
-        if self._pool is None:
-            own, publics = self._keys()
-            gateway = self._gateway(own, publics)
-            _log(f"waiting for {len(publics)} nodes to join {gateway.address}: {', '.join(publics)}")
-            return gateway
-        pairs = {name: KeyPair.new() for name in self._node_config.stage_of}
-        own = KeyPair.new()
-        gateway = self._gateway(own, {name: pair.public for name, pair in pairs.items()})
-        self._pool.start({name: join_config(name, gateway.address, own, pair) for name, pair in pairs.items()})
-        _log(f"{self._config.name}: {len(pairs)} nodes of this machine load {len(self._node_config.layers)} stages")
-        return gateway
-
-    def _keys(self) -> tuple[KeyPair, dict[str, str]]:
-        folder = self._config.keys
-        assert folder is not None
-        known = PeerList.load(folder / "peers.json").peers
-        unknown = [name for name in self._node_config.stage_of if name not in known]
-        if unknown:
-            raise UserError(f"{folder / 'peers.json'}: has no key of {', '.join(unknown)}")
-        return KeyFile.load(folder / "coordinator.key").keys, {name: known[name] for name in self._node_config.stage_of}
-
-    def _gateway(self, own: KeyPair, publics: dict[str, str]) -> GatewayThread:
-        return GatewayThread(
-            self._node_config,
-            own,
-            publics,
-            settings=self._config.gateway,
-            cost=self._config.cost,
-            listen=self._config.listen,
-            ended=self._pool.ended if self._pool is not None else lambda: (),
-            callback=self,
-        )
+    def _launcher(self) -> Launcher:
+        names, folder = list(self._node_config.stage_of), self._config.keys
+        if folder is not None:
+            return JoinLauncher(names, folder / "coordinator.key", folder / "peers.json")
+        self._pool = LocalNodePool(names, self._config.logs)
+        _log(f"{self._config.name}: {len(names)} nodes of this machine load {len(self._node_config.layers)} stages")
+        return self._pool
 
     def _serve_http(self, gateway: GatewayThread, listening: socket.socket) -> None:
         config, model_config = self._config, self._outline.spec.config
         tokenizer = self._outline.tokenizer()
-        engine = AsyncEngine(
-            gateway,
-            tokenizer,
-            config.name,
-            context=config.context,
-            vocabulary=model_config.vocab_size,
-            end_tokens=model_end_tokens(model_config, tokenizer),
-        )
+        end_tokens = model_end_tokens(model_config, tokenizer)
+        engine = AsyncEngine(gateway, tokenizer, config.name, config.context, model_config.vocab_size, end_tokens)
         app = application(engine, config.api)
         self._server = web_server.server(app, config.host, config.port, gateway.cancel_all)
         if self._failure is None:
@@ -251,10 +211,6 @@ def _listening(host: str, port: int) -> socket.socket:
         raise UserError(
             f"{join_address(host, port)}: cannot listen there: {error.strerror or error}; try --port 0"
         ) from None
-
-
-def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit(TERMINATED)
 
 
 def _log(line: str) -> None:

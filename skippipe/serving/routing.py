@@ -13,6 +13,8 @@ from skippipe.constraints import circle
 from skippipe.errors import UserError
 from skippipe.workload import ModelShape
 
+MAX_REPLICATED_STAGES = 8  # a model of more stages gets one node for each unless --nodes says more
+
 
 class RouteCost(Protocol):
     """Seconds that one token takes on nodes and links."""
@@ -45,6 +47,8 @@ class ServingRoute:
     """Nodes in their order, from the one that embeds and samples on."""
     slots: dict[int, int] = field(default_factory=dict)
     """Slot of the KV caches → number of the sequence that has it."""
+    freed: list[int] = field(default_factory=list)
+    """Slots whose sequences have finished since the last step."""
     step: int | None = None
     """Number of the step in flight."""
     step_began_ns: int = 0
@@ -79,9 +83,6 @@ def fastest_route(
 def links(path: Sequence[int]) -> set[frozenset[int]]:
     """The links between one node of a path and the next, and back to the first."""
     return {frozenset(pair) for pair in circle(path) if pair[0] != pair[1]}
-
-
-MAX_REPLICATED_STAGES = 8  # a model of more stages gets one node for each unless --nodes says more
 
 
 def local_node_names(stages: int, nodes: int | None) -> list[str]:

@@ -153,8 +153,6 @@ class Scheduler:
     _routes: dict[int, ServingRoute] = field(default_factory=dict)
     _steps: dict[int, ServingStep] = field(default_factory=dict)
     """Steps in flight, by their number."""
-    _freed: dict[int, list[int]] = field(default_factory=dict)
-    """Route → slots whose sequences have finished since its last step."""
     _broken_links: set[frozenset[int]] = field(default_factory=set)
     _lost_steps: Counter[frozenset[int]] = field(default_factory=Counter)
     """Link → how many steps in a row were lost on routes over it."""
@@ -319,19 +317,28 @@ class Scheduler:
 
     def _open_route(self) -> ServingRoute | None:
         load = Counter(node for route in self._routes.values() for node in route.path)
-        holders, cost = self.holders, _CostWithFaults(self.cost, self._broken_links, self._lost_steps)
+        holders = self.holders
         for start in sorted(holders[0], key=lambda node: (load[node], node)):
-            path = fastest_route(holders, cost, load, start)
+            path = fastest_route(holders, self, load, start)
             if path is not None:
                 route = ServingRoute(self._next("route"), path)
                 self._routes[route.number] = route
                 return route
         return None
 
+    def task_s(self, stage: int, node: int) -> float:
+        return self.cost.task_s(stage, node)
+
+    def hop_s(self, sender: int, receiver: int) -> float:
+        """The cost of a hop: infinite over broken links, and higher over links where steps were lost."""
+        link = frozenset((sender, receiver))
+        if link in self._broken_links:
+            return inf
+        return self.cost.hop_s(sender, receiver) * (1 + LOST_STEP_PENALTY * self._lost_steps[link])
+
     def _start_step(self, route: ServingRoute) -> None:
         if not route.slots:
             if self._routes.pop(route.number, None) is not None:
-                self._freed.pop(route.number, None)
                 self.env.close_route(route)
             return
         room = self.settings.max_prompt_tokens
@@ -344,7 +351,8 @@ class Scheduler:
                 room -= len(new)
             if new:
                 rows.append(StepRow(slot, sequence.num_computed_tokens, tuple(new), sequence))
-        step = ServingStep(self._next("step"), route, tuple(rows), tuple(self._freed.pop(route.number, ())))
+        step = ServingStep(self._next("step"), route, tuple(rows), tuple(route.freed))
+        route.freed.clear()
         route.step, route.step_began_ns = step.number, self.env.now_ns()
         self._steps[step.number] = step
         self.env.start_step(step)
@@ -354,7 +362,6 @@ class Scheduler:
         del self._routes[route.number]
         if route.step is not None:
             self._steps.pop(route.step, None)
-        self._freed.pop(route.number, None)
         for _, number in sorted(route.slots.items(), reverse=True):
             sequence = self.sequences[number]
             sequence.route, sequence.slot, sequence.num_computed_tokens = None, -1, 0
@@ -370,7 +377,7 @@ class Scheduler:
         else:
             route = self._routes[sequence.route]
             del route.slots[sequence.slot]
-            self._freed.setdefault(route.number, []).append(sequence.slot)
+            route.freed.append(sequence.slot)
             sequence.route = None
         self.env.updated(sequence)
 
@@ -381,21 +388,3 @@ class Scheduler:
 
 def _ns(duration: timedelta) -> int:
     return int(duration.total_seconds() * 1e9)
-
-
-@dataclass(frozen=True)
-class _CostWithFaults:
-    """A route's cost: infinite over broken links, and higher over links where steps were lost."""
-
-    cost: RouteCost
-    broken: set[frozenset[int]]
-    lost_steps: Counter[frozenset[int]]
-
-    def task_s(self, stage: int, node: int) -> float:
-        return self.cost.task_s(stage, node)
-
-    def hop_s(self, sender: int, receiver: int) -> float:
-        link = frozenset((sender, receiver))
-        if link in self.broken:
-            return inf
-        return self.cost.hop_s(sender, receiver) * (1 + LOST_STEP_PENALTY * self.lost_steps[link])

@@ -24,13 +24,32 @@ class InputRow:
 
 
 @dataclass(frozen=True)
+class StepInput:
+    """A step as a node has checked it."""
+
+    step: int
+    route: int
+    path: tuple[int, ...]
+    rows: tuple[InputRow, ...]
+    freed: tuple[int, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    """Tokens of each row; for the first node of the path alone."""
+    sampling: tuple[SamplingParams, ...]
+    """How to choose the next token of each row; for the first node of the path alone."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(row.count for row in self.rows)
+
+
+@dataclass(frozen=True)
 class ForwardStep:
     """New tokens of several sequences through this stage."""
 
-    route: int
-    rows: tuple[InputRow, ...]
-    freed: tuple[int, ...]
-    """Slots to free first."""
+    step: StepInput
+    position: int
+    """The node's position on the path of the step."""
     inputs: Any
     """On stage 0 the ids of each row's tokens, else the hidden states of the stage before: [tokens of all rows, d]."""
 
@@ -39,9 +58,12 @@ class ForwardStep:
 class SampleTokens:
     """The next token of every row, from the last stage's hidden states."""
 
-    rows: tuple[InputRow, ...]
-    sampling: tuple[SamplingParams, ...]
+    step: StepInput
     inputs: Any
+
+    @property
+    def position(self) -> int:
+        return len(self.step.path)
 
 
 @dataclass(frozen=True)
@@ -94,26 +116,6 @@ class NodeInfo:
     vocabulary: int
     cache_tokens: int
     """Tokens that the KV cache of a route has room for."""
-
-
-@dataclass(frozen=True)
-class StepInput:
-    """A step as a node has checked it."""
-
-    step: int
-    route: int
-    path: tuple[int, ...]
-    rows: tuple[InputRow, ...]
-    freed: tuple[int, ...]
-    tokens: tuple[tuple[int, ...], ...]
-    """Tokens of each row; for the first node of the path alone."""
-    sampling: tuple[SamplingParams, ...]
-    """How to choose the next token of each row; for the first node of the path alone."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all rows."""
-        return sum(row.count for row in self.rows)
 
 
 def parse_step(message: RunStep, node: NodeInfo) -> StepInput:

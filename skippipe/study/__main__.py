@@ -22,6 +22,11 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="compile layers: slow to start, faster from then on")
     parser.add_argument("--models", type=Path, help="folder to keep the trained models in")
     parser.add_argument(
+        "--frozen",
+        type=Path,
+        help="folder to keep the weights in with which healing begins, for variants that share them",
+    )
+    parser.add_argument(
         "--only", action="append", metavar="VARIANT", help="only this variant; may be given several times"
     )
     parser.add_argument(
@@ -41,6 +46,7 @@ def main() -> None:
             LineProgress(),
             arguments.models,
             arguments.stop_after,
+            arguments.frozen,
         )
     )
 

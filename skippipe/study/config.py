@@ -28,7 +28,7 @@ from skippipe.value_ranges import (
     Range,
 )
 
-LATER = ("bridges", "heal", "adapters", "distill")
+LATER = ("bridges", "heal", "adapters", "distill", "distill_hidden")
 """Recipe settings that older results do not have: left out where they are not set."""
 Rule = Literal["", "CC1", "CC2", "CC3"]
 MOST_ITERATIONS = Range(1, 10**6)  # of a run: reports read every single one
@@ -93,6 +93,8 @@ class Variant:
     """Tokens to train on; 0: the study's."""
     rate: Annotated[float, Range(0, 100)] = 0.0
     """The highest learning rate; 0: the study's."""
+    heal_rate: Annotated[float, Range(0, 100, above=True)] = 1.0
+    """By what the learning rate is multiplied while only bridges and adapters learn."""
     breaks: Rule = ""
     """A rule to break on purpose: CC1 (stage 0 is skipped like any other), CC2 (stages come in one of several random
     orders), CC3 (some stages are visited often, others seldom)."""
@@ -160,22 +162,23 @@ class StudyRun:
 
     @property
     def learning(self) -> OptimConfig:
-        chosen, iterations = self.study.learning, self._heals_at
+        chosen, iterations = self.study.learning, self.heals_at
         warmup = min(chosen.warmup, max(1, iterations // 10))
         rate = self.variant.rate or chosen.rate
         return replace(chosen, rate=rate, warmup=warmup, iterations=max(iterations, warmup + 1))
 
     def rate(self, iteration: int) -> float:
         """The learning rate; that of healing has a schedule of its own, over what it has of the run."""
-        heals_at = self._heals_at
+        heals_at = self.heals_at
         if iteration < heals_at:
             return self.learning.rate_at(iteration)
         left = self.iterations - heals_at
         warmup = min(self.learning.warmup, max(1, left // 10))
-        return replace(self.learning, warmup=warmup, iterations=max(left, warmup + 1)).rate_at(iteration - heals_at)
+        schedule = replace(self.learning, warmup=warmup, iterations=max(left, warmup + 1))
+        return self.variant.heal_rate * schedule.rate_at(iteration - heals_at)
 
     @property
-    def _heals_at(self) -> int:
+    def heals_at(self) -> int:
         """Iterations in which the whole model is trained; then only bridges and adapters are."""
         return ceil(self.variant.recipe.heal_at * self.iterations)
 
@@ -205,6 +208,8 @@ class StudyRun:
         for name in LATER:
             if not variant["recipe"][name]:
                 del variant["recipe"][name]
+        if variant["heal_rate"] == 1:
+            del variant["heal_rate"]
         return {
             "model": study.model,
             "variant": variant,
@@ -219,7 +224,25 @@ class StudyRun:
     @property
     def key(self) -> str:
         """A hash of settings and seed."""
-        return sha256(json.dumps([self.settings, self.seed], sort_keys=True).encode()).hexdigest()[:16]
+        return _hash([self.settings, self.seed])
+
+    @property
+    def frozen_key(self) -> str:
+        """A hash of all that decides the weights with which healing begins, and how they were evaluated until then."""
+        settings, recipe = self.settings, asdict(self.variant.recipe)
+        lengths = [self.path_lengths(number) for number in range(self.heals_at)]
+        young = sum(self.variant.recipe.is_young(number, self.iterations) for number in range(self.heals_at))
+        for name in ("skip", "grow", "heal", "adapters", "distill", "distill_hidden"):
+            del recipe[name]
+        if min(map(min, lengths)) == self.variant.stages:
+            del recipe["bridges"]  # nothing goes over them before
+        del settings["variant"], settings["iterations"]
+        variant = self.variant
+        return _hash([settings, variant.stages, variant.layers, variant.breaks, recipe, lengths, young, self.seed])
+
+
+def _hash(what: Any) -> str:
+    return sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_study(path: Path) -> Study:

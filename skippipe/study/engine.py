@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import Bridges, StageAdapters, StageModel, bridges_of, layer_ranges
+from skippipe.model.stage import EPSILON, Bridges, StageAdapters, StageModel, bridges_of, layer_ranges
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits
@@ -86,6 +87,7 @@ class Engine:
         self._low_precision = low_precision
         self._loss: Callable[[Tensor, Tensor], Tensor] = self.stages[0].loss
         self._teaching: Callable[[Tensor, Tensor, Tensor], Tensor] = self._distillation
+        self._distance: Callable[[Tensor, Tensor], Tensor] = _distances
         if compiled:
             torch._dynamo.config.recompile_limit = COMPILED_KINDS
             for stage in self.stages:
@@ -93,6 +95,7 @@ class Engine:
                     layer.compile()
             self._loss = torch.compile(self.stages[0].loss)
             self._teaching = torch.compile(self._distillation)
+            self._distance = torch.compile(_distances)
         can_record = device.startswith("cuda") and spec.router is None  # who goes to which expert is not data
         self._recordings = _GraphCache(device) if can_record else None
 
@@ -136,10 +139,11 @@ class Engine:
             self.weights[new].grow_from(self.weights[old])
 
     @property
-    def _recorded_with(self) -> tuple[float, float, str, int, float]:
+    def _recorded_with(self) -> tuple[Any, ...]:
         """What recordings depend on beside their shape."""
         recipe = self.recipe
-        return self.learning.clip, recipe.early_exit, recipe.gradients, recipe.bridges, recipe.distill
+        of_recipe = recipe.early_exit, recipe.gradients, recipe.bridges, recipe.distill, recipe.distill_hidden
+        return self.learning.clip, *of_recipe
 
     @property
     def parameters(self) -> int:
@@ -220,14 +224,16 @@ class Engine:
         distills = bool(shape.skipping and self.recipe.distill) and self._stands_in(shape)
         teacher = self._teacher(_chosen(inputs, taught)) if distills else None
         with self._autocast():
-            hidden, balance, early = self._through(shape, inputs, places)
+            hidden, balance, early, apart = self._through(shape, inputs, places, taught, teacher)
             loss = self._loss(hidden, labels)
             total = loss + balance
             if self.recipe.early_exit:
                 total = total + self.recipe.early_exit * self._loss(early, labels)
             if teacher is not None:
                 share = self.recipe.distill * shape.skipping / shape.microbatches
-                total = total + share * self._teaching(_chosen(hidden, taught), teacher, _chosen(labels, taught))
+                total = total + share * self._teaching(_chosen(hidden, taught), teacher[-1], _chosen(labels, taught))
+                if self.recipe.distill_hidden:
+                    total = total + self.recipe.distill_hidden / len(inputs) * apart
         total.backward()  # type: ignore[no-untyped-call]
         self._clip(shape)
         return loss.detach()
@@ -238,13 +244,15 @@ class Engine:
 
     @torch.no_grad()
     def _teacher(self, inputs: Tensor) -> Tensor:
-        """The final hidden states of the whole model."""
+        """The hidden states of the whole model after each stage, or only after the last if no others are needed."""
         self._set_adapters(None)
+        found = []
         with self._autocast():
             hidden = self._embed(inputs)
             for stage in self.stages:
                 hidden = stage(hidden)
-        return hidden
+                found.append(hidden)
+        return torch.stack(found if self.recipe.distill_hidden else found[-1:])
 
     def _distillation(self, hidden: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
         """What the mean loss becomes more by when the next token is taken from the teacher instead of the text."""
@@ -264,14 +272,17 @@ class Engine:
         for each in self.adapters:
             each.scale = scale
 
-    def _through(self, shape: StudyShape, inputs: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The final hidden states, the balancing loss of routers, and the output of stage 0 alone.
+    def _through(
+        self, shape: StudyShape, inputs: Tensor, places: Tensor, taught: Tensor, teacher: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The final hidden states, the balancing loss of routers, the output of stage 0 alone, and the sum of the
+        distances of hidden states from the teacher's, which has those of the samples that are taught.
 
         `places` has three rows: the samples that pass the stage of each step, where each goes from there, and how many
         stages it skips.
         """
         hidden = early = self._embed(inputs)
-        balance = torch.zeros((), device=self.device)
+        balance = apart = torch.zeros((), device=self.device)
         samples = len(inputs) // shape.microbatches
         visitors = torch.split(places, [step.visitors * samples for step in shape.steps], dim=1)
         for step, (here, targets, missing) in zip(shape.steps, visitors, strict=True):
@@ -288,8 +299,11 @@ class Engine:
                 early = made if all_visit else hidden.index_copy(0, here, made)
             if shape.skipping and step.stage < len(self.bridges):
                 made = self.bridges[step.stage](made, targets)
+            if teacher is not None and self.recipe.distill_hidden:
+                row = torch.searchsorted(taught, here).clamp(max=len(taught) - 1)
+                apart = apart + (self._distance(made, teacher[targets - 1, row]) * (missing > 0)).sum()
             hidden = made if all_visit else hidden.index_copy(0, here, made)
-        return hidden, balance, early
+        return hidden, balance, early, apart
 
     def _learning_in(self, shape: StudyShape) -> list[tuple[FlatParams, float]]:
         """What takes a step, and by what its gradient is multiplied to be the mean over those who visited its stage.
@@ -337,6 +351,14 @@ def _driven(given: Tensor, made: Tensor, drives: tuple[tuple[float, int], ...], 
     return torch.cat(
         [after if drive == 1.0 else torch.lerp(before, after, drive) for before, after, (drive, _) in pairs]
     )
+
+
+def _distances(hidden: Tensor, teacher: Tensor) -> Tensor:
+    """Of each sample: the mean square of the difference, as norms make it of any size."""
+    width = hidden.shape[-1:]
+    one, other = (functional.rms_norm(each.float(), width, eps=EPSILON) for each in (hidden, teacher))
+    distances: Tensor = (one - other).square().mean((1, 2))
+    return distances
 
 
 class _SelectRows(torch.autograd.Function):

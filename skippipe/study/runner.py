@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.data.batch_sampler import BatchSampler
@@ -63,13 +65,14 @@ class Runner:
         device: StudyDevice,
         progress: RunProgress,
         models: Path | None = None,
+        frozen: Path | None = None,
         *,
         ends_at: float = math.inf,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Trained models are kept in a folder for each in `models`, if that is given. `ends_at`: when all must be over,
-        by the clock."""
-        self._models = models
+        """Trained models are kept in a folder for each in `models`, if that is given; weights with which healing begins
+        in `frozen`, for runs that heal the same model. `ends_at`: when all must be over, by the clock."""
+        self._models, self._frozen = models, frozen
         self._ends_at, self._clock = ends_at, clock
         self._paces: list[float] = []
         self.study = study
@@ -109,11 +112,21 @@ class Runner:
         batch = study.batch
         sampler = BatchSampler(self.train.ids, batch.sequence, run.seed, batch.microbatches, batch.samples)
         first = next(iter(self.texts.values()))
+        kept_file = self._frozen / f"{run.frozen_key}.safetensors" if self._frozen and variant.recipe.heal else None
         curve: list[list[float]] = []
         losses: list[torch.Tensor] = []
         began = time.perf_counter()
         evaluation_s = 0.0
+        resumed_at = 0
+        if kept_file and kept_file.exists():
+            resumed_at = run.heals_at
+            losses, curve, seconds = load_frozen(engine, kept_file)
+            began -= seconds
         for number, paths in enumerate(iteration_paths(run)):
+            if number < resumed_at:
+                continue
+            if kept_file and number == run.heals_at and not resumed_at:
+                save_frozen(engine, kept_file, losses, curve, time.perf_counter() - began - evaluation_s)
             engine.grow(paths.born)
             young = len(paths.there) < variant.stages
             loss = engine.iteration(
@@ -200,6 +213,41 @@ class Runner:
         return self._engines[kind]
 
 
+def _frozen_tensors(engine: Engine) -> dict[str, torch.Tensor]:
+    """What healing begins with: all weights; of bridges that have learned already also the optimizer's state."""
+    found = {f"stage {index}": each.values for index, each in enumerate(engine.weights)}
+    for index, each in enumerate(engine.bridge_weights):
+        if each.steps:
+            found |= {f"bridges {index} {part}": tensor for part, tensor in enumerate(each.state)}
+    return found
+
+
+def save_frozen(
+    engine: Engine, file: Path, losses: list[torch.Tensor], curve: list[list[float]], seconds: float
+) -> None:
+    """Losses are those since the last evaluation; with the curve and the seconds, results are as without the file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    steps = [each.steps for each in engine.bridge_weights]
+    kept = {"curve": json.dumps(curve), "seconds": json.dumps(seconds), "steps": json.dumps(steps)}
+    tensors = {name: each.cpu() for name, each in _frozen_tensors(engine).items()}
+    tensors["losses"] = torch.stack(losses).cpu() if losses else torch.empty(0)
+    partial = file.with_suffix(".partial")
+    save_file(tensors, partial, kept)
+    partial.replace(file)
+
+
+def load_frozen(engine: Engine, file: Path) -> tuple[list[torch.Tensor], list[list[float]], float]:
+    """Losses, curve and seconds, as they were saved."""
+    with safe_open(file, "pt") as saved:
+        kept = saved.metadata()
+        for each, steps in zip(engine.bridge_weights, json.loads(kept["steps"]), strict=False):
+            each.steps = steps
+        for name, tensor in _frozen_tensors(engine).items():
+            tensor.copy_(saved.get_tensor(name))
+        losses = list(saved.get_tensor("losses").to(engine.device))
+    return losses, json.loads(kept["curve"]), float(kept["seconds"])
+
+
 def _tokens(texts: list[str], tokenizer: int | Path) -> TokenFile:
     folder = Path(texts[0])
     return TokenFile.open(folder) if (folder / HEADER).exists() else prepare(texts, tokenizer)
@@ -229,6 +277,7 @@ def run_study(
     progress: RunProgress,
     models: Path | None = None,
     minutes: float = math.inf,
+    frozen: Path | None = None,
 ) -> None:
     """All runs that are not in the results yet; an interrupted one is done again from its start.
 
@@ -244,7 +293,7 @@ def run_study(
 
     print(f"{study.name}: {left()} of {len(study.runs)} runs to do, on {device}", flush=True)
     try:
-        Runner(study, results, StudyDevice(device, compiled), progress, models, ends_at=ends_at).run()
+        Runner(study, results, StudyDevice(device, compiled), progress, models, frozen, ends_at=ends_at).run()
     except KeyboardInterrupt:
         print(f"stopped; {left()} runs are left, and the same command goes on with them", file=sys.stderr)
         raise SystemExit(130) from None

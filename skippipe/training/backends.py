@@ -9,7 +9,7 @@ from pathlib import Path
 
 from skippipe.codecs import encode
 from skippipe.errors import UserError
-from skippipe.launch.join import JoinLauncher
+from skippipe.launch.launcher import JoinLauncher
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport, StopRequests
 from skippipe.training.build_run import RunSetup
@@ -46,10 +46,9 @@ def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequ
         compiled=job.compute.compiled,
     )
     for number in range(job.iterations):
-        began = time.monotonic()
+        began_s = time.monotonic()
         done = trainer.iteration(number)
-        report = IterationReport(number, done.loss, done.norm, done.rate, time.monotonic() - began, {}, {})
-        callback.iteration_done(report)
+        callback.iteration_done(IterationReport(*done, time.monotonic() - began_s, {}, {}))
         if stop_requests():
             break
     stages = ((index, [encode(stage.weights.values.cpu(), "fp32"), None]) for index, stage in enumerate(trainer.stages))
@@ -74,7 +73,7 @@ def virtual(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests
         run.resumed_settings,
         executors,
         callback=callback,
-        checkpoint_store=run.keeper,
+        checkpoint_store=run.checkpoint_manager,
         stop_requests=stop_requests,
         builder=executor,
     )

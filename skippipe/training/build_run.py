@@ -5,28 +5,28 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from fractions import Fraction
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
-from skippipe.checkpoint.storage import Rescue, WriteFailures, check_room
+from skippipe.checkpoint.storage import WriteFailures, check_room
 from skippipe.cluster import Cluster
 from skippipe.collectives import COLLECTIVES, Collective
 from skippipe.data.prepare import PrepareProgress, prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.errors import Infeasible, UserError
 from skippipe.model.model_spec import ModelSpec, check_device, config_named
+from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES
-from skippipe.optim.registry import OPTIMIZERS
 from skippipe.plan import Plan
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of, stages_of
 from skippipe.planner.published import Example
-from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
+from skippipe.planner.strategies import PlanRequest, Strategy, make_plan, with_paths_of
 from skippipe.presets import emulated_cluster
 from skippipe.runtime.coordinator.embedding_backup import BACKED_UP, best_pair
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, Deadlines, RecoverySettings
@@ -34,7 +34,7 @@ from skippipe.runtime.node_config import NodeConfig
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.training.job_config import JobConfig, ReportConfig
-from skippipe.training.run import Run
+from skippipe.training.run import Run, RunOptions
 from skippipe.training.run_folder import make_folder
 from skippipe.validate import validate
 from skippipe.workload import Workload, model_named
@@ -45,7 +45,7 @@ EMULATED_BATCH = {"sequence_tokens": 4096, "samples_per_microbatch": 2, "wire_dt
 
 
 @dataclass(frozen=True)
-class RunSetup:
+class RunSetup(RunOptions):
     """A job with all that was made for it, ready to run."""
 
     job: JobConfig
@@ -57,14 +57,6 @@ class RunSetup:
     """Length of paths → the plan for it, on the same stages; the plan is one of them."""
     lengths: Mapping[int, int]
     """Length of paths → how many iterations of the run have such paths."""
-    resumed: bool = False
-    """Continue from the newest checkpoint in the output folder."""
-    drills: frozenset[int] = frozenset()
-    """Numbers of iterations after which a node is killed, as a drill."""
-    run_id: str = ""
-    """Id of the run, which all its files repeat."""
-    rescue: Rescue = lambda: None
-    """Where the model goes if the output folder cannot be written."""
 
     @property
     def read_while_training(self) -> list[Path]:
@@ -77,10 +69,7 @@ class RunSetup:
         failures = WriteFailures()
         for length, plan in self.plans.items():
             path = _plan_file(self.job, None if plan is self.plan else length)
-            if not self.resumed:
-                plan.save(path)
-                continue
-            with failures.tolerated(path, "it stays as it was"):
+            with failures.tolerated(path, "it stays as it was") if self.resumed else nullcontext():
                 plan.save(path)
 
     @cached_property
@@ -164,14 +153,11 @@ class RunSetup:
             output=Path(job.output),
             settings=self.coordinator_settings,
             kept=job.checkpoint.keep,
-            resumed=self.resumed,
             security=job.transport.security,
             listen=job.transport.listen,
             nodes_join=bool(job.transport.peers),
             restarts=job.survive.restarts,
-            drills=self.drills,
-            run_id=self.run_id,
-            rescue=self.rescue,
+            **{option.name: getattr(self, option.name) for option in fields(RunOptions)},
         )
 
     def check_room(self, rescue: Path | None = None) -> None:
@@ -196,10 +182,7 @@ def build_run(
     reading: PrepareProgress = lambda what, share: None,
     request: PlanRequest | None = None,
     nodes_here: bool = True,
-    resumed: bool = False,
-    drills: frozenset[int] = frozenset(),
-    run_id: str = "",
-    rescue: Rescue = lambda: None,
+    options: RunOptions = RunOptions(),  # noqa: B008 (frozen)
 ) -> RunSetup:
     """Prepare text, model and plans of a job.
 
@@ -222,18 +205,16 @@ def build_run(
     )
     spec = ModelSpec(config_named(job.model.config, tokens.vocabulary), job.seed)
     plan = _checked_plan(given, job, spec) if given else None
-    if plan is None and resumed:
+    if plan is None and options.resumed:
         plan = _plan_of_earlier_run(job, spec)
     request = request or PlanRequest(seed=job.seed, budget_s=job.pipeline.budget_s)
     if plan is None:
         plan = _make_job_plan(job, cluster, example, spec, request)
     lengths = _lengths(job, len(plan.stages), plan.visited)
-    plans = plans_by_length(job, plan, lengths, request, resumed=resumed)
-    run_setup = RunSetup(
-        job, plans[_most_frequent(lengths)], spec, tokens, plans, lengths, resumed, drills, run_id, rescue
-    )
+    plans = plans_by_length(job, plan, lengths, request, resumed=options.resumed)
+    run_setup = RunSetup(job, plans[_most_frequent(lengths)], spec, tokens, plans, lengths, **vars(options))
     run_setup.node_config.sampler()  # is the text long enough?
-    if resumed:
+    if options.resumed:
         _ = run_setup.run.origin  # UserError if there is no checkpoint to continue from
     return run_setup
 
@@ -299,8 +280,6 @@ def plans_by_length(
     for length in sorted(lengths):
         same = plan if length == plan.visited else _saved_plan(job, plan, length) if resumed else None
         if same is None:
-            from skippipe.planner.strategies import with_paths_of  # loads what most runs do not need to start
-
             with _explain_infeasible(length, len(plan.stages)):
                 same = with_paths_of(plan, length, Strategy(job.pipeline.strategy), request)
         found[length] = same
@@ -322,12 +301,9 @@ def _plan_file(job: JobConfig, length: int | None = None) -> Path:
 
 def _saved_plan(job: JobConfig, plan: Plan, length: int) -> Plan | None:
     """The plan for paths of this length that an earlier run has saved, if it is for the same stages."""
-    path = _plan_file(job, length)
-    if not path.exists():
-        return None
     try:
-        found = Plan.load(path)
-    except UserError:
+        found = Plan.load(_plan_file(job, length))
+    except UserError:  # or there is none
         return None
     alike = (found.stages, found.cluster, found.workload) == (plan.stages, plan.cluster, plan.workload)
     return found if alike and found.visited == length and not validate(found) else None
@@ -336,11 +312,9 @@ def _saved_plan(job: JobConfig, plan: Plan, length: int) -> Plan | None:
 def _plan_of_earlier_run(job: JobConfig, spec: ModelSpec) -> Plan | None:
     """The plan that an earlier run has saved in the output folder, if it fits."""
     path = _plan_file(job)
-    if not path.exists():
-        return None
     try:
         return _checked_plan(Plan.load(path), replace(job, pipeline=replace(job.pipeline, plan=str(path))), spec)
-    except UserError:
+    except UserError:  # or there is none
         return None
 
 
@@ -403,29 +377,12 @@ def _free_address() -> str:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-@dataclass(frozen=True)
-class LengthPhase:
-    """The iterations whose paths visit the same number of stages."""
-
-    length: int
-    iterations: int
-    each_s: float
-    """Promised seconds of an iteration."""
-
-    @property
-    def whole_s(self) -> float:
-        return self.iterations * self.each_s
-
-
-def timetable(lengths: Mapping[int, int], plans: Mapping[int, Plan]) -> list[LengthPhase]:
-    """The phases of a run, shortest paths first, from the number of iterations and the plan for each length."""
-    promised = {length: plan.expected.iteration_s if plan.expected else 0.0 for length, plan in plans.items()}
-    return [LengthPhase(length, count, promised[length]) for length, count in sorted(lengths.items())]
-
-
-def timetable_text(phases: Sequence[LengthPhase], stages: int) -> str:
+def timetable_text(lengths: Mapping[int, int], plans: Mapping[int, Plan], stages: int) -> str:
+    """What a run comes to, from the number of iterations and the plan for each length of paths, shortest first."""
+    each_s = {length: plan.expected.iteration_s if plan.expected else 0.0 for length, plan in plans.items()}
     parts = [
-        f"{phase.iterations:,} iterations through {phase.length} of {stages} stages at {phase.each_s:.2f} s"
-        for phase in phases
+        f"{count:,} iterations through {length} of {stages} stages at {each_s[length]:.2f} s"
+        for length, count in sorted(lengths.items())
     ]
-    return f"{', '.join(parts)}: {sum(phase.whole_s for phase in phases):,.1f} s promised in all"
+    whole_s = sum(count * each_s[length] for length, count in lengths.items())
+    return f"{', '.join(parts)}: {whole_s:,.1f} s promised in all"

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skippipe.checkpoint.format import CheckpointOrigin, Checkpoints, Manifest, StageWriter, StoredFile
-from skippipe.checkpoint.manager import StateReader
+from skippipe.checkpoint.format import CheckpointOrigin, Checkpoints, StageWriter, StoredFile
+from skippipe.checkpoint.manager import StateReader, manifest_of
 from skippipe.errors import UserError
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named
 from skippipe.model.stage import layer_ranges
+from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES, Optimizer, ParamSlot
-from skippipe.optim.registry import OPTIMIZERS
 from skippipe.plan import Plan
 from skippipe.skip_schedule import donors
 from skippipe.training.job_config import JobConfig
@@ -128,20 +128,10 @@ def grow(young: CheckpointOrigin, run: Run, begin: Callable[[], None] = lambda: 
         writer = StageWriter(unfinished, stage, places, optimizer, run.run_id)
         state.copy_to(writer, places, optimizer)
         files += writer.finish()
-    manifest = Manifest(
-        iterations=made.iterations,
-        layers=node_config.plan.layers,
-        steps=tuple(state.steps(each) for each in layer_ranges(node_config.plan.layers)),
-        seed=node_config.seed,
-        data=node_config.data_fingerprint,
-        config=node_config.config,
-        files=tuple(files),
-        run=run.run_id,
-        optimizer=made.optimizer,
-    )
+    steps = [state.steps(each) for each in layer_ranges(node_config.plan.layers)]
     assert not run.recovered_records, "a run that begins has none"
     run.wal.close()
-    checkpoints.commit(unfinished, manifest)
+    checkpoints.commit(unfinished, manifest_of(node_config, made.iterations, steps, files, run.run_id))
     return Grown(checkpoints.complete()[0], copied)
 
 

@@ -10,8 +10,8 @@ from skippipe.codecs import CodecId
 from skippipe.collectives import COLLECTIVES, CollectiveId
 from skippipe.errors import UserError
 from skippipe.heartbeat import TIMEOUT_S
+from skippipe.optim import OPTIMIZERS
 from skippipe.optim.config import OptimConfig
-from skippipe.optim.registry import OPTIMIZERS
 from skippipe.skip_schedule import USUAL, SkipSchedule
 from skippipe.toml_config import read_toml
 from skippipe.value_ranges import (
@@ -92,9 +92,9 @@ class PipelineConfig:
 @dataclass(frozen=True)
 class AveragingConfig:
     engine: CollectiveId = "auto"
-    """'auto' and 'ring' use the nodes' own encrypted connections: for each stage what is fastest on its links (a ring, a
-    direct exchange between all, trees), or always a ring; 'torch' is torch.distributed (gloo, NCCL), for machines that
-    trust each other's network."""
+    """'auto' and 'ring' use the nodes' own encrypted connections: for each stage what is fastest on its links (a ring,
+    or a direct exchange, also by way of third nodes), or always a ring; 'torch' is torch.distributed (gloo, NCCL), for
+    machines that trust each other's network."""
     dtype: CodecId = "fp32"
     """Codec of gradients on the wire; below fp32 the rounding errors are carried over to the next iteration."""
 

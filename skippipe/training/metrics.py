@@ -12,17 +12,18 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from skippipe.checkpoint.format import run_field
 from skippipe.checkpoint.storage import LineFile, WriteFailures
 from skippipe.cluster import Cluster
 from skippipe.cost_model import ns
 from skippipe.errors import UserError
 from skippipe.json_fields import write_text
 from skippipe.plan import Plan
-from skippipe.report.chrome_trace import merged, trace_events
+from skippipe.report.gantt import merged_traces, trace_events
 from skippipe.runs.records import metrics_of
 from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport
 from skippipe.simulator import node_use
@@ -119,7 +120,7 @@ class MetricsFile(Callback):
         """`iterations` is the length of the whole run."""
         self._metrics = metrics
         self._iterations = iterations
-        self._run = {"run": run_id} if run_id else {}
+        self._run = run_field(run_id)
         self._names = [node.name for node in metrics.plan.cluster.nodes]
         self._starts: dict[int, int] = {}
         """Iteration → offset of its line in the file."""
@@ -157,7 +158,7 @@ class EventsFile(Callback):
     """Events, one JSON object a line: nodes that were lost or joined, and what was done about it."""
 
     def __init__(self, path: Path, *, resumed: bool = False, run_id: str = "") -> None:
-        self._run = {"run": run_id} if run_id else {}
+        self._run = run_field(run_id)
         kept = path.read_bytes().rfind(b"\n") + 1 if resumed and path.exists() else 0
         self._file = LineFile(path, kept)
 
@@ -182,7 +183,7 @@ class TraceFiles(Callback):
 
     def __init__(self, folder: Path, run_id: str = "") -> None:
         self._folder = folder
-        self._run = {"run": run_id} if run_id else {}
+        self._run = run_field(run_id)
         self._failures = WriteFailures()
 
     def iteration_done(self, report: IterationReport) -> None:
@@ -192,7 +193,7 @@ class TraceFiles(Callback):
         tracks = [trace_events(plan, recorded_timeline(plan, report), "measured")]
         if plan.expected is not None:
             tracks.insert(0, trace_events(plan, plan.expected, "planned"))
-        trace = merged(tracks)
+        trace = merged_traces(tracks)
         trace["otherData"] = {**trace.get("otherData", {}), **self._run}
         with self._failures.tolerated(self._folder, "recorded iterations are left out"):
             path = self._folder / f"iteration-{report.iteration:06d}.json"
@@ -201,10 +202,8 @@ class TraceFiles(Callback):
 
 class TensorBoard(Callback):
     def __init__(self, folder: Path, metrics: IterationMetrics) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UserError("report.tensorboard: needs tensorboard; pip install 'skippipe[tensorboard]'") from None
+        from torch.utils.tensorboard import SummaryWriter
+
         self._metrics = metrics
         self._writer: Any = SummaryWriter(str(folder))
 
@@ -219,22 +218,19 @@ class Prometheus(Callback):
     """Gauges on http://127.0.0.1:PORT/metrics."""
 
     def __init__(self, port: int, metrics: IterationMetrics) -> None:
-        try:
-            from prometheus_client import CollectorRegistry, Gauge, start_http_server
-        except ImportError:
-            raise UserError("report.prometheus: needs prometheus-client; pip install 'skippipe[prometheus]'") from None
+        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
         self._metrics = metrics
         registry = CollectorRegistry()
         try:
             start_http_server(port, addr="127.0.0.1", registry=registry)
         except OSError as error:
             raise UserError(f"report.prometheus: port {port}: {error.strerror}; choose another") from None
-        self._registry = registry
-        self._gauge = Gauge
-        self._gauges: dict[str, Any] = {}
+        self._new_gauge = partial(Gauge, documentation="Of the last iteration.", registry=registry)
+        self._gauges: dict[str, Gauge] = {}
 
     def iteration_done(self, report: IterationReport) -> None:
         for name, value in self._metrics.of(report).items():
             if name not in self._gauges:
-                self._gauges[name] = self._gauge(f"skippipe_{name}", "Of the last iteration.", registry=self._registry)
+                self._gauges[name] = self._new_gauge(f"skippipe_{name}")
             self._gauges[name].set(value)

@@ -7,7 +7,8 @@ their lanes visit, in the order in which they visit them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,7 @@ from skippipe.plan import Plan
 from skippipe.skip_schedule import SkipSchedule
 
 
-@dataclass(frozen=True)
-class ReferenceState:
+class ReferenceState(NamedTuple):
     """What one iteration has come to."""
 
     iteration: int
@@ -32,49 +32,42 @@ class ReferenceState:
     rate: float
 
 
+@dataclass
 class ReferenceTrainer:
     """All stages of a model in one process, trained microbatch by microbatch."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        spec: ModelSpec,
-        learning: OptimConfig,
-        sampler: BatchSampler,
-        *,
-        recipe: SkipSchedule | None = None,
-        plans: Mapping[int, Plan] | None = None,
-        iterations: int = 0,
-        device: str = "cpu",
-        compiled: bool = False,
-    ) -> None:
-        """A recipe whose paths change their length needs `plans` for the other lengths, on the same stages, and the
-        length of the whole run in `iterations`."""
-        self.plan = plan
-        self.learning = learning
-        self.sampler = sampler
-        self.recipe = recipe or SkipSchedule()
-        self._plans = {plan.visited: plan, **(plans or {})}
-        self._iterations = iterations
-        work = plan.workload
-        ranges = layer_ranges(plan.layers)
+    plan: Plan
+    spec: ModelSpec
+    learning: OptimConfig
+    sampler: BatchSampler
+    _: KW_ONLY
+    recipe: SkipSchedule = field(default_factory=SkipSchedule)
+    plans: Mapping[int, Plan] = field(default_factory=dict)
+    """Length of paths → the plan for it, on the same stages; for a recipe whose paths change their length."""
+    iterations: int = 0
+    """The length of the whole run; for such a recipe, too."""
+    device: str = "cpu"
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        work = self.plan.workload
         self.stages = [
             StageStep(
-                spec,
+                self.spec,
                 layers,
-                learning,
+                self.learning,
                 ends=index == 0,
-                device=device,
+                device=self.device,
                 compute_dtype=work.compute_dtype,
                 recompute=work.activation_checkpointing,
-                compiled=compiled,
+                compiled=self.compiled,
             )
-            for index, layers in enumerate(ranges)
+            for index, layers in enumerate(layer_ranges(self.plan.layers))
         ]
-        self._device = device
 
     def iteration(self, number: int) -> ReferenceState:
-        plan = self.plan_at(number)
+        visited = self.recipe.visited(number, self.iterations, len(self.stages), self.plan.visited)
+        plan = {self.plan.visited: self.plan, **self.plans}[visited]
         losses = [
             self._forward_backward(plan, number, lane, microbatch)
             for lane, each in enumerate(plan.lanes)
@@ -89,20 +82,16 @@ class ReferenceTrainer:
                 stage.weights.step(rate, scale / count)
         return ReferenceState(number, float(torch.stack(losses).double().mean()), norm, rate)
 
-    def plan_at(self, number: int) -> Plan:
-        """The plan of an iteration."""
-        return self._plans[self.recipe.visited(number, self._iterations, len(self.stages), self.plan.visited)]
-
     def _forward_backward(self, plan: Plan, iteration: int, lane: int, microbatch: int) -> Tensor:
         inputs, labels = self.sampler.batch(iteration, plan.microbatch(lane, microbatch))
         key = lane, microbatch
         path = plan.visits(plan.lanes[lane])
         residual_scale = self.recipe.residual_scale(len(self.stages), len(path))
         data_stage = self.stages[path[0]]
-        hidden = self._hop(data_stage.begin(key, torch.from_numpy(inputs).to(self._device)))
+        hidden = self._hop(data_stage.begin(key, torch.from_numpy(inputs).to(self.device)))
         for stage in path[1:]:
             hidden = self._hop(self.stages[stage].forward(key, hidden, residual_scale))
-        targets = torch.from_numpy(labels).to(self._device)
+        targets = torch.from_numpy(labels).to(self.device)
         loss, gradient = data_stage.head(key, hidden, targets, early=self.recipe.early_exit)
         for stage in reversed(path):
             back = self.stages[stage].backward(key, self._hop(gradient))

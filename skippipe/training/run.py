@@ -37,8 +37,22 @@ from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Security
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a run is started, beside its job."""
+
+    resumed: bool = False
+    """Continue from the newest checkpoint in the output folder."""
+    drills: frozenset[int] = frozenset()
+    """Numbers of iterations after which a node is killed, as a drill."""
+    run_id: str = ""
+    """Id of the run, which all its files repeat; files with another one are not touched."""
+    rescue: Rescue = lambda: None
+    """Where the model and the last checkpoint go if the output folder cannot be written."""
+
+
 @dataclass(frozen=True)
-class Run:
+class Run(RunOptions):
     """All that the coordinator of a run needs, beside the configuration that nodes get."""
 
     node_config: NodeConfig
@@ -50,18 +64,10 @@ class Run:
     listen: str = "127.0.0.1:0"
     nodes_join: bool = False
     """Nodes join by themselves, and may outlive the coordinator."""
-    drills: frozenset[int] = frozenset()
-    """Numbers of iterations after which a node is killed, as a drill."""
     restarts: int = 0
     """How often the launcher restarts a node of this machine."""
     kept: int = 2
     """How many checkpoints stay."""
-    resumed: bool = False
-    """Continue from the newest checkpoint in the output folder."""
-    run_id: str = ""
-    """Id of the run, which all its files repeat; files with another one are not touched."""
-    rescue: Rescue = lambda: None
-    """Where the model and the last checkpoint go if the output folder cannot be written."""
 
     @cached_property
     def origin(self) -> CheckpointOrigin | None:
@@ -173,12 +179,12 @@ class Run:
             listen=self.listen,
             security=self.security,
             store=self.models.store,
-            checkpoint_store=self.keeper,
+            checkpoint_store=self.checkpoint_manager,
             append_wal=self.wal_writer.write,
         )
 
     @cached_property
-    def keeper(self) -> CheckpointManager:
+    def checkpoint_manager(self) -> CheckpointManager:
         return CheckpointManager(
             self.checkpoints, self.node_config, self.spec, self.tokenizer, self.origin, self.rescue
         )
@@ -197,9 +203,9 @@ class Run:
 
     def close(self, callback: Callback) -> None:
         """Wait until checkpoints are on disk; if the last one could not be written, there is an event."""
-        self.keeper.close()
-        if self.keeper.lacking:
-            callback.happened(Event("checkpoint", self.iterations - 1, self.keeper.lacking))
+        self.checkpoint_manager.close()
+        if self.checkpoint_manager.lacking:
+            callback.happened(Event("checkpoint", self.iterations - 1, self.checkpoint_manager.lacking))
 
     @cached_property
     def models(self) -> ModelStore:

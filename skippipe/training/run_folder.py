@@ -185,7 +185,8 @@ def _id_without_run_file(folder: Path) -> str:
         found = checkpoint_run_id(place)
         if found is not None:
             return found
-    return journal_run_id(_journal_records(folder))
+    texts = filter(None, map(checked_json, _lines(folder / "journal")))
+    return journal_run_id(filter(None, map(parse_object, texts)))
 
 
 def journal_run_id(records: Iterable[dict[str, Any]]) -> str:
@@ -194,34 +195,24 @@ def journal_run_id(records: Iterable[dict[str, Any]]) -> str:
     return str(first.get("run", ""))
 
 
-def _journal_records(folder: Path) -> Iterator[dict[str, Any]]:
+def _lines(path: Path) -> list[bytes]:
+    """The lines of a file; none if it cannot be read."""
     try:
-        lines = (folder / "journal").read_bytes().split(b"\n")
+        return path.read_bytes().split(b"\n")
     except OSError:
-        return
-    for line in lines:
-        text = checked_json(line)
-        record = parse_object(text) if text is not None else None
-        if record is not None:
-            yield record
+        return []
 
 
 def _is_run(folder: Path) -> bool:
     """Has a run written to this folder?"""
-    with suppress(OSError):
-        if (folder / "journal").read_bytes().startswith(JOURNAL_FORMAT.encode()):
-            return True
-    known = (folder / RUN_FILE).exists() or bool(_iterations(folder))
+    journal = next(iter(_lines(folder / "journal")), b"")
+    known = journal.startswith(JOURNAL_FORMAT.encode()) or (folder / RUN_FILE).exists() or bool(_iterations(folder))
     return known or bool(Checkpoints(folder / "checkpoints").complete())
 
 
 def _iterations(folder: Path) -> int:
     """Iterations that metrics.jsonl has."""
-    try:
-        lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")
-    except OSError:
-        return 0
-    found = (metrics_of(line) for line in reversed(lines))
+    found = map(metrics_of, reversed(_lines(folder / "metrics.jsonl")))
     return next((each.row.iteration + 1 for each in found if each is not None), 0)
 
 
@@ -252,16 +243,13 @@ def _check_foreign_files(folder: Path) -> None:
     """UserError if other files have the names of a run's files."""
     plans = sorted(path.name for path in folder.glob("plan-*.json"))
     taken = [name for name in (*WRITTEN, *plans) if (folder / name).exists()]
-    taken += [name for name in FOLDERS if _is_occupied(folder / name)]
+    occupied = (path for path in map(folder.joinpath, FOLDERS) if path.exists())
+    taken += [path.name for path in occupied if not path.is_dir() or any(path.iterdir())]
     if taken:
         raise UserError(
             f"output: {folder} holds no run, but {', '.join(taken)}, which a run would overwrite; move that away, or "
             "name another output folder"
         )
-
-
-def _is_occupied(path: Path) -> bool:
-    return path.exists() and (not path.is_dir() or any(path.iterdir()))
 
 
 def _rename_folder(folder: Path, reads: Iterable[Path]) -> Path:

@@ -94,6 +94,7 @@ def build_setup(
 ) -> RunSetup:
     from skippipe.planner.strategies import PlanRequest, Strategy
     from skippipe.training.build_run import build_run
+    from skippipe.training.run import RunOptions
 
     with plan_progress(Strategy(wanted.pipeline.strategy)) as progress:
         request = PlanRequest(wanted.seed, wanted.pipeline.budget_s, None, progress, stopped=lambda: bool(stopped))
@@ -102,15 +103,12 @@ def build_setup(
             reading=lambda what, share: progress(what, share, None),
             request=request,
             nodes_here=nodes_here,
-            resumed=resumed,
-            drills=drills,
-            run_id=folder.run_id,
-            rescue=folder.rescue,
+            options=RunOptions(resumed=resumed, drills=drills, run_id=folder.run_id, rescue=folder.rescue),
         )
 
 
 def _announce(run_setup: RunSetup) -> None:
-    from skippipe.training.build_run import timetable, timetable_text
+    from skippipe.training.build_run import timetable_text
 
     plan, expected = run_setup.plan, run_setup.plan.expected
     parameters = plan.workload.model.parameters
@@ -120,7 +118,7 @@ def _announce(run_setup: RunSetup) -> None:
         f"'{plan.cluster.name}': {len(plan.stages)} stages, {plan.skipped:.0%} skipped{promise}"
     )
     if len(run_setup.lengths) > 1:
-        print(timetable_text(timetable(run_setup.lengths, run_setup.plans), len(plan.stages)))
+        print(timetable_text(run_setup.lengths, run_setup.plans, len(plan.stages)))
 
 
 def _announce_backup(run_setup: RunSetup) -> None:
@@ -159,38 +157,29 @@ def _print_summary(metrics: Path) -> None:
 @contextmanager
 def _callbacks(run_setup: RunSetup) -> Iterator[Callback]:
     """Files, reporters and console; made at the first call, when nodes are forked and threads may start."""
-    from skippipe.training.metrics import (
-        CallbackList,
-        ClusterFile,
-        EventsFile,
-        IterationMetrics,
-        MetricsFile,
-        Prometheus,
-        TensorBoard,
-        TraceFiles,
-    )
+    from skippipe.training import metrics
 
-    metrics = IterationMetrics(run_setup.plan)
+    computed = metrics.IterationMetrics(run_setup.plan)
     folder = Path(run_setup.job.output)
     config = run_setup.job.report
-    console = ConsoleCallback(metrics, run_setup.job.iterations)
+    console = ConsoleCallback(computed, run_setup.job.iterations)
 
     def create() -> list[Callback]:
         written: dict[str, Any] = {"resumed": run_setup.resumed, "run_id": run_setup.run_id}
         callbacks: list[Callback] = [
-            MetricsFile(folder / "metrics.jsonl", metrics, run_setup.job.iterations, **written),
-            EventsFile(folder / "events.jsonl", **written),
-            TraceFiles(folder / "traces", run_setup.run_id),
-            ClusterFile(folder / "cluster.json"),
+            metrics.MetricsFile(folder / "metrics.jsonl", computed, run_setup.job.iterations, **written),
+            metrics.EventsFile(folder / "events.jsonl", **written),
+            metrics.TraceFiles(folder / "traces", run_setup.run_id),
+            metrics.ClusterFile(folder / "cluster.json"),
         ]
         if config.tensorboard:
-            callbacks.append(TensorBoard(folder / "tensorboard", metrics))
+            callbacks.append(metrics.TensorBoard(folder / "tensorboard", computed))
         if config.prometheus:
-            callbacks.append(Prometheus(config.prometheus, metrics))
+            callbacks.append(metrics.Prometheus(config.prometheus, computed))
         return [*callbacks, cast("Callback", console)]
 
     try:
-        yield CallbackList(create)
+        yield metrics.CallbackList(create)
     finally:
         console.close()
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Never, TypeAlias
 from skippipe.codecs import CODECS, Buffer, Codec, EncodedTensor
 
 MAGIC = b"SKPP"
-VERSION = 4
+VERSION = 5
 MOST_DIMS = 4
 LARGEST_COUNT = 2**32 - 1
 LARGEST_NS = 2**63 - 1
@@ -39,7 +39,7 @@ class Malformed(Exception):
 
 class MessageKind(IntEnum):
     HOP = 1
-    RING_PIECE = 2
+    GRADIENT_PIECE = 2
     CONTROL = 3
     STATE_PIECE = 4
     BACKUP_PIECE = 5
@@ -50,7 +50,7 @@ class MessageKind(IntEnum):
 
     @property
     def label(self) -> str:
-        """For people: "a ring piece"."""
+        """For people: "a gradient piece"."""
         return f"a {self.name.replace('_', ' ').lower()}"
 
 
@@ -100,14 +100,15 @@ class Hop(Header):
 
 
 @dataclass(frozen=True, slots=True)
-class RingPiece(Header):
-    """A piece of a stage's gradient on its way round the ring."""
+class GradientPiece(Header):
+    """A piece of a stage's gradient: a contribution to its sum, or the sum."""
 
-    kind = MessageKind.RING_PIECE
+    kind = MessageKind.GRADIENT_PIECE
     layout = struct.Struct("<QIII4x")
     iteration: int
     stage: int
-    round: int
+    transfer: int
+    """Its number in the averaging schedule of the stage."""
     epoch: int = 0
     """As in `Hop`."""
 
@@ -198,7 +199,7 @@ class Stamp(Header):
 
 HEADERS: dict[MessageKind, type[Header]] = {
     each.kind: each
-    for each in (Hop, RingPiece, Stamp, StatePiece, BackupPiece, WeightsPiece, CheckpointPiece, StepHop, ProbePiece)
+    for each in (Hop, GradientPiece, Stamp, StatePiece, BackupPiece, WeightsPiece, CheckpointPiece, StepHop, ProbePiece)
 }
 
 

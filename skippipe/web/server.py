@@ -1,23 +1,32 @@
-"""A uvicorn server for an ASGI application, with settings for clients that are not trusted."""
+"""HTTP servers for clients that are not trusted: uvicorn's settings, bearer tokens, and rate limits for each token."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import socket
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from skippipe.optional_deps import require
+from skippipe.errors import UserError, require
+from skippipe.transport.addresses import is_loopback
+from skippipe.web.errors import APIError, rate_limited, unauthorized
 
 if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
 
-
 EXTRA = "serve"
 PURPOSE = "the HTTP interface"
 DRAIN_S = 5  # for answers to be completed when the server is stopped, before they are cancelled
 CLOSE_S = 10  # before connections are closed
+MIN_TOKEN_CHARACTERS = 16  # failed attempts are not counted, so that guessing must be hopeless
+MINUTE_S = 60.0
 
 
 def check_installed(*more: str) -> None:
@@ -56,3 +65,123 @@ def server(application: FastAPI, host: str, port: int, cancel: Callable[[], None
             timeout_graceful_shutdown=CLOSE_S,
         )
     )
+
+
+@dataclass(frozen=True)
+class ApiSettings:
+    """Access to an HTTP server and the limits of its requests."""
+
+    tokens: tuple[str, ...] = field(default=(), repr=False)
+    """Bearer tokens, any of which admits a request; without one every request is admitted, on loopback only."""
+    loopback: bool = False
+    """Is the server on a loopback address, out of reach for other machines?"""
+    max_body_bytes: int = 2**20
+    body_timeout: timedelta = timedelta(seconds=30)
+    """Time for a request to arrive in full."""
+    answer_timeout: timedelta = timedelta(minutes=10)
+    """Time for all choices of a request to be complete."""
+    max_tokens: int = 4096
+    """Tokens of one choice at most; the model's context may allow less."""
+    max_choices: int = 16
+    """Choices of one request at most: prompts × n."""
+    requests_per_minute: int = 600
+    """Requests with one bearer token; unused ones add up to a minute's worth."""
+    max_concurrent: int = 64
+    """Requests with one bearer token that are answered at the same time."""
+    retry_after: timedelta = timedelta(seconds=5)
+    """Value of the Retry-After header where the queue is full or too few stages are left."""
+
+    def __post_init__(self) -> None:
+        if not self.tokens and not self.loopback:
+            raise UserError("tokens: none, and others can reach the server: give one, or listen on 127.0.0.1")
+        for token in self.tokens:  # which are secret: messages do not repeat them
+            if not (token.isascii() and token.isprintable()) or " " in token:
+                raise UserError(
+                    "tokens: one has a space or a character that no header can carry; use letters and digits"
+                )
+            if len(token) < MIN_TOKEN_CHARACTERS:
+                raise UserError(
+                    f"tokens: one has {len(token)} characters; {MIN_TOKEN_CHARACTERS} or more are hard to guess"
+                )
+        for name in ("max_body_bytes", "max_tokens", "max_choices", "requests_per_minute", "max_concurrent"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}: {getattr(self, name)} would let nothing through; 1 or more")
+        for name in ("body_timeout", "answer_timeout", "retry_after"):
+            if getattr(self, name) <= timedelta(0):
+                raise UserError(f"{name}: {getattr(self, name).total_seconds():g} s; a time above 0")
+
+
+class BearerAuth:
+    """Checks the bearer token of a request."""
+
+    def __init__(self, settings: ApiSettings) -> None:
+        self._tokens = [_digest(token.encode()) for token in settings.tokens]
+
+    def admit(self, authorization: str | None, host: str | None) -> int:
+        """The number of the token that the headers of a request carry; APIError if there is none that is known."""
+        if not self._tokens:
+            _check_host(host)
+            return 0
+        scheme, _, given = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not given.strip():
+            raise unauthorized("no token was given: send the header 'Authorization: Bearer TOKEN'")
+        digest = _digest(given.strip().encode("latin-1"))  # the way in which headers are decoded
+        same = [hmac.compare_digest(digest, token) for token in self._tokens]  # all of them, whichever it is
+        if not any(same):
+            raise unauthorized("this token is not known here: ask the server's operator for one")
+        return same.index(True)
+
+
+class RateLimiter:
+    """Limits requests a minute and concurrent requests, for every bearer token by itself."""
+
+    def __init__(self, settings: ApiSettings, now_s: Callable[[], float]) -> None:
+        self._settings = settings
+        self._now_s = now_s
+        self._buckets: dict[int, tuple[float, float]] = {}
+        """Token → how full its leaky bucket is, in requests, and when that was so."""
+        self._in_flight: Counter[int] = Counter()
+
+    @contextmanager
+    def admit(self, token: int) -> Iterator[None]:
+        self._fill_bucket(token)
+        if self._in_flight[token] >= self._settings.max_concurrent:
+            raise rate_limited(
+                f"{self._settings.max_concurrent} requests with this token are being answered, no more are taken at "
+                "once: wait until one is done",
+                1.0,
+            )
+        self._in_flight[token] += 1
+        try:
+            yield
+        finally:
+            self._in_flight[token] -= 1
+
+    def _fill_bucket(self, token: int) -> None:
+        most, now_s = self._settings.requests_per_minute, self._now_s()
+        level, before_s = self._buckets.get(token, (0.0, now_s))
+        level = max(0.0, level - (now_s - before_s) * most / MINUTE_S)
+        over = level + 1 - most
+        if over > 0:
+            raise rate_limited(
+                f"more than {most} requests a minute with this token: send fewer", over * MINUTE_S / most
+            )
+        self._buckets[token] = level + 1, now_s
+
+
+def _check_host(host: str | None) -> None:
+    """Against DNS rebinding: a web page can give its own name our address and then ask from a visitor's browser."""
+    name = host or "localhost"
+    if not name.endswith("]"):
+        name = name.rpartition(":")[0] or name
+    if not is_loopback(name.lower()):
+        raise APIError(
+            403,
+            "without tokens only requests to localhost are answered: give the server a token to use another name",
+            "host_not_allowed",
+        )
+
+
+def _digest(token: bytes) -> bytes:
+    """A digest has one length, so that every comparison takes the same time."""
+    return sha256(token).digest()

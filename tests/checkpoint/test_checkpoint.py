@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from skippipe.checkpoint.format import MANIFEST, CheckpointOrigin, Checkpoints, verified
+from skippipe.checkpoint.format import MANIFEST, CheckpointOrigin, Checkpoints, Manifest, verified
 from skippipe.checkpoint.manager import CheckpointManager, export, origin_of
 from skippipe.codecs import decode, encode
 from skippipe.data.tokenizer import TextTokenizer, train_bpe
@@ -229,8 +230,8 @@ def test_a_run_says_in_the_end_that_its_last_checkpoint_could_not_be_written(
         if expected:
             (folder / "checkpoints").write_text("a file where a folder should be")
         run = Run(brief_of(plan, spec), spec, tokenizer, folder, CoordinatorSettings(LEARNING, 6))
-        keep(run.keeper, states_of(plan, spec, 1))
-        run.keeper.saved(6, (6, 6, 6, 6))
+        keep(run.checkpoint_manager, states_of(plan, spec, 1))
+        run.checkpoint_manager.saved(6, (6, 6, 6, 6))
         run.close(callback)
         assert len(told) == expected
     assert (told[0].kind, told[0].iteration) == ("checkpoint", 5)
@@ -344,6 +345,10 @@ def test_export_is_what_transformers_loads(tmp_path: Path, tokenizer: TextTokeni
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     _, computers, _ = run(plan, spec, checkpoints, tokenizer)
     manifest = export(tmp_path / "checkpoints" / "000006", tmp_path / "model")
+    stored = json.loads(json.dumps(manifest.to_json()))
+    assert Manifest.from_json(stored) == manifest
+    with pytest.raises(UserError, match=r"files: '\.\./x' is not the name of a file in this folder"):
+        Manifest.from_json(stored | {"files": [{"name": "../x", "size": 1, "sha256": ""}]})
     assert manifest.iterations == 6
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     expected = weights_of(computers)

@@ -14,9 +14,8 @@ import torch
 from skippipe.cli import main
 from skippipe.data.prepare import prepare
 from skippipe.inference.checkpoint_loader import load
-from skippipe.inference.eval.perplexity import PerplexityMeter
+from skippipe.inference.eval.perplexity import PerplexityMeter, Windows
 from skippipe.inference.eval.tables import number
-from skippipe.inference.eval.windows import Windows
 from tests.helpers.exact_training import FULL, plan_of
 from tests.helpers.model_folders import TOKENIZER, by_itself, checkpoint_in, export_to, subset
 

@@ -12,8 +12,7 @@ import torch
 
 from skippipe.cli import main
 from skippipe.inference.checkpoint_loader import load
-from skippipe.inference.decoder import TokenByToken
-from skippipe.inference.engine import GenerationEngine
+from skippipe.inference.engine import GenerationEngine, TokenByToken
 from skippipe.inference.request import GenerationRequest, SamplingParams, TokenOutput
 from skippipe.stage_subset import StageSubset
 from tests.helpers.model_folders import export_to

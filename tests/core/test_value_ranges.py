@@ -7,7 +7,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -27,7 +27,7 @@ from skippipe.stage_subset import parse_subsets
 from skippipe.study.config import Study, load_study
 from skippipe.toml_config import example
 from skippipe.training.job_config import JobConfig, load_job
-from skippipe.value_ranges import ITERATIONS, Range, hints_of, number_text, range_of, ranges_in, split_hint
+from skippipe.value_ranges import ITERATIONS, Range, hints_of, number_text, range_of, split_hint
 from skippipe.workload import ModelShape, Workload
 from tests.helpers.processes import Command
 
@@ -61,6 +61,20 @@ def file_with(place: str, said: str, of_study: bool) -> str:
     if place.startswith("variant[]."):
         return f'name = "s"\n{variant}{place.removeprefix("variant[].")} = {said}'
     return f'name = "s"\n{place} = {said}\n{variant}'
+
+
+def ranges_in(dataclass_type: type[Any], place: str = "") -> Iterator[tuple[str, type[Any], Range | None]]:
+    """Every field of a dataclass that takes numbers, and of those inside it: its place, int or float, its range."""
+    for name, hint in hints_of(dataclass_type).items():
+        at = f"{place}.{name}" if place else name
+        inner, within = split_hint(hint)
+        if get_origin(inner) is list:
+            at, (inner, noted) = f"{at}[]", split_hint(get_args(inner)[0])
+            within = within or noted
+        if is_dataclass(inner):
+            yield from ranges_in(inner, at)  # type: ignore[arg-type]
+        elif inner in (int, float):
+            yield at, inner, within if isinstance(within, Range) else None
 
 
 FIELDS = [(kind, *each) for kind in (JobConfig, Study) for each in ranges_in(kind)]
@@ -147,7 +161,7 @@ def test_a_command_that_takes_a_number_without_a_range_is_a_mistake_of_ours() ->
     def careless(number: int = 3) -> None:
         del number
 
-    with pytest.raises(StopIteration):
+    with pytest.raises(AssertionError, match="number has no range"):
         check_ranges_of(careless)
 
 

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skippipe.dashboard.panels import MOST_POINTS, Panels
-from skippipe.dashboard.run_state import RunFollower
+from skippipe.dashboard.run_state import MOST_POINTS, Panels, RunFollower
 from skippipe.runs.tail import MOST_BYTES, FileTail
 from tests.helpers.dashboards import RunFolder, committed, panels, parsed, plan_line, plan_of
 

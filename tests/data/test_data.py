@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skippipe import optional_deps
+from skippipe import errors
 from skippipe.data import prepare
 from skippipe.data.batch_sampler import BatchSampler, permute
 from skippipe.data.documents import END, PIECE_CHARACTERS, Piece, cut, source, stream_text
@@ -459,7 +459,7 @@ def test_missing_packages_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 
-    monkeypatch.setattr(optional_deps, "import_module", missing)
+    monkeypatch.setattr(errors, "import_module", missing)
     with pytest.raises(UserError, match=r"needs the package 'datasets': .*skippipe\[datasets\]"):
         stream_text("some/dataset")
     with pytest.raises(UserError, match=r"needs the package 'tokenizers': .*skippipe\[train\]"):

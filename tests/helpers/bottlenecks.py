@@ -217,9 +217,10 @@ def a_narrow_download() -> Case:
 
 
 def averaging_through_a_narrow_upload() -> Case:
-    cluster = with_rates(close(5), 2, upload=3e5)
-    plan = planned(cluster, [(0, 1), (2, 3, 4)], [((0, 2), 2), ((1, 3), 2), ((1, 4), 2)], max_slots=2)
-    better = on(plan, with_rates(cluster, 2, upload=6e5))
+    cluster = with_rates(close(4), 2, upload=2e6)
+    lanes = [((0, 2), 10), ((0, 2), 10), ((1, 3), 10), ((1, 3), 10)]  # no node could do the work of two
+    plan = planned(cluster, [(0, 1), (2, 3)], lanes, max_slots=2)
+    better = on(plan, with_rates(cluster, 2, upload=4e6))
     return Case(plan, CauseGroup.AVERAGING, {2}, EditKind.UPLOAD, "twice the upload of 'n2'", better, Timing.FULL)
 
 

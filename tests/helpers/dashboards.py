@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from skippipe.dashboard import server as dashboard_server
-from skippipe.dashboard.panels import Panels
 from skippipe.dashboard.routes import application
-from skippipe.dashboard.run_state import RunFollower
+from skippipe.dashboard.run_state import Panels, RunFollower
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runs.wal import WriteAheadLog
 from skippipe.runtime.coordinator.interfaces import Event, EventKind, IterationReport
@@ -23,7 +22,7 @@ from skippipe.runtime.coordinator.wal_records import commit_record, plan_record
 from skippipe.simulator import simulate
 from skippipe.training.metrics import EventsFile, IterationMetrics, MetricsFile, TraceFiles
 from skippipe.web import server as web_server
-from skippipe.web.auth import ApiSettings
+from skippipe.web.server import ApiSettings
 from skippipe.workload import Workload
 from tests.helpers.plans import TINY, uniform_cluster
 

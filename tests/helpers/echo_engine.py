@@ -14,11 +14,11 @@ import httpx2
 
 from skippipe.errors import UserError
 from skippipe.inference.request import FinishReason, SamplingParams
-from skippipe.serving.engine_client import RequestOutput, RequestRefused, StageCoverage
+from skippipe.serving.async_engine import RequestOutput, RequestRefused, StageCoverage
 from skippipe.serving.http import routes
 from skippipe.serving.scheduler import SequenceRequest
 from skippipe.web import server as web_server
-from skippipe.web.auth import ApiSettings
+from skippipe.web.server import ApiSettings
 
 MODEL = "org/mirror"
 STAGES = 6

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from skippipe.collectives.schedule import Piece
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
@@ -47,13 +48,18 @@ def plan_of(
     split: bool = False,
     stages: Sequence[tuple[int, ...]] = STAGES,
     config: dict[str, Any] | None = None,
+    pieces: tuple[Piece, ...] = (),
     **workload: Any,
 ) -> tuple[Plan, ModelSpec]:
+    """`pieces` are those of stage 1; the other stages average round rings."""
     spec = ModelSpec(tiny(family, **(config or {})), seed=11)
     said = {"wire_dtype": "fp32", "compute_dtype": "fp32", **workload}
     work = Workload(spec.shape, SEQUENCE, SAMPLES, sum(lane.microbatches for lane in lanes), **said)
     cluster = uniform_cluster(max(max(nodes) for nodes in stages) + 1)
-    made = tuple(Stage(count, tuple(sorted(ring)), ring) for count, ring in zip(layers, stages, strict=True))
+    made = tuple(
+        Stage(count, tuple(sorted(ring)), ring, pieces if stage == 1 else ())
+        for stage, (count, ring) in enumerate(zip(layers, stages, strict=True))
+    )
     return Plan(cluster, work, made, tuple(lanes), split_backward=split), spec
 
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import numpy as np
 import torch
 
-from skippipe.codecs import EncodedTensor
 from skippipe.collectives import MakeAverager
-from skippipe.collectives.ring import GradientRing
+from skippipe.collectives.peer_to_peer import GradientAverager
+from skippipe.collectives.schedule import Averaging
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
-from skippipe.runtime.node.ops import GradNorm, OptimizerStep, RingStep
+from skippipe.runtime.node.averaging_protocol import AveragingProtocol
+from skippipe.runtime.node.ops import AdoptPiece, ContributePiece, GradNorm, OptimizerStep
 from skippipe.runtime.stage_executor import StageExecutor
+from skippipe.transport.message import GradientPiece
 from skippipe.workload import Workload
 from tests.helpers.models import tiny
 
@@ -35,7 +38,7 @@ def computer_of(
     config: dict[str, Any] | None = None,
     split: bool = False,
     recompute: bool = False,
-    make_averager: MakeAverager = GradientRing,
+    make_averager: MakeAverager = GradientAverager,
     optimizer: str = "adamw",
     **workload: Any,
 ) -> StageExecutor:
@@ -68,12 +71,42 @@ def state_of(executor: StageExecutor) -> torch.Tensor:
     return torch.cat([part.float() for part in executor.tasks.weights.state])
 
 
-def ring(computers: Sequence[StageExecutor], rounds: int | None = None) -> None:
-    """Everybody in step, up to a round."""
-    size = len(computers)
-    passed: list[EncodedTensor | None] = [None] * size
-    for number in range(2 * size - 1 if rounds is None else rounds):
-        passed = [each.run(RingStep(number, at, size, passed[at - 1])) for at, each in enumerate(computers)]
+def drive(
+    runs: Sequence[Callable[[Any], Any]], averaging: Averaging, ops: int | None = None, random: Random | None = None
+) -> int:
+    """Have the nodes of a schedule run so many of its operations, or all, in any order that is possible; node n's are
+    run by runs[n]. Gives how many there were."""
+    protocols = {node: AveragingProtocol(node, 0, [averaging], in_messages=True) for node in averaging.order}
+    for protocol in protocols.values():
+        protocol.begin()
+    done = 0
+    while ops is None or done < ops:
+        nodes = random.sample(averaging.order, len(averaging.order)) if random else averaging.order
+        possible = ((node, protocols[node].next(1)) for node in nodes)
+        node, op = next(((node, op) for node, op in possible if op and not isinstance(op, GradNorm)), (-1, None))
+        if op is None:
+            assert all(isinstance(each.next(1), GradNorm) for each in protocols.values()), "it came to a halt"
+            break
+        made = runs[node](op)
+        done += 1
+        if isinstance(op, (ContributePiece, AdoptPiece)):
+            protocols[node].finished(op, made if isinstance(op, ContributePiece) else op.given)
+            _deliver(protocols, node)
+    return done
+
+
+def _deliver(protocols: dict[int, AveragingProtocol], node: int) -> None:
+    """What the node has to send goes where it should, by way of relays if there are any."""
+    for each in protocols[node].take_outgoing(()):
+        header = GradientPiece(0, each.stage, each.transfer)
+        assert protocols[each.receiver].expects(node, header)
+        assert protocols[each.receiver].take(header, each.body)
+        _deliver(protocols, each.receiver)
+
+
+def average(executors: Sequence[StageExecutor], averaging: Averaging | None = None, ops: int | None = None) -> int:
+    """The same with executors; round a ring, unless it is told otherwise."""
+    return drive([each.run for each in executors], averaging or Averaging(tuple(range(len(executors)))), ops)
 
 
 def stepped(executor: StageExecutor, visits: int, *, alone: bool = True) -> tuple[float, torch.Tensor]:

@@ -15,13 +15,19 @@ from skippipe.simulator import simulate
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
-from tests.helpers.plans import TINY, uniform_cluster
+from tests.helpers.plans import TINY, drawn_averaging, uniform_cluster
 
 
-def plan_over(stages: Sequence[Sequence[int]], lanes: Sequence[tuple[tuple[int, ...], int]], split: bool) -> Plan:
+def plan_over(
+    stages: Sequence[Sequence[int]],
+    lanes: Sequence[tuple[tuple[int, ...], int]],
+    split: bool,
+    collective: str = "auto",
+) -> Plan:
+    """All stages average round rings; what is planned later does as the collective says."""
     count = sum(map(len, stages))
     microbatches = sum(each for _, each in lanes)
-    workload = Workload(TINY, 16, 1, microbatches, max_slots=3)
+    workload = Workload(TINY, 16, 1, microbatches, max_slots=3, collective=collective)
     layers = workload.layer_split(len(stages))
     plan = Plan(
         uniform_cluster(count),
@@ -71,6 +77,13 @@ def drawn_plan(random: Random) -> Plan:
             return plan_over(stages, lanes, random.random() < 0.3)
 
 
+def averaging_anyhow(plan: Plan, random: Random) -> Plan:
+    """The same plan, but each stage averages in a way that is drawn."""
+    stages = tuple(Stage.of(each.layers, drawn_averaging(random, each.nodes)) for each in plan.stages)
+    plan = replace(plan, stages=stages)
+    return plan.promising(simulate(plan, Timing.FULL))
+
+
 @dataclass(frozen=True)
 class Scenario:
     seed: int
@@ -88,7 +101,7 @@ class Scenario:
     """Iterations from one copy of what only stage 0 holds to the next; 0: none."""
 
     def __str__(self) -> str:
-        nodes = ", ".join(str(list(stage.nodes)) for stage in self.plan.stages)
+        nodes = ", ".join(f"{list(stage.ring)} ({stage.averaging.kind})" for stage in self.plan.stages)
         about = f"{self.iterations} iterations on {nodes}" + ", split backward" * self.plan.split_backward
         about += f", a checkpoint every {self.kept_every}" * bool(self.kept_every) + ", uneven" * self.uneven
         about += f", a copy of the ends every {self.backup_every}" * bool(self.backup_every)
@@ -108,6 +121,8 @@ def scenario(seed: int) -> Scenario:
         plan = drawn_plan(random)
     else:
         plan = published()
+    if plan is not published():
+        plan = averaging_anyhow(plan, Random(f"averaging {seed}"))
     iterations = random.randint(3, 6)
     faults = drawn(random, plan, iterations, random.choice([2, 3, 6]))
     if random.random() < 0.2 and len(plan.stage_of) > len(plan.stages):  # and one that never comes back

@@ -195,8 +195,8 @@ class Shaky:
             self._spoil()
         return result
 
-    def fits(self, message: Message, at: int, size: int) -> bool:
-        return self._executor.fits(message, at, size)
+    def fits(self, message: Message, expected: Any) -> bool:
+        return self._executor.fits(message, expected)
 
     def _spoil(self) -> None:
         for index in list(self._poison):

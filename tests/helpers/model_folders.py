@@ -14,7 +14,7 @@ from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.data.tokenizer import train_bpe
 from skippipe.inference.cached_stage import logits
 from skippipe.inference.checkpoint_loader import StagedModel
-from skippipe.inference.eval.windows import Windows
+from skippipe.inference.eval.perplexity import Windows
 from skippipe.inference.likelihood import SubsetModel
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
+from random import Random
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from skippipe.cluster import Cluster, Node
-from skippipe.collectives.schedule import Piece
+from skippipe.collectives.schedule import Averaging, Piece
 from skippipe.dispatch import Dispatch
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Problem, lane_unit
@@ -118,9 +119,31 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
+AVERAGING_KINDS = ("ring", "direct exchange", "star", "trees")
+
+
+def drawn_averaging(random: Random, nodes: Sequence[int], kind: str | None = None) -> Averaging:
+    """Any way to average: round a ring, or pieces of unequal shares, straight to their roots or along any trees."""
+    order, kind = random.sample(nodes, len(nodes)), kind or random.choice(AVERAGING_KINDS)
+    if kind == "ring" or len(order) < 2:
+        return Averaging(tuple(order))
+    if kind == "star":
+        return Averaging(tuple(order), (Piece(random.choice(order), 1),))
+    if kind == "direct exchange":
+        return Averaging(tuple(order), tuple(Piece(node, random.randint(1, 9)) for node in order))
+    pieces = []
+    for _ in range(random.randint(1, len(order) + 2)):
+        root, *others = random.sample(order, len(order))
+        parents = {node: random.choice([root, *others[:at]]) for at, node in enumerate(others)}
+        via = tuple((node, parent) for node, parent in parents.items() if parent != root)
+        pieces.append(Piece(root, random.choice([1, 2, 30]), via))
+    return Averaging(tuple(order), tuple(pieces))
+
+
 @st.composite
 def plans(draw: st.DrawFn, lost: bool = False) -> Plan:
-    """Well-formed plans that may break any rule: paths wander at random over nodes that hold a stage.
+    """Well-formed plans that may break any rule: paths wander at random over nodes that hold a stage; stages average in
+    any way.
 
     `lost`: nobody holds one more stage.
     """

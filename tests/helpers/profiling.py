@@ -25,13 +25,10 @@ from skippipe.launch.fork_server import ProcessPool
 from skippipe.launch.local import LocalLauncher
 from skippipe.model.model_spec import ModelSpec
 from skippipe.optim.config import OptimConfig
-from skippipe.profiling.config import ProfilingConfig
-from skippipe.profiling.coordinator import ProfilingCallback, ProfilingCoordinator, ProfilingDeadlines
-from skippipe.profiling.link_probe import ProbeSettings
+from skippipe.profiling.coordinator import ProfilingCallback, ProfilingCoordinator, ProfilingDeadlines, profile_nodes
+from skippipe.profiling.estimators import ProbeSettings
+from skippipe.profiling.node import ROLES, ProfilingConfig, ProfilingNode
 from skippipe.profiling.results import ProfileResult, save_results
-from skippipe.profiling.role import ROLES
-from skippipe.profiling.server import profile_nodes
-from skippipe.profiling.state_machine import ProfilingNode
 from skippipe.runtime.coordinator.interfaces import Callback
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
 from skippipe.runtime.messages import Computed, ControlMessage, LinkDown, Probe, Probed
@@ -63,7 +60,9 @@ class Net(ProfilingCallback):
         self.alive: dict[int, ProfilingNode] = {}
         self.busy: dict[int, set[int]] = {}
         self.names = tuple(node.name for node in self.true.nodes)
-        self.coordinator = ProfilingCoordinator(self.names, "tiny", WORK, self, self, QUICK, self.deadlines)
+        self.coordinator = ProfilingCoordinator(
+            ProfilingConfig(self.names, {}, WORK, effort=QUICK), self, self, self.deadlines
+        )
 
     def now_ns(self) -> int:
         return self.now
@@ -86,7 +85,7 @@ class Net(ProfilingCallback):
         self.alive[node] = ProfilingNode(node, len(self.true), QUICK, Door(self, node))
         self.coordinator.joined(node)
         self.later(
-            1, lambda: self.coordinator.hear(node, computed or Computed([[0.01, 0.02]], 2**30, "cpu", f"m{node}"))
+            1, lambda: self.coordinator.handle(node, computed or Computed([[0.01, 0.02]], 2**30, "cpu", f"m{node}"))
         )
 
     def die(self, node: int) -> None:
@@ -135,12 +134,12 @@ class Door:
             self.net.busy = {
                 probe: nodes for probe, nodes in self.net.busy.items() if nodes != {self.node, control.peer}
             }
-        self.net.later(0, lambda: self.net.coordinator.hear(self.node, control))
+        self.net.later(0, lambda: self.net.coordinator.handle(self.node, control))
 
     def start(self, _work: Any) -> None:
         raise AssertionError("computing is not up to this")
 
-    def fits(self, _message: Message, _at: int, _size: int) -> bool:
+    def fits(self, _message: Message, _expected: Any) -> bool:
         raise AssertionError("nobody asks")
 
 

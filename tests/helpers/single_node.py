@@ -12,10 +12,10 @@ from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator.settings import RecoverySettings
 from skippipe.runtime.messages import COORDINATOR, Begin, ControlMessage
 from skippipe.runtime.node.interfaces import NodePhase
-from skippipe.runtime.node.ops import DropMicrobatch, GradNorm, Op, RingStep, StageTask, op_name
+from skippipe.runtime.node.ops import AdoptPiece, ContributePiece, DropMicrobatch, GradNorm, Op, StageTask, op_name
 from skippipe.runtime.node.state_machine import TrainingNode
 from skippipe.runtime.simulation.symbolic_executor import Gradient, SymbolicExecutor, Trail
-from skippipe.transport.message import Hop, Message, MessageKind, RingPiece, StatePiece
+from skippipe.transport.message import GradientPiece, Hop, Message, MessageKind, StatePiece
 from skippipe.workload import Workload
 from tests.helpers.plans import TINY, uniform_cluster
 
@@ -77,9 +77,8 @@ class Bench:
         assert self.running is None, "one work at a time"
         self.running = work
 
-    def fits(self, message: Message, at: int, size: int) -> bool:
-        assert 0 <= at < size
-        return message.kind not in self.misfits and self.executor.fits(message, at, size)
+    def fits(self, message: Message, expected: Any) -> bool:
+        return message.kind not in self.misfits and self.executor.fits(message, expected)
 
     # what a test does
 
@@ -129,8 +128,8 @@ class Bench:
 
 def _name(message: Message) -> str:
     header = message.header
-    if isinstance(header, RingPiece):
-        return f"piece {header.round}"
+    if isinstance(header, GradientPiece):
+        return f"transfer {header.transfer}"
     assert isinstance(header, Hop)
     return f"{header.lane}/{header.microbatch} step {header.step}"
 
@@ -141,8 +140,10 @@ def words(work: Op) -> str:
             return f"{work.lane}/{work.microbatch} step {work.step}{'' if work.counts else ', counts not'}"
         case DropMicrobatch():
             return f"drop {work.lane}/{work.microbatch}"
-        case RingStep():
-            return f"pass {work.round}, {work.at} of {work.size}"
+        case ContributePiece():
+            return f"contribute to piece {work.piece}, {len(work.given)} given{', total' * work.total}"
+        case AdoptPiece():
+            return f"adopt piece {work.piece}"
         case GradNorm():
             return f"measure {work.visits}{' alone' if work.alone else ''}"
     return op_name(work)
@@ -153,16 +154,16 @@ def hop(lane: int, step: int, microbatch: int = 0, *, iteration: int = 0, epoch:
     return Message(Hop(iteration, lane, microbatch, step, epoch), trail)
 
 
-def ring_piece(round_: int, *, stage: int = 2, iteration: int = 0, epoch: int = 0, piece: int = 0) -> Message:
+def gradient_piece(transfer: int, *, stage: int = 2, iteration: int = 0, epoch: int = 0, piece: int = 0) -> Message:
     gradient: Any = Gradient(piece, Counter())
-    return Message(RingPiece(iteration, stage, round_, epoch), gradient)
+    return Message(GradientPiece(iteration, stage, transfer, epoch), gradient)
 
 
 def state_piece(first: int = 0, *, iteration: int = 0, body: Any = ()) -> Message:
     return Message(StatePiece(iteration, first), body)
 
 
-A_HOP, A_PIECE = "a hop that does not come here from there", "a ring piece that does not come here from there"
+A_HOP, A_PIECE = "a hop that does not come here from there", "a gradient piece that does not come here from there"
 
 
 def average_alone(bench: Bench) -> None:

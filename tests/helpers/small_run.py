@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from skippipe.collectives import COLLECTIVES, GroupConfig
+from skippipe.collectives.schedule import Piece
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
 from skippipe.optim.config import OptimConfig
@@ -37,11 +38,15 @@ class SmallRun:
     """[stage][replica]"""
 
 
-def small_run(iterations: int, **workload: Any) -> SmallRun:
+def small_run(iterations: int, pieces: tuple[Piece, ...] = (), **workload: Any) -> SmallRun:
+    """`pieces` are those of stage 1, which is held by three nodes."""
     spec = ModelSpec(tiny("llama", num_hidden_layers=sum(LAYERS)), 7)
     said = {"wire_dtype": "fp32", "compute_dtype": "fp32", **workload}
     count = sum(lane.microbatches for lane in LANES)
-    stages = tuple(Stage(layers, nodes, nodes) for layers, nodes in zip(LAYERS, STAGES, strict=True))
+    stages = tuple(
+        Stage(layers, tuple(sorted(nodes)), nodes, pieces if stage == 1 else ())
+        for stage, (layers, nodes) in enumerate(zip(LAYERS, STAGES, strict=True))
+    )
     plan = Plan(uniform_cluster(6), Workload(spec.shape, SEQUENCE, SAMPLES, count, **said), stages, LANES)
     executors = {}
     for node, stage in plan.stage_of.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,11 @@ from skippipe.inference.eval.evaluate import (
     StageAblation,
     ablation_order,
     all_subsets,
-    best_of_every_size,
     evaluate,
 )
-from skippipe.inference.eval.perplexity import EXPONENTS, PerplexityMeter, best_exponents
+from skippipe.inference.eval.perplexity import EXPONENTS, PerplexityMeter, TextLoss, Windows, best_exponents
 from skippipe.inference.eval.plots import EXACT, MEAN, ORDER, PlotPanel, PlotPoint, panels, ticks
 from skippipe.inference.eval.tables import as_json, notes, number, tables
-from skippipe.inference.eval.windows import Windows
 from skippipe.inference.likelihood import SubsetModel
 from skippipe.stage_subset import StageSubset, Visits, residual_scale_of
 from tests.helpers.model_folders import TOKENIZER, by_itself, export_to, subset
@@ -184,7 +183,13 @@ def test_greedy_may_be_beaten() -> None:
     }
     order = list(ablation_order(4, lambda subsets: [known[stages] for stages in subsets]))
     assert order == [StageAblation(1, (0, 2, 3)), StageAblation(3, (0, 2)), StageAblation(2, (0,))]
-    assert best_of_every_size(known) == {4: (0, 1, 2, 3), 3: (0, 2, 3), 2: (0, 1), 1: (0,)}
+    scaling, ones = ResidualScaling(4, "plain"), (1, 1, 1, 1)
+    losses = {scaling.subset(stages): {"t": TextLoss(loss, 9)} for stages, loss in known.items()}
+    evaluation = Evaluation([], ones, ones, list(losses), losses, scaling, order, ablation=True, interrupted=False)
+    best = {kept: found.stages for kept, found in evaluation.best_by_size("t").items()}
+    assert best == {4: (0, 1, 2, 3), 3: (0, 2, 3), 2: (0, 1), 1: (0,)}
+    del losses[scaling.subset((0, 3))]
+    assert replace(evaluation, losses=losses).best_by_size("t") == {}, "one might be better"
 
 
 WEIGHT = {1: 1.0, 2: 0.0, 3: 0.5, 4: 0.2}

@@ -11,7 +11,7 @@ from numpy.random import default_rng
 
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import load
-from skippipe.inference.eval.windows import Windows, beginning_of, default_context, labels
+from skippipe.inference.eval.perplexity import Windows, beginning_of, default_context, labels
 from tests.helpers.exact_training import FULL, plan_of
 from tests.helpers.model_folders import export_to
 

@@ -12,12 +12,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skippipe.cli import main
-from skippipe.cli.score import ENVIRONMENT
+from skippipe.cli.eval import ENVIRONMENT
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import exported_layers, load, locate_checkpoint
 from skippipe.inference.likelihood import LikelihoodRequest, SubsetModel
-from skippipe.lm_harness.passages import Prose, sentences_of
-from skippipe.lm_harness.tasks import TASK_KINDS, HarnessTask, build_tasks, parse_names, write_tasks
+from skippipe.lm_harness.tasks import (
+    TASK_KINDS,
+    HarnessTask,
+    Prose,
+    build_tasks,
+    parse_names,
+    sentences_of,
+    write_tasks,
+)
 from skippipe.stage_subset import StageSubset, parse_subsets
 from tests.helpers.model_folders import LAYERS, TOKENIZER, checkpoint_in, export_to, plainly
 from tests.helpers.models import FAMILIES

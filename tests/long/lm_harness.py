@@ -17,13 +17,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skippipe.cli import main
-from skippipe.cli.score import ENVIRONMENT
+from skippipe.cli.eval import ENVIRONMENT
 from skippipe.data.documents import source
 from skippipe.data.tokenizer import train_bpe
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import StagedModel, load
-from skippipe.lm_harness.passages import Prose
-from skippipe.lm_harness.tasks import TASK_KINDS, HarnessTask, build_tasks, write_tasks
+from skippipe.lm_harness.tasks import TASK_KINDS, HarnessTask, Prose, build_tasks, write_tasks
 from skippipe.stage_subset import StageSubset
 from tests.helpers import model_folders
 

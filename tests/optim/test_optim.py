@@ -27,9 +27,9 @@ from skippipe.data.tokenizer import TextTokenizer, train_bpe
 from skippipe.errors import UserError
 from skippipe.json_fields import read_json
 from skippipe.model.model_spec import ModelSpec
+from skippipe.optim import OPTIMIZERS
 from skippipe.optim.config import OptimConfig
 from skippipe.optim.interface import Optimizer, ParamSlot, StateTensor
-from skippipe.optim.registry import OPTIMIZERS
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime import stage_executor
 from skippipe.runtime.coordinator.interfaces import CoordinatorState

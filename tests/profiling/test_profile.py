@@ -19,17 +19,21 @@ from hypothesis import strategies as st
 from skippipe.cli import main
 from skippipe.cluster import Cluster, Node
 from skippipe.cost_model import cost_model_of
-from skippipe.launch.join import JoinLauncher
+from skippipe.launch.launcher import JoinLauncher
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of
 from skippipe.profiling.compute_bench import free_bytes
-from skippipe.profiling.coordinator import ProfilingDeadlines, round_robin_pairs
-from skippipe.profiling.estimators import estimate_link, estimate_node, spread
-from skippipe.profiling.link_probe import SMALL_BYTES, LinkProbe, ProbeSettings
-from skippipe.profiling.merge import merge_results, unreachable
-from skippipe.profiling.results import ProfileResult, load_results
-from skippipe.profiling.role import ROLES
-from skippipe.profiling.server import profile_nodes
-from skippipe.profiling.state_machine import ProfilingNode
+from skippipe.profiling.coordinator import ProfilingDeadlines, profile_nodes, round_robin_pairs
+from skippipe.profiling.estimators import (
+    SMALL_BYTES,
+    STEADY,
+    LinkProbe,
+    ProbeSettings,
+    estimate_link,
+    estimate_node,
+    spread,
+)
+from skippipe.profiling.node import ROLES, ProfilingNode
+from skippipe.profiling.results import ProfileResult, load_results, merge_results, unreachable
 from skippipe.runtime.messages import Computed, Failed, Hello, Probe, Stop
 from skippipe.runtime.node.agent import NodeAgent
 from skippipe.runtime.node.interfaces import JoinConfig
@@ -37,7 +41,7 @@ from skippipe.runtime.simulation.fault_injection import slow_link, slow_node
 from skippipe.training.metrics import CallbackList, ClusterFile
 from skippipe.transport.addresses import free_port
 from skippipe.transport.keys import KeyFile
-from skippipe.transport.message import Message, ProbePiece, RingPiece
+from skippipe.transport.message import GradientPiece, Message, ProbePiece
 from skippipe.workload import MODELS, Workload
 from tests.helpers.doc_pages import documented
 from tests.helpers.profiling import (
@@ -104,14 +108,14 @@ def test_one_transfer_that_is_held_up_does_not_count() -> None:
     found = estimate_link(samples)
     assert found is not None
     assert found.bandwidth_bytes_per_s == pytest.approx(1e6, rel=0.01)
-    assert found.is_steady
+    assert found.spread <= STEADY
 
 
 def test_transfers_that_disagree_are_marked() -> None:
     speeds = itertools.cycle([1e6, 3e6, 2e6, 5e5])
     found = estimate_link(probed(lambda size: 0.02 + size / next(speeds), replace(QUICK, transfers=5)).samples)
     assert found is not None
-    assert not found.is_steady
+    assert found.spread > STEADY
 
 
 def test_a_slow_link_takes_no_longer_than_it_may() -> None:
@@ -233,7 +237,7 @@ def test_a_node_that_cannot_compute_is_left_out() -> None:
     net.join(1, Computed([[0.0, -1.0]], 2**30, "cpu", "m1"))
     net.alive[2] = ProfilingNode(2, 3, QUICK, Door(net, 2))
     net.coordinator.joined(2)
-    net.later(0.1, lambda: net.coordinator.hear(2, Failed("device 'cuda': this machine has 0 CUDA devices")))
+    net.later(0.1, lambda: net.coordinator.handle(2, Failed("device 'cuda': this machine has 0 CUDA devices")))
     found = net.run()
     assert found.missing == ("n1", "n2")
     assert "n2' is left out: device 'cuda'" in net.heard[0]
@@ -262,7 +266,7 @@ def test_a_node_drops_what_it_did_not_ask_for() -> None:
     net = Net(far_apart(3))
     net.join(0)
     node = net.alive[0]
-    node.receive(1, Message(RingPiece(0, 0, 0)))
+    node.receive(1, Message(GradientPiece(0, 0, 0)))
     node.receive(1, Message(ProbePiece(7, 1, 0)))
     node.handle_peer_control(1, Stop(""))
     for peer in (0, 3):

@@ -12,8 +12,15 @@ from hypothesis import given
 from skippipe.cluster import Cluster
 from skippipe.errors import UserError
 from skippipe.profiling.estimators import STEADY, LinkEstimate, NodeEstimate
-from skippipe.profiling.merge import merge_results, outliers
-from skippipe.profiling.results import KEPT, ProfileResult, load_results, results_file, save_results
+from skippipe.profiling.results import (
+    KEPT,
+    ProfileResult,
+    load_results,
+    merge_results,
+    outliers,
+    results_file,
+    save_results,
+)
 from tests.helpers.plans import clusters
 from tests.helpers.profiling import agrees
 

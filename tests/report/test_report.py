@@ -13,20 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from skippipe.collectives.ring import RING
 
 from skippipe.cluster import Cluster
-from skippipe.collectives.ring import RING
 from skippipe.cost_model import cost_model_of
 from skippipe.errors import UserError
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.published import published20
-from skippipe.report import text
-from skippipe.report.chrome_trace import trace_events, write_trace
-from skippipe.report.gantt import Gantt, GanttBar, shade
+from skippipe.report import summary
+from skippipe.report.gantt import Gantt, GanttBar, shade, trace_events, write_trace
 from skippipe.report.html import write_html
 from skippipe.report.path_map import HALF_WIDTH, HEIGHT, path_map
 from skippipe.report.png import write_png
-from skippipe.report.text import plan_grid
+from skippipe.report.summary import plan_grid
 from skippipe.simulator import simulate
 from skippipe.timeline import HUES, TASK_KINDS, BarKind, Timeline, Timing, ranges_text
 
@@ -92,7 +91,7 @@ def test_grid_folds_equal_lanes_and_marks_swaps() -> None:
 def test_grid_shows_the_order_of_visits_of_every_lane_even_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(text, "WIDTH", 50)
+    monkeypatch.setattr(summary, "WIDTH", 50)
     plan, _ = published("dtfm_skip", Timing.CONTENTION_ONLY)
     blocks = plan_grid(plan).split("order of visits")[1].split("promise")[0].split("\n\n")
     found: dict[int, tuple[int, ...]] = {}
@@ -100,7 +99,7 @@ def test_grid_shows_the_order_of_visits_of_every_lane_even_on_a_narrow_terminal(
         header, *rows = block.splitlines()[-1 - len(plan.stages) :]
         cells = [row.split()[2:] for row in rows]
         for column, lane in enumerate(map(int, header.split())):
-            orders = {int(row[column]): stage for stage, row in enumerate(cells) if row[column] != text.SKIPPED}
+            orders = {int(row[column]): stage for stage, row in enumerate(cells) if row[column] != summary.SKIPPED}
             found[lane] = tuple(orders[hop] for hop in sorted(orders))
     assert found == {number: plan.visits(lane) for number, lane in enumerate(plan.lanes)}
 
@@ -186,8 +185,12 @@ def test_long_averaging_does_not_squeeze_the_passes() -> None:
 def test_lanes_of_a_data_node_share_its_hue_and_backward_is_darker() -> None:
     plan, timeline = published("skippipe", Timing.CONTENTION_ONLY)
     picture = Gantt(plan, timeline)
-    hues = {plan.lanes[lane].path[0]: picture.hue(lane) for lane in range(len(plan.lanes))}
-    assert len(set(hues.values())) == len(hues) == 5
+    colours: dict[int, set[str]] = {}
+    for bar in picture.bars:
+        if bar.kind is BarKind.FORWARD and bar.lane is not None:
+            colours.setdefault(plan.lanes[bar.lane].path[0], set()).add(bar.colour)
+    assert [len(each) for each in colours.values()] == [1] * 5
+    assert len(set.union(*colours.values())) == 5
     for hue in HUES:
         kinds = (BarKind.FORWARD, BarKind.BACKWARD, BarKind.WEIGHTS)
         light, dark, darkest = (sum(bytes.fromhex(shade(hue, kind)[1:])) for kind in kinds)
@@ -303,7 +306,7 @@ def test_image_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path) -> No
 
 def test_text_and_trace_do_not_load_the_drawing_libraries() -> None:
     code = (
-        "import sys, skippipe.report, skippipe.report.text, skippipe.report.path_map, skippipe.report.chrome_trace\n"
+        "import sys, skippipe.report, skippipe.report.summary, skippipe.report.path_map, skippipe.report.gantt\n"
         "sys.exit(bool({'plotly', 'matplotlib'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

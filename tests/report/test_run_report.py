@@ -19,11 +19,10 @@ from typing import Any, get_args
 
 import pytest
 
-from skippipe.report.run.gantt import MARK_KINDS
 from skippipe.report.run.html import write_run_html
 from skippipe.report.run.png import PRINT_DPI, WIDTH_IN
-from skippipe.report.run.summary import MEANINGS, amount, run_json
-from skippipe.runs.history import MOST_RECORDED, RunHistory, node_outages, node_utilization, read_history
+from skippipe.report.run.summary import MARK_KINDS, MEANINGS, amount, run_json
+from skippipe.runs.history import MOST_RECORDED, RunHistory, read_history
 from skippipe.runs.records import CHECKPOINTED, MetricsRow, downsample
 from skippipe.runs.wal import WriteAheadLog
 from skippipe.runtime.coordinator.interfaces import EventKind, IterationReport
@@ -108,7 +107,7 @@ def test_bytes_add_up(ran: FinishedRun) -> None:
         wanted.update({(ran.names[a], ran.names[b]): count for (a, b), count in report.sent_bytes.items()})
     assert history.links == dict(wanted)
     assert sum(history.links.values()) == history.sent_bytes > 0
-    utilization = node_utilization(history)
+    utilization = history.utilization
     assert (
         sum(use.sent_bytes for use in utilization)
         == sum(use.received_bytes for use in utilization)
@@ -120,7 +119,7 @@ def test_busy_and_idle_are_the_recorded_iterations(ran: FinishedRun) -> None:
     history = read_history(ran.folder)
     assert [chart.iteration for chart in history.recorded] == list(RECORDED)
     reports = [ran.reports[number] for number in RECORDED]
-    for use in node_utilization(history):
+    for use in history.utilization:
         node = ran.names.index(use.name)
         there = [report for report in reports if report.plan and node in report.plan.stage_of]
         assert there
@@ -142,18 +141,18 @@ def test_planned_idle_and_busy_are_the_promise(folder: Path) -> None:
     assert history.plan is not None
     expected = history.plan.expected
     assert expected is not None
-    for use in node_utilization(history):
+    for use in history.utilization:
         assert use.measured is None
         assert use.planned is not None
         assert use.planned.busy_s + use.planned.idle_s == pytest.approx(expected.iteration_s)
-    assert sum(use.planned.collision_s for use in node_utilization(history) if use.planned) == pytest.approx(
+    assert sum(use.planned.collision_s for use in history.utilization if use.planned) == pytest.approx(
         expected.collision_s
     )
     assert any("no iteration was recorded" in each for each in history.missing)
 
 
 def test_what_became_of_the_lost_node(ran: FinishedRun) -> None:
-    (loss,) = node_outages(read_history(ran.folder))
+    (loss,) = read_history(ran.folder).outages
     able = next(event for event in ran.events if event.kind == "able")
     assert (loss.node, loss.iteration) == (ran.name, LOST_IN)
     assert loss.answer.startswith("rerouted: ")
@@ -281,11 +280,11 @@ def test_a_node_that_is_back_without_a_word(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, plan_of())
     run.iteration(0)
     run.event("gone", "signal 9", "node-2", iteration=0)
-    assert node_outages(read_history(tmp_path))[0].end == "did not come back"
+    assert read_history(tmp_path).outages[0].end == "did not come back"
     run.checkpoint(1)
     RunFolder(tmp_path, plan_of(), resumed=True).iteration(1)
     history = read_history(tmp_path)
-    assert node_outages(history)[0].end.startswith("at work again, as late as iteration 2;")
+    assert history.outages[0].end.startswith("at work again, as late as iteration 2;")
     assert [event.kind for event in history.events] == ["gone", CHECKPOINTED]
 
 
@@ -303,7 +302,7 @@ def test_ends_of_a_loss(tmp_path: Path, then: list[EventKind], end: str) -> None
     run.iteration(0)
     for kind in ("gone", *then):
         run.event(kind, "", "" if kind == "recovered" else "node-2")
-    assert node_outages(read_history(tmp_path))[0].end == end
+    assert read_history(tmp_path).outages[0].end == end
 
 
 def test_no_more_traces_are_read_than_anybody_looks_at(folder: Path) -> None:

@@ -74,7 +74,7 @@ def trained(
     executors: dict[int, SymbolicExecutor] | None = None,
     **others: Any,
 ) -> VirtualCluster:
-    plan = plan_over(*shape, False)
+    plan = plan_over(*shape, False, "ring")
     lost_stage, checkpoint_every = others.pop("lost_stage", "checkpoint"), others.pop("checkpoint_every", 0)
     cluster = VirtualCluster(
         plan,
@@ -110,7 +110,7 @@ class Killing(SymbolicExecutor):
 
 
 def holder_of(shape: tuple[Any, Any], without: Sequence[int] = ()) -> int:
-    plan = plan_over(*shape, False)
+    plan = plan_over(*shape, False, "ring")
     pair = best_pair(plan, [node for node in plan.stage_of if node not in without])
     assert pair is not None
     return pair[1]
@@ -164,7 +164,7 @@ def test_when_the_holder_is_lost_another_node_gets_a_backup() -> None:
 
 
 def test_a_data_node_that_is_lost_while_its_backup_is_fetched_leaves_the_one_before() -> None:
-    plan = plan_over(*ONE, False)
+    plan = plan_over(*ONE, False, "ring")
     target = holder_of(ONE)
     computers = {node: (Killing if node == target else SymbolicExecutor)(node, plan) for node in plan.stage_of}
     killing = computers[target]
@@ -180,7 +180,7 @@ def test_a_data_node_that_is_lost_while_its_backup_is_fetched_leaves_the_one_bef
 
 
 def test_a_backup_that_is_complete_when_its_data_node_is_lost_is_used() -> None:
-    plan = plan_over(*ONE, False)
+    plan = plan_over(*ONE, False, "ring")
     target = holder_of(ONE)
     computers = {node: (Killing if node == target else SymbolicExecutor)(node, plan) for node in plan.stage_of}
     killing = computers[target]
@@ -225,7 +225,7 @@ def test_without_a_backup_the_run_pauses_and_says_what_is_lost(restarted: bool) 
 
 
 def test_when_data_node_and_backup_are_lost_together_the_run_pauses() -> None:
-    plan = plan_over(*ONE, False)
+    plan = plan_over(*ONE, False, "ring")
     computers = {node: (SymbolicExecutor if node else Killing)(node, plan) for node in plan.stage_of}
     killing = computers[0]
     assert isinstance(killing, Killing)
@@ -270,7 +270,7 @@ def test_a_checkpoint_or_a_backup(lost_stage: str, every: int, origin: str) -> N
 
 
 def test_a_backup_is_made_fetched_and_made_again() -> None:
-    harness = coordinating(9, plan_over(*ONE, False), recovery=recovery(2))
+    harness = coordinating(9, plan_over(*ONE, False, "ring"), recovery=recovery(2))
     harness.iterate()
     target = holder_of(ONE)
     assert Snapshot(1) in harness.env.new_messages()[0]
@@ -285,7 +285,7 @@ def test_a_backup_is_made_fetched_and_made_again() -> None:
 
 
 def test_a_node_that_fetches_a_replaced_backup_gets_the_next() -> None:
-    harness = coordinating(9, plan_over(*ONE, False), recovery=recovery(1))
+    harness = coordinating(9, plan_over(*ONE, False, "ring"), recovery=recovery(1))
     target = holder_of(ONE)
     harness.iterate()
     harness.send(0, BackupStored(1))
@@ -361,7 +361,7 @@ def test_a_run_that_the_loss_of_one_node_would_set_back_is_warned_of(
     shape: tuple[Any, Any], kept_every: int, every: int, warned: str
 ) -> None:
     job = JobConfig(checkpoint=CheckpointConfig(every=kept_every), survive=RecoveryConfig(backup_every=every))
-    risk = RunSetup(job, plan_over(*shape, False), None, None, {}, {}).risk  # type: ignore[arg-type]
+    risk = RunSetup(job, plan_over(*shape, False, "ring"), None, None, {}, {}).risk  # type: ignore[arg-type]
     assert warned in risk
     assert bool(risk) == bool(warned)
 
@@ -475,7 +475,7 @@ def test_a_node_told_to_recover_while_it_steps_has_nothing_yet() -> None:
 
 
 def test_of_two_nodes_for_a_lost_stage_one_rebuilds_it_and_the_other_fetches_it_there() -> None:
-    harness = coordinating(9, plan_over(*ONE, False), recovery=recovery(1))
+    harness = coordinating(9, plan_over(*ONE, False, "ring"), recovery=recovery(1))
     harness.iterate()
     harness.coordinator.node_lost(1, "its process ended")
     harness.coordinator.node_lost(2, "its process ended")

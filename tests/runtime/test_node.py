@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from skippipe.collectives.schedule import Piece
 from skippipe.runtime.coordinator.interfaces import CoordinatorState, Event
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.messages import (
@@ -36,17 +37,17 @@ from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.state_source import StateSource
 from skippipe.training.train_job import ConsoleCallback
-from skippipe.transport.message import BackupPiece, Hop, Message, RingPiece, Stamp, StatePiece
+from skippipe.transport.message import BackupPiece, GradientPiece, Hop, Message, Stamp, StatePiece
 from tests.helpers.single_node import (
     A_HOP,
     A_PIECE,
     LEARNING,
     Bench,
     average_alone,
+    gradient_piece,
     hop,
     long_plan,
     plan_of,
-    ring_piece,
     small_plan,
     state_piece,
 )
@@ -61,18 +62,23 @@ VIOLATIONS: dict[str, tuple[int, int, Message, str]] = {
     "a lane that is not there": (2, 0, hop(7, 1), A_HOP),
     "a microbatch that is not there": (2, 0, hop(0, 1, 2), A_HOP),
     "an empty hop": (2, 0, Message(Hop(0, 0, 0, 1)), "a hop without a tensor"),
-    "an empty ring piece": (4, 3, Message(RingPiece(0, 2, 0)), "a ring piece without a tensor"),
+    "an empty gradient piece": (4, 3, Message(GradientPiece(0, 2, 0)), "a gradient piece without a tensor"),
     "a hop that is no activation": (
-        2, 0, replace(hop(0, 1), body=ring_piece(0).body), "a hop of another shape or type"
+        2, 0, replace(hop(0, 1), body=gradient_piece(0).body), "a hop of another shape or type"
     ),
-    "a ring piece that is no gradient": (
-        4, 3, replace(ring_piece(0), body=hop(0, 1).body), "a ring piece of another shape or type"
+    "a piece that is no gradient": (
+        4, 3, replace(gradient_piece(0), body=hop(0, 1).body), "a gradient piece of another shape or type"
     ),
-    "a ring piece from a stranger": (4, 2, ring_piece(0), A_PIECE),
-    "a ring piece the wrong way round": (4, 5, ring_piece(0), A_PIECE),
-    "a ring piece of another stage": (4, 3, ring_piece(0, stage=1), A_PIECE),
-    "a ring piece past the last round": (4, 3, ring_piece(4), A_PIECE),
-    "a ring piece where there is no ring": (2, 3, ring_piece(0, stage=1), A_PIECE),
+    "another piece than the transfer's": (
+        4, 3, gradient_piece(0, piece=1), "a gradient piece of another shape or type"
+    ),
+    "a gradient piece from a stranger": (4, 2, gradient_piece(0), A_PIECE),
+    "a gradient piece the wrong way round": (4, 5, gradient_piece(0), A_PIECE),
+    "a gradient piece for another node": (4, 3, gradient_piece(2), A_PIECE),
+    "a gradient piece of another stage": (4, 3, gradient_piece(0, stage=1), A_PIECE),
+    "a gradient piece past the last transfer": (4, 3, gradient_piece(12), A_PIECE),
+    "a total before this node has contributed": (4, 3, gradient_piece(7, piece=1), A_PIECE),
+    "a gradient piece where a node is alone": (2, 3, gradient_piece(0, stage=1), A_PIECE),
     "control between nodes": (
         2, 0, Message(Stamp(0, 0, 0), {"say": "stop"}), "a control that does not come here from there"
     ),
@@ -158,23 +164,53 @@ def test_nothing_is_taken_twice_while_it_waits_or_later() -> None:
     ]
 
 
-def test_a_ring_piece_is_not_taken_twice_before_while_or_after_it_is_passed_on() -> None:
-    taken = 4, "a ring piece that has been taken before"
-    bench = Bench(5).begin()  # no lane comes here: its ring begins at once
-    assert bench.decide() == "pass 0, 2 of 3"
-    bench.take(4, ring_piece(0, piece=1), ring_piece(0, piece=1))
+def test_a_piece_is_not_taken_twice_before_while_or_after_it_is_passed_on() -> None:
+    taken = 4, "a gradient piece that has been taken before"
+    bench = Bench(5).begin()  # no lane comes here: it averages at once
+    assert bench.decide() == "begin averaging"
+    bench.take(4, gradient_piece(1, piece=1), gradient_piece(1, piece=1))
     assert bench.node.dropped == {taken: 1}
     bench.end()
-    assert bench.work() == ["pass 1, 2 of 3"]
-    bench.take(4, ring_piece(0, piece=1))
+    assert bench.work() == ["contribute to piece 2, 0 given", "contribute to piece 1, 1 given"]
+    bench.take(4, gradient_piece(1, piece=1))
     assert bench.work() == []
     assert bench.node.dropped == {taken: 2}
-    bench.take(4, ring_piece(1, piece=0))
-    assert bench.decide() == "pass 2, 2 of 3"
-    bench.take(4, ring_piece(1, piece=0))
+    bench.take(4, gradient_piece(3, piece=0))
+    assert bench.decide() == "contribute to piece 0, 1 given, total"
+    bench.take(4, gradient_piece(3, piece=0))
     bench.end()
     assert bench.work() == []
-    assert bench.sent() == ["piece 0 → 3, epoch 0", "piece 1 → 3, epoch 0", "piece 2 → 3, epoch 0"]
+    assert bench.sent() == ["transfer 2 → 3, epoch 0", "transfer 4 → 3, epoch 0", "transfer 6 → 3, epoch 0"]
+    bench.take(4, gradient_piece(10, piece=1), gradient_piece(8, piece=2))
+    assert bench.decide() == "adopt piece 2", "which is to be passed on"
+    bench.take(4, gradient_piece(8, piece=2))
+    assert bench.node.dropped == {taken: 4}
+    bench.end()
+    assert bench.decide() == "adopt piece 1"
+    assert bench.sent() == ["transfer 11 → 3, epoch 0"]
+
+
+def test_contributions_that_come_before_this_node_is_done_wait_and_go_in_the_order_of_the_schedule() -> None:
+    """Node 3 is the root of the first piece, the others send straight to it; of the second by way of node 4."""
+    pieces = Piece(3, 2), Piece(5, 1, ((3, 4),))
+    plan = small_plan()
+    plan = replace(plan, stages=(*plan.stages[:2], replace(plan.stages[2], pieces=pieces)))
+    bench = Bench(3, plan).begin()
+    for number, sender in ((1, 5), (0, 4)):
+        each = plan.stages[2].averaging.schedule.transfers[number]
+        assert (each.sender, each.receiver) == (sender - 3, 0)
+        bench.take(sender, gradient_piece(number))
+    total = plan.stages[2].averaging.schedule.transfers.index((True, 1, 1, 1, 0, 0))
+    bench.take(4, gradient_piece(total, piece=1))
+    assert bench.node.dropped == {(4, A_PIECE): 1}, "a total to which this node has not contributed"
+    for microbatch in range(2):
+        bench.take(2, hop(0, 2, microbatch)).work()
+        bench.take(0, hop(0, 4, microbatch))
+        done = bench.work()
+    assert done[-3:] == ["begin averaging", "contribute to piece 1, 0 given", "contribute to piece 0, 2 given, total"]
+    assert len(bench.sent()) == 4 + 3
+    bench.take(4, gradient_piece(total, piece=1))
+    assert bench.decide() == "adopt piece 1"
 
 
 def test_what_comes_before_the_beginning_waits_for_it() -> None:
@@ -187,7 +223,8 @@ def test_what_comes_before_the_beginning_waits_for_it() -> None:
 
 def test_what_is_early_is_bounded_for_each_sender() -> None:
     bench = Bench(2).begin()
-    most = MOST_EARLY + 4 * len(bench.node.plan.lanes)
+    plan = bench.node.plan
+    most = MOST_EARLY + 4 * len(plan.lanes) + len(plan.cluster.nodes)
     bench.take(0, *(hop(0, 1, iteration=1, epoch=1) for _ in range(most + 3)))
     bench.take(1, hop(1, 1, iteration=1, epoch=1))
     assert bench.node.dropped == {(0, "too much ahead of its time"): 3}
@@ -299,7 +336,7 @@ FROM_3 = Recover(StateSource("replica", (3,), (2,), (1.0,), 4), 0)
 def recovering() -> Bench:
     """Node 5 has requested state of node 3."""
     bench = Bench(5).begin(4).hear(FROM_3)
-    assert bench.work() == ["pass 0, 2 of 3", "plan transfer"]
+    assert bench.work() == ["plan transfer", "begin averaging", "contribute to piece 2, 0 given"]
     assert bench.asked == [(3, StateRequest(2, 0, 1, 0))]
     bench.asked.clear()
     return bench

@@ -7,7 +7,7 @@ from typing import Any
 
 from skippipe.runtime.messages import Average, Averaged, Commit, Drain, DrainAck, MicrobatchDone, Reroute
 from skippipe.runtime.node.interfaces import NodePhase
-from tests.helpers.single_node import A_HOP, Bench, average_alone, hop, long_plan, plan_of, ring_piece
+from tests.helpers.single_node import A_HOP, Bench, average_alone, gradient_piece, hop, long_plan, plan_of
 
 # Repair inside an iteration, node by node, on `long_plan`: lane 0 goes 0 → 2 → 3 → 5 → (head at 0) → 5 → 3 → 2 → 0
 
@@ -316,28 +316,28 @@ def test_a_broken_connection_has_what_was_sent_last_sent_again() -> None:
 def test_a_broken_connection_has_all_pieces_sent_again_that_may_be_lost() -> None:
     bench = Bench(5).begin()
     bench.work()
-    for round_ in range(3):
-        bench.take(4, ring_piece(round_, piece=(1 - round_) % 3)).work()
+    for number, piece in ((1, 1), (3, 0), (8, 2)):
+        bench.take(4, gradient_piece(number, piece=piece)).work()
     sent = bench.sent()
-    assert sent == [f"piece {round_} → 3, epoch 0" for round_ in range(4)]
+    assert sent == [f"transfer {number} → 3, epoch 0" for number in (2, 4, 6, 11)]
     bench.node.reconnected(4)
     assert bench.sent() == []
     bench.node.reconnected(3)
-    assert bench.sent() == sent[1:], "the piece of round 2 has come from there: so the first is there"
+    assert bench.sent() == sent[1:], "the total of piece 2 has come: so this node's contribution is in it"
 
 
 def test_averaging_that_is_under_way_is_given_up_and_begun_again_with_those_who_are_left() -> None:
     bench = Bench(5).begin()
-    assert bench.work() == ["pass 0, 2 of 3"]
-    bench.take(4, ring_piece(0, piece=1))
-    assert bench.decide() == "pass 1, 2 of 3"
-    assert bench.sent() == ["piece 0 → 3, epoch 0"]
+    assert bench.work() == ["begin averaging", "contribute to piece 2, 0 given"]
+    bench.take(4, gradient_piece(1, piece=1))
+    assert bench.decide() == "contribute to piece 1, 1 given"
+    assert bench.sent() == ["transfer 2 → 3, epoch 0"]
     bench.hear(Reroute(0, 1, [4], [[1, 0, 1, 2, 3]], []))
     bench.end()
     assert bench.sent() == [], "what was under way comes to nothing"
     assert bench.work() == []
-    bench.take(3, ring_piece(1, epoch=0))
-    assert bench.node.dropped == {(3, "a piece of a ring that was given up"): 1}
+    bench.take(3, gradient_piece(0, epoch=0))
+    assert bench.node.dropped == {(3, "a piece of an averaging that was given up"): 1}
     bench.hear(Drain(0, 1, False))
     assert bench.work() == []
     assert bench.heard() == [DrainAck(0, 1, [])]
@@ -345,12 +345,12 @@ def test_averaging_that_is_under_way_is_given_up_and_begun_again_with_those_who_
     assert bench.work() == []
     assert bench.heard() == [DrainAck(0, 1, [])], "averaging of another epoch does not begin"
     bench.hear(Average(0, 1, [4, 4, 0]))
-    assert bench.work() == ["pass 0, 1 of 2"]
-    bench.take(3, ring_piece(0, epoch=1, piece=0))
-    assert bench.work() == ["pass 1, 1 of 2"]
-    bench.take(3, ring_piece(1, epoch=1, piece=1))
-    assert bench.work() == ["pass 2, 1 of 2", "measure 0"]
-    assert bench.sent() == ["piece 0 → 3, epoch 1", "piece 1 → 3, epoch 1"]
+    assert bench.work() == ["begin averaging", "contribute to piece 1, 0 given"]
+    bench.take(3, gradient_piece(0, epoch=1, piece=0))
+    assert bench.work() == ["contribute to piece 0, 1 given, total"]
+    bench.take(3, gradient_piece(3, epoch=1, piece=1))
+    assert bench.work() == ["adopt piece 1", "measure 0"]
+    assert bench.sent() == ["transfer 1 → 3, epoch 1", "transfer 2 → 3, epoch 1"]
     (averaged,) = bench.heard()
     assert isinstance(averaged, Averaged)
     assert (averaged.iteration, averaged.epoch, averaged.squared_norm) == (0, 1, 0.0)

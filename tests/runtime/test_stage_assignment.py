@@ -211,7 +211,7 @@ def test_a_node_with_a_bad_link_leaves_a_ring_that_can_no_longer_go_around_it() 
     cluster = replace(uniform_cluster(8), bandwidth_bytes_per_s=bandwidth)
     stages = (Stage(2, (0, 1), (0, 1)), Stage(3, (2, 3, 4, 5), (2, 4, 3, 5)), Stage(3, (6, 7), (6, 7)))
     lanes = tuple(Lane((at % 2, 2 + at % 4, 6 + at % 2), 1) for at in range(4))
-    plan = Plan(cluster, Workload(TINY, 16, 1, 4, max_slots=3), stages, lanes)
+    plan = Plan(cluster, Workload(TINY, 16, 1, 4, max_slots=3, collective="ring"), stages, lanes)
     before = assigning(plan).moving(100)
     assert before is None or before.gain < 0.2
     found = assigning(plan, 4).moving(100)

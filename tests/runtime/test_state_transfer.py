@@ -14,7 +14,7 @@ from skippipe.runtime.neighbour_init import layer_at_same_depth
 from skippipe.runtime.node.ops import GradNorm, OptimizerStep, PlanTransfer, ReadState, WriteState
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.runtime.state_source import StateSlice, StateSource
-from tests.helpers.executors import RATE, computer_of, noise, ring, state_of, stepped
+from tests.helpers.executors import RATE, average, computer_of, noise, state_of, stepped
 
 torch.set_num_threads(1)
 
@@ -39,7 +39,7 @@ def test_a_learner_that_steps_along_ends_as_the_replica(monkeypatch: pytest.Monk
     assert {part.source for part in parts} == {4}
     for number, part in enumerate(reversed(parts)):
         replica.tasks.weights.gradient.copy_(noise(50 + number, size))
-        ring([replica, receiver])
+        average([replica, receiver])
         norms = [each.run(GradNorm(2, alone=False)) for each in (replica, receiver)]
         assert norms[0] == norms[1]
         transfer(receiver, [part], {4: replica})

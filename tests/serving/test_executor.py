@@ -17,9 +17,9 @@ from skippipe.inference.checkpoint_loader import fingerprint, load, load_stage, 
 from skippipe.inference.request import SamplingParams
 from skippipe.model.stage import StageModel
 from skippipe.runtime.node.interfaces import JoinConfig
-from skippipe.serving.node.executor import ServingExecutor
-from skippipe.serving.node.role import ServingConfig, build_executor
-from skippipe.serving.step_protocol import ForwardStep, FreeSlots, InputRow, SampleTokens, StepRefused
+from skippipe.serving.executor import ServingExecutor
+from skippipe.serving.node import ServingConfig, build_executor
+from skippipe.serving.step_protocol import ForwardStep, FreeSlots, InputRow, SampleTokens, StepInput, StepRefused
 from tests.helpers.model_folders import LAYERS, TOKENIZER, checkpoint_in, export_to, made
 from tests.helpers.models import FAMILIES, whole_model
 
@@ -32,13 +32,17 @@ def executors(stages: list[StageModel], wire: str = "fp32") -> list[ServingExecu
     return [ServingExecutor(number, stage.eval(), cache_tokens=512, wire_dtype=wire) for number, stage in each]
 
 
+def step_of(rows: list[InputRow], freed: tuple[int, ...] = (), sampling: tuple[SamplingParams, ...] = ()) -> StepInput:
+    return StepInput(0, LANE, (0, 1, 2), tuple(rows), freed, (), sampling)
+
+
 def forward_all(
     nodes: list[ServingExecutor], rows: list[InputRow], tokens: list[list[int]], freed: tuple[int, ...]
 ) -> Any:
     """What the last stage makes of these tokens."""
     given: Any = tuple(map(tuple, tokens))
     for node in nodes:
-        given = node.run(ForwardStep(LANE, tuple(rows), freed, given))
+        given = node.run(ForwardStep(step_of(rows, freed), 0, given))
         assert isinstance(given, EncodedTensor)
     return given
 
@@ -73,7 +77,7 @@ def test_logits_of_batched_prompts_and_single_tokens_are_those_of_transformers(f
             assert (each - want).abs().max() < 1e-4
         ends = [computed[row.slot] for row in rows]
         greedy = tuple(SamplingParams(temperature=0) for _ in rows)
-        chosen = nodes[0].run(SampleTokens(tuple(rows), greedy, encode(back, "fp32")))
+        chosen = nodes[0].run(SampleTokens(step_of(rows, sampling=greedy), encode(back, "fp32")))
         assert chosen == [int(expected[text, done - 1].argmax()) for text, done in ends]
     assert min(single, longer) > 10
 
@@ -83,12 +87,15 @@ def test_what_cannot_be_done_is_said_and_the_node_goes_on() -> None:
     first, second, _ = nodes = executors(stages)
     row = InputRow(0, 0, 2)
     sick = encode(torch.tensor([[0.0] * 31 + [float("nan")]] * 2), "fp32")
-    for work in (ForwardStep(LANE, (row,), (), sick), SampleTokens((row,), (SamplingParams(),), sick)):
+    for work in (
+        ForwardStep(step_of([row]), 0, sick),
+        SampleTokens(step_of([row], sampling=(SamplingParams(),)), sick),
+    ):
         node = first if isinstance(work, SampleTokens) else second
         assert node.run(work) == StepRefused("hidden states that are not finite", bad_input=True)
-    late = first.run(ForwardStep(LANE, (InputRow(3, 7, 1),), (), ((1,),)))
+    late = first.run(ForwardStep(step_of([InputRow(3, 7, 1)]), 0, ((1,),)))
     assert isinstance(late, StepRefused) and not late.bad_input
-    much = first.run(ForwardStep(LANE, (InputRow(0, 0, 600),), (), ((1,) * 600,)))
+    much = first.run(ForwardStep(step_of([InputRow(0, 0, 600)]), 0, ((1,) * 600,)))
     assert isinstance(much, StepRefused) and not much.bad_input
     good = forward_all(nodes, [row], [[1, 2]], freed=(0, 5, 400))  # slots that were never taken
     for node in nodes:
@@ -103,7 +110,9 @@ def test_a_head_that_is_damaged_is_its_own_fault() -> None:
     with torch.no_grad():
         next(head.parameters()).fill_(float("inf"))
     node = executors(stages)[0]
-    result = node.run(SampleTokens((InputRow(0, 0, 1),), (SamplingParams(),), encode(torch.ones(1, 32), "fp32")))
+    result = node.run(
+        SampleTokens(step_of([InputRow(0, 0, 1)], sampling=(SamplingParams(),)), encode(torch.ones(1, 32), "fp32"))
+    )
     assert isinstance(result, StepRefused) and not result.bad_input
 
 
@@ -173,3 +182,23 @@ def test_a_node_refuses_another_model(tmp_path: Path) -> None:
         build_executor(node_config, 1, replace(here, checkpoint=tmp_path / "other"))
     with pytest.raises(UserError, match="--checkpoint"):
         build_executor(node_config, 1, replace(here, checkpoint=tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"layers": None}, "node_config.layers: expected a list, found None"),
+        ({"layers": [2, "1"]}, "node_config.layers[1]: expected a whole number, found '1'"),
+        ({"stage_of": ["a"]}, "node_config.stage_of: expected an object, found ['a']"),
+        ({"stage_of": {"a": 0, "b": 3}}, "node_config.stage_of: expected names of nodes with their stages"),
+        ({"wire_dtype": "fp12"}, "node_config.wire_dtype: 'fp12' is none of fp32, bf16, int8"),
+        ({"threads": 0}, "node_config.threads: 0 is out of range; give 1 to 1,024"),
+        ({"thread": 1}, "node_config.thread: no such field; did you mean 'threads'?"),
+        ({"fingerprint": ...}, "node_config.fingerprint: missing; add it"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused_by_name(wrong: dict[str, Any], complaint: str) -> None:
+    sent = ServingConfig("model", (2, 1), {"a": 0, "b": 1}, 300, "f").to_json() | wrong
+    with pytest.raises(UserError) as caught:
+        ServingConfig.from_json({name: value for name, value in sent.items() if value is not ...})
+    assert str(caught.value) == complaint

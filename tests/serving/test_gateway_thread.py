@@ -26,8 +26,8 @@ from skippipe.runtime.messages import (
     to_json,
 )
 from skippipe.serving.gateway_thread import GatewayCallback, GatewayThread
-from skippipe.serving.node.role import ServingConfig
-from skippipe.serving.scheduler import EngineFull, SequenceRequest, SequenceState
+from skippipe.serving.node import ServingConfig
+from skippipe.serving.scheduler import EngineFull, SequenceRequest
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox
 
@@ -101,13 +101,10 @@ class Cluster(GatewayCallback):
             self.until(lambda name=name: (name, f"holds {NODES[name]}") in self.events)  # type: ignore[misc]
 
     def ask(self) -> None:
-        def nothing(_sequence: SequenceState) -> None: ...
-
         self.gateway.submit(
             SequenceRequest((1, 2), 5),
             lambda sequence: self.reasons.append(sequence.finish_reason),
             self.refused.append,
-            nothing,
         )
 
     def until(self, happened: Callable[[], bool]) -> None:
@@ -181,7 +178,7 @@ def test_nonsense_is_counted_and_nothing_else(cluster: Cluster) -> None:
         cluster.peers["bob"].say(said)
     for control in (RunStep(1, 1, [0], [], [], [], [], []), Stop("now"), StepFailed(99, 0, ""), Sampled(99, [1])):
         cluster.peers["bob"].say(control)
-    cluster.until(lambda: cluster.gateway.status.stats.get("nonsense_total") == 3)
+    cluster.until(lambda: cluster.gateway.stats.get("nonsense_total") == 3)
     cluster.ask()
     ann = cluster.peers["ann"]
     for token in range(5):

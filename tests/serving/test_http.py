@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from skippipe.errors import UserError
 from skippipe.inference.request import SamplingParams
 from skippipe.serving.http import routes
-from skippipe.web.auth import ApiSettings
+from skippipe.web.server import ApiSettings
 from tests.helpers.echo_engine import (
     CHAT,
     COMPLETIONS,
@@ -417,7 +417,7 @@ def test_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(name: str) -> None:
         raise ImportError(f"No module named '{name}'", name=name)
 
-    monkeypatch.setattr("skippipe.optional_deps.import_module", nothing)
+    monkeypatch.setattr("skippipe.errors.import_module", nothing)
     with pytest.raises(UserError, match=r"fastapi.*pip install 'skippipe\[serve\]'"):
         routes.application(EchoEngine(), OPEN)
 

@@ -24,7 +24,7 @@ from skippipe.runtime.messages import (
     from_json,
     to_json,
 )
-from skippipe.serving.node.state_machine import MAX_EARLY, EarlyMessages, ServingNode
+from skippipe.serving.node import MAX_EARLY, EarlyMessages, ServingNode
 from skippipe.serving.routing import ServingRoute
 from skippipe.serving.scheduler import Scheduler, SequenceRequest, SequenceState, ServingSettings, ServingStep
 from skippipe.serving.step_protocol import (
@@ -37,7 +37,7 @@ from skippipe.serving.step_protocol import (
     StepRefused,
     step_messages,
 )
-from skippipe.transport.message import Message, RingPiece, StepHop
+from skippipe.transport.message import GradientPiece, Message, StepHop
 from tests.helpers.echo_engine import PLACES, VOCABULARY, expected_tokens, next_token
 
 STAGE_OF = {node: stage for stage, nodes in PLACES.items() for node in nodes}
@@ -57,22 +57,22 @@ class SymbolicExecutor:
             case ForwardStep():
                 return self._pass(work)
             case SampleTokens():
-                end_tokens = [sum(row.count for row in work.rows[: at + 1]) for at in range(len(work.rows))]
+                end_tokens = [sum(row.count for row in work.step.rows[: at + 1]) for at in range(len(work.step.rows))]
                 return [
                     next_token(list(work.inputs[end - 1]), sampling.seed)
-                    for end, sampling in zip(end_tokens, work.sampling, strict=True)
+                    for end, sampling in zip(end_tokens, work.step.sampling, strict=True)
                 ]
             case FreeSlots():
                 self.caches = {key: each for key, each in self.caches.items() if key[0] != work.route}
                 return None
 
     def _pass(self, work: ForwardStep) -> Prefixes:
-        for slot in work.freed:
-            self.caches.pop((work.route, slot), None)
+        for slot in work.step.freed:
+            self.caches.pop((work.step.route, slot), None)
         made: Prefixes = []
         at = 0
-        for number, row in enumerate(work.rows):
-            cache = self.caches.setdefault((work.route, row.slot), [])
+        for number, row in enumerate(work.step.rows):
+            cache = self.caches.setdefault((work.step.route, row.slot), [])
             assert len(cache) == row.start
             new = self._new(work.inputs, number, row, at)
             at += row.count
@@ -114,8 +114,8 @@ class Place:
     def start(self, work: ServingWork) -> None:
         self.world.at(self.world.random.uniform(0.001, 0.01), lambda: self._done(work))
 
-    def fits(self, message: Message, at: int, size: int) -> bool:
-        return isinstance(message.body, list) and len(message.body) == at and size > 0
+    def fits(self, message: Message, expected: int) -> bool:
+        return isinstance(message.body, list) and len(message.body) == expected
 
     def _done(self, work: ServingWork) -> None:
         if self.alive:
@@ -252,7 +252,7 @@ def test_what_no_step_foresees_is_dropped() -> None:
     for sender, body in ((4, [(1,)]), (0, [(1,), (2,)]), (0, "nonsense")):
         place.node.receive(sender, Message(StepHop(1, 1, 1), body))  # type: ignore[arg-type]
     place.node.receive(0, hop)
-    place.node.receive(0, Message(RingPiece(1, 1, 1)))
+    place.node.receive(0, Message(GradientPiece(1, 1, 1)))
     assert sum(place.node.dropped.values()) == 5
     place.node.handle_control(RunStep(2, 1, [0, 4], [[0, 0, 1]], [], [], [], []))
     assert sum(place.node.dropped.values()) == 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from copy import deepcopy
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -152,15 +153,23 @@ class Slow:
         return made + missing * (given[0] @ module.adapter.down.T @ module.adapter.up.T)
 
     def loss(self, inputs: Tensor, labels: Tensor, visits: Visits) -> Tensor:
-        hidden = self.final(inputs, visits)
-        loss = self.stages[0].loss(hidden, labels)
+        states = self.states(inputs, visits)
+        loss = self.stages[0].loss(states[-1], labels)
         share = self._recipe.distill if len(visits) < len(self.stages) else 0.0
         if not share:
             return loss
         with torch.no_grad():
-            teacher = self._logits(self.final(inputs, tuple(range(len(self.stages))))).softmax(-1)
-        taught = -(teacher * self._logits(hidden).log_softmax(-1)).sum(-1).mean()
-        return (1 - share) * loss + share * taught
+            teacher = self.states(inputs, tuple(range(len(self.stages))))
+            probabilities = self._logits(teacher[-1]).softmax(-1)
+        taught = -(probabilities * self._logits(states[-1]).log_softmax(-1)).sum(-1).mean()
+        apart = torch.zeros(())
+        for state, target in zip(states, (*visits[1:], len(self.stages)), strict=True):
+            apart = apart + (self._normed(state) - self._normed(teacher[target - 1])).square().mean()
+        return (1 - share) * loss + share * taught + self._recipe.distill_hidden * apart
+
+    @staticmethod
+    def _normed(hidden: Tensor) -> Tensor:
+        return hidden / (hidden.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
     def _logits(self, hidden: Tensor) -> Tensor:
         assert self.stages[0].norm is not None
@@ -168,7 +177,9 @@ class Slow:
         logits: Tensor = self.stages[0].head(self.stages[0].norm(hidden))
         return logits
 
-    def final(self, inputs: Tensor, visits: Visits) -> Tensor:
+    def states(self, inputs: Tensor, visits: Visits) -> list[Tensor]:
+        """The hidden states that each visited stage hands on."""
+        found = []
         total = len(self.stages)
         self._missing = total - len(visits)
         hidden = self.stages[0].embed(inputs)
@@ -179,11 +190,12 @@ class Slow:
             if self.bridges and target > stage + 1:
                 bridges, at = self.bridges[stage], target - stage - 2
                 width = hidden.shape[-1]
-                normed = hidden / (hidden.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+                normed = self._normed(hidden)
                 low = normed @ bridges.down[at].view(width, -1)
                 gain = bridges.gain.view(-1, width)[at]
                 hidden = hidden + gain * normed + low @ bridges.up[at].view(-1, width)
-        return hidden
+            found.append(hidden)
+        return found
 
     def gradients(self, tokens: Tensor, visits: list[Visits], healing: bool) -> tuple[float, dict[str, Tensor]]:
         """The mean loss, and of everything that learns the mean gradient over the visitors of its stage, clipped."""
@@ -218,6 +230,7 @@ HALVES = [(0, 2), (0, 1), (0, 3), (0, 2), (0, 1), (0, 3)]
         (MIXED, SkipSchedule("0 & 1/2", residual="scaled", bridges=3, adapters=3, distill=0.7), False),
         (MIXED, SkipSchedule("0 & 1/2", distill=1.0), False),
         (HALVES, SkipSchedule("0 until 50%, 1/2", adapters=3, distill=0.4, heal="50%"), True),
+        (MIXED, SkipSchedule("0 & 1/2", bridges=3, adapters=3, distill=0.7, distill_hidden=2.0), False),
     ],
     ids=[
         "sandwich",
@@ -229,6 +242,7 @@ HALVES = [(0, 2), (0, 1), (0, 3), (0, 2), (0, 1), (0, 3)]
         "all of it",
         "distillation",
         "healing by adapters",
+        "hidden states distilled",
     ],
 )
 def test_stand_ins_for_what_is_skipped_follow_plain_gradients(
@@ -274,7 +288,7 @@ def test_stand_ins_for_what_is_skipped_follow_plain_gradients(
         assert not any(weights.gradient.any() for weights in engine.weights), "or the next step would follow them"
     with torch.no_grad():
         slow = Slow(engine)
-        lossless = slow.stages[0].loss(slow.final(tokens[:1], visits[-1]), tokens[:1])
+        lossless = slow.stages[0].loss(slow.states(tokens[:1], visits[-1])[-1], tokens[:1])
     drive = recipe.residual_scale(4, len(visits[-1]))
     assert float(engine.loss_of(tokens[:1], tokens[:1], visits[-1], drive)) == pytest.approx(float(lossless), rel=1e-5)
 
@@ -331,19 +345,23 @@ def test_a_sandwich_that_comes_out_even_always_has_one_shape() -> None:
 def test_healing_has_a_schedule_of_its_own() -> None:
     learning = OptimConfig(rate=1e-3, warmup=10, hold=0.5, floor=0.1)
     heal = Variant("heal", SkipSchedule("0 until 80%, 1/2", bridges=8, heal="80%"), tokens=125 * 30_720)
-    study = Study("healing", [heal, Variant("full")], tokens=100 * 30_720, learning=learning)
-    healed, full = study.runs
+    faster = replace(heal, name="faster", heal_rate=3.0)
+    study = Study("healing", [heal, faster, Variant("full")], tokens=100 * 30_720, learning=learning)
+    healed, healed_faster, full = study.runs
     assert [healed.rate(number) for number in range(100)] == [full.rate(number) for number in range(100)]
     rates = [healed.rate(number) for number in range(100, 125)]
     assert max(rates) == 1e-3
     assert rates[-1] < 3e-4
+    assert [healed_faster.rate(number) for number in range(100)] == [full.rate(number) for number in range(100)]
+    assert [healed_faster.rate(number) for number in range(100, 125)] == [3.0 * rate for rate in rates]
 
 
 def test_results_from_before_bridges_are_still_known() -> None:
     """Their key is that of a run without."""
     study = Study("headline", [Variant("full"), Variant("bridged", SkipSchedule("1/2", bridges=8))])
     full, bridged = (run.settings["variant"]["recipe"] for run in study.runs)
-    assert not {"bridges", "heal"} & full.keys()
+    assert not {"bridges", "heal", "adapters", "distill", "distill_hidden"} & full.keys()
+    assert not any("heal_rate" in run.settings["variant"] for run in study.runs)
     assert bridged["bridges"] == 8
 
 
@@ -462,6 +480,33 @@ def test_runs_are_done_once_and_give_the_same_again(study_file: Path, tmp_path: 
     kept = load(tmp_path / "models" / f"{study.name}-quarter-1")
     assert kept.layers == (1, 1, 1, 1)
     assert not torch.equal(*(kept.stages[stage].layers[0].self_attn.q_proj.weight for stage in (1, 2)))  # type: ignore[arg-type, union-attr]
+
+
+@pytest.mark.parametrize("skip", ["1/4 until 25%, {} until 50%, 1/2", "0 until 25%, 0 until 50%, 1/2"])
+def test_variants_that_heal_the_same_model_share_it(study_file: Path, tmp_path: Path, skip: str) -> None:
+    base = load_study(study_file)
+    recipe = SkipSchedule(skip.format("0 & 1/2"), bridges=3, heal="50%")
+    longer = replace(recipe, skip=skip.replace("25%", "20%").replace("50%", "40%").format("0 & 1/2"), heal="40%")
+    variants = [
+        Variant("one", recipe, 4),
+        Variant("faster", replace(recipe, adapters=4, distill=0.5), 4, heal_rate=2.0),
+        Variant("longer", longer, 4, tokens=600),  # the same iterations before
+        Variant("other", replace(recipe, gradients="all"), 4),
+    ]
+    study = replace(base, variant=variants, seeds=[0])
+    assert {run.heals_at for run in study.runs} == {5}
+    frozen = tmp_path / "frozen"
+
+    def done(name: str, frozen: Path | None) -> list[dict[str, Any]]:
+        Runner(study, tmp_path / name, StudyDevice(), lambda run, share, how: None, None, frozen).run()
+        return read_results(tmp_path / name)
+
+    alone, shared, again = done("alone", None), done("shared", frozen), done("again", frozen)
+    assert len(list(frozen.iterdir())) == 2, "one for the first three"
+    for results in (shared, again):
+        for expected, found in zip(alone, results, strict=True):
+            for name in ("variant", "curve", "whole", "parts", "lengths", "key"):
+                assert found[name] == expected[name], name
 
 
 @pytest.mark.slow

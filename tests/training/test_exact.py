@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,8 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from skippipe.codecs import EncodedTensor, encode
-from skippipe.collectives.ring import GradientRing
+from skippipe.collectives.schedule import Piece
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
@@ -50,6 +48,13 @@ PATHS = {"full": FULL, "skipped": SKIPPED, "swapped": SWAPPED}
 @pytest.mark.parametrize("paths", PATHS)
 def test_many_nodes_are_one_process(paths: str, layers: tuple[int, ...], split: bool) -> None:
     assert_exact(*plan_of(PATHS[paths], layers, split=split))
+
+
+@pytest.mark.parametrize(
+    "pieces", [(Piece(2, 3), Piece(3, 1), Piece(4, 2)), (Piece(4, 2, ((2, 3),)), Piece(2, 1, ((4, 3),)))]
+)
+def test_every_way_to_average(pieces: tuple[Piece, ...]) -> None:
+    assert_exact(*plan_of(SKIPPED, pieces=pieces))
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3", "mistral", "qwen3_moe"])
@@ -165,67 +170,3 @@ def test_gradients_are_means_over_the_microbatches_that_came() -> None:
         torch.testing.assert_close(found[node], expected[stage], rtol=1e-4, atol=1e-7, msg=f"node {node}")
     norm = math.sqrt(sum(float(each.double().square().sum()) for each in expected))
     assert cluster.reports[0].norm == pytest.approx(norm, rel=1e-5)
-
-
-# The ring by itself
-
-
-def averaged(rings: Sequence[GradientRing]) -> list[torch.Tensor]:
-    """Drive all rounds by hand, everybody in step."""
-    size = len(rings)
-    passed: list[EncodedTensor | None] = [None] * size
-    for number in range(2 * (size - 1) + 1):
-        passed = [ring.turn(number, at, size, passed[at - 1]) for at, ring in enumerate(rings)]
-    assert passed == [None] * size
-    sums = [ring.summed.clone() for ring in rings]
-    for ring in rings:
-        ring.close(followed=True)
-    return sums
-
-
-def rings_over(gradients: Iterable[torch.Tensor], dtype: str) -> list[GradientRing]:
-    return [GradientRing(gradient, dtype) for gradient in gradients]
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
-def test_a_ring_sums_to_the_same_bits_everywhere(size: int, dtype: str) -> None:
-    generator = torch.Generator().manual_seed(size)
-    gradients = [torch.randn(1001, generator=generator) for _ in range(size)]
-    expected = torch.stack(gradients).double().sum(0)
-    sums = averaged(rings_over(gradients, dtype))
-    for each in sums[1:]:
-        assert torch.equal(each, sums[0])
-    tolerance = {"fp32": 1e-5, "bf16": 0.05, "int8": 0.25}[dtype]
-    assert float((sums[0] - expected).abs().max()) < tolerance
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "int8"])
-def test_what_rounding_takes_away_is_given_back(dtype: str) -> None:
-    """With the same gradient in every iteration, the mean of what is applied tends to the true one; the error of a
-    single iteration stays what it was."""
-    generator = torch.Generator().manual_seed(2)
-    true = [torch.randn(700, generator=generator) * torch.logspace(-3, 0, 700) for _ in range(3)]
-    expected = torch.stack(true).double().sum(0)
-    rings = rings_over(true, dtype)
-    applied = torch.zeros(700, dtype=torch.float64)
-    errors = []
-    for iteration in range(1, 65):
-        applied += averaged(rings)[0]
-        errors.append(float((applied / iteration - expected).abs().max()))
-    assert errors[0] > 1e-4
-    assert errors[-1] < errors[0] / 12
-    bias = float((averaged(rings_over(true, dtype))[0] - expected).abs().max())
-    assert errors[-1] < bias / 12, "without feedback the error would stay"
-
-
-@pytest.mark.parametrize(
-    "wrong", [encode(torch.ones(1), "fp32"), encode(torch.ones(34), "fp32"), encode(torch.ones(50), "bf16")]
-)
-def test_a_piece_of_another_shape_is_not_added(wrong: EncodedTensor) -> None:
-    gradient = torch.zeros(100)
-    ring = GradientRing(gradient, "fp32")
-    ring.turn(0, 0, 2, None)
-    with pytest.raises(ValueError, match="came instead of fp32"):
-        ring.turn(1, 0, 2, wrong)
-    assert not gradient.any()

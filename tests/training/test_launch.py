@@ -141,7 +141,7 @@ def test_the_coordinator_cannot_start(place: Place, names: list[str], refused: C
     del known[names[1]]
     PeerList(known).save(place.folder / "short.json")
     lacking = place.joining("short", 0, peers=place.folder / "short.json")
-    assert f"short.json: has no key of {names[1]}, which the plan uses" in refused("train", lacking)
+    assert f"short.json: has no key of {names[1]}" in refused("train", lacking)
     assert "--engine: 'warp' is none of processes" in refused("train", lacking, "--engine", "warp")
     assert "goes with --engine ray" in refused("train", lacking, "--ray-address", "127.0.0.1:6379")
 

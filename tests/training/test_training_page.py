@@ -277,7 +277,8 @@ def test_fields_and_their_defaults() -> None:
     job = asdict(JobConfig())
     flat = {name: value for name, value in job.items() if name in ("iterations", "seed")}
     flat |= {f"learning.{name}": value for name, value in job["learning"].items()}
-    studies = ("grow", "exposure", "swaps", "bridges", "adapters", "distill", "heal")  # refused in training
+    # refused in training
+    studies = ("grow", "exposure", "swaps", "bridges", "adapters", "distill", "distill_hidden", "heal")
     flat |= {f"recipe.{name}": value for name, value in job["recipe"].items() if name not in studies}
     table = rows(SECTION.partition("### Paths")[0].partition("| job field |")[2])
     said = {name.strip("`"): json.loads(cells[0].strip("`")) for name, cells in table.items()}

@@ -18,7 +18,7 @@ from skippipe.codecs import CODECS, EncodedTensor, decode, encode
 from skippipe.errors import UserError
 from skippipe.transport.link_emulation import DelayQueue, EmulatedLink, LinkEmulator
 from skippipe.transport.mailbox import PIECE_BYTES, LossReason, Lost, Mailbox, NotConnected, QueueFull
-from skippipe.transport.message import Hop, Message, Received, RingPiece, to_frames
+from skippipe.transport.message import GradientPiece, Hop, Message, Received, to_frames
 from tests.helpers.mailboxes import HELLO, KEYS, PATIENCE_S, Net, link, network, number_of
 from tests.helpers.relay import Wire
 
@@ -42,13 +42,13 @@ def test_delivery_in_order(net: Net, dtype: str) -> None:
     tensor = torch.randn(3, PIECE_BYTES // 2 + 7)  # several pieces, and a rest
     sizes = [a.send("b", HELLO)]
     sizes.append(a.send("b", Message(Hop(5, 1, 2, 3), encode(tensor, dtype)), due_ns=99))
-    sizes.append(a.send("b", Message(RingPiece(5, 0, 2))))
+    sizes.append(a.send("b", Message(GradientPiece(5, 0, 2))))
     first, second, third = net.delivered(b, 3)
     assert first == Received("a", HELLO, 0)
     assert (second.peer, second.due_ns, second.message.header) == ("a", 99, Hop(5, 1, 2, 3))
     assert isinstance(second.message.body, EncodedTensor)
     assert torch.equal(decode(second.message.body), decode(encode(tensor, dtype)))
-    assert third.message == Message(RingPiece(5, 0, 2))
+    assert third.message == Message(GradientPiece(5, 0, 2))
     assert a.sent_bytes["b"] == b.received_bytes["a"] == sum(sizes)
     assert not a.lost() and a.connected == {"b"}
 
@@ -293,9 +293,13 @@ def at(due_ns: int, number: int = 0, peer: str = "a") -> Received:
     return Received(peer, Message(Hop(number, 0, 0, 0)), due_ns)
 
 
+def unsent(peer: str, message: Message, due_ns: int) -> None:
+    raise AssertionError(f"{message} to {peer}, due at {due_ns}")
+
+
 def test_transfers_queue_on_a_link() -> None:
     now = [1000]
-    shaper = LinkEmulator({"b": EmulatedLink(0.5, 1e9), "c": EmulatedLink(0.0, 2e9)}, lambda: now[0])
+    shaper = LinkEmulator({"b": EmulatedLink(0.5, 1e9), "c": EmulatedLink(0.0, 2e9)}, unsent, lambda: now[0])
     half_ns = 500_000_000
     assert shaper.due_ns("b", 100) == 1100 + half_ns
     assert shaper.due_ns("b", 50) == 1150 + half_ns  # after the first
@@ -310,7 +314,7 @@ def test_transfers_queue_on_a_link() -> None:
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.integers(1, 10**8)), min_size=1), st.floats(1e3, 1e10))
 def test_order_and_rate_of_a_link(sends: list[tuple[int, int]], bandwidth: float) -> None:
     now = [0]
-    shaper, held = LinkEmulator({"b": EmulatedLink(0.01, bandwidth)}, lambda: now[0]), DelayQueue()
+    shaper, held = LinkEmulator({"b": EmulatedLink(0.01, bandwidth)}, unsent, lambda: now[0]), DelayQueue()
     for number, (pause_ns, nbytes) in enumerate(sends):
         now[0] += pause_ns
         held.put(at(shaper.due_ns("b", nbytes), number))

@@ -198,7 +198,7 @@ def test_every_field_has_its_place() -> None:
     assert from_frames(frames, LIMITS) == (message, 7)
     assert list(to_frames(message, 7)) == frames
     assert frames[0] == bytes.fromhex(
-        "534b5050 04 01 02 01 0100000000000000 02000000 03000000 04000000 05000000"
+        "534b5050 05 01 02 01 0100000000000000 02000000 03000000 04000000 05000000"
         "0600000000000000 0700000000000000 02000000 00000000 00000000 00000000"
     )
 
@@ -211,7 +211,7 @@ def test_every_kind_has_its_numbers() -> None:
     shown = {kind.name: (" ".join(HEADERS[kind].bounds()), each.rstrip(bytes(1)).hex()) for kind, each in about.items()}
     assert shown == {
         "HOP": ("iteration lane microbatch step epoch", "0100000000000000020000000300000004000000" + "05"),
-        "RING_PIECE": ("iteration stage round epoch", "0100000000000000020000000300000004"),
+        "GRADIENT_PIECE": ("iteration stage transfer epoch", "0100000000000000020000000300000004"),
         "CONTROL": ("incarnation term number", "01000000000000000200000003"),
         "STATE_PIECE": ("iteration first assignment", "0100000000000000020000000000000003"),
         "BACKUP_PIECE": ("first assignment", "010000000000000002"),
@@ -226,7 +226,7 @@ MALFORMED: dict[str, tuple[list[bytes], str]] = {
     "no payload": (frames_with()[:1], "1 frames instead of"),
     "short header": ([b"SKPP", b""], "a header of 4 bytes"),
     "magic": (frames_with(magic=b"SKIP"), "does not start like"),
-    "version": (frames_with(version=1), "version 1 is not known here; this release speaks 4"),
+    "version": (frames_with(version=1), "version 1 is not known here; this release speaks 5"),
     "header of version 1": ([frames_with(version=1)[0][:52], bytes(8)], "a header of 52 bytes instead of 64"),
     "kind": (frames_with(kind=10), "kind 10 is unknown"),
     "body": (frames_with(body=5), "body 5 is unknown"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 from statistics import fmean
 from typing import NamedTuple
@@ -17,8 +17,7 @@ from typing import NamedTuple
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import DtypeName
 from skippipe.inference.checkpoint_loader import StagedModel
-from skippipe.inference.eval.perplexity import PerplexityMeter, TextLoss, best_exponents
-from skippipe.inference.eval.windows import Windows
+from skippipe.inference.eval.perplexity import PerplexityMeter, TextLoss, Windows, best_exponents
 from skippipe.inference.likelihood import BATCH_TOKENS
 from skippipe.stage_subset import StageSubset, Visits, draw_subsets, parse_subsets, residual_scale_of
 
@@ -62,12 +61,6 @@ def ablation_order(total: int, losses: Losses) -> Iterator[StageAblation]:
         best = candidates[min(range(len(candidates)), key=found.__getitem__)]
         remaining = best.remaining
         yield best
-
-
-def best_of_every_size(losses: Mapping[Visits, float]) -> dict[int, Visits]:
-    """The subset of the lowest loss, of every size."""
-    sizes = sorted({len(stages) for stages in losses}, reverse=True)
-    return {size: min((each for each in losses if len(each) == size), key=losses.__getitem__) for size in sizes}
 
 
 @dataclass(frozen=True)
@@ -213,10 +206,9 @@ class Evaluation:
 
     def best_by_size(self, text: str) -> dict[int, StageSubset]:
         """The best subset of every size, if all subsets were measured."""
-        losses = {subset.stages: loss.mean for subset in self.sampled if (loss := self.loss(subset, text))}
-        if not self.ablation or len(losses) < 2 ** (self.total - 1):
-            return {}
-        return {kept: self.subset(stages) for kept, stages in best_of_every_size(losses).items()}
+        sizes = self.sizes(text)
+        every = self.ablation and sum(size.subsets for size in sizes) == 2 ** (self.total - 1)
+        return {size.kept: size.best for size in sizes} if every else {}
 
 
 def evaluate(
@@ -235,11 +227,11 @@ def evaluate(
     scaling = ResidualScaling(total, selection.residual_scale)
     if selection.residual_scale == BEST:
         some = first.others(max(MIN_CALIBRATION_WINDOWS, len(first.numbers) // CALIBRATION_SHARE))
-        meter = PerplexityMeter(staged, [some], dtype, _labelled(progress, "choosing the residual scale"), batch_tokens)
+        meter = PerplexityMeter(staged, [some], dtype, partial(progress, "choosing the residual scale"), batch_tokens)
         sizes = _calibration_subsets(total, needed, selection)
         scaling = ResidualScaling(total, BEST, best_exponents(meter, sizes, total), some.tokens)
     subsets_wanted = [scaling.subset(stages) for stages in wanted]
-    meter = PerplexityMeter(staged, texts, dtype, _labelled(progress, "measuring"), batch_tokens)
+    meter = PerplexityMeter(staged, texts, dtype, partial(progress, "measuring"), batch_tokens)
 
     def losses(subsets: Sequence[Visits]) -> list[float]:
         scaled = [scaling.subset(stages) for stages in subsets]
@@ -268,10 +260,6 @@ def evaluate(
         ablation=selection.ablation,
         interrupted=interrupted,
     )
-
-
-def _labelled(progress: EvalProgress, what: str) -> Callable[[int, int], None]:
-    return lambda done, of: progress(what, done, of)
 
 
 def _calibration_subsets(total: int, needed: Sequence[Visits], selection: Selection) -> dict[int, list[Visits]]:

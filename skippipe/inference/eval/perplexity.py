@@ -1,4 +1,8 @@
-"""Perplexity of many subsets of a model's stages at once.
+"""Perplexity of many subsets of a model's stages at once, on windows of a text.
+
+Evaluation windows are stretches of a text of equal length, spread evenly over it. The token after a window is the label
+of its last one, as in training. Where the tokenizer begins every text with a token of its own, that one stands before
+every window instead: such models need it there.
 
 Subsets that begin alike share that work: they are walked as a prefix tree, depth first, and a stage's output is kept
 while there are subsets that go on from it. So all 2^(S−1) subsets of S stages take as many visits of a stage, instead
@@ -9,24 +13,116 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from skippipe.data.documents import BUILT_IN
+from skippipe.data.prepare import PrepareProgress, prepare
+from skippipe.data.token_file import Ids, TokenFile
+from skippipe.data.tokenizer import TextTokenizer
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import DtypeName, logits
 from skippipe.inference.checkpoint_loader import StagedModel
-from skippipe.inference.eval.windows import Windows
 from skippipe.inference.likelihood import BATCH_TOKENS, HEAD_ROWS, CountProgress
+from skippipe.plan import Plan
 from skippipe.stage_subset import StageSubset, Visits, residual_scale_of
 
+DEFAULT_CONTEXT = 512  # tokens of a window, if it is unknown on how many the model was trained
 MAX_LOSS = 700.0  # its perplexity can still be written as a number
 EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Steps between plain and scaled: the residual scale is (S−1)/(L−1) to this power."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    text: str
+    """The text's name."""
+    ids: Ids
+    length: int
+    """Tokens of a window; all of them are predicted."""
+    beginning: int | None
+    """The token that stands before every window; None: the one that does so in the text."""
+    numbers: tuple[int, ...]
+    """The windows to measure on, of all that the text has."""
+
+    @classmethod
+    def of(cls, text: str, ids: Ids, context: int, tokens: int, beginning: int | None = None) -> Windows:
+        """Windows of at most `tokens` together, but one at least. A text shorter than a window is one by itself."""
+        predicted = len(ids) - (beginning is None)
+        if predicted < 1:
+            raise UserError(f"--text {text}: has {len(ids)} tokens, too few to predict one; name a longer text")
+        every = cls(text, ids, min(context, predicted), beginning, ())
+        return replace(every, numbers=_spread(range(every.total), tokens // every.length))
+
+    @property
+    def total(self) -> int:
+        """Number of windows of the whole text."""
+        return (len(self.ids) - (self.beginning is None)) // self.length
+
+    @property
+    def tokens(self) -> int:
+        return len(self.numbers) * self.length
+
+    def others(self, wanted: int) -> Windows:
+        """So many windows that are not among these, to calibrate on; some of these, where too few are left."""
+        left = sorted(set(range(self.total)) - set(self.numbers))
+        return replace(self, numbers=_spread(left if len(left) >= wanted else self.numbers, wanted))
+
+    def batches(self, tokens: int) -> list[Sequence[int]]:
+        """Batches of about so many tokens, each spread over the whole text: the first ones are a fair sample."""
+        count = -(-len(self.numbers) // max(1, tokens // self.length))
+        return [self.numbers[start::count] for start in range(count)]
+
+    def rows(self, numbers: Sequence[int]) -> Tensor:
+        """The tokens of each window, and the one before it."""
+        starts = np.array(numbers)[:, None] * self.length
+        if self.beginning is None:
+            return torch.from_numpy(self.ids[starts + np.arange(self.length + 1)].astype(np.int64))
+        rows = torch.from_numpy(self.ids[starts + np.arange(self.length)].astype(np.int64))
+        return torch.cat([torch.full((len(rows), 1), self.beginning), rows], 1)
+
+
+def _spread(numbers: Sequence[int], wanted: int) -> tuple[int, ...]:
+    wanted = min(len(numbers), max(1, wanted))
+    return tuple(numbers[at * len(numbers) // wanted] for at in range(wanted))
+
+
+def open_text(name: str, tokenizer: TextTokenizer, progress: PrepareProgress = lambda what, share: None) -> Ids:
+    """Token ids of a prepared folder, or of a text file, which is kept prepared in the cache."""
+    if name not in BUILT_IN and Path(name).is_dir():
+        return TokenFile.open(Path(name), tokenizer).ids
+    return prepare(name, tokenizer, progress=progress).ids
+
+
+def labels(names: Sequence[str]) -> list[str]:
+    """Names of the texts: short, if that tells them apart."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"--text {twice}: named twice; once is enough")
+    short = [Path(name).name.removesuffix(".xz").removesuffix(".txt") for name in names]
+    return short if len(set(short)) == len(short) else list(names)
+
+
+def beginning_of(tokenizer: Any) -> int | None:
+    """The token that a tokenizer of transformers puts before any text by itself."""
+    added: list[int] = tokenizer("").input_ids
+    return added[0] if added and added[0] == tokenizer.bos_token_id else None
+
+
+def default_context(place: Path, most: int) -> int:
+    """The length of the samples that the model was trained on, if its run's plan is found; else a default."""
+    run = place.parent if place.name == "model" else place.parent.parent
+    of_run = place.name == "model" or place.parent.name == "checkpoints"
+    if of_run and (run / "plan.json").is_file():
+        return min(most, Plan.load(run / "plan.json").workload.sequence_tokens)
+    return min(most, DEFAULT_CONTEXT)
 
 
 class TextLoss(NamedTuple):
@@ -62,24 +158,17 @@ def prefix_tree(subsets: Iterable[StageSubset]) -> PrefixTree:
     return root
 
 
+@dataclass
 class PerplexityMeter:
     """Measures subsets of one model on the same windows."""
 
-    def __init__(
-        self,
-        staged: StagedModel,
-        texts: Sequence[Windows],
-        dtype: DtypeName = "fp32",
-        progress: CountProgress = lambda done, of: None,
-        batch_tokens: int = BATCH_TOKENS,
-    ) -> None:
-        self.losses: dict[StageSubset, dict[str, TextLoss]] = {}
-        """Losses of every subset, on every text by its name."""
-        self._staged = staged
-        self._texts = texts
-        self._low_precision = dtype == "bf16"
-        self._batch_tokens = batch_tokens
-        self._progress = progress
+    staged: StagedModel
+    texts: Sequence[Windows]
+    dtype: DtypeName = "fp32"
+    progress: CountProgress = lambda done, of: None
+    batch_tokens: int = BATCH_TOKENS
+    losses: dict[StageSubset, dict[str, TextLoss]] = field(init=False, default_factory=dict)
+    """Losses of every subset, on every text by its name."""
 
     @torch.no_grad()
     def measure(self, subsets: Iterable[StageSubset]) -> None:
@@ -88,13 +177,13 @@ class PerplexityMeter:
         if not missing:
             return
         tree = prefix_tree(missing)
-        batches = [(text, numbers) for text in self._texts for numbers in text.batches(self._batch_tokens)]
-        with torch.autocast(torch.device(self._staged.device).type, torch.bfloat16, enabled=self._low_precision):
+        batches = [(text, numbers) for text in self.texts for numbers in text.batches(self.batch_tokens)]
+        with torch.autocast(torch.device(self.staged.device).type, torch.bfloat16, enabled=(self.dtype == "bf16")):
             for done, (text, numbers) in enumerate(batches):
                 found: dict[StageSubset, Tensor] = {}
                 for subset, loss in self._losses(tree, text.rows(numbers)):
                     found[subset] = loss
-                    self._progress(done * len(missing) + len(found), len(batches) * len(missing))
+                    self.progress(done * len(missing) + len(found), len(batches) * len(missing))
                 means = torch.stack([found[subset] for subset in missing]).cpu() / (len(numbers) * text.length)
                 self._add(text, len(numbers), dict(zip(missing, means.tolist(), strict=True)))
 
@@ -113,16 +202,16 @@ class PerplexityMeter:
         self.losses = more
 
     def _losses(self, tree: PrefixTree, rows: Tensor) -> Iterator[tuple[StageSubset, Tensor]]:
-        rows = rows.to(self._staged.device)
-        hidden = self._staged.stages[0].embed(rows[:, :-1])
-        return self._walk(tree, hidden.bfloat16() if self._low_precision else hidden, rows[:, 1:])
+        rows = rows.to(self.staged.device)
+        hidden = self.staged.stages[0].embed(rows[:, :-1])
+        return self._walk(tree, hidden.bfloat16() if (self.dtype == "bf16") else hidden, rows[:, 1:])
 
     def _walk(self, tree: PrefixTree, hidden: Tensor, labels: Tensor) -> Iterator[tuple[StageSubset, Tensor]]:
         if tree.complete:
             loss = self._loss(hidden, labels)
             yield from ((subset, loss) for subset in tree.complete)
         for stage, scales in tree.onward.items():
-            output = self._staged.stages[stage](hidden)
+            output = self.staged.stages[stage](hidden)
             for scale, following in scales.items():
                 scaled = output if scale == 1.0 else torch.lerp(hidden, output, scale)
                 yield from self._walk(following, scaled, labels)
@@ -133,7 +222,7 @@ class PerplexityMeter:
         pieces = torch.split(hidden.flatten(0, 1), HEAD_ROWS), torch.split(labels.flatten(), HEAD_ROWS)
         for some, wanted in zip(*pieces, strict=True):
             total += (
-                functional.cross_entropy(logits(self._staged.stages[0], some), wanted, reduction="none").double().sum()
+                functional.cross_entropy(logits(self.staged.stages[0], some), wanted, reduction="none").double().sum()
             )
         return total
 

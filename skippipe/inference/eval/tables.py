@@ -18,7 +18,11 @@ def tables(evaluation: Evaluation) -> list[Table]:
 
 def subsets_table(evaluation: Evaluation) -> Table:
     rows = [
-        [subset.name, _share(evaluation, subset), f"{evaluation.share_of_parameters(subset):.1%}"]
+        [
+            subset.name,
+            f"{len(subset.stages) / evaluation.total:.0%}",
+            f"{evaluation.share_of_parameters(subset):.1%}",
+        ]
         + [cell for text in evaluation.texts for cell in _measured(evaluation, subset, text.text)]
         for subset in evaluation.wanted
     ]
@@ -145,10 +149,6 @@ def _size_json(evaluation: Evaluation, size: SizeSummary, text: str) -> dict[str
 def _by_text(evaluation: Evaluation, headings: Sequence[str]) -> list[str]:
     texts = [text.text for text in evaluation.texts]
     return [f"{text}\n{heading}" if len(texts) > 1 else heading for text in texts for heading in headings]
-
-
-def _share(evaluation: Evaluation, subset: StageSubset) -> str:
-    return f"{len(subset.stages) / evaluation.total:.0%}"
 
 
 def _of(evaluation: Evaluation, kept: int) -> str:

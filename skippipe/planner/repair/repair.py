@@ -33,6 +33,7 @@ from skippipe.errors import UserError
 from skippipe.jit import Flags, Ints
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.astar import INFINITE_NS, NEVER_BUSY, best_path
+from skippipe.planner.averaging import averaging_fastest
 from skippipe.planner.repair.exposure_milp import LaneGroup, StageSet, even_exposure, visit_sets
 from skippipe.planner.search.annealing import Chain, search
 from skippipe.planner.search.moves import PLACEMENT_MOVES, Move, cumulative_move_weights
@@ -112,7 +113,7 @@ def repaired(
     ]
     best = min(chains, key=lambda each: int(each.scores[0]))
     search([best], changes, lambda: clock() >= deadline, first_round=FIRST_ROUND)
-    result = replace(found[0], lanes=lanes_of(best.best))
+    result = averaging_fastest(replace(found[0], lanes=lanes_of(best.best)))
     try:
         return result.promising(simulate(result, Timing.FULL))
     except UserError:  # a ring that no link closes takes for ever; `validate` names it

@@ -1,4 +1,4 @@
 """Reports of a run that is over: figures and tables (`summary`), a page (`html`) and images for papers (`png`).
 
-`gantt` works out what is drawn where. The files of a run are read in `skippipe.runs`.
+The files of a run are read in `skippipe.runs`.
 """

@@ -11,34 +11,12 @@ from plotly import graph_objects as go
 
 from skippipe.json_fields import write_text
 from skippipe.plan import Plan
-from skippipe.report.gantt import Gantt, pale
-from skippipe.report.html import (
-    ROW_PX,
-    bar_trace,
-    figure_html,
-    heat_figure,
-    key_figures,
-    page,
-    picture_sections,
-    section,
-    table_html,
-)
-from skippipe.report.run.gantt import MEASURED_PLACE, PLANNED_PLACE, RecordedGantt, marks_of
-from skippipe.report.run.summary import (
-    amount,
-    events_table,
-    nodes_table,
-    outages_table,
-    run_figures,
-    short_count,
-    steps_of,
-    title,
-    tokens_each,
-)
+from skippipe.report import html
+from skippipe.report.gantt import Gantt, RecordedGantt, pale
+from skippipe.report.run import summary
 from skippipe.report.summary import plan_figures, timeline_figures
-from skippipe.runs.gantt_data import RecordedIteration
 from skippipe.runs.history import RunHistory
-from skippipe.runs.records import downsample
+from skippipe.runs.records import RecordedIteration, downsample
 from skippipe.simulator import simulate
 from skippipe.timeline import HUES, Timing
 
@@ -59,19 +37,19 @@ Steps of colour are even on a logarithmic scale."""
 
 def write_run_html(history: RunHistory, path: Path) -> None:
     sections = [
-        key_figures(run_figures(history)),
+        html.key_figures(summary.run_figures(history)),
         _missing(history),
-        section("Loss", LOSS_IN_WORDS, figure_html(_loss(history))),
-        section("Seconds, promised and measured", PROMISE_IN_WORDS, figure_html(_seconds(history))),
+        html.section("Loss", LOSS_IN_WORDS, html.figure_html(_loss(history))),
+        html.section("Seconds, promised and measured", PROMISE_IN_WORDS, html.figure_html(_seconds(history))),
         *(_recorded(history.recorded[-1]) if history.recorded else ()),
-        section("Who computes, who waits", NODES_IN_WORDS, figure_html(_busy(history))),
-        table_html(nodes_table(history)),
+        html.section("Who computes, who waits", NODES_IN_WORDS, html.figure_html(_busy(history))),
+        html.table_html(summary.nodes_table(history)),
         *_links(history),
-        table_html(outages_table(history), names=6),
-        table_html(events_table(history), names=6),
+        html.table_html(summary.outages_table(history), names=6),
+        html.table_html(summary.events_table(history), names=6),
         *_plans(history),
     ]
-    write_text(path, page(title(history), sections))
+    write_text(path, html.page(summary.title(history), sections))
 
 
 def _missing(history: RunHistory) -> str:
@@ -94,12 +72,12 @@ def _loss(history: RunHistory) -> go.Figure:
         customdata=tokens,
         hovertemplate="iteration %{x}<br>loss %{y:.4f}%{customdata}<extra></extra>",
     )
-    each = tokens_each(history)
+    each = summary.tokens_each(history)
     if each:  # a second axis needs a curve of its own, which is not seen
         ticks = _round_ticks(each * (rows[-1].iteration + 1))
         at = [tokens / each for tokens in ticks]
         figure.add_scatter(x=at, y=[None] * len(at), xaxis="x2", showlegend=False, hoverinfo="skip")
-        named = [short_count(tokens) for tokens in ticks]
+        named = [summary.short_count(tokens) for tokens in ticks]
         side = {"overlaying": "x", "side": "top", "matches": "x", "showgrid": False, "title": "tokens"}
         figure.update_layout(xaxis2={**side, "tickvals": at, "ticktext": named})
     figure.update_layout(xaxis_title="iteration", yaxis_title="loss", height=400)
@@ -107,7 +85,7 @@ def _loss(history: RunHistory) -> go.Figure:
 
 
 def _round_ticks(last: float) -> list[float]:
-    """Six at most, as 1, 2 or 5 in their first digit are apart."""
+    """Ticks up to `last`, six at most; their distance has 1, 2 or 5 as its first digit."""
     power = 10.0 ** math.floor(math.log10(last / MOST_TICKS))
     step = next(power * digit for digit in (1, 2, 5, 10) if power * digit * MOST_TICKS >= last)
     return [step * number for number in range(1, math.floor(last / step) + 1)]
@@ -123,20 +101,17 @@ def _seconds(history: RunHistory) -> go.Figure:
         promised = [row.promised_s for row in rows]
         name = "promised" + _means(size)
         figure.add_scatter(x=at, y=promised, mode="lines", line=line, name=name, hovertemplate=hover)
-    seconds = [row.seconds for row in rows]
-    line = {"color": MEASURED}
-    figure.add_scatter(
-        x=at, y=seconds, mode=_mode(rows), line=line, name="measured" + _means(size), hovertemplate=hover
-    )
+    seconds, name, line = [row.seconds for row in rows], "measured" + _means(size), {"color": MEASURED}
+    figure.add_scatter(x=at, y=seconds, mode=_mode(rows), line=line, name=name, hovertemplate=hover)
     top_s = max((row.seconds or 0.0 for row in history.rows), default=0.0)
-    for kind, marks in marks_of(history):
+    for kind, marks in summary.marks_of(history):
         figure.add_scatter(
             x=[mark.iteration + 1 for mark in marks],
             y=[top_s * (1.08 + 0.07 * mark.height) for mark in marks],
             mode="markers",
             marker={"symbol": kind.plotly, "color": kind.colour, "size": 10},
             name=kind.name,
-            hovertext=[f"iteration {mark.iteration + 1}<br>" + _lines(mark.text) for mark in marks],
+            hovertext=[f"iteration {mark.iteration + 1}<br>" + html.hover_html(mark.text) for mark in marks],
             hoverinfo="text",
         )
     figure.update_layout(xaxis_title="iteration", yaxis_title="seconds", height=420)
@@ -148,22 +123,16 @@ def _recorded(recorded: RecordedIteration) -> list[str]:
     if not (recorded.planned or recorded.measured):
         return []
     gantt, figure = RecordedGantt(recorded), go.Figure()
-    planned, measured = gantt.planned, gantt.measured
-    for name, bars, place in (("planned", planned, PLANNED_PLACE), ("measured", measured, MEASURED_PLACE)):
-        if bars:
-            figure.add_trace(bar_trace(bars, gantt.places(bars, place), name))
-    labels, ys = zip(*gantt.rows, strict=True)
-    figure.update_layout(
-        barmode="overlay",
-        showlegend=False,
-        height=140 + int(1.6 * ROW_PX * (ys[-1] + 1)),
-        uniformtext={"minsize": 7, "mode": "hide"},
-    )
-    figure.update_xaxes(title="seconds since the iteration began", range=[0, gantt.shown_until_s])
-    named = [escape(label) for label in labels]
-    figure.update_yaxes(tickvals=ys, ticktext=named, range=[ys[-1] + 0.7, -0.7], showgrid=False)
+    for name, half in gantt.halves.items():
+        if half:
+            bars, places = zip(*half, strict=True)
+            figure.add_trace(html.bar_trace(bars, places, name))
+    html.lay_out_gantt(figure, gantt.rows, 1.6 * html.ROW_PX, gantt.shown_until_s)
+    figure.update_layout(showlegend=False)
     return [
-        section(f"Iteration {recorded.iteration + 1}, planned and measured", RECORDED_IN_WORDS, figure_html(figure))
+        html.section(
+            f"Iteration {recorded.iteration + 1}, planned and measured", RECORDED_IN_WORDS, html.figure_html(figure)
+        )
     ]
 
 
@@ -176,35 +145,26 @@ def _busy(history: RunHistory) -> go.Figure:
             continue
         tone = pale if which == "planned" else str
         ys = [at + offset for at, _, _ in known]
-        for what, colour in (("busy", BUSY), ("idle", IDLE)):
-            figure.add_bar(
-                orientation="h",
-                x=[getattr(use, f"{what}_s") for *_, use in known],
-                y=ys,
-                base=[0.0 if what == "busy" else use.busy_s for *_, use in known],
-                width=0.36,
-                marker={"color": tone(colour)},
-                name=f"{what}, {which}",
-                hovertext=[
-                    f"{escape(name)}: {what} {getattr(use, what + '_s'):.3f} s, {which}" for _, name, use in known
-                ],
-                hoverinfo="text",
-            )
-        figure.add_scatter(
-            x=[use.collision_s for *_, use in known],
-            y=ys,
-            mode="markers",
-            marker={"symbol": "diamond", "color": tone(HUES[1]), "size": 8, "line": {"width": 1}},
-            name=f"collisions, {which}",
-            hovertext=[f"{escape(name)}: collisions {use.collision_s:.3f} s, {which}" for _, name, use in known],
-            hoverinfo="text",
-        )
+        for what, colour in (("busy", BUSY), ("idle", IDLE), ("collisions", HUES[1])):
+            field = "collision_s" if what == "collisions" else f"{what}_s"
+            took_s = [getattr(use, field) for *_, use in known]
+            hover = [
+                f"{escape(name)}: {what} {each_s:.3f} s, {which}"
+                for each_s, (_, name, _) in zip(took_s, known, strict=True)
+            ]
+            drawn = {"x": took_s, "y": ys, "name": f"{what}, {which}", "hovertext": hover, "hoverinfo": "text"}
+            if what == "collisions":
+                mark = {"symbol": "diamond", "color": tone(colour), "size": 8, "line": {"width": 1}}
+                figure.add_scatter(mode="markers", marker=mark, **drawn)
+            else:
+                base = [0.0 if what == "busy" else use.busy_s for *_, use in known]
+                figure.add_bar(orientation="h", base=base, width=0.36, marker={"color": tone(colour)}, **drawn)
     labels = [escape(use.name if use.stage is None else f"stage {use.stage} · {use.name}") for use in utilization]
     figure.update_xaxes(title="seconds of an iteration", rangemode="tozero")
     figure.update_yaxes(
         tickvals=list(range(len(utilization))), ticktext=labels, range=[len(utilization) - 0.4, -0.6], showgrid=False
     )
-    figure.update_layout(barmode="overlay", height=140 + int(1.4 * ROW_PX * len(utilization)))
+    figure.update_layout(barmode="overlay", height=140 + int(1.4 * html.ROW_PX * len(utilization)))
     return figure
 
 
@@ -213,17 +173,17 @@ def _links(history: RunHistory) -> list[str]:
         return []
     names = [use.name for use in history.utilization if use.sent_bytes or use.received_bytes]
     sent = {pair: count for pair, count in history.links.items() if count}
-    steps = steps_of(sent.values())
-    bar = {"tickvals": [math.log10(count) for count in steps], "ticktext": [amount(count) for count in steps]}
-    amounts = [[amount(sent.get((a, b), 0)) for b in names] for a in names]
+    steps = summary.steps_of(sent.values())
+    bar = {"tickvals": [math.log10(count) for count in steps], "ticktext": [summary.amount(count) for count in steps]}
+    amounts = [[summary.amount(sent.get((a, b), 0)) for b in names] for a in names]
     hover = "from %{y}<br>to %{x}<br>%{customdata}<extra></extra>"
     table = [[math.log10(sent[a, b]) if (a, b) in sent else None for b in names] for a in names]
-    figure = heat_figure(names, table, "", colorbar=bar, customdata=amounts, hovertemplate=hover)
-    return [section("How much every link carried", LINKS_IN_WORDS, figure_html(figure))]
+    figure = html.heat_figure(names, table, "", colorbar=bar, customdata=amounts, hovertemplate=hover)
+    return [html.section("How much every link carried", LINKS_IN_WORDS, html.figure_html(figure))]
 
 
 def _plans(history: RunHistory) -> list[str]:
-    """As it began and, if that is another, as it ended."""
+    """The plan that the run began with and, if that is another, the one that it ended with."""
     found: list[str] = []
     if history.plan is not None:
         others = sorted(path.name for path in history.folder.glob("plan-*.json"))
@@ -236,8 +196,8 @@ def _plans(history: RunHistory) -> list[str]:
 
 def _plan(title: str, note: str, plan: Plan) -> list[str]:
     timeline = plan.expected or simulate(plan, Timing.FULL)
-    figures = key_figures([*plan_figures(plan), *timeline_figures(timeline)])
-    return [section(title, note, figures), *picture_sections(Gantt(plan, timeline))]
+    figures = html.key_figures([*plan_figures(plan), *timeline_figures(timeline)])
+    return [html.section(title, note, figures), *html.picture_sections(Gantt(plan, timeline))]
 
 
 def _mode(rows: Sequence[object]) -> str:
@@ -246,7 +206,3 @@ def _mode(rows: Sequence[object]) -> str:
 
 def _means(size: int) -> str:
     return f", means of {size}" if size > 1 else ""
-
-
-def _lines(text: str) -> str:
-    return escape(text).replace("\n", "<br>")

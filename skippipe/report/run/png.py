@@ -12,10 +12,9 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from skippipe.report.gantt import pale
+from skippipe.report.gantt import RecordedGantt, pale
 from skippipe.report.png import GRID, INK, blank, draw_task, dress, literal, write_image, write_png
-from skippipe.report.run.gantt import MEASURED_PLACE, PLANNED_PLACE, RecordedGantt, marks_of
-from skippipe.report.run.summary import amount, short_count, steps_of, title, tokens_each
+from skippipe.report.run.summary import amount, marks_of, short_count, steps_of, title, tokens_each
 from skippipe.runs.history import RunHistory
 from skippipe.runs.records import downsample
 from skippipe.simulator import simulate
@@ -74,7 +73,7 @@ def _nodes_in(history: RunHistory) -> float:
 
 
 def _name_pt(rows: int) -> float:
-    """As large as so many fit below each other."""
+    """The font size at which names of so many rows fit below each other."""
     return min(8.0, 0.85 * 72 * HIGHEST_IN / rows)
 
 
@@ -184,9 +183,8 @@ def _gantt(gantt: RecordedGantt) -> Figure:
     figure = blank(GANTT_IN, 1.4 + 0.36 * (ys[-1] + 1))
     axes = figure.subplots()
     until_s = gantt.shown_until_s
-    planned, measured = gantt.planned, gantt.measured
-    for bars, place, ink in ((planned, PLANNED_PLACE, INK), (measured, MEASURED_PLACE, "white")):
-        for bar, where in zip(bars, gantt.places(bars, place), strict=True):
+    for half, ink in (("planned", INK), ("measured", "white")):
+        for bar, where in gantt.halves[half]:
             if bar.start_s < until_s:
                 draw_task(axes, bar, where, 0.8 * GANTT_IN / until_s, ink)
     title = f"Iteration {gantt.recorded.iteration + 1}: planned above, measured below"

@@ -1,4 +1,5 @@
-"""A run in figures, tables and words, the same wherever they are shown. Iterations count from 1, as on the screen."""
+"""A run in figures, tables and words, the same wherever they are shown; and marks on its curves, where nodes were lost
+or came back. Iterations count from 1, as on the screen."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from skippipe.report.summary import NOTHING, Table, scaled
 from skippipe.runs.history import NodeOutage, NodeUtilization, RunHistory, Utilization
 from skippipe.runs.records import MetricsRow
+from skippipe.timeline import HUES
 
 MEANINGS = {
     "gone": "a node was lost",
@@ -152,7 +154,7 @@ def nodes_table(history: RunHistory) -> Table:
 
 
 def short_nodes_table(history: RunHistory) -> Table:
-    """The same for a terminal."""
+    """Utilization of every node, planned and measured, in a table that fits a terminal."""
     headings = ("node", "stage", "busy s", "idle s", "collisions s", "× planned")
     rows = [
         [
@@ -206,7 +208,7 @@ def events_table(history: RunHistory) -> Table:
 
 
 def run_json(history: RunHistory) -> dict[str, Any]:
-    """All figures; iterations count from 0, as in the files."""
+    """All figures of a run as JSON; iterations count from 0, as in the files."""
     known = history.losses
     return {
         "run": history.name,
@@ -239,7 +241,7 @@ def _node_json(use: NodeUtilization) -> dict[str, Any]:
 
 
 def amount(count: float) -> str:
-    """Bytes."""
+    """A number of bytes in the unit that makes it short."""
     short, unit = scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
     return f"{short:.0f} {unit}" if unit == "B" or short >= 99.95 else f"{short:.1f} {unit}"
 
@@ -254,13 +256,13 @@ def short_count(count: float) -> str:
 
 
 def tokens_each(history: RunHistory) -> float:
-    """In every iteration; 0: not known."""
+    """Tokens that an iteration trains on; 0: not known."""
     last = history.rows[-1]
     return (last.tokens or 0.0) / (last.iteration + 1)
 
 
 def steps_of(counts: Iterable[int]) -> list[float]:
-    """From the least to the most, even on a logarithmic scale."""
+    """Five steps from the least to the most of these numbers, even on a logarithmic scale."""
     known = list(counts)
     least, most = min(known), max(known)
     return [least * (most / least) ** (step / 4) for step in range(5)] if most > least else [float(most)]
@@ -275,5 +277,54 @@ def duration(whole_s: float) -> str:
 
 
 def moment(time: float) -> str:
-    """Unix, as the clock of this machine shows it."""
+    """A Unix time as the clock of this machine shows it."""
     return datetime.fromtimestamp(time).astimezone().strftime("%Y-%m-%d %H:%M:%S") if time else NOTHING
+
+
+class MarkKind(NamedTuple):
+    """A kind of mark on the curves of a run."""
+
+    name: str
+    kinds: tuple[str, ...]
+    colour: str
+    plotly: str
+    """Its symbol in plotly."""
+    matplotlib: str
+    """Its symbol in matplotlib."""
+
+
+MARK_KINDS = (
+    MarkKind("lost: a node or a link", ("gone", "cut"), HUES[2], "x", "X"),
+    MarkKind("begun again, or paused", ("restarted", "paused", "recovered"), HUES[1], "triangle-up", "^"),
+    MarkKind("repaired: another way or plan", ("rerouted", "replanned"), HUES[5], "diamond", "D"),
+    MarkKind("back at work", ("able",), HUES[3], "circle", "o"),
+    MarkKind("slow, or not finite", ("slow", "not-finite"), HUES[4], "square", "s"),
+)
+
+
+class Mark(NamedTuple):
+    """Events of one kind in an iteration."""
+
+    iteration: int
+    height: int
+    """How many marks of the same iteration are below it."""
+    text: str
+
+
+def marks_of(history: RunHistory) -> list[tuple[MarkKind, list[Mark]]]:
+    """The kinds of marks that occur, each with one mark for all its events in an iteration."""
+    heights: dict[int, int] = {}
+    found = []
+    for kind in MARK_KINDS:
+        text: dict[int, list[str]] = {}
+        for event in history.events:
+            if event.kind in kind.kinds:
+                who = f"'{event.node}' " if event.node else ""
+                text.setdefault(event.iteration, []).append(f"{event.kind}: {who}{event.text}")
+        marks = []
+        for iteration, lines in sorted(text.items()):
+            marks.append(Mark(iteration, heights.get(iteration, 0), "\n".join(lines)))
+            heights[iteration] = heights.get(iteration, 0) + 1
+        if marks:
+            found.append((kind, marks))
+    return found

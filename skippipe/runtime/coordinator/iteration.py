@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from skippipe.collectives import COLLECTIVES
 from skippipe.constraints import circle
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import IterationReport
@@ -155,11 +154,10 @@ class Iteration:
     def uses(self, a: int, b: int) -> bool:
         """Does a hop or a message of averaging use the link between two nodes?"""
         paths = [[node for at, node in enumerate(route.path) if at not in route.skipped] for route in self._routes]
-        links = [link for path in paths for link in circle(path)]
-        collective = COLLECTIVES[self.plan.workload.collective]
+        links = {link for path in paths for link in circle(path)}
         for stage in self.plan.stages:
-            links += collective.link_messages([node for node in stage.ring if node in self.nodes])
-        return any({a, b} == set(link) for link in links)
+            links |= stage.averaging.without(set(stage.nodes) - self.nodes).links
+        return (a, b) in links or (b, a) in links
 
     def complete(self) -> bool:
         """Have all nodes averaged to something finite? If it is not finite, it is averaged again without its maker."""

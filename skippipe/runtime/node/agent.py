@@ -36,6 +36,7 @@ from skippipe.runtime.messages import (
     PeerUpdate,
     Reroute,
     Stop,
+    TasksDone,
     Welcome,
     from_json,
     to_json,
@@ -43,7 +44,7 @@ from skippipe.runtime.messages import (
 from skippipe.runtime.node.interfaces import TRAINING, JoinConfig, Role, Roles, StateMachine
 from skippipe.runtime.node.ops import OpThread
 from skippipe.transport.keys import KeyPair
-from skippipe.transport.link_emulation import DelayQueue, LinkEmulator
+from skippipe.transport.link_emulation import DelayQueue, LinkEmulator, UploadPacer
 from skippipe.transport.mailbox import LossReason, Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Message, MessageKind, Received
 
@@ -82,7 +83,7 @@ class NodeAgent:
         self._addresses = cycle(join_config.coordinator.split(","))
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {COORDINATOR: THE_COORDINATOR}
-        self._emulator: LinkEmulator | None = None
+        self._uplink: LinkEmulator | UploadPacer | None = None
         self._heartbeat_s = FIRST_HEARTBEAT_S
         self._thread: OpThread | None = None
         self._former_thread: OpThread | None = None
@@ -162,15 +163,15 @@ class NodeAgent:
         return time.monotonic_ns()
 
     def send(self, receiver: int, message: Message) -> None:
-        name = self._names[receiver]
-        due_ns = 0
-        if self._emulator is not None and message.body is not None:
-            due_ns = self._emulator.due_ns(name, getattr(message.body, "nbytes", 0))
-        self._send(name, message, due_ns)
+        if self._uplink is None or message.body is None or receiver == COORDINATOR:
+            self._send(self._names[receiver], message)
+        else:
+            self._uplink.send(self._names[receiver], message)
 
     def send_control(self, control: ControlMessage, to: int = COORDINATOR) -> None:
         stamp = self._incarnation.stamp() if to == COORDINATOR else NO_STAMP
-        self._send(self._names[to], stamped(to_json(control), stamp))
+        due_ns = self._uplink.notice_ns(self._names[to]) if self._uplink and isinstance(control, TasksDone) else 0
+        self._send(self._names[to], stamped(to_json(control), stamp), due_ns)
 
     def start(self, op: Any) -> None:
         assert self._thread is not None
@@ -178,9 +179,9 @@ class NodeAgent:
         self._busy_since = self._busy_since or time.monotonic()
         self._thread.start(op)
 
-    def fits(self, message: Message, at: int, size: int) -> bool:
+    def fits(self, message: Message, expected: Any) -> bool:
         assert self._thread is not None
-        return self._thread.fits(message, at, size)
+        return self._thread.fits(message, expected)
 
     def _send(self, name: str, message: Message, due_ns: int = 0) -> None:
         """What cannot be sent counts as lost on the way: it is requested again, or the coordinator reroutes."""
@@ -246,7 +247,10 @@ class NodeAgent:
         self._stop_thread()
         self._machine = role.machine
         if role.links:
-            self._emulator = LinkEmulator(dict(role.links), time.monotonic_ns)
+            self._uplink = LinkEmulator(role.links, self._send, time.monotonic_ns, role.upload_bytes_per_s)
+            self._delayed = DelayQueue(role.links_here, role.download_bytes_per_s, self._delayed)
+        elif role.upload_bytes_per_s:
+            self._uplink = UploadPacer(role.upload_bytes_per_s, self._send, time.monotonic_ns)
         self._thread = OpThread(role.build, self._mailbox.wake, role.pace, self._former_thread)
         self._welcome = welcome
 
@@ -300,7 +304,8 @@ class NodeAgent:
         """Hand over all messages and results to the state machine, then let it decide."""
         assert self._machine is not None
         assert self._thread is not None
-        due_ns = self._delayed.next_due_ns()
+        waits_ns = self._delayed.next_due_ns(), self._uplink.flush() if self._uplink else None
+        due_ns = min((each for each in waits_ns if each is not None), default=None)
         timeout_s = max(0.0, min(1.0, self._heartbeat_at - time.monotonic()))
         if self._mailbox.silent:
             timeout_s = min(timeout_s, self._heartbeat_s / 20)
@@ -312,7 +317,7 @@ class NodeAgent:
         for received in self._delayed.ready(time.monotonic_ns()):  # what came with a welcome came first
             self._deliver(received)
         for received in self._mailbox.receive(timeout_s):
-            if self._emulator is not None and received.due_ns > time.monotonic_ns():
+            if self._uplink is not None and received.due_ns > time.monotonic_ns():
                 self._delayed.put(received)
             else:
                 self._deliver(received)
@@ -356,9 +361,7 @@ class NodeAgent:
 
     def _coordinator_silent_since(self) -> float | None:
         """Since when the coordinator does not answer; None if it does, or never has: it may be busy planning."""
-        if THE_COORDINATOR not in self._mailbox.watched:
-            return None
-        return self._mailbox.silent.get(THE_COORDINATOR)
+        return self._mailbox.silent.get(THE_COORDINATOR) if THE_COORDINATOR in self._mailbox.watched else None
 
     def _deliver(self, received: Received) -> None:
         assert self._machine is not None
@@ -485,8 +488,7 @@ class NodeAgent:
 
 def node_process(roles: Roles, join_config: dict[str, Any]) -> int:
     """Run a node in a process of its own; gives its exit status. `join_config` is a `JoinConfig` as JSON."""
-    reason = node_main(roles, join_config)
-    if reason:
+    if reason := node_main(roles, join_config):
         print(reason)
     return 1 if reason else 0
 

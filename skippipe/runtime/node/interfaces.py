@@ -29,8 +29,9 @@ class NodeEnv(Protocol):
     def start(self, op: Any) -> None:
         """Have an operation run; `finished` follows. One at a time."""
 
-    def fits(self, message: Message, at: int, size: int) -> bool:
-        """Has the message's tensor the shape and type that it should have? (See `ops.Executor`.)"""
+    def fits(self, message: Message, expected: Any) -> bool:
+        """Has the message's tensor the shape and type that it should have? `expected` is what the role's executor needs
+        to know for that: of a training node the averaging schedule, of one that serves the number of tokens."""
 
 
 class NodePhase(Enum):
@@ -111,6 +112,11 @@ class Role:
     """The least ns that an operation takes: an emulated node is no faster than the plan says."""
     links: Mapping[str, EmulatedLink] = field(default_factory=dict)
     """Name → emulated link to that node."""
+    links_here: Mapping[str, EmulatedLink] = field(default_factory=dict)
+    """The same from that node."""
+    upload_bytes_per_s: float | None = None
+    """What all links carry from here together, emulated or real; None: no limit, as is the next."""
+    download_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)

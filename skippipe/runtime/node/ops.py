@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 from skippipe import dispatch
+from skippipe.collectives.schedule import Schedule
 from skippipe.jit import python_version
 from skippipe.plan import Plan
 from skippipe.runtime.state_source import StateSlice, StateSource
@@ -77,16 +78,28 @@ class CheckFinite:
 
 
 @dataclass(frozen=True)
-class RingStep:
-    """One round of the stage's collective: take in what came in the round before, give what goes out now (see
-    `collectives.interface.Averager`)."""
+class BeginAveraging:
+    """Begin an attempt at averaging by a schedule (see `collectives.interface.Averager`, as for the next two)."""
 
-    round: int
-    at: int
-    """This node's place among the nodes that average."""
-    size: int
-    """The number of nodes that average."""
-    given: Any = None
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class ContributePiece:
+    """Add this node's part of a piece to those that were `given`, in their order; gives the sum, encoded."""
+
+    piece: int
+    given: tuple[Any, ...]
+    total: bool
+    """This node is the root of the piece: the sum is over all nodes, and this one adopts it."""
+
+
+@dataclass(frozen=True)
+class AdoptPiece:
+    """Take the total of a piece."""
+
+    piece: int
+    given: Any
 
 
 @dataclass(frozen=True)
@@ -184,7 +197,9 @@ Op = (
     | DropMicrobatch
     | ClearGradients
     | CheckFinite
-    | RingStep
+    | BeginAveraging
+    | ContributePiece
+    | AdoptPiece
     | GradNorm
     | OptimizerStep
     | ReadWeights
@@ -203,9 +218,9 @@ class Executor(Protocol):
 
     def run(self, op: Op) -> Any: ...
 
-    def fits(self, message: Message, at: int, size: int) -> bool:
-        """Has the message's tensor the shape and type that it should have? `at` is this node's place in its ring of
-        `size` nodes. Called on another thread than `run`."""
+    def fits(self, message: Message, expected: Any) -> bool:
+        """Has the message's tensor the shape and type that it should have? `expected` is the schedule by which the
+        stage averages. Called on another thread than `run`."""
 
 
 class OpQueue:
@@ -276,8 +291,8 @@ class OpThread:
     def start(self, op: Op) -> None:
         self._queue.put((op, time.monotonic_ns()))
 
-    def fits(self, message: Message, at: int, size: int) -> bool:
-        return self._executor is not None and self._executor.fits(message, at, size)
+    def fits(self, message: Message, expected: Any) -> bool:
+        return self._executor is not None and self._executor.fits(message, expected)
 
     def stop(self) -> None:
         """End after the operation that runs now."""

@@ -5,8 +5,8 @@ and in one thread under virtual time. It never waits: messages and finished oper
 `handle_control` and `finished`, and `decide` then starts what goes next. The caller hands over all that happens at one
 time before it calls `decide`, as the simulator does.
 
-An iteration: tasks in the order that `dispatch` gives, until none is left; then the stage's ring averages gradients;
-then the coordinator, which knows all norms, commits the step; then the next iteration begins.
+An iteration: tasks in the order that `dispatch` gives, until none is left; then the nodes of a stage average gradients
+by its schedule; then the coordinator, which knows all norms, commits the step; then the next iteration begins.
 
 When nodes are lost, the coordinator decides how to go on (`Reroute`, see `routing`). From then on no node can tell by
 counting when all tasks are done, so the coordinator announces that too (`Drain`), collects what every node has added
@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from skippipe.collectives import COLLECTIVES
+from skippipe.collectives.schedule import Averaging
 from skippipe.constraints import circle
 from skippipe.plan import Plan
 from skippipe.runtime.messages import (
@@ -42,12 +44,17 @@ from skippipe.runtime.messages import (
     Snapshot,
     Stepped,
     Stop,
+    TasksDone,
 )
+from skippipe.runtime.node.averaging_protocol import AveragingProtocol
 from skippipe.runtime.node.interfaces import IN_ITERATION, NodeEnv, NodePhase
 from skippipe.runtime.node.microbatch_scheduler import MicrobatchScheduler, NodeSchedule
 from skippipe.runtime.node.ops import (
+    AdoptPiece,
+    BeginAveraging,
     CheckFinite,
     ClearGradients,
+    ContributePiece,
     CopyEnds,
     DropMicrobatch,
     GradNorm,
@@ -58,23 +65,21 @@ from skippipe.runtime.node.ops import (
     PlanTransfer,
     ReadState,
     ReadWeights,
-    RingStep,
     SnapshotState,
     StageTask,
     StoreBackup,
     WriteState,
     op_name,
 )
-from skippipe.runtime.node.ring_protocol import RingProtocol
 from skippipe.runtime.node.state_transfer import StateTransfer
 from skippipe.runtime.state_source import StateSource
 from skippipe.transport.message import (
     BackupPiece,
     CheckpointPiece,
+    GradientPiece,
     Header,
     Hop,
     Message,
-    RingPiece,
     StatePiece,
     WeightsPiece,
 )
@@ -103,6 +108,8 @@ class TrainingNode:
         self._ops = OpQueue(env.start)
         self._transfer = StateTransfer(self, env, self._ops)
         self._early: dict[int, list[tuple[Message, int]]] = {}
+        self._peers_done: dict[int, tuple[int, int]] = {}
+        """Peer whose download is shared → the last iteration, and epoch, in which it has done its tasks."""
         self._commit: Commit | None = None
         self._adopt(plan)
         self._clear(recorded=False)
@@ -162,7 +169,10 @@ class TrainingNode:
 
     def handle_peer_control(self, sender: int, control: ControlMessage) -> None:
         """A message of another node."""
-        self._transfer.handle_control(sender, control)
+        if isinstance(control, TasksDone):
+            self._peers_done[sender] = control.iteration, control.epoch
+        else:
+            self._transfer.handle_control(sender, control)
 
     def executor_ready(self, origin: StateSource | None, assignment: int) -> None:
         """The stage is built; its state is as the seed has it, or still to come."""
@@ -174,9 +184,11 @@ class TrainingNode:
     def reconnected(self, peer: int) -> None:
         """The connection to a peer broke: what was sent last may not have arrived. The peer takes nothing twice."""
         self._scheduler.send_again_to(peer)
-        for receiver, message in self._ring.unacknowledged:
+        for receiver, message in self._averaging.unacknowledged.values():
             if receiver == peer:
                 self._env.send(receiver, message)
+        if self.phase in (NodePhase.AVERAGING, NodePhase.AVERAGED):
+            self._announce_done([peer])
         self._transfer.reconnected(peer)
 
     def retry_requests(self, timeout_ns: int) -> None:
@@ -194,7 +206,7 @@ class TrainingNode:
             self._take(sender, message, self._env.now_ns())
         elif iteration > self.iteration + 1 and not waits:
             self.drop(sender, "too far ahead")
-        elif len(early := self._early.setdefault(sender, [])) >= MOST_EARLY + 4 * len(self.plan.lanes):
+        elif len(early := self._early.setdefault(sender, [])) >= self._most_early:
             self.drop(sender, "too much ahead of its time")
         else:
             early.append((message, self._env.now_ns()))
@@ -212,8 +224,8 @@ class TrainingNode:
             case StageTask():
                 self._scheduler.finish(result)
                 self._average_if_done()
-            case RingStep():
-                self._pass_on(op.round, result)
+            case ContributePiece() | AdoptPiece():
+                self._averaging.finished(op, op.given if isinstance(op, AdoptPiece) else result)  # as it came
             case GradNorm():
                 self._report(result)
             case CheckFinite():
@@ -233,8 +245,11 @@ class TrainingNode:
 
     def decide(self) -> None:
         """Start the operation that goes next, if none runs."""
+        self._send_pieces()
         if self._ops.running is not None or self.stopped or self._ops.start_next():
             return
+        if self.phase is NodePhase.AVERAGING and (op := self._averaging.next(self._visits)) is not None:
+            self._ops.start(op)
         if self.phase not in (NodePhase.RUNNING, NodePhase.DRAINING):
             return
         task = self._scheduler.next()
@@ -253,20 +268,24 @@ class TrainingNode:
             return f"{op_name(op)}, iteration {self.iteration + 1}"
         return f"{self.phase.value}, iteration {self.iteration + 1}"
 
+    @property
+    def averagings(self) -> Sequence[Averaging]:
+        """How the nodes of each stage that are left average."""
+        return self._averaging.averagings
+
     def active_peers(self) -> set[int]:
         """The nodes before and after this one on its lanes, those that it averages with, and those that it exchanges
         state with."""
         paths = [route.path for route in self._scheduler.routes if self.number in route.path]
-        pairs = [pair for path in paths for pair in circle(path)]
-        pairs += self._collective.link_messages(self._ring.ring)
-        near = {node for pair in pairs if self.number in pair for node in pair}
-        return (near | self._transfer.source_nodes | self._transfer.requesters) - {self.number}
+        near = {node for path in paths for pair in circle(path) if self.number in pair for node in pair}
+        return (near | self._averaging.peers | self._transfer.source_nodes | self._transfer.requesters) - {self.number}
 
     # Iterations
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
-        self._collective = COLLECTIVES[plan.workload.collective]
+        most_pieces = max(len(plan.cluster.nodes), len(plan.stages[self.stage].pieces))
+        self._most_early = MOST_EARLY + 4 * len(plan.lanes) + most_pieces
         self._schedule = NodeSchedule(self.number, plan)
 
     def _clear(self, *, recorded: bool) -> None:
@@ -274,9 +293,9 @@ class TrainingNode:
         self._scheduler = MicrobatchScheduler(
             self._schedule, self.iteration, self, self._env, self._ops, recorded=recorded
         )
-        self._ring = RingProtocol(self.number, self.stage, self.plan.stages[self.stage].ring, self._collective)
         self._visits = self.plan.exposure[self.stage]
         self._gone: frozenset[int] = frozenset()
+        self._averaging = self._new_attempt()
         self._as_planned = True
         self._transfer.requesters.clear()
         self._check_finite = False
@@ -340,7 +359,7 @@ class TrainingNode:
         header, label = message.header, message.kind.label
         if isinstance(header, (StatePiece, BackupPiece)):
             self._transfer.receive(sender, message)
-        elif not isinstance(header, (Hop, RingPiece)):
+        elif not isinstance(header, (Hop, GradientPiece)):
             self.drop(sender, f"{label} that does not come here from there")
         elif header.iteration != self.iteration or self.phase not in IN_ITERATION:
             self.drop(sender, "of an iteration that is over")
@@ -350,23 +369,27 @@ class TrainingNode:
             self.drop(sender, "from a node that was declared lost")
         elif message.body is None:
             self.drop(sender, f"{label} without a tensor")
+        elif isinstance(header, GradientPiece) and header.epoch != self.epoch:
+            self.drop(sender, "a piece of an averaging that was given up")
         elif not self._expects(sender, header):
             self.drop(sender, f"{label} that does not come here from there")
-        elif isinstance(header, RingPiece) and header.epoch != self.epoch:
-            self.drop(sender, "a piece of a ring that was given up")
-        elif not self._env.fits(message, self._ring.at, len(self._ring.ring)):
+        elif not self._fits(message):
             self.drop(sender, f"{label} of another shape or type")
-        elif isinstance(header, Hop) and self._scheduler.take(sender, message, header, arrived_ns):
-            pass
-        elif isinstance(header, RingPiece) and self._ring.take(header.round, message.body):
-            self._continue_ring()
-        else:
+        elif isinstance(header, Hop):
+            if not self._scheduler.take(sender, message, header, arrived_ns):
+                self.drop(sender, f"{label} that has been taken before")
+        elif not self._averaging.take(header, message.body):
             self.drop(sender, f"{label} that has been taken before")
 
-    def _expects(self, sender: int, header: Hop | RingPiece) -> bool:
+    def _fits(self, message: Message) -> bool:
+        """What is passed on as it is, is for its receiver to check."""
+        relayed = isinstance(message.header, GradientPiece) and self._averaging.is_relay(message.header)
+        return relayed or self._env.fits(message, self._averaging.schedule)
+
+    def _expects(self, sender: int, header: Hop | GradientPiece) -> bool:
         if isinstance(header, Hop):
             return self._scheduler.expects(sender, header)
-        return self._ring.expects(sender, header)
+        return self._averaging.expects(sender, header)
 
     # When nodes are lost
 
@@ -400,8 +423,14 @@ class TrainingNode:
     def _stop_averaging(self) -> None:
         """Discard what averaging has done so far; this node's own sum is not touched."""
         self._ops.cancel(*_OPS_OF_AVERAGING)
-        left = tuple(node for node in self._ring.ring if node not in self._gone)
-        self._ring = RingProtocol(self.number, self.stage, left, self._collective)
+        self._averaging = self._new_attempt()
+
+    def _new_attempt(self) -> AveragingProtocol:
+        """All nodes derive the same schedules from the plan and the nodes that were lost."""
+        averagings = [stage.averaging.without(self._gone) for stage in self.plan.stages]
+        in_messages = COLLECTIVES[self.plan.workload.collective].in_messages
+        shared = [at for at, node in enumerate(self.plan.cluster.nodes) if node.download_bytes_per_s]
+        return AveragingProtocol(self.number, self.stage, averagings, in_messages=in_messages, shared=shared)
 
     def _finish_draining(self) -> None:
         """Weight gradients that were deferred are added; nothing is left."""
@@ -427,24 +456,23 @@ class TrainingNode:
 
     def _average(self) -> None:
         self.phase = NodePhase.AVERAGING
-        if len(self._ring.ring) == 1:
-            self._ops.add(GradNorm(self._visits, alone=True))
-        else:
-            self._ops.add(self._ring.begin())
+        self._averaging.begin()
+        self._announce_done(sorted(self._averaging.peers))
 
-    def _pass_on(self, round_: int, payload: Any) -> None:
-        if self._ring.round_done(round_):
-            receiver = self._ring.receiver(round_)
-            message = Message(RingPiece(self.iteration, self.stage, round_, self.epoch), payload, self._env.now_ns())
-            self._ring.unacknowledged.append((receiver, message))
-            self._scheduler.sent_bytes[receiver] += getattr(payload, "nbytes", 0)
+    def _announce_done(self, peers: Sequence[int]) -> None:
+        """Tell those that send pieces here to begin, if they wait for that."""
+        if self.plan.cluster.nodes[self.number].download_bytes_per_s:
+            for peer in peers:
+                self._env.send_control(TasksDone(self.iteration, self.epoch), peer)
+
+    def _send_pieces(self) -> None:
+        done = [peer for peer, version in self._peers_done.items() if version == (self.iteration, self.epoch)]
+        for _, stage, transfer, receiver, body in self._averaging.take_outgoing(done):
+            header = GradientPiece(self.iteration, stage, transfer, self.epoch)
+            message = Message(header, body, self._env.now_ns())
+            self._averaging.unacknowledged[stage, transfer] = receiver, message
+            self._scheduler.sent_bytes[receiver] += getattr(body, "nbytes", 0)
             self._env.send(receiver, message)
-        self._continue_ring()
-
-    def _continue_ring(self) -> None:
-        op = self._ring.next(self._visits)
-        if op is not None:
-            self._ops.add(op)
 
     def _report(self, squared_norm: float) -> None:
         self.phase = NodePhase.AVERAGED
@@ -463,7 +491,7 @@ class TrainingNode:
         )
 
 
-_OPS_OF_AVERAGING = (RingStep, GradNorm, CheckFinite)
+_OPS_OF_AVERAGING = (BeginAveraging, ContributePiece, AdoptPiece, GradNorm, CheckFinite)
 _OPS_OF_ITERATION = (StageTask, DropMicrobatch, *_OPS_OF_AVERAGING)
 
 

@@ -17,7 +17,10 @@ from skippipe.cost_model import ns
 from skippipe.plan import Plan
 from skippipe.runtime.messages import COORDINATOR
 from skippipe.runtime.node.ops import (
+    AdoptPiece,
+    BeginAveraging,
     CheckFinite,
+    ContributePiece,
     CopyEnds,
     DropMicrobatch,
     GradNorm,
@@ -27,7 +30,6 @@ from skippipe.runtime.node.ops import (
     PlanTransfer,
     ReadState,
     ReadWeights,
-    RingStep,
     SnapshotState,
     StageTask,
     StoreBackup,
@@ -139,7 +141,7 @@ def phase_of(op: Op) -> During | None:
             if op.step == op.length:
                 return "head"
             return "weights" if op.is_weights else "backward"
-        case RingStep() | GradNorm():
+        case BeginAveraging() | ContributePiece() | AdoptPiece() | GradNorm():
             return "averaging"
         case OptimizerStep():
             return "step"

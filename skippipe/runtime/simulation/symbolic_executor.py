@@ -6,12 +6,15 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from skippipe.collectives.ring import piece_sent
+from skippipe.collectives.schedule import Schedule
 from skippipe.plan import Plan
 from skippipe.runtime.node.microbatch_scheduler import MicrobatchKey
 from skippipe.runtime.node.ops import (
+    AdoptPiece,
+    BeginAveraging,
     CheckFinite,
     ClearGradients,
+    ContributePiece,
     CopyEnds,
     DropMicrobatch,
     GradNorm,
@@ -22,14 +25,13 @@ from skippipe.runtime.node.ops import (
     PlanTransfer,
     ReadState,
     ReadWeights,
-    RingStep,
     SnapshotState,
     StageTask,
     StoreBackup,
     WriteState,
 )
 from skippipe.runtime.state_source import StateChunk, StateSlice, StateSource
-from skippipe.transport.message import Message, RingPiece
+from skippipe.transport.message import GradientPiece, Message
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,11 @@ class SymbolicExecutor:
         self._held: set[MicrobatchKey] = set()
         self._kept: tuple[Any, ...] | None = None
         self._sum: Counter[MicrobatchKey] = Counter()
-        self._pieces: list[Counter[MicrobatchKey]] = []
+        self._expected: set[int] = set()
+        """Pieces of the attempt at averaging that this node has not contributed to."""
+        self._pieces: dict[int, Counter[MicrobatchKey]] = {}
+        """Totals that this node has adopted."""
+        self._number_of_pieces = 0
         self._mean: Counter[MicrobatchKey] = Counter()
         self.state: list[tuple[MicrobatchKey, ...]] = []
         """Stands for the weights: the microbatches in the gradient of every step taken, from the first."""
@@ -109,14 +115,22 @@ class SymbolicExecutor:
                 if not sound:
                     self._sum.clear()
                 return sound
-            case RingStep():
-                return self._ring_step(op)
+            case BeginAveraging():
+                self._expected = set(range(len(op.schedule.shares)))
+                self._number_of_pieces, self._pieces = len(self._expected), {}
+            case ContributePiece():
+                return self._contribute(op)
+            case AdoptPiece():
+                assert op.piece not in self._expected, "a total without this node's contribution"
+                assert op.given.piece == op.piece, (op.given, op.piece)
+                self._pieces[op.piece] = op.given.visits.copy()
             case GradNorm():
-                whole = [self._sum] if op.alone else self._pieces
+                whole = [self._sum] if op.alone else list(self._pieces.values())
+                assert op.alone or len(whole) == self._number_of_pieces > 0, f"totals are missing: {self._pieces}"
                 assert all(piece == whole[0] for piece in whole), (self._node, whole)
                 assert all(count == 1 for count in whole[0].values()), f"a microbatch counts twice: {whole[0]}"
                 assert whole[0].total() == op.visits, (self._node, whole[0], op.visits)
-                self._mean, self._pieces = whole[0].copy(), []
+                self._mean, self._pieces = whole[0].copy(), {}
                 return float("nan") if self._spoiled else float(op.visits)
             case OptimizerStep():
                 assert not self._held, "a microbatch is still here"
@@ -150,8 +164,11 @@ class SymbolicExecutor:
                 return True
         return None
 
-    def fits(self, message: Message, at: int, size: int) -> bool:  # noqa: ARG002
-        return isinstance(message.body, Gradient if isinstance(message.header, RingPiece) else Trail)
+    def fits(self, message: Message, expected: Schedule) -> bool:
+        if isinstance(header := message.header, GradientPiece):
+            piece = expected.transfers[header.transfer].piece
+            return isinstance(message.body, Gradient) and message.body.piece == piece
+        return isinstance(message.body, Trail)
 
     def _copy_state(self) -> SymbolicState:
         state = SymbolicState(self.state)
@@ -204,20 +221,15 @@ class SymbolicExecutor:
             self._spoiled = self._spoiled or self.poison
             self.poison = False
 
-    def _ring_step(self, op: RingStep) -> Gradient | None:
-        size = op.size
-        if op.round == 0:
-            self._pieces = [self._sum.copy() for _ in range(size)]
-        else:
-            piece = op.given.piece
-            if op.round < size:
-                self._pieces[piece] += op.given.visits
-            else:
-                self._pieces[piece] = op.given.visits.copy()
-        if op.round == 2 * (size - 1):
-            return None
-        outgoing = piece_sent(op.at, op.round, size)
-        return Gradient(outgoing, self._pieces[outgoing].copy())
+    def _contribute(self, op: ContributePiece) -> Gradient:
+        self._expected.remove(op.piece)
+        visits = self._sum.copy()
+        for each in op.given:
+            assert each.piece == op.piece, (each, op.piece)
+            visits += each.visits
+        if op.total:
+            self._pieces[op.piece] = visits.copy()
+        return Gradient(op.piece, visits)
 
 
 def _backup_slices(source: int, iterations: int) -> list[StateSlice]:

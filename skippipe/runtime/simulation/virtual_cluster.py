@@ -26,13 +26,23 @@ from skippipe.runtime.coordinator.interfaces import Callback, CheckpointStore, E
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.state_machine import Coordinator
 from skippipe.runtime.fencing import Fence, Incarnation
-from skippipe.runtime.messages import COORDINATOR, ControlMessage, Heartbeat, Hello, LinkDown, StateRequest, Stop
+from skippipe.runtime.messages import (
+    COORDINATOR,
+    ControlMessage,
+    Heartbeat,
+    Hello,
+    LinkDown,
+    StateRequest,
+    Stop,
+    TasksDone,
+)
 from skippipe.runtime.node.ops import Executor, Op, OptimizerStep, planned_ns
 from skippipe.runtime.node.state_machine import TrainingNode
 from skippipe.runtime.simulation.fault_injection import Fault, MessageReplay, phase_of
-from skippipe.runtime.simulation.symbolic_executor import PIECES, SymbolicExecutor
+from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
+from skippipe.runtime.simulation.virtual_network import VirtualNetwork
 from skippipe.runtime.state_source import StateSource
-from skippipe.transport.message import BackupPiece, Hop, Message, Stamp, StatePiece
+from skippipe.transport.message import Message, Stamp, StatePiece
 
 Disturb = Callable[[int], int]
 """Gives the actual duration for a planned one."""
@@ -68,8 +78,8 @@ class _NodeEnv:
     def start(self, op: Op) -> None:
         self.cluster.start_op(self.number, op)
 
-    def fits(self, message: Message, at: int, size: int) -> bool:
-        return self.cluster.executor_of[self.number].fits(message, at, size)
+    def fits(self, message: Message, expected: Any) -> bool:
+        return self.cluster.executor_of[self.number].fits(message, expected)
 
 
 @dataclass
@@ -172,8 +182,7 @@ class VirtualCluster:
     def __post_init__(self) -> None:
         self._heap: list[tuple[int, int, int, Action]] = []
         self._count = 0
-        self._link_free_ns: dict[tuple[int, int, bool], int] = {}
-        """Sender, receiver and whether hops are meant → when the link has sent what was queued."""
+        self._network = VirtualNetwork(self.plan.costs, lambda planned_ns: self.disturb(planned_ns))
         self._busy_ns: dict[int, int] = {}
         """Node → since when it has had work without a pause."""
         self._idle_ns: dict[int, int] = {}
@@ -264,7 +273,8 @@ class VirtualCluster:
 
     def send_control(self, sender: int, control: ControlMessage, to: int) -> None:
         if to != COORDINATOR:
-            self.deliver(sender, to, lambda: self.nodes[to].handle_peer_control(sender, control))
+            delay_ns = int(self.plan.costs.flight_ns[sender, to]) if isinstance(control, TasksDone) else 0
+            self.deliver(sender, to, lambda: self.nodes[to].handle_peer_control(sender, control), delay_ns)
         else:
             stamp = self.incarnation_of[sender].stamp()
             self._deliver_to_coordinator(sender, lambda: self._env.hear(sender, control, stamp))
@@ -292,22 +302,21 @@ class VirtualCluster:
         if receiver == COORDINATOR:
             self._deliver_to_coordinator(sender, lambda: self.coordinator.on_piece(sender, message))
             return
-        plan, costs, is_hop = self.nodes[sender].plan, self.plan.costs, isinstance(message.header, Hop)
-        if is_hop:
-            transmit_ns = int(costs.transmit_ns[sender, receiver])
-        elif isinstance(message.header, BackupPiece):
-            size = getattr(message.body, "nbytes", plan.workload.backup_bytes // PIECES)
-            transmit_ns = ns(size / costs.bandwidth_bytes_per_s[sender, receiver])
-        else:
-            stage = self.nodes[sender].stage
-            message_ns = costs.collective.message_ns(costs, stage, len(plan.stages[stage].ring))
-            transmit_ns = int(message_ns[sender, receiver])
-        link = sender, receiver, is_hop  # hops and pieces of gradients do not wait for each other
+        size, planned_ns = self._network.planned(self.nodes[sender], (sender, receiver), message)
         factor = self._delayed.get((sender, receiver), 1.0)
-        end_ns = max(self.now_ns, self._link_free_ns.get(link, 0)) + int(self.disturb(transmit_ns) * factor)
-        self._link_free_ns[link] = end_ns
-        delay_ns = end_ns + int(costs.flight_ns[sender, receiver] * factor) - self.now_ns
-        self.deliver(sender, receiver, lambda: self.nodes[receiver].receive(sender, message), delay_ns)
+        first_ns, took_ns = self._network.send((sender, receiver), size, planned_ns, factor, self.now_ns)
+
+        def arrive() -> None:
+            self.nodes[receiver].receive(sender, message)
+
+        def download() -> None:
+            start_ns = self._network.download(receiver, size, self.now_ns)
+            self.deliver(sender, receiver, arrive, start_ns + took_ns - self.now_ns)
+
+        if self._network.is_shared(receiver):
+            self.after(first_ns - self.now_ns, download, receiver)
+        else:
+            self.deliver(sender, receiver, arrive, first_ns + took_ns - self.now_ns)
 
     def assign(self, node: int, plan: Plan, origin: StateSource | None, assignment: int) -> None:
         """A node gets its stage; a node that had one gives it up."""
@@ -361,7 +370,7 @@ class VirtualCluster:
         if self.alive.pop(node, None) is None:
             return
         self.frozen.pop(node, None)
-        self._link_free_ns = {link: at_ns for link, at_ns in self._link_free_ns.items() if node not in link[:2]}
+        self._network.forget(node)
         self.after(EXIT_NOTICED_NS, partial(self._to_coordinator, partial(self._report_exit, node)))
 
     def start(self, node: int) -> None:

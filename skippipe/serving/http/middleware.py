@@ -1,49 +1,86 @@
-"""Around every request: it gets an id and is counted, its body is read within limits, it ends with its client, and
-whatever goes wrong becomes an error in OpenAI's shape."""
+"""Around every request: it gets an id and is counted for Prometheus, its body is read within limits, it ends with its
+client, and whatever goes wrong becomes an error in OpenAI's shape."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skippipe.serving.http.metrics import Metrics
+from skippipe.serving.async_engine import EngineClient
 from skippipe.serving.http.response_schema import event, json_bytes
-from skippipe.web.auth import ApiSettings
 from skippipe.web.errors import APIError, internal_error, too_large
+from skippipe.web.server import ApiSettings
 
+BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 log = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for the log; no client sees it
 CLOSE_S = 5.0  # for a client that does not read to be sent why its stream ends
 ENDPOINTS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics")
 MODEL = "/v1/models/"
+CLOSE = {"Connection": "close"}  # the rest of the request is not read
+DISCARD_LIMIT = 8  # times max_body_bytes that are read and discarded: a client that still sends reads no answer
 
 
+class Metrics(Collector):
+    """Counts of the HTTP server, and the engine's at the moment they are read."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._engine = engine
+        self.registry = own = CollectorRegistry()
+        labels = ["endpoint", "status"]
+        self.requests = Counter("skippipe_requests", "Requests by endpoint and status.", labels, registry=own)
+        self.seconds = Histogram(
+            "skippipe_request_seconds",
+            "From a request to the end of its answer.",
+            labels[:1],
+            registry=own,
+            buckets=BUCKETS_S,
+        )
+        self.in_flight = Gauge("skippipe_requests_in_flight", "Requests that are being answered.", registry=own)
+        self.prompt_tokens = Counter("skippipe_prompt_tokens", "Tokens of prompts.", registry=own)
+        self.answer_tokens = Counter("skippipe_answer_tokens", "Tokens of answers.", registry=own)
+        own.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        coverage = self._engine.coverage()
+        yield GaugeMetricFamily("skippipe_stages", "Stages of the model.", coverage.total)
+        yield GaugeMetricFamily("skippipe_stages_there", "Stages that a live node holds.", coverage.stages)
+        for name, value in sorted(self._engine.stats().items()):
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield family(f"skippipe_gateway_{name}", "Of the gateway.", value)
+
+
+@dataclass(frozen=True)
 class RequestMetrics:
     """Middleware that counts requests, and answers with an error where one is raised."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
+    app: ASGIApp
+    metrics: Metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         began_s = time.monotonic()
         response = _Response(f"req_{uuid4().hex}", send)
-        self._metrics.in_flight.inc()
+        self.metrics.in_flight.inc()
         try:
-            await self._app(scope, receive, response.send)
+            await self.app(scope, receive, response.send)
         except ClientDisconnected:
             response.status = CLIENT_CLOSED_REQUEST
         except APIError as error:
@@ -52,26 +89,26 @@ class RequestMetrics:
             log.exception("%s: %a %a failed", response.request_id, scope["method"], scope["path"])
             await response.fail(internal_error(response.request_id), scope, receive)
         finally:
-            self._metrics.in_flight.dec()
+            self.metrics.in_flight.dec()
             endpoint = _endpoint(scope["path"])
-            self._metrics.requests.labels(endpoint, response.status or CLIENT_CLOSED_REQUEST).inc()
-            self._metrics.seconds.labels(endpoint).observe(time.monotonic() - began_s)
+            self.metrics.requests.labels(endpoint, response.status or CLIENT_CLOSED_REQUEST).inc()
+            self.metrics.seconds.labels(endpoint).observe(time.monotonic() - began_s)
 
 
+@dataclass
 class _Response:
     """The response to a request, while it is sent."""
 
-    def __init__(self, request_id: str, send: Send) -> None:
-        self.request_id = request_id
-        self.status = 0
-        """0: nothing has been sent yet."""
-        self._send = send
+    request_id: str
+    to_client: Send
+    status: int = 0
+    """0: nothing has been sent yet."""
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             MutableHeaders(scope=message)["x-request-id"] = self.request_id
-        await self._send(message)
+        await self.to_client(message)
 
     async def fail(self, error: APIError, scope: Scope, receive: Receive) -> None:
         if not self.status:
@@ -81,7 +118,7 @@ class _Response:
         self.status = error.status  # for the metrics: the client has got status 200 and a part of the answer
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
-                await self._send({"type": "http.response.body", "body": event(error.body), "more_body": False})
+                await self.to_client({"type": "http.response.body", "body": event(error.body), "more_body": False})
 
 
 def _endpoint(path: str) -> str:
@@ -89,10 +126,6 @@ def _endpoint(path: str) -> str:
     if path in ENDPOINTS:
         return path
     return f"{MODEL}{{model}}" if path.startswith(MODEL) else "other"
-
-
-CLOSE = {"Connection": "close"}  # the rest of the request is not read
-DISCARD_LIMIT = 8  # times max_body_bytes that are read and discarded: a client that still sends reads no answer
 
 
 class ClientDisconnected(Exception):

@@ -31,8 +31,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from skippipe.inference.request import SamplingParams
-from skippipe.web.auth import ApiSettings
 from skippipe.web.errors import found, no_such_model, short, too_long, wrong
+from skippipe.web.server import ApiSettings
 
 SEEDS = 2**53  # seeds that the messages to nodes can carry
 SEED_STRIDE = 0x9E3779B97F4A7C15  # from the seed of one choice to the next; odd, so that no seed comes twice

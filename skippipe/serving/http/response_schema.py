@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skippipe.inference.request import SamplingParams
-from skippipe.serving.engine_client import RequestOutput, StageCoverage
+from skippipe.serving.async_engine import RequestOutput, StageCoverage
 
 END_OF_STREAM = b"data: [DONE]\n\n"
 
@@ -65,7 +65,7 @@ class ResponseBuilder:
             **self._head("chat.completion" if self.chat else "text_completion"),
             "choices": [self._choice(choice) for choice in self.choices],
             "usage": self._usage(),
-            "skippipe": coverage_json(self.coverage),
+            "skippipe": self.coverage.to_json(),
         }
 
     def chunks(self, choice: Choice, output: RequestOutput, with_usage: bool) -> Iterator[dict[str, Any]]:
@@ -81,11 +81,11 @@ class ResponseBuilder:
             last = self._chunk(choice, {} if self.chat else "", choice.finish_reason, with_usage)
             choice.finish_sent = True
             if not with_usage and all(each.finish_sent for each in self.choices):
-                last["skippipe"] = coverage_json(self.coverage)
+                last["skippipe"] = self.coverage.to_json()
             yield last
 
     def usage_chunk(self) -> dict[str, Any]:
-        return {**self._chunk_head(), "choices": [], "usage": self._usage(), "skippipe": coverage_json(self.coverage)}
+        return {**self._chunk_head(), "choices": [], "usage": self._usage(), "skippipe": self.coverage.to_json()}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -115,14 +115,6 @@ class ResponseBuilder:
         prompt = sum(len(choice.prompt) for choice in self.choices[:: self.n])
         completion = sum(choice.num_tokens for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def coverage_json(coverage: StageCoverage) -> dict[str, int]:
-    return {"stages": coverage.stages, "of": coverage.total}
-
-
-def coverage_text(coverage: StageCoverage) -> str:
-    return f"{coverage.stages}/{coverage.total}"
 
 
 def json_bytes(value: Any) -> bytes:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, NoReturn
 from uuid import uuid4
@@ -23,9 +24,8 @@ from starlette.types import Receive, Scope, Send
 
 from skippipe import __version__
 from skippipe.errors import UserError
-from skippipe.serving.engine_client import EngineClient, RequestOutput, RequestRefused
-from skippipe.serving.http.metrics import Metrics
-from skippipe.serving.http.middleware import RequestMetrics, read_body, while_connected, within
+from skippipe.serving.async_engine import EngineClient, RequestOutput, RequestRefused
+from skippipe.serving.http.middleware import Metrics, RequestMetrics, read_body, while_connected, within
 from skippipe.serving.http.request_schema import (
     AnyRequest,
     ChatCompletionRequest,
@@ -33,18 +33,9 @@ from skippipe.serving.http.request_schema import (
     ServedModel,
     parse_request,
 )
-from skippipe.serving.http.response_schema import (
-    END_OF_STREAM,
-    Choice,
-    ResponseBuilder,
-    coverage_json,
-    coverage_text,
-    event,
-    json_bytes,
-)
-from skippipe.web.auth import ApiSettings, BearerAuth, RateLimiter
+from skippipe.serving.http.response_schema import END_OF_STREAM, Choice, ResponseBuilder, event, json_bytes
 from skippipe.web.errors import APIError, no_such_model, short, timed_out, unavailable, wrong
-from skippipe.web.server import check_installed
+from skippipe.web.server import ApiSettings, BearerAuth, RateLimiter, check_installed
 
 STAGES = "X-SkipPipe-Stages"
 EVENTS = {
@@ -106,7 +97,7 @@ class ApiRoutes:
     async def health(self, _request: Request) -> Response:
         coverage = self.engine.coverage()
         status = "down" if not coverage.stages else "ok" if coverage.stages == coverage.total else "degraded"
-        return _json({"status": status, **coverage_json(coverage)}, 200 if coverage.stages else 503)
+        return _json({"status": status, **coverage.to_json()}, 200 if coverage.stages else 503)
 
     async def read_metrics(self, request: Request) -> Response:
         self.admit(request.headers)
@@ -116,29 +107,29 @@ class ApiRoutes:
         return {"id": self.engine.model, "object": "model", "created": self.engine.created, "owned_by": "skippipe"}
 
 
+@dataclass(frozen=True)
 class CompletionEndpoint:
     """An endpoint that generates."""
 
-    def __init__(self, api: ApiRoutes, schema: type[AnyRequest]) -> None:
-        self._api = api
-        self._schema = schema
+    api: ApiRoutes
+    schema: type[AnyRequest]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        api, headers = self._api, Headers(scope=scope)
+        api, headers = self.api, Headers(scope=scope)
         with api.rate_limiter.admit(api.admit(headers)):
             body = await read_body(headers, receive, api.settings)
-            request = parse_request(self._schema, body, api.served)
+            request = parse_request(self.schema, body, api.served)
             await while_connected(receive, self._respond(request, scope, receive, send))
 
     async def _respond(self, request: AnyRequest, scope: Scope, receive: Receive, send: Send) -> None:
-        timeout = self._api.settings.answer_timeout
+        timeout = self.api.settings.answer_timeout
         async with within(timeout, timed_out(timeout)):
             response = self._builder(request, await self._choices(request))
             if request.stream:
                 await self._stream(response, request, send)
                 return
             await self._generate_all(response, request, _keep)
-        await _json(response.whole(), headers={STAGES: coverage_text(response.coverage)})(scope, receive, send)
+        await _json(response.whole(), headers={STAGES: str(response.coverage)})(scope, receive, send)
 
     async def _stream(self, response: ResponseBuilder, request: AnyRequest, send: Send) -> None:
         """Sends outputs as events. The status follows the first output: until then it can still be an error."""
@@ -150,7 +141,7 @@ class CompletionEndpoint:
             async with sending:
                 if not begun:
                     begun = True
-                    headers = Headers({**EVENTS, STAGES: coverage_text(self._api.engine.coverage())})
+                    headers = Headers({**EVENTS, STAGES: str(self.api.engine.coverage())})
                     await send({"type": "http.response.start", "status": 200, "headers": headers.raw})
                 events = b"".join(map(event, response.chunks(choice, output, request.include_usage)))
                 if events:
@@ -170,20 +161,20 @@ class CompletionEndpoint:
             raise failed.exceptions[0] from None
 
     async def _generate(self, choice: Choice, stop: Sequence[str], callback: ChoiceCallback) -> None:
-        generate = self._api.engine.generate
+        generate = self.api.engine.generate
         try:
             async with aclosing(generate(choice.prompt, choice.max_tokens, choice.sampling, stop)) as outputs:
                 async for output in outputs:
-                    self._api.metrics.answer_tokens.inc(choice.add(output))
+                    self.api.metrics.answer_tokens.inc(choice.add(output))
                     await callback(choice, output)
                     if output.finish_reason is not None:
                         return
         except RequestRefused as refused:
-            raise unavailable(str(refused), self._api.settings.retry_after) from None
+            raise unavailable(str(refused), self.api.settings.retry_after) from None
         raise RuntimeError("an answer stopped without a finish reason")
 
     async def _choices(self, request: AnyRequest) -> list[Choice]:
-        api, loop = self._api, asyncio.get_running_loop()
+        api, loop = self.api, asyncio.get_running_loop()
         try:
             prompts = await loop.run_in_executor(api.tokenizer, self._encode, request)
         except UserError as error:  # say, a conversation that the model's template does not foresee
@@ -200,7 +191,7 @@ class CompletionEndpoint:
 
     def _encode(self, request: AnyRequest) -> list[tuple[tuple[int, ...], str]]:
         """The tokens of every prompt, and its text if that is to be repeated."""
-        engine = self._api.engine
+        engine = self.api.engine
         if isinstance(request, ChatCompletionRequest):
             return [(tuple(engine.encode_chat([message.for_template() for message in request.messages])), "")]
         found: list[tuple[tuple[int, ...], str]] = []
@@ -216,11 +207,11 @@ class CompletionEndpoint:
             id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}",
             created=int(time.time()),
             model=request.model,
-            fingerprint=self._api.fingerprint,
+            fingerprint=self.api.fingerprint,
             chat=chat,
             n=request.n,
             choices=choices,
-            stages=self._api.engine.coverage().total,
+            stages=self.api.engine.coverage().total,
         )
 
 

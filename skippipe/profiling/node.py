@@ -1,7 +1,8 @@
-"""A node that is measured: first it computes, then it probes links to others and answers their probes.
+"""A node that is measured: its configuration, its role, and its state machine, which first computes, then probes links
+to other nodes and answers their probes.
 
-A state machine like the one that trains, over the same sockets: what it sends are tensors along a path, as far as the
-transport can tell. Every one is answered at once by a small one; both carry the number of the probe and of the
+The state machine is one like that of training, over the same sockets: what it sends are tensors along a path, as far as
+the transport can tell. Every one is answered at once by a small one; both carry the number of the probe and of the
 message, so that a late answer is not taken for another one.
 """
 
@@ -9,18 +10,74 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
+from skippipe.cluster import Cluster
 from skippipe.codecs import EncodedTensor
-from skippipe.profiling.link_probe import SMALL_BYTES, LinkProbe, ProbeSettings
+from skippipe.heartbeat import TIMEOUT_S
+from skippipe.profiling.estimators import SMALL_BYTES, LinkProbe, ProbeSettings
 from skippipe.runtime.messages import COORDINATOR, Computed, ControlMessage, Hello, Probe, Probed, Stop
-from skippipe.runtime.node.interfaces import NodeEnv
+from skippipe.runtime.node.interfaces import PROFILING, NodeEnv, Role, Roles
 from skippipe.runtime.state_source import StateSource
+from skippipe.toml_config import from_table
+from skippipe.transport.link_emulation import EmulatedLink
 from skippipe.transport.message import Message, ProbePiece
+from skippipe.value_ranges import HEARTBEAT_S, THREADS, WAIT_S
+from skippipe.workload import Workload
+
+if TYPE_CHECKING:
+    from skippipe.profiling.compute_bench import ComputeBench
+    from skippipe.runtime.node.interfaces import JoinConfig
 
 log = logging.getLogger(__name__)
 PING, PONG = 0, 1  # the direction of a message that measures a link
+
+
+@dataclass(frozen=True)
+class ProfilingConfig:
+    names: tuple[str, ...]
+    """All nodes; a node's number is its place here."""
+    config: dict[str, Any]
+    """The model's configuration, as Hugging Face writes it."""
+    workload: Workload
+    """The size of a microbatch, and how it is computed."""
+    device: str = "cpu"
+    compiled: bool = False
+    threads: Annotated[int, THREADS] = 1
+    compute_s: Annotated[float, WAIT_S] = 1.0
+    """Seconds for the passes that are measured; the one that runs then is the last."""
+    effort: ProbeSettings = field(default_factory=ProbeSettings)
+    emulated: Cluster | None = None
+    """Links are emulated as in this cluster of the same nodes; none: they are as they are."""
+    heartbeat_s: Annotated[float, HEARTBEAT_S] = TIMEOUT_S
+    """Seconds without a heartbeat after which a node is declared dead."""
+
+    @property
+    def number(self) -> dict[str, int]:
+        """Node → its number."""
+        return {name: number for number, name in enumerate(self.names)}
+
+    @property
+    def work(self) -> str:
+        """What nodes compute, in words: their speed depends on it."""
+        work = self.workload
+        how = [work.compute_dtype] + ["recomputed"] * work.activation_checkpointing + ["compiled"] * self.compiled
+        return f"{work.model.name}, {work.samples_per_microbatch} × {work.sequence_tokens} tokens, {', '.join(how)}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": PROFILING,
+            **vars(self),
+            "names": list(self.names),
+            "workload": self.workload.to_json(),
+            "effort": asdict(self.effort),
+            "emulated": self.emulated.to_json() if self.emulated else None,
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> ProfilingConfig:
+        return from_table(cls, {name: each for name, each in value.items() if name != "kind"}, "node_config")
 
 
 @dataclass(frozen=True)
@@ -99,7 +156,7 @@ class ProfilingNode:
 
     def decide(self) -> None:
         """Report what there is when an answer has not come in time."""
-        if self._probe and self._env.now_ns() - self._sent_ns > 1e9 * self._effort.patience_s:
+        if self._probe and self._env.now_ns() - self._sent_ns > 1e9 * self._effort.answer_timeout_s:
             self._report(self._probe)
 
     def active_peers(self) -> set[int]:
@@ -135,3 +192,39 @@ class ProfilingNode:
 
 def _message(probe: int, direction: int, step: int, size: int) -> Message:
     return Message(ProbePiece(probe, direction, step), EncodedTensor("fp32", (size // 4,), bytes(size)))
+
+
+def profiling_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
+    node_config = ProfilingConfig.from_json(config)
+
+    def build_bench() -> ComputeBench:
+        from skippipe.profiling.compute_bench import ComputeBench
+
+        device = join_config.device or node_config.device
+        return ComputeBench(
+            node_config.config, node_config.workload, device, node_config.compute_s, node_config.compiled
+        )
+
+    return Role(
+        machine=ProfilingNode(node_config.number[join_config.name], len(node_config.names), node_config.effort, env),
+        build=build_bench,
+        numbers=node_config.number,
+        heartbeat_s=node_config.heartbeat_s,
+        threads=node_config.threads,
+        links=_links(node_config, join_config.name),
+    )
+
+
+ROLES: Roles = {PROFILING: profiling_role}
+
+
+def _links(node_config: ProfilingConfig, name: str) -> dict[str, EmulatedLink]:
+    like = node_config.emulated
+    if like is None:
+        return {}
+    own = like.number[name]
+    return {
+        other: EmulatedLink(float(like.latency_s[own, at]), float(like.bandwidth_bytes_per_s[own, at]))
+        for other, at in like.number.items()
+        if other != name
+    }

@@ -1,5 +1,5 @@
-"""The state machine of a node that serves: computes the steps that the gateway sends, and passes tensors on along their
-route.
+"""A node that serves: its configuration, its role, and its state machine, which computes the steps that the gateway
+sends, and passes tensors on along their route.
 
 It runs over the same sockets as the one that trains. The gateway says which sequences a step computes and by which
 route; from other nodes come tensors only, and only those that a step foresees are taken.
@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from skippipe.codecs import CodecId
 from skippipe.errors import UserError
+from skippipe.heartbeat import TIMEOUT_S
+from skippipe.json_fields import exists
 from skippipe.runtime.messages import (
     COORDINATOR,
     ControlMessage,
@@ -23,7 +28,7 @@ from skippipe.runtime.messages import (
     StepFailed,
     Stop,
 )
-from skippipe.runtime.node.interfaces import NodeEnv
+from skippipe.runtime.node.interfaces import SERVING, NodeEnv, Role, Roles
 from skippipe.runtime.node.ops import op_name
 from skippipe.runtime.state_source import StateSource
 from skippipe.serving.step_protocol import (
@@ -36,13 +41,17 @@ from skippipe.serving.step_protocol import (
     StepRefused,
     parse_step,
 )
+from skippipe.toml_config import from_table
 from skippipe.transport.message import Message, StepHop
+from skippipe.value_ranges import HEARTBEAT_S, POSITIVE, THREADS
+
+if TYPE_CHECKING:
+    from skippipe.runtime.node.interfaces import JoinConfig
+    from skippipe.serving.executor import ServingExecutor
 
 log = logging.getLogger(__name__)
 MAX_STEPS = 1024  # pending steps
 MAX_EARLY, MAX_EARLY_BYTES = 256, 2**28  # tensors of each sender that are kept before their step is known
-Queued = tuple[StepInput | None, int, ServingWork]
-"""A step, the node's position on its path, and the work; no step for work that nothing is reported of."""
 
 
 class EarlyMessages:
@@ -57,8 +66,9 @@ class EarlyMessages:
         kept = self._kept.setdefault(sender, {})
         kept.pop(key, None)
         kept[key] = body
-        while len(kept) > 1 and (len(kept) > MAX_EARLY or sum(map(_num_bytes, kept.values())) > MAX_EARLY_BYTES):
-            del kept[next(iter(kept))]
+        sizes = [getattr(each, "nbytes", 0) for each in kept.values()]
+        while len(sizes) > 1 and (len(sizes) > MAX_EARLY or sum(sizes) > MAX_EARLY_BYTES):
+            del kept[next(iter(kept))], sizes[0]
 
     def take(self, sender: int, key: tuple[int, int]) -> Any:
         """The tensor, or None if it has not arrived."""
@@ -66,10 +76,6 @@ class EarlyMessages:
 
     def clear(self) -> None:
         self._kept.clear()
-
-
-def _num_bytes(body: Any) -> int:
-    return int(getattr(body, "nbytes", 0))
 
 
 class ServingNode:
@@ -87,8 +93,8 @@ class ServingNode:
         self._pending: dict[tuple[int, int], StepInput] = {}
         """Step and position on its path → the step, until its tensor arrives."""
         self._early = EarlyMessages()
-        self._ready: deque[Queued] = deque()
-        self._running: Queued | None = None
+        self._ready: deque[ServingWork] = deque()
+        self._running: ServingWork | None = None
 
     def hello(self, address: str, version: str) -> Hello:
         """The greeting to a new gateway, which waits for none of the steps of the one before."""
@@ -110,8 +116,10 @@ class ServingNode:
             case EndSequences():
                 for key in [key for key, step in self._pending.items() if step.route == control.lane]:
                     del self._pending[key]
-                self._ready = deque(each for each in self._ready if each[0] is None or each[0].route != control.lane)
-                self._ready.append((None, 0, FreeSlots(control.lane)))
+                waiting = (
+                    work for work in self._ready if isinstance(work, FreeSlots) or work.step.route != control.lane
+                )
+                self._ready = deque([*waiting, FreeSlots(control.lane)])
             case Stop():
                 self.stopped = control
             case _:
@@ -132,12 +140,11 @@ class ServingNode:
     # Work
 
     def finished(self, work: ServingWork, result: Any) -> None:
-        assert self._running is not None
-        step, position, done = self._running
-        assert done is work
+        assert self._running is work
         self._running = None
-        if step is None:
+        if isinstance(work, FreeSlots):
             return
+        step, position = work.step, work.position
         if isinstance(result, StepRefused):
             at_fault = step.path[position - 1] if result.bad_input else self.number
             self._env.send_control(StepFailed(step.step, at_fault, result.reason))
@@ -156,11 +163,11 @@ class ServingNode:
     def decide(self) -> None:
         if self._running is None and self._ready:
             self._running = self._ready.popleft()
-            self._env.start(self._running[2])
+            self._env.start(self._running)
 
     @property
     def doing(self) -> str:
-        return "serving" if self._running is None else f"serving, {op_name(self._running[2])}"
+        return "serving" if self._running is None else f"serving, {op_name(self._running)}"
 
     def active_peers(self) -> set[int]:
         """The nodes that come next on the paths of pending steps."""
@@ -185,7 +192,7 @@ class ServingNode:
             return
         position = step.path.index(self.number)
         if position == 0:
-            self._ready.append((step, 0, ForwardStep(step.route, step.rows, step.freed, step.tokens)))
+            self._ready.append(ForwardStep(step, 0, step.tokens))
             position = len(step.path)
         key = step.step, position
         self._pending[key] = step
@@ -199,16 +206,87 @@ class ServingNode:
             self._drop(sender, "a tensor of a step that does not come from this sender")
             return
         message = Message(StepHop(step.step, step.route, position), body)
-        if not self._env.fits(message, step.num_tokens, len(step.rows)):
+        if not self._env.fits(message, step.num_tokens):
             self._drop(sender, "a tensor of another shape or type")
             return
         del self._pending[key]
-        work: ServingWork = ForwardStep(step.route, step.rows, step.freed, body)
-        if position == len(step.path):
-            work = SampleTokens(step.rows, step.sampling, body)
-        self._ready.append((step, position, work))
+        at_the_end = position == len(step.path)
+        self._ready.append(SampleTokens(step, body) if at_the_end else ForwardStep(step, position, body))
 
     def _drop(self, sender: int, reason: str) -> None:
         self.dropped[sender, reason] += 1
         if self.dropped[sender, reason] == 1:
             log.warning("dropped from %s: %s (later ones are only counted)", sender, reason)
+
+
+@dataclass(frozen=True)
+class ServingConfig:
+    """What the gateway tells every node: the model, how it is cut, which node holds which stage."""
+
+    checkpoint: str
+    """The model's folder on the gateway's machine."""
+    layers: tuple[int, ...]
+    """Number of layers of each stage."""
+    stage_of: dict[str, int]
+    """Name of a node → the stage that it holds."""
+    vocabulary: Annotated[int, POSITIVE]
+    """Number of the model's tokens: ids are below it."""
+    fingerprint: str
+    """Fingerprint of the checkpoint."""
+    device: str = "cpu"
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type that stages compute in."""
+    wire_dtype: CodecId = "bf16"
+    """Type of hidden states between nodes."""
+    cache_tokens: Annotated[int, POSITIVE] = 2**16
+    """Tokens that the KV cache of a route has room for, on every node."""
+    threads: Annotated[int, THREADS] = 1
+    heartbeat_s: Annotated[float, HEARTBEAT_S] = TIMEOUT_S
+    """Seconds without a heartbeat after which a node is declared dead."""
+
+    @property
+    def number(self) -> dict[str, int]:
+        """Name of a node → its number."""
+        return {name: number for number, name in enumerate(self.stage_of)}
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": SERVING, **vars(self), "layers": list(self.layers)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> ServingConfig:
+        found = from_table(cls, {name: each for name, each in value.items() if name != "kind"}, "node_config")
+        if not all(0 <= stage < len(found.layers) for stage in found.stage_of.values()):
+            raise UserError("node_config.stage_of: expected names of nodes with their stages")
+        return found
+
+
+def serving_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
+    node_config = ServingConfig.from_json(config)
+    number, stage = node_config.number[join_config.name], node_config.stage_of[join_config.name]
+    info = NodeInfo(number, stage, len(node_config.stage_of), node_config.vocabulary, node_config.cache_tokens)
+    return Role(
+        machine=ServingNode(info, env),
+        build=lambda: build_executor(node_config, stage, join_config),
+        numbers=node_config.number,
+        heartbeat_s=node_config.heartbeat_s,
+        threads=node_config.threads,
+    )
+
+
+ROLES: Roles = {SERVING: serving_role}
+
+
+def build_executor(node_config: ServingConfig, stage: int, join_config: JoinConfig) -> ServingExecutor:
+    from skippipe.inference.cached_stage import convert_stage
+    from skippipe.inference.checkpoint_loader import fingerprint, load_stage, read_outline
+    from skippipe.serving.executor import ServingExecutor
+
+    here = join_config.checkpoint or Path(node_config.checkpoint)
+    if not exists(here):
+        raise UserError(f"{here}: no such folder on this machine; copy the model, or name its folder with --checkpoint")
+    outline = read_outline(here)
+    if fingerprint(outline.place) != node_config.fingerprint:
+        raise UserError(f"{outline.place}: another model than the gateway's; copy that one here")
+    model = load_stage(replace(outline, layers=node_config.layers), stage, join_config.device or node_config.device)
+    convert_stage(model, node_config.dtype)
+    return ServingExecutor(stage, model, cache_tokens=node_config.cache_tokens, wire_dtype=node_config.wire_dtype)

@@ -1,12 +1,11 @@
 """The executor of a node that serves: a stage, and a KV cache for every route that comes through it.
 
 Between nodes, hidden states are [tokens of all rows, d], without padding. Here, single tokens and prompts pass the
-stage separately: one padded to the other's length would cost as much (see `inference.kv_cache`).
+stage separately: one padded to the other's length would cost as much (see `inference.cached_stage`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,11 +13,10 @@ from torch import Tensor
 
 from skippipe.codecs import EncodedTensor, decode, encode
 from skippipe.errors import UserError
-from skippipe.inference.cached_stage import CachedStage, embed, logits
-from skippipe.inference.kv_cache import BatchRows
+from skippipe.inference.cached_stage import BatchRows, CachedStage, embed, logits
 from skippipe.inference.sampler import sample
 from skippipe.model.stage import StageModel
-from skippipe.serving.step_protocol import ForwardStep, FreeSlots, InputRow, SampleTokens, ServingWork, StepRefused
+from skippipe.serving.step_protocol import ForwardStep, FreeSlots, SampleTokens, ServingWork, StepRefused
 from skippipe.transport.message import Message
 
 
@@ -58,23 +56,28 @@ class ServingExecutor:
                 self._routes.pop(work.route, None)
                 return None
 
-    def fits(self, message: Message, at: int, size: int) -> bool:  # noqa: ARG002
-        """Does the message carry the hidden states of `at` tokens, in all rows together?"""
+    def fits(self, message: Message, num_tokens: int) -> bool:
+        """Does the message carry the hidden states of so many tokens, in all rows together?"""
         body = message.body
-        return isinstance(body, EncodedTensor) and body.shape == (at, self._hidden) and body.dtype == self._wire_dtype
+        if not isinstance(body, EncodedTensor):
+            return False
+        return body.shape == (num_tokens, self._hidden) and body.dtype == self._wire_dtype
 
     def _forward(self, work: ForwardStep) -> Tensor:
-        if work.route not in self._routes:
-            self._routes[work.route] = CachedStage(self._model, self._cache_tokens)
-        stage = self._routes[work.route]
-        for slot in work.freed:
+        step = work.step
+        if step.route not in self._routes:
+            self._routes[step.route] = CachedStage(self._model, self._cache_tokens)
+        stage = self._routes[step.route]
+        for slot in step.freed:
             stage.cache.free(slot)
-        for row in work.rows:
+        for row in step.rows:
             if row.start > stage.cache.length(row.slot):
                 raise UserError(f"slot {row.slot} ends before token {row.start}")
         hidden = self._hidden_states(work)
-        for group in _by_length(work.rows):
-            rows = [work.rows[number] for number in group]
+        single = [number for number, row in enumerate(step.rows) if row.count == 1]
+        longer = [number for number, row in enumerate(step.rows) if row.count > 1]
+        for group in filter(None, (single, longer)):
+            rows = [step.rows[number] for number in group]
             batch = BatchRows(tuple(r.slot for r in rows), tuple(r.start for r in rows), tuple(r.count for r in rows))
             padded = torch.nn.utils.rnn.pad_sequence([hidden[number] for number in group], batch_first=True)
             outputs = stage.forward(padded, batch)
@@ -84,25 +87,20 @@ class ServingExecutor:
 
     def _hidden_states(self, work: ForwardStep) -> list[Tensor]:
         """The inputs of each row's new tokens: [tokens, d]."""
+        step = work.step
         if self._stage == 0:
             padded = embed(self._model, work.inputs)
-            return [each[: row.count] for each, row in zip(padded, work.rows, strict=True)]
-        return list(torch.split(self._decode(work.inputs), [row.count for row in work.rows]))
+            return [each[: row.count] for each, row in zip(padded, step.rows, strict=True)]
+        return list(torch.split(self._decode(work.inputs), [row.count for row in step.rows]))
 
     def _sample(self, work: SampleTokens) -> list[int]:
-        ends = torch.tensor([row.count for row in work.rows]).cumsum(0) - 1
+        step = work.step
+        ends = torch.tensor([row.count for row in step.rows]).cumsum(0) - 1
         last = self._decode(work.inputs)[ends.to(self._device)]
-        return sample(logits(self._model, last), work.sampling, [row.start + row.count for row in work.rows])
+        return sample(logits(self._model, last), step.sampling, [row.start + row.count for row in step.rows])
 
     def _decode(self, inputs: EncodedTensor) -> Tensor:
         hidden = decode(inputs).to(self._device, self._dtype)
         if not hidden.isfinite().all():
             raise NotFinite("hidden states that are not finite")
         return hidden
-
-
-def _by_length(rows: Sequence[InputRow]) -> list[list[int]]:
-    """Numbers of the rows of one token, and of those of more."""
-    single = [number for number, row in enumerate(rows) if row.count == 1]
-    longer = [number for number, row in enumerate(rows) if row.count > 1]
-    return [group for group in (single, longer) if group]

@@ -1,1 +1,0 @@
-"""A node that holds a stage of the model and computes steps."""
