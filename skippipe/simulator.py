@@ -200,7 +200,7 @@ def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
         * (placement_costs.alone_ns(lane.path) + int(placement_costs.weight_ns[list(lane.path)].sum()))
         for lane in plan.lanes
     )
-    if one_after_another_ns + max(placement_costs.averaging_ns) > LAST_NS:
+    if one_after_another_ns + sum(placement_costs.averaging_ns) > LAST_NS:
         raise UserError("an iteration of this plan may take over a century: does it use a link that is not there?")
     record = np.empty((total, 3), np.int64)
     outcome = placement_costs.run_iteration(paths, lengths, microbatches, record)

@@ -102,9 +102,9 @@ def takes_ns(costs: LinkCosts, stage: int, averaging: Averaging) -> int:
 
 def after_ns(costs: LinkCosts, stage: int, averaging: Averaging, last: int) -> int:
     """How long averaging goes on after this node is done, at least: the others were done long before."""
-    done_ns = np.full(len(costs.flight_ns), -takes_ns(costs, stage, averaging), np.int64)
-    done_ns[last] = 0
-    return averaged_ns(costs, stage, averaging, done_ns)
+    done_ns = np.zeros(len(costs.flight_ns), np.int64)
+    done_ns[last] = takes_ns(costs, stage, averaging)
+    return averaged_ns(costs, stage, averaging, done_ns) - int(done_ns[last])
 
 
 def fastest(costs: LinkCosts, stage: int, nodes: Sequence[int], *, only_rings: bool = False) -> Averaging:
@@ -275,7 +275,8 @@ def exchange_estimate_ns(
     download: Floats,
 ) -> int:
     """About when all nodes have the sum in an exchange: every node is the root of one piece, and all ways to it are one
-    link. What the schedule of `exchange` takes is within a third of it, mostly within a tenth."""
+    link. Between regions the schedule of `exchange` takes mostly within a third of it; where links are of very unequal
+    rates it can be several times off."""
     size = len(members)
     rate = np.empty((size, size), np.float64)
     flight = np.empty((size, size), np.int64)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from skippipe.collectives.ring import RING
 
 from skippipe.cluster import Cluster
-from skippipe.collectives.ring import RING
 from skippipe.cost_model import cost_model_of
 from skippipe.errors import UserError
 from skippipe.plan import Lane, Plan, Stage
