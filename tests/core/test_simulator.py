@@ -203,7 +203,8 @@ def test_the_estimate_of_an_exchange_is_about_what_it_takes(seed: int) -> None:
             costs.gradient_bytes[1],
             np.ascontiguousarray(costs.bandwidth_bytes_per_s),
             costs.flight_ns,
-            topology.relayed_bandwidth(costs),
+            topology.relay_rates(costs),
+            np.zeros(costs.nodes, np.int64),
             costs.upload_bytes_per_s,
             costs.download_bytes_per_s,
         )

@@ -10,9 +10,9 @@ from itertools import combinations_with_replacement, permutations, product
 
 import numpy as np
 import pytest
+from skippipe.collectives.ring import RING
 
 from skippipe.cluster import Cluster
-from skippipe.collectives.ring import RING
 from skippipe.constraints import cc2_broken_at
 from skippipe.cost_model import NEVER_NS
 from skippipe.dispatch import Dispatch
