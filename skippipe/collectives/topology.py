@@ -258,7 +258,7 @@ def relayed_bandwidth(costs: LinkCosts) -> Floats:
     rate = both_ways(costs.bandwidth_bytes_per_s)
     rate = np.where(np.eye(len(rate), dtype=bool), 0.0, rate)
     relayed = np.zeros_like(rate)
-    for by in np.flatnonzero(np.isinf(costs.upload_bytes_per_s + costs.download_bytes_per_s)):
+    for by in np.flatnonzero(np.isinf(np.minimum(costs.upload_bytes_per_s, costs.download_bytes_per_s))):
         relayed += np.minimum(rate[:, by, None], rate[None, by, :])
     return np.where(np.eye(len(rate), dtype=bool), 0.0, relayed)
 
@@ -355,7 +355,7 @@ def ring_edges(costs: LinkCosts, averagings: Sequence[Averaging]) -> list[RingEd
     """The edges of all stages' rings; None if some stage averages otherwise, or nodes have rates of their own."""
     if (
         any(each.pieces for each in averagings)
-        or not np.isinf(costs.upload_bytes_per_s + costs.download_bytes_per_s).all()
+        or not np.isinf(np.minimum(costs.upload_bytes_per_s, costs.download_bytes_per_s)).all()
     ):
         return None
     found = []
