@@ -257,7 +257,7 @@ def relay_rates(costs: LinkCosts) -> Floats:
     others to serve."""
     rate = both_ways(costs.bandwidth_bytes_per_s)
     np.fill_diagonal(rate, 0)
-    rate[np.isfinite(costs.upload_bytes_per_s + costs.download_bytes_per_s)] = 0
+    rate[np.isfinite(np.minimum(costs.upload_bytes_per_s, costs.download_bytes_per_s))] = 0
     return rate
 
 
@@ -359,7 +359,7 @@ def ring_edges(costs: LinkCosts, averagings: Sequence[Averaging]) -> list[RingEd
     """The edges of all stages' rings; None if some stage averages otherwise, or nodes have rates of their own."""
     if (
         any(each.pieces for each in averagings)
-        or not np.isinf(costs.upload_bytes_per_s + costs.download_bytes_per_s).all()
+        or not np.isinf(np.minimum(costs.upload_bytes_per_s, costs.download_bytes_per_s)).all()
     ):
         return None
     found = []

@@ -258,6 +258,7 @@ class Transfer:
     size: int
     after_tasks: list[str]  # nodes that have to end their last tasks before it is ready
     after: list[Transfer]  # what has to arrive before it is ready
+    by_relay: bool = False  # a relay sends it
     arrived: int | None = None
 
 
@@ -300,7 +301,7 @@ def piece_transfers(tree: Tree, stage: int, piece: int, size: int) -> list[Trans
             return first
         waits = [] if first.is_sum else [relay]
         way = (relay, receiver)
-        onward = Transfer(first.is_sum, first.level + 1, stage, piece, way, about, size, waits, [first])
+        onward = Transfer(first.is_sum, first.level + 1, stage, piece, way, about, size, waits, [first], by_relay=True)
         made.append(onward)
         return onward
 
@@ -338,7 +339,7 @@ def average(plan: Json, network: Network, ended: dict[str, int]) -> list[Transfe
     def rank(transfer: Transfer) -> tuple[object, ...]:
         place = places[transfer.stage]
         named = [place[name] for name in (*transfer.link, transfer.about)]
-        return (transfer.is_sum, transfer.level, transfer.stage, transfer.piece, *named)
+        return (not transfer.by_relay, transfer.is_sum, transfer.level, transfer.stage, transfer.piece, *named)
 
     def ready(transfer: Transfer) -> int | None:
         sender, receiver = transfer.link
