@@ -8,6 +8,7 @@ import pytest
 
 from skippipe.collectives.schedule import Piece
 from skippipe.plan import Plan
+from skippipe.runtime.coordinator.iteration import Iteration
 from skippipe.runtime.messages import Commit, Drain, Reroute, TasksDone
 from skippipe.runtime.node.interfaces import NodePhase
 from skippipe.transport.message import Message
@@ -147,6 +148,18 @@ def test_an_announcement_that_comes_late_or_again_takes_none_back(old: TasksDone
     average_alone(bench)
     bench.take(4, gradient_piece(FROM_4, iteration=3, epoch=4)).work()
     assert numbers_of(bench) == [(3, TO_3)]
+
+
+def test_the_coordinator_knows_which_links_are_used_without_a_lost_relay() -> None:
+    def unused(*_: object) -> None:
+        raise AssertionError("nothing is sent, no node is evicted")
+
+    plan = relayed_plan()
+    iteration = Iteration(0, plan, 0, set(plan.stage_of), unused, unused)
+    assert iteration.uses(4, 2)
+    assert not iteration.uses(3, 4)
+    iteration.nodes.discard(2)
+    assert iteration.uses(3, 4), "node 4 sends straight to the root then"
 
 
 def test_a_node_whose_download_is_shared_announces_itself_once_to_all_that_send_to_it_and_after_a_break_again() -> None:
