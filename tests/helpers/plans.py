@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from random import Random
 from typing import Any, TypeVar
 
@@ -120,6 +120,18 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 AVERAGING_KINDS = ("ring", "direct exchange", "star", "trees")
+
+
+def relayed(random: Random, averaging: Averaging, relays: Sequence[int]) -> Averaging:
+    """The same piece by piece, but about half of the messages go by way of these nodes, whichever stage they hold."""
+    if len(averaging.order) < 2:
+        return averaging
+    pieces = []
+    for piece in averaging.pieces or [Piece(node, 1) for node in averaging.order]:
+        drawn = [(node, random.choice(relays)) for node in averaging.order if random.random() < 0.5]
+        ways = [(a, by) for a, by in drawn if a != piece.root and by not in (a, piece.parent_of(a))]
+        pieces.append(replace(piece, relays=tuple(ways)))
+    return replace(averaging, pieces=tuple(pieces))
 
 
 def drawn_averaging(random: Random, nodes: Sequence[int], kind: str | None = None) -> Averaging:
