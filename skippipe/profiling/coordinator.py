@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
@@ -118,6 +118,8 @@ class ProfilingCoordinator:
     _gathered: bool = field(init=False, default=False)
     _linking: bool = field(init=False, default=False)
     """Links are measured: no node computes any more, which would disturb that."""
+    _tried_in: tuple[object, ...] = field(init=False, default=())
+    """The state in which no more probes could be started."""
 
     def __post_init__(self) -> None:
         self._joining_until_ns = self._until_ns(self.deadlines.joining)
@@ -177,7 +179,8 @@ class ProfilingCoordinator:
 
     @property
     def over(self) -> bool:
-        return self._gathered and not self._computing and not self._pending_pairs() and not self._pending_rates()
+        ready = self._gathered and not self._computing and not self._running
+        return ready and not self._pending_pairs() and not self._pending_rates()
 
     def result(self, when: str) -> ProfileResult:
         """What has been measured so far, at this time (ISO 8601)."""
@@ -269,8 +272,10 @@ class ProfilingCoordinator:
                 self.callback.happened(f"going on without {', '.join(self.missing)}: they have not joined in time")
             self._gathered = late or len(self._seen) == len(self.config.names)
         self._linking = self._linking or (self._gathered and not self._computing)
-        if not self._linking:
+        state = self._probes, len(self._running), len(self._links), len(self._rates), tuple(self._computed)
+        if not self._linking or state == self._tried_in:
             return
+        self._tried_in = state
         busy = {node for running in self._running.values() for node in running.nodes}
         for sender, receiver in self._pending_pairs():
             if sender not in busy and receiver not in busy:
@@ -307,7 +312,7 @@ class ProfilingCoordinator:
     def _measure_rate(self, which: RateOf, peers: Mapping[int, LinkEstimate]) -> None:
         alone = sum(link.bandwidth_bytes_per_s for link in peers.values())
         streams = {peer: stream_over(link, self.config.effort) for peer, link in peers.items()}
-        rows = [[peer, stream.chunk_bytes, stream.on_the_way] for peer, stream in streams.items()]
+        rows = [[peer, *asdict(stream).values()] for peer, stream in streams.items()]
         probe = self._start(which[0], tuple(peers), which, alone)
         self.env.tell(which[0], ProbeRate(probe, which[1], rows))
 

@@ -31,7 +31,7 @@ CHUNKS = 10  # of a stream, in the time of a transfer
 LEAST_CHUNK_BYTES, LARGEST_CHUNK_BYTES = 2**12, 2**22
 QUEUED_CHUNKS = 3  # of a stream, beside those that its latency keeps on the way: so the link never runs dry
 MOST_CHUNKS = 64  # of a stream, on the way at once
-WINDOWS = 4  # in which the bytes of all streams are counted, each as long as a transfer
+WINDOW = 4  # times as long as a transfer: in which the bytes of all streams are counted
 CLEARLY_LESS = 0.85
 """Share of what links carry one at a time; those that carry less than that at once share a rate."""
 
@@ -109,39 +109,51 @@ class Stream:
     chunk_bytes: int
     on_the_way: int
     """Chunks that are sent before the first is confirmed."""
+    round_trip_us: int
+    """From the sender to the receiver and back, when the link is empty."""
 
 
 @dataclass
 class RateProbe:
-    """Counts what several streams carry at once, from when all of them flow."""
+    """Counts what several streams carry at once, while all of them flow.
+
+    Where chunks wait for each other is the upload of the node that measures, or its download. They pass an upload a
+    round trip before they are confirmed, and this differs from link to link: it is taken off.
+    """
 
     effort: ProbeSettings
     streams: Mapping[int, Stream]
     """Peer → the stream to it, or from it."""
-    samples: list[tuple[int, float]] = field(default_factory=list)
-    """Bytes of all streams, and seconds, of every window."""
-    _counted: int = 0
-    _since_s: float | None = None
-    """Start of the window; None: some stream has not confirmed the chunks that it began with."""
+    receiving: bool = False
+    over: bool = False
+    """All streams have flowed for long enough."""
+    _full_s: float | None = None
+    """When every stream had confirmed the chunks that it began with."""
 
     def __post_init__(self) -> None:
-        self._filling = {peer: stream.on_the_way for peer, stream in self.streams.items()}
-
-    @property
-    def over(self) -> bool:
-        return len(self.samples) >= WINDOWS
+        self._passed_s: dict[int, list[float]] = {peer: [] for peer in self.streams}
+        """Peer → when each of its chunks has passed the upload or the download."""
 
     def confirmed(self, peer: int, at_s: float) -> None:
         """A chunk of a stream has come to its end, at this time."""
-        if self._since_s is None:
-            self._filling[peer] -= 1
-            if all(left <= 0 for left in self._filling.values()):
-                self._since_s = at_s
-            return
-        self._counted += self.streams[peer].chunk_bytes
-        if at_s - self._since_s >= self.effort.transfer_s:
-            self.samples.append((self._counted, at_s - self._since_s))
-            self._counted, self._since_s = 0, at_s
+        self._passed_s[peer].append(at_s - (0 if self.receiving else self.streams[peer].round_trip_us / 1e6))
+        if self._full_s is not None:
+            self.over = at_s - self._full_s >= WINDOW * self.effort.transfer_s
+        elif all(len(self._passed_s[each]) >= stream.on_the_way for each, stream in self.streams.items()):
+            self._full_s = at_s
+
+    @property
+    def samples(self) -> list[tuple[int, float]]:
+        """Bytes of all streams, and the seconds of that; empty if there was no time in which all flowed."""
+        if self._full_s is None:
+            return []
+        start_s = max(self._passed_s[peer][stream.on_the_way - 1] for peer, stream in self.streams.items())
+        end_s = min(passed_s[-1] for passed_s in self._passed_s.values())
+        counted = sum(
+            stream.chunk_bytes * sum(start_s < each <= end_s for each in self._passed_s[peer])
+            for peer, stream in self.streams.items()
+        )
+        return [(counted, end_s - start_s)] if end_s > start_s else []
 
 
 @dataclass(frozen=True)
@@ -193,7 +205,8 @@ def stream_over(link: LinkEstimate, effort: ProbeSettings) -> Stream:
     wanted = int(link.bandwidth_bytes_per_s * effort.transfer_s / CHUNKS) // 4 * 4
     chunk_bytes = min(max(wanted, LEAST_CHUNK_BYTES), LARGEST_CHUNK_BYTES)
     in_flight = 2 * link.latency_s * link.bandwidth_bytes_per_s / chunk_bytes
-    return Stream(chunk_bytes, min(QUEUED_CHUNKS + math.ceil(in_flight), MOST_CHUNKS))
+    on_the_way = min(QUEUED_CHUNKS + math.ceil(in_flight), MOST_CHUNKS)
+    return Stream(chunk_bytes, on_the_way, round(2e6 * link.latency_s))
 
 
 def estimate_rate(rows: Sequence[Sequence[float]], alone_bytes_per_s: float) -> float | None:

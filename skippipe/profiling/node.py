@@ -218,8 +218,8 @@ class ProfilingNode:
         self._env.send(self._probe.peer, message)
 
     def _start_streams(self, probe: ProbeRate) -> None:
-        streams = {peer: Stream(chunk_bytes, on_the_way) for peer, chunk_bytes, on_the_way in probe.streams}
-        self._rate_probing = RateProbe(self._effort, streams)
+        streams = {peer: Stream(*stream) for peer, *stream in probe.streams}
+        self._rate_probing = RateProbe(self._effort, streams, probe.receiving)
         self._unconfirmed.clear()
         self._began_ns = self._env.now_ns()
         for turn in range(max((stream.on_the_way for stream in streams.values()), default=0)):
@@ -253,7 +253,7 @@ class ProfilingNode:
 
     def _is_stream(self, row: list[int]) -> bool:
         return (
-            len(row) == 3
+            len(row) == 4
             and self._is_peer(row[0])
             and SMALL_BYTES <= row[1] <= min(LARGEST_CHUNK_BYTES, self._effort.most_bytes)
             and row[1] % 4 == 0

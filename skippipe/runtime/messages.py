@@ -368,7 +368,7 @@ class ProbeRate(ControlMessage, frozen=True):
     probe: Count
     receiving: bool
     streams: list[list[Count]]
-    """Rows of a peer, the bytes of a chunk, and how many chunks are on the way at any time."""
+    """Rows of a peer, the bytes of a chunk, how many chunks are on the way at any time, and µs there and back."""
 
 
 class Stop(ControlMessage, frozen=True):
