@@ -106,7 +106,7 @@ def random_cluster(nodes: int, seed: int = 0) -> Cluster:
 def homes(nodes: int, seed: int = 0) -> Cluster:
     """Random machines on home lines: all links of a node share an upload of 20 to 200 Mbit/s and a download of 2 to 10
     times that; links themselves carry 1 Gbit/s or more, which is never less than a node's upload."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng([seed, 1])  # other numbers than those of the machines
     cluster = random_cluster(nodes, seed)
     upload = MBIT * np.exp(rng.uniform(np.log(20), np.log(200), nodes))
     download = upload * rng.uniform(2, 10, nodes)
