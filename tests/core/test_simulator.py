@@ -322,7 +322,7 @@ def test_compiled_and_plain_python_agree(plan: Plan, timing: Timing) -> None:
         )  # fmt: skip
         return [tuple(map(int, result)), *(array.tolist() for array in (done_ns, *free_ns, ends_ns, record))]
 
-    plain = [function.py_func for function in (run_iteration, run_schedule)]  # type: ignore[attr-defined]
+    plain = [function.py_func for function in (run_iteration, run_schedule)]  # type: ignore[union-attr]
     assert outcome(run_iteration, run_schedule) == outcome(*plain)
 
 
