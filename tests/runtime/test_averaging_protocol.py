@@ -46,7 +46,7 @@ def pieces_of(bench: Bench) -> list[tuple[int, Message]]:
 
 def numbers_of(bench: Bench) -> list[tuple[int, int]]:
     """The same: receiver and number of the transfer."""
-    return [(receiver, message.header.transfer) for receiver, message in pieces_of(bench)]  # type: ignore[union-attr]
+    return [(receiver, message.header.transfer) for receiver, message in pieces_of(bench)]  # type: ignore[attr-defined]
 
 
 def test_a_relay_forwards_the_very_body_and_not_before_its_own_tasks_are_done() -> None:
