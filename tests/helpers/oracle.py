@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import chain, combinations, pairwise, product
 from typing import Any, TypeAlias
 
@@ -352,18 +354,28 @@ def average(plan: Json, network: Network, ended: dict[str, int]) -> list[Transfe
             known.append(ended[receiver] + cost.flight[receiver, sender])
         return max(known)
 
-    waiting, flying = sorted(transfers, key=rank), list[tuple[int, Transfer]]()
-    while waiting or flying:
-        leaving = [(ready(transfer), transfer) for transfer in waiting]
-        now = min([time for time, _ in leaving if time is not None] + [comes for comes, _ in flying])
-        for transfer in [transfer for time, transfer in leaving if time == now]:
-            waiting.remove(transfer)
-            comes = network.first_byte(transfer.link, transfer.size, now, least=1)
-            flying.append((comes, transfer))
-        here = [transfer for comes, transfer in flying if comes == now]
-        flying = [(comes, transfer) for comes, transfer in flying if comes > now]
-        for transfer in sorted(here, key=rank):
+    ranked = sorted(transfers, key=rank)
+    following: dict[int, list[int]] = {}  # by the id of a transfer: ranks of those that wait for it
+    for at, transfer in enumerate(ranked):
+        for before in transfer.after:
+            following.setdefault(id(before), []).append(at)
+    events: list[tuple[int, bool, int]] = []  # time, whether a first byte comes, rank
+
+    def leave_if_ready(ranks: Iterable[int]) -> None:
+        for at in ranks:
+            time = ready(ranked[at])
+            if time is not None:
+                heappush(events, (time, False, at))
+
+    leave_if_ready(range(len(ranked)))
+    while events:
+        now, comes, at = heappop(events)
+        transfer = ranked[at]
+        if comes:
             transfer.arrived = network.arrival(transfer.link, transfer.size, now, least=1)
+            leave_if_ready(following.get(id(transfer), []))
+        else:
+            heappush(events, (network.first_byte(transfer.link, transfer.size, now, least=1), True, at))
     return transfers
 
 
