@@ -70,7 +70,7 @@ def averagings(draw: st.DrawFn, members: Sequence[Label], holders: Sequence[Labe
     """The field `averaging` of a stage: pieces, trees, and relays among the nodes that hold any stage. In half of the
     cases there are none: the stage is a ring."""
     found: list[dict[str, Any]] = []
-    for _ in range(draw(st.integers(1, 5)) if members and draw(st.booleans()) else 0):
+    for _ in range(draw(st.integers(1, 5)) if len(members) > 0 and draw(st.booleans()) else 0):
         root, *others = draw(st.permutations(members))
         piece: dict[str, Any] = {"root": root, "share": draw(st.sampled_from([1, 1, 2, 7, 2**31]))}
         trees, relayed = draw(st.booleans()), draw(st.booleans())
