@@ -75,8 +75,8 @@ def averagings(draw: st.DrawFn, members: Sequence[Label], holders: Sequence[Labe
         piece: dict[str, Any] = {"root": root, "share": draw(st.sampled_from([1, 1, 2, 7, 2**31]))}
         trees, relayed = draw(st.booleans()), draw(st.booleans())
         via, relays = {}, {}
-        for at, node in enumerate(others):
-            parent = draw(st.sampled_from([root, *others[:at]])) if trees else root
+        for node in others:
+            parent = draw(st.sampled_from([root, *others[: others.index(node)]])) if trees else root
             if parent != root:
                 via[node] = parent
             third = [other for other in holders if other not in (node, parent)]

@@ -469,8 +469,7 @@ class TrainingNode:
     def _send_pieces(self) -> None:
         done = [peer for peer, version in self._peers_done.items() if version == (self.epoch, self.iteration)]
         for _, stage, transfer, receiver, body in self._averaging.take_outgoing(done):
-            header = GradientPiece(self.iteration, stage, transfer, self.epoch)
-            message = Message(header, body, self._env.now_ns())
+            message = Message(GradientPiece(self.iteration, stage, transfer, self.epoch), body, self._env.now_ns())
             self._averaging.unacknowledged[stage, transfer] = receiver, message
             self._scheduler.sent_bytes[receiver] += getattr(body, "nbytes", 0)
             self._env.send(receiver, message)
