@@ -71,10 +71,12 @@ def averagings(draw: st.DrawFn, members: Sequence[Label], holders: Sequence[Labe
     cases there are none: the stage is a ring."""
     found: list[dict[str, Any]] = []
     for _ in range(draw(st.integers(1, 5)) if len(members) > 0 and draw(st.booleans()) else 0):
-        root, *others = draw(st.permutations(members))
+        nodes: list[Label] = list(draw(st.permutations(members)))
+        root, others = nodes[0], nodes[1:]
         piece: dict[str, Any] = {"root": root, "share": draw(st.sampled_from([1, 1, 2, 7, 2**31]))}
         trees, relayed = draw(st.booleans()), draw(st.booleans())
-        via, relays = {}, {}
+        via: dict[Label, Label] = {}
+        relays: dict[Label, Label] = {}
         for node in others:
             parent = draw(st.sampled_from([root, *others[: others.index(node)]])) if trees else root
             if parent != root:
