@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from skippipe.cluster import Cluster
-from skippipe.collectives.ring import RING
+from skippipe.collectives import topology
+from skippipe.collectives.schedule import Averaging, free_links
 from skippipe.constraints import cc2_broken_at
 from skippipe.cost_model import NEVER_NS
 from skippipe.dispatch import Dispatch
@@ -73,11 +74,11 @@ def some_problem(seed: int) -> Problem | None:
 
 
 def plan_of(problem: Problem, placement: Placement, lanes: list[tuple[tuple[int, ...], int]]) -> Plan:
-    rings = [RING.order(problem.costs, stage, nodes) for stage, nodes in enumerate(placement)]
+    averagings = [problem.costs.averaging(stage, nodes) for stage, nodes in enumerate(placement)]
     return Plan(
         problem.cluster,
         problem.workload,
-        tuple(Stage(k, nodes, ring) for k, nodes, ring in zip(problem.layers, placement, rings, strict=True)),
+        tuple(map(Stage.of, problem.layers, averagings)),
         tuple(Lane(path, count) for path, count in lanes),
         problem.dispatch,
         problem.split_backward,
@@ -238,12 +239,17 @@ def test_tours_of_kinds_are_tours_of_nodes() -> None:
 
 
 @pytest.mark.parametrize("size", range(1, 7))
-def test_no_ring_beats_its_bound(size: int) -> None:
-    problem = Problem(random_cluster(9, 5), Workload(MODELS["llama-30m"]), 3, 2)
+@pytest.mark.parametrize("collective", ["ring", "auto"])
+def test_no_way_to_average_beats_its_bound(collective: str, size: int) -> None:
+    problem = Problem(random_cluster(9, 5), Workload(MODELS["llama-30m"], collective=collective), 3, 2)
+    costs = problem.costs
     draw = np.random.default_rng(size)
     for _ in range(20):
-        nodes = draw.permutation(9)[:size].tolist()
-        least_ns = min(RING.after_ns(problem.costs, 1, nodes, last) for last in nodes)
+        nodes = tuple(draw.permutation(9)[:size].tolist())
+        ways = [Averaging(nodes)]
+        if collective == "auto" and size > 1:
+            ways += [topology.exchange(costs, 1, nodes, free_links(9), relays) for relays in ((), range(9))]
+        least_ns = min(topology.after_ns(costs, 1, way, last) for way in ways for last in nodes)
         assert averaging_by_size_ns(problem, 1, size)[-1] <= least_ns
 
 
