@@ -23,7 +23,7 @@ from skippipe.simulator import NO_RECORD, NO_SLACK, PlacementCosts, path_arrays,
 from skippipe.timeline import Task, Timeline, Timing
 from skippipe.workload import MODELS, Workload
 from tests.helpers import oracle
-from tests.helpers.plans import TINY, clusters, plans, simulated, uniform_cluster
+from tests.helpers.plans import TINY, clusters, plans, simulated, uniform_cluster, without_rates
 
 timings = st.sampled_from(list(Timing))
 
@@ -129,11 +129,6 @@ def steps_in_words(plan: Plan, task: Task) -> str:
     return ["forward", "head", "backward", "weights"][
         (task.step >= length) + (task.step > length) + (task.step > 2 * length)
     ]
-
-
-def without_rates(cluster: Cluster) -> Cluster:
-    nodes = [replace(node, upload_bytes_per_s=None, download_bytes_per_s=None) for node in cluster.nodes]
-    return replace(cluster, nodes=tuple(nodes))
 
 
 @settings(max_examples=100, deadline=None)

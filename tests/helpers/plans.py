@@ -32,6 +32,12 @@ def uniform_cluster(nodes: int, latency_s: float = 0.01, bandwidth: float = 1e6,
     return Cluster("uniform", machines, np.full(shape, latency_s), np.full(shape, bandwidth))
 
 
+def without_rates(cluster: Cluster) -> Cluster:
+    """The same machines and links; none has an upload or download rate of its own."""
+    nodes = [replace(node, upload_bytes_per_s=None, download_bytes_per_s=None) for node in cluster.nodes]
+    return replace(cluster, nodes=tuple(nodes))
+
+
 @st.composite
 def clusters(draw: st.DrawFn, least: int = 2, most: int = 14, rates: bool = True) -> Cluster:
     """Unequal nodes, directed links; round numbers, so that events coincide now and then, or often: in some clusters

@@ -29,7 +29,7 @@ from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
 from skippipe.workload import Workload
-from tests.helpers.plans import TINY, may_skip, problems, uniform_cluster
+from tests.helpers.plans import TINY, may_skip, problems, uniform_cluster, without_rates
 
 FEW = PlanRequest(changes=6_000)
 
@@ -51,6 +51,10 @@ def plan_as_is(problem: Problem, state: State) -> Plan:
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.integers(0, 2**32 - 1))
 def test_the_score_is_what_the_simulator_says(problem: Problem, seed: int) -> None:
+    """Under full timing for rings, and where no rates are shared: otherwise averaging is estimated."""
+    if problem.timing is Timing.FULL:
+        workload = replace(problem.workload, collective="ring")
+        problem = replace(problem, cluster=without_rates(problem.cluster), workload=workload)
     first = make_plan(problem, Strategy.DTFM_SKIP, PlanRequest(budget_s=0))
     costs = costs_by_layers(problem.cluster, problem.workload, problem.workload.model.layers - problem.stages + 1)
     visitable = np.ones(problem.stages, np.bool_)
@@ -171,7 +175,9 @@ def test_begins_with_a_plan() -> None:
     assert first.expected is not None
     assert better.expected is not None
     assert better.expected.iteration_ns <= first.expected.iteration_ns
-    assert make_plan(problem, Strategy.BEST, PlanRequest(changes=1, start=better)).expected == better.expected
+    again = make_plan(problem, Strategy.BEST, PlanRequest(changes=1, start=better))
+    assert again.expected is not None
+    assert again.expected.iteration_ns <= better.expected.iteration_ns
     with pytest.raises(UserError, match="other nodes"):
         make_plan(problem_on(uniform_cluster(9)), Strategy.BEST, replace(FEW, start=first))
     with pytest.raises(UserError, match="12 microbatches, and 24"):
