@@ -229,10 +229,10 @@ def _print_result(output: Path, cluster: Cluster, results: list[ProfileResult], 
             f"{links.sum()} links: latency {latency_ms.min():.2f} to {latency_ms.max():.2f} ms, "
             f"bandwidth {carried.min():,.1f} to {carried.max():,.1f} MB/s"
         )
-    for node in cluster.nodes:
-        rates = {"sends": node.upload_bytes_per_s, "receives": node.download_bytes_per_s}
+    for each in cluster.nodes:
+        rates = {"sends": each.upload_bytes_per_s, "receives": each.download_bytes_per_s}
         if parts := [f"{does} {rate / 1e6:,.1f} MB/s" for does, rate in rates.items() if rate]:
-            print(f"'{node.name}' {' and '.join(parts)} at most, over all its links together")
+            print(f"'{each.name}' {' and '.join(parts)} at most, over all its links together")
     lines = [f"no link: '{sender}' to '{receiver}'" for sender, receiver in apart]
     for some in (lines, [f"outlier: {each}" for each in odd]):
         print("".join(f"{line}\n" for line in some[:NAMED]), end="")
