@@ -67,7 +67,7 @@ def complaint_about(folder: Path, text: str) -> str:
         ("[data]\ntexts = [1, 2]", "data.texts[0]: expected a text in quotes, found 1"),
         ("model = 'llama-tiny'", "model: expected a table, written [model]"),
         ("[[model]]\nconfig = 'x'", "model: expected a table, written [model]"),
-        ("[averaging]\nengine = 'gloo'", "averaging.engine: 'gloo' is none of ring, torch"),
+        ("[averaging]\nengine = 'gloo'", "averaging.engine: 'gloo' is none of auto, ring, torch"),
         ("[transport]\nwire = 'fp64'", "transport.wire: 'fp64' is none of fp32, bf16, int8"),
         ("[compute]\ndtype = ['fp32']", "compute.dtype: ['fp32'] is none of fp32, bf16"),
         ("iterations = 0", "iterations: 0 is out of range; give 1 to 1,000,000,000"),
