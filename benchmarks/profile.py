@@ -1,12 +1,16 @@
-"""Does `skippipe profile` find out what links are like? Emulated ones, whose latency and bandwidth are known.
+"""Does `skippipe profile` find out what links and nodes are like? Emulated ones, whose figures are known.
 
     python -m benchmarks.profile [--nodes 6] [--transfer 0.25] [--seed 0]
+    python -m benchmarks.profile --homes [--nodes 6]
 
 Every node is a process on this machine; messages take the same way as in training, and are held up as long as the
 emulated link would have taken. Latencies are drawn from 0.5 to 120 ms, the same there and back, since only both
 together can be measured; bandwidths from 0.5 to 60 MB/s, another one in each direction.
 
-Goals: latency within 10% or 1 ms, bandwidth within 10%.
+With --homes, links carry 20 to 40 MB/s, and those of a node share an upload of 2 to 10 MB/s and a download of 2 to 3
+times that; the last node has no limit of its own.
+
+Goals: latency within 10% or 1 ms, bandwidth and rates within 10%, and no rate where there is no limit.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from dataclasses import replace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -48,6 +53,39 @@ def unequal(nodes: int, seed: int) -> Cluster:
     return Cluster("unequal", machines, np.triu(drawn_s, 1) + np.triu(drawn_s, 1).T, bandwidth)
 
 
+def homes(nodes: int, seed: int) -> Cluster:
+    """Nodes whose links share a line, and one that has no limit."""
+    random = np.random.default_rng(seed)
+    cluster = unequal(nodes, seed)
+    upload = random.uniform(2e6, 1e7, nodes - 1)
+    download = upload * random.uniform(2, 3, nodes - 1)
+    lines = tuple(
+        replace(node, upload_bytes_per_s=float(upload[index]), download_bytes_per_s=float(download[index]))
+        for index, node in enumerate(cluster.nodes[:-1])
+    )
+    bandwidth = random.uniform(2e7, 4e7, (nodes, nodes))
+    return replace(cluster, nodes=(*lines, cluster.nodes[-1]), bandwidth_bytes_per_s=bandwidth)
+
+
+def print_rates(true: Cluster, found: Cluster) -> int:
+    """Every rate beside the true one; gives how many miss the goal."""
+    missed = 0
+    print(f"{'node':<12} {'upload, MB/s':>23} {'download, MB/s':>23}")
+    for node in found.nodes:
+        line = f"{node.name:<12}"
+        was_node = true.nodes[true.number[node.name]]
+        for was, now in (
+            (was_node.upload_bytes_per_s, node.upload_bytes_per_s),
+            (was_node.download_bytes_per_s, node.download_bytes_per_s),
+        ):
+            ratio = now / was if now and was else None
+            missed += abs(ratio - 1) > SHARE if ratio else was is not now
+            figures = [f"{rate / 1e6:8.2f}" if rate else f"{'none':>8}" for rate in (was, now)]
+            line += f" {' '.join(figures)} {f'{ratio:.3f}' if ratio else '':>6}"
+        print(line)
+    return missed
+
+
 def brief_of(true: Cluster, effort: ProbeSettings) -> ProfilingConfig:
     shape = MODELS["llama-tiny"]
     return ProfilingConfig(
@@ -65,9 +103,10 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=6)
     parser.add_argument("--transfer", type=float, default=ProbeSettings.transfer_s)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--homes", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    true = unequal(asked.nodes, asked.seed)
+    true = (homes if asked.homes else unequal)(asked.nodes, asked.seed)
     began = time.monotonic()
     config = brief_of(true, ProbeSettings(transfer_s=asked.transfer))
     result = profile_nodes(config, LocalLauncher(config.names, ROLES), Told())
@@ -80,14 +119,8 @@ def main() -> None:
         for j, receiver in enumerate(found.nodes):
             if i == j:
                 continue
-            at = true.number[sender.name], true.number[receiver.name]
-            (was_s, is_s), (was, now) = (
-                (float(known[at]), float(measured[i, j]))
-                for known, measured in (
-                    (true.latency_s, found.latency_s),
-                    (true.bandwidth_bytes_per_s, found.bandwidth_bytes_per_s),
-                )
-            )
+            was_s, was = true.hop(sender.name, receiver.name)
+            is_s, now = float(found.latency_s[i, j]), float(found.bandwidth_bytes_per_s[i, j])
             late_s.append(is_s - was_s)
             share.append(now / was - 1)
             bad = abs(is_s - was_s) > max(ABSOLUTE_S, SHARE * was_s) or abs(now / was - 1) > SHARE
@@ -100,6 +133,7 @@ def main() -> None:
     print(f"{len(late_s)} of {len(true) * (len(true) - 1)} links in {took_s:.1f} s, start and computing included")
     print(f"worst latency {1e3 * max(late_s, key=abs):+.2f} ms; worst bandwidth {max(share, key=abs):+.1%}")
     print(f"{missed} links miss a goal (latency within 10% or 1 ms, bandwidth within 10%)")
+    print(f"{print_rates(true, found)} rates miss a goal (within 10%, none where there is no limit)")
     print("\n".join(f"outlier: {each}" for each in outliers([result])))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -111,6 +112,14 @@ class Cluster:
     def fingerprint(self) -> str:
         """Hash that tells a plan for this cluster from a plan for another: same text, same cluster."""
         return sha256(json_text(self.to_json()).encode()).hexdigest()[:16]
+
+    def hop(self, sender: str, receiver: str) -> tuple[float, float]:
+        """Seconds of latency and overhead from one node to another, and the bytes a second that one message alone
+        gets: those of the link, or of a node's own rate if that is less."""
+        at = self.number[sender], self.number[receiver]
+        rates = self.nodes[at[0]].upload_bytes_per_s, self.nodes[at[1]].download_bytes_per_s
+        bandwidth = min(float(self.bandwidth_bytes_per_s[at]), *(rate for rate in rates if rate), inf)
+        return float(self.latency_s[at]) + self.hop_overhead_s, bandwidth
 
     def to_json(self) -> dict[str, Any]:
         limited = any(node.upload_bytes_per_s or node.download_bytes_per_s for node in self.nodes)

@@ -1,4 +1,5 @@
-"""Preset clusters: the published regions, a data centre, five sites, random unequal machines; and emulation.
+"""Preset clusters: the published regions, a data centre, five sites, random unequal machines, also on home lines; and
+emulation.
 
 An emulated cluster is to a small model what the real one is to a large one, at a fraction of the time. One machine can
 then be a continent: the same ratios between computing, sending and waiting, in seconds instead of minutes. Only the
@@ -22,6 +23,8 @@ from skippipe.value_ranges import NODES, SEED
 from skippipe.workload import MODELS, Workload
 
 GIB = 2**30
+MBIT = 125_000  # bytes a second of 1 Mbit/s
+SEEDED = ("random", "homes")
 DIGITS = 40  # of a number that are read: more are out of range just as much
 REFERENCE_MODEL, REFERENCE_TOKENS = MODELS["llama-1.5b"], 4096
 
@@ -100,19 +103,35 @@ def random_cluster(nodes: int, seed: int = 0) -> Cluster:
     return Cluster(f"random:{nodes}:{seed}", machines, latency_s, bandwidth)
 
 
+def homes(nodes: int, seed: int = 0) -> Cluster:
+    """Random machines on home lines: all links of a node share an upload of 20 to 200 Mbit/s and a download of 2 to 10
+    times that; links themselves carry 1 Gbit/s or more, which is never less than a node's upload."""
+    rng = np.random.default_rng([seed, 1])  # other numbers than those of the machines
+    cluster = random_cluster(nodes, seed)
+    upload = MBIT * np.exp(rng.uniform(np.log(20), np.log(200), nodes))
+    download = upload * rng.uniform(2, 10, nodes)
+    machines = tuple(
+        replace(node, upload_bytes_per_s=float(upload[index]), download_bytes_per_s=float(download[index]))
+        for index, node in enumerate(cluster.nodes)
+    )
+    bandwidth = MBIT * rng.uniform(1000, 2000, (nodes, nodes))
+    return replace(cluster, name=f"homes:{nodes}:{seed}", nodes=machines, bandwidth_bytes_per_s=bandwidth)
+
+
 PRESETS: dict[str, Callable[..., Cluster]] = {
     "regions": regions,
     "datacentre": datacentre,
     "five-sites": five_sites,
     "random": random_cluster,
+    "homes": homes,
 }
 
 
 def preset(text: str) -> Cluster:
-    """A cluster from its name: `regions:24`, `datacentre:8`, `five-sites:15`, `random:30` or with a seed `random:30:7`;
-    20 nodes if not given."""
+    """A cluster from its name: `regions:24`, `datacentre:8`, `five-sites:15`, `random:30` or with a seed `random:30:7`,
+    `homes:30` or `homes:30:7`; 20 nodes if not given."""
     name, *numbers = text.split(":")
-    most = 2 if name == "random" else 1
+    most = 2 if name in SEEDED else 1
     if name not in PRESETS:
         raise UserError(
             f"'{text}': no such preset; there are {', '.join(PRESETS)}, each with ':' and a number of nodes"

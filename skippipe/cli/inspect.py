@@ -60,9 +60,14 @@ def _show_cluster(found: Cluster) -> None:
         latency = f"{np.median(found.latency_s[index, others]) * 1e3:.1f}" if others.any() else "–"
         speed = f"{np.median(found.bandwidth_bytes_per_s[index, others]) / 1e6:.1f}" if others.any() else "–"
         tera, gib = f"{node.flops_per_s / 1e12:.2f}", f"{node.memory_bytes / 2**30:.1f}"
-        rows.append([node.name, node.location, tera, gib, latency, speed])
-    headings = ("node", "location", "TFLOP/s", "memory GiB", "median ms to others", "median MB/s to others")
-    print_table(headings, rows, left=(0, 1))
+        rates = [f"{each / 1e6:.1f}" if each else "–" for each in (node.upload_bytes_per_s, node.download_bytes_per_s)]
+        rows.append([node.name, node.location, tera, gib, latency, speed, *rates])
+    headings = ["node", "location", "TFLOP/s", "memory GiB", "median ms to others", "median MB/s to others"]
+    headings += ["upload MB/s", "download MB/s"]
+    shown = len(headings)
+    if not any(node.upload_bytes_per_s or node.download_bytes_per_s for node in found.nodes):
+        shown -= 2
+    print_table(headings[:shown], [row[:shown] for row in rows], left=(0, 1))
 
 
 def check_plan(plan: PlanFile, as_json: Json = False) -> None:

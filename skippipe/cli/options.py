@@ -51,7 +51,8 @@ ClusterName = Annotated[
     typer.Argument(
         metavar="CLUSTER",
         help="A cluster file; a built-in example (published18, published20, published42), which brings its workload; "
-        "or a preset with a number of nodes: regions:24, datacentre:8, five-sites:15, random:30:7 (30 nodes, seed 7).",
+        "or a preset with a number of nodes: regions:24, datacentre:8, five-sites:15, random:30:7 (30 nodes, seed 7), "
+        "homes:30:7 (the same on home lines).",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]

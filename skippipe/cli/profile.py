@@ -82,7 +82,9 @@ def profile(
 
     Every node computes one layer of the model, forward and backward, and says how much memory it has. Then every two
     nodes measure latency and bandwidth in both directions, over the connections that training uses; no node is measured
-    twice at once. What takes part is started here (--local), or joins from other machines as for training:
+    twice at once. Last, every node sends to several others at once, and receives from several: if its links carry
+    clearly less together than one at a time, its upload or download gets a rate of its own. What takes part is started
+    here (--local), or joins from other machines as for training:
 
     \b
         skippipe keys ann,bob,carol keys/
@@ -227,6 +229,10 @@ def _print_result(output: Path, cluster: Cluster, results: list[ProfileResult], 
             f"{links.sum()} links: latency {latency_ms.min():.2f} to {latency_ms.max():.2f} ms, "
             f"bandwidth {carried.min():,.1f} to {carried.max():,.1f} MB/s"
         )
+    for each in cluster.nodes:
+        rates = {"sends": each.upload_bytes_per_s, "receives": each.download_bytes_per_s}
+        if parts := [f"{does} {rate / 1e6:,.1f} MB/s" for does, rate in rates.items() if rate]:
+            print(f"'{each.name}' {' and '.join(parts)} at most, over all its links together")
     lines = [f"no link: '{sender}' to '{receiver}'" for sender, receiver in apart]
     for some in (lines, [f"outlier: {each}" for each in odd]):
         print("".join(f"{line}\n" for line in some[:NAMED]), end="")

@@ -252,15 +252,13 @@ def both_ways(bandwidth: Floats) -> Floats:
         return 2 / (1 / bandwidth + 1 / bandwidth.T)
 
 
-def relayed_bandwidth(costs: LinkCosts) -> Floats:
-    """[from, to]: what the ways over one relay carry together. A relay whose own rates are limited has others to serve:
-    it is left out."""
+def relay_rates(costs: LinkCosts) -> Floats:
+    """[relay, node]: what a relay carries from and to a node; 0 of a relay whose own rates are limited, as it has
+    others to serve."""
     rate = both_ways(costs.bandwidth_bytes_per_s)
-    rate = np.where(np.eye(len(rate), dtype=bool), 0.0, rate)
-    relayed = np.zeros_like(rate)
-    for by in np.flatnonzero(np.isinf(np.minimum(costs.upload_bytes_per_s, costs.download_bytes_per_s))):
-        relayed += np.minimum(rate[:, by, None], rate[None, by, :])
-    return np.where(np.eye(len(rate), dtype=bool), 0.0, relayed)
+    np.fill_diagonal(rate, 0)
+    rate[np.isfinite(np.minimum(costs.upload_bytes_per_s, costs.download_bytes_per_s))] = 0
+    return rate
 
 
 @kernel
@@ -270,7 +268,8 @@ def exchange_estimate_ns(
     gradient_bytes: int,
     bandwidth: Floats,  # [from, to], as are the next two
     flight_ns: Ints,
-    relayed: Floats,  # see `relayed_bandwidth`
+    relayed: Floats,  # see `relay_rates`
+    stage_of: Ints,  # [node]: below 0 if it holds no stage, and forwards nothing
     upload: Floats,  # [node], as is the next: infinite without a limit
     download: Floats,
 ) -> int:
@@ -291,7 +290,12 @@ def exchange_estimate_ns(
             straight = 0.0
             if bandwidth[here, there] > 0 and bandwidth[there, here] > 0:
                 straight = 2 / (1 / bandwidth[here, there] + 1 / bandwidth[there, here])
-            by_relay = relayed[here, there] / max(size - 1, PAIR)
+            by_relay = 0.0
+            if size <= RELAYED_UP_TO:
+                for by in range(len(stage_of)):
+                    if stage_of[by] >= 0:
+                        by_relay += min(relayed[by, here], relayed[by, there])
+                by_relay /= max(size - 1, PAIR)
             rate[place, other], flight[place, other] = bandwidth[here, there], flight_ns[here, there]
             if by_relay >= straight:
                 straight += by_relay

@@ -6,6 +6,10 @@ passed, and all have computed, links are measured: two nodes at a time, first on
 both are free, in the order of a round-robin tournament (`round_robin_pairs`). So no node is measured twice at once, and
 no pair waits for the slowest link of a round.
 
+Last, every node measures what it sends to several others at once, and what it receives from several: to those that
+together carry the most, or to others that are free and carry nearly as much. No node takes part in two of these at once
+either.
+
 A node that is lost is left out, unless it comes back. Two that cannot reach each other in one direction have no link in
 either: nothing that one of them sends could be answered.
 """
@@ -15,22 +19,34 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
 from skippipe.heartbeat import PROFILING_TIMEOUT
 from skippipe.launch.launcher import Launcher
-from skippipe.profiling.estimators import LinkEstimate, NodeEstimate, estimate_link, estimate_node
+from skippipe.profiling.estimators import (
+    LinkEstimate,
+    NodeEstimate,
+    estimate_link,
+    estimate_node,
+    estimate_rate,
+    stream_over,
+)
 from skippipe.profiling.node import ProfilingConfig
 from skippipe.profiling.results import Ends, ProfileResult
-from skippipe.runtime.messages import Computed, ControlMessage, Failed, LinkDown, Probe, Probed
+from skippipe.runtime.messages import Computed, ControlMessage, Failed, LinkDown, Probe, Probed, ProbeRate
 from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.rendezvous import EndedNodes, Rendezvous
 from skippipe.transport.mailbox import Mailbox
 
 NodePair = tuple[int, int]
 """Two nodes, measured in this direction first and then in the other."""
+RateOf = tuple[int, bool]
+"""A node and whether it receives: its download, or else its upload."""
+MOST_PEERS = 4  # that a node sends to at once, or receives from, when its rates are measured
+FEWEST_PEERS = 2
+NEARLY = 0.9  # of what the best peers carry together: others that do are as good
 
 
 class ProfilingEnv(Protocol):
@@ -45,7 +61,7 @@ class ProfilingCallback:
     """Is told how profiling goes."""
 
     def progressed(self, done: int, of: int, doing: str) -> None:
-        """So many nodes and links, of so many, are measured."""
+        """So many nodes, links and rates of nodes, of so many, are measured."""
 
     def happened(self, text: str) -> None:
         """Something out of the ordinary."""
@@ -63,15 +79,20 @@ class ProfilingDeadlines:
 
 @dataclass(frozen=True)
 class RunningProbe:
-    """A link that is being measured."""
+    """A link that is being measured, or several at once."""
 
-    sender: int
-    receiver: int
+    node: int
+    """The node that measures."""
+    peers: tuple[int, ...]
     until_ns: int
+    rate: RateOf | None = None
+    """What several links are measured for."""
+    alone_bytes_per_s: float = 0.0
+    """What those carry one at a time, added up."""
 
     @property
     def nodes(self) -> set[int]:
-        return {self.sender, self.receiver}
+        return {self.node, *self.peers}
 
 
 @dataclass
@@ -88,13 +109,17 @@ class ProfilingCoordinator:
     _computed: dict[int, Computed] = field(init=False, default_factory=dict)
     _links: dict[NodePair, LinkEstimate | None] = field(init=False, default_factory=dict)
     """Sender and receiver → what was measured; None: the sender does not reach the receiver."""
+    _rates: dict[RateOf, float | None] = field(init=False, default_factory=dict)
+    """What was measured in bytes a second; infinite: no limit was found; None: it could not be measured."""
     _order: list[NodePair] = field(init=False)
     _running: dict[int, RunningProbe] = field(init=False, default_factory=dict)
-    """Number of the probe → the link."""
+    """Number of the probe → what it measures."""
     _probes: int = field(init=False, default=0)
     _gathered: bool = field(init=False, default=False)
     _linking: bool = field(init=False, default=False)
     """Links are measured: no node computes any more, which would disturb that."""
+    _tried_in: tuple[object, ...] = field(init=False, default=())
+    """The state in which no more probes could be started."""
 
     def __post_init__(self) -> None:
         self._joining_until_ns = self._until_ns(self.deadlines.joining)
@@ -112,7 +137,7 @@ class ProfilingCoordinator:
         match control:
             case Computed() if node in self._computing:
                 self._take_computed(node, control)
-            case Probed() if control.probe in self._running and self._running[control.probe].sender == node:
+            case Probed() if control.probe in self._running and self._running[control.probe].node == node:
                 self._take_probed(control)
             case LinkDown():
                 self._mark_unreachable(node, control.peer)
@@ -133,6 +158,7 @@ class ProfilingCoordinator:
             if node in running.nodes:
                 del self._running[probe]
         self._links = {match: link for match, link in self._links.items() if node not in match}
+        self._rates = {which: rate for which, rate in self._rates.items() if which[0] != node}
         self._start_probes()
 
     def tick(self) -> None:
@@ -141,7 +167,7 @@ class ProfilingCoordinator:
         for node in [node for node, until_ns in self._computing.items() if now_ns > until_ns]:
             self.lost(node, f"it has computed for {self.deadlines.computing.total_seconds():g} s without an end")
         for running in [each for each in self._running.values() if now_ns > each.until_ns]:
-            self._mark_unreachable(running.sender, running.receiver)
+            self._mark_unreachable(running.node, running.peers[0])
         self._start_probes()
 
     # State
@@ -153,7 +179,8 @@ class ProfilingCoordinator:
 
     @property
     def over(self) -> bool:
-        return self._gathered and not self._computing and not self._pending_pairs()
+        ready = self._gathered and not self._computing and not self._running
+        return ready and not self._pending_pairs() and not self._pending_rates()
 
     def result(self, when: str) -> ProfileResult:
         """What has been measured so far, at this time (ISO 8601)."""
@@ -170,11 +197,15 @@ class ProfilingCoordinator:
         places = {node: (computed.machine, computed.device) for node, computed in self._computed.items()}
         sharing = Counter(places.values())
         return {
-            self.config.names[node]: estimate_node(
-                computed.passes,
-                computed.machine.partition("/")[0] or "unknown",
-                max(1, computed.memory_bytes // sharing[places[node]]),
-                self.config.workload,
+            self.config.names[node]: replace(
+                estimate_node(
+                    computed.passes,
+                    computed.machine.partition("/")[0] or "unknown",
+                    max(1, computed.memory_bytes // sharing[places[node]]),
+                    self.config.workload,
+                ),
+                upload_bytes_per_s=self._rates.get((node, False)),
+                download_bytes_per_s=self._rates.get((node, True)),
             )
             for node, computed in sorted(self._computed.items())
         }
@@ -193,43 +224,97 @@ class ProfilingCoordinator:
 
     def _take_probed(self, probed: Probed) -> None:
         running = self._running[probed.probe]
+        name = self.config.names[running.node]
+        if running.rate is not None:
+            rate = estimate_rate(probed.samples, running.alone_bytes_per_s)
+            if rate is None:
+                self._mark_unreachable(running.node, running.peers[0])
+                return
+            del self._running[probed.probe]
+            self._rates[running.rate] = rate
+            self._progressed(f"several to '{name}'" if running.rate[1] else f"'{name}' to several")
+            return
         figures = estimate_link(probed.samples)
+        (other,) = running.peers
         if figures is None:
-            self._mark_unreachable(running.sender, running.receiver)
+            self._mark_unreachable(running.node, other)
             return
         del self._running[probed.probe]
-        self._links[running.sender, running.receiver] = figures
-        if (running.receiver, running.sender) not in self._links:
-            self._measure(running.receiver, running.sender)
-        self._progressed(f"'{self.config.names[running.sender]}' to '{self.config.names[running.receiver]}'")
+        self._links[running.node, other] = figures
+        if (other, running.node) not in self._links:
+            self._measure(other, running.node)
+        self._progressed(f"'{name}' to '{self.config.names[other]}'")
 
     def _mark_unreachable(self, node: int, other: int) -> None:
-        """Two nodes have no link, if it is being measured now; otherwise it does not matter yet."""
-        found = [probe for probe, running in self._running.items() if running.nodes == {node, other}]
+        """Two nodes have no link, if it is being measured now, or a rate is not known, if it is measured over that
+        link; otherwise it does not matter yet."""
+        found = [probe for probe, running in self._running.items() if {node, other} <= running.nodes]
         if not found:
             return
-        del self._running[found[0]]
-        self._links[node, other] = self._links[other, node] = None
-        self.callback.happened(
-            f"'{self.config.names[node]}' does not reach '{self.config.names[other]}': they have no link"
-        )
+        running = self._running.pop(found[0])
+        names = self.config.names
+        if running.rate is None:
+            self._links[node, other] = self._links[other, node] = None
+            self.callback.happened(f"'{names[node]}' does not reach '{names[other]}': they have no link")
+        else:
+            self._rates[running.rate] = None
+            what = "download" if running.rate[1] else "upload"
+            self.callback.happened(
+                f"the {what} of '{names[running.node]}' is not known: its links do not answer when several are in use"
+            )
         self._progressed("")
 
     def _start_probes(self) -> None:
-        """Probe every link whose two nodes are free, once all have joined and computed."""
+        """Probe every link whose two nodes are free, once all have joined and computed; then the rates of nodes."""
         if not self._gathered:
             late = self.env.now_ns() > self._joining_until_ns
             if late and self.missing:
                 self.callback.happened(f"going on without {', '.join(self.missing)}: they have not joined in time")
             self._gathered = late or len(self._seen) == len(self.config.names)
         self._linking = self._linking or (self._gathered and not self._computing)
-        if not self._linking:
+        state = self._probes, len(self._running), len(self._links), len(self._rates), tuple(self._computed)
+        if not self._linking or state == self._tried_in:
             return
+        self._tried_in = state
         busy = {node for running in self._running.values() for node in running.nodes}
         for sender, receiver in self._pending_pairs():
             if sender not in busy and receiver not in busy:
                 busy |= {sender, receiver}
                 self._measure(sender, receiver)
+        for which in self._pending_rates() if not self._pending_pairs() else ():
+            peers = self._peers_at_once(which, busy)
+            if which[0] not in busy and len(peers) >= FEWEST_PEERS:
+                busy |= {which[0], *peers}
+                self._measure_rate(which, peers)
+
+    def _pending_rates(self) -> list[RateOf]:
+        """Uploads and downloads still to be measured, or being measured, of nodes that have links enough."""
+        both = [(node, receiving) for receiving in (False, True) for node in sorted(self._computed)]
+        return [each for each in both if each not in self._rates and len(self._links_of(each)) >= FEWEST_PEERS]
+
+    def _links_of(self, which: RateOf) -> dict[int, LinkEstimate]:
+        """The node's links to its peers, or from them, the fastest first."""
+        node, receiving = which
+        found = {
+            peer: link
+            for peer in self._computed
+            if (link := self._links.get((peer, node) if receiving else (node, peer))) is not None
+        }
+        return dict(sorted(found.items(), key=lambda each: -each[1].bandwidth_bytes_per_s))
+
+    def _peers_at_once(self, which: RateOf, busy: set[int]) -> dict[int, LinkEstimate]:
+        """Peers that are free and carry the most together, or nearly so; none, if too many are busy."""
+        links = self._links_of(which)
+        best = sum(link.bandwidth_bytes_per_s for link in list(links.values())[:MOST_PEERS])
+        free = dict([(peer, link) for peer, link in links.items() if peer not in busy][:MOST_PEERS])
+        return free if sum(link.bandwidth_bytes_per_s for link in free.values()) >= NEARLY * best else {}
+
+    def _measure_rate(self, which: RateOf, peers: Mapping[int, LinkEstimate]) -> None:
+        alone = sum(link.bandwidth_bytes_per_s for link in peers.values())
+        streams = {peer: stream_over(link, self.config.effort) for peer, link in peers.items()}
+        rows = [[peer, *asdict(stream).values()] for peer, stream in streams.items()]
+        probe = self._start(which[0], tuple(peers), which, alone)
+        self.env.tell(which[0], ProbeRate(probe, which[1], rows))
 
     def _pending_pairs(self) -> list[NodePair]:
         """Links still to be measured, or being measured, between nodes that are there."""
@@ -239,15 +324,23 @@ class ProfilingCoordinator:
         ]
 
     def _measure(self, sender: int, receiver: int) -> None:
+        self.env.tell(sender, Probe(self._start(sender, (receiver,)), receiver))
+
+    def _start(
+        self, node: int, peers: tuple[int, ...], rate: RateOf | None = None, alone_bytes_per_s: float = 0.0
+    ) -> int:
+        """Note that a probe runs, and give its number."""
         self._probes += 1
         effort = self.config.effort
         limit = timedelta(seconds=effort.most_s + 2 * effort.answer_timeout_s)  # the node itself gives up before
-        self._running[self._probes] = RunningProbe(sender, receiver, self._until_ns(limit))
-        self.env.tell(sender, Probe(self._probes, receiver))
+        self._running[self._probes] = RunningProbe(node, peers, self._until_ns(limit), rate, alone_bytes_per_s)
+        return self._probes
 
     def _progressed(self, doing: str) -> None:
         there = len(self._computed) + len(self._computing) + len(self.missing)
-        self.callback.progressed(len(self._computed) + len(self._links), there * there, doing)
+        rates = 2 * there if there > FEWEST_PEERS else 0
+        done = len(self._computed) + len(self._links) + len(self._rates)
+        self.callback.progressed(done, there * there + rates, doing)
 
     def _until_ns(self, limit: timedelta) -> int:
         return self.env.now_ns() + round(limit.total_seconds() * 1e9)

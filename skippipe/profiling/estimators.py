@@ -1,13 +1,16 @@
-"""How a link is probed, and the speed of nodes and links, estimated from samples.
+"""How links are probed, and the speed of nodes and links, estimated from samples.
 
 A node measures the link to another with small round trips, then with transfers that grow until one takes long enough,
 then with more of that size. A probe says what to send next and is told how long that took; it has no clock.
+
+What a node's links carry at once is measured with streams of chunks to several peers, or from them. If that is clearly
+less than the links carry one at a time, they share something: the node's upload or download has a rate of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 
@@ -24,6 +27,13 @@ STEADY = 0.25
 """Spread of repeats above which an estimate is not reliable."""
 LEAST_PASS_S = 1e-9  # no layer takes less
 LEAST_SHARE = 0.001  # of a transfer's time that is the link's own, whatever the round trips took
+CHUNKS = 10  # of a stream, in the time of a transfer
+LEAST_CHUNK_BYTES, LARGEST_CHUNK_BYTES = 2**12, 2**22
+QUEUED_CHUNKS = 3  # of a stream, beside those that its latency keeps on the way: so the link never runs dry
+MOST_CHUNKS = 64  # of a stream, on the way at once
+WINDOW = 4  # times as long as a transfer: in which the bytes of all streams are counted
+CLEARLY_LESS = 0.85
+"""Share of what links carry one at a time; those that carry less than that at once share a rate."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +103,60 @@ class LinkProbe:
 
 
 @dataclass(frozen=True)
+class Stream:
+    """Chunks that go over one link, one after another."""
+
+    chunk_bytes: int
+    on_the_way: int
+    """Chunks that are sent before the first is confirmed."""
+    round_trip_us: int
+    """From the sender to the receiver and back, when the link is empty."""
+
+
+@dataclass
+class RateProbe:
+    """Counts what several streams carry at once, while all of them flow.
+
+    Where chunks wait for each other is the upload of the node that measures, or its download. They pass an upload a
+    round trip before they are confirmed, and this differs from link to link: it is taken off.
+    """
+
+    effort: ProbeSettings
+    streams: Mapping[int, Stream]
+    """Peer → the stream to it, or from it."""
+    receiving: bool = False
+    over: bool = False
+    """All streams have flowed for long enough."""
+    _full_s: float | None = None
+    """When every stream had confirmed the chunks that it began with."""
+
+    def __post_init__(self) -> None:
+        self._passed_s: dict[int, list[float]] = {peer: [] for peer in self.streams}
+        """Peer → when each of its chunks has passed the upload or the download."""
+
+    def confirmed(self, peer: int, at_s: float) -> None:
+        """A chunk of a stream has come to its end, at this time."""
+        self._passed_s[peer].append(at_s - (0 if self.receiving else self.streams[peer].round_trip_us / 1e6))
+        if self._full_s is not None:
+            self.over = at_s - self._full_s >= WINDOW * self.effort.transfer_s
+        elif all(len(self._passed_s[each]) >= stream.on_the_way for each, stream in self.streams.items()):
+            self._full_s = at_s
+
+    @property
+    def samples(self) -> list[tuple[int, float]]:
+        """Bytes of all streams, and the seconds of that; empty if there was no time in which all flowed."""
+        if self._full_s is None:
+            return []
+        start_s = max(self._passed_s[peer][stream.on_the_way - 1] for peer, stream in self.streams.items())
+        end_s = min(passed_s[-1] for passed_s in self._passed_s.values())
+        counted = sum(
+            stream.chunk_bytes * sum(start_s < each <= end_s for each in self._passed_s[peer])
+            for peer, stream in self.streams.items()
+        )
+        return [(counted, end_s - start_s)] if end_s > start_s else []
+
+
+@dataclass(frozen=True)
 class LinkEstimate:
     latency_s: float
     """One way, taken to be half of the way there and back."""
@@ -112,6 +176,10 @@ class NodeEstimate:
     """Likewise."""
     spread: float = 0.0
     """How far repeated measurements of both lie apart."""
+    upload_bytes_per_s: float | None = None
+    """What its links carry from it at once; infinite: as much as they do one at a time; None: not measured."""
+    download_bytes_per_s: float | None = None
+    """The same towards it."""
 
 
 def estimate_link(rows: Sequence[Sequence[float]]) -> LinkEstimate | None:
@@ -130,6 +198,25 @@ def estimate_link(rows: Sequence[Sequence[float]]) -> LinkEstimate | None:
     speeds = [(largest - SMALL_BYTES) / each for each in beyond_s]
     estimate = LinkEstimate(least_s / 2, median(speeds), spread(speeds))
     return estimate if all(map(math.isfinite, vars(estimate).values())) else None
+
+
+def stream_over(link: LinkEstimate, effort: ProbeSettings) -> Stream:
+    """The stream that keeps a link busy."""
+    wanted = int(link.bandwidth_bytes_per_s * effort.transfer_s / CHUNKS) // 4 * 4
+    chunk_bytes = min(max(wanted, LEAST_CHUNK_BYTES), LARGEST_CHUNK_BYTES)
+    in_flight = 2 * link.latency_s * link.bandwidth_bytes_per_s / chunk_bytes
+    on_the_way = min(QUEUED_CHUNKS + math.ceil(in_flight), MOST_CHUNKS)
+    return Stream(chunk_bytes, on_the_way, round(2e6 * link.latency_s))
+
+
+def estimate_rate(rows: Sequence[Sequence[float]], alone_bytes_per_s: float) -> float | None:
+    """Bytes a second that links carry at once, from pairs of bytes and seconds; infinite if that is about as much as
+    they carry one at a time, None if there are no samples."""
+    speeds = [row[0] / row[1] for row in rows if len(row) == 2 and all(0 < each < math.inf for each in row)]
+    if not speeds:
+        return None
+    together = median(speeds)
+    return max(1.0, together) if together < CLEARLY_LESS * alone_bytes_per_s else math.inf
 
 
 def estimate_node(rows: Sequence[Sequence[float]], location: str, memory_bytes: int, work: Workload) -> NodeEstimate:

@@ -1,9 +1,9 @@
 """A node that is measured: its configuration, its role, and its state machine, which first computes, then probes links
-to other nodes and answers their probes.
+to other nodes, one at a time and several at once, and answers their probes.
 
 The state machine is one like that of training, over the same sockets: what it sends are tensors along a path, as far as
-the transport can tell. Every one is answered at once by a small one; both carry the number of the probe and of the
-message, so that a late answer is not taken for another one.
+the transport can tell. Every one is answered at once by one of the size that it asks for, mostly a small one; both
+carry the number of the probe and of the message, so that a late answer is not taken for another one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 from skippipe.cluster import Cluster
 from skippipe.codecs import EncodedTensor
 from skippipe.heartbeat import TIMEOUT_S
-from skippipe.profiling.estimators import SMALL_BYTES, LinkProbe, ProbeSettings
-from skippipe.runtime.messages import COORDINATOR, Computed, ControlMessage, Hello, Probe, Probed, Stop
+from skippipe.profiling.estimators import (
+    LARGEST_CHUNK_BYTES,
+    MOST_CHUNKS,
+    SMALL_BYTES,
+    LinkProbe,
+    ProbeSettings,
+    RateProbe,
+    Stream,
+)
+from skippipe.runtime.messages import COORDINATOR, Computed, ControlMessage, Hello, Probe, Probed, ProbeRate, Stop
 from skippipe.runtime.node.interfaces import PROFILING, NodeEnv, Role, Roles
 from skippipe.runtime.state_source import StateSource
 from skippipe.toml_config import from_table
@@ -32,6 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 PING, PONG = 0, 1  # the direction of a message that measures a link
+LATE = "a late answer"
 
 
 @dataclass(frozen=True)
@@ -96,18 +105,27 @@ class ProfilingNode:
         self._nodes = nodes
         self._effort = effort
         self._env = env
-        self._probe: Probe | None = None
+        self._probe: Probe | ProbeRate | None = None
         self._probing = LinkProbe(effort)
+        self._rate_probing = RateProbe(effort, {})
+        self._unconfirmed: Counter[int] = Counter()
+        """Peer → chunks of its stream that are on the way."""
         self._step = 0
+        self._began_ns = 0
+        """When the probe of several links began."""
         self._sent_ns = 0
+        """When the last message of a probe was sent."""
         self._prober: int | None = None
         """The node that probes the link to this one, or was the last to do so."""
         self._computes = False
 
     @property
     def doing(self) -> str:
-        if self._probe is not None:
-            return f"measuring the link to node {self._probe.peer}"
+        match self._probe:
+            case Probe(peer=peer):
+                return f"measuring the link to node {peer}"
+            case ProbeRate(receiving=receiving):
+                return f"measuring what it {'receives from' if receiving else 'sends to'} several nodes at once"
         return "computing" if self._computes else "waiting to be measured"
 
     def hello(self, address: str, version: str) -> Hello:
@@ -127,9 +145,12 @@ class ProfilingNode:
 
     def handle_control(self, control: ControlMessage) -> None:
         match control:
-            case Probe() if 0 <= control.peer < self._nodes and control.peer != self._number:
+            case Probe() if self._is_peer(control.peer):
                 self._probe, self._probing, self._step = control, LinkProbe(self._effort), 0
                 self._send_next()
+            case ProbeRate() if all(self._is_stream(row) for row in control.streams):
+                self._probe = control
+                self._start_streams(control)
             case Stop():
                 self.stopped = control
             case _:
@@ -141,13 +162,18 @@ class ProfilingNode:
             self._drop(sender, message.kind.label)
         elif header.direction == PING:
             self._prober = sender
-            self._env.send(sender, _message(header.probe, PONG, header.step, SMALL_BYTES))
-        elif self._probe and (sender, header.probe, header.step) == (self._probe.peer, self._probe.probe, self._step):
+            size = min(max(header.answer_bytes // 4 * 4, SMALL_BYTES), self._effort.most_bytes)
+            self._env.send(sender, _message(ProbePiece(header.probe, PONG, header.step), size))
+        elif self._probe is None or self._probe.probe != header.probe:
+            self._drop(sender, LATE)
+        elif isinstance(self._probe, ProbeRate):
+            self._take_chunk(self._probe, sender)
+        elif (sender, header.step) == (self._probe.peer, self._step):
             self._probing.took((self._env.now_ns() - self._sent_ns) / 1e9)
             self._step += 1
             self._send_next()
         else:
-            self._drop(sender, "a late answer")
+            self._drop(sender, LATE)
 
     def handle_peer_control(self, sender: int, control: ControlMessage) -> None:
         self._drop(sender, type(control).__name__)
@@ -156,13 +182,24 @@ class ProfilingNode:
 
     def decide(self) -> None:
         """Report what there is when an answer has not come in time."""
-        if self._probe and self._env.now_ns() - self._sent_ns > 1e9 * self._effort.answer_timeout_s:
+        if self._probe is None:
+            return
+        waits_since_ns, limit_s = self._sent_ns, self._effort.answer_timeout_s
+        if isinstance(self._probe, ProbeRate):
+            waits_since_ns, limit_s = self._began_ns, self._effort.most_s + limit_s
+        if self._env.now_ns() - waits_since_ns > 1e9 * limit_s:
             self._report(self._probe)
 
     def active_peers(self) -> set[int]:
-        """The node whose link it probes, and the one that it answers."""
-        measured = self._probe.peer if self._probe else None
-        return {each for each in (measured, self._prober) if each is not None}
+        """The nodes whose links it probes, and the one that it answers."""
+        match self._probe:
+            case Probe(peer=peer):
+                measured = {peer}
+            case ProbeRate():
+                measured = set(self._rate_probing.streams)
+            case None:
+                measured = set()
+        return measured if self._prober is None else measured | {self._prober}
 
     def reconnected(self, _peer: int) -> None:
         """A connection broke and came back: a message that was on its way may be lost, and its answer is then late."""
@@ -171,18 +208,62 @@ class ProfilingNode:
         """Nothing is repeated."""
 
     def _send_next(self) -> None:
-        assert self._probe is not None
+        assert isinstance(self._probe, Probe)
         size = self._probing.next_bytes()
         if size is None:
             self._report(self._probe)
             return
-        message = _message(self._probe.probe, PING, self._step, size)
+        message = _message(ProbePiece(self._probe.probe, PING, self._step), size)
         self._sent_ns = self._env.now_ns()
         self._env.send(self._probe.peer, message)
 
-    def _report(self, probe: Probe) -> None:
+    def _start_streams(self, probe: ProbeRate) -> None:
+        streams = {peer: Stream(*stream) for peer, *stream in probe.streams}
+        self._rate_probing = RateProbe(self._effort, streams, probe.receiving)
+        self._unconfirmed.clear()
+        self._began_ns = self._env.now_ns()
+        for turn in range(max((stream.on_the_way for stream in streams.values()), default=0)):
+            for peer, stream in streams.items():
+                if turn < stream.on_the_way:
+                    self._send_chunk(probe, peer)
+
+    def _send_chunk(self, probe: ProbeRate, peer: int) -> None:
+        """A chunk, or the request for one."""
+        size = self._rate_probing.streams[peer].chunk_bytes
+        self._unconfirmed[peer] += 1
+        header = ProbePiece(probe.probe, PING, 0, size if probe.receiving else 0)
+        self._env.send(peer, _message(header, SMALL_BYTES if probe.receiving else size))
+
+    def _take_chunk(self, probe: ProbeRate, peer: int) -> None:
+        """A chunk is confirmed, or has come. The next follows; in the end, all that is on the way is waited for, so
+        that it does not disturb what is measured next."""
+        if not self._unconfirmed[peer]:
+            self._drop(peer, LATE)
+            return
+        self._unconfirmed[peer] -= 1
+        spent_s = (self._env.now_ns() - self._began_ns) / 1e9
+        self._rate_probing.confirmed(peer, spent_s)
+        if not self._rate_probing.over and spent_s < self._effort.most_s:
+            self._send_chunk(probe, peer)
+        elif not self._unconfirmed.total():
+            self._report(probe)
+
+    def _is_peer(self, number: int) -> bool:
+        return 0 <= number < self._nodes and number != self._number
+
+    def _is_stream(self, row: list[int]) -> bool:
+        return (
+            len(row) == 4
+            and self._is_peer(row[0])
+            and SMALL_BYTES <= row[1] <= min(LARGEST_CHUNK_BYTES, self._effort.most_bytes)
+            and row[1] % 4 == 0
+            and 1 <= row[2] <= MOST_CHUNKS
+        )
+
+    def _report(self, probe: Probe | ProbeRate) -> None:
         self._probe = None
-        self._env.send_control(Probed(probe.probe, [[float(size), took_s] for size, took_s in self._probing.samples]))
+        samples = self._probing.samples if isinstance(probe, Probe) else self._rate_probing.samples
+        self._env.send_control(Probed(probe.probe, [[float(size), took_s] for size, took_s in samples]))
 
     def _drop(self, sender: int, what: str) -> None:
         self.dropped[sender, what] += 1
@@ -190,8 +271,8 @@ class ProfilingNode:
             log.warning("dropped from %s: %s (later ones are only counted)", sender, what)
 
 
-def _message(probe: int, direction: int, step: int, size: int) -> Message:
-    return Message(ProbePiece(probe, direction, step), EncodedTensor("fp32", (size // 4,), bytes(size)))
+def _message(header: ProbePiece, size: int) -> Message:
+    return Message(header, EncodedTensor("fp32", (size // 4,), bytes(size)))
 
 
 def profiling_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
@@ -205,26 +286,19 @@ def profiling_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv
             node_config.config, node_config.workload, device, node_config.compute_s, node_config.compiled
         )
 
+    like, name = node_config.emulated, join_config.name
+    emulated = [each.name for each in like.nodes if each.name != name] if like else []
     return Role(
-        machine=ProfilingNode(node_config.number[join_config.name], len(node_config.names), node_config.effort, env),
+        machine=ProfilingNode(node_config.number[name], len(node_config.names), node_config.effort, env),
         build=build_bench,
         numbers=node_config.number,
         heartbeat_s=node_config.heartbeat_s,
         threads=node_config.threads,
-        links=_links(node_config, join_config.name),
+        links={other: EmulatedLink(*like.hop(name, other)) for other in emulated} if like else {},
+        links_here={other: EmulatedLink(*like.hop(other, name)) for other in emulated} if like else {},
+        upload_bytes_per_s=like.nodes[like.number[name]].upload_bytes_per_s if like else None,
+        download_bytes_per_s=like.nodes[like.number[name]].download_bytes_per_s if like else None,
     )
 
 
 ROLES: Roles = {PROFILING: profiling_role}
-
-
-def _links(node_config: ProfilingConfig, name: str) -> dict[str, EmulatedLink]:
-    like = node_config.emulated
-    if like is None:
-        return {}
-    own = like.number[name]
-    return {
-        other: EmulatedLink(float(like.latency_s[own, at]), float(like.bandwidth_bytes_per_s[own, at]))
-        for other, at in like.number.items()
-        if other != name
-    }

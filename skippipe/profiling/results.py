@@ -2,15 +2,17 @@
 
 Which nodes there are, and which reach each other, is as in the newest result. Figures are medians over the results: of
 those whose repeats agree, if there are any. How fast a node is depends on what it computes, so its speed is merged only
-from results with the same work as the newest.
+from results with the same work as the newest. Rates that all links of a node share are merged from those that have
+measured them; "no limit" is more than any figure, and of two the lower one counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +32,8 @@ Ends = tuple[str, str]
 FAR = 1.5  # times what it was before
 NEAR_S = 0.001  # latencies that differ by less are alike
 Estimate = TypeVar("Estimate", LinkEstimate, NodeEstimate)
+RATES = {"upload_bytes_per_s": "sends", "download_bytes_per_s": "receives"}
+"""Figures of a node that all its links share, and what it then does."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,16 @@ class ProfileResult:
             for j, receiver in enumerate(names)
             if i != j and cluster.bandwidth_bytes_per_s[i, j] > 0
         }
-        nodes = {node.name: NodeEstimate(node.location, node.memory_bytes, node.flops_per_s) for node in cluster.nodes}
+        nodes = {
+            node.name: NodeEstimate(
+                node.location,
+                node.memory_bytes,
+                node.flops_per_s,
+                upload_bytes_per_s=node.upload_bytes_per_s,
+                download_bytes_per_s=node.download_bytes_per_s,
+            )
+            for node in cluster.nodes
+        }
         return cls("", "", nodes, links)
 
     def to_json(self) -> dict[str, Any]:
@@ -66,7 +79,7 @@ class ProfileResult:
             "when": self.when,
             "work": self.work,
             "missing": list(self.missing),
-            "nodes": [{"name": name, **asdict(node)} for name, node in self.nodes.items()],
+            "nodes": [{"name": name, **_node_json(node)} for name, node in self.nodes.items()],
             "links": [[*ends, *asdict(link).values()] for ends, link in self.links.items() if link],
             "unreachable": [list(ends) for ends, link in self.links.items() if not link],
         }
@@ -84,6 +97,7 @@ class ProfileResult:
                 forward_s=entry.number("forward_s", WAIT_S),
                 backward_s=entry.number("backward_s", WAIT_S),
                 spread=entry.number("spread", COUNT),
+                **{name: _rate(entry, name) for name in RATES},
             )
             entry.close()
         links: dict[Ends, LinkEstimate | None] = {}
@@ -97,6 +111,19 @@ class ProfileResult:
             links[_ends(row, f"{fields.at('unreachable')}[{index}]", 2)[0]] = None
         fields.close()
         return cls(when, work, nodes, links, missing)
+
+
+def _node_json(node: NodeEstimate) -> dict[str, Any]:
+    """Rates that were not measured are left out; null: no limit was found."""
+    known = {name: value for name, value in asdict(node).items() if name not in RATES or value is not None}
+    return {name: None if value == inf else value for name, value in known.items()}
+
+
+def _rate(entry: Fields, name: str) -> float | None:
+    if not entry.mentions(name):
+        return None
+    value = entry.take(name)
+    return inf if value is None else as_number(value, entry.at(name), range_of(Node, name))
 
 
 def results_file(cluster_file: Path) -> Path:
@@ -162,6 +189,10 @@ def outliers(results: Sequence[ProfileResult]) -> list[str]:
         was = _same_work([result for result in [*before, newest] if name in result.nodes], name)[:-1]
         if was and _far(node.flops_per_s, earlier := _typical(was, lambda each: each.flops_per_s)):
             found.append(f"'{name}' computes {node.flops_per_s:.3g} operations a second, {earlier:.3g} before")
+        for which, does in RATES.items():
+            rate, known_rate = getattr(node, which), _typical_rate(before, name, which)
+            if rate is not None and known_rate is not None and _far(rate, known_rate):
+                found.append(f"'{name}' {does} {_at_once(rate)} at once, {_at_once(known_rate)} before")
     for (sender, receiver), link in newest.links.items():
         if link is None:
             continue
@@ -199,7 +230,14 @@ def _node(results: Sequence[ProfileResult], name: str) -> Node:
     known = [result for result in results if name in result.nodes]
     newest = known[-1].nodes[name]
     flops_per_s = _typical(_same_work(known, name), lambda each: each.flops_per_s)
-    return Node(name, newest.location, flops_per_s, newest.memory_bytes)
+    rates = {which: _typical_rate(known, name, which) for which in RATES}
+    limits = {which: None if rate == inf else rate for which, rate in rates.items()}
+    return Node(name, newest.location, flops_per_s, newest.memory_bytes, **limits)
+
+
+def _typical_rate(results: Iterable[ProfileResult], name: str, which: str) -> float | None:
+    measured = [getattr(result.nodes[name], which) for result in results if name in result.nodes]
+    return median_low(found) if (found := [rate for rate in measured if rate is not None]) else None
 
 
 def _same_work(known: Sequence[ProfileResult], name: str) -> list[NodeEstimate]:
@@ -215,6 +253,10 @@ def _of_link(results: Iterable[ProfileResult], ends: Ends) -> list[LinkEstimate]
 def _typical(estimates: Sequence[Estimate], of: Callable[[Estimate], float]) -> float:
     steady = [each for each in estimates if each.spread <= STEADY]
     return median(of(each) for each in steady or estimates)
+
+
+def _at_once(bytes_per_s: float) -> str:
+    return "whatever its links carry" if bytes_per_s == inf else f"{bytes_per_s / 1e6:.3g} MB/s"
 
 
 def _far(now: float, before: float) -> bool:

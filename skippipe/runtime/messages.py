@@ -173,7 +173,8 @@ class Probed(ControlMessage, frozen=True):
 
     probe: Count
     samples: list[list[float]]
-    """Bytes sent, and seconds until the peer had confirmed them; empty if it never did."""
+    """Bytes sent, and seconds until the peer had confirmed them; empty if it never did. After a `ProbeRate`: bytes that
+    all links together have carried, and the seconds of that."""
 
 
 # From a node to the coordinator, or to a node of its stage
@@ -359,6 +360,15 @@ class Probe(ControlMessage, frozen=True):
 
     probe: Count
     peer: Count
+
+
+class ProbeRate(ControlMessage, frozen=True):
+    """Profiling: measure what the links to several peers, or from them, carry at once. `Probed` is the answer."""
+
+    probe: Count
+    receiving: bool
+    streams: list[list[Count]]
+    """Rows of a peer, the bytes of a chunk, how many chunks are on the way at any time, and µs there and back."""
 
 
 class Stop(ControlMessage, frozen=True):

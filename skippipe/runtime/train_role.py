@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import TYPE_CHECKING, Any
 
-from skippipe.cluster import Cluster
 from skippipe.collectives import COLLECTIVES, GroupConfig, MakeAverager
 from skippipe.collectives.peer_to_peer import GradientAverager
 from skippipe.model.model_spec import check_device
@@ -29,8 +27,8 @@ def train_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) ->
     plan = node_config.plan
     number = plan.cluster.number[join_config.name]
     stage = plan.stage_of[number]
-    others = {name: other for name, other in plan.cluster.number.items() if other != number}
-    emulated = others if node_config.emulated else {}
+    name = join_config.name
+    others = plan.cluster.number.keys() - {name} if node_config.emulated else set()
     return Role(
         machine=TrainingNode(number, plan, env),
         build=lambda: build_executor(number, node_config, join_config),
@@ -38,20 +36,14 @@ def train_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) ->
         heartbeat_s=node_config.heartbeat_s,
         threads=node_config.threads,
         pace=(lambda work: planned_ns(plan, stage, number, work)) if node_config.emulated else None,
-        links={name: _link(plan.cluster, number, other) for name, other in emulated.items()},
-        links_here={name: _link(plan.cluster, other, number) for name, other in emulated.items()},
+        links={other: EmulatedLink(*plan.cluster.hop(name, other)) for other in others},
+        links_here={other: EmulatedLink(*plan.cluster.hop(other, name)) for other in others},
         upload_bytes_per_s=plan.cluster.nodes[number].upload_bytes_per_s,
         download_bytes_per_s=plan.cluster.nodes[number].download_bytes_per_s,
     )
 
 
 ROLES: Roles = {TRAINING: train_role}
-
-
-def _link(cluster: Cluster, sender: int, receiver: int) -> EmulatedLink:
-    rates = cluster.nodes[sender].upload_bytes_per_s, cluster.nodes[receiver].download_bytes_per_s
-    bandwidth = min(float(cluster.bandwidth_bytes_per_s[sender, receiver]), *(each for each in rates if each), inf)
-    return EmulatedLink(float(cluster.latency_s[sender, receiver]) + cluster.hop_overhead_s, bandwidth)
 
 
 def build_executor(number: int, node_config: NodeConfig, join_config: JoinConfig) -> StageExecutor:

@@ -176,11 +176,13 @@ class ProbePiece(Header):
     """Bytes that measure a link."""
 
     kind = MessageKind.PROBE_PIECE
-    layout = struct.Struct("<QII8x")
+    layout = struct.Struct("<QIIQ")
     probe: int
     direction: int
     """0 from the node that measures, 1 for the answer."""
     step: int
+    answer_bytes: int = 0
+    """The size of the answer that the node that measures wants; 0: the smallest there is."""
 
 
 @dataclass(frozen=True, slots=True)

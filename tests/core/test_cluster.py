@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import permutations
 from pathlib import Path
 
 import jsonschema
@@ -132,7 +133,21 @@ def test_random_clusters_are_unequal_and_repeatable() -> None:
     assert not np.allclose(cluster.bandwidth_bytes_per_s, cluster.bandwidth_bytes_per_s.T)
 
 
-@pytest.mark.parametrize("text", ["mars:3", "regions:0", "regions:x", "regions:3:4", "random:3:4:5", "random:-3"])
+def test_homes_are_limited_by_their_lines() -> None:
+    cluster = preset("homes:20:7")
+    assert cluster == preset("homes:20:7") != preset("homes:20")
+    for node in cluster.nodes:
+        assert node.upload_bytes_per_s is not None and node.download_bytes_per_s is not None
+        assert 20e6 / 8 <= node.upload_bytes_per_s <= 200e6 / 8
+        assert 2 <= node.download_bytes_per_s / node.upload_bytes_per_s <= 10
+    for sender, receiver in permutations(cluster.nodes, 2):
+        _, bandwidth = cluster.hop(sender.name, receiver.name)
+        assert bandwidth == min(sender.upload_bytes_per_s or 0, receiver.download_bytes_per_s or 0)
+
+
+@pytest.mark.parametrize(
+    "text", ["homes:3:4:5", "mars:3", "regions:0", "regions:x", "regions:3:4", "random:3:4:5", "random:-3"]
+)
 def test_presets_that_do_not_exist(text: str) -> None:
     with pytest.raises(UserError):
         preset(text)

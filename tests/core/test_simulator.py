@@ -198,7 +198,8 @@ def test_the_estimate_of_an_exchange_is_about_what_it_takes(seed: int) -> None:
             costs.gradient_bytes[1],
             np.ascontiguousarray(costs.bandwidth_bytes_per_s),
             costs.flight_ns,
-            topology.relayed_bandwidth(costs),
+            topology.relay_rates(costs),
+            np.zeros(costs.nodes, np.int64),
             costs.upload_bytes_per_s,
             costs.download_bytes_per_s,
         )
@@ -316,7 +317,7 @@ def test_compiled_and_plain_python_agree(plan: Plan, timing: Timing) -> None:
         )  # fmt: skip
         return [tuple(map(int, result)), *(array.tolist() for array in (done_ns, *free_ns, ends_ns, record))]
 
-    plain = [function.py_func for function in (run_iteration, run_schedule)]  # type: ignore[attr-defined]
+    plain = [function.py_func for function in (run_iteration, run_schedule)]  # type: ignore[union-attr]
     assert outcome(run_iteration, run_schedule) == outcome(*plain)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
 from random import Random
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from hypothesis import assume
@@ -23,7 +23,6 @@ from skippipe.timeline import Timeline, Timing
 from skippipe.workload import ModelShape, Workload
 
 weight_shares = st.sampled_from([0.5, 0.2, 0.75])
-Label = TypeVar("Label", int, str)
 TINY = ModelShape("tiny", 8, 16, 2, 2, 8, 32, 64)
 
 
@@ -72,21 +71,23 @@ def clusters(draw: st.DrawFn, least: int = 2, most: int = 14, rates: bool = True
 
 
 @st.composite
-def averagings(draw: st.DrawFn, members: Sequence[Label], holders: Sequence[Label]) -> list[dict[str, Any]]:
+def averagings(draw: st.DrawFn, members: Sequence[Any], holders: Sequence[Any]) -> list[dict[str, Any]]:
     """The field `averaging` of a stage: pieces, trees, and relays among the nodes that hold any stage. In half of the
     cases there are none: the stage is a ring."""
     found: list[dict[str, Any]] = []
-    for _ in range(draw(st.integers(1, 5)) if members and draw(st.booleans()) else 0):
-        root, *others = draw(st.permutations(members))
+    for _ in range(draw(st.integers(1, 5)) if len(members) > 0 and draw(st.booleans()) else 0):
+        nodes: list[Any] = list(draw(st.permutations(members)))
+        root, others = nodes[0], nodes[1:]
         piece: dict[str, Any] = {"root": root, "share": draw(st.sampled_from([1, 1, 2, 7, 2**31]))}
         trees, relayed = draw(st.booleans()), draw(st.booleans())
-        via, relays = {}, {}
-        for at, node in enumerate(others):
-            parent = draw(st.sampled_from([root, *others[:at]])) if trees else root
+        via: dict[Any, Any] = {}
+        relays: dict[Any, Any] = {}
+        for node in others:
+            parent = draw(st.sampled_from([root, *others[: others.index(node)]])) if trees else root
             if parent != root:
                 via[node] = parent
             third = [other for other in holders if other not in (node, parent)]
-            if relayed and third and draw(st.booleans()):
+            if relayed and len(third) > 0 and draw(st.booleans()):
                 relays[node] = draw(st.sampled_from(third))
         found.append(piece | ({"via": via} if via else {}) | ({"relays": relays} if relays else {}))
     return found
@@ -126,6 +127,18 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 AVERAGING_KINDS = ("ring", "direct exchange", "star", "trees")
+
+
+def relayed(random: Random, averaging: Averaging, relays: Sequence[int]) -> Averaging:
+    """The same piece by piece, but about half of the messages go by way of these nodes, whichever stage they hold."""
+    if len(averaging.order) < 2:
+        return averaging
+    pieces = []
+    for piece in averaging.pieces or [Piece(node, 1) for node in averaging.order]:
+        drawn = [(node, random.choice(relays)) for node in averaging.order if random.random() < 0.5]
+        ways = [(a, by) for a, by in drawn if a != piece.root and by not in (a, piece.parent_of(a))]
+        pieces.append(replace(piece, relays=tuple(ways)))
+    return replace(averaging, pieces=tuple(pieces))
 
 
 def drawn_averaging(random: Random, nodes: Sequence[int], kind: str | None = None) -> Averaging:

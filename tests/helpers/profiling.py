@@ -31,14 +31,16 @@ from skippipe.profiling.node import ROLES, ProfilingConfig, ProfilingNode
 from skippipe.profiling.results import ProfileResult, save_results
 from skippipe.runtime.coordinator.interfaces import Callback
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
-from skippipe.runtime.messages import Computed, ControlMessage, LinkDown, Probe, Probed
+from skippipe.runtime.messages import Computed, ControlMessage, LinkDown, Probe, Probed, ProbeRate
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
-from skippipe.transport.message import Message
+from skippipe.transport.link_emulation import DelayQueue, EmulatedLink, LinkEmulator
+from skippipe.transport.message import Message, Received
 from skippipe.workload import Workload
 from tests.helpers.models import tiny
 from tests.helpers.plans import TINY, wide_plan
 from tests.helpers.processes import FORKED
 
+UPLOAD = 5e6
 TIMEOUT_S = 60.0  # for processes, on a machine that is busy with others
 WORK = Workload(TINY, 16, 2, compute_dtype="fp32")
 QUICK = ProbeSettings(round_trips=5, transfers=3, transfer_s=0.06)
@@ -59,6 +61,8 @@ class Net(ProfilingCallback):
         self._order = itertools.count()
         self.alive: dict[int, ProfilingNode] = {}
         self.busy: dict[int, set[int]] = {}
+        self.arriving: dict[int, DelayQueue] = {}
+        self._wakes: set[tuple[int, int]] = set()
         self.names = tuple(node.name for node in self.true.nodes)
         self.coordinator = ProfilingCoordinator(
             ProfilingConfig(self.names, {}, WORK, effort=QUICK), self, self, self.deadlines
@@ -74,19 +78,43 @@ class Net(ProfilingCallback):
         heapq.heappush(self._events, (self.now + round(seconds * 1e9), next(self._order), what))
 
     def tell(self, node: int, control: ControlMessage) -> None:
-        if isinstance(control, Probe):
+        if isinstance(control, Probe | ProbeRate):
+            peers = {control.peer} if isinstance(control, Probe) else {row[0] for row in control.streams}
             for other in self.busy.values():
-                assert not other & {node, control.peer}, "measured twice at once"
-            self.busy[control.probe] = {node, control.peer}
+                assert not other & {node, *peers}, "measured twice at once"
+            self.busy[control.probe] = {node, *peers}
             self.most_at_once = max(self.most_at_once, len(self.busy))
         self.later(0, lambda: self.alive[node].handle_control(control) if node in self.alive else None)
 
     def join(self, node: int, computed: Computed | None = None) -> None:
         self.alive[node] = ProfilingNode(node, len(self.true), QUICK, Door(self, node))
+        here = {other: self.link(other, node) for other in range(len(self.true)) if self.reaches(other, node)}
+        named = {self.names[other]: link for other, link in here.items()}
+        self.arriving[node] = DelayQueue(named, self.true.nodes[node].download_bytes_per_s)
         self.coordinator.joined(node)
         self.later(
             1, lambda: self.coordinator.handle(node, computed or Computed([[0.01, 0.02]], 2**30, "cpu", f"m{node}"))
         )
+
+    def reaches(self, sender: int, receiver: int) -> bool:
+        return sender != receiver and bool(self.true.bandwidth_bytes_per_s[sender, receiver])
+
+    def link(self, sender: int, receiver: int) -> EmulatedLink:
+        return EmulatedLink(*self.true.hop(self.names[sender], self.names[receiver]))
+
+    def arrive(self, node: int) -> None:
+        """Hand over what is due at a node."""
+        for received in self.arriving[node].ready(self.now):
+            if node in self.alive:
+                self.alive[node].receive(self.true.number[received.peer], received.message)
+        self.wake(node)
+
+    def wake(self, node: int) -> None:
+        """Come back when the next message is due at a node."""
+        due_ns = self.arriving[node].next_due_ns()
+        if due_ns is not None and (node, due_ns) not in self._wakes:
+            self._wakes.add((node, due_ns))
+            heapq.heappush(self._events, (max(due_ns, self.now), next(self._order), lambda: self.arrive(node)))
 
     def die(self, node: int) -> None:
         del self.alive[node]
@@ -114,26 +142,33 @@ class Door:
     net: Net
     node: int
 
+    def __post_init__(self) -> None:
+        net, own = self.net, self.node
+        links = {net.names[to]: net.link(own, to) for to in range(len(net.true)) if net.reaches(own, to)}
+        upload = net.true.nodes[own].upload_bytes_per_s
+        self.uplink = LinkEmulator(links, self.deliver, self.now_ns, upload)
+
+    def deliver(self, peer: str, message: Message, due_ns: int) -> None:
+        receiver = self.net.true.number[peer]
+        self.net.arriving[receiver].put(Received(self.net.names[self.node], message, due_ns))
+        self.net.wake(receiver)
+
     def now_ns(self) -> int:
         return self.net.now
 
     def send(self, receiver: int, message: Message) -> None:
         assert message.body is not None and not isinstance(message.body, dict)
-        bandwidth = self.net.true.bandwidth_bytes_per_s[self.node, receiver]
-        if not bandwidth:
+        if not self.net.reaches(self.node, receiver):
             self.net.later(5, lambda: self.send_control(LinkDown(receiver)))
-            return
-        took_s = float(self.net.true.latency_s[self.node, receiver] + message.body.nbytes / bandwidth)
-        net, sender = self.net, self.node
-        net.later(took_s, lambda: net.alive[receiver].receive(sender, message) if receiver in net.alive else None)
+        elif receiver in self.net.arriving:
+            self.uplink.send(self.net.names[receiver], message)
 
     def send_control(self, control: ControlMessage, _to: int = -1) -> None:
         if isinstance(control, Probed):
             self.net.busy.pop(control.probe, None)
         if isinstance(control, LinkDown):
-            self.net.busy = {
-                probe: nodes for probe, nodes in self.net.busy.items() if nodes != {self.node, control.peer}
-            }
+            both = {self.node, control.peer}
+            self.net.busy = {probe: nodes for probe, nodes in self.net.busy.items() if not both <= nodes}
         self.net.later(0, lambda: self.net.coordinator.handle(self.node, control))
 
     def start(self, _work: Any) -> None:
@@ -149,6 +184,12 @@ def far_apart(nodes: int, longest_s: float = 0.2) -> Cluster:
     machines = tuple(Node(f"n{index}", "here", 1e9, 2**30) for index in range(nodes))
     latency_s = random.uniform(0.001, longest_s / 2, (nodes, nodes))
     return Cluster("far", machines, latency_s + latency_s.T, random.uniform(1e6, 1e8, (nodes, nodes)))
+
+
+def with_uploads(cluster: Cluster) -> Cluster:
+    """The same nodes, each with an upload that is less than its links carry together."""
+    nodes = tuple(replace(node, upload_bytes_per_s=UPLOAD) for node in cluster.nodes)
+    return replace(cluster, nodes=nodes, bandwidth_bytes_per_s=np.minimum(cluster.bandwidth_bytes_per_s, UPLOAD))
 
 
 def agrees(found: Cluster, true: Cluster, share: float, absolute_s: float) -> None:
@@ -187,7 +228,7 @@ def profiling_config(true: Cluster, **others: Any) -> ProfilingConfig:
 
 def emulated(folder: Path) -> None:
     """Four nodes, and a fifth that is killed when all have computed."""
-    true = far_apart(5, 0.03)
+    true = with_uploads(far_apart(5, 0.03))
     notes = Notes(folder)
     pools: list[ProcessPool] = []
 

@@ -9,8 +9,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -34,7 +36,7 @@ from skippipe.profiling.estimators import (
 )
 from skippipe.profiling.node import ROLES, ProfilingNode
 from skippipe.profiling.results import ProfileResult, load_results, merge_results, unreachable
-from skippipe.runtime.messages import Computed, Failed, Hello, Probe, Stop
+from skippipe.runtime.messages import Computed, Failed, Hello, Probe, ProbeRate, Stop
 from skippipe.runtime.node.agent import NodeAgent
 from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.runtime.simulation.fault_injection import slow_link, slow_node
@@ -47,6 +49,7 @@ from tests.helpers.doc_pages import documented
 from tests.helpers.profiling import (
     QUICK,
     TIMEOUT_S,
+    UPLOAD,
     WORK,
     Door,
     Last,
@@ -60,6 +63,7 @@ from tests.helpers.profiling import (
     profiling_config,
     stopped_early,
     trained,
+    with_uploads,
 )
 
 # The order
@@ -167,8 +171,58 @@ def test_what_is_measured_is_what_is_there(nodes: int) -> None:
     assert len(found.links) == nodes * (nodes - 1)
     agrees(merge_results([found], "found"), net.true, 1e-3, 1e-5)
     assert net.most_at_once == nodes // 2
+    assert all(node.upload_bytes_per_s == (inf if nodes > 2 else None) for node in found.nodes.values())
     assert not net.heard
     assert not found.missing
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rates_that_links_share_are_found(seed: int) -> None:
+    """Home lines of known rates beside machines without a limit, over links that carry more."""
+    random = np.random.default_rng(seed)
+    true = far_apart(7)
+    nodes = tuple(
+        replace(
+            node,
+            upload_bytes_per_s=float(random.uniform(2.5e6, 2.5e7)) if at < 5 else None,
+            download_bytes_per_s=float(random.uniform(2.5e7, 5e7)) if at < 3 else None,
+        )
+        for at, node in enumerate(true.nodes)
+    )
+    net = Net(replace(true, nodes=nodes, bandwidth_bytes_per_s=np.full((7, 7), 6e7)))
+    for node in range(7):
+        net.join(node)
+    found = merge_results([net.run()], "found")
+    for now, was in zip(found.nodes, nodes, strict=True):
+        assert (now.upload_bytes_per_s or 0) == pytest.approx(was.upload_bytes_per_s or 0, rel=0.02)
+        assert (now.download_bytes_per_s or 0) == pytest.approx(was.download_bytes_per_s or 0, rel=0.02)
+    assert net.heard == []
+
+
+def test_rates_are_measured_without_a_node_that_dies_meanwhile() -> None:
+    true = far_apart(5)
+    nodes = tuple(replace(node, upload_bytes_per_s=2e6) for node in true.nodes)
+    net = Net(replace(true, nodes=nodes, bandwidth_bytes_per_s=np.full((5, 5), 1e7)))
+    for node in range(5):
+        net.join(node)
+    net.run(lambda: any(len(nodes) > 2 for nodes in net.busy.values()))
+    net.die(3)
+    found = merge_results([net.run()], "found")
+    assert [node.upload_bytes_per_s for node in found.nodes] == pytest.approx([2e6] * 4, rel=0.02)
+    assert net.heard == ["'n3' is left out: it was killed"]
+
+
+def test_a_rate_that_cannot_be_measured_is_not_known() -> None:
+    """A peer does not answer any more when several links are measured."""
+    net = Net(far_apart(3))
+    for node in range(3):
+        net.join(node)
+    net.run(lambda: any(len(nodes) > 2 for nodes in net.busy.values()))
+    net.alive[2].receive = lambda sender, message: None  # type: ignore[method-assign]
+    found = net.run()
+    assert len(found.links) == 6 and all(found.links.values())
+    assert {(node.upload_bytes_per_s, node.download_bytes_per_s) for node in found.nodes.values()} == {(None, None)}
+    assert "the upload of 'n0' is not known: its links do not answer when several are in use" in net.heard
 
 
 def test_those_who_cannot_reach_each_other_have_no_link() -> None:
@@ -271,7 +325,9 @@ def test_a_node_drops_what_it_did_not_ask_for() -> None:
     node.handle_peer_control(1, Stop(""))
     for peer in (0, 3):
         node.handle_control(Probe(1, peer))
-    assert sum(node.dropped.values()) == 5
+        node.handle_control(ProbeRate(2, receiving=True, streams=[[peer, 4096, 3, 0]]))
+    node.handle_control(ProbeRate(2, receiving=True, streams=[[1, 2**40, 3, 0]]))
+    assert sum(node.dropped.values()) == 8
     assert node.stopped is None
     node.handle_control(Stop(""))
     assert node.stopped is not None
@@ -291,7 +347,8 @@ def test_emulated_links_and_a_node_that_is_killed(tmp_path: Path) -> None:
     cluster = merge_results([found], "found")
     assert len(cluster) == 4
     assert len(found.links) == 4 * 3
-    agrees(cluster, far_apart(5, 0.03), 0.25, 0.005)
+    agrees(cluster, with_uploads(far_apart(5, 0.03)), 0.25, 0.005)
+    assert [node.upload_bytes_per_s for node in cluster.nodes] == pytest.approx([UPLOAD] * 4, rel=0.25)
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:

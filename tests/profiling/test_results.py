@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,25 @@ def test_a_cluster_file_is_a_result_too(cluster: Cluster) -> None:
     agrees(again, replace(cluster, latency_s=cluster.latency_s + cluster.hop_overhead_s, hop_overhead_s=0), 1e-9, 0)
 
 
+def test_rates_are_merged_from_those_that_measured_them() -> None:
+    def limited(upload: float | None) -> ProfileResult:
+        return result(nodes={"a": NodeEstimate("here", 1, 1.0, upload_bytes_per_s=upload)})
+
+    def merged(*uploads: float | None) -> float | None:
+        return merge_results([limited(each) for each in uploads], "a").nodes[0].upload_bytes_per_s
+
+    assert merged(None) is merged(inf) is merged(None, inf) is merged(inf, 5e6, inf) is None
+    assert merged(None, 5e6, None) == merged(5e6, inf) == merged(7e6, 5e6, 4e6) == 5e6
+    assert outliers([limited(5e6), limited(6e6)]) == outliers([limited(None), limited(6e6)]) == []
+    assert outliers([limited(inf), limited(6e6)]) == ["'a' sends 6 MB/s at once, whatever its links carry before"]
+
+
 def test_results_go_to_a_file_and_back(tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
     assert load_results(file) == []
     shaky = result("9", links={("a", "b"): LinkEstimate(0.1, 2.0, 0.3), ("b", "a"): None}, missing=("c",))
+    lines = {"a": NodeEstimate("", 1, 1.0, 0.1, 0.2, 0.0, 5e6, inf), "b": NodeEstimate("", 1, 1.0)}
+    shaky = replace(shaky, nodes={name: replace(node, location="here") for name, node in lines.items()})
     several = [*(result(str(when)) for when in range(KEPT)), shaky]
     save_results(file, several)
     assert results_file(file).name == "cluster.profile.json"

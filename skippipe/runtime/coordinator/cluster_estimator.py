@@ -2,7 +2,8 @@
 
 The estimator has for each node the mean time of its tasks over the planned one, and for each link the least lag of a
 message in an iteration, so that queueing behind others does not count. Two machines' clocks differ, so only there and
-back together can be measured: both directions are taken to have changed by the same ratio.
+back together can be measured: both directions are taken to have changed by the same ratio. If all links of a node that
+are measured have become slower, or all faster, its own upload and download have, by what is common to them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from skippipe.cluster import Cluster
+from skippipe.cluster import Cluster, Node
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.membership import LinkReports
 from skippipe.runtime.messages import Averaged
@@ -106,21 +107,31 @@ class ClusterEstimator:
 
     def _estimate(self, down: Sequence[tuple[int, ...]], *, speeds: bool) -> Cluster:
         cluster = self._plan.cluster
-        nodes = tuple(
-            replace(node, flops_per_s=node.flops_per_s / max(self._nodes.get(index, 1.0) if speeds else 1.0, 1e-6))
-            for index, node in enumerate(cluster.nodes)
-        )
+        nodes = tuple(self._estimate_node(index) if speeds else node for index, node in enumerate(cluster.nodes))
         latency_s = cluster.latency_s.copy()
         bandwidth = cluster.bandwidth_bytes_per_s.copy()
         for (a, b), ratio in self._links.items() if speeds else ():
             for pair in ((a, b), (b, a)):
                 latency_s[pair] = max(0.0, (latency_s[pair] + cluster.hop_overhead_s) * ratio - cluster.hop_overhead_s)
+                if ratio > 1:  # a link that a node's own rate slows down is slower than that now
+                    bandwidth[pair] = min(bandwidth[pair], self._plan.costs.bandwidth_bytes_per_s[pair])
                 bandwidth[pair] /= max(ratio, 1e-6)
         for a, b in self._excluded:
             bandwidth[a, b] = self._full.bandwidth_bytes_per_s[a, b]
         for a, b in down:
             bandwidth[a, b] = bandwidth[b, a] = 0.0
         return replace(cluster, nodes=nodes, latency_s=latency_s, bandwidth_bytes_per_s=np.asarray(bandwidth))
+
+    def _estimate_node(self, index: int) -> Node:
+        node = self._plan.cluster.nodes[index]
+        ratios = [ratio for pair, ratio in self._links.items() if index in pair]
+        common = 1.0
+        if len(ratios) > 1:  # of one link alone, it may be the other end
+            common = max(1.0, min(ratios)) * min(1.0, max(ratios))
+        rates = node.upload_bytes_per_s, node.download_bytes_per_s
+        upload, download = (max(1.0, rate / max(common, 1e-6)) if rate else None for rate in rates)
+        flops_per_s = node.flops_per_s / max(self._nodes.get(index, 1.0), 1e-6)
+        return replace(node, flops_per_s=flops_per_s, upload_bytes_per_s=upload, download_bytes_per_s=download)
 
     @staticmethod
     def _average(means: dict, which: object, ratio: float) -> None:  # type: ignore[type-arg]
