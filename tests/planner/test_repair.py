@@ -180,6 +180,9 @@ def test_a_node_that_has_learned_its_weights_is_put_to_work(published: Plan, nod
 
 
 def test_a_returned_node_makes_iterations_shorter(sites: Plan) -> None:
+    """With rings: by way of relays, averaging without the node may be quicker by chance."""
+    sites = replace(sites, workload=replace(sites.workload, collective="ring"), expected=None)
+    sites = replace(sites, stages=tuple(replace(stage, pieces=()) for stage in sites.stages))
     members, able = without(sites)
     for node in (sites.stages[0].nodes[0], sites.stages[1].nodes[0]):
         before = surely(repair(sites, members, able - {node}, looks=24))

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skippipe.cli import main
+from skippipe.cli.profile import _print_result
 from skippipe.cluster import Cluster, Node
 from skippipe.cost_model import cost_model_of
 from skippipe.launch.launcher import JoinLauncher
@@ -383,6 +384,12 @@ def test_the_command_and_the_plan_that_follows(tmp_path: Path) -> None:
     workload = Workload(MODELS["llama-tiny"], 16, 2)
     problem = problem_of(cluster_named(str(tmp_path / "c.json"))[0], workload, PlanSpec(stages=2, visit=2))
     assert problem.cluster == both
+
+
+def test_rates_of_nodes_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = ProfileResult.of_cluster(with_uploads(far_apart(3)))
+    _print_result(tmp_path / "c.json", merge_results([result], "found"), [result], as_json=False)
+    assert "'n1' sends 5.0 MB/s at most, over all its links together\n" in capsys.readouterr().out
 
 
 def test_nodes_that_join(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:

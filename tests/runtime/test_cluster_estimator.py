@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from itertools import permutations
 
 import pytest
 
 from skippipe.constraints import lanes_through
 from skippipe.optim.config import OptimConfig
+from skippipe.plan import Plan
 from skippipe.runtime.coordinator.cluster_estimator import FIRST_DOWN_NS, ClusterEstimator
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
+from skippipe.runtime.messages import Averaged
 from skippipe.runtime.simulation.fault_injection import Fault, slow_link, slow_node
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from tests.helpers.plans import wide_plan
@@ -89,3 +92,39 @@ def test_a_plan_from_before_a_restart_says_which_links_were_cut() -> None:
     assert after.is_down(0, 2, 6)
     assert not after.is_down(0, 3, 6)
     assert not after.is_down(0, 2, FIRST_DOWN_NS + 5)
+
+
+def lags(plan: Plan, slower: dict[frozenset[int], float]) -> dict[int, Averaged]:
+    """Reports of an iteration in which messages between these nodes take so many times as long as planned."""
+    found: dict[int, list[list[float]]] = {}
+    for pair, ratio in slower.items():
+        for sender, receiver in permutations(pair):
+            lag_s = ratio * float(plan.costs.hop_ns[sender, receiver]) / 1e9
+            found.setdefault(receiver, []).append([float(sender), lag_s])
+    return {node: Averaged(0, 0, 0.0, [], [], [], [], rows) for node, rows in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("slower", "rates"),
+    [
+        ({(0, 2): 2.0, (0, 3): 3.0, (1, 2): 1.0, (1, 3): 1.0}, [1 / 2, 1, 1, 1]),
+        ({(0, 2): 0.5, (0, 3): 0.4, (1, 2): 1.0, (1, 3): 1.0}, [2, 1, 1, 1]),
+        ({(0, 2): 2.0}, [1, 1, 1, 1]),
+    ],
+)
+def test_rates_of_a_node_follow_what_all_its_links_have_in_common(
+    slower: dict[tuple[int, int], float], rates: list[float]
+) -> None:
+    plan = wide_plan()
+    lines = (replace(node, upload_bytes_per_s=1e4, download_bytes_per_s=2e4) for node in plan.cluster.nodes)
+    plan = replace(plan, cluster=replace(plan.cluster, nodes=tuple(lines)), expected=None)
+    estimator = ClusterEstimator(plan, plan.cluster, 0)
+    estimator.update(lags(plan, {frozenset(pair): ratio for pair, ratio in slower.items()}))
+    found = estimator.measured_cluster()
+    assert [node.upload_bytes_per_s for node in found.nodes[:4]] == pytest.approx([1e4 * rate for rate in rates])
+    assert [node.download_bytes_per_s for node in found.nodes[:4]] == pytest.approx([2e4 * rate for rate in rates])
+    names = [node.name for node in found.nodes]
+    for (sender, receiver), ratio in slower.items():
+        if ratio > 1:
+            before, now = (each.hop(names[sender], names[receiver])[1] for each in (plan.cluster, found))
+            assert now == pytest.approx(before / ratio), "a link is slower than the line that it shares"
