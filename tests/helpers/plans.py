@@ -38,6 +38,15 @@ def without_rates(cluster: Cluster) -> Cluster:
     return replace(cluster, nodes=tuple(nodes))
 
 
+def without_ties(cluster: Cluster, seed: int) -> Cluster:
+    """A cluster much like this one, in which hardly two things happen at the same time."""
+    random, shape = np.random.default_rng(seed), cluster.latency_s.shape
+    nodes = [replace(node, flops_per_s=node.flops_per_s * float(random.uniform(0.9, 1.1))) for node in cluster.nodes]
+    latency_s = cluster.latency_s + random.uniform(1e-5, 1e-3, shape)
+    bandwidth = cluster.bandwidth_bytes_per_s * random.uniform(0.9, 1.1, shape)
+    return replace(cluster, nodes=tuple(nodes), latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)
+
+
 @st.composite
 def clusters(draw: st.DrawFn, least: int = 2, most: int = 14, rates: bool = True) -> Cluster:
     """Unequal nodes, directed links; round numbers, so that events coincide now and then, or often: in some clusters
