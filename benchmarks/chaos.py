@@ -90,6 +90,7 @@ def judged(seed: int) -> Verdict:
 
 
 def virtual(asked: argparse.Namespace) -> int:
+    compile_repair()  # once for all: or it would count as time of the first plan of each process
     if asked.only is not None:
         played = staged(scenario(asked.only))
         try:
@@ -97,7 +98,6 @@ def virtual(asked: argparse.Namespace) -> int:
         finally:
             print(played.tale())
         return 0
-    compile_repair()  # once for all: or it would count as time of the first plan of each process
     began = time.perf_counter()
     verdicts = []
     with multiprocessing.get_context("forkserver").Pool(asked.processes) as pool:

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 
 from skippipe import event_loop
+from skippipe.collectives.schedule import free_links
 from skippipe.dispatch import all_steps
+from skippipe.plan import Plan
+from skippipe.planner.astar import INFINITE_NS
+from skippipe.planner.averaging import averaging_fastest
 from skippipe.planner.published import published20, published_plan
+from skippipe.planner.search.objective import objective
+from skippipe.planner.search.state import costs_by_layers, state_of, tables_of
 from skippipe.simulator import NO_RECORD, NO_SLACK, PlacementCosts, path_arrays
 from skippipe.timeline import Timing
 
@@ -30,36 +37,55 @@ def per_second(call: Callable[[], object], at_least_s: float = 2.0) -> float:
     return best
 
 
-def main() -> None:
-    plan = published_plan(published20(), "skippipe")
+def speeds(plan: Plan, timing: Timing, split: bool) -> tuple[float, float]:
+    """Iterations a second of the compiled event loop, and of the same code as plain Python."""
     paths, lengths = path_arrays([lane.path for lane in plan.lanes])
     microbatches = np.array([lane.microbatches for lane in plan.lanes])
+    averagings = [stage.averaging for stage in plan.stages]
+    costs = PlacementCosts.of(plan.costs, averagings, plan.dispatch, timing, split)
+    costs.run_iteration(paths, lengths, microbatches)  # compile
+    compiled = per_second(lambda: costs.run_iteration(paths, lengths, microbatches))
+    tasks = costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.head_ns
+    links = costs.slots, costs.flight_ns, costs.transmit_ns, costs.upload_ns, costs.download_ns
+    out = NO_SLACK, np.empty(len(plan.cluster), np.int64), *free_links(len(plan.cluster)), NO_RECORD
+    plain = event_loop.run_iteration.py_func  # type: ignore[attr-defined]
+    rest = timing is Timing.FULL, costs.order, split, *out
+    return compiled, per_second(lambda: plain(paths, lengths, microbatches, *tasks, *links, *rest))
 
-    def speeds(timing: Timing, split: bool) -> tuple[float, float]:
-        """Iterations a second of the compiled event loop, and of the same code as plain Python."""
-        rings = [stage.ring for stage in plan.stages]
-        costs = PlacementCosts.of(plan.costs, rings, plan.dispatch, timing, split)
-        costs.run_iteration(paths, lengths, microbatches)  # compile
-        compiled = per_second(lambda: costs.run_iteration(paths, lengths, microbatches))
-        tasks = (
-            costs.forward_ns,
-            costs.backward_ns,
-            costs.weight_ns,
-            costs.head_ns,
-        )
-        out = (NO_SLACK, np.empty(len(plan.cluster), np.int64), NO_RECORD)
-        hops = (costs.slots, costs.flight_ns, costs.transmit_ns, timing is Timing.FULL)
-        rest = (costs.order, split, *out)
-        plain = event_loop.run_iteration.py_func  # type: ignore[attr-defined]
-        return compiled, per_second(lambda: plain(paths, lengths, microbatches, *tasks, *hops, *rest))
 
+def searched(plan: Plan) -> float:
+    """Plans a second whose iteration the search works out, averaging included."""
+    costs = costs_by_layers(plan.cluster, plan.workload, max(plan.layers))
+    tables = tables_of(costs, np.ones(len(plan.stages), np.bool_), Timing.FULL, plan.split_backward, 1)
+    state = state_of(plan, len(plan.lanes))
+    return per_second(lambda: objective(state, INFINITE_NS, tables))
+
+
+def with_rates(plan: Plan) -> Plan:
+    """Every other node has an upload of 30 MB/s and a download of 100 MB/s."""
+    nodes = [
+        replace(node, upload_bytes_per_s=3e7, download_bytes_per_s=1e8) if number % 2 else node
+        for number, node in enumerate(plan.cluster.nodes)
+    ]
+    return replace(plan, cluster=replace(plan.cluster, nodes=tuple(nodes)), expected=None)
+
+
+def main() -> None:
+    ring = published_plan(published20(), "skippipe")
+    ring = replace(ring, stages=tuple(replace(stage, pieces=()) for stage in ring.stages), expected=None)
     for timing, split in product(Timing, (False, True)):
-        compiled, plain = speeds(timing, split)
-        tasks = plan.microbatches * all_steps(4, split)
+        compiled, plain = speeds(ring, timing, split)
+        tasks = ring.microbatches * all_steps(4, split)
         print(
             f"published20, {timing} timing{', split backward' * split}: {compiled:,.0f} iterations/s "
             f"({compiled * tasks / 1e6:.1f} M tasks/s), {compiled / plain:.0f} times the same code without the compiler"
         )
+    for name, plan in (("links of their own", ring), ("half of the nodes with rates", with_rates(ring))):
+        relayed = averaging_fastest(plan)
+        transfers = sum(len(stage.averaging.schedule.transfers) for stage in relayed.stages)
+        compiled, _ = speeds(relayed, Timing.FULL, split=False)
+        print(f"{name}, {transfers} transfers of averaging: {compiled:,.0f} iterations/s", end="; ")
+        print(f"plans a second in the search: {searched(relayed):,.0f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def mailbox_sender(
     pipe: Connection, count: int, security: Security, fast_path: bool, link: EmulatedLink | None
 ) -> None:
     box = opened("sender", pipe, security, fast_path)
-    shaper = LinkEmulator({"receiver": link} if link else {}, time.monotonic_ns)
+    shaper = LinkEmulator({"receiver": link} if link else {}, lambda *_: None, time.monotonic_ns)
     message = Message(Hop(0, 0, 0, 0), EncodedTensor("fp32", (SIZE // 4,), bytes(SIZE)))
     deadline = time.perf_counter() + DEADLINE_S
     box.send("receiver", message)

@@ -1,34 +1,28 @@
-"""The critical path of an iteration: going back from its end, what determined each moment; and the bottlenecks it
-shows.
+"""The critical path of an iteration: going back from its end, what determined each moment.
 
 A task starts when it is ready or when its node comes free; it is ready when its message has arrived; a message is sent
-when its task has ended, or when the link has sent the one before. Of two things that something waits for, the later one
-is on the path. So every nanosecond of the iteration has one cause, and the causes add up to the whole.
+when its task has ended, or when the sender's upload and the link have sent the one before, and arrives when the
+receiver's download has taken in the one before. Of two things that something waits for, the later one is on the path.
+So every nanosecond of the iteration has one cause, and the causes add up to the whole.
 
-While a task that is on the path was ready and waited, that wait is the cause, whatever it waited for was doing: a busy
-node, a memory slot, a link that still sent for others. The path itself goes on with that, because the task would have
-started no sooner had it been ready sooner.
-
-Bottlenecks are the path added up by node, link and stage. Links are named as narrowly as the path allows: one
-direction, if the other has little to do with it; both directions between two nodes; or all links of a node, if each of
-them costs clearly more than every other on the path.
+While a task or message that is on the path was ready and waited, that wait is the cause, whatever it waited for was
+doing: a busy node, a memory slot, a link or an access line that still sent for others. The path itself goes on with
+that, because the task would have started no sooner had it been ready sooner.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
 
+from skippipe.collectives.schedule import MergedSchedule, TransferTimes, free_links
 from skippipe.collectives.topology import merged, transfer_times
-from skippipe.constraints import circle
 from skippipe.dispatch import frees_slot, is_weights, place, steps
 from skippipe.plan import Plan
-from skippipe.simulator import simulate
 from skippipe.timeline import Task, Timeline, Timing
 
 Link = tuple[int, int]
@@ -46,8 +40,14 @@ class CauseKind(StrEnum):
     """The link transmitted a hop's message."""
     QUEUE = "queue"
     """A message waited until the link had sent others."""
+    UPLOAD = "upload"
+    """A message went no faster than its sender's upload, or waited until that had sent others."""
+    DOWNLOAD = "download"
+    """A message went no faster than its receiver's download, or waited until that had taken in others."""
     AVERAGING_LATENCY = "averaging-latency"
     AVERAGING_BANDWIDTH = "averaging-bandwidth"
+    AVERAGING_UPLOAD = "averaging-upload"
+    AVERAGING_DOWNLOAD = "averaging-download"
     OPTIMIZER = "optimizer"
 
 
@@ -79,15 +79,66 @@ def critical_path(plan: Plan, timeline: Timeline) -> list[PathSegment]:
     return _Walk(plan, timeline).segments()
 
 
-class _LinkMessage(NamedTuple):
-    """A message on a link where messages queue."""
+@dataclass(eq=False)
+class _Message:
+    """A message under full timing: of a hop, or a transfer of averaging."""
 
-    task: Task
-    """The task whose result it carries."""
-    sent_from_ns: int
-    """Start of its transmission."""
-    before: _LinkMessage | None
-    """The message before it on the same directed link."""
+    link: Link
+    order: tuple[int, ...]
+    """Which of two goes first that leave, or come to a download, at the same time."""
+    leaves_ns: int
+    transmit_ns: int
+    flight_ns: int
+    upload_ns: int
+    """Time for which it keeps the sender's upload busy; 0: that has no limit. The next is the same of the download."""
+    download_ns: int
+    task: Task | None = None
+    """The task whose result it carries; None: it is a transfer."""
+    stage: int | None = None
+    """The stage that averages."""
+    uploaded_from_ns: int = 0
+    """When its sender's upload begins with it, as does the link with the next, and the receiver's download with the
+    last."""
+    sent_from_ns: int = 0
+    received_from_ns: int = 0
+    before_on_upload: _Message | None = None
+    """The message before it, as are the next two."""
+    before_on_link: _Message | None = None
+    before_on_download: _Message | None = None
+
+    @property
+    def comes_ns(self) -> int:
+        """When its first byte comes to the receiver."""
+        return self.sent_from_ns + self.flight_ns
+
+
+class _Network:
+    """Messages one after another on uploads, links and downloads, as docs/formats.md has it."""
+
+    def __init__(self) -> None:
+        self.on_upload: dict[int, _Message] = {}
+        self.on_link: dict[Link, _Message] = {}
+        self.on_download: dict[int, _Message] = {}
+
+    def carry(self, messages: Iterable[_Message]) -> None:
+        """All of them go after those that were carried before."""
+        for message in sorted(messages, key=lambda each: (each.leaves_ns, each.order)):
+            sender, start_ns = message.link[0], message.leaves_ns
+            if message.upload_ns:
+                message.before_on_upload = before = self.on_upload.get(sender)
+                start_ns = max(start_ns, before.uploaded_from_ns + before.upload_ns if before else 0)
+                self.on_upload[sender] = message
+            message.uploaded_from_ns = start_ns
+            message.before_on_link = before = self.on_link.get(message.link)
+            message.sent_from_ns = max(start_ns, before.sent_from_ns + before.transmit_ns if before else 0)
+            self.on_link[message.link] = message
+        for message in sorted(messages, key=lambda each: (each.comes_ns, each.order)):
+            receiver, start_ns = message.link[1], message.comes_ns
+            if message.download_ns:
+                message.before_on_download = before = self.on_download.get(receiver)
+                start_ns = max(start_ns, before.received_from_ns + before.download_ns if before else 0)
+                self.on_download[receiver] = message
+            message.received_from_ns = start_ns
 
 
 class _Walk:
@@ -105,6 +156,7 @@ class _Walk:
             self.on_node[task.node].append(task)
         self.position = {task: at for mine in self.on_node.values() for at, task in enumerate(mine)}
         self.held = {task: held for mine in self.on_node.values() for task, held in self._held(mine)}
+        self.network = _Network()
         self.messages = self._messages() if timeline.timing is Timing.FULL else {}
 
     def segments(self) -> list[PathSegment]:
@@ -127,19 +179,25 @@ class _Walk:
             length = self._length(task)
             held += (task.step < length) - frees_slot(task.step, length, self.plan.split_backward)
 
-    def _messages(self) -> dict[Task, _LinkMessage]:
-        """Messages by the task that sends them."""
-        found: dict[Task, _LinkMessage] = {}
-        last: dict[tuple[int, int], _LinkMessage] = {}
-        for tasks in self.on_node.values():
-            for task in tasks:
-                following = self.task.get((task.lane, task.microbatch, task.step + 1))
-                if following is None or task.step + 1 >= steps(self._length(task)) or following.node == task.node:
-                    continue
-                link = (task.node, following.node)
-                before = last.get(link)
-                free_ns = before.sent_from_ns + int(self.plan.costs.transmit_ns[link]) if before else 0
-                found[task] = last[link] = _LinkMessage(task, max(task.end_ns, free_ns), before)
+    def _messages(self) -> dict[Task, _Message]:
+        """Messages of hops by the task that sends them."""
+        costs, found = self.plan.costs, {}
+        for task in self.timeline.tasks:
+            following = self.task.get((task.lane, task.microbatch, task.step + 1))
+            if following is None or task.step + 1 >= steps(self._length(task)) or following.node == task.node:
+                continue
+            link = (task.node, following.node)
+            found[task] = _Message(
+                link,
+                (task.lane,),
+                task.end_ns,
+                int(costs.transmit_ns[link]),
+                int(costs.flight_ns[link]),
+                int(costs.upload_ns[task.node]),
+                int(costs.download_ns[following.node]),
+                task,
+            )
+        self.network.carry(found.values())
         return found
 
     # one step back
@@ -194,24 +252,54 @@ class _Walk:
         sender = self.task[task.lane, task.microbatch, task.step - 1]
         if sender.node == task.node:
             return sender
+        if self.timeline.timing is Timing.FULL:
+            return self._back_over_messages(self.messages[sender]).task
         link = (sender.node, task.node)
         self._spend(self.now_ns - int(self.plan.costs.flight_ns[link]), Cause(CauseKind.LATENCY, *link))
-        sending = Cause(CauseKind.BANDWIDTH, *link)
-        if self.timeline.timing is Timing.CONTENTION_ONLY:
-            self._spend(sender.end_ns, sending)
-            return sender
-        return self._back_over_queue(self.messages[sender], link)
+        self._spend(sender.end_ns, self._sending(link, None))
+        return sender
 
-    def _back_over_queue(self, message: _LinkMessage, link: Link) -> Task:
-        """Go back over the transmission of a message and those that it waited for, to the task that sent the first."""
-        sending = Cause(CauseKind.BANDWIDTH, *link)
-        self._spend(message.sent_from_ns, sending)
-        while message.sent_from_ns > message.task.end_ns:
-            self._wait(Cause(CauseKind.QUEUE, *link), message.task.end_ns)
-            assert message.before is not None
-            message = message.before
-            self._spend(message.sent_from_ns, sending)
-        return message.task
+    def _sending(self, link: Link, stage: int | None) -> Cause:
+        """What determines how long a message is sent: the slowest of the link, the upload and the download."""
+        sender, receiver = link
+        costs = self.plan.costs
+        rate = self.plan.cluster.bandwidth_bytes_per_s[link]
+        if rate <= min(costs.upload_bytes_per_s[sender], costs.download_bytes_per_s[receiver]):
+            kind = CauseKind.BANDWIDTH if stage is None else CauseKind.AVERAGING_BANDWIDTH
+            return Cause(kind, *link, stage)
+        if costs.upload_bytes_per_s[sender] <= costs.download_bytes_per_s[receiver]:
+            return self._upload(sender, stage)
+        return self._download(receiver, stage)
+
+    def _upload(self, node: int, stage: int | None) -> Cause:
+        return Cause(CauseKind.UPLOAD if stage is None else CauseKind.AVERAGING_UPLOAD, node, stage=stage)
+
+    def _download(self, node: int, stage: int | None) -> Cause:
+        return Cause(CauseKind.DOWNLOAD if stage is None else CauseKind.AVERAGING_DOWNLOAD, node, stage=stage)
+
+    def _back_over_messages(self, message: _Message) -> _Message:
+        """Go back from the arrival of a message, over those that it waited for, to when the first of them left."""
+        self._spend(message.received_from_ns, self._sending(message.link, message.stage))
+        while message.received_from_ns > message.comes_ns:
+            receiver = message.link[1]
+            self._wait(self._download(receiver, message.stage), message.comes_ns)
+            assert message.before_on_download is not None
+            message = message.before_on_download
+            self._spend(message.received_from_ns, self._download(receiver, message.stage))
+        latency = CauseKind.LATENCY if message.stage is None else CauseKind.AVERAGING_LATENCY
+        self._spend(message.sent_from_ns, Cause(latency, *message.link, message.stage))
+        while message.sent_from_ns > message.uploaded_from_ns:
+            queue = CauseKind.QUEUE if message.stage is None else CauseKind.AVERAGING_BANDWIDTH
+            self._wait(Cause(queue, *message.link, message.stage), message.uploaded_from_ns)
+            assert message.before_on_link is not None
+            message = message.before_on_link
+            self._spend(message.sent_from_ns, self._sending(message.link, message.stage))
+        while message.uploaded_from_ns > message.leaves_ns:
+            self._wait(self._upload(message.link[0], message.stage), message.leaves_ns)
+            assert message.before_on_upload is not None
+            message = message.before_on_upload
+            self._spend(message.uploaded_from_ns, self._upload(message.link[0], message.stage))
+        return message
 
     # the end of the iteration
 
@@ -230,19 +318,11 @@ class _Walk:
         averagings = [each.averaging for each in self.plan.stages]
         schedule = merged(tuple(averagings))
         done = self.timeline.done_ns(len(self.plan.cluster))
-        free_ns = np.zeros(self.plan.costs.flight_ns.shape, np.int64)
-        last_hop: dict[Link, _LinkMessage] = {}
-        for task, message in self.messages.items():  # on each node in the order of their start
-            link = task.node, self.task[task.lane, task.microbatch, task.step + 1].node
-            last_hop[link] = message
-            free_ns[link] = message.sent_from_ns + self.plan.costs.transmit_ns[link]
-        record = np.zeros((len(schedule.stages), 4), np.int64)
         times = transfer_times(self.plan.costs, averagings, range(len(averagings)))
-        schedule.run(np.array(done, np.int64), *times, free_ns, record)
-        ready, start, sent, arrived = (column.tolist() for column in record.T)
-        links = list(zip(schedule.senders.tolist(), schedule.receivers.tolist(), strict=True))
-        needs: list[list[int]] = [[] for _ in links]
-        for number in range(len(links)):
+        transfers, arrived = self._transfers(schedule, times, done)
+        number_of = {transfer: number for number, transfer in enumerate(transfers)}
+        needs: list[list[int]] = [[] for _ in transfers]
+        for number in range(len(transfers)):
             for following in schedule.after[schedule.first_after[number] : schedule.first_after[number + 1]].tolist():
                 needs[following].append(number)
 
@@ -254,198 +334,41 @@ class _Walk:
         if found is None:
             return self._last_on(next(node for node in averagings[stage].order if done[node] == self.now_ns))
         while True:
-            link = links[found]
-            of_stage = int(schedule.stages[found])
-            self._spend(sent[found], Cause(CauseKind.AVERAGING_LATENCY, *link, of_stage))
-            self._spend(start[found], Cause(CauseKind.AVERAGING_BANDWIDTH, *link, of_stage))
-            while start[found] > ready[found]:
-                before = [other for other, each in enumerate(links) if each == link and sent[other] == start[found]]
-                if not before:  # it waited for messages of hops
-                    return self._back_over_queue(last_hop[link], link)
-                found = before[0]
-                self._spend(start[found], Cause(CauseKind.AVERAGING_BANDWIDTH, *link, int(schedule.stages[found])))
-            following = last_of(ready[found], needs[found])
-            if following is None:
-                return self._last_on(link[0])
-            found = following
+            message = self._back_over_messages(transfers[found])
+            if message.task is not None:
+                return message.task
+            (sender, receiver), number = message.link, number_of[message]
+            found = last_of(message.leaves_ns, needs[number])
+            if found is not None:
+                continue
+            if done[sender] != message.leaves_ns:  # its receiver had to tell that it is done
+                notice = Cause(CauseKind.AVERAGING_LATENCY, receiver, sender, message.stage)
+                self._spend(message.leaves_ns - int(times.notice_ns[number]), notice)
+                return self._last_on(receiver)
+            return self._last_on(sender)
+
+    def _transfers(
+        self, schedule: MergedSchedule, times: TransferTimes, done: list[int]
+    ) -> tuple[list[_Message], list[int]]:
+        """All transfers by their ranks, and when they arrive."""
+        record = np.zeros((len(schedule.stages), 4), np.int64)
+        free_ns = free_links(len(self.plan.cluster))
+        for link, message in self.network.on_link.items():
+            free_ns.link_ns[link] = message.sent_from_ns + message.transmit_ns
+        for node, message in self.network.on_upload.items():
+            free_ns.upload_ns[node] = message.uploaded_from_ns + message.upload_ns
+        for node, message in self.network.on_download.items():
+            free_ns.download_ns[node] = message.received_from_ns + message.download_ns
+        schedule.run(np.array(done, np.int64), times, free_ns, record)
+        columns = (schedule.stages, schedule.senders, schedule.receivers, record[:, 0], *times)
+        transfers = [
+            _Message((sender, receiver), (number,), ready, transmit, flight, upload, download, stage=stage)
+            for number, (stage, sender, receiver, ready, transmit, flight, _, upload, download) in enumerate(
+                zip(*(column.tolist() for column in columns), strict=True)
+            )
+        ]
+        self.network.carry(transfers)
+        return transfers, record[:, 3].tolist()
 
     def _last_on(self, node: int) -> Task | None:
         return self.on_node[node][-1] if self.on_node[node] else None
-
-
-ONE_WAY = 0.7  # of what both directions cost: then it is this direction
-CLEARLY = 1.5  # times as much
-
-
-class CauseGroup(StrEnum):
-    """Groups of causes, as they are shown."""
-
-    COMPUTING = "computing"
-    COLLISIONS = "collisions"
-    MEMORY = "memory"
-    TRANSFERS = "transfers"
-    AVERAGING = "averaging"
-    OPTIMIZER = "optimizer"
-
-
-GROUP_OF_KIND = {
-    CauseKind.COMPUTING: CauseGroup.COMPUTING,
-    CauseKind.BUSY: CauseGroup.COLLISIONS,
-    CauseKind.SLOT: CauseGroup.MEMORY,
-    CauseKind.LATENCY: CauseGroup.TRANSFERS,
-    CauseKind.BANDWIDTH: CauseGroup.TRANSFERS,
-    CauseKind.QUEUE: CauseGroup.TRANSFERS,
-    CauseKind.AVERAGING_LATENCY: CauseGroup.AVERAGING,
-    CauseKind.AVERAGING_BANDWIDTH: CauseGroup.AVERAGING,
-    CauseKind.OPTIMIZER: CauseGroup.OPTIMIZER,
-}
-
-
-@dataclass(frozen=True)
-class Bottleneck:
-    """A part of the critical path that one node, link or stage accounts for."""
-
-    group: CauseGroup
-    causes: dict[Cause, int]
-    """Nanoseconds of every cause, the largest first."""
-    node: int | None = None
-    """The node; of transfers, the one that has all the links."""
-    stage: int | None = None
-    """The stage that averages."""
-
-    @property
-    def ns(self) -> int:
-        return sum(self.causes.values())
-
-    @property
-    def links(self) -> list[Link]:
-        """The links involved, the costliest first."""
-        return [*dict.fromkeys((cause.node, cause.to) for cause in self.causes if cause.to is not None)]
-
-    def of(self, *kinds: CauseKind) -> int:
-        """Nanoseconds of causes of these kinds."""
-        return sum(ns for cause, ns in self.causes.items() if cause.kind in kinds)
-
-
-def time_by_cause(path: Iterable[PathSegment]) -> dict[Cause, int]:
-    """Nanoseconds of every cause; they add up to the iteration."""
-    causes: Counter[Cause] = Counter()
-    for piece in path:
-        causes[piece.cause] += piece.took_ns
-    return dict(causes.most_common())
-
-
-def time_by_group(causes: dict[Cause, int]) -> dict[CauseGroup, int]:
-    """Nanoseconds of every group of causes."""
-    found: Counter[CauseGroup] = Counter()
-    for cause, ns in causes.items():
-        found[GROUP_OF_KIND[cause.kind]] += ns
-    return dict(found.most_common())
-
-
-def bottlenecks(causes: dict[Cause, int]) -> list[Bottleneck]:
-    """The bottlenecks, the largest first; every cause is in one of them."""
-    at_nodes: dict[tuple[CauseGroup, int], dict[Cause, int]] = {}
-    averaged: dict[int, dict[Cause, int]] = {}
-    over_links: dict[Link, dict[Cause, int]] = {}
-    for cause, ns in causes.items():
-        if cause.stage is not None:
-            averaged.setdefault(cause.stage, {})[cause] = ns
-        elif cause.to is not None:
-            over_links.setdefault((cause.node, cause.to), {})[cause] = ns
-        else:
-            at_nodes.setdefault((GROUP_OF_KIND[cause.kind], cause.node), {})[cause] = ns
-    found = [Bottleneck(what, each, node=node) for (what, node), each in at_nodes.items()]
-    found += [Bottleneck(CauseGroup.AVERAGING, each, stage=stage) for stage, each in averaged.items()]
-    found += _transfers(over_links)
-    return sorted(found, key=lambda limit: -limit.ns)
-
-
-def _transfers(over_links: dict[Link, dict[Cause, int]]) -> list[Bottleneck]:
-    """Bottlenecks of links, merged where that says more."""
-    cost = {link: sum(causes.values()) for link, causes in over_links.items()}
-    found = []
-    far = _distant_node(cost)
-    if far is not None:
-        its = [link for link in over_links if far in link]
-        found.append(Bottleneck(CauseGroup.TRANSFERS, _merged(over_links[link] for link in its), node=far))
-        cost = {link: ns for link, ns in cost.items() if link not in its}
-    for pair, ns in _pairs(cost).items():
-        ways = [link for link in (pair, pair[::-1]) if link in cost]
-        apart = any(cost[link] >= ONE_WAY * ns for link in ways)
-        for group in [[link] for link in ways] if apart else [ways]:
-            found.append(Bottleneck(CauseGroup.TRANSFERS, _merged(over_links[link] for link in group)))
-    return found
-
-
-def _pairs(cost: dict[Link, int]) -> dict[Link, int]:
-    """The cost of both directions together."""
-    found: Counter[Link] = Counter()
-    for (a, b), ns in cost.items():
-        found[min(a, b), max(a, b)] += ns
-    return dict(found)
-
-
-def _distant_node(cost: dict[Link, int]) -> int | None:
-    """The node that has several links on the path, each of which costs clearly more than every other link."""
-    pairs = _pairs(cost)
-    for node in sorted({end for pair in pairs for end in pair}):
-        own = [ns for pair, ns in pairs.items() if node in pair]
-        others = [ns for pair, ns in pairs.items() if node not in pair]
-        if len(own) > 1 and others and min(own) > CLEARLY * max(others):
-            return node
-    return None
-
-
-def _merged(groups: Iterable[dict[Cause, int]]) -> dict[Cause, int]:
-    every = {cause: ns for causes in groups for cause, ns in causes.items()}
-    return dict(sorted(every.items(), key=lambda entry: -entry[1]))
-
-
-@dataclass(frozen=True)
-class SlowestLane:
-    """The lane whose last microbatch is back last."""
-
-    lane: int
-    back_ns: int
-    alone_ns: int
-    """Nanoseconds of all its microbatches if there were no other lanes."""
-
-
-def slowest_lane(plan: Plan, timeline: Timeline) -> SlowestLane:
-    back_ns = _back_ns(plan, timeline)
-    number = back_ns.index(max(back_ns))
-    alone = replace(plan, lanes=(plan.lanes[number],))
-    return SlowestLane(number, back_ns[number], max(_back_ns(alone, simulate(alone, timeline.timing))))
-
-
-def _back_ns(plan: Plan, timeline: Timeline) -> list[int]:
-    """When each lane's last microbatch is back."""
-    back_ns = [0] * len(plan.lanes)
-    for task in timeline.tasks:
-        if task.step < steps(len(plan.lanes[task.lane].path)):
-            back_ns[task.lane] = max(back_ns[task.lane], task.end_ns)
-    return back_ns
-
-
-def busiest_node(timeline: Timeline) -> tuple[int, int]:
-    """The node that works longest, and for how many nanoseconds."""
-    use = max(timeline.nodes, key=lambda each: each.busy_ns)
-    return use.node, use.busy_ns
-
-
-def busiest_link(plan: Plan, timeline: Timeline) -> tuple[Link, int]:
-    """The link that sends longest, and for how many nanoseconds, all its messages one after another."""
-    sends: Counter[Link] = Counter()
-    for lane in plan.lanes:
-        for a, b in circle(lane.path):
-            for link in ((a, b), (b, a)):
-                sends[link] += lane.microbatches * int(plan.costs.transmit_ns[link])
-    if timeline.timing is Timing.FULL:
-        averagings = [stage.averaging for stage in plan.stages]
-        schedule = merged(tuple(averagings))
-        times = transfer_times(plan.costs, averagings, range(len(averagings)))
-        took_ns = times.transmit_ns.tolist()
-        for sender, receiver, taken_ns in zip(schedule.senders, schedule.receivers, took_ns, strict=True):
-            sends[int(sender), int(receiver)] += taken_ns
-    return max(sorted(sends.items()), key=lambda entry: entry[1])

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias
 
 import numpy as np
 
-from skippipe.collectives.schedule import Averaging, FreeLinks, free_links
+from skippipe.collectives.schedule import Averaging, FreeLinks, MergedSchedule, TransferTimes, free_links
 from skippipe.collectives.topology import merged, ring_edges, transfer_times
 from skippipe.constraints import circle
 from skippipe.cost_model import CostModel
@@ -160,13 +161,17 @@ def _averaging_spans(costs: CostModel, averagings: Sequence[Averaging]) -> Calla
     its sum."""
     edges = ring_edges(costs, averagings)
 
+    @cache
+    def transfers() -> tuple[MergedSchedule, TransferTimes]:
+        return merged(tuple(averagings)), transfer_times(costs, averagings, range(len(averagings)))
+
     def spans(done_ns: Ints, free_ns: FreeLinks) -> Spans:
         last_ns = [max((int(done_ns[node]) for node in each.order), default=0) for each in averagings]
         if edges is not None and not any(free_ns.link_ns[ring.links].any() for ring in edges):
             ends_ns = [ring.averaged_ns(done_ns) for ring in edges]
         else:
-            times = transfer_times(costs, averagings, range(len(averagings)))
-            ends_ns = merged(tuple(averagings)).run(done_ns, times, free_ns).tolist()
+            schedule, times = transfers()
+            ends_ns = schedule.run(done_ns, times, free_ns).tolist()
         return tuple((last, max(last, end)) for last, end in zip(last_ns, ends_ns, strict=True))
 
     return spans
@@ -195,7 +200,7 @@ def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
         * (placement_costs.alone_ns(lane.path) + int(placement_costs.weight_ns[list(lane.path)].sum()))
         for lane in plan.lanes
     )
-    if one_after_another_ns + max(placement_costs.averaging_ns) > LAST_NS:
+    if one_after_another_ns + sum(placement_costs.averaging_ns) > LAST_NS:
         raise UserError("an iteration of this plan may take over a century: does it use a link that is not there?")
     record = np.empty((total, 3), np.int64)
     outcome = placement_costs.run_iteration(paths, lengths, microbatches, record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,8 +16,9 @@ from skippipe.terminal import interruptible, plan_progress, print_table
 from skippipe.value_ranges import DRAWS, MICROBATCHES, SEED, Range
 
 if TYPE_CHECKING:
+    from skippipe.bottlenecks import Bottleneck
     from skippipe.cluster import Cluster
-    from skippipe.critical_path import Bottleneck, Cause
+    from skippipe.critical_path import Cause
     from skippipe.plan import Plan
     from skippipe.planner.whatif.advisor import Advice, EvaluatedEdit
     from skippipe.timeline import Timeline, Timing
@@ -61,7 +63,7 @@ def _show_cluster(found: Cluster) -> None:
         rates = [f"{each / 1e6:.1f}" if each else "–" for each in (node.upload_bytes_per_s, node.download_bytes_per_s)]
         rows.append([node.name, node.location, tera, gib, latency, speed, *rates])
     headings = ["node", "location", "TFLOP/s", "memory GiB", "median ms to others", "median MB/s to others"]
-    headings += ["upload MB/s", "download MB/s"]
+    headings += ["up MB/s", "down MB/s"]
     shown = len(headings)
     if not any(node.upload_bytes_per_s or node.download_bytes_per_s for node in found.nodes):
         shown -= 2
@@ -231,8 +233,9 @@ def why(
 
     Example: skippipe why plan.json
     """
+    from skippipe.bottlenecks import time_by_cause
     from skippipe.cost_model import seconds
-    from skippipe.critical_path import critical_path, time_by_cause
+    from skippipe.critical_path import critical_path
     from skippipe.planner.whatif.advisor import advise
 
     found, timeline = simulated(plan)
@@ -262,7 +265,7 @@ def _s(ns: int) -> str:
 
 
 def _words(plan: Plan, timeline: Timeline, causes: dict[Cause, int]) -> list[str]:
-    from skippipe.critical_path import bottlenecks, busiest_link, busiest_node, slowest_lane, time_by_group
+    from skippipe.bottlenecks import bottlenecks, busiest_link, busiest_node, slowest_lane, time_by_group
 
     whole_ns = timeline.iteration_ns
     found = bottlenecks(causes)
@@ -299,7 +302,13 @@ def _words(plan: Plan, timeline: Timeline, causes: dict[Cause, int]) -> list[str
 
 def _named(bottleneck: Bottleneck, plan: Plan) -> str:
     """A bottleneck in words: the node or link, and of a link what takes the time."""
-    from skippipe.critical_path import CauseGroup, CauseKind
+    from skippipe.bottlenecks import UPLOADS, CauseGroup
+    from skippipe.critical_path import CauseKind
+
+    def through(cause: Cause) -> str:
+        if cause.to is not None:
+            return f"over {_name(plan, cause.node)} → {_name(plan, cause.to)}"
+        return f"through the {'upload' if cause.kind in UPLOADS else 'download'} of {_name(plan, cause.node)}"
 
     at = "" if bottleneck.node is None else _name(plan, bottleneck.node)
     stage = "" if bottleneck.node is None else f" (stage {plan.stage_of[bottleneck.node]})"
@@ -313,10 +322,14 @@ def _named(bottleneck: Bottleneck, plan: Plan) -> str:
         case CauseGroup.OPTIMIZER:
             return f"optimizer step of {at}{stage}, the slowest"
         case CauseGroup.AVERAGING:
-            link = bottleneck.links[0]
-            over_ns = sum(ns for cause, ns in bottleneck.causes.items() if (cause.node, cause.to) == link)
-            over = f"{_name(plan, link[0])} → {_name(plan, link[1])}"
-            return f"averaging gradients of stage {bottleneck.stage}, {over_ns / bottleneck.ns:.0%} of it over {over}"
+            by_place: Counter[str] = Counter()
+            for cause, ns in bottleneck.causes.items():
+                by_place[through(cause)] += ns
+            ((place, over_ns),) = by_place.most_common(1)
+            return f"averaging gradients of stage {bottleneck.stage}, {over_ns / bottleneck.ns:.0%} of it {place}"
+    if not bottleneck.links:
+        line = "upload" if bottleneck.of(*UPLOADS) else "download"
+        return f"transfers through the {line} of {at}{stage}"
     parts = {
         "sending": bottleneck.of(CauseKind.BANDWIDTH),
         "queue": bottleneck.of(CauseKind.QUEUE),
@@ -364,8 +377,8 @@ def _line(change: EvaluatedEdit) -> str:
 def _figures(
     plan: Plan, timeline: Timeline, causes: dict[Cause, int], answer: Advice | None, most: int
 ) -> dict[str, Any]:
+    from skippipe.bottlenecks import bottlenecks, busiest_link, busiest_node, slowest_lane, time_by_group
     from skippipe.cost_model import seconds
-    from skippipe.critical_path import bottlenecks, busiest_link, busiest_node, slowest_lane, time_by_group
 
     names = [node.name for node in plan.cluster.nodes]
     slowest = slowest_lane(plan, timeline)

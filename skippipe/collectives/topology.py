@@ -102,9 +102,9 @@ def takes_ns(costs: LinkCosts, stage: int, averaging: Averaging) -> int:
 
 def after_ns(costs: LinkCosts, stage: int, averaging: Averaging, last: int) -> int:
     """How long averaging goes on after this node is done, at least: the others were done long before."""
-    done_ns = np.full(len(costs.flight_ns), -takes_ns(costs, stage, averaging), np.int64)
-    done_ns[last] = 0
-    return averaged_ns(costs, stage, averaging, done_ns)
+    done_ns = np.zeros(len(costs.flight_ns), np.int64)
+    done_ns[last] = takes_ns(costs, stage, averaging)
+    return averaged_ns(costs, stage, averaging, done_ns) - int(done_ns[last])
 
 
 def fastest(costs: LinkCosts, stage: int, nodes: Sequence[int], *, only_rings: bool = False) -> Averaging:
@@ -252,15 +252,13 @@ def both_ways(bandwidth: Floats) -> Floats:
         return 2 / (1 / bandwidth + 1 / bandwidth.T)
 
 
-def relayed_bandwidth(costs: LinkCosts) -> Floats:
-    """[from, to]: what the ways over one relay carry together. A relay whose own rates are limited has others to serve:
-    it is left out."""
+def relay_rates(costs: LinkCosts) -> Floats:
+    """[relay, node]: what a relay carries from and to a node; 0 of a relay whose own rates are limited, as it has
+    others to serve."""
     rate = both_ways(costs.bandwidth_bytes_per_s)
-    rate = np.where(np.eye(len(rate), dtype=bool), 0.0, rate)
-    relayed = np.zeros_like(rate)
-    for by in np.flatnonzero(np.isinf(costs.upload_bytes_per_s + costs.download_bytes_per_s)):
-        relayed += np.minimum(rate[:, by, None], rate[None, by, :])
-    return np.where(np.eye(len(rate), dtype=bool), 0.0, relayed)
+    np.fill_diagonal(rate, 0)
+    rate[np.isfinite(np.minimum(costs.upload_bytes_per_s, costs.download_bytes_per_s))] = 0
+    return rate
 
 
 @kernel
@@ -270,12 +268,14 @@ def exchange_estimate_ns(
     gradient_bytes: int,
     bandwidth: Floats,  # [from, to], as are the next two
     flight_ns: Ints,
-    relayed: Floats,  # see `relayed_bandwidth`
+    relayed: Floats,  # see `relay_rates`
+    stage_of: Ints,  # [node]: below 0 if it holds no stage, and forwards nothing
     upload: Floats,  # [node], as is the next: infinite without a limit
     download: Floats,
 ) -> int:
     """About when all nodes have the sum in an exchange: every node is the root of one piece, and all ways to it are one
-    link. What the schedule of `exchange` takes is within a third of it, mostly within a tenth."""
+    link. Between regions the schedule of `exchange` takes mostly within a third of it; where links are of very unequal
+    rates it can be several times off."""
     size = len(members)
     rate = np.empty((size, size), np.float64)
     flight = np.empty((size, size), np.int64)
@@ -290,7 +290,12 @@ def exchange_estimate_ns(
             straight = 0.0
             if bandwidth[here, there] > 0 and bandwidth[there, here] > 0:
                 straight = 2 / (1 / bandwidth[here, there] + 1 / bandwidth[there, here])
-            by_relay = relayed[here, there] / max(size - 1, PAIR)
+            by_relay = 0.0
+            if size <= RELAYED_UP_TO:
+                for by in range(len(stage_of)):
+                    if stage_of[by] >= 0:
+                        by_relay += min(relayed[by, here], relayed[by, there])
+                by_relay /= max(size - 1, PAIR)
             rate[place, other], flight[place, other] = bandwidth[here, there], flight_ns[here, there]
             if by_relay >= straight:
                 straight += by_relay
@@ -354,7 +359,7 @@ def ring_edges(costs: LinkCosts, averagings: Sequence[Averaging]) -> list[RingEd
     """The edges of all stages' rings; None if some stage averages otherwise, or nodes have rates of their own."""
     if (
         any(each.pieces for each in averagings)
-        or not np.isinf(costs.upload_bytes_per_s + costs.download_bytes_per_s).all()
+        or not np.isinf(np.minimum(costs.upload_bytes_per_s, costs.download_bytes_per_s)).all()
     ):
         return None
     found = []

@@ -23,6 +23,9 @@ class StateSource:
     backup: tuple[int, int] | None = None
     """For stage 0 from its neighbours: the node that keeps a copy of what they do not have, and the iterations that
     were done when it was made."""
+    iterations: int = 0
+    """Iterations that are done: the receiver has the state that is needed then. A replica that has not taken the last
+    step yet has another one."""
 
     def __post_init__(self) -> None:
         if not len(self.sources) == len(self.stages) == len(self.shares) > 0:

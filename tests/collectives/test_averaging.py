@@ -18,12 +18,24 @@ from skippipe.collectives.torch_allreduce import InPlaceAverager
 from skippipe.runtime.node.ops import AdoptPiece, BeginAveraging, ContributePiece, GradNorm, OptimizerStep
 from skippipe.runtime.stage_executor import StageExecutor
 from tests.helpers.executors import RATE, average, computer_of, drive, gradient_of, noise, state_of, stepped
-from tests.helpers.plans import AVERAGING_KINDS, drawn_averaging
+from tests.helpers.plans import AVERAGING_KINDS, drawn_averaging, relayed
 
 torch.set_num_threads(1)
 VALUES = 301
 CODECS = ["fp32", "bf16", "int8"]
 TREES = Averaging((0, 1, 2), (Piece(0, 5, ((1, 2),)), Piece(2, 3, ((0, 1),)), Piece(1, 1)))
+
+
+KINDS = (*AVERAGING_KINDS, "direct exchange with relays", "trees with relays")
+
+
+def averaging_of(seed: int, kind: str, size: int) -> Averaging:
+    """Nodes 0 to `size` − 1 average; two more hold other stages, and may be relays as well as the others."""
+    random, (kind, *by) = Random(seed), kind.split(" with ")
+    averaging = drawn_averaging(random, range(size), kind)
+    while by and not averaging.schedule.forwarded:
+        averaging = relayed(random, averaging, range(size + 2))
+    return averaging
 
 
 def averagers_of(gradients: Iterable[torch.Tensor], codec: str) -> list[GradientAverager]:
@@ -51,11 +63,11 @@ def summed(averagers: Sequence[GradientAverager], averaging: Averaging, seed: in
     return sums[0]
 
 
-@pytest.mark.parametrize("kind", AVERAGING_KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 @pytest.mark.parametrize("codec", CODECS)
 def test_all_nodes_end_with_the_bits_of_the_sum_whatever_comes_first(kind: str, size: int, codec: str) -> None:
-    averaging = drawn_averaging(Random(size), range(size), kind)
+    averaging = averaging_of(size, kind, size)
     gradients = [noise(seed, VALUES) for seed in range(size)]
     found = summed(averagers_of(gradients, codec), averaging)
     expected = torch.stack(gradients).double().sum(0)
@@ -67,11 +79,11 @@ def test_all_nodes_end_with_the_bits_of_the_sum_whatever_comes_first(kind: str, 
     )
 
 
-@pytest.mark.parametrize("kind", AVERAGING_KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("size", "codec"), [(4, "fp32"), (3, "bf16"), (3, "int8")])
 def test_averaging_begun_again_is_averaging_that_was_not_given_up(kind: str, size: int, codec: str) -> None:
     """At every moment at which a node may be lost, with any of the others left."""
-    averaging = drawn_averaging(Random(3), range(size), kind)
+    averaging = averaging_of(3, kind, size)
     gradients = [noise(seed, VALUES) for seed in range(size)]
     expected = {
         gone: summed(averagers_of(gradients, codec), averaging.without(gone))

@@ -65,7 +65,7 @@ BAD = {
     ),
     "null overhead": (change("hop_overhead_s", None), "hop_overhead_s: expected a number, found null"),
     "newline in name": (change("nodes.0.name", "a\nb"), "nodes[0].name"),
-    "newer version": (change("version", 2), "version: version 2 is not known here"),
+    "newer version": (change("version", 3), "version: version 3 is not known here"),
     "another kind of file": (change("format", "skippipe-plan"), "format: this is a 'skippipe-plan' file"),
 }
 

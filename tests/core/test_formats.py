@@ -16,7 +16,7 @@ from skippipe.timeline import Timing
 from skippipe.validate import validate
 from tests.helpers import oracle
 from tests.helpers.oracle import Json
-from tests.helpers.plans import may_skip
+from tests.helpers.plans import averagings, may_skip
 
 FLOPS = [
     1e9,
@@ -34,6 +34,7 @@ LATENCIES_S = [0, 0, 1e-9, 2.5e-9, 1e-6, 3e-5, 0.0123]
 BANDWIDTHS = [1e9, 1e9, 2e9, 8e9, 1e6, 3e8, 12345.678, 1024.0**3, 0]
 WILD_LATENCIES_S = [*LATENCIES_S, 1e9]  # beyond the caps
 WILD_BANDWIDTHS = [*BANDWIDTHS, 1e-4, 1e-300]
+RATES = [None, None, None, 1e9, 2e9, 1e6, 12345.678]
 LONGEST_S = 48 * 86400
 
 
@@ -65,6 +66,7 @@ def workloads(draw: DrawFn, layers: int) -> Json:
         "head_ratio": draw(st.sampled_from([None, 1, 0.25, 0.333])),
         "header_bytes": draw(st.sampled_from([0, 1, 64])),
         "max_slots": draw(st.sampled_from([None, None, 1, 2])),
+        "collective": "auto",
     }
     early = draw(st.sampled_from([None, False, True]))
     workload |= {} if early is None else {"early_exit": early}
@@ -79,12 +81,20 @@ def clusters(draw: DrawFn, nodes: int, wild: bool) -> Json:
         row = st.lists(st.sampled_from(palette), min_size=nodes, max_size=nodes)
         return draw(st.lists(row, min_size=nodes, max_size=nodes))
 
+    palette = draw(st.lists(st.sampled_from([*RATES, 1] if wild else RATES), min_size=1, max_size=3))
+    rates = st.sampled_from(palette) if draw(st.booleans()) else st.none()
+
+    def node_rates() -> Json:
+        drawn = {name: draw(rates) for name in ("upload_bytes_per_s", "download_bytes_per_s")}
+        return {name: rate for name, rate in drawn.items() if rate is not None}
+
     cluster: Json = {
         "format": "skippipe-cluster",
-        "version": 1,
+        "version": 2,
         "name": "drawn",
         "nodes": [
             {"name": f"n{i}", "location": "here", "flops_per_s": draw(st.sampled_from(FLOPS)), "memory_bytes": 1}
+            | node_rates()
             for i in range(nodes)
         ],
         "latency_s": matrix(WILD_LATENCIES_S if wild else LATENCIES_S),
@@ -128,9 +138,13 @@ def plans(draw: DrawFn, wild: bool = False) -> Json:
     homes = [*range(count), *draw(st.lists(st.integers(0, count), min_size=spare, max_size=spare))]
     stages: list[Json] = []
     lost = draw(st.sampled_from([-1, -1, -1, *range(count)])) if count > 2 else -1  # nobody holds it
-    for stage in range(count):  # who is at home in `count` is left out
-        nodes = [name for name, home in zip(names, homes, strict=True) if home == stage and stage != lost]
+    for index in range(count):  # who is at home in `count` is left out
+        nodes = [name for name, home in zip(names, homes, strict=True) if home == index and index != lost]
         stages.append({"layers": draw(st.integers(1, 3)), "nodes": nodes, "ring": draw(st.permutations(nodes))})
+    holders = sorted(name for stage in stages for name in stage["nodes"])
+    for stage in stages:
+        averaging = draw(averagings(stage["ring"], holders))
+        stage |= {"averaging": averaging} if averaging else {}
     lane = st.fixed_dictionaries({"path": paths(stages, wild), "microbatches": st.integers(1, 3)})
     plan: Json = {
         "format": "skippipe-plan",
@@ -150,9 +164,9 @@ def plans(draw: DrawFn, wild: bool = False) -> Json:
     plan["workload"]["microbatches"] = microbatches + draw(st.sampled_from([0, 0, 0, 1]))
     costs = oracle.costs(plan)
     for node in plan["cluster"]["nodes"]:
-        stage = costs.nodes[node["name"]].stage if node["name"] in costs.nodes else 0
+        held = costs.nodes[node["name"]].stage if node["name"] in costs.nodes else 0
         slots, more = draw(st.sampled_from([6, 5, 4, 3, 3, 2, 2, 2, 2, 1, 1, 0])), draw(st.sampled_from([0, 0, 1, -1]))
-        node["memory_bytes"] = costs.fixed_bytes[stage] + slots * costs.held_bytes[stage] + more
+        node["memory_bytes"] = costs.fixed_bytes[held] + slots * costs.held_bytes[held] + more
     return plan
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from skippipe.errors import UserError
 from skippipe.json_fields import json_text
-from skippipe.plan import Lane, Plan
+from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.published import published20, published_plan
 from skippipe.presets import data
 from skippipe.simulator import Deadlock, simulate
@@ -59,6 +59,39 @@ def test_files_from_before_the_split_backward_mean_the_same(published: Plan) -> 
         del node["weight_s"]
     jsonschema.validate(raw, data("plan.schema.json"))
     assert Plan.from_json(raw) == published
+
+
+def test_files_from_before_schedules_and_rates_mean_the_same(published: Plan) -> None:
+    """They are written as before, too: without either, no field and no version tells of them."""
+    rings = tuple(replace(stage, pieces=()) for stage in published.stages)
+    plan = replace(published, stages=rings, workload=replace(published.workload, collective="ring"))
+    plan = plan.promising(simulate(plan, Timing.FULL))
+    raw = json.loads(json.dumps(plan.to_json()))
+    assert (raw["version"], raw["cluster"]["version"]) == (1, 1)
+    assert not any("averaging" in stage for stage in raw["stages"])
+    assert all(node.keys() == {"name", "location", "flops_per_s", "memory_bytes"} for node in raw["cluster"]["nodes"])
+    raw["workload"].pop("collective", None)
+    again = Plan.from_json(raw)
+    assert again == plan
+    assert validate(again) == []
+    assert [stage.averaging.kind for stage in again.stages] == ["ring"] * len(again.stages)
+
+
+def test_a_plan_with_a_schedule_and_rates_is_another_version_of_a_cluster(published: Plan) -> None:
+    raw = json.loads(json.dumps(published.to_json())) | {"expected": None}
+    first, second, *_ = raw["stages"][0]["nodes"]
+    relay = raw["stages"][1]["nodes"][0]
+    raw["workload"]["collective"] = "auto"
+    raw["stages"][0]["averaging"] = [{"root": first, "share": 3, "relays": {second: relay}}]
+    raw["cluster"]["nodes"][0] |= {"upload_bytes_per_s": 1e6, "download_bytes_per_s": 2e6}
+    raw["cluster"]["version"] = 2
+    jsonschema.validate(raw, data("plan.schema.json"))
+    jsonschema.validate(raw["cluster"], data("cluster.schema.json"))
+    plan = Plan.from_json(raw)
+    written = json.loads(json_text(plan.to_json()))
+    assert written["cluster"] == raw["cluster"]
+    assert written["stages"] == raw["stages"]
+    assert simulate(plan).iteration_ns > simulate(published).iteration_ns
 
 
 def test_a_promise_with_a_split_backward_is_another_one(published: Plan) -> None:
@@ -110,7 +143,7 @@ def test_a_lost_microbatch_is_named(published: Plan) -> None:
 
 def test_a_stage_that_nobody_holds_is_named(published: Plan) -> None:
     raw = published.to_json()
-    raw["stages"][3] |= {"nodes": [], "ring": []}
+    raw["stages"][3] |= {"nodes": [], "ring": [], "averaging": []}
     raw["lanes"] = [{"path": ["belgium-0", "germany-1"], "microbatches": 30}]
     raw["expected"] = None
     plan = Plan.from_json(raw)
@@ -126,6 +159,18 @@ def test_an_unreachable_hop_is_named(published: Plan) -> None:
     raw["cluster"]["bandwidth_bytes_per_s"][names.index("germany-1")][names.index("belgium-0")] = 0.0
     raw["expected"] = None
     assert ("link", "lane 0, hop 0") in found(Plan.from_json(raw))
+
+
+def test_an_unreachable_relay_is_named(published: Plan) -> None:
+    raw = json.loads(json.dumps(published.to_json())) | {"expected": None}
+    first, second, *_ = raw["stages"][0]["nodes"]
+    relay = raw["stages"][1]["nodes"][0]
+    raw["workload"]["collective"] = "auto"
+    raw["stages"][0]["averaging"] = [{"root": first, "share": 1, "relays": {second: relay}}]
+    assert found(Plan.from_json(raw)) == []
+    names = [node["name"] for node in raw["cluster"]["nodes"]]
+    raw["cluster"]["bandwidth_bytes_per_s"][names.index(relay)][names.index(first)] = 0.0
+    assert ("link", "stage 0, averaging") in found(Plan.from_json(raw))
 
 
 @pytest.mark.parametrize(
@@ -172,6 +217,38 @@ MALFORMED = {
     "bad model": (edit("workload.model.layers", 0), "workload.model.layers: 0 is out of range; give 1 to 10,000"),
     "task of another width": (edit("expected.tasks.0", [1, 2]), "expected.tasks[0]: expected a list of 7 values"),
     "unknown timing": (edit("expected.timing", "fast"), "expected.timing: 'fast' is none of"),
+    "unknown root": (
+        edit("stages.0.averaging", [{"root": "atlantis", "share": 1}]),
+        "stages[0].averaging[0].root: the cluster has no node 'atlantis'",
+    ),
+    "root of another stage": (
+        edit("stages.0.averaging", [{"root": "germany-1", "share": 1}]),
+        "stages[0].averaging: piece 0 names a node that does not hold the stage",
+    ),
+    "no share": (
+        edit("stages.0.averaging", [{"root": "belgium-0", "share": 0}]),
+        "stages[0].averaging[0].share: 0 is out of range; give 1 to 2,147,483,648",
+    ),
+    "a way round in a circle": (
+        edit("stages.0.averaging", [{"root": "belgium-0", "share": 1, "via": {"iowa-0": "iowa-0"}}]),
+        "stages[0].averaging: piece 0 goes in a circle instead of to its root",
+    ),
+    "a way from the root": (
+        edit("stages.0.averaging", [{"root": "belgium-0", "share": 1, "via": {"belgium-0": "iowa-0"}}]),
+        "stages[0].averaging: piece 0 has two ways for one node, or one for its root",
+    ),
+    "a relay that receives": (
+        edit("stages.0.averaging", [{"root": "belgium-0", "share": 1, "relays": {"iowa-0": "belgium-0"}}]),
+        "stages[0].averaging: piece 0 has a relay that is the sender or the receiver",
+    ),
+    "relays in a list": (
+        edit("stages.0.averaging", [{"root": "belgium-0", "share": 1, "relays": ["iowa-0"]}]),
+        "stages[0].averaging[0].relays: must be an object of node names",
+    ),
+    "an upload of nothing": (
+        edit("cluster.nodes.0.upload_bytes_per_s", 0),
+        "nodes[0].upload_bytes_per_s: 0 is out of range; give 1 to",
+    ),
     "no promise field": (edit("expected", ...), "expected: missing"),
 }
 
@@ -191,7 +268,7 @@ def test_malformed_plans_are_named_in_one_line(kind: str, published: Plan, tmp_p
 
 def test_a_path_over_a_node_without_a_stage(published: Plan) -> None:
     stages = tuple(
-        replace(stage, nodes=stage.nodes[1:], ring=stage.nodes[1:]) if index == 0 else stage
+        Stage(stage.layers, stage.nodes[1:], stage.nodes[1:]) if index == 0 else stage
         for index, stage in enumerate(published.stages)
     )
     with pytest.raises(UserError, match=r"lanes\[0\]\.path\[0\]: 'belgium-0' holds no stage"):

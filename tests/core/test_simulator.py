@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skippipe import event_loop
-from skippipe.collectives.ring import RING, averaged_ns
-from skippipe.plan import Lane, Plan
+from skippipe.cluster import Cluster, Node
+from skippipe.collectives import topology
+from skippipe.collectives.schedule import Averaging, free_links, run_schedule
+from skippipe.cost_model import CostModel, cost_model_of
+from skippipe.event_loop import run_iteration
+from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.published import published20, published_plan
+from skippipe.presets import regions
 from skippipe.simulator import NO_RECORD, NO_SLACK, PlacementCosts, path_arrays, simulate
 from skippipe.timeline import Task, Timeline, Timing
-from tests.helpers.plans import clusters, plans, simulated
+from skippipe.workload import MODELS, Workload
+from tests.helpers import oracle
+from tests.helpers.plans import TINY, clusters, plans, simulated, uniform_cluster
 
 timings = st.sampled_from(list(Timing))
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans(), timings)
+def test_the_simulator_written_from_the_page_agrees_to_the_nanosecond(plan: Plan, timing: Timing) -> None:
+    """Nodes of these plans have rates, and stages pieces, trees and relays; many events are at the same time."""
+    names = [node.name for node in plan.cluster.nodes]
+    assert simulated(plan, timing).to_json(names) == oracle.simulate(plan.to_json(), timing.value)
 
 
 @pytest.mark.parametrize(
@@ -116,28 +131,112 @@ def steps_in_words(plan: Plan, task: Task) -> str:
     ]
 
 
+def without_rates(cluster: Cluster) -> Cluster:
+    nodes = [replace(node, upload_bytes_per_s=None, download_bytes_per_s=None) for node in cluster.nodes]
+    return replace(cluster, nodes=tuple(nodes))
+
+
 @settings(max_examples=100, deadline=None)
 @given(plans())
-def test_nobody_averages_longer_than_if_all_had_been_done_together(plan: Plan) -> None:
+def test_rings_average_no_longer_than_if_all_nodes_had_been_done_together(plan: Plan) -> None:
+    """Rings share no links with each other, nor with hops; what shares them can be slower."""
+    stages = tuple(replace(stage, pieces=()) for stage in plan.stages)
+    plan = replace(plan, stages=stages, cluster=without_rates(plan.cluster))
     timeline = simulated(plan, Timing.FULL)
     for index, ((start_ns, end_ns), stage) in enumerate(zip(timeline.averaging_ns, plan.stages, strict=True)):
         done = {node: max((t.end_ns for t in timeline.tasks if t.node == node), default=0) for node in stage.nodes}
         last = max(stage.nodes, key=lambda node: done[node])
         assert start_ns == done[last]
         took_ns = end_ns - start_ns
-        assert (
-            RING.after_ns(plan.costs, index, stage.ring, last)
-            <= took_ns
-            <= RING.takes_ns(plan.costs, index, stage.ring)
-        )
+        least_ns = topology.after_ns(plan.costs, index, stage.averaging, last)
+        assert least_ns <= took_ns <= topology.takes_ns(plan.costs, index, stage.averaging)
 
 
 def test_a_ring_by_hand() -> None:
     """The first node is late by 5; over every edge 10 of transmission, then 1, 2 and 3 of flight."""
     done, transmit, flight = (np.array(times) for times in ([5, 0, 0], [10, 10, 10], [1, 2, 3]))
     # arrivals of the four steps at nodes 0, 1, 2: (13, 16, 12), (25, 26, 28), (41, 36, 38), (51, 52, 48)
-    assert averaged_ns(done, transmit, flight) == 52
-    assert averaged_ns(np.array([7]), np.array([10]), np.array([1])) == 7
+    assert topology.ring_ns(done, transmit, flight) == 52
+    assert topology.ring_ns(np.array([7]), np.array([10]), np.array([1])) == 7
+
+
+def costs_of(cluster: Cluster) -> CostModel:
+    return cost_model_of(cluster, Workload(TINY, sequence_tokens=16, collective="auto"), (4, 4))
+
+
+@settings(max_examples=50, deadline=None)
+@given(clusters(most=7, rates=False), st.data())
+def test_the_compiled_ring_is_the_schedule_of_a_ring(cluster: Cluster, data: st.DataObject) -> None:
+    costs = costs_of(cluster)
+    order = tuple(data.draw(st.permutations(range(len(cluster)))))
+    done_ns = np.array([data.draw(st.integers(0, 10**8)) for _ in order], np.int64)
+    links = list(order), [*order[1:], order[0]]
+    size_bytes = np.array(-(-costs.gradient_bytes[1] // len(order)), np.int64)
+    transmit_ns = topology.transmit_ns(size_bytes, costs.bandwidth_bytes_per_s[links])
+    quick_ns = topology.ring_ns(done_ns[list(order)], transmit_ns, costs.flight_ns[links])
+    assert quick_ns == topology.averaged_ns(costs, 1, Averaging(order), done_ns)
+
+
+ESTIMATE_OF_REGIONS = 1.75  # times as long, or as short
+ESTIMATE_OF_ANYTHING = 6.0  # links and rates at random, a hundred times apart
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_estimate_of_an_exchange_is_about_what_it_takes(seed: int) -> None:
+    random = np.random.default_rng(seed)
+
+    def rate() -> float | None:
+        return float(random.choice([0, 5e6, 2e7, 1e8])) or None
+
+    def drawn(count: int) -> Cluster:
+        nodes = tuple(Node(f"n{index}", "somewhere", 1e13, 2**36, rate(), rate()) for index in range(count))
+        shape = (count, count)
+        return Cluster("drawn", nodes, random.choice([0.001, 0.01, 0.05], shape), random.choice([1e6, 1e7, 1e8], shape))
+
+    for cluster, factor in ((regions(12), ESTIMATE_OF_REGIONS), (drawn(12), ESTIMATE_OF_ANYTHING)):
+        costs = cost_model_of(cluster, Workload(MODELS["llama-1.5b"], collective="auto"), (8, 8, 8))
+        members = np.sort(random.choice(12, int(random.integers(2, 8)), replace=False)).astype(np.int64)
+        averaging = topology.exchange(costs, 1, tuple(members.tolist()), free_links(12), range(12))
+        estimate_ns = topology.exchange_estimate_ns(
+            np.zeros(len(members), np.int64),
+            members,
+            costs.gradient_bytes[1],
+            np.ascontiguousarray(costs.bandwidth_bytes_per_s),
+            costs.flight_ns,
+            topology.relay_rates(costs),
+            np.zeros(costs.nodes, np.int64),
+            costs.upload_bytes_per_s,
+            costs.download_bytes_per_s,
+        )
+        assert 1 / factor < topology.takes_ns(costs, 1, averaging) / estimate_ns < factor
+
+
+def limited(upload: float | None, download: float | None, *lanes: tuple[int, int]) -> tuple[Plan, dict[int, Task]]:
+    """Nodes 0 and 1 hold stage 0, nodes 2 and 3 stage 1, all with these rates, and a path for each lane. Also the first
+    task on stage 1 of every lane."""
+    cluster = uniform_cluster(4)
+    nodes = [replace(node, upload_bytes_per_s=upload, download_bytes_per_s=download) for node in cluster.nodes]
+    stages = (Stage(4, (0, 1), (0, 1)), Stage(4, (2, 3), (2, 3)))
+    workload = Workload(TINY, 16, 1, len(lanes))
+    plan = Plan(replace(cluster, nodes=tuple(nodes)), workload, stages, tuple(Lane(path, 1) for path in lanes))
+    return plan, {task.lane: task for task in simulate(plan, Timing.FULL).tasks if task.step == 1}
+
+
+def test_two_messages_to_different_nodes_share_the_upload() -> None:
+    plan, second = limited(1e5, None, (0, 2), (0, 3))
+    forward_ns, busy_ns = int(plan.costs.forward_ns[0, 0]), int(plan.costs.upload_ns[0])
+    assert forward_ns < busy_ns  # the second message leaves while the first is on its way
+    hop_ns = int(plan.costs.hop_ns[0, 2])
+    assert second[0].ready_ns == forward_ns + hop_ns
+    assert second[1].ready_ns == forward_ns + busy_ns + hop_ns
+
+
+def test_two_messages_of_different_nodes_share_the_download() -> None:
+    plan, second = limited(None, 1e5, (0, 2), (1, 2))
+    forward_ns, busy_ns = int(plan.costs.forward_ns[0, 0]), int(plan.costs.download_ns[2])
+    hop_ns = int(plan.costs.hop_ns[0, 2])
+    assert second[0].ready_ns == forward_ns + hop_ns
+    assert second[1].ready_ns == forward_ns + busy_ns + hop_ns
 
 
 @settings(max_examples=200, deadline=None)
@@ -184,7 +283,7 @@ def test_every_microbatch_takes_every_step_once_and_in_order(plan: Plan, timing:
 @settings(max_examples=100, deadline=None)
 @given(plans())
 def test_messages_on_a_link_queue_only_under_full_timing(plan: Plan) -> None:
-    """Arrivals over one directed link are at least a transmit time apart."""
+    """Arrivals over one directed link are at least a transmit time apart, where no download holds up the first."""
     timeline = simulated(plan, Timing.FULL)
     arrivals: dict[tuple[int, int], list[int]] = {}
     before = None
@@ -193,6 +292,8 @@ def test_messages_on_a_link_queue_only_under_full_timing(plan: Plan) -> None:
             arrivals.setdefault((before.node, task.node), []).append(task.ready_ns)
         before = task
     for (a, b), times in arrivals.items():
+        if plan.cluster.nodes[b].download_bytes_per_s:
+            continue
         gap = int(plan.costs.transmit_ns[a, b])
         assert all(second - first >= gap for first, second in pairwise(sorted(times)))
 
@@ -200,47 +301,46 @@ def test_messages_on_a_link_queue_only_under_full_timing(plan: Plan) -> None:
 @settings(max_examples=30, deadline=None)
 @given(plans(), timings)
 def test_compiled_and_plain_python_agree(plan: Plan, timing: Timing) -> None:
-    rings = [stage.ring for stage in plan.stages]
-    costs = PlacementCosts.of(plan.costs, rings, plan.dispatch, timing, plan.split_backward)
+    averagings = [stage.averaging for stage in plan.stages]
+    costs = PlacementCosts.of(plan.costs, averagings, plan.dispatch, timing, plan.split_backward)
     paths, lengths = path_arrays([lane.path for lane in plan.lanes])
     microbatches = np.array([lane.microbatches for lane in plan.lanes])
+    schedule = topology.merged(tuple(averagings))
+    times = topology.transfer_times(plan.costs, averagings, range(len(averagings)))
 
-    def outcome(run_iteration: object) -> tuple[object, list[int]]:
-        done = np.zeros(len(plan.cluster), np.int64)
-        assert callable(run_iteration)
-        result = run_iteration(
+    def outcome(iteration: Callable[..., tuple[int, int]], averaging: Callable[..., None]) -> list[object]:
+        done_ns, free_ns = np.zeros(len(plan.cluster), np.int64), free_links(len(plan.cluster))
+        result = iteration(
             paths, lengths, microbatches, costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.head_ns,
-            costs.slots, costs.flight_ns, costs.transmit_ns, timing is Timing.FULL, costs.order,
-            plan.split_backward, NO_SLACK, done, NO_RECORD,
+            costs.slots, costs.flight_ns, costs.transmit_ns, costs.upload_ns, costs.download_ns, timing is Timing.FULL,
+            costs.order, plan.split_backward, NO_SLACK, done_ns, *free_ns, NO_RECORD,
         )  # fmt: skip
-        return tuple(map(int, result)), done.tolist()
+        ends_ns, record = np.zeros(len(averagings), np.int64), np.zeros((len(schedule.stages), 4), np.int64)
+        averaging(
+            done_ns, schedule.stages, schedule.senders, schedule.receivers, schedule.missing, schedule.first_after,
+            schedule.after, *times, *free_ns, ends_ns, record,
+        )  # fmt: skip
+        return [tuple(map(int, result)), *(array.tolist() for array in (done_ns, *free_ns, ends_ns, record))]
 
-    assert outcome(event_loop.run_iteration) == outcome(event_loop.run_iteration.py_func)  # type: ignore[attr-defined]
+    plain = [function.py_func for function in (run_iteration, run_schedule)]  # type: ignore[union-attr]
+    assert outcome(run_iteration, run_schedule) == outcome(*plain)
 
 
 @settings(max_examples=40, deadline=None)
-@given(clusters(least=4, most=7))
-def test_the_ring_is_the_best_there_is(cluster: object) -> None:
-    from itertools import permutations
+@given(clusters(least=4, most=7, rates=False))
+def test_the_ring_is_the_best_there_is(cluster: Cluster) -> None:
+    costs, members = costs_of(cluster), tuple(range(len(cluster)))
 
-    from skippipe.cluster import Cluster
-    from skippipe.cost_model import cost_model_of
-    from skippipe.workload import Workload
-    from tests.helpers.plans import TINY
+    def takes_ns(order: tuple[int, ...]) -> int:
+        return topology.takes_ns(costs, 1, Averaging(order))
 
-    assert isinstance(cluster, Cluster)
-    costs = cost_model_of(cluster, Workload(TINY, sequence_tokens=16), (4, 4))
-    members = tuple(range(len(cluster)))
-    fastest = min(RING.takes_ns(costs, 1, (0, *rest)) for rest in permutations(members[1:]))
-    assert RING.takes_ns(costs, 1, RING.order(costs, 1, members)) == fastest
+    fastest = min(takes_ns((0, *rest)) for rest in permutations(members[1:]))
+    assert takes_ns(topology.ring_order(costs, 1, members)) == fastest
 
 
 def test_large_rings_are_better_than_the_order_they_come_in() -> None:
-    from skippipe.cost_model import cost_model_of
-    from skippipe.presets import regions
-    from skippipe.workload import MODELS, Workload
-
     costs = cost_model_of(regions(24), Workload(MODELS["llama-1.5b"]), (12, 12))
-    ring = RING.order(costs, 1, range(24))
+    ring = topology.ring_order(costs, 1, range(24))
     assert sorted(ring) == list(range(24))
-    assert RING.takes_ns(costs, 1, ring) < 0.8 * RING.takes_ns(costs, 1, range(24))
+    given_ns = topology.takes_ns(costs, 1, Averaging(tuple(range(24))))
+    assert topology.takes_ns(costs, 1, Averaging(ring)) < 0.8 * given_ns

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from skippipe.bottlenecks import CauseGroup
 from skippipe.cluster import Cluster
-from skippipe.critical_path import CauseGroup
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.whatif.candidates import EditKind
 from skippipe.timeline import Timing
@@ -27,7 +27,7 @@ def planned(
         sequence_tokens=16,
         samples_per_microbatch=1,
         microbatches=sum(count for _, count in lanes),
-        **{"max_slots": 1, **settings},
+        **{"max_slots": 1, "collective": "ring", **settings},
     )
     layers = zip(workload.layer_split(len(stages)), stages, rings or stages, strict=True)
     return Plan(
@@ -69,7 +69,7 @@ class Case:
     plan: Plan
     bottleneck: CauseGroup
     where: set[int] | set[tuple[int, int]]
-    """Its node, or its links."""
+    """Its node, or its links; of averaging through an access line, the node that has it."""
     kind: EditKind
     what: str
     """The change that helps most."""
@@ -175,7 +175,13 @@ def a_ring_in_a_bad_order() -> Case:
     plan = planned(cluster, stages, lanes, rings=[stages[0], (4, 6, 5, 7)])
     better = planned(cluster, stages, lanes)
     return Case(
-        plan, CauseGroup.AVERAGING, {(4, 6)}, EditKind.RING, "another averaging order on stage 1", better, Timing.FULL
+        plan,
+        CauseGroup.AVERAGING,
+        {(5, 7)},
+        EditKind.AVERAGING,
+        "another way to average on stage 1",
+        better,
+        Timing.FULL,
     )
 
 
@@ -186,6 +192,36 @@ def a_far_data_node() -> Case:
     plan = planned(cluster, [(0, 1), (2, 3), (4, 5)], [((0, 2, 4), 2), ((1, 3, 5), 2)], max_slots=2)
     links = {(1, 3), (3, 1), (1, 5), (5, 1)}
     return Case(plan, CauseGroup.TRANSFERS, links, EditKind.LESS, "without 'n1'", None, Timing.FULL)
+
+
+def with_rates(cluster: Cluster, node: int, upload: float | None = None, download: float | None = None) -> Cluster:
+    nodes = list(cluster.nodes)
+    nodes[node] = replace(nodes[node], upload_bytes_per_s=upload, download_bytes_per_s=download)
+    return replace(cluster, nodes=tuple(nodes))
+
+
+def a_narrow_upload() -> Case:
+    """One data node sends the activations of two lanes, each over a fast link of its own."""
+    cluster = with_rates(close(5), 0, upload=1e4)
+    plan = planned(cluster, [(0,), (1, 2), (3, 4)], [((0, 1, 3), 3), ((0, 2, 4), 3)], max_slots=2)
+    better = on(plan, with_rates(cluster, 0, upload=2e4))
+    return Case(plan, CauseGroup.TRANSFERS, {0}, EditKind.UPLOAD, "twice the upload of 'n0'", better, Timing.FULL)
+
+
+def a_narrow_download() -> Case:
+    """Stage 1 has one node; what two data nodes send to it comes over one access line."""
+    cluster = with_rates(close(3), 2, download=1e4)
+    plan = planned(cluster, [(0, 1), (2,)], [((0, 2), 3), ((1, 2), 3)], max_slots=2)
+    better = on(plan, with_rates(cluster, 2, download=2e4))
+    return Case(plan, CauseGroup.TRANSFERS, {2}, EditKind.DOWNLOAD, "twice the download of 'n2'", better, Timing.FULL)
+
+
+def averaging_through_a_narrow_upload() -> Case:
+    cluster = with_rates(close(4), 2, upload=2e6)
+    lanes = [((0, 2), 10), ((0, 2), 10), ((1, 3), 10), ((1, 3), 10)]  # no node could do the work of two
+    plan = planned(cluster, [(0, 1), (2, 3)], lanes, max_slots=2)
+    better = on(plan, with_rates(cluster, 2, upload=4e6))
+    return Case(plan, CauseGroup.AVERAGING, {2}, EditKind.UPLOAD, "twice the upload of 'n2'", better, Timing.FULL)
 
 
 def a_lane_with_too_many_microbatches() -> Case:
@@ -207,5 +243,8 @@ CASES: list[Callable[[], Case]] = [
     a_slow_ring,
     a_ring_in_a_bad_order,
     a_far_data_node,
+    a_narrow_upload,
+    a_narrow_download,
+    averaging_through_a_narrow_upload,
     a_lane_with_too_many_microbatches,
 ]

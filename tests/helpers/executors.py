@@ -75,8 +75,11 @@ def drive(
     runs: Sequence[Callable[[Any], Any]], averaging: Averaging, ops: int | None = None, random: Random | None = None
 ) -> int:
     """Have the nodes of a schedule run so many of its operations, or all, in any order that is possible; node n's are
-    run by runs[n]. Gives how many there were."""
-    protocols = {node: AveragingProtocol(node, 0, [averaging], in_messages=True) for node in averaging.order}
+    run by runs[n]. Relays of other stages only forward. Gives how many there were."""
+    outside = averaging.nodes[len(averaging.order) :]
+    stages = [averaging, *(Averaging((relay,)) for relay in outside)]
+    at = {**dict.fromkeys(averaging.order, 0), **{relay: 1 + place for place, relay in enumerate(outside)}}
+    protocols = {node: AveragingProtocol(node, stage, stages, in_messages=True) for node, stage in at.items()}
     for protocol in protocols.values():
         protocol.begin()
     done = 0

@@ -8,6 +8,7 @@ from functools import cache
 from random import Random
 
 from skippipe import constraints
+from skippipe.cluster import Cluster
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.published import published20, published_plan
 from skippipe.runtime.simulation.fault_injection import DURING, Fault, accuse, drawn, kill, replay_messages
@@ -15,7 +16,7 @@ from skippipe.simulator import simulate
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
-from tests.helpers.plans import TINY, drawn_averaging, uniform_cluster
+from tests.helpers.plans import TINY, drawn_averaging, relayed, uniform_cluster
 
 
 def plan_over(
@@ -79,9 +80,24 @@ def drawn_plan(random: Random) -> Plan:
 
 def averaging_anyhow(plan: Plan, random: Random) -> Plan:
     """The same plan, but each stage averages in a way that is drawn."""
-    stages = tuple(Stage.of(each.layers, drawn_averaging(random, each.nodes)) for each in plan.stages)
-    plan = replace(plan, stages=stages)
+    ways = [drawn_averaging(random, each.nodes) for each in plan.stages]
+    nodes = sorted(plan.stage_of)
+    ways = [relayed(random, each, nodes) if random.random() < 0.4 else each for each in ways]
+    stages = tuple(Stage.of(each.layers, way) for each, way in zip(plan.stages, ways, strict=True))
+    plan = replace(plan, stages=stages, cluster=with_rates(plan.cluster, random))
     return plan.promising(simulate(plan, Timing.FULL))
+
+
+def with_rates(cluster: Cluster, random: Random) -> Cluster:
+    """The same cluster; one time in three, uploads and downloads of some nodes are shared by all their links."""
+    if random.random() < 2 / 3:
+        return cluster
+    rates = [None, None, 3e5, 2e6]
+    nodes = [
+        replace(each, upload_bytes_per_s=random.choice(rates), download_bytes_per_s=random.choice(rates))
+        for each in cluster.nodes
+    ]
+    return replace(cluster, nodes=tuple(nodes))
 
 
 @dataclass(frozen=True)
@@ -103,6 +119,8 @@ class Scenario:
     def __str__(self) -> str:
         nodes = ", ".join(f"{list(stage.ring)} ({stage.averaging.kind})" for stage in self.plan.stages)
         about = f"{self.iterations} iterations on {nodes}" + ", split backward" * self.plan.split_backward
+        shared = [at for at, node in enumerate(self.plan.cluster.nodes) if node.download_bytes_per_s]
+        about += f", shared downloads of {shared}" * bool(shared)
         about += f", a checkpoint every {self.kept_every}" * bool(self.kept_every) + ", uneven" * self.uneven
         about += f", a copy of the ends every {self.backup_every}" * bool(self.backup_every)
         about += f", a drift of {self.drift:g}" * bool(self.drift)

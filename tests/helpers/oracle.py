@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, combinations, product
+from heapq import heappop, heappush
+from itertools import chain, combinations, pairwise, product
 from typing import Any, TypeAlias
 
 Json: TypeAlias = dict[str, Any]
@@ -37,6 +39,8 @@ class Costs:
     held_bytes: list[int]
     bandwidth: dict[Link, float]  # in the order of sender, then receiver, in the cluster
     flight: dict[Link, int]
+    upload: dict[str, float]  # of nodes that have such a rate, like the next
+    download: dict[str, float]
 
 
 @dataclass
@@ -104,6 +108,10 @@ def costs(plan: Json) -> Costs:
     stage_of = {name: index for index, stage in enumerate(stages) for name in stage["nodes"]}
     placed = [node for node in cluster["nodes"] if node["name"] in stage_of]
     links = list(product([node["name"] for node in cluster["nodes"]], repeat=2))
+    rates = [
+        {node["name"]: node[f"{way}_bytes_per_s"] for node in cluster["nodes"] if f"{way}_bytes_per_s" in node}
+        for way in ("upload", "download")
+    ]
     delays = [latency + cluster.get("hop_overhead_s", 0) for latency in chain(*cluster["latency_s"])]
     return Costs(
         nodes={node["name"]: node_costs(node, stage_of[node["name"]]) for node in placed},
@@ -113,11 +121,50 @@ def costs(plan: Json) -> Costs:
         held_bytes=held_bytes,
         bandwidth=dict(zip(links, chain(*cluster["bandwidth_bytes_per_s"]), strict=True)),
         flight={link: round(min(delay * 1e9, CAP_NS)) for link, delay in zip(links, delays, strict=True)},
+        upload=rates[0],
+        download=rates[1],
     )
 
 
+def sending_ns(size: int, rate: float) -> int:
+    return round(min(size / rate * 1e9, CAP_NS)) if rate else CAP_NS
+
+
 def transmit(cost: Costs, link: Link, size: int) -> int:
-    return round(min(size / cost.bandwidth[link] * 1e9, CAP_NS)) if cost.bandwidth[link] else CAP_NS
+    sender, receiver = link
+    limits = [cost.bandwidth[link], cost.upload.get(sender), cost.download.get(receiver)]
+    return sending_ns(size, min(rate for rate in limits if rate is not None))
+
+
+class Network:
+    """When uploads, links and downloads are free again; under contention-only timing nobody waits for them."""
+
+    def __init__(self, cost: Costs, timing: str) -> None:
+        self.cost, self.shared = cost, timing == "full"
+        self.upload_free: Counter[str] = Counter()
+        self.link_free: Counter[Link] = Counter()
+        self.download_free: Counter[str] = Counter()
+
+    def first_byte(self, link: Link, size: int, leaves: int, least: int = 0) -> int:
+        """When the first byte comes to the receiver. Messages are given in the order in which they leave. `least`: for
+        how long they keep uploads, links and downloads busy in any case."""
+        start = leaves
+        if self.shared:
+            sender, _ = link
+            if sender in self.cost.upload:
+                start = max(leaves, self.upload_free[sender])
+                self.upload_free[sender] = start + max(least, sending_ns(size, self.cost.upload[sender]))
+            start = max(start, self.link_free[link])
+            self.link_free[link] = start + max(least, transmit(self.cost, link, size))
+        return start + self.cost.flight[link]
+
+    def arrival(self, link: Link, size: int, comes: int, least: int = 0) -> int:
+        """When all of a message is there. Messages are given in the order in which their first bytes come."""
+        _, receiver = link
+        if self.shared and receiver in self.cost.download:
+            comes = max(comes, self.download_free[receiver])
+            self.download_free[receiver] = comes + max(least, sending_ns(size, self.cost.download[receiver]))
+        return comes + max(least, transmit(self.cost, link, size))
 
 
 def circle(nodes: list[str]) -> list[Link]:
@@ -125,31 +172,23 @@ def circle(nodes: list[str]) -> list[Link]:
     return [(i, j) for i, j in zip(nodes, nodes[1:] + nodes[:1], strict=True) if i != j]
 
 
-def run_tasks(plan: Json, timing: str) -> list[Task]:
-    cost, lanes = costs(plan), plan["lanes"]
+def run_tasks(plan: Json, network: Network) -> list[Task]:
+    cost, lanes = network.cost, plan["lanes"]
     steps: list[list[tuple[str, str]]] = []  # of every lane: node and kind of task
     for path in [lane["path"] for lane in lanes]:
         there, back = [(node, "forward") for node in path], [(node, "backward") for node in reversed(path)]
         steps.append([*there, (path[0], "head"), *back])
-    link_free: Counter[Link] = Counter()  # when the transmission before is over
     held: Counter[str] = Counter()
 
-    def arrival(link: Link, leaves: int) -> int:
-        if link[0] == link[1]:
-            return leaves
-        starts = max(leaves, link_free[link]) if timing == "full" else leaves
-        link_free[link] = starts + transmit(cost, link, cost.activation_bytes)
-        return link_free[link] + cost.flight[link]
-
     def following(ended: Task) -> list[Task]:
-        """The lane's next task; none after its last."""
+        """The lane's next task, ready as soon as the one before ends; none after its last."""
         lane, microbatch, step = ended.lane, ended.microbatch, ended.step + 1
         if step == len(steps[lane]):
             microbatch, step = microbatch + 1, 0
         if microbatch == lanes[lane]["microbatches"]:
             return []
         node, kind = steps[lane][step]
-        return [Task(lane, microbatch, step, node, kind, ready=arrival((ended.node, node), ended.end))]
+        return [Task(lane, microbatch, step, node, kind, ready=ended.end)]
 
     def weights_of(ended: Task) -> Task:
         """What a split backward leaves to be done on the same node."""
@@ -168,18 +207,31 @@ def run_tasks(plan: Json, timing: str) -> list[Task]:
 
     waiting = [Task(lane, 0, 0, *steps[lane][0], ready=0) for lane in range(len(lanes))]
     running: dict[str, Task] = {}
+    flying: list[tuple[int, int, Link, Task]] = []  # when the first byte comes, lane, link, what the message is for
     done: list[Task] = []
+    hop_bytes = cost.activation_bytes
     now = 0
-    while waiting or running:
-        for ended in [task for task in running.values() if task.end == now]:
+    while waiting or running or flying:
+        for ended in sorted((task for task in running.values() if task.end == now), key=lambda task: task.lane):
             del running[ended.node]
             held[ended.node] -= ended.kind == ("weight" if is_split(plan) else "backward")
             done.append(ended)
             if ended.kind == "weight":
                 continue
-            waiting += following(ended)
+            for task in following(ended):
+                if task.node == ended.node:
+                    waiting.append(task)
+                    continue
+                link = (ended.node, task.node)
+                comes = network.first_byte(link, hop_bytes, now)
+                flying.append((comes, task.lane, link, task))
             if ended.kind == "backward" and is_split(plan):
                 waiting.append(weights_of(ended))
+        for message in sorted((message for message in flying if message[0] == now), key=lambda message: message[1]):
+            flying.remove(message)
+            comes, _, link, task = message
+            task.ready = network.arrival(link, hop_bytes, comes)
+            waiting.append(task)
         for node in cost.nodes.keys() - running.keys():
             room = held[node] < cost.nodes[node].slots
             ready = [t for t in waiting if t.node == node and t.ready <= now and (room or t.kind != "forward")]
@@ -190,27 +242,148 @@ def run_tasks(plan: Json, timing: str) -> list[Task]:
                 waiting.remove(chosen)
                 running[node] = chosen
         coming = [task.end for task in running.values()] + [task.ready for task in waiting if task.ready > now]
+        coming += [comes for comes, *_ in flying]
         if waiting and not coming:
             raise LockedUp
         now = min(coming, default=now)
     return done
 
 
-def ring_end(cost: Costs, edges: list[Link], share: int, done: list[int]) -> int:
-    """When all nodes of a ring have the averaged gradient; `edges[i]` leads from node i to the next."""
-    m = len(done)
-    arrived, sent = [list(done)], [list(done)]
-    for k in range(1, 2 * (m - 1) + 1):
-        sent.append([max(arrived[k - 1][i], sent[k - 1][i]) + transmit(cost, edges[i], share) for i in range(m)])
-        arrived.append(
-            [max(arrived[k - 1][j], sent[k][(j - 1) % m] + cost.flight[edges[(j - 1) % m]]) for j in range(m)]
-        )
-    return max(arrived[-1])
+@dataclass
+class Transfer:
+    is_sum: bool  # else a contribution
+    level: int
+    stage: int
+    piece: int
+    link: Link
+    about: str  # whose contribution or copy it is
+    size: int
+    after_tasks: list[str]  # nodes that have to end their last tasks before it is ready
+    after: list[Transfer]  # what has to arrive before it is ready
+    by_relay: bool = False  # a relay sends it
+    arrived: int | None = None
+
+
+@dataclass
+class Tree:
+    """How one piece of a gradient goes to its root, and its sum from there."""
+
+    share: int
+    root: str
+    parent: dict[str, str]  # of contributions
+    source: dict[str, str]  # from which a node has its copy of the sum
+    relay: dict[str, str]
+
+
+def trees(stage: Json) -> list[Tree]:
+    ring = stage["ring"]
+    if "averaging" in stage:
+        found = []
+        for piece in stage["averaging"]:
+            root, via = piece["root"], piece.get("via", {})
+            parent = {name: via.get(name, root) for name in ring if name != root}
+            found.append(Tree(piece["share"], root, parent, parent, piece.get("relays", {})))
+        return found
+    found = []
+    for p in range(len(ring)):
+        there = ring[p:] + ring[:p]  # from r(p) to the root r(p-1)
+        back = there[-1:] + there[:-1]
+        found.append(Tree(1, there[-1], dict(pairwise(there)), {j: i for i, j in pairwise(back)}, {}))
+    return found
+
+
+def piece_transfers(tree: Tree, stage: int, piece: int, size: int) -> list[Transfer]:
+    made: list[Transfer] = []
+
+    def over(sender: str, receiver: str, about: str, relay: str | None, first: Transfer) -> Transfer:
+        """The last transfer of a way with a relay or without; `first` is like that which leaves the sender."""
+        first.link = (sender, receiver if relay is None else relay)
+        made.append(first)
+        if relay is None:
+            return first
+        waits = [] if first.is_sum else [relay]
+        way = (relay, receiver)
+        onward = Transfer(first.is_sum, first.level + 1, stage, piece, way, about, size, waits, [first], by_relay=True)
+        made.append(onward)
+        return onward
+
+    def contributions_to(name: str) -> list[Transfer]:
+        """Those that end at a node."""
+        arriving = []
+        for child in [child for child, parent in tree.parent.items() if parent == name]:
+            before = contributions_to(child)
+            level = max((transfer.level + 1 for transfer in before), default=0)
+            leaving = Transfer(False, level, stage, piece, ("", ""), child, size, after_tasks=[child], after=before)
+            arriving.append(over(child, name, child, tree.relay.get(child), leaving))
+        return arriving
+
+    def sums_from(name: str, level: int, waits: list[str], before: list[Transfer]) -> None:
+        for child in [child for child, source in tree.source.items() if source == name]:
+            leaving = Transfer(True, level, stage, piece, ("", ""), child, size, after_tasks=waits, after=before)
+            last = over(name, child, child, tree.relay.get(child), leaving)
+            sums_from(child, last.level + 1, [], [last])
+
+    sums_from(tree.root, 0, [tree.root], contributions_to(tree.root))
+    return made
+
+
+def average(plan: Json, network: Network, ended: dict[str, int]) -> list[Transfer]:
+    """All transfers of all stages, with the times at which they arrive; `ended`: when nodes end their last tasks."""
+    cost, transfers, places = network.cost, [], []
+    for index, (stage, gradient_bytes) in enumerate(zip(plan["stages"], cost.gradient_bytes, strict=True)):
+        cut = trees(stage)
+        whole = sum(tree.share for tree in cut)
+        for piece, tree in enumerate(cut):
+            transfers += piece_transfers(tree, index, piece, -(-gradient_bytes * tree.share // whole))
+        others = [name for name in cost.nodes if name not in stage["ring"]]
+        places.append({name: place for place, name in enumerate(stage["ring"] + others)})
+
+    def rank(transfer: Transfer) -> tuple[object, ...]:
+        place = places[transfer.stage]
+        named = [place[name] for name in (*transfer.link, transfer.about)]
+        return (not transfer.by_relay, transfer.is_sum, transfer.level, transfer.stage, transfer.piece, *named)
+
+    def ready(transfer: Transfer) -> int | None:
+        sender, receiver = transfer.link
+        times = [before.arrived for before in transfer.after]
+        known = [time for time in times if time is not None]
+        if len(known) < len(times):
+            return None
+        known += [ended[name] for name in transfer.after_tasks]
+        if receiver in cost.download:
+            known.append(ended[receiver] + cost.flight[receiver, sender])
+        return max(known)
+
+    ranked = sorted(transfers, key=rank)
+    following: dict[int, list[int]] = {}  # by the id of a transfer: ranks of those that wait for it
+    for at, transfer in enumerate(ranked):
+        for before in transfer.after:
+            following.setdefault(id(before), []).append(at)
+    events: list[tuple[int, bool, int]] = []  # time, whether a first byte comes, rank
+
+    def leave_if_ready(ranks: Iterable[int]) -> None:
+        for at in ranks:
+            time = ready(ranked[at])
+            if time is not None:
+                heappush(events, (time, False, at))
+
+    leave_if_ready(range(len(ranked)))
+    while events:
+        now, comes, at = heappop(events)
+        transfer = ranked[at]
+        if comes:
+            transfer.arrived = network.arrival(transfer.link, transfer.size, now, least=1)
+            leave_if_ready(following.get(id(transfer), []))
+        else:
+            heappush(events, (network.first_byte(transfer.link, transfer.size, now, least=1), True, at))
+    return transfers
 
 
 def simulate(plan: Json, timing: str) -> Json:
     """What `expected` of the plan file must be."""
-    cost, tasks = costs(plan), run_tasks(plan, timing)
+    cost = costs(plan)
+    network = Network(cost, timing)
+    tasks = run_tasks(plan, network)
     last_backward = iteration = max(task.end for task in tasks)
     averaging: list[tuple[int, int]] = []
     sent: Counter[Link] = Counter()
@@ -218,15 +391,14 @@ def simulate(plan: Json, timing: str) -> Json:
         for i, j in circle(lane["path"]):
             sent.update(dict.fromkeys([(i, j), (j, i)], lane["microbatches"] * cost.activation_bytes))
     if timing == "full":
-        for stage, gradient_bytes in zip(plan["stages"], cost.gradient_bytes, strict=True):
-            m, edges = len(stage["ring"]), circle(stage["ring"])
-            if m == 0:
-                averaging.append((0, 0))
-                continue
-            share = -(-gradient_bytes // m)
-            done = [max((task.end for task in tasks if task.node == name), default=0) for name in stage["ring"]]
-            averaging.append((max(done), ring_end(cost, edges, share, done)))
-            sent.update(dict.fromkeys(edges, 2 * (m - 1) * share))
+        ended = {name: max((task.end for task in tasks if task.node == name), default=0) for name in cost.nodes}
+        transfers = average(plan, network, ended)
+        for index, stage in enumerate(plan["stages"]):
+            start = max((ended[name] for name in stage["nodes"]), default=0)
+            arrivals = [transfer.arrived or 0 for transfer in transfers if transfer.stage == index]
+            averaging.append((start, max([start, *arrivals])))
+        for transfer in transfers:
+            sent[transfer.link] += transfer.size
         iteration = max(end for _, end in averaging) + max(node.times["optimizer"] for node in cost.nodes.values())
 
     def node_json(name: str, node: Node) -> Json:
@@ -263,7 +435,8 @@ def violations(plan: Json) -> set[str]:
     overfull = {name for name, node in cost.nodes.items() if lanes_on[name] > node.slots}
     arrows = {(i, j) for path in paths for i, j in combinations(path, 2) if i != j and {i, j} <= overfull}
     hops = [hop for path in paths for i, j in circle(path) for hop in ((i, j), (j, i))]
-    edges = [edge for stage in plan["stages"] for edge in circle(stage["ring"])]
+    cut = [tree for stage in plan["stages"] for tree in trees(stage)]
+    edges = [transfer.link for tree in cut for transfer in piece_transfers(tree, 0, 0, 0)]
     holds = {
         "stages": all(stage["nodes"] for stage in plan["stages"]),
         "CC1": all(visited[0] == 0 and 0 not in visited[1:] for visited in visits),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from dataclasses import replace
+from functools import wraps
 from random import Random
 from typing import Any
 
@@ -32,18 +33,66 @@ def uniform_cluster(nodes: int, latency_s: float = 0.01, bandwidth: float = 1e6,
 
 
 @st.composite
-def clusters(draw: st.DrawFn, least: int = 2, most: int = 14) -> Cluster:
-    """Unequal nodes, directed links; round numbers, so that events coincide now and then."""
+def clusters(draw: st.DrawFn, least: int = 2, most: int = 14, rates: bool = True) -> Cluster:
+    """Unequal nodes, directed links; round numbers, so that events coincide now and then, or often: in some clusters
+    speeds, links and rates are all the same.
+
+    `rates`: in half of the clusters, some nodes have upload and download rates.
+    """
     count = draw(st.sampled_from(range(least, most + 1)))
     seed = draw(st.integers(0, 2**32 - 1))
     random = np.random.default_rng(seed)
-    machines = tuple(
-        Node(f"n{index}", "somewhere", float(random.choice([1e9, 2e9, 4e9])), int(random.integers(2**22, 2**25)))
+    alike = draw(st.integers(0, 3)) == 3
+
+    def values(*choices: float) -> list[float]:
+        return [float(random.choice(choices))] if alike else list(choices)
+
+    speeds = values(1e9, 2e9, 4e9)
+    machines = [
+        Node(f"n{index}", "somewhere", float(random.choice(speeds)), int(random.integers(2**22, 2**25)))
         for index in range(count)
+    ]
+    latency_s = random.choice(values(0.0, 0.001, 0.01, 0.05), (count, count))
+    bandwidth = random.choice(values(1e5, 1e6, 1e7), (count, count))
+    overhead_s = float(random.choice([0.0, 0.002]))
+    if rates and draw(st.booleans()):
+        drawn = random.choice([0.0, *values(1e5, 1e6, 2e6)], (count, 2)).tolist()
+        machines = [
+            replace(node, upload_bytes_per_s=up or None, download_bytes_per_s=down or None)
+            for node, (up, down) in zip(machines, drawn, strict=True)
+        ]
+    return Cluster("drawn", tuple(machines), latency_s, bandwidth, overhead_s)
+
+
+@st.composite
+def averagings(draw: st.DrawFn, members: Sequence[Any], holders: Sequence[Any]) -> list[dict[str, Any]]:
+    """The field `averaging` of a stage: pieces, trees, and relays among the nodes that hold any stage. In half of the
+    cases there are none: the stage is a ring."""
+    found: list[dict[str, Any]] = []
+    for _ in range(draw(st.integers(1, 5)) if len(members) > 0 and draw(st.booleans()) else 0):
+        nodes: list[Any] = list(draw(st.permutations(members)))
+        root, others = nodes[0], nodes[1:]
+        piece: dict[str, Any] = {"root": root, "share": draw(st.sampled_from([1, 1, 2, 7, 2**31]))}
+        trees, relayed = draw(st.booleans()), draw(st.booleans())
+        via: dict[Any, Any] = {}
+        relays: dict[Any, Any] = {}
+        for node in others:
+            parent = draw(st.sampled_from([root, *others[: others.index(node)]])) if trees else root
+            if parent != root:
+                via[node] = parent
+            third = [other for other in holders if other not in (node, parent)]
+            if relayed and len(third) > 0 and draw(st.booleans()):
+                relays[node] = draw(st.sampled_from(third))
+        found.append(piece | ({"via": via} if via else {}) | ({"relays": relays} if relays else {}))
+    return found
+
+
+def pieces_of(averaging: Sequence[dict[str, Any]]) -> tuple[Piece, ...]:
+    """What a stage has of a drawn field `averaging` whose labels are numbers of nodes."""
+    return tuple(
+        Piece(each["root"], each["share"], *(tuple(each.get(way, {}).items()) for way in ("via", "relays")))
+        for each in averaging
     )
-    latency_s = random.choice([0.0, 0.001, 0.01, 0.05], (count, count))
-    bandwidth = random.choice([1e5, 1e6, 1e7], (count, count))
-    return Cluster("drawn", machines, latency_s, bandwidth, float(random.choice([0.0, 0.002])))
 
 
 @st.composite
@@ -74,6 +123,18 @@ def problems(draw: st.DrawFn) -> Problem:
 AVERAGING_KINDS = ("ring", "direct exchange", "star", "trees")
 
 
+def relayed(random: Random, averaging: Averaging, relays: Sequence[int]) -> Averaging:
+    """The same piece by piece, but about half of the messages go by way of these nodes, whichever stage they hold."""
+    if len(averaging.order) < 2:
+        return averaging
+    pieces = []
+    for piece in averaging.pieces or [Piece(node, 1) for node in averaging.order]:
+        drawn = [(node, random.choice(relays)) for node in averaging.order if random.random() < 0.5]
+        ways = [(a, by) for a, by in drawn if a != piece.root and by not in (a, piece.parent_of(a))]
+        pieces.append(replace(piece, relays=tuple(ways)))
+    return replace(averaging, pieces=tuple(pieces))
+
+
 def drawn_averaging(random: Random, nodes: Sequence[int], kind: str | None = None) -> Averaging:
     """Any way to average: round a ring, or pieces of unequal shares, straight to their roots or along any trees."""
     order, kind = random.sample(nodes, len(nodes)), kind or random.choice(AVERAGING_KINDS)
@@ -93,10 +154,11 @@ def drawn_averaging(random: Random, nodes: Sequence[int], kind: str | None = Non
 
 
 @st.composite
-def plans(draw: st.DrawFn, lost: bool = False, pieces: bool = False) -> Plan:
-    """Well-formed plans that may break any rule: paths wander at random over nodes that hold a stage.
+def plans(draw: st.DrawFn, lost: bool = False) -> Plan:
+    """Well-formed plans that may break any rule: paths wander at random over nodes that hold a stage; stages average in
+    any way.
 
-    `lost`: nobody holds one more stage. `pieces`: stages average in any way, not only round rings.
+    `lost`: nobody holds one more stage.
     """
     cluster = draw(clusters(least=3, most=8))
     count = len(cluster)
@@ -116,16 +178,16 @@ def plans(draw: st.DrawFn, lost: bool = False, pieces: bool = False) -> Plan:
         microbatches=sum(lane.microbatches for lane in lanes),
         max_slots=draw(st.sampled_from([1, 2, 3, None])),
         weight_share=draw(weight_shares),
+        collective="auto",
     )
     if lost:
         members.insert(draw(st.integers(0, stages)), ())
     layers = workload.layer_split(len(members))
-    random = draw(st.builds(Random, st.integers(0, 2**32 - 1)))
-    average = partial(drawn_averaging, random) if pieces else Averaging
+    pieces = [pieces_of(draw(averagings(nodes, range(count)))) for nodes in members]
     return Plan(
         cluster,
         workload,
-        tuple(Stage.of(count, average(nodes)) for count, nodes in zip(layers, members, strict=True)),
+        tuple(Stage(count, nodes, nodes, cut) for count, nodes, cut in zip(layers, members, pieces, strict=True)),
         tuple(lanes),
         dispatch=draw(st.sampled_from(list(Dispatch))),
         split_backward=draw(st.booleans()),

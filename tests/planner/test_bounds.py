@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from skippipe.cluster import Cluster
-from skippipe.collectives.ring import RING
+from skippipe.collectives.schedule import Averaging, free_links
+from skippipe.collectives.topology import after_ns, exchange, ring_order
 from skippipe.constraints import cc2_broken_at
 from skippipe.cost_model import NEVER_NS
 from skippipe.dispatch import Dispatch
@@ -73,11 +74,17 @@ def some_problem(seed: int) -> Problem | None:
 
 
 def plan_of(problem: Problem, placement: Placement, lanes: list[tuple[tuple[int, ...], int]]) -> Plan:
-    rings = [RING.order(problem.costs, stage, nodes) for stage, nodes in enumerate(placement)]
+    rings = [ring_order(problem.costs, stage, nodes) for stage, nodes in enumerate(placement)]
+    free_ns = free_links(len(problem.cluster))
+    everybody = [node for nodes in placement for node in nodes]
+    ways = [
+        exchange(problem.costs, stage, ring, free_ns, everybody) if len(ring) > 1 else Averaging(ring)
+        for stage, ring in enumerate(rings)
+    ]
     return Plan(
         problem.cluster,
         problem.workload,
-        tuple(Stage(k, nodes, ring) for k, nodes, ring in zip(problem.layers, placement, rings, strict=True)),
+        tuple(map(Stage.of, problem.layers, ways)),
         tuple(Lane(path, count) for path, count in lanes),
         problem.dispatch,
         problem.split_backward,
@@ -238,12 +245,16 @@ def test_tours_of_kinds_are_tours_of_nodes() -> None:
 
 
 @pytest.mark.parametrize("size", range(1, 7))
-def test_no_ring_beats_its_bound(size: int) -> None:
-    problem = Problem(random_cluster(9, 5), Workload(MODELS["llama-30m"]), 3, 2)
+@pytest.mark.parametrize("collective", ["ring", "auto"])
+def test_no_averaging_beats_its_bound(size: int, collective: str) -> None:
+    problem = Problem(random_cluster(9, 5), Workload(MODELS["llama-30m"], collective=collective), 3, 2)
     draw = np.random.default_rng(size)
     for _ in range(20):
         nodes = draw.permutation(9)[:size].tolist()
-        least_ns = min(RING.after_ns(problem.costs, 1, nodes, last) for last in nodes)
+        averaging = Averaging(tuple(nodes))
+        if collective == "auto" and size > 1:
+            averaging = exchange(problem.costs, 1, nodes, free_links(9), range(9))
+        least_ns = min(after_ns(problem.costs, 1, averaging, last) for last in nodes)
         assert averaging_by_size_ns(problem, 1, size)[-1] <= least_ns
 
 

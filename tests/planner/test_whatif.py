@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from skippipe.constraints import circle, tc1_overfull
-from skippipe.critical_path import (
-    Cause,
+from skippipe.bottlenecks import (
+    DOWNLOADS,
+    UPLOADS,
     CauseGroup,
-    CauseKind,
     bottlenecks,
     busiest_link,
     busiest_node,
-    critical_path,
     slowest_lane,
     time_by_cause,
     time_by_group,
 )
+from skippipe.constraints import circle, tc1_overfull
+from skippipe.critical_path import Cause, CauseKind, critical_path
 from skippipe.plan import Plan
 from skippipe.planner.published import published20, published_plan
 from skippipe.planner.whatif.advisor import Advice, advise
@@ -99,7 +101,15 @@ def test_causes_are_where_they_can_be(plan: Plan, timing: Timing) -> None:
             case CauseKind.QUEUE:
                 assert (node, to) in hops and timing is Timing.FULL
             case CauseKind.AVERAGING_LATENCY | CauseKind.AVERAGING_BANDWIDTH:
-                assert stage is not None and (node, to) in circle(plan.stages[stage].ring)
+                links = set() if stage is None else plan.stages[stage].averaging.links
+                links |= {link[::-1] for link in links if plan.cluster.nodes[link[1]].download_bytes_per_s}  # notices
+                assert (node, to) in links
+            case CauseKind.UPLOAD | CauseKind.AVERAGING_UPLOAD:
+                assert plan.cluster.nodes[node].upload_bytes_per_s is not None
+                assert (stage is None) == (kind is CauseKind.UPLOAD)
+            case CauseKind.DOWNLOAD | CauseKind.AVERAGING_DOWNLOAD:
+                assert plan.cluster.nodes[node].download_bytes_per_s is not None
+                assert (stage is None) == (kind is CauseKind.DOWNLOAD)
             case CauseKind.OPTIMIZER:
                 assert piece.end_ns == timeline.iteration_ns
 
@@ -117,12 +127,27 @@ def test_a_lane_by_itself_is_its_own_path(plan: Plan, timing: Timing) -> None:
     busy = {Cause(CauseKind.COMPUTING, use.node): use.busy_ns for use in timeline.nodes if use.busy_ns}
     assert {cause: ns for cause, ns in causes.items() if cause.kind is CauseKind.COMPUTING} == busy
     count = plan.lanes[0].microbatches
-    for a, b in circle(plan.lanes[0].path):
-        twice = 2 if len(plan.lanes[0].path) == 2 else 1  # there and back over the same link
-        for link in ((a, b), (b, a)):
-            assert causes.get(Cause(CauseKind.LATENCY, *link), 0) == twice * count * plan.costs.flight_ns[link]
-            assert causes.get(Cause(CauseKind.BANDWIDTH, *link), 0) == twice * count * plan.costs.transmit_ns[link]
-    assert {cause.kind for cause in causes} <= {CauseKind.COMPUTING, CauseKind.LATENCY, CauseKind.BANDWIDTH}
+    sent: Counter[Cause] = Counter()
+    twice = 2 if len(plan.lanes[0].path) == 2 else 1  # there and back over the same link
+    for link in {link for a, b in circle(plan.lanes[0].path) for link in ((a, b), (b, a))}:
+        assert causes.get(Cause(CauseKind.LATENCY, *link), 0) == twice * count * plan.costs.flight_ns[link]
+        sent[sending_cause(plan, link)] += twice * count * int(plan.costs.transmit_ns[link])
+    sending = {CauseKind.BANDWIDTH, CauseKind.UPLOAD, CauseKind.DOWNLOAD}
+    assert {cause: ns for cause, ns in causes.items() if cause.kind in sending} == {
+        cause: ns for cause, ns in sent.items() if ns
+    }
+    assert {cause.kind for cause in causes} <= {CauseKind.COMPUTING, CauseKind.LATENCY, *sending}
+
+
+def sending_cause(plan: Plan, link: tuple[int, int]) -> Cause:
+    """The slowest of a link and the access lines at its ends."""
+    sender, receiver = link
+    rates = [
+        (plan.cluster.bandwidth_bytes_per_s[link], Cause(CauseKind.BANDWIDTH, *link)),
+        (plan.cluster.nodes[sender].upload_bytes_per_s or np.inf, Cause(CauseKind.UPLOAD, sender)),
+        (plan.cluster.nodes[receiver].download_bytes_per_s or np.inf, Cause(CauseKind.DOWNLOAD, receiver)),
+    ]
+    return min(rates, key=lambda each: each[0])[1]
 
 
 def test_a_wait_for_a_busy_node_by_hand() -> None:
@@ -154,7 +179,8 @@ def test_the_bottleneck_is_named_first_and_its_cure_is_the_best_advice(case: Cal
     timeline = simulate(known.plan, known.timing)
     first = bottlenecks(time_by_cause(critical_path(known.plan, timeline)))[0]
     assert first.group is known.bottleneck
-    assert known.where == (set(first.links) if first.links else {first.node})
+    places: list[set[Any]] = [set(first.at(*UPLOADS, *DOWNLOADS)), set(first.links), {first.node}]
+    assert known.where == next(each for each in places if each)
 
     best = advised(case).changes[0]
     assert (best.kind, best.what) == (known.kind, known.what)

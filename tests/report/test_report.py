@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from skippipe.cluster import Cluster
-from skippipe.collectives.ring import RING
+from skippipe.collectives.topology import ring_order
 from skippipe.cost_model import cost_model_of
 from skippipe.errors import UserError
 from skippipe.plan import Lane, Plan, Stage
@@ -34,7 +34,7 @@ def published(paths: str, timing: Timing, split: bool = False) -> tuple[Plan, Ti
     example = published20()
     assert example.placement is not None
     costs = cost_model_of(example.cluster, example.workload, (4,) * 6)
-    stages = tuple(Stage(4, nodes, RING.order(costs, index, nodes)) for index, nodes in enumerate(example.placement))
+    stages = tuple(Stage(4, nodes, ring_order(costs, index, nodes)) for index, nodes in enumerate(example.placement))
     lanes = example.paths[paths]
     plan = Plan(example.cluster, example.workload, stages, lanes, split_backward=split)
     timeline = simulate(plan, timing)

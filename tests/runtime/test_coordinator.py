@@ -403,7 +403,7 @@ def test_a_stage_that_no_node_holds_comes_from_a_checkpoint_if_there_is_one() ->
         harness.coordinator.node_lost(node, "its process ended")
     *_, recover = harness.env.new_messages()[6]
     assert isinstance(recover, Recover)
-    assert recover.origin == StateSource("checkpoint", (COORDINATOR,), (stage,), (1.0,), 7 + stage)
+    assert recover.origin == StateSource("checkpoint", (COORDINATOR,), (stage,), (1.0,), 7 + stage, iterations=1)
     harness.send(6, StateRequest(0, 5, 10, recover.assignment - 1), StateRequest(0, 5, 10, recover.assignment))
     assert harness.env.logged("state") == [(6, stage, 5, 10)]
 

@@ -445,6 +445,44 @@ def test_state_after_the_last_step_before_a_pause_is_of_the_next_iteration() -> 
     assert [message.header for to, message in bench.sent_messages if to == 6] == [StatePiece(5, 0)]
 
 
+def test_a_node_that_waits_takes_no_state_from_before_the_step_that_is_committed() -> None:
+    """Its source may hear of the commit later than this node of the pause that follows."""
+    bench = Bench(5).hear(Recover(StateSource("replica", (3,), (2,), (1.0,), 4, iterations=5), 0))
+    assert bench.work() == ["plan transfer"]
+    bench.asked.clear()
+    bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
+    bench.take(3, state_piece(iteration=4, body=(((8, 8),),)))
+    assert bench.work() == []
+    assert bench.asked == [(3, StateRequest(2, 0, 1, 0))]
+    bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
+    bench.take(3, state_piece(iteration=5, body=(((9, 9),),)))
+    assert bench.work() == ["write state"]
+    assert bench.heard() == [Ready()]
+    assert bench.executor.state == [((9, 9),)]
+
+
+def test_a_node_that_has_stepped_and_waits_takes_no_state_from_before_that_step() -> None:
+    bench = Bench(5, plan_of(6, ((0, 1), (2,), (3, 4), (5,)), ((0, 2, 3), (1, 2, 4)))).begin(4)
+    bench.hear(Recover(StateSource("replica", (3,), (3,), (1.0,), 4, iterations=4), 0)).work()
+    bench.hear(Commit(4, 1.0, 1.0, True, False, False)).work()
+    assert bench.node.phase is NodePhase.WAITING
+    for iteration in (4, 5):
+        bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
+        bench.take(3, state_piece(iteration=iteration))
+        assert bench.work() == ["write state"] * (iteration == 5)
+
+
+def test_state_that_was_received_while_waiting_is_passed_on_as_of_the_iteration_that_begins() -> None:
+    bench = Bench(2)
+    bench.node.executor_ready(StateSource("checkpoint", (COORDINATOR,), (1,), (1.0,), 3, iterations=7), 0)
+    bench.work()
+    bench.node.receive(COORDINATOR, state_piece())
+    bench.work()
+    bench.node.handle_peer_control(6, StateRequest(1, 0, 1, 0))
+    assert bench.work() == ["read state"]
+    assert [message.header for to, message in bench.sent_messages if to == 6] == [StatePiece(7, 0)]
+
+
 def test_a_node_that_begins_with_a_checkpoint_is_ready_when_it_has_it() -> None:
     bench = Bench(2)
     bench.node.executor_ready(StateSource("checkpoint", (COORDINATOR,), (1,), (1.0,), 3), 0)

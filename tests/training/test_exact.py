@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,6 +56,22 @@ def test_many_nodes_are_one_process(paths: str, layers: tuple[int, ...], split: 
 )
 def test_every_way_to_average(pieces: tuple[Piece, ...]) -> None:
     assert_exact(*plan_of(SKIPPED, pieces=pieces))
+
+
+@pytest.mark.parametrize("rated", [False, True], ids=["links alone", "shared uploads and downloads"])
+def test_averaging_by_way_of_relays_of_other_stages(rated: bool) -> None:
+    """Nodes 0 and 5 forward for stage 1; node 5 is alone on its stage, and done with averaging before."""
+    pieces = Piece(2, 3, (), ((3, 5), (4, 0))), Piece(3, 1, ((2, 4),), ((2, 5), (4, 2))), Piece(4, 2, (), ((3, 0),))
+    plan, spec = plan_of(SKIPPED, pieces=pieces)
+    assert plan.stages[1].averaging.fault() is None
+    if rated:
+        nodes = [replace(each, upload_bytes_per_s=2e6) for each in plan.cluster.nodes]
+        nodes[2:6] = [replace(each, download_bytes_per_s=1e6) for each in nodes[2:6]]
+        plan = replace(plan, cluster=replace(plan.cluster, nodes=tuple(nodes)))
+    sent = Counter[tuple[int, int]]()
+    for report in assert_exact(plan, spec).reports:
+        sent.update(report.sent_bytes)
+    assert all(sent[link] for link in ((3, 5), (4, 0), (2, 5))), "to relays; without them no total would be there"
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3", "mistral", "qwen3_moe"])

@@ -218,7 +218,7 @@ def test_every_kind_has_its_numbers() -> None:
         "WEIGHTS_PIECE": ("stage piece collection", "010000000200000003"),
         "CHECKPOINT_PIECE": ("stage piece collection", "010000000200000003"),
         "STEP_HOP": ("step lane place", "01000000000000000200000003"),
-        "PROBE_PIECE": ("probe direction step", "01000000000000000200000003"),
+        "PROBE_PIECE": ("probe direction step answer_bytes", "0100000000000000020000000300000004"),
     }
 
 

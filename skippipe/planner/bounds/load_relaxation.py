@@ -7,7 +7,7 @@ from scipy.optimize import LinearConstraint, milp
 from scipy.sparse import csr_array, eye_array, kron
 from scipy.sparse.csgraph import minimum_spanning_tree
 
-from skippipe.cost_model import NEVER_NS
+from skippipe.cost_model import NEVER_NS, CostModel
 from skippipe.jit import Floats, Ints
 from skippipe.planner.bounds.node_classes import NodeClasses
 from skippipe.planner.problem import Problem
@@ -106,28 +106,28 @@ def averaging_by_size_ns(problem: Problem, stage: int, most: int) -> list[int]:
     bandwidth = costs.bandwidth_bytes_per_s[np.ix_(able, able)].copy()
     np.fill_diagonal(bandwidth, 0)
     flight_ns = costs.flight_ns[np.ix_(able, able)] + np.diag(np.full(len(able), NEVER_NS))
-    by_size = _ring_by_size_ns if costs.collective.only_rings else _trees_by_size_ns
-    return by_size(costs.gradient_bytes[stage], bandwidth, flight_ns, most)
+    if costs.collective.only_rings:
+        return _ring_by_size_ns(costs.gradient_bytes[stage], bandwidth, flight_ns, most)
+    return _exchange_by_size_ns(costs, stage, able, most)
 
 
-def _trees_by_size_ns(gradient_bytes: int, bandwidth: Floats, flight_ns: Ints, most: int) -> list[int]:
-    """Whatever the pieces and their trees: all of the last node's gradient leaves it afterwards, as contributions or
-    within the sums of which it is the root; and some node has all but an m-th of the sum still to come, which cannot
-    set out before the last node's contribution has arrived."""
-    fastest_first = -np.sort(-bandwidth, axis=1)
-    least_flight_ns = int(flight_ns.min(initial=NEVER_NS))
+def _exchange_by_size_ns(costs: CostModel, stage: int, able: Ints, most: int) -> list[int]:
+    """Whatever the pieces, trees and relays: all of the last node's gradient leaves it afterwards, over all its links,
+    as contributions or within the sums of which it is the root; and some node has all but an m-th of the sum still to
+    come, which cannot set out before the last node's contribution has arrived."""
+    bandwidth = costs.bandwidth_bytes_per_s.copy()
+    np.fill_diagonal(bandwidth, 0)
+    leaves = np.minimum(bandwidth.sum(axis=1), costs.upload_bytes_per_s)[able].max(initial=0)
+    enters = np.minimum(bandwidth.sum(axis=0), costs.download_bytes_per_s)[able].max(initial=0)
+    apart_ns = costs.flight_ns + np.diag(np.full(costs.nodes, NEVER_NS))
+    least_flight_ns, gradient_bytes = int(apart_ns.min()), costs.gradient_bytes[stage]
     found = [0]
     for size in range(2, most + 1):
-        if size > len(bandwidth):
+        if size > len(able) or leaves == 0 or enters == 0:
             found.append(NEVER_NS)
             continue
-        together = fastest_first[:, : size - 1].sum(axis=1).max()
-        into = (-np.sort(-bandwidth, axis=0))[: size - 1].sum(axis=0).max()
-        if together == 0 or into == 0:
-            found.append(NEVER_NS)
-            continue
-        leaves_ns = gradient_bytes / together * 1e9 + least_flight_ns
-        enters_ns = (size - 1) / size * gradient_bytes / into * 1e9 + 2 * least_flight_ns
+        leaves_ns = gradient_bytes / leaves * 1e9 + least_flight_ns
+        enters_ns = (size - 1) / size * gradient_bytes / enters * 1e9 + 2 * least_flight_ns
         found.append(int(min(max(leaves_ns, enters_ns) * (1 - ROUNDING), NEVER_NS)))
     return found
 

@@ -165,6 +165,7 @@ def _averaged(state: State, stage: int, done_ns: Ints, tables: Tables) -> int:
                 tables.bandwidth,
                 tables.flight_ns,
                 tables.relayed,
+                state.stage_of,
                 tables.upload,
                 tables.download,
             ),

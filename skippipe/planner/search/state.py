@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from skippipe.cluster import Cluster
-from skippipe.collectives.topology import relayed_bandwidth
+from skippipe.collectives.topology import relay_rates
 from skippipe.constraints import MAX_SWAPS
 from skippipe.cost_model import NEVER_NS, CostModel, cost_model_of
 from skippipe.dispatch import Dispatch
@@ -70,7 +70,7 @@ class Tables(NamedTuple):
     near: Flags
     """[node, other]: hardly any node has a faster link to the first one."""
     relayed: Floats
-    """[node, node]: what ways over a third node carry together (see `topology`)."""
+    """[relay, node]: what a relay carries from and to a node (see `topology`)."""
     upload: Floats
     """[node]: what all its links carry from it together; infinite without a limit, as is the next."""
     download: Floats
@@ -116,7 +116,7 @@ def tables_of(
         bandwidth=np.ascontiguousarray(costs.bandwidth_bytes_per_s),
         linked=reachable & reachable.T,
         near=_near(costs.bandwidth_bytes_per_s),
-        relayed=relayed_bandwidth(costs),
+        relayed=relay_rates(costs),
         upload=costs.upload_bytes_per_s,
         download=costs.download_bytes_per_s,
         only_rings=costs.collective.only_rings,

@@ -13,18 +13,10 @@ from functools import partial
 from itertools import permutations
 
 from skippipe import constraints
+from skippipe.bottlenecks import DOWNLOADS, UPLOADS, Bottleneck, CauseGroup, bottlenecks, slowest_lane, time_by_cause
 from skippipe.codecs import smaller_than
 from skippipe.collectives.schedule import Averaging
-from skippipe.critical_path import (
-    Bottleneck,
-    CauseGroup,
-    CauseKind,
-    Link,
-    bottlenecks,
-    critical_path,
-    slowest_lane,
-    time_by_cause,
-)
+from skippipe.critical_path import CauseKind, Link, critical_path
 from skippipe.dispatch import Dispatch
 from skippipe.plan import Plan
 from skippipe.planner.whatif import edits
@@ -51,6 +43,8 @@ class EditKind(StrEnum):
     DISPATCH = "dispatch"
     SPLIT_BACKWARD = "split-backward"
     BANDWIDTH = "bandwidth"
+    UPLOAD = "upload"
+    DOWNLOAD = "download"
     LATENCY = "latency"
     SLOT = "slot"
     SPEED = "speed"
@@ -104,7 +98,9 @@ class CandidateEdits:
         """Edits that relieve a bottleneck."""
         node = bottleneck.node
         if bottleneck.group in (CauseGroup.TRANSFERS, CauseGroup.AVERAGING):
-            yield from self._better_links(bottleneck)
+            yield from self._better_access(bottleneck)
+            if bottleneck.links:
+                yield from self._better_links(bottleneck)
         elif node is not None and bottleneck.group is CauseGroup.MEMORY:
             yield self._candidate(EditKind.SLOT, *self._slot(node), partial(edits.one_more_slot, self.plan, node))
         elif node is not None:
@@ -140,6 +136,18 @@ class CandidateEdits:
                 f"latency {there}: {self._share(flying)} of the time",
                 partial(edits.shorter_links, self.plan, links),
             )
+
+    def _better_access(self, bottleneck: Bottleneck) -> Iterator[Candidate]:
+        """Twice the upload and the download that cost most."""
+        there = "while averaging" if bottleneck.group is CauseGroup.AVERAGING else "there"
+        for kind, causes, changed in (
+            (EditKind.UPLOAD, UPLOADS, edits.faster_upload),
+            (EditKind.DOWNLOAD, DOWNLOADS, edits.faster_download),
+        ):
+            for node in bottleneck.at(*causes)[:1]:
+                what = f"twice the {kind} of {self._name(node)}"
+                because = f"sending through {kind}s {there}: {self._share(bottleneck.of(*causes))} of the time"
+                yield self._candidate(kind, what, because, partial(changed, self.plan, node))
 
     def _where(self, links: list[Link], node: int | None) -> str:
         (a, b), *others = links
@@ -180,7 +188,8 @@ class CandidateEdits:
             what = "the backward whole" if plan.split_backward else "the backward split"
             because = f"computing and waiting: {self._share(waiting + working)} of the time"
             yield self._candidate(EditKind.SPLIT_BACKWARD, what, because, partial(edits.other_backward, plan))
-        sending = sum(bottleneck.of(CauseKind.BANDWIDTH, CauseKind.QUEUE) for bottleneck in self.bottlenecks)
+        hops = (CauseKind.BANDWIDTH, CauseKind.QUEUE, CauseKind.UPLOAD, CauseKind.DOWNLOAD)
+        sending = sum(bottleneck.of(*hops) for bottleneck in self.bottlenecks)
         smaller = smaller_than(plan.workload.wire_dtype)
         if sending and smaller is not None:
             what = f"{smaller} instead of {plan.workload.wire_dtype} on the wire"

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from skippipe.cluster import Cluster, Matrix, Node
-from skippipe.collectives.schedule import Averaging
+from skippipe.collectives.schedule import Averaging, Piece
 from skippipe.cost_model import cost_model_of
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible
@@ -54,6 +54,20 @@ def wider_links(plan: Plan, links: Links) -> Plan:
 def shorter_links(plan: Plan, links: Links) -> Plan:
     """The links have half the latency."""
     return _on_cluster(plan, replace(plan.cluster, latency_s=_scaled(plan.cluster.latency_s, links, 0.5)))
+
+
+def faster_upload(plan: Plan, node: int) -> Plan:
+    """The node has twice the upload rate."""
+    before = plan.cluster.nodes[node]
+    upload = 2 * (before.upload_bytes_per_s or 0) or None
+    return _on_cluster(plan, _with_node(plan.cluster, node, replace(before, upload_bytes_per_s=upload)))
+
+
+def faster_download(plan: Plan, node: int) -> Plan:
+    """The node has twice the download rate."""
+    before = plan.cluster.nodes[node]
+    download = 2 * (before.download_bytes_per_s or 0) or None
+    return _on_cluster(plan, _with_node(plan.cluster, node, replace(before, download_bytes_per_s=download)))
 
 
 def half_overhead(plan: Plan) -> Plan:
@@ -158,6 +172,18 @@ def without_node(plan: Plan, node: int) -> Plan:
     def renamed(nodes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(number[each] for each in nodes)
 
+    def averaged(stage: Stage) -> Averaging:
+        pieces = [
+            Piece(
+                number[each.root], each.share, tuple(map(renamed_link, each.via)), tuple(map(renamed_link, each.relays))
+            )
+            for each in stage.pieces
+        ]
+        return Averaging(renamed(stage.ring), tuple(pieces))
+
+    def renamed_link(link: tuple[int, int]) -> tuple[int, int]:
+        return number[link[0]], number[link[1]]
+
     cluster = replace(
         plan.cluster,
         nodes=tuple(plan.cluster.nodes[each] for each in kept),
@@ -166,6 +192,6 @@ def without_node(plan: Plan, node: int) -> Plan:
     )
     return replace(
         _on_cluster(found, cluster),
-        stages=tuple(Stage(each.layers, renamed(each.nodes), renamed(each.ring)) for each in found.stages),
+        stages=tuple(Stage.of(each.layers, averaged(each)) for each in found.stages),
         lanes=tuple(Lane(renamed(lane.path), lane.microbatches) for lane in found.lanes),
     )

@@ -156,7 +156,7 @@ class Iteration:
         paths = [[node for at, node in enumerate(route.path) if at not in route.skipped] for route in self._routes]
         links = {link for path in paths for link in circle(path)}
         for stage in self.plan.stages:
-            links |= stage.averaging.without(set(stage.nodes) - self.nodes).links
+            links |= stage.averaging.without(self.plan.stage_of.keys() - self.nodes).links
         return (a, b) in links or (b, a) in links
 
     def complete(self) -> bool:

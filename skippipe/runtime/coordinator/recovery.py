@@ -83,7 +83,8 @@ class RecoverySourceSelector:
         store = self.env.checkpoint_store
         assert store is not None
         self.progress.steps[stage] = store.steps(stage)
-        return StateSource("checkpoint", (COORDINATOR,), (stage,), (1.0,), self.progress.steps[stage])
+        steps, completed = self.progress.steps[stage], self.backup.completed
+        return StateSource("checkpoint", (COORDINATOR,), (stage,), (1.0,), steps, iterations=completed)
 
     def _source(self, stage: int, receiver: int) -> StateSource | None:
         now_ns, membership = self.env.now_ns(), self.membership
@@ -93,7 +94,8 @@ class RecoverySourceSelector:
         if replicas:
             busy = [source for node in membership for source in membership[node].sources]
             replica = min(replicas, key=lambda node: (busy.count(node), node))
-            return StateSource("replica", (replica,), (stage,), (1.0,), self.progress.steps[stage])
+            steps, completed = self.progress.steps[stage], self.backup.completed
+            return StateSource("replica", (replica,), (stage,), (1.0,), steps, iterations=completed)
         others = [membership[node] for node in membership.in_state(MemberState.RECOVERING) if node != receiver]
         if held or any(other.stage == stage and other.sources for other in others):
             return None  # a stage is rebuilt once, and only if no node holds it: or its replicas would differ
@@ -115,7 +117,7 @@ class RecoverySourceSelector:
         total = sum(norms)
         shares = tuple(norm / total if total else 1 / len(neighbours) for norm in norms)
         nodes = tuple(nearest[other] for other in neighbours)
-        return StateSource("neighbours", nodes, tuple(neighbours), shares, 0, backup)
+        return StateSource("neighbours", nodes, tuple(neighbours), shares, 0, backup, self.backup.completed)
 
     def _describe(self, source: StateSource) -> str:
         if source.kind == "replica":

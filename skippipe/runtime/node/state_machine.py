@@ -109,7 +109,7 @@ class TrainingNode:
         self._transfer = StateTransfer(self, env, self._ops)
         self._early: dict[int, list[tuple[Message, int]]] = {}
         self._peers_done: dict[int, tuple[int, int]] = {}
-        """Peer whose download is shared → the last iteration, and epoch, in which it has done its tasks."""
+        """Peer whose download is shared → the last epoch, and iteration, in which it has done its tasks."""
         self._commit: Commit | None = None
         self._adopt(plan)
         self._clear(recorded=False)
@@ -170,7 +170,8 @@ class TrainingNode:
     def handle_peer_control(self, sender: int, control: ControlMessage) -> None:
         """A message of another node."""
         if isinstance(control, TasksDone):
-            self._peers_done[sender] = control.iteration, control.epoch
+            version = control.epoch, control.iteration  # one that comes late, or again, takes nothing back
+            self._peers_done[sender] = max(version, self._peers_done.get(sender, version))
         else:
             self._transfer.handle_control(sender, control)
 
@@ -466,10 +467,9 @@ class TrainingNode:
                 self._env.send_control(TasksDone(self.iteration, self.epoch), peer)
 
     def _send_pieces(self) -> None:
-        done = [peer for peer, version in self._peers_done.items() if version == (self.iteration, self.epoch)]
+        done = [peer for peer, version in self._peers_done.items() if version == (self.epoch, self.iteration)]
         for _, stage, transfer, receiver, body in self._averaging.take_outgoing(done):
-            header = GradientPiece(self.iteration, stage, transfer, self.epoch)
-            message = Message(header, body, self._env.now_ns())
+            message = Message(GradientPiece(self.iteration, stage, transfer, self.epoch), body, self._env.now_ns())
             self._averaging.unacknowledged[stage, transfer] = receiver, message
             self._scheduler.sent_bytes[receiver] += getattr(body, "nbytes", 0)
             self._env.send(receiver, message)

@@ -6,8 +6,9 @@ iteration, as its source had it in that iteration, equals the source's from then
 and arrives in the next is out of date, and is requested again.
 
 The state of a replica belongs to an iteration. It is of use to a node in the same iteration, and to one that waits if
-all of it is of the iteration that then begins. A copy of stage 0's ends is of use at any time: a data node makes it, a
-node of another stage fetches and keeps it, and both send it to a node that rebuilds stage 0.
+all of it is of the iteration that then begins: the replica may learn later than this node that a step is committed. A
+copy of stage 0's ends is of use at any time: a data node makes it, a node of another stage fetches and keeps it, and
+both send it to a node that rebuilds stage 0.
 """
 
 from __future__ import annotations
@@ -259,8 +260,9 @@ class StateTransfer:
         iteration = header.iteration if isinstance(header, StatePiece) else 0
         if not recovery.is_versioned:
             in_time = True
-        elif phase is NodePhase.WAITING:  # and so does every other node
-            in_time = recovery.is_of_same_iteration(iteration)
+        elif phase is NodePhase.WAITING:  # and so does every other node, but the source may have its last step to take
+            begins = max(recovery.origin.iterations, self._holder.iteration + 1)
+            in_time = iteration == begins and recovery.is_of_same_iteration(iteration)
         else:
             in_time = iteration == self._holder.iteration and phase is not NodePhase.STEPPING
         write = recovery.accept(sender, message, in_time=in_time)
@@ -316,7 +318,8 @@ class StateTransfer:
                 self._env.send_control(BackupStored(self.backup))  # the coordinator took it for another one
             return
         self._env.send_control(StateDigest(op.first, chunk.digest, op.assignment), op.to)
-        stepped = self._holder.phase is NodePhase.WAITING
-        version = max(0, self._holder.iteration + stepped)  # after the step, it is the next one's
+        version = self._holder.iteration + (self._holder.phase is NodePhase.WAITING)  # after the step, the next one's
+        if self._holder.iteration < 0:
+            version = 0 if self._recovery is None else self._recovery.origin.iterations
         piece = BackupPiece(op.first, op.assignment) if op.backup else StatePiece(version, op.first, op.assignment)
         self._env.send(op.to, Message(piece, chunk.payload))
