@@ -63,7 +63,7 @@ def _show_cluster(found: Cluster) -> None:
         rates = [f"{each / 1e6:.1f}" if each else "–" for each in (node.upload_bytes_per_s, node.download_bytes_per_s)]
         rows.append([node.name, node.location, tera, gib, latency, speed, *rates])
     headings = ["node", "location", "TFLOP/s", "memory GiB", "median ms to others", "median MB/s to others"]
-    headings += ["upload MB/s", "download MB/s"]
+    headings += ["up MB/s", "down MB/s"]
     shown = len(headings)
     if not any(node.upload_bytes_per_s or node.download_bytes_per_s for node in found.nodes):
         shown -= 2
