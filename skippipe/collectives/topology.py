@@ -19,6 +19,7 @@ from skippipe.jit import Floats, Ints, kernel
 NEVER_NS = 10**15  # what a transfer takes over no link, and the most that any can; as in `cost_model`
 PIECE_BYTES = 2**23  # of an exchange, about: smaller pieces are forwarded sooner, and are more messages
 MOST_PIECES = 192
+FEW_PIECES = 24  # where many placements are compared
 RELAYED_UP_TO = 16  # nodes of a stage: more have enough links of their own
 SHARES = 2**16  # what shares add up to in an estimate, about
 LEAST_SHARE = 0.02  # of the largest: a node with less is no root, and only sends
@@ -101,20 +102,30 @@ def takes_ns(costs: LinkCosts, stage: int, averaging: Averaging) -> int:
 
 
 def after_ns(costs: LinkCosts, stage: int, averaging: Averaging, last: int) -> int:
-    """How long averaging goes on after this node is done, at least: the others were done long before."""
-    done_ns = np.zeros(len(costs.flight_ns), np.int64)
-    done_ns[last] = takes_ns(costs, stage, averaging)
-    return averaged_ns(costs, stage, averaging, done_ns) - int(done_ns[last])
+    """How long averaging goes on after this node is done, at least: the longest chain of transfers that begins there.
+    (That all others were done long before need not be the least: what is ready early can go before what matters.)"""
+    schedule, nodes = averaging.schedule, np.array(averaging.nodes, np.int64)
+    _, _, piece, sender, receiver, _ = np.array(schedule.transfers, np.int64).reshape(-1, 6).T
+    links, sizes = (
+        (nodes[sender], nodes[receiver]),
+        np.array(schedule.piece_bytes(costs.gradient_bytes[stage]), np.int64),
+    )
+    alone_ns = (transmit_ns(sizes[piece], costs.bandwidth_bytes_per_s[links]) + costs.flight_ns[links]).tolist()
+    ends_ns: list[int] = []
+    for needs, begins_there, taken_ns in zip(schedule.needs, links[0] == last, alone_ns, strict=True):
+        before_ns = max((ends_ns[at] for at in needs), default=0)  # a transfer comes after those it waits for
+        ends_ns.append(before_ns + taken_ns if before_ns or begins_there else 0)
+    return max(ends_ns, default=0)
 
 
 def fastest(costs: LinkCosts, stage: int, nodes: Sequence[int], *, only_rings: bool = False) -> Averaging:
     """The fastest of the known kinds for nodes that are done at the same time, whatever order they are given in."""
     if len(nodes) > RELAYED_UP_TO and not only_rings:
-        return exchange(costs, stage, sorted(nodes), free_links(len(costs.flight_ns)))
+        return exchange(costs, stage, sorted(nodes), free_links(len(costs.flight_ns)), most_pieces=FEW_PIECES)
     ring = Averaging(ring_order(costs, stage, nodes))
     if only_rings or len(ring.order) < 3:
         return ring
-    direct = exchange(costs, stage, ring.order, free_links(len(costs.flight_ns)))
+    direct = exchange(costs, stage, ring.order, free_links(len(costs.flight_ns)), most_pieces=FEW_PIECES)
     return min((ring, direct), key=lambda each: takes_ns(costs, stage, each))
 
 
@@ -122,12 +133,17 @@ def fastest(costs: LinkCosts, stage: int, nodes: Sequence[int], *, only_rings: b
 
 
 def exchange(
-    costs: LinkCosts, stage: int, order: Sequence[int], free_ns: FreeLinks, relays: Sequence[int] = ()
+    costs: LinkCosts,
+    stage: int,
+    order: Sequence[int],
+    free_ns: FreeLinks,
+    relays: Sequence[int] = (),
+    most_pieces: int = MOST_PIECES,
 ) -> Averaging:
     """Every node is the root of pieces, and all others send straight to it or by way of a relay. `free_ns` is when
     links are free; it is changed by what this adds."""
     by_bytes = -(-costs.gradient_bytes[stage] // PIECE_BYTES)
-    pieces = min(MOST_PIECES, max(by_bytes, min(2 * len(order), MOST_PIECES // 2)))
+    pieces = min(most_pieces, max(by_bytes, min(2 * len(order), most_pieces // 2)))
     relays = relays if len(order) <= RELAYED_UP_TO else ()
     roots, ways = np.empty(pieces, np.int64), np.empty((pieces, len(order)), np.int64)
     divide_exchange(

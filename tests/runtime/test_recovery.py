@@ -74,7 +74,7 @@ def test_a_data_node_in_its_head_then_a_middle_node_in_its_backward(play: Play) 
 
 
 def test_the_last_replica_comes_back_to_a_checkpoint(play: Play) -> None:
-    outcome = play(kill(ONLY).at(iteration=3, during="forward").back_after(0.2), iterations=7, kept_every=2)
+    outcome = play(kill(ONLY).at(iteration=3, during="forward").back_after(0.2), iterations=12, kept_every=2)
     assert_struck(outcome)
     assert any("from the newest checkpoint" in text for text in outcome.said("learning")), outcome.tale()
     assert any("a stage is left out" in text for text in outcome.said("rerouted", ONLY))
@@ -83,7 +83,7 @@ def test_the_last_replica_comes_back_to_a_checkpoint(play: Play) -> None:
 
 
 def test_the_last_replica_is_rebuilt_from_its_neighbours(play: Play) -> None:
-    outcome = play(kill(ONLY).at(iteration=2, during="backward").back_after(0.2), iterations=7)
+    outcome = play(kill(ONLY).at(iteration=2, during="backward").back_after(0.2), iterations=12)
     assert_struck(outcome)
     assert any("from its neighbours" in text for text in outcome.said("learning")), outcome.tale()
     assert outcome.metrics[-1]["visits"][2] > 0, "it is visited again"
