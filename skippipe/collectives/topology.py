@@ -104,15 +104,12 @@ def takes_ns(costs: LinkCosts, stage: int, averaging: Averaging) -> int:
 def after_ns(costs: LinkCosts, stage: int, averaging: Averaging, last: int) -> int:
     """How long averaging goes on after this node is done, at least: the longest chain of transfers that begins there.
     (That all others were done long before need not be the least: what is ready early can go before what matters.)"""
-    schedule, nodes = averaging.schedule, np.array(averaging.nodes, np.int64)
-    _, _, piece, sender, receiver, _ = np.array(schedule.transfers, np.int64).reshape(-1, 6).T
-    links, sizes = (
-        (nodes[sender], nodes[receiver]),
-        np.array(schedule.piece_bytes(costs.gradient_bytes[stage]), np.int64),
-    )
-    alone_ns = (transmit_ns(sizes[piece], costs.bandwidth_bytes_per_s[links]) + costs.flight_ns[links]).tolist()
+    each, times = merged((averaging,)), transfer_times(costs, (averaging,), (stage,))
+    by_number = np.argsort(each.numbers)
+    alone_ns = (times.transmit_ns + times.flight_ns)[by_number].tolist()
+    begins = (each.senders == last)[by_number].tolist()
     ends_ns: list[int] = []
-    for needs, begins_there, taken_ns in zip(schedule.needs, links[0] == last, alone_ns, strict=True):
+    for needs, begins_there, taken_ns in zip(averaging.schedule.needs, begins, alone_ns, strict=True):
         before_ns = max((ends_ns[at] for at in needs), default=0)  # a transfer comes after those it waits for
         ends_ns.append(before_ns + taken_ns if before_ns or begins_there else 0)
     return max(ends_ns, default=0)
