@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 
 from skippipe import event_loop
-from skippipe.collectives.schedule import free_links
+from skippipe.collectives.transfers import free_links
 from skippipe.dispatch import all_steps
 from skippipe.plan import Plan
 from skippipe.planner.astar import INFINITE_NS

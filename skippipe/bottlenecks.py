@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from skippipe.collectives.topology import merged, transfer_times
+from skippipe.collectives.transfers import merged, transfer_times
 from skippipe.constraints import circle
 from skippipe.critical_path import Cause, CauseKind, Link, PathSegment
 from skippipe.dispatch import steps

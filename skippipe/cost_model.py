@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from skippipe.cluster import Cluster
-from skippipe.collectives import Collective, collective_named, topology
+from skippipe.collectives import Collective, collective_named, topology, transfers
 from skippipe.collectives.schedule import Averaging
 from skippipe.jit import Floats, Ints
 from skippipe.workload import Workload
@@ -87,7 +87,7 @@ class CostModel:
 
     def averaging_ns(self, stage: int, averaging: Averaging) -> int:
         """How long nodes average that are done at the same time."""
-        return topology.takes_ns(self, stage, averaging)
+        return transfers.takes_ns(self, stage, averaging)
 
 
 def transmit_ns(bandwidth_bytes_per_s: Floats, size_bytes: int) -> Ints:
@@ -109,7 +109,7 @@ def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...])
 
     forward = [float(workload.forward_flops(k)) for k in layers]
     step = [float(workload.optimizer_flops(stage, k)) for stage, k in enumerate(layers)]
-    backward_ns = stage_by_node([workload.backward_ratio * flops for flops in forward])
+    gradients_ns = stage_by_node([workload.backward_flops(k, recomputing=False) for k in layers])
     upload = np.array([node.upload_bytes_per_s or np.inf for node in cluster.nodes])
     download = np.array([node.download_bytes_per_s or np.inf for node in cluster.nodes])
     bandwidth = np.minimum(cluster.bandwidth_bytes_per_s, np.minimum(upload[:, None], download[None, :]))
@@ -118,8 +118,8 @@ def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...])
     return CostModel(
         layers=layers,
         forward_ns=stage_by_node(forward),
-        backward_ns=backward_ns,
-        weight_ns=np.maximum(1, np.rint(workload.weight_share * backward_ns).astype(np.int64)),
+        backward_ns=stage_by_node([workload.backward_flops(k) for k in layers]),
+        weight_ns=np.maximum(1, np.rint(workload.weight_share * gradients_ns).astype(np.int64)),
         optimizer_ns=stage_by_node(step),
         head_ns=np.array([task_ns(workload.head_flops(layers[0]), s) for s in speed], dtype=np.int64),
         slots=np.array(

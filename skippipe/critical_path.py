@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from skippipe.collectives.schedule import MergedSchedule, TransferTimes, free_links
-from skippipe.collectives.topology import merged, transfer_times
+from skippipe.collectives.transfers import MergedSchedule, TransferTimes, free_links, merged, transfer_times
 from skippipe.dispatch import frees_slot, is_weights, place, steps
 from skippipe.plan import Plan
 from skippipe.timeline import Task, Timeline, Timing

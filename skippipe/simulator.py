@@ -15,8 +15,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from skippipe.collectives.schedule import Averaging, FreeLinks, MergedSchedule, TransferTimes, free_links
-from skippipe.collectives.topology import merged, ring_edges, transfer_times
+from skippipe.collectives.schedule import Averaging
+from skippipe.collectives.topology import ring_edges
+from skippipe.collectives.transfers import FreeLinks, MergedSchedule, TransferTimes, free_links, merged, transfer_times
 from skippipe.constraints import circle
 from skippipe.cost_model import CostModel
 from skippipe.dispatch import Dispatch, all_steps, is_weights, place

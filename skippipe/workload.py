@@ -228,6 +228,11 @@ class Workload:
     def forward_flops(self, layers: int) -> int:
         return layers * self.samples_per_microbatch * self.model.layer_flops(self.sequence_tokens)
 
+    def backward_flops(self, layers: int, *, recomputing: bool = True) -> float:
+        """With the forward pass again, where activations are recomputed; `recomputing` False: without it."""
+        ratio = self.backward_ratio + (recomputing and self.activation_checkpointing)
+        return ratio * self.forward_flops(layers)
+
     def head_flops(self, layers_of_stage_0: int) -> float:
         """Final norm, head and loss, forward and backward: one task at the data node."""
         if self.head_ratio is not None:

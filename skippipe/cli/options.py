@@ -157,8 +157,12 @@ class SweepOptions:
         workload_option("At most so many microbatches in flight on a node.", "what its memory holds; the examples: 3"),
     ] = None
     checkpointing: Annotated[
-        bool, workload_option("Recompute activations in the backward pass.", None, "--checkpointing")
-    ] = False
+        bool | None,
+        workload_option(
+            "Recompute activations in the backward pass: more slots, and longer backward passes.",
+            "best: if memory is short and it is faster; other strategies: no",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +278,7 @@ def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
         wire_dtype=fastest_of(options.wire, "--wire"),
         gradient_dtype=fastest_of(options.gradients, "--gradients"),
         max_slots=options.max_slots,
-        activation_checkpointing=options.checkpointing or None,
+        activation_checkpointing=options.checkpointing,
     )
     return problem_of(
         cluster,
@@ -288,6 +292,7 @@ def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
             microbatches=options.microbatches,
             dispatch=Dispatch(options.dispatch) if options.dispatch else None,
             split_backward=options.split_backward,
+            checkpointing=options.checkpointing,
             timing=timing_of(options.contention_only, example.timing if example else Timing.FULL),
         ),
         example,

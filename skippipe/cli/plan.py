@@ -127,7 +127,7 @@ def plan(
     from skippipe.plan import Plan
     from skippipe.planner.strategies import PlanRequest
     from skippipe.planner.sweep import choose_batch_size
-    from skippipe.planner.whatif.advisor import left_out
+    from skippipe.planner.whatif.advisor import choices, left_out
     from skippipe.report.summary import plan_grid
 
     request = PlanRequest(
@@ -150,8 +150,10 @@ def plan(
     took_s = time.monotonic() - began
     if output:
         found.save(output)
+    chosen = choices(problem, found) if strategy == "best" else []
     if as_json:
         more: dict[str, Any] = {"jitter": _spread(found, robust).to_json()} if robust else {}
+        more["choices"] = [each.to_json() for each in chosen]
         if looks:
             more["batches"] = {str(each.microbatches): each.samples_per_s for each in looks}
         print(json.dumps({**summary(found, took_s), **more, "plan": found.to_json()}))
@@ -161,6 +163,12 @@ def plan(
         print("\nsamples a second, at a first look: "
               + ", ".join(f"{each.samples_per_s:.3g} with {each.microbatches} microbatches" for each in looks)
               + f"; in the end {found.samples_per_s:.3g} with {found.microbatches}")  # fmt: skip
+    if chosen and found.expected is not None:
+        now_ns = found.expected.iteration_ns
+        said = [
+            f"{each.variable} {each.chosen} ({each.instead}: {each.iteration_ns / now_ns - 1:+.1%})" for each in chosen
+        ]
+        print(f"\nchosen, and what the next best would cost on the same paths: {'; '.join(said)}")
     names = [node.name for node in found.cluster.nodes]
     for reason, nodes in left_out(found).items():
         print(f"\nwithout {', '.join(repr(names[node]) for node in nodes)}: {reason}")

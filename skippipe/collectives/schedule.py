@@ -20,13 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-
-from skippipe.event_loop import drop_first, push
-from skippipe.jit import Ints, kernel
-
 Link: TypeAlias = tuple[int, int]
-NO_RECORD = np.empty((0, 4), np.int64)
 
 
 @dataclass(frozen=True)
@@ -138,24 +132,42 @@ class Averaging:
             places = range(size)
             up = [[(at + 1) % size if at != (piece - 1) % size else at for at in places] for piece in places]
             down = [[(at - 1) % size if at != (piece - 1) % size else at for at in places] for piece in places]
-            return Schedule.of([1] * size, up, down, [{}] * size)
+            return Schedule.of(self.shares, up, down, [{}] * size)
         place = {node: at for at, node in enumerate(self.nodes)}
         trees = [[place[piece.parent_of(node)] for node in self.order] for piece in self.pieces]
         relays = [{place[node]: place[relay] for node, relay in piece.relays} for piece in self.pieces]
-        return Schedule.of([piece.share for piece in self.pieces], trees, trees, relays)
+        return Schedule.of(self.shares, trees, trees, relays)
+
+    @cached_property
+    def shares(self) -> tuple[int, ...]:
+        return tuple(piece.share for piece in self.pieces) or (1,) * len(self.order)
+
+    def piece_bytes(self, gradient_bytes: int) -> tuple[int, ...]:
+        """[piece]: bytes of one message, of a gradient of so many."""
+        total = sum(self.shares)
+        return tuple(-(-gradient_bytes * share // total) for share in self.shares)
 
     def link_bytes(self, gradient_bytes: int) -> Counter[Link]:
         """(sender, receiver) → bytes of an iteration, of a gradient of so many."""
-        sizes = self.schedule.piece_bytes(gradient_bytes)
-        found: Counter[Link] = Counter()
-        for each in self.schedule.transfers:
-            found[self.nodes[each.sender], self.nodes[each.receiver]] += sizes[each.piece]
+        sizes, found = self.piece_bytes(gradient_bytes), Counter[Link]()
+        if not self.pieces and len(self.order) > 1:
+            for edge in zip(self.order, self.order[1:] + self.order[:1], strict=True):
+                found[edge] = 2 * (len(self.order) - 1) * sizes[0]
+        for piece, size in zip(self.pieces, sizes, strict=False):
+            next_on_way, relays = dict(piece.via), dict(piece.relays)
+            for node in self.order:
+                if node == piece.root:
+                    continue
+                parent, relay = next_on_way.get(node, piece.root), relays.get(node)
+                for a, b in ((node, parent),) if relay is None else ((node, relay), (relay, parent)):
+                    found[a, b] += size
+                    found[b, a] += size
         return found
 
     @property
     def links(self) -> set[Link]:
         """(sender, receiver) of all messages."""
-        return {(self.nodes[each.sender], self.nodes[each.receiver]) for each in self.schedule.transfers}
+        return set(self.link_bytes(1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,17 +225,6 @@ class Schedule:
         """Numbers of the transfers that relays send."""
         return frozenset(self.forwarded.values())
 
-    @cached_property
-    def pairs(self) -> Ints:
-        """[pair, (number, number)]: a transfer, and one that waits for it."""
-        found = [(before, number) for number, each in enumerate(self.needs) for before in each]
-        return np.array(found, np.int64).reshape(-1, 2)
-
-    def piece_bytes(self, gradient_bytes: int) -> tuple[int, ...]:
-        """[piece]: bytes of one message, of a gradient of so many."""
-        total = sum(self.shares)
-        return tuple(-(-gradient_bytes * share // total) for share in self.shares)
-
     def bounds(self, values: int) -> list[int]:
         """Where each piece begins in a gradient of so many values, and where the last one ends. Each has one value, and
         its share of the others."""
@@ -255,181 +256,3 @@ def _needs(
             yield (totals[piece, sender],)
         else:
             yield tuple(contributions.get((piece, sender), ()))
-
-
-def _columns(averaging: Averaging) -> tuple[Ints, ...]:
-    """[transfer]: whether it is no relay's, total, level, piece, the nodes that send and receive, and how many it waits
-    for."""
-    schedule, nodes = averaging.schedule, np.array(averaging.nodes, np.int64)
-    total, level, piece, sender, receiver, _ = np.array(schedule.transfers, np.int64).reshape(-1, 6).T
-    missing = np.array([len(each) for each in schedule.needs], np.int64)
-    own = np.array([number not in schedule.forwarding for number in range(len(total))], np.int64)
-    return own, total, level, piece, nodes[sender], nodes[receiver], missing
-
-
-class TransferTimes(NamedTuple):
-    """[transfer]: times in nanoseconds."""
-
-    transmit_ns: Ints
-    """For which it keeps its link busy."""
-    flight_ns: Ints
-    """From leaving to arriving; other messages may follow at once."""
-    notice_ns: Ints
-    """After which the sender knows that the receiver is done, which counts where the receiver's download is shared."""
-    upload_ns: Ints
-    """For which it keeps the sender's upload busy; 0: it has no limit."""
-    download_ns: Ints
-    """The same of the receiver's download."""
-
-
-class FreeLinks(NamedTuple):
-    """When all that was sent before is over."""
-
-    link_ns: Ints
-    """[from, to]"""
-    upload_ns: Ints
-    """[node]"""
-    download_ns: Ints
-
-
-def free_links(nodes: int) -> FreeLinks:
-    """All of them are free from the beginning."""
-    return FreeLinks(np.zeros((nodes, nodes), np.int64), np.zeros(nodes, np.int64), np.zeros(nodes, np.int64))
-
-
-@dataclass(frozen=True, eq=False)
-class MergedSchedule:
-    """The schedules of all stages as arrays for `run_schedule`: their transfers share links, and ranks are over all."""
-
-    number: int
-    """Of the stages."""
-    stages: Ints
-    """[transfer], as are the next five: its stage."""
-    numbers: Ints
-    """Its number in the stage's schedule."""
-    pieces: Ints
-    senders: Ints
-    """The node that sends, as in the plan, like the next."""
-    receivers: Ints
-    missing: Ints
-    """How many transfers it waits for."""
-    first_after: Ints
-    """The place in `after` at which those begin that wait for it; one more entry than transfers."""
-    after: Ints
-    """Transfers that wait for one."""
-
-    @classmethod
-    def of(cls, averagings: Sequence[Averaging]) -> MergedSchedule:
-        sizes = [len(averaging.schedule.transfers) for averaging in averagings]
-        first = np.cumsum([0, *sizes], dtype=np.int64)
-        own, total, level, piece, sender, receiver, missing = (
-            np.concatenate(column) for column in zip(*(_columns(each) for each in averagings), strict=True)
-        )
-        of_stage = np.repeat(np.arange(len(averagings)), sizes)
-        numbers = np.arange(len(total)) - first[of_stage]
-        order = np.lexsort((numbers, of_stage, level, total, own))
-        rank = np.empty(len(order), np.int64)
-        rank[order] = np.arange(len(order))
-        pairs = [each.schedule.pairs + first[stage] for stage, each in enumerate(averagings)]
-        needed, needing = rank[np.concatenate(pairs)].reshape(-1, 2).T
-        by_needed = np.argsort(needed, kind="stable")
-        ends = np.searchsorted(needed[by_needed], np.arange(len(order) + 1))
-        return cls(
-            number=len(averagings),
-            stages=of_stage[order],
-            numbers=numbers[order],
-            pieces=piece[order],
-            senders=sender[order],
-            receivers=receiver[order],
-            missing=missing[order],
-            first_after=ends,
-            after=needing[by_needed],
-        )
-
-    def run(self, done_ns: Ints, times: TransferTimes, free_ns: FreeLinks, record: Ints = NO_RECORD) -> Ints:
-        """[stage]: when its last transfer has arrived; 0 if it has none. See `run_schedule`."""
-        ends_ns = np.zeros(self.number, np.int64)
-        run_schedule(
-            done_ns,
-            self.stages,
-            self.senders,
-            self.receivers,
-            self.missing,
-            self.first_after,
-            self.after,
-            *times,
-            *free_ns,
-            ends_ns,
-            record,
-        )
-        return ends_ns
-
-
-@kernel
-def run_schedule(
-    done_ns: Ints,  # [node]: end of its last task
-    stages: Ints,  # as in `MergedSchedule`, like the next five
-    senders: Ints,
-    receivers: Ints,
-    missing: Ints,
-    first_after: Ints,
-    after: Ints,
-    transmit_ns: Ints,  # as in `TransferTimes`, like the next four
-    flight_ns: Ints,
-    notice_ns: Ints,
-    upload_ns: Ints,
-    download_ns: Ints,
-    link_free_ns: Ints,  # in, out: as in `FreeLinks`, like the next two
-    upload_free_ns: Ints,
-    download_free_ns: Ints,
-    ends_ns: Ints,  # in, out: [stage]: when its last transfer has arrived
-    record: Ints,  # out: [transfer, (ready, start, sent, arrived)]; no rows: do not record
-) -> None:
-    """Let all transfers happen, in the order in which they are ready."""
-    transfers = len(senders)
-    recording = len(record) > 0
-    waits = missing.copy()
-    ready_ns = np.empty(transfers, np.int64)
-    starts_ns = np.empty(transfers, np.int64)
-    times, numbers = np.empty(transfers, np.int64), np.empty(transfers, np.int64)
-    queued = 0
-    for number in range(transfers):
-        ready_ns[number] = done_ns[senders[number]]
-        if download_ns[number] > 0:
-            ready_ns[number] = max(ready_ns[number], done_ns[receivers[number]] + notice_ns[number])
-        if waits[number] == 0:
-            queued = push(times, numbers, queued, ready_ns[number], number)
-    while queued > 0:
-        now_ns, number = times[0], numbers[0]
-        queued = drop_first(times, numbers, queued)
-        if number < transfers:
-            sender, receiver = senders[number], receivers[number]
-            start_ns = now_ns
-            if upload_ns[number] > 0:
-                start_ns = max(now_ns, upload_free_ns[sender])
-                upload_free_ns[sender] = start_ns + upload_ns[number]
-            start_ns = max(start_ns, link_free_ns[sender, receiver])
-            starts_ns[number] = start_ns
-            link_free_ns[sender, receiver] = start_ns + transmit_ns[number]
-            if recording:
-                record[number, 0], record[number, 1] = now_ns, start_ns
-            if download_ns[number] > 0:  # there messages of several senders meet
-                queued = push(times, numbers, queued, start_ns + flight_ns[number], transfers + number)
-                continue
-            late_ns = 0
-        else:
-            number -= transfers
-            receiver = receivers[number]
-            start_ns = max(now_ns, download_free_ns[receiver])
-            download_free_ns[receiver] = start_ns + download_ns[number]
-            late_ns = start_ns - now_ns
-        arrived_ns = starts_ns[number] + transmit_ns[number] + flight_ns[number] + late_ns
-        ends_ns[stages[number]] = max(ends_ns[stages[number]], arrived_ns)
-        if recording:
-            record[number, 2], record[number, 3] = starts_ns[number] + transmit_ns[number], arrived_ns
-        for at in range(first_after[number], first_after[number + 1]):
-            following = after[at]
-            ready_ns[following] = max(ready_ns[following], arrived_ns)
-            waits[following] -= 1
-            if waits[following] == 0:
-                queued = push(times, numbers, queued, ready_ns[following], following)

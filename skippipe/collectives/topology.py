@@ -1,4 +1,4 @@
-"""The fastest schedule for the nodes of a stage: the order of a ring, or the pieces and trees of a direct exchange.
+"""The fastest schedule for the nodes of a stage: the order of a ring, or the pieces and relays of a direct exchange.
 
 All of it is compiled, with numba where that is installed: the search of the planner asks some ten thousand times a
 second how long a stage averages.
@@ -7,16 +7,16 @@ second how long a stage averages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 from itertools import permutations
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from skippipe.collectives.schedule import Averaging, FreeLinks, MergedSchedule, Piece, TransferTimes, free_links
+from skippipe.collectives.schedule import Averaging, Piece
+from skippipe.collectives.transfers import FreeLinks, LinkCosts, free_links, link_ns, takes_ns, transmit_ns
 from skippipe.jit import Floats, Ints, kernel
 
-NEVER_NS = 10**15  # what a transfer takes over no link, and the most that any can; as in `cost_model`
 PIECE_BYTES = 2**23  # of an exchange, about: smaller pieces are forwarded sooner, and are more messages
 MOST_PIECES = 192
 FEW_PIECES = 24  # where many placements are compared
@@ -26,93 +26,6 @@ LEAST_SHARE = 0.02  # of the largest: a node with less is no root, and only send
 PAIR = 1.3  # two nodes alone do not use all ways at once: by so much their rate is less
 EXACT_UP_TO = 8  # nodes: 7! rings are tried one by one
 TURNS = 1_000  # tried on a larger ring
-
-
-class LinkCosts(Protocol):
-    """What a schedule asks the cost model for."""
-
-    @property
-    def gradient_bytes(self) -> tuple[int, ...]: ...
-    @property
-    def flight_ns(self) -> Ints: ...
-    @property
-    def bandwidth_bytes_per_s(self) -> Floats: ...
-    @property
-    def upload_bytes_per_s(self) -> Floats: ...
-    @property
-    def download_bytes_per_s(self) -> Floats: ...
-
-
-@lru_cache(maxsize=64)
-def merged(averagings: tuple[Averaging, ...]) -> MergedSchedule:
-    return MergedSchedule.of(averagings)
-
-
-def transfer_times(costs: LinkCosts, averagings: Sequence[Averaging], stages: Sequence[int]) -> TransferTimes:
-    """Times by the ranks of the merged schedule; `stages` are those of the averagings, which may be some only."""
-    schedule = merged(tuple(averagings))
-    sizes = [
-        np.array(averaging.schedule.piece_bytes(costs.gradient_bytes[stage]), np.int64)
-        for stage, averaging in zip(stages, averagings, strict=True)
-    ]
-    first = np.cumsum([0, *map(len, sizes)])
-    size_bytes = np.concatenate(sizes)[first[schedule.stages] + schedule.pieces]
-    links = schedule.senders, schedule.receivers
-    upload, download = costs.upload_bytes_per_s[schedule.senders], costs.download_bytes_per_s[schedule.receivers]
-    return TransferTimes(
-        transmit_ns=transmit_ns(size_bytes, costs.bandwidth_bytes_per_s[links]),
-        flight_ns=costs.flight_ns[links],
-        notice_ns=costs.flight_ns.T[links],
-        upload_ns=transmit_ns(size_bytes, upload) * np.isfinite(upload),
-        download_ns=transmit_ns(size_bytes, download) * np.isfinite(download),
-    )
-
-
-def transfer_loads(costs: LinkCosts, averagings: Sequence[tuple[int, Averaging]]) -> FreeLinks:
-    """For how long these stages keep links, uploads and downloads busy."""
-    loads = free_links(len(costs.flight_ns))
-    if averagings:
-        stages, each = zip(*averagings, strict=True)
-        times, schedule = transfer_times(costs, each, stages), merged(tuple(each))
-        np.add.at(loads.link_ns, (schedule.senders, schedule.receivers), times.transmit_ns)
-        np.add.at(loads.upload_ns, schedule.senders, times.upload_ns)
-        np.add.at(loads.download_ns, schedule.receivers, times.download_ns)
-    return loads
-
-
-def transmit_ns(size_bytes: Ints, bandwidth: Floats) -> Ints:
-    """Time for which messages of so many bytes keep links busy: a nanosecond at least; NEVER_NS where there is none."""
-    with np.errstate(divide="ignore", over="ignore"):
-        taken = np.where(bandwidth > 0, np.rint(size_bytes / bandwidth * 1e9), NEVER_NS)
-    return taken.clip(1, NEVER_NS).astype(np.int64)
-
-
-def averaged_ns(costs: LinkCosts, stage: int, averaging: Averaging, done_ns: Ints) -> int:
-    """When all nodes of one stage have the sum, were it alone; `done_ns`, by node, is when they end their last task."""
-    if not averaging.order:
-        return 0
-    times, free_ns = transfer_times(costs, (averaging,), (stage,)), free_links(len(done_ns))
-    ends_ns = merged((averaging,)).run(done_ns, times, free_ns)
-    return max(int(ends_ns[0]), int(done_ns[list(averaging.order)].max()))
-
-
-def takes_ns(costs: LinkCosts, stage: int, averaging: Averaging) -> int:
-    """The whole averaging of a stage whose nodes are done at the same time."""
-    return averaged_ns(costs, stage, averaging, np.zeros(len(costs.flight_ns), np.int64))
-
-
-def after_ns(costs: LinkCosts, stage: int, averaging: Averaging, last: int) -> int:
-    """How long averaging goes on after this node is done, at least: the longest chain of transfers that begins there.
-    (That all others were done long before need not be the least: what is ready early can go before what matters.)"""
-    each, times = merged((averaging,)), transfer_times(costs, (averaging,), (stage,))
-    by_number = np.argsort(each.numbers)
-    alone_ns = (times.transmit_ns + times.flight_ns)[by_number].tolist()
-    begins = (each.senders == last)[by_number].tolist()
-    ends_ns: list[int] = []
-    for needs, begins_there, taken_ns in zip(averaging.schedule.needs, begins, alone_ns, strict=True):
-        before_ns = max((ends_ns[at] for at in needs), default=0)  # a transfer comes after those it waits for
-        ends_ns.append(before_ns + taken_ns if before_ns or begins_there else 0)
-    return max(ends_ns, default=0)
 
 
 def fastest(costs: LinkCosts, stage: int, nodes: Sequence[int], *, only_rings: bool = False) -> Averaging:
@@ -275,6 +188,18 @@ def relay_rates(costs: LinkCosts) -> Floats:
 
 
 @kernel
+def all_relays(relayed: Floats) -> Floats:
+    """[node, node]: what all relays together carry between two nodes."""
+    nodes = len(relayed)
+    together = np.zeros((nodes, nodes), np.float64)
+    for by in range(nodes):
+        for here in range(nodes):
+            for there in range(here):
+                together[here, there] += min(relayed[by, here], relayed[by, there])
+    return together + together.T
+
+
+@kernel
 def exchange_estimate_ns(
     done_ns: Ints,  # by place, as is the next
     members: Ints,
@@ -282,6 +207,7 @@ def exchange_estimate_ns(
     bandwidth: Floats,  # [from, to], as are the next two
     flight_ns: Ints,
     relayed: Floats,  # see `relay_rates`
+    relayed_by_all: Floats,  # see `all_relays`
     stage_of: Ints,  # [node]: below 0 if it holds no stage, and forwards nothing
     upload: Floats,  # [node], as is the next: infinite without a limit
     download: Floats,
@@ -289,7 +215,7 @@ def exchange_estimate_ns(
     """About when all nodes have the sum in an exchange: every node is the root of one piece, and all ways to it are one
     link. Between regions the schedule of `exchange` takes mostly within a third of it; where links are of very unequal
     rates it can be several times off."""
-    size = len(members)
+    size, idle = len(members), np.flatnonzero(stage_of < 0)
     rate = np.empty((size, size), np.float64)
     flight = np.empty((size, size), np.int64)
     roots = np.empty(size, np.float64)
@@ -305,9 +231,9 @@ def exchange_estimate_ns(
                 straight = 2 / (1 / bandwidth[here, there] + 1 / bandwidth[there, here])
             by_relay = 0.0
             if size <= RELAYED_UP_TO:
-                for by in range(len(stage_of)):
-                    if stage_of[by] >= 0:
-                        by_relay += min(relayed[by, here], relayed[by, there])
+                by_relay = relayed_by_all[here, there]
+                for by in idle:
+                    by_relay -= min(relayed[by, here], relayed[by, there])
                 by_relay /= max(size - 1, PAIR)
             rate[place, other], flight[place, other] = bandwidth[here, there], flight_ns[here, there]
             if by_relay >= straight:
@@ -342,14 +268,6 @@ def exchange_estimate_ns(
                     start_ns = max(start_ns, done_ns[root] + link_ns(other_bytes, rate[root, place]))
                 last_ns = max(last_ns, start_ns + link_ns(piece_bytes, rate[root, place]) + flight[root, place])
     return int(last_ns)
-
-
-@kernel
-def link_ns(size_bytes: int, bandwidth: float) -> int:
-    """`transmit_ns` for one message."""
-    if bandwidth <= 0:
-        return NEVER_NS
-    return int(max(1.0, min(float(NEVER_NS), np.rint(size_bytes / bandwidth * 1e9))))
 
 
 # Rings

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from skippipe.collectives.schedule import Averaging, FreeLinks
-from skippipe.collectives.topology import RELAYED_UP_TO, averaged_ns, exchange, transfer_loads
+from skippipe.collectives.schedule import Averaging
+from skippipe.collectives.topology import RELAYED_UP_TO, exchange
+from skippipe.collectives.transfers import FreeLinks, averaged_ns, transfer_loads
 from skippipe.cost_model import CostModel
 from skippipe.errors import UserError
 from skippipe.jit import Ints

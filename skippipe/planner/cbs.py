@@ -18,7 +18,7 @@ from itertools import count, pairwise
 import numpy as np
 
 from skippipe.collectives.schedule import Averaging
-from skippipe.collectives.topology import after_ns
+from skippipe.collectives.transfers import after_ns
 from skippipe.constraints import NodePath, lanes_through
 from skippipe.constraints import exposure as exposure_of
 from skippipe.cost_model import NEVER_NS

@@ -7,7 +7,7 @@ feasible where this one is not, and the budget of a search.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from math import gcd
@@ -34,6 +34,8 @@ class DecisionVariables:
     """Layers of stages 1 and up, if nodes differ in speed."""
     dispatch: bool = True
     split_backward: bool = True
+    checkpointing: bool = False
+    """Activation checkpointing, if memory holds fewer lanes without it; only from none to all nodes."""
 
 
 ALL_FIXED = DecisionVariables(sizes=False, layers=False, dispatch=False, split_backward=False)
@@ -134,6 +136,17 @@ class Problem:
     @property
     def lane_unit(self) -> int:
         return lane_unit(self.stages, self.visited)
+
+    @property
+    def lanes_in_memory(self) -> int:
+        """Lanes that there can be at most, whichever node is on which stage."""
+        microbatches = self.workload.microbatches
+        slots = self.costs.slots.max(axis=0).clip(max=microbatches)
+        return min(microbatches, int(slots.sum()) // self.visited)
+
+    def with_checkpointing(self) -> Problem:
+        """The same with activations that are recomputed."""
+        return replace(self, workload=replace(self.workload, activation_checkpointing=True))
 
     def lane_limit(self, placement: Placement) -> int:
         """The most lanes that the memory of this placement can carry, as a multiple of the unit; 0: none."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import lcm
 from pathlib import Path
 
 from skippipe.cluster import Cluster
 from skippipe.codecs import CODECS, smallest
 from skippipe.dispatch import Dispatch
-from skippipe.errors import UserError
+from skippipe.errors import Infeasible, UserError
 from skippipe.json_fields import exists
 from skippipe.planner.problem import DecisionVariables, Problem, lane_unit, stage_sizes
 from skippipe.planner.published import EXAMPLES, Example
@@ -36,6 +38,7 @@ class PlanSpec:
     microbatches: int | None = None
     dispatch: Dispatch | None = None
     split_backward: bool | None = None
+    checkpointing: bool | None = False
     timing: Timing = Timing.FULL
 
 
@@ -67,11 +70,11 @@ def problem_of(cluster: Cluster, workload: Workload, plan_spec: PlanSpec, exampl
         microbatches = -(-6 * data_nodes // unit) * unit
     if microbatches is not None:
         workload = replace(workload, microbatches=microbatches)
-    return Problem(
+    problem = partial(
+        Problem,
         cluster,
-        workload,
-        count,
-        visited,
+        stages=count,
+        visited=visited,
         sizes=given_sizes,
         timing=plan_spec.timing,
         dispatch=plan_spec.dispatch or Dispatch.FIRST_COME,
@@ -82,8 +85,16 @@ def problem_of(cluster: Cluster, workload: Workload, plan_spec: PlanSpec, exampl
             layers=plan_spec.layers is None,
             dispatch=plan_spec.dispatch is None,
             split_backward=plan_spec.split_backward is None,
+            checkpointing=plan_spec.checkpointing is None,
         ),
     )
+    try:
+        return problem(workload)
+    except Infeasible:
+        if plan_spec.checkpointing is None:
+            with suppress(Infeasible):  # too little memory without
+                return problem(replace(workload, activation_checkpointing=True))
+        raise
 
 
 def fastest_of(types: str | None, name: str) -> str | None:

@@ -27,12 +27,12 @@ from skippipe.jitter import Jitter
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.astar import INFINITE_NS
 from skippipe.planner.averaging import averaging_fastest
-from skippipe.planner.bounds.lower_bound import lower_bound
+from skippipe.planner.bounds.lower_bound import Bound, lower_bound
 from skippipe.planner.cbs import LaneAgent, PathSearch
 from skippipe.planner.genetic_allocation import allocate
 from skippipe.planner.problem import ALL_FIXED, Budget, Placement, Problem, averagings
 from skippipe.planner.repair.repair import repaired
-from skippipe.planner.search.annealing import PLACEMENT_SHARE, compile_moves, improve
+from skippipe.planner.search.annealing import PLACEMENT_SHARE, compile_moves, improve, may_move_layers, variants
 from skippipe.presets import datacentre
 from skippipe.simulator import PlacementCosts, path_arrays, simulate
 from skippipe.timeline import Timing
@@ -44,11 +44,12 @@ SHORTLISTED = 200  # placements that get a first look: the whole population, if 
 FIRST_BRANCHES = 200  # branches for each of them
 BRANCHES = 10_000  # for the best of them, and for each way to group its lanes
 ALLOCATION_SHARE = 0.4  # of the seconds
-LARGE = 500  # nodes times lanes: from here on `best` begins with what the study's method finds
+LARGE = 500  # nodes times lanes: from here on `best` begins with what the study's method finds in the study's timing
 CBS_SHARE = 0.3  # of the seconds, for that
 CBS_FROM_S = 10.0  # in fewer seconds it finds little
 FIRST_SHARE = 0.05  # of the seconds, for each of the plans that `best` can begin with
 FIRST_TRIALS = 400  # divided by the number of nodes, for the same where changes are counted
+EARLY_BOUND_SHARE = 0.25  # of the seconds for a bound: before the search, for people who watch it
 CHOOSING_DRAWS = 400  # iterations with jitter, to tell plans apart by their 95th percentile
 CHOOSING_SEED = 2**31  # draws other than those by which people judge the plan
 ROUND_ROBIN_ATTEMPTS = 50  # to deal out paths without a missing link
@@ -121,9 +122,7 @@ def _bounded(problem: Problem, plan: Plan, request: PlanRequest) -> Plan:
     """The plan with a lower bound for plans with its layers, and with any backward and dispatch that `best` could have
     chosen."""
     request.progress("proving what no plan can beat", 1.0, seconds(iteration_ns(plan)))
-    splits = (True, False) if problem.decision_variables.split_backward else (problem.split_backward,)
-    same = [replace(problem, layers=plan.layers, split_backward=split) for split in splits]
-    bound = lower_bound(same, request.bound_s, stopped=request.stopped)
+    bound = lower_bound(variants(problem, plan.layers), request.bound_s, stopped=request.stopped)
     return replace(plan, lower_bound_ns=bound.ns) if bound.reason else plan
 
 
@@ -133,7 +132,7 @@ def compile_kernels() -> None:
     new machine, a fraction of one later."""
     work = Workload(MODELS["llama-30m"], microbatches=2)
     problem = Problem(datacentre(3), work, 3, 2)
-    cost_model_of(datacentre(9), work, (6, 6)).averaging(1, range(9))  # small rings come below
+    _compile_averaging()
     allocate(problem, Budget(1, math.inf, time.monotonic), seed=0)
     once = PlanRequest(budget_s=math.inf, placement=((0,), (1,), (2,)))
     _TwoPhaseSearch(problem, Strategy.SKIPPIPE, once).plan()
@@ -152,7 +151,13 @@ def compile_search() -> None:
 def compile_first_plan() -> None:
     """Compile what `best` needs without the moves: simulation and objective, then the allocation."""
     _best(_small_problem(), PlanRequest(budget_s=math.inf, changes=0, placement=((0,), (1,), (2, 3))))
+    _compile_averaging()
     allocate(_small_problem(), Budget(1, math.inf, time.monotonic), seed=0)
+
+
+def _compile_averaging() -> None:
+    """Of many nodes: what few need is compiled for small problems."""
+    cost_model_of(datacentre(9), Workload(MODELS["llama-30m"]), (6, 6)).averaging(1, range(9))
 
 
 def _small_problem() -> Problem:
@@ -167,10 +172,17 @@ def _best(problem: Problem, request: PlanRequest) -> Plan:
     def stopped() -> bool:
         return request.stopped() or request.clock() >= until
 
+    bound = Bound(0, "")
+    if request.bound_s and not may_move_layers(problem):  # a bound is for given layers
+        request.progress("proving what no plan can beat", 0, seconds(iteration_ns(starts[0])))
+        same = variants(problem, starts[0].layers)
+        bound = lower_bound(same, EARLY_BOUND_SHARE * request.bound_s, request.clock, request.stopped)
+    what = f"searching, no plan is under {seconds(bound.ns):.1f} s" if bound.reason else "searching"
+
     def on_progress(done: float, best_ns: float | None) -> None:
         spent = (request.clock() - began) / request.budget_s if request.budget_s else 1.0
         share = min(1.0, max(spent, done / request.changes))
-        request.progress("searching", share, None if best_ns is None else best_ns / 1e9)
+        request.progress(what, share, None if best_ns is None else best_ns / 1e9)
 
     jitter = Jitter(request.robust, CHOOSING_DRAWS, CHOOSING_SEED) if request.robust else None
     keep_stages = request.placement is not None
@@ -189,11 +201,11 @@ def _best(problem: Problem, request: PlanRequest) -> Plan:
 
 
 def _begins_with_cbs(problem: Problem, request: PlanRequest) -> bool:
-    """Whether `best` begins with what conflict-based search finds."""
-    slots = int(problem.costs.slots.max(axis=0).sum())
-    lanes = min(problem.workload.microbatches, slots // problem.visited)  # for which there is memory
+    """Whether `best` begins with what conflict-based search finds; where averaging counts, it finds little in time."""
+    if problem.timing is Timing.FULL:
+        return False
     in_time = CBS_FROM_S <= request.budget_s < math.inf and request.changes == math.inf
-    return in_time and len(problem.cluster) * lanes > LARGE
+    return in_time and len(problem.cluster) * problem.lanes_in_memory > LARGE
 
 
 def _initial_plans(problem: Problem, request: PlanRequest, until: float) -> list[Plan]:

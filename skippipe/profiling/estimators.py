@@ -231,7 +231,7 @@ def estimate_node(rows: Sequence[Sequence[float]], location: str, memory_bytes: 
     return NodeEstimate(
         location=location,
         memory_bytes=memory_bytes,
-        flops_per_s=(1 + work.backward_ratio) * work.forward_flops(1) / median(both_s),
+        flops_per_s=(work.forward_flops(1) + work.backward_flops(1)) / median(both_s),
         forward_s=median(forward_s for forward_s, _ in passes),
         backward_s=median(backward_s for _, backward_s in passes),
         spread=spread(both_s),

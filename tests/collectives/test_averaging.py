@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import combinations
@@ -15,6 +16,7 @@ from skippipe.codecs import EncodedTensor, encode
 from skippipe.collectives.peer_to_peer import GradientAverager
 from skippipe.collectives.schedule import Averaging, Piece
 from skippipe.collectives.torch_allreduce import InPlaceAverager
+from skippipe.collectives.transfers import columns_of_schedule, columns_of_stars
 from skippipe.runtime.node.ops import AdoptPiece, BeginAveraging, ContributePiece, GradNorm, OptimizerStep
 from skippipe.runtime.stage_executor import StageExecutor
 from tests.helpers.executors import RATE, average, computer_of, drive, gradient_of, noise, state_of, stepped
@@ -27,6 +29,29 @@ TREES = Averaging((0, 1, 2), (Piece(0, 5, ((1, 2),)), Piece(2, 3, ((0, 1),)), Pi
 
 
 KINDS = (*AVERAGING_KINDS, "direct exchange with relays", "trees with relays")
+
+
+@pytest.mark.parametrize("kind", ["direct exchange", "direct exchange with relays"])
+@pytest.mark.parametrize("seed", range(20))
+def test_an_exchange_has_the_same_transfers_in_both_ways(seed: int, kind: str) -> None:
+    averaging = averaging_of(seed, kind, 2 + seed % 6)
+    quick, general = columns_of_stars(averaging), columns_of_schedule(averaging)
+    for mine, theirs in zip(quick[:-1], general[:-1], strict=True):
+        assert mine.tolist() == theirs.tolist()
+    assert sorted(map(tuple, quick.pairs.tolist())) == sorted(map(tuple, general.pairs.tolist()))
+    assert len(quick.own) == 2 * (len(averaging.order) - 1) * len(averaging.pieces) + len(averaging.schedule.forwarded)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(5))
+def test_links_carry_what_the_transfers_of_the_schedule_add_up_to(seed: int, kind: str) -> None:
+    averaging = averaging_of(seed, kind, 2 + seed)
+    sizes, nodes = averaging.piece_bytes(10_007), averaging.nodes
+    expected = Counter[tuple[int, int]]()
+    for each in averaging.schedule.transfers:
+        expected[nodes[each.sender], nodes[each.receiver]] += sizes[each.piece]
+    assert averaging.link_bytes(10_007) == expected
+    assert averaging.links == set(expected)
 
 
 def averaging_of(seed: int, kind: str, size: int) -> Averaging:

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skippipe.cluster import Cluster, Node
-from skippipe.collectives import topology
-from skippipe.collectives.schedule import Averaging, free_links, run_schedule
+from skippipe.collectives import topology, transfers
+from skippipe.collectives.schedule import Averaging
+from skippipe.collectives.transfers import free_links, run_schedule
 from skippipe.cost_model import CostModel, cost_model_of
 from skippipe.event_loop import run_iteration
 from skippipe.plan import Lane, Plan, Stage
@@ -143,8 +144,8 @@ def test_rings_average_no_longer_than_if_all_nodes_had_been_done_together(plan: 
         last = max(stage.nodes, key=lambda node: done[node])
         assert start_ns == done[last]
         took_ns = end_ns - start_ns
-        least_ns = topology.after_ns(plan.costs, index, stage.averaging, last)
-        assert least_ns <= took_ns <= topology.takes_ns(plan.costs, index, stage.averaging)
+        least_ns = transfers.after_ns(plan.costs, index, stage.averaging, last)
+        assert least_ns <= took_ns <= transfers.takes_ns(plan.costs, index, stage.averaging)
 
 
 def test_a_ring_by_hand() -> None:
@@ -167,9 +168,9 @@ def test_the_compiled_ring_is_the_schedule_of_a_ring(cluster: Cluster, data: st.
     done_ns = np.array([data.draw(st.integers(0, 10**8)) for _ in order], np.int64)
     links = list(order), [*order[1:], order[0]]
     size_bytes = np.array(-(-costs.gradient_bytes[1] // len(order)), np.int64)
-    transmit_ns = topology.transmit_ns(size_bytes, costs.bandwidth_bytes_per_s[links])
+    transmit_ns = transfers.transmit_ns(size_bytes, costs.bandwidth_bytes_per_s[links])
     quick_ns = topology.ring_ns(done_ns[list(order)], transmit_ns, costs.flight_ns[links])
-    assert quick_ns == topology.averaged_ns(costs, 1, Averaging(order), done_ns)
+    assert quick_ns == transfers.averaged_ns(costs, 1, Averaging(order), done_ns)
 
 
 ESTIMATE_OF_REGIONS = 1.75  # times as long, or as short
@@ -199,11 +200,12 @@ def test_the_estimate_of_an_exchange_is_about_what_it_takes(seed: int) -> None:
             np.ascontiguousarray(costs.bandwidth_bytes_per_s),
             costs.flight_ns,
             topology.relay_rates(costs),
+            topology.all_relays(topology.relay_rates(costs)),
             np.zeros(costs.nodes, np.int64),
             costs.upload_bytes_per_s,
             costs.download_bytes_per_s,
         )
-        assert 1 / factor < topology.takes_ns(costs, 1, averaging) / estimate_ns < factor
+        assert 1 / factor < transfers.takes_ns(costs, 1, averaging) / estimate_ns < factor
 
 
 def limited(upload: float | None, download: float | None, *lanes: tuple[int, int]) -> tuple[Plan, dict[int, Task]]:
@@ -300,8 +302,8 @@ def test_compiled_and_plain_python_agree(plan: Plan, timing: Timing) -> None:
     costs = PlacementCosts.of(plan.costs, averagings, plan.dispatch, timing, plan.split_backward)
     paths, lengths = path_arrays([lane.path for lane in plan.lanes])
     microbatches = np.array([lane.microbatches for lane in plan.lanes])
-    schedule = topology.merged(tuple(averagings))
-    times = topology.transfer_times(plan.costs, averagings, range(len(averagings)))
+    schedule = transfers.merged(tuple(averagings))
+    times = transfers.transfer_times(plan.costs, averagings, range(len(averagings)))
 
     def outcome(iteration: Callable[..., tuple[int, int]], averaging: Callable[..., None]) -> list[object]:
         done_ns, free_ns = np.zeros(len(plan.cluster), np.int64), free_links(len(plan.cluster))
@@ -327,7 +329,7 @@ def test_the_ring_is_the_best_there_is(cluster: Cluster) -> None:
     costs, members = costs_of(cluster), tuple(range(len(cluster)))
 
     def takes_ns(order: tuple[int, ...]) -> int:
-        return topology.takes_ns(costs, 1, Averaging(order))
+        return transfers.takes_ns(costs, 1, Averaging(order))
 
     fastest = min(takes_ns((0, *rest)) for rest in permutations(members[1:]))
     assert takes_ns(topology.ring_order(costs, 1, members)) == fastest
@@ -337,5 +339,5 @@ def test_large_rings_are_better_than_the_order_they_come_in() -> None:
     costs = cost_model_of(regions(24), Workload(MODELS["llama-1.5b"]), (12, 12))
     ring = topology.ring_order(costs, 1, range(24))
     assert sorted(ring) == list(range(24))
-    given_ns = topology.takes_ns(costs, 1, Averaging(tuple(range(24))))
-    assert topology.takes_ns(costs, 1, Averaging(ring)) < 0.8 * given_ns
+    given_ns = transfers.takes_ns(costs, 1, Averaging(tuple(range(24))))
+    assert transfers.takes_ns(costs, 1, Averaging(ring)) < 0.8 * given_ns

@@ -88,16 +88,17 @@ def costs(plan: Json) -> Costs:
         head = head if work["head_ratio"] is None else work["head_ratio"] * stage_0_forward
         operations = {
             "forward": forward,
-            "backward": work["backward_ratio"] * forward,
+            "backward": (work["backward_ratio"] + work["activation_checkpointing"]) * forward,
+            "gradients": work["backward_ratio"] * forward,
             "head": 2 * head if work.get("early_exit", False) else head,
             "optimizer": 250 * parameters[stage],
         }
         times = {
             kind: max(1, round(min(count / node["flops_per_s"] * 1e9, CAP_NS))) for kind, count in operations.items()
         }
-        times["weight"] = 0
+        times["weight"], gradients = 0, times.pop("gradients")
         if is_split(plan):
-            times["weight"] = max(1, round(work.get("weight_share", 0.5) * times["backward"]))
+            times["weight"] = max(1, round(work.get("weight_share", 0.5) * gradients))
             times["backward"] = max(1, times["backward"] - times["weight"])
         return Node(
             stage=stage,

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from skippipe.cluster import Cluster
-from skippipe.collectives.schedule import Averaging, free_links
-from skippipe.collectives.topology import averaged_ns, exchange, ring_order, takes_ns
+from skippipe.collectives.schedule import Averaging
+from skippipe.collectives.topology import exchange, ring_order
+from skippipe.collectives.transfers import averaged_ns, free_links, takes_ns
 from skippipe.constraints import cc2_broken_at
 from skippipe.cost_model import NEVER_NS
 from skippipe.dispatch import Dispatch

@@ -54,7 +54,7 @@ MAX_TEMPERATURE = 0.05
 FINAL_TEMPERATURE = 0.03  # of that, at the end of a round
 MAX_LAG = 0.5  # a chain that is this much behind, divided by the rounds so far, restarts from the best
 FEWEST_CHAINS = 4  # more cores, more of them
-LARGE = 500  # nodes times lanes: from here on there is time for fewer chains, …
+LARGE = 500  # nodes times lanes: from here on there is no time for placements alone, and for fewer chains, …
 FEWEST_OF_LARGE = 2  # … with the backward split, and whole
 STALL = 20  # changes without progress after which the search ends: times the square of nodes times lanes
 FEWEST_STALLED = 20_000
@@ -190,12 +190,12 @@ def improve(
     until `placed` or after a share of the changes. With `jitter` the plan is chosen by its 95th percentile under that,
     without by the promised iteration.
     """
-    problems = _variants(problem, starts[0])
+    problems = variants(problem, starts[0].layers)
     most_layers = max(problem.layers)
-    if _may_move_layers(problem):
+    if may_move_layers(problem):
         most_layers = min(UNEVEN_LAYERS * most_layers, problem.workload.model.layers - problem.stages + 1)
     tables = _tables(problems, most_layers)
-    most_lanes = max(_most_lanes(problem, tables[0]), *(len(plan.lanes) for plan in starts))
+    most_lanes = max(*(_most_lanes(problem, each) for each in tables), *(len(plan.lanes) for plan in starts))
     states = [state_of(plan, most_lanes) for plan in starts]
     weights = _move_weights(problem, keep_stages)
     size = len(problem.cluster) * most_lanes
@@ -207,7 +207,7 @@ def improve(
             state.dispatch[0] = number // len(problems) % len(Dispatch)
         chains.append(Chain(state, tables[variant], weights, [seed, number], variant))
     placing = _placement_moves(problem, keep_stages)
-    if placing:
+    if placing and size <= LARGE:
         _search_placements(chains, placing, PLACEMENT_SHARE * changes, lambda: stopped() or placed())
     stall_limit = STALL * size**2 + FEWEST_STALLED
     search(chains, changes, stopped, stall_limit=stall_limit, on_progress=on_progress)
@@ -253,9 +253,14 @@ def compile_moves(problem: Problem) -> None:
 
 
 def _tables(problems: Sequence[Problem], most_layers: int) -> list[Tables]:
-    costs = costs_by_layers(problems[0].cluster, problems[0].workload, most_layers)
     visitable = np.ones(problems[0].stages, np.bool_)
-    return [tables_of(costs, visitable, each.timing, each.split_backward, each.swaps) for each in problems]
+    costs = {
+        work: costs_by_layers(problems[0].cluster, work, most_layers)
+        for work in dict.fromkeys(each.workload for each in problems)
+    }
+    return [
+        tables_of(costs[each.workload], visitable, each.timing, each.split_backward, each.swaps) for each in problems
+    ]
 
 
 def _seconds_and_nodes(plan: Plan, jitter: Jitter | None) -> tuple[int, int]:
@@ -264,13 +269,18 @@ def _seconds_and_nodes(plan: Plan, jitter: Jitter | None) -> tuple[int, int]:
     return taken_ns, len(plan.stage_of)
 
 
-def _variants(problem: Problem, first: Plan) -> list[Problem]:
-    """The problem, once for every choice that is open and that a state does not hold."""
+def variants(problem: Problem, layers: tuple[int, ...]) -> list[Problem]:
+    """The problem with these layers, once for every choice that is open and that a state does not hold."""
     splits = (True, False) if problem.decision_variables.split_backward else (problem.split_backward,)
-    return [replace(problem, split_backward=split, layers=first.layers) for split in splits]
+    same = replace(problem, layers=layers)
+    checkpointing = same.with_checkpointing()
+    works = [same]
+    if problem.decision_variables.checkpointing and checkpointing.lanes_in_memory > same.lanes_in_memory:
+        works.append(checkpointing)
+    return [replace(work, split_backward=split) for work in works for split in splits]
 
 
-def _may_move_layers(problem: Problem) -> bool:
+def may_move_layers(problem: Problem) -> bool:
     """Where nodes are equally fast there is nothing to match, and even stages are what the study has."""
     speeds = {node.flops_per_s for node in problem.cluster.nodes}
     return problem.decision_variables.layers and len(speeds) > 1 and problem.stages > 2
@@ -282,7 +292,7 @@ def _move_weights(problem: Problem, keep_stages: bool) -> Ints:
         Move.REORDER_RING: problem.timing is Timing.FULL,
         Move.SWAP_ROLES: not keep_stages,
         Move.CHANGE_ROLE: not keep_stages and variables.sizes,
-        Move.MOVE_LAYER: _may_move_layers(problem),
+        Move.MOVE_LAYER: may_move_layers(problem),
         Move.CHANGE_DISPATCH: variables.dispatch,
         Move.SWAP_LANE_ORDER: variables.dispatch or problem.dispatch is Dispatch.LANES_IN_ORDER,
         **{move: move in _placement_moves(problem, keep_stages) for move in PLACEMENT_MOVES},

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from skippipe.collectives.topology import exchange_estimate_ns, link_ns, ring_ns
+from skippipe.collectives.topology import exchange_estimate_ns, ring_ns
+from skippipe.collectives.transfers import link_ns
 from skippipe.constraints import cc2_step
 from skippipe.event_loop import run_iteration
 from skippipe.jit import Ints, kernel
@@ -165,6 +166,7 @@ def _averaged(state: State, stage: int, done_ns: Ints, tables: Tables) -> int:
                 tables.bandwidth,
                 tables.flight_ns,
                 tables.relayed,
+                tables.relayed_by_all,
                 state.stage_of,
                 tables.upload,
                 tables.download,

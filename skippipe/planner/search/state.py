@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from skippipe.cluster import Cluster
-from skippipe.collectives.topology import relay_rates
+from skippipe.collectives.topology import all_relays, relay_rates
 from skippipe.constraints import MAX_SWAPS
 from skippipe.cost_model import NEVER_NS, CostModel, cost_model_of
 from skippipe.dispatch import Dispatch
@@ -71,6 +71,8 @@ class Tables(NamedTuple):
     """[node, other]: hardly any node has a faster link to the first one."""
     relayed: Floats
     """[relay, node]: what a relay carries from and to a node (see `topology`)."""
+    relayed_by_all: Floats
+    """[node, node]"""
     upload: Floats
     """[node]: what all its links carry from it together; infinite without a limit, as is the next."""
     download: Floats
@@ -117,6 +119,7 @@ def tables_of(
         linked=reachable & reachable.T,
         near=_near(costs.bandwidth_bytes_per_s),
         relayed=relay_rates(costs),
+        relayed_by_all=all_relays(relay_rates(costs)),
         upload=costs.upload_bytes_per_s,
         download=costs.download_bytes_per_s,
         only_rings=costs.collective.only_rings,

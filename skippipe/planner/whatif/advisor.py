@@ -5,21 +5,25 @@ that remove the largest bottlenecks. For these, `best` searches paths again for 
 have. The plan without any edit gets the same search, so that nothing is put down to an edit that only searching longer
 has brought.
 
-Also: why a plan leaves nodes out.
+Also: why a plan leaves nodes out, and what the search chose of what was open.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from skippipe import constraints
 from skippipe.constraints import circle
 from skippipe.cost_model import NEVER_NS, seconds
+from skippipe.dispatch import Dispatch
 from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.planner.problem import ALL_FIXED, Problem
 from skippipe.planner.strategies import PlanRequest, Strategy, compile_search, iteration_ns, make_plan
+from skippipe.planner.whatif import edits
 from skippipe.planner.whatif.candidates import Candidate, CandidateEdits, EditKind
 from skippipe.simulator import simulate
 from skippipe.timeline import Timeline, Timing
@@ -226,3 +230,48 @@ def _alone_ns(plan: Plan, path: tuple[int, ...], stage_of: dict[int, int]) -> in
     tasks = sum(int(costs.forward_ns[stage_of[node], node] + costs.backward_ns[stage_of[node], node]) for node in path)
     hops = sum(int(costs.hop_ns[a, b] + costs.hop_ns[b, a]) for a, b in circle(path))
     return tasks + hops + int(costs.head_ns[path[0]])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A decision variable of a plan, and the next best value that it could have had."""
+
+    variable: str
+    chosen: str
+    instead: str
+    iteration_ns: int
+    """With that, and the paths of the plan."""
+
+    def to_json(self) -> dict[str, Any]:
+        named = {"variable": self.variable, "chosen": self.chosen, "instead": self.instead}
+        return {**named, "iteration_s": seconds(self.iteration_ns)}
+
+
+def choices(problem: Problem, plan: Plan) -> list[Choice]:
+    """What the search chose of what the problem left open, beside where nodes are and where lanes go."""
+    assert plan.expected is not None
+    variables, timing = problem.decision_variables, plan.expected.timing
+    rivals: list[tuple[str, str, dict[str, Plan]]] = []
+    if variables.split_backward:
+        names = ("split", "whole") if plan.split_backward else ("whole", "split")
+        rivals.append(("backward", names[0], {names[1]: edits.other_backward(plan)}))
+    if variables.dispatch:
+        others = {str(each): edits.other_dispatch(plan, each) for each in Dispatch if each is not plan.dispatch}
+        rivals.append(("dispatch", str(plan.dispatch), others))
+    kinds = dict.fromkeys(stage.averaging.kind for stage in plan.stages if len(stage.nodes) > 1)
+    if timing is Timing.FULL and any(stage.pieces for stage in plan.stages):
+        rivals.append(("averaging", " and ".join(kinds), {"rings": edits.averaging_in_rings(plan)}))
+    if variables.checkpointing:
+        names = ("yes", "no") if plan.workload.activation_checkpointing else ("no", "yes")
+        rivals.append(("checkpointing", names[0], {names[1]: edits.other_checkpointing(plan)}))
+    found = []
+    for variable, chosen, others in rivals:
+        taken_ns = {}
+        for name, other in others.items():
+            with suppress(UserError):  # lanes that lock up
+                if not validate(other):
+                    taken_ns[name] = simulate(other, timing).iteration_ns
+        if taken_ns:
+            instead = min(taken_ns, key=lambda name: taken_ns[name])
+            found.append(Choice(variable, chosen, instead, taken_ns[instead]))
+    return found

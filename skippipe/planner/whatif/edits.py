@@ -13,6 +13,7 @@ import numpy as np
 
 from skippipe.cluster import Cluster, Matrix, Node
 from skippipe.collectives.schedule import Averaging, Piece
+from skippipe.collectives.topology import ring_order
 from skippipe.cost_model import cost_model_of
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible
@@ -94,6 +95,19 @@ def other_averaging(plan: Plan, stage: int, averaging: Averaging) -> Plan:
     stages = list(plan.stages)
     stages[stage] = Stage.of(stages[stage].layers, averaging)
     return replace(_on_cluster(plan, plan.cluster), stages=tuple(stages))
+
+
+def averaging_in_rings(plan: Plan) -> Plan:
+    """All stages average in rings."""
+    rings = [Averaging(ring_order(plan.costs, index, stage.nodes)) for index, stage in enumerate(plan.stages)]
+    return replace(_on_cluster(plan, plan.cluster), stages=tuple(map(Stage.of, plan.layers, rings)))
+
+
+def other_checkpointing(plan: Plan) -> Plan:
+    """Activations are recomputed if they are kept, and kept if they are recomputed."""
+    work = plan.workload
+    work = replace(work, activation_checkpointing=not work.activation_checkpointing)
+    return replace(_on_cluster(plan, plan.cluster), workload=work)
 
 
 def moved_microbatch(plan: Plan, lane: int, other: int) -> Plan:

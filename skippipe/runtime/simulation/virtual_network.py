@@ -7,7 +7,7 @@ from math import inf
 
 import numpy as np
 
-from skippipe.collectives.topology import transmit_ns
+from skippipe.collectives.transfers import transmit_ns
 from skippipe.cost_model import CostModel, ns
 from skippipe.runtime.node.state_machine import TrainingNode
 from skippipe.runtime.simulation.symbolic_executor import PIECES
@@ -59,9 +59,9 @@ class VirtualNetwork:
         if isinstance(header, Hop):
             return costs.activation_bytes, int(costs.transmit_ns[link])
         if isinstance(header, GradientPiece):
-            schedule = node.averagings[header.stage].schedule
-            sizes = schedule.piece_bytes(costs.gradient_bytes[header.stage])
-            size = sizes[schedule.transfers[header.transfer].piece]
+            averaging = node.averagings[header.stage]
+            sizes = averaging.piece_bytes(costs.gradient_bytes[header.stage])
+            size = sizes[averaging.schedule.transfers[header.transfer].piece]
         else:
             is_backup = isinstance(header, BackupPiece)
             whole = node.plan.workload.backup_bytes if is_backup else costs.gradient_bytes[node.stage]
