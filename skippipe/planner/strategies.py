@@ -174,7 +174,7 @@ def _best(problem: Problem, request: PlanRequest) -> Plan:
 
     bound = Bound(0, "")
     if request.bound_s and not may_move_layers(problem):  # a bound is for given layers
-        request.progress("proving what no plan can beat", 0, seconds(iteration_ns(starts[0])))
+        request.progress("proving what no plan can beat", 0, None)
         same = variants(problem, starts[0].layers)
         bound = lower_bound(same, EARLY_BOUND_SHARE * request.bound_s, request.clock, request.stopped)
     what = f"searching, no plan is under {seconds(bound.ns):.1f} s" if bound.reason else "searching"
