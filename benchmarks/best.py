@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from skippipe.errors import Infeasible
 from skippipe.plan import Plan
 from skippipe.planner.problem import DecisionVariables, Problem, lane_unit
@@ -156,7 +158,18 @@ def random_problem(seed: int) -> Problem:
     unit = lane_unit(stages, visited)
     microbatches = max(6 * max(1, nodes // 4) // unit * unit, 2 * unit)
     work = Workload(MODELS["llama-500m"], microbatches=microbatches, max_slots=3)
-    return Problem(random_cluster(nodes, seed), work, stages, visited)
+    cluster = random_cluster(nodes, seed)
+    if seed % 2:  # half of them on access lines of 20 to 200 Mbit/s up, and two to ten times that down
+        rng = np.random.default_rng(seed)
+        upload = np.exp(rng.uniform(np.log(20e6 / 8), np.log(200e6 / 8), nodes))
+        download = upload * rng.uniform(2, 10, nodes)
+        rates = zip(upload.tolist(), download.tolist(), strict=True)
+        limited = [
+            replace(node, upload_bytes_per_s=up, download_bytes_per_s=down)
+            for node, (up, down) in zip(cluster.nodes, rates, strict=True)
+        ]
+        cluster = replace(cluster, nodes=tuple(limited))
+    return Problem(cluster, work, stages, visited)
 
 
 def random(seeds: int, budget_s: float, keep: Path | None) -> None:

@@ -1,0 +1,104 @@
+"""What the search decides beside places and paths: activation checkpointing; what it says of its choices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from skippipe.cluster import Cluster
+from skippipe.cost_model import seconds
+from skippipe.errors import Infeasible
+from skippipe.plan import Plan
+from skippipe.planner.problem import DecisionVariables, Problem
+from skippipe.planner.problem_spec import PlanSpec, problem_of
+from skippipe.planner.strategies import PlanRequest, Strategy, iteration_ns, make_plan
+from skippipe.planner.whatif.advisor import choices
+from skippipe.presets import datacentre, regions
+from skippipe.simulator import simulate
+from skippipe.validate import validate
+from skippipe.workload import MODELS, Workload
+from tests.helpers.processes import Command
+
+WORK = Workload(MODELS["llama-500m"], microbatches=12)
+OPEN = DecisionVariables(checkpointing=True)
+CHANGES = 3_000
+
+
+def with_room_for(slots: float) -> Cluster:
+    """Nodes that keep so many microbatches of a stage, and links on which each is long under way."""
+    cluster = datacentre(6)
+    layers = WORK.layer_split(3)
+    memory = int(max(WORK.fixed_bytes(stage, k) + slots * WORK.held_bytes(k) for stage, k in enumerate(layers)))
+    nodes = [replace(node, memory_bytes=memory) for node in cluster.nodes]
+    return replace(cluster, nodes=tuple(nodes), latency_s=np.full((6, 6), 2.0))
+
+
+@cache
+def planned(slots: float, variables: DecisionVariables) -> Plan:
+    problem = Problem(with_room_for(slots), WORK, 3, 2, decision_variables=variables)
+    return make_plan(problem, Strategy.BEST, PlanRequest(changes=CHANGES, budget_s=600))
+
+
+def test_where_memory_is_short_activations_are_recomputed_if_that_is_faster() -> None:
+    kept, chosen = planned(1.5, DecisionVariables()), planned(1.5, OPEN)
+    assert not kept.workload.activation_checkpointing
+    assert chosen.workload.activation_checkpointing
+    assert validate(chosen) == []
+    assert iteration_ns(chosen) < 0.8 * iteration_ns(kept)
+
+
+def test_where_memory_is_plenty_they_are_kept() -> None:
+    assert planned(30, OPEN) == planned(30, DecisionVariables())
+
+
+def test_what_fits_only_with_checkpointing_is_planned_with_it_unless_that_is_forbidden() -> None:
+    cluster = with_room_for(0.5)
+    with pytest.raises(Infeasible, match="activation checkpointing"):
+        problem_of(cluster, WORK, PlanSpec(stages=3, visit=2, microbatches=12, checkpointing=False))
+    problem = problem_of(cluster, WORK, PlanSpec(stages=3, visit=2, microbatches=12, checkpointing=None))
+    assert problem.workload.activation_checkpointing
+    assert validate(make_plan(problem, Strategy.SKIPPIPE, PlanRequest(budget_s=1))) == []
+
+
+def test_recomputing_is_paid_for() -> None:
+    kept, again = WORK, replace(WORK, activation_checkpointing=True)
+    assert again.backward_flops(4) == kept.backward_flops(4) + kept.forward_flops(4)
+    costs = [Problem(datacentre(6), each, 3, 2).costs for each in (kept, again)]
+    assert (costs[1].backward_ns > 1.4 * costs[0].backward_ns).all()
+    assert (costs[1].weight_ns == costs[0].weight_ns).all()
+
+
+def test_choices_say_what_the_next_best_would_take() -> None:
+    work = Workload(MODELS["llama-500m"], microbatches=12)
+    problem = Problem(regions(9), work, 3, 2, decision_variables=OPEN)
+    plan = make_plan(problem, Strategy.BEST, PlanRequest(changes=CHANGES, budget_s=600))
+    found = {each.variable: each for each in choices(problem, plan)}
+    assert {"backward", "dispatch", "checkpointing"} <= set(found)
+    other = replace(plan, split_backward=not plan.split_backward, expected=None)
+    assert plan.expected is not None
+    assert found["backward"].iteration_ns == simulate(other, plan.expected.timing).iteration_ns
+    assert {found["backward"].chosen, found["backward"].instead} == {"split", "whole"}
+    fixed = replace(problem, decision_variables=DecisionVariables(dispatch=False, split_backward=False))
+    assert {"backward", "dispatch", "checkpointing"}.isdisjoint(each.variable for each in choices(fixed, plan))
+
+
+def test_the_search_says_what_is_proven_while_it_goes_on() -> None:
+    said: list[str] = []
+    problem = Problem(datacentre(6), WORK, 3, 2)
+    request = PlanRequest(changes=CHANGES, budget_s=600, bound_s=20, progress=lambda what, *_: said.append(what))
+    plan = make_plan(problem, Strategy.BEST, request)
+    (searching,) = {what for what in said if what.startswith("searching")}
+    proven_s = float(searching.removeprefix("searching, no plan is under ").removesuffix(" s"))
+    assert 0 < proven_s <= seconds(iteration_ns(plan)) + 0.05
+
+
+def test_command(skippipe: Command) -> None:
+    asked = ("plan", "datacentre:6", "--stages", "3", "--changes", "500", "--budget", "1")
+    chosen = {each["variable"]: each for each in skippipe(*asked, "--json").json["choices"]}
+    assert chosen["checkpointing"]["chosen"] == "no"
+    shown = skippipe(*asked, "--no-checkpointing").out
+    assert "chosen, and what the next best would cost on the same paths: backward" in shown
+    assert "checkpointing" not in shown
