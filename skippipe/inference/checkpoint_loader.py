@@ -103,7 +103,7 @@ def load_stage(outline: CheckpointOutline, number: int, device: str = "cpu") -> 
     """One stage alone; the weights of other stages are not read, unless the files have other names for them."""
     check_device(device)
     stage = StageModel(outline.spec, layer_ranges(outline.layers)[number], ends=number == 0).eval()
-    _fill(stage, _select_weights(outline, {name for name, _ in stage.named_weights()}), outline.place)
+    _fill(stage, select_weights(outline, {name for name, _ in stage.named_weights()}), outline.place)
     return stage.to(device)
 
 
@@ -199,7 +199,7 @@ def _folder_weights(place: Path, config: Any) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
-def _select_weights(outline: CheckpointOutline, names: set[str]) -> dict[str, Tensor]:
+def select_weights(outline: CheckpointOutline, names: set[str]) -> dict[str, Tensor]:
     """The weights of these names; all of them where the files have other names."""
     place = outline.place
     if (place / MANIFEST).is_file():

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from skippipe.checkpoint.manager import StateReader
 from skippipe.codecs import encode
 from skippipe.errors import UserError
 from skippipe.launch.launcher import JoinLauncher
@@ -28,7 +29,8 @@ def processes(run_setup: RunSetup, callback: Callback, stop_requests: StopReques
 
 def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
     """Without nodes: the reference trainer, microbatch after microbatch."""
-    if run_setup.resumed:
+    origin = run_setup.run.origin
+    if origin is not None and origin.manifest.iterations:
         raise UserError("--resume: one process makes no checkpoints; use --engine virtual or processes")
     from skippipe.training.reference import ReferenceTrainer
 
@@ -45,6 +47,10 @@ def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequ
         device=job.compute.device,
         compiled=job.compute.compiled,
     )
+    if origin is not None:  # the weights that the job begins with
+        reader = StateReader(origin, run_setup.plan.layers, run_setup.spec)
+        for index, stage in enumerate(trainer.stages):
+            stage.weights.values.copy_(reader.weights(index))
     for number in range(job.iterations):
         began_s = time.monotonic()
         done = trainer.iteration(number)

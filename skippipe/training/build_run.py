@@ -34,6 +34,7 @@ from skippipe.runtime.node_config import NodeConfig
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.training.job_config import JobConfig, ReportConfig
+from skippipe.training.pretrained import check_vocabulary, with_pretrained, write_first_checkpoint
 from skippipe.training.run import Run, RunOptions
 from skippipe.training.run_folder import make_folder
 from skippipe.validate import validate
@@ -160,6 +161,11 @@ class RunSetup(RunOptions):
             **{option.name: getattr(self, option.name) for option in fields(RunOptions)},
         )
 
+    def with_first_checkpoint(self) -> RunSetup:
+        """The setup of a run that goes on from a checkpoint with the weights that the job begins with."""
+        write_first_checkpoint(self.run, Path(self.job.model.weights))
+        return replace(self, resumed=True)
+
     def check_room(self, rescue: Path | None = None) -> None:
         """UserError unless there is room for the model and for all checkpoints that there will be at one time. A run
         that is resumed with a rescue folder may have been resumed because the output folder has no room."""
@@ -170,6 +176,7 @@ class RunSetup(RunOptions):
         made = (job.iterations - self.run.first) // job.checkpoint.every + 1 if job.checkpoint.every else 0
         there = len(self.run.checkpoints.complete())
         more = min(made, max(1, job.checkpoint.keep + 1 - there)) if made else 0
+        more += bool(job.model.weights) and not self.resumed
         if rescue is None or not self.resumed:
             check_room(Path(job.output), "output", model_bytes, checkpoint_bytes, more)
         if rescue is not None:
@@ -192,6 +199,7 @@ def build_run(
     """
     if nodes_here:
         check_device(job.compute.device)
+    job = with_pretrained(job)
     make_folder(Path(job.output))
     _check_report(job.report)
     given = Plan.load(Path(job.pipeline.plan)) if job.pipeline.plan else None
@@ -203,7 +211,9 @@ def build_run(
         Path(job.data.folder) if job.data.folder else None,
         reading,
     )
-    spec = ModelSpec(config_named(job.model.config, tokens.vocabulary), job.seed)
+    spec = ModelSpec(config_named(job.model.config, None if job.model.weights else tokens.vocabulary), job.seed)
+    if job.model.weights:
+        check_vocabulary(job, spec.config.vocab_size, tokens.vocabulary)
     plan = _checked_plan(given, job, spec) if given else None
     if plan is None and options.resumed:
         plan = _plan_of_earlier_run(job, spec)

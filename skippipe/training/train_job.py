@@ -69,6 +69,8 @@ def run_job(
         begin_run(folder, run_setup)
         run_setup.save_plans()
         _announce(run_setup)
+        if run_setup.job.model.weights and not resumed:
+            run_setup = run_setup.with_first_checkpoint()
         if engine is not BACKENDS["one-process"]:
             _announce_backup(run_setup)
         with _callbacks(run_setup) as callback:
@@ -117,6 +119,8 @@ def _announce(run_setup: RunSetup) -> None:
         f"{plan.workload.model.name} with {parameters / 1e6:.1f}M weights on {len(plan.stage_of)} nodes of "
         f"'{plan.cluster.name}': {len(plan.stages)} stages, {plan.skipped:.0%} skipped{promise}"
     )
+    if run_setup.job.model.weights and not run_setup.resumed:
+        print(f"begins with the weights in {run_setup.job.model.weights}")
     if len(run_setup.lengths) > 1:
         print(timetable_text(run_setup.lengths, run_setup.plans, len(plan.stages)))
 

@@ -1,0 +1,119 @@
+"""Training that begins with weights that are there: those of a Hugging Face folder become the run's first checkpoint.
+
+So nodes get them as they get the state of any checkpoint: each the tensors of its own stage, and none needs the folder.
+The optimizer begins with nothing, at iteration 0.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from skippipe.checkpoint.format import MANIFEST, StageWriter, StoredFile
+from skippipe.checkpoint.manager import manifest_of
+from skippipe.codecs import encode
+from skippipe.errors import UserError
+from skippipe.inference.checkpoint_loader import CheckpointOutline, select_weights
+from skippipe.json_fields import exists
+from skippipe.model.flat_params import layout_of_stage
+from skippipe.model.model_files import CONFIG, TOKENIZER
+from skippipe.optim import OPTIMIZERS
+from skippipe.optim.interface import STORED_BYTES
+from skippipe.training.job_config import JobConfig, ModelConfig
+from skippipe.training.run import Run
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+TOKENIZER_FILES = ("tokenizer.json", TOKENIZER, "tokenizer.model", "vocab.json")
+
+
+def with_pretrained(job: JobConfig) -> JobConfig:
+    """The job with the model and the tokenizer of the weights that it begins with; as it is if there are none."""
+    if not job.model.weights:
+        return job
+    folder = _folder_of(job.model.weights)
+    if job.model.config not in (ModelConfig.config, str(folder)):
+        raise UserError(
+            f"model.config: '{job.model.config}', and model.weights has a configuration of its own; leave one out"
+        )
+    tokenizer = job.data.tokenizer
+    if not tokenizer:
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            raise UserError(
+                f"model.weights: {folder} has no tokenizer; name the one it was trained with: data.tokenizer"
+            )
+        tokenizer = str(folder)
+    model = replace(job.model, config=str(folder), weights=str(folder))
+    return replace(job, model=model, data=replace(job.data, tokenizer=tokenizer))
+
+
+def _folder_of(name: str) -> Path:
+    """The folder of this name; or what the Hugging Face hub has under it, downloaded."""
+    folder = Path(name)
+    if not exists(folder) and HUB_NAME.fullmatch(name):
+        folder = _downloaded(name)
+    if not exists(folder):
+        raise UserError(f"model.weights: '{name}': no such folder")
+    if (folder / MANIFEST).is_file() or (folder / "checkpoints").is_dir():
+        raise UserError(
+            f"model.weights: {folder} is of a run: 'skippipe train --resume' goes on with it, and 'skippipe export' "
+            "makes a folder of its model that can be named here"
+        )
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"model.weights: {folder} is no Hugging Face folder: it has no {CONFIG}")
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"model.weights: {folder} has no weights in safetensors files; others are not read")
+    return folder
+
+
+def _downloaded(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except Exception as error:  # of the network, the hub, or the disk
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"model.weights: '{name}' is no folder here, and the Hugging Face hub did not give it: {reason}; where "
+            f"there is a network, 'hf download {name} --local-dir FOLDER', and name the folder"
+        ) from None
+
+
+def check_vocabulary(job: JobConfig, model_tokens: int, tokenizer_tokens: int) -> None:
+    """UserError if the text has tokens that the model has never seen."""
+    if tokenizer_tokens > model_tokens:
+        raise UserError(
+            f"data.tokenizer: {job.data.tokenizer} has {tokenizer_tokens:,} tokens, and the model in "
+            f"{job.model.weights} knows {model_tokens:,}; use the tokenizer that it was trained with"
+        )
+
+
+def write_first_checkpoint(run: Run, folder: Path) -> Path:
+    """Write the weights of a folder as the checkpoint of no iterations, from which the run goes on."""
+    node_config, layers = run.node_config, run.node_config.plan.layers
+    optimizer, outline = OPTIMIZERS[node_config.learning.optimizer], CheckpointOutline(folder, run.spec, layers)
+    unfinished = run.checkpoints.begin()
+    run.tokenizer.save(unfinished)
+    files: list[StoredFile] = []
+    found: dict[str, Tensor] = {}
+    for stage in range(len(layers)):
+        slots = layout_of_stage(run.spec, layers, stage)
+        names = {slot.name for slot in slots}
+        if not names <= found.keys():  # all were read at once if the files have other names
+            found = select_weights(outline, names)
+        writer = StageWriter(unfinished, stage, slots, optimizer, run.run_id)
+        for slot in slots:
+            each = found.get(slot.name)
+            if each is None or each.shape != slot.shape:
+                there = f"of shape {list(each.shape)}" if each is not None else "not there"
+                raise UserError(f"{folder}: tensor '{slot.name}' {list(slot.shape)} is {there}")
+            writer.write(encode(each.detach().float().flatten(), "fp32").data)
+        for slot in optimizer.state_slots(slots)[len(slots) :]:
+            writer.write(bytes(STORED_BYTES * slot.size))
+        files += writer.finish()
+    manifest = manifest_of(node_config, 0, [0] * len(layers), files, run.run_id)
+    run.checkpoints.commit(unfinished, manifest)
+    return run.checkpoints.complete()[0]

@@ -1,0 +1,184 @@
+"""Training that begins with the weights of a Hugging Face folder: its first loss is that of transformers."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from skippipe.data.tokenizer import train_bpe
+from skippipe.errors import UserError
+from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
+from skippipe.training.backends import BACKENDS
+from skippipe.training.build_run import RunSetup, build_run
+from skippipe.training.job_config import (
+    BatchConfig,
+    ComputeConfig,
+    DataConfig,
+    JobConfig,
+    ModelConfig,
+    PipelineConfig,
+    TransportConfig,
+)
+from tests.helpers.models import FAMILIES, tiny
+from tests.helpers.processes import Command
+
+TEXT = "It is a truth universally acknowledged, that a node in possession of a good stage must be in want of a lane. "
+VOCABULARY = 300
+ROOM = 7  # tokens of the model that its tokenizer does not have
+NEAR = 1e-4
+
+
+def folder_of(family: str, folder: Path, *, shard: str = "20KB", dtype: torch.dtype = torch.float32) -> Path:
+    """A model of transformers with random weights, far from those that a run would begin with, and a tokenizer."""
+    tokenizer = train_bpe([TEXT], VOCABULARY)
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(tiny(family, vocab_size=tokenizer.size + ROOM))  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for each in model.parameters():
+            each.add_(0.1 * torch.randn_like(each))
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    tokenizer.save(folder)
+    return folder
+
+
+def job_in(folder: Path, weights: Path | str, **others: Any) -> JobConfig:
+    text = folder / "text.txt"
+    text.write_text(" ".join(f"{number} {TEXT}" for number in range(100)))
+    return replace(
+        JobConfig(
+            cluster="datacentre:4",
+            output=str(folder / "run"),
+            iterations=2,
+            model=ModelConfig(weights=str(weights)),
+            data=DataConfig([str(text)], folder=str(folder / "tokens")),
+            batch=BatchConfig(sequence=16, samples=2, microbatches=4),
+            pipeline=PipelineConfig(stages=3, skip="0", strategy="dtfm-skip", budget_s=0.1),
+            transport=TransportConfig(wire="fp32"),
+            compute=ComputeConfig(dtype="fp32"),
+        ),
+        **others,
+    )
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def iteration_done(self, report: IterationReport) -> None:
+        self.found.append(report.loss)
+
+
+def trained(run_setup: RunSetup, engine: str) -> list[float]:
+    losses = Losses()
+    BACKENDS[engine](run_setup.with_first_checkpoint(), losses, lambda: 0)
+    return losses.found
+
+
+def loss_of_transformers(folder: Path, run_setup: RunSetup) -> float:
+    """Of the first iteration's microbatches."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    sampler, plan, losses = run_setup.node_config.sampler(), run_setup.plan, []
+    for lane, each in enumerate(plan.lanes):
+        for number in range(each.microbatches):
+            inputs, labels = (torch.from_numpy(ids) for ids in sampler.batch(0, plan.microbatch(lane, number)))
+            with torch.no_grad():
+                logits = model(inputs).logits
+            losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).item())
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_loss_is_that_of_transformers(family: str, tmp_path: Path) -> None:
+    folder = folder_of(family, tmp_path / "model")
+    if family == "llama":
+        assert len(list(folder.glob("*.safetensors"))) > 1, "in several files"
+    run_setup = build_run(job_in(tmp_path, folder))
+    first, second = trained(run_setup, "virtual")
+    expected = loss_of_transformers(folder, run_setup)
+    assert first == pytest.approx(expected, rel=NEAR)
+    assert second != first
+    random = build_run(job_in(tmp_path, "", model=ModelConfig(config=str(folder)), output=str(tmp_path / "other")))
+    losses = Losses()
+    BACKENDS["one-process"](random, losses, lambda: 0)
+    assert losses.found[0] != pytest.approx(expected, rel=100 * NEAR), "without, weights are random"
+
+
+def test_one_process_begins_with_them_too(tmp_path: Path) -> None:
+    folder = folder_of("qwen3", tmp_path / "model", dtype=torch.bfloat16)
+    run_setup = build_run(job_in(tmp_path, folder))
+    assert trained(run_setup, "one-process")[0] == pytest.approx(loss_of_transformers(folder, run_setup), rel=NEAR)
+
+
+def test_a_model_comes_out_as_it_went_in_where_nothing_is_learned(tmp_path: Path) -> None:
+    folder = folder_of("llama-tied", tmp_path / "model", shard="1GB")
+    job = job_in(tmp_path, folder)
+    run_setup = build_run(replace(job, learning=replace(job.learning, rate=1e-30), iterations=1))
+    trained(run_setup, "virtual")
+    before, after = (AutoModelForCausalLM.from_pretrained(each) for each in (folder, tmp_path / "run" / "model"))
+    theirs = dict(before.named_parameters())
+    for name, each in after.named_parameters():
+        assert torch.equal(each, theirs[name]), name
+    assert after.config.vocab_size == before.config.vocab_size
+
+
+def test_command_and_resume(skippipe: Command, tmp_path: Path) -> None:
+    """Over real processes, each of which gets the tensors of its stage; a checkpoint of none is no checkpoint lost."""
+    folder, job = folder_of("llama", tmp_path / "model"), job_in(tmp_path, "x")
+    file = tmp_path / "job.toml"
+    file.write_text(
+        f'cluster = "datacentre:4"\noutput = "{job.output}"\niterations = 2\n[model]\nweights = "{folder}"\n'
+        f'[data]\ntexts = ["{job.data.texts[0]}"]\nfolder = "{job.data.folder}"\n'
+        "[batch]\nsequence = 16\nsamples = 2\nmicrobatches = 4\n"
+        '[pipeline]\nstages = 3\nskip = "0"\nstrategy = "dtfm-skip"\nbudget_s = 0.1\n[checkpoint]\nevery = 2\n'
+        '[transport]\nwire = "fp32"\n[compute]\ndtype = "fp32"\n'
+    )
+    done = skippipe("train", file)
+    assert done.code == 0, done.err
+    assert f"begins with the weights in {folder}" in done.out
+    expected = loss_of_transformers(folder, build_run(replace(job, model=ModelConfig(weights=str(folder)))))
+    metrics = [json.loads(line) for line in (Path(job.output) / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[0]["loss"] == pytest.approx(expected, rel=NEAR)
+    done = skippipe("train", file, "--resume", "--iterations", "3")
+    assert done.code == 0, done.err
+    metrics = [json.loads(line) for line in (Path(job.output) / "metrics.jsonl").read_text().splitlines()]
+    assert [each["iteration"] for each in metrics] == [0, 1, 2], "it goes on, and does not begin again"
+
+
+def test_what_does_not_fit_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of("llama", tmp_path / "model")
+    with pytest.raises(UserError, match=r"model\.config: 'llama-30m', and model\.weights has a"):
+        build_run(job_in(tmp_path, folder, model=ModelConfig(config="llama-30m", weights=str(folder))))
+    job = job_in(tmp_path, folder)
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    train_bpe([f"{number} {number * 7919}" for number in range(3_000)], 900).save(tokenizer)
+    with pytest.raises(UserError, match=r"has \d+ tokens, and the model in .* knows \d+"):
+        build_run(replace(job, data=replace(job.data, tokenizer=str(tokenizer), folder=str(tmp_path / "more"))))
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match="has no tokenizer"):
+        build_run(job)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(UserError, match="no weights in safetensors"):
+        build_run(job)
+    with pytest.raises(UserError, match="no such folder"):
+        build_run(job_in(tmp_path, tmp_path / "nowhere"))
+    (tmp_path / "earlier" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match="'skippipe export' makes a folder"):
+        build_run(job_in(tmp_path, tmp_path / "earlier"))
+
+    def no_network(*_: Any) -> Any:
+        raise OSError("no network here")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+    with pytest.raises(UserError, match="'some-lab/a-model' is no folder here, and the Hugging Face hub did not"):
+        build_run(job_in(tmp_path, "some-lab/a-model"))
