@@ -230,10 +230,11 @@ def _search_placements(chains: list[Chain], moves: set[Move], changes: float, st
     Moves of a single node see a valley around every placement: lanes that fit it well fit no other. On a network of
     regions the way from one good placement to another leads through many bad ones.
     """
-    weights = cumulative_move_weights(moves)
+    weights = cumulative_move_weights(moves), cumulative_move_weights({Move.EXCHANGE_NODES})
     placing = []
-    for chain in chains:
-        own = Chain(chain.first, chain.tables, weights, [*chain.seed, 1], chain.variant)
+    for number, chain in enumerate(chains):
+        same_sizes = number >= len(chains) // 2  # half of them: sizes that match the demand are mostly good
+        own = Chain(chain.first, chain.tables, weights[same_sizes], [*chain.seed, 1], chain.variant)
         own.temperature_factor = MAX_TEMPERATURE / own.initial_temperature
         placing.append(own)
     search(placing, changes, stopped, first_round=PLACEMENT_ROUND)
