@@ -63,6 +63,20 @@ def test_what_fits_only_with_checkpointing_is_planned_with_it_unless_that_is_for
     assert validate(make_plan(problem, Strategy.SKIPPIPE, PlanRequest(budget_s=1))) == []
 
 
+@pytest.mark.parametrize("variables", [OPEN, DecisionVariables()])
+def test_stages_that_fit_only_without_checkpointing_are_planned(variables: DecisionVariables) -> None:
+    """A stage of one layer keeps little less by it, and needs room for what it recomputes."""
+    work = replace(WORK, model=replace(WORK.model, layers=3))
+    memory = max(work.fixed_bytes(stage, 1) for stage in range(3)) + work.held_bytes(1)
+    cluster = datacentre(6)
+    cluster = replace(cluster, nodes=tuple(replace(node, memory_bytes=memory) for node in cluster.nodes))
+    problem = Problem(cluster, work, 3, 2, decision_variables=variables)
+    with pytest.raises(Infeasible):
+        problem.with_checkpointing()
+    plan = make_plan(problem, Strategy.BEST, PlanRequest(changes=100, budget_s=600))
+    assert not plan.workload.activation_checkpointing
+
+
 def test_recomputing_is_paid_for() -> None:
     kept, again = WORK, replace(WORK, activation_checkpointing=True)
     assert again.backward_flops(4) == kept.backward_flops(4) + kept.forward_flops(4)

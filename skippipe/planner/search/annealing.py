@@ -16,12 +16,14 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import repeat
 
 import numpy as np
 
 from skippipe.dispatch import Dispatch
+from skippipe.errors import Infeasible
 from skippipe.jit import Floats, Ints, kernel
 from skippipe.jitter import Jitter, spread_of
 from skippipe.plan import Plan
@@ -274,10 +276,12 @@ def variants(problem: Problem, layers: tuple[int, ...]) -> list[Problem]:
     """The problem with these layers, once for every choice that is open and that a state does not hold."""
     splits = (True, False) if problem.decision_variables.split_backward else (problem.split_backward,)
     same = replace(problem, layers=layers)
-    checkpointing = same.with_checkpointing()
     works = [same]
-    if problem.decision_variables.checkpointing and checkpointing.lanes_in_memory > same.lanes_in_memory:
-        works.append(checkpointing)
+    if problem.decision_variables.checkpointing:
+        with suppress(Infeasible):  # stages of one layer take more memory with it
+            checkpointing = same.with_checkpointing()
+            if checkpointing.lanes_in_memory > same.lanes_in_memory:
+                works.append(checkpointing)
     return [replace(work, split_backward=split) for work in works for split in splits]
 
 

@@ -102,6 +102,7 @@ def tables_of(
 ) -> Tables:
     full = timing is Timing.FULL
     costs = each[0]
+    relayed = relay_rates(costs)
     reachable = costs.transmit_ns < NEVER_NS
     return Tables(
         forward_ns=np.array([one.forward_ns[0] for one in each]),
@@ -118,8 +119,8 @@ def tables_of(
         bandwidth=np.ascontiguousarray(costs.bandwidth_bytes_per_s),
         linked=reachable & reachable.T,
         near=_near(costs.bandwidth_bytes_per_s),
-        relayed=relay_rates(costs),
-        relayed_by_all=all_relays(relay_rates(costs)),
+        relayed=relayed,
+        relayed_by_all=all_relays(relayed),
         upload=costs.upload_bytes_per_s,
         download=costs.download_bytes_per_s,
         only_rings=costs.collective.only_rings,
