@@ -79,6 +79,9 @@ class SkipSchedule:
     adapters: Annotated[int, Range(0, 100_000)] = 0
     """Rank of the adapters (LoRA) that the linear maps of all layers have for microbatches that skip stages; those that
     visit all stages do not use them. 0: there are none."""
+    adapters_by_hop: bool = False
+    """Whether a stage has adapters of its own for each number of stages that the hop from it leaves out: 0, 1, … up to
+    half of them or more. They share the rank."""
     distill: Annotated[float, SHARE] = 0.0
     """Weight of what the whole model says in the loss of microbatches that skip stages (distillation): the rest is that
     of the text itself. They pass the whole model, too, forward only. 0: none."""
@@ -100,6 +103,8 @@ class SkipSchedule:
             raise UserError("recipe.bridges: they lead forward: leave out recipe.swaps, or the bridges")
         if self.heal and not (self.bridges or self.adapters):
             raise UserError("recipe.heal: there is nothing to train; add recipe.adapters or recipe.bridges, such as 32")
+        if self.adapters_by_hop and not self.adapters:
+            raise UserError("recipe.adapters_by_hop: there are none; add recipe.adapters, such as 512")
         if self.distill_hidden and not self.distill:
             raise UserError("recipe.distill_hidden: there is no teacher; add recipe.distill, such as 0.9")
         if self.heal and self.heal_at <= self.grown_at:

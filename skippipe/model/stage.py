@@ -205,7 +205,8 @@ class StageAdapters(nn.Module):
         """Every linear map of the stage's layers becomes an `AdaptedLinear`."""
         super().__init__()
         self.scale: Tensor | None = None
-        """How strong adapters are for each sample of the next forward pass, [samples, 1, 1]; None: not at all."""
+        """How strong adapters are for each sample of the next forward pass, [samples, 1, 1], or each of their ranks,
+        [samples, 1, rank]; None: not at all."""
         self.parts = nn.ModuleList()
         generator = torch.Generator().manual_seed(seed * 1_000_003 + stage.numbers.start)
         for module in stage.layers.modules():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from math import ceil
@@ -28,7 +29,7 @@ from skippipe.value_ranges import (
     Range,
 )
 
-LATER = ("bridges", "heal", "adapters", "distill", "distill_hidden")
+LATER = ("bridges", "heal", "adapters", "adapters_by_hop", "distill", "distill_hidden")
 """Recipe settings that older results do not have: left out where they are not set."""
 Rule = Literal["", "CC1", "CC2", "CC3"]
 MOST_ITERATIONS = Range(1, 10**6)  # of a run: reports read every single one
@@ -87,6 +88,8 @@ class Variant:
     recipe: SkipSchedule = field(default_factory=lambda: SkipSchedule(skip="0"))
     """How stages are skipped and what makes up for it."""
     stages: Annotated[int, STAGES] = 6
+    model: str = ""
+    """A model other than the study's."""
     layers: Annotated[int, Range(0, LAYERS.most)] = 0
     """Layers of the model; 0: as its configuration has them. Fewer make a smaller dense model to compare with."""
     tokens: Annotated[int, Range(0, TOKENS.most)] = 0
@@ -95,6 +98,11 @@ class Variant:
     """The highest learning rate; 0: the study's."""
     heal_rate: Annotated[float, Range(0, 100, above=True)] = 1.0
     """By what the learning rate is multiplied while only bridges and adapters learn."""
+    heal_split: Annotated[int, MICROBATCHES] = 1
+    """Steps that are taken in an iteration while only bridges and adapters learn, each with an equal part of the
+    microbatches."""
+    heal_passes: Annotated[int, ITERATIONS] = 1
+    """How often the microbatches of an iteration are sent, on other paths each time, while only these learn."""
     breaks: Rule = ""
     """A rule to break on purpose: CC1 (stage 0 is skipped like any other), CC2 (stages come in one of several random
     orders), CC3 (some stages are visited often, others seldom)."""
@@ -134,6 +142,12 @@ class Study:
         names = [each.name for each in self.variant]
         if not names or len(set(names)) < len(names):
             raise UserError("variant: a study has one or more, each with a name of its own")
+        for each in self.variant:
+            if self.batch.microbatches % each.heal_split:
+                raise UserError(
+                    f"variant '{each.name}': heal_split: {self.batch.microbatches} microbatches do not divide into "
+                    f"{each.heal_split} equal parts"
+                )
         for run in self.runs:
             MOST_ITERATIONS.check(run.iterations, f"variant '{run.variant.name}': iterations that its tokens make")
 
@@ -182,23 +196,34 @@ class StudyRun:
         """Iterations in which the whole model is trained; then only bridges and adapters are."""
         return ceil(self.variant.recipe.heal_at * self.iterations)
 
-    def path_lengths(self, iteration: int) -> list[int]:
-        """Stages on the path of each microbatch."""
+    def steps(self, iteration: int) -> tuple[int, int]:
+        """Parts of the microbatches with a step for each, and how often all of them are sent."""
+        heals = iteration >= self.heals_at
+        return (self.variant.heal_split, self.variant.heal_passes) if heals else (1, 1)
+
+    def path_lengths(self, iteration: int, parts: int = 1) -> list[int]:
+        """Stages on the path of each microbatch of a step that is one of so many."""
         stages = self.variant.stages
         mix = self.variant.recipe.mix(iteration, self.iterations, stages, stages)
-        return deal_lengths(mix, self.study.batch.microbatches)
+        return deal_lengths(mix, self.study.batch.microbatches // parts)
 
     @property
     def lengths(self) -> dict[int, int]:
         """Stages on a path → how many iterations have such paths."""
         stages = self.variant.stages
-        return dict(sorted(self.variant.recipe.lengths(self.iterations, stages, stages).items()))
+        counts = self.variant.recipe.lengths(self.iterations, stages, stages)
+        if self.variant.heal_passes > 1:
+            healing = range(self.heals_at, self.iterations)
+            visits = Counter(length for number in healing for length in self.path_lengths(number))
+            for length, count in visits.items():
+                counts[length] += round(count * (self.variant.heal_passes - 1) / self.study.batch.microbatches)
+        return dict(sorted(counts.items()))
 
     @property
     def work(self) -> float:
         """Tokens × stages that they visit."""
         visits = sum(length * count for length, count in self.lengths.items())
-        return float(visits * self.study.batch.tokens)
+        return float(max(1, visits) * self.study.batch.tokens)  # the counts of very short runs round to 0
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -208,10 +233,12 @@ class StudyRun:
         for name in LATER:
             if not variant["recipe"][name]:
                 del variant["recipe"][name]
-        if variant["heal_rate"] == 1:
-            del variant["heal_rate"]
+        for name in ("heal_rate", "heal_split", "heal_passes"):
+            if variant[name] == 1:
+                del variant[name]
+        del variant["model"]
         return {
-            "model": study.model,
+            "model": self.variant.model or study.model,
             "variant": variant,
             "iterations": self.iterations,
             "batch": asdict(study.batch),
@@ -232,7 +259,7 @@ class StudyRun:
         settings, recipe = self.settings, asdict(self.variant.recipe)
         lengths = [self.path_lengths(number) for number in range(self.heals_at)]
         young = sum(self.variant.recipe.is_young(number, self.iterations) for number in range(self.heals_at))
-        for name in ("skip", "grow", "heal", "adapters", "distill", "distill_hidden"):
+        for name in ("skip", "grow", "heal", "adapters", "adapters_by_hop", "distill", "distill_hidden"):
             del recipe[name]
         if min(map(min, lengths)) == self.variant.stages:
             del recipe["bridges"]  # nothing goes over them before

@@ -143,7 +143,7 @@ class Engine:
         """What recordings depend on beside their shape."""
         recipe = self.recipe
         of_recipe = recipe.early_exit, recipe.gradients, recipe.bridges, recipe.distill, recipe.distill_hidden
-        return self.learning.clip, *of_recipe
+        return self.learning.clip, recipe.adapters_by_hop, *of_recipe
 
     @property
     def parameters(self) -> int:
@@ -207,9 +207,10 @@ class Engine:
         adapters, if there are any, where stages are missing."""
         with self._autocast():
             hidden = self._embed(inputs)
-            missing = len(self.stages) - len(visits)
-            self._set_adapters(torch.full((len(hidden),), missing, device=self.device) if missing else None)
+            missing = torch.full((len(hidden),), len(self.stages) - len(visits), device=self.device)
+            whole = len(visits) == len(self.stages)
             for stage, target in pairwise((*visits, len(self.stages))):
+                self._set_adapters(None if whole else missing, target - stage - 1)
                 made = self.stages[stage](hidden)
                 hidden = made if stage == 0 or drive == 1.0 else torch.lerp(hidden, made, drive)
                 if self.bridges and target > stage + 1:
@@ -266,9 +267,15 @@ class Engine:
         more: Tensor = (of_labels - (target * logits).sum(-1)).mean()  # the logarithms of both sums are the same
         return more
 
-    def _set_adapters(self, missing: Tensor | None) -> None:
-        """Adapters for the next forward pass of samples that skip so many stages each."""
+    def _set_adapters(self, missing: Tensor | None, left_out: Tensor | int = 0) -> None:
+        """Adapters for the next forward pass, through one stage, of samples that skip so many stages each, and of these
+        so many by the hop from that stage."""
         scale = None if missing is None else (missing * (2 / len(self.stages))).view(-1, 1, 1)
+        if scale is not None and self.recipe.adapters_by_hop:
+            rank, hops = self.recipe.adapters, len(self.stages) // 2 + 1
+            left_out = torch.as_tensor(left_out, device=self.device).expand(len(scale)).view(-1, 1, 1)
+            hop_of = torch.arange(rank, device=self.device) * hops // rank
+            scale = torch.where(left_out > 0, 1.0, scale) * (hop_of == left_out.clamp(max=hops - 1))
         for each in self.adapters:
             each.scale = scale
 
@@ -287,7 +294,8 @@ class Engine:
         visitors = torch.split(places, [step.visitors * samples for step in shape.steps], dim=1)
         for step, (here, targets, missing) in zip(shape.steps, visitors, strict=True):
             model = self.stages[step.stage]
-            self._set_adapters(missing if shape.skipping and self._stands_in(shape) else None)
+            stands_in = shape.skipping and self._stands_in(shape)
+            self._set_adapters(missing if stands_in else None, targets - step.stage - 1)
             all_visit = step.visitors == shape.microbatches
             given = hidden if all_visit else _chosen(hidden, here)
             made = model(given)

@@ -29,7 +29,7 @@ class IterationPaths:
     born: dict[int, int]
     """Stages that are new since the iteration before → the stages that they are copies of."""
     visits: list[Visits]
-    """Stages on the path of each microbatch."""
+    """Stages on the path of each microbatch; of all again for every further pass."""
 
 
 def iteration_paths(run: StudyRun) -> Iterator[IterationPaths]:
@@ -38,16 +38,19 @@ def iteration_paths(run: StudyRun) -> Iterator[IterationPaths]:
     generator = default_rng([run.seed, 1])
     whole = there = tuple(range(stages))
     for number in range(run.iterations):
-        lengths = run.path_lengths(number)
+        parts, passes = run.steps(number)
+        lengths = run.path_lengths(number, parts)
         if recipe.is_young(number, run.iterations):
             there = young_stages(stages, lengths[0])
             yield IterationPaths(there, {}, [there] * microbatches)
         else:
             born = donors(stages, len(there)) if there != whole else {}
             there = whole
-            yield IterationPaths(
-                whole, born, sample_paths_of_lengths(generator, lengths, stages, recipe, run.variant.breaks)
-            )
+            steps = [
+                sample_paths_of_lengths(generator, lengths, stages, recipe, run.variant.breaks)
+                for _ in range(parts * passes)
+            ]
+            yield IterationPaths(whole, born, [visits for step in steps for visits in step])
 
 
 def sample_paths_of_lengths(

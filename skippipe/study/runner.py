@@ -85,7 +85,7 @@ class Runner:
         sequence = study.batch.sequence
         self.texts = {name: EvalText(each.ids, sequence, device.name) for name, each in folders.items()}
         self._text = EvalText(self.train.ids, sequence, device.name)
-        self._engines: dict[tuple[tuple[int, ...], int], Engine] = {}
+        self._engines: dict[tuple[str, tuple[int, ...], int], Engine] = {}
 
     def run(self) -> None:
         """Do all runs that are not done yet; but none that would not be over in time, by what those before it took."""
@@ -129,15 +129,19 @@ class Runner:
                 save_frozen(engine, kept_file, losses, curve, time.perf_counter() - began - evaluation_s)
             engine.grow(paths.born)
             young = len(paths.there) < variant.stages
-            loss = engine.iteration(
-                number,
-                *self._text.iteration(sampler, number),
-                paths.visits,
-                young=young,
-                healing=variant.recipe.heals(number, run.iterations),
-                rate=run.rate(number),
-            )
-            losses.append(loss)
+            text = self._text.iteration(sampler, number)
+            size = batch.microbatches // run.steps(number)[0]
+            for begin in range(0, len(paths.visits), size):
+                row = begin % batch.microbatches * batch.samples
+                loss = engine.iteration(
+                    number,
+                    *(each[row : row + size * batch.samples] for each in text),
+                    paths.visits[begin : begin + size],
+                    young=young,
+                    healing=variant.recipe.heals(number, run.iterations),
+                    rate=run.rate(number),
+                )
+                losses.append(loss)
             done = number + 1
             if done % measuring.every == 0 or done == run.iterations:
                 training = float(torch.stack(losses).double().mean())
@@ -179,13 +183,13 @@ class Runner:
         """In bfloat16, as transformers and `skippipe score` load it."""
         spec, layers = self._model(run)
         kept = ModelFolder(folder, layers, spec, self.train.tokenizer(), torch.bfloat16)
-        for stage, weights in enumerate(self._engines[layers, run.variant.recipe.adapters].weights):
+        for stage, weights in enumerate(self._engines[self._kind(run)].weights):
             kept.store_flat(stage, weights.values.cpu())
 
     def _model(self, run: StudyRun) -> tuple[ModelSpec, tuple[int, ...]]:
         """The model, and the layers of each of its stages."""
         variant = run.variant
-        config = config_named(self.study.model, self.train.vocabulary)
+        config = config_named(variant.model or self.study.model, self.train.vocabulary)
         if variant.layers:
             config.num_hidden_layers = variant.layers
             if getattr(config, "layer_types", None):
@@ -193,11 +197,15 @@ class Runner:
         spec = ModelSpec(config, run.seed)
         return spec, Workload(spec.shape).layer_split(variant.stages)
 
+    def _kind(self, run: StudyRun) -> tuple[str, tuple[int, ...], int]:
+        """What runs that share an engine have in common."""
+        return run.variant.model, self._model(run)[1], run.variant.recipe.adapters
+
     def _engine(self, run: StudyRun) -> Engine:
         """An engine for the run; models of the same shape share one, so that it is compiled once."""
         variant = run.variant
         spec, layers = self._model(run)
-        kind = layers, variant.recipe.adapters
+        kind = self._kind(run)
         if kind in self._engines:
             self._engines[kind].begin_again(spec, run.learning, variant.recipe)
         else:

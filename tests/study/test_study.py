@@ -139,7 +139,7 @@ class Slow:
         self.bridges = deepcopy(engine.bridges)
         self.adapters = [nn.ModuleList() for _ in engine.adapters]
         self._recipe = engine.recipe
-        self._missing = 0
+        self._missing = self._left_out = 0
         for stage, kept in zip(self.stages, self.adapters, strict=False):
             for each in stage.layers.modules():
                 if isinstance(each, AdaptedLinear):
@@ -149,8 +149,13 @@ class Slow:
 
     def _adapted(self, module: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> Tensor:
         assert isinstance(module, AdaptedLinear)
-        missing = self._missing / (len(self.stages) / 2)
-        return made + missing * (given[0] @ module.adapter.down.T @ module.adapter.up.T)
+        scale = self._missing / (len(self.stages) / 2)
+        down, up = module.adapter.down.T, module.adapter.up.T
+        if self._recipe.adapters_by_hop:  # of rank 3: one each for hops that leave out 0, 1 and 2 or more stages
+            scale = 1.0 if self._left_out else scale
+            at = min(2, self._left_out)
+            down, up = down[:, at : at + 1], up[at : at + 1]
+        return made + scale * (given[0] @ down @ up)
 
     def loss(self, inputs: Tensor, labels: Tensor, visits: Visits) -> Tensor:
         states = self.states(inputs, visits)
@@ -184,6 +189,7 @@ class Slow:
         self._missing = total - len(visits)
         hidden = self.stages[0].embed(inputs)
         for stage, target in pairwise((*visits, total)):
+            self._left_out = target - stage - 1
             made = self.stages[stage](hidden)
             drive = self._recipe.residual_scale(total, len(visits)) if stage else 1.0
             hidden = hidden + drive * (made - hidden)
@@ -231,6 +237,7 @@ HALVES = [(0, 2), (0, 1), (0, 3), (0, 2), (0, 1), (0, 3)]
         (MIXED, SkipSchedule("0 & 1/2", distill=1.0), False),
         (HALVES, SkipSchedule("0 until 50%, 1/2", adapters=3, distill=0.4, heal="50%"), True),
         (MIXED, SkipSchedule("0 & 1/2", bridges=3, adapters=3, distill=0.7, distill_hidden=2.0), False),
+        (MIXED, SkipSchedule("0 & 1/2", adapters=3, adapters_by_hop=True, distill=0.7), False),
     ],
     ids=[
         "sandwich",
@@ -243,6 +250,7 @@ HALVES = [(0, 2), (0, 1), (0, 3), (0, 2), (0, 1), (0, 3)]
         "distillation",
         "healing by adapters",
         "hidden states distilled",
+        "adapters by hop",
     ],
 )
 def test_stand_ins_for_what_is_skipped_follow_plain_gradients(
@@ -356,12 +364,27 @@ def test_healing_has_a_schedule_of_its_own() -> None:
     assert [healed_faster.rate(number) for number in range(100, 125)] == [3.0 * rate for rate in rates]
 
 
+def test_healing_in_parts_keeps_the_rules_in_each() -> None:
+    recipe = SkipSchedule("0 until 50%, 1/2", bridges=8, heal="50%")
+    variant = Variant("heal", recipe, tokens=2 * 30_720, heal_split=3, heal_passes=2)
+    run = Study("healing", [variant], seeds=[0]).runs[0]
+    whole, healing = iteration_paths(run)
+    assert whole.visits == [tuple(range(6))] * 30
+    steps = [healing.visits[first : first + 10] for first in range(0, 60, 10)]
+    for step in steps:
+        assert Counter(stage for visits in step for stage in visits) == {0: 10, **dict.fromkeys(range(1, 6), 4)}
+    assert len({tuple(step) for step in steps}) == 6, "other paths in every pass"
+    assert run.lengths == {3: 2, 6: 1}
+    with pytest.raises(UserError, match="30 microbatches do not divide into 4 equal parts"):
+        Study("healing", [replace(variant, heal_split=4)])
+
+
 def test_results_from_before_bridges_are_still_known() -> None:
     """Their key is that of a run without."""
     study = Study("headline", [Variant("full"), Variant("bridged", SkipSchedule("1/2", bridges=8))])
     full, bridged = (run.settings["variant"]["recipe"] for run in study.runs)
-    assert not {"bridges", "heal", "adapters", "distill", "distill_hidden"} & full.keys()
-    assert not any("heal_rate" in run.settings["variant"] for run in study.runs)
+    assert not {"bridges", "heal", "adapters", "adapters_by_hop", "distill", "distill_hidden"} & full.keys()
+    assert not any({"heal_rate", "heal_split", "heal_passes"} & run.settings["variant"].keys() for run in study.runs)
     assert bridged["bridges"] == 8
 
 
@@ -490,6 +513,7 @@ def test_variants_that_heal_the_same_model_share_it(study_file: Path, tmp_path: 
     variants = [
         Variant("one", recipe, 4),
         Variant("faster", replace(recipe, adapters=4, distill=0.5), 4, heal_rate=2.0),
+        Variant("in parts, twice", replace(recipe, adapters=4), 4, heal_split=3, heal_passes=2),
         Variant("longer", longer, 4, tokens=600),  # the same iterations before
         Variant("other", replace(recipe, gradients="all"), 4),
     ]
@@ -502,7 +526,7 @@ def test_variants_that_heal_the_same_model_share_it(study_file: Path, tmp_path: 
         return read_results(tmp_path / name)
 
     alone, shared, again = done("alone", None), done("shared", frozen), done("again", frozen)
-    assert len(list(frozen.iterdir())) == 2, "one for the first three"
+    assert len(list(frozen.iterdir())) == 2, "one for the first four"
     for results in (shared, again):
         for expected, found in zip(alone, results, strict=True):
             for name in ("variant", "curve", "whole", "parts", "lengths", "key"):

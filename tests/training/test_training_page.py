@@ -278,7 +278,17 @@ def test_fields_and_their_defaults() -> None:
     flat = {name: value for name, value in job.items() if name in ("iterations", "seed")}
     flat |= {f"learning.{name}": value for name, value in job["learning"].items()}
     # refused in training
-    studies = ("grow", "exposure", "swaps", "bridges", "adapters", "distill", "distill_hidden", "heal")
+    studies = (
+        "grow",
+        "exposure",
+        "swaps",
+        "bridges",
+        "adapters",
+        "adapters_by_hop",
+        "distill",
+        "distill_hidden",
+        "heal",
+    )
     flat |= {f"recipe.{name}": value for name, value in job["recipe"].items() if name not in studies}
     table = rows(SECTION.partition("### Paths")[0].partition("| job field |")[2])
     said = {name.strip("`"): json.loads(cells[0].strip("`")) for name, cells in table.items()}
