@@ -49,27 +49,32 @@ def exchange(
     free_ns: FreeLinks,
     relays: Sequence[int] = (),
     most_pieces: int = MOST_PIECES,
+    all_done_ns: int = 0,
 ) -> Averaging:
     """Every node is the root of pieces, and all others send straight to it or by way of a relay. `free_ns` is when
-    links are free; it is changed by what this adds."""
+    links are free; it is changed by what this adds. No sum is there before `all_done_ns`, when the last node is done.
+    """
     by_bytes = -(-costs.gradient_bytes[stage] // PIECE_BYTES)
     pieces = min(most_pieces, max(by_bytes, min(2 * len(order), most_pieces // 2)))
     relays = relays if len(order) <= RELAYED_UP_TO else ()
-    roots, ways = np.empty(pieces, np.int64), np.empty((pieces, len(order)), np.int64)
-    divide_exchange(
-        np.array(order, np.int64),
-        np.array(sorted({*relays, *order}), np.int64),
-        costs.gradient_bytes[stage],
-        Links(
-            np.ascontiguousarray(costs.bandwidth_bytes_per_s),
-            costs.flight_ns,
-            costs.upload_bytes_per_s,
-            costs.download_bytes_per_s,
-            *free_ns,
-        ),
-        roots,
-        ways,
+    nodes = len(costs.flight_ns)
+    piece_bytes = np.array(-(-costs.gradient_bytes[stage] // pieces), np.int64)
+    upload, download = costs.upload_bytes_per_s, costs.download_bytes_per_s
+    forwarded, late = free_links(nodes), free_links(nodes)
+    links = Links(
+        transmit_ns(piece_bytes, costs.bandwidth_bytes_per_s),
+        costs.flight_ns,
+        transmit_ns(piece_bytes, upload) * np.isfinite(upload),
+        transmit_ns(piece_bytes, download) * np.isfinite(download),
+        *free_ns,
+        *forwarded,
+        *late,
     )
+    members, forwarding = np.array(order, np.int64), np.array(sorted({*relays, *order}), np.int64)
+    roots, ways = np.empty(pieces, np.int64), np.empty((pieces, len(order)), np.int64)
+    divide_exchange(members, forwarding, all_done_ns, links, roots, ways)
+    for free, more in zip(free_ns, late, strict=True):
+        free += more
     found = []
     for root, by in zip(roots.tolist(), ways.tolist(), strict=True):
         forwarded = tuple((order[at], relay) for at, relay in enumerate(by) if at != root and relay >= 0)
@@ -78,98 +83,159 @@ def exchange(
 
 
 class Links(NamedTuple):
-    """What `divide_exchange` knows of links and nodes, and when they are free."""
+    """What `divide_exchange` knows of links and nodes: how long a piece takes, and how busy they are."""
 
-    bandwidth: Floats
-    """[from, to], as are flight and link_free."""
+    transmit_ns: Ints
+    """[from, to], as is the next."""
     flight_ns: Ints
-    upload: Floats
-    """[node], as are the next, and when they are free: infinite without a limit."""
-    download: Floats
+    upload_ns: Ints
+    """[node], as is the next: for how long a piece keeps it busy; 0 without a limit."""
+    download_ns: Ints
     link_free_ns: Ints
+    """[from, to]: when the sender's own contributions are over; this and all that follow are changed."""
     upload_free_ns: Ints
     download_free_ns: Ints
+    link_forwarded_ns: Ints
+    """When contributions that it forwards are over."""
+    upload_forwarded_ns: Ints
+    download_forwarded_ns: Ints
+    link_late_ns: Ints
+    """For how long it is busy with what is ready only when all nodes are done: sums, and contributions forwarded then.
+    """
+    upload_late_ns: Ints
+    download_late_ns: Ints
 
 
 @kernel
 def divide_exchange(
     members: Ints,
     relays: Ints,  # nodes that may forward; the members can be among them
-    gradient_bytes: int,
+    all_done_ns: int,  # when the last of the members is done: no sum is sent before
     links: Links,  # their times are changed
     roots: Ints,  # out: [piece]: the place of its root
     ways: Ints,  # out: [piece, place]: the relay; −1: straight to the root
 ) -> None:
-    """Divide the gradient into equal pieces, and choose for one after another the root and the ways by which it is
-    there and back soonest."""
-    size, pieces = len(members), len(roots)
-    piece_bytes = -(-gradient_bytes // pieces)
-    trial = np.empty(size, np.int64)
-    for piece in range(pieces):
+    """Choose for one equal piece of the gradient after another the root and the ways by which it is there and back
+    soonest. Nodes send their own contributions first. What they forward before the last node is done goes as it comes;
+    from then on sums and what is forwarded are ready nearly at once, and only how much there is counts."""
+    size = len(members)
+    for piece in range(len(roots)):
         best_ns, best_root = -1, 0
         for root in range(size):
             longest_ns = 0
             for place in range(size):
-                if place == root:
-                    continue
-                here, there = members[place], members[root]
-                free_ns, taken_ns = _there_and_back_ns(here, there, piece_bytes, links)
-                soonest_ns = free_ns + taken_ns
-                trial[place] = -1
-                for relay in relays:
-                    if relay in (here, there):
-                        continue
-                    free_ns, taken_ns = _there_and_back_ns(here, relay, piece_bytes, links)
-                    if free_ns + taken_ns >= soonest_ns:
-                        continue
-                    then_free_ns, then_taken_ns = _there_and_back_ns(relay, there, piece_bytes, links)
-                    by_relay_ns = max(free_ns, then_free_ns) + taken_ns + then_taken_ns
-                    if by_relay_ns < soonest_ns:
-                        soonest_ns = by_relay_ns
-                        trial[place] = relay
-                longest_ns = max(longest_ns, soonest_ns)
-                if 0 <= best_ns <= longest_ns:
-                    break
+                if place != root:
+                    back_ns, _ = _soonest(members[place], members[root], relays, all_done_ns, links)
+                    longest_ns = max(longest_ns, back_ns)
+                    if 0 <= best_ns <= longest_ns:
+                        break
             if best_ns < 0 or longest_ns < best_ns:
                 best_ns, best_root = longest_ns, root
-                for place in range(size):
-                    ways[piece, place] = trial[place]
         roots[piece] = best_root
+        there = members[best_root]
         for place in range(size):
             if place != best_root:
-                relay = ways[piece, place]
+                here = members[place]
+                _, relay = _soonest(here, there, relays, all_done_ns, links)  # others of this piece may be on its way
+                ways[piece, place] = relay
                 if relay < 0:
-                    _use(members[place], members[best_root], piece_bytes, links)
+                    came_ns = _send(here, there, links)
+                    _forward(there, here, max(came_ns, all_done_ns), all_done_ns, links)
                 else:
-                    _use(members[place], relay, piece_bytes, links)
-                    _use(relay, members[best_root], piece_bytes, links)
+                    came_ns = _send(here, relay, links)
+                    came_ns = _forward(relay, there, came_ns, all_done_ns, links)
+                    came_ns = _forward(there, relay, max(came_ns, all_done_ns), all_done_ns, links)
+                    _forward(relay, here, came_ns, all_done_ns, links)
 
 
 @kernel
-def _there_and_back_ns(here: int, there: int, piece_bytes: int, links: Links) -> tuple[int, int]:
-    """When the links between two nodes are free for a piece, and how long it takes there and back."""
-    free_ns = max(links.link_free_ns[here, there], links.link_free_ns[there, here])
-    if links.upload[here] < np.inf:
-        free_ns = max(free_ns, links.upload_free_ns[here])
-    if links.upload[there] < np.inf:
-        free_ns = max(free_ns, links.upload_free_ns[there])
-    if links.download[here] < np.inf:
-        free_ns = max(free_ns, links.download_free_ns[here])
-    if links.download[there] < np.inf:
-        free_ns = max(free_ns, links.download_free_ns[there])
-    taken_ns = link_ns(piece_bytes, links.bandwidth[here, there]) + link_ns(piece_bytes, links.bandwidth[there, here])
-    return free_ns, taken_ns + links.flight_ns[here, there] + links.flight_ns[there, here]
+def _soonest(here: int, there: int, relays: Ints, all_done_ns: int, links: Links) -> tuple[int, int]:
+    """When a piece is there and back at the soonest, and by way of which relay; −1: straight."""
+    came_ns = _sent_ns(here, there, links)
+    soonest_ns = _forwarded_ns(there, here, max(came_ns, all_done_ns), all_done_ns, links)
+    by = -1
+    for relay in relays:
+        if relay in (here, there) or _forwarded_ns(relay, here, all_done_ns, all_done_ns, links) >= soonest_ns:
+            continue
+        came_ns = _sent_ns(here, relay, links)
+        if came_ns >= soonest_ns:
+            continue
+        came_ns = _forwarded_ns(relay, there, came_ns, all_done_ns, links)
+        came_ns = _forwarded_ns(there, relay, max(came_ns, all_done_ns), all_done_ns, links)
+        came_ns = _forwarded_ns(relay, here, came_ns, all_done_ns, links)
+        if came_ns < soonest_ns:
+            soonest_ns, by = came_ns, relay
+    return soonest_ns, by
 
 
 @kernel
-def _use(here: int, there: int, piece_bytes: int, links: Links) -> None:
-    """A piece goes there and back."""
-    for a, b in ((here, there), (there, here)):
-        links.link_free_ns[a, b] += link_ns(piece_bytes, links.bandwidth[a, b])
-        if links.upload[a] < np.inf:
-            links.upload_free_ns[a] += link_ns(piece_bytes, links.upload[a])
-        if links.download[b] < np.inf:
-            links.download_free_ns[b] += link_ns(piece_bytes, links.download[b])
+def _sent_ns(here: int, there: int, links: Links) -> int:
+    """When a node's own contribution arrives: it is ready when the node is done."""
+    start_ns = links.link_free_ns[here, there]
+    if links.upload_ns[here] > 0:
+        start_ns = max(start_ns, links.upload_free_ns[here])
+    if links.download_ns[there] > 0:
+        start_ns = max(start_ns, links.download_free_ns[there])
+    return int(start_ns + links.transmit_ns[here, there] + links.flight_ns[here, there])
+
+
+@kernel
+def _forwarded_ns(here: int, there: int, ready_ns: int, all_done_ns: int, links: Links) -> int:
+    """When what came from elsewhere and is ready here arrives there."""
+    link = here, there
+    start_ns = _starts_ns(
+        ready_ns, all_done_ns, links.link_free_ns[link], links.link_forwarded_ns[link], links.link_late_ns[link]
+    )
+    if links.upload_ns[here] > 0:
+        start_ns = _starts_ns(
+            start_ns,
+            all_done_ns,
+            links.upload_free_ns[here],
+            links.upload_forwarded_ns[here],
+            links.upload_late_ns[here],
+        )
+    if links.download_ns[there] > 0:
+        start_ns = _starts_ns(
+            start_ns,
+            all_done_ns,
+            links.download_free_ns[there],
+            links.download_forwarded_ns[there],
+            links.download_late_ns[there],
+        )
+    return int(start_ns + links.transmit_ns[link] + links.flight_ns[link])
+
+
+@kernel
+def _starts_ns(ready_ns: int, all_done_ns: int, free_ns: int, forwarded_ns: int, late_ns: int) -> int:
+    if ready_ns >= all_done_ns:
+        return max(ready_ns, max(all_done_ns, free_ns) + late_ns)
+    return max(ready_ns, free_ns, forwarded_ns)
+
+
+@kernel
+def _send(here: int, there: int, links: Links) -> int:
+    """`_sent_ns`, and from now on the link is busy with it."""
+    arrives_ns = _sent_ns(here, there, links)
+    links.link_free_ns[here, there] += links.transmit_ns[here, there]
+    links.upload_free_ns[here] += links.upload_ns[here]
+    links.download_free_ns[there] += links.download_ns[there]
+    return arrives_ns
+
+
+@kernel
+def _forward(here: int, there: int, ready_ns: int, all_done_ns: int, links: Links) -> int:
+    """`_forwarded_ns`, and from now on the link is busy with it."""
+    arrives_ns = _forwarded_ns(here, there, ready_ns, all_done_ns, links)
+    if ready_ns >= all_done_ns:
+        links.link_late_ns[here, there] += links.transmit_ns[here, there]
+        links.upload_late_ns[here] += links.upload_ns[here]
+        links.download_late_ns[there] += links.download_ns[there]
+    else:
+        start_ns = arrives_ns - links.transmit_ns[here, there] - links.flight_ns[here, there]
+        links.link_forwarded_ns[here, there] = start_ns + links.transmit_ns[here, there]
+        links.upload_forwarded_ns[here] = start_ns + links.upload_ns[here]
+        links.download_forwarded_ns[there] = start_ns + links.download_ns[there]
+    return arrives_ns
 
 
 def both_ways(bandwidth: Floats) -> Floats:

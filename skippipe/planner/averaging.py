@@ -60,7 +60,8 @@ def averaging_fastest(plan: Plan, orders: Sequence[tuple[int, ...]] | None = Non
         for index in _by_bytes(costs):
             if len(orders[index]) > 1:
                 free_ns = _free_after(costs, [(at, each) for at, each in enumerate(best) if at != index], done_ns)
-                again = exchange(costs, index, orders[index], free_ns, everybody)
+                last_ns = int(done_ns[list(orders[index])].max())
+                again = exchange(costs, index, orders[index], free_ns, everybody, all_done_ns=last_ns)
                 improved |= is_better([again if at == index else each for at, each in enumerate(best)])
         if not improved:
             break
@@ -79,7 +80,8 @@ def _exchanges(
     found = [Averaging(order) for order in orders]
     for index in _by_bytes(costs):
         if len(orders[index]) > 1:
-            found[index] = exchange(costs, index, orders[index], free_ns, relays)
+            last_ns = int(done_ns[list(orders[index])].max())
+            found[index] = exchange(costs, index, orders[index], free_ns, relays, all_done_ns=last_ns)
     return found
 
 
