@@ -266,24 +266,25 @@ def all_relays(relayed: Floats) -> Floats:
 
 
 @kernel
-def exchange_estimate_ns(
-    done_ns: Ints,  # by place, as is the next
+def estimate_exchange(
     members: Ints,
     gradient_bytes: int,
     bandwidth: Floats,  # [from, to], as are the next two
     flight_ns: Ints,
     relayed: Floats,  # see `relay_rates`
     relayed_by_all: Floats,  # see `all_relays`
-    stage_of: Ints,  # [node]: below 0 if it holds no stage, and forwards nothing
+    idle: Ints,  # nodes that hold no stage, and forward nothing
     upload: Floats,  # [node], as is the next: infinite without a limit
     download: Floats,
-) -> int:
-    """About when all nodes have the sum in an exchange: every node is the root of one piece, and all ways to it are one
+    sent_ns: Ints,  # out: [place, root]: transmission of a contribution; below 0: the root has no piece
+    back_ns: Ints,  # out: [root, place]: the same of a sum
+    flown_ns: Ints,  # out: [from, to]
+) -> None:
+    """About how long transfers of an exchange take: every node is the root of one piece, and all ways to it are one
     link. Between regions the schedule of `exchange` takes mostly within a third of it; where links are of very unequal
     rates it can be several times off."""
-    size, idle = len(members), np.flatnonzero(stage_of < 0)
+    size = len(members)
     rate = np.empty((size, size), np.float64)
-    flight = np.empty((size, size), np.int64)
     roots = np.empty(size, np.float64)
     for place in range(size):
         here = members[place]
@@ -301,10 +302,10 @@ def exchange_estimate_ns(
                 for by in idle:
                     by_relay -= min(relayed[by, here], relayed[by, there])
                 by_relay /= max(size - 1, PAIR)
-            rate[place, other], flight[place, other] = bandwidth[here, there], flight_ns[here, there]
+            rate[place, other], flown_ns[place, other] = bandwidth[here, there], flight_ns[here, there]
             if by_relay >= straight:
                 straight += by_relay
-                rate[place, other], flight[place, other] = straight, 2 * flight_ns[here, there]
+                rate[place, other], flown_ns[place, other] = straight, 2 * flight_ns[here, there]
             shared = min(upload[here], download[there]) / (size - 1)
             rate[place, other] = min(rate[place, other], shared)
             slowest = min(slowest, straight, shared, min(upload[there], download[here]) / (size - 1))
@@ -316,23 +317,34 @@ def exchange_estimate_ns(
         if roots[root] >= LEAST_SHARE * most:
             shares[root] = max(1, round(SHARES * roots[root] / roots.sum()) if most > 0 else 1)
         total += shares[root]
-    last_ns = done_ns.max()
     for root in range(size):
-        if shares[root] == 0:
-            continue
         piece_bytes = -(-gradient_bytes * shares[root] // total)
-        summed_ns = done_ns[root]
         for place in range(size):
             if place != root:
-                came_ns = done_ns[place] + link_ns(piece_bytes, rate[place, root]) + flight[place, root]
-                summed_ns = max(summed_ns, came_ns)
+                sent_ns[place, root] = link_ns(piece_bytes, rate[place, root]) if shares[root] > 0 else -1
+                back_ns[root, place] = link_ns(piece_bytes, rate[root, place])
+
+
+@kernel
+def exchange_ns(done_ns: Ints, sent_ns: Ints, back_ns: Ints, flown_ns: Ints) -> int:
+    """When all nodes have the sum: transfers are as in `estimate_exchange`, `done_ns` are ends of last tasks by place."""
+    size = len(done_ns)
+    last_ns = done_ns.max()
+    for root in range(size):
+        summed_ns = done_ns[root]
+        has_piece = False
+        for place in range(size):
+            if place != root and sent_ns[place, root] >= 0:
+                has_piece = True
+                summed_ns = max(summed_ns, done_ns[place] + sent_ns[place, root] + flown_ns[place, root])
+        if not has_piece:
+            continue
         for place in range(size):
             if place != root:
                 start_ns = summed_ns
-                if shares[place] > 0:  # its own contribution went over this link before
-                    other_bytes = -(-gradient_bytes * shares[place] // total)
-                    start_ns = max(start_ns, done_ns[root] + link_ns(other_bytes, rate[root, place]))
-                last_ns = max(last_ns, start_ns + link_ns(piece_bytes, rate[root, place]) + flight[root, place])
+                if sent_ns[root, place] >= 0:  # its own contribution went over this link before
+                    start_ns = max(start_ns, done_ns[root] + sent_ns[root, place])
+                last_ns = max(last_ns, start_ns + back_ns[root, place] + flown_ns[root, place])
     return int(last_ns)
 
 

@@ -193,18 +193,20 @@ def test_the_estimate_of_an_exchange_is_about_what_it_takes(seed: int) -> None:
         costs = cost_model_of(cluster, Workload(MODELS["llama-1.5b"], collective="auto"), (8, 8, 8))
         members = np.sort(random.choice(12, int(random.integers(2, 8)), replace=False)).astype(np.int64)
         averaging = topology.exchange(costs, 1, tuple(members.tolist()), free_links(12), range(12))
-        estimate_ns = topology.exchange_estimate_ns(
-            np.zeros(len(members), np.int64),
+        estimated_ns = np.empty((3, len(members), len(members)), np.int64)
+        topology.estimate_exchange(
             members,
             costs.gradient_bytes[1],
             np.ascontiguousarray(costs.bandwidth_bytes_per_s),
             costs.flight_ns,
             topology.relay_rates(costs),
             topology.all_relays(topology.relay_rates(costs)),
-            np.zeros(costs.nodes, np.int64),
+            np.array([], np.int64),
             costs.upload_bytes_per_s,
             costs.download_bytes_per_s,
+            *estimated_ns,
         )
+        estimate_ns = topology.exchange_ns(np.zeros(len(members), np.int64), *estimated_ns)
         assert 1 / factor < transfers.takes_ns(costs, 1, averaging) / estimate_ns < factor
 
 

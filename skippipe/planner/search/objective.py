@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from skippipe.collectives.topology import exchange_estimate_ns, ring_ns
+from skippipe.collectives.topology import estimate_exchange, exchange_ns, ring_ns
 from skippipe.collectives.transfers import link_ns
 from skippipe.constraints import cc2_step
 from skippipe.event_loop import run_iteration
@@ -95,9 +95,14 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
             return INFINITE_NS, 0, INFINITE_NS
 
     done_ns = np.zeros(nodes, np.int64)
+    widest = state.size.max() if tables.full else 0
+    transfers_ns = np.empty((stages, 3, widest, widest), np.int64)
     if tables.full:  # averaging alone can be too long already, and is quickly worked out
+        idle = np.flatnonzero(stage_of < 0)
         for stage in range(stages):
-            if _averaged(state, stage, load, tables) + step_ns > limit:
+            if not tables.only_rings:
+                _estimate_exchange(state, stage, idle, tables, transfers_ns[stage])
+            if _averaged(state, stage, load, tables, transfers_ns[stage]) + step_ns > limit:
                 return INFINITE_NS, 0, INFINITE_NS
     lengths = np.full(len(counts), length, np.int64)
     last_ns, left = run_iteration(
@@ -127,7 +132,7 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
         return INFINITE_NS, 0, INFINITE_NS
     if tables.full:
         for stage in range(stages):
-            ended_ns = _averaged(state, stage, done_ns, tables)
+            ended_ns = _averaged(state, stage, done_ns, tables, transfers_ns[stage])
             last_ns = max(last_ns, ended_ns)
         last_ns += step_ns
     close_ns = 0
@@ -139,7 +144,27 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
 
 
 @kernel
-def _averaged(state: State, stage: int, done_ns: Ints, tables: Tables) -> int:
+def _estimate_exchange(state: State, stage: int, idle: Ints, tables: Tables, transfers_ns: Ints) -> None:
+    members = state.size[stage]
+    if members > 1:
+        estimate_exchange(
+            state.ring[stage, :members],
+            tables.gradient_bytes[min(stage, 1), state.layers[stage]],
+            tables.bandwidth,
+            tables.flight_ns,
+            tables.relayed,
+            tables.relayed_by_all,
+            idle,
+            tables.upload,
+            tables.download,
+            transfers_ns[0],
+            transfers_ns[1],
+            transfers_ns[2],
+        )
+
+
+@kernel
+def _averaged(state: State, stage: int, done_ns: Ints, tables: Tables, transfers_ns: Ints) -> int:
     """When all nodes of a stage have the sum, in the fastest way."""
     members = state.size[stage]
     if members == 0:
@@ -156,20 +181,5 @@ def _averaged(state: State, stage: int, done_ns: Ints, tables: Tables) -> int:
         flight[place] = tables.flight_ns[here, there]
     averaged = ring_ns(done, transmit, flight)
     if not tables.only_rings:
-        order = state.ring[stage, :members]
-        averaged = min(
-            averaged,
-            exchange_estimate_ns(
-                done,
-                order,
-                gradient_bytes,
-                tables.bandwidth,
-                tables.flight_ns,
-                tables.relayed,
-                tables.relayed_by_all,
-                state.stage_of,
-                tables.upload,
-                tables.download,
-            ),
-        )
+        averaged = min(averaged, exchange_ns(done, transfers_ns[0], transfers_ns[1], transfers_ns[2]))
     return averaged
