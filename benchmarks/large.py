@@ -1,6 +1,6 @@
 """Whether plans for many nodes are good, with queues and averaging counted (full timing).
 
-    python -m benchmarks.large losses [SECONDS]       42 and 100 nodes: the plan repaired after one loss / the plan before
+    python -m benchmarks.large losses [SECONDS]       42, 100 nodes: repaired after one loss / before
     python -m benchmarks.large longer [SECONDS]       100 nodes: the plan after 60 s / after SECONDS (1,200 if not said)
     python -m benchmarks.large thousand [SECONDS]     1,000 nodes: the first plan, and the plan after SECONDS (300)
 

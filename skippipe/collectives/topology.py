@@ -327,7 +327,7 @@ def estimate_exchange(
 
 @kernel
 def exchange_ns(done_ns: Ints, sent_ns: Ints, back_ns: Ints, flown_ns: Ints) -> int:
-    """When all nodes have the sum: transfers are as in `estimate_exchange`, `done_ns` are ends of last tasks by place."""
+    """When all nodes have the sum. Transfers are as in `estimate_exchange`; nodes, by place, are done at `done_ns`."""
     size = len(done_ns)
     last_ns = done_ns.max()
     for root in range(size):

@@ -256,19 +256,20 @@ def lanes_of(state: State) -> tuple[Lane, ...]:
 def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
     """Plans of a state; some may break a rule.
 
-    With all nodes and without those that no lane visits, which may still carry gradients around a ring; each stage
-    averages in the way that is fastest for when its nodes are done.
+    With all nodes that have memory for their stage, and without those that no lane visits, which may still carry
+    gradients around a ring; each stage averages in the way that is fastest for when its nodes are done.
     """
     used = set(state.paths[state.counts > 0].ravel().tolist())
     layers = tuple(state.layers.tolist())
     costs = cost_model_of(problem.cluster, problem.workload, layers)
-    all_rings = [tuple(row[:size].tolist()) for row, size in zip(state.ring, state.size, strict=True)]
+    rings = [row[:size].tolist() for row, size in zip(state.ring, state.size, strict=True)]
+    all_rings = [tuple(node for node in ring if costs.slots[stage, node]) for stage, ring in enumerate(rings)]
     at_work = [tuple(node for node in ring if node in used) for ring in all_rings]
     lanes = lanes_of(state)
     members = [at_work] if at_work == all_rings or problem.timing is Timing.CONTENTION_ONLY else [at_work, all_rings]
     found = []
-    for rings in members:
-        averagings = [costs.averaging(stage, ring) for stage, ring in enumerate(rings)]
+    for chosen in members:
+        averagings = [costs.averaging(stage, ring) for stage, ring in enumerate(chosen)]
         plan = Plan(
             cluster=problem.cluster,
             workload=problem.workload,
@@ -278,7 +279,7 @@ def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
             split_backward=problem.split_backward,
             strategy=strategy,
         )
-        found.append(averaging_fastest(plan, rings) if problem.timing is Timing.FULL else plan)
+        found.append(averaging_fastest(plan, chosen) if problem.timing is Timing.FULL else plan)
     return found
 
 
