@@ -11,19 +11,16 @@ export PYTHONDONTWRITEBYTECODE :=
 	bench-train bench-serve clean
 
 demo: $(READY)
-	$(BIN)/skippipe compare published20 --contention-only --budget 8 --out demo
+	$(BIN)/python examples/lose_half.py
+	@echo
+	$(BIN)/skippipe compare published20 --contention-only --budget 5 --out demo
 	@echo
 	$(BIN)/skippipe show demo/best.json --html demo/best.html --png demo/best.png
 	@echo
 	$(BIN)/skippipe train examples/demo.toml --drill 12 --force
 	@echo
-	$(BIN)/skippipe generate demo/run "It is a truth universally acknowledged, that" --max-tokens 30
-	@echo
-	$(BIN)/skippipe generate demo/run "It is a truth universally acknowledged, that" --max-tokens 30 --keep 1/2
-	@echo
-	@echo "(So few iterations teach it some words and no sentences, with all of its stages or with half: docs/results.md has models that were trained.)"
-	@echo
 	@echo "Open demo/best.html (interactive) or demo/best.png; demo/run/traces in ui.perfetto.dev."
+	@echo "Let the built-in model write: .venv/bin/skippipe generate austen \"It is a truth\" --keep 1/2"
 
 test: lint  # the type checker has the core that tests leave idle while they wait for processes
 	$(MAKE) --no-print-directory -j 3 unit types docs

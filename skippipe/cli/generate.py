@@ -92,6 +92,7 @@ def generate(
     Text goes to stdout as it is generated, without the prompt. Ctrl-C ends it and keeps the text so far.
 
     \b
+        skippipe generate austen "It is a truth" --keep 1/2
         skippipe generate run "It is a truth"
         skippipe generate run "It is a truth" --keep 1/2 --drive scaled
         skippipe generate run "It is a truth" --draft auto --stats

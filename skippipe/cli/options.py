@@ -89,8 +89,8 @@ Checkpoint = Annotated[
     Path,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="A checkpoint; a run's output folder: its newest one; or a Hugging Face folder, as 'skippipe export' and "
-        "finished runs write it, or any other.",
+        help="A checkpoint; a run's output folder: its newest one; a Hugging Face folder, as 'skippipe export' and "
+        "finished runs write it, or any other; or 'austen', a small model that is built in.",
     ),
 ]
 Stages = Annotated[str | None, part_option(_STAGES)]

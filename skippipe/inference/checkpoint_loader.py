@@ -1,4 +1,4 @@
-"""Loads a trained model, cut into stages: from a checkpoint, a run's output folder or any Hugging Face folder.
+"""Loads a trained model, cut into stages: a checkpoint, a run's output folder, a Hugging Face folder, or one built in.
 
 A checkpoint records its stages. So does a folder that `skippipe export` wrote: it has one file for each stage, and the
 first one holds embedding and head. Weights have their names of the whole model, so any other cut can be loaded too.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from skippipe.workload import Workload
 _Language: Any = AutoModelForCausalLM  # untyped
 _Tokenizer: Any = AutoTokenizer
 WEIGHTS = ".weights.safetensors"  # suffix of a checkpoint's files with weights
+BUILT_IN = ("austen",)  # models that come with the package
 PROBES, PROBE_BYTES = 16, 2**16  # parts of a file of weights that its fingerprint is made of
 
 
@@ -123,10 +125,19 @@ def fingerprint(place: Path) -> str:
     return digest.hexdigest()
 
 
+def built_in(checkpoint: Path) -> Path:
+    """The folder of a model that comes with the package, if this is its name and no folder has that name; else as it
+    is."""
+    if str(checkpoint) in BUILT_IN and not exists(checkpoint):
+        return Path(str(files("skippipe").joinpath("resources", str(checkpoint))))
+    return checkpoint
+
+
 def locate_checkpoint(checkpoint: Path) -> Path:
     """A checkpoint or a Hugging Face folder itself; of a run's output folder, its newest checkpoint or its model."""
+    checkpoint = built_in(checkpoint)
     if not exists(checkpoint):
-        raise UserError(f"{checkpoint}: no such folder")
+        raise UserError(f"{checkpoint}: no such folder; '{BUILT_IN[0]}' is a model that is built in")
     checkpoints = Checkpoints.of_run(checkpoint)
     for place in (checkpoint, *checkpoints.complete()[:1], checkpoint / "model"):
         if (place / MANIFEST).is_file() or (place / "config.json").is_file():

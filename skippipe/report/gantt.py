@@ -145,7 +145,8 @@ class Gantt:
             start, end = self.timeline.averaging_ns[row.stage]
             if end > start:  # a stage on one node does not average
                 yield self._closing_bar(index, BarKind.AVERAGING, start, end)
-            yield self._closing_bar(index, BarKind.OPTIMIZER, averaged_ns, averaged_ns + step_ns[row.node])
+            if step_ns[row.node]:  # not known of the first iteration of a run
+                yield self._closing_bar(index, BarKind.OPTIMIZER, averaged_ns, averaged_ns + step_ns[row.node])
 
     def _closing_bar(self, index: int, kind: BarKind, start: int, end: int) -> GanttBar:
         row = self.rows[index]

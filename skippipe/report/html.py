@@ -1,12 +1,17 @@
 """A plan as one page: what every node does, which way lanes go, how busy nodes and links are.
 
-Also what all pages have in common. They open anywhere, also without a network: everything is inside the file.
+Also what all pages have in common. They open anywhere, also without a network: everything is inside the file. The
+drawing library and the figures are packed, gzip in base 85, and `page.js` unpacks them: or each page would have 5 MB.
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
 from collections.abc import Sequence
+from functools import cache
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +30,27 @@ Place = tuple[float, float]
 """The middle of a bar, and its height."""
 SHORT = 24  # characters of a name that stay on one line
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 2em auto; padding: 0 1em; }
-body { max-width: 1400px; } p { max-width: 60em; }
+:root { color-scheme: light dark; --text: #222; --paper: #fff; --line: #e6e6e6; }
+@media (prefers-color-scheme: dark) { :root { --text: #d8dee6; --paper: #161a1f; --line: #39424d; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--paper); margin: 2em auto; }
+body { padding: 0 1em; max-width: 1400px; overflow-wrap: break-word; } p { max-width: 60em; }
+@media (max-width: 40rem) { body { margin: 1em 0; padding: 0 .7em; } }
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
+.scroll { overflow-x: auto; }
+@media (max-width: 40rem) { .scroll table { width: max-content; max-width: 60em; } }
+.figure { min-height: 200px; }
 table { border-collapse: collapse; }
-th, td { padding: .15em .9em .15em 0; text-align: left; border-bottom: 1px solid #e6e6e6; }
+th, td { padding: .15em .9em .15em 0; text-align: left; border-bottom: 1px solid var(--line); overflow-wrap: normal; }
 .short { white-space: nowrap; }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 """
 ROW_PX = 24
 STATION_PX = 70
+COLUMN_PX = 90  # at least, for names in boxes
 GANTT_IN_WORDS = """Light bars go forward, dark bars go backward, hatched ones are head and loss; numbers are lanes.
 Where the backward is split, the darkest bars are its weight gradients. A grey strip under a row is time in which a task
-was ready but had to wait (a collision). Drag to zoom in, double-click to zoom out, click a name at the right to hide
-it."""
+was ready but had to wait (a collision). Drag to zoom in, double-click to zoom out, click a name in the legend to
+hide it."""
 MAP_IN_WORDS = """A lane starts at its data node at the left and comes back to it at the right. It passes between the
 nodes of the stages that it skips. A dashed arrow to the left is a swap: the later stage is visited first."""
 BUSY_IN_WORDS = """Busy: forward, head, backward and weight gradients. Idle: the rest of the iteration, averaging
@@ -61,10 +73,11 @@ def write_html(plan: Plan, timeline: Timeline, path: Path) -> None:
 
 def picture_sections(picture: Gantt) -> list[str]:
     """The Gantt chart and the path map of a plan, as sections of a page."""
+    columns = len(picture.plan.stages) + 1
     beyond = f"<p>The picture opens on the passes: {picture.beyond}.</p>\n" if picture.beyond else ""
     return [
         section("What every node does", GANTT_IN_WORDS, beyond + figure_html(_gantt(picture))),
-        section("Which way every lane goes", MAP_IN_WORDS, figure_html(_map(picture))),
+        section("Which way every lane goes", MAP_IN_WORDS, figure_html(_map(picture), columns * COLUMN_PX)),
     ]
 
 
@@ -80,13 +93,13 @@ def _gantt(picture: Gantt) -> go.Figure:
         bars = [bar for bar in picture.bars if bar.kind is kind]
         if bars:
             figure.add_trace(bar_trace(bars, _places(picture, bars), str(kind)))
-    figure.add_vline(x=seconds(picture.timeline.last_backward_ns), line={"dash": "dash", "width": 1, "color": "#222"})
+    figure.add_vline(x=seconds(picture.timeline.last_backward_ns), line={"dash": "dash", "width": 1, "color": "#888"})
     lay_out_gantt(figure, [(row.label, row.y) for row in picture.rows], ROW_PX, picture.shown_until_s)
     figure.update_layout(legend={"title": {"text": "microbatches"}})
     if picture.beyond:
         views = {"The passes": picture.shown_until_s, "The whole iteration": picture.timeline.iteration_s}
         buttons = [{"label": k, "method": "relayout", "args": [{"xaxis.range": [0, end]}]} for k, end in views.items()]
-        place = {"x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}
+        place = {"x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "showactive": False}
         figure.update_layout(updatemenus=[{"type": "buttons", "direction": "right", "buttons": buttons, **place}])
     return figure
 
@@ -108,6 +121,7 @@ def _places(picture: Gantt, bars: Sequence[GanttBar]) -> list[Place]:
 
 
 def bar_trace(bars: Sequence[GanttBar], places: Sequence[Place], name: str) -> go.Bar:
+    dots = ["#8a939e" if bar.kind is BarKind.AVERAGING else "white" for bar in bars]
     patterns = [{BarKind.HEAD: "/", BarKind.AVERAGING: "."}.get(bar.kind, "") for bar in bars]
     return go.Bar(
         orientation="h",
@@ -118,8 +132,8 @@ def bar_trace(bars: Sequence[GanttBar], places: Sequence[Place], name: str) -> g
         width=[height for _, height in places],
         marker={
             "color": [bar.colour for bar in bars],
-            "pattern": {"shape": patterns, "fgcolor": "white", "size": 5},
-            "line": {"width": 0.5, "color": "white"},
+            "pattern": {"shape": patterns, "fgcolor": dots, "size": 5},
+            "line": {"width": 0.5, "color": "rgba(128,128,128,0.4)"},
             "opacity": 0.55 if bars[0].kind is BarKind.WAITING else 1,
         },
         text=["" if bar.lane is None or bar.kind in (BarKind.HEAD, BarKind.WAITING) else bar.lane for bar in bars],
@@ -156,7 +170,7 @@ def _map(picture: Gantt) -> go.Figure:
         box = {"x0": station.x - HALF_WIDTH, "x1": station.x + HALF_WIDTH}
         box |= {"y0": station.y - HEIGHT / 2, "y1": station.y + HEIGHT / 2}
         edge = {"color": station.hue or "#888", "width": 2 if station.hue else 1}
-        shapes.append({"type": "rect", "fillcolor": "white", "line": edge, **box})
+        shapes.append({"type": "rect", "fillcolor": "rgba(128,128,128,0.12)", "line": edge, **box})
         place = {"x": station.x, "y": station.y, "showarrow": False, "font": {"size": 12}}
         names.append({"text": escape(station.name), **place})
     figure.update_layout(shapes=shapes, annotations=names)
@@ -211,9 +225,27 @@ def hover_html(text: str) -> str:
 def page(title: str, sections: Sequence[str]) -> str:
     """A whole HTML file; the sections are HTML, the title is text."""
     named = escape(title)
-    head = f'<meta charset="utf-8"><title>{named}</title><style>{STYLE}</style><script>{get_plotlyjs()}</script>'
-    body = "\n".join([f"<h1>{named}</h1>", *sections])
+    head = f"""<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{named}</title>
+<style>{STYLE}</style>"""
+    code = files("skippipe.report").joinpath("page.js").read_text(encoding="utf-8")
+    packed = f'<script type="text/plain" id="plotly">{_packed_plotly()}</script>'
+    body = "\n".join([f"<h1>{named}</h1>", *sections, packed, f'<script type="module">\n{code}</script>'])
     return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
+
+
+@cache
+def _packed_plotly() -> str:
+    return pack(get_plotlyjs())
+
+
+def pack(text: str) -> str:
+    """Text for `unpacked` in page.js: its length when compressed, then that; without `<`, so that it ends no script."""
+    content = gzip.compress(text.encode(), mtime=0)
+    digits = base64.b85encode(len(content).to_bytes(4, "big") + content, pad=True)
+    return digits.decode("ascii").replace("<", ",")
 
 
 def section(title: str, note: str, content: str) -> str:
@@ -231,11 +263,12 @@ def table_html(table: Table, names: int = 1) -> str:
         return f"<tr>{''.join([*named, *figures])}</tr>"
 
     rows = "".join(row(cells, "td") for cells in table.rows)
-    return section(table.title, table.note, f"<table>{row(table.headings, 'th')}{rows}</table>" if rows else "")
+    content = f"<div class=scroll><table>{row(table.headings, 'th')}{rows}</table></div>" if rows else ""
+    return section(table.title, table.note, content)
 
 
-def figure_html(figure: go.Figure) -> str:
-    figure.update_layout(template="plotly_white", margin={"l": 10, "r": 10, "t": 40, "b": 40})
-    buttons = [["zoom2d", "pan2d", "resetScale2d", "toImage"]]  # none that would send anything anywhere
-    config = {"displaylogo": False, "responsive": True, "modeBarButtons": buttons}
-    return str(figure.to_html(full_html=False, include_plotlyjs=False, include_mathjax=False, config=config))
+def figure_html(figure: go.Figure, least_px: int = 0) -> str:
+    """A figure of a page; where there is less room than `least_px`, it scrolls."""
+    figure.update_layout(template="none")  # the page has its own, one for light and one for dark
+    packed = f'<script type="text/plain">{pack(str(figure.to_json()))}</script>'
+    return f'<div class=scroll><div class="figure" style="min-width: {least_px}px">{packed}</div></div>'

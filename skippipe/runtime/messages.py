@@ -105,6 +105,9 @@ class Averaged(ControlMessage, frozen=True):
     """Kind of task (see `microbatch_scheduler.KINDS_OF_TASK`), number of tasks, and ns that they took."""
     lags: list[list[float]]
     """Sender, and the least seconds from there to here; by two clocks, so only there and back together mean much."""
+    closing: list[Count] = []
+    """When averaging began and ended, in ns since the iteration began here; and how many ns the optimizer step before
+    it took, 0 if there was none. Empty unless recorded."""
 
 
 class Recovered(ControlMessage, frozen=True):

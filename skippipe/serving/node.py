@@ -256,10 +256,10 @@ ROLES: Roles = {SERVING: serving_role}
 
 def build_executor(node_config: ServingConfig, stage: int, join_config: JoinConfig) -> ServingExecutor:
     from skippipe.inference.cached_stage import convert_stage
-    from skippipe.inference.checkpoint_loader import fingerprint, load_stage, read_outline
+    from skippipe.inference.checkpoint_loader import built_in, fingerprint, load_stage, read_outline
     from skippipe.serving.executor import ServingExecutor
 
-    here = join_config.checkpoint or Path(node_config.checkpoint)
+    here = built_in(join_config.checkpoint or Path(node_config.checkpoint))
     if not exists(here):
         raise UserError(f"{here}: no such folder on this machine; copy the model, or name its folder with --checkpoint")
     outline = read_outline(here)

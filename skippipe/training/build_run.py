@@ -29,7 +29,7 @@ from skippipe.planner.published import Example
 from skippipe.planner.strategies import PlanRequest, Strategy, make_plan, with_paths_of
 from skippipe.presets import emulated_cluster
 from skippipe.runtime.coordinator.embedding_backup import BACKED_UP, best_pair
-from skippipe.runtime.coordinator.settings import CoordinatorSettings, Deadlines, RecoverySettings
+from skippipe.runtime.coordinator.settings import CoordinatorSettings, Deadlines, RecordedIterations, RecoverySettings
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
@@ -100,14 +100,14 @@ class RunSetup(RunOptions):
     def coordinator_settings(self) -> CoordinatorSettings:
         """All that the coordinator is told. A plan for slow links may promise long iterations, so the deadline of an
         iteration depends on the promise."""
-        job, survive, every = self.job, self.job.survive, self.job.report.recorded
+        job, survive = self.job, self.job.survive
         promised = timedelta(seconds=max(plan.expected.iteration_s for plan in self.plans.values() if plan.expected))
         return CoordinatorSettings(
             optim=job.schedule,
             iterations=job.iterations,
             skip_schedule=job.followed,
             plans=self.plans,
-            recorded=range(min(every, job.iterations) - 1, job.iterations, every) if every else (),
+            recorded=RecordedIterations(job.report.recorded, job.iterations),
             checkpoint_every=job.checkpoint.every,
             deadlines=Deadlines(
                 iteration=max(Deadlines.iteration, ITERATION_TIMEOUT_FACTOR * promised),

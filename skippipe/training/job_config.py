@@ -172,7 +172,8 @@ class RecoveryConfig:
 @dataclass(frozen=True)
 class ReportConfig:
     recorded: Annotated[int, ITERATIONS_OR_NONE] = 50
-    """Every so many iterations, record what every node does when, as a Chrome trace; 0: never."""
+    """Every so many iterations, and in the second and the last, record what every node does when, as a Chrome trace;
+    0: never."""
     tensorboard: bool = False
     """Write TensorBoard files too (needs the extra skippipe[tensorboard])."""
     prometheus: Annotated[int, PORT] = 0

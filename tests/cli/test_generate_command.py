@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import io
+import lzma
+import re
 import sys
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 import torch
 
 from skippipe.cli import main
-from skippipe.inference.checkpoint_loader import load
+from skippipe.errors import UserError
+from skippipe.inference.checkpoint_loader import load, locate_checkpoint
 from skippipe.inference.engine import GenerationEngine, TokenByToken
 from skippipe.inference.request import GenerationRequest, SamplingParams, TokenOutput
 from skippipe.stage_subset import StageSubset
@@ -19,6 +23,7 @@ from tests.helpers.model_folders import export_to
 
 torch.set_num_threads(1)
 WHOLE = StageSubset((0, 1, 2), 3)
+WORD = re.compile(r"[a-z]+")
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +77,26 @@ def test_several_prompts_and_stdin(
     monkeypatch.setattr(sys, "stdin", io.StringIO("Emma\n"))
     text, _, _ = generate("some words", "-", "", *options, "--together", "2")
     assert text == f"==> some words <==\n{one}\n==> Emma <==\n{other}\n==>  <==\n{new}"
+
+
+def test_the_built_in_model_writes_english_also_by_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.utils.logging._tqdm_active", False)
+    with lzma.open(str(files("skippipe.data").joinpath("classics-train.txt.xz")), "rt", encoding="utf-8") as text:
+        known = set(WORD.findall(text.read().lower()))
+    for part in ((), ("--keep", "1/2")):
+        monkeypatch.setattr(
+            sys, "argv", ["skippipe", "generate", "austen", "It is a truth", "--max-tokens", "60", *part]
+        )
+        main()
+        words = WORD.findall(capsys.readouterr().out.lower())
+        assert len(words) > 20
+        assert sum(word in known for word in words) > 0.9 * len(words), words
+    (tmp_path / "austen").mkdir()
+    with pytest.raises(UserError, match="austen: neither a checkpoint"):  # a folder of yours goes first
+        locate_checkpoint(Path("austen"))
 
 
 def test_ctrl_c_keeps_what_was_said(

@@ -137,12 +137,14 @@ def test_planned_over_measured(tmp_path: Path) -> None:
     ]
     assert plan.expected is not None
     planned = {tuple(bar[4:]): bar for bar in gantt["planned"] if bar[4] >= 0}
-    measured = {tuple(bar[4:]): bar for bar in gantt["measured"]}
+    measured = {tuple(bar[4:]): bar for bar in gantt["measured"] if bar[4] >= 0}
     assert len(measured) == len(plan.expected.tasks)
     assert planned.keys() == measured.keys()
     for which, bar in measured.items():
         assert bar[:2] == planned[which][:2]
         assert bar[3] == pytest.approx(1.1 * planned[which][3], abs=2e-6)
+    closing = {gantt["kinds"][bar[1]] for bar in gantt["measured"] if bar[4] < 0}
+    assert closing == {"averaging", "optimizer"}
     assert set(gantt["hues"]) == {str(lane) for lane in range(len(plan.lanes))}
 
 

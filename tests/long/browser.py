@@ -12,12 +12,15 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from skippipe.report.html import write_html
+from skippipe.report.run.html import write_run_html
+from skippipe.runs.history import read_history
 from skippipe.transport.addresses import free_port
 from skippipe.transport.keys import PeerList
 from tests.helpers.dashboards import HOSTILE, RunFolder, plan_line, plan_of, shown
@@ -30,6 +33,7 @@ TIMEOUT_S = 90.0  # for runs on a busy machine
 LOOK_MS = 50
 DRAWN_S = 5.0  # within which all of a page is there, at any size; under a second on an idle machine
 PANELS = ("run", "map", "load", "chart", "curves", "events")
+LARGEST_PAGE_BYTES = 2_000_000
 SLOWLY = "emulation = { enabled = true, time = 0.02 }\n"  # or it would be over before anybody looks
 
 
@@ -46,7 +50,9 @@ def browser() -> Iterator[Any]:
 class Tab:
     """A page, and everything that goes wrong on it."""
 
-    def __init__(self, browser: Any, address: str, *, width: int = 1280, scheme: str = "light") -> None:
+    def __init__(
+        self, browser: Any, address: str, *, width: int = 1280, scheme: str = "light", panels: Sequence[str] = PANELS
+    ) -> None:
         self.wrong: list[str] = []
         self.asked: list[str] = []
         self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
@@ -57,7 +63,7 @@ class Tab:
         self.page.on("request", lambda request: self.asked.append(request.url))
         began = time.monotonic()
         self.page.goto(address)
-        self.until(f"{list(PANELS)}.every((name) => document.body.dataset[name])")
+        self.until(f"{list(panels)}.every((name) => document.body.dataset[name])")
         self.drawn_s = time.monotonic() - began
 
     def _startled(self, dialog: Any) -> None:
@@ -77,6 +83,11 @@ class Tab:
     def text(self, selector: str) -> str:
         return str(self.page.locator(selector).inner_text())
 
+    def cut(self) -> list[str]:
+        """Text that begins or ends outside the window; what scrolls sideways by itself does not count."""
+        found: list[str] = self.page.evaluate(CUT)
+        return found
+
     @property
     def overflow(self) -> int:
         """Pixels by which the page is wider than the window."""
@@ -87,6 +98,10 @@ class Tab:
             self.page.screenshot(path=str(Path(folder) / name), full_page=True)
 
 
+CUT = """() => [...document.querySelectorAll("p, h1, h2, h3, dt, dd, li, span, td, th, text")].filter((each) => {
+  const { left, right } = each.getBoundingClientRect(), scrolls = each.closest(".scroll:not(#map)");
+  return each.textContent.trim() && !scrolls && (left < -1 || right > innerWidth + 1);
+}).map((each) => each.textContent)"""
 DONE = "Number(document.querySelector('#tiles dd').firstChild.data.replaceAll(',', ''))"
 
 
@@ -156,6 +171,9 @@ def test_usable_at(browser: Any, tmp_path: Path, nodes: int, stages: int, width:
         tab = Tab(browser, address, width=width)
         assert tab.drawn_s < DRAWN_S
         assert tab.overflow <= 0
+        assert tab.cut() == []
+        assert tab.count(".tick.left") >= 4
+        assert tab.count(".tick.below") >= 4
         names = tab.page.evaluate("[...document.querySelectorAll('#map .node title')].map((each) => each.textContent)")
         assert {name.split(" ")[0] for name in names} == {node.name for node in plan.cluster.nodes}
         pairs = {frozenset((use.sender, use.receiver)) for use in plan.expected.links} if plan.expected else set()
@@ -168,6 +186,34 @@ def test_usable_at(browser: Any, tmp_path: Path, nodes: int, stages: int, width:
         assert time.monotonic() - before < DRAWN_S
         tab.picture(f"{nodes}-{width}.png")
         assert tab.wrong == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_pages_of_a_plan_and_of_a_run(browser: Any, tmp_path: Path, width: int, scheme: str) -> None:
+    plan = plan_of(20, 4)
+    run = RunFolder(tmp_path, plan)
+    run.wal(plan_line(plan))
+    for number in range(30):
+        run.iteration(number, 4.0 - number / 20, recorded=number in (1, 20))
+    run.event("gone", "no heartbeat for 5 s", "node-3", 5)
+    assert plan.expected is not None
+    write_html(plan, plan.expected, tmp_path / "plan.html")
+    write_run_html(read_history(tmp_path), tmp_path / "report.html")
+    grounds = {"light": "rgb(255, 255, 255)", "dark": "rgb(22, 26, 31)"}
+    for name, figures in (("plan", 3), ("report", 7)):
+        path = tmp_path / f"{name}.html"
+        assert path.stat().st_size < LARGEST_PAGE_BYTES
+        tab = Tab(browser, path.as_uri(), width=width, scheme=scheme, panels=("drawn",))
+        assert tab.count(".figure .main-svg >> visible=true") >= figures
+        assert tab.overflow <= 0
+        assert tab.cut() == []
+        assert background(tab) == grounds[scheme]
+        assert tab.page.evaluate("document.querySelector('.figure .bg, .figure .main-svg').style.background") != ""
+        tab.picture(f"{name}-{width}-{scheme}.png")
+        assert tab.wrong == []
+        assert tab.asked == [path.as_uri()]
+        tab.page.close()
 
 
 def test_it_goes_along_with_a_run(browser: Any, tmp_path: Path) -> None:

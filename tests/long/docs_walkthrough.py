@@ -217,7 +217,9 @@ def test_readme(street: dict[str, Machine], environment: dict[str, str], tmp_pat
     checkout = checked_out(tmp_path)
     here = Machine(checkout, environment)
     (demo,) = read.console()
-    assert "killed, for exercise" in here.run(demo, within_s=600)
+    said = here.run(demo, within_s=600)
+    assert "computed by 3 of 6 stages" in said
+    assert "killed, for exercise" in said
     assert (checkout / "demo" / "best.html").exists()
     here.environment["PATH"] = f"{checkout}/.venv/bin:{environment['PATH']}"
     assert "Successfully installed skippipe" in here.run(read.sentence())
@@ -239,6 +241,7 @@ def test_readme(street: dict[str, Machine], environment: dict[str, str], tmp_pat
     (curl,) = read.console()
     assert answered(ann.run(curl))
     stopped(gateway)
+    assert len(ann.run(read.sentence()).split()) > 20  # words of the built-in model
     read.end(here, ann)
 
 

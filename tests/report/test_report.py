@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plotly.offline import get_plotlyjs
 
 from skippipe.cluster import Cluster
 from skippipe.collectives.topology import ring_order
@@ -28,6 +29,9 @@ from skippipe.report.png import write_png
 from skippipe.report.summary import plan_grid
 from skippipe.simulator import simulate
 from skippipe.timeline import HUES, TASK_KINDS, BarKind, Timeline, Timing, ranges_text
+from tests.helpers.html_pages import figures_of, library_of
+
+LARGEST_PAGE_BYTES = 2_000_000
 
 
 def published(paths: str, timing: Timing, split: bool = False) -> tuple[Plan, Timeline]:
@@ -265,7 +269,9 @@ def test_page_fetches_nothing_and_names_every_node(shown: tuple[Plan, Timeline],
     page = Page(text)
     assert page.fetched == []
     assert "<script src=" not in text
-    assert text.count("Plotly.newPlot(") >= 3
+    assert [set(figure) for figure in figures_of(text)] == [{"data", "layout"}] * 3
+    assert library_of(text) == get_plotlyjs()
+    assert len(text) < LARGEST_PAGE_BYTES
     for node in plan.stage_of:
         assert f" · {plan.cluster.nodes[node].name}" in page.read
     assert f"{timeline.iteration_s:.2f} s" in page.read

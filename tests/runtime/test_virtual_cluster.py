@@ -23,6 +23,7 @@ from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.simulator import Deadlock, simulate
 from skippipe.timeline import Timeline, Timing
+from skippipe.training.metrics import recorded_timeline
 from skippipe.workload import Workload
 from tests.helpers.plans import TINY, plans, uniform_cluster, without_ties
 
@@ -70,9 +71,15 @@ def test_an_iteration_takes_what_the_simulator_promises(plan: Plan, dispatch: Di
 def test_the_published_plans_take_what_they_promise() -> None:
     for paths in ("skippipe", "dtfm_skip", "full_pipeline"):
         plan = published_plan(published20(), paths, None)
-        cluster = VirtualCluster(plan, CoordinatorSettings(LEARNING, 1))
+        cluster = VirtualCluster(plan, CoordinatorSettings(LEARNING, 2, recorded=frozenset({1})))
         cluster.run()
-        assert cluster.finished_ns == simulate(plan, Timing.FULL).iteration_ns
+        timeline = simulate(plan, Timing.FULL)
+        assert cluster.finished_ns == 2 * timeline.iteration_ns
+        assert not cluster.reports[0].closing
+        recorded = recorded_timeline(plan, cluster.reports[1])  # averaging and the step of every node among it
+        assert recorded.nodes == timeline.nodes
+        took, planned = ([end - begun for begun, end in each.averaging_ns] for each in (recorded, timeline))
+        assert took == planned  # when it began is by the clock of a node, which starts when its own step is done
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 import { byId, bytes, colour, count, draw, make, seconds } from "./dashboard-words.js";
 
 const BRIEF = 1.35; // an iteration this many times as long as its passes is shown whole
-const NARROWEST = 760; // pixels; where there is less room, it scrolls
+const NARROWEST = 300; // pixels; where there is less room, it scrolls
 const NEUTRAL = { averaging: "#a9b2bd", optimizer: "#4d4d4d" };
 const SHADES = { forward: [255, 0.5], head: [255, 0], backward: [0, 0.15], weights: [0, 0.5] };
 const CURVES = [
@@ -39,9 +39,10 @@ export class Chart {
     const passes = end(all.filter((bar) => bar[4] >= 0)), whole = end(all);
     byId("whole-label").hidden = whole <= BRIEF * passes;
     const shown = whole > BRIEF * passes && !byId("whole").checked ? 1.05 * passes : whole;
-    const names = Math.min(170, 20 + 6.5 * Math.max(...chart.rows.map((row) => `${row.stage} ${row.name}`.length)));
+    const longest = Math.max(...chart.rows.map((row) => `${row.stage} ${row.name}`.length));
     const row = chart.rows.length > 60 ? 13 : chart.rows.length > 24 ? 18 : 24;
     const width = Math.max(NARROWEST, byId("chart").clientWidth - 16);
+    const names = Math.min(170, 0.4 * width, 20 + 6.5 * longest);
     this.at = { names, row, width, shown, scale: (width - names - 8) / Math.max(1e-9, shown) };
     this.drawLegend();
     this.drawAxis();
@@ -68,6 +69,8 @@ export class Chart {
     paper.beginPath();
     paper.rect(at.names, 0, at.width - at.names, height);
     paper.clip();
+    paper.fillStyle = colour("line");
+    for (const time of ticks(0, at.shown, this.wanted())) paper.fillRect(at.names + time * at.scale, 0, 1, height);
     const half = (at.row - 3) / 2;
     [chart.planned, chart.measured].forEach((bars, track) => {
       paper.globalAlpha = track ? 1 : 0.55;
@@ -83,16 +86,20 @@ export class Chart {
 
   drawAxis() {
     const { at } = this, paper = sheet(byId("chart-axis"), at.width, 22);
-    const step = niceStep(at.shown, Math.max(2, at.width / 110));
+    const times = ticks(0, at.shown, this.wanted()), small = times[1] < 0.1;
     paper.font = '11px system-ui, "DejaVu Sans", sans-serif';
     paper.fillStyle = colour("faint");
-    paper.fillText("stage, node", 2, 14);
-    for (let time = 0; time <= at.shown * 1.0001; time += step) {
+    paper.fillText("stage, node", 2, 14, at.names - 4);
+    for (const time of times) {
       const x = at.names + time * at.scale;
       paper.fillRect(x, 17, 1, 5);
       paper.textAlign = x > at.width - 40 ? "right" : "left";
-      paper.fillText(step < 0.1 ? `${Math.round(time * 1000)} ms` : `${+time.toFixed(2)} s`, x + 2, 12);
+      paper.fillText(small ? `${+(time * 1000).toFixed(2)} ms` : `${+time.toFixed(2)} s`, x + 2, 12);
     }
+  }
+
+  wanted() {
+    return Math.max(2, (this.at.width - this.at.names) / 90);
   }
 
   drawLegend() {
@@ -100,8 +107,8 @@ export class Chart {
       draw("svg", { width: 18, height: 10 }, draw("rect", { width: 18, height: 10, rx: 2, fill, opacity })), words);
     const hue = "#0072B2", used = new Set([...this.chart.planned, ...this.chart.measured].map((bar) => bar[1]));
     const kinds = this.chart.kinds.filter((_, number) => used.has(number));
-    const words = { head: "head and loss", weights: "weight gradients", averaging: "averaging gradients (in the plan only)",
-      optimizer: "optimizer step (in the plan only)" };
+    const words = { head: "head and loss", weights: "weight gradients", averaging: "averaging gradients",
+      optimizer: "optimizer step (measured: the one before)" };
     byId("chart-legend").replaceChildren(
       swatch(hue, "planned: upper half, paler", 0.55), swatch(hue, "measured: lower half"),
       ...kinds.map((kind) => swatch(NEUTRAL[kind] ?? shade(hue, kind), words[kind] ?? kind)),
@@ -142,9 +149,12 @@ function shade(hue, kind) {
   return `rgb(${part(1)} ${part(3)} ${part(5)})`;
 }
 
-function niceStep(whole, wanted) {
-  const rough = whole / wanted, size = 10 ** Math.floor(Math.log10(rough));
-  return size * ([1, 2, 5, 10].find((each) => each * size >= rough) ?? 10);
+// round numbers from low to high, about as many as wanted
+function ticks(low, high, wanted, least = 0) {
+  const rough = Math.max(least, (high - low) / wanted, 1e-12), size = 10 ** Math.floor(Math.log10(rough));
+  const step = size * ([1, 2, 5, 10].find((each) => each * size >= rough * 0.999) ?? 10);
+  const from = Math.ceil(low / step - 1e-6), to = Math.floor(high / step + 1e-6);
+  return Array.from({ length: Math.max(0, to - from + 1) }, (_, at) => (from + at) * step);
 }
 
 export function drawCurves(curves) {
@@ -160,8 +170,10 @@ function drawn(curves, name, title, worded, second = null, fromZero = false) {
   const [first, last] = [curves.iteration[0], curves.iteration.at(-1)];
   const x = (iteration) => (last > first ? (1000 * (iteration - first)) / (last - first) : 500);
   const y = (value) => 100 - (high > low ? (94 * (value - low)) / (high - low) : 50) - 3;
+  const heights = high > low ? ticks(low, high, 4) : [low], places = ticks(first + 1, last + 1, 5, 1);
   const svg = draw("svg", { viewBox: "0 0 1000 100", preserveAspectRatio: "none", role: "img", "aria-label": title },
-    ...[0, 50, 100].map((at) => draw("line", { x1: 0, x2: 1000, y1: at, y2: at })));
+    ...heights.map((value) => draw("line", { x1: 0, x2: 1000, y1: y(value), y2: y(value) })),
+    ...places.map((number) => draw("line", { x1: x(number - 1), x2: x(number - 1), y1: 97, y2: 100 })));
   lines.forEach((each, number) => {
     for (const points of pieces(curves.iteration, curves[each])) {
       if (points.length === 1) points.push([points[0][0] + Math.max(1, (last - first) / 200), points[0][1]]);
@@ -185,9 +197,17 @@ function drawn(curves, name, title, worded, second = null, fromZero = false) {
   });
   svg.addEventListener("mouseleave", () => { rest(); cursor.setAttribute("visibility", "hidden"); });
   const mean = curves.mean_of > 1 ? ` (means of ${curves.mean_of})` : "";
-  return make("div", { class: "curve" }, make("h3", {}, title, " ", told), svg,
-    make("div", { class: "scale" }, make("span", {}, `${worded(low)} to ${worded(high)}`),
-      make("span", {}, `iterations ${first + 1} to ${last + 1}${mean}`)));
+  const plot = make("div", { class: "plot" }, svg,
+    ...heights.map((value) => label("tick left", worded(value), "top", y(value))),
+    ...places.map((number) => label("tick below", number.toLocaleString("en"), "left", x(number - 1) / 10)));
+  return make("div", { class: "curve" }, make("h3", {}, title, " ", told), plot,
+    make("div", { class: "scale" }, `iteration${mean}`));
+}
+
+function label(kind, text, side, percent) {
+  const found = make("span", { class: kind }, text);
+  found.style[side] = `${percent}%`;
+  return found;
 }
 
 // where a value is missing the line is broken

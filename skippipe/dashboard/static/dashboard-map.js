@@ -9,6 +9,8 @@ const STATUSES = {
 };
 const HEADING = 110; // what stands over a column
 const TOP = 58;
+const NARROW = 640; // pixels, below which stages stand below each other if they have no room beside each other
+const SIDE = 10; // between nodes that stand beside each other
 const REPLAY_S = 12; // for an iteration, however long it took
 
 export class RunMap {
@@ -63,9 +65,10 @@ export class RunMap {
     const tallest = Math.max(1, ...columns.map((column) => column.nodes.length));
     const step = tallest > 24 ? 20 : tallest > 10 ? 26 : 36; // crowds are drawn smaller
     const longest = Math.max(6, ...nodes.map((node) => Math.min(18, node.name.length)));
-    const wide = 14 + longest * 6.6;
+    const wide = 24 + longest * 6.6; // with room for a dot
     const places = new Map();
-    const room = byId("map").clientWidth - 24;
+    const room = Math.max(200, byId("map").clientWidth - 24); // none before the page is laid out
+    if (30 + columns.length * (wide + GAP) > room && room < NARROW) return this.stacked(columns, step, wide, room);
     const gap = Math.max(GAP, Math.min(240, (room - columns.length * wide - HEADING) / Math.max(1, columns.length - 1)));
     columns.forEach((column, at) => {
       column.x = 30 + at * (wide + gap);
@@ -74,6 +77,21 @@ export class RunMap {
     });
     const width = columns.at(-1).x + Math.max(wide, HEADING) + 10;
     return { columns, places, step, wide, tall: step - 8, width, height: TOP + 8 + tallest * step };
+  }
+
+  // where there is no room for columns: stages below each other
+  stacked(columns, step, wide, room) {
+    const places = new Map();
+    const abreast = Math.max(1, Math.floor((room + SIDE) / (wide + SIDE)));
+    let y = 0;
+    columns.forEach((column, at) => {
+      [column.x, column.y] = [2, y];
+      column.nodes.forEach((node, number) => places.set(node, {
+        x: 2 + (number % abreast) * (wide + SIDE), y: y + TOP + Math.floor(number / abreast) * (step + 4), column: at }));
+      y += TOP + Math.ceil(column.nodes.length / abreast) * (step + 4) + 14;
+    });
+    return { columns, places, step, wide, tall: step - 8, width: Math.min(room, 2 + abreast * (wide + SIDE)), height: y,
+      stacked: true };
   }
 
   draw() {
@@ -95,11 +113,11 @@ export class RunMap {
     }
     this.paths = svg.appendChild(draw("g", {}));
     at.columns.forEach((column, number) => {
-      const visits = this.links.visits[number];
+      const visits = this.links.visits[number], top = column.y ?? 0;
       svg.append(
-        draw("text", { class: "stage", x: column.x, y: 16 }, column.title),
-        draw("text", { class: "faint", x: column.x, y: 30 }, column.under),
-        draw("text", { class: "faint", x: column.x, y: 44 }, visits === undefined ? "" : `${visits} microbatches`));
+        draw("text", { class: "stage", x: column.x, y: top + 16 }, column.title),
+        draw("text", { class: "faint", x: column.x, y: top + 30 }, column.under),
+        draw("text", { class: "faint", x: column.x, y: top + 44 }, visits === undefined ? "" : `${visits} microbatches`));
     });
     for (const [number, place] of at.places) svg.append(this.box(number, place));
     this.flight = svg.appendChild(draw("g", {}));
@@ -118,6 +136,7 @@ export class RunMap {
       node.stage === null ? "holds no stage" : `stage ${node.stage}, on ${node.lanes} lanes, room for ${node.slots}`,
       ...(busy === undefined ? [] : [`computed for ${Math.round(busy * 100)} % of the recorded iteration`]),
     ].join("\n");
+    if (number === this.chosenNode) byId("node-told").textContent = told.replaceAll("\n", "; ");
     const group = draw("g", { class: `node ${node.status}`, transform: `translate(${place.x} ${place.y})` },
       draw("title", {}, told), draw("rect", { class: "box", width: wide, height: tall, rx: 4 }));
     if (busy) group.append(draw("rect", { class: "busy", width: wide * Math.min(1, busy), height: tall, rx: 4 }));
@@ -132,6 +151,7 @@ export class RunMap {
   line(a, b, apart = 0) {
     let [from, to] = [this.at.places.get(a), this.at.places.get(b)];
     if (from.column > to.column) [from, to] = [to, from];
+    if (this.at.stacked) return this.fall(from, to, apart);
     const middle = this.at.tall / 2 + apart;
     const [y1, y2] = [from.y + middle, to.y + middle];
     if (from.column === to.column) {
@@ -140,6 +160,17 @@ export class RunMap {
     }
     const x1 = from.x + this.at.wide, pull = Math.min(70, (to.x - x1) / 2);
     return `M${x1} ${y1}C${x1 + pull} ${y1} ${to.x - pull} ${y2} ${to.x} ${y2}`;
+  }
+
+  // the same from top to bottom
+  fall(from, to, apart) {
+    const [x1, x2] = [from, to].map((place) => place.x + this.at.wide / 2 + apart);
+    if (from.column === to.column) {
+      const bulge = Math.min(from.y, to.y) - 14;
+      return `M${x1} ${from.y}C${x1} ${bulge} ${x2} ${bulge} ${x2} ${to.y}`;
+    }
+    const y1 = from.y + this.at.tall, pull = Math.min(50, (to.y - y1) / 2);
+    return `M${x1} ${y1}C${x1} ${y1 + pull} ${x2} ${to.y - pull} ${x2} ${to.y}`;
   }
 
   drawLoadLegend(least, most) {
@@ -183,6 +214,7 @@ export class RunMap {
   }
 
   choose(lanes, node = null) {
+    byId("node-told").textContent = "\u00a0";
     this.chosen = new Set(lanes);
     this.chosenNode = node;
     this.draw();

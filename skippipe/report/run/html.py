@@ -27,8 +27,9 @@ LOSS_IN_WORDS = "Training loss, the mean over the microbatches of an iteration; 
 PROMISE_IN_WORDS = """What every iteration took, since the one before was done, and what its plan promised. Marks stand
 at iterations in which something happened; point at one to read what."""
 RECORDED_IN_WORDS = """For every node as planned above (pale), as measured below. Light bars go forward, dark bars go
-backward, hatched ones are head and loss; numbers are lanes. Averaging and the optimizer step are in the plan only, and
-every node counts from its own beginning of the iteration. Drag to zoom in, double-click to zoom out."""
+backward, hatched ones are head and loss; numbers are lanes; dotted is averaging, and dark grey the optimizer step, as
+long as the one before it. Every node counts from its own beginning of the iteration. Drag to zoom in, double-click to
+zoom out."""
 NODES_IN_WORDS = """Every node in two bars, planned above measured: the filled part computes. A diamond is how long
 tasks waited for the node, all together."""
 LINKS_IN_WORDS = """Over the whole run, from the node of the row to the node of the column: tensors, averaging included.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, Protocol
 
@@ -171,6 +171,8 @@ class IterationReport:
     """Microbatches in the gradient of each stage."""
     plan: Plan | None = None
     """The plan of this iteration; None in one process."""
+    closing: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Node → when it began and ended to average, and how long its step took, if they were recorded (see `Averaged`)."""
 
     @property
     def promised_s(self) -> float | None:

@@ -207,6 +207,7 @@ class Iteration:
             tasks={node: report.tasks for node, report in reports if report.tasks},
             visits=tuple(self.visits),
             plan=self.plan,
+            closing={node: tuple(report.closing) for node, report in reports if report.closing},
         )
 
     def _on_returned(self, node: int, control: MicrobatchDone) -> None:
@@ -229,6 +230,7 @@ class Iteration:
             not report.squared_norm < 0
             and all(len(row) == 2 and row[0] < nodes for row in report.sent_bytes)
             and all(len(row) == 6 and row[0] < lanes for row in report.tasks)
+            and len(report.closing) in (0, 3)
         )
         if not sound:
             self.evict(node, "its report is of nothing that is in the plan")

@@ -53,6 +53,20 @@ class RecoverySettings:
 
 
 @dataclass(frozen=True)
+class RecordedIterations:
+    """Every so many iterations, and the second and the last: so there is something to see early, and in short runs."""
+
+    every: int
+    """0: none."""
+    iterations: int
+
+    def __contains__(self, iteration: object) -> bool:
+        if not isinstance(iteration, int) or not self.every:
+            return False
+        return iteration in (1, self.iterations - 1) or (iteration + 1) % self.every == 0
+
+
+@dataclass(frozen=True)
 class CoordinatorSettings:
     """All that a coordinator is told about a run, beside the plan that it starts with."""
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from skippipe import dispatch
 from skippipe.jit import python_version
 from skippipe.plan import Plan
-from skippipe.runtime.messages import MicrobatchDone, Reroute
+from skippipe.runtime.messages import Averaged, MicrobatchDone, Reroute
 from skippipe.runtime.node.interfaces import NodeEnv
 from skippipe.runtime.node.ops import DropMicrobatch, OpQueue, OpResult, StageTask
 from skippipe.runtime.routing import apply_reroute, routes_of
@@ -95,7 +95,7 @@ class MicrobatchScheduler:
         self._env = env
         self._ops = ops
         self._recorded = recorded
-        self._begun_ns = env.now_ns()
+        self._begun_ns = self._averaging_ns = env.now_ns()
         self._ready: list[ReadyTask] = []
         self._running: tuple[ReadyTask, int] | None = None
         self._suppress_send = False
@@ -212,6 +212,31 @@ class MicrobatchScheduler:
         sums = self.took_ns.setdefault(kind, [0, 0])
         sums[0] += 1
         sums[1] += now_ns - start_ns
+
+    # Reports
+
+    def averaging_begins(self) -> None:
+        self._averaging_ns = self._env.now_ns()
+
+    def report(self, squared_norm: float, step_ns: int) -> Averaged:
+        """The account of the iteration, now that gradients are averaged. `step_ns`: of the optimizer step before it."""
+        times_ns = (self._averaging_ns - self._begun_ns, self._env.now_ns() - self._begun_ns, step_ns)
+        return Averaged(
+            self._iteration,
+            self._node.epoch,
+            squared_norm,
+            visits=self.visits,
+            tasks=self.record,
+            sent_bytes=[[receiver, count] for receiver, count in sorted(self.sent_bytes.items())],
+            speeds=[[kind, *sums] for kind, sums in sorted(self.took_ns.items())],
+            lags=[[sender, lag_ns / 1e9] for sender, lag_ns in sorted(self.lag_ns.items())],
+            closing=list(times_ns) if self._recorded else [],
+        )
+
+    @property
+    def visits(self) -> list[list[int]]:
+        """Lane and microbatch of all that are in this node's sum of gradients."""
+        return [list(each) for each in sorted(self.contributed)]
 
     # Hops
 

@@ -26,7 +26,6 @@ from skippipe.plan import Plan
 from skippipe.runtime.messages import (
     COORDINATOR,
     Average,
-    Averaged,
     Backup,
     Begin,
     Commit,
@@ -104,6 +103,8 @@ class TrainingNode(BaseNode):
         self._peers_done: dict[int, tuple[int, int]] = {}
         """Peer whose download is shared → the last epoch, and iteration, in which it has done its tasks."""
         self._commit: Commit | None = None
+        self._committed_ns = self._step_ns = 0
+        """When the last `Commit` came, and how long its step took."""
         self._adopt(plan)
         self._clear(recorded=False)
 
@@ -134,7 +135,7 @@ class TrainingNode(BaseNode):
                 self.replan(Plan.from_json(control.plan))
             case Commit() if self.phase is NodePhase.AVERAGED and control.iteration == self.iteration:
                 self.phase = NodePhase.STEPPING
-                self._commit = control
+                self._commit, self._committed_ns = control, self._env.now_ns()
                 self._ops.add(OptimizerStep(control.rate, control.scale))
                 if control.kept:
                     self._ops.add(SnapshotState())
@@ -330,6 +331,7 @@ class TrainingNode(BaseNode):
         assert self._commit is not None
         commit, begin = self._commit, self._next_begin
         self._next_begin = None
+        self._step_ns = self._env.now_ns() - self._committed_ns
         if begin is not None:
             self.phase = NodePhase.WAITING
             self._restart(begin)
@@ -433,10 +435,7 @@ class TrainingNode(BaseNode):
         self._ops.start_next()
 
     def _acknowledge_drain(self) -> None:
-        self._env.send_control(DrainAck(self.iteration, self.epoch, self._contributed()))
-
-    def _contributed(self) -> list[list[int]]:
-        return [list(each) for each in sorted(self._scheduler.contributed)]
+        self._env.send_control(DrainAck(self.iteration, self.epoch, self._scheduler.visits))
 
     # Averaging
 
@@ -447,6 +446,7 @@ class TrainingNode(BaseNode):
     def _average(self) -> None:
         self.phase = NodePhase.AVERAGING
         self._averaging.begin()
+        self._scheduler.averaging_begins()
         self._announce_done(sorted(self._averaging.peers))
 
     def _announce_done(self, peers: Sequence[int]) -> None:
@@ -465,19 +465,7 @@ class TrainingNode(BaseNode):
 
     def _report(self, squared_norm: float) -> None:
         self.phase = NodePhase.AVERAGED
-        scheduler = self._scheduler
-        self._env.send_control(
-            Averaged(
-                self.iteration,
-                self.epoch,
-                squared_norm,
-                visits=self._contributed(),
-                tasks=scheduler.record,
-                sent_bytes=[[receiver, count] for receiver, count in sorted(scheduler.sent_bytes.items())],
-                speeds=[[kind, *sums] for kind, sums in sorted(scheduler.took_ns.items())],
-                lags=[[sender, lag_ns / 1e9] for sender, lag_ns in sorted(scheduler.lag_ns.items())],
-            )
-        )
+        self._env.send_control(self._scheduler.report(squared_norm, self._step_ns))
 
 
 _OPS_OF_AVERAGING = (BeginAveraging, ContributePiece, AdoptPiece, GradNorm, CheckFinite)
