@@ -185,7 +185,7 @@ def test_nonsense_is_counted_and_nothing_else(cluster: Cluster) -> None:
         cluster.peers["bob"].say(said)
     for control in (RunStep(1, 1, [0], [], [], [], [], []), Stop("now"), StepFailed(99, 0, ""), Sampled(99, [1])):
         cluster.peers["bob"].say(control)
-    cluster.until(lambda: cluster.gateway.stats.get("nonsense_total") == 3)
+    cluster.until(lambda: cluster.gateway.stats.get("malformed_messages_total") == 3)
     cluster.ask()
     ann = cluster.peers["ann"]
     for token in range(5):
