@@ -57,7 +57,10 @@ class GrammarCompiler:
 
         if self._prepared is None:
             self._prepared = self._prepare()
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=OPTIONS)
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=OPTIONS)
+        except ValueError as error:
+            raise UserError(f"the schema cannot be used: {error}") from None
         matcher = LLMatcher(self._prepared, grammar, log_level=0)
         if matcher.is_error():
             raise UserError(f"the schema cannot be used: {matcher.get_error().splitlines()[0]}")

@@ -67,6 +67,8 @@ def test_blanks_come_to_an_end() -> None:
     [
         ({"type": "nonsense"}, "Invalid type: nonsense"),
         ({"$ref": "http://127.0.0.1/schema"}, "not present in a registry"),
+        ({"properties": {f"p{number}": {"type": "string"} for number in range(20_000)}}, "too large"),
+        (json.loads('{"not": ' * 400 + "{}" + "}" * 400), "recursion limit"),
     ],
 )
 def test_schemas_that_cannot_be_used(schema: dict[str, Any], why: str) -> None:
