@@ -227,6 +227,10 @@ class AsyncEngine:
                 f"the model's chat template makes {len(text):,} characters of them; "
                 f"{TEMPLATE_CHARACTERS:,} at most are read"
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError("half a character (a surrogate without the other) is in them") from None
         found: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
         return found
 

@@ -59,7 +59,7 @@ class GrammarCompiler:
             self._prepared = self._prepare()
         try:
             grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=OPTIONS)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"the schema cannot be used: {error}") from None
         matcher = LLMatcher(self._prepared, grammar, log_level=0)
         if matcher.is_error():

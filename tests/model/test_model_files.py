@@ -274,6 +274,8 @@ def test_a_template_makes_a_text_of_a_conversation(folder: Path) -> None:
     assert chat(folder, with_tools, [tool]) == TOKENIZER.encode("lookbest")
     with pytest.raises(async_engine.UnknownTools, match="has no place for them"):
         chat(folder, plain, [tool])
+    with pytest.raises(UserError, match="half a character"):
+        chat(folder, "{{ tools | tojson }}", [{**tool, "type": "\ud800"}])
     with pytest.raises(UserError, match=r"has no chat template.* use /v1/completions"):
         chat(folder, None)
 

@@ -154,7 +154,7 @@ class FunctionCall(_Object):
         """Templates expect the arguments as an object; what is none stays as it is."""
         try:
             arguments = json.loads(self.arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
         return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
 
@@ -394,7 +394,13 @@ class ChatCompletionRequest(GenerationFields):
 
     @property
     def tools_for_template(self) -> list[dict[str, Any]]:
-        return [] if self.tool_choice == "none" else [tool.model_dump() for tool in self.tools]
+        """Without those fields of a function that were not given: some templates look whether they are there."""
+        wanted = [] if self.tool_choice == "none" else self.tools
+        given = [
+            {name: value for name, value in vars(tool.function).items() if name in tool.function.model_fields_set}
+            for tool in wanted
+        ]
+        return [{"type": "function", "function": function} for function in given]
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
