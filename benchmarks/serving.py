@@ -390,7 +390,17 @@ def main() -> int:
         folder = asked.checkpoint or Path(place) / "small"
         if asked.checkpoint is None:
             random_model(folder)
-        options = ["--port", 0, "--name", "benchmark", "--requests-a-minute", 10**6, "--at-once", 10**3]
+        options = [
+            "--port",
+            0,
+            "--name",
+            "benchmark",
+            "--requests-a-minute",
+            10**6,
+            "--at-once",
+            10**3,
+            "--no-access-log",
+        ]
         cut = ["--cut", asked.cut] if asked.cut else []
         server = Server(folder, *options, *cut, environment={"SKIPPIPE_API_TOKEN": TOKEN})
         try:

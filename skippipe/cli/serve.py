@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 import stat
+import sys
 from dataclasses import replace
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from skippipe import __version__
 from skippipe.cli.options import Checkpoint, Cut, Device, Dtype, Keys, nodes_option, option, part_option, work_option
 from skippipe.codecs import CodecId
 from skippipe.errors import UserError
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "SKIPPIPE_API_TOKEN"
 DEFAULT_CACHE_TOKENS = 2**16
+GRACE_S = 5.0  # a node of this machine that ends is back in less
 SERVER, LIMITS = "Server", "Limits"
 
 
@@ -82,6 +85,11 @@ def serve(
     at_once: Annotated[int, Range(1, 10**6), option(LIMITS, "Concurrent requests with one token.")] = 64,
     queue: Annotated[int, Range(1, 10**6), option(LIMITS, "Answers that may wait for a place; beyond: 503.")] = 256,
     patience: Annotated[float, WAIT_S, option(LIMITS, "Seconds that requests wait for lost stages before 503.")] = 30,
+    grace: Annotated[
+        float,
+        Range(0, WAIT_S.most),
+        option(LIMITS, "Seconds for which a lost stage is waited for before answers go on without it."),
+    ] = GRACE_S,
     cache_tokens: Annotated[
         int | None,
         Range(2, 10**9),
@@ -91,6 +99,10 @@ def serve(
             "65,536, or the context if that is more",
         ),
     ] = None,
+    access_log: Annotated[
+        bool,
+        option(SERVER, "A line on stderr for every request that was answered.", None, "--access-log/--no-access-log"),
+    ] = True,
 ) -> None:
     """Serve a model over many nodes, with an HTTP interface for OpenAI's clients.
 
@@ -124,7 +136,13 @@ def serve(
         requests_per_minute=requests_a_minute,
         max_concurrent=at_once,
     )
-    gateway = ServingSettings(max_waiting=queue, min_coverage=_floor(floor), wait_timeout=timedelta(seconds=patience))
+    gateway = ServingSettings(
+        max_waiting=queue,
+        min_coverage=_floor(floor),
+        wait_timeout=timedelta(seconds=patience),
+        grace=timedelta(seconds=grace),
+    )
+    print(f"skippipe {__version__} starts to serve {checkpoint}", file=sys.stderr, flush=True)  # torch takes a while
     import torch
 
     torch.set_num_threads(1)  # nodes are forked from here
@@ -164,6 +182,7 @@ def serve(
         keys=keys,
         listen=listen if keys else "127.0.0.1:0",
         logs=logs,
+        access_log=access_log,
     )
     ServeApp(outline, node_config, config).run()
 

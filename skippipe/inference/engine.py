@@ -13,6 +13,7 @@ from torch import Tensor
 
 from skippipe.inference.cached_stage import BatchRows, CacheFull, StageChain, embed, logits
 from skippipe.inference.checkpoint_loader import StagedModel
+from skippipe.inference.logits_processor import LogitsContext, process_logits
 from skippipe.inference.request import Detokenizer, Generation, GenerationRequest, TokenOutput
 from skippipe.inference.sampler import sample
 from skippipe.stage_subset import StageSubset, Visits
@@ -55,14 +56,31 @@ class Decoder(ABC):
     def _embed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         return embed(self._staged.stages[0], tokens)
 
-    def _sample(self, hidden: Tensor, generations: Sequence[Generation], positions: Sequence[int]) -> list[int]:
-        """A token for each of [rows, d], at these positions of these sequences."""
+    def _sample(
+        self, hidden: Tensor, generations: Sequence[Generation], drafted: Sequence[Sequence[int]] = ()
+    ) -> list[int]:
+        """A token for each of [rows, d], which follows each sequence and the drafted tokens after it, if there are."""
         sampling = [generation.request.sampling for generation in generations]
-        return sample(logits(self._staged.stages[0], hidden), sampling, positions)
+        values = self._logits(hidden, generations, drafted)
+        ahead = list(map(len, drafted)) or [0] * len(generations)
+        positions = [len(generation.tokens) + more for generation, more in zip(generations, ahead, strict=True)]
+        return sample(values, sampling, positions)
+
+    def _logits(self, hidden: Tensor, generations: Sequence[Generation], drafted: Sequence[Sequence[int]]) -> Tensor:
+        """Logits with the penalties and biases of the requests."""
+        values = logits(self._staged.stages[0], hidden)
+        if not any(generation.request.sampling.changes_logits for generation in generations):
+            return values
+        new = drafted or [()] * len(generations)
+        contexts = [
+            LogitsContext(each.request.sampling, [*each.tokens, *more], len(each.request.prompt))
+            for each, more in zip(generations, new, strict=True)
+        ]
+        return process_logits(values, contexts)
 
     def _sample_last(self, hidden: Tensor, rows: BatchRows, generations: Sequence[Generation]) -> list[list[int]]:
         """The token that follows each row."""
-        chosen = self._sample(last(hidden, rows), generations, [len(generation.tokens) for generation in generations])
+        chosen = self._sample(last(hidden, rows), generations)
         return [[token] for token in chosen]
 
 

@@ -12,6 +12,10 @@ from skippipe.errors import UserError
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 MAX_CHARACTER_TOKENS = 4  # as many as a character has bytes
+MAX_LOGPROBS = 20  # of the likeliest tokens, beside the chosen one
+
+TokenLogprobs = tuple[tuple[int, float], ...]
+"""A token that was chosen and, after it, the likeliest at its position, each with its log-probability by the model."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,19 @@ class SamplingParams:
     """Probability that the fewest likely tokens which are sampled from have together."""
     seed: int = 0
     """With a token's position it determines the noise, so that any node samples the same tokens."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest one's probability are not sampled."""
+    repetition_penalty: float = 1.0
+    """Divisor of the positive logits, factor of the negative ones, of every token that prompt or output has."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that the output has."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit as often as the output has it."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens, and what is added to their logits."""
+    logprobs: int | None = None
+    """How many of the likeliest tokens are reported with their log-probabilities, beside the chosen one; None: not even
+    that one."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -34,6 +51,20 @@ class SamplingParams:
             raise UserError(f"top-k {self.top_k}: a number of tokens, or 0 for all of them")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top-p {self.top_p}: a share above 0, 1 at most")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"min-p {self.min_p}: a share from 0 to 1")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise UserError(f"repetition penalty {self.repetition_penalty}: a number above 0; 1 changes nothing")
+        added = self.presence_penalty, self.frequency_penalty, *(bias for _, bias in self.logit_bias)
+        if not all(map(math.isfinite, added)):
+            raise UserError("a presence penalty, frequency penalty or logit bias that is not finite")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise UserError(f"{self.logprobs} log-probabilities: 0 to {MAX_LOGPROBS}")
+
+    @property
+    def changes_logits(self) -> bool:
+        """Are logits changed by a bias or a penalty?"""
+        return bool(self.logit_bias or self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
 
 class FinishReason(Enum):

@@ -65,6 +65,9 @@ def _check_finite(found: Tensor) -> tuple[list[int], list[float]]:
 def _sample_random(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
     temperatures = _column([sampling.temperature for sampling in params], logits)
     values, tokens = _candidates((logits - logits.amax(-1, keepdim=True)).double() / temperatures, params)
+    if any(sampling.min_p for sampling in params):  # the likeliest token, which always stays, has the value 0
+        least = _column([math.log(sampling.min_p) if sampling.min_p else -math.inf for sampling in params], values)
+        values = values.masked_fill(values < least, -torch.inf)
     seeds = torch.tensor([_signed(sampling.seed % 2**64) for sampling in params])
     keys = _mixed(_mixed(seeds + STEP) + torch.tensor(positions) + STEP).to(logits.device)
     best = (values + _gumbel(keys[:, None], tokens)).argmax(-1, keepdim=True)

@@ -318,7 +318,7 @@ class Speculator(Decoder):
         draft = self._draft(generations, wanted)
         drafted = self._clock()
         rows = rows_after(generations, [length + 1 for length in draft.lengths])
-        chosen = self._verify(self._rest.forward(draft.hidden, rows), generations, rows)
+        chosen = self._verify(self._rest.forward(draft.hidden, rows), generations, rows, draft.guesses)
         accepted = [
             _accepted(guess[:length], right)
             for guess, length, right in zip(draft.guesses, draft.lengths, chosen, strict=True)
@@ -360,7 +360,8 @@ class Speculator(Decoder):
                 break
             hidden = self._draft_hidden(hidden_states[-1], rows, wanted, step)
             positions = [len(generation.tokens) + step for generation in generations]
-            newest, sure = sample_with_probabilities(logits(self._staged.stages[0], hidden), sampling, positions)
+            values = self._logits(hidden, generations, guesses)
+            newest, sure = sample_with_probabilities(values, sampling, positions)
             for row, (token, probability) in enumerate(zip(newest, sure, strict=True)):
                 guesses[row].append(token)
                 probabilities[row].append(probability)
@@ -387,16 +388,16 @@ class Speculator(Decoder):
             hidden = pad_sequence(inputs, batch_first=True)
         return last(self._own.forward(hidden, rows), rows)
 
-    def _verify(self, hidden: Tensor, generations: Sequence[Generation], rows: BatchRows) -> list[list[int]]:
+    def _verify(
+        self, hidden: Tensor, generations: Sequence[Generation], rows: BatchRows, guesses: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
         """The tokens that the whole subset samples at each position."""
         flat = hidden.flatten(0, 1)
         if not rows.uniform:
             flat = torch.cat([row[:count] for row, count in zip(hidden, rows.counts, strict=True)])
         of = [generation for generation, count in zip(generations, rows.counts, strict=True) for _ in range(count)]
-        positions = [
-            start + 1 + index for start, count in zip(rows.starts, rows.counts, strict=True) for index in range(count)
-        ]
-        chosen = iter(self._sample(flat, of, positions))
+        before = [guess[:index] for guess, count in zip(guesses, rows.counts, strict=True) for index in range(count)]
+        chosen = iter(self._sample(flat, of, before))
         return [[next(chosen) for _ in range(count)] for count in rows.counts]
 
     def _keep_missed(self, generations: Sequence[Generation], draft: Draft, accepted: Sequence[int]) -> None:

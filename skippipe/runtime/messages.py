@@ -149,6 +149,8 @@ class Sampled(ControlMessage, frozen=True):
 
     step: Count
     tokens: list[Count]
+    logprobs: list[list[list[float]]] = []
+    """Pairs of a token and its log-probability for each row that asks for them: the next token, then the likeliest."""
 
 
 class StepFailed(ControlMessage, frozen=True):
@@ -347,9 +349,18 @@ class RunStep(ControlMessage, frozen=True):
     tokens: list[list[Count]]
     """The new tokens of each row; empty but for the first node of the path."""
     chances: list[list[float]]
-    """Temperature, top-k and top-p of each row; likewise."""
+    """Temperature, top-k, top-p, min-p, repetition, presence and frequency penalty of each row; likewise."""
     seeds: list[Count]
     """The seed of each row; likewise."""
+    prompts: list[Count] = []
+    """How many tokens of each row's sequence are its prompt; likewise."""
+    biases: list[list[list[float]]] = []
+    """Tokens of each row and what is added to their logits; likewise."""
+    logprobs: list[Count] = []
+    """One more than the likeliest tokens of each row that are reported with their log-probabilities, 0 for none at all;
+    likewise."""
+    allowed: list[str] = []
+    """Bits of the tokens that may come next in each row, in base64, or empty for all of them; likewise."""
 
 
 class EndSequences(ControlMessage, frozen=True):

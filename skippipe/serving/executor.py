@@ -14,9 +14,10 @@ from torch import Tensor
 from skippipe.codecs import EncodedTensor, decode, encode
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import BatchRows, CachedStage, embed, logits
+from skippipe.inference.logits_processor import LogitsContext, process_logits, token_logprobs
 from skippipe.inference.sampler import sample
 from skippipe.model.stage import StageModel
-from skippipe.serving.step_protocol import ForwardStep, FreeSlots, SampleTokens, ServingWork, StepRefused
+from skippipe.serving.step_protocol import ForwardStep, FreeSlots, SampleTokens, ServingWork, StepOutput, StepRefused
 from skippipe.transport.message import Message
 
 
@@ -33,6 +34,8 @@ class ServingExecutor:
         self._cache_tokens = cache_tokens
         self._wire_dtype = wire_dtype
         self._routes: dict[int, CachedStage] = {}
+        self._tokens: dict[tuple[int, int], list[int]] = {}
+        """Route and slot → the tokens of its sequence, which penalties look at; on stage 0 alone."""
         weight = next(model.parameters())
         self._device, self._dtype = weight.device, weight.dtype
         self._hidden = model.spec.config.hidden_size
@@ -54,6 +57,7 @@ class ServingExecutor:
                 return self._sample(work)
             case FreeSlots():
                 self._routes.pop(work.route, None)
+                self._tokens = {key: tokens for key, tokens in self._tokens.items() if key[0] != work.route}
                 return None
 
     def fits(self, message: Message, num_tokens: int) -> bool:
@@ -89,15 +93,28 @@ class ServingExecutor:
         """The inputs of each row's new tokens: [tokens, d]."""
         step = work.step
         if self._stage == 0:
+            for row, new in zip(step.rows, work.inputs, strict=True):
+                seen = self._tokens.setdefault((step.route, row.slot), [])
+                seen[row.start :] = new
             padded = embed(self._model, work.inputs)
             return [each[: row.count] for each, row in zip(padded, step.rows, strict=True)]
         return list(torch.split(self._decode(work.inputs), [row.count for row in step.rows]))
 
-    def _sample(self, work: SampleTokens) -> list[int]:
+    def _sample(self, work: SampleTokens) -> StepOutput:
         step = work.step
         ends = torch.tensor([row.count for row in step.rows]).cumsum(0) - 1
         last = self._decode(work.inputs)[ends.to(self._device)]
-        return sample(logits(self._model, last), step.sampling, [row.start + row.count for row in step.rows])
+        contexts = [
+            LogitsContext(
+                each.params, self._tokens.get((step.route, row.slot), ()), each.num_prompt_tokens, each.allowed
+            )
+            for row, each in zip(step.rows, step.sampling, strict=True)
+        ]
+        params = [each.params for each in step.sampling]
+        values = logits(self._model, last)
+        positions = [row.start + row.count for row in step.rows]
+        chosen = sample(process_logits(values, contexts), params, positions)
+        return StepOutput(chosen, token_logprobs(values, chosen, params))
 
     def _decode(self, inputs: EncodedTensor) -> Tensor:
         hidden = decode(inputs).to(self._device, self._dtype)

@@ -11,8 +11,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from math import isfinite
 from queue import Empty, SimpleQueue
 
+from skippipe.inference.request import TokenLogprobs
 from skippipe.runtime.messages import (
     ControlMessage,
     EndSequences,
@@ -90,6 +92,8 @@ class GatewayThread:
         """Numbers of lost nodes, broken links and failed steps, for the metrics."""
         self.covered_stages = 0
         """Stages that are there for the next answer; 0 where none can be given. To be read by other threads."""
+        self.stage_nodes: tuple[int, ...] = (0,) * self.stages
+        """Live nodes of every stage. To be read by other threads."""
         self.stats: dict[str, float] = {}
         """Values for Prometheus; to be read by other threads, and never changed."""
         self._callbacks: dict[int, SequenceCallback] = {}
@@ -167,10 +171,11 @@ class GatewayThread:
         self._scheduler.tick()
         scheduler = self._scheduler
         self.covered_stages = int(scheduler.coverage * self.stages) if scheduler.is_ready else 0
+        self.stage_nodes = tuple(map(len, scheduler.holders))
         self.stats = {
-            "nodes": float(len(scheduler.stage_of)),
-            "streams": float(len(scheduler.sequences)),
-            "nonsense_total": float(self._rendezvous.malformed.total()),
+            "num_requests_running": float(scheduler.num_running),
+            "num_requests_waiting": float(scheduler.num_waiting),
+            "malformed_messages_total": float(self._rendezvous.malformed.total()),
             **{f"{event}_total": float(count) for event, count in self._events.items()},
         }
 
@@ -216,9 +221,17 @@ class GatewayThread:
         try:
             if not all(token < self._node_config.vocabulary for token in control.tokens):
                 raise ValueError("reports tokens beyond the vocabulary")
-            self._scheduler.sampled(control.step, control.tokens, node)
+            self._scheduler.sampled(control.step, control.tokens, node, self._logprobs(control))
         except ValueError as error:
             self._rendezvous.declare_lost(self._names[node], str(error))
+
+    def _logprobs(self, control: Sampled) -> list[TokenLogprobs]:
+        """ValueError if a pair is none of a token and a log-probability."""
+        known = range(self._node_config.vocabulary)
+        pairs = [pair for row in control.logprobs for pair in row]
+        if not all(len(pair) == 2 and pair[0] in known and pair[1] <= 0 and isfinite(pair[1]) for pair in pairs):
+            raise ValueError("reports log-probabilities that cannot be")
+        return [tuple((int(token), value) for token, value in row) for row in control.logprobs]
 
     def _step_failed(self, node: int, control: StepFailed) -> None:
         """A node that sent bad input to the next one is declared lost; started again, it may come back."""

@@ -62,6 +62,8 @@ class ServeConfig:
     """Address where nodes join."""
     logs: Path | None = None
     """Folder for the logs of nodes on this machine; None: they are not kept."""
+    access_log: bool = True
+    """Is there a line for every request?"""
 
 
 class LocalNodePool(LocalLauncher):
@@ -185,7 +187,7 @@ class ServeApp(GatewayCallback):
         tokenizer = self._outline.tokenizer()
         end_tokens = model_end_tokens(model_config, tokenizer)
         engine = AsyncEngine(gateway, tokenizer, config.name, config.context, model_config.vocab_size, end_tokens)
-        app = application(engine, config.api)
+        app = application(engine, config.api, _log if config.access_log else None)
         self._server = web_server.server(app, config.host, config.port, gateway.cancel_all)
         if self._failure is None:
             asyncio.run(self._server.serve([listening]))

@@ -139,7 +139,8 @@ class ServingNode(BaseNode):
             self._env.send_control(StepFailed(step.step, at_fault, result.reason))
             return
         if isinstance(work, SampleTokens):
-            self._env.send_control(Sampled(step.step, list(result)))
+            pairs = [[[float(token), value] for token, value in row] for row in result.logprobs]
+            self._env.send_control(Sampled(step.step, list(result.tokens), pairs if any(pairs) else []))
             return
         after = position + 1
         message = Message(StepHop(step.step, step.route, after), result)

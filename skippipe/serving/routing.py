@@ -45,6 +45,8 @@ class ServingRoute:
     """Never given twice: nodes keep KV caches by it."""
     path: tuple[int, ...]
     """Nodes in their order, from the one that embeds and samples on."""
+    missing: tuple[int, ...] = ()
+    """Stages of the model that it does without."""
     slots: dict[int, int] = field(default_factory=dict)
     """Slot of the KV caches → number of the sequence that has it."""
     freed: list[int] = field(default_factory=list)

@@ -6,24 +6,37 @@ one with its last token. The gateway sends the step to the nodes of the route, w
 first node embeds in the beginning and samples in the end.
 
 A sequence that loses its route is put on another one and computed again from its first token. As sampling depends on
-seed and position alone, the answer goes on as it would have. Where no node holds a stage, routes do without it.
+seed, position and the tokens before alone, the answer goes on as it would have. A stage that has lost its last node is
+waited for; when the grace period is over, routes do without it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fractions import Fraction
 from math import inf
 from typing import Protocol
 
-from skippipe.inference.request import FinishReason, SamplingParams
+from skippipe.inference.request import FinishReason, SamplingParams, TokenLogprobs
 from skippipe.serving.routing import RouteCost, ServingRoute, UniformCost, fastest_route, links
 
 LOST_STEP_PENALTY = 10  # times longer that a link seems, for every step that was lost on a route over it
 MAX_FAILED_STEPS = 3  # steps of a sequence that nodes may report as failed
+
+
+class TokenConstraint(Protocol):
+    """Which tokens may follow in an answer of a given form; it follows the answer token by token."""
+
+    def allowed(self) -> bytes:
+        """Bit i is set if token i may come next."""
+
+    def accepts(self, token: int) -> bool: ...
+
+    def append(self, token: int) -> FinishReason | None:
+        """The answer has another token; STOP if it is complete with it, FAILED if nothing can follow."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,8 @@ class SequenceRequest:
     end_tokens: frozenset[int] = frozenset()
     """Tokens that end the answer."""
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (frozen)
+    constraint: Callable[[], TokenConstraint] | None = None
+    """Makes what constrains the answer's tokens; None: any token may come."""
 
     @property
     def max_length(self) -> int:
@@ -56,21 +71,35 @@ class SequenceState:
     """Its slot in the KV caches of the route's nodes."""
     num_stages: int = 0
     """Stages of the shortest route by which a token was computed; 0: none yet."""
+    missing: set[int] = field(default_factory=set)
+    """Stages without which a token was computed."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of every token of the answer, if they were asked for."""
     waiting_since_ns: int = 0
+    queue_ns: int | None = None
+    """How long it waited for its first route; None: it still does."""
     failed_steps: int = 0
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.tokens]
+        self.constraint = self.request.constraint() if self.request.constraint else None
 
     @property
     def output_tokens(self) -> list[int]:
         return self.tokens[len(self.request.prompt) :]
 
-    def append(self, token: int, num_stages: int) -> None:
-        """Adds a token that was computed by so many stages."""
+    def append(self, token: int, route: ServingRoute, logprobs: TokenLogprobs = ()) -> None:
+        """Adds a token that was computed by this route."""
         self.tokens.append(token)
-        self.num_stages = min(self.num_stages, num_stages) if self.num_stages else num_stages
+        self.num_stages = min(self.num_stages or len(route.path), len(route.path))
+        self.missing.update(route.missing)
+        if logprobs:
+            self.logprobs.append(logprobs)
+        if self.constraint is not None:
+            self.finish_reason = self.constraint.append(token)
+        if self.finish_reason is not None:
+            return
         if token in self.request.end_tokens:
             self.finish_reason = FinishReason.STOP
         elif len(self.output_tokens) >= self.request.max_tokens:
@@ -87,6 +116,8 @@ class StepRow:
     tokens: tuple[int, ...]
     """The tokens that follow them."""
     sequence: SequenceState
+    allowed: bytes = b""
+    """Bits of the tokens that may follow them; empty: all may."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +162,8 @@ class ServingSettings:
     """Time after which a step counts as lost."""
     wait_timeout: timedelta = timedelta(seconds=30)
     """How long a request waits while there is no route at all."""
+    grace: timedelta = timedelta(seconds=5)
+    """How long a stage that has lost its last node is waited for, before answers go on without it."""
     startup_timeout: timedelta = timedelta(minutes=10)
     """How long requests wait for the first node of every stage, before answers are given without some stages."""
 
@@ -159,6 +192,8 @@ class Scheduler:
     _numbers: Counter[str] = field(default_factory=Counter)
     _startup_until_ns: int | None = field(init=False)
     """None: every stage was there once, or the time for that is over."""
+    _lost_stages_ns: dict[int, int] = field(default_factory=dict)
+    """Stage → when it lost its last node."""
 
     def __post_init__(self) -> None:
         self._startup_until_ns = self.env.now_ns() + _ns(self.settings.startup_timeout)
@@ -196,13 +231,16 @@ class Scheduler:
         if node in self.stage_of:
             self.node_lost(node)
         self.stage_of[node] = stage
+        self._lost_stages_ns.pop(stage, None)
         self._broken_links = {link for link in self._broken_links if node not in link}
         if self.coverage == 1:
             self._startup_until_ns = None
         self._schedule()
 
     def node_lost(self, node: int) -> None:
-        self.stage_of.pop(node, None)
+        stage = self.stage_of.pop(node, None)
+        if stage is not None and stage not in self.stage_of.values():
+            self._lost_stages_ns[stage] = self.env.now_ns()
         for route in [each for each in self._routes.values() if node in each.path]:
             self._abandon(route)
         self._schedule()
@@ -214,7 +252,7 @@ class Scheduler:
             self._abandon(route)
         self._schedule()
 
-    def sampled(self, number: int, tokens: Sequence[int], node: int) -> None:
+    def sampled(self, number: int, tokens: Sequence[int], node: int, logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """A node reports the tokens of a step, one for every row; ValueError if its report cannot be true."""
         step = self._steps.get(number)
         if step is None:  # its route was abandoned
@@ -223,17 +261,20 @@ class Scheduler:
             raise ValueError(
                 f"reports {len(tokens)} tokens for a step of {len(step.rows)} rows that node {step.route.path[0]} ends"
             )
+        rows = list(zip(step.rows, tokens, logprobs or [()] * len(tokens), strict=True))
+        for row, token, pairs in rows:
+            _check_report(row, token, pairs)
         del self._steps[number]
         step.route.step = None
         for link in links(step.route.path):
             self._lost_steps.pop(link, None)
-        for row, token in zip(step.rows, tokens, strict=True):
+        for row, token, pairs in rows:
             sequence = row.sequence
             if sequence.route != step.route.number:  # it was cancelled meanwhile
                 continue
             sequence.num_computed_tokens = row.start + len(row.tokens)
             if sequence.num_computed_tokens == len(sequence.tokens):
-                sequence.append(token, len(step.route.path))
+                sequence.append(token, step.route, pairs)
                 if sequence.finish_reason is None:
                     self.env.updated(sequence)
                 else:
@@ -262,13 +303,27 @@ class Scheduler:
         for route in [each for each in self._routes.values() if each.step is not None and each.step_began_ns < late_ns]:
             self._lost_steps.update(links(route.path))
             self._abandon(route)
+        self._schedule()
         expired_ns = now_ns - _ns(self.settings.wait_timeout)
-        if not self._routes:  # there is no route at all, it is not that all are full
+        if not (self._routes or self._in_grace):  # there is no route at all, it is not that all are full
             for sequence in [each for each in self._waiting if each.waiting_since_ns < expired_ns]:
                 self._finish(sequence, FinishReason.UNAVAILABLE)
-        self._schedule()
 
     # Routes
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that are on a route."""
+        return len(self.sequences) - len(self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Stages that no live node holds."""
+        return tuple(stage for stage, nodes in enumerate(self.holders) if not nodes)
 
     @property
     def holders(self) -> list[list[int]]:
@@ -288,16 +343,24 @@ class Scheduler:
 
     def _schedule(self) -> None:
         """Puts waiting sequences on routes with room, and starts a step on every route without one in flight."""
-        while self._waiting and self.is_ready:
+        while self._waiting and self.is_ready and not self._in_grace:
             route = self._choose_route(self._waiting[0])
             if route is None:
                 break
             sequence = self._waiting.popleft()
             sequence.route, sequence.slot, sequence.num_computed_tokens = route.number, route.free_slot(), 0
+            if sequence.queue_ns is None:
+                sequence.queue_ns = self.env.now_ns() - sequence.waiting_since_ns
             route.slots[sequence.slot] = sequence.number
         for route in list(self._routes.values()):
             if route.step is None:
                 self._start_step(route)
+
+    @property
+    def _in_grace(self) -> bool:
+        """Was a stage lost so recently that it is still waited for?"""
+        since_ns = self.env.now_ns() - _ns(self.settings.grace)
+        return any(lost_ns > since_ns for lost_ns in self._lost_stages_ns.values())
 
     def _choose_route(self, sequence: SequenceState) -> ServingRoute | None:
         """The route with the fewest sequences, a new one if there may be more; None: all are full."""
@@ -321,7 +384,7 @@ class Scheduler:
         for start in sorted(holders[0], key=lambda node: (load[node], node)):
             path = fastest_route(holders, self, load, start)
             if path is not None:
-                route = ServingRoute(self._next("route"), path)
+                route = ServingRoute(self._next("route"), path, self.missing)
                 self._routes[route.number] = route
                 return route
         return None
@@ -350,7 +413,10 @@ class Scheduler:
                 new = new[:room]
                 room -= len(new)
             if new:
-                rows.append(StepRow(slot, sequence.num_computed_tokens, tuple(new), sequence))
+                start = sequence.num_computed_tokens
+                at_end = start + len(new) == len(sequence.tokens)
+                allowed = sequence.constraint.allowed() if sequence.constraint is not None and at_end else b""
+                rows.append(StepRow(slot, start, tuple(new), sequence, allowed))
         step = ServingStep(self._next("step"), route, tuple(rows), tuple(route.freed))
         route.freed.clear()
         route.step, route.step_began_ns = step.number, self.env.now_ns()
@@ -384,6 +450,17 @@ class Scheduler:
     def _next(self, what: str) -> int:
         self._numbers[what] += 1
         return self._numbers[what]
+
+
+def _check_report(row: StepRow, token: int, pairs: TokenLogprobs) -> None:
+    """ValueError if a node cannot have sampled this token of the row, or reports other tokens than were asked for."""
+    wanted, sequence = row.sequence.request.sampling.logprobs, row.sequence
+    if (wanted is None and pairs) or (wanted is not None and (not pairs or pairs[0][0] != token)):
+        raise ValueError("reports log-probabilities of other tokens than were asked for")
+    if wanted is not None and len(pairs) > wanted + 1:
+        raise ValueError("reports more log-probabilities than were asked for")
+    if row.allowed and sequence.constraint is not None and not sequence.constraint.accepts(token):
+        raise ValueError("reports a token that its step does not allow")
 
 
 def _ns(duration: timedelta) -> int:

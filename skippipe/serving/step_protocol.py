@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from skippipe.errors import UserError
-from skippipe.inference.request import SamplingParams
+from skippipe.inference.request import SamplingParams, TokenLogprobs
 from skippipe.runtime.messages import RunStep
 from skippipe.serving.scheduler import ServingStep
 from skippipe.transport.message import LARGEST_COUNT
@@ -24,6 +26,16 @@ class InputRow:
 
 
 @dataclass(frozen=True)
+class RowSampling:
+    """How the next token of one sequence is chosen."""
+
+    params: SamplingParams
+    num_prompt_tokens: int = 0
+    allowed: bytes = b""
+    """Bits of the tokens that may come next; empty: all may."""
+
+
+@dataclass(frozen=True)
 class StepInput:
     """A step as a node has checked it."""
 
@@ -34,7 +46,7 @@ class StepInput:
     freed: tuple[int, ...]
     tokens: tuple[tuple[int, ...], ...]
     """Tokens of each row; for the first node of the path alone."""
-    sampling: tuple[SamplingParams, ...]
+    sampling: tuple[RowSampling, ...]
     """How to choose the next token of each row; for the first node of the path alone."""
 
     @property
@@ -64,6 +76,15 @@ class SampleTokens:
     @property
     def position(self) -> int:
         return len(self.step.path)
+
+
+class StepOutput(NamedTuple):
+    """The result of sampling."""
+
+    tokens: list[int]
+    """The next token of every row."""
+    logprobs: list[TokenLogprobs]
+    """Of every row; empty where none were asked for."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +119,27 @@ def step_messages(step: ServingStep) -> dict[int, RunStep]:
         rows,
         freed,
         [list(row.tokens) for row in step.rows],
-        [[each.temperature, float(each.top_k), each.top_p] for each in sampling],
+        [_chances(each) for each in sampling],
         [each.seed for each in sampling],
+        [len(row.sequence.request.prompt) for row in step.rows],
+        [[[float(token), bias] for token, bias in each.logit_bias] for each in sampling],
+        [0 if each.logprobs is None else each.logprobs + 1 for each in sampling],
+        [base64.b64encode(row.allowed).decode() for row in step.rows],
     )
     other = RunStep(step.number, step.route.number, path, rows, freed, [], [], [])
     return dict.fromkeys(path[1:], other) | {path[0]: first}
+
+
+def _chances(params: SamplingParams) -> list[float]:
+    return [
+        params.temperature,
+        float(params.top_k),
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+    ]
 
 
 @dataclass(frozen=True)
@@ -131,12 +168,12 @@ def parse_step(message: RunStep, node: NodeInfo) -> StepInput:
     _check(first == (node.stage == 0), "a path that begins elsewhere than at stage 0")
     rows = _rows(message.rows, node.cache_tokens)
     tokens: tuple[tuple[int, ...], ...] = ()
-    sampling: tuple[SamplingParams, ...] = ()
+    sampling: tuple[RowSampling, ...] = ()
     if first:
         tokens = tuple(map(tuple, message.tokens))
         _check([len(row) for row in tokens] == [row.count for row in rows], "other tokens than its rows have")
         _check(all(token < node.vocabulary for row in tokens for token in row), "a token beyond the vocabulary")
-        sampling = _sampling(message, len(rows))
+        sampling = _sampling(message, len(rows), node.vocabulary)
     return StepInput(message.step, message.lane, tuple(message.path), rows, tuple(message.freed), tokens, sampling)
 
 
@@ -150,14 +187,32 @@ def _rows(rows_json: list[list[int]], room: int) -> tuple[InputRow, ...]:
     return rows
 
 
-def _sampling(message: RunStep, rows: int) -> tuple[SamplingParams, ...]:
-    _check(len(message.chances) == len(message.seeds) == rows, "other sampling parameters than rows")
-    _check(
-        all(len(chance) == 3 and chance[1].is_integer() for chance in message.chances),
-        "sampling parameters of another shape",
-    )
-    pairs = zip(message.chances, message.seeds, strict=True)
-    return tuple(SamplingParams(temperature, int(top_k), top_p, seed) for (temperature, top_k, top_p), seed in pairs)
+def _sampling(message: RunStep, rows: int, vocabulary: int) -> tuple[RowSampling, ...]:
+    each = message.chances, message.seeds, message.prompts, message.biases, message.logprobs, message.allowed
+    _check(all(len(column) == rows for column in each), "other sampling parameters than rows")
+    return tuple(_row_sampling(*row, vocabulary) for row in zip(*each, strict=True))
+
+
+def _row_sampling(
+    chances: list[float],
+    seed: int,
+    prompt: int,
+    biases: list[list[float]],
+    logprobs: int,
+    allowed: str,
+    vocabulary: int,
+) -> RowSampling:
+    _check(len(chances) == 7 and chances[1].is_integer(), "sampling parameters of another shape")
+    _check(all(len(pair) == 2 and pair[0] in range(vocabulary) for pair in biases), "a bias of no token")
+    temperature, top_k, top_p, *others = chances
+    bias = tuple((int(token), value) for token, value in biases)
+    params = SamplingParams(temperature, int(top_k), top_p, seed, *others, bias, logprobs - 1 if logprobs else None)
+    try:
+        mask = base64.b64decode(allowed, validate=True)
+    except (binascii.Error, ValueError):
+        raise UserError("allowed tokens that are not in base64") from None
+    _check(not mask or (8 * len(mask) >= vocabulary and any(mask)), "no token that is allowed, or too few bits")
+    return RowSampling(params, prompt, mask)
 
 
 def _check(holds: bool, error: str) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +15,15 @@ import httpx2
 
 from skippipe.errors import UserError
 from skippipe.inference.request import FinishReason, SamplingParams
-from skippipe.serving.async_engine import RequestOutput, RequestRefused, StageCoverage
+from skippipe.serving.async_engine import (
+    Constraint,
+    EngineRequest,
+    RequestOutput,
+    RequestRefused,
+    StageCoverage,
+    TextLogprob,
+    UnknownTools,
+)
 from skippipe.serving.http import routes
 from skippipe.serving.scheduler import SequenceRequest
 from skippipe.web import server as web_server
@@ -52,15 +61,21 @@ class EchoEngine:
         self.ends = True
         """Has the last output a finish reason?"""
         self.requests: list[tuple[tuple[int, ...], int, SamplingParams, tuple[str, ...]]] = []
-        self.conversations: list[list[dict[str, str]]] = []
+        self.conversations: list[list[dict[str, Any]]] = []
+        self.schemas: list[dict[str, Any]] = []
+        self.tools: list[dict[str, Any]] = []
+        self.knows_tools = True
         self.begun = threading.Event()
         self.cancelled = threading.Event()
 
     def coverage(self) -> StageCoverage:
-        return StageCoverage(self.stages, STAGES)
+        return StageCoverage(self.stages, STAGES, tuple(range(self.stages, STAGES)))
+
+    def stage_nodes(self) -> list[int]:
+        return [int(stage < self.stages) for stage in range(STAGES)]
 
     def stats(self) -> dict[str, float]:
-        return {"steps_total": 12, "streams": 1.5}
+        return {"steps_total": 12, "num_requests_running": 1.5}
 
     def encode(self, text: str) -> list[int]:
         return [ord(each) for each in text]
@@ -68,16 +83,22 @@ class EchoEngine:
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(map(chr, tokens))
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        if tools and not self.knows_tools:
+            raise UnknownTools("no place for them")
+        self.tools = list(tools)
         if messages[-1]["role"] == "assistant":
             raise UserError("the last word is the assistant's: end with the user's")
         self.conversations.append(list(messages))
         return self.encode(messages[-1]["content"])
 
-    async def generate(
-        self, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams, stop: Sequence[str]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        self.requests.append((tuple(prompt), max_tokens, sampling, tuple(stop)))
+    def json_constraint(self, schema: dict[str, Any]) -> Constraint:
+        self.schemas.append(schema)
+        raise UserError("nothing backwards is JSON")
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+        prompt, max_tokens, sampling, stop = request.prompt, request.max_tokens, request.sampling, request.stop
+        self.requests.append((prompt, max_tokens, sampling, stop))
         self.begun.set()
         if self.refusal is not None:
             raise RequestRefused(self.refusal)
@@ -96,7 +117,10 @@ class EchoEngine:
                 num_stages = min(num_stages, self.stages)
                 stopped = FinishReason.STOP if count == until else None
                 reason = stopped or (FinishReason.LENGTH if count == max_tokens else None)
-                yield RequestOutput(each if count <= shown else "", count, num_stages, reason if self.ends else None)
+                text = each if count <= shown else ""
+                missing = tuple(range(num_stages, STAGES))
+                logprobs = () if sampling.logprobs is None else (_logprob(each, sampling.logprobs),)
+                yield RequestOutput(text, count, num_stages, reason if self.ends else None, missing, logprobs, 0.25)
                 if reason is not None:
                     return
         except (asyncio.CancelledError, GeneratorExit):
@@ -104,12 +128,23 @@ class EchoEngine:
             raise
 
 
+def _logprob(each: str, most: int) -> TextLogprob:
+    """As likely as one half; and after it in the alphabet, tokens that are half as likely each."""
+    top = tuple(TextLogprob(chr(ord(each) + number), math.log(0.5 ** (number + 1))) for number in range(most))
+    return TextLogprob(each, math.log(0.5), top)
+
+
 class Caller:
     """Calls an application without a server."""
 
-    def __init__(self, engine: EchoEngine | None = None, settings: ApiSettings = OPEN) -> None:
+    def __init__(
+        self,
+        engine: EchoEngine | None = None,
+        settings: ApiSettings = OPEN,
+        access_log: Callable[[str], None] | None = None,
+    ) -> None:
         self.engine = engine or EchoEngine()
-        self.app = routes.application(self.engine, settings)
+        self.app = routes.application(self.engine, settings, access_log)
 
     def __call__(self, method: str, path: str, **options: Any) -> httpx2.Response:
         return asyncio.run(self.request(method, path, **options))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -40,6 +40,11 @@ torch.set_num_threads(1)
 DRAFTS = [StageSubset((0,), 3), StageSubset((0, 1), 3), StageSubset((0, 2), 3), StageSubset((0, 1), 3, 1.4)]
 
 
+PENALIZED = SamplingParams(
+    0.0, repetition_penalty=1.4, presence_penalty=0.6, frequency_penalty=0.8, logit_bias=((5, 3.0), (90, -100.0))
+)
+
+
 @dataclass(frozen=True)
 class Case:
     family: str
@@ -55,10 +60,12 @@ CASES = [
     Case("mistral", 0.15, SamplingParams(0.8, top_k=20, seed=4), 3, 1.1),
     Case("qwen3", 0.3, GREEDY, None, 1.0),
     Case("qwen3_moe", 1.0, SamplingParams(seed=7), 1, 1.0),
+    Case("llama", 0.02, PENALIZED, 4, 1.3),
+    Case("qwen3", 0.1, replace(PENALIZED, temperature=0.9, min_p=0.05, seed=3), 3, 1.05),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.family)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}-{case.late}")
 def test_drafts_change_nothing(case: Case) -> None:
     """Whether they are nearly always right, now and then, or hardly ever; the likeliest tokens, or some at random."""
     model = staged(case.family, late=case.late)

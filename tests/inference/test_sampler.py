@@ -42,6 +42,11 @@ VALUES = (1.0, 0.5, 0.0, 2.0, -1.0, 1.5, 0.2, -0.3)
         (SamplingParams(1.0), torch.tensor(VALUES).softmax(-1)),
         (SamplingParams(0.5, seed=9), (2 * torch.tensor(VALUES)).softmax(-1)),
         (SamplingParams(1.0, top_k=3), torch.tensor([2.0, 1.5, 1.0]).softmax(-1)),
+        (SamplingParams(1.0, min_p=0.5), torch.tensor([2.0, 1.5]).softmax(-1)),  # e^-0.5 is 0.61, e^-1 is 0.37
+        (
+            SamplingParams(0.5, min_p=0.14, top_p=0.9),
+            torch.tensor([4.0, 3.0]).softmax(-1),
+        ),  # as 1, 0.37, 0.135
         (SamplingParams(1.0, top_p=0.65), torch.tensor([2.0, 1.5, 1.0]).softmax(-1)),  # 0.38 and 0.23 are too little
         (
             SamplingParams(1.0, top_k=3, top_p=0.7),

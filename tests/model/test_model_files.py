@@ -7,7 +7,7 @@ import json
 import lzma
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -257,17 +257,27 @@ def test_unpacking_takes_bounded_memory(tmp_path: Path, monkeypatch: pytest.Monk
 # chat templates are programs
 
 
-def chat(folder: Path, template: str) -> list[int]:
+def chat(folder: Path, template: str | None, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
     change(folder / "tokenizer_config.json", chat_template=template)
     gateway: Any = None
     engine = async_engine.AsyncEngine(
         gateway, read_outline(folder).tokenizer(), "m", context=64, vocabulary=TOKENIZER.size, end_tokens=frozenset()
     )
-    return engine.encode_chat([{"role": "user", "content": "best"}])
+    return engine.encode_chat([{"role": "user", "content": "best"}], tools)
 
 
 def test_a_template_makes_a_text_of_a_conversation(folder: Path) -> None:
-    assert chat(folder, "{{ messages[0]['content'] }}") == TOKENIZER.encode("best")
+    plain = "{{ messages[0]['content'] }}"
+    assert chat(folder, plain) == TOKENIZER.encode("best")
+    tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+    with_tools = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}" + plain
+    assert chat(folder, with_tools, [tool]) == TOKENIZER.encode("lookbest")
+    with pytest.raises(async_engine.UnknownTools, match="has no place for them"):
+        chat(folder, plain, [tool])
+    with pytest.raises(UserError, match="half a character"):
+        chat(folder, "{{ tools | tojson }}", [{**tool, "type": "\ud800"}])
+    with pytest.raises(UserError, match=r"has no chat template.* use /v1/completions"):
+        chat(folder, None)
 
 
 @pytest.mark.parametrize(

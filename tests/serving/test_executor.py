@@ -19,7 +19,15 @@ from skippipe.model.stage import StageModel
 from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.serving.executor import ServingExecutor
 from skippipe.serving.node import ServingConfig, build_executor
-from skippipe.serving.step_protocol import ForwardStep, FreeSlots, InputRow, SampleTokens, StepInput, StepRefused
+from skippipe.serving.step_protocol import (
+    ForwardStep,
+    FreeSlots,
+    InputRow,
+    RowSampling,
+    SampleTokens,
+    StepInput,
+    StepRefused,
+)
 from tests.helpers.model_folders import LAYERS, TOKENIZER, checkpoint_in, export_to, made
 from tests.helpers.models import FAMILIES, whole_model
 
@@ -32,7 +40,7 @@ def executors(stages: list[StageModel], wire: str = "fp32") -> list[ServingExecu
     return [ServingExecutor(number, stage.eval(), cache_tokens=512, wire_dtype=wire) for number, stage in each]
 
 
-def step_of(rows: list[InputRow], freed: tuple[int, ...] = (), sampling: tuple[SamplingParams, ...] = ()) -> StepInput:
+def step_of(rows: list[InputRow], freed: tuple[int, ...] = (), sampling: tuple[RowSampling, ...] = ()) -> StepInput:
     return StepInput(0, LANE, (0, 1, 2), tuple(rows), freed, (), sampling)
 
 
@@ -76,9 +84,9 @@ def test_logits_of_batched_prompts_and_single_tokens_are_those_of_transformers(f
             want = expected[computed[row.slot][0], row.start : row.start + row.count]
             assert (each - want).abs().max() < 1e-4
         ends = [computed[row.slot] for row in rows]
-        greedy = tuple(SamplingParams(temperature=0) for _ in rows)
+        greedy = tuple(RowSampling(SamplingParams(temperature=0)) for _ in rows)
         chosen = nodes[0].run(SampleTokens(step_of(rows, sampling=greedy), encode(back, "fp32")))
-        assert chosen == [int(expected[text, done - 1].argmax()) for text, done in ends]
+        assert chosen.tokens == [int(expected[text, done - 1].argmax()) for text, done in ends]
     assert min(single, longer) > 10
 
 
@@ -89,7 +97,7 @@ def test_what_cannot_be_done_is_said_and_the_node_goes_on() -> None:
     sick = encode(torch.tensor([[0.0] * 31 + [float("nan")]] * 2), "fp32")
     for work in (
         ForwardStep(step_of([row]), 0, sick),
-        SampleTokens(step_of([row], sampling=(SamplingParams(),)), sick),
+        SampleTokens(step_of([row], sampling=(RowSampling(SamplingParams()),)), sick),
     ):
         node = first if isinstance(work, SampleTokens) else second
         assert node.run(work) == StepRefused("hidden states that are not finite", bad_input=True)
@@ -110,9 +118,8 @@ def test_a_head_that_is_damaged_is_its_own_fault() -> None:
     with torch.no_grad():
         next(head.parameters()).fill_(float("inf"))
     node = executors(stages)[0]
-    result = node.run(
-        SampleTokens(step_of([InputRow(0, 0, 1)], sampling=(SamplingParams(),)), encode(torch.ones(1, 32), "fp32"))
-    )
+    step = step_of([InputRow(0, 0, 1)], sampling=(RowSampling(SamplingParams()),))
+    result = node.run(SampleTokens(step, encode(torch.ones(1, 32), "fp32")))
     assert isinstance(result, StepRefused) and not result.bad_input
 
 

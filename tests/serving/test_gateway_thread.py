@@ -131,16 +131,23 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
-    [([50], "tokens beyond the vocabulary"), ([3, 4], "2 tokens for a step of 1")],
+    ("said", "logprobs", "why"),
+    [
+        ([50], [], "tokens beyond the vocabulary"),
+        ([3, 4], [], "2 tokens for a step of 1"),
+        ([3], [[[3, 0.5]]], "log-probabilities that cannot be"),
+        ([3], [[[3, float("-inf")]]], "log-probabilities that cannot be"),
+        ([3], [[[50, -0.5]]], "log-probabilities that cannot be"),
+        ([3], [[[3, -0.5]]], "log-probabilities of other tokens than were asked for"),
+    ],
 )
 def test_a_node_that_reports_impossible_tokens_is_declared_lost_and_may_come_back(
-    cluster: Cluster, said: list[int], why: str
+    cluster: Cluster, said: list[int], logprobs: list[list[list[float]]], why: str
 ) -> None:
     cluster.join("ann", "bob")
     ann = cluster.peers["ann"]
     cluster.ask()
-    ann.say(Sampled(ann.hears(RunStep).step, said))
+    ann.say(Sampled(ann.hears(RunStep).step, said, logprobs))
     assert why in cluster.declared_lost("ann")
     assert ann.hears(Stop, again=Heartbeat("still here")).again
     cluster.join("ann", "cem")
@@ -178,7 +185,7 @@ def test_nonsense_is_counted_and_nothing_else(cluster: Cluster) -> None:
         cluster.peers["bob"].say(said)
     for control in (RunStep(1, 1, [0], [], [], [], [], []), Stop("now"), StepFailed(99, 0, ""), Sampled(99, [1])):
         cluster.peers["bob"].say(control)
-    cluster.until(lambda: cluster.gateway.stats.get("nonsense_total") == 3)
+    cluster.until(lambda: cluster.gateway.stats.get("malformed_messages_total") == 3)
     cluster.ask()
     ann = cluster.peers["ann"]
     for token in range(5):

@@ -37,6 +37,7 @@ from tests.helpers.echo_engine import (
 from tests.helpers.junk import junk_answered
 
 TOKEN = "a-token-that-is-long"
+WHOLE = {"stages": 6, "of": 6, "missing": []}
 
 
 def client(address: str, token: str = "none needed") -> openai.OpenAI:
@@ -56,7 +57,7 @@ def test_openai_client() -> None:
         assert text.choices[0].finish_reason == "stop"
         assert text.id.startswith("cmpl-") and text.object == "text_completion" and text.model == MODEL
         assert (text.system_fingerprint or "").startswith("fp_")
-        assert text.model_extra == {"skippipe": {"stages": 6, "of": 6}}
+        assert text.model_extra == {"skippipe": WHOLE}
         assert text.usage is not None
         assert (text.usage.prompt_tokens, text.usage.completion_tokens, text.usage.total_tokens) == (5, 5, 10)
         assert engine.requests[-1] == (tuple(map(ord, "hello")), 16, SamplingParams(0.5, 0, 1.0, 5), ())
@@ -86,7 +87,7 @@ def test_openai_client_streams() -> None:
         pieces = list(ask.completions.create(model=MODEL, prompt="hello", stream=True))
         assert "".join(piece.choices[0].text for piece in pieces) == "olleh"
         assert [piece.choices[0].finish_reason for piece in pieces] == [None] * 5 + ["stop"]
-        assert [piece.model_extra for piece in pieces] == [{}] * 5 + [{"skippipe": {"stages": 6, "of": 6}}]
+        assert [piece.model_extra for piece in pieces] == [{}] * 5 + [{"skippipe": WHOLE}]
         assert len({piece.id for piece in pieces}) == 1
 
         chunks = list(
@@ -102,7 +103,7 @@ def test_openai_client_streams() -> None:
         assert chunks[-2].choices[0].finish_reason == "stop"
         assert all(each.usage is None for each in chunks[:-1])
         assert chunks[-1].choices == [] and chunks[-1].usage is not None and chunks[-1].usage.total_tokens == 10
-        assert chunks[-1].model_extra == {"skippipe": {"stages": 6, "of": 6}}
+        assert chunks[-1].model_extra == {"skippipe": WHOLE}
 
 
 def test_openai_client_asks_many_things_at_once() -> None:
@@ -145,8 +146,8 @@ def test_openai_client_sees_errors_as_what_they_are() -> None:
                 ask.completions.create(model="gpt-7", prompt="hello")
             assert missing.value.code == "model_not_found"
             with pytest.raises(openai.BadRequestError) as bad:
-                ask.completions.create(model=MODEL, prompt="hello", logprobs=2)
-            assert (bad.value.param, bad.value.code) == ("logprobs", "unsupported_parameter")
+                ask.completions.create(model=MODEL, prompt="hello", suffix="end")
+            assert (bad.value.param, bad.value.code) == ("suffix", "unsupported_parameter")
             engine.refusal = "256 requests wait already"
             with pytest.raises(openai.InternalServerError, match="256 requests wait already") as full:
                 ask.completions.create(model=MODEL, prompt="hello", stream=True)
@@ -268,10 +269,12 @@ def test_share_of_the_model() -> None:
     caller.engine.lost = {3: 4, 4: 6}
     body = caller.post()
     assert body.headers["x-skippipe-stages"] == "4/6"
-    assert body.json()["skippipe"] == {"stages": 4, "of": 6}
+    assert body.headers["x-skippipe-missing-stages"] == "4,5"
+    assert body.json()["skippipe"] == {"stages": 4, "of": 6, "missing": [4, 5]}
     stream = caller.post(stream=True)
     assert stream.headers["x-skippipe-stages"] == "6/6"
-    assert events(stream)[-2]["skippipe"] == {"stages": 4, "of": 6}
+    assert "x-skippipe-missing-stages" not in stream.headers
+    assert events(stream)[-2]["skippipe"] == {"stages": 4, "of": 6, "missing": [4, 5]}
     assert events(stream)[-1] == "[DONE]"
 
 
@@ -382,12 +385,15 @@ def test_health() -> None:
     for stages, status, code in ((6, "ok", 200), (1, "degraded", 200), (0, "down", 503)):
         caller.engine.stages = stages
         response = caller("GET", "/health")
-        assert (response.status_code, response.json()) == (code, {"status": status, "stages": stages, "of": 6})
+        expected = {"status": status, "stages": stages, "of": 6, "missing": list(range(stages, 6))}
+        assert (response.status_code, response.json()) == (code, expected)
 
 
 def test_metrics() -> None:
-    caller = Caller()
+    lines: list[str] = []
+    caller = Caller(access_log=lines.append)
     caller.post()
+    caller.engine.lost = {2: 5}
     caller.post(CHAT, stream=True, n=2)
     caller.post(n=0)
     caller("GET", "/v1/models/other")
@@ -404,13 +410,47 @@ def test_metrics() -> None:
         ("other", "404"): 1,
     }
     single = {name: family.samples[0].value for name, family in families.items() if len(family.samples) == 1}
-    assert single["skippipe_prompt_tokens"] == 10 and single["skippipe_answer_tokens"] == 15
+    assert single["skippipe_prompt_tokens"] == 10 and single["skippipe_generation_tokens"] == 15
     assert single["skippipe_requests_in_flight"] == 1  # this one
-    assert (single["skippipe_stages_there"], single["skippipe_stages"]) == (6, 6)
-    assert (single["skippipe_gateway_steps"], single["skippipe_gateway_streams"]) == (12, 1.5)
-    seconds = families["skippipe_request_seconds"].samples
-    assert sum(one.value for one in seconds if one.name.endswith("_count")) == 5
-    assert sum(one.value for one in seconds if one.labels.get("le") == "+Inf") == 5
+    assert (single["skippipe_stages_there"], single["skippipe_stages"]) == (5, 6)
+    assert (single["skippipe_steps"], single["skippipe_num_requests_running"]) == (12, 1.5)
+    assert single["skippipe_request_success"] == 3
+    assert [(one.labels, one.value) for one in families["skippipe_answers_without_stage"].samples] == [
+        ({"stage": "5"}, 1)
+    ]
+    nodes = {one.labels["stage"]: one.value for one in families["skippipe_stage_nodes"].samples}
+    assert nodes == {"0": 1, "1": 1, "2": 1, "3": 1, "4": 1, "5": 0}
+    observed = {
+        name.removeprefix("skippipe_"): sum(one.value for one in family.samples if one.name.endswith("_count"))
+        for name, family in families.items()
+        if family.type == "histogram"
+    }
+    assert observed == {
+        "request_seconds": 5,
+        "time_to_first_token_seconds": 3,
+        "time_per_output_token_seconds": 12,
+        "request_queue_time_seconds": 3,
+        "e2e_request_latency_seconds": 3,
+    }
+    waited = next(one for one in families["skippipe_request_queue_time_seconds"].samples if one.name.endswith("_sum"))
+    assert waited.value == 0.75
+    assert [line.split()[1:5] for line in lines] == [
+        ["127.0.0.1", "POST", COMPLETIONS, "200"],
+        ["127.0.0.1", "POST", CHAT, "200"],
+        ["127.0.0.1", "POST", COMPLETIONS, "400"],
+        ["127.0.0.1", "GET", "/v1/models/other", "404"],
+        ["127.0.0.1", "GET", "/any/path/at/all", "404"],
+    ]
+    assert "prompt_tokens=5 tokens=5 stages=6/6 req_" in lines[0]
+    assert "prompt_tokens=5 tokens=10 stages=5/6 missing=5 req_" in lines[1]
+
+
+def test_a_line_of_the_access_log_is_one_line() -> None:
+    lines: list[str] = []
+    Caller(access_log=lines.append)("GET", "/a%0ab%20c%1b[31m")
+    assert len(lines) == 1 and lines[0].isprintable() and len(lines[0].split()) == 7
+    Caller()("GET", "/quiet")
+    assert len(lines) == 1
 
 
 def test_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

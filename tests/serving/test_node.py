@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import heapq
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -34,6 +35,7 @@ from skippipe.serving.step_protocol import (
     NodeInfo,
     SampleTokens,
     ServingWork,
+    StepOutput,
     StepRefused,
     step_messages,
 )
@@ -58,10 +60,11 @@ class SymbolicExecutor:
                 return self._pass(work)
             case SampleTokens():
                 end_tokens = [sum(row.count for row in work.step.rows[: at + 1]) for at in range(len(work.step.rows))]
-                return [
-                    next_token(list(work.inputs[end - 1]), sampling.seed)
+                tokens = [
+                    next_token(list(work.inputs[end - 1]), sampling.params.seed)
                     for end, sampling in zip(end_tokens, work.step.sampling, strict=True)
                 ]
+                return StepOutput(tokens, [()] * len(tokens))
             case FreeSlots():
                 self.caches = {key: each for key, each in self.caches.items() if key[0] != work.route}
                 return None
@@ -260,7 +263,22 @@ def test_what_no_step_foresees_is_dropped() -> None:
     assert sum(place.node.dropped.values()) == 6
 
 
-GOOD = RunStep(1, 1, [0, 2], [[0, 0, 2], [1, 4, 1]], [3], [[5, 6], [7]], [[0.5, 3.0, 0.9], [0.0, 0.0, 1.0]], [1, 2])
+CHANCES, GREEDY = [0.5, 3.0, 0.9, 0.1, 1.2, 0.5, -0.5], [0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+ALLOWED = base64.b64encode(b"\1" * 7).decode()  # of 50 tokens
+GOOD = RunStep(
+    step=1,
+    lane=1,
+    path=[0, 2],
+    rows=[[0, 0, 2], [1, 4, 1]],
+    freed=[3],
+    tokens=[[5, 6], [7]],
+    chances=[CHANCES, GREEDY],
+    seeds=[1, 2],
+    prompts=[2, 3],
+    biases=[[[49.0, -100.0]], []],
+    logprobs=[0, 21],
+    allowed=["", ALLOWED],
+)
 
 
 @pytest.mark.parametrize(
@@ -280,12 +298,24 @@ GOOD = RunStep(1, 1, [0, 2], [[0, 0, 2], [1, 4, 1]], [3], [[5, 6], [7]], [[0.5, 
         ({"tokens": [[5, 6]]}, "other tokens"),
         ({"tokens": [[5, 6], [7, 8]]}, "other tokens"),
         ({"tokens": [[5, 6], [VOCABULARY]]}, "beyond the vocabulary"),
-        ({"chances": [[0.5, 3.0, 0.9]]}, "sampling parameters"),
-        ({"chances": [[0.5, 3.0], [0.0, 0.0, 1.0]]}, "sampling parameters"),
-        ({"chances": [[0.5, float("inf"), 0.9], [0.0, 0.0, 1.0]]}, "sampling parameters"),
-        ({"chances": [[float("nan"), 3.0, 0.9], [0.0, 0.0, 1.0]]}, "temperature"),
-        ({"chances": [[0.5, 3.0, 0.0], [0.0, 0.0, 1.0]]}, "top-p"),
+        ({"chances": [CHANCES]}, "sampling parameters"),
+        ({"chances": [CHANCES[:6], GREEDY]}, "sampling parameters"),
+        ({"chances": [[0.5, float("inf"), *CHANCES[2:]], GREEDY]}, "sampling parameters"),
+        ({"chances": [[float("nan"), *CHANCES[1:]], GREEDY]}, "temperature"),
+        ({"chances": [[0.5, 3.0, 0.0, *CHANCES[3:]], GREEDY]}, "top-p"),
+        ({"chances": [[0.5, 3.0, 0.9, 1.1, *CHANCES[4:]], GREEDY]}, "min-p"),
+        ({"chances": [[0.5, 3.0, 0.9, 0.1, 0.0, *CHANCES[5:]], GREEDY]}, "repetition penalty"),
+        ({"chances": [CHANCES, [*GREEDY[:6], float("inf")]]}, "not finite"),
         ({"seeds": [1]}, "sampling parameters"),
+        ({"prompts": [1]}, "sampling parameters"),
+        ({"biases": [[[float(VOCABULARY), 1.0]], []]}, "a bias of no token"),
+        ({"biases": [[[0.5, 1.0]], []]}, "a bias of no token"),
+        ({"biases": [[[5.0]], []]}, "a bias of no token"),
+        ({"biases": [[[5.0, float("nan")]], []]}, "not finite"),
+        ({"logprobs": [0, 22]}, "log-probabilities"),
+        ({"allowed": ["", "?"]}, "base64"),
+        ({"allowed": ["", base64.b64encode(bytes(7)).decode()]}, "no token that is allowed"),
+        ({"allowed": ["", base64.b64encode(b"\1" * 6).decode()]}, "too few bits"),
     ],
 )
 def test_steps_that_cannot_be_are_dropped(changed: dict[str, Any], why: str) -> None:

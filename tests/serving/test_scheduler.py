@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from skippipe.errors import UserError
-from skippipe.inference.request import FinishReason
+from skippipe.inference.request import FinishReason, SamplingParams, TokenLogprobs
 from skippipe.serving.routing import (
     ClusterCost,
     ServingRoute,
@@ -125,7 +125,13 @@ class World:
 def test_answers_are_right_whichever_nodes_are_lost(seed: int) -> None:
     world = World(
         seed,
-        ServingSettings(max_sequences=3, routes_per_head=1, max_prompt_tokens=16, step_timeout=timedelta(seconds=2)),
+        ServingSettings(
+            max_sequences=3,
+            routes_per_head=1,
+            max_prompt_tokens=16,
+            step_timeout=timedelta(seconds=2),
+            grace=timedelta(seconds=seed % 3 / 2),
+        ),
     )
     random = world.random
     sequences: list[SequenceState] = []
@@ -161,6 +167,7 @@ def test_answers_are_right_whichever_nodes_are_lost(seed: int) -> None:
             assert sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
             assert sequence.output_tokens == expected_tokens(sequence.request)
             assert 2 <= sequence.num_stages <= 4
+            assert bool(sequence.missing) == (sequence.num_stages < 4) and 0 not in sequence.missing
     assert {each.number for each in world.updates if each.finish_reason} == {each.number for each in sequences}
     assert not world.caches, "nothing is kept for nobody"
 
@@ -181,15 +188,87 @@ def test_prompts_are_fed_in_pieces() -> None:
     assert sequence.output_tokens == expected_tokens(sequence.request)
 
 
-def test_a_stage_that_nobody_holds_is_done_without() -> None:
-    world = World(1)
+@pytest.mark.parametrize("patience_s", [1, 30])
+def test_a_stage_that_nobody_holds_is_done_without_when_its_grace_period_is_over(patience_s: float) -> None:
+    world = World(1, ServingSettings(grace=timedelta(seconds=8), wait_timeout=timedelta(seconds=patience_s)))
     sequence = world.scheduler.submit(SequenceRequest((1, 2, 3), 40))
     world.at(0.3, lambda: world.kill(6))
+    gone_on: list[bool] = []
+    world.at(8.3, lambda: gone_on.append(sequence.route is not None))
+    world.at(8.45, lambda: None)  # when the scheduler looks at the clock
+    world.at(8.5, lambda: gone_on.append(sequence.route is not None))
     world.run()
+    assert gone_on == [False, True], "lost after 0.4 s"
     assert sequence.output_tokens == expected_tokens(sequence.request)
-    assert sequence.num_stages == 3
+    assert (sequence.num_stages, sequence.missing) == (3, {3})
+    assert world.scheduler.missing == (3,)
     assert world.scheduler.coverage == Fraction(3, 4)
     assert {len(step.route.path) for step in world.steps} == {4, 3}
+
+
+def test_a_stage_that_comes_back_within_its_grace_period_is_not_missed() -> None:
+    world = World(1, ServingSettings(grace=timedelta(seconds=3)))
+    begun = world.scheduler.submit(SequenceRequest((1, 2, 3), 40))
+    late: list[SequenceState] = []
+    world.at(0.3, lambda: world.kill(6, back_after_s=2.5))
+    world.at(1.0, lambda: late.append(world.scheduler.submit(SequenceRequest((1,), 2))))
+    world.run()
+    for sequence in (begun, *late):
+        assert sequence.output_tokens == expected_tokens(sequence.request)
+        assert (sequence.num_stages, sequence.missing) == (4, set())
+    assert late[0].queue_ns is not None and 1.9e9 < late[0].queue_ns < 2.1e9
+    assert {len(step.route.path) for step in world.steps} == {4}
+
+
+class Rising:
+    """Allows tokens above the last one alone, up to the end."""
+
+    def __init__(self) -> None:
+        self.last = -1
+
+    def allowed(self) -> bytes:
+        return sum(2**token for token in range(self.last + 1, VOCABULARY)).to_bytes(7, "little")
+
+    def accepts(self, token: int) -> bool:
+        return token > self.last
+
+    def append(self, token: int) -> FinishReason | None:
+        self.last = token
+        return FinishReason.STOP if token == VOCABULARY - 1 else None
+
+
+def test_an_answer_with_a_constraint() -> None:
+    """It outlives a lost node, and a node that does not keep to it is not believed."""
+    world = World(4, ServingSettings(routes_per_head=1, max_prompt_tokens=8))
+    sequence = world.scheduler.submit(SequenceRequest(tuple(range(20)), 40, constraint=Rising))
+    pieces: list[ServingStep] = []
+    while len(pieces) < 3:
+        pieces.append(world.steps[-1])
+        world.scheduler.sampled(world.steps[-1].number, [0], pieces[-1].route.path[0])
+    assert [bool(step.rows[0].allowed) for step in pieces] == [False, False, True], "the end of the prompt alone"
+    assert world.steps[-1].rows[0].allowed == bytes([254, *[255] * 5, 3])
+    with pytest.raises(ValueError, match="does not allow"):
+        world.scheduler.sampled(world.steps[-1].number, [0], world.steps[-1].route.path[0])
+    world.scheduler.node_lost(world.steps[-1].route.path[1])
+    while sequence.finish_reason is None:
+        step = world.steps[-1]
+        token = min(sequence.output_tokens[-1] + 17, VOCABULARY - 1) if step.rows[0].allowed else 0
+        world.scheduler.sampled(step.number, [token], step.route.path[0])
+    assert (sequence.output_tokens, sequence.finish_reason) == ([0, 17, 34, 49], FinishReason.STOP)
+
+
+LOGPROBS = ((7, -0.5), (7, -0.5), (3, -1.0))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reported"), [(2, ()), (2, (LOGPROBS[1:],)), (1, (LOGPROBS,)), (None, (LOGPROBS,)), (2, (LOGPROBS,) * 2)]
+)
+def test_log_probabilities_that_nobody_asked_for(wanted: int | None, reported: tuple[TokenLogprobs, ...]) -> None:
+    world = World(4)
+    world.scheduler.submit(SequenceRequest((1,), 3, sampling=SamplingParams(logprobs=wanted)))
+    token = 7 if reported != (LOGPROBS[1:],) else 3
+    with pytest.raises(ValueError, match=r"report|argument"):
+        world.scheduler.sampled(world.steps[-1].number, [token], 0, reported)
 
 
 def test_below_the_floor_nobody_is_answered() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,12 +14,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 import openai
 import pytest
 import torch
+from pydantic import BaseModel, ConfigDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skippipe.cli import main
@@ -26,13 +28,19 @@ from skippipe.inference.request import Detokenizer
 from skippipe.transport.addresses import free_port
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from tests.helpers.model_folders import export_to
+from tests.helpers.openai_corpus import CORPUS, body, check
 from tests.helpers.serve_process import Command, Server
 
 torch.set_num_threads(1)
 TOKEN = "a-token-that-is-long-enough"
 MODEL = "small"
+WHOLE = {"stages": 3, "of": 3, "missing": []}
 PATIENCE_S = 60.0
 LONG = 150  # tokens of an answer during which nodes are killed
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+)
 PROMPTS = ("some words", "said Emma", "Of what?", "and some more", "more words, some", "what", "Emma", ".")
 
 
@@ -50,6 +58,14 @@ class Theirs:
         made = self._model.generate(given, max_new_tokens=count, do_sample=False, eos_token_id=end, pad_token_id=end)
         return tuple(made[0, given.shape[1] :].tolist())
 
+    def with_logprobs(self, prompt: str, count: int, **settings: Any) -> tuple[list[int], torch.Tensor]:
+        """Tokens, and the model's log-probabilities of all tokens at their places."""
+        given = torch.tensor([self.tokenizer(prompt)["input_ids"]])
+        plain = {"eos_token_id": self.tokenizer.eos_token_id, "pad_token_id": 0, "do_sample": False}
+        wanted = {"output_logits": True, "return_dict_in_generate": True}
+        made = self._model.generate(given, max_new_tokens=count, **wanted, **(plain | settings))
+        return made.sequences[0, given.shape[1] :].tolist(), torch.cat(made.logits).log_softmax(-1)
+
     def text(self, prompt: str, count: int) -> str:
         said = Detokenizer(self.tokenizer, self.tokenizer(prompt)["input_ids"])
         text = "".join(said.push(token) for token in self.tokens(prompt, count) if token != self.tokenizer.eos_token_id)
@@ -64,6 +80,8 @@ class Theirs:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("serving") / MODEL
     export_to(place, max_position_embeddings=512)
+    file = place / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": TEMPLATE}))
     return place
 
 
@@ -116,7 +134,7 @@ def test_many_at_once_get_the_answers_of_transformers(server: Server, theirs: Th
         assert answer.usage is not None
         assert answer.usage.completion_tokens == len(tokens)
         assert answer.usage.prompt_tokens == len(theirs.tokenizer(prompt)["input_ids"])
-        assert answer.model_extra == {"skippipe": {"stages": 3, "of": 3}}
+        assert answer.model_extra == {"skippipe": WHOLE}
 
 
 def test_streams_conversations_and_stops(server: Server, theirs: Theirs) -> None:
@@ -141,7 +159,7 @@ def test_streams_conversations_and_stops(server: Server, theirs: Theirs) -> None
                 stream_options={"include_usage": True},
             )
         )
-        conversation = "User: some words\nAssistant:"
+        conversation = "user: some words\nassistant:"
         said = "".join(each.choices[0].delta.content or "" for each in chunks[:-1])
         assert said == theirs.text(conversation, 20)
         assert chunks[-1].usage is not None
@@ -167,7 +185,113 @@ def test_errors_are_those_that_the_client_knows(server: Server) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     junk = httpx2.post(f"{server.address}/v1/completions", content=b'{"model":', headers=headers)
     assert (junk.status_code, junk.json()["error"]["code"]) == (400, "invalid_json")
-    assert health(server) == {"status": "ok", "stages": 3, "of": 3}
+    assert health(server) == {"status": "ok", **WHOLE}
+
+
+def test_the_corpus_of_requests_over_a_real_model(server: Server) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    with httpx2.Client(base_url=f"{server.address}/v1", headers=headers, timeout=PATIENCE_S) as ask:
+        for entry in CORPUS:
+            if entry.get("only") == "echo" or "from 1 to 4096" in entry.get("says", ""):
+                continue
+            few = {} if "max_completion_tokens" in entry["fields"] else {"max_tokens": 8}
+            path = "/chat/completions" if entry["to"] == "chat" else "/completions"
+            answer = ask.post(path, content=body(entry, MODEL, **few))
+            check(entry, answer.status_code, answer.text)
+
+
+SETTINGS = [  # OpenAI's fields, vLLM's beside them, and what transformers calls the same
+    ({}, {"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+    ({"logit_bias": {"3": 2.5, "17": -100}}, {}, {"sequence_bias": {(3,): 2.5, (17,): -100.0}}),
+    (
+        {"logit_bias": {"5": 4.0}},
+        {"repetition_penalty": 0.9, "ignore_eos": True},
+        {"repetition_penalty": 0.9, "sequence_bias": {(5,): 4.0}},
+    ),
+    ({}, {"ignore_eos": True}, {}),
+]
+
+
+@pytest.mark.parametrize(("fields", "extra", "their_settings"), SETTINGS)
+def test_settings_give_the_tokens_and_log_probabilities_of_transformers(
+    server: Server, theirs: Theirs, fields: dict[str, Any], extra: dict[str, Any], their_settings: dict[str, Any]
+) -> None:
+    prompt = "some words, said Emma"
+    end = None if extra.get("ignore_eos") else theirs.tokenizer.eos_token_id
+    tokens, logprobs = theirs.with_logprobs(prompt, 24, eos_token_id=end, **their_settings)
+    with client(server) as ask:
+        found = (
+            ask.completions.create(
+                model=MODEL, prompt=prompt, max_tokens=24, temperature=0, logprobs=3, **fields, extra_body=extra
+            )
+            .choices[0]
+            .logprobs
+        )
+        whole = (
+            ask.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "some words"}],
+                max_tokens=6,
+                temperature=0,
+                logprobs=True,
+                top_logprobs=3,
+            )
+            .choices[0]
+            .logprobs
+        )
+    assert found is not None and found.token_logprobs is not None and found.tokens is not None
+    assert found.token_logprobs == pytest.approx(
+        [float(row[token]) for row, token in zip(logprobs, tokens, strict=True)], abs=1e-4
+    )
+    assert found.top_logprobs is not None
+    for token, row, top in zip(tokens, logprobs, found.top_logprobs, strict=True):
+        likeliest = row.topk(3).values.tolist()
+        assert sorted(top.values(), reverse=True)[:3] == pytest.approx(likeliest, abs=1e-4) or len(top) < 4
+        assert min(top.values()) == pytest.approx(min(float(row[token]), likeliest[-1]), abs=1e-4)
+    assert whole is not None and whole.content is not None
+    tokens, logprobs = theirs.with_logprobs("user: some words\nassistant:", 6)
+    for content, token, row in zip(whole.content, tokens, logprobs, strict=True):
+        assert content.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert [each.logprob for each in content.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+
+
+def test_answers_in_json_are_what_the_schema_says(server: Server, theirs: Theirs) -> None:
+    """Of a model that knows no JSON; and beside others that ask for nothing of the kind."""
+
+    class Mood(BaseModel):
+        model_config = ConfigDict(extra="forbid")
+        sure: bool
+        moods: list[Literal["glad", "sad", "neither"]]
+        strength: Literal[1, 2, 3]
+
+    prompt = theirs.prompt_for(40)
+    with client(server) as ask, ThreadPoolExecutor(4) as pool:
+
+        def plain(_number: int) -> str:
+            asked = ask.completions.create(model=MODEL, prompt=prompt, max_tokens=40, temperature=0)
+            return asked.choices[0].text
+
+        beside = pool.map(plain, range(3))
+        answer = ask.chat.completions.parse(
+            model=MODEL,
+            messages=[{"role": "user", "content": "how are you?"}],
+            response_format=Mood,
+            max_tokens=300,
+            seed=4,
+        )
+        assert set(beside) == {theirs.text(prompt, 40)}
+    assert isinstance(answer.choices[0].message.parsed, Mood)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_what_is_asked_and_missing_is_seen(server: Server) -> None:
+    address = server.address
+    metrics = httpx2.get(f"{address}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}).text
+    assert 'skippipe_stage_nodes{stage="2"} 2.0' in metrics
+    assert "skippipe_num_requests_running 0.0" in metrics and "skippipe_num_requests_waiting 0.0" in metrics
+    assert re.search(r"^skippipe_time_to_first_token_seconds_count [1-9]", metrics, re.MULTILINE)
+    server.says(r"^\S+Z? 127.0.0.1 POST /v1/chat/completions 200 \S+s prompt_tokens=\d+ tokens=\d+ stages=3/3 req_")
+    assert re.match(r"skippipe \S+ starts to serve", server.lines[0])
 
 
 def test_a_replica_goes_on_where_a_node_was_killed(server: Server, theirs: Theirs) -> None:
@@ -183,7 +307,7 @@ def test_a_replica_goes_on_where_a_node_was_killed(server: Server, theirs: Their
         with client(server) as ask:
             text, last = streamed(ask, prompt, kill)
         assert text == whole
-        assert last.model_extra == {"skippipe": {"stages": 3, "of": 3}}
+        assert last.model_extra == {"skippipe": WHOLE}
         server.says(rf"'{node}' has ended \(signal 9\) and is started again")
         server.back(node, 2)
     assert health(server)["status"] == "ok"
@@ -283,7 +407,7 @@ class Joining:
         for name, pair in pairs.items():
             KeyFile(name, pair, own.public).save(place / f"{name}.key")
         self.at = f"127.0.0.1:{free_port('127.0.0.1')}"
-        options = ("--keys", place / "keys", "--listen", self.at, "--floor", "2/3", "--patience", 0.5)
+        options = ("--keys", place / "keys", "--listen", self.at, "--floor", "2/3", "--patience", 0.5, "--grace", 0.5)
         self.server = Server(folder, "--port", 0, *options)
         self.nodes: dict[str, Command] = {}
 
@@ -321,24 +445,24 @@ def test_stages_that_nobody_holds_are_left_out_down_to_the_floor(
 
     with client(server) as ask:
         text, last = streamed(ask, prompt, kill)
-        assert last.model_extra == {"skippipe": {"stages": 2, "of": 3}}
+        assert last.model_extra == {"skippipe": {"stages": 2, "of": 3, "missing": [2]}}
         assert last.choices[0].finish_reason == "length"
         assert text[:20] == theirs.text(prompt, LONG)[:20]
-        assert health(server) == {"status": "degraded", "stages": 2, "of": 3}
+        assert health(server) == {"status": "degraded", "stages": 2, "of": 3, "missing": [2]}
         joining.kill("bob")
         with pytest.raises(openai.InternalServerError, match="too few stages") as refused:
             ask.completions.create(model=MODEL, prompt="some", max_tokens=5)
         assert (refused.value.status_code, refused.value.code) == (503, "unavailable")
-        assert health(server) == {"status": "down", "stages": 0, "of": 3}
+        assert health(server) == {"status": "down", "stages": 0, "of": 3, "missing": [1, 2]}
         shutil.copytree(folder, tmp_path / "copy")
         joining.start("bob")
         joining.start("cem", "--checkpoint", tmp_path / "copy")
         for name in ("bob", "cem"):
             server.back(name, 2)
-        wait_for(lambda: health(server) == {"status": "ok", "stages": 3, "of": 3})
+        wait_for(lambda: health(server) == {"status": "ok", **WHOLE})
         answer = ask.completions.create(model=MODEL, prompt=prompt, max_tokens=40, temperature=0)
         assert answer.choices[0].text == theirs.text(prompt, 40)
-        assert answer.model_extra == {"skippipe": {"stages": 3, "of": 3}}
+        assert answer.model_extra == {"skippipe": WHOLE}
     assert server.end(signal.SIGTERM) == 143
     for node in joining.nodes.values():
         node.process.join(PATIENCE_S)

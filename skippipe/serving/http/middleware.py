@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -20,17 +20,20 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skippipe.serving.async_engine import EngineClient
+from skippipe.serving.async_engine import EngineClient, StageCoverage
 from skippipe.serving.http.response_schema import event, json_bytes
-from skippipe.web.errors import APIError, internal_error, too_large
+from skippipe.web.errors import APIError, internal_error, short, too_large
 from skippipe.web.server import ApiSettings
 
+TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 log = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for the log; no client sees it
 CLOSE_S = 5.0  # for a client that does not read to be sent why its stream ends
 ENDPOINTS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics")
+UNLOGGED = ("/health", "/metrics")  # programs ask them every few seconds
 MODEL = "/v1/models/"
+ANSWER = "skippipe.answer"  # the key in a request's scope of what the access log says of its answer
 CLOSE = {"Connection": "close"}  # the rest of the request is not read
 DISCARD_LIMIT = 8  # times max_body_bytes that are read and discarded: a client that still sends reads no answer
 
@@ -53,16 +56,68 @@ class Metrics(Collector):
         )
         self.in_flight = Gauge("skippipe_requests_in_flight", "Requests that are being answered.", registry=own)
         self.prompt_tokens = Counter("skippipe_prompt_tokens", "Tokens of prompts.", registry=own)
-        self.answer_tokens = Counter("skippipe_answer_tokens", "Tokens of answers.", registry=own)
+        self.generation_tokens = Counter("skippipe_generation_tokens", "Tokens of answers.", registry=own)
+        self.finished = Counter(
+            "skippipe_request_success", "Answers by why they ended.", ["finished_reason"], registry=own
+        )
+        self.without_stage = Counter(
+            "skippipe_answers_without_stage",
+            "Answers that did without a stage, in part at least.",
+            ["stage"],
+            registry=own,
+        )
+        self.first_token_s = _histogram("time_to_first_token", "From a request to its first token.", BUCKETS_S, own)
+        self.token_s = _histogram("time_per_output_token", "From one token to the next.", TOKEN_BUCKETS_S, own)
+        self.queue_s = _histogram("request_queue_time", "How long requests wait for a place.", BUCKETS_S, own)
+        self.whole_s = _histogram("e2e_request_latency", "From a request to its last token.", BUCKETS_S, own)
         own.register(self)
 
     def collect(self) -> Iterator[Metric]:
         coverage = self._engine.coverage()
         yield GaugeMetricFamily("skippipe_stages", "Stages of the model.", coverage.total)
         yield GaugeMetricFamily("skippipe_stages_there", "Stages that a live node holds.", coverage.stages)
+        nodes = GaugeMetricFamily("skippipe_stage_nodes", "Live nodes that hold a stage.", labels=["stage"])
+        for stage, count in enumerate(self._engine.stage_nodes()):
+            nodes.add_metric([str(stage)], count)
+        yield nodes
         for name, value in sorted(self._engine.stats().items()):
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            yield family(f"skippipe_gateway_{name}", "Of the gateway.", value)
+            yield family(f"skippipe_{name}", "Of the gateway.", value)
+
+
+def _histogram(name: str, what: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:
+    return Histogram(f"skippipe_{name}_seconds", what, registry=registry, buckets=buckets)
+
+
+class AnswerTimer:
+    """Times one answer for the metrics, from its request on."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._began_s = time.monotonic()
+        self._last_s: float | None = None
+        """When the last token came."""
+
+    def add(self, new: int, queue_s: float) -> None:
+        """So many tokens have come, of an answer that waited for its place so long."""
+        now_s = time.monotonic()
+        self._metrics.generation_tokens.inc(new)
+        if self._last_s is None:
+            self._metrics.queue_s.observe(queue_s)
+            self._metrics.first_token_s.observe(now_s - self._began_s)
+        else:
+            self._metrics.token_s.observe((now_s - self._last_s) / max(1, new))
+        self._last_s = now_s
+
+    def end(self, reason: str) -> None:
+        self._metrics.finished.labels(reason).inc()
+        self._metrics.whole_s.observe(time.monotonic() - self._began_s)
+
+
+def note_answer(scope: Scope, prompt_tokens: int, tokens: int, coverage: StageCoverage) -> None:
+    """What an answer was, for the access log."""
+    missing = f" missing={','.join(map(str, coverage.missing))}" if coverage.missing else ""
+    scope[ANSWER].append(f"prompt_tokens={prompt_tokens} tokens={tokens} stages={coverage}{missing}")
 
 
 @dataclass(frozen=True)
@@ -71,6 +126,7 @@ class RequestMetrics:
 
     app: ASGIApp
     metrics: Metrics
+    access_log: Callable[[str], None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -78,6 +134,7 @@ class RequestMetrics:
             return
         began_s = time.monotonic()
         response = _Response(f"req_{uuid4().hex}", send)
+        scope[ANSWER] = []
         self.metrics.in_flight.inc()
         try:
             await self.app(scope, receive, response.send)
@@ -91,8 +148,14 @@ class RequestMetrics:
         finally:
             self.metrics.in_flight.dec()
             endpoint = _endpoint(scope["path"])
-            self.metrics.requests.labels(endpoint, response.status or CLIENT_CLOSED_REQUEST).inc()
-            self.metrics.seconds.labels(endpoint).observe(time.monotonic() - began_s)
+            status, seconds = response.status or CLIENT_CLOSED_REQUEST, time.monotonic() - began_s
+            self.metrics.requests.labels(endpoint, status).inc()
+            self.metrics.seconds.labels(endpoint).observe(seconds)
+            if self.access_log is not None and endpoint not in UNLOGGED:
+                client = (scope.get("client") or ("-",))[0]
+                now = datetime.now(UTC).isoformat(timespec="milliseconds")
+                what = f"{scope['method']} {short(scope['path']).replace(' ', '_')} {status} {seconds:.3f}s"
+                self.access_log(" ".join([now, client, what, *scope[ANSWER], response.request_id]))
 
 
 @dataclass

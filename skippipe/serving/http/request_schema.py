@@ -30,7 +30,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from skippipe.inference.request import SamplingParams
+from skippipe.inference.request import MAX_LOGPROBS, SamplingParams
+from skippipe.serving.grammar import ANY_OBJECT
 from skippipe.web.errors import found, no_such_model, short, too_long, wrong
 from skippipe.web.server import ApiSettings
 
@@ -38,12 +39,15 @@ SEEDS = 2**53  # seeds that the messages to nodes can carry
 SEED_STRIDE = 0x9E3779B97F4A7C15  # from the seed of one choice to the next; odd, so that no seed comes twice
 LARGEST_SEED = 2**63 - 1
 LARGEST_TOP_K = 2**31 - 1
+NO_PLACE = ("", "[key]")  # the latter is what pydantic says of the names in an object
+MAX_BIASES = 1024  # tokens that a request may name
 _ERRORS = {
     "missing": ("missing_required_parameter", "missing; add it"),
     "string_type": ("invalid_type", "expected a text, found {found}"),
     "bool_type": ("invalid_type", "expected true or false, found {found}"),
     "int_type": ("invalid_type", "expected a whole number, found {found}"),
     "float_type": ("invalid_type", "expected a number, found {found}"),
+    "dict_type": ("invalid_type", "expected an object {{…}}, found {found}"),
     "list_type": ("invalid_type", "expected a list, found {found}"),
     "model_type": ("invalid_type", "expected an object {{…}}, found {found}"),
     "string_unicode": ("invalid_value", "half a character (a surrogate without the other)"),
@@ -78,6 +82,13 @@ def _range(least: float, most: float | Callable[[ServedModel], int]) -> AfterVal
     return AfterValidator(check)
 
 
+def _is_token(key: str, info: Validation) -> str:
+    if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < info.context.vocabulary):
+        context = {"most": info.context.vocabulary - 1, "found": found(key)}
+        raise PydanticCustomError("range", "expected a token id from 0 to {most}, found {found}", context)
+    return key
+
+
 Text = Annotated[str, Field(min_length=0)]  # a bare str would let half characters pass
 Integer = Annotated[
     int, BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
@@ -109,15 +120,16 @@ class _Object(BaseModel):
         if not isinstance(value, dict):
             return validate(value)
         fields = {name: each for name, each in value.items() if each is not None}
-        known = validate({name: each for name, each in fields.items() if name in cls.model_fields})
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        known = validate({name: each for name, each in fields.items() if name in names})
         for name, each in fields.items():
             if name in cls.UNSUPPORTED:
                 # 0 == False in Python, but not in a request
                 if not any(type(each) is type(other) and each == other for other in cls.UNSUPPORTED[name]):
                     message = "not supported here; leave it out"
                     raise PydanticCustomError("unsupported_parameter", message, {"field": name})
-            elif name not in cls.model_fields and name not in cls.IGNORED:
-                near = difflib.get_close_matches(short(name), (*cls.model_fields, *cls.UNSUPPORTED, *cls.IGNORED), n=1)
+            elif name not in names and name not in cls.IGNORED:
+                near = difflib.get_close_matches(short(name), (*names, *cls.UNSUPPORTED, *cls.IGNORED), n=1)
                 hint = f"did you mean '{near[0]}'?" if near else "leave it out"
                 context = {"field": short(name), "hint": hint}
                 raise PydanticCustomError("unknown_parameter", "unknown parameter; {hint}", context)
@@ -134,21 +146,94 @@ class ContentPart(_Object):
     text: Text
 
 
-class ChatMessage(_Object):
-    UNSUPPORTED = {
-        **dict.fromkeys(("name", "refusal", "audio", "function_call", "tool_call_id"), ()),
-        **dict.fromkeys(("tool_calls", "annotations"), ([],)),
-    }
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[Text, Tag("|text")] | Annotated[list[ContentPart], Tag("|parts")],
-        Discriminator(lambda value: "|parts" if isinstance(value, list) else "|text"),
-    ]
+class FunctionCall(_Object):
+    name: Text
+    arguments: Text
 
-    def for_template(self) -> dict[str, str]:
-        """Role and content as chat templates know them; the parts of a content are joined as they are."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+    def for_template(self) -> dict[str, Any]:
+        """Templates expect the arguments as an object; what is none stays as it is."""
+        try:
+            arguments = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
+
+
+class ToolCall(_Object):
+    id: Text
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class FunctionSpec(_Object):
+    IGNORED = ("strict",)  # calls are text here, whatever their shape
+    name: Annotated[Text, Field(min_length=1)]
+    description: Text = ""
+    parameters: dict[str, Any] = {}
+
+
+class Tool(_Object):
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class ChatMessage(_Object):
+    IGNORED = ("name",)
+    UNSUPPORTED = {**dict.fromkeys(("refusal", "audio", "function_call"), ()), "annotations": ([],)}
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        Annotated[
+            Annotated[Text, Tag("|text")] | Annotated[list[ContentPart], Tag("|parts")],
+            Discriminator(lambda value: "|parts" if isinstance(value, list) else "|text"),
+        ]
+        | None
+    ) = None
+    tool_calls: list[ToolCall] = []
+    tool_call_id: Text | None = None
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("missing_required_parameter", "missing; add it", {"field": "content"})
+        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, name) and self.role != role:
+                message = "only for the role {role}; leave it out"
+                raise PydanticCustomError("invalid_value", message, {"field": name, "role": f"'{role}'"})
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """A message as chat templates know it; the parts of a content are joined as they are."""
+        parts = self.content or ""
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"id": call.id, "type": call.type, "function": call.function.for_template()} for call in self.tool_calls
+            ]
+        return found if self.tool_call_id is None else {**found, "tool_call_id": self.tool_call_id}
+
+
+class JsonSchema(_Object):
+    IGNORED = ("name", "description", "strict")  # an answer always fits the schema
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(_Object):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("invalid_value", "belongs to the type 'json_schema'", {"field": "json_schema"})
+        return self
+
+    @property
+    def schema_wanted(self) -> dict[str, Any] | None:
+        """The schema that the answer has to fit; None: it is any text."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return ANY_OBJECT if self.type == "json_object" else None
 
 
 class GenerationFields(_Object):
@@ -168,7 +253,6 @@ class GenerationFields(_Object):
     """The field that the prompts come in."""
     default_tokens: ClassVar[int] = 2**62
     """Tokens of a choice where the request names no number, if there is room."""
-    UNSUPPORTED = {"logit_bias": ({},), "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0)}
     model: Text
     max_tokens: MaxTokens | None = None
     """Tokens of a choice at most; None: the endpoint's default, or as many as there is room for."""
@@ -180,6 +264,18 @@ class GenerationFields(_Object):
     seed: Annotated[Integer, _range(-LARGEST_SEED - 1, LARGEST_SEED)] = Field(
         default_factory=lambda: secrets.randbelow(SEEDS)
     )
+    min_p: Annotated[float, _range(0.0, 1.0)] = 0.0
+    presence_penalty: Annotated[float, _range(-2.0, 2.0)] = 0.0
+    frequency_penalty: Annotated[float, _range(-2.0, 2.0)] = 0.0
+    repetition_penalty: Annotated[float, _range(0.01, 100.0)] = 1.0
+    logit_bias: Annotated[
+        dict[Annotated[str, AfterValidator(_is_token)], Annotated[float, _range(-100.0, 100.0)]],
+        Field(max_length=MAX_BIASES),
+    ] = {}
+    """Token ids, in decimal, and what is added to their logits."""
+    ignore_eos: bool = False
+    """Does the answer go on after a token that ends a text?"""
+    response_format: ResponseFormat | None = None
     stop: Annotated[
         list[Annotated[Text, Field(min_length=1)]],
         Field(max_length=4),
@@ -216,10 +312,26 @@ class GenerationFields(_Object):
         """Does a stream end with its usage?"""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are reported beside the chosen one; None: not even that one."""
+        raise NotImplementedError
+
     def sampling(self, choice: int) -> SamplingParams:
         """Parameters of one of n choices: the first has the seed that was asked for."""
         seed = (self.seed + choice * SEED_STRIDE) % SEEDS
-        return SamplingParams(self.temperature, self.top_k, self.top_p, seed)
+        return SamplingParams(
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            seed,
+            self.min_p,
+            self.repetition_penalty,
+            self.presence_penalty,
+            self.frequency_penalty,
+            tuple((int(token), bias) for token, bias in self.logit_bias.items()),
+            self.num_logprobs,
+        )
 
 
 class CompletionRequest(GenerationFields):
@@ -227,7 +339,7 @@ class CompletionRequest(GenerationFields):
 
     param = "prompt"
     default_tokens = 16  # as OpenAI has it
-    UNSUPPORTED = {**GenerationFields.UNSUPPORTED, "best_of": (1,), "logprobs": (), "suffix": ("",)}
+    UNSUPPORTED = {"best_of": (1,), "suffix": ("",)}
     prompt: Annotated[
         Annotated[Prompt, Tag("|one")] | Annotated[list[Prompt], Tag("|several")],
         Discriminator(lambda value: "|several" if _several(value) else "|one"),
@@ -235,6 +347,11 @@ class CompletionRequest(GenerationFields):
     """A text, several, token ids, or several lists of token ids."""
     echo: bool = False
     """Does the prompt stand before each choice?"""
+    logprobs: Annotated[Integer, _range(0, MAX_LOGPROBS)] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -242,6 +359,8 @@ class CompletionRequest(GenerationFields):
 
     @model_validator(mode="after")
     def _few_choices(self, info: Validation) -> Self:
+        if self.echo and self.logprobs is not None:
+            raise wrong("logprobs", "not given for prompts: leave out echo", "unsupported_value")
         count, most = len(self.prompts), info.context.settings.max_choices
         if self.n * count > most:
             what = f"{count} prompts × {self.n} answers each"
@@ -255,24 +374,38 @@ class ChatCompletionRequest(GenerationFields):
     param = "messages"
     IGNORED: ClassVar[tuple[str, ...]] = (*GenerationFields.IGNORED, "parallel_tool_calls")
     UNSUPPORTED = {
-        **GenerationFields.UNSUPPORTED,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
-        "logprobs": (False,),
-        "top_logprobs": (0,),
         **dict.fromkeys(
             ("audio", "prediction", "reasoning_effort", "verbosity", "web_search_options", "moderation"), ()
         ),
     }
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: MaxTokens | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[Integer, _range(0, MAX_LOGPROBS)] = 0
+    tools: list[Tool] = []
+    tool_choice: Literal["none", "auto"] = "auto"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def tools_for_template(self) -> list[dict[str, Any]]:
+        """Without those fields of a function that were not given: some templates look whether they are there."""
+        wanted = [] if self.tool_choice == "none" else self.tools
+        given = [
+            {name: value for name, value in vars(tool.function).items() if name in tool.function.model_fields_set}
+            for tool in wanted
+        ]
+        return [{"type": "function", "function": function} for function in given]
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise wrong("top_logprobs", "only with logprobs: set that to true, or leave this out")
         if self.max_completion_tokens is not None:
             if self.max_tokens is not None:
                 raise wrong("max_tokens", "given beside max_completion_tokens, which means the same: keep one of them")
@@ -290,8 +423,10 @@ def parse_request(schema: type[AnyRequest], body: bytes, served: ServedModel) ->
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     context = first.get("ctx", {})
-    place = [each for each in (*first["loc"], context.get("field", "")) if not str(each).startswith("|") and each != ""]
-    param = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in place).removeprefix(".")
+    place = [
+        each for each in (*first["loc"], context.get("field", "")) if str(each)[:1] != "|" and each not in NO_PLACE
+    ]
+    param = "".join(f"[{each}]" if isinstance(each, int) else f".{short(each)}" for each in place).removeprefix(".")
     code, message = first["type"], first["msg"]
     if code in _ERRORS:
         code, template = _ERRORS[code]

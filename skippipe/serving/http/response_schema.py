@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
-from skippipe.inference.request import SamplingParams
-from skippipe.serving.async_engine import RequestOutput, StageCoverage
+from skippipe.inference.request import BROKEN
+from skippipe.serving.async_engine import EngineRequest, RequestOutput, StageCoverage, TextLogprob
 
 END_OF_STREAM = b"data: [DONE]\n\n"
 
@@ -18,15 +19,17 @@ class Choice:
     """One of the answers to a request, as far as it has been generated."""
 
     index: int
-    prompt: tuple[int, ...]
-    max_tokens: int
-    sampling: SamplingParams
+    request: EngineRequest
     echo: str = ""
     """The prompt's text, where it is to stand before the answer."""
     texts: list[str] = field(default_factory=list)
+    logprobs: list[TextLogprob] = field(default_factory=list)
+    """Of every token, if they were asked for."""
     num_tokens: int = 0
     num_stages: int = 0
     """Stages of the shortest route by which a token of the answer was computed."""
+    missing: tuple[int, ...] = ()
+    """Stages without which a token of the answer was computed."""
     finish_reason: str | None = None
     finish_sent: bool = False
     """Has the stream's client been sent the finish reason?"""
@@ -35,6 +38,8 @@ class Choice:
         """The number of tokens that are new."""
         new = output.num_tokens - self.num_tokens
         self.texts.append(output.text)
+        self.logprobs += output.logprobs
+        self.missing = output.missing
         self.num_tokens, self.num_stages = output.num_tokens, output.num_stages
         self.finish_reason = output.finish_reason.value if output.finish_reason else None
         return new
@@ -58,7 +63,13 @@ class ResponseBuilder:
     @property
     def coverage(self) -> StageCoverage:
         """The fewest stages by which a token was computed; to be read when all choices are complete."""
-        return StageCoverage(min(choice.num_stages for choice in self.choices), self.stages)
+        missing = sorted({stage for choice in self.choices for stage in choice.missing})
+        return StageCoverage(min(choice.num_stages for choice in self.choices), self.stages, tuple(missing))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """A prompt counts once, however many choices it gets."""
+        return sum(len(choice.request.prompt) for choice in self.choices[:: self.n])
 
     def whole(self) -> dict[str, Any]:
         return {
@@ -75,8 +86,10 @@ class ResponseBuilder:
         if self.chat and first:
             yield self._chunk(choice, {"role": "assistant", "content": ""}, None, with_usage)
         text = choice.echo + output.text if first else output.text
-        if text:
-            yield self._chunk(choice, {"content": text} if self.chat else text, None, with_usage)
+        if text or output.logprobs:
+            chunk = self._chunk(choice, {"content": text} if self.chat else text, None, with_usage)
+            chunk["choices"][0]["logprobs"] = self._logprobs(choice, output.logprobs)
+            yield chunk
         if choice.finish_reason is not None:
             last = self._chunk(choice, {} if self.chat else "", choice.finish_reason, with_usage)
             choice.finish_sent = True
@@ -103,18 +116,48 @@ class ResponseBuilder:
         text = choice.echo + "".join(choice.texts)
         message = {"role": "assistant", "content": text, "refusal": None}
         content = {"message": message} if self.chat else {"text": text}
-        return {"index": choice.index, **content, "logprobs": None, "finish_reason": choice.finish_reason}
+        logprobs = self._logprobs(choice, choice.logprobs)
+        return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
     def _chunk(self, choice: Choice, new: Any, finish: str | None, with_usage: bool) -> dict[str, Any]:
         delta = {"delta" if self.chat else "text": new}
         one = {"index": choice.index, **delta, "logprobs": None, "finish_reason": finish}
         return {**self._chunk_head(), "choices": [one], **({"usage": None} if with_usage else {})}
 
+    def _logprobs(self, choice: Choice, new: Sequence[TextLogprob]) -> dict[str, Any] | None:
+        """Those of the choice's newest tokens."""
+        if choice.request.sampling.logprobs is None:
+            return None
+        if self.chat:
+            content = [{**_chat_logprob(each), "top_logprobs": list(map(_chat_logprob, each.top))} for each in new]
+            return {"content": content, "refusal": None}
+        before = sum(len(each.text) for each in choice.logprobs[: len(choice.logprobs) - len(new)])
+        lengths = [len(each.text) for each in new]
+        return {
+            "tokens": [each.text for each in new],
+            "token_logprobs": [each.logprob for each in new],
+            "top_logprobs": list(map(_by_text, new)),
+            "text_offset": list(accumulate(lengths[:-1], initial=before)) if new else [],
+        }
+
     def _usage(self) -> dict[str, int]:
-        """A prompt counts once, however many choices it gets."""
-        prompt = sum(len(choice.prompt) for choice in self.choices[:: self.n])
+        prompt = self.prompt_tokens
         completion = sum(choice.num_tokens for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _by_text(each: TextLogprob) -> dict[str, float]:
+    """The likeliest tokens and the chosen one; of two with the same text the likelier one."""
+    found: dict[str, float] = {}
+    for one in (*each.top, each):
+        found.setdefault(one.text, one.logprob)
+    return found
+
+
+def _chat_logprob(each: TextLogprob) -> dict[str, Any]:
+    """A part of a character has no bytes that are known here."""
+    known = None if BROKEN in each.text else list(each.text.encode())
+    return {"token": each.text, "logprob": each.logprob, "bytes": known}
 
 
 def json_bytes(value: Any) -> bytes:

@@ -24,8 +24,24 @@ from starlette.types import Receive, Scope, Send
 
 from skippipe import __version__
 from skippipe.errors import UserError
-from skippipe.serving.async_engine import EngineClient, RequestOutput, RequestRefused
-from skippipe.serving.http.middleware import Metrics, RequestMetrics, read_body, while_connected, within
+from skippipe.serving.async_engine import (
+    Constraint,
+    EngineClient,
+    EngineRequest,
+    RequestOutput,
+    RequestRefused,
+    StageCoverage,
+    UnknownTools,
+)
+from skippipe.serving.http.middleware import (
+    AnswerTimer,
+    Metrics,
+    RequestMetrics,
+    note_answer,
+    read_body,
+    while_connected,
+    within,
+)
 from skippipe.serving.http.request_schema import (
     AnyRequest,
     ChatCompletionRequest,
@@ -37,7 +53,7 @@ from skippipe.serving.http.response_schema import END_OF_STREAM, Choice, Respons
 from skippipe.web.errors import APIError, no_such_model, short, timed_out, unavailable, wrong
 from skippipe.web.server import ApiSettings, BearerAuth, RateLimiter, check_installed
 
-STAGES = "X-SkipPipe-Stages"
+STAGES, MISSING = "X-SkipPipe-Stages", "X-SkipPipe-Missing-Stages"
 EVENTS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -46,7 +62,10 @@ EVENTS = {
 ChoiceCallback = Callable[[Choice, RequestOutput], Awaitable[None]]
 
 
-def application(engine: EngineClient, settings: ApiSettings) -> FastAPI:
+def application(
+    engine: EngineClient, settings: ApiSettings, access_log: Callable[[str], None] | None = None
+) -> FastAPI:
+    """`access_log` gets a line for every request, but for those to /health and /metrics."""
     check_installed("prometheus_client")
     api = ApiRoutes(engine, settings)
     return FastAPI(
@@ -62,7 +81,7 @@ def application(engine: EngineClient, settings: ApiSettings) -> FastAPI:
             Route("/health", api.health),
             Route("/metrics", api.read_metrics),
         ],
-        middleware=[Middleware(RequestMetrics, metrics=api.metrics)],
+        middleware=[Middleware(RequestMetrics, metrics=api.metrics, access_log=access_log)],
         exception_handlers={HTTPException: _not_found},
     )
 
@@ -127,9 +146,11 @@ class CompletionEndpoint:
             response = self._builder(request, await self._choices(request))
             if request.stream:
                 await self._stream(response, request, send)
+                self._answered(response, scope)
                 return
-            await self._generate_all(response, request, _keep)
-        await _json(response.whole(), headers={STAGES: str(response.coverage)})(scope, receive, send)
+            await self._generate_all(response, _keep)
+        self._answered(response, scope)
+        await _json(response.whole(), headers=_stage_headers(response.coverage))(scope, receive, send)
 
     async def _stream(self, response: ResponseBuilder, request: AnyRequest, send: Send) -> None:
         """Sends outputs as events. The status follows the first output: until then it can still be an error."""
@@ -141,33 +162,41 @@ class CompletionEndpoint:
             async with sending:
                 if not begun:
                     begun = True
-                    headers = Headers({**EVENTS, STAGES: str(self.api.engine.coverage())})
+                    headers = Headers({**EVENTS, **_stage_headers(self.api.engine.coverage())})
                     await send({"type": "http.response.start", "status": 200, "headers": headers.raw})
                 events = b"".join(map(event, response.chunks(choice, output, request.include_usage)))
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
 
-        await self._generate_all(response, request, send_output)
+        await self._generate_all(response, send_output)
         end = event(response.usage_chunk()) + END_OF_STREAM if request.include_usage else END_OF_STREAM
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
-    async def _generate_all(self, response: ResponseBuilder, request: AnyRequest, callback: ChoiceCallback) -> None:
+    def _answered(self, response: ResponseBuilder, scope: Scope) -> None:
+        """A complete answer goes into the metrics and the access log."""
+        tokens = sum(choice.num_tokens for choice in response.choices)
+        for stage in response.coverage.missing:
+            self.api.metrics.without_stage.labels(stage).inc()
+        note_answer(scope, response.prompt_tokens, tokens, response.coverage)
+
+    async def _generate_all(self, response: ResponseBuilder, callback: ChoiceCallback) -> None:
         """If one choice fails, all do."""
         try:
             async with asyncio.TaskGroup() as group:
                 for choice in response.choices:
-                    group.create_task(self._generate(choice, request.stop, callback))
+                    group.create_task(self._generate(choice, callback))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    async def _generate(self, choice: Choice, stop: Sequence[str], callback: ChoiceCallback) -> None:
-        generate = self.api.engine.generate
+    async def _generate(self, choice: Choice, callback: ChoiceCallback) -> None:
+        timer = AnswerTimer(self.api.metrics)
         try:
-            async with aclosing(generate(choice.prompt, choice.max_tokens, choice.sampling, stop)) as outputs:
+            async with aclosing(self.api.engine.generate(choice.request)) as outputs:
                 async for output in outputs:
-                    self.api.metrics.answer_tokens.inc(choice.add(output))
+                    timer.add(choice.add(output), output.queue_s)
                     await callback(choice, output)
                     if output.finish_reason is not None:
+                        timer.end(output.finish_reason.value)
                         return
         except RequestRefused as refused:
             raise unavailable(str(refused), self.api.settings.retry_after) from None
@@ -178,14 +207,18 @@ class CompletionEndpoint:
         try:
             prompts = await loop.run_in_executor(api.tokenizer, self._encode, request)
         except UserError as error:  # say, a conversation that the model's template does not foresee
-            raise wrong(request.param, str(error)) from None
+            raise wrong("tools" if isinstance(error, UnknownTools) else request.param, str(error)) from None
+        constraint = await loop.run_in_executor(api.tokenizer, self._constraint, request)
         choices: list[Choice] = []
         for prompt, echo in prompts:
             if not prompt:
                 raise wrong(request.param, "no tokens are in it: say something")
             most = request.max_new_tokens(len(prompt), api.engine.context, api.settings.max_tokens)
             for number in range(request.n):
-                choices.append(Choice(len(choices), prompt, most, request.sampling(number), echo))
+                wanted = EngineRequest(
+                    prompt, most, request.sampling(number), tuple(request.stop), request.ignore_eos, constraint
+                )
+                choices.append(Choice(len(choices), wanted, echo))
             api.metrics.prompt_tokens.inc(len(prompt))
         return choices
 
@@ -193,13 +226,23 @@ class CompletionEndpoint:
         """The tokens of every prompt, and its text if that is to be repeated."""
         engine = self.api.engine
         if isinstance(request, ChatCompletionRequest):
-            return [(tuple(engine.encode_chat([message.for_template() for message in request.messages])), "")]
+            messages = [message.for_template() for message in request.messages]
+            return [(tuple(engine.encode_chat(messages, request.tools_for_template)), "")]
         found: list[tuple[tuple[int, ...], str]] = []
         for prompt in request.prompts:
             tokens = engine.encode(prompt) if isinstance(prompt, str) else prompt
             text = prompt if isinstance(prompt, str) else engine.decode(prompt) if request.echo else ""
             found.append((tuple(tokens), text if request.echo else ""))
         return found
+
+    def _constraint(self, request: AnyRequest) -> Constraint | None:
+        schema = None if request.response_format is None else request.response_format.schema_wanted
+        if schema is None:
+            return None
+        try:
+            return self.api.engine.json_constraint(schema)
+        except UserError as error:
+            raise wrong("response_format", str(error), "unsupported_value") from None
 
     def _builder(self, request: AnyRequest, choices: Sequence[Choice]) -> ResponseBuilder:
         chat = isinstance(request, ChatCompletionRequest)
@@ -228,6 +271,11 @@ async def _not_found(request: Request, error: Exception) -> NoReturn:
         raise APIError(405, message, "method_not_allowed", headers={"Allow": allowed})
     message = f"there is nothing at {path}; answers are given at /v1/completions and /v1/chat/completions"
     raise APIError(error.status_code, message, "not_found")
+
+
+def _stage_headers(coverage: StageCoverage) -> dict[str, str]:
+    missing = {MISSING: ",".join(map(str, coverage.missing))} if coverage.missing else {}
+    return {STAGES: str(coverage), **missing}
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
