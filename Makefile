@@ -11,9 +11,9 @@ export PYTHONDONTWRITEBYTECODE :=
 	bench-train bench-serve clean
 
 demo: $(READY)
-	$(BIN)/skippipe compare published20 --contention-only --budget 8 --out demo
+	$(BIN)/skippipe compare published20 --contention-only --budget 8 -o demo --overwrite
 	@echo
-	$(BIN)/skippipe show demo/best.json --html demo/best.html --png demo/best.png
+	$(BIN)/skippipe show demo/best.json --html demo/best.html --png demo/best.png --overwrite
 	@echo
 	$(BIN)/skippipe train examples/demo.toml --drill 12 --force
 	@echo
