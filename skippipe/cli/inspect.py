@@ -81,13 +81,17 @@ def check_plan(plan: PlanFile, as_json: Json = False) -> None:
 
     Example: skippipe check plan.json
     """
+    from skippipe.constraints import RULES
     from skippipe.plan import Plan
     from skippipe.validate import validate
 
     found = Plan.load(plan)
     violations = validate(found)
     if as_json:
-        rows = [{"rule": each.rule, "where": each.where, "message": each.message} for each in violations]
+        rows = [
+            {"rule": each.rule, "means": RULES.get(each.rule, ""), "where": each.where, "message": each.message}
+            for each in violations
+        ]
         print(json.dumps({"ok": not rows, "violations": rows}))
     elif violations:
         print("\n".join(map(str, violations)))
@@ -95,7 +99,10 @@ def check_plan(plan: PlanFile, as_json: Json = False) -> None:
         promise = (
             "no promise to verify" if found.expected is None else f"{found.expected.iteration_s:.3f} s as promised"
         )
-        print(f"{plan}: holds (CC1, CC2, CC3, TC1, no deadlock, links, {promise})")
+        print(f"{plan}: holds every rule:")
+        for rule, meaning in {**RULES, "deadlock": "none can happen", "links": "there is one for every hop"}.items():
+            print(f"  {rule}: {meaning}")
+        print(f"  promise: {promise}")
     if violations:
         raise typer.Exit(1)
 

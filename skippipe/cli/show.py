@@ -155,9 +155,11 @@ def _show_run(folder: Path, files: _Files, pictures: Path | None, as_json: bool)
 
 
 def _no_trace(history: RunHistory) -> str:
+    from skippipe.runs.tail import trace_name
+
     if not history.recorded:
         return f"--trace: no iteration of {history.folder} was recorded; 'recorded' under [report] in the job says when"
-    last = history.folder / "traces" / f"iteration-{history.recorded[-1].iteration:06d}.json"
+    last = history.folder / "traces" / trace_name(history.recorded[-1].iteration)
     return f"--trace: recorded iterations are such files already; open {last}"
 
 
@@ -171,7 +173,7 @@ def _print_run(history: RunHistory) -> None:
         print(f"  {name:{width}}  {value}")
     for outage in history.outages:
         text = "; ".join(filter(None, (outage.why, outage.answer, outage.end)))
-        print(f"iteration {outage.iteration + 1:5}  lost: '{outage.node}' {text}")
+        print(f"iteration {outage.iteration + 1:5}  gone: '{outage.node}' {text}")
     table = short_nodes_table(history)
     print(f"\n{table.title}. {table.note}".rstrip())
     plan_command.show_table(table)

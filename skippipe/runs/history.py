@@ -123,6 +123,11 @@ class RunHistory:
         return _median([row.seconds for row in self.rows[1:] or self.rows])
 
     @property
+    def is_promised(self) -> bool:
+        """Whether there was a promise that meant something: the plan was for the machines that it ran on."""
+        return self.promised_s is not None
+
+    @property
     def promised_s(self) -> float | None:
         return _median([row.promised_s for row in self.rows])
 
@@ -217,7 +222,7 @@ def _report_gaps(rows: Sequence[MetricsRow], missing: list[str]) -> None:
     if gaps:
         missing.append(f"iterations {ranges_text(number + 1 for number in gaps)}: metrics.jsonl has no line of them")
     if all(row.promised_s is None for row in rows):
-        missing.append("promised seconds: no plan with a promise was followed, as in a run in one process")
+        missing.append("promised seconds: none, as in one process, or on other machines than the plan is for")
 
 
 def _read_events(folder: Path, run_id: str | None, missing: list[str]) -> list[EventRecord]:

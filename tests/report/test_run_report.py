@@ -37,7 +37,7 @@ from tests.helpers.exact_training import plan_of as exact_plan
 from tests.helpers.processes import Command
 
 ITERATIONS, LOST_IN, RECORDED, LOST_NODE = 10, 3, (1, 5, 9), 4
-TRACE = "traces/iteration-000009.json"
+TRACE = "traces/000010.json"
 SECTIONS = (
     "Loss", "Seconds, promised and measured", "Iteration 10, planned and measured", "Who computes, who waits",
     "How busy every node was", "How much every link carried", "Nodes that were lost", "Everything out of the ordinary",
@@ -244,9 +244,7 @@ def test_ended_early(folder: Path, skippipe: Command) -> None:
     assert "whether the run ended" in " ".join(read_history(folder).missing)
 
 
-@pytest.mark.parametrize(
-    "name", ["plan.json", "cluster.json", "events.jsonl", "journal", "traces/iteration-000009.json"]
-)
+@pytest.mark.parametrize("name", ["plan.json", "cluster.json", "events.jsonl", "journal", "traces/000010.json"])
 def test_any_other_file_may_be_missing_or_junk(folder: Path, name: str, skippipe: Command) -> None:
     before = read_history(folder).missing
     (folder / name).write_text("junk\n")
@@ -267,8 +265,8 @@ def test_metrics_alone_make_a_report(folder: Path, tmp_path: Path, skippipe: Com
 
 def test_what_an_earlier_run_has_left_does_not_count(folder: Path) -> None:
     past = time.time() - 60
-    shutil.copy(folder / "traces" / "iteration-000005.json", folder / "traces" / "iteration-000007.json")
-    for name in ("traces/iteration-000007.json", "journal", "cluster.json"):
+    shutil.copy(folder / "traces" / "000006.json", folder / "traces" / "000008.json")
+    for name in ("traces/000008.json", "journal", "cluster.json"):
         os.utime(folder / name, (past, past))
     history = read_history(folder)
     assert [chart.iteration for chart in history.recorded] == list(RECORDED)
@@ -310,8 +308,8 @@ def test_no_more_traces_are_read_than_anybody_looks_at(folder: Path) -> None:
     trace = (folder / TRACE).read_bytes()
     with (folder / "metrics.jsonl").open("a") as file:
         for number in range(ITERATIONS, ITERATIONS + MOST_RECORDED):
-            file.write(json.dumps({**row, "iteration": number}) + "\n")
-            (folder / "traces" / f"iteration-{number:06d}.json").write_bytes(trace)
+            file.write(json.dumps({**row, "iteration": number + 1}) + "\n")
+            (folder / "traces" / f"{number + 1:06d}.json").write_bytes(trace)
     history = read_history(folder)
     assert len(history.recorded) == MOST_RECORDED
     assert any(f"the last {MOST_RECORDED} are counted" in each for each in history.missing)
@@ -366,7 +364,7 @@ def test_what_is_no_run_is_refused(
 def test_options_that_make_no_sense(ran: FinishedRun, folder: Path, tmp_path: Path, skippipe: Command) -> None:
     refused = skippipe("show", ran.folder, "--trace", tmp_path / "t.json")
     assert refused.code == 2
-    assert re.search(r"open .*traces/iteration-000009\.json", refused.err)
+    assert re.search(r"open .*traces/000010\.json", refused.err)
     shutil.rmtree(folder / "traces")
     assert "no iteration of" in skippipe("show", folder, "--trace", tmp_path / "t.json").err
     assert skippipe("show", folder, "--png", folder / "plan.json").code == 2

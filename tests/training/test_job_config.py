@@ -201,7 +201,7 @@ def complaint_of(folder: Path, text: str = "", **pipeline: Any) -> str:
         ("cluster = 'regions:x'", "regions:x"),
         ("[data]\ntexts = '/no/such.txt'", "/no/such.txt: no such text file"),
         ("[data]\ntexts = []", "no text to prepare"),
-        ("[data]\ntokenizer = '/no/such'", "/no/such: no such tokenizer"),
+        ("[data]\nvocabulary = 2048\ntokenizer = '/no/such'", "/no/such: no such tokenizer"),
         ("[model]\nconfig = 'gpt-9'", "model 'gpt-9': neither a preset (llama-tiny, "),
         ("[compute]\ndevice = 'tpu'", "device 'tpu': expected cpu, cuda or cuda:N"),
         ("[compute]\ndevice = 'cuda:7'", "device 'cuda:7': this machine has "),
@@ -247,7 +247,11 @@ def test_a_plan_must_be_there_and_fit(folder: Path) -> None:
     good = assembled(folder).plan
     file = folder / "plan.json"
     good.save(file)
-    again = assembled(folder, plan=str(file), stages=99).plan  # the plan brings its own
+    assert (
+        complaint_of(folder, plan=str(file), stages=99)
+        == f"pipeline.stages: 99, and pipeline.plan settles that: {file} has 3; leave one of them out"
+    )
+    again = assembled(folder, plan=str(file)).plan
     assert again == good
     assert again.expected is not None
 
