@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -230,7 +231,8 @@ def set_up(job: JobConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[RunSetup, l
         def searched(problem_or_plan: Any, *others: Any) -> Plan:
             *more, strategy, request = others
             requests.append(request)
-            little = {"budget_s": math.inf, "changes": 1} if strategy == "best" else {"budget_s": 0.01}
+            limited = strategy == "best" and search is make_plan
+            little = {"budget_s": math.inf, "changes": 1} if limited else {"budget_s": 0.01}
             plan: Plan = search(problem_or_plan, *more, strategy, replace(request, **little))
             return plan
 
@@ -238,7 +240,8 @@ def set_up(job: JobConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[RunSetup, l
 
     monkeypatch.setattr(build_run_module, "make_plan", short(make_plan))
     monkeypatch.setattr(build_run_module, "with_paths_of", short(with_paths_of))
-    with open_run_folder(Path(job.output), force=True) as opened:
+    shutil.rmtree(job.output, ignore_errors=True)
+    with open_run_folder(Path(job.output)) as opened:
         return train_job.build_setup(job, [], True, False, frozenset(), opened), requests
 
 

@@ -1,0 +1,590 @@
+"""Every option of every command has an effect: none is accepted and ignored.
+
+A new option needs one line in `OPTIONS`, under its command: a value, and where it needs them the other words that it
+goes with. The command is run with and without it, and what is seen must differ: what it hands on to the part that does
+the work (`PARTS`, which are not run), what it prints, which files it writes. `REFUSED` has options that would be
+ignored beside others, and are refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import timedelta
+from fractions import Fraction
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer
+
+from skippipe.cli.app import app
+from skippipe.plan import Plan
+from skippipe.planner.problem_spec import PlanSpec, problem_of
+from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
+from skippipe.presets import preset
+from skippipe.profiling.results import ProfileResult
+from skippipe.report.summary import Table
+from skippipe.transport.keys import KeyFile, KeyPair, PeerList
+from skippipe.workload import MODELS, Workload
+from tests.helpers.model_folders import checkpoint_in, export_to
+from tests.helpers.processes import Command, CommandResult
+
+torch.set_num_threads(1)
+WORDS = "It was the best of links, it was the worst of links, it was the age of wisdom and of foolishness. "
+
+
+@dataclass(frozen=True)
+class With:
+    """A value of an option, and what it goes with."""
+
+    value: str
+    others: str = ""
+    """Other words."""
+    without: str = ""
+    """Words of `ARGUMENTS` that are left out."""
+    refused: bool = False
+    """On a machine without GPUs the value is refused."""
+
+
+WORKLOAD = {
+    "--contention-only": "",
+    "--layers": "4,4,8,8",
+    "--dispatch": "backward-first",
+    "--split-backward": "",
+    "--model": "llama-500m",
+    "--sequence": "512",
+    "--samples": "1",
+    "--microbatches": "24",
+    "--wire": "int8",
+    "--gradients": "bf16",
+    "--max-slots": "2",
+    "--checkpointing": "",
+}
+PROBLEM = {**WORKLOAD, "--stages": "3", "--visit": "2", "--skip": "1/2", "--sizes": "2,1,1,1"}
+OVERWRITE = With("", "-o there.json")
+ALREADY = "is there already; --overwrite replaces it; or name another file"
+PART = {"--stages": "0,2", "--keep": "2/3", "--cut": "3,2"}
+
+ARGUMENTS = {
+    "cluster": "regions:3",
+    "profile": "--local 2 --model llama-tiny --sequence 64",
+    "plan": "five-sites:5",
+    "check": "plan.json",
+    "simulate": "plan.json",
+    "compare": "five-sites:5",
+    "sweep": "five-sites:5",
+    "show": "plan.json",
+    "why": "plan.json",
+    "prepare": "text.txt --vocabulary 300 -o tokens",
+    "job": "",
+    "train": "job.toml",
+    "dashboard": "run",
+    "grow": "run job.toml",
+    "export": "run model-2",
+    "score": "model --text text.txt",
+    "eval": "model --text text.txt --tokens 64 --context 16",
+    "generate": "model Some --max-tokens 8",
+    "serve": "model",
+    "node": "--join 127.0.0.1:1 --key keys/a.key",
+    "keys": "a,b keys-2",
+    "study run": "study.toml",
+    "study report": "results.jsonl --study study.toml",
+}
+"""Of every command, words without which it does nothing."""
+
+OPTIONS: dict[str, dict[str, str | With]] = {
+    "cluster": {"--output": "c.json", "--overwrite": OVERWRITE, "--json": ""},
+    "profile": {
+        "--local": "3",
+        "--keys": With("keys", without="--local 2"),
+        "--listen": With("0.0.0.0:6000", "--keys keys", without="--local 2"),
+        "--patience": With("60", "--keys keys", without="--local 2"),
+        "--heartbeat": "9",
+        "--output": "c.json",
+        "--merge": "cluster.json",
+        "--fresh": With("", "-o measured.json"),
+        "--job": "job.toml",
+        "--model": "llama-30m",
+        "--sequence": "128",
+        "--samples": "1",
+        "--checkpointing": "",
+        "--device": With("cuda:1", "--keys keys", without="--local 2"),
+        "--dtype": "bf16",
+        "--threads": "2",
+        "--transfer": "0.5",
+        "--overwrite": With("", "-o cluster.json"),
+        "--json": "",
+    },
+    "plan": {
+        **PROBLEM,
+        "--output": "p.json",
+        "--strategy": "skippipe",
+        "--budget": "5",
+        "--changes": "9",
+        "--seed": "1",
+        "--most-microbatches": "60",
+        "--keep-stages": "plan.json",
+        "--start": "plan.json",
+        "--robust": "0.2",
+        "--overwrite": OVERWRITE,
+        "--json": "",
+    },
+    "check": {"--json": ""},
+    "simulate": {
+        "--paths": With("dtfm_skip", "published20 --paths skippipe", without="plan.json"),
+        "--microbatches": With("60", "published20 --paths skippipe", without="plan.json"),
+        "--contention-only": "",
+        "--jitter": "0.2",
+        "--draws": With("3", "--jitter 0.2"),
+        "--seed": With("3", "--jitter 0.2"),
+        "--trace": "t.json",
+        "--overwrite": With("", "--trace there.json"),
+        "--json": "",
+    },
+    "compare": {
+        **PROBLEM,
+        "--output": "plans",
+        "--budget": "5",
+        "--seed": "1",
+        "--keep-stages": "plan.json",
+        "--overwrite": With("", "-o taken"),
+        "--json": "",
+    },
+    "sweep": {
+        **WORKLOAD,
+        "--stages": "3",
+        "--penalty": "0.1",
+        "--doubling": "0.2",
+        "--strategy": "skippipe",
+        "--budget": "5",
+        "--seed": "1",
+        "--output": "s.json",
+        "--png": "s.png",
+        "--html": "s.html",
+        "--overwrite": OVERWRITE,
+        "--json": "",
+    },
+    "show": {
+        "--output": "p.json",
+        "--html": "p.html",
+        "--png": "p.png",
+        "--trace": "t.json",
+        "--overwrite": OVERWRITE,
+        "--json": "",
+    },
+    "why": {"--changes": "0", "--replanning": "--no-replanning", "--json": ""},
+    "prepare": {
+        "--output": "tokens-2",
+        "--vocabulary": "290",
+        "--tokenizer": With("model", without="--vocabulary 300"),
+        "--overwrite": With("", "-o prepared"),
+    },
+    "job": {"--output": "j.toml", "--overwrite": OVERWRITE},
+    "train": {
+        "--iterations": "7",
+        "--output": "elsewhere",
+        "--engine": "virtual",
+        "--resume": "",
+        "--force": "",
+        "--rescue": "safe",
+        "--drill": "3",
+        "--ray-address": With("10.0.0.1:6379", "--engine ray"),
+        "--dashboard": "0",
+    },
+    "dashboard": {"--host": "127.0.0.2", "--port": "0"},
+    "grow": {"--force": ""},
+    "export": {"--output": With("model-3", without="model-2")},
+    "score": {
+        "--text": "other.txt",
+        "--tasks": "order",
+        "--stages": "0,2",
+        "--keep": "2/3",
+        "--draws": With("2", "--keep 2/3"),
+        "--drive": With("scaled", "--stages 0,2"),
+        "--cut": "3,2",
+        "--limit": "3",
+        "--seed": "1",
+        "--context": "20",
+        "--device": With("cuda:99", refused=True),
+        "--output": "s.json",
+        "--write": "tasks",
+        "--overwrite": OVERWRITE,
+        "--json": "",
+    },
+    "eval": {
+        "--text": "other.txt",
+        "--tokens": "128",
+        "--context": "8",
+        "--stages": "0,2",
+        "--keep": "2/3",
+        "--draws": With("1", "--keep 2/3"),
+        "--seed": With("1", "--keep 2/3 --draws 1"),
+        "--all": "",
+        "--losing": "",
+        "--drive": With("scaled", "--stages 0,2"),
+        "--cut": "3,2",
+        "--device": With("cuda:99", refused=True),
+        "--dtype": "bf16",
+        "--output": "e.json",
+        "--png": "e.png",
+        "--html": "e.html",
+        "--overwrite": OVERWRITE,
+        "--json": "",
+    },
+    "generate": {
+        "--max-tokens": "3",
+        "--temperature": "5",
+        "--top-k": "1",
+        "--top-p": "0.001",
+        "--seed": "1",
+        "--stop": With("e", "--temperature 5"),
+        "--stages": "0,2",
+        "--keep": "2/3",
+        "--drive": With("3", "--stages 0,2"),
+        "--cut": With("3,2", "--stages 0"),
+        "--draft": With("0,1", "--stats"),
+        "--draft-tokens": With("1", "--stats --draft 0,1 --temperature 0"),
+        "--together": With("1", "Emma Elinor"),
+        "--context": "4",
+        "--device": With("cuda:99", refused=True),
+        "--dtype": "bf16",
+        "--stats": "",
+    },
+    "serve": {
+        "--host": "127.0.0.2",
+        "--port": "0",
+        "--token-file": "token",
+        "--nodes": "3",
+        "--cluster": "regions:6",
+        "--keys": "keys",
+        "--listen": With("0.0.0.0:6000", "--keys keys"),
+        "--heartbeat": "9",
+        "--device": With("cuda:1", "--keys keys"),
+        "--dtype": "bf16",
+        "--wire": "bf16",
+        "--threads": "2",
+        "--logs": "logs",
+        "--cut": "3,2",
+        "--floor": "1/2",
+        "--name": "another",
+        "--context": "100",
+        "--max-tokens": "10",
+        "--timeout": "9",
+        "--requests-a-minute": "9",
+        "--at-once": "9",
+        "--queue": "9",
+        "--patience": "9",
+        "--cache-tokens": "100000",
+    },
+    "node": {
+        "--join": "127.0.0.1:2",
+        "--key": "keys/b.key",
+        "--listen": "127.0.0.1:7001",
+        "--address": "10.0.0.1:7001",
+        "--tokens": "tokens-3",
+        "--checkpoint": "model",
+        "--device": "cpu",
+        "--patience": "9",
+    },
+    "keys": {"--output": With("keys-3", without="keys-2")},
+    "study run": {"--output": "r.jsonl", "--device": "cuda", "--compiled": "", "--models": "models"},
+    "study report": {
+        "--study": "other.toml",
+        "--output": "report-2",
+        "--no-times": "",
+        "--overwrite": With("", "-o taken"),
+    },
+}
+
+REFUSED = {
+    "plan five-sites:5 --strategy skippipe --changes 9": "--changes is for the strategy best",
+    "plan five-sites:5 --strategy skippipe --start plan.json": "--start is for the strategy best",
+    "plan five-sites:5 --strategy skippipe --robust 0.2": "--robust",
+    "sweep five-sites:5 --penalty 0 --doubling 0.2": "--doubling: ",
+    "simulate plan.json --draws 3": "--draws: goes with --jitter",
+    "simulate plan.json --seed 3": "--seed: goes with --jitter",
+    "why plan.json --changes 0 --no-replanning": "--no-replanning: ",
+    "eval model --text text.txt --draws 3": "--draws: goes with --keep",
+    "score model --text text.txt --stages 0,2 --draws 3": "--draws: goes with --keep",
+    "serve model --listen 0.0.0.0:6000": "--listen: ",
+    "serve model --keys keys --logs logs": "--logs: ",
+    "serve model --keys keys --nodes 2": "--nodes: ",
+    "profile --local 2 --listen 0.0.0.0:6000": "--listen: ",
+    "profile --local 2 --patience 9": "--patience: ",
+    "profile --local 2 --keys keys": "--local ",
+    "train job.toml --ray-address x:1": "--ray-address: ",
+    "train job.toml --engine virtual --drill 3": "--drill: ",
+    "train job.toml --resume --force": "--force: ",
+    "generate model --draft-tokens 2": "--draft-tokens: ",
+    "export run model-2 -o model-3": "FOLDER: ",
+    "show plan.json -o p.html --html q.html": "--output: ",
+    "cluster regions:3 -o there.json": f"there.json: {ALREADY}",
+    "plan five-sites:5 -o there.json": f"there.json: {ALREADY}",
+    "compare five-sites:5 -o taken": f"taken/best.json: {ALREADY}",
+    "sweep five-sites:5 --png there.json": f"there.json: {ALREADY}",
+    "show plan.json --html there.json": f"there.json: {ALREADY}",
+    "simulate plan.json --trace there.json": f"there.json: {ALREADY}",
+    "job -o there.json": f"there.json: {ALREADY}",
+    "eval model --text text.txt -o there.json": f"there.json: {ALREADY}",
+    "score model --text text.txt -o there.json": f"there.json: {ALREADY}",
+    "profile --local 2 -o cluster.json": f"cluster.json: {ALREADY}",
+    "export run taken": "taken: is not empty",
+    "keys a,b taken": "taken: is not empty",
+    "study report results.jsonl --study study.toml -o taken": "taken: is not empty",
+    "prepare other.txt --vocabulary 300 -o prepared": "prepared: holds the tokens of other texts",
+}
+"""Command lines with an option that would be ignored, or that would overwrite something; how the error begins."""
+
+OLD_NAMES = {
+    "train job.toml --out elsewhere": "train job.toml -o elsewhere",
+    "compare five-sites:5 --out=plans": "compare five-sites:5 --output=plans",
+    "study run study.toml --results r.jsonl": "study run study.toml -o r.jsonl",
+    "eval model --text text.txt --tokens 64 --json e.json": "eval model --text text.txt --tokens 64 -o e.json",
+}
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command with its name, those of groups too."""
+
+    def below(group: Any, name: str) -> Iterator[tuple[str, Any]]:
+        for each, command in group.commands.items():
+            full = f"{name} {each}".strip()
+            yield from below(command, full) if hasattr(command, "commands") else [(full, command)]
+
+    yield from below(typer.main.get_command(app), "")
+
+
+def test_every_option_is_in_the_list() -> None:
+    for name, command in commands():
+        known = {param.opts[0] for param in command.params if param.param_type_name == "option"}
+        names = [[*param.opts, *param.secondary_opts] for param in command.params]
+        listed = {next((each[0] for each in names if option in each), option) for option in OPTIONS[name]}
+        assert listed == known, f"'{name}': an option needs a line in OPTIONS, and a line there an option"
+    assert {name for name, _ in commands()} == set(OPTIONS) == set(ARGUMENTS)
+
+
+def test_every_output_is_o_and_json_is_a_flag() -> None:
+    for name, command in commands():
+        for param in command.params:
+            if "--output" in param.opts:
+                assert "-o" in param.opts, name
+            if "--json" in param.opts:
+                assert param.is_flag, name
+            assert not {"--out", "--results"} & set(param.opts), name
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("inputs")
+    problem = problem_of(preset("five-sites:5"), Workload(MODELS["llama-1.5b"]), PlanSpec())
+    make_plan(problem, Strategy.BEST, PlanRequest(changes=1, budget_s=float("inf"))).save(made / "plan.json")
+    preset("regions:2").save(made / "cluster.json")
+    preset("regions:2").save(made / "measured.json")
+    result = ProfileResult.of_cluster(preset("regions:2"))
+    from skippipe.profiling.results import save_results
+
+    save_results(made / "measured.json", [result])
+    (made / "there.json").write_text("something of value")
+    (made / "taken").mkdir()
+    (made / "taken" / "best.json").write_text("something of value")
+    (made / "text.txt").write_text(WORDS * 40)
+    (made / "other.txt").write_text(WORDS.replace("links", "lanes") * 40)
+    (made / "token").write_text("secret\n")
+    (made / "token").chmod(0o600)
+    (made / "job.toml").write_text('[model]\nconfig = "llama-tiny"\n[batch]\nsequence = 32\n')
+    (made / "study.toml").write_text(STUDY)
+    (made / "other.toml").write_text(STUDY.replace("small", "other"))
+    (made / "results.jsonl").write_text("")
+    export_to(made / "model", max_position_embeddings=128)
+    checkpoint_in(made / "run")
+    own, peers = KeyPair.new(), {}
+    KeyFile("coordinator", own).save(made / "keys" / "coordinator.key")
+    for name in ("a", "b"):
+        pair = KeyPair.new()
+        peers[name] = pair.public
+        KeyFile(name, pair, own.public).save(made / "keys" / f"{name}.key")
+    PeerList(peers).save(made / "keys" / "peers.json")
+    from skippipe.data.prepare import prepare
+
+    prepare([made / "text.txt"], 280, made / "prepared")
+    return made
+
+
+STUDY = """
+name = "small"
+model = "llama-tiny"
+tokens = 100_000
+seeds = [0]
+[[variant]]
+name = "full"
+"""
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "profile": ("skippipe.profiling.coordinator.profile_nodes",),
+    "plan": ("skippipe.cli.plan.search_plan", "skippipe.planner.sweep.choose_batch_size"),
+    "compare": ("skippipe.cli.plan.search_plan",),
+    "sweep": ("skippipe.cli.sweep.search_plan",),
+    "why": ("skippipe.planner.whatif.advisor.advise",),
+    "train": ("skippipe.cli.train.run_job", "skippipe.dashboard.server.dashboard_process"),
+    "dashboard": ("skippipe.dashboard.server.listen", "skippipe.dashboard.server.run"),
+    "grow": (
+        "skippipe.training.depth_growth.young_of",
+        "skippipe.training.depth_growth.check_job",
+        "skippipe.training.run_folder.open_run_folder",
+    ),
+    "score": ("skippipe.lm_harness.tasks.write_tasks",),
+    "serve": ("skippipe.serving.launcher.ServeApp",),
+    "node": ("skippipe.runtime.node.agent.NodeAgent",),
+    "study run": ("skippipe.study.runner.run_study",),
+    "study report": (
+        "skippipe.study.tables.runs_of",
+        "skippipe.study.tables.outdated_variants",
+        "skippipe.study.tables.all_tables",
+        "skippipe.study.planned_time.planned_times",
+        "skippipe.study.plots.write_pictures",
+        "skippipe.study.plots.write_page",
+    ),
+}
+"""Of every command that hands its work on: to what."""
+
+
+def answer(part: str, plan: Plan) -> Any:
+    """What a part gives back that is not run."""
+    name = part.rpartition(".")[2]
+    answers: dict[str, Any] = {
+        "search_plan": (plan, 1.0),
+        "choose_batch_size": (plan, [plan]),
+        "profile_nodes": ProfileResult.of_cluster(preset("regions:3")),
+        "dashboard_process": nullcontext(),
+        "NodeAgent": SimpleNamespace(run=lambda: ""),
+        "ServeApp": SimpleNamespace(run=lambda: None),
+        "listen": nullcontext(SimpleNamespace(getsockname=lambda: ("127.0.0.1", 1))),
+        "runs_of": [1],
+        "outdated_variants": [],
+        "all_tables": [Table("A table", "", ("a",), [["1"]])],
+        "write_pictures": [],
+    }
+    return answers.get(name)
+
+
+def described(value: Any) -> Any:
+    """A value as plain data: equal for equal settings, whatever objects they are in."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: described(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, dict):
+        return {str(key): described(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [described(each) for each in value]
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if value is None or isinstance(value, (str, int, float, bytes, Path, timedelta, Fraction)):
+        return value
+    return type(value).__name__
+
+
+Seen = dict[str, Any]
+
+
+@pytest.fixture
+def run(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skippipe: Command
+) -> Callable[[str], tuple[CommandResult, Seen]]:
+    plan = Plan.load(inputs / "plan.json")
+    count = 0
+
+    def ran(line: str) -> tuple[CommandResult, Seen]:
+        """Runs a command in a folder of its own, which has the inputs."""
+        nonlocal count
+        count += 1
+        folder = tmp_path / str(count)
+        shutil.copytree(inputs, folder)
+        monkeypatch.chdir(folder)
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setenv("TQDM_DISABLE", "1")
+        handed: list[Any] = []
+
+        def record(part: str) -> Callable[..., Any]:
+            def called(*given: Any, **named: Any) -> Any:
+                handed.append([part, described(given), described(named), os.environ.get("RAY_ADDRESS")])
+                return answer(part, plan)
+
+            return called
+
+        words = line.split()
+        name = " ".join(words[:2]) if words[0] == "study" else words[0]
+        for part in PARTS.get(name, ()):
+            monkeypatch.setattr(part, record(part))
+        if name == "score":
+            harness: Any = ModuleType("adapter")
+            harness.SubsetLM = lambda staged, subset, progress: record("SubsetLM")(
+                subset, staged.layers, staged.context
+            )  # type: ignore[attr-defined]
+            harness.score = lambda model, tasks, folder: record("score")([vars(each) for each in tasks]) or {}  # type: ignore[attr-defined]
+            monkeypatch.setitem(sys.modules, "skippipe.lm_harness.adapter", harness)
+            monkeypatch.setattr("skippipe.cli.eval._print_scores", record("printed"))
+            monkeypatch.setattr("skippipe.cli.eval._as_json", lambda tasks, found: [])
+        done = skippipe(*words)
+        files = {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and not path.name.endswith(".lock")
+        }
+        said = re.sub(r"(planned in |\"planning_s\": |after |then )[\d.,e-]+", r"\1", done.out + done.err)
+        return done, {"handed": handed, "said": said, "files": files}
+
+    return ran
+
+
+CASES = [(command, option) for command, options in OPTIONS.items() for option in options]
+
+
+@pytest.mark.parametrize(("command", "option"), CASES, ids=[f"{command} {option}" for command, option in CASES])
+def test_an_option_has_an_effect(command: str, option: str, run: Callable[[str], tuple[CommandResult, Seen]]) -> None:
+    entry = OPTIONS[command][option]
+    case = entry if isinstance(entry, With) else With(entry)
+    base = f"{ARGUMENTS[command]} ".replace(f"{case.without} ", "", 1) + case.others
+    others = re.sub(rf"{option} \S+", "", base)  # it is said there already: with another value
+    given = case.value if case.value.startswith("--no-") else f"{option} {case.value}"
+    after, now = run(f"{command} {others} {given}")
+    assert after.code == (2 if case.refused else 0), after.err
+    _, before = run(f"{command} {base}")
+    assert now != before
+
+
+@pytest.mark.parametrize("command", list(ARGUMENTS))
+def test_what_is_seen_of_a_command_is_always_the_same(
+    command: str, run: Callable[[str], tuple[CommandResult, Seen]]
+) -> None:
+    (first, seen), (_, again) = run(f"{command} {ARGUMENTS[command]}"), run(f"{command} {ARGUMENTS[command]}")
+    assert first.code == 0, first.err
+    if command != "keys":  # which are new every time
+        assert seen == again
+
+
+@pytest.mark.parametrize("line", list(REFUSED))
+def test_what_would_be_ignored_or_overwritten_is_refused(
+    line: str, run: Callable[[str], tuple[CommandResult, Seen]], inputs: Path
+) -> None:
+    ran, seen = run(line)
+    assert ran.code == 2
+    assert ran.err.startswith(f"error: {REFUSED[line]}"), ran.err
+    assert ran.err.count("\n") == 1
+    assert seen["files"].keys() == {str(path.relative_to(inputs)) for path in inputs.rglob("*") if path.is_file()}
+    assert seen["files"]["there.json"] == b"something of value"
+
+
+@pytest.mark.parametrize("line", list(OLD_NAMES))
+def test_old_names_still_work_and_are_not_shown(
+    line: str, run: Callable[[str], tuple[CommandResult, Seen]], skippipe: Command
+) -> None:
+    assert run(line)[1] == run(OLD_NAMES[line])[1]
+    assert "--out " not in skippipe(*line.split()[:1], "--help").out
