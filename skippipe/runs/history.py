@@ -72,11 +72,14 @@ class RunHistory:
 
     @cached_property
     def utilization(self) -> list[NodeUtilization]:
-        """Utilization of every node, ordered by stage; nodes without a stage come last."""
+        """Utilization of every node, ordered by stage; nodes without a stage come last. Nothing counts as planned if
+        the plan is for other machines."""
         plan = self.last_plan or self.plan
         stage_of = {plan.cluster.nodes[node].name: stage for node, stage in plan.stage_of.items()} if plan else {}
         planned, measured = _recorded(self)
-        if not planned and self.plan is not None:
+        if not self.is_promised:
+            planned = {}
+        elif not planned and self.plan is not None:
             planned = _promised(self.plan)
         sent: Counter[str] = Counter()
         received: Counter[str] = Counter()
@@ -84,7 +87,7 @@ class RunHistory:
             sent[sender] += count
             received[receiver] += count
         waited_for = Counter(event.node for event in self.events if event.kind == "slow" and event.node)
-        slowdowns = _slowdowns(self)
+        slowdowns = _slowdowns(self) if self.is_promised else {}
         names = dict.fromkeys([*stage_of, *planned, *measured, *sent, *received, *waited_for])
         found = [
             NodeUtilization(

@@ -428,6 +428,39 @@ def test_the_page_of_a_run_in_one_process_says_what_is_missing(tmp_path: Path) -
     assert "How much every link carried" not in page.headings
 
 
+def test_a_plan_for_other_machines_promises_nothing(folder: Path, skippipe: Command, tmp_path: Path) -> None:
+    rows = lines_of(folder / "metrics.jsonl")
+    assert all(row.pop("promised_s") for row in rows)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said, _, listed = skippipe("show", folder, "-o", tmp_path / "report.html").out.partition("not on record:")
+    assert "seconds of an iteration, as measured" in said.lower()
+    assert not re.search("promise|planned|times", said.replace("as planned", ""))
+    assert "promised seconds: none, as in one process, or on other machines than the plan is for" in listed
+    assert listed.endswith(f"written to {tmp_path / 'report.html'}\n")
+    page = Page((tmp_path / "report.html").read_text())
+    assert "Seconds" in page.headings
+    assert "Seconds, promised and measured" not in page.headings
+    found = run_json(read_history(folder))
+    assert found["promised_s"] is found["over_promise"] is None
+    assert all(node["planned"] is node["slowdown"] is None for node in found["nodes"])
+
+
+def test_lines_and_traces_of_earlier_versions_count_from_0(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, plan_of())
+    run.iteration(0)
+    run.iteration(1, recorded=True)
+    run.event("gone", "signal 9", "node-2", iteration=1)
+    new = run_json(read_history(tmp_path))
+    assert (new["last_iteration"], new["recorded"], new["losses"][0]["iteration"]) == (2, [2], 2)
+    assert [row["iteration"] for row in lines_of(tmp_path / "metrics.jsonl")] == [1, 2]
+    for name in ("metrics.jsonl", "events.jsonl"):
+        rows = [{**row, "iteration": row["iteration"] - 1} for row in lines_of(tmp_path / name)]
+        assert all(row.pop("version") == 2 for row in rows)
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "traces" / "000002.json").rename(tmp_path / "traces" / "iteration-000001.json")
+    assert run_json(read_history(tmp_path)) == new
+
+
 def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, plan_of(names=[HOSTILE]))
     run.iteration(0, recorded=True)

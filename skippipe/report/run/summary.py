@@ -125,12 +125,12 @@ def _notable_nodes(history: RunHistory) -> list[tuple[str, str]]:
     waited = sorted((use for use in utilization if use.waited_for), key=lambda use: -use.waited_for)
     queues = sorted((use for use in utilization if _queue_s(use) > 0), key=lambda use: -_queue_s(use))
     lists = [
-        ("slower at the end", [f"{use.name} ({use.slowdown:.2f} times)" for use in slow if history.is_promised]),
+        ("slower at the end", [f"{use.name} ({use.slowdown:.2f} times)" for use in slow]),
         ("waited for", [f"{use.name} ({use.waited_for} times)" for use in waited]),
         ("most tasks queue at", [f"{use.name} ({short_s(_queue_s(use))} s an iteration)" for use in queues]),
     ]
     found = [(name, ", ".join(nodes[:MOST_NAMED])) for name, nodes in lists if nodes]
-    if history.is_promised and not 1 / UNLIKE < usual < UNLIKE:
+    if not 1 / UNLIKE < usual < UNLIKE:
         found.insert(0, ("nodes", f"took {usual:.2g} times as long as planned, in the median: the plan is for others"))
     return found
 
