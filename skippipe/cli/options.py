@@ -197,7 +197,7 @@ class ProblemOptions(SweepOptions, StageOptions):
 class Command(TyperCommand):
     """A command that also takes the options that it had under other names, which its help does not show."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {name for param in self.params for name in param.opts}
         words = [_new_name(word, own) for word in args]
         if self.name in ("eval", "score"):  # --json was followed by the file that is -o now

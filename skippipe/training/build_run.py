@@ -366,7 +366,7 @@ def _check_settled(job: JobConfig, plan: Plan) -> None:
                 f"{name}: {job.value(name)}, and pipeline.plan settles that: {pipeline.plan} has {value}; leave one of "
                 "them out"
             )
-    unused = () if job.recipe.phases else ("pipeline.strategy", "pipeline.budget_s")
+    unused: tuple[str, ...] = () if job.recipe.phases else ("pipeline.strategy", "pipeline.budget_s")
     unused += () if job.sets("cluster") else ("emulation.like", "emulation.time")
     for name in filter(job.sets, unused):
         raise UserError(f"{name}: would have no effect: pipeline.plan names a plan that is made; leave one of them out")

@@ -542,8 +542,8 @@ def run(
             harness: Any = ModuleType("adapter")
             harness.SubsetLM = lambda staged, subset, progress: record("SubsetLM")(
                 subset, staged.layers, staged.context
-            )  # type: ignore[attr-defined]
-            harness.score = lambda model, tasks, folder: record("score")([vars(each) for each in tasks]) or {}  # type: ignore[attr-defined]
+            )
+            harness.score = lambda model, tasks, folder: record("score")([vars(each) for each in tasks]) or {}
             monkeypatch.setitem(sys.modules, "skippipe.lm_harness.adapter", harness)
             monkeypatch.setattr("skippipe.cli.eval._print_scores", record("printed"))
             monkeypatch.setattr("skippipe.cli.eval._as_json", lambda tasks, found: [])
