@@ -29,6 +29,7 @@ import torch
 import typer
 
 from skippipe.cli.app import app
+from skippipe.inference.engine import GenerationEngine
 from skippipe.plan import Plan
 from skippipe.planner.problem_spec import PlanSpec, problem_of
 from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
@@ -502,6 +503,7 @@ def described(value: Any) -> Any:
     return value.__qualname__ if isinstance(value, FunctionType) else type(value).__name__
 
 
+GENERATE = GenerationEngine.run
 Seen = dict[str, Any]
 SEEN: dict[str, Seen] = {}
 """What is seen of command lines that were run already."""
@@ -538,6 +540,13 @@ def run(
         name = " ".join(words[:2]) if words[0] == "study" else words[0]
         for part in PARTS.get(name, ()):
             monkeypatch.setattr(part, record(part))
+        if name == "generate":
+
+            def generated(engine: Any, requests: Any, *others: Any) -> Any:
+                handed.append([engine._max_sequences, described(requests)])
+                return GENERATE(engine, requests, *others)
+
+            monkeypatch.setattr(GenerationEngine, "run", generated)
         if name == "score":
             harness: Any = ModuleType("adapter")
             harness.SubsetLM = lambda staged, subset, progress: record("SubsetLM")(
