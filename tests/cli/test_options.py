@@ -1,9 +1,8 @@
 """Every option of every command has an effect: none is accepted and ignored.
 
-A new option needs one line in `OPTIONS`, under its command: a value, and where it needs them the other words that it
-goes with. The command is run with and without it, and what is seen must differ: what it hands on to the part that does
-the work (`PARTS`, which are not run), what it prints, which files it writes. `REFUSED` has options that would be
-ignored beside others, and are refused.
+Options and command lines are in `tests/helpers/command_lines.py`, a line for each. A command is run with and without
+its option, and what is seen must differ: what it hands on to the part that does the work (`PARTS`, which are not run),
+what it prints, which files it writes.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -29,330 +28,22 @@ import torch
 import typer
 
 from skippipe.cli.app import app
+from skippipe.data.prepare import prepare
 from skippipe.inference.engine import GenerationEngine
 from skippipe.plan import Plan
 from skippipe.planner.problem_spec import PlanSpec, problem_of
 from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
 from skippipe.presets import preset
-from skippipe.profiling.results import ProfileResult
+from skippipe.profiling.results import ProfileResult, save_results
 from skippipe.report.summary import Table
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from skippipe.workload import MODELS, Workload
+from tests.helpers.command_lines import ARGUMENTS, OLD_NAMES, OPTIONS, REFUSED, With
 from tests.helpers.model_folders import checkpoint_in, export_to
 from tests.helpers.processes import Command, CommandResult
 
 torch.set_num_threads(1)
 SOME_WORDS = "it was the best of links and worst lanes in an age wisdom that had some foolish nodes with no way"
-
-
-@dataclass(frozen=True)
-class With:
-    """A value of an option, and what it goes with."""
-
-    value: str
-    others: str = ""
-    """Other words."""
-    without: str = ""
-    """Words of `ARGUMENTS` that are left out."""
-    refused: bool = False
-    """On a machine without GPUs the value is refused."""
-
-
-WORKLOAD = {
-    "--contention-only": "",
-    "--layers": "4,4,8,8",
-    "--dispatch": "backward-first",
-    "--split-backward": "",
-    "--model": "llama-500m",
-    "--sequence": "512",
-    "--samples": "1",
-    "--microbatches": "24",
-    "--wire": "int8",
-    "--gradients": "bf16",
-    "--max-slots": "2",
-    "--checkpointing": "",
-}
-PROBLEM = {**WORKLOAD, "--stages": "3", "--visit": "2", "--skip": "1/2", "--sizes": "2,1,1,1"}
-OVERWRITE = With("", "-o there.json")
-ALREADY = "is there already; --overwrite replaces it; or name another file"
-PART = {"--stages": "0,2", "--keep": "2/3", "--cut": "3,2"}
-
-ARGUMENTS = {
-    "cluster": "regions:3",
-    "profile": "--local 2 --model llama-tiny --sequence 64",
-    "plan": "five-sites:5",
-    "check": "plan.json",
-    "simulate": "plan.json",
-    "compare": "five-sites:5",
-    "sweep": "five-sites:5",
-    "show": "plan.json",
-    "why": "plan.json",
-    "prepare": "text.txt --vocabulary 300 -o tokens",
-    "job": "",
-    "train": "job.toml",
-    "dashboard": "run",
-    "grow": "run job.toml",
-    "export": "run model-2",
-    "score": "model --text text.txt",
-    "eval": "model --text text.txt --tokens 64 --context 16",
-    "generate": "model Some --max-tokens 8",
-    "serve": "model",
-    "node": "--join 127.0.0.1:1 --key keys/a.key",
-    "keys": "a,b keys-2",
-    "study run": "study.toml",
-    "study report": "results.jsonl --study study.toml",
-}
-"""Of every command, words without which it does nothing."""
-
-OPTIONS: dict[str, dict[str, str | With]] = {
-    "cluster": {"--output": "c.json", "--overwrite": OVERWRITE, "--json": ""},
-    "profile": {
-        "--local": "3",
-        "--keys": With("keys", without="--local 2"),
-        "--listen": With("0.0.0.0:6000", "--keys keys", without="--local 2"),
-        "--patience": With("60", "--keys keys", without="--local 2"),
-        "--heartbeat": "9",
-        "--output": "c.json",
-        "--merge": "desks.json",
-        "--fresh": With("", "-o measured.json"),
-        "--job": "job.toml",
-        "--model": "llama-30m",
-        "--sequence": "128",
-        "--samples": "1",
-        "--checkpointing": "",
-        "--device": With("cuda:1", "--keys keys", without="--local 2"),
-        "--dtype": "bf16",
-        "--threads": "2",
-        "--transfer": "0.5",
-        "--overwrite": With("", "-o desks.json"),
-        "--json": "",
-    },
-    "plan": {
-        **PROBLEM,
-        "--output": "p.json",
-        "--strategy": "skippipe",
-        "--budget": "5",
-        "--changes": "9",
-        "--seed": "1",
-        "--most-microbatches": "60",
-        "--keep-stages": "plan.json",
-        "--start": "plan.json",
-        "--robust": "0.2",
-        "--overwrite": OVERWRITE,
-        "--json": "",
-    },
-    "check": {"--json": ""},
-    "simulate": {
-        "--paths": With("dtfm_skip", "published20 --paths skippipe", without="plan.json"),
-        "--microbatches": With("60", "published20 --paths skippipe", without="plan.json"),
-        "--contention-only": "",
-        "--jitter": "0.2",
-        "--draws": With("3", "--jitter 0.2"),
-        "--seed": With("3", "--jitter 0.2"),
-        "--trace": "t.json",
-        "--overwrite": With("", "--trace there.json"),
-        "--json": "",
-    },
-    "compare": {
-        **PROBLEM,
-        "--output": "plans",
-        "--budget": "5",
-        "--seed": "1",
-        "--keep-stages": "plan.json",
-        "--overwrite": With("", "-o taken"),
-        "--json": "",
-    },
-    "sweep": {
-        **WORKLOAD,
-        "--stages": "3",
-        "--penalty": "0.1",
-        "--doubling": "0.2",
-        "--strategy": "skippipe",
-        "--budget": "5",
-        "--seed": "1",
-        "--output": "s.json",
-        "--png": "s.png",
-        "--html": "s.html",
-        "--overwrite": OVERWRITE,
-        "--json": "",
-    },
-    "show": {
-        "--output": "p.json",
-        "--html": "p.html",
-        "--png": "p.png",
-        "--trace": "t.json",
-        "--overwrite": OVERWRITE,
-        "--json": "",
-    },
-    "why": {"--changes": "0", "--replanning": "--no-replanning", "--json": ""},
-    "prepare": {
-        "--output": "tokens-2",
-        "--vocabulary": "290",
-        "--tokenizer": With("model", without="--vocabulary 300"),
-        "--overwrite": With("", "-o prepared"),
-    },
-    "job": {"--output": "j.toml", "--overwrite": OVERWRITE},
-    "train": {
-        "--iterations": "7",
-        "--output": "elsewhere",
-        "--engine": "virtual",
-        "--resume": "",
-        "--force": "",
-        "--rescue": "safe",
-        "--drill": "3",
-        "--ray-address": With("10.0.0.1:6379", "--engine ray"),
-        "--dashboard": "0",
-    },
-    "dashboard": {"--host": "127.0.0.2", "--port": "0"},
-    "grow": {"--force": ""},
-    "export": {"--output": With("model-3", without="model-2")},
-    "score": {
-        "--text": "other.txt",
-        "--tasks": "order",
-        "--stages": "0,2",
-        "--keep": "2/3",
-        "--draws": With("2", "--keep 2/3"),
-        "--drive": With("scaled", "--stages 0,2"),
-        "--cut": "3,2",
-        "--limit": "3",
-        "--seed": "1",
-        "--context": "20",
-        "--device": With("cuda:99", refused=True),
-        "--output": "s.json",
-        "--write": "tasks",
-        "--overwrite": OVERWRITE,
-        "--json": "",
-    },
-    "eval": {
-        "--text": "other.txt",
-        "--tokens": "128",
-        "--context": "8",
-        "--stages": "0,2",
-        "--keep": "2/3",
-        "--draws": With("1", "--keep 2/3"),
-        "--seed": With("1", "--keep 2/3 --draws 1"),
-        "--all": "",
-        "--losing": "",
-        "--drive": With("scaled", "--stages 0,2"),
-        "--cut": "3,2",
-        "--device": With("cuda:99", refused=True),
-        "--dtype": "bf16",
-        "--output": "e.json",
-        "--png": "e.png",
-        "--html": "e.html",
-        "--overwrite": OVERWRITE,
-        "--json": "",
-    },
-    "generate": {
-        "--max-tokens": "3",
-        "--temperature": "5",
-        "--top-k": "1",
-        "--top-p": "0.001",
-        "--seed": "1",
-        "--stop": With("e", "--temperature 5"),
-        "--stages": "0,2",
-        "--keep": "2/3",
-        "--drive": With("3", "--stages 0,2"),
-        "--cut": With("3,2", "--stages 0"),
-        "--draft": With("0,1", "--stats"),
-        "--draft-tokens": With("1", "--stats --draft 0,1 --temperature 0"),
-        "--together": With("1", "Emma Elinor"),
-        "--context": "4",
-        "--device": With("cuda:99", refused=True),
-        "--dtype": "bf16",
-        "--stats": "",
-    },
-    "serve": {
-        "--host": "127.0.0.2",
-        "--port": "0",
-        "--token-file": "token",
-        "--nodes": "3",
-        "--cluster": "regions:6",
-        "--keys": "keys",
-        "--listen": With("0.0.0.0:6000", "--keys keys"),
-        "--heartbeat": "9",
-        "--device": With("cuda:1", "--keys keys"),
-        "--dtype": "bf16",
-        "--wire": "bf16",
-        "--threads": "2",
-        "--logs": "logs",
-        "--cut": "3,2",
-        "--floor": "1/2",
-        "--name": "another",
-        "--context": "100",
-        "--max-tokens": "10",
-        "--timeout": "9",
-        "--requests-a-minute": "9",
-        "--at-once": "9",
-        "--queue": "9",
-        "--patience": "9",
-        "--cache-tokens": "100000",
-    },
-    "node": {
-        "--join": "127.0.0.1:2",
-        "--key": "keys/b.key",
-        "--listen": "127.0.0.1:7001",
-        "--address": "10.0.0.1:7001",
-        "--tokens": "tokens-3",
-        "--checkpoint": "model",
-        "--device": "cpu",
-        "--patience": "9",
-    },
-    "keys": {"--output": With("keys-3", without="keys-2")},
-    "study run": {"--output": "r.jsonl", "--device": "cuda", "--compiled": "", "--models": "models"},
-    "study report": {
-        "--study": "other.toml",
-        "--output": "report-2",
-        "--no-times": "",
-        "--overwrite": With("", "-o taken"),
-    },
-}
-
-REFUSED = {
-    "plan five-sites:5 --strategy skippipe --changes 9": "--changes is for the strategy best",
-    "plan five-sites:5 --strategy skippipe --start plan.json": "--start is for the strategy best",
-    "plan five-sites:5 --strategy skippipe --robust 0.2": "--robust",
-    "sweep five-sites:5 --penalty 0 --doubling 0.2": "--doubling: ",
-    "simulate plan.json --draws 3": "--draws: goes with --jitter",
-    "simulate plan.json --seed 3": "--seed: goes with --jitter",
-    "why plan.json --changes 0 --no-replanning": "--no-replanning: ",
-    "eval model --text text.txt --draws 3": "--draws: goes with --keep",
-    "score model --text text.txt --stages 0,2 --draws 3": "--draws: goes with --keep",
-    "serve model --listen 0.0.0.0:6000": "--listen: ",
-    "serve model --keys keys --logs logs": "--logs: ",
-    "serve model --keys keys --nodes 2": "--nodes: ",
-    "profile --local 2 --listen 0.0.0.0:6000": "--listen: ",
-    "profile --local 2 --patience 9": "--patience: ",
-    "profile --local 2 --keys keys": "--local ",
-    "train job.toml --ray-address x:1": "--ray-address: ",
-    "train job.toml --engine virtual --drill 3": "--drill: ",
-    "train job.toml --resume --force": "--force: ",
-    "generate model --draft-tokens 2": "--draft-tokens: ",
-    "export run model-2 -o model-3": "FOLDER: ",
-    "show plan.json -o p.html --html q.html": "--output: ",
-    "cluster regions:3 -o there.json": f"there.json: {ALREADY}",
-    "plan five-sites:5 -o there.json": f"there.json: {ALREADY}",
-    "compare five-sites:5 -o taken": f"taken/best.json: {ALREADY}",
-    "sweep five-sites:5 --png there.json": f"there.json: {ALREADY}",
-    "show plan.json --html there.json": f"there.json: {ALREADY}",
-    "simulate plan.json --trace there.json": f"there.json: {ALREADY}",
-    "job -o there.json": f"there.json: {ALREADY}",
-    "eval model --text text.txt -o there.json": f"there.json: {ALREADY}",
-    "score model --text text.txt -o there.json": f"there.json: {ALREADY}",
-    "profile --local 2 -o desks.json": f"desks.json: {ALREADY}",
-    "export run taken": "taken: is not empty",
-    "keys a,b taken": "taken: is not empty",
-    "study report results.jsonl --study study.toml -o taken": "taken: is not empty",
-    "prepare other.txt --vocabulary 300 -o prepared": "prepared: holds the tokens of other texts",
-}
-"""Command lines with an option that would be ignored, or that would overwrite something; how the error begins."""
-
-OLD_NAMES = {
-    "train job.toml --out elsewhere": "train job.toml -o elsewhere",
-    "compare five-sites:5 --out=plans": "compare five-sites:5 --output=plans",
-    "study run study.toml --results r.jsonl": "study run study.toml -o r.jsonl",
-    "eval model --text text.txt --tokens 64 --json e.json": "eval model --text text.txt --tokens 64 -o e.json",
-}
 
 
 def commands() -> Iterator[tuple[str, Any]]:
@@ -393,8 +84,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     preset("regions:2").save(made / "desks.json")
     preset("regions:2").save(made / "measured.json")
     result = ProfileResult.of_cluster(preset("regions:2"))
-    from skippipe.profiling.results import save_results
-
     save_results(made / "measured.json", [result])
     (made / "there.json").write_text("something of value")
     (made / "taken").mkdir()
@@ -416,8 +105,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         peers[name] = pair.public
         KeyFile(name, pair, own.public).save(made / "keys" / f"{name}.key")
     PeerList(peers).save(made / "keys" / "peers.json")
-    from skippipe.data.prepare import prepare
-
     prepare([made / "text.txt"], 280, made / "prepared")
     return made
 
