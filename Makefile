@@ -13,9 +13,9 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(READY)
 	$(BIN)/python examples/lose_half.py
 	@echo
-	$(BIN)/skippipe compare published20 --contention-only --budget 5 --out demo
+	$(BIN)/skippipe compare published20 --contention-only --budget 5 -o demo --overwrite
 	@echo
-	$(BIN)/skippipe show demo/best.json --html demo/best.html --png demo/best.png
+	$(BIN)/skippipe show demo/best.json --html demo/best.html --png demo/best.png --overwrite
 	@echo
 	$(BIN)/skippipe train examples/demo.toml --drill 12 --force
 	@echo

@@ -18,6 +18,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from skippipe.jit import kernel
 
 MAX_SWAPS = 2
+RULES = {
+    "CC1": "a path begins on stage 0 and does not come back to it",
+    "CC2": "stages come in the order of the model, but for swapped neighbours",
+    "CC3": "every stage but 0 is visited by the same number of microbatches",
+    "TC1": "no node lies on more lanes than it has memory slots",
+}
+"""Names of the constraints, and what each asks of a plan; TC2 asks for nothing that must hold."""
 
 NodePath = tuple[int, ...]
 """The nodes of a path, from its data node on."""

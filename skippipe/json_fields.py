@@ -70,6 +70,21 @@ def check_writable(path: Path, *sources: Path) -> None:
         raise UserError(f"{path}: this is the input; write to another file")
 
 
+def check_output(path: Path, *sources: Path, overwrite: bool = False) -> None:
+    """Refuse an output file that cannot be written, or that is there already and is not to be overwritten."""
+    check_writable(path, *sources)
+    if path.is_file() and not overwrite:
+        raise UserError(f"{path}: is there already; --overwrite replaces it; or name another file")
+
+
+def check_empty(folder: Path, advice: str = "name another folder") -> None:
+    """Refuse an output folder that has files in it."""
+    if exists(folder) and not folder.is_dir():
+        raise UserError(f"{folder}: is a file; name a folder")
+    if exists(folder) and any(folder.iterdir()):
+        raise UserError(f"{folder}: is not empty, and nothing in it is overwritten; {advice}")
+
+
 def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 

@@ -20,7 +20,8 @@ class Violation:
     message: str
 
     def __str__(self) -> str:
-        return f"{self.rule}: {self.where}: {self.message}"
+        meaning = constraints.RULES.get(self.rule)
+        return f"{self.rule}{f' ({meaning})' if meaning else ''}: {self.where}: {self.message}"
 
 
 def validate(plan: Plan) -> list[Violation]:

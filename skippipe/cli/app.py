@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 import skippipe
-from skippipe.cli import eval, generate, profile, serve, show, study
+from skippipe.cli import eval, generate, profile, serve, show, study, sweep
 from skippipe.cli import inspect as inspect_command
 from skippipe.cli import plan as plan_command
 from skippipe.cli import train as train_command
-from skippipe.cli.options import check_ranges_of
+from skippipe.cli.options import Command, check_ranges_of
 
 app = typer.Typer(
     name="skippipe",
@@ -37,25 +37,25 @@ def _about(
     del version
 
 
-app.command("cluster")(check_ranges_of(inspect_command.cluster))
-app.command("profile")(check_ranges_of(profile.profile))
-app.command("plan")(check_ranges_of(plan_command.plan))
-app.command("check")(check_ranges_of(inspect_command.check_plan))
-app.command("simulate")(check_ranges_of(inspect_command.simulate_plan))
-app.command("compare")(check_ranges_of(plan_command.compare))
-app.command("sweep")(check_ranges_of(plan_command.sweep))
-app.command("show")(check_ranges_of(show.show))
-app.command("why")(check_ranges_of(inspect_command.why))
-app.command("prepare")(check_ranges_of(train_command.prepare))
-app.command("job")(check_ranges_of(train_command.job))
-app.command("train")(check_ranges_of(train_command.train))
-app.command("dashboard")(check_ranges_of(show.dashboard))
-app.command("grow")(check_ranges_of(train_command.grow))
-app.command("export")(check_ranges_of(train_command.export))
-app.command("score")(check_ranges_of(eval.score))
-app.command("eval")(check_ranges_of(eval.evaluate))
-app.command("generate")(check_ranges_of(generate.generate))
-app.command("serve")(check_ranges_of(serve.serve))
-app.command("node")(check_ranges_of(train_command.node))
-app.command("keys")(check_ranges_of(train_command.keys))
+app.command("cluster", cls=Command)(check_ranges_of(inspect_command.cluster))
+app.command("profile", cls=Command)(check_ranges_of(profile.profile))
+app.command("plan", cls=Command)(check_ranges_of(plan_command.plan))
+app.command("check", cls=Command)(check_ranges_of(inspect_command.check_plan))
+app.command("simulate", cls=Command)(check_ranges_of(inspect_command.simulate_plan))
+app.command("compare", cls=Command)(check_ranges_of(plan_command.compare))
+app.command("sweep", cls=Command)(check_ranges_of(sweep.sweep))
+app.command("show", cls=Command)(check_ranges_of(show.show))
+app.command("why", cls=Command)(check_ranges_of(inspect_command.why))
+app.command("prepare", cls=Command)(check_ranges_of(train_command.prepare))
+app.command("job", cls=Command)(check_ranges_of(train_command.job))
+app.command("train", cls=Command)(check_ranges_of(train_command.train))
+app.command("dashboard", cls=Command)(check_ranges_of(show.dashboard))
+app.command("grow", cls=Command)(check_ranges_of(train_command.grow))
+app.command("export", cls=Command)(check_ranges_of(train_command.export))
+app.command("score", cls=Command)(check_ranges_of(eval.score))
+app.command("eval", cls=Command)(check_ranges_of(eval.evaluate))
+app.command("generate", cls=Command)(check_ranges_of(generate.generate))
+app.command("serve", cls=Command)(check_ranges_of(serve.serve))
+app.command("node", cls=Command)(check_ranges_of(train_command.node))
+app.command("keys", cls=Command)(check_ranges_of(train_command.keys))
 app.add_typer(study.commands, name="study")

@@ -19,6 +19,8 @@ from skippipe.cli.options import (
     Device,
     Draws,
     Dtype,
+    Json,
+    Overwrite,
     ResidualScale,
     ResidualScaleOrBest,
     SeveralKeep,
@@ -28,7 +30,7 @@ from skippipe.cli.options import (
     work_option,
 )
 from skippipe.errors import UserError
-from skippipe.json_fields import check_writable, json_text, write_text
+from skippipe.json_fields import check_empty, check_output, json_text, write_text
 from skippipe.terminal import count_progress, print_table
 from skippipe.value_ranges import CONTEXT, SEED, TOKENS, Range
 
@@ -78,11 +80,15 @@ def evaluate(
     cut: Cut = None,
     device: Device = "cpu",
     dtype: Dtype = "fp32",
-    json: Annotated[Path | None, option(OUTPUT, "Write all figures, as JSON.", metavar="OUT")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write what --json prints to this file.")
+    ] = None,
     png: Annotated[Path | None, option(OUTPUT, "Draw perplexity by share of stages kept.", metavar="OUT")] = None,
     html: Annotated[
         Path | None, option(OUTPUT, "The same and the tables as a page that needs no other file.", metavar="OUT")
     ] = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
 ) -> None:
     """Measure the perplexity of a model, whole or with stages missing.
 
@@ -92,9 +98,10 @@ def evaluate(
     Example: skippipe eval run --text classics-val --keep 2/3 --keep 1/2 --drive best
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # or transformers draws a bar for every folder that it loads
-    for path in (json, png, html):
-        if path:
-            check_writable(path)
+    files = [path for path in (output, png, html) if path]
+    for path in files:
+        check_output(path, overwrite=overwrite)
+    check_draws(draws, keep, 10)
     from skippipe.data.tokenizer import TextTokenizer
     from skippipe.inference.checkpoint_loader import load, locate_checkpoint
     from skippipe.inference.eval.evaluate import Selection
@@ -115,13 +122,17 @@ def evaluate(
         window, beginning = context or default_context(place, staged.context), beginning_of(staged.tokenizer)
         windows = [Windows.of(name, each, window, tokens, beginning) for name, each in zip(names, ids, strict=True)]
         found = evaluated(staged, windows, selection, dtype, progress)
-    _print_perplexities(found)
-    title = f"Perplexity of {checkpoint}"
-    if json:
-        from skippipe.inference.eval.tables import as_json
+    from skippipe.inference.eval.tables import as_json as figures_of
 
-        header = {"checkpoint": str(checkpoint), "device": device, "dtype": dtype, "seed": seed}
-        write_text(json, json_text({**header, **as_json(found)}) + "\n")
+    header = {"checkpoint": str(checkpoint), "device": device, "dtype": dtype, "seed": seed}
+    figures = json_text({**header, **figures_of(found)}) + "\n"
+    if as_json:
+        print(figures, end="")
+    else:
+        _print_perplexities(found)
+    title = f"Perplexity of {checkpoint}"
+    if output:
+        write_text(output, figures)
     if png:
         from skippipe.inference.eval.plots import write_png
 
@@ -130,6 +141,8 @@ def evaluate(
         from skippipe.inference.eval.plots import write_page
 
         write_page(found, title, html)
+    if files and not as_json:
+        print(f"written to {', '.join(map(str, files))}")
     if found.interrupted:
         raise KeyboardInterrupt
 
@@ -177,7 +190,9 @@ def score(
         ),
     ] = None,
     device: Device = "cpu",
-    json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the scores to this file, as JSON.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write what --json prints to this file.")
+    ] = None,
     write: Annotated[
         Path | None,
         typer.Option(
@@ -185,6 +200,8 @@ def score(
             help="Keep the tasks' files: 'lm_eval --include_path FOLDER --tasks skippipe' runs them on any model.",
         ),
     ] = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
 ) -> None:
     """Score a model, whole or with stages missing, on questions made of a text.
 
@@ -199,8 +216,11 @@ def score(
     """
     for name in ENVIRONMENT:
         os.environ.setdefault(name, "1")  # most are read when a library is imported
-    if json:
-        check_writable(json)
+    if output:
+        check_output(output, overwrite=overwrite)
+    if write and not overwrite:
+        check_empty(write, "--overwrite replaces what is written; or name another folder")
+    check_draws(draws, keep, 1)
     from skippipe.inference.checkpoint_loader import load
     from skippipe.lm_harness.adapter import SubsetLM
     from skippipe.lm_harness.adapter import score as scored
@@ -217,10 +237,23 @@ def score(
             subset: scored(SubsetLM(staged, subset, partial(progress, subset.name)), built, folder)
             for subset in subsets
         }
-    _print_scores(built, found)
-    if json:
-        header = {"checkpoint": str(checkpoint), "text": text, "seed": seed, "layers": list(staged.layers)}
-        write_text(json, json_text({**header, "parts": _as_json(built, found)}) + "\n")
+    header = {"checkpoint": str(checkpoint), "text": text, "seed": seed, "layers": list(staged.layers)}
+    figures = json_text({**header, "parts": _as_json(built, found)}) + "\n"
+    if as_json:
+        print(figures, end="")
+    else:
+        _print_scores(built, found)
+    if output:
+        write_text(output, figures)
+    written = [str(path) for path in (output, write) if path]
+    if written and not as_json:
+        print(f"written to {', '.join(written)}")
+
+
+def check_draws(draws: int, keep: list[str] | None, default: int) -> None:
+    """Refuse a number of draws where nothing is drawn."""
+    if draws != default and not keep:
+        raise UserError("--draws: goes with --keep, which draws stages; with --stages they are named: leave it out")
 
 
 Found = dict["StageSubset", dict[str, list["Score"]]]

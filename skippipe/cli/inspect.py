@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from skippipe.cli.options import ClusterName, ContentionOnly, Json, Trace, option, timing_of
+from skippipe.cli.options import ClusterName, ContentionOnly, Json, Overwrite, Trace, option, timing_of
 from skippipe.errors import UserError
+from skippipe.json_fields import check_output
 from skippipe.terminal import interruptible, plan_progress, print_table
 from skippipe.value_ranges import DRAWS, MICROBATCHES, SEED, Range
 
@@ -31,6 +32,7 @@ SHOWN = 6  # causes, the largest
 def cluster(
     name: ClusterName,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it as a cluster file.")] = None,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Make a cluster file from a preset, or check one and show what is in it.
@@ -39,6 +41,8 @@ def cluster(
     """
     from skippipe.planner.problem_spec import cluster_named
 
+    if output:
+        check_output(output, Path(name), overwrite=overwrite)
     found, _ = cluster_named(name)
     if output:
         found.save(output)
@@ -77,13 +81,17 @@ def check_plan(plan: PlanFile, as_json: Json = False) -> None:
 
     Example: skippipe check plan.json
     """
+    from skippipe.constraints import RULES
     from skippipe.plan import Plan
     from skippipe.validate import validate
 
     found = Plan.load(plan)
     violations = validate(found)
     if as_json:
-        rows = [{"rule": each.rule, "where": each.where, "message": each.message} for each in violations]
+        rows = [
+            {"rule": each.rule, "means": RULES.get(each.rule, ""), "where": each.where, "message": each.message}
+            for each in violations
+        ]
         print(json.dumps({"ok": not rows, "violations": rows}))
     elif violations:
         print("\n".join(map(str, violations)))
@@ -91,7 +99,10 @@ def check_plan(plan: PlanFile, as_json: Json = False) -> None:
         promise = (
             "no promise to verify" if found.expected is None else f"{found.expected.iteration_s:.3f} s as promised"
         )
-        print(f"{plan}: holds (CC1, CC2, CC3, TC1, no deadlock, links, {promise})")
+        print(f"{plan}: holds every rule:")
+        for rule, meaning in {**RULES, "deadlock": "none can happen", "links": "there is one for every hop"}.items():
+            print(f"  {rule}: {meaning}")
+        print(f"  promise: {promise}")
     if violations:
         raise typer.Exit(1)
 
@@ -135,9 +146,10 @@ def simulate_plan(
             "none",
         ),
     ] = None,
-    draws: Annotated[int, DRAWS, option(JITTER, "Iterations to draw.")] = 200,
-    seed: Annotated[int, SEED, option(JITTER, "Same seed, same draws.")] = 0,
+    draws: Annotated[int | None, DRAWS, option(JITTER, "Iterations to draw.", "200")] = None,
+    seed: Annotated[int | None, SEED, option(JITTER, "Same seed, same draws.", "0")] = None,
     trace: Trace = None,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Run one iteration under virtual time: how long it takes, and what waits for what.
@@ -146,13 +158,18 @@ def simulate_plan(
     """
     from skippipe.simulator import simulate
 
+    for given, value in (("--draws", draws), ("--seed", seed)):
+        if jitter is None and value is not None:
+            raise UserError(f"{given}: goes with --jitter, which says how much nodes and links vary")
+    if trace:
+        check_output(trace, Path(source), overwrite=overwrite)
     found, default_timing = _plan_or_example(source, paths, microbatches)
     timeline = simulate(found, timing_of(contention_only, default_timing))
     spread = None
     if jitter is not None:
         from skippipe.jitter import Jitter, spread_of
 
-        spread = spread_of(found, timeline.timing, Jitter(jitter, draws, seed))
+        spread = spread_of(found, timeline.timing, Jitter(jitter, draws or 200, seed or 0))
     if trace:
         from skippipe.report.gantt import write_trace
 
@@ -170,6 +187,8 @@ def simulate_plan(
     _show_timeline(found, timeline)
     if spread:
         print(f"with a jitter of {jitter:.0%}: {spread}")
+    if trace:
+        print(f"written to {trace}")
 
 
 def _plan_or_example(source: str, paths: str | None, microbatches: int | None) -> tuple[Plan, Timing]:
@@ -238,6 +257,8 @@ def why(
     from skippipe.critical_path import critical_path
     from skippipe.planner.whatif.advisor import advise
 
+    if not changes and not replanning:
+        raise UserError("--no-replanning: with --changes 0 none is tried: leave one out")
     found, timeline = simulated(plan)
     path = critical_path(found, timeline)
     answer = None

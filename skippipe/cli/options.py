@@ -7,10 +7,12 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial, wraps
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 from typer.models import OptionInfo
 
 from skippipe.codecs import CODECS
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 PIPELINE, WORKLOAD, SEARCH = "Pipeline", "Workload", "Search"
 PART, WORK, NODES = "Part of the model", "Work", "Nodes"
+OLD_NAMES_OF_OUTPUT = ("--out", "--results")
 LONGEST_SHOWN = 30  # characters of what is refused
 Config = TypeVar("Config")
 
@@ -56,6 +59,9 @@ ClusterName = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace output files that are there already, which is refused otherwise.")
+]
 Trace = Annotated[
     Path | None,
     typer.Option(help="Write the timeline in Chrome trace format, for chrome://tracing or ui.perfetto.dev."),
@@ -186,6 +192,26 @@ class StageOptions:
 @dataclass(frozen=True, kw_only=True)
 class ProblemOptions(SweepOptions, StageOptions):
     """All options that make a problem of a cluster."""
+
+
+class Command(TyperCommand):
+    """A command that also takes the options that it had under other names, which its help does not show."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = {name for param in self.params for name in param.opts}
+        words = [_new_name(word, own) for word in args]
+        if self.name in ("eval", "score"):  # --json was followed by the file that is -o now
+            for at, (word, after) in enumerate(pairwise(words)):
+                if word == "--json" and after.endswith(".json") and not Path(after).is_dir():
+                    words[at] = "--output"
+        return super().parse_args(ctx, words)
+
+
+def _new_name(word: str, own: set[str]) -> str:
+    name, equals, value = word.partition("=")
+    if name == "--json" and equals:
+        return f"--output={value}"
+    return f"--output{equals}{value}" if name in OLD_NAMES_OF_OUTPUT and name not in own else word
 
 
 def takes(options_type: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -1,4 +1,4 @@
-"""Commands that search plans: plan, compare, sweep."""
+"""Commands that search plans: plan, compare; and what the command sweep shares with them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from skippipe.cli.options import (
     Budget,
     ClusterName,
     Json,
+    Overwrite,
     ProblemOptions,
     Seed,
-    SweepOptions,
-    option,
-    pipeline_option,
     problem_from,
     search_option,
     takes,
@@ -30,7 +28,7 @@ from skippipe.cli.options import (
     workload_option,
 )
 from skippipe.errors import Infeasible, UserError
-from skippipe.json_fields import check_writable
+from skippipe.json_fields import check_output
 from skippipe.terminal import interruptible, plan_progress, print_table
 from skippipe.value_ranges import MICROBATCHES, POSITIVE, Range
 
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from skippipe.plan import Plan
     from skippipe.planner.problem import Problem
     from skippipe.planner.strategies import PlanProgress, PlanRequest
-    from skippipe.planner.sweep import InfeasiblePoint, SweepPoint, Trade
     from skippipe.report.summary import Table
 
 BOUND_SHARE = 0.2  # of the budget, for a proof of how good a plan could be
@@ -53,16 +50,12 @@ StrategyName = Annotated[
         "dtfm-skip (round robin, ignores the network), dtfm (full pipeline, nothing skipped)."
     ),
 ]
-SkippingStrategy = Annotated[
-    Literal["best", "skippipe", "no-tc2", "dtfm-skip"], search_option("As in 'skippipe plan'.")
-]
 KeepStages = Annotated[
     str | None,
     search_option(
         "Keep the nodes on the stages of this plan file or example (published20) and search paths only.", metavar="FROM"
     ),
 ]
-LOSS, OUTPUT = "Time against loss", "Output"
 
 
 @takes(ProblemOptions)
@@ -103,6 +96,7 @@ def plan(
             metavar="JITTER",
         ),
     ] = 0.0,
+    overwrite: Overwrite = False,
     as_json: Json = False,
     *,
     options: ProblemOptions,
@@ -114,9 +108,12 @@ def plan(
     Example: skippipe plan published20 --budget 30 -o plan.json
     """
     if output:
-        check_writable(output, Path(cluster))
+        check_output(output, Path(cluster), overwrite=overwrite)
     if robust and strategy != "best":
         raise UserError(f"--robust chooses among plans of the strategy best, and {strategy} has one: leave one out")
+    for name, value in (("--changes", changes), ("--start", start)):
+        if value is not None and strategy != "best":
+            raise UserError(f"{name} is for the strategy best, and {strategy} has no use for it: leave one out")
     if most_microbatches and (strategy != "best" or start):
         raise UserError(
             "--most-microbatches asks the strategy best for several plans: leave out --strategy and --start"
@@ -183,10 +180,13 @@ def plan(
 @takes(ProblemOptions)
 def compare(
     cluster: ClusterName,
-    out: Annotated[Path | None, typer.Option(help="Write each strategy's plan into this folder.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write each strategy's plan into this folder.")
+    ] = None,
     budget: Budget = 30,
     seed: Seed = 0,
     keep_stages: KeepStages = None,
+    overwrite: Overwrite = False,
     as_json: Json = False,
     *,
     options: ProblemOptions,
@@ -203,6 +203,9 @@ def compare(
     full = replace(problem, visited=problem.stages, sizes=(), swaps=0)
     rivals = [(str(each), problem, each) for each in reversed(Strategy)]
     rivals.insert(1, ("best-full", full, Strategy.BEST))  # so that what planning gives and what skipping gives differ
+    if output:
+        for name, *_ in rivals:
+            check_output(output / f"{name}.json", Path(cluster), overwrite=overwrite)
     rows: list[dict[str, Any]] = []
     with interruptible() as stopped:
         for name, variant, each in rivals:
@@ -213,8 +216,8 @@ def compare(
             except Infeasible as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 continue
-            if out:
-                found.save(out / f"{name}.json")
+            if output:
+                found.save(output / f"{name}.json")
             rows.append({**summary(found, took_s), "strategy": name})
             if stopped:
                 break
@@ -228,8 +231,8 @@ def compare(
     print(f"{problem.cluster.name}: {len(problem.cluster)} nodes, {problem.stages} stages, "
           f"{problem.workload.microbatches} microbatches, {problem.timing} timing")  # fmt: skip
     show_table(_table(rows))
-    if out:
-        print(f"plans written to {out}/")
+    if output:
+        print(f"written to {output}/")
 
 
 def search_plan(problem: Problem, strategy: str, request: PlanRequest, stopped: list[bool]) -> tuple[Plan, float]:
@@ -333,166 +336,3 @@ def show_table(table: Table) -> None:
 
     rows = table.rows
     print_table(table.headings, rows, (0,), file_width=110, box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-
-
-@takes(SweepOptions)
-def sweep(
-    cluster: ClusterName,
-    stages: Annotated[
-        str | None,
-        pipeline_option("Stages of the pipeline; several: 4,6,8 or 4-8.", "6, or 4 under 12 nodes", "-s", "--stages"),
-    ] = None,
-    penalty: Annotated[
-        float,
-        Range(0, 1_000),
-        option(
-            LOSS,
-            "Loss that skipping adds per share of the stages, for the same tokens: with 0.3, a third skipped "
-            "costs 0.1 nats. 0: only time counts. 'skippipe study' measures it.",
-            metavar="NATS",
-        ),
-    ] = 0.0,
-    doubling: Annotated[
-        float,
-        Range(0.001, 1_000),
-        option(
-            LOSS,
-            "Loss that twice as many tokens take off. With 0.1 and a penalty of 0.3, a third skipped takes twice "
-            "as many tokens to the same loss, so it has to be twice as fast.",
-            metavar="NATS",
-        ),
-    ] = 0.1,
-    strategy: SkippingStrategy = "best",
-    budget: Budget = 20,
-    seed: Seed = 0,
-    png: Annotated[Path | None, option(OUTPUT, "Draw seconds against share skipped.")] = None,
-    html: Annotated[Path | None, option(OUTPUT, "The same and the table as a page that needs no other file.")] = None,
-    as_json: Json = False,
-    *,
-    options: SweepOptions,
-) -> None:
-    """Plan for every share of the stages that can be skipped, and for several numbers of stages; name the best.
-
-    The best is the soonest at the same loss: seconds per microbatch, times the tokens that it takes to make up for what
-    skipping adds to the loss, 2^(penalty × share skipped / doubling). A star marks what is efficient: nothing else
-    skips less and is faster. All have about as many microbatches; where they do not divide (CC3), they are rounded up.
-    The budget is for each plan.
-
-    Example: skippipe sweep published20 --stages 4-6 --penalty 0.3 --png sweep.png
-    """
-    for picture in (png, html):
-        if picture:
-            check_writable(picture, Path(cluster))
-    from skippipe.planner.problem_spec import PlanSpec, cluster_named, stages_of
-    from skippipe.planner.strategies import PlanRequest
-    from skippipe.planner.sweep import InfeasiblePoint, SweepPoint, Trade, best, efficient, stage_counts
-    from skippipe.planner.sweep import sweep as swept
-
-    found, example = cluster_named(cluster)
-    default_stages = stages_of(found, PlanSpec(layers=options.layers), example)
-    counts = stage_counts(stages) if stages else [default_stages]
-    rows: list[dict[str, Any]] = []
-
-    def ask(count: int, visited: int, microbatches: int | None) -> Problem:
-        given = {**vars(options), "microbatches": microbatches}
-        problem = problem_from(cluster, ProblemOptions(**given, stages=count, visit=visited))
-        return replace(problem, sizes=())  # an example has sizes of its own for one share
-
-    with interruptible() as stopped:
-
-        def planned(problem: Problem) -> Plan:
-            plan, took_s = search_plan(problem, strategy, PlanRequest(seed, budget), stopped)
-            rows.append(summary(plan, took_s))
-            return plan
-
-        answers = swept(counts, options.microbatches, ask, planned, lambda: bool(stopped))
-    points = [each for each in answers if isinstance(each, SweepPoint)]
-    refusals = [each for each in answers if isinstance(each, InfeasiblePoint)]
-    if not points:
-        raise Infeasible(refusals[0].reason)
-    trade = Trade(penalty, doubling)
-    winner = best(points, trade)
-    for point, good, row in zip(points, efficient(points), rows, strict=True):
-        row |= {
-            "stages": point.stages,
-            "visited": point.visited,
-            "s_per_microbatch": point.microbatch_s,
-            "ratio": point.microbatch_s / points[0].microbatch_s,
-            "s_at_same_loss": point.same_loss_s(trade),
-            "efficient": good,
-            "best": point is winner,
-        }
-    table = _sweep_table(rows, points[0])
-    title = f"{found.name}: {len(found)} nodes, {rows[0]['timing']} timing"
-    verdict = _verdict(winner, trade)
-    if png or html:
-        from skippipe.report.skip_tradeoff import Tradeoff, write_page, write_png
-
-        if png:
-            write_png(Tradeoff(points, trade), title, png)
-        if html:
-            write_page(Tradeoff(points, trade), title, verdict, table, html)
-    if as_json:
-        print(json.dumps(_in_order(answers, rows)))
-        return
-    print(title)
-    show_table(table)
-    for line in _refused(refusals):
-        print(line)
-    print(verdict)
-
-
-def _in_order(answers: list[SweepPoint | InfeasiblePoint], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows in the order of the sweep, with the infeasible ones."""
-    from skippipe.planner.sweep import InfeasiblePoint
-
-    left = iter(rows)
-    return [
-        {
-            "stages": each.stages,
-            "visited": each.visited,
-            "skipped": float(each.skipped),
-            **({"infeasible": each.reason} if isinstance(each, InfeasiblePoint) else next(left)),
-        }
-        for each in answers
-    ]
-
-
-def _sweep_table(rows: list[dict[str, Any]], first: SweepPoint) -> Table:
-    from skippipe.report.summary import Table
-
-    headings = ("stages", "visited", "skipped", "micro-\nbatches", "iteration", "s a micro-\nbatch",
-                f"against\n{first.name}", "s at the\nsame loss", "effi-\ncient", "nodes", "planned\nin")  # fmt: skip
-    cells = [
-        [
-            *(str(row["stages"]), str(row["visited"]), f"{row['skipped']:.0%}", str(row["microbatches"])),
-            *(f"{row['iteration_s']:.2f} s", f"{row['s_per_microbatch']:.3f}", f"{row['ratio']:.2f}"),
-            *(f"{row['s_at_same_loss']:.3f}", "*" if row["efficient"] else "", str(row["nodes_used"])),
-            f"{row['planning_s']:.1f} s",
-        ]
-        for row in rows
-    ]
-    return Table("Plans", "", headings, cells)
-
-
-def _refused(refusals: list[InfeasiblePoint]) -> list[str]:
-    """A line for each reason that a plan is infeasible, with all lengths of paths that it is for."""
-    from skippipe.timeline import ranges_text
-
-    lengths: dict[tuple[int, str], list[int]] = {}
-    for each in refusals:
-        lengths.setdefault((each.stages, each.reason), []).append(each.visited)
-    return [
-        f"no plan for {stages} stages, visiting {ranges_text(visited)}: {reason}"
-        for (stages, reason), visited in lengths.items()
-    ]
-
-
-def _verdict(winner: SweepPoint, trade: Trade) -> str:
-    visiting = f"best: visiting {winner.name} stages, {winner.microbatch_s:.3f} s per microbatch"
-    if not trade.penalty:
-        return f"{visiting} (only time counts; --penalty says what skipping costs)"
-    return (
-        f"{visiting}; with {trade.tokens(winner.skipped):.2f} times the tokens to the same loss, as if it took "
-        f"{winner.same_loss_s(trade):.3f} s"
-    )

@@ -14,7 +14,7 @@ import typer
 
 from skippipe.cli.options import Json, Keys, nodes_option, option, with_given, work_option, workload_option
 from skippipe.errors import UserError
-from skippipe.json_fields import check_writable
+from skippipe.json_fields import check_output, check_writable
 from skippipe.terminal import ProgressBar, interruptible
 from skippipe.value_ranges import HEARTBEAT_S, NODES, SAMPLES, SEQUENCE, THREADS, WAIT_S, Range
 
@@ -34,8 +34,10 @@ def profile(
     keys: Keys = None,
     listen: Annotated[str | None, nodes_option("host:port where nodes join.", "0.0.0.0:5555")] = None,
     patience: Annotated[
-        float, Range(1, WAIT_S.most), nodes_option("Seconds to wait for nodes; then it goes on without them.")
-    ] = 600,
+        float | None,
+        Range(1, WAIT_S.most),
+        nodes_option("Seconds to wait for nodes that join; then it goes on without them.", "600"),
+    ] = None,
     heartbeat: Annotated[
         float | None,
         HEARTBEAT_S,
@@ -76,6 +78,10 @@ def profile(
     transfer: Annotated[
         float, Range(0.01, 10), work_option("Seconds that a transfer takes: longer is more exact.")
     ] = 0.25,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Replace a cluster file that was not measured, which is refused otherwise."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure nodes and links, and write the cluster file that 'skippipe plan' reads.
@@ -97,6 +103,9 @@ def profile(
     Example: skippipe profile --local 4 --model llama-tiny --sequence 128 -o cluster.json
     """
     check_writable(output)
+    for name, value in (("--listen", listen), ("--patience", patience)):
+        if local is not None and value is not None:
+            raise UserError(f"{name}: is for nodes that join, and --local starts them here: leave one out")
     from skippipe.training.job_config import BatchConfig, JobConfig, ModelConfig, load_job
 
     usual = JobConfig(model=ModelConfig("llama-1.5b"), batch=BatchConfig(sequence=4096, samples=2))
@@ -124,7 +133,10 @@ def profile(
     from skippipe.transport.keys import PeerList
 
     known = [Cluster.load(path) for path in (output, merge) if path is not None and (path is merge or path.exists())]
-    before = [] if fresh else load_results(output)
+    measured = load_results(output)
+    if not measured and merge != output:  # else it is put together with what was measured before
+        check_output(output, overwrite=overwrite)
+    before = [] if fresh else measured
     if merge is not None:
         others = load_results(merge) or [ProfileResult.of_cluster(known[-1])]
         before += [each for each in others if each not in before]
@@ -147,7 +159,7 @@ def profile(
             launcher,
             cast("ProfilingCallback", console),
             listen=where,
-            deadlines=ProfilingDeadlines(joining=timedelta(seconds=patience)),
+            deadlines=ProfilingDeadlines(joining=timedelta(seconds=patience or 600)),
             stopped=lambda: bool(stopped),
         )
     console.close()

@@ -55,7 +55,7 @@ def serve(
         nodes_option("A cluster file: its nodes get stages in their order, and answers take the fastest route."),
     ] = None,
     keys: Keys = None,
-    listen: Annotated[str, nodes_option("host:port where nodes join, with --keys.")] = "0.0.0.0:5555",
+    listen: Annotated[str | None, nodes_option("host:port where nodes join, with --keys.", "0.0.0.0:5555")] = None,
     heartbeat: Annotated[
         float, HEARTBEAT_S, nodes_option("Seconds without a heartbeat after which a node is declared dead.")
     ] = TIMEOUT_S,
@@ -122,6 +122,10 @@ def serve(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if nodes is not None and (cluster or keys):
         raise UserError("--nodes: --cluster and --keys give the number of nodes already: leave it out")
+    if listen is not None and keys is None:
+        raise UserError("--listen: is for nodes that join, and needs --keys; without it they are started here")
+    if logs is not None and keys is not None:
+        raise UserError("--logs: is for nodes of this machine, and with --keys they join from others: leave one out")
     from skippipe.serving.scheduler import ServingSettings
     from skippipe.transport.addresses import is_loopback
     from skippipe.web import server as web_server
@@ -180,7 +184,7 @@ def serve(
         host=host,
         port=port,
         keys=keys,
-        listen=listen if keys else "127.0.0.1:0",
+        listen=(listen or "0.0.0.0:5555") if keys else "127.0.0.1:0",
         logs=logs,
         access_log=access_log,
     )

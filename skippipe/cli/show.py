@@ -6,20 +6,21 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from skippipe.cli import inspect as inspect_command
 from skippipe.cli import plan as plan_command
-from skippipe.cli.options import Json, Trace
+from skippipe.cli.options import Json, Overwrite, Trace
 from skippipe.errors import UserError
-from skippipe.json_fields import check_writable
+from skippipe.json_fields import check_output, json_text, write_text
 from skippipe.value_ranges import PORT
 
 if TYPE_CHECKING:
     from skippipe.runs.history import RunHistory
 
+PICTURES = ("loss.png", "seconds.png", "nodes.png", "links.png", "recorded.png", "plan.png")
 FILES = ("plan.json", "metrics.jsonl", "events.jsonl", "journal")
 
 
@@ -31,6 +32,10 @@ def show(
             help="A plan file, as 'skippipe plan -o' writes it; or the output folder of 'skippipe train'.",
         ),
     ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write NAME.html or NAME.png, as below, or NAME.json, what --json prints."),
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write an interactive page that needs no other file.")] = None,
     png: Annotated[
         Path | None,
@@ -40,6 +45,7 @@ def show(
         ),
     ] = None,
     trace: Trace = None,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Show a plan, or what became of a run.
@@ -54,20 +60,54 @@ def show(
 
     Example: skippipe show plan.json --html plan.html --png plan.png
     """
-    if shown.is_dir():
-        _show_run(shown, html, png, trace, as_json)
-    else:
-        _show_plan(shown, html, png, trace, as_json)
+    files = _Files.of(output, html, png, trace)
+    pictures = files.png if shown.is_dir() and files.png and files.png.suffix.lower() != ".png" else None
+    if pictures and pictures.exists() and not pictures.is_dir():
+        raise UserError(f"{pictures}: is a file; name a picture that ends with .png, or a folder")
+    for path in files:
+        for each in map(path.joinpath, PICTURES) if path and path == pictures else [path]:
+            if each is not None:
+                check_output(each, shown, overwrite=overwrite)
+    written = _show_run(shown, files, pictures, as_json) if shown.is_dir() else _show_plan(shown, files, as_json)
+    if written and not as_json:
+        print(f"written to {', '.join(map(str, written))}")
 
 
-def _show_plan(plan: Path, html: Path | None, png: Path | None, trace: Path | None, as_json: bool) -> None:
+class _Files(NamedTuple):
+    """What is to be written."""
+
+    json: Path | None
+    html: Path | None
+    png: Path | None
+    trace: Path | None
+
+    @classmethod
+    def of(cls, output: Path | None, html: Path | None, png: Path | None, trace: Path | None) -> _Files:
+        """With what the ending of `output` asks for."""
+        if output is None:
+            return cls(None, html, png, trace)
+        ending = output.suffix.lower()
+        if ending not in (".html", ".png", ".json"):
+            raise UserError(f"--output: {output} ends with none of .html, .png and .json")
+        if (html and ending == ".html") or (png and ending == ".png"):
+            raise UserError(f"--output: {output}, and -{ending.replace('.', '-')} names another: leave one out")
+        return cls(
+            output if ending == ".json" else None,
+            output if ending == ".html" else html,
+            output if ending == ".png" else png,
+            trace,
+        )
+
+
+def _show_plan(plan: Path, files: _Files, as_json: bool) -> list[Path]:
+    """Print a plan, and write these files."""
     from skippipe.report.summary import plan_grid
 
-    for picture in (html, png, trace):
-        if picture:
-            check_writable(picture, plan)
+    _, html, png, trace = files
     found, timeline = inspect_command.simulated(plan)
     print(json.dumps(found.to_json()) if as_json else plan_grid(found))
+    if files.json:
+        found.save(files.json)
     if html:
         from skippipe.report.html import write_html
 
@@ -80,19 +120,15 @@ def _show_plan(plan: Path, html: Path | None, png: Path | None, trace: Path | No
         from skippipe.report.gantt import write_trace
 
         write_trace(found, timeline, trace)
+    return [path for path in files if path]
 
 
-def _show_run(folder: Path, html: Path | None, png: Path | None, trace: Path | None, as_json: bool) -> None:
+def _show_run(folder: Path, files: _Files, pictures: Path | None, as_json: bool) -> list[Path]:
+    """Print what became of a run, and write these files, or single pictures into a folder; gives all written files."""
     from skippipe.report.run.summary import run_json
     from skippipe.runs.history import read_history
 
-    if html:
-        check_writable(html)
-    single = png is not None and png.suffix.lower() == ".png"
-    if png and single:
-        check_writable(png)
-    if png and not single and png.exists() and not png.is_dir():
-        raise UserError(f"{png}: is a file; name a picture that ends with .png, or a folder")
+    _, html, png, trace = files
     history = read_history(folder)
     if trace:
         raise UserError(_no_trace(history))
@@ -100,26 +136,30 @@ def _show_run(folder: Path, html: Path | None, png: Path | None, trace: Path | N
         print(json.dumps(run_json(history), allow_nan=False))
     else:
         _print_run(history)
+    if files.json:
+        write_text(files.json, json_text(run_json(history)) + "\n")
     if html:
         from skippipe.report.run.html import write_run_html
 
         write_run_html(history, html)
-    if png and single:
+    if pictures:
+        from skippipe.report.run.png import write_run_pngs
+
+        names = write_run_pngs(history, pictures)
+        return [path for path in (files.json, html) if path] + [pictures / name for name in names]
+    if png:
         from skippipe.report.run.png import write_run_png
 
         write_run_png(history, png)
-    elif png:
-        from skippipe.report.run.png import write_run_pngs
-
-        written = write_run_pngs(history, png)
-        if not as_json:
-            print(f"written to {png}: {', '.join(written)}")
+    return [path for path in files if path]
 
 
 def _no_trace(history: RunHistory) -> str:
+    from skippipe.runs.tail import trace_name
+
     if not history.recorded:
         return f"--trace: no iteration of {history.folder} was recorded; 'recorded' under [report] in the job says when"
-    last = history.folder / "traces" / f"iteration-{history.recorded[-1].iteration:06d}.json"
+    last = history.folder / "traces" / trace_name(history.recorded[-1].iteration)
     return f"--trace: recorded iterations are such files already; open {last}"
 
 
@@ -133,7 +173,7 @@ def _print_run(history: RunHistory) -> None:
         print(f"  {name:{width}}  {value}")
     for outage in history.outages:
         text = "; ".join(filter(None, (outage.why, outage.answer, outage.end)))
-        print(f"iteration {outage.iteration + 1:5}  lost: '{outage.node}' {text}")
+        print(f"iteration {outage.iteration + 1:5}  gone: '{outage.node}' {text}")
     table = short_nodes_table(history)
     print(f"\n{table.title}. {table.note}".rstrip())
     plan_command.show_table(table)

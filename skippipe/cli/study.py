@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from skippipe.cli.options import Command, Overwrite
 from skippipe.errors import UserError
+from skippipe.json_fields import check_empty, write_text
 from skippipe.terminal import rich_progress
 
 if TYPE_CHECKING:
@@ -26,11 +28,14 @@ commands = typer.Typer(
 )
 
 
-@commands.command()
+@commands.command(cls=Command)
 def run(
     study: Annotated[Path, typer.Argument(metavar="FILE", help="A study file (TOML).")],
-    results: Annotated[
-        Path, typer.Option(help="A line of JSON for every run that is done. Runs that are there are not done again.")
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="A line of JSON for every run that is done. Runs that are there are not done again."
+        ),
     ] = Path("results.jsonl"),
     device: Annotated[str, typer.Option(help="cpu, or cuda (cuda:N): in bfloat16, many times as fast.")] = "cpu",
     compiled: Annotated[
@@ -58,24 +63,27 @@ def run(
     Call one variant 'full': the others are held against it. Ctrl-C stops; runs that are done are kept, and the same
     command goes on with the others. On a machine with torch and little else: python -m skippipe.study.
 
-    Example: skippipe study run study.toml --results results.jsonl
+    Example: skippipe study run study.toml -o results.jsonl
     """
     from skippipe.study.config import load_study
     from skippipe.study.runner import run_study
 
     wanted = load_study(study)
     with _runs_bar() as progress:
-        run_study(wanted, results, device, compiled, progress, models)
+        run_study(wanted, output, device, compiled, progress, models)
 
 
-@commands.command()
+@commands.command(cls=Command)
 def report(
     results: Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="Files that 'skippipe study run' wrote.")],
     study: Annotated[Path, typer.Option(help="The study file.")],
-    out: Annotated[Path, typer.Option(help="Folder for tables.md, report.html and pictures.")] = Path("report"),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for tables.md, report.html and pictures.")
+    ] = Path("report"),
     no_times: Annotated[
         bool, typer.Option("--no-times", help="Leave out what iterations take on the study's cluster.")
     ] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Make tables and pictures of what is done so far.
 
@@ -83,9 +91,10 @@ def report(
     iteration takes is planned for every variant and length of path, some 30 s each, and kept in times.json beside the
     results; later reports take it from there.
 
-    Example: skippipe study report results.jsonl --study study.toml --out report
+    Example: skippipe study report results.jsonl --study study.toml -o report
     """
-    from skippipe.json_fields import write_text
+    if not overwrite:
+        check_empty(output, "--overwrite replaces what is written; or name another folder")
     from skippipe.study.config import load_study, read_results
     from skippipe.study.planned_time import planned_times
     from skippipe.study.plots import write_page, write_pictures
@@ -94,7 +103,7 @@ def report(
     wanted = load_study(study)
     missing = [path for path in results if not path.exists()]
     if missing:
-        raise UserError(f"{missing[0]}: no such file; 'skippipe study run {study} --results {missing[0]}' makes it")
+        raise UserError(f"{missing[0]}: no such file; 'skippipe study run {study} -o {missing[0]}' makes it")
     runs = runs_of([line for path in results for line in read_results(path)], wanted)
     if not runs:
         raise UserError(f"{results[0]}: no run is done yet")
@@ -109,11 +118,11 @@ def report(
     tables = all_tables(runs, planned)
     title = f"Study '{wanted.name}'"
     sections = [f"# {title}\n", *([f"{warning}\n"] if warning else []), *(table.markdown() for table in tables)]
-    write_text(out / "tables.md", "\n".join(sections))
-    pictures = write_pictures(runs, planned, out)
-    write_page(title, tables, runs, planned, out / "report.html")
+    write_text(output / "tables.md", "\n".join(sections))
+    pictures = write_pictures(runs, planned, output)
+    write_page(title, tables, runs, planned, output / "report.html")
     print(tables[0].markdown())
-    print(f"{out}/ has tables.md, report.html, {', '.join(path.name for path in pictures)}")
+    print(f"{output}/ has tables.md, report.html, {', '.join(path.name for path in pictures)}")
 
 
 @contextmanager

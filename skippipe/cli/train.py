@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from skippipe.cli.options import Overwrite
 from skippipe.errors import UserError
+from skippipe.json_fields import check_empty, check_output, exists, write_text
 from skippipe.terminal import interruptible
 from skippipe.training.train_job import begin_run, build_setup, run_job, wanted_job
 from skippipe.value_ranges import ITERATIONS, VOCABULARY, WAIT_S
@@ -22,30 +24,45 @@ if TYPE_CHECKING:
     from skippipe.runtime.node.interfaces import Roles
 
 
+OutputFolder = Annotated[Path | None, typer.Option("--output", "-o", metavar="FOLDER", hidden=True)]
+
+
+def _one_folder(argument: Path | None, option: Path | None) -> Path:
+    """The output folder, given as an argument or as an option."""
+    if argument is not None and option is not None:
+        raise UserError(f"FOLDER: '{argument}' and '{option}' (-o) are both given: leave one out")
+    folder = argument or option
+    if folder is None:
+        raise UserError("FOLDER: missing; say where it goes")
+    return folder
+
+
 def job(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it to this file.")] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Print a job file with every field, its default and what it is for.
 
     Example: skippipe job -o job.toml
     """
-    from skippipe.json_fields import write_text
     from skippipe.toml_config import example
     from skippipe.training.job_config import JobConfig
 
     text = f"# A job for `skippipe train`. Every field may be left out; these are the defaults.\n\n{example(JobConfig)}"
     if output is None:
         print(text, end="")
-    elif output.exists():
-        raise UserError(f"{output}: is there already; name another file")
     else:
+        check_output(output, overwrite=overwrite)
         write_text(output, text)
+        print(f"written to {output}")
 
 
 def train(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="A job file; 'skippipe job' prints one.")],
     iterations: Annotated[int | None, ITERATIONS, typer.Option(help="Instead of the job's.")] = None,
-    out: Annotated[str | None, typer.Option(help="Output folder, instead of the job's.")] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FOLDER", help="Output folder, instead of the job's.")
+    ] = None,
     engine: Annotated[
         str,
         typer.Option(
@@ -100,7 +117,7 @@ def train(
 
     Example: skippipe train job.toml --iterations 20
     """
-    wanted = wanted_job(job, iterations, out)
+    wanted = wanted_job(job, iterations, output)
     from skippipe.training.backends import BACKENDS
 
     if engine not in BACKENDS:
@@ -222,7 +239,8 @@ def export(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's output folder: its newest one.")
     ],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the model goes.")],
+    folder: Annotated[Path | None, typer.Argument(metavar="FOLDER", help="Where the model goes; or -o FOLDER.")] = None,
+    output: OutputFolder = None,
 ) -> None:
     """Make a Hugging Face folder of a checkpoint, which transformers loads.
 
@@ -239,8 +257,8 @@ def export(
         if not found:
             raise UserError(f"{checkpoint}: neither a checkpoint nor the output folder of a run that has one")
         place = found[0]
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder}: is not empty; name another folder")
+    folder = _one_folder(folder, output)
+    check_empty(folder)
     manifest = exported(place, folder)
     print(f"{place}: the model after {manifest.iterations} iterations is in {folder}/")
 
@@ -253,7 +271,10 @@ def keys(
             help="A cluster file, an example or a preset, as for 'skippipe plan'; or the names of nodes, with commas.",
         ),
     ],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the key files go.")],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="FOLDER", help="Where the key files go; or -o FOLDER.")
+    ] = None,
+    output: OutputFolder = None,
 ) -> None:
     """Make a key for the coordinator and one for every node of a cluster.
 
@@ -269,8 +290,8 @@ def keys(
     from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 
     names = _node_names(cluster)
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder}: is not empty; keys are never overwritten")
+    folder = _one_folder(folder, output)
+    check_empty(folder)
     own = KeyPair.new()
     KeyFile(THE_COORDINATOR, own).save(folder / "coordinator.key")
     peers = {}
@@ -284,7 +305,6 @@ def keys(
 
 def _node_names(argument: str) -> list[str]:
     """Names from a cluster, or from a list with commas."""
-    from skippipe.json_fields import exists
     from skippipe.planner.problem_spec import cluster_named
     from skippipe.runtime.node.agent import THE_COORDINATOR
 
@@ -364,20 +384,23 @@ def grow(
 
 def prepare(
     texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="Text files (.txt, .xz), or 'classics'.")],
-    out: Annotated[Path, typer.Option(help="The folder to make.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="The folder to make.")],
     vocabulary: Annotated[
         int | None, VOCABULARY, typer.Option(help="Train a byte-level BPE of this size on the texts.")
     ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Use this tokenizer: a Hugging Face folder, or a folder of tokens.")
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the tokens of other texts, which is refused otherwise.")
+    ] = False,
 ) -> None:
     """Turn texts into a folder of tokens, once.
 
     Jobs ('data.folder') and studies ('train', 'tests') take the folder; copied to other machines, it saves them the
     work. Held-out text must have the tokenizer of the text that was trained on.
 
-    Example: skippipe prepare books.txt.xz --vocabulary 8192 --out tokens/books
+    Example: skippipe prepare books.txt.xz --vocabulary 8192 -o tokens/books
     """
     from skippipe.data.prepare import prepare as prepared
 
@@ -392,5 +415,5 @@ def prepare(
             print(line, file=sys.stderr)
         last = line
 
-    found = prepared(texts, tokenizer or vocabulary or 0, out, progress)
-    print(f"{out}: {len(found):,} tokens, a vocabulary of {found.vocabulary:,}")
+    found = prepared(texts, tokenizer or vocabulary or 0, output, progress, overwrite=overwrite)
+    print(f"{output}: {len(found):,} tokens, a vocabulary of {found.vocabulary:,}")

@@ -28,8 +28,11 @@ def prepare(
     tokenizer: TextTokenizer | str | Path | int = 2048,
     folder: Path | None = None,
     progress: PrepareProgress = lambda what, share: None,
+    *,
+    overwrite: bool = False,
 ) -> TokenFile:
-    """The token file of these texts, made unless the folder has it already.
+    """The token file of these texts, made unless the folder has it already. UserError if it has the tokens of others,
+    and these are not to be overwritten.
 
     `texts` are text files, "classics" and "classics-val" among them, or an iterator over documents, which is always
     read anew. `tokenizer` is one that is there or its folder, or the size of a vocabulary to train on the texts.
@@ -46,7 +49,10 @@ def prepare(
     if folder is None:
         stem = files.sources[0].path.name.removesuffix(".xz").removesuffix(".txt")
         folder = cache_folder(f"{stem}-{sha256(repr(inputs).encode()).hexdigest()[:12]}")
-    return _reusable(folder, inputs) or _make(files, tokenizer, folder, inputs, progress)
+    found = _reusable(folder, inputs)
+    if found is None and not overwrite:
+        _check_other_tokens(folder, inputs)
+    return found or _make(files, tokenizer, folder, inputs, progress)
 
 
 class _Files:
@@ -110,6 +116,19 @@ def _reusable(folder: Path, inputs: Inputs) -> TokenFile | None:
     except (UserError, OSError):  # whatever is wrong with it, it is about to be made anew
         return None
     return found
+
+
+def _check_other_tokens(folder: Path, inputs: Inputs) -> None:
+    """UserError if the folder has the tokens of other texts, or made by another tokenizer."""
+    try:
+        there = TokenFile.open(folder).inputs != inputs
+    except (UserError, OSError):  # no tokens
+        return
+    if there:
+        raise UserError(
+            f"{folder}: holds the tokens of other texts, or of another tokenizer; 'skippipe prepare --overwrite' "
+            "replaces them; or name another folder"
+        )
 
 
 def _make(

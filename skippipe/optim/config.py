@@ -17,7 +17,7 @@ from skippipe.value_ranges import BELOW_ONE, ITERATIONS_OR_NONE, SHARE, Choices,
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Settings of the optimizer, `[learning]` in a job. A field that it has no use for is not read."""
+    """Settings of the optimizer, `[learning]` in a job. A field that it has no use for must be left out."""
 
     optimizer: Annotated[str, Choices(OPTIMIZERS)] = DEFAULT
     """What takes the step: AdamW, or gradient descent with momentum, which holds less state."""
@@ -44,6 +44,11 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, "learning")
+        for name in OPTIMIZERS[self.optimizer].unused:
+            if getattr(self, name) != getattr(OptimConfig, name):
+                raise UserError(
+                    f"learning.{name}: learning.optimizer '{self.optimizer}' has no use for it; leave it out"
+                )
         if 0 < self.iterations <= self.warmup:
             raise UserError(
                 f"learning.warmup: {self.warmup} iterations of warm-up leave none of {self.iterations} to decay; "

@@ -77,6 +77,8 @@ class Optimizer(ABC):
     elementwise: ClassVar[bool] = True
     """A step changes every number by that number's gradient and state alone. Then a node may step while it still
     receives the state of its stage, piece by piece and in any order."""
+    unused: ClassVar[tuple[str, ...]] = ()
+    """Settings that it has no use for; a job that sets one is refused."""
     flops_per_parameter: ClassVar[int]
     """Operations of a step, for the planner. Most steps wait for memory: then those that fit into their time."""
 

@@ -12,6 +12,7 @@ class SGD(TorchOptimizer):
 
     torch_name = "SGD"
     state_tensors = (StateTensor("momentum_buffer"),)
+    unused = ("beta2", "epsilon")
     flops_per_parameter = 180  # of AdamW's time, the share of the bytes that a step reads and writes: 20 of 28
 
     @staticmethod

@@ -72,11 +72,14 @@ class RunHistory:
 
     @cached_property
     def utilization(self) -> list[NodeUtilization]:
-        """Utilization of every node, ordered by stage; nodes without a stage come last."""
+        """Utilization of every node, ordered by stage; nodes without a stage come last. Nothing counts as planned if
+        the plan is for other machines."""
         plan = self.last_plan or self.plan
         stage_of = {plan.cluster.nodes[node].name: stage for node, stage in plan.stage_of.items()} if plan else {}
         planned, measured = _recorded(self)
-        if not planned and self.plan is not None:
+        if not self.is_promised:
+            planned = {}
+        elif not planned and self.plan is not None:
             planned = _promised(self.plan)
         sent: Counter[str] = Counter()
         received: Counter[str] = Counter()
@@ -84,7 +87,7 @@ class RunHistory:
             sent[sender] += count
             received[receiver] += count
         waited_for = Counter(event.node for event in self.events if event.kind == "slow" and event.node)
-        slowdowns = _slowdowns(self)
+        slowdowns = _slowdowns(self) if self.is_promised else {}
         names = dict.fromkeys([*stage_of, *planned, *measured, *sent, *received, *waited_for])
         found = [
             NodeUtilization(
@@ -121,6 +124,11 @@ class RunHistory:
     def typical_s(self) -> float | None:
         """Median seconds of an iteration; the first one warms up."""
         return _median([row.seconds for row in self.rows[1:] or self.rows])
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether there was a promise that meant something: the plan was for the machines that it ran on."""
+        return self.promised_s is not None
 
     @property
     def promised_s(self) -> float | None:
@@ -217,7 +225,7 @@ def _report_gaps(rows: Sequence[MetricsRow], missing: list[str]) -> None:
     if gaps:
         missing.append(f"iterations {ranges_text(number + 1 for number in gaps)}: metrics.jsonl has no line of them")
     if all(row.promised_s is None for row in rows):
-        missing.append("promised seconds: no plan with a promise was followed, as in a run in one process")
+        missing.append("promised seconds: none, as in one process, or on other machines than the plan is for")
 
 
 def _read_events(folder: Path, run_id: str | None, missing: list[str]) -> list[EventRecord]:

@@ -19,6 +19,8 @@ from skippipe.runs.wal import HEADER, checked_json
 from skippipe.timeline import HUES, TASK_KINDS, BarKind
 
 LONGEST_TEXT = 400
+COUNTED = {"version": 2}
+"""In every line of metrics and events: iterations count from 1, as on the screen; without it, from 0, as they did."""
 CHECKPOINTED = "checkpointed"  # an event that is in no file: a complete checkpoint stands for it
 
 LinkBytes = list[tuple[str, str, int]]
@@ -34,6 +36,7 @@ class MetricsRow(NamedTuple):
     """An iteration in metrics.jsonl; None for what is missing or not finite."""
 
     iteration: int
+    """From 0, whatever the file counts from."""
     loss: float | None
     seconds: float | None
     promised_s: float | None
@@ -77,7 +80,7 @@ class EventRecord(NamedTuple):
 
 def metrics_of(line: bytes) -> MetricsLine | None:
     found = parse_object(line)
-    iteration = as_count(found.get("iteration")) if found else None
+    iteration = _iteration_of(found) if found else None
     if found is None or iteration is None:
         return None
     figures = (_as_number(found.get(name)) for name in FIGURES)
@@ -92,9 +95,13 @@ def event_of(line: bytes) -> tuple[EventRecord, str] | None:
     if found is None or not isinstance(found.get("kind"), str):
         return None
     kind, text, node, run = (_as_text(found.get(key)) for key in ("kind", "text", "node", "run"))
-    return EventRecord(
-        kind, as_count(found.get("iteration")) or 0, text, node, _as_number(found.get("time")) or 0.0
-    ), run
+    return EventRecord(kind, _iteration_of(found) or 0, text, node, _as_number(found.get("time")) or 0.0), run
+
+
+def _iteration_of(line: dict[str, Any]) -> int | None:
+    """The iteration of a line, from 0."""
+    count = as_count(line.get("iteration"))
+    return count if count is None or "version" not in line else as_count(count - 1)
 
 
 def checkpoint_event(iterations: int, made: float) -> EventRecord:

@@ -85,7 +85,15 @@ class FileTail:
 
 
 RUN_FILE = "run.json"
-TRACE = re.compile(r"iteration-(\d{1,12})\.json")
+
+
+def trace_name(iteration: int) -> str:
+    """The name of the trace of an iteration, which counts from 0 here and from 1 in the name, as on the screen."""
+    return f"{iteration + 1:06d}.json"
+
+
+TRACE = re.compile(r"(iteration-)?(\d{1,12})\.json")
+"""Of iteration 50 `000050.json`; those of earlier versions count from 0: `iteration-000049.json`."""
 
 
 class TraceFile(NamedTuple):
@@ -94,6 +102,7 @@ class TraceFile(NamedTuple):
     made: float
     """Unix time of writing."""
     iteration: int
+    """From 0."""
     path: Path
 
 
@@ -103,7 +112,7 @@ def traces_in(folder: Path, since: float = 0.0) -> list[TraceFile]:
     for path in _listed(folder / "traces"):
         match, made = TRACE.fullmatch(path.name), modification_time(path)
         if match and made is not None and made >= since:
-            found.append(TraceFile(made, int(match[1]), path))
+            found.append(TraceFile(made, int(match[2]) - (match[1] is None), path))
     return found
 
 

@@ -1,12 +1,12 @@
 """`skippipe study run` for machines that have torch and little else: plain lines, no terminal.
 
-python -m skippipe.study study.toml --results results.jsonl --device cuda --compiled
+python -m skippipe.study study.toml -o results.jsonl --device cuda --compiled
 """
 
 from __future__ import annotations
 
 import math
-from argparse import ArgumentParser, RawTextHelpFormatter
+from argparse import SUPPRESS, ArgumentParser, RawTextHelpFormatter
 from pathlib import Path
 
 from skippipe.errors import run_command
@@ -17,7 +17,8 @@ from skippipe.study.runner import LineProgress, chosen, run_study
 def main() -> None:
     parser = ArgumentParser("python -m skippipe.study", description=__doc__, formatter_class=RawTextHelpFormatter)
     parser.add_argument("study", type=Path, metavar="FILE", help="a study file (TOML)")
-    parser.add_argument("--results", type=Path, default=Path("results.jsonl"), help="default: %(default)s")
+    parser.add_argument("-o", "--output", type=Path, default=Path("results.jsonl"), help="default: %(default)s")
+    parser.add_argument("--results", dest="output", type=Path, default=Path("results.jsonl"), help=SUPPRESS)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N; default: %(default)s")
     parser.add_argument("--compiled", action="store_true", help="compile layers: slow to start, faster from then on")
     parser.add_argument("--models", type=Path, help="folder to keep the trained models in")
@@ -40,7 +41,7 @@ def main() -> None:
     run_command(
         lambda: run_study(
             chosen(load_study(arguments.study), arguments.only),
-            arguments.results,
+            arguments.output,
             arguments.device,
             arguments.compiled,
             LineProgress(),

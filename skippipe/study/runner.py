@@ -29,6 +29,7 @@ from skippipe.data.batch_sampler import BatchSampler
 from skippipe.data.prepare import prepare
 from skippipe.data.token_file import HEADER, TokenFile
 from skippipe.errors import UserError
+from skippipe.json_fields import check_empty
 from skippipe.model.model_spec import ModelSpec, config_named
 from skippipe.study.config import Study, StudyRun, kept_stages, read_results
 from skippipe.study.engine import Engine
@@ -93,9 +94,12 @@ class Runner:
         for run in self.study.runs:
             began = self._clock()
             if run.key not in done and began + self._pace * run.work <= self._ends_at:
+                kept = self._models and self._models / f"{self.study.name}-{run.variant.name}-{run.seed}"
+                if kept:
+                    check_empty(kept)
                 result = self.one(run)
-                if self._models:
-                    self._keep(run, self._models / f"{self.study.name}-{run.variant.name}-{run.seed}")
+                if kept:
+                    self._keep(run, kept)
                 self.results.parent.mkdir(parents=True, exist_ok=True)
                 with self.results.open("a") as file:  # one line, when all of it is there
                     file.write(json.dumps(result) + "\n")

@@ -13,6 +13,7 @@ from fractions import Fraction
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from skippipe.checkpoint.storage import WriteFailures, check_room
 from skippipe.cluster import Cluster
@@ -32,6 +33,7 @@ from skippipe.runtime.coordinator.embedding_backup import BACKED_UP, best_pair
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, Deadlines, RecordedIterations, RecoverySettings
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.simulator import simulate
+from skippipe.skip_schedule import parse_share, visited_of
 from skippipe.timeline import Timing
 from skippipe.training.job_config import JobConfig, ReportConfig
 from skippipe.training.pretrained import check_vocabulary, with_pretrained, write_first_checkpoint
@@ -203,6 +205,8 @@ def build_run(
     make_folder(Path(job.output))
     _check_report(job.report)
     given = Plan.load(Path(job.pipeline.plan)) if job.pipeline.plan else None
+    if given is not None:
+        _check_settled(job, given)
     cluster, example = cluster_named(job.cluster) if given is None else (given.cluster, None)
     config_named(job.model.config)  # cheap, and says what is wrong before text is read
     tokens = prepare(
@@ -323,9 +327,49 @@ def _plan_of_earlier_run(job: JobConfig, spec: ModelSpec) -> Plan | None:
     """The plan that an earlier run has saved in the output folder, if it fits."""
     path = _plan_file(job)
     try:
-        return _checked_plan(Plan.load(path), replace(job, pipeline=replace(job.pipeline, plan=str(path))), spec)
+        found = Plan.load(path)
+        if any(value != job.value(name) for name, value in _settled_by(found).items() if job.value(name)):
+            return None
+        return _checked_plan(found, job, spec, path)
     except UserError:  # or there is none
         return None
+
+
+def _settled_by(plan: Plan) -> dict[str, Any]:
+    """Fields of a job that a plan settles, and what it has for them."""
+    work = plan.workload
+    return {
+        "batch.sequence": work.sequence_tokens,
+        "batch.samples": work.samples_per_microbatch,
+        "batch.microbatches": plan.microbatches,
+        "transport.wire": work.wire_dtype,
+        "averaging.dtype": work.gradient_dtype,
+        "compute.dtype": work.compute_dtype,
+        "model.checkpointing": work.activation_checkpointing,
+        "pipeline.stages": len(plan.stages),
+        "pipeline.max_slots": work.max_slots,
+        "pipeline.split_backward": plan.split_backward,
+    }
+
+
+def _check_settled(job: JobConfig, plan: Plan) -> None:
+    """UserError if the job sets a field that its plan file settles, and to something else."""
+    pipeline = job.pipeline
+    settled = _settled_by(plan)
+    if pipeline.layers:
+        settled["pipeline.layers"] = ",".join(map(str, plan.layers))
+    if pipeline.skip and visited_of(parse_share(pipeline.skip, "pipeline.skip"), len(plan.stages)) != plan.visited:
+        settled["pipeline.skip"] = f"{plan.skipped:.0%}"
+    for name, value in settled.items():
+        if job.sets(name) and job.value(name) != value:
+            raise UserError(
+                f"{name}: {job.value(name)}, and pipeline.plan settles that: {pipeline.plan} has {value}; leave one of "
+                "them out"
+            )
+    unused: tuple[str, ...] = () if job.recipe.phases else ("pipeline.strategy", "pipeline.budget_s")
+    unused += () if job.sets("cluster") else ("emulation.like", "emulation.time")
+    for name in filter(job.sets, unused):
+        raise UserError(f"{name}: would have no effect: pipeline.plan names a plan that is made; leave one of them out")
 
 
 def _emulated(job: JobConfig, cluster: Cluster, workload: Workload) -> Cluster:
@@ -335,9 +379,9 @@ def _emulated(job: JobConfig, cluster: Cluster, workload: Workload) -> Cluster:
     return emulated_cluster(cluster, like, workload, job.emulation.time)
 
 
-def _checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec) -> Plan:
-    """A plan from a file with its promise; UserError unless it is for this model and this cluster."""
-    path = job.pipeline.plan
+def _checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec, file: Path | None = None) -> Plan:
+    """A plan from a file, or else the job's, with its promise; UserError unless it is for this model and cluster."""
+    path = file or job.pipeline.plan
     shape = replace(spec.shape, name=plan.workload.model.name)
     if shape != plan.workload.model:
         differ = [
@@ -387,8 +431,13 @@ def _free_address() -> str:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def timetable_text(lengths: Mapping[int, int], plans: Mapping[int, Plan], stages: int) -> str:
-    """What a run comes to, from the number of iterations and the plan for each length of paths, shortest first."""
+def timetable_text(lengths: Mapping[int, int], plans: Mapping[int, Plan], stages: int, *, promised: bool = True) -> str:
+    """What a run comes to, from the number of iterations and the plan for each length of paths, shortest first; seconds
+    if they are promised."""
+    if not promised:
+        return ", ".join(
+            f"{count:,} iterations through {length} of {stages} stages" for length, count in sorted(lengths.items())
+        )
     each_s = {length: plan.expected.iteration_s if plan.expected else 0.0 for length, plan in plans.items()}
     parts = [
         f"{count:,} iterations through {length} of {stages} stages at {each_s[length]:.2f} s"

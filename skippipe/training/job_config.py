@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from skippipe.codecs import CodecId
 from skippipe.collectives import COLLECTIVES, CollectiveId
@@ -71,9 +71,9 @@ class BatchConfig:
 @dataclass(frozen=True)
 class PipelineConfig:
     plan: str = ""
-    """A plan file. It brings its cluster, batch and stages, and the types on the wire and in computing: [pipeline],
-    [batch], transport.wire, averaging.dtype, compute.dtype and model.checkpointing are then not used; recipe.skip is,
-    on the plan's stages. Empty: a plan is made before training starts."""
+    """A plan file. It brings its cluster, batch and stages, and the types on the wire and in computing: leave out
+    [pipeline], [batch], transport.wire, averaging.dtype, compute.dtype and model.checkpointing, or say what the plan
+    says; recipe.skip is followed on the plan's stages. Empty: a plan is made before training starts."""
     strategy: Strategies = "best"
     """How to plan: with all freedoms (best); by the study's method (skippipe); the same without avoiding collisions;
     blind to the network; the full pipeline."""
@@ -221,6 +221,7 @@ class JobConfig:
     def __post_init__(self) -> None:
         check_ranges(self)
         self._check_recipe()
+        self._check_unused()
         if self.emulation.enabled and self.transport.peers:
             raise UserError("emulation.enabled: nodes that join from other machines cannot be emulated on this one")
         engine, codec = self.averaging.engine, self.averaging.dtype
@@ -263,8 +264,37 @@ class JobConfig:
             )
         if recipe.phases and self.pipeline.skip:
             raise UserError("pipeline.skip and recipe.skip say the same thing: leave out pipeline.skip")
-        if recipe.phases and self.pipeline.strategy == "dtfm":
-            raise UserError("pipeline.strategy: 'dtfm' skips nothing, whatever recipe.skip says; choose 'skippipe'")
+        if (recipe.phases or self.pipeline.skip) and self.pipeline.strategy == "dtfm":
+            skip = "recipe.skip" if recipe.phases else "pipeline.skip"
+            raise UserError(f"pipeline.strategy: 'dtfm' skips nothing, whatever {skip} says; choose 'skippipe'")
+
+    def _check_unused(self) -> None:
+        """UserError if a field is set that another one leaves without effect."""
+        tokenizer = "data.tokenizer" if self.data.tokenizer else "model.weights"
+        engine = self.averaging.engine
+        lost = f"averaging.engine '{engine}' ends the run when a node is lost"
+        for name, unused, why in (
+            ("data.vocabulary", self.data.tokenizer or self.model.weights, f"the tokenizer of {tokenizer} has its own"),
+            ("emulation.like", not self.emulation.enabled, "nothing is emulated unless emulation.enabled is true"),
+            ("emulation.time", not self.emulation.enabled, "nothing is emulated unless emulation.enabled is true"),
+            ("checkpoint.keep", not self.checkpoint.every, "with checkpoint.every = 0 none are made"),
+            ("survive.restarts", self.transport.peers, "nodes of transport.peers are not started here"),
+            ("survive.lost_stage", not COLLECTIVES[engine].elastic, lost),
+            ("survive.backup_every", not COLLECTIVES[engine].elastic, lost),
+        ):
+            if unused and self.sets(name) and self.value(name) != 0:
+                raise UserError(f"{name}: would have no effect: {why}; leave one of them out")
+
+    def value(self, name: str) -> Any:
+        """The value of a field, as in `value("batch.samples")`."""
+        table, _, field_name = name.rpartition(".")
+        return getattr(getattr(self, table) if table else self, field_name)
+
+    def sets(self, name: str) -> bool:
+        """Whether a field has another value than its default."""
+        table, _, field_name = name.rpartition(".")
+        defaults = type(getattr(self, table) if table else self)()
+        return bool(self.value(name) != getattr(defaults, field_name))
 
     @property
     def followed(self) -> SkipSchedule:

@@ -24,7 +24,8 @@ from skippipe.errors import UserError
 from skippipe.json_fields import write_text
 from skippipe.plan import Plan
 from skippipe.report.gantt import merged_traces, trace_events
-from skippipe.runs.records import metrics_of
+from skippipe.runs.records import COUNTED, metrics_of
+from skippipe.runs.tail import trace_name
 from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport
 from skippipe.simulator import node_use
 from skippipe.timeline import LinkUse, Task, Timeline, Timing
@@ -99,14 +100,16 @@ class CallbackList(Callback):
 class IterationMetrics:
     """The metrics of an iteration, as they go into files and onto the terminal."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, promised: bool = True) -> None:
+        """Without `promised`, the plan is for other machines, and what it promises is left out."""
         work = plan.workload
         self.plan = plan
+        self.promised = promised
         self.tokens = plan.microbatches * work.samples_per_microbatch * work.sequence_tokens
 
     def of(self, report: IterationReport) -> dict[str, float]:
         metrics = {
-            "iteration": report.iteration,
+            "iteration": report.iteration + 1,
             "loss": report.loss,
             "gradient_norm": report.norm,
             "learning_rate": report.rate,
@@ -115,7 +118,7 @@ class IterationMetrics:
             "tokens": self.tokens * (report.iteration + 1),
             "bytes_sent": sum(report.sent_bytes.values()),
         }
-        return metrics | ({"promised_s": report.promised_s} if report.promised_s else {})
+        return metrics | ({"promised_s": report.promised_s} if self.promised and report.promised_s else {})
 
 
 class MetricsFile(Callback):
@@ -146,7 +149,8 @@ class MetricsFile(Callback):
 
     def iteration_done(self, report: IterationReport) -> None:
         links = [[self._names[a], self._names[b], count] for (a, b), count in sorted(report.sent_bytes.items())]
-        row: dict[str, Any] = {**self._metrics.of(report), "iterations": self._iterations, "time": time.time()}
+        counted = {**COUNTED, **self._metrics.of(report), "iterations": self._iterations}
+        row: dict[str, Any] = {**counted, "time": time.time()}
         row |= {"links": links, "visits": list(report.visits), **self._run}
         self._file.cut(self._begin_row(report.iteration, self._file.size))
         self._file.add(json.dumps({name: _plain(value) for name, value in row.items()}))
@@ -173,7 +177,8 @@ class EventsFile(Callback):
         self._file = LineFile(path, kept)
 
     def happened(self, event: Event) -> None:
-        self._file.add(json.dumps({**asdict(event), "time": time.time(), **self._run}))
+        row = {**COUNTED, **asdict(event), "iteration": event.iteration + 1}
+        self._file.add(json.dumps({**row, "time": time.time(), **self._run}))
 
 
 class ClusterFile(Callback):
@@ -206,8 +211,7 @@ class TraceFiles(Callback):
         trace = merged_traces(tracks)
         trace["otherData"] = {**trace.get("otherData", {}), **self._run}
         with self._failures.tolerated(self._folder, "recorded iterations are left out"):
-            path = self._folder / f"iteration-{report.iteration:06d}.json"
-            write_text(path, json.dumps(trace, ensure_ascii=False) + "\n")
+            write_text(self._folder / trace_name(report.iteration), json.dumps(trace, ensure_ascii=False) + "\n")
 
 
 class TensorBoard(Callback):
@@ -220,7 +224,7 @@ class TensorBoard(Callback):
     def iteration_done(self, report: IterationReport) -> None:
         for name, value in self._metrics.of(report).items():
             if name != "iteration":
-                self._writer.add_scalar(name, value, report.iteration)
+                self._writer.add_scalar(name, value, report.iteration + 1)
         self._writer.flush()
 
 

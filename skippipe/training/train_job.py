@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,12 +69,13 @@ def run_job(
         run_setup.check_room(rescue)
         begin_run(folder, run_setup)
         run_setup.save_plans()
-        _announce(run_setup)
+        promised = _promises(run_setup, engine, nodes_here)
+        _announce(run_setup, promised)
         if run_setup.job.model.weights and not resumed:
             run_setup = run_setup.with_first_checkpoint()
         if engine is not BACKENDS["one-process"]:
             _announce_backup(run_setup)
-        with _callbacks(run_setup) as callback:
+        with _callbacks(run_setup, promised) as callback:
             engine(run_setup, callback, lambda: len(stopped))
     _print_summary(output / "metrics.jsonl")
     model = run_setup.run.models.place
@@ -82,6 +84,23 @@ def run_job(
         print(f"stopped; the model as it was then is in {model}; {more}", file=sys.stderr)
         raise SystemExit(130)
     print(f"done; the model is in {model}, figures in {output}/metrics.jsonl")
+
+
+def _promises(run_setup: RunSetup, engine: Backend, nodes_here: bool) -> bool:
+    """Whether the plan's promise means something: it is for the machines that run it. These are emulated, or virtual;
+    or they are in a cluster file; or, if all nodes are on this machine, it was measured here ('skippipe profile')."""
+    from skippipe.json_fields import exists
+    from skippipe.training.backends import BACKENDS
+
+    job, plan = run_setup.job, run_setup.plan
+    if engine is BACKENDS["one-process"]:
+        return False
+    if engine is BACKENDS["virtual"] or job.emulation.enabled:
+        return True
+    if nodes_here:
+        here = socket.gethostname()
+        return all(plan.cluster.nodes[node].location == here for node in plan.stage_of)
+    return bool(job.pipeline.plan) or exists(Path(job.cluster))
 
 
 def begin_run(folder: RunFolder, run_setup: RunSetup) -> None:
@@ -109,12 +128,12 @@ def build_setup(
         )
 
 
-def _announce(run_setup: RunSetup) -> None:
+def _announce(run_setup: RunSetup, promised: bool) -> None:
     from skippipe.training.build_run import timetable_text
 
     plan, expected = run_setup.plan, run_setup.plan.expected
     parameters = plan.workload.model.parameters
-    promise = f", {expected.iteration_s:.2f} s an iteration promised" if expected else ""
+    promise = f", {expected.iteration_s:.2f} s an iteration promised" if expected and promised else ""
     print(
         f"{plan.workload.model.name} with {parameters / 1e6:.1f}M weights on {len(plan.stage_of)} nodes of "
         f"'{plan.cluster.name}': {len(plan.stages)} stages, {plan.skipped:.0%} skipped{promise}"
@@ -122,7 +141,7 @@ def _announce(run_setup: RunSetup) -> None:
     if run_setup.job.model.weights and not run_setup.resumed:
         print(f"begins with the weights in {run_setup.job.model.weights}")
     if len(run_setup.lengths) > 1:
-        print(timetable_text(run_setup.lengths, run_setup.plans, len(plan.stages)))
+        print(timetable_text(run_setup.lengths, run_setup.plans, len(plan.stages), promised=promised))
 
 
 def _announce_backup(run_setup: RunSetup) -> None:
@@ -154,18 +173,20 @@ def _print_summary(metrics: Path) -> None:
         promise += f": {ratio:.2g} times that. Machines were busy, or are slower than the cluster file has them"
     elif ratio <= 1 / NOTABLE_RATIO:
         promise += f": {ratio:.2g} times that. Machines or links are faster than the cluster file has them"
+    speeds = [row.tokens_per_s for row in (rows[1:] or rows) if row.tokens_per_s is not None]
+    speed = f", {median(speeds):,.0f} tokens/s" if speeds else ""
     print(
         f"loss {rows[0].loss:.3f} to {rows[-1].loss:.3f} in {len(rows)} iterations; "
-        f"{typical_s:.2f} s an iteration (median){promise}"
+        f"{typical_s:.2f} s an iteration{speed} (medians){promise}"
     )
 
 
 @contextmanager
-def _callbacks(run_setup: RunSetup) -> Iterator[Callback]:
+def _callbacks(run_setup: RunSetup, promised: bool = True) -> Iterator[Callback]:
     """Files, reporters and console; made at the first call, when nodes are forked and threads may start."""
     from skippipe.training import metrics
 
-    computed = metrics.IterationMetrics(run_setup.plan)
+    computed = metrics.IterationMetrics(run_setup.plan, promised=promised)
     folder = Path(run_setup.job.output)
     config = run_setup.job.report
     console = ConsoleCallback(computed, run_setup.job.iterations)

@@ -75,7 +75,7 @@ def test_metrics_of_a_resumed_run_lose_only_what_is_done_again(tmp_path: Path) -
         again.iteration(2, 4.0)
     again.iteration(3, 4.0)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(row["iteration"], row.get("loss")) for row in rows] == [(1, None), (0, 5.0), (1, 5.0), (2, 4.0), (3, 4.0)]
+    assert [(row["iteration"], row.get("loss")) for row in rows] == [(1, None), (1, 5.0), (2, 5.0), (3, 4.0), (4, 4.0)]
 
 
 def test_no_record_is_left_out_of_the_journal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -120,7 +120,7 @@ def test_ctrl_c_shows_what_is_done(
         (["--cut", "1", "--losing"], "the model is in one piece: give its number of stages with --cut"),
         (["--cut", "9"], "at most 5 stages"),
         (["--text", "nowhere.txt"], "nowhere.txt: no such text file"),
-        (["--json", "."], ".: this is a folder; name a file in it"),
+        (["-o", "."], ".: this is a folder; name a file in it"),
         (["--device", "tpu"], "device 'tpu'"),
     ],
 )

@@ -309,7 +309,7 @@ def test_a_trace_that_is_being_written(tmp_path: Path, content: bytes) -> None:
     run = RunFolder(tmp_path, plan_of())
     run.iteration(0, recorded=True)
     run.iteration(1)
-    (tmp_path / "traces" / "iteration-000001.json").write_bytes(content)
+    (tmp_path / "traces" / "000002.json").write_bytes(content)
     page = Panels(RunFollower(tmp_path))
     page.poll()
     run.iteration(1, recorded=True)

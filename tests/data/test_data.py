@@ -309,12 +309,14 @@ def test_reuse_and_making_anew(
 
     def times(tokenizer: TextTokenizer | int = 300) -> int:
         before = len(made)
-        found = prepare.prepare([story], tokenizer, folder)
+        found = prepare.prepare([story], tokenizer, folder, overwrite=True)
         assert found == TokenFile.open(folder)
         assert len(list(folder.iterdir())) == 4, "nothing old is left behind"
         return len(made) - before
 
     assert [times(), times()] == [1, 0]
+    with pytest.raises(UserError, match=r"holds the tokens of other texts.* 'skippipe prepare --overwrite' replaces"):
+        prepare.prepare([story], 299, folder)
     assert [times(299), times(299)] == [1, 0]
     assert [times(bpe), times(bpe)] == [1, 0]
     story.write_text("Another text, of " + "many " * 20, encoding="utf-8")

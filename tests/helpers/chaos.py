@@ -327,8 +327,10 @@ class Outcome:
         return wal.records
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
+        """The lines of a file, with iterations from 0, as faults and the journal count them."""
         path = Path(self.scene.job.output) / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [{**row, "iteration": row["iteration"] - 1} for row in rows]
 
     def said(self, kind: str, node: int | None = None) -> list[str]:
         """Texts of events of a kind."""

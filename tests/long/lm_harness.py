@@ -218,7 +218,7 @@ def test_the_command(
 ) -> None:
     for name in ENVIRONMENT:
         monkeypatch.setenv(name, "1")
-    words = ["score", folder, "--text", "classics-val", "--tasks", "cloze,order", "--limit", "6", "--json"]
+    words = ["score", folder, "--text", "classics-val", "--tasks", "cloze,order", "--limit", "6", "-o"]
     words += [
         tmp_path / "scores.json",
         "--keep",

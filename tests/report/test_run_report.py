@@ -38,7 +38,7 @@ from tests.helpers.html_pages import figures_of
 from tests.helpers.processes import Command
 
 ITERATIONS, LOST_IN, RECORDED, LOST_NODE = 10, 3, (1, 5, 9), 4
-TRACE = "traces/iteration-000009.json"
+TRACE = "traces/000010.json"
 SECTIONS = (
     "Loss", "Seconds, promised and measured", "Iteration 10, planned and measured", "Who computes, who waits",
     "How busy every node was", "How much every link carried", "Nodes that were lost", "Everything out of the ordinary",
@@ -180,7 +180,7 @@ def test_the_summary_and_json_say_the_same(ran: FinishedRun, skippipe: Command) 
     assert found["over_promise"] > 1
     shown = skippipe("show", ran.folder)
     assert shown.code == 0
-    assert f"lost: '{ran.name}'" in shown.out
+    assert f"gone: '{ran.name}'" in shown.out
     assert amount(found["bytes_sent"]) in shown.out
     assert all(name in shown.out for name in ran.names)
 
@@ -245,9 +245,7 @@ def test_ended_early(folder: Path, skippipe: Command) -> None:
     assert "whether the run ended" in " ".join(read_history(folder).missing)
 
 
-@pytest.mark.parametrize(
-    "name", ["plan.json", "cluster.json", "events.jsonl", "journal", "traces/iteration-000009.json"]
-)
+@pytest.mark.parametrize("name", ["plan.json", "cluster.json", "events.jsonl", "journal", "traces/000010.json"])
 def test_any_other_file_may_be_missing_or_junk(folder: Path, name: str, skippipe: Command) -> None:
     before = read_history(folder).missing
     (folder / name).write_text("junk\n")
@@ -268,8 +266,8 @@ def test_metrics_alone_make_a_report(folder: Path, tmp_path: Path, skippipe: Com
 
 def test_what_an_earlier_run_has_left_does_not_count(folder: Path) -> None:
     past = time.time() - 60
-    shutil.copy(folder / "traces" / "iteration-000005.json", folder / "traces" / "iteration-000007.json")
-    for name in ("traces/iteration-000007.json", "journal", "cluster.json"):
+    shutil.copy(folder / "traces" / "000006.json", folder / "traces" / "000008.json")
+    for name in ("traces/000008.json", "journal", "cluster.json"):
         os.utime(folder / name, (past, past))
     history = read_history(folder)
     assert [chart.iteration for chart in history.recorded] == list(RECORDED)
@@ -311,8 +309,8 @@ def test_no_more_traces_are_read_than_anybody_looks_at(folder: Path) -> None:
     trace = (folder / TRACE).read_bytes()
     with (folder / "metrics.jsonl").open("a") as file:
         for number in range(ITERATIONS, ITERATIONS + MOST_RECORDED):
-            file.write(json.dumps({**row, "iteration": number}) + "\n")
-            (folder / "traces" / f"iteration-{number:06d}.json").write_bytes(trace)
+            file.write(json.dumps({**row, "iteration": number + 1}) + "\n")
+            (folder / "traces" / f"{number + 1:06d}.json").write_bytes(trace)
     history = read_history(folder)
     assert len(history.recorded) == MOST_RECORDED
     assert any(f"the last {MOST_RECORDED} are counted" in each for each in history.missing)
@@ -367,7 +365,7 @@ def test_what_is_no_run_is_refused(
 def test_options_that_make_no_sense(ran: FinishedRun, folder: Path, tmp_path: Path, skippipe: Command) -> None:
     refused = skippipe("show", ran.folder, "--trace", tmp_path / "t.json")
     assert refused.code == 2
-    assert re.search(r"open .*traces/iteration-000009\.json", refused.err)
+    assert re.search(r"open .*traces/000010\.json", refused.err)
     shutil.rmtree(folder / "traces")
     assert "no iteration of" in skippipe("show", folder, "--trace", tmp_path / "t.json").err
     assert skippipe("show", folder, "--png", folder / "plan.json").code == 2
@@ -429,6 +427,39 @@ def test_the_page_of_a_run_in_one_process_says_what_is_missing(tmp_path: Path) -
     page = page_of(history, tmp_path / "report.html")
     assert "What is not on record" in page.headings
     assert "How much every link carried" not in page.headings
+
+
+def test_a_plan_for_other_machines_promises_nothing(folder: Path, skippipe: Command, tmp_path: Path) -> None:
+    rows = lines_of(folder / "metrics.jsonl")
+    assert all(row.pop("promised_s") for row in rows)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said, _, listed = skippipe("show", folder, "-o", tmp_path / "report.html").out.partition("not on record:")
+    assert "seconds of an iteration, as measured" in said.lower()
+    assert not re.search("promise|planned|times", said.replace("as planned", ""))
+    assert "promised seconds: none, as in one process, or on other machines than the plan is for" in listed
+    assert listed.endswith(f"written to {tmp_path / 'report.html'}\n")
+    page = Page((tmp_path / "report.html").read_text())
+    assert "Seconds" in page.headings
+    assert "Seconds, promised and measured" not in page.headings
+    found = run_json(read_history(folder))
+    assert found["promised_s"] is found["over_promise"] is None
+    assert all(node["planned"] is node["slowdown"] is None for node in found["nodes"])
+
+
+def test_lines_and_traces_of_earlier_versions_count_from_0(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, plan_of())
+    run.iteration(0)
+    run.iteration(1, recorded=True)
+    run.event("gone", "signal 9", "node-2", iteration=1)
+    new = run_json(read_history(tmp_path))
+    assert (new["last_iteration"], new["recorded"], new["losses"][0]["iteration"]) == (2, [2], 2)
+    assert [row["iteration"] for row in lines_of(tmp_path / "metrics.jsonl")] == [1, 2]
+    for name in ("metrics.jsonl", "events.jsonl"):
+        rows = [{**row, "iteration": row["iteration"] - 1} for row in lines_of(tmp_path / name)]
+        assert all(row.pop("version") == 2 for row in rows)
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "traces" / "000002.json").rename(tmp_path / "traces" / "iteration-000001.json")
+    assert run_json(read_history(tmp_path)) == new
 
 
 def test_names_are_text_and_no_markup(tmp_path: Path) -> None:

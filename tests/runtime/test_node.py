@@ -325,7 +325,7 @@ def test_a_beginning_during_the_step_waits_for_it_and_brings_the_new_plan() -> N
 
 
 def test_screen_and_text_of_an_event_have_the_same_number(capsys: pytest.CaptureFixture[str]) -> None:
-    """Files count iterations from 0; whatever people read counts from 1."""
+    """Whatever people read counts iterations from 1."""
     bench = Bench(2).begin(4)
     idle = bench.node.doing
     bench.take(0, hop(0, 1, iteration=4)).decide()

@@ -366,7 +366,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "Made with other settings" in (out / "tables.md").read_text()
     assert not (tmp_path / "times.json").exists()
     study.write_text(STUDY_FILE)
-    code, printed, told = skippipe("study", "report", lines, "--study", study, "--out", out)
+    code, printed, told = skippipe("study", "report", lines, "--study", study, "-o", out, "--overwrite")
     assert code == 0
     assert "planning 6 of 6 stages, 24 layers, nodes placed for 4" in told
     assert "Made with other settings" not in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
@@ -21,7 +22,8 @@ from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.toml_config import example, field_texts, from_table
-from skippipe.training.backends import one_process, virtual
+from skippipe.training import train_job
+from skippipe.training.backends import BACKENDS, one_process, virtual
 from skippipe.training.build_run import RunSetup, build_run, plans_by_length
 from skippipe.training.job_config import JobConfig, load_job
 from skippipe.validate import validate
@@ -201,7 +203,7 @@ def complaint_of(folder: Path, text: str = "", **pipeline: Any) -> str:
         ("cluster = 'regions:x'", "regions:x"),
         ("[data]\ntexts = '/no/such.txt'", "/no/such.txt: no such text file"),
         ("[data]\ntexts = []", "no text to prepare"),
-        ("[data]\ntokenizer = '/no/such'", "/no/such: no such tokenizer"),
+        ("[data]\nvocabulary = 2048\ntokenizer = '/no/such'", "/no/such: no such tokenizer"),
         ("[model]\nconfig = 'gpt-9'", "model 'gpt-9': neither a preset (llama-tiny, "),
         ("[compute]\ndevice = 'tpu'", "device 'tpu': expected cpu, cuda or cuda:N"),
         ("[compute]\ndevice = 'cuda:7'", "device 'cuda:7': this machine has "),
@@ -247,7 +249,11 @@ def test_a_plan_must_be_there_and_fit(folder: Path) -> None:
     good = assembled(folder).plan
     file = folder / "plan.json"
     good.save(file)
-    again = assembled(folder, plan=str(file), stages=99).plan  # the plan brings its own
+    assert (
+        complaint_of(folder, plan=str(file), stages=99)
+        == f"pipeline.stages: 99, and pipeline.plan settles that: {file} has 3; leave one of them out"
+    )
+    again = assembled(folder, plan=str(file)).plan
     assert again == good
     assert again.expected is not None
 
@@ -289,6 +295,25 @@ def test_a_job_becomes_a_brief(folder: Path) -> None:
     assert node_config.sampler().seed == 7
     assert node_config.learning.iterations == 100
     assert node_config.spec().shape == made.spec.shape
+
+
+def test_a_plan_promises_only_to_the_machines_that_it_is_for(folder: Path) -> None:
+    made = assembled(folder)
+    here = tuple(replace(node, location=socket.gethostname()) for node in made.plan.cluster.nodes)
+    measured = replace(made, plan=replace(made.plan, cluster=replace(made.plan.cluster, nodes=here)))
+    emulated = assembled(folder, "[emulation]\nenabled = true")
+
+    def promises(run_setup: RunSetup, engine: str, nodes_here: bool = True) -> bool:
+        return train_job._promises(run_setup, BACKENDS[engine], nodes_here)
+
+    assert not promises(made, "processes"), "a preset, on this machine"
+    assert promises(measured, "processes")
+    assert promises(emulated, "processes")
+    assert promises(made, "virtual")
+    assert not any(promises(each, "one-process") for each in (made, measured, emulated))
+    assert not promises(made, "processes", nodes_here=False), "a preset, on others"
+    named = replace(made, job=replace(made.job, cluster=str(saved_cluster(folder, made.plan))))
+    assert promises(named, "processes", nodes_here=False)
 
 
 # Paths that change their length

@@ -148,7 +148,7 @@ def test_command_and_resume(skippipe: Command, tmp_path: Path) -> None:
     done = skippipe("train", file, "--resume", "--iterations", "3")
     assert done.code == 0, done.err
     metrics = [json.loads(line) for line in (Path(job.output) / "metrics.jsonl").read_text().splitlines()]
-    assert [each["iteration"] for each in metrics] == [0, 1, 2], "it goes on, and does not begin again"
+    assert [each["iteration"] for each in metrics] == [1, 2, 3], "it goes on, and does not begin again"
 
 
 def test_what_does_not_fit_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

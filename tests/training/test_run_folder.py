@@ -235,7 +235,7 @@ def test_what_is_shown_is_of_this_run(tmp_path: Path) -> None:
         "metrics.jsonl: 2 lines of another run are passed over",
         "events.jsonl: 1 line of another run are passed over",
         "journal: is of another run",
-        "traces/iteration-000000.json cannot be read: it is of another run",
+        "traces/000001.json cannot be read: it is of another run",
     ):
         assert line in found.missing
     assert checkpoints_in(tmp_path) == {}

@@ -8,7 +8,7 @@ const SHADES = { forward: [255, 0.5], head: [255, 0], backward: [0, 0.15], weigh
 const CURVES = [
   ["loss", "Loss", (value) => value.toFixed(4)],
   ["tokens_per_s", "Tokens a second", count, null, true],
-  ["seconds", "Seconds (dashed: promised)", (value) => value.toFixed(2), "promised_s", true],
+  ["seconds", "Seconds", (value) => value.toFixed(2), "promised_s", true],
   ["sent_bytes", "Bytes sent in an iteration", bytes, null, true],
 ];
 
@@ -165,6 +165,7 @@ export function drawCurves(curves) {
 
 function drawn(curves, name, title, worded, second = null, fromZero = false) {
   const lines = [name, second].filter((each) => each && curves[each].some((value) => value !== null));
+  if (lines.length > 1) title += " (dashed: promised)";
   const values = lines.flatMap((each) => curves[each]).filter((value) => value !== null);
   const low = fromZero ? 0 : Math.min(...values), high = Math.max(...values);
   const [first, last] = [curves.iteration[0], curves.iteration.at(-1)];

@@ -5,13 +5,11 @@ import { RunMap } from "./dashboard-map.js";
 import { bytes, byId, count, make, seconds } from "./dashboard-words.js";
 
 const SILENT_S = 60; // without news, at least, before a run counts as silent
-const KINDS = {
-  gone: ["died", "bad"], rerouted: ["rerouted", ""], restarted: ["iteration begun again", "warn"],
-  replanned: ["replanned", "good"], joined: ["joined", "good"], learning: ["learns", ""], able: ["repaired", "good"],
-  paused: ["paused", "bad"], slow: ["slow", "warn"], cut: ["link cut", "warn"], "not-finite": ["not finite", "warn"],
-  refused: ["refused", "bad"], checkpoint: ["checkpoint given up", "warn"], checkpointed: ["checkpointed", "good"],
-  recovered: ["coordinator is back", "good"], drill: ["drill", "warn"], ending: ["ending", "warn"],
-  storage: ["not written", "bad"],
+// colours of events, which have the same names on the terminal and in files
+const MOODS = {
+  gone: "bad", restarted: "warn", replanned: "good", joined: "good", able: "good", paused: "bad", slow: "warn",
+  cut: "warn", "not-finite": "warn", refused: "bad", checkpoint: "warn", checkpointed: "good", recovered: "good",
+  drill: "warn", ending: "warn", storage: "bad",
 };
 
 const map = new RunMap();
@@ -99,11 +97,10 @@ function drawEvents(found) {
   byId("event-count").textContent = found.in_all > found.events.length
     ? `the newest ${found.events.length} of ${found.in_all}` : String(found.in_all);
   byId("events").replaceChildren(...found.events.map((event) => {
-    const [word, mood] = KINDS[event.kind] ?? [event.kind, ""];
     const when = new Date(event.time * 1000);
-    return make("li", { class: `event ${mood}` },
+    return make("li", { class: `event ${MOODS[event.kind] ?? ""}` },
       make("time", { title: when.toLocaleString() }, when.toLocaleTimeString()), " ",
-      make("b", {}, word), event.node ? ` ${event.node}` : "", `: ${event.text} `,
+      make("b", {}, event.kind), event.node ? ` ${event.node}` : "", `: ${event.text} `,
       make("i", {}, `iteration ${event.iteration + 1}`));
   }));
   if (!found.events.length) byId("events").append(make("li", {}, "Nothing so far: all goes as planned."));

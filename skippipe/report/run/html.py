@@ -26,6 +26,8 @@ MEASURED, PROMISED, IDLE, BUSY = HUES[0], HUES[1], "#D9D9D9", HUES[0]
 LOSS_IN_WORDS = "Training loss, the mean over the microbatches of an iteration; above, tokens so far."
 PROMISE_IN_WORDS = """What every iteration took, since the one before was done, and what its plan promised. Marks stand
 at iterations in which something happened; point at one to read what."""
+SECONDS_IN_WORDS = """What every iteration took, since the one before was done. Marks stand at iterations in which
+something happened; point at one to read what."""
 RECORDED_IN_WORDS = """For every node as planned above (pale), as measured below. Light bars go forward, dark bars go
 backward, hatched ones are head and loss; numbers are lanes; dotted is averaging, and dark grey the optimizer step, as
 long as the one before it. Every node counts from its own beginning of the iteration. Drag to zoom in, double-click to
@@ -41,7 +43,11 @@ def write_run_html(history: RunHistory, path: Path) -> None:
         html.key_figures(summary.run_figures(history)),
         _missing(history),
         html.section("Loss", LOSS_IN_WORDS, html.figure_html(_loss(history))),
-        html.section("Seconds, promised and measured", PROMISE_IN_WORDS, html.figure_html(_seconds(history))),
+        html.section(
+            summary.seconds_title(history),
+            PROMISE_IN_WORDS if history.is_promised else SECONDS_IN_WORDS,
+            html.figure_html(_seconds(history)),
+        ),
         *(_recorded(history.recorded[-1]) if history.recorded else ()),
         html.section("Who computes, who waits", NODES_IN_WORDS, html.figure_html(_busy(history))),
         html.table_html(summary.nodes_table(history)),

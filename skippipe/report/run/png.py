@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from skippipe.report.gantt import RecordedGantt, pale
 from skippipe.report.png import GRID, INK, blank, draw_task, dress, literal, write_image, write_png
-from skippipe.report.run.summary import amount, marks_of, short_count, steps_of, title, tokens_each
+from skippipe.report.run.summary import amount, marks_of, seconds_title, short_count, steps_of, title, tokens_each
 from skippipe.runs.history import RunHistory
 from skippipe.runs.records import downsample
 from skippipe.simulator import simulate
@@ -105,7 +105,7 @@ def _draw_curve(axes: Axes, history: RunHistory, name: str) -> None:
 
 
 def _draw_seconds(axes: Axes, history: RunHistory) -> None:
-    dress(axes, "Seconds, promised and measured", "iteration", "seconds")
+    dress(axes, seconds_title(history), "iteration", "seconds")
     rows = history.rows
     at = [row.iteration + 1 for row in rows]
     _draw_curve(axes, history, "seconds")

@@ -60,6 +60,10 @@ def title(history: RunHistory) -> str:
     return f"{history.name}: {len(history.rows):,} iterations"
 
 
+def seconds_title(history: RunHistory) -> str:
+    return "Seconds, promised and measured" if history.is_promised else "Seconds"
+
+
 def _iterations(known: int, last: MetricsRow) -> str:
     done = last.iteration + 1
     total_iterations = f" of {last.total_iterations:,}" if last.total_iterations is not None else ""
@@ -88,7 +92,7 @@ def _seconds(history: RunHistory) -> str:
         return NOTHING
     text = f"{history.typical_s:.2f} s (median)"
     if history.promised_s is None or history.over_promise is None:
-        return f"{text}, nothing promised"
+        return text
     return f"{text}, {history.promised_s:.2f} s promised; {history.over_promise:.2f} times the promise, in the median"
 
 
@@ -139,14 +143,20 @@ def _queue_s(use: NodeUtilization) -> float:
 
 def nodes_table(history: RunHistory) -> Table:
     headings = ("node", "stage")
-    times = ("busy, planned", "measured", "idle, planned", "measured", "collisions, planned", "measured")
-    others = ("tasks × planned, at the end", "sent", "received")
+    times: tuple[str, ...] = ("busy", "idle", "collisions")
+    others: tuple[str, ...] = ("sent", "received")
+    if history.is_promised:
+        times = tuple(each for time in times for each in (f"{time}, planned", "measured"))
+        others = ("tasks × planned, at the end", *others)
     rows = []
     for use in history.utilization:
         pairs = [
-            _seconds_of(of, name) for name in ("busy_s", "idle_s", "collision_s") for of in (use.planned, use.measured)
+            _seconds_of(of, name)
+            for name in ("busy_s", "idle_s", "collision_s")
+            for of in ((use.planned, use.measured) if history.is_promised else (use.measured,))
         ]
-        figures = [_stage(use), *pairs, _slowdown(use), amount(use.sent_bytes), amount(use.received_bytes)]
+        slowdown = [_slowdown(use)] if history.is_promised else []
+        figures = [_stage(use), *pairs, *slowdown, amount(use.sent_bytes), amount(use.received_bytes)]
         rows.append([use.name, *figures])
     return Table(
         "How busy every node was", f"{NODES_IN_WORDS} {recorded_in_words(history)}", (*headings, *times, *others), rows
@@ -155,19 +165,23 @@ def nodes_table(history: RunHistory) -> Table:
 
 def short_nodes_table(history: RunHistory) -> Table:
     """Utilization of every node, planned and measured, in a table that fits a terminal."""
-    headings = ("node", "stage", "busy s", "idle s", "collisions s", "× planned")
+    headings = ("node", "stage", "busy s", "idle s", "collisions s")
+    names = ("busy_s", "idle_s", "collision_s")
+    note = recorded_in_words(history)
+    if not history.is_promised:
+        rows = [
+            [use.name, _stage(use), *(_seconds_of(use.measured, name) for name in names)] for use in history.utilization
+        ]
+        return Table("Seconds of an iteration, as measured", note, headings, rows)
     rows = [
         [
             *(use.name, _stage(use)),
-            *(
-                f"{_seconds_of(use.planned, name)} → {_seconds_of(use.measured, name)}"
-                for name in ("busy_s", "idle_s", "collision_s")
-            ),
+            *(f"{_seconds_of(use.planned, name)} → {_seconds_of(use.measured, name)}" for name in names),
             _slowdown(use),
         ]
         for use in history.utilization
     ]
-    return Table("Seconds of an iteration, planned → measured", recorded_in_words(history), headings, rows)
+    return Table("Seconds of an iteration, planned → measured", note, (*headings, "× planned"), rows)
 
 
 def _seconds_of(use: Utilization | None, name: str) -> str:
@@ -208,12 +222,12 @@ def events_table(history: RunHistory) -> Table:
 
 
 def run_json(history: RunHistory) -> dict[str, Any]:
-    """All figures of a run as JSON; iterations count from 0, as in the files."""
+    """All figures of a run as JSON; iterations count from 1, as on the screen and in the files."""
     known = history.losses
     return {
         "run": history.name,
         "iterations": len(history.rows),
-        "last_iteration": history.rows[-1].iteration,
+        "last_iteration": history.rows[-1].iteration + 1,
         "iterations_asked": history.rows[-1].total_iterations,
         "ended": history.ended,
         "loss": {"first": known[0], "last": known[-1], "best": min(known)} if known else None,
@@ -224,10 +238,10 @@ def run_json(history: RunHistory) -> dict[str, Any]:
         "tokens_per_s": history.tokens_per_s,
         "bytes_sent": history.sent_bytes,
         "links": [[*pair, sent] for pair, sent in sorted(history.links.items())],
-        "recorded": [recorded.iteration for recorded in history.recorded],
+        "recorded": [recorded.iteration + 1 for recorded in history.recorded],
         "nodes": [_node_json(use) for use in history.utilization],
-        "losses": [loss._asdict() for loss in history.outages],
-        "events": [event._asdict() for event in history.events],
+        "losses": [{**loss._asdict(), "iteration": loss.iteration + 1} for loss in history.outages],
+        "events": [{**event._asdict(), "iteration": event.iteration + 1} for event in history.events],
         "missing": list(history.missing),
     }
 

@@ -1,0 +1,224 @@
+"""The command sweep: plans for every share of the stages that can be skipped, and the best of them at the same loss."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from skippipe.cli.options import (
+    Budget,
+    ClusterName,
+    Json,
+    Overwrite,
+    ProblemOptions,
+    Seed,
+    SweepOptions,
+    option,
+    pipeline_option,
+    problem_from,
+    search_option,
+    takes,
+)
+from skippipe.cli.plan import search_plan, show_table, summary
+from skippipe.errors import Infeasible, UserError
+from skippipe.json_fields import check_output, json_text, write_text
+from skippipe.terminal import interruptible
+from skippipe.value_ranges import Range
+
+if TYPE_CHECKING:
+    from skippipe.plan import Plan
+    from skippipe.planner.problem import Problem
+    from skippipe.planner.sweep import InfeasiblePoint, SweepPoint, Trade
+    from skippipe.report.summary import Table
+
+LOSS, OUTPUT = "Time against loss", "Output"
+MEASURED_PENALTY = 0.5
+"""Nats per share of the stages: a third skipped all along cost 0.16 to 0.17 nats in our studies (docs/results.md)."""
+DOUBLING = 0.1
+SkippingStrategy = Annotated[
+    Literal["best", "skippipe", "no-tc2", "dtfm-skip"], search_option("As in 'skippipe plan'.")
+]
+
+
+@takes(SweepOptions)
+def sweep(
+    cluster: ClusterName,
+    stages: Annotated[
+        str | None,
+        pipeline_option("Stages of the pipeline; several: 4,6,8 or 4-8.", "6, or 4 under 12 nodes", "-s", "--stages"),
+    ] = None,
+    penalty: Annotated[
+        float | None,
+        Range(0, 1_000),
+        option(
+            LOSS,
+            "Loss that skipping adds per share of the stages, for the same tokens: with 0.3, a third skipped "
+            "costs 0.1 nats. 0: only time counts. 'skippipe study' measures it.",
+            f"{MEASURED_PENALTY:g}, as measured with a third skipped all along",
+            metavar="NATS",
+        ),
+    ] = None,
+    doubling: Annotated[
+        float | None,
+        Range(0.001, 1_000),
+        option(
+            LOSS,
+            "Loss that twice as many tokens take off. With 0.1 and a penalty of 0.3, a third skipped takes twice "
+            "as many tokens to the same loss, so it has to be twice as fast.",
+            f"{DOUBLING:g}",
+            metavar="NATS",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write what --json prints to this file.")
+    ] = None,
+    strategy: SkippingStrategy = "best",
+    budget: Budget = 20,
+    seed: Seed = 0,
+    png: Annotated[Path | None, option(OUTPUT, "Draw seconds against share skipped.")] = None,
+    html: Annotated[Path | None, option(OUTPUT, "The same and the table as a page that needs no other file.")] = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+    *,
+    options: SweepOptions,
+) -> None:
+    """Plan for every share of the stages that can be skipped, and for several numbers of stages; name the best.
+
+    The best is the soonest at the same loss: seconds per microbatch, times the tokens that it takes to make up for what
+    skipping adds to the loss, 2^(penalty × share skipped / doubling). A star marks what is efficient: nothing else
+    skips less and is faster. All have about as many microbatches; where they do not divide (CC3), they are rounded up.
+    The budget is for each plan.
+
+    Example: skippipe sweep published20 --stages 4-6 --penalty 0.3 --png sweep.png
+    """
+    files = [path for path in (output, png, html) if path]
+    for path in files:
+        check_output(path, Path(cluster), overwrite=overwrite)
+    if penalty == 0 and doubling is not None:
+        raise UserError("--doubling: says what a penalty costs in tokens, and --penalty 0 has none: leave one out")
+    from skippipe.planner.problem_spec import PlanSpec, cluster_named, stages_of
+    from skippipe.planner.strategies import PlanRequest
+    from skippipe.planner.sweep import InfeasiblePoint, SweepPoint, Trade, best, efficient, stage_counts
+    from skippipe.planner.sweep import sweep as swept
+
+    found, example = cluster_named(cluster)
+    default_stages = stages_of(found, PlanSpec(layers=options.layers), example)
+    counts = stage_counts(stages) if stages else [default_stages]
+    rows: list[dict[str, Any]] = []
+
+    def ask(count: int, visited: int, microbatches: int | None) -> Problem:
+        given = {**vars(options), "microbatches": microbatches}
+        problem = problem_from(cluster, ProblemOptions(**given, stages=count, visit=visited))
+        return replace(problem, sizes=())  # an example has sizes of its own for one share
+
+    with interruptible() as stopped:
+
+        def planned(problem: Problem) -> Plan:
+            plan, took_s = search_plan(problem, strategy, PlanRequest(seed, budget), stopped)
+            rows.append(summary(plan, took_s))
+            return plan
+
+        answers = swept(counts, options.microbatches, ask, planned, lambda: bool(stopped))
+    points = [each for each in answers if isinstance(each, SweepPoint)]
+    refusals = [each for each in answers if isinstance(each, InfeasiblePoint)]
+    if not points:
+        raise Infeasible(refusals[0].reason)
+    trade = Trade(MEASURED_PENALTY if penalty is None else penalty, doubling or DOUBLING)
+    winner = best(points, trade)
+    for point, good, row in zip(points, efficient(points), rows, strict=True):
+        row |= {
+            "stages": point.stages,
+            "visited": point.visited,
+            "s_per_microbatch": point.microbatch_s,
+            "ratio": point.microbatch_s / points[0].microbatch_s,
+            "s_at_same_loss": point.same_loss_s(trade),
+            "efficient": good,
+            "best": point is winner,
+        }
+    table = _sweep_table(rows, points[0])
+    title = f"{found.name}: {len(found)} nodes, {rows[0]['timing']} timing"
+    verdict = _verdict(winner, trade, measured=penalty is None)
+    if png or html:
+        from skippipe.report.skip_tradeoff import Tradeoff, write_page, write_png
+
+        if png:
+            write_png(Tradeoff(points, trade), title, png)
+        if html:
+            write_page(Tradeoff(points, trade), title, verdict, table, html)
+    in_order = _in_order(answers, rows)
+    if output:
+        write_text(output, json_text(in_order) + "\n")
+    if as_json:
+        print(json.dumps(in_order))
+        return
+    print(title)
+    show_table(table)
+    for line in _refused(refusals):
+        print(line)
+    if files:
+        print(f"written to {', '.join(map(str, files))}")
+    print(verdict)
+
+
+def _in_order(answers: list[SweepPoint | InfeasiblePoint], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows in the order of the sweep, with the infeasible ones."""
+    from skippipe.planner.sweep import InfeasiblePoint
+
+    left = iter(rows)
+    return [
+        {
+            "stages": each.stages,
+            "visited": each.visited,
+            "skipped": float(each.skipped),
+            **({"infeasible": each.reason} if isinstance(each, InfeasiblePoint) else next(left)),
+        }
+        for each in answers
+    ]
+
+
+def _sweep_table(rows: list[dict[str, Any]], first: SweepPoint) -> Table:
+    from skippipe.report.summary import Table
+
+    headings = ("stages", "visited", "skipped", "micro-\nbatches", "iteration", "s a micro-\nbatch",
+                f"against\n{first.name}", "s at the\nsame loss", "effi-\ncient", "nodes", "planned\nin")  # fmt: skip
+    cells = [
+        [
+            *(str(row["stages"]), str(row["visited"]), f"{row['skipped']:.0%}", str(row["microbatches"])),
+            *(f"{row['iteration_s']:.2f} s", f"{row['s_per_microbatch']:.3f}", f"{row['ratio']:.2f}"),
+            *(f"{row['s_at_same_loss']:.3f}", "*" if row["efficient"] else "", str(row["nodes_used"])),
+            f"{row['planning_s']:.1f} s",
+        ]
+        for row in rows
+    ]
+    return Table("Plans", "", headings, cells)
+
+
+def _refused(refusals: list[InfeasiblePoint]) -> list[str]:
+    """A line for each reason that a plan is infeasible, with all lengths of paths that it is for."""
+    from skippipe.timeline import ranges_text
+
+    lengths: dict[tuple[int, str], list[int]] = {}
+    for each in refusals:
+        lengths.setdefault((each.stages, each.reason), []).append(each.visited)
+    return [
+        f"no plan for {stages} stages, visiting {ranges_text(visited)}: {reason}"
+        for (stages, reason), visited in lengths.items()
+    ]
+
+
+def _verdict(winner: SweepPoint, trade: Trade, *, measured: bool) -> str:
+    visiting = f"best: visiting {winner.name} stages, {winner.microbatch_s:.3f} s per microbatch"
+    if not trade.penalty:
+        return f"{visiting} (only time counts; --penalty says what skipping costs)"
+    said = (
+        f"{visiting}; with {trade.tokens(winner.skipped):.2f} times the tokens to the same loss, as if it took "
+        f"{winner.same_loss_s(trade):.3f} s"
+    )
+    penalty = f"penalty of {trade.penalty:g} nats per share skipped"
+    if not measured:
+        return f"{said} ({penalty})"
+    return f"{said} (measured {penalty} all along; --penalty sets another; 0: only time counts)"
