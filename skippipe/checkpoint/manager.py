@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -75,9 +76,10 @@ class CheckpointManager:
         """Write the next chunk of a stage's state, None after the last one; number 0 starts the stage over."""
         self._writing.submit(self._save, stage, number, piece)
 
-    def saved(self, iterations: int, steps: Sequence[int]) -> None:
+    def saved(self, iterations: int, steps: Sequence[int], validation_loss: float | None = None) -> None:
         """Make it a checkpoint, now that all stages are saved; `steps` are those that each optimizer has taken."""
-        self._writing.submit(self._saved, iterations, tuple(steps))
+        finite = validation_loss is not None and math.isfinite(validation_loss)
+        self._writing.submit(self._saved, iterations, tuple(steps), validation_loss if finite else None)
 
     def abandon(self) -> None:
         """Drop the checkpoint that is being made, because a node that was sending it is lost."""
@@ -151,14 +153,15 @@ class CheckpointManager:
     def _run_id(self) -> str:
         return self.checkpoints.run_id or ""
 
-    def _saved(self, iterations: int, steps: tuple[int, ...]) -> None:
+    def _saved(self, iterations: int, steps: tuple[int, ...], validation_loss: float | None) -> None:
         place, files = self._place, self._files
         self._place, self._files, self.lacking, self._given_up = None, [], "", False
         if place is None or len(files) != 2 * len(self.node_config.plan.layers):
             self._lack(iterations)
             return
         try:
-            self.checkpoints.commit(place, manifest_of(self.node_config, iterations, steps, files, self._run_id))
+            manifest = manifest_of(self.node_config, iterations, steps, files, self._run_id)
+            self.checkpoints.commit(place, replace(manifest, validation_loss=validation_loss))
             self._warned.works(self.checkpoints.folder)
         except OSError as error:
             self._place = place

@@ -11,12 +11,14 @@ from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from fractions import Fraction
 from functools import cached_property
-from importlib.util import find_spec
+from hashlib import sha256
 from pathlib import Path
+from statistics import fmean
 
 from skippipe.checkpoint.storage import WriteFailures, check_room
 from skippipe.cluster import Cluster
 from skippipe.collectives import COLLECTIVES, Collective
+from skippipe.data.documents import source
 from skippipe.data.prepare import PrepareProgress, prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.errors import Infeasible, UserError
@@ -29,18 +31,25 @@ from skippipe.planner.published import Example
 from skippipe.planner.strategies import PlanRequest, Strategy, make_plan, with_paths_of
 from skippipe.presets import emulated_cluster
 from skippipe.runtime.coordinator.embedding_backup import BACKED_UP, best_pair
-from skippipe.runtime.coordinator.settings import CoordinatorSettings, Deadlines, RecoverySettings
-from skippipe.runtime.node_config import NodeConfig
+from skippipe.runtime.coordinator.settings import (
+    CoordinatorSettings,
+    Deadlines,
+    RecoverySettings,
+    ValidationSettings,
+)
+from skippipe.runtime.node_config import HeldOut, NodeConfig
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.training.job_config import JobConfig, ReportConfig
 from skippipe.training.pretrained import check_vocabulary, with_pretrained, write_first_checkpoint
 from skippipe.training.run import Run, RunOptions
 from skippipe.training.run_folder import make_folder
+from skippipe.training.trackers import check_trackers
 from skippipe.validate import validate
 from skippipe.workload import Workload, model_named
 
 ITERATION_TIMEOUT_FACTOR = 5  # times the promised seconds
+MOST_SAMPLED = 200  # iterations that the time left is reckoned from
 CHECKPOINT_ADVICE = "set checkpoint.every"
 EMULATED_BATCH = {"sequence_tokens": 4096, "samples_per_microbatch": 2, "wire_dtype": "bf16"}
 
@@ -58,12 +67,25 @@ class RunSetup(RunOptions):
     """Length of paths → the plan for it, on the same stages; the plan is one of them."""
     lengths: Mapping[int, int]
     """Length of paths → how many iterations of the run have such paths."""
+    held_out_tokens: TokenFile | None = None
+    """The text of validation.texts."""
 
     @property
     def read_while_training(self) -> list[Path]:
         """Files and folders that must stay in place during the run."""
         named = (self.job.pipeline.plan, self.job.transport.peers, self.job.transport.key)
         return [self.tokens.folder, *(Path(each) for each in named if each)]
+
+    def promised_left_s(self, done: int) -> float:
+        """Promised seconds of all iterations that are left when so many are done; 0: nothing is promised."""
+        job, count = self.job, self.job.iterations - done
+        if count <= 0 or any(plan.expected is None for plan in self.plans.values()):
+            return 0.0
+        drawn = range(done, job.iterations, -(-count // MOST_SAMPLED))
+        lengths = [
+            job.followed.visited(each, job.iterations, len(self.plan.stages), self.plan.visited) for each in drawn
+        ]
+        return count * fmean(self.plans[each].expected.iteration_s for each in lengths)  # type: ignore[union-attr]
 
     def save_plans(self) -> None:
         """Write the plans to the output folder. A resumed run has them, and goes on if they cannot be written again."""
@@ -90,7 +112,29 @@ class RunSetup(RunOptions):
             heartbeat_s=job.survive.heartbeat_s,
             rendezvous=None if self.collective.in_messages else _free_address(),
             recipe=job.followed,
+            held_out=self.held_out,
         )
+
+    @cached_property
+    def held_out(self) -> HeldOut | None:
+        """Which samples are evaluated while training; UserError if there are too few."""
+        validation, work = self.job.validation, self.plan.workload
+        if not validation.enabled:
+            return None
+        tokens = self.held_out_tokens or self.tokens
+        windows = (len(tokens) - 1) // work.sequence_tokens
+        held_out = windows if self.held_out_tokens else round(validation.share * windows)
+        each = work.samples_per_microbatch
+        if not each <= held_out < windows + bool(self.held_out_tokens):
+            field = "texts" if self.held_out_tokens else "share"
+            raise UserError(
+                f"validation.{field}: {held_out:,} samples of {work.sequence_tokens:,} tokens are held out of "
+                f"{windows:,}, and a microbatch has {each}: hold more text out, or train on more"
+            )
+        microbatches = min(-(-validation.samples // each), held_out // each)
+        if self.held_out_tokens is None:
+            return HeldOut(microbatches, held_out)
+        return HeldOut(microbatches, 0, tokens.folder.name, tokens.fingerprint)
 
     @property
     def collective(self) -> Collective:
@@ -109,6 +153,11 @@ class RunSetup(RunOptions):
             plans=self.plans,
             recorded=range(min(every, job.iterations) - 1, job.iterations, every) if every else (),
             checkpoint_every=job.checkpoint.every,
+            validation=ValidationSettings(
+                every=job.validation.every if self.held_out else 0,
+                microbatches=self.held_out.microbatches if self.held_out else 1,
+                patience=job.validation.patience,
+            ),
             deadlines=Deadlines(
                 iteration=max(Deadlines.iteration, ITERATION_TIMEOUT_FACTOR * promised),
                 heartbeat=timedelta(seconds=survive.heartbeat_s),
@@ -175,7 +224,7 @@ class RunSetup(RunOptions):
         checkpoint_bytes = OPTIMIZERS[job.learning.optimizer].stored_bytes() * parameters
         made = (job.iterations - self.run.first) // job.checkpoint.every + 1 if job.checkpoint.every else 0
         there = len(self.run.checkpoints.complete())
-        more = min(made, max(1, job.checkpoint.keep + 1 - there)) if made else 0
+        more = min(made, max(1, job.checkpoint.keep + 1 + job.validation.enabled - there)) if made else 0
         more += bool(job.model.weights) and not self.resumed
         if rescue is None or not self.resumed:
             check_room(Path(job.output), "output", model_bytes, checkpoint_bytes, more)
@@ -222,11 +271,22 @@ def build_run(
         plan = _make_job_plan(job, cluster, example, spec, request)
     lengths = _lengths(job, len(plan.stages), plan.visited)
     plans = plans_by_length(job, plan, lengths, request, resumed=options.resumed)
-    run_setup = RunSetup(job, plans[_most_frequent(lengths)], spec, tokens, plans, lengths, **vars(options))
+    held_out = _held_out_tokens(job, tokens, reading)
+    plan = plans[_most_frequent(lengths)]
+    run_setup = RunSetup(job, plan, spec, tokens, plans, lengths, held_out, **vars(options))
     run_setup.node_config.sampler()  # is the text long enough?
     if options.resumed:
         _ = run_setup.run.origin  # UserError if there is no checkpoint to continue from
     return run_setup
+
+
+def _held_out_tokens(job: JobConfig, tokens: TokenFile, reading: PrepareProgress) -> TokenFile | None:
+    """The held-out text, in a folder within that of the training text: who copies that one has both."""
+    texts = job.validation.texts
+    if not texts:
+        return None
+    name = sha256("\n".join(source(text).sha256 for text in texts).encode()).hexdigest()[:12]
+    return prepare(texts, tokens.tokenizer(), tokens.folder / f"validation-{name}", reading)
 
 
 def _make_job_plan(
@@ -368,12 +428,7 @@ def _checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec) -> Plan:
 
 
 def _check_report(config: ReportConfig) -> None:
-    for wanted, package, name in (
-        (config.tensorboard, "tensorboard", "tensorboard"),
-        (config.prometheus > 0, "prometheus_client", "prometheus"),
-    ):
-        if wanted and find_spec(package) is None:
-            raise UserError(f"report.{name}: needs another package; pip install 'skippipe[{name}]'")
+    check_trackers(config)
     if config.prometheus:
         try:
             socket.create_server(("127.0.0.1", config.prometheus)).close()

@@ -10,6 +10,7 @@ const KINDS = {
   replanned: ["replanned", "good"], joined: ["joined", "good"], learning: ["learns", ""], able: ["repaired", "good"],
   paused: ["paused", "bad"], slow: ["slow", "warn"], cut: ["link cut", "warn"], "not-finite": ["not finite", "warn"],
   refused: ["refused", "bad"], checkpoint: ["checkpoint given up", "warn"], checkpointed: ["checkpointed", "good"],
+  validation: ["held-out loss given up", "warn"],
   recovered: ["coordinator is back", "good"], drill: ["drill", "warn"], ending: ["ending", "warn"],
   storage: ["not written", "bad"],
 };
@@ -60,7 +61,9 @@ function drawRun(run) {
   const late = run.seconds && run.promised_s ? ` promised ${seconds(run.promised_s)}` : "";
   byId("tiles").replaceChildren(
     tile("iterations done", run.iterations.toLocaleString("en"), run.total ? ` of ${run.total.toLocaleString("en")}` : ""),
-    tile("loss", run.loss === null ? "–" : run.loss.toFixed(4)),
+    tile("loss", run.loss === null ? "–" : run.loss.toFixed(4), run.validation_loss ? ` held out ${run.validation_loss.toFixed(4)}` : ""),
+    tile("learning rate", run.learning_rate === null ? "–" : run.learning_rate.toPrecision(2)),
+    tile("time so far", run.elapsed_s === null ? "–" : long(run.elapsed_s), run.left_s && !run.done ? ` ${long(run.left_s)} left` : ""),
     tile("tokens a second", run.tokens_per_s === null ? "–" : count(run.tokens_per_s)),
     tile("an iteration takes", run.seconds === null ? "–" : seconds(run.seconds), late),
     tile("sent in an iteration", run.sent_bytes === null ? "–" : bytes(run.sent_bytes)),

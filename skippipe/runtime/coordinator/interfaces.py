@@ -85,6 +85,9 @@ class Callback:
     def measured(self, cluster: Cluster) -> None:
         """Measured speeds of nodes and links, at checkpoints and at the end of the run."""
 
+    def close(self) -> None:
+        """Nothing more comes."""
+
 
 class CheckpointStore(Protocol):
     """Writes checkpoints, and reads the state of the newest one."""

@@ -20,7 +20,8 @@ from skippipe.runtime.messages import Validate, Validated
 @dataclass
 class Validation:
     settings: ValidationSettings
-    env: CoordinatorEnv
+    env: CoordinatorEnv | None = None
+    """None in one process, where no order is given."""
     first_iteration: int = 0
     order: Validate | None = None
     """The evaluation that is under way."""
@@ -49,6 +50,7 @@ class Validation:
 
     def begin(self, iteration: int, epoch: int, plan: Plan, active: Collection[int]) -> bool:
         """Send the order to all nodes of the paths; whether there are paths."""
+        assert self.env is not None
         self._owed, self._iteration = True, iteration
         paths = evaluation_paths(plan, active)
         if not paths:
@@ -84,16 +86,20 @@ class Validation:
 
     def finish(self) -> ValidationReport:
         """All losses are there: their mean."""
-        assert self.order is not None
+        assert self.env is not None
         tokens = sum(count for _, count in self._losses.values())
         summed = math.fsum(loss * count for _, (loss, count) in sorted(self._losses.items()) if count)
-        loss = summed / tokens if tokens else math.nan
+        self.order = None
+        seconds = (self.env.now_ns() - self._began_ns) / 1e9
+        return self.add(self._iteration, summed / tokens if tokens else math.nan, seconds)
+
+    def add(self, iteration: int, loss: float, seconds: float) -> ValidationReport:
+        """The held-out loss after an iteration."""
         is_best = loss < self.best
         self.best = loss if is_best else self.best
         self._without_gain = 0 if is_best else self._without_gain + 1
-        self._done, self._owed, self.order = self._iteration, False, None
-        seconds = (self.env.now_ns() - self._began_ns) / 1e9
-        return ValidationReport(self._done, loss, is_best, seconds)
+        self._done, self._owed = iteration, False
+        return ValidationReport(iteration, loss, is_best, seconds)
 
     def give_up(self) -> int:
         """The iteration whose weights were to be evaluated, and are not."""
