@@ -42,6 +42,7 @@ from skippipe.model.model_spec import ModelSpec, config_from
 from skippipe.model.stage import layer_ranges
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import ParamSlot
+from skippipe.runs.tail import run_id_of
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.value_ranges import Choices
 
@@ -323,12 +324,16 @@ def _essence(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if name not in left_out}
 
 
-def export(place: Path, folder: Path) -> Manifest:
-    """A checkpoint as a Hugging Face folder, or nothing; UserError if it cannot be written."""
+def export(place: Path, folder: Path, score: Path | None = None) -> Manifest:
+    """A checkpoint as a Hugging Face folder, or nothing; UserError if it cannot be written. `score`: as in
+    `ModelCard`."""
     manifest = verified(place)
     spec = ModelSpec(config_from(manifest.config), manifest.seed)
     reader = StateReader(CheckpointOrigin(place, manifest), manifest.layers, spec)
-    model = ModelFolder(folder, manifest.layers, spec, TextTokenizer.load(place), run_id=manifest.run)
+    run, tokenizer = place.resolve().parents[1], TextTokenizer.load(place)
+    ours = manifest.run != "" and run_id_of(run) == manifest.run
+    about: dict[str, Any] = {"run": run if ours else None, "iterations": manifest.iterations, "score": score}
+    model = ModelFolder(folder, manifest.layers, spec, tokenizer, run_id=manifest.run, **about)
     try:
         for stage in range(len(manifest.layers)):
             model.store_flat(stage, reader.weights(stage))

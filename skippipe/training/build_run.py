@@ -7,21 +7,20 @@ import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from fractions import Fraction
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
-from statistics import fmean
 
+from skippipe.checkpoint.model_card import JOB_FILE
 from skippipe.checkpoint.storage import WriteFailures, check_room
 from skippipe.cluster import Cluster
 from skippipe.collectives import COLLECTIVES, Collective
-from skippipe.data.documents import source
 from skippipe.data.prepare import PrepareProgress, prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.errors import Infeasible, UserError
+from skippipe.json_fields import json_text, write_text
 from skippipe.model.model_spec import ModelSpec, check_device, config_named
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES
@@ -40,6 +39,7 @@ from skippipe.runtime.coordinator.settings import (
 from skippipe.runtime.node_config import HeldOut, NodeConfig
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
+from skippipe.training.held_out import held_out_samples, held_out_text
 from skippipe.training.job_config import JobConfig, ReportConfig
 from skippipe.training.pretrained import check_vocabulary, with_pretrained, write_first_checkpoint
 from skippipe.training.run import Run, RunOptions
@@ -49,7 +49,6 @@ from skippipe.validate import validate
 from skippipe.workload import Workload, model_named
 
 ITERATION_TIMEOUT_FACTOR = 5  # times the promised seconds
-MOST_SAMPLED = 200  # iterations that the time left is reckoned from
 CHECKPOINT_ADVICE = "set checkpoint.every"
 EMULATED_BATCH = {"sequence_tokens": 4096, "samples_per_microbatch": 2, "wire_dtype": "bf16"}
 
@@ -76,20 +75,12 @@ class RunSetup(RunOptions):
         named = (self.job.pipeline.plan, self.job.transport.peers, self.job.transport.key)
         return [self.tokens.folder, *(Path(each) for each in named if each)]
 
-    def promised_left_s(self, done: int) -> float:
-        """Promised seconds of all iterations that are left when so many are done; 0: nothing is promised."""
-        job, count = self.job, self.job.iterations - done
-        if count <= 0 or any(plan.expected is None for plan in self.plans.values()):
-            return 0.0
-        drawn = range(done, job.iterations, -(-count // MOST_SAMPLED))
-        lengths = [
-            job.followed.visited(each, job.iterations, len(self.plan.stages), self.plan.visited) for each in drawn
-        ]
-        return count * fmean(self.plans[each].expected.iteration_s for each in lengths)  # type: ignore[union-attr]
-
     def save_plans(self) -> None:
-        """Write the plans to the output folder. A resumed run has them, and goes on if they cannot be written again."""
-        failures = WriteFailures()
+        """Write the job, with all defaults, and the plans to the output folder. A resumed run has them, and goes on if
+        they cannot be written again."""
+        failures, path = WriteFailures(), Path(self.job.output) / JOB_FILE
+        with failures.tolerated(path, "it stays as it was") if self.resumed else nullcontext():
+            write_text(path, json_text(asdict(self.job)) + "\n")
         for length, plan in self.plans.items():
             path = _plan_file(self.job, None if plan is self.plan else length)
             with failures.tolerated(path, "it stays as it was") if self.resumed else nullcontext():
@@ -117,24 +108,8 @@ class RunSetup(RunOptions):
 
     @cached_property
     def held_out(self) -> HeldOut | None:
-        """Which samples are evaluated while training; UserError if there are too few."""
-        validation, work = self.job.validation, self.plan.workload
-        if not validation.enabled:
-            return None
-        tokens = self.held_out_tokens or self.tokens
-        windows = (len(tokens) - 1) // work.sequence_tokens
-        held_out = windows if self.held_out_tokens else round(validation.share * windows)
-        each = work.samples_per_microbatch
-        if not each <= held_out < windows + bool(self.held_out_tokens):
-            field = "texts" if self.held_out_tokens else "share"
-            raise UserError(
-                f"validation.{field}: {held_out:,} samples of {work.sequence_tokens:,} tokens are held out of "
-                f"{windows:,}, and a microbatch has {each}: hold more text out, or train on more"
-            )
-        microbatches = min(-(-validation.samples // each), held_out // each)
-        if self.held_out_tokens is None:
-            return HeldOut(microbatches, held_out)
-        return HeldOut(microbatches, 0, tokens.folder.name, tokens.fingerprint)
+        """Which samples are evaluated while training."""
+        return held_out_samples(self.job.validation, self.plan.workload, self.tokens, self.held_out_tokens)
 
     @property
     def collective(self) -> Collective:
@@ -271,22 +246,13 @@ def build_run(
         plan = _make_job_plan(job, cluster, example, spec, request)
     lengths = _lengths(job, len(plan.stages), plan.visited)
     plans = plans_by_length(job, plan, lengths, request, resumed=options.resumed)
-    held_out = _held_out_tokens(job, tokens, reading)
+    held_out = held_out_text(job.validation, tokens, reading)
     plan = plans[_most_frequent(lengths)]
     run_setup = RunSetup(job, plan, spec, tokens, plans, lengths, held_out, **vars(options))
     run_setup.node_config.sampler()  # is the text long enough?
     if options.resumed:
         _ = run_setup.run.origin  # UserError if there is no checkpoint to continue from
     return run_setup
-
-
-def _held_out_tokens(job: JobConfig, tokens: TokenFile, reading: PrepareProgress) -> TokenFile | None:
-    """The held-out text, in a folder within that of the training text: who copies that one has both."""
-    texts = job.validation.texts
-    if not texts:
-        return None
-    name = sha256("\n".join(source(text).sha256 for text in texts).encode()).hexdigest()[:12]
-    return prepare(texts, tokens.tokenizer(), tokens.folder / f"validation-{name}", reading)
 
 
 def _make_job_plan(

@@ -11,11 +11,12 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from skippipe.checkpoint.format import run_field
 from skippipe.checkpoint.storage import LineFile, WriteFailures
@@ -30,7 +31,11 @@ from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationRe
 from skippipe.simulator import node_use
 from skippipe.timeline import LinkUse, Task, Timeline, Timing
 
+if TYPE_CHECKING:
+    from skippipe.training.job_config import JobConfig
+
 log = logging.getLogger(__name__)
+MOST_SAMPLED = 200  # iterations that the time left is reckoned from
 RECENT = 20  # iterations that tell how long those to come will take
 
 
@@ -93,6 +98,22 @@ class CallbackList(Callback):
                 if line not in self._warned:
                     self._warned.add(line)
                     log.warning("%s", line)
+
+
+def promised_left(job: JobConfig, plan: Plan, plans: Mapping[int, Plan]) -> Callable[[int], float]:
+    """A function that gives the promised seconds of all iterations that are left when so many are done; 0: nothing is
+    promised. `plans` has a plan for each length of paths."""
+    promised = {length: each.expected.iteration_s for length, each in plans.items() if each.expected is not None}
+
+    def left_s(done: int) -> float:
+        count = job.iterations - done
+        if count <= 0 or len(promised) < len(plans):
+            return 0.0
+        drawn = range(done, job.iterations, -(-count // MOST_SAMPLED))
+        lengths = [job.followed.visited(each, job.iterations, len(plan.stages), plan.visited) for each in drawn]
+        return count * fmean(promised[each] for each in lengths)
+
+    return left_s
 
 
 class IterationMetrics:

@@ -213,7 +213,12 @@ class Run(RunOptions):
     @cached_property
     def models(self) -> ModelStore:
         folder = ModelFolder(
-            self.output / "model", self.node_config.plan.layers, self.spec, self.tokenizer, run_id=self.run_id
+            self.output / "model",
+            self.node_config.plan.layers,
+            self.spec,
+            self.tokenizer,
+            run_id=self.run_id,
+            run=self.output,
         )
         return ModelStore(folder, self.rescue, self._what_to_do)
 

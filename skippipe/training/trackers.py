@@ -22,8 +22,7 @@ from skippipe.errors import UserError
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport, ValidationReport
 
 if TYPE_CHECKING:
-    from skippipe.training.build_run import RunSetup
-    from skippipe.training.job_config import ReportConfig
+    from skippipe.training.job_config import JobConfig, ReportConfig
     from skippipe.training.metrics import IterationMetrics
 
 log = logging.getLogger(__name__)
@@ -184,10 +183,9 @@ def check_trackers(config: ReportConfig) -> None:
             raise UserError(f"report.{name}: needs another package; pip install 'skippipe[{name}]'")
 
 
-def trackers_of(run_setup: RunSetup, metrics: IterationMetrics) -> list[Callback]:
+def trackers_of(job: JobConfig, run_id: str, metrics: IterationMetrics) -> list[Callback]:
     """The trackers that the job wants. One that cannot be started is left out, with a warning."""
-    job, plan = run_setup.job, run_setup.plan
-    folder, config, run_id = Path(job.output), job.report, run_setup.run_id
+    plan, folder, config = metrics.plan, Path(job.output), job.report
     about = {
         "model": plan.workload.model.name,
         "parameters": plan.workload.model.parameters,

@@ -171,7 +171,7 @@ def _callbacks(run_setup: RunSetup) -> Iterator[Callback]:
         run_setup.plan,
         run_setup.job.iterations,
         _elapsed_before(folder / "metrics.jsonl", run_setup),
-        run_setup.promised_left_s,
+        metrics.promised_left(run_setup.job, run_setup.plan, run_setup.plans),
     )
     console = ConsoleCallback(computed, run_setup.job.iterations)
 
@@ -183,7 +183,7 @@ def _callbacks(run_setup: RunSetup) -> Iterator[Callback]:
             metrics.TraceFiles(folder / "traces", run_setup.run_id),
             metrics.ClusterFile(folder / "cluster.json"),
         ]
-        return [*callbacks, *trackers_of(run_setup, computed), cast("Callback", console)]
+        return [*callbacks, *trackers_of(run_setup.job, run_setup.run_id, computed), cast("Callback", console)]
 
     callback = metrics.CallbackList(create)
     try:
