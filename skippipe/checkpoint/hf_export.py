@@ -117,15 +117,11 @@ class ModelFolder:
         config.architectures = [type(self.spec.skeleton).__name__]
         config.dtype = self.dtype
         self.tokenizer.save(self._unfinished)
-        ids = special_ids(self._unfinished)
-        for name in ("bos_token_id", "eos_token_id"):
-            known = getattr(config, name, None)  # of a model that was continued; it may have several that end a text
-            if name in ids and ids[name] not in (known if isinstance(known, list) else [known]):
-                setattr(config, name, ids[name])
+        ids = special_ids(self._unfinished, config)
+        for name in ids.keys() - {"pad_token_id"}:  # a padding token would change the embedding
+            setattr(config, name, ids[name])
         config.save_pretrained(self._unfinished)
-        if "eos_token_id" in ids:
-            pad = {"pad_token_id": ids.get("pad_token_id", ids["eos_token_id"])}
-            GenerationConfig(**{**ids, **pad, "eos_token_id": config.eos_token_id}).save_pretrained(self._unfinished)
+        GenerationConfig(**ids).save_pretrained(self._unfinished)
         card = ModelCard(config, self.layers, self._bytes // self.dtype.itemsize, self.run, self.iterations, self.score)
         (self._unfinished / CARD_FILE).write_text(card.text() + "\n", encoding="utf-8")
         (self._unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -23,19 +23,24 @@ SCORE_FILE = "eval.json"
 """The score of a run's model in its output folder, if there is one."""
 
 
-def special_ids(folder: Path) -> dict[str, int]:
-    """bos_token_id, eos_token_id and pad_token_id of the tokenizer in a folder; those that it has no token for are
-    left out."""
+def special_ids(folder: Path, config: Any) -> dict[str, int | list[int]]:
+    """bos_token_id, eos_token_id and pad_token_id by the tokenizer in a folder; those that it has no token for are left
+    out. A model that was trained further may end texts with other special tokens, too: these stay."""
     settings, tokenizer = _object(folder / SETTINGS), _object(folder / FILE)
     vocabulary = (tokenizer.get("model") or {}).get("vocab")
     ids: dict[str, int] = dict(vocabulary) if isinstance(vocabulary, dict) else {}
-    ids |= {each["content"]: each["id"] for each in tokenizer.get("added_tokens") or ()}
-    found = {}
+    special = {each["content"]: each["id"] for each in tokenizer.get("added_tokens") or ()}
+    ids |= special
+    found: dict[str, int | list[int]] = {}
     for kind in ("bos", "eos", "pad"):
         token = settings.get(f"{kind}_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token in ids:
             found[f"{kind}_token_id"] = ids[token]
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    others = [each for each in ends if each in special.values() and each != found.get("eos_token_id")]
+    if others and "eos_token_id" in found:
+        found["eos_token_id"] = [int(found["eos_token_id"]), *others]  # type: ignore[arg-type]
     return found
 
 
