@@ -36,7 +36,7 @@ from skippipe.runtime.coordinator.settings import (
     RecoverySettings,
     ValidationSettings,
 )
-from skippipe.runtime.node_config import HeldOut, NodeConfig
+from skippipe.runtime.node_config import NodeConfig
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.training.held_out import held_out_samples, held_out_text
@@ -89,7 +89,7 @@ class RunSetup(RunOptions):
     @cached_property
     def node_config(self) -> NodeConfig:
         job = self.job
-        return NodeConfig(
+        node_config = NodeConfig(
             plan=self.plan,
             config=self.spec.config.to_dict(),
             seed=job.seed,
@@ -103,13 +103,8 @@ class RunSetup(RunOptions):
             heartbeat_s=job.survive.heartbeat_s,
             rendezvous=None if self.collective.in_messages else _free_address(),
             recipe=job.followed,
-            held_out=self.held_out,
         )
-
-    @cached_property
-    def held_out(self) -> HeldOut | None:
-        """Which samples are evaluated while training."""
-        return held_out_samples(self.job.validation, self.plan.workload, self.tokens, self.held_out_tokens)
+        return replace(node_config, held_out=held_out_samples(job.validation, node_config, self.held_out_tokens))
 
     @property
     def collective(self) -> Collective:
@@ -120,6 +115,7 @@ class RunSetup(RunOptions):
         """All that the coordinator is told. A plan for slow links may promise long iterations, so the deadline of an
         iteration depends on the promise."""
         job, survive, every = self.job, self.job.survive, self.job.report.recorded
+        held_out = self.node_config.held_out
         promised = timedelta(seconds=max(plan.expected.iteration_s for plan in self.plans.values() if plan.expected))
         return CoordinatorSettings(
             optim=job.schedule,
@@ -129,8 +125,8 @@ class RunSetup(RunOptions):
             recorded=range(min(every, job.iterations) - 1, job.iterations, every) if every else (),
             checkpoint_every=job.checkpoint.every,
             validation=ValidationSettings(
-                every=job.validation.every if self.held_out else 0,
-                microbatches=self.held_out.microbatches if self.held_out else 1,
+                every=job.validation.every if held_out else 0,
+                microbatches=held_out.microbatches if held_out else 1,
                 patience=job.validation.patience,
             ),
             deadlines=Deadlines(

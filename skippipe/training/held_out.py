@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from hashlib import sha256
 
 from skippipe.data.documents import source
 from skippipe.data.prepare import PrepareProgress, prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.errors import UserError
-from skippipe.runtime.node_config import HeldOut
+from skippipe.runtime.node_config import HeldOut, NodeConfig
 from skippipe.training.job_config import ValidationConfig
-from skippipe.workload import Workload
 
 
 def held_out_text(validation: ValidationConfig, tokens: TokenFile, reading: PrepareProgress) -> TokenFile | None:
@@ -23,22 +23,19 @@ def held_out_text(validation: ValidationConfig, tokens: TokenFile, reading: Prep
     return prepare(texts, tokens.tokenizer(), tokens.folder / f"validation-{name}", reading)
 
 
-def held_out_samples(
-    validation: ValidationConfig, work: Workload, tokens: TokenFile, held_out_tokens: TokenFile | None
-) -> HeldOut | None:
-    """Which samples are evaluated, always the same; None: nothing is held out. UserError if there are too few."""
+def held_out_samples(validation: ValidationConfig, node_config: NodeConfig, tokens: TokenFile | None) -> HeldOut | None:
+    """Which samples are evaluated, always the same; None: nothing is held out. `tokens` are of validation.texts.
+    UserError if there are too few."""
     if not validation.enabled:
         return None
-    found = held_out_tokens or tokens
-    windows, each = (len(found) - 1) // work.sequence_tokens, work.samples_per_microbatch
-    held_out = windows if held_out_tokens else round(validation.share * windows)
-    if held_out < each or (held_out == windows and held_out_tokens is None):
-        field = "texts" if held_out_tokens else "share"
+    text = None if tokens is None else HeldOut(1, 0, tokens.folder.name, tokens.fingerprint)
+    whole = replace(node_config, held_out=text).held_out_sampler() or node_config.sampler()
+    held_out = round(validation.share * whole.windows) if text is None else whole.windows
+    if held_out < whole.samples or (text is None and held_out == whole.windows):
         raise UserError(
-            f"validation.{field}: {held_out:,} of {windows:,} samples of {work.sequence_tokens:,} tokens are held out, "
-            f"and a microbatch has {each}: hold more text out, or train on more"
+            f"validation.{'share' if text is None else 'texts'}: {held_out:,} of {whole.windows:,} samples of "
+            f"{whole.sequence:,} tokens are held out, and a microbatch has {whole.samples}: hold more text out, or "
+            "train on more"
         )
-    microbatches = min(-(-validation.samples // each), held_out // each)
-    if held_out_tokens is None:
-        return HeldOut(microbatches, held_out)
-    return HeldOut(microbatches, 0, found.folder.name, found.fingerprint)
+    microbatches = min(-(-validation.samples // whole.samples), held_out // whole.samples)
+    return HeldOut(microbatches, held_out) if text is None else replace(text, microbatches=microbatches)

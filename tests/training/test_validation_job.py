@@ -246,7 +246,7 @@ def test_too_little_to_hold_out_is_said(tmp_path: Path) -> None:
     run_setup = build_run(job_in(tmp_path, ValidationConfig()), options=RunOptions(run_id="r5"))
     job = replace(run_setup.job, validation=ValidationConfig(share=0.0005))
     with pytest.raises(UserError, match=r"validation.share: 0 of [\d,]+ samples of 16 tokens"):
-        _ = replace(run_setup, job=job).held_out
+        _ = replace(run_setup, job=job).node_config
 
 
 def test_a_tracker_that_is_not_installed_or_fails_stops_nothing(
