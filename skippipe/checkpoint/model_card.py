@@ -62,10 +62,10 @@ class ModelCard:
 
     def text(self) -> str:
         job, rows = _object(self.run / JOB_FILE) if self.run else {}, self._rows()
-        base = str(job.get("model", {}).get("weights") or "")
+        base = _base_model(str(job.get("model", {}).get("weights") or ""))
         name = self.run.resolve().name if self.run else self.config.model_type
         front = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- skippipe"]
-        front += [f"base_model: {Path(base).name if base.startswith(('/', '.')) else base}"] * bool(base) + ["---", ""]
+        front += [f"base_model: {base}"] * ("/" in base) + ["---", ""]  # if the hub knows it
         sections = (self._trained(job, rows), self._loss(job, rows), self._missing_stages())
         return "\n".join([*front, f"# {name}", "", self._summary(base), *(line for each in sections for line in each)])
 
@@ -138,6 +138,14 @@ def _object(file: Path) -> dict[str, Any]:
     except UserError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _base_model(weights: str) -> str:
+    """The name of the model that was trained further: on the hub, if it came from there, else that of its folder."""
+    for part in Path(weights).parts:
+        if part.startswith("models--"):  # of the hub's cache
+            return part.removeprefix("models--").replace("--", "/", 1)
+    return Path(weights).name
 
 
 def _cell(value: Any) -> str:

@@ -151,7 +151,8 @@ class IterationMetrics:
         seconds, promised = (sum(column) for column in zip(*self._recent, strict=True))
         left_s = self._promised_left_s(done)
         known = left_s > 0 and all(each > 0 for _, each in self._recent)
-        return left_s * seconds / promised if known else (self.iterations - done) * seconds / len(self._recent)
+        each_s = seconds / len(self._recent)
+        return left_s * seconds / promised if known else max(0, self.iterations - done) * each_s
 
     def of_validation(self, report: ValidationReport) -> dict[str, float]:
         self._count(report)
