@@ -33,6 +33,7 @@ from skippipe.model.model_spec import ModelSpec
 from skippipe.runs.wal import fsync_path
 
 UNFINISHED = "unfinished"
+_Generation: Any = GenerationConfig  # untyped
 
 
 @dataclass
@@ -121,7 +122,7 @@ class ModelFolder:
         for name in ids.keys() - {"pad_token_id"}:  # a padding token would change the embedding
             setattr(config, name, ids[name])
         config.save_pretrained(self._unfinished)
-        GenerationConfig(**ids).save_pretrained(self._unfinished)
+        _Generation(**ids).save_pretrained(self._unfinished)
         card = ModelCard(config, self.layers, self._bytes // self.dtype.itemsize, self.run, self.iterations, self.score)
         (self._unfinished / CARD_FILE).write_text(card.text() + "\n", encoding="utf-8")
         (self._unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

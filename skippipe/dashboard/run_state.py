@@ -380,8 +380,13 @@ def curves_panel(state: RunState, _folder: Path) -> Panel:
         "mean_of": size,
         "iteration": [row.iteration for row in rows],
         **{name: [value and float(f"{value:.7g}") for value in column] for name, column in columns.items()},
-        "validation_loss": list(accumulate((row.validation_loss for row in rows), lambda before, now: now or before)),
+        "validation_loss": list(accumulate((row.validation_loss for row in rows), _newer)),
     }
+
+
+def _newer(before: float | None, now: float | None) -> float | None:
+    """What is known by now: a held-out loss holds until the next evaluation."""
+    return before if now is None else now
 
 
 def gantt_panel(state: RunState, _folder: Path) -> Panel:

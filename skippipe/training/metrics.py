@@ -148,7 +148,7 @@ class IterationMetrics:
 
     def left_s(self, done: int) -> float:
         """Seconds until the end of the run, by the last iterations; where plans differ, in proportion to promises."""
-        seconds, promised = (sum(column) for column in zip(*self._recent, strict=True))
+        seconds, promised = sum(each for each, _ in self._recent), sum(each for _, each in self._recent)
         left_s = self._promised_left_s(done)
         known = left_s > 0 and all(each > 0 for _, each in self._recent)
         each_s = seconds / len(self._recent)

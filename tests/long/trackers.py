@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from mlflow import MlflowClient
 
 from skippipe.runtime.coordinator.interfaces import IterationReport, ValidationReport
@@ -62,6 +63,7 @@ def test_a_server_that_is_away_does_not_stop_a_run(
 def test_wandb_keeps_every_metric_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     record(tmp_path, ReportConfig(wandb="mine"))
+    wandb.teardown()  # its process ends, and then all is in the file
     (file,) = tmp_path.glob("wandb/offline-run-*-abc123/run-abc123.wandb")
     rows = list(rows_of(file))
     assert [(row["iteration"], row["loss"]) for row in rows if "loss" in row] == [(0, 4.0), (1, 3.0), (2, 2.0)]

@@ -74,10 +74,9 @@ def _loss(history: RunHistory) -> go.Figure:
         hovertemplate="iteration %{x}<br>loss %{y:.4f}%{customdata}<extra></extra>",
     )
     if history.validation:
-        at, losses = zip(*history.validation, strict=True)
         figure.add_scatter(
-            x=[iteration + 1 for iteration in at],
-            y=losses,
+            x=[iteration + 1 for iteration, _ in history.validation],
+            y=[loss for _, loss in history.validation],
             mode="lines+markers",
             line={"color": PROMISED},
             name="held-out loss",

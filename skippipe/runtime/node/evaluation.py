@@ -32,6 +32,9 @@ class Evaluation:
         self._early = EarlyMessages()
         self._newest = (-1, 0)
         """Iteration and epoch of the last evaluation that this node was told of, or that is over without it."""
+        self._order: Validate | None = None
+        self._waiting: dict[int, Iterator[int]] = {}
+        """Lane that begins here → microbatches that are still to be started."""
         self._forget()
 
     def begin(self, order: Validate) -> None:
@@ -55,9 +58,8 @@ class Evaluation:
         self._forget()
 
     def _forget(self) -> None:
-        self._order: Validate | None = None
+        self._order, self._waiting = None, {}
         self._ready: list[EvaluateSamples] = []
-        self._waiting: dict[int, Iterator[int]] = {}
         self._seen: set[tuple[int, int]] = set()
         self._sent: dict[tuple[int, int], deque[Message]] = {}
         """Lane and receiver → the last messages: as many as can be on their way."""
