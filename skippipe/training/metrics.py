@@ -187,8 +187,8 @@ class MetricsFile(Callback):
         """`iterations` is the length of the whole run."""
         self._metrics = metrics
         self._iterations = iterations
-        self._row: dict[str, Any] = {}
-        """The last line."""
+        self._last: tuple[int, dict[str, Any]] = (-1, {})
+        """The last iteration, and its line."""
         self._run = run_field(run_id)
         self._names = [node.name for node in metrics.plan.cluster.nodes]
         self._starts: dict[int, int] = {}
@@ -206,16 +206,17 @@ class MetricsFile(Callback):
     def iteration_done(self, report: IterationReport) -> None:
         links = [[self._names[a], self._names[b], count] for (a, b), count in sorted(report.sent_bytes.items())]
         row: dict[str, Any] = {**self._metrics.of(report), "iterations": self._iterations, "time": time.time()}
-        self._write(row | {"links": links, "visits": list(report.visits), **self._run})
+        self._write(report.iteration, row | {"links": links, "visits": list(report.visits), **self._run})
 
     def validated(self, report: ValidationReport) -> None:
         """The line of the iteration is written again, with the held-out loss."""
-        if self._row.get("iteration") == report.iteration:
-            self._write({**self._row, **self._metrics.of_validation(report), "time": time.time()})
+        iteration, row = self._last
+        if iteration == report.iteration:
+            self._write(iteration, {**row, **self._metrics.of_validation(report), "time": time.time()})
 
-    def _write(self, row: dict[str, Any]) -> None:
-        self._row = row
-        self._file.cut(self._begin_row(row["iteration"], self._file.size))
+    def _write(self, iteration: int, row: dict[str, Any]) -> None:
+        self._last = iteration, row
+        self._file.cut(self._begin_row(iteration, self._file.size))
         self._file.add(json.dumps({name: _plain(value) for name, value in row.items()}))
 
     def _begin_row(self, iteration: int, at: int) -> int:
