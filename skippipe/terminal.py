@@ -72,9 +72,9 @@ class ProgressBar:
 
     def show(self, done: int, total: int, text: str) -> None:
         if self._progress is None:  # rich starts a thread: not before there is something to show
-            from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, MofNCompleteColumn
 
-            columns = (MofNCompleteColumn(), BarColumn(), "{task.description}", TimeRemainingColumn())
+            columns = (MofNCompleteColumn(), BarColumn(), "{task.description}")
             self._progress = rich_progress(*columns, transient=self._transient)
             self._progress.start()
             self._task = self._progress.add_task("", total=total)

@@ -19,6 +19,7 @@ tensors have that very order.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -82,11 +83,14 @@ class Manifest:
     """The id of the run; empty: it was made before runs had one."""
     optimizer: str = DEFAULT
     """The name of the optimizer whose state it holds."""
+    validation_loss: float | None = None
+    """The held-out loss of these weights; None: it was not evaluated."""
 
     def to_json(self) -> dict[str, Any]:
-        """A run without an id and the default optimizer are left out, as earlier versions wrote neither."""
-        left_out = {"run": "", "optimizer": DEFAULT}
-        fields = {name: value for name, value in vars(self).items() if left_out.get(name) != value}
+        """A run without an id, the default optimizer and an unknown loss are left out, as earlier versions wrote
+        none of them."""
+        left_out = {"run": "", "optimizer": DEFAULT, "validation_loss": None}
+        fields = {name: value for name, value in vars(self).items() if left_out.get(name, ...) != value}
         return {"format": FORMAT, "version": VERSION, **fields, "files": [vars(file) for file in self.files]}
 
     @classmethod
@@ -181,7 +185,7 @@ class _StreamedFile:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of a run, in one folder; the newest few are kept."""
+    """The checkpoints of a run, in one folder; the newest few are kept, and the one with the lowest held-out loss."""
 
     folder: Path
     keep: int = 2
@@ -211,13 +215,26 @@ class Checkpoints:
         shutil.rmtree(place, ignore_errors=True)
         unfinished.rename(place)
         fsync_path(self.folder)
+        best = self.best()
         for old in self.complete()[self.keep :]:
+            if best is not None and old == best.place:
+                continue
             (old / MANIFEST).unlink()  # first it stops being a checkpoint
             shutil.rmtree(old, ignore_errors=True)
 
     def complete(self) -> list[Path]:
         """Checkpoints of the run that have a manifest, newest first."""
         return [place for place in self._all() if belongs_to(self.run_id, checkpoint_run_id(place))]
+
+    def best(self) -> CheckpointOrigin | None:
+        """The checkpoint with the lowest held-out loss, the newest of several; None: no loss is known of any."""
+        found: list[tuple[float, CheckpointOrigin]] = []
+        for place in self.complete():
+            with contextlib.suppress(UserError):  # one that cannot be read is reported where it is needed
+                manifest = read_manifest(place)
+                if manifest.validation_loss is not None:
+                    found.append((manifest.validation_loss, CheckpointOrigin(place, manifest)))
+        return min(found, key=lambda each: each[0])[1] if found else None
 
     def others(self) -> list[Path]:
         """Checkpoints of other runs in the folder, newest first."""

@@ -1,4 +1,5 @@
-"""Writing the trained weights, as nodes send them stage by stage, into a Hugging Face folder that transformers loads.
+"""Writing the trained weights, as nodes send them stage by stage, into a Hugging Face folder that transformers loads,
+and uploading it to the hub.
 
 Files lie in `unfinished` within the folder until all are there and on the disk. So a model is there whole or not at
 all, and one that the folder holds already stays until then.
@@ -11,6 +12,7 @@ import json
 import os
 import re
 import shutil
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,16 +20,20 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from transformers import GenerationConfig
 
 from skippipe.checkpoint.format import run_field
+from skippipe.checkpoint.model_card import CARD_FILE, ModelCard, special_ids
 from skippipe.codecs import decode
 from skippipe.data.tokenizer import TextTokenizer
+from skippipe.errors import UserError, require
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_files import INDEX
 from skippipe.model.model_spec import ModelSpec
 from skippipe.runs.wal import fsync_path
 
 UNFINISHED = "unfinished"
+_Generation: Any = GenerationConfig  # untyped
 
 
 @dataclass
@@ -43,6 +49,12 @@ class ModelFolder:
     """The type in the files."""
     run_id: str = ""
     """The run that trained it."""
+    run: Path | None = None
+    """Its output folder, for the model card."""
+    iterations: int | None = None
+    """After how many iterations the weights were taken; None: after the last."""
+    score: Path | None = None
+    """As in `ModelCard`."""
     _pieces: list[torch.Tensor] = field(init=False, default_factory=list)
     _where: dict[str, str] = field(init=False, default_factory=dict)
     """Name of a weight → the file that holds it."""
@@ -102,11 +114,17 @@ class ModelFolder:
 
     def _finish(self) -> None:
         index = {"metadata": {"total_size": self._bytes, **run_field(self.run_id)}, "weight_map": self._where}
-        config = self.spec.config
+        config = deepcopy(self.spec.config)
         config.architectures = [type(self.spec.skeleton).__name__]
         config.dtype = self.dtype
-        config.save_pretrained(self._unfinished)
         self.tokenizer.save(self._unfinished)
+        ids = special_ids(self._unfinished, config)
+        for name in ids.keys() - {"pad_token_id"}:  # a padding token would change the embedding
+            setattr(config, name, ids[name])
+        config.save_pretrained(self._unfinished)
+        _Generation(**ids).save_pretrained(self._unfinished)
+        card = ModelCard(config, self.layers, self._bytes // self.dtype.itemsize, self.run, self.iterations, self.score)
+        (self._unfinished / CARD_FILE).write_text(card.text() + "\n", encoding="utf-8")
         (self._unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for path in self._unfinished.iterdir():
             fsync_path(path)
@@ -127,3 +145,31 @@ def _save(weights: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]
         number = re.search(r"os error (\d+)", str(error))  # of the system, in the words of the library
         code = int(number[1]) if number else 0
         raise OSError(code, os.strerror(code) if code else str(error), str(path)) from None
+
+
+def hub_api(name: str) -> Any:
+    """The hub's interface; UserError if this machine has no token for it, before anything is made to upload."""
+    hub = require("huggingface_hub", "train", "--push")
+    if name.count("/") > 1:
+        raise UserError(f"--push: '{name}' is no name of a model on the hub; give NAME or ORGANISATION/NAME")
+    if hub.get_token() is None:
+        raise UserError(
+            "--push: there is no token for the Hugging Face hub; 'hf auth login' stores one, or set HF_TOKEN"
+        )
+    return hub.HfApi()
+
+
+def push(api: Any, folder: Path, name: str, *, private: bool) -> str:
+    """Upload all files of a folder as a model; gives its address."""
+    try:
+        address = api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=address.repo_id, folder_path=str(folder), commit_message="Model trained with SkipPipe"
+        )
+    except Exception as error:  # of the network, the hub, or its library
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UserError(
+            f"--push: the Hugging Face hub did not take '{name}': {reason}; the model is in {folder}, and where there "
+            f"is a network, 'hf upload {name} {folder}' uploads it"
+        ) from None
+    return str(address)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,7 @@ from skippipe.model.model_spec import ModelSpec, config_from
 from skippipe.model.stage import layer_ranges
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import ParamSlot
+from skippipe.runs.tail import run_id_of
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.value_ranges import Choices
 
@@ -75,9 +77,10 @@ class CheckpointManager:
         """Write the next chunk of a stage's state, None after the last one; number 0 starts the stage over."""
         self._writing.submit(self._save, stage, number, piece)
 
-    def saved(self, iterations: int, steps: Sequence[int]) -> None:
+    def saved(self, iterations: int, steps: Sequence[int], validation_loss: float | None = None) -> None:
         """Make it a checkpoint, now that all stages are saved; `steps` are those that each optimizer has taken."""
-        self._writing.submit(self._saved, iterations, tuple(steps))
+        finite = validation_loss is not None and math.isfinite(validation_loss)
+        self._writing.submit(self._saved, iterations, tuple(steps), validation_loss if finite else None)
 
     def abandon(self) -> None:
         """Drop the checkpoint that is being made, because a node that was sending it is lost."""
@@ -151,14 +154,15 @@ class CheckpointManager:
     def _run_id(self) -> str:
         return self.checkpoints.run_id or ""
 
-    def _saved(self, iterations: int, steps: tuple[int, ...]) -> None:
+    def _saved(self, iterations: int, steps: tuple[int, ...], validation_loss: float | None) -> None:
         place, files = self._place, self._files
         self._place, self._files, self.lacking, self._given_up = None, [], "", False
         if place is None or len(files) != 2 * len(self.node_config.plan.layers):
             self._lack(iterations)
             return
         try:
-            self.checkpoints.commit(place, manifest_of(self.node_config, iterations, steps, files, self._run_id))
+            manifest = manifest_of(self.node_config, iterations, steps, files, self._run_id)
+            self.checkpoints.commit(place, replace(manifest, validation_loss=validation_loss))
             self._warned.works(self.checkpoints.folder)
         except OSError as error:
             self._place = place
@@ -320,12 +324,16 @@ def _essence(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if name not in left_out}
 
 
-def export(place: Path, folder: Path) -> Manifest:
-    """A checkpoint as a Hugging Face folder, or nothing; UserError if it cannot be written."""
+def export(place: Path, folder: Path, score: Path | None = None) -> Manifest:
+    """A checkpoint as a Hugging Face folder, or nothing; UserError if it cannot be written. `score`: as in
+    `ModelCard`."""
     manifest = verified(place)
     spec = ModelSpec(config_from(manifest.config), manifest.seed)
     reader = StateReader(CheckpointOrigin(place, manifest), manifest.layers, spec)
-    model = ModelFolder(folder, manifest.layers, spec, TextTokenizer.load(place), run_id=manifest.run)
+    run, tokenizer = place.resolve().parents[1], TextTokenizer.load(place)
+    ours = manifest.run != "" and run_id_of(run) == manifest.run
+    about: dict[str, Any] = {"run": run if ours else None, "iterations": manifest.iterations, "score": score}
+    model = ModelFolder(folder, manifest.layers, spec, tokenizer, run_id=manifest.run, **about)
     try:
         for stage in range(len(manifest.layers)):
             model.store_flat(stage, reader.weights(stage))

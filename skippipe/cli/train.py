@@ -241,16 +241,56 @@ def export(
     ],
     folder: Annotated[Path | None, typer.Argument(metavar="FOLDER", help="Where the model goes; or -o FOLDER.")] = None,
     output: OutputFolder = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Of a run: the checkpoint with the lowest held-out loss, not the newest.")
+    ] = False,
+    score: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="What 'skippipe eval' has written of the model as JSON, for the model card: what is lost with stages "
+            "missing. None: the run's eval.json, if there is one.",
+        ),
+    ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Upload the folder to the Hugging Face hub, as NAME or ORGANISATION/NAME."),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="With --push: only you and your organisation see it there.")
+    ] = False,
 ) -> None:
     """Make a Hugging Face folder of a checkpoint, which transformers loads.
+
+    It has the tokenizer with its chat template, the ids that begin and end a text, and a model card (README.md) with
+    recipe, data and losses.
+
+    \b
+        skippipe export run model/ --best --push my-name/my-model --private
 
     Example: skippipe export run model/
     """
     from skippipe.checkpoint.format import MANIFEST, Checkpoints
+    from skippipe.checkpoint.hf_export import hub_api
+    from skippipe.checkpoint.hf_export import push as upload
     from skippipe.checkpoint.manager import export as exported
 
+    if private and push is None:
+        raise UserError("--private: goes with --push, which uploads the model")
+    if score is not None and not score.is_file():
+        raise UserError(f"--score: {score}: no such file; 'skippipe eval' writes one")
     place = checkpoint
-    if not (checkpoint / MANIFEST).is_file():
+    if (checkpoint / MANIFEST).is_file():
+        if best:
+            raise UserError(f"--best: {checkpoint} is one checkpoint; name the output folder of the run")
+    elif best:
+        found_best = Checkpoints.of_run(checkpoint).best()
+        if found_best is None:
+            raise UserError(
+                f"--best: no checkpoint of {checkpoint} has a held-out loss; [validation] in the job makes them"
+            )
+        place = found_best.place
+    else:
         checkpoints = Checkpoints.of_run(checkpoint)
         checkpoints.warn_of_others()
         found = checkpoints.complete()
@@ -259,8 +299,11 @@ def export(
         place = found[0]
     folder = _one_folder(folder, output)
     check_empty(folder)
-    manifest = exported(place, folder)
+    api = hub_api(push) if push is not None else None
+    manifest = exported(place, folder, score)
     print(f"{place}: the model after {manifest.iterations} iterations is in {folder}/")
+    if push is not None:
+        print(f"{folder}: is on the hub now, at {upload(api, folder, push, private=private)}")
 
 
 def keys(

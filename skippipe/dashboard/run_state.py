@@ -14,6 +14,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -35,6 +36,7 @@ STATUS_OF_EVENT: dict[str, NodeStatus | None] = {"gone": "lost", "joined": "here
 MOST_POINTS = 300  # of a curve; more cannot be told apart on a screen
 MOST_LINKS = 5000  # of a map; those with the fewest bytes are left out
 CURVES = ("loss", "tokens_per_s", "sent_bytes", "seconds", "promised_s")
+FIGURES = ("time", "tokens", "learning_rate", "elapsed_s", "left_s")
 
 Panel = dict[str, Any]
 
@@ -286,7 +288,8 @@ def run_panel(state: RunState, folder: Path) -> Panel:
         "done": last is not None and last.is_last if state.done is None else state.done,
         "iterations": last.iteration + 1 if last else 0,
         "total": last.total_iterations if last else None,
-        **{name: getattr(last, name, None) for name in (*CURVES, "time", "tokens")},
+        **{name: getattr(last, name, None) for name in (*CURVES, *FIGURES)},
+        "validation_loss": next((loss for row in reversed(state.rows) if (loss := row.validation_loss)), None),
         "unread": {file: count for file, count in sorted(state.unread.items()) if count},
         **(_plan_figures(state.plan) if state.plan else {}),
     }
@@ -377,7 +380,13 @@ def curves_panel(state: RunState, _folder: Path) -> Panel:
         "mean_of": size,
         "iteration": [row.iteration for row in rows],
         **{name: [value and float(f"{value:.7g}") for value in column] for name, column in columns.items()},
+        "validation_loss": list(accumulate((row.validation_loss for row in rows), _newer)),
     }
+
+
+def _newer(before: float | None, now: float | None) -> float | None:
+    """What is known by now: a held-out loss holds until the next evaluation."""
+    return before if now is None else now
 
 
 def gantt_panel(state: RunState, _folder: Path) -> Panel:

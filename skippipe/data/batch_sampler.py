@@ -8,6 +8,7 @@ anything: a restart, or a microbatch given to another node, repeats nothing and 
 
 from __future__ import annotations
 
+from copy import copy
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -65,6 +66,7 @@ class BatchSampler:
         self.microbatches = microbatches
         self.samples = samples
         self.windows = (len(self.tokens) - 1) // sequence
+        self.first_window = 0
         if self.windows < 1:
             count = len(self.tokens)
             raise UserError(
@@ -81,7 +83,13 @@ class BatchSampler:
             )
         position = (iteration * self.microbatches + microbatch) * self.samples + sample
         epoch, offset = divmod(position, self.windows)
-        return permute(self.seed, epoch, offset, self.windows)
+        return self.first_window + permute(self.seed, epoch, offset, self.windows)
+
+    def part(self, windows: range, microbatches: int) -> BatchSampler:
+        """A sampler of some windows only, of which so many microbatches are an iteration."""
+        found = copy(self)
+        found.first_window, found.windows, found.microbatches = windows.start, len(windows), microbatches
+        return found
 
     def batch(self, iteration: int, microbatch: int) -> Batch:
         starts = [self.sequence * self.window(iteration, microbatch, sample) for sample in range(self.samples)]

@@ -189,6 +189,20 @@ class StageStep:
         else:
             self.deferred.pop(key, None)
 
+    @torch.no_grad()
+    def evaluate(self, given: Tensor) -> Tensor:
+        """A forward pass that leaves nothing behind: of tokens at the data node, else of activations."""
+        with self._autocast():
+            hidden = given if given.is_floating_point() else self.model.embed(given)
+            outputs: Tensor = self.model(hidden.to(torch.bfloat16) if self._low_precision else hidden)
+        return outputs
+
+    @torch.no_grad()
+    def evaluate_head(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """The loss alone."""
+        with self._autocast():
+            return self._loss(hidden, labels)
+
     def drop(self, key: Key) -> None:
         """Forget a microbatch, if it is here."""
         self.held.pop(key, None)

@@ -117,6 +117,11 @@ class RunHistory:
         return [row.loss for row in self.rows if row.loss is not None]
 
     @property
+    def validation(self) -> list[tuple[int, float]]:
+        """Iteration and held-out loss after it, of every evaluation."""
+        return [(row.iteration, row.validation_loss) for row in self.rows if row.validation_loss is not None]
+
+    @property
     def sent_bytes(self) -> int:
         return round(sum(row.sent_bytes or 0.0 for row in self.rows))
 

@@ -47,6 +47,13 @@ class MetricsRow(NamedTuple):
     """Tokens trained on so far."""
     total_iterations: int | None = None
     """Iterations of the whole run."""
+    learning_rate: float | None = None
+    elapsed_s: float | None = None
+    """Seconds of all iterations and evaluations so far."""
+    left_s: float | None = None
+    """Seconds to the end of the run, as far as can be told."""
+    validation_loss: float | None = None
+    """The held-out loss after the iteration, if it was evaluated."""
 
     @property
     def is_last(self) -> bool:
@@ -55,6 +62,8 @@ class MetricsRow(NamedTuple):
 
 FIGURES = ("loss", "seconds", "promised_s", "tokens_per_s", "bytes_sent", "time", "tokens")
 """Fields of a line of metrics.jsonl that are numbers, in the order of those of `MetricsRow`."""
+MORE_FIGURES = ("learning_rate", "elapsed_s", "left_s", "validation_loss")
+"""Those that come last there."""
 
 
 class MetricsLine(NamedTuple):
@@ -83,8 +92,8 @@ def metrics_of(line: bytes) -> MetricsLine | None:
     iteration = _iteration_of(found) if found else None
     if found is None or iteration is None:
         return None
-    figures = (_as_number(found.get(name)) for name in FIGURES)
-    row = MetricsRow._make((iteration, *figures, as_count(found.get("iterations"))))
+    figures, more = ([_as_number(found.get(name)) for name in names] for names in (FIGURES, MORE_FIGURES))
+    row = MetricsRow._make((iteration, *figures, as_count(found.get("iterations")), *more))
     visits = [as_count(each) or 0 for each in as_list(found.get("visits"))]
     return MetricsLine(row, _links(found.get("links")), visits, _as_text(found.get("run")))
 
@@ -179,7 +188,7 @@ def _links(value: Any) -> LinkBytes:
     return found
 
 
-MEANS = range(1, 6)  # fields of a row, from loss to sent_bytes
+MEANS = (*range(1, 6), MetricsRow._fields.index("validation_loss"))  # fields of a row: loss to sent_bytes, and this
 
 
 def downsample(rows: Sequence[MetricsRow], most: int) -> tuple[int, list[MetricsRow]]:

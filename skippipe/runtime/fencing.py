@@ -54,6 +54,39 @@ class Incarnation:
         return True
 
 
+def version_of(message: Message) -> tuple[int, int]:
+    """The iteration and the epoch of a message; state has no epoch, a copy of stage 0's ends neither."""
+    return getattr(message.header, "iteration", 0), getattr(message.header, "epoch", 0)
+
+
+class EarlyMessages:
+    """Messages of nodes that are ahead, kept until this node gets there."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, list[tuple[Message, int]]] = {}
+        """Sender → its messages, and when each has arrived."""
+
+    def keep(self, sender: int, message: Message, now_ns: int, most: int) -> bool:
+        """Keep a message; not if there are so many of its sender already."""
+        early = self._kept.setdefault(sender, [])
+        if len(early) < most:
+            early.append((message, now_ns))
+            return True
+        return False
+
+    def due(self, version: tuple[int, int]) -> list[tuple[int, Message, int]]:
+        """Take those up to a version out: sender, message and when it has arrived."""
+        kept, self._kept = self._kept, {}
+        found = []
+        for sender, messages in kept.items():
+            for message, arrived_ns in messages:
+                if version_of(message) <= version:
+                    found.append((sender, message, arrived_ns))
+                else:
+                    self._kept.setdefault(sender, []).append((message, arrived_ns))
+        return found
+
+
 class Fence:
     """The coordinator's side, for all nodes."""
 

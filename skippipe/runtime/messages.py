@@ -80,6 +80,17 @@ class MicrobatchDone(ControlMessage, frozen=True):
     """NaN if the node that ran the head is lost."""
 
 
+class Validated(ControlMessage, frozen=True):
+    """A microbatch of held-out samples is back at its data node."""
+
+    iteration: Count
+    epoch: Count
+    microbatch: Count
+    loss: float
+    """Mean over its tokens that count."""
+    tokens: Count
+
+
 class DrainAck(ControlMessage, frozen=True):
     """The answer to `Drain`: the microbatches in this node's sum of gradients."""
 
@@ -324,6 +335,17 @@ class Commit(ControlMessage, frozen=True):
     """The node copies its state after the step, for a checkpoint; also if it has taken that step before."""
     recorded: bool
     """The node reports every task of the next iteration."""
+
+
+class Validate(ControlMessage, frozen=True):
+    """Evaluate held-out samples with the weights after an iteration, before the next one begins."""
+
+    iteration: Count
+    epoch: Count
+    microbatches: Count
+    """Microbatch m goes along path m modulo the number of paths."""
+    paths: list[list[Count]]
+    """The nodes of each path, from a data node over every stage; the head is at the data node."""
 
 
 class GatherState(ControlMessage, frozen=True):

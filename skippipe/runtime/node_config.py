@@ -13,11 +13,24 @@ from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.toml_config import from_table
-from skippipe.value_ranges import HEARTBEAT_S, SEED, THREADS
+from skippipe.value_ranges import COUNT, HEARTBEAT_S, SEED, THREADS
 
 if TYPE_CHECKING:
     from skippipe.data.batch_sampler import BatchSampler
     from skippipe.model.model_spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Samples that are evaluated while training, and not trained on."""
+
+    microbatches: Annotated[int, COUNT]
+    """Of them, in one evaluation; always the same ones."""
+    windows: Annotated[int, COUNT] = 0
+    """Windows at the end of the training text that are held out; 0: they are of a text of their own."""
+    folder: str = ""
+    """The token file of that text: a folder in the one of the training text."""
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,7 @@ class NodeConfig:
     rendezvous: str | None = None
     """host:port at which nodes meet, if a library averages."""
     recipe: SkipSchedule = field(default_factory=SkipSchedule)
+    held_out: HeldOut | None = None
 
     def spec(self) -> ModelSpec:
         from skippipe.model.model_spec import ModelSpec, config_from
@@ -46,15 +60,31 @@ class NodeConfig:
         return ModelSpec(config_from(self.config), self.seed)
 
     def sampler(self, folder: Path | None = None) -> BatchSampler:
-        """The text, from here or from where this machine keeps it."""
+        """The text that is trained on, from here or from where this machine keeps it."""
+        found = self._whole(folder or Path(self.data_folder), self.data_fingerprint)
+        held_out = self.held_out.windows if self.held_out else 0
+        return found.part(range(found.windows - held_out), found.microbatches) if held_out else found
+
+    def held_out_sampler(self, folder: Path | None = None) -> BatchSampler | None:
+        """The samples that are held out; None: there are none."""
+        held_out, place = self.held_out, folder or Path(self.data_folder)
+        if held_out is None:
+            return None
+        if held_out.folder:
+            found = self._whole(place / held_out.folder, held_out.fingerprint)
+            return found.part(range(found.windows), held_out.microbatches)
+        found = self._whole(place, self.data_fingerprint)
+        return found.part(range(found.windows - held_out.windows, found.windows), held_out.microbatches)
+
+    def _whole(self, folder: Path, fingerprint: str) -> BatchSampler:
         from skippipe.data.batch_sampler import BatchSampler
         from skippipe.data.token_file import TokenFile
 
-        tokens = TokenFile.open(folder or Path(self.data_folder))
-        if tokens.fingerprint != self.data_fingerprint:
+        tokens = TokenFile.open(folder)
+        if tokens.fingerprint != fingerprint:
             raise UserError(
                 f"{tokens.folder}: other tokens ({tokens.fingerprint[:12]}) than the job's "
-                f"({self.data_fingerprint[:12]}); copy the coordinator's folder here"
+                f"({fingerprint[:12]}); copy the coordinator's folder here"
             )
         work = self.plan.workload
         return BatchSampler(
@@ -62,9 +92,12 @@ class NodeConfig:
         )
 
     def to_json(self) -> dict[str, Any]:
-        plain = {name: value for name, value in vars(self).items() if name not in ("plan", "learning", "recipe")}
+        nested = ("plan", "learning", "recipe", "held_out")
+        plain = {name: value for name, value in vars(self).items() if name not in nested}
         recipe = {name: value for name, value in asdict(self.recipe).items() if value is not None}
-        return {**plain, "plan": self.plan.to_json(), "learning": self.learning.to_json(), "recipe": recipe}
+        held_out = asdict(self.held_out) if self.held_out else None
+        plan, learning = self.plan.to_json(), self.learning.to_json()
+        return {**plain, "plan": plan, "learning": learning, "recipe": recipe, "held_out": held_out}
 
     @classmethod
     def from_json(cls, value: Any) -> NodeConfig:
@@ -72,6 +105,7 @@ class NodeConfig:
         config = fields.take("config")
         if not isinstance(config, dict):
             raise UserError("brief.config: expected an object")
+        held_out = fields.take("held_out")
         node_config = cls(
             plan=Plan.from_json(fields.take("plan")),
             config=config,
@@ -86,6 +120,7 @@ class NodeConfig:
             heartbeat_s=fields.number("heartbeat_s"),
             rendezvous=fields.text("rendezvous") if fields.has("rendezvous") else fields.take("rendezvous"),
             recipe=from_table(SkipSchedule, fields.take("recipe"), "brief.recipe"),
+            held_out=from_table(HeldOut, held_out, "brief.held_out") if held_out is not None else None,
         )
         fields.close()
         return node_config

@@ -31,6 +31,7 @@ from skippipe.runtime.node.ops import (
     ContributePiece,
     CopyEnds,
     DropMicrobatch,
+    EvaluateSamples,
     GradNorm,
     Op,
     OpenBackup,
@@ -69,13 +70,16 @@ class StageExecutor:
         recipe: SkipSchedule | None = None,
         packing: bool = True,
         make_averager: MakeAverager = GradientAverager,
+        held_out: BatchSampler | None = None,
     ) -> None:
-        """`layers` are those of every stage. The nodes of stage 0, where microbatches begin, need a `sampler`."""
+        """`layers` are those of every stage. The nodes of stage 0, where microbatches begin, need a `sampler`, and one
+        of `held_out` samples if these are evaluated while training."""
         self.tasks = tasks
         self._stage = stage
         self._layers = layers
         self._spec = spec
         self._sampler = sampler
+        self._held_out = held_out
         self._recipe = recipe or SkipSchedule()
         self._microbatches = workload.microbatches
         self._packing = packing
@@ -96,6 +100,8 @@ class StageExecutor:
         match work:
             case StageTask():
                 return self._task(work)
+            case EvaluateSamples():
+                return self._evaluate(work)
             case DropMicrobatch():
                 return self.tasks.drop((work.lane, work.microbatch))
             case ClearGradients():
@@ -269,6 +275,17 @@ class StageExecutor:
             return OpResult(self._encode_hop(gradient), loss)
         back = self.tasks.backward(key, given, counts=task.counts)
         return NO_RESULT if back is None else OpResult(self._encode_hop(back))
+
+    def _evaluate(self, task: EvaluateSamples) -> OpResult:
+        if 0 < task.step < task.length:
+            return OpResult(self._encode_hop(self.tasks.evaluate(self._decode_hop(task.given))))
+        assert self._held_out is not None, "only data nodes read text"
+        inputs, labels = self._held_out.batch(0, task.microbatch)
+        if task.step == 0:
+            return OpResult(self._encode_hop(self.tasks.evaluate(torch.from_numpy(inputs).to(self.tasks.device))))
+        targets = torch.from_numpy(labels).to(self.tasks.device)
+        loss = self.tasks.evaluate_head(self._decode_hop(task.given), targets)
+        return OpResult(None, loss, int((labels >= 0).sum()))
 
     def _batch(self, task: StageTask) -> tuple[Tensor, Tensor]:
         assert self._sampler is not None, "only data nodes read text"

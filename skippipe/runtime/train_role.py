@@ -52,10 +52,11 @@ def build_executor(number: int, node_config: NodeConfig, join_config: JoinConfig
     device = join_config.device or node_config.device
     check_device(device)  # before others wait for this node
     sampler = node_config.sampler(join_config.data_folder) if stage == 0 else None
+    held_out = node_config.held_out_sampler(join_config.data_folder) if stage == 0 else None
     plan = node_config.plan
     group = GroupConfig(number, tuple(each.ring for each in plan.stages), node_config.rendezvous, device)
     make_averager = COLLECTIVES[plan.workload.collective].join(group)
-    return build_stage_executor(stage, node_config, device, sampler, make_averager=make_averager)
+    return build_stage_executor(stage, node_config, device, sampler, make_averager=make_averager, held_out=held_out)
 
 
 def build_stage_executor(
@@ -66,6 +67,7 @@ def build_stage_executor(
     *,
     packing: bool = True,
     make_averager: MakeAverager = GradientAverager,
+    held_out: BatchSampler | None = None,
 ) -> StageExecutor:
     """The executor of a stage; only the layers of this stage are made."""
     check_device(device)
@@ -91,4 +93,5 @@ def build_stage_executor(
         recipe=node_config.recipe,
         packing=packing,
         make_averager=make_averager,
+        held_out=held_out,
     )

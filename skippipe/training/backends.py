@@ -13,6 +13,7 @@ from skippipe.errors import UserError
 from skippipe.launch.launcher import JoinLauncher
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport, StopRequests
+from skippipe.runtime.coordinator.validation import Validation
 from skippipe.training.build_run import RunSetup
 
 Backend = Callable[[RunSetup, Callback, StopRequests], None]
@@ -51,11 +52,16 @@ def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequ
         reader = StateReader(origin, run_setup.plan.layers, run_setup.spec)
         for index, stage in enumerate(trainer.stages):
             stage.weights.values.copy_(reader.weights(index))
+    held_out, validation = node_config.held_out_sampler(), Validation(run_setup.coordinator_settings.validation)
     for number in range(job.iterations):
         began_s = time.monotonic()
         done = trainer.iteration(number)
-        callback.iteration_done(IterationReport(*done, time.monotonic() - began_s, {}, {}))
-        if stop_requests():
+        took_s = time.monotonic() - began_s
+        callback.iteration_done(IterationReport(*done, took_s, {}, {}))
+        if held_out is not None and validation.is_due(number + 1, last=number + 1 == job.iterations):
+            loss = trainer.held_out_loss(held_out)
+            callback.validated(validation.add(number, loss, time.monotonic() - began_s - took_s))
+        if stop_requests() or validation.is_hopeless:
             break
     stages = ((index, [encode(stage.weights.values.cpu(), "fp32"), None]) for index, stage in enumerate(trainer.stages))
     run_setup.run.store(stages, callback, stop_requests)
@@ -68,10 +74,11 @@ def virtual(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests
     from skippipe.runtime.train_role import build_stage_executor
 
     run, node_config = run_setup.run, run_setup.node_config
-    sampler = node_config.sampler()
+    sampler, held_out = node_config.sampler(), node_config.held_out_sampler()
 
     def executor(node: int, plan: Plan) -> StageExecutor:
-        return build_stage_executor(plan.stage_of[node], node_config, node_config.device, sampler, packing=False)
+        stage = plan.stage_of[node]
+        return build_stage_executor(stage, node_config, node_config.device, sampler, packing=False, held_out=held_out)
 
     executors = {node: executor(node, node_config.plan) for node in node_config.plan.stage_of}
     cluster = VirtualCluster(

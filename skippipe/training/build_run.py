@@ -7,20 +7,21 @@ import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from fractions import Fraction
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from skippipe.checkpoint.model_card import JOB_FILE
 from skippipe.checkpoint.storage import WriteFailures, check_room
 from skippipe.cluster import Cluster
 from skippipe.collectives import COLLECTIVES, Collective
 from skippipe.data.prepare import PrepareProgress, prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.errors import Infeasible, UserError
+from skippipe.json_fields import json_text, write_text
 from skippipe.model.model_spec import ModelSpec, check_device, config_named
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES
@@ -30,15 +31,23 @@ from skippipe.planner.published import Example
 from skippipe.planner.strategies import PlanRequest, Strategy, make_plan, with_paths_of
 from skippipe.presets import emulated_cluster
 from skippipe.runtime.coordinator.embedding_backup import BACKED_UP, best_pair
-from skippipe.runtime.coordinator.settings import CoordinatorSettings, Deadlines, RecordedIterations, RecoverySettings
+from skippipe.runtime.coordinator.settings import (
+    CoordinatorSettings,
+    Deadlines,
+    RecordedIterations,
+    RecoverySettings,
+    ValidationSettings,
+)
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.simulator import simulate
 from skippipe.skip_schedule import parse_share, visited_of
 from skippipe.timeline import Timing
+from skippipe.training.held_out import held_out_samples, held_out_text
 from skippipe.training.job_config import JobConfig, ReportConfig
 from skippipe.training.pretrained import check_vocabulary, with_pretrained, write_first_checkpoint
 from skippipe.training.run import Run, RunOptions
 from skippipe.training.run_folder import make_folder
+from skippipe.training.trackers import check_trackers
 from skippipe.validate import validate
 from skippipe.workload import Workload, model_named
 
@@ -60,6 +69,8 @@ class RunSetup(RunOptions):
     """Length of paths → the plan for it, on the same stages; the plan is one of them."""
     lengths: Mapping[int, int]
     """Length of paths → how many iterations of the run have such paths."""
+    held_out_tokens: TokenFile | None = None
+    """The text of validation.texts."""
 
     @property
     def read_while_training(self) -> list[Path]:
@@ -68,8 +79,11 @@ class RunSetup(RunOptions):
         return [self.tokens.folder, *(Path(each) for each in named if each)]
 
     def save_plans(self) -> None:
-        """Write the plans to the output folder. A resumed run has them, and goes on if they cannot be written again."""
-        failures = WriteFailures()
+        """Write the job, with all defaults, and the plans to the output folder. A resumed run has them, and goes on if
+        they cannot be written again."""
+        failures, path = WriteFailures(), Path(self.job.output) / JOB_FILE
+        with failures.tolerated(path, "it stays as it was") if self.resumed else nullcontext():
+            write_text(path, json_text(asdict(self.job)) + "\n")
         for length, plan in self.plans.items():
             path = _plan_file(self.job, None if plan is self.plan else length)
             with failures.tolerated(path, "it stays as it was") if self.resumed else nullcontext():
@@ -78,7 +92,7 @@ class RunSetup(RunOptions):
     @cached_property
     def node_config(self) -> NodeConfig:
         job = self.job
-        return NodeConfig(
+        node_config = NodeConfig(
             plan=self.plan,
             config=self.spec.config.to_dict(),
             seed=job.seed,
@@ -93,6 +107,7 @@ class RunSetup(RunOptions):
             rendezvous=None if self.collective.in_messages else _free_address(),
             recipe=job.followed,
         )
+        return replace(node_config, held_out=held_out_samples(job.validation, node_config, self.held_out_tokens))
 
     @property
     def collective(self) -> Collective:
@@ -103,6 +118,7 @@ class RunSetup(RunOptions):
         """All that the coordinator is told. A plan for slow links may promise long iterations, so the deadline of an
         iteration depends on the promise."""
         job, survive = self.job, self.job.survive
+        held_out = self.node_config.held_out
         promised = timedelta(seconds=max(plan.expected.iteration_s for plan in self.plans.values() if plan.expected))
         return CoordinatorSettings(
             optim=job.schedule,
@@ -111,6 +127,11 @@ class RunSetup(RunOptions):
             plans=self.plans,
             recorded=RecordedIterations(job.report.recorded, job.iterations),
             checkpoint_every=job.checkpoint.every,
+            validation=ValidationSettings(
+                every=job.validation.every if held_out else 0,
+                microbatches=held_out.microbatches if held_out else 1,
+                patience=job.validation.patience,
+            ),
             deadlines=Deadlines(
                 iteration=max(Deadlines.iteration, ITERATION_TIMEOUT_FACTOR * promised),
                 heartbeat=timedelta(seconds=survive.heartbeat_s),
@@ -177,7 +198,7 @@ class RunSetup(RunOptions):
         checkpoint_bytes = OPTIMIZERS[job.learning.optimizer].stored_bytes() * parameters
         made = (job.iterations - self.run.first) // job.checkpoint.every + 1 if job.checkpoint.every else 0
         there = len(self.run.checkpoints.complete())
-        more = min(made, max(1, job.checkpoint.keep + 1 - there)) if made else 0
+        more = min(made, max(1, job.checkpoint.keep + 1 + job.validation.enabled - there)) if made else 0
         more += bool(job.model.weights) and not self.resumed
         if rescue is None or not self.resumed:
             check_room(Path(job.output), "output", model_bytes, checkpoint_bytes, more)
@@ -226,7 +247,9 @@ def build_run(
         plan = _make_job_plan(job, cluster, example, spec, request)
     lengths = _lengths(job, len(plan.stages), plan.visited)
     plans = plans_by_length(job, plan, lengths, request, resumed=options.resumed)
-    run_setup = RunSetup(job, plans[_most_frequent(lengths)], spec, tokens, plans, lengths, **vars(options))
+    held_out = held_out_text(job.validation, tokens, reading)
+    plan = plans[_most_frequent(lengths)]
+    run_setup = RunSetup(job, plan, spec, tokens, plans, lengths, held_out, **vars(options))
     run_setup.node_config.sampler()  # is the text long enough?
     if options.resumed:
         _ = run_setup.run.origin  # UserError if there is no checkpoint to continue from
@@ -412,12 +435,7 @@ def _checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec, file: Path | None
 
 
 def _check_report(config: ReportConfig) -> None:
-    for wanted, package, name in (
-        (config.tensorboard, "tensorboard", "tensorboard"),
-        (config.prometheus > 0, "prometheus_client", "prometheus"),
-    ):
-        if wanted and find_spec(package) is None:
-            raise UserError(f"report.{name}: needs another package; pip install 'skippipe[{name}]'")
+    check_trackers(config)
     if config.prometheus:
         try:
             socket.create_server(("127.0.0.1", config.prometheus)).close()

@@ -15,6 +15,7 @@ from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import USUAL, SkipSchedule
 from skippipe.toml_config import read_toml
 from skippipe.value_ranges import (
+    BELOW_ONE,
     BUDGET_S,
     HEARTBEAT_S,
     ITERATIONS,
@@ -146,7 +147,8 @@ class CheckpointConfig:
     every: Annotated[int, ITERATIONS_OR_NONE] = 50
     """Iterations from one checkpoint to the next; there is one at the end too. 0: none are made."""
     keep: Annotated[int, Range(1, 10**6)] = 2
-    """How many stay on disk, the newest."""
+    """How many stay on disk, the newest; and, with [validation], the one with the lowest held-out loss, of which one
+    is made whenever the loss is the lowest so far."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,28 @@ class RecoveryConfig:
 
 
 @dataclass(frozen=True)
+class ValidationConfig:
+    """Held-out loss while training: every so many iterations nodes pass held-out samples forward through all stages,
+    with the weights as they are then. It needs `texts` or a `share`."""
+
+    texts: list[str] = field(default_factory=list)
+    """Text that is not trained on, as in data.texts ("classics-val" comes with SkipPipe); it gets the tokenizer of the
+    training text."""
+    share: Annotated[float, BELOW_ONE] = 0.0
+    """Instead of texts: this share of the training text, its end, is held out."""
+    every: Annotated[int, ITERATIONS] = 50
+    """Iterations from one evaluation to the next; there is one at the end too."""
+    samples: Annotated[int, SAMPLES] = 64
+    """Samples that are evaluated, always the same ones; up to whole microbatches, and as many as there are."""
+    patience: Annotated[int, ITERATIONS_OR_NONE] = 0
+    """The run ends when the held-out loss has not become lower in so many evaluations; 0: never."""
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.texts) or self.share > 0
+
+
+@dataclass(frozen=True)
 class ReportConfig:
     recorded: Annotated[int, ITERATIONS_OR_NONE] = 50
     """Every so many iterations, and in the second and the last, record what every node does when, as a Chrome trace;
@@ -178,6 +202,12 @@ class ReportConfig:
     """Write TensorBoard files too (needs the extra skippipe[tensorboard])."""
     prometheus: Annotated[int, PORT] = 0
     """Serve metrics on this port of 127.0.0.1 (needs the extra skippipe[prometheus]); 0: not."""
+    wandb: str = ""
+    """A W&B project that gets the metrics (needs the extra skippipe[wandb]); WANDB_MODE=offline keeps them in the
+    output folder. Empty: none."""
+    mlflow: str = ""
+    """An MLflow experiment that gets the metrics (needs the extra skippipe[mlflow]), on MLFLOW_TRACKING_URI or else in
+    the output folder. Empty: none."""
 
 
 @dataclass(frozen=True)
@@ -213,6 +243,8 @@ class JobConfig:
     """One machine as a continent."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Weights and optimizer state on disk while training goes on; `skippipe train --resume` goes on from there."""
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    """The loss on text that is not trained on."""
     survive: RecoveryConfig = RecoveryConfig()
     """When nodes are lost, come back, or slow down."""
     report: ReportConfig = ReportConfig()
@@ -240,6 +272,11 @@ class JobConfig:
             raise UserError("transport.peers and transport.key go together: 'skippipe keys' makes both")
         if self.transport.security == "none" and self.transport.peers:
             raise UserError("transport.peers: a list of keys is of no use with security 'none'; choose 'curve'")
+
+        if self.validation.texts and self.validation.share:
+            raise UserError("validation.share: is for a job without validation.texts; leave out one of them")
+        if not self.validation.enabled and self.validation != ValidationConfig():
+            raise UserError("validation: nothing is held out; name validation.texts, or a validation.share")
 
     def _check_recipe(self) -> None:
         recipe = self.recipe

@@ -1,7 +1,7 @@
-"""Callbacks that record a run: metrics, events, traces, measured cluster, TensorBoard, Prometheus.
+"""Callbacks that record a run in its folder: metrics, events, traces, measured cluster.
 
-A callback is called after every iteration. `metrics.jsonl` always gets a line; TensorBoard and Prometheus are there if
-the job wants them. A recorded iteration becomes a Chrome trace of what every node did when, beside the plan.
+A callback is called after every iteration. `metrics.jsonl` always gets a line; what the job wants beside it is in
+`trackers`. A recorded iteration becomes a Chrome trace of what every node did when, beside the plan.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from skippipe.checkpoint.format import run_field
 from skippipe.checkpoint.storage import LineFile, WriteFailures
@@ -26,11 +28,16 @@ from skippipe.plan import Plan
 from skippipe.report.gantt import merged_traces, trace_events
 from skippipe.runs.records import COUNTED, metrics_of
 from skippipe.runs.tail import trace_name
-from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport
+from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport, ValidationReport
 from skippipe.simulator import node_use
 from skippipe.timeline import LinkUse, Task, Timeline, Timing
 
+if TYPE_CHECKING:
+    from skippipe.training.job_config import JobConfig
+
 log = logging.getLogger(__name__)
+MOST_SAMPLED = 200  # iterations that the time left is reckoned from
+RECENT = 20  # iterations that tell how long those to come will take
 
 
 def recorded_timeline(plan: Plan, report: IterationReport) -> Timeline:
@@ -76,11 +83,18 @@ class CallbackList(Callback):
     def iteration_done(self, report: IterationReport) -> None:
         self._call(lambda callback: callback.iteration_done(report))
 
+    def validated(self, report: ValidationReport) -> None:
+        self._call(lambda callback: callback.validated(report))
+
     def happened(self, event: Event) -> None:
         self._call(lambda callback: callback.happened(event))
 
     def measured(self, cluster: Cluster) -> None:
         self._call(lambda callback: callback.measured(cluster))
+
+    def close(self) -> None:
+        if "_callbacks" in vars(self):  # else nothing was ever recorded
+            self._call(lambda callback: callback.close())
 
     @cached_property
     def _callbacks(self) -> Sequence[Callback]:
@@ -97,17 +111,70 @@ class CallbackList(Callback):
                     log.warning("%s", line)
 
 
+def promised_left(job: JobConfig, plan: Plan, plans: Mapping[int, Plan]) -> Callable[[int], float]:
+    """A function that gives the promised seconds of all iterations that are left when so many are done; 0: nothing is
+    promised. `plans` has a plan for each length of paths."""
+    promised = {length: each.expected.iteration_s for length, each in plans.items() if each.expected is not None}
+
+    def left_s(done: int) -> float:
+        count = job.iterations - done
+        if count <= 0 or len(promised) < len(plans):
+            return 0.0
+        drawn = range(done, job.iterations, -(-count // MOST_SAMPLED))
+        lengths = [job.followed.visited(each, job.iterations, len(plan.stages), plan.visited) for each in drawn]
+        return count * fmean(promised[each] for each in lengths)
+
+    return left_s
+
+
 class IterationMetrics:
     """The metrics of an iteration, as they go into files and onto the terminal."""
 
-    def __init__(self, plan: Plan, *, promised: bool = True) -> None:
-        """Without `promised`, the plan is for other machines, and what it promises is left out."""
+    def __init__(
+        self,
+        plan: Plan,
+        iterations: int = 0,
+        elapsed_s: float = 0.0,
+        promised_left_s: Callable[[int], float] = lambda done: 0.0,
+        *,
+        promised: bool = True,
+    ) -> None:
+        """`iterations` is the length of the whole run, `elapsed_s` what it took before it was resumed;
+        `promised_left_s` gives the promised seconds of all iterations that are left when so many are done. Without
+        `promised`, the plan is for other machines, and what it promises is left out."""
         work = plan.workload
         self.plan = plan
         self.promised = promised
+        self.iterations = iterations
         self.tokens = plan.microbatches * work.samples_per_microbatch * work.sequence_tokens
+        self.elapsed_s = elapsed_s
+        self._promised_left_s = promised_left_s
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
+        """Seconds of the last iterations, and what was promised for each; 0: nothing was."""
+        self._counted: IterationReport | ValidationReport | None = None
+
+    def _count(self, report: IterationReport | ValidationReport) -> None:
+        """Every callback asks for the same report: it counts once."""
+        if report is not self._counted:
+            self._counted = report
+            self.elapsed_s += report.seconds
+            if isinstance(report, IterationReport):
+                self._recent.append((report.seconds, report.promised_s or 0.0))
+
+    def left_s(self, done: int) -> float:
+        """Seconds until the end of the run, by the last iterations; where plans differ, in proportion to promises."""
+        seconds, promised = sum(each for each, _ in self._recent), sum(each for _, each in self._recent)
+        left_s = self._promised_left_s(done)
+        known = left_s > 0 and all(each > 0 for _, each in self._recent)
+        each_s = seconds / len(self._recent)
+        return left_s * seconds / promised if known else max(0, self.iterations - done) * each_s
+
+    def of_validation(self, report: ValidationReport) -> dict[str, float]:
+        self._count(report)
+        return {"validation_loss": report.loss, "elapsed_s": self.elapsed_s}
 
     def of(self, report: IterationReport) -> dict[str, float]:
+        self._count(report)
         metrics = {
             "iteration": report.iteration + 1,
             "loss": report.loss,
@@ -117,6 +184,8 @@ class IterationMetrics:
             "tokens_per_s": self.tokens / report.seconds,
             "tokens": self.tokens * (report.iteration + 1),
             "bytes_sent": sum(report.sent_bytes.values()),
+            "elapsed_s": self.elapsed_s,
+            "left_s": self.left_s(report.iteration + 1),
         }
         return metrics | ({"promised_s": report.promised_s} if self.promised and report.promised_s else {})
 
@@ -133,6 +202,8 @@ class MetricsFile(Callback):
         """`iterations` is the length of the whole run."""
         self._metrics = metrics
         self._iterations = iterations
+        self._last: tuple[int, dict[str, Any]] = (-1, {})
+        """The last iteration, and its line."""
         self._run = run_field(run_id)
         self._names = [node.name for node in metrics.plan.cluster.nodes]
         self._starts: dict[int, int] = {}
@@ -151,8 +222,17 @@ class MetricsFile(Callback):
         links = [[self._names[a], self._names[b], count] for (a, b), count in sorted(report.sent_bytes.items())]
         counted = {**COUNTED, **self._metrics.of(report), "iterations": self._iterations}
         row: dict[str, Any] = {**counted, "time": time.time()}
-        row |= {"links": links, "visits": list(report.visits), **self._run}
-        self._file.cut(self._begin_row(report.iteration, self._file.size))
+        self._write(report.iteration, row | {"links": links, "visits": list(report.visits), **self._run})
+
+    def validated(self, report: ValidationReport) -> None:
+        """The line of the iteration is written again, with the held-out loss."""
+        iteration, row = self._last
+        if iteration == report.iteration:
+            self._write(iteration, {**row, **self._metrics.of_validation(report), "time": time.time()})
+
+    def _write(self, iteration: int, row: dict[str, Any]) -> None:
+        self._last = iteration, row
+        self._file.cut(self._begin_row(iteration, self._file.size))
         self._file.add(json.dumps({name: _plain(value) for name, value in row.items()}))
 
     def _begin_row(self, iteration: int, at: int) -> int:
@@ -212,39 +292,3 @@ class TraceFiles(Callback):
         trace["otherData"] = {**trace.get("otherData", {}), **self._run}
         with self._failures.tolerated(self._folder, "recorded iterations are left out"):
             write_text(self._folder / trace_name(report.iteration), json.dumps(trace, ensure_ascii=False) + "\n")
-
-
-class TensorBoard(Callback):
-    def __init__(self, folder: Path, metrics: IterationMetrics) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._metrics = metrics
-        self._writer: Any = SummaryWriter(str(folder))
-
-    def iteration_done(self, report: IterationReport) -> None:
-        for name, value in self._metrics.of(report).items():
-            if name != "iteration":
-                self._writer.add_scalar(name, value, report.iteration + 1)
-        self._writer.flush()
-
-
-class Prometheus(Callback):
-    """Gauges on http://127.0.0.1:PORT/metrics."""
-
-    def __init__(self, port: int, metrics: IterationMetrics) -> None:
-        from prometheus_client import CollectorRegistry, Gauge, start_http_server
-
-        self._metrics = metrics
-        registry = CollectorRegistry()
-        try:
-            start_http_server(port, addr="127.0.0.1", registry=registry)
-        except OSError as error:
-            raise UserError(f"report.prometheus: port {port}: {error.strerror}; choose another") from None
-        self._new_gauge = partial(Gauge, documentation="Of the last iteration.", registry=registry)
-        self._gauges: dict[str, Gauge] = {}
-
-    def iteration_done(self, report: IterationReport) -> None:
-        for name, value in self._metrics.of(report).items():
-            if name not in self._gauges:
-                self._gauges[name] = self._new_gauge(f"skippipe_{name}")
-            self._gauges[name].set(value)

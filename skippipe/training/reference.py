@@ -6,6 +6,7 @@ their lanes visit, in the order in which they visit them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
@@ -81,6 +82,19 @@ class ReferenceTrainer:
             if count:
                 stage.weights.step(rate, scale / count)
         return ReferenceState(number, float(torch.stack(losses).double().mean()), norm, rate)
+
+    @torch.no_grad()
+    def held_out_loss(self, held_out: BatchSampler) -> float:
+        """The loss of the whole model on all microbatches of this sampler, mean over the tokens that count."""
+        losses, counts = [], []
+        for microbatch in range(held_out.microbatches):
+            inputs, labels = held_out.batch(0, microbatch)
+            hidden = torch.from_numpy(inputs).to(self.device)
+            for stage in self.stages:
+                hidden = self._hop(stage.evaluate(hidden))
+            losses.append(float(self.stages[0].evaluate_head(hidden, torch.from_numpy(labels).to(self.device))))
+            counts.append(int((labels >= 0).sum()))
+        return math.fsum(loss * count for loss, count in zip(losses, counts, strict=True) if count) / sum(counts)
 
     def _forward_backward(self, plan: Plan, iteration: int, lane: int, microbatch: int) -> Tensor:
         inputs, labels = self.sampler.batch(iteration, plan.microbatch(lane, microbatch))

@@ -94,7 +94,10 @@ class Run(RunOptions):
     @property
     def resumed_settings(self) -> CoordinatorSettings:
         """The settings, with the checkpoint that the run starts from."""
-        return replace(self.settings, resumed_from=self.first if self.origin else None)
+        best = self.checkpoints.best() if self.resumed else None
+        known = (best.manifest.iterations, best.manifest.validation_loss or 0.0) if best else None
+        validation = replace(self.settings.validation, best=known)
+        return replace(self.settings, resumed_from=self.first if self.origin else None, validation=validation)
 
     @cached_property
     def wal(self) -> WriteAheadLog:
@@ -210,7 +213,12 @@ class Run(RunOptions):
     @cached_property
     def models(self) -> ModelStore:
         folder = ModelFolder(
-            self.output / "model", self.node_config.plan.layers, self.spec, self.tokenizer, run_id=self.run_id
+            self.output / "model",
+            self.node_config.plan.layers,
+            self.spec,
+            self.tokenizer,
+            run_id=self.run_id,
+            run=self.output,
         )
         return ModelStore(folder, self.rescue, self._what_to_do)
 

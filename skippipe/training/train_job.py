@@ -16,7 +16,7 @@ from skippipe.terminal import ProgressBar, interruptible, plan_progress
 
 if TYPE_CHECKING:
     from skippipe.cluster import Cluster
-    from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport
+    from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport, ValidationReport
     from skippipe.training.backends import Backend
     from skippipe.training.build_run import RunSetup
     from skippipe.training.job_config import JobConfig
@@ -185,10 +185,16 @@ def _print_summary(metrics: Path) -> None:
 def _callbacks(run_setup: RunSetup, promised: bool = True) -> Iterator[Callback]:
     """Files, reporters and console; made at the first call, when nodes are forked and threads may start."""
     from skippipe.training import metrics
+    from skippipe.training.trackers import trackers_of
 
-    computed = metrics.IterationMetrics(run_setup.plan, promised=promised)
     folder = Path(run_setup.job.output)
-    config = run_setup.job.report
+    computed = metrics.IterationMetrics(
+        run_setup.plan,
+        run_setup.job.iterations,
+        _elapsed_before(folder / "metrics.jsonl", run_setup),
+        metrics.promised_left(run_setup.job, run_setup.plan, run_setup.plans),
+        promised=promised,
+    )
     console = ConsoleCallback(computed, run_setup.job.iterations)
 
     def create() -> list[Callback]:
@@ -199,16 +205,25 @@ def _callbacks(run_setup: RunSetup, promised: bool = True) -> Iterator[Callback]
             metrics.TraceFiles(folder / "traces", run_setup.run_id),
             metrics.ClusterFile(folder / "cluster.json"),
         ]
-        if config.tensorboard:
-            callbacks.append(metrics.TensorBoard(folder / "tensorboard", computed))
-        if config.prometheus:
-            callbacks.append(metrics.Prometheus(config.prometheus, computed))
-        return [*callbacks, cast("Callback", console)]
+        return [*callbacks, *trackers_of(run_setup.job, run_setup.run_id, computed), cast("Callback", console)]
 
+    callback = metrics.CallbackList(create)
     try:
-        yield metrics.CallbackList(create)
+        yield callback
     finally:
+        callback.close()
         console.close()
+
+
+def _elapsed_before(metrics: Path, run_setup: RunSetup) -> float:
+    """Seconds that a resumed run has taken up to the checkpoint that it goes on from."""
+    from skippipe.runs.records import metrics_of
+
+    if not run_setup.resumed or not metrics.exists():
+        return 0.0
+    found = [metrics_of(line) for line in metrics.read_bytes().split(b"\n")]
+    rows = [each.row for each in found if each is not None and each.run == run_setup.run_id]
+    return next((row.elapsed_s or 0.0 for row in reversed(rows) if row.iteration < run_setup.run.first), 0.0)
 
 
 class ConsoleCallback:
@@ -221,13 +236,24 @@ class ConsoleCallback:
         self._bar = ProgressBar()
 
     def iteration_done(self, report: IterationReport) -> None:
+        from skippipe.report.run.summary import duration
+
         found = self._metrics.of(report)
         promise = f" (promised {found['promised_s']:.2f})" if "promised_s" in found else ""
         text = f"loss {found['loss']:.4f}  {found['tokens_per_s']:,.0f} tokens/s  {found['seconds']:.2f} s{promise}"
+        text += f"  lr {found['learning_rate']:.2g}  {duration(found['elapsed_s'])}, {duration(found['left_s'])} left"
         if sys.stderr.isatty():
             self._bar.show(report.iteration + 1, self._iterations, text)
         elif report.iteration % self._every == 0 or report.iteration + 1 == self._iterations:
             print(f"iteration {report.iteration + 1:>5}/{self._iterations}  {text}", flush=True)
+
+    def validated(self, report: ValidationReport) -> None:
+        best = ", the lowest so far" if report.is_best else ""
+        line = f"iteration {report.iteration + 1:>5}/{self._iterations}  held-out loss {report.loss:.4f}{best}"
+        if sys.stderr.isatty():
+            self._bar.print(f"{line}  ({report.seconds:.2f} s)")
+        else:
+            print(f"{line}  ({report.seconds:.2f} s)", flush=True)
 
     def happened(self, event: Event) -> None:
         node = f"'{event.node}' " if event.node else ""

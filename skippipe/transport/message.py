@@ -47,6 +47,7 @@ class MessageKind(IntEnum):
     CHECKPOINT_PIECE = 7
     STEP_HOP = 8
     PROBE_PIECE = 9
+    VALIDATION_HOP = 10
 
     @property
     def label(self) -> str:
@@ -172,6 +173,21 @@ class StepHop(Header):
 
 
 @dataclass(frozen=True, slots=True)
+class ValidationHop(Header):
+    """An activation of held-out samples along a path that visits every stage."""
+
+    kind = MessageKind.VALIDATION_HOP
+    layout = struct.Struct("<QIIII")
+    iteration: int
+    """The last iteration whose step the weights have taken."""
+    lane: int
+    microbatch: int
+    step: int
+    epoch: int = 0
+    """As in `Hop`."""
+
+
+@dataclass(frozen=True, slots=True)
 class ProbePiece(Header):
     """Bytes that measure a link."""
 
@@ -201,7 +217,10 @@ class Stamp(Header):
 
 HEADERS: dict[MessageKind, type[Header]] = {
     each.kind: each
-    for each in (Hop, GradientPiece, Stamp, StatePiece, BackupPiece, WeightsPiece, CheckpointPiece, StepHop, ProbePiece)
+    for each in (
+        *(Hop, GradientPiece, Stamp, StatePiece, BackupPiece, WeightsPiece, CheckpointPiece, StepHop, ProbePiece),
+        ValidationHop,
+    )
 }
 
 

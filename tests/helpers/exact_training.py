@@ -32,6 +32,7 @@ from tests.helpers.plans import uniform_cluster
 ITERATIONS = 5
 LEARNING = OptimConfig(rate=3e-3, warmup=2, iterations=ITERATIONS, clip=1.0)
 SEQUENCE, SAMPLES = 12, 2
+HELD_OUT = 7  # microbatches of held-out samples
 TEXT = np.random.default_rng(5).integers(0, 97, 3000)
 # Nodes 0, 1 | 2, 3, 4 | 5 | 6, 7: stages with two, three and one replica.
 STAGES = ((0, 1), (3, 2, 4), (5,), (6, 7))
@@ -67,6 +68,10 @@ def sampler_of(plan: Plan) -> BatchSampler:
     return BatchSampler(TEXT, SEQUENCE, 3, plan.microbatches, SAMPLES)
 
 
+def held_out_sampler(microbatches: int) -> BatchSampler:
+    return BatchSampler(TEXT[::-1].copy(), SEQUENCE, 4, microbatches, SAMPLES)
+
+
 def tensors_of(
     plan: Plan, spec: ModelSpec, learning: OptimConfig = LEARNING, recipe: SkipSchedule | None = None
 ) -> dict[int, StageExecutor]:
@@ -89,6 +94,7 @@ def tensors_of(
             ),
             sampler_of(plan) if stage == 0 else None,
             recipe=recipe,
+            held_out=held_out_sampler(HELD_OUT) if stage == 0 else None,
         )
         for node, stage in plan.stage_of.items()
     }

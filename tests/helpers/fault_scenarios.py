@@ -115,6 +115,8 @@ class Scenario:
     recipe: SkipSchedule = field(default_factory=SkipSchedule)
     backup_every: int = 2
     """Iterations from one copy of what only stage 0 holds to the next; 0: none."""
+    validated_every: int = 0
+    """Iterations from one evaluation of held-out samples to the next; 0: none."""
 
     def __str__(self) -> str:
         nodes = ", ".join(f"{list(stage.ring)} ({stage.averaging.kind})" for stage in self.plan.stages)
@@ -123,6 +125,7 @@ class Scenario:
         about += f", shared downloads of {shared}" * bool(shared)
         about += f", a checkpoint every {self.kept_every}" * bool(self.kept_every) + ", uneven" * self.uneven
         about += f", a copy of the ends every {self.backup_every}" * bool(self.backup_every)
+        about += f", held-out samples every {self.validated_every}" * bool(self.validated_every)
         about += f", a drift of {self.drift:g}" * bool(self.drift)
         about += f", skip {self.recipe.skip}" * bool(self.recipe.phases)
         return "\n  ".join((f"seed {self.seed}: {about}", *map(str, self.faults)))

@@ -54,7 +54,7 @@ class RecordingStore:
     def save(self, stage: int, number: int, piece: Any) -> None:
         self.saved_pieces.append((stage, number, piece))
 
-    def saved(self, iterations: int, steps: Sequence[int]) -> None:
+    def saved(self, iterations: int, steps: Sequence[int], validation_loss: float | None = None) -> None:  # noqa: ARG002
         self.done.append((iterations, tuple(steps)))
 
     def abandon(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorState, Event, IterationReport
-from skippipe.runtime.coordinator.settings import CoordinatorSettings, Deadlines, RecoverySettings
+from skippipe.runtime.coordinator.settings import CoordinatorSettings, Deadlines, RecoverySettings, ValidationSettings
 from skippipe.runtime.coordinator.wal_records import plan_records
 from skippipe.runtime.node.ops import GradNorm, Op, OptimizerStep, PlanTransfer
 from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
@@ -55,7 +55,7 @@ class Shelf:
             assert number == 0
             self._open[stage] = piece
 
-    def saved(self, iterations: int, steps: Sequence[int]) -> None:
+    def saved(self, iterations: int, steps: Sequence[int], validation_loss: float | None = None) -> None:  # noqa: ARG002
         assert self._whole == set(range(self.stages)), f"a checkpoint of the stages {self._whole} only"
         self.kept.append((iterations, tuple(steps), self._open))
         self.abandon()
@@ -186,6 +186,7 @@ def staged(what: Scenario) -> Played:
             skip_schedule=what.recipe,
             recovery=RecoverySettings(what.lost_stage, what.drift, timedelta(0), what.backup_every),  # type: ignore[arg-type]
             checkpoint_every=what.kept_every,
+            validation=ValidationSettings(what.validated_every, 5),
             deadlines=Deadlines(iteration=timedelta(seconds=900 if long else 60)),
         ),
         {node: Counting(node, what.plan) for node in what.plan.stage_of},

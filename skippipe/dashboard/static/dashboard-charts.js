@@ -6,7 +6,7 @@ const NARROWEST = 300; // pixels; where there is less room, it scrolls
 const NEUTRAL = { averaging: "#a9b2bd", optimizer: "#4d4d4d" };
 const SHADES = { forward: [255, 0.5], head: [255, 0], backward: [0, 0.15], weights: [0, 0.5] };
 const CURVES = [
-  ["loss", "Loss", (value) => value.toFixed(4)],
+  ["loss", "Loss (dashed: held out)", (value) => value.toFixed(4), "validation_loss"],
   ["tokens_per_s", "Tokens a second", count, null, true],
   ["seconds", "Seconds", (value) => value.toFixed(2), "promised_s", true],
   ["sent_bytes", "Bytes sent in an iteration", bytes, null, true],

@@ -8,8 +8,8 @@ const SILENT_S = 60; // without news, at least, before a run counts as silent
 // colours of events, which have the same names on the terminal and in files
 const MOODS = {
   gone: "bad", restarted: "warn", replanned: "good", joined: "good", able: "good", paused: "bad", slow: "warn",
-  cut: "warn", "not-finite": "warn", refused: "bad", checkpoint: "warn", checkpointed: "good", recovered: "good",
-  drill: "warn", ending: "warn", storage: "bad",
+  cut: "warn", "not-finite": "warn", refused: "bad", checkpoint: "warn", checkpointed: "good", validation: "warn",
+  recovered: "good", drill: "warn", ending: "warn", storage: "bad",
 };
 
 const map = new RunMap();
@@ -58,7 +58,9 @@ function drawRun(run) {
   const late = run.seconds && run.promised_s ? ` promised ${seconds(run.promised_s)}` : "";
   byId("tiles").replaceChildren(
     tile("iterations done", run.iterations.toLocaleString("en"), run.total ? ` of ${run.total.toLocaleString("en")}` : ""),
-    tile("loss", run.loss === null ? "–" : run.loss.toFixed(4)),
+    tile("loss", run.loss === null ? "–" : run.loss.toFixed(4), run.validation_loss ? ` held out ${run.validation_loss.toFixed(4)}` : ""),
+    tile("learning rate", run.learning_rate === null ? "–" : run.learning_rate.toPrecision(2)),
+    tile("time so far", run.elapsed_s === null ? "–" : long(run.elapsed_s), run.left_s && !run.done ? ` ${long(run.left_s)} left` : ""),
     tile("tokens a second", run.tokens_per_s === null ? "–" : count(run.tokens_per_s)),
     tile("an iteration takes", run.seconds === null ? "–" : seconds(run.seconds), late),
     tile("sent in an iteration", run.sent_bytes === null ? "–" : bytes(run.sent_bytes)),

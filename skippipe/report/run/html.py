@@ -23,7 +23,8 @@ from skippipe.timeline import HUES, Timing
 MOST_POINTS = 3000  # of a curve
 MOST_TICKS = 6
 MEASURED, PROMISED, IDLE, BUSY = HUES[0], HUES[1], "#D9D9D9", HUES[0]
-LOSS_IN_WORDS = "Training loss, the mean over the microbatches of an iteration; above, tokens so far."
+LOSS_IN_WORDS = """Training loss, the mean over the microbatches of an iteration; above, tokens so far. Dots are the
+loss on text that is not trained on, with all stages."""
 PROMISE_IN_WORDS = """What every iteration took, since the one before was done, and what its plan promised. Marks stand
 at iterations in which something happened; point at one to read what."""
 SECONDS_IN_WORDS = """What every iteration took, since the one before was done. Marks stand at iterations in which
@@ -79,6 +80,15 @@ def _loss(history: RunHistory) -> go.Figure:
         customdata=tokens,
         hovertemplate="iteration %{x}<br>loss %{y:.4f}%{customdata}<extra></extra>",
     )
+    if history.validation:
+        figure.add_scatter(
+            x=[iteration + 1 for iteration, _ in history.validation],
+            y=[loss for _, loss in history.validation],
+            mode="lines+markers",
+            line={"color": PROMISED},
+            name="held-out loss",
+            hovertemplate="after iteration %{x}<br>held-out loss %{y:.4f}<extra></extra>",
+        )
     each = summary.tokens_each(history)
     if each:  # a second axis needs a curve of its own, which is not seen
         ticks = _round_ticks(each * (rows[-1].iteration + 1))

@@ -83,6 +83,10 @@ def _draw_loss(axes: Axes, history: RunHistory) -> None:
         _say_nothing(axes)
         return
     _draw_curve(axes, history, "loss")
+    if history.validation:
+        at, losses = zip(*history.validation, strict=True)
+        axes.plot([each + 1 for each in at], losses, "o-", color=PROMISED, markersize=3, linewidth=1, label="held out")
+        axes.legend(fontsize=8, frameon=False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     each = tokens_each(history)
     if each:

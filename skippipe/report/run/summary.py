@@ -29,6 +29,7 @@ MEANINGS = {
     "refused": "a node, or what it sent, was refused",
     "checkpoint": "a checkpoint that was being made was given up",
     "checkpointed": "a checkpoint was complete",
+    "validation": "an evaluation of held-out samples was given up, and is made up for later",
     "recovered": "the coordinator was restarted",
     "ending": "the end of the run was requested",
     "storage": "the model could not be written, or could be in the end",
@@ -42,12 +43,16 @@ MOST_NAMED = 3  # nodes that are slow or waited for
 
 def run_figures(history: RunHistory) -> list[tuple[str, str]]:
     """Key figures of a run."""
+    last = history.rows[-1]
     return [
         ("iterations", _iterations(len(history.rows), history.rows[-1])),
         ("end", _end(history)),
         ("loss", _loss(history)),
+        *([("held-out loss", _validation(history))] if history.validation else []),
+        *([("learning rate", f"{last.learning_rate:.3g} at last")] if last.learning_rate is not None else []),
         ("an iteration", _seconds(history)),
         ("in all", _whole(history)),
+        *([("left", f"some {duration(last.left_s)}")] if not history.ended and last.left_s else []),
         ("tokens", _tokens(history)),
         ("sent", f"{amount(history.sent_bytes)} of tensors" if history.sent_bytes else NOTHING),
         ("nodes lost", _outages(history.outages)),
@@ -87,6 +92,14 @@ def _loss(history: RunHistory) -> str:
     return f"{known[0]:.3f} at first, {known[-1]:.3f} at last, {min(known):.3f} at best" if known else NOTHING
 
 
+def _validation(history: RunHistory) -> str:
+    found = history.validation
+    iteration, best = min(found, key=lambda each: each[1])
+    return (
+        f"{found[0][1]:.3f} at first, {found[-1][1]:.3f} at last, {best:.3f} at best, after iteration {iteration + 1}"
+    )
+
+
 def _seconds(history: RunHistory) -> str:
     if history.typical_s is None:
         return NOTHING
@@ -97,7 +110,7 @@ def _seconds(history: RunHistory) -> str:
 
 
 def _whole(history: RunHistory) -> str:
-    spent = sum(row.seconds or 0.0 for row in history.rows)
+    spent = history.rows[-1].elapsed_s or sum(row.seconds or 0.0 for row in history.rows)
     promised = sum(row.promised_s or 0.0 for row in history.rows)
     return duration(spent) + (f", {duration(promised)} promised" if promised else "")
 
@@ -231,6 +244,10 @@ def run_json(history: RunHistory) -> dict[str, Any]:
         "iterations_asked": history.rows[-1].total_iterations,
         "ended": history.ended,
         "loss": {"first": known[0], "last": known[-1], "best": min(known)} if known else None,
+        "validation": [[iteration, loss] for iteration, loss in history.validation],
+        "learning_rate": history.rows[-1].learning_rate,
+        "elapsed_s": history.rows[-1].elapsed_s,
+        "left_s": history.rows[-1].left_s,
         "seconds": history.typical_s,
         "promised_s": history.promised_s,
         "over_promise": history.over_promise,

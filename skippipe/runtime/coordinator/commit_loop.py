@@ -20,8 +20,18 @@ from skippipe.runtime.coordinator.recovery import RecoverySourceSelector
 from skippipe.runtime.coordinator.replanner import Replanner
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.state_gather import CheckpointGather
+from skippipe.runtime.coordinator.validation import Validation
 from skippipe.runtime.coordinator.wal_records import commit_record
-from skippipe.runtime.messages import Averaged, Begin, Commit, ControlMessage, DrainAck, LinkDown, MicrobatchDone
+from skippipe.runtime.messages import (
+    Averaged,
+    Begin,
+    Commit,
+    ControlMessage,
+    DrainAck,
+    LinkDown,
+    MicrobatchDone,
+    Validated,
+)
 
 WAYS_ON = "start anew, with checkpoint.every, survive.backup_every or a second data node"
 
@@ -33,6 +43,8 @@ class CommitContext(Protocol):
     def state(self) -> CoordinatorState: ...
 
     def enter(self, state: CoordinatorState) -> None: ...
+
+    def gather_weights(self) -> None: ...
 
     def fail(self, reason: str) -> None: ...
 
@@ -50,6 +62,7 @@ class CommitLoop:
     recovery: RecoverySourceSelector
     gather: CheckpointGather
     detector: FailureDetector
+    validation: Validation
     env: CoordinatorEnv
     callback: Callback
     epoch: int = 0
@@ -201,6 +214,47 @@ class CommitLoop:
         for node in self.nodes:
             self.env.send(node, control)
 
+    # Held-out samples
+
+    def validate(self, iteration: int) -> None:
+        """All nodes take the step of this iteration and wait: they evaluate held-out samples meanwhile."""
+        self.context.enter(CoordinatorState.VALIDATING)
+        if not self.validation.begin(iteration, self.epoch, self.replanner.plan, self.membership.active):
+            self.give_up_validation("no path leads through every stage")
+
+    def on_validated(self, node: int, control: Validated) -> None:
+        self.detector.progress()
+        if not self.validation.on_message(node, control):
+            return
+        report = self.validation.finish()
+        done = report.iteration + 1
+        self.gather.validated = done, report.loss
+        self.callback.validated(report)
+        if self.validation.is_hopeless and done < self.end:
+            self.end = done
+            patience = self.settings.validation.patience
+            self.context.log_event("ending", f"the held-out loss has not become lower in {patience} evaluations")
+        self._end_validation(done, report.is_best)
+
+    def give_up_validation(self, why: str, *, lost: bool = False) -> None:
+        """Training goes on without: with a new plan, if a node was lost."""
+        iteration = self.validation.give_up()
+        self.context.log_event("validation", f"given up: {why}")
+        self._end_validation(iteration + 1, False, why if lost else "")
+
+    def _end_validation(self, done: int, is_best: bool, lost: str = "") -> None:
+        """A checkpoint of weights that are the best so far is made now: after the next step they are gone."""
+        self.detector.committed()  # the next iteration begins now
+        if done >= self.end:
+            self.context.gather_weights()
+            return
+        best = is_best and self.gather.lacks(done) and not self.gather.busy
+        holders = self.membership.holders(self.replanner.plan) if best or self.gather.is_due(done) else {}
+        if holders:
+            self.gather.last_checkpoint(done, self.replanner.progress.steps, holders)
+            self.callback.measured(self.replanner.estimator.measured_cluster())
+        self.restart(lost)
+
     # Commit
 
     def _commit(self) -> None:
@@ -234,12 +288,13 @@ class CommitLoop:
         outdated = not last and replanner.is_outdated(done)
         possible = not outdated or replanner.renew(done)
         new_plan = outdated or (not last and replanner.switch_length(done))
-        due = not last and self.gather.is_due(done)  # the last one is made when all have stepped
+        validates = possible and not last and self.validation.is_due(done, last=False)
+        due = not last and not validates and self.gather.is_due(done)  # the last one is made when all have stepped
         holders = self.membership.holders(replanner.plan) if due else {}
         for node in sorted(before & set(self.membership.stepping)):
             if new_plan and possible:
                 self.env.send_plan(node, replanner.plan)
-            waits = last or not possible or node not in replanner.plan.stage_of
+            waits = last or validates or not possible or node not in replanner.plan.stage_of
             snapshot = node in holders.values()
             recorded = done in self.settings.recorded
             self.env.send(node, Commit(self.current.number, rate, scale, waits, snapshot, recorded))
@@ -247,7 +302,9 @@ class CommitLoop:
             self.context.enter(CoordinatorState.STEPPING)
         else:
             self.open(done)
-            if possible:
+            if validates:
+                self.validate(done - 1)
+            elif possible:
                 self.context.enter(CoordinatorState.TRAINING)
                 self._admit_ready()
             else:

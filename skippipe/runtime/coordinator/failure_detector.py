@@ -105,7 +105,8 @@ class FailureDetector:
             CoordinatorState.GATHERING: deadlines.disk_space if self._context.is_disk_full else deadlines.gather,
             CoordinatorState.REJOINING: deadlines.rejoin,
         }.get(state, deadlines.iteration)
-        if state is CoordinatorState.TRAINING and self._context.is_disturbed and promised:
+        disturbed = state is CoordinatorState.TRAINING and self._context.is_disturbed
+        if (disturbed or state is CoordinatorState.VALIDATING) and promised:
             each = max(deadlines.heartbeat, timedelta(seconds=promised.iteration_s))
             limit = min(limit, REPAIRED_ITERATION * each)
         return self._progress_ns + ns(limit.total_seconds())

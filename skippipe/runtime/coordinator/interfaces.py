@@ -20,6 +20,7 @@ class CoordinatorState(Enum):
     PREPARING = "to be ready"
     TRAINING = "to average gradients"
     PAUSED = "to take the places of lost ones"
+    VALIDATING = "to evaluate held-out samples"
     STEPPING = "to take the last step"
     GATHERING = "to send its weights"
     REJOINING = "to reconnect to the restarted coordinator"
@@ -75,11 +76,17 @@ class Callback:
     def iteration_done(self, report: IterationReport) -> None:
         pass
 
+    def validated(self, report: ValidationReport) -> None:
+        pass
+
     def happened(self, event: Event) -> None:
         pass
 
     def measured(self, cluster: Cluster) -> None:
         """Measured speeds of nodes and links, at checkpoints and at the end of the run."""
+
+    def close(self) -> None:
+        """Nothing more comes."""
 
 
 class CheckpointStore(Protocol):
@@ -88,8 +95,9 @@ class CheckpointStore(Protocol):
     def save(self, stage: int, number: int, piece: Any) -> None:
         """Take a piece of a stage's state, in order; None after the last."""
 
-    def saved(self, iterations: int, steps: Sequence[int]) -> None:
-        """All stages were given: so many iterations are completed, so many optimizer steps taken on each stage."""
+    def saved(self, iterations: int, steps: Sequence[int], validation_loss: float | None = None) -> None:
+        """All stages were given: so many iterations are completed, so many optimizer steps taken on each stage; the
+        held-out loss of these weights, if it was evaluated."""
 
     def abandon(self) -> None:
         """Drop the checkpoint that is being made: it cannot be completed."""
@@ -124,6 +132,7 @@ EventKind = Literal[
     "not-finite",
     "refused",
     "checkpoint",
+    "validation",
     "recovered",
     "drill",
     "ending",
@@ -148,6 +157,19 @@ class EventLogger(Protocol):
     """Reports an event, perhaps of one node."""
 
     def __call__(self, kind: EventKind, text: str, node: int | None = None) -> None: ...
+
+
+@dataclass(frozen=True)
+class ValidationReport:
+    """The held-out loss after an iteration."""
+
+    iteration: int
+    loss: float
+    """Mean over the tokens that count."""
+    is_best: bool
+    """It is the lowest so far."""
+    seconds: float
+    """How long training waited for it."""
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,19 @@ class RecordedIterations:
 
 
 @dataclass(frozen=True)
+class ValidationSettings:
+    """When held-out samples are evaluated between two iterations, and what follows."""
+
+    every: int = 0
+    """Iterations from one evaluation to the next; there is one at the end too. 0: none."""
+    microbatches: int = 1
+    patience: int = 0
+    """Evaluations in a row without a lower loss after which the run ends; 0: it goes on."""
+    best: tuple[int, float] | None = None
+    """Completed iterations and held-out loss of the best checkpoint that the run goes on with."""
+
+
+@dataclass(frozen=True)
 class CoordinatorSettings:
     """All that a coordinator is told about a run, beside the plan that it starts with."""
 
@@ -83,6 +96,7 @@ class CoordinatorSettings:
     """Iterations of which nodes report every task."""
     checkpoint_every: int = 0
     """Iterations from one checkpoint to the next; 0: none are made."""
+    validation: ValidationSettings = field(default_factory=ValidationSettings)
     deadlines: Deadlines = field(default_factory=Deadlines)
     recovery: RecoverySettings = field(default_factory=RecoverySettings)
 

@@ -112,8 +112,10 @@ class CheckpointGather:
     ids: Iterator[int] = field(default_factory=lambda: count(1))
     weights: StateGather | None = None
     _checkpoint: StateGather | None = None
-    _of: tuple[int, tuple[int, ...]] = (0, ())
-    """Completed iterations and optimizer steps of the checkpoint that is being made."""
+    validated: tuple[int, float] | None = None
+    """Completed iterations, and held-out loss after them, of the newest evaluation."""
+    _of: tuple[int, tuple[int, ...], float | None] = (0, (), None)
+    """Completed iterations, optimizer steps and held-out loss of the checkpoint that is being made."""
     _repeated: bool = False
     """The last checkpoint was made a second time."""
 
@@ -166,7 +168,8 @@ class CheckpointGather:
 
     def checkpoint(self, iterations: int, steps: Sequence[int], holders: Mapping[int, int]) -> None:
         """Gather the snapshots that were taken after so many iterations."""
-        self._of = iterations, tuple(steps)
+        known = self.validated is not None and self.validated[0] == iterations
+        self._of = iterations, tuple(steps), self.validated[1] if known and self.validated else None
         self._checkpoint = StateGather(holders, True, self.env.send, self._store.save, self.ids)
 
     def repeat_last(self, iterations: int, steps: Sequence[int], holders: Mapping[int, int]) -> bool:

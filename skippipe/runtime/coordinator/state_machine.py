@@ -28,6 +28,7 @@ from skippipe.runtime.coordinator.replanner import PathLengths, Replanner
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.startup import Startup
 from skippipe.runtime.coordinator.state_gather import CheckpointGather
+from skippipe.runtime.coordinator.validation import Validation
 from skippipe.runtime.coordinator.wal_records import RecoveredLog, WalRecord
 from skippipe.runtime.fencing import first_id
 from skippipe.runtime.messages import (
@@ -45,6 +46,7 @@ from skippipe.runtime.messages import (
     StateRequest,
     Stepped,
     Stop,
+    Validated,
 )
 from skippipe.transport.message import Message
 
@@ -110,16 +112,10 @@ class Coordinator:
         self._recovery = RecoverySourceSelector(
             membership, env, recovery, estimator, log.progress, backup, self.log_event
         )
+        self._validation = Validation(settings.validation, env, settings.first_iteration)
         self._commits = CommitLoop(
-            self,
-            settings,
-            membership,
-            self._replanner,
-            self._recovery,
-            self._gather,
-            self._detector,
-            env,
-            self.callback,
+            *(self, settings, membership, self._replanner, self._recovery, self._gather, self._detector),
+            *(self._validation, env, self.callback),
         )
         self._startup = Startup(
             self, log, resumed_from is not None, membership, env, self._replanner, self._recovery, self._commits
@@ -161,6 +157,8 @@ class Coordinator:
                 return self._startup.missing
             case CoordinatorState.STEPPING:
                 return sorted(set(self.nodes) - self._stepped)
+            case CoordinatorState.VALIDATING:
+                return self._validation.awaited
             case _:
                 return self._commits.current.awaited
 
@@ -207,6 +205,8 @@ class Coordinator:
                 self._gather_if_stepped()
             case MicrobatchDone() | DrainAck() | Averaged() if self.state is CoordinatorState.TRAINING:
                 self._commits.on_message(node, control)
+            case Validated() if self.state is CoordinatorState.VALIDATING:
+                self._commits.on_validated(node, control)
             case _:  # too late, or meaningless: nothing depends on it
                 pass
 
@@ -239,7 +239,7 @@ class Coordinator:
         self.membership.add(node, MemberState.SPARE, -1, self.env.now_ns())
         if starting:
             self._startup.joined(node, hello)
-        elif self.state in (CoordinatorState.TRAINING, CoordinatorState.PAUSED):
+        elif self.state in (CoordinatorState.TRAINING, CoordinatorState.VALIDATING, CoordinatorState.PAUSED):
             self.log_event("joined", "is here", node)
             self._replanner.place(node, self.iteration)
 
@@ -305,6 +305,9 @@ class Coordinator:
                 self._startup.begin_if_ready()
             case CoordinatorState.TRAINING if node in self.plan.stage_of:
                 self._commits.reroute(node)
+            case CoordinatorState.VALIDATING if node in self.plan.stage_of:
+                self._replanner.changed = True
+                self._commits.give_up_validation(f"'{self._name(node)}' is gone", lost=True)
             case CoordinatorState.STEPPING:
                 self._gather_if_stepped()
             case CoordinatorState.GATHERING:
@@ -314,6 +317,8 @@ class Coordinator:
 
     def link_down(self, node: int, report: LinkDown) -> None:
         """Two nodes that are alive cannot reach each other."""
+        if self.state is CoordinatorState.VALIDATING and self._validation.uses(node, report.peer):
+            self._commits.give_up_validation(f"'{self._name(node)}' cannot reach '{self._name(report.peer)}'")
         if self.state in (CoordinatorState.TRAINING, CoordinatorState.PAUSED):
             self._commits.link_down(node, report)
 
@@ -335,6 +340,8 @@ class Coordinator:
         elif state is CoordinatorState.TRAINING and fault_tolerant and self._timed_out != self.iteration:
             self._timed_out = self.iteration
             self._commits.restart(f"{waited} {names} {state.value}")
+        elif state is CoordinatorState.VALIDATING:
+            self._commits.give_up_validation(f"{waited} {names} {state.value}")
         elif state is CoordinatorState.PREPARING and fault_tolerant and self.membership.active:
             for node in awaited:
                 self.node_lost(node, f"{waited} it {state.value}")
@@ -377,8 +384,9 @@ class Coordinator:
         if self._stops_after_iteration or self.over:
             return
         self._stops_after_iteration = True
-        if self.state is CoordinatorState.TRAINING:
-            self._commits.end = self.iteration + 1
+        if self.state in (CoordinatorState.TRAINING, CoordinatorState.VALIDATING):
+            order = self._validation.order  # after which its iteration is the last
+            self._commits.end = min(self._commits.end, (self.iteration if order is None else order.iteration) + 1)
             self.log_event("ending", "after this iteration, as was asked; Ctrl-C again ends it at once")
         else:
             self.stop_now()
@@ -390,7 +398,8 @@ class Coordinator:
             return
         self._aborts = True
         self._detector.hurry()
-        if self.state is CoordinatorState.TRAINING:
+        if self.state in (CoordinatorState.TRAINING, CoordinatorState.VALIDATING):
+            self._validation.give_up()
             self.callback.measured(self._replanner.estimator.measured_cluster())
             self.gather_weights()
         elif self.state is CoordinatorState.GATHERING and self._gather.weights is None:
@@ -406,7 +415,11 @@ class Coordinator:
         self._gather_if_stepped()
 
     def _gather_if_stepped(self) -> None:
-        if self._stepped >= set(self.nodes):
+        if not self._stepped >= set(self.nodes):
+            return
+        if self._validation.is_due(self._commits.end, last=True) and not self._aborts:
+            self._commits.validate(self._commits.end - 1)
+        else:
             self.gather_weights()
 
     def gather_weights(self) -> None:

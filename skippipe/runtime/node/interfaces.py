@@ -52,6 +52,7 @@ class NodePhase(Enum):
 
 
 IN_ITERATION = (NodePhase.RUNNING, NodePhase.DRAINING, NodePhase.DRAINED, NodePhase.AVERAGING, NodePhase.AVERAGED)
+BETWEEN_ITERATIONS = (NodePhase.STEPPING, NodePhase.WAITING)
 
 
 TRAINING, SERVING, PROFILING = "training", "serving", "profiling"

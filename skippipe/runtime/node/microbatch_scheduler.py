@@ -161,6 +161,11 @@ class MicrobatchScheduler:
         """Are weight gradients still to be added, or does a task run?"""
         return self._running is not None or any(self._is_deferred(each.task) for each in self._ready)
 
+    @property
+    def visits(self) -> list[list[int]]:
+        """Lane and microbatch of all that are in this node's sum of gradients."""
+        return [list(each) for each in sorted(self.contributed)]
+
     def drain(self) -> None:
         """All microbatches are back: tasks that are ready, other than weight gradients, were sent twice."""
         self._ready = [each for each in self._ready if self._is_deferred(each.task)]
@@ -232,11 +237,6 @@ class MicrobatchScheduler:
             lags=[[sender, lag_ns / 1e9] for sender, lag_ns in sorted(self.lag_ns.items())],
             closing=list(times_ns) if self._recorded else [],
         )
-
-    @property
-    def visits(self) -> list[list[int]]:
-        """Lane and microbatch of all that are in this node's sum of gradients."""
-        return [list(each) for each in sorted(self.contributed)]
 
     # Hops
 

@@ -50,13 +50,34 @@ class StageTask:
         return is_weights(self.step, self.length)
 
 
+@dataclass(frozen=True)
+class EvaluateSamples:
+    """One forward step of held-out samples on this stage, or their loss; nothing is kept for a backward pass."""
+
+    iteration: int
+    """The last iteration whose step the weights have taken; with the epoch, it says which evaluation this is of."""
+    epoch: int
+    lane: int
+    microbatch: int
+    step: int
+    length: int
+    given: Any = None
+    """The tensor that the message brought; None for the first step."""
+
+    @property
+    def is_head(self) -> bool:
+        return self.step == self.length
+
+
 class OpResult(NamedTuple):
-    """The result of a `StageTask`."""
+    """The result of a `StageTask`, or of `EvaluateSamples`."""
 
     payload: Any
     """The tensor for the next node on the path."""
     loss: Any = None
     """The loss of the microbatch, if the task was its head: a number, perhaps still on its way from a GPU."""
+    tokens: int = 0
+    """Tokens that a held-out loss is the mean of."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +215,7 @@ class StoreBackup:
 
 Op = (
     StageTask
+    | EvaluateSamples
     | DropMicrobatch
     | ClearGradients
     | CheckFinite
@@ -340,6 +362,8 @@ def planned_ns(plan: Plan, stage: int, node: int, work: Op) -> int:
     costs = plan.costs
     if isinstance(work, OptimizerStep):
         return int(costs.optimizer_ns[stage, node])
+    if isinstance(work, EvaluateSamples):
+        return int(costs.head_ns[node] if work.is_head else costs.forward_ns[stage, node])
     if not isinstance(work, StageTask):
         return 0
     length = work.length

@@ -23,6 +23,7 @@ from skippipe.collectives import COLLECTIVES
 from skippipe.collectives.schedule import Averaging
 from skippipe.constraints import circle
 from skippipe.plan import Plan
+from skippipe.runtime.fencing import EarlyMessages, version_of
 from skippipe.runtime.messages import (
     COORDINATOR,
     Average,
@@ -42,9 +43,11 @@ from skippipe.runtime.messages import (
     Stepped,
     Stop,
     TasksDone,
+    Validate,
 )
 from skippipe.runtime.node.averaging_protocol import AveragingProtocol
-from skippipe.runtime.node.interfaces import IN_ITERATION, BaseNode, NodeEnv, NodePhase
+from skippipe.runtime.node.evaluation import Evaluation
+from skippipe.runtime.node.interfaces import BETWEEN_ITERATIONS, IN_ITERATION, BaseNode, NodeEnv, NodePhase
 from skippipe.runtime.node.microbatch_scheduler import MicrobatchScheduler, NodeSchedule
 from skippipe.runtime.node.ops import (
     AdoptPiece,
@@ -54,6 +57,7 @@ from skippipe.runtime.node.ops import (
     ContributePiece,
     CopyEnds,
     DropMicrobatch,
+    EvaluateSamples,
     GradNorm,
     Op,
     OpenBackup,
@@ -74,10 +78,10 @@ from skippipe.transport.message import (
     BackupPiece,
     CheckpointPiece,
     GradientPiece,
-    Header,
     Hop,
     Message,
     StatePiece,
+    ValidationHop,
     WeightsPiece,
 )
 
@@ -99,7 +103,8 @@ class TrainingNode(BaseNode):
         self._next_changes: list[Reroute | Drain | Average] = []
         self._ops = OpQueue(env.start)
         self._transfer = StateTransfer(self, env, self._ops)
-        self._early: dict[int, list[tuple[Message, int]]] = {}
+        self._evaluation = Evaluation(number, env, self.drop)
+        self._early = EarlyMessages()
         self._peers_done: dict[int, tuple[int, int]] = {}
         """Peer whose download is shared → the last epoch, and iteration, in which it has done its tasks."""
         self._commit: Commit | None = None
@@ -112,7 +117,7 @@ class TrainingNode(BaseNode):
         """The announcement to a coordinator, which may be another than the one before."""
         if self.iteration < 0:
             return Hello(address, version)
-        stepped = self.phase in (NodePhase.STEPPING, NodePhase.WAITING)
+        stepped = self.phase in BETWEEN_ITERATIONS
         return Hello(address, version, self.epoch, self.iteration + stepped, self.phase.name, self._transfer.backup)
 
     # Control messages
@@ -139,17 +144,19 @@ class TrainingNode(BaseNode):
                 self._ops.add(OptimizerStep(control.rate, control.scale))
                 if control.kept:
                     self._ops.add(SnapshotState())
-            case Commit() if self.phase is NodePhase.WAITING and control.kept:  # no copy was requested before
+            case Commit() if self.phase in BETWEEN_ITERATIONS and control.kept:  # no copy was requested before
                 self._ops.add(SnapshotState())
             case Commit() if self.phase is NodePhase.WAITING and control.last and control.iteration == self.iteration:
                 self._env.send_control(Stepped(self.iteration))  # to a coordinator that was restarted after the step
             case Reroute() | Drain() | Average():
-                if control.iteration == self.iteration + 1 and self.phase in (NodePhase.STEPPING, NodePhase.WAITING):
+                if control.iteration == self.iteration + 1 and self.phase in BETWEEN_ITERATIONS:
                     self._next_changes.append(control)
                 elif control.iteration == self.iteration and self.phase in IN_ITERATION and control.epoch >= self.epoch:
                     self._change(control)
                 else:
                     self.drop(COORDINATOR, f"{type(control).__name__} while {self.phase.value}")
+            case Validate() if self.phase in BETWEEN_ITERATIONS and control.iteration == self.iteration:
+                self._evaluation.begin(control)
             case GatherState():  # after the step, if one was committed
                 self._ops.add(ReadWeights(control.piece, control.kept, control.collection))
             case Stop():
@@ -185,6 +192,7 @@ class TrainingNode(BaseNode):
         if self.phase in (NodePhase.AVERAGING, NodePhase.AVERAGED):
             self._announce_done([peer])
         self._transfer.reconnected(peer)
+        self._evaluation.reconnected(peer)
 
     def retry_requests(self, timeout_ns: int) -> None:
         """To be called now and then, because answers may be lost."""
@@ -194,17 +202,17 @@ class TrainingNode(BaseNode):
         """A tensor from another node, or state from the coordinator; what comes from a node that is ahead is kept until
         this node gets there."""
         is_state = isinstance(message.header, (StatePiece, BackupPiece))
-        iteration, epoch = _version(message.header)
+        iteration, epoch = version_of(message)
         waits = self.phase is NodePhase.WAITING
         ahead = waits or iteration > self.iteration or epoch > self.epoch
-        if not ahead or (is_state and (waits or not self._transfer.is_versioned)):
+        if isinstance(message.header, ValidationHop):
+            self._evaluation.receive(sender, message)
+        elif not ahead or (is_state and (waits or not self._transfer.is_versioned)):
             self._take(sender, message, self._env.now_ns())
         elif iteration > self.iteration + 1 and not waits:
             self.drop(sender, "too far ahead")
-        elif len(early := self._early.setdefault(sender, [])) >= self._most_early:
+        elif not self._early.keep(sender, message, self._env.now_ns(), self._most_early):
             self.drop(sender, "too much ahead of its time")
-        else:
-            early.append((message, self._env.now_ns()))
 
     def finished(self, op: Op, result: Any) -> None:
         """An operation that was started is done."""
@@ -219,6 +227,8 @@ class TrainingNode(BaseNode):
             case StageTask():
                 self._scheduler.finish(result)
                 self._average_if_done()
+            case EvaluateSamples():
+                self._evaluation.finished(op, result)
             case ContributePiece() | AdoptPiece():
                 self._averaging.finished(op, op.given if isinstance(op, AdoptPiece) else result)  # as it came
             case GradNorm():
@@ -235,14 +245,14 @@ class TrainingNode(BaseNode):
                 if isinstance(op, ReadState) and op.backup:
                     self._scheduler.sent_bytes[op.to] += getattr(result.payload, "nbytes", 0)
                 self._transfer.finished(op, result)
-            case _:
-                pass
 
     def decide(self) -> None:
         """Start the operation that goes next, if none runs."""
         self._send_pieces()
         if self._ops.running is not None or self.stopped or self._ops.start_next():
             return
+        if self.phase is NodePhase.WAITING and (samples := self._evaluation.next()) is not None:
+            self._ops.start(samples)
         if self.phase is NodePhase.AVERAGING and (op := self._averaging.next(self._visits)) is not None:
             self._ops.start(op)
         if self.phase not in (NodePhase.RUNNING, NodePhase.DRAINING):
@@ -273,7 +283,8 @@ class TrainingNode(BaseNode):
         state with."""
         paths = [route.path for route in self._scheduler.routes if self.number in route.path]
         near = {node for path in paths for pair in circle(path) if self.number in pair for node in pair}
-        return (near | self._averaging.peers | self._transfer.source_nodes | self._transfer.requesters) - {self.number}
+        near |= self._averaging.peers | self._evaluation.peers
+        return (near | self._transfer.source_nodes | self._transfer.requesters) - {self.number}
 
     # Iterations
 
@@ -308,6 +319,7 @@ class TrainingNode(BaseNode):
             self._next_plan = None
         self.iteration = iteration
         self.phase = NodePhase.RUNNING
+        self._evaluation.end(iteration)
         self._commit = None
         self._clear(recorded=recorded)
         self._take_early()
@@ -319,18 +331,12 @@ class TrainingNode(BaseNode):
         self._transfer.iteration_begun(iteration)
 
     def _take_early(self) -> None:
-        early, self._early = self._early, {}
-        for sender, messages in early.items():
-            for message, arrived_ns in messages:
-                if _version(message.header) <= (self.iteration, self.epoch):
-                    self._take(sender, message, arrived_ns)
-                else:
-                    self._early.setdefault(sender, []).append((message, arrived_ns))
+        for each in self._early.due((self.iteration, self.epoch)):
+            self._take(*each)
 
     def _stepped(self) -> None:
         assert self._commit is not None
-        commit, begin = self._commit, self._next_begin
-        self._next_begin = None
+        commit, begin, self._next_begin = self._commit, self._next_begin, None
         self._step_ns = self._env.now_ns() - self._committed_ns
         if begin is not None:
             self.phase = NodePhase.WAITING
@@ -470,8 +476,3 @@ class TrainingNode(BaseNode):
 
 _OPS_OF_AVERAGING = (BeginAveraging, ContributePiece, AdoptPiece, GradNorm, CheckFinite)
 _OPS_OF_ITERATION = (StageTask, DropMicrobatch, *_OPS_OF_AVERAGING)
-
-
-def _version(header: Header) -> tuple[int, int]:
-    """The iteration and the epoch of a message; state has no epoch, a copy of stage 0's ends neither."""
-    return getattr(header, "iteration", 0), getattr(header, "epoch", 0)

@@ -23,6 +23,7 @@ from skippipe.runtime.node.ops import (
     ContributePiece,
     CopyEnds,
     DropMicrobatch,
+    EvaluateSamples,
     GradNorm,
     Op,
     OpenBackup,
@@ -37,8 +38,9 @@ from skippipe.runtime.node.ops import (
 )
 
 During = Literal[
-    "forward", "head", "backward", "weights", "averaging", "step", "checkpoint", "backup", "joining", "repair"
-]
+    "forward", "head", "backward", "weights", "averaging", "step", "checkpoint", "backup", "joining", "repair",
+    "validation",
+]  # fmt: skip
 FaultKind = Literal["kill", "freeze", "cut", "cut one way", "slow node", "slow link", "poison", "stale", "accuse"]
 DURING: tuple[During, ...] = (
     "forward", "head", "backward", "averaging", "step", "checkpoint", "backup", "joining", "repair",
@@ -141,6 +143,8 @@ def phase_of(op: Op) -> During | None:
             if op.step == op.length:
                 return "head"
             return "weights" if op.is_weights else "backward"
+        case EvaluateSamples():
+            return "validation"
         case BeginAveraging() | ContributePiece() | AdoptPiece() | GradNorm():
             return "averaging"
         case OptimizerStep():

@@ -17,6 +17,7 @@ from skippipe.runtime.node.ops import (
     ContributePiece,
     CopyEnds,
     DropMicrobatch,
+    EvaluateSamples,
     GradNorm,
     Op,
     OpenBackup,
@@ -104,6 +105,8 @@ class SymbolicExecutor:
         match op:
             case StageTask():
                 return self._task(op)
+            case EvaluateSamples():
+                return self._evaluate(op)
             case DropMicrobatch():
                 self._held.discard((op.lane, op.microbatch))
             case ClearGradients():
@@ -214,6 +217,11 @@ class SymbolicExecutor:
             assert (given.lane, given.microbatch) == which
             assert given.step <= task.step
         return OpResult(Trail(*which, task.step + 1), 0.0 if task.step == task.length else None)
+
+    def _evaluate(self, task: EvaluateSamples) -> OpResult:
+        assert task.step == 0 or task.given == Trail(task.lane, task.microbatch, task.step)
+        assert len(self.state) <= task.iteration + 1, "a step of another iteration is in the weights"
+        return OpResult(Trail(task.lane, task.microbatch, task.step + 1), float(task.microbatch), 1)
 
     def _add(self, which: MicrobatchKey, *, counts: bool) -> None:
         if counts:

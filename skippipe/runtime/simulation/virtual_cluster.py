@@ -22,7 +22,14 @@ from skippipe.cluster import Cluster
 from skippipe.cost_model import ns
 from skippipe.heartbeat import HEARTBEATS, RESEND
 from skippipe.plan import Plan
-from skippipe.runtime.coordinator.interfaces import Callback, CheckpointStore, Event, IterationReport, StopRequests
+from skippipe.runtime.coordinator.interfaces import (
+    Callback,
+    CheckpointStore,
+    Event,
+    IterationReport,
+    StopRequests,
+    ValidationReport,
+)
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.state_machine import Coordinator
 from skippipe.runtime.fencing import Fence, Incarnation
@@ -138,6 +145,10 @@ class _CoordinatorEnv(Callback):
         self.cluster.reports.append(report)
         self.cluster.callback.iteration_done(report)
 
+    def validated(self, report: ValidationReport) -> None:
+        self.cluster.validations.append(report)
+        self.cluster.callback.validated(report)
+
     def happened(self, event: Event) -> None:
         self.cluster.events.append((self.cluster.now_ns, event))
         self.cluster.callback.happened(event)
@@ -173,6 +184,7 @@ class VirtualCluster:
     """Faults to inject. Heartbeats are sent only if there are any."""
     now_ns: int = 0
     reports: list[IterationReport] = field(default_factory=list)
+    validations: list[ValidationReport] = field(default_factory=list)
     events: list[tuple[int, Event]] = field(default_factory=list)
     stored: dict[int, list[Any]] = field(default_factory=dict)
     wal: list[dict[str, Any]] = field(default_factory=list)

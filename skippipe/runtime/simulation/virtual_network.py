@@ -11,7 +11,7 @@ from skippipe.collectives.transfers import transmit_ns
 from skippipe.cost_model import CostModel, ns
 from skippipe.runtime.node.state_machine import TrainingNode
 from skippipe.runtime.simulation.symbolic_executor import PIECES
-from skippipe.transport.message import BackupPiece, GradientPiece, Hop, Message
+from skippipe.transport.message import BackupPiece, GradientPiece, Hop, Message, ValidationHop
 
 Link = tuple[int, int]
 
@@ -56,7 +56,7 @@ class VirtualNetwork:
     def planned(self, node: TrainingNode, link: Link, message: Message) -> tuple[int, int]:
         """Bytes of a message, and for how long it keeps its link busy, as planned."""
         costs, header = self._costs, message.header
-        if isinstance(header, Hop):
+        if isinstance(header, (Hop, ValidationHop)):
             return costs.activation_bytes, int(costs.transmit_ns[link])
         if isinstance(header, GradientPiece):
             averaging = node.averagings[header.stage]
