@@ -363,7 +363,13 @@ def grow(
 
 
 def prepare(
-    texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="Text files (.txt, .xz), or 'classics'.")],
+    texts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TEXT...",
+            help="Text, JSON lines or Parquet, also compressed; folders of them; hf:NAME for a dataset; or 'classics'.",
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="The folder to make.")],
     vocabulary: Annotated[
         int | None, VOCABULARY, typer.Option(help="Train a byte-level BPE of this size on the texts.")
@@ -371,6 +377,7 @@ def prepare(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Use this tokenizer: a Hugging Face folder, or a folder of tokens.")
     ] = None,
+    field: Annotated[str, typer.Option(help="The field of records that has the text.")] = "text",
 ) -> None:
     """Turn texts into a folder of tokens, once.
 
@@ -392,5 +399,5 @@ def prepare(
             print(line, file=sys.stderr)
         last = line
 
-    found = prepared(texts, tokenizer or vocabulary or 0, out, progress)
+    found = prepared(texts, tokenizer or vocabulary or 0, out, progress, field=field)
     print(f"{out}: {len(found):,} tokens, a vocabulary of {found.vocabulary:,}")

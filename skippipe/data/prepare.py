@@ -1,7 +1,8 @@
-"""Text files or a stream of documents into a token file."""
+"""Files, datasets of the hub, or a stream of documents into a token file."""
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from skippipe.data.documents import END, Piece, TextSource, cut, source
+from skippipe.data.documents import END, FIELD, Piece, TextSource, cut, sources
 from skippipe.data.token_file import HEADER, WIDTHS, Inputs, TokenFile, cache_folder, width
 from skippipe.data.tokenizer import FILE, SETTINGS, TextTokenizer, train_bpe
 from skippipe.errors import UserError
+from skippipe.json_fields import exists
 
 BATCH_CHARACTERS = 2**20  # encoded at a time, and so what is in memory: some hundred bytes for each
 TRAINED_ON_CHARACTERS = 2**26  # more text hardly changes a tokenizer, but takes minutes
@@ -28,12 +30,15 @@ def prepare(
     tokenizer: TextTokenizer | str | Path | int = 2048,
     folder: Path | None = None,
     progress: PrepareProgress = lambda what, share: None,
+    *,
+    field: str = FIELD,
 ) -> TokenFile:
     """The token file of these texts, made unless the folder has it already.
 
-    `texts` are text files, "classics" and "classics-val" among them, or an iterator over documents, which is always
-    read anew. `tokenizer` is one that is there or its folder, or the size of a vocabulary to train on the texts.
-    Without a folder it is kept in the cache, under a name made from the inputs.
+    `texts` are files, folders of them, datasets of the hub (see `readers`), "classics" or "classics-val"; of records
+    the text is in `field`. Or they are an iterator over documents, which is always read anew. `tokenizer` is one that
+    is there or its folder, or the size of a vocabulary to train on the texts. Without a folder it is kept in the
+    cache, under a name made from the inputs.
     """
     if isinstance(tokenizer, (str, Path)):
         tokenizer = TextTokenizer.load(Path(tokenizer))
@@ -41,24 +46,30 @@ def prepare(
         if folder is None:
             raise UserError("a stream of documents has no name: say in which folder its tokens are to be kept")
         return _make(_Stream(texts), tokenizer, folder, Inputs.of((), tokenizer), progress)
-    files = _Files([source(name) for name in ([texts] if isinstance(texts, (str, Path)) else texts)])
-    inputs = Inputs.of(files.sources, tokenizer)
+    names = [texts] if isinstance(texts, (str, Path)) else texts
+    for name in names:
+        if exists(Path(name) / HEADER):
+            raise UserError(f"{name}: holds tokens, not text; name the texts, and in a job this folder as data.folder")
+    files = _Files(sources(names), field)
+    records = any(each.has_records for each in files.sources)
+    inputs = Inputs.of(files.sources, tokenizer, f"field {field}" if records else "")
     if folder is None:
-        stem = files.sources[0].path.name.removesuffix(".xz").removesuffix(".txt")
+        stem = re.sub(r"[^\w.-]+", "-", files.sources[0].name.removesuffix(".xz").removesuffix(".txt"))
         folder = cache_folder(f"{stem}-{sha256(repr(inputs).encode()).hexdigest()[:12]}")
     return _reusable(folder, inputs) or _make(files, tokenizer, folder, inputs, progress)
 
 
 class _Files:
-    def __init__(self, sources: list[TextSource]) -> None:
+    def __init__(self, sources: list[TextSource], field: str) -> None:
         if not sources:
             raise UserError("no text to prepare: name a text file, or 'classics'")
         self.sources = sources
+        self._field = field
 
     def sample(self) -> Iterator[str]:
         """An equal share from the start of every file."""
         for each in self.sources:
-            yield from _first(each.pieces(), TRAINED_ON_CHARACTERS // len(self.sources))
+            yield from _first(each.pieces(field=self._field), TRAINED_ON_CHARACTERS // len(self.sources))
 
     def pieces(self, on_share: Callable[[float], None]) -> Iterator[Piece]:
         done, total = 0, sum(each.size_bytes for each in self.sources)
@@ -66,10 +77,10 @@ class _Files:
         def on_read(count: int) -> None:
             nonlocal done
             done += count
-            on_share(min(1.0, done / total))
+            on_share(min(1.0, done / total) if total else 0.0)
 
         for each in self.sources:
-            yield from each.pieces(on_read)
+            yield from each.pieces(on_read, self._field)
 
 
 class _Stream:

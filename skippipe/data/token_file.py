@@ -29,9 +29,9 @@ from skippipe.data.documents import TextSource
 from skippipe.data.tokenizer import FILE, TextTokenizer
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, json_text, read_as
-from skippipe.value_ranges import POSITIVE
+from skippipe.value_ranges import COUNT, POSITIVE
 
-HEADER, FORMAT, VERSION = "tokens.json", "skippipe-tokens", 1
+HEADER, FORMAT, VERSIONS = "tokens.json", "skippipe-tokens", (1, 2)
 WIDTHS = {"uint16": "<u2", "uint32": "<u4"}
 AGAIN = "prepare the text again"
 
@@ -55,12 +55,14 @@ class Inputs:
     tokenizer: str
     """The requested tokenizer: "bpe 2048" to train one on the text, or the fingerprint of an existing one."""
     sources: tuple[tuple[str, int, str], ...]
-    """Name, size in bytes and SHA-256 of every text file; none for a stream."""
+    """Name, size in bytes and SHA-256 of every file; the name alone of a dataset on the hub; none for a stream."""
+    reading: str = ""
+    """What was read of records, as in "field text"; empty if all is plain text."""
 
     @classmethod
-    def of(cls, sources: Iterable[TextSource], tokenizer: TextTokenizer | int) -> Inputs:
+    def of(cls, sources: Iterable[TextSource], tokenizer: TextTokenizer | int, reading: str = "") -> Inputs:
         requested = f"bpe {tokenizer}" if isinstance(tokenizer, int) else tokenizer.fingerprint
-        return cls(requested, tuple((each.path.name, each.size_bytes, each.sha256) for each in sources))
+        return cls(requested, tuple((each.name, each.size_bytes, each.sha256) for each in sources), reading)
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,10 @@ class TokenFile:
     @classmethod
     def _parse(cls, folder: Path, raw: Any) -> TokenFile:
         fields = Fields(raw, "")
-        fields.header(FORMAT, VERSION)
+        version = fields.header(FORMAT, *VERSIONS)
         sources = []
         for each in fields.objects("sources"):
-            sources.append((each.text("name"), each.integer("bytes", POSITIVE), each.text("sha256")))
+            sources.append((each.text("name"), each.integer("bytes", COUNT), each.text("sha256")))
             each.close()
         found = cls(
             folder=folder,
@@ -132,7 +134,7 @@ class TokenFile:
             end_id=fields.integer("end_id"),
             content_sha256=fields.text("content_sha256"),
             tokenizer_sha256=fields.text("tokenizer_sha256"),
-            inputs=Inputs(fields.text("tokenizer"), tuple(sources)),
+            inputs=Inputs(fields.text("tokenizer"), tuple(sources), fields.text("reading") if version > 1 else ""),
         )
         stated = fields.text("fingerprint")
         fields.close()
@@ -157,10 +159,11 @@ class TokenFile:
             raise UserError(f"{self.folder / FILE}: another tokenizer than the one that made the ids; {AGAIN}")
 
     def header_text(self) -> str:
+        more = {"reading": self.inputs.reading} if self.inputs.reading else {}
         return json_text(
             {
                 "format": FORMAT,
-                "version": VERSION,
+                "version": VERSIONS[bool(more)],
                 "data": self.data,
                 "type": self.type,
                 "tokens": self.tokens,
@@ -171,6 +174,7 @@ class TokenFile:
                 "fingerprint": self.fingerprint,
                 "tokenizer": self.inputs.tokenizer,
                 "sources": [{"name": name, "bytes": size, "sha256": sha} for name, size, sha in self.inputs.sources],
+                **more,
             }
         )
 

@@ -210,6 +210,7 @@ def build_run(
         job.data.tokenizer or job.data.vocabulary,
         Path(job.data.folder) if job.data.folder else None,
         reading,
+        field=job.data.field,
     )
     spec = ModelSpec(config_named(job.model.config, None if job.model.weights else tokens.vocabulary), job.seed)
     if job.model.weights:

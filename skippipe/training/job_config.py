@@ -49,7 +49,10 @@ class ModelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     texts: list[str] = field(default_factory=lambda: ["classics"])
-    """Text files (.txt, .xz); "classics" is the text that comes with SkipPipe, Jane Austen's novels."""
+    """Files of text, JSON lines or Parquet, also compressed (.gz, .bz2, .xz, .zst); folders of them; datasets of the
+    hub (hf:NAME[:CONFIG][:SPLIT]); "classics" is the text that comes with SkipPipe, Jane Austen's novels."""
+    field: str = "text"
+    """The field of records (JSON lines, Parquet, datasets) that has the text."""
     tokenizer: str = ""
     """A Hugging Face tokenizer folder; empty: a byte-level BPE is trained on the texts."""
     vocabulary: Annotated[int, VOCABULARY] = 2048
