@@ -7,7 +7,7 @@ WORKERS ?= 3
 # Modules are compiled when they are first imported, and kept: most that are installed never are.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types docs kernels search-kernels bytecode unit test-slow test-all test-package test-docs test-ray test-harness test-browser chaos bench \
+.PHONY: demo test lint types docs kernels search-kernels bytecode unit test-slow test-all test-package test-docs test-ray test-harness test-browser test-data chaos bench \
 	bench-train bench-serve clean
 
 demo: $(READY)
@@ -74,6 +74,10 @@ test-harness: $(READY)
 test-browser: $(READY)  # with Debian's chromium: apt-get install chromium
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'
 	$(BIN)/pytest tests/long/browser.py
+
+test-data: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,parquet,datasets]'
+	$(BIN)/pytest tests/long/data_libraries.py
 
 chaos: $(READY)
 	$(BIN)/python -m benchmarks.fuzz
