@@ -377,7 +377,12 @@ def prepare(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Use this tokenizer: a Hugging Face folder, or a folder of tokens.")
     ] = None,
-    field: Annotated[str, typer.Option(help="The field of records that has the text.")] = "text",
+    field: Annotated[
+        str, typer.Option(help="The field of records that has the text; 'text', unless they are conversations.")
+    ] = "",
+    loss_on: Annotated[
+        str, typer.Option(help="Of conversations: the loss of 'answers', as unless said, or of 'all' tokens.")
+    ] = "",
 ) -> None:
     """Turn texts into a folder of tokens, once.
 
@@ -399,5 +404,5 @@ def prepare(
             print(line, file=sys.stderr)
         last = line
 
-    found = prepared(texts, tokenizer or vocabulary or 0, out, progress, field=field)
-    print(f"{out}: {len(found):,} tokens, a vocabulary of {found.vocabulary:,}")
+    found = prepared(texts, tokenizer or vocabulary or 0, out, progress, field=field, loss_on=loss_on)
+    print(f"{out}: {found.summary}, a vocabulary of {found.vocabulary:,}")

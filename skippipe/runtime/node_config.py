@@ -39,6 +39,8 @@ class NodeConfig:
     rendezvous: str | None = None
     """host:port at which nodes meet, if a library averages."""
     recipe: SkipSchedule = field(default_factory=SkipSchedule)
+    packing: bool = True
+    """Whether a sample may hold several conversations."""
 
     def spec(self) -> ModelSpec:
         from skippipe.model.model_spec import ModelSpec, config_from
@@ -47,7 +49,7 @@ class NodeConfig:
 
     def sampler(self, folder: Path | None = None) -> BatchSampler:
         """The text, from here or from where this machine keeps it."""
-        from skippipe.data.batch_sampler import BatchSampler
+        from skippipe.data.batch_sampler import BatchSampler, ConversationSampler
         from skippipe.data.token_file import TokenFile
 
         tokens = TokenFile.open(folder or Path(self.data_folder))
@@ -57,9 +59,10 @@ class NodeConfig:
                 f"({self.data_fingerprint[:12]}); copy the coordinator's folder here"
             )
         work = self.plan.workload
-        return BatchSampler(
-            tokens.ids, work.sequence_tokens, self.seed, self.plan.microbatches, work.samples_per_microbatch
-        )
+        sizes = work.sequence_tokens, self.seed, self.plan.microbatches, work.samples_per_microbatch
+        if tokens.marks is None:
+            return BatchSampler(tokens.ids, *sizes)
+        return ConversationSampler(tokens.ids, tokens.marks, *sizes, padding=tokens.end_id, packing=self.packing)
 
     def to_json(self) -> dict[str, Any]:
         plain = {name: value for name, value in vars(self).items() if name not in ("plan", "learning", "recipe")}
@@ -86,6 +89,7 @@ class NodeConfig:
             heartbeat_s=fields.number("heartbeat_s"),
             rendezvous=fields.text("rendezvous") if fields.has("rendezvous") else fields.take("rendezvous"),
             recipe=from_table(SkipSchedule, fields.take("recipe"), "brief.recipe"),
+            packing=fields.flag("packing"),
         )
         fields.close()
         return node_config

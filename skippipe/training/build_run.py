@@ -17,6 +17,7 @@ from pathlib import Path
 from skippipe.checkpoint.storage import WriteFailures, check_room
 from skippipe.cluster import Cluster
 from skippipe.collectives import COLLECTIVES, Collective
+from skippipe.data.batch_sampler import BatchSampler
 from skippipe.data.prepare import PrepareProgress, prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.errors import Infeasible, UserError
@@ -59,6 +60,11 @@ class RunSetup(RunOptions):
     lengths: Mapping[int, int]
     """Length of paths → how many iterations of the run have such paths."""
 
+    @cached_property
+    def sampler(self) -> BatchSampler:
+        """The text as nodes get it."""
+        return self.node_config.sampler()
+
     @property
     def read_while_training(self) -> list[Path]:
         """Files and folders that must stay in place during the run."""
@@ -90,6 +96,7 @@ class RunSetup(RunOptions):
             heartbeat_s=job.survive.heartbeat_s,
             rendezvous=None if self.collective.in_messages else _free_address(),
             recipe=job.followed,
+            packing=job.data.packing,
         )
 
     @property
@@ -211,7 +218,10 @@ def build_run(
         Path(job.data.folder) if job.data.folder else None,
         reading,
         field=job.data.field,
+        loss_on=job.data.loss_on,
     )
+    if tokens.marks is None and not job.data.packing:
+        raise UserError("data.packing: is for conversations, and the texts hold none; leave it out")
     spec = ModelSpec(config_named(job.model.config, None if job.model.weights else tokens.vocabulary), job.seed)
     if job.model.weights:
         check_vocabulary(job, spec.config.vocab_size, tokens.vocabulary)
@@ -224,7 +234,7 @@ def build_run(
     lengths = _lengths(job, len(plan.stages), plan.visited)
     plans = plans_by_length(job, plan, lengths, request, resumed=options.resumed)
     run_setup = RunSetup(job, plans[_most_frequent(lengths)], spec, tokens, plans, lengths, **vars(options))
-    run_setup.node_config.sampler()  # is the text long enough?
+    _ = run_setup.sampler  # is the text long enough?
     if options.resumed:
         _ = run_setup.run.origin  # UserError if there is no checkpoint to continue from
     return run_setup

@@ -88,11 +88,14 @@ class ReferenceTrainer:
         path = plan.visits(plan.lanes[lane])
         residual_scale = self.recipe.residual_scale(len(self.stages), len(path))
         data_stage = self.stages[path[0]]
-        hidden = self._hop(data_stage.begin(key, torch.from_numpy(inputs).to(self.device)))
+        data = plan.microbatch(lane, microbatch)
+        packed, share = self.sampler.starts(iteration, data), self.sampler.share(iteration, data)
+        starts = None if packed is None else torch.from_numpy(packed).to(self.device)
+        hidden = self._hop(data_stage.begin(key, torch.from_numpy(inputs).to(self.device), starts))
         for stage in path[1:]:
-            hidden = self._hop(self.stages[stage].forward(key, hidden, residual_scale))
+            hidden = self._hop(self.stages[stage].forward(key, hidden, residual_scale, starts))
         targets = torch.from_numpy(labels).to(self.device)
-        loss, gradient = data_stage.head(key, hidden, targets, early=self.recipe.early_exit)
+        loss, gradient = data_stage.head(key, hidden, targets, early=self.recipe.early_exit, share=share)
         for stage in reversed(path):
             back = self.stages[stage].backward(key, self._hop(gradient))
             gradient = gradient if back is None else back

@@ -98,7 +98,7 @@ def _spread(numbers: Sequence[int], wanted: int) -> tuple[int, ...]:
 def open_text(name: str, tokenizer: TextTokenizer, progress: PrepareProgress = lambda what, share: None) -> Ids:
     """Token ids of a prepared folder, or of texts, which are kept prepared in the cache."""
     if name not in BUILT_IN and exists(Path(name) / HEADER):
-        return TokenFile.open(Path(name), tokenizer).ids
+        return TokenFile.open(Path(name), tokenizer).check_plain().ids
     return prepare(name, tokenizer, progress=progress).ids
 
 
