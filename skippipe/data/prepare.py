@@ -40,10 +40,10 @@ def prepare(
     """The token file of these texts, made unless the folder has it already.
 
     `texts` are files, folders of them, datasets of the hub (see `readers`), "classics" or "classics-val"; or an
-    iterator over documents, which is always read anew. Of records the text is in `field`, which is "text" unless said. If it is
-    not said, records may be conversations (see `conversations`), with loss on "answers" (or "") or on "all"; None: they
-    are refused. `tokenizer` is one that is there or its folder, or the size of a vocabulary to train on the texts.
-    Without a folder it is kept in the cache, under a name made from the inputs.
+    iterator over documents, which is always read anew. Of records the text is in `field`, which is "text" unless said.
+    If it is not said, records may be conversations (see `conversations`), with loss on "answers" (or "") or on "all";
+    None: they are refused. `tokenizer` is one that is there or its folder, or the size of a vocabulary to train on the
+    texts. Without a folder it is kept in the cache, under a name made from the inputs.
     """
     if loss_on not in (None, "", ANSWERS, ALL):
         raise UserError(f"loss on '{loss_on}': expected '{ANSWERS}' or '{ALL}'")

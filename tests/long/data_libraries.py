@@ -15,6 +15,7 @@ from skippipe.data.documents import END, source
 from skippipe.data.prepare import prepare
 from skippipe.data.tokenizer import train_bpe
 from skippipe.errors import UserError
+from tests.helpers.chats import chat_tokenizer, chats
 
 DOCUMENTS = [f"Document {number}, with ünïcödé.\nAnd 漢字." for number in range(1000)]
 WHOLE = "".join(each + END for each in DOCUMENTS)
@@ -43,6 +44,19 @@ def test_parquet(tmp_path: Path) -> None:
         decoded(path, tmp_path / "tokens", "body")
 
 
+def test_conversations_are_the_same_in_parquet(tmp_path: Path) -> None:
+    records = [{"messages": each, "id": "x"} for each in chats(30)]
+    records[3]["messages"][0]["name"] = "Anne"  # in Parquet the others then have a null there
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "some.parquet")
+    lines, rows = (
+        prepare(tmp_path / name, chat_tokenizer(), tmp_path / f"tokens-{name}", loss_on="")
+        for name in ("some.jsonl", "some.parquet")
+    )
+    assert lines.marks is not None
+    assert lines.fingerprint == rows.fingerprint
+
+
 def test_zst(tmp_path: Path) -> None:
     path = tmp_path / "some.txt.zst"
     half = len(WHOLE) // 2
@@ -51,7 +65,7 @@ def test_zst(tmp_path: Path) -> None:
     assert decoded(path, tmp_path / "tokens") == WHOLE
     for bad in (b"not compressed", parts[0][:-20]):
         path.write_bytes(bad)
-        with pytest.raises(UserError, match="not a whole .zst file"):
+        with pytest.raises(UserError, match=r"not a whole \.zst file"):
             decoded(path, tmp_path / "tokens")
 
 
