@@ -207,7 +207,8 @@ def _answers_of_iteration(sampler: ConversationSampler, iteration: int) -> int:
 
 
 def _packed(lengths: list[int], room: int) -> list[list[int]]:
-    """Numbers of conversations, in samples with so much room: each goes where the least room is left over."""
+    """Numbers of conversations, in samples with so much room: each goes where the least room is left over. Samples come
+    in the order of their first conversations."""
     bins: list[list[int]] = []
     by_room: dict[int, list[int]] = {}  # room that is left → samples
     open_rooms = 0  # bit r: there is a sample with room r
@@ -224,4 +225,4 @@ def _packed(lengths: list[int], room: int) -> list[list[int]]:
         bins[chosen].append(number)
         by_room.setdefault(left - length, []).append(chosen)
         open_rooms |= 1 << (left - length)
-    return bins
+    return sorted(bins, key=min)
