@@ -7,7 +7,7 @@ WORKERS ?= 3
 # Modules are compiled when they are first imported, and kept: most that are installed never are.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types docs kernels search-kernels bytecode unit test-slow test-all test-package test-docs test-ray test-harness test-browser test-trackers chaos bench \
+.PHONY: demo test lint types docs kernels search-kernels bytecode unit test-slow test-all test-package test-docs test-ray test-harness test-browser test-trackers test-data chaos bench \
 	bench-train bench-serve clean
 
 demo: $(READY)
@@ -75,6 +75,10 @@ test-browser: kernels search-kernels  # with Debian's chromium: apt-get install 
 test-trackers: $(READY)  # W&B and MLflow themselves, without a network
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,wandb,mlflow]'
 	$(BIN)/pytest tests/long/trackers.py
+
+test-data: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,parquet,datasets]'
+	$(BIN)/pytest tests/long/data_libraries.py
 
 chaos: $(READY)
 	$(BIN)/python -m benchmarks.fuzz

@@ -188,8 +188,8 @@ class Fields:
         for index, value in enumerate(self.items(name)):
             yield Fields(value, f"{self.at(name)}[{index}]", of)
 
-    def header(self, file_format: str, *versions: int) -> None:
-        """Check the format and version that every file of ours starts with."""
+    def header(self, file_format: str, *versions: int) -> int:
+        """The version of a file; format and version, which every file of ours starts with, are checked."""
         found = self.text("format")
         if found != file_format:
             raise UserError(f"{self.at('format')}: this is a '{found}' file; a '{file_format}' file is needed here")
@@ -197,6 +197,7 @@ class Fields:
         if number not in versions:
             known = " and ".join(map(str, versions))
             raise UserError(f"{self.at('version')}: version {number} is not known here; this release reads {known}")
+        return number
 
     def rest(self) -> dict[str, Any]:
         """The fields that have not been taken, for a reader of its own."""

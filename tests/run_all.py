@@ -42,6 +42,7 @@ SUITES = (
     Suite("test-browser", "the dashboard in a real browser", ("chromium",)),
     Suite("test-trackers", "W&B and MLflow themselves, without a network"),
     Suite("test-harness", "scores beside lm-evaluation-harness's own"),
+    Suite("test-data", "Parquet, .zst and datasets, with their libraries"),
     Suite("test-ray", "nodes as Ray actors", NAMESPACES, linux=True),
     Suite("test-docs", "every command of README and tutorial", (*NAMESPACES, "curl"), linux=True),
 )

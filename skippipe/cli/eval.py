@@ -51,7 +51,7 @@ def evaluate(
     text: Annotated[
         list[str],
         work_option(
-            "Text to measure on: a file, plain or .xz; a folder that 'skippipe prepare' made with the model's "
+            "Text to measure on: what 'skippipe prepare' reads; a folder that 'skippipe prepare' made with the model's "
             "tokenizer; or 'classics-val', which comes with the package. May be given several times.",
             metavar="FILE",
         ),

@@ -426,7 +426,13 @@ def grow(
 
 
 def prepare(
-    texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="Text files (.txt, .xz), or 'classics'.")],
+    texts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TEXT...",
+            help="Text, JSON lines or Parquet, also compressed; folders of them; hf:NAME for a dataset; or 'classics'.",
+        ),
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="The folder to make.")],
     vocabulary: Annotated[
         int | None, VOCABULARY, typer.Option(help="Train a byte-level BPE of this size on the texts.")
@@ -434,6 +440,12 @@ def prepare(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Use this tokenizer: a Hugging Face folder, or a folder of tokens.")
     ] = None,
+    field: Annotated[
+        str, typer.Option(help="The field of records that has the text; 'text', unless they are conversations.")
+    ] = "",
+    loss_on: Annotated[
+        str, typer.Option(help="Of conversations: the loss of 'answers', as unless said, or of 'all' tokens.")
+    ] = "",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the tokens of other texts, which is refused otherwise.")
     ] = False,
@@ -458,5 +470,7 @@ def prepare(
             print(line, file=sys.stderr)
         last = line
 
-    found = prepared(texts, tokenizer or vocabulary or 0, output, progress, overwrite=overwrite)
-    print(f"{output}: {len(found):,} tokens, a vocabulary of {found.vocabulary:,}")
+    found = prepared(
+        texts, tokenizer or vocabulary or 0, output, progress, field=field, loss_on=loss_on, overwrite=overwrite
+    )
+    print(f"{output}: {found.summary}, a vocabulary of {found.vocabulary:,}")

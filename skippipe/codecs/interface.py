@@ -24,7 +24,7 @@ class Codec(ABC):
     id: ClassVar[str]
     """Its name in plan, job and cluster files and on the command line; it never changes."""
     number: ClassVar[int]
-    """Its number in the header of a message, from 2 to 255; it never changes and is never given to another codec."""
+    """Its number in the header of a message, from 2 to 127; it never changes and is never given to another codec."""
     error_bound: ClassVar[str]
     """How far a decoded value can be from the value that was encoded, in words; or LOSSLESS."""
     error_feedback: ClassVar[bool]
@@ -100,10 +100,18 @@ class EncodedTensor:
     shape: tuple[int, ...]
     data: Buffer
     """A buffer of bytes, not of floats: its length is the number of bytes."""
+    starts: Buffer = b""
+    """Of activations [samples, tokens, …] whose samples hold several conversations: a bit for every token, 1 where a
+    conversation begins, as numpy's packbits writes them; empty: every sample is one piece of text."""
 
     @property
     def values(self) -> int:
         return prod(self.shape)
+
+    @property
+    def starts_bytes(self) -> int:
+        """Bytes that `starts` has, if it is not empty."""
+        return -(-prod(self.shape[:2]) // 8)
 
     @property
     def nbytes(self) -> int:

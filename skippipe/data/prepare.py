@@ -1,7 +1,8 @@
-"""Text files or a stream of documents into a token file."""
+"""Files, datasets of the hub, or a stream of documents into a token file."""
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -11,12 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from skippipe.data.documents import END, Piece, TextSource, cut, source
+from skippipe.data.conversations import FIELDS, ChatEncoder, MarkedTokens, is_conversation
+from skippipe.data.documents import END, FIELD, Piece, TextSource, cut, sources
+from skippipe.data.readers import Record
 from skippipe.data.token_file import HEADER, WIDTHS, Inputs, TokenFile, cache_folder, width
-from skippipe.data.tokenizer import FILE, SETTINGS, TextTokenizer, train_bpe
+from skippipe.data.tokenizer import FILE, SETTINGS, TEMPLATE_FIELD, TextTokenizer, train_bpe
 from skippipe.errors import UserError
+from skippipe.json_fields import exists
 
 BATCH_CHARACTERS = 2**20  # encoded at a time, and so what is in memory: some hundred bytes for each
+ANSWERS, ALL = "answers", "all"
 TRAINED_ON_CHARACTERS = 2**26  # more text hardly changes a tokenizer, but takes minutes
 
 PrepareProgress = Callable[[str, float], None]
@@ -29,53 +34,113 @@ def prepare(
     folder: Path | None = None,
     progress: PrepareProgress = lambda what, share: None,
     *,
+    field: str = "",
+    loss_on: str | None = None,
     overwrite: bool = False,
 ) -> TokenFile:
     """The token file of these texts, made unless the folder has it already. UserError if it has the tokens of others,
     and these are not to be overwritten.
 
-    `texts` are text files, "classics" and "classics-val" among them, or an iterator over documents, which is always
-    read anew. `tokenizer` is one that is there or its folder, or the size of a vocabulary to train on the texts.
-    Without a folder it is kept in the cache, under a name made from the inputs.
+    `texts` are files, folders of them, datasets of the hub (see `readers`), "classics" or "classics-val"; or an
+    iterator over documents, which is always read anew. Of records the text is in `field`, which is "text" unless said.
+    If it is not said, records may be conversations (see `conversations`), with loss on "answers" (or "") or on "all";
+    None: they are refused. `tokenizer` is one that is there or its folder, or the size of a vocabulary to train on the
+    texts. Without a folder it is kept in the cache, under a name made from the inputs.
     """
+    if loss_on not in (None, "", ANSWERS, ALL):
+        raise UserError(f"loss on '{loss_on}': expected '{ANSWERS}' or '{ALL}'")
     if isinstance(tokenizer, (str, Path)):
         tokenizer = TextTokenizer.load(Path(tokenizer))
     if isinstance(texts, Iterator):
         if folder is None:
             raise UserError("a stream of documents has no name: say in which folder its tokens are to be kept")
         return _make(_Stream(texts), tokenizer, folder, Inputs.of((), tokenizer), progress)
-    files = _Files([source(name) for name in ([texts] if isinstance(texts, (str, Path)) else texts)])
-    inputs = Inputs.of(files.sources, tokenizer)
+    names = [texts] if isinstance(texts, (str, Path)) else texts
+    for name in names:
+        if exists(Path(name) / HEADER):
+            raise UserError(f"{name}: holds tokens, not text; name the texts, and in a job this folder as data.folder")
+    files = _Files(sources(names), field or FIELD)
+    has_records = any(each.has_records for each in files.sources)
+    readings = [f"field {field or FIELD}" if has_records else ""]
+    if has_records and not field and loss_on is not None and isinstance(tokenizer, TextTokenizer):
+        template = sha256(str(tokenizer.settings.get(TEMPLATE_FIELD)).encode()).hexdigest()[:16]
+        readings.append(f"conversations, loss on {loss_on or ANSWERS}, template {template}")
+    possible = [Inputs.of(files.sources, tokenizer, reading) for reading in readings]
     if folder is None:
-        stem = files.sources[0].path.name.removesuffix(".xz").removesuffix(".txt")
-        folder = cache_folder(f"{stem}-{sha256(repr(inputs).encode()).hexdigest()[:12]}")
-    found = _reusable(folder, inputs)
-    if found is None and not overwrite:
+        stem = re.sub(r"[^\w.-]+", "-", files.sources[0].name.removesuffix(".xz").removesuffix(".txt"))
+        folder = cache_folder(f"{stem}-{sha256(repr(possible).encode()).hexdigest()[:12]}")
+    for inputs in possible[bool(loss_on) :]:  # if it is said, text will not do
+        found = _reusable(folder, inputs)
+        if found is not None:
+            return found
+    encoder = _chat_encoder(files, tokenizer, loss_on) if not field and files.hold_conversations() else None
+    if loss_on and encoder is None:
+        raise UserError(f"loss on {loss_on}: is for conversations, and the texts hold none; leave it out")
+    inputs = possible[encoder is not None]
+    if not overwrite:
         _check_other_tokens(folder, inputs)
-    return found or _make(files, tokenizer, folder, inputs, progress)
+    return _make(files, tokenizer, folder, inputs, progress, encoder)
 
 
 class _Files:
-    def __init__(self, sources: list[TextSource]) -> None:
+    def __init__(self, sources: list[TextSource], field: str) -> None:
         if not sources:
             raise UserError("no text to prepare: name a text file, or 'classics'")
         self.sources = sources
+        self._field = field
+
+    def hold_conversations(self) -> bool:
+        """Whether records are conversations, by the first one of each file; all are, or none."""
+        found = {each.place: each.has_records and _begins_with_conversation(each) for each in self.sources}
+        if len(set(found.values())) > 1:
+            one, other = (
+                next(place for place, is_one in found.items() if is_one is wanted) for wanted in (True, False)
+            )
+            raise UserError(f"{one}: holds conversations, and {other} none; prepare and train on them apart")
+        return any(found.values())
+
+    def records(self, on_share: Callable[[float], None]) -> Iterator[Record]:
+        """All of them, if they are conversations."""
+        on_read = self._counted(on_share)
+        for each in self.sources:
+            yield from each.records(on_read, FIELDS)
 
     def sample(self) -> Iterator[str]:
         """An equal share from the start of every file."""
         for each in self.sources:
-            yield from _first(each.pieces(), TRAINED_ON_CHARACTERS // len(self.sources))
+            yield from _first(each.pieces(field=self._field), TRAINED_ON_CHARACTERS // len(self.sources))
 
     def pieces(self, on_share: Callable[[float], None]) -> Iterator[Piece]:
+        on_read = self._counted(on_share)
+        for each in self.sources:
+            yield from each.pieces(on_read, self._field)
+
+    def _counted(self, on_share: Callable[[float], None]) -> Callable[[int], None]:
         done, total = 0, sum(each.size_bytes for each in self.sources)
 
         def on_read(count: int) -> None:
             nonlocal done
             done += count
-            on_share(min(1.0, done / total))
+            on_share(min(1.0, done / total) if total else 0.0)
 
-        for each in self.sources:
-            yield from each.pieces(on_read)
+        return on_read
+
+
+def _begins_with_conversation(source: TextSource) -> bool:
+    first = next(source.records(columns=FIELDS), None)
+    return first is not None and is_conversation(first)
+
+
+def _chat_encoder(files: _Files, tokenizer: TextTokenizer | int, loss_on: str | None) -> ChatEncoder:
+    place = files.sources[0].place
+    if loss_on is None:
+        raise UserError(f"{place}: holds conversations, which only training takes; name a plain text")
+    if isinstance(tokenizer, int):
+        raise UserError(
+            f"{place}: holds conversations, which need a tokenizer with a chat template: name that of a model that "
+            "was made to chat (--tokenizer; data.tokenizer, or model.weights)"
+        )
+    return ChatEncoder(tokenizer, answers_only=loss_on != ALL)
 
 
 class _Stream:
@@ -132,7 +197,12 @@ def _check_other_tokens(folder: Path, inputs: Inputs) -> None:
 
 
 def _make(
-    texts: _Files | _Stream, tokenizer: TextTokenizer | int, folder: Path, inputs: Inputs, progress: PrepareProgress
+    texts: _Files | _Stream,
+    tokenizer: TextTokenizer | int,
+    folder: Path,
+    inputs: Inputs,
+    progress: PrepareProgress,
+    encoder: ChatEncoder | None = None,
 ) -> TokenFile:
     if isinstance(tokenizer, int):
         progress(f"training a tokenizer of {tokenizer:,} tokens", 0.0)
@@ -140,40 +210,59 @@ def _make(
     made = TokenFile(
         folder, "", width(tokenizer.size), 0, tokenizer.size, tokenizer.end_id, "", tokenizer.fingerprint, inputs
     )
+
+    def on_share(share: float) -> None:
+        progress("turning text into tokens", share)
+
+    if encoder is not None and isinstance(texts, _Files):
+        parts = (part for record in texts.records(on_share) for part in encoder.encode(record))
+    else:
+        parts = _encoded(texts.pieces(on_share), tokenizer)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as name:  # of its own: others may do the same
             partial = Path(name)
-            pieces = texts.pieces(lambda share: progress("turning text into tokens", share))
-            made = _encode(pieces, tokenizer, made, partial)
-            tokenizer.save(partial)
+            made = _written(parts, made, partial, marked=encoder is not None)
+            # what ends a document is what a model ends a text with; that of a chat is the template's affair
+            tokenizer.save(partial, **({} if encoder else {"eos_token": tokenizer.end}))
             (partial / HEADER).write_text(made.header_text() + "\n", encoding="utf-8")
-            for file in (made.data, FILE, SETTINGS, HEADER):  # the header last: it vouches for the others
+            files = [file for file in (made.data, made.marks_data, FILE, SETTINGS) if file]
+            for file in (*files, HEADER):  # the header last: it vouches for the others
                 (partial / file).replace(folder / file)
-        for old in folder.glob("tokens-*.bin"):
-            if old.name != made.data:
+        for old in (*folder.glob("tokens-*.bin"), *folder.glob("marks-*.bin")):
+            if old.name not in files:
                 old.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{folder}: the tokens cannot be written: {error.strerror or error}") from None
     return TokenFile.open(folder, tokenizer)
 
 
-def _encode(pieces: Iterator[Piece], tokenizer: TextTokenizer, made: TokenFile, folder: Path) -> TokenFile:
-    digest, tokens = sha256(), 0
-    with (folder / "ids").open("wb") as file:
-        for batch in _batches(pieces):
-            for piece, ids in zip(batch, tokenizer.encode_pieces([piece.text for piece in batch]), strict=True):
-                if piece.last:
-                    ids.append(tokenizer.end_id)
-                content = np.array(ids, WIDTHS[made.type]).tobytes()
-                digest.update(content)
-                file.write(content)
-                tokens += len(ids)
+def _encoded(pieces: Iterator[Piece], tokenizer: TextTokenizer) -> Iterator[MarkedTokens]:
+    for batch in _batches(pieces):
+        for piece, ids in zip(batch, tokenizer.encode_pieces([piece.text for piece in batch]), strict=True):
+            yield MarkedTokens([*ids, tokenizer.end_id] if piece.last else ids, b"")
+
+
+def _written(parts: Iterator[MarkedTokens], made: TokenFile, folder: Path, *, marked: bool) -> TokenFile:
+    digest, marks_digest, tokens = sha256(), sha256(), 0
+    with (folder / "ids").open("wb") as file, (folder / "marks").open("wb") as marks_file:
+        for ids, marks in parts:
+            content = np.array(ids, WIDTHS[made.type]).tobytes()
+            digest.update(content)
+            file.write(content)
+            marks_digest.update(marks)
+            marks_file.write(marks)
+            tokens += len(ids)
     if not tokens:
         raise UserError("the stream holds no text: no document, or only empty ones")
     name = f"tokens-{digest.hexdigest()[:16]}.bin"
     (folder / "ids").rename(folder / name)
-    return replace(made, data=name, tokens=tokens, content_sha256=digest.hexdigest())
+    made = replace(made, data=name, tokens=tokens, content_sha256=digest.hexdigest())
+    if not marked:
+        return made
+    marks_name = f"marks-{marks_digest.hexdigest()[:16]}.bin"
+    (folder / "marks").rename(folder / marks_name)
+    return replace(made, marks_data=marks_name, marks_sha256=marks_digest.hexdigest())
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

@@ -6,7 +6,7 @@ or else its end-of-sequence token. All other text is text: what looks like anoth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -18,15 +18,20 @@ from skippipe.json_fields import exists, json_text, read_json, write_text
 from skippipe.model.model_files import check_model_folder
 
 EXTRA = "train"
-FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+FILE, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+TEMPLATE_FIELD = "chat_template"
+KEPT = ("bos_token", "eos_token", "unk_token", "pad_token", TEMPLATE_FIELD)
+"""Settings of a tokenizer that are saved with it."""
 SMALLEST = 257  # the bytes, so that any text can be spelled, and the end of a document
 
 
 class TextTokenizer:
     """A tokenizer as its JSON text says it; the fingerprint is of that text, whatever library reads it."""
 
-    def __init__(self, text: str, end: str | None = END, place: str = "the tokenizer") -> None:
+    def __init__(self, text: str, settings: Mapping[str, Any] | None = None, place: str = "the tokenizer") -> None:
+        """`settings` are of KEPT; "eos_token" ends a document if no token is named `<|endoftext|>`."""
         self.text = text
+        self.place = place
         library = require("tokenizers", EXTRA, "turning text into tokens")
         try:
             self._backend = library.Tokenizer.from_str(text)
@@ -35,13 +40,19 @@ class TextTokenizer:
         self._backend.no_truncation()  # many published files carry the limits of one model
         self._backend.no_padding()
         self._backend.encode_special_tokens = True
-        names = [name for name in (END, end) if name and self._backend.token_to_id(name) is not None]
+        given = settings or {}
+        names = [name for name in (END, given.get("eos_token")) if name and self._is_token(name)]
         if not names:
             raise UserError(
                 f"{place}: no token ends a document: add '{END}' to it, or name its 'eos_token' in {SETTINGS}"
             )
         self.end = names[0]
         self.end_id: int = self._backend.token_to_id(self.end)
+        known = {name for name, token in given.items() if name == TEMPLATE_FIELD or self._is_token(token)}
+        self.settings: dict[str, Any] = {"eos_token": self.end, **{name: given[name] for name in known}}
+
+    def _is_token(self, name: str) -> bool:
+        return self._backend.token_to_id(name) is not None
 
     @cached_property
     def size(self) -> int:
@@ -75,10 +86,10 @@ class TextTokenizer:
                 parts[-1].append(token)
         return parts
 
-    def save(self, folder: Path) -> None:
-        """As a folder that `load` and transformers' AutoTokenizer read."""
+    def save(self, folder: Path, **others: str) -> None:
+        """As a folder that `load` and transformers' AutoTokenizer read; `others` replace settings."""
         write_text(folder / FILE, self.text)
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.end}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings, **others}
         write_text(folder / SETTINGS, json_text(settings) + "\n")
 
     @classmethod
@@ -94,7 +105,7 @@ class TextTokenizer:
             text = file.read_bytes().decode()  # as it is: the fingerprint is of these bytes
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file}: cannot be read: {error}") from None
-        return cls(text, _end_in(folder / SETTINGS), str(file))
+        return cls(text, _settings_in(folder), str(file))
 
 
 def train_bpe(texts: Iterable[str], size: int) -> TextTokenizer:
@@ -117,12 +128,19 @@ def train_bpe(texts: Iterable[str], size: int) -> TextTokenizer:
     return TextTokenizer(backend.to_str())
 
 
-def _end_in(file: Path) -> str | None:
-    settings = read_json(file) if exists(file) else None
-    found = settings.get("eos_token") if isinstance(settings, dict) else None
-    if isinstance(found, dict):  # older files spell out how the token is matched
-        found = found.get("content")
-    return found if isinstance(found, str) else None
+def _settings_in(folder: Path) -> dict[str, Any]:
+    file = folder / SETTINGS
+    found = read_json(file) if exists(file) else None
+    kept: dict[str, Any] = {}
+    for name in KEPT:
+        value = found.get(name) if isinstance(found, dict) else None
+        if isinstance(value, dict):  # older files spell out how the token is matched
+            value = value.get("content")
+        if isinstance(value, str) or (name == TEMPLATE_FIELD and isinstance(value, list)):
+            kept[name] = value
+    if exists(folder / TEMPLATE):
+        kept[TEMPLATE_FIELD] = (folder / TEMPLATE).read_text(encoding="utf-8")
+    return kept
 
 
 def _converted(folder: Path) -> TextTokenizer:
@@ -138,4 +156,5 @@ def _converted(folder: Path) -> TextTokenizer:
         raise UserError(
             f"{folder}: no {FILE} in it, and no other tokenizer that transformers reads: {reason}"
         ) from None
-    return TextTokenizer(text, found.eos_token, str(folder))
+    kept = {name: getattr(found, name, None) for name in KEPT}
+    return TextTokenizer(text, {name: value for name, value in kept.items() if value}, str(folder))

@@ -55,10 +55,14 @@ class StageModel(nn.Module):
         hidden: Tensor = self.embedding(tokens)
         return hidden
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """The layers' output, in the type of the input: under autocast, layers with experts give fp32."""
+    def forward(self, hidden: Tensor, starts: Tensor | None = None) -> Tensor:
+        """The layers' output, in the type of the input: under autocast, layers with experts give fp32.
+
+        `starts` says where conversations begin in the samples, [samples, sequence]: a token attends to those of its
+        own alone, and positions are counted from its first.
+        """
         dtype = hidden.dtype
-        positions, rotation, masks = self._positions_and_masks(hidden)
+        positions, rotation, masks = self._positions_and_masks(hidden, starts)
         for layer, kind in zip(self.layers, self._kinds, strict=True):
             inputs = {"attention_mask": masks[kind], "position_ids": positions, "position_embeddings": rotation}
             if self.recompute and torch.is_grad_enabled():
@@ -68,7 +72,7 @@ class StageModel(nn.Module):
         return hidden.to(dtype)
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """The loss of the next token, the mean over all tokens of the microbatch."""
+        """The loss of the next token, the mean over all tokens of the microbatch that count: negative labels do not."""
         assert self.norm is not None, "only stage 0 has the head"
         assert self.head is not None
         logits = self.head(self.norm(hidden))
@@ -105,8 +109,16 @@ class StageModel(nn.Module):
             if not self.spec.tied:
                 yield from ((f"lm_head.{name}", each) for name, each in self.head.named_parameters())
 
-    def _positions_and_masks(self, hidden: Tensor) -> tuple[Tensor, Any, dict[str, Tensor | None]]:
-        """Positions, their rotations and the masks: the same for every microbatch of a shape."""
+    def _positions_and_masks(
+        self, hidden: Tensor, starts: Tensor | None
+    ) -> tuple[Tensor, Any, dict[str, Tensor | None]]:
+        """Positions, their rotations and the masks: the same for every microbatch of a shape, without conversations."""
+        if starts is not None:
+            with torch.no_grad():
+                places = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
+                positions = places - torch.where(starts, places, 0).cummax(1).values
+                masks = {kind: self.spec.mask(kind, hidden, positions) for kind in dict.fromkeys(self._kinds)}
+                return positions, self.rotary(hidden, positions), masks
         key = hidden.shape[1], hidden.dtype, hidden.device
         if key not in self._of_shape:
             with torch.no_grad():

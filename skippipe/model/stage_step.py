@@ -139,30 +139,39 @@ class StageStep:
             self._compile()
         self._split = split_backward
 
-    def begin(self, key: Key, tokens: Tensor) -> Tensor:
+    def begin(self, key: Key, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
         """The forward pass at the data node. Like any other, it replaces an earlier one of the same microbatch."""
         with self._autocast():
-            outputs = self._forward(key, self.model.embed(tokens))
+            outputs = self._forward(key, self.model.embed(tokens), starts=starts)
         self._exit_early(key)
         return outputs
 
-    def forward(self, key: Key, hidden: Tensor, residual_scale: float = 1.0) -> Tensor:
-        """The forward pass of the stage, whose contribution to the residual stream is multiplied by this scale."""
-        return self._forward(key, hidden.detach().requires_grad_(), residual_scale)
+    def forward(self, key: Key, hidden: Tensor, residual_scale: float = 1.0, starts: Tensor | None = None) -> Tensor:
+        """The forward pass of the stage, whose contribution to the residual stream is multiplied by this scale.
+
+        `starts` is where conversations begin (see `StageModel.forward`)."""
+        return self._forward(key, hidden.detach().requires_grad_(), residual_scale, starts)
 
     def head(
-        self, key: Key, hidden: Tensor, labels: Tensor, *, early: float = 0.0, counts: bool = True
+        self,
+        key: Key,
+        hidden: Tensor,
+        labels: Tensor,
+        *,
+        early: float = 0.0,
+        share: float = 1.0,
+        counts: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """The loss, and its gradient with respect to the inputs.
+        """The loss times the `share` of the microbatch in the iteration, and its gradient with respect to the inputs.
 
         `early` is the weight of a second loss, of this stage's own outputs for the microbatch. Its gradient joins the
         other one at the backward pass.
         """
-        loss, back = self._head(hidden, labels, 1.0, counts)
+        loss, back = self._head(hidden, labels, share, counts)
         if early:
-            self._exits[key] = EarlyExit(labels, early, counts)
+            self._exits[key] = EarlyExit(labels, early * share, counts)
             self._exit_early(key)
-        return loss, back
+        return loss * share, back
 
     def backward(self, key: Key, gradient: Tensor, *, counts: bool = True) -> Tensor | None:
         """The gradient for the node before; None at the data node, where the microbatch began."""
@@ -190,11 +199,11 @@ class StageStep:
             self.deferred.pop(key, None)
 
     @torch.no_grad()
-    def evaluate(self, given: Tensor) -> Tensor:
+    def evaluate(self, given: Tensor, starts: Tensor | None = None) -> Tensor:
         """A forward pass that leaves nothing behind: of tokens at the data node, else of activations."""
         with self._autocast():
             hidden = given if given.is_floating_point() else self.model.embed(given)
-            outputs: Tensor = self.model(hidden.to(torch.bfloat16) if self._low_precision else hidden)
+            outputs: Tensor = self.model(hidden.to(torch.bfloat16) if self._low_precision else hidden, starts)
         return outputs
 
     @torch.no_grad()
@@ -216,11 +225,11 @@ class StageStep:
         self._exits.clear()
         self._deferred_now.clear()
 
-    def _forward(self, key: Key, inputs: Tensor, residual_scale: float = 1.0) -> Tensor:
+    def _forward(self, key: Key, inputs: Tensor, residual_scale: float = 1.0, starts: Tensor | None = None) -> Tensor:
         self.held.pop(key, None)  # before the new one takes its memory; what was deferred is due all the same
         with self._autocast():
             hidden = inputs.to(torch.bfloat16) if self._low_precision else inputs
-            outputs: Tensor = self.model(hidden)
+            outputs: Tensor = self.model(hidden, starts)
             if residual_scale != 1.0:
                 outputs = torch.lerp(hidden, outputs, residual_scale)
             self.held[key] = SavedForBackward(inputs, outputs, self.model.balance())

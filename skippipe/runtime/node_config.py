@@ -53,6 +53,8 @@ class NodeConfig:
     """host:port at which nodes meet, if a library averages."""
     recipe: SkipSchedule = field(default_factory=SkipSchedule)
     held_out: HeldOut | None = None
+    packing: bool = True
+    """Whether a sample may hold several conversations."""
 
     def spec(self) -> ModelSpec:
         from skippipe.model.model_spec import ModelSpec, config_from
@@ -77,7 +79,7 @@ class NodeConfig:
         return found.part(range(found.windows - held_out.windows, found.windows), held_out.microbatches)
 
     def _whole(self, folder: Path, fingerprint: str) -> BatchSampler:
-        from skippipe.data.batch_sampler import BatchSampler
+        from skippipe.data.batch_sampler import BatchSampler, ConversationSampler
         from skippipe.data.token_file import TokenFile
 
         tokens = TokenFile.open(folder)
@@ -87,9 +89,10 @@ class NodeConfig:
                 f"({fingerprint[:12]}); copy the coordinator's folder here"
             )
         work = self.plan.workload
-        return BatchSampler(
-            tokens.ids, work.sequence_tokens, self.seed, self.plan.microbatches, work.samples_per_microbatch
-        )
+        sizes = work.sequence_tokens, self.seed, self.plan.microbatches, work.samples_per_microbatch
+        if tokens.marks is None:
+            return BatchSampler(tokens.ids, *sizes)
+        return ConversationSampler(tokens.ids, tokens.marks, *sizes, padding=tokens.end_id, packing=self.packing)
 
     def to_json(self) -> dict[str, Any]:
         nested = ("plan", "learning", "recipe", "held_out")
@@ -121,6 +124,7 @@ class NodeConfig:
             rendezvous=fields.text("rendezvous") if fields.has("rendezvous") else fields.take("rendezvous"),
             recipe=from_table(SkipSchedule, fields.take("recipe"), "brief.recipe"),
             held_out=from_table(HeldOut, held_out, "brief.held_out") if held_out is not None else None,
+            packing=fields.flag("packing"),
         )
         fields.close()
         return node_config

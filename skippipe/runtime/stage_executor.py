@@ -10,6 +10,8 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -53,6 +55,8 @@ from skippipe.workload import Workload
 CHUNK_VALUES = 2**22  # numbers of a state in one message: 16 MiB
 BACKUP_VALUES = 2**20  # the most of a backup, which is fetched while training goes on: 4 MiB
 NO_RESULT = OpResult(None)
+Starts = npt.NDArray[np.bool_]
+"""Where conversations begin, [samples, sequence]."""
 
 
 class StageExecutor:
@@ -260,29 +264,38 @@ class StageExecutor:
         key = task.lane, task.microbatch
         if task.step == 0:
             tokens, _ = self._batch(task)
-            return OpResult(self._encode_hop(self.tasks.begin(key, tokens)))
+            assert self._sampler is not None
+            starts = self._sampler.starts(task.iteration, task.data)
+            return OpResult(self._encode_hop(self.tasks.begin(key, tokens, self._on_device(starts)), starts))
         if task.is_weights:
             self.tasks.weight_gradients(key, counts=task.counts)
             return NO_RESULT
         given = self._decode_hop(task.given)
         if task.step < task.length:
             residual_scale = self._recipe.residual_scale(len(self._layers), task.length)
-            return OpResult(self._encode_hop(self.tasks.forward(key, given, residual_scale)))
+            starts = self._starts(task.given)
+            outputs = self.tasks.forward(key, given, residual_scale, self._on_device(starts))
+            return OpResult(self._encode_hop(outputs, starts))
         if task.step == task.length:
             _, labels = self._batch(task)
-            early = self._recipe.early_exit
-            loss, gradient = self.tasks.head(key, given, labels, early=early, counts=task.counts)
+            assert self._sampler is not None
+            early, share = self._recipe.early_exit, self._sampler.share(task.iteration, task.data)
+            loss, gradient = self.tasks.head(key, given, labels, early=early, share=share, counts=task.counts)
             return OpResult(self._encode_hop(gradient), loss)
         back = self.tasks.backward(key, given, counts=task.counts)
         return NO_RESULT if back is None else OpResult(self._encode_hop(back))
 
     def _evaluate(self, task: EvaluateSamples) -> OpResult:
         if 0 < task.step < task.length:
-            return OpResult(self._encode_hop(self.tasks.evaluate(self._decode_hop(task.given))))
+            starts = self._starts(task.given)
+            outputs = self.tasks.evaluate(self._decode_hop(task.given), self._on_device(starts))
+            return OpResult(self._encode_hop(outputs, starts))
         assert self._held_out is not None, "only data nodes read text"
         inputs, labels = self._held_out.batch(0, task.microbatch)
         if task.step == 0:
-            return OpResult(self._encode_hop(self.tasks.evaluate(torch.from_numpy(inputs).to(self.tasks.device))))
+            starts = self._held_out.starts(0, task.microbatch)
+            tokens = torch.from_numpy(inputs).to(self.tasks.device)
+            return OpResult(self._encode_hop(self.tasks.evaluate(tokens, self._on_device(starts)), starts))
         targets = torch.from_numpy(labels).to(self.tasks.device)
         loss = self.tasks.evaluate_head(self._decode_hop(task.given), targets)
         return OpResult(None, loss, int((labels >= 0).sum()))
@@ -292,9 +305,23 @@ class StageExecutor:
         inputs, labels = self._sampler.batch(task.iteration, task.data)
         return torch.from_numpy(inputs).to(self.tasks.device), torch.from_numpy(labels).to(self.tasks.device)
 
-    def _encode_hop(self, tensor: Tensor) -> Any:
+    def _encode_hop(self, tensor: Tensor, starts: Starts | None = None) -> Any:
+        """What goes to the next node; with conversations, activations say where they begin."""
         dtype = self._wire_dtype
+        if starts is not None:
+            return replace(encode(tensor, dtype, share=True), starts=np.packbits(starts).tobytes())
         return encode(tensor, dtype, share=True) if self._packing else CODECS[dtype].rounded(tensor)
+
+    def _starts(self, given: Any) -> Starts | None:
+        """Where conversations begin in activations that came."""
+        if not isinstance(given, EncodedTensor) or not given.starts:
+            return None
+        samples, sequence, _ = self._shape
+        bits = np.unpackbits(np.frombuffer(given.starts, np.uint8), count=samples * sequence)
+        return bits.reshape(samples, sequence).astype(np.bool_)
+
+    def _on_device(self, starts: Starts | None) -> Tensor | None:
+        return None if starts is None else torch.from_numpy(starts).to(self.tasks.device)
 
     def _decode_hop(self, given: Any) -> Tensor:
         if isinstance(given, EncodedTensor):

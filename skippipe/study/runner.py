@@ -262,7 +262,7 @@ def load_frozen(engine: Engine, file: Path) -> tuple[list[torch.Tensor], list[li
 
 def _tokens(texts: list[str], tokenizer: int | Path) -> TokenFile:
     folder = Path(texts[0])
-    return TokenFile.open(folder) if (folder / HEADER).exists() else prepare(texts, tokenizer)
+    return TokenFile.open(folder).check_plain() if (folder / HEADER).exists() else prepare(texts, tokenizer)
 
 
 PARTS = 10  # of a run, with a line for each

@@ -18,6 +18,7 @@ from skippipe.checkpoint.model_card import JOB_FILE
 from skippipe.checkpoint.storage import WriteFailures, check_room
 from skippipe.cluster import Cluster
 from skippipe.collectives import COLLECTIVES, Collective
+from skippipe.data.batch_sampler import BatchSampler
 from skippipe.data.prepare import PrepareProgress, prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.errors import Infeasible, UserError
@@ -72,6 +73,11 @@ class RunSetup(RunOptions):
     held_out_tokens: TokenFile | None = None
     """The text of validation.texts."""
 
+    @cached_property
+    def sampler(self) -> BatchSampler:
+        """The text as nodes get it."""
+        return self.node_config.sampler()
+
     @property
     def read_while_training(self) -> list[Path]:
         """Files and folders that must stay in place during the run."""
@@ -106,6 +112,7 @@ class RunSetup(RunOptions):
             heartbeat_s=job.survive.heartbeat_s,
             rendezvous=None if self.collective.in_messages else _free_address(),
             recipe=job.followed,
+            packing=job.data.packing,
         )
         return replace(node_config, held_out=held_out_samples(job.validation, node_config, self.held_out_tokens))
 
@@ -235,7 +242,11 @@ def build_run(
         job.data.tokenizer or job.data.vocabulary,
         Path(job.data.folder) if job.data.folder else None,
         reading,
+        field=job.data.field,
+        loss_on=job.data.loss_on,
     )
+    if tokens.marks is None and not job.data.packing:
+        raise UserError("data.packing: is for conversations, and the texts hold none; leave it out")
     spec = ModelSpec(config_named(job.model.config, None if job.model.weights else tokens.vocabulary), job.seed)
     if job.model.weights:
         check_vocabulary(job, spec.config.vocab_size, tokens.vocabulary)
@@ -247,10 +258,10 @@ def build_run(
         plan = _make_job_plan(job, cluster, example, spec, request)
     lengths = _lengths(job, len(plan.stages), plan.visited)
     plans = plans_by_length(job, plan, lengths, request, resumed=options.resumed)
-    held_out = held_out_text(job.validation, tokens, reading)
+    held_out = held_out_text(job.validation, job.data, tokens, reading)
     plan = plans[_most_frequent(lengths)]
     run_setup = RunSetup(job, plan, spec, tokens, plans, lengths, held_out, **vars(options))
-    run_setup.node_config.sampler()  # is the text long enough?
+    _ = run_setup.sampler  # is the text long enough?
     if options.resumed:
         _ = run_setup.run.origin  # UserError if there is no checkpoint to continue from
     return run_setup

@@ -5,22 +5,29 @@ from __future__ import annotations
 from dataclasses import replace
 from hashlib import sha256
 
-from skippipe.data.documents import source
+from skippipe.data.documents import sources
 from skippipe.data.prepare import PrepareProgress, prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.errors import UserError
 from skippipe.runtime.node_config import HeldOut, NodeConfig
-from skippipe.training.job_config import ValidationConfig
+from skippipe.training.job_config import DataConfig, ValidationConfig
 
 
-def held_out_text(validation: ValidationConfig, tokens: TokenFile, reading: PrepareProgress) -> TokenFile | None:
-    """The tokens of validation.texts, in a folder within that of the training text: who copies that one has both.
-    None: a share of the training text is held out, or nothing."""
+def held_out_text(
+    validation: ValidationConfig, data: DataConfig, tokens: TokenFile, reading: PrepareProgress
+) -> TokenFile | None:
+    """The tokens of validation.texts, read as the training text is, in a folder within that of it: who copies that one
+    has both. None: a share of the training text is held out, or nothing."""
     texts = validation.texts
     if not texts:
         return None
-    name = sha256("\n".join(source(text).sha256 for text in texts).encode()).hexdigest()[:12]
-    return prepare(texts, tokens.tokenizer(), tokens.folder / f"validation-{name}", reading)
+    read = repr(sources(texts)), data.field, data.loss_on
+    name = sha256("\n".join(read).encode()).hexdigest()[:12]
+    folder = tokens.folder / f"validation-{name}"
+    found = prepare(texts, tokens.tokenizer(), folder, reading, field=data.field, loss_on=data.loss_on)
+    if (found.marks is None) != (tokens.marks is None):
+        raise UserError("validation.texts: conversations and plain text do not go together: use what data.texts are")
+    return found
 
 
 def held_out_samples(validation: ValidationConfig, node_config: NodeConfig, tokens: TokenFile | None) -> HeldOut | None:

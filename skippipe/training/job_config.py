@@ -50,7 +50,15 @@ class ModelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     texts: list[str] = field(default_factory=lambda: ["classics"])
-    """Text files (.txt, .xz); "classics" is the text that comes with SkipPipe, Jane Austen's novels."""
+    """Files of text, JSON lines or Parquet, also compressed (.gz, .bz2, .xz, .zst); folders of them; datasets of the
+    hub (hf:NAME[:CONFIG][:SPLIT]); "classics" is the text that comes with SkipPipe, Jane Austen's novels."""
+    field: str = ""
+    """The field of records (JSON lines, Parquet, datasets) that has the text; empty: "text", unless they are
+    conversations (messages, prompt and completion, instruction and output)."""
+    loss_on: Literal["", "answers", "all"] = ""
+    """Of conversations: take the loss of the assistant's tokens only, or of all; empty: of answers."""
+    packing: bool = True
+    """Of conversations: as many in a sample as fit, none of which sees another; or each in a sample of its own."""
     tokenizer: str = ""
     """A Hugging Face tokenizer folder; empty: a byte-level BPE is trained on the texts."""
     vocabulary: Annotated[int, VOCABULARY] = 2048

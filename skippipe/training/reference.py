@@ -89,9 +89,10 @@ class ReferenceTrainer:
         losses, counts = [], []
         for microbatch in range(held_out.microbatches):
             inputs, labels = held_out.batch(0, microbatch)
-            hidden = torch.from_numpy(inputs).to(self.device)
+            hidden, packed = torch.from_numpy(inputs).to(self.device), held_out.starts(0, microbatch)
+            starts = None if packed is None else torch.from_numpy(packed).to(self.device)
             for stage in self.stages:
-                hidden = self._hop(stage.evaluate(hidden))
+                hidden = self._hop(stage.evaluate(hidden, starts))
             losses.append(float(self.stages[0].evaluate_head(hidden, torch.from_numpy(labels).to(self.device))))
             counts.append(int((labels >= 0).sum()))
         return math.fsum(loss * count for loss, count in zip(losses, counts, strict=True) if count) / sum(counts)
@@ -102,11 +103,14 @@ class ReferenceTrainer:
         path = plan.visits(plan.lanes[lane])
         residual_scale = self.recipe.residual_scale(len(self.stages), len(path))
         data_stage = self.stages[path[0]]
-        hidden = self._hop(data_stage.begin(key, torch.from_numpy(inputs).to(self.device)))
+        data = plan.microbatch(lane, microbatch)
+        packed, share = self.sampler.starts(iteration, data), self.sampler.share(iteration, data)
+        starts = None if packed is None else torch.from_numpy(packed).to(self.device)
+        hidden = self._hop(data_stage.begin(key, torch.from_numpy(inputs).to(self.device), starts))
         for stage in path[1:]:
-            hidden = self._hop(self.stages[stage].forward(key, hidden, residual_scale))
+            hidden = self._hop(self.stages[stage].forward(key, hidden, residual_scale, starts))
         targets = torch.from_numpy(labels).to(self.device)
-        loss, gradient = data_stage.head(key, hidden, targets, early=self.recipe.early_exit)
+        loss, gradient = data_stage.head(key, hidden, targets, early=self.recipe.early_exit, share=share)
         for stage in reversed(path):
             back = self.stages[stage].backward(key, self._hop(gradient))
             gradient = gradient if back is None else back

@@ -140,6 +140,8 @@ def _announce(run_setup: RunSetup, promised: bool) -> None:
     )
     if run_setup.job.model.weights and not run_setup.resumed:
         print(f"begins with the weights in {run_setup.job.model.weights}")
+    if run_setup.sampler.summary:
+        print(run_setup.sampler.summary)
     if len(run_setup.lengths) > 1:
         print(timetable_text(run_setup.lengths, run_setup.plans, len(plan.stages), promised=promised))
 

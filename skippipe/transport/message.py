@@ -29,6 +29,7 @@ SHOWN = 32  # characters of a number in an error; it may have a million
 # magic, version, kind, body, dims; the numbers of the kind (see Header.layout); sent_ns, due_ns; dims (unused: 0)
 HEADER = struct.Struct(f"<4sBBBB24sQQ{MOST_DIMS}I")
 NOTHING, JSON = 0, 1  # the number of a body in the header; tensors have that of their codec
+STARTS = 128  # is added to it if the bits that say where conversations begin follow the tensor
 
 Body: TypeAlias = EncodedTensor | dict[str, Any] | None
 
@@ -271,7 +272,12 @@ def to_frames(message: Message, due_ns: int = 0) -> tuple[bytes, Buffer]:
         shape, payload = body.shape, body.data
         codec = CODECS[body.dtype]
         number = codec.number
-        wrong = codec.malformed(payload, shape) or (f"{len(shape)} dimensions" if len(shape) > MOST_DIMS else "")
+        if body.starts:
+            number += STARTS
+            payload = b"".join((body.data, body.starts))
+            if len(body.starts) != body.starts_bytes:
+                raise ValueError(f"{len(body.starts)} bytes of starts; {body.starts_bytes} belong to {list(shape)}")
+        wrong = codec.malformed(body.data, shape) or (f"{len(shape)} dimensions" if len(shape) > MOST_DIMS else "")
         if wrong:
             raise ValueError(f"a tensor that does not fit into a message: {wrong}")
     elif body is not None:
@@ -295,9 +301,10 @@ def from_frames(frames: Sequence[Buffer], limits: Limits) -> tuple[Message, int]
         raise Malformed(f"version {version} is not known here; this release speaks {VERSION}")
     if kind not in tuple(MessageKind):
         raise Malformed(f"kind {kind} is unknown")
+    packed, number = divmod(number, STARTS)
     codec = next((each for each in CODECS.values() if each.number == number), None)
-    if codec is None and number not in (NOTHING, JSON):
-        raise Malformed(f"body {number} is unknown")
+    if codec is None and (packed or number not in (NOTHING, JSON)):
+        raise Malformed(f"body {packed * STARTS + number} is unknown")
     if max(sent_ns, due_ns) > LARGEST_NS:
         raise Malformed("a time out of range")
     if number != NOTHING and (number == JSON) != (kind == MessageKind.CONTROL):
@@ -306,7 +313,7 @@ def from_frames(frames: Sequence[Buffer], limits: Limits) -> tuple[Message, int]
     if size > limits.payload_bytes:
         raise Malformed(f"{size} bytes; at most {limits.payload_bytes} are taken")
     if codec is not None:
-        body: Body = _tensor(codec, dims, ndim, frames[1:], limits)
+        body: Body = _tensor(codec, dims, ndim, frames[1:], limits, packed=bool(packed))
     elif ndim or any(dims):
         raise Malformed("a shape without a tensor")
     elif number == JSON:
@@ -329,17 +336,24 @@ def _header(kind: MessageKind, about: bytes) -> Header:
     return found
 
 
-def _tensor(codec: Codec, dims: Sequence[int], ndim: int, payload: Sequence[Buffer], limits: Limits) -> EncodedTensor:
+def _tensor(
+    codec: Codec, dims: Sequence[int], ndim: int, payload: Sequence[Buffer], limits: Limits, *, packed: bool
+) -> EncodedTensor:
     shape = tuple(dims[:ndim])
     if ndim > MOST_DIMS or not all(shape) or any(dims[ndim:]):
         raise Malformed(f"{ndim} dimensions {list(dims)} are no shape")
     if not codec.fixed_size and 4 * math.prod(shape) > limits.payload_bytes:  # few bytes may stand for many values
         raise Malformed(f"a {codec.id} tensor of shape {list(shape)}; at most {limits.payload_bytes} bytes are taken")
-    data = _joined(payload)
+    data, starts = _joined(payload), memoryview(b"")
+    if packed:
+        whole, length = memoryview(data), EncodedTensor(codec.id, shape, b"").starts_bytes
+        if len(shape) < 2 or len(whole) <= length:
+            raise Malformed(f"{len(whole)} bytes of a tensor of shape {list(shape)} and its starts")
+        data, starts = whole[:-length], whole[-length:]
     wrong = codec.malformed(data, shape)
     if wrong:
         raise Malformed(wrong)
-    return EncodedTensor(codec.id, shape, data)
+    return EncodedTensor(codec.id, shape, data, bytes(starts))
 
 
 def _joined(payload: Sequence[Buffer]) -> Buffer:

@@ -28,7 +28,7 @@ class TopK(Codec):
     """Of the values, the half that is largest, without zeros: all places, then all values."""
 
     id = "top-k"
-    number = 200
+    number = 100
     error_bound = "the median magnitude"
     error_feedback = True
     fixed_size = False

@@ -17,7 +17,7 @@ import torch
 
 from skippipe.checkpoint.format import Manifest
 from skippipe.checkpoint.hf_export import ModelFolder
-from skippipe.data import documents
+from skippipe.data import documents, readers
 from skippipe.data.prepare import prepare
 from skippipe.data.tokenizer import TextTokenizer, train_bpe
 from skippipe.errors import UserError
@@ -230,7 +230,7 @@ def test_a_model_of_absurd_sizes(folder: Path) -> None:
 
 
 def test_a_compressed_text_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "MOST_UNPACKED", 2)
+    monkeypatch.setattr(readers, "MOST_UNPACKED", 2)
     bomb = tmp_path / "bomb.xz"
     bomb.write_bytes(lzma.compress(b"a " * 2**21))
     with pytest.raises(UserError, match="more than 2 times as large without compression, which no text is"):
@@ -249,7 +249,7 @@ def test_compressed_texts_in_several_pieces(tmp_path: Path) -> None:
 def test_unpacking_takes_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "text.xz"
     file.write_bytes(lzma.compress(b"word " * 9, preset=9))
-    monkeypatch.setattr(documents, "MOST_UNPACKER_BYTES", 2**20)
+    monkeypatch.setattr(readers, "MOST_UNPACKER_BYTES", 2**20)
     with pytest.raises(UserError, match="limit"):
         list(documents.source(file).pieces())
 

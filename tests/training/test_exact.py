@@ -8,11 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 from skippipe.collectives.schedule import Piece
+from skippipe.data.batch_sampler import ANSWER, BEGINS, BatchSampler, ConversationSampler
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
@@ -21,6 +23,7 @@ from skippipe.plan import Lane, Plan
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.training.reference import ReferenceTrainer
+from tests.helpers import exact_training
 from tests.helpers.exact_training import (
     FULL,
     ITERATIONS,
@@ -96,6 +99,27 @@ def test_hops_are_rounded_alike(wire: str) -> None:
     assert_replicas_alike(plan, computers)
     weights = weights_of(plan, computers)
     assert distance(weights, oracle.weights()) < 0.1 * distance(exact.weights(), oracle.weights())
+
+
+@pytest.mark.parametrize(("paths", "wire"), [("skipped", "fp32"), ("swapped", "bf16")])
+def test_conversations_in_a_sample(paths: str, wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they begin goes along every path with the activations; backward passes are split and recomputed."""
+    random = np.random.default_rng(2)
+    marks = np.where(random.random(600) < 0.2, BEGINS, 0) | np.where(random.random(600) < 0.5, ANSWER, 0)
+    marks[0] |= BEGINS
+
+    def sampler_of(plan: Plan) -> BatchSampler:
+        return ConversationSampler(exact_training.TEXT[:600], marks.astype(np.uint8), 12, 3, plan.microbatches, 2)
+
+    monkeypatch.setattr(exact_training, "sampler_of", sampler_of)
+    plan, spec = plan_of(PATHS[paths], wire_dtype=wire, split=True, activation_checkpointing=True)
+    assert sampler_of(plan).share(0, 0) != 1
+    if wire == "fp32":
+        assert_exact(plan, spec)
+    else:
+        cluster, computers, _, losses = trained(plan, spec)
+        assert [report.loss for report in cluster.reports] == pytest.approx(losses, rel=1e-4)
+        assert_replicas_alike(plan, computers)
 
 
 def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:

@@ -9,6 +9,7 @@ import random
 import secrets
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,8 @@ def messages(draw: st.DrawFn) -> Message:
     elif draw(st.booleans()) and kind is not MessageKind.CONTROL:
         dtype, shape = draw(st.sampled_from(sorted(CODECS))), draw(shapes)
         body = EncodedTensor(dtype, shape, b"\x5a" * CODECS[dtype].expected_bytes(math.prod(shape)))
+        if len(shape) > 1 and draw(st.booleans()):
+            body = replace(body, starts=b"\xa5" * body.starts_bytes)
     return Message(header, body, draw(times))
 
 
@@ -201,6 +204,26 @@ def test_every_field_has_its_place() -> None:
         "534b5050 05 01 02 01 0100000000000000 02000000 03000000 04000000 05000000"
         "0600000000000000 0700000000000000 02000000 00000000 00000000 00000000"
     )
+
+
+def test_starts_follow_the_tensor() -> None:
+    frames = frames_with(body=130, ndim=2, dims=(3, 4, 0, 0), payload=bytes(48) + b"\xa0\x10")
+    message = Message(Hop(0, 0, 0, 0), EncodedTensor("fp32", (3, 4), bytes(48), b"\xa0\x10"))
+    assert from_frames(frames, LIMITS) == (message, 0)
+    assert [bytes(each) for each in to_frames(message)] == frames
+    for bad in (
+        {"payload": bytes(48)},
+        {"payload": b"\xa0"},
+        {"payload": b""},
+        {"payload": bytes(51)},
+        {"ndim": 1, "dims": (12, 0, 0, 0), "payload": bytes(50)},
+        {"body": 128},
+        {"body": 129, "kind": 3},
+    ):
+        with pytest.raises(Malformed):
+            from_frames(frames_with(**{"body": 130, "ndim": 2, "dims": (3, 4, 0, 0), **bad}), LIMITS)
+    with pytest.raises(ValueError, match="1 bytes of starts; 2 belong to"):
+        to_frames(Message(Hop(0, 0, 0, 0), EncodedTensor("fp32", (3, 4), bytes(48), b"\xa0")))
 
 
 def test_every_kind_has_its_numbers() -> None:

@@ -25,12 +25,13 @@ from torch.nn import functional
 
 from skippipe.data.documents import BUILT_IN
 from skippipe.data.prepare import PrepareProgress, prepare
-from skippipe.data.token_file import Ids, TokenFile
+from skippipe.data.token_file import HEADER, Ids, TokenFile
 from skippipe.data.tokenizer import TextTokenizer
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import DtypeName, logits
 from skippipe.inference.checkpoint_loader import StagedModel
 from skippipe.inference.likelihood import BATCH_TOKENS, HEAD_ROWS, CountProgress
+from skippipe.json_fields import exists
 from skippipe.plan import Plan
 from skippipe.stage_subset import StageSubset, Visits, residual_scale_of
 
@@ -95,9 +96,9 @@ def _spread(numbers: Sequence[int], wanted: int) -> tuple[int, ...]:
 
 
 def open_text(name: str, tokenizer: TextTokenizer, progress: PrepareProgress = lambda what, share: None) -> Ids:
-    """Token ids of a prepared folder, or of a text file, which is kept prepared in the cache."""
-    if name not in BUILT_IN and Path(name).is_dir():
-        return TokenFile.open(Path(name), tokenizer).ids
+    """Token ids of a prepared folder, or of texts, which are kept prepared in the cache."""
+    if name not in BUILT_IN and exists(Path(name) / HEADER):
+        return TokenFile.open(Path(name), tokenizer).check_plain().ids
     return prepare(name, tokenizer, progress=progress).ids
 
 
