@@ -223,13 +223,19 @@ def export(
         Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's output folder: its newest one.")
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the model goes.")],
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Of a run with [lora]: the adapters alone, in peft's layout.")
+    ] = False,
 ) -> None:
     """Make a Hugging Face folder of a checkpoint, which transformers loads.
+
+    Adapters of a run with [lora] are merged into the model, unless --adapter asks for them by themselves.
 
     Example: skippipe export run model/
     """
     from skippipe.checkpoint.format import MANIFEST, Checkpoints
     from skippipe.checkpoint.manager import export as exported
+    from skippipe.checkpoint.manager import export_adapter
 
     place = checkpoint
     if not (checkpoint / MANIFEST).is_file():
@@ -241,8 +247,9 @@ def export(
         place = found[0]
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: is not empty; name another folder")
-    manifest = exported(place, folder)
-    print(f"{place}: the model after {manifest.iterations} iterations is in {folder}/")
+    manifest = export_adapter(place, folder) if adapter else exported(place, folder)
+    what = "adapter" if adapter else "model"
+    print(f"{place}: the {what} after {manifest.iterations} iterations is in {folder}/")
 
 
 def keys(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from skippipe.errors import UserError
 from skippipe.heartbeat import TIMEOUT_S
 from skippipe.json_fields import Fields
+from skippipe.model.lora import LoraConfig
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.skip_schedule import SkipSchedule
@@ -39,11 +40,13 @@ class NodeConfig:
     rendezvous: str | None = None
     """host:port at which nodes meet, if a library averages."""
     recipe: SkipSchedule = field(default_factory=SkipSchedule)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters, with all targets by name."""
 
     def spec(self) -> ModelSpec:
         from skippipe.model.model_spec import ModelSpec, config_from
 
-        return ModelSpec(config_from(self.config), self.seed)
+        return ModelSpec(config_from(self.config), self.seed, self.lora)
 
     def sampler(self, folder: Path | None = None) -> BatchSampler:
         """The text, from here or from where this machine keeps it."""
@@ -64,6 +67,7 @@ class NodeConfig:
     def to_json(self) -> dict[str, Any]:
         plain = {name: value for name, value in vars(self).items() if name not in ("plan", "learning", "recipe")}
         recipe = {name: value for name, value in asdict(self.recipe).items() if value is not None}
+        plain["lora"] = asdict(self.lora)
         return {**plain, "plan": self.plan.to_json(), "learning": self.learning.to_json(), "recipe": recipe}
 
     @classmethod
@@ -86,6 +90,7 @@ class NodeConfig:
             heartbeat_s=fields.number("heartbeat_s"),
             rendezvous=fields.text("rendezvous") if fields.has("rendezvous") else fields.take("rendezvous"),
             recipe=from_table(SkipSchedule, fields.take("recipe"), "brief.recipe"),
+            lora=from_table(LoraConfig, fields.take("lora"), "brief.lora"),
         )
         fields.close()
         return node_config

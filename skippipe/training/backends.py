@@ -51,6 +51,8 @@ def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequ
         reader = StateReader(origin, run_setup.plan.layers, run_setup.spec)
         for index, stage in enumerate(trainer.stages):
             stage.weights.values.copy_(reader.weights(index))
+            if len(stage.weights.frozen):
+                stage.weights.frozen.copy_(reader.weights(index, frozen=True))
     for number in range(job.iterations):
         began_s = time.monotonic()
         done = trainer.iteration(number)

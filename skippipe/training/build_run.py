@@ -20,6 +20,7 @@ from skippipe.collectives import COLLECTIVES, Collective
 from skippipe.data.prepare import PrepareProgress, prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.errors import Infeasible, UserError
+from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec, check_device, config_named
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES
@@ -90,6 +91,7 @@ class RunSetup(RunOptions):
             heartbeat_s=job.survive.heartbeat_s,
             rendezvous=None if self.collective.in_messages else _free_address(),
             recipe=job.followed,
+            lora=self.spec.lora,
         )
 
     @property
@@ -163,16 +165,18 @@ class RunSetup(RunOptions):
 
     def with_first_checkpoint(self) -> RunSetup:
         """The setup of a run that goes on from a checkpoint with the weights that the job begins with."""
-        write_first_checkpoint(self.run, Path(self.job.model.weights))
+        write_first_checkpoint(self.run, Path(self.job.model.weights), self.job.lora.weights)
         return replace(self, resumed=True)
 
     def check_room(self, rescue: Path | None = None) -> None:
         """UserError unless there is room for the model and for all checkpoints that there will be at one time. A run
         that is resumed with a rescue folder may have been resumed because the output folder has no room."""
-        job = self.job
-        parameters = self.plan.workload.model.parameters
-        model_bytes = STORED_BYTES * parameters
-        checkpoint_bytes = OPTIMIZERS[job.learning.optimizer].stored_bytes() * parameters
+        job, work = self.job, self.plan.workload
+        model_bytes = STORED_BYTES * work.model.parameters
+        trained = sum(work.trained_parameters(stage, layers) for stage, layers in enumerate(self.plan.layers))
+        checkpoint_bytes = OPTIMIZERS[job.learning.optimizer].stored_bytes() * trained
+        if self.spec.lora.rank and not self.resumed:
+            model_bytes *= 2  # what adapters are for is kept beside the checkpoints
         made = (job.iterations - self.run.first) // job.checkpoint.every + 1 if job.checkpoint.every else 0
         there = len(self.run.checkpoints.complete())
         more = min(made, max(1, job.checkpoint.keep + 1 - there)) if made else 0
@@ -211,7 +215,8 @@ def build_run(
         Path(job.data.folder) if job.data.folder else None,
         reading,
     )
-    spec = ModelSpec(config_named(job.model.config, None if job.model.weights else tokens.vocabulary), job.seed)
+    config = config_named(job.model.config, None if job.model.weights else tokens.vocabulary)
+    spec = ModelSpec(config, job.seed, job.lora)
     if job.model.weights:
         check_vocabulary(job, spec.config.vocab_size, tokens.vocabulary)
     plan = _checked_plan(given, job, spec) if given else None
@@ -245,6 +250,7 @@ def _make_job_plan(
         early_exit=job.recipe.early_exit > 0,
         optimizer=job.learning.optimizer,
         collective=job.averaging.engine,
+        adapter_parameters=_adapter_parameters(spec),
     )
     cluster = _emulated(job, cluster, workload)
     plan_spec = PlanSpec(
@@ -264,6 +270,13 @@ def _make_job_plan(
         with _explain_infeasible(length, problem.stages):
             replace(problem, visited=length)  # what is infeasible is found before a long search
     return make_plan(problem, Strategy(pipeline.strategy), request)
+
+
+def _adapter_parameters(spec: ModelSpec) -> int:
+    """Of a layer, the mean over all of them; 0 without adapters."""
+    if not spec.lora.rank:
+        return 0
+    return -(-sum(slot.size for slot in layout_of_stage(spec, (spec.layers,), 0)) // spec.layers)
 
 
 def _lengths(job: JobConfig, stages: int, default: int) -> Counter[int]:
@@ -360,6 +373,7 @@ def _checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec) -> Plan:
         early_exit=job.recipe.early_exit > 0,
         optimizer=job.learning.optimizer,
         collective=job.averaging.engine,
+        adapter_parameters=_adapter_parameters(spec),
     )
     plan = replace(plan, workload=workload, expected=None, lower_bound_ns=None)
     if broken := validate(plan):

@@ -20,6 +20,7 @@ from skippipe.checkpoint.format import CheckpointOrigin, Checkpoints, StageWrite
 from skippipe.checkpoint.manager import StateReader, manifest_of
 from skippipe.errors import UserError
 from skippipe.model.flat_params import layout_of_stage
+from skippipe.model.lora import LoraConfig
 from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named
 from skippipe.model.stage import layer_ranges
 from skippipe.optim import OPTIMIZERS
@@ -70,12 +71,16 @@ def young_of(run: Path) -> CheckpointOrigin:
     origin = Checkpoints.of_run(run).newest_sound()
     if origin is None:
         raise UserError(f"{run}: has no sound checkpoint to grow from; name the output folder of a run that has one")
+    if origin.manifest.lora.rank:
+        raise UserError(f"{run}: its checkpoints hold adapters, and those do not grow; export the model, and train on")
     return origin
 
 
 def check_job(young: CheckpointOrigin, job: JobConfig) -> None:
     """UserError if a run of this job cannot resume from there, as far as that is known before there is a plan."""
     made, output = young.manifest, Path(job.output)
+    if job.lora != LoraConfig():
+        raise UserError("lora: a grown model is trained whole; leave [lora] out")
     if young.place.parent.parent.resolve() == output.resolve():
         raise UserError(f"output: {output} is where {young.place} lies; name another folder in the job")
     if job.iterations <= made.iterations:

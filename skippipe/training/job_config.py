@@ -10,6 +10,7 @@ from skippipe.codecs import CodecId
 from skippipe.collectives import COLLECTIVES, CollectiveId
 from skippipe.errors import UserError
 from skippipe.heartbeat import TIMEOUT_S
+from skippipe.model.lora import LoraConfig
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import USUAL, SkipSchedule
@@ -191,6 +192,8 @@ class JobConfig:
     """A cluster file, a built-in example (published20) or a preset with a number of nodes (regions:9)."""
     model: ModelConfig = ModelConfig()
     """The model."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters of low rank (LoRA), which are trained in place of the model."""
     data: DataConfig = DataConfig()
     """The text."""
     batch: BatchConfig = BatchConfig()
@@ -220,6 +223,7 @@ class JobConfig:
     def __post_init__(self) -> None:
         check_ranges(self)
         self._check_recipe()
+        self._check_lora()
         if self.emulation.enabled and self.transport.peers:
             raise UserError("emulation.enabled: nodes that join from other machines cannot be emulated on this one")
         engine, codec = self.averaging.engine, self.averaging.dtype
@@ -264,6 +268,20 @@ class JobConfig:
             raise UserError("pipeline.skip and recipe.skip say the same thing: leave out pipeline.skip")
         if recipe.phases and self.pipeline.strategy == "dtfm":
             raise UserError("pipeline.strategy: 'dtfm' skips nothing, whatever recipe.skip says; choose 'skippipe'")
+
+    def _check_lora(self) -> None:
+        lora = self.lora
+        if not lora.rank and not lora.weights:
+            if lora != LoraConfig():
+                raise UserError("lora.rank: without one there are no adapters, and the rest of [lora] is of no use")
+            return
+        if not self.model.weights:
+            raise UserError("lora: adapters are for a model that exists; name its folder: model.weights")
+        if self.survive.lost_stage == "neighbours":
+            raise UserError(
+                "survive.lost_stage: the adapters of a lost stage come from the newest checkpoint, which there always "
+                "is: leave it out"
+            )
 
     @property
     def followed(self) -> SkipSchedule:

@@ -1,27 +1,35 @@
 """Training that begins with weights that are there: those of a Hugging Face folder become the run's first checkpoint.
 
 So nodes get them as they get the state of any checkpoint: each the tensors of its own stage, and none needs the folder.
-The optimizer begins with nothing, at iteration 0.
+The optimizer begins with nothing, at iteration 0. If only adapters are trained, the first checkpoint has these, and the
+weights of the folder are kept beside all checkpoints.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from skippipe.checkpoint.adapters import BASE, read_adapter, with_adapter
 from skippipe.checkpoint.format import MANIFEST, StageWriter, StoredFile
+from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.checkpoint.manager import manifest_of
 from skippipe.codecs import encode
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import CheckpointOutline, select_weights
 from skippipe.json_fields import exists
 from skippipe.model.flat_params import layout_of_stage
+from skippipe.model.lora import initial
 from skippipe.model.model_files import CONFIG, TOKENIZER
+from skippipe.model.model_spec import ModelSpec
 from skippipe.optim import OPTIMIZERS
-from skippipe.optim.interface import STORED_BYTES
+from skippipe.optim.interface import STORED_BYTES, ParamSlot
 from skippipe.training.job_config import JobConfig, ModelConfig
 from skippipe.training.run import Run
 
@@ -32,6 +40,7 @@ TOKENIZER_FILES = ("tokenizer.json", TOKENIZER, "tokenizer.model", "vocab.json")
 
 def with_pretrained(job: JobConfig) -> JobConfig:
     """The job with the model and the tokenizer of the weights that it begins with; as it is if there are none."""
+    job = replace(job, lora=with_adapter(job.lora))
     if not job.model.weights:
         return job
     folder = _folder_of(job.model.weights)
@@ -91,29 +100,76 @@ def check_vocabulary(job: JobConfig, model_tokens: int, tokenizer_tokens: int) -
         )
 
 
-def write_first_checkpoint(run: Run, folder: Path) -> Path:
-    """Write the weights of a folder as the checkpoint of no iterations, from which the run goes on."""
+def write_first_checkpoint(run: Run, folder: Path, adapter: str = "") -> Path:
+    """Write the weights of a folder as the checkpoint of no iterations, from which the run goes on. If adapters are
+    trained, new ones or those of the folder `adapter` make up the checkpoint."""
     node_config, layers = run.node_config, run.node_config.plan.layers
-    optimizer, outline = OPTIMIZERS[node_config.learning.optimizer], CheckpointOutline(folder, run.spec, layers)
+    optimizer = OPTIMIZERS[node_config.learning.optimizer]
+    stages: Iterator[dict[str, Tensor]] = _stages_in(folder, run.spec.without_adapters(), layers)
+    if run.spec.lora.rank:
+        _write_base(run, stages)
+        stages = _adapters(run.spec, layers, Path(adapter) if adapter else None)
     unfinished = run.checkpoints.begin()
     run.tokenizer.save(unfinished)
     files: list[StoredFile] = []
-    found: dict[str, Tensor] = {}
-    for stage in range(len(layers)):
+    for stage, found in enumerate(stages):
         slots = layout_of_stage(run.spec, layers, stage)
-        names = {slot.name for slot in slots}
-        if not names <= found.keys():  # all were read at once if the files have other names
-            found = select_weights(outline, names)
         writer = StageWriter(unfinished, stage, slots, optimizer, run.run_id)
         for slot in slots:
-            each = found.get(slot.name)
-            if each is None or each.shape != slot.shape:
-                there = f"of shape {list(each.shape)}" if each is not None else "not there"
-                raise UserError(f"{folder}: tensor '{slot.name}' {list(slot.shape)} is {there}")
-            writer.write(encode(each.detach().float().flatten(), "fp32").data)
+            writer.write(encode(found[slot.name].detach().float().flatten(), "fp32").data)
         for slot in optimizer.state_slots(slots)[len(slots) :]:
             writer.write(bytes(STORED_BYTES * slot.size))
         files += writer.finish()
     manifest = manifest_of(node_config, 0, [0] * len(layers), files, run.run_id)
     run.checkpoints.commit(unfinished, manifest)
     return run.checkpoints.complete()[0]
+
+
+def _stages_in(folder: Path, spec: ModelSpec, layers: tuple[int, ...]) -> Iterator[dict[str, Tensor]]:
+    """The weights of each stage, read from a Hugging Face folder."""
+    outline = CheckpointOutline(folder, spec, layers)
+    found: dict[str, Tensor] = {}
+    for stage in range(len(layers)):
+        slots = layout_of_stage(spec, layers, stage)
+        names = {slot.name for slot in slots}
+        if not names <= found.keys():  # all were read at once if the files have other names
+            found = select_weights(outline, names)
+        _check_shapes(folder, slots, found)
+        yield {name: found[name] for name in names}
+
+
+def _adapters(spec: ModelSpec, layers: tuple[int, ...], folder: Path | None) -> Iterator[dict[str, Tensor]]:
+    """The adapters that each stage begins with: those in a folder of peft, or new ones by the seed."""
+    slots = [layout_of_stage(spec, layers, stage) for stage in range(len(layers))]
+    if folder is not None:
+        found = read_adapter(folder)
+        _check_shapes(folder, [slot for stage in slots for slot in stage], found)
+        others = found.keys() - {slot.name for stage in slots for slot in stage}
+        if others:
+            raise UserError(f"lora.weights: {folder}: '{min(others)}' is of no linear map of this model's layers")
+    for stage in slots:
+        yield {
+            slot.name: initial(slot.name, slot.shape, spec.seed) if folder is None else found[slot.name]
+            for slot in stage
+        }
+
+
+def _check_shapes(folder: Path, slots: Iterable[ParamSlot], found: Mapping[str, Tensor]) -> None:
+    for slot in slots:
+        each = found.get(slot.name)
+        if each is None or each.shape != slot.shape:
+            there = f"of shape {list(each.shape)}" if each is not None else "not there"
+            raise UserError(f"{folder}: tensor '{slot.name}' {list(slot.shape)} is {there}")
+
+
+def _write_base(run: Run, stages: Iterable[dict[str, Tensor]]) -> None:
+    """Keep the weights that adapters are for beside the checkpoints, in bf16 if that is what they are stored in."""
+    layers = run.node_config.plan.layers
+    spec = ModelSpec(deepcopy(run.spec.config), run.spec.seed)  # whose configuration is changed by writing it
+    model = None
+    for stage, found in enumerate(stages):
+        if model is None:
+            dtype = torch.bfloat16 if all(each.dtype == torch.bfloat16 for each in found.values()) else torch.float32
+            model = ModelFolder(run.checkpoints.folder / BASE, layers, spec, run.tokenizer, dtype, run.run_id)
+        flat = [found[slot.name].detach().flatten() for slot in layout_of_stage(spec, layers, stage)]
+        model.store_flat(stage, torch.cat(flat))

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from skippipe.checkpoint.adapters import BASE
 from skippipe.checkpoint.format import CheckpointOrigin, Checkpoints
 from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.checkpoint.manager import CheckpointManager, origin_of
@@ -210,7 +211,12 @@ class Run(RunOptions):
     @cached_property
     def models(self) -> ModelStore:
         folder = ModelFolder(
-            self.output / "model", self.node_config.plan.layers, self.spec, self.tokenizer, run_id=self.run_id
+            self.output / "model",
+            self.node_config.plan.layers,
+            self.spec,
+            self.tokenizer,
+            run_id=self.run_id,
+            base=self.checkpoints.folder / BASE if self.spec.lora.rank else None,
         )
         return ModelStore(folder, self.rescue, self._what_to_do)
 
